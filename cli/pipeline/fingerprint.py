@@ -16,6 +16,7 @@ from config.convert import ConvertConfig
 from config.data import HubDataset, LocalFiles, PythonStdlib, Shards
 from config.dump import list_differences, to_toml_values
 from config.families.model_directory import resolve_model_directory
+from config.finetune.chat import ChatRowsConfig
 from config.generation import GenerationConfig
 from config.infer import InferInputConfig, InferModelConfig
 from config.lora import LoraTrainingConfig
@@ -45,6 +46,7 @@ PATH_KEYS: dict[type[Section], tuple[str, ...]] = {
     InferModelConfig: ("adapter",),
     ConvertConfig: ("adapter",),
     LoraTrainingConfig: ("init_from",),
+    ChatRowsConfig: ("template",),
 }
 """Keys of files whose contents decide a result, beside the model of the stage."""
 SPLITS: tuple[Literal["train", "validation"], ...] = ("train", "validation")
@@ -142,6 +144,21 @@ class FingerprintBuilder:
             return f"{name} {directory.name}"  # of the Hub: the directory in its cache has the name of the commit
         manifest = directory / "MANIFEST.json"
         return self.hash_files([manifest] if manifest.is_file() else _files_in(directory))
+
+
+def check_files_unchanged(plan: StagePlan, fingerprint: Fingerprint) -> None:
+    """Check that the files of a stage are those of its fingerprint.
+
+    Raises:
+        ValueError: one has changed; names its key.
+    """
+    builder = FingerprintBuilder()
+    changed = [key for key, paths in list_files(plan.config) if builder.hash_files(paths) != fingerprint.files.get(key)]
+    if changed:
+        raise ValueError(
+            f'stage "{plan.name}": the content of {", ".join(changed)} has changed since the pipeline began; run the '
+            "same command again"
+        )
 
 
 def hash_file(path: Path) -> str:

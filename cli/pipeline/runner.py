@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from cli.pipeline.fingerprint import check_files_unchanged
 from cli.pipeline.plan import ANSWERS, MODEL, REPLAY, RESULT, StagePlan
 from cli.pipeline.state import CONFIG, StageState, write_done, write_started
 from cli.sweep.processes import SignalQueue, build_environment
@@ -49,7 +50,7 @@ def run_stages(states: Sequence[StageState], lock: int, on_change: Callable[[], 
     Raises:
         StageFailedError: a stage failed; those before it are done, the others were not started.
         PipelineStoppedError: a signal arrived.
-        ValueError: the input of a stage is missing.
+        ValueError: the input of a stage is missing, or a file has changed.
         OSError: a file cannot be written.
     """
     with SignalQueue() as signals:
@@ -60,11 +61,13 @@ def run_stages(states: Sequence[StageState], lock: int, on_change: Callable[[], 
                 continue
             print_message(f"{label}: {plan.stage.kind}, {'resume' if state.status == 'resume' else 'run'}")
             _check_input(plan)
+            check_files_unchanged(plan, state.fingerprint)
             _prepare_directory(state)
             started = time.monotonic()
             code = _run_process(plan, lock, signals)
             seconds = time.monotonic() - started
             if code == 0 and signals.first is None:
+                check_files_unchanged(plan, state.fingerprint)
                 write_done(state, seconds)
             on_change()
             if signals.first is not None:

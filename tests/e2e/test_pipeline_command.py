@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def write_pipeline(folder: Path) -> Path:
-    """Train, tune an adapter on the best checkpoint, evaluate both, merge and sample."""
+    """Train, tune an adapter on the best checkpoint, evaluate and merge it."""
     folder.mkdir(exist_ok=True)
     path = write_train_config(
         folder,
@@ -45,19 +45,8 @@ def write_pipeline(folder: Path) -> Path:
             "config": "tune.toml",
             "settings": tuning,
         },
-        {"name": "before", "kind": "evaluate", "from": "base"},
         {"name": "after", "kind": "evaluate", "from": "tune"},
         {"name": "half", "kind": "merge", "from": "tune", "settings": {"dtype": "bfloat16"}},
-        {
-            "name": "try",
-            "kind": "sample",
-            "from": "half",
-            "settings": {
-                "input": {"prompts": ["the cat"]},
-                "generation": {"max_new_tokens": 4},
-                "model": {"threads": 1},
-            },
-        },
     ]
     (folder / "tune.toml").write_text(tomli_w.dumps({name: values[name] for name in values if name != "model"}))
     pipeline = {"directory": "out", "common": {"evaluate": evaluation}, "stages": stages}
@@ -96,17 +85,17 @@ def outputs(folder: Path) -> dict[str, Any]:
     return {path.parent.name: json.loads(path.read_text())["outputs"] for path in folder.glob("out/*/done.json")}
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # ten processes that load torch
+@pytest.mark.timeout(900)
 def test_a_killed_pipeline_ends_with_the_same_hashes(tmp_path: Path) -> None:
     whole, killed = write_pipeline(tmp_path / "whole"), write_pipeline(tmp_path / "killed")
     finish(whole)
-    assert set(outputs(whole)) == {"base", "tune", "before", "after", "half", "try"}
+    assert set(outputs(whole)) == {"base", "tune", "after", "half"}
 
     def reaches(pattern: str) -> Callable[[Path], bool]:
         return lambda out: any(out.glob(pattern))
 
     assert kill_when(killed, reaches("base/run/checkpoints/step-00000005")) == -9
-    assert kill_when(killed, reaches("base/run/summary.json")) == -9
     assert kill_when(killed, reaches("tune/run/checkpoints/step-00000010"), signal.SIGINT) == 130
     assert kill_when(killed, reaches("tune/run/checkpoints/step-00000030")) == -9
     assert kill_when(killed, reaches("after/stage.json")) == -9
@@ -115,4 +104,4 @@ def test_a_killed_pipeline_ends_with_the_same_hashes(tmp_path: Path) -> None:
     steps = [json.loads(line)["step"] for line in (killed / "out/tune/run/metrics.jsonl").open()]
     assert max(steps) == 60
     report = (killed / "out/report.html").read_text()
-    assert "6 of 6 stages done" in report and "<svg" in report
+    assert "4 of 4 stages done" in report and "<svg" in report

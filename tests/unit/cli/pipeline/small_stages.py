@@ -17,6 +17,8 @@ config = tomllib.loads(path.read_text())
 name = path.parent.name
 with open(path.parent.parent / "log", "a") as file:
     file.write(name + "\\n")
+if name == os.environ.get("CHANGING"):
+    pathlib.Path("b.txt").write_text("changed line\\n" * 300)
 if name == os.environ.get("FAILING"):
     sys.exit("no")
 if "run" in config:

@@ -150,6 +150,22 @@ def test_a_failed_stage_leaves_the_others(
     assert run(pipeline) == 0 and take_log() == ["tune", "after", "before"]
 
 
+@pytest.mark.parametrize("stage", ["base", "tune"])
+def test_a_file_that_changes_in_the_middle_is_noticed(
+    stage: str, pipeline: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a later stage, and of the stage that runs: its results must not be taken for those of the old content."""
+    monkeypatch.setenv("CHANGING", stage)
+    with pytest.raises(SystemExit) as caught:
+        run(pipeline)
+    error = capsys.readouterr().err
+    assert caught.value.code == 1
+    assert 'stage "tune": the content of data.source.paths has changed since the pipeline began' in error
+    assert list(output_hashes()) == ["base"]
+    monkeypatch.delenv("CHANGING")
+    assert run(pipeline, "--force") == 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_reaches_the_stage_once_and_the_same_command_goes_on(
     pipeline: dict[str, Any],
