@@ -17,6 +17,7 @@ from config.bench.training import BenchTokenizerConfig, BenchTrainConfig
 from config.data import LocalFiles, PythonStdlib
 from config.dump import to_toml
 from config.eval import EvalConfig
+from config.finetune.pipeline import PipelineConfig
 from config.infer import InferConfig
 from config.load import ConfigError, load_config
 from config.make_data import MakeDataConfig
@@ -30,6 +31,7 @@ OTHERS: dict[str, type[Section]] = {
     "eval.toml": EvalConfig,
     "train_tokenizer.toml": TrainTokenizerConfig,
     "make_data.toml": MakeDataConfig,
+    "pipeline.toml": PipelineConfig,
     "bench_infer.toml": BenchInferConfig,
     "bench_train.toml": BenchTrainConfig,
     "bench_train_gpu.toml": BenchTrainConfig,
