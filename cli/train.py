@@ -75,7 +75,6 @@ def check_files(config: TrainConfig) -> None:
         ValueError: a file is missing or unreadable, or the run directory cannot be written; names the key.
     """
     # Imported here, so that --help and config errors do not wait for numpy and regex.
-    from diffusionlm.checkpoints.adapter_config import read_adapter_config
     from diffusionlm.checkpoints.model_files import list_weight_files, load_tokenizer
     from diffusionlm.data.chat.templates import check_template_name, resolve_chat_template
     from diffusionlm.data.pipeline import open_components
@@ -92,12 +91,7 @@ def check_files(config: TrainConfig) -> None:
     if path is not None and is_new:
         with _errors_name(f"tokenizer.path = {path}"):
             tokenizer = load_tokenizer(path)
-    if config.lora is not None:
-        config.lora.check_packages()
-        check_targets(config.lora, config.model.to_adapted_config(vocab_size=config.tokenizer.vocab_size))
-        if config.lora.init_from is not None:
-            with _errors_name(f"lora.init_from = {config.lora.init_from}"):
-                read_adapter_config(config.lora.init_from)
+    check_adapter(config)
     components = open_components(config.data, "train", LOCAL_SOURCES)
     trains_tokenizer = (
         is_new and tokenizer is None and not any(item.source.kind == "shards" for item in config.data.components)
@@ -108,6 +102,24 @@ def check_files(config: TrainConfig) -> None:
         elif trains_tokenizer:
             check_template_name(chat.config, chat.key)
     warn_about_memory(config)
+
+
+def check_adapter(config: TrainConfig) -> None:
+    """Check ``[lora]`` against the options of the model, before torch is loaded.
+
+    Raises:
+        ValueError: a package or an adapter is missing, or the section names no projection of the model.
+    """
+    from diffusionlm.checkpoints.adapter_config import read_adapter_config
+
+    lora = config.lora
+    if lora is None:
+        return
+    lora.check_packages()
+    check_targets(lora, config.model.to_adapted_config(vocab_size=config.tokenizer.vocab_size))
+    if lora.init_from is not None:
+        with _errors_name(f"lora.init_from = {lora.init_from}"):
+            read_adapter_config(lora.init_from)
 
 
 def warn_about_memory(config: TrainConfig) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, Self, TypeVar
 
 from pydantic import Field, field_validator, model_validator
@@ -104,6 +104,18 @@ class LoraConfig(Section):
         if self.targets == ALL_LINEAR and (name == HEAD or name.endswith(ROUTER_SUFFIX)):
             return False
         return self.selects(module_name) and not self.excludes(module_name)
+
+    def find_unused_names(self, module_names: Sequence[str]) -> Iterator[tuple[str, str]]:
+        """Iterate over the keys with names or patterns that fit none of the projections of a model, and these names."""
+        for key in ("targets", "exclude"):
+            names = getattr(self, key)
+            for name in () if isinstance(names, str) else names:
+                if not is_module(HEAD, name) and not any(is_module(module_name, name) for module_name in module_names):
+                    yield key, name
+        for key in ("rank_patterns", "alpha_patterns"):
+            for pattern, value in getattr(self, key).items():
+                if not any(_first_match({pattern: value}, module_name) for module_name in module_names):
+                    yield key, pattern
 
     def rank_of(self, module_name: str) -> int:
         """Rank of a module's adapter."""

@@ -42,14 +42,17 @@ def measure_adapter(lora: LoraConfig, model: ModelConfig) -> AdapterSize:
 def check_targets(lora: LoraConfig, model: ModelConfig) -> None:
     """
     Raises:
-        ValueError: the config adapts no projection of a model; lists what it has.
+        ValueError: the config adapts no projection of a model, or a name or pattern of it is that of none; lists what
+            the model has.
     """
     family = get_family(model)
     names = [name for name, *_ in _list_projections(model)]
     targets = [family.stored_name(f"{name}.weight").removesuffix(".weight") for name in names]
+    known = ", ".join(sorted({target.rpartition(".")[2] for target in targets}))
     if not any(lora.adapts(name, target) for name, target in zip(names, targets, strict=True)):
-        known = ", ".join(sorted({target.rpartition(".")[2] for target in targets}))
         raise ValueError(f"lora.targets = {lora.targets!r} selects no projection; the model has {known}")
+    for key, name in lora.find_unused_names(targets):
+        raise ValueError(f"lora.{key}: {name!r} is the name of no projection; the model has {known}")
 
 
 def _list_projections(model: ModelConfig) -> Iterator[tuple[str, int, int, float]]:

@@ -267,6 +267,20 @@ def test_targets_that_match_nothing(configure: Configure) -> None:
         build(configure(lora={"targets": ["no_proj"]}))
 
 
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        ({"targets": ["q_proj", "w_proj"]}, "lora.targets: 'w_proj' is the name of no projection; the model has down_"),
+        ({"exclude": ["qproj"]}, "lora.exclude: 'qproj' is the name of no"),
+        ({"rank_patterns": {"x.*": 4}}, r"lora.rank_patterns: 'x\.\*' is the name of no"),
+    ],
+)
+def test_names_that_match_nothing(lora: dict[str, Any], message: str, configure: Configure) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_files(configure(lora=lora))
+    check_files(configure(lora={"exclude": ["lm_head", "q_proj"], "rank_patterns": {"k_proj": 4}}))
+
+
 @pytest.mark.parametrize("lora", [{"rank": 3}, {"targets": ["q_proj"]}, {"dora": True}, {"init": "pissa"}])
 def test_a_run_does_not_go_on_with_another_adapter(
     lora: dict[str, Any], configure: Configure, adapter_run: Path
