@@ -36,8 +36,13 @@ class StageModel:
     config: ModelConfig
     is_adapter: bool = False
     """The directory has an adapter in place of weights."""
-    is_tokenizer_known: bool = True
-    """False: a stage of the pipeline trains the tokenizer, so sizes and ids of ``config`` are placeholders."""
+    tokenizer: Path | None = None
+    """Directory of its tokenizer. None: a stage of the pipeline makes the tokenizer, so sizes and ids of ``config`` are
+    placeholders."""
+
+    @property
+    def is_tokenizer_known(self) -> bool:
+        return self.tokenizer is not None
 
 
 @dataclass(frozen=True)
@@ -162,7 +167,8 @@ def _find_model(stage: StageConfig, parent: StagePlan | None, names: Sequence[st
             raise ValueError(
                 f'from = "{stage.input}" is neither a stage ({", ".join(names)}) nor a model: {error}'
             ) from error
-        return StageModel(Path(stage.input), model_config, (directory / ADAPTER_CONFIG).is_file())
+        path = Path(stage.input)
+        return StageModel(path, model_config, (directory / ADAPTER_CONFIG).is_file(), tokenizer=path)
     if parent.output is None:
         raise ValueError(f'from = "{parent.name}": a stage of kind "{parent.stage.kind}" has no model')
     if not isinstance(parent.config, TrainConfig):
@@ -244,11 +250,12 @@ def _check_stage(stage: StageConfig, config: Section, model: StageModel | None) 
 def _check_training(config: TrainConfig, parent: StageModel | None) -> StageModel:
     """Check data and vocabulary as far as they exist, and return the model that training makes."""
     # Imported here, so that --help and config errors do not wait for numpy and regex.
-    from cli.train import check_files
+    from cli.train import check_adapter, check_files
 
     if parent is None:
         check_files(config)
         return _predict_model(config, None)
+    check_adapter(config)
     config.model.check_same_architecture(parent.config)
     has_mask_token = parent.config.mask_token_id is not None or not parent.is_tokenizer_known
     if not has_mask_token and not isinstance(config.objective, NextTokenConfig):
@@ -257,7 +264,7 @@ def _check_training(config: TrainConfig, parent: StageModel | None) -> StageMode
             'stage of kind "export" with [settings.diffusion]'
         )
     _check_tokenizer(config, parent)
-    _check_data(config.data)
+    _check_data(config.data, parent)
     return _predict_model(config, parent)
 
 
@@ -272,20 +279,29 @@ def _check_tokenizer(config: TrainConfig, parent: StageModel) -> None:
     path = config.tokenizer.path
     if path is None:
         return
-    if not parent.is_tokenizer_known:
+    if parent.tokenizer is None:
         raise ValueError(f'tokenizer.path = "{path}": the model in from brings its own tokenizer; remove it')
-    own, other = load_tokenizer(parent.path), load_tokenizer(path)
+    own, other = load_tokenizer(parent.tokenizer), load_tokenizer(path)
     if own.fingerprint != other.fingerprint:
         raise ValueError(
             f'tokenizer.path = "{path}" is another tokenizer than that of the model in from, {parent.path}: remove it'
         )
 
 
-def _check_data(config: DataConfig) -> None:
+def _check_data(config: DataConfig, parent: StageModel) -> None:
+    """Open local data, and check chat templates as far as the tokenizer is known; a stage may add one to it."""
     from cli.train import LOCAL_SOURCES
+    from diffusionlm.checkpoints.model_files import load_tokenizer
+    from diffusionlm.data.chat.templates import check_template_name, resolve_chat_template
     from diffusionlm.data.pipeline import open_components
 
-    open_components(config, "train", LOCAL_SOURCES)
+    components = open_components(config, "train", LOCAL_SOURCES)
+    for chat in (component.chat for component in components if component.chat is not None):
+        has_template = chat.config.template is not None
+        if parent.tokenizer is not None and (has_template or parent.tokenizer == parent.path):
+            resolve_chat_template(chat.config, load_tokenizer(parent.tokenizer), chat.key)
+        elif has_template:
+            check_template_name(chat.config, chat.key)
 
 
 def _predict_model(config: TrainConfig, parent: StageModel | None) -> StageModel:
@@ -297,7 +313,7 @@ def _predict_model(config: TrainConfig, parent: StageModel | None) -> StageModel
     if parent is not None:
         changes = {**config.model.model_dump(exclude={"init_from"}), "block_length": block_length}
         model = parent.config.model_copy(update=changes | {"begin_with_eos": config.data.begin_with_eos})
-        return StageModel(path, model, config.lora is not None, parent.is_tokenizer_known)
+        return StageModel(path, model, config.lora is not None, parent.tokenizer)
     if config.tokenizer.path is not None:
         tokenizer = load_tokenizer(config.tokenizer.path)
         vocabulary: dict[str, int | None] = {
@@ -311,7 +327,8 @@ def _predict_model(config: TrainConfig, parent: StageModel | None) -> StageModel
     model = config.model.to_model_config(
         **vocabulary, block_length=block_length, begin_with_eos=config.data.begin_with_eos
     )
-    return StageModel(path, model, is_tokenizer_known=config.tokenizer.path is not None)
+    tokenizer_path = config.tokenizer.path
+    return StageModel(path, model, tokenizer=None if tokenizer_path is None else Path(tokenizer_path))
 
 
 def _check_conversion(config: ConvertConfig, model: StageModel | None) -> StageModel:
@@ -329,8 +346,8 @@ def _check_conversion(config: ConvertConfig, model: StageModel | None) -> StageM
             changes["logit_alignment"] = section.logit_alignment
     if config.model_type is not None:
         changes["model_type"] = config.model_type
-    known = model.is_tokenizer_known and config.diffusion is None
-    return StageModel(config.target, model.config.model_copy(update=changes), is_tokenizer_known=known)
+    tokenizer = model.tokenizer if config.diffusion is None else None
+    return StageModel(config.target, model.config.model_copy(update=changes), tokenizer=tokenizer)
 
 
 def _check_evaluation(config: EvalConfig, model: StageModel | None) -> None:

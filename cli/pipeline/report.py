@@ -17,6 +17,7 @@ from cli.pipeline.results import (
     read_results,
 )
 from cli.tables import make_table
+from config.finetune.pipeline import MARKDOWN, PAGE
 from files.atomic import write_text_atomic
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
     from cli.pipeline.plan import StagePlan
     from cli.pipeline.state import StageState
-
-MARKDOWN, PAGE = "report.md", "report.html"
 
 
 def describe_states(states: Sequence[StageState]) -> list[RenderableType]:

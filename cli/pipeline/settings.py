@@ -62,10 +62,16 @@ def get_value(values: Mapping[str, Any], key: str) -> Any:
 
 
 def with_value(values: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
-    """Return a copy with another value of a dotted key."""
+    """Return a copy with another value of a dotted key.
+
+    Raises:
+        ValueError: the value of a part of the key is no table; names it.
+    """
     first, _, rest = key.partition(".")
-    inner = values.get(first)
-    return {**values, first: with_value(inner if isinstance(inner, Mapping) else {}, rest, value) if rest else value}
+    inner = values.get(first, {})
+    if rest and not isinstance(inner, Mapping):
+        raise ValueError(f"{first} = {inner!r}: expected a table")
+    return {**values, first: with_value(inner, rest, value) if rest else value}
 
 
 def without_key(values: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -16,10 +16,15 @@ StageKind = Literal["train", "sft", "merge", "export", "evaluate", "sample"]
 
 CheckpointChoice = Literal["last", "best", "ema"]
 
+MARKDOWN, PAGE = REPORTS = "report.md", "report.html"
+"""The report, beside the directories of the stages."""
+
 
 def _check_stage_name(name: str) -> str:
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name) is None:
         raise ValueError("names a directory: use letters, digits, -, _ and .")
+    if name in REPORTS or ".tmp-" in name:
+        raise ValueError("is a name of files that the pipeline writes: use another name")
     return name
 
 

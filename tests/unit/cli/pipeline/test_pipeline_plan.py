@@ -16,6 +16,8 @@ from config.finetune.pipeline import PipelineConfig
 from config.load import load_config
 from config.train import TrainConfig
 from tests.unit.cli.pipeline.small_stages import stage_of, train_settings, write_pipeline
+from tokenizer import train_bpe
+from tokenizer.files import save_tokenizer
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -92,6 +94,17 @@ def settings(values: dict[str, Any], name: str, section: str, **changes: Any) ->
         (lambda v: rename(v, "base", **{"from": "tune"}), "in a circle: tune from base from tune"),
         (lambda v: rename(v, "tune", name="base"), "two stages are named 'base': rename one of them"),
         (lambda v: rename(v, "tune", name="../x"), "names a directory: use letters"),
+        (lambda v: rename(v, "tune", name="report.md"), "is a name of files that the pipeline writes"),
+        (lambda v: rename(v, "tune", name="a.tmp-b"), "is a name of files that the pipeline writes"),
+        (lambda v: stage_of(v, "tune")["settings"].update(model="x"), "stage \"tune\": model = 'x': expected a table"),
+        (
+            lambda v: settings(v, "tune", "lora", targets=["x_proj"]),
+            "stage \"tune\": lora.targets = ('x_proj',) selects",
+        ),
+        (
+            lambda v: settings(v, "tune", "lora", init_from="x"),
+            'stage "tune": lora.init_from = x: x has no adapter_con',
+        ),
         (
             lambda v: rename(v, "tune", **{"from": "bass"}),
             'stage "tune": from = "bass" is neither a stage (after, base, tune, before)',
@@ -136,6 +149,30 @@ def test_mistakes_are_refused_before_the_first_stage(
     error = capsys.readouterr().err
     assert caught.value.code == 2 and message in error and "Traceback" not in error
     assert not Path("out").exists()
+
+
+def test_a_missing_chat_template_is_refused_before_the_first_stage(
+    pipeline: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("chats.jsonl").write_text("".join(f'{{"prompt": "a {i}", "completion": "b"}}\n' for i in range(50)))
+    source = {"kind": "files", "paths": ["chats.jsonl"], "validation_fraction": 0.2, "chat": {"template": "x.jinja"}}
+    stage_of(pipeline, "tune")["settings"]["data"] = {"source": source}
+    with pytest.raises(SystemExit):
+        main(["--config", write_pipeline(pipeline)])
+    assert 'stage "tune": data.source.chat.template = "x.jinja": there is no such' in capsys.readouterr().err
+
+
+def test_stages_may_share_the_path_of_their_tokenizer(
+    pipeline: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in (("one", "a b c "), ("two", "x y z ")):
+        save_tokenizer(train_bpe([text * 50], vocab_size=265), tmp_path / name)
+    pipeline["common"]["train"]["tokenizer"] = {"path": "one"}
+    assert isinstance(plan(pipeline)["tune"].config, TrainConfig)
+    stage_of(pipeline, "tune")["settings"]["tokenizer"] = {"path": "two"}
+    with pytest.raises(SystemExit):
+        main(["--config", write_pipeline(pipeline)])
+    assert 'tokenizer.path = "two" is another tokenizer than that of the model' in capsys.readouterr().err
 
 
 def test_decoding_must_fit_the_model_of_the_stage_before(
