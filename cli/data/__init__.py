@@ -76,6 +76,8 @@ def _load_data_config(arguments: argparse.Namespace) -> DataConfig:
     # Bad records are counted, not refused: that is what a person looks for.
     overrides = ['source={kind="files", on_bad_row="skip"}', f"source.paths=[{paths}]"]
     overrides += ["source.chat={}", "document_shuffle_window=0", "row_shuffle_window=0"]
+    if arguments.split == "train":  # nothing is held out, so that every record is counted
+        overrides.append(f"source.validation_paths=[{paths}]")
     if arguments.template is not None:
         overrides.append(f"source.chat.template={toml_string(arguments.template)}")
     try:
@@ -111,7 +113,12 @@ def _build_parser() -> argparse.ArgumentParser:
         default=[],
         help="override a value of the config; with files, of its section [data], such as source.chat.turns=all",
     )
-    parser.add_argument("--split", choices=("train", "validation"), default="train", help="split (default: train)")
+    parser.add_argument(
+        "--split",
+        choices=("train", "validation"),
+        default="train",
+        help="split (default: train, which is everything in files)",
+    )
     parser.add_argument("--rows", metavar="N", type=_count, default=3, help="rows to show (default: 3)")
     parser.add_argument("--json", action="store_true", help="one JSON object: rows and counts")
     group = parser.add_argument_group("for files")
