@@ -200,6 +200,11 @@ class TrainConfig(Section):
                 'objective.attention = "prompt_and_own_block" has one answer in a document: set chat.turns = "expand" '
                 'or "last" in [data.source]'
             )
+        if has_independent_blocks and any(chat.fill in (None, "block", "batch_max") for chat in self.data.chats):
+            raise ValueError(
+                'objective.attention = "prompt_and_own_block" counts blocks from the start of the answer, and '
+                'chat.fill = "block" from that of the prompt: set chat.fill = "length:N" or "none" in [data.source]'
+            )
         return self
 
     @model_validator(mode="after")

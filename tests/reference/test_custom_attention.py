@@ -185,6 +185,10 @@ INDEPENDENT = {"kind": "block_diffusion", "block_length": 4, "attention": "promp
         ({"objective": INDEPENDENT, "model": {"logit_alignment": "shifted"}}, 'logit_alignment = "same_position"'),
         ({"objective": INDEPENDENT, "data": {"source": {"kind": "chat_tasks"}}}, 'chat.turns = "expand"'),
         (
+            {"objective": INDEPENDENT, "data": {"source": {"kind": "chat_tasks", "chat": {"turns": "last"}}}},
+            'chat.fill = "length:N"',
+        ),
+        (
             {"objective": {"kind": "masked_diffusion", "attention_bias": "b.npy", "anneal_attention_steps": 3}},
             "remove one",
         ),
