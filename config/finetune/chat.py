@@ -38,6 +38,9 @@ ROLE_ALIASES: dict[str, ChatRole] = {
 }
 """Role names that are understood without `roles`."""
 
+RENDER_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+"""Variables that every rendering of a template sets."""
+
 FILL_PATTERN = re.compile(r"none|block|batch_max|length:([1-9][0-9]*)")
 
 
@@ -91,6 +94,17 @@ class ChatRowsConfig(Section):
         if unknown is not None:
             raise ValueError(f"{unknown!r} is no field of a format; the fields are {', '.join(COLUMNS)}")
         return columns
+
+    @field_validator("template_variables")
+    @classmethod
+    def _check_variables(cls, variables: Mapping[str, bool | int | str]) -> Mapping[str, bool | int | str]:
+        wrong = next((name for name in variables if not name.isidentifier() or name in RENDER_VARIABLES), None)
+        if wrong is not None:
+            raise ValueError(
+                f"{wrong!r} is no variable of your own: use a name of letters, digits and _, other than "
+                f"{', '.join(RENDER_VARIABLES)}"
+            )
+        return variables
 
     @model_validator(mode="after")
     def _check_turns(self) -> Self:

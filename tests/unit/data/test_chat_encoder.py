@@ -222,6 +222,9 @@ def test_a_second_beginning_of_text_is_refused() -> None:
 
 def test_variables_of_the_template_are_kept_with_it() -> None:
     tokenizer = chat_tokenizer("qwen3")
+    for name in ("messages", "a b"):
+        with pytest.raises(ValueError, match=f"'{name}' is no variable of your own"):
+            ChatRowsConfig.model_validate({"template_variables": {name: 1}})
     config = ChatRowsConfig.model_validate({"template_variables": {"enable_thinking": False}})
     template = resolve_chat_template(config, tokenizer, "chat")
     prompt = encode_chat(tokenizer, template, [{"role": "user", "content": "q"}], add_generation_prompt=True)
