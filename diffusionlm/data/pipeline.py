@@ -333,8 +333,7 @@ class _ComponentState:
 def read_training_tokens(
     components: Sequence[MixtureComponent], tokenizer: Tokenizer, limit: int, end_with_eos: bool = True
 ) -> Tokens:
-    """Return the first tokens of the training documents, up to ``limit`` and the end of a document: of conversations,
-    those of their answers.
+    """Return the first tokens of the training documents, up to ``limit`` and the end of a document.
 
     The components of a mixture contribute by their weights.
     """
@@ -342,9 +341,6 @@ def read_training_tokens(
     total_weight = sum(component.weight for component in components)
     pieces: list[Tokens] = []
     for component in components:
-        if component.chat is not None:
-            pieces += _read_answers(component, tokenizer, round(limit * component.weight / total_weight))
-            continue
         reader = build_token_reader(component, tokenizer, shuffle_window=0, seed=0)
         num_left, position = limit * component.weight / total_weight, None
         while num_left > 0:
@@ -354,22 +350,3 @@ def read_training_tokens(
             if position is None:
                 break
     return np.concatenate(pieces)
-
-
-def _read_answers(component: MixtureComponent, tokenizer: Tokenizer, limit: int) -> list[Tokens]:
-    """Return the tokens of the first answers of conversations, without fill."""
-    assert component.chat is not None
-    records = ChatRecords(component.chat.config, component.chat.key, component.chat.on_bad_row)  # with its own counts
-    reader = read_conversations(
-        component, ChatEncoder(records, tokenizer, limit, block_length=1), shuffle_window=0, seed=0
-    )
-    pieces: list[Tokens] = []
-    num_left, position = limit, None
-    while num_left > 0:
-        documents, position = reader.read(0, position, DOCUMENTS_PER_READ)
-        answers = [document.tokens[document.loss_mask & ~document.is_fill] for document in documents]
-        pieces += answers
-        num_left -= sum(map(len, answers))
-        if position is None:
-            break
-    return pieces
