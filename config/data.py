@@ -293,7 +293,8 @@ class DataConfig(Section):
     """Documents are shuffled within windows of this size; 0 keeps their order. Documents of shards are shuffled as a
     whole."""
     row_shuffle_window: NonNegativeInt = 8_192
-    """Rows are shuffled within windows of this size, so that a batch holds many documents; 0 keeps their order."""
+    """Rows are shuffled within windows of this size, so that a batch holds many documents; 0 keeps their order. Of
+    conversations at most 256."""
     workers: NonNegativeInt = 0
     """Processes that tokenize, pack and draw noise while the model trains: the first one packs and draws, further ones
     tokenize for it. 0: this happens between the steps. Rows and noise do not depend on it."""

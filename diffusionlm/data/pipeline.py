@@ -38,6 +38,10 @@ from diffusionlm.data.tokenization import InlineTextEncoder, TextEncoder, tokeni
 from diffusionlm.diffusion.rng import RngStream
 from tokenizer import Tokenizer
 
+MAX_CONVERSATION_ROWS = 256
+"""Window in which rows of conversations are shuffled at most. They are encoded with a template before the first step,
+and the conversations are shuffled already."""
+
 MAX_PASSES_PER_EPOCH = 1 << 20
 """Upper bound on the passes over a component within one epoch of the mixture; it spaces the component's epochs."""
 
@@ -208,8 +212,11 @@ def build_row_reader(
             rows = _pack_text(tokens, config, row_format)
             if has_chats:
                 rows = SegmentLabelingReader(rows)
-        if config.row_shuffle_window > 1:
-            rows = shuffle_windows(rows, config.row_shuffle_window, seed, RngStream.SEQUENCE_ORDER, *key)
+        window = config.row_shuffle_window
+        if component.chat is not None:
+            window = min(window, MAX_CONVERSATION_ROWS)
+        if window > 1:
+            rows = shuffle_windows(rows, window, seed, RngStream.SEQUENCE_ORDER, *key)
         readers.append(rows)
     return _mix_readers(readers, components, repeat)
 

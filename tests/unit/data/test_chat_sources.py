@@ -16,9 +16,10 @@ from config.data import DataConfig
 from config.make_data import MakeDataConfig
 from config.model import ModelConfig
 from config.objective import MaskedDiffusionConfig
+from diffusionlm.data.chat.encoder import ChatEncoder
 from diffusionlm.data.chat.texts import ConversationTexts
 from diffusionlm.data.loader import Loader
-from diffusionlm.data.packing import Row, fill_to_longest
+from diffusionlm.data.packing import Document, Row, fill_to_longest
 from diffusionlm.data.pipeline import build_row_reader, describe_skipped, open_components
 from diffusionlm.data.sources import open_source
 from diffusionlm.diffusion.objectives import build_objective
@@ -206,3 +207,19 @@ def test_make_data_and_plain_text_refuse_conversations(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(ValueError, match="reads conversations from JSON or Parquet"):
         read_texts(config_of(tmp_path / "a.txt"))
+
+
+def test_a_run_begins_after_few_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encoding a conversation takes a template: the first rows do not wait for thousands of others."""
+    source = {"kind": "chat_tasks", "chat": {"template": "chatml"}}
+    config = DataConfig.model_validate({"source": source, "rows": "padded", "packing_window": 16})
+    calls: list[int] = []
+    encode = ChatEncoder.encode
+
+    def encode_and_count(*values: Any, **options: Any) -> list[Document]:
+        calls.append(1)
+        return encode(*values, **options)
+
+    monkeypatch.setattr(ChatEncoder, "encode", encode_and_count)
+    build_row_reader(open_components(config, "train"), config, chat_tokenizer(), 128, 0).read(0, None, 4)
+    assert len(calls) <= 300
