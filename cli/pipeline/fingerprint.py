@@ -28,13 +28,15 @@ FORMAT = 1
 """Version of the fingerprint. A change makes all stages stale."""
 KEYS_WITHOUT_EFFECT = {
     "train": (
-        "run.threads", "data.workers", "data.prefetch_steps", "logging", "samples", "checkpoint", "profiler",
-        "parallel", "runtime",
+        "run.threads", "data.workers", "data.prefetch_steps", "logging", "samples", "profiler", "parallel",
+        "checkpoint.background", "checkpoint.keep_last", "checkpoint.keep_every_steps", "checkpoint.resume",
+        "checkpoint.config_change", "runtime.compile", "runtime.activation_checkpointing",
+        "runtime.attention_backend", "runtime.prefetch", "runtime.keep_freed_memory", "runtime.garbage_collection",
     ),
     "evaluate": ("output",),
     "sample": ("output",),
 }  # fmt: skip
-"""Keys that change no result, or only its rounding."""
+"""Keys that change no result, or only its rounding. `checkpoint.every_steps` and `keep_best` decide what `best` is."""
 PATH_KEYS: dict[type[Section], tuple[str, ...]] = {
     MaskedDiffusionConfig: ("attention_bias",),
     GenerationConfig: ("attention_bias",),

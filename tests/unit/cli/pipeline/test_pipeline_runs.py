@@ -88,6 +88,8 @@ def test_a_changed_config_is_named_and_keys_without_effect_are_not(
     stage_of(pipeline, "tune")["settings"]["training"]["max_steps"] = 10
     stage_of(pipeline, "tune")["settings"] |= {"logging": {"every_steps": 3}, "checkpoint": {"keep_last": 5}}
     assert actions(pipeline, capsys) == dict.fromkeys(ALL, "skip done")
+    stage_of(pipeline, "tune")["settings"]["checkpoint"] = {"keep_best": False}
+    assert actions(pipeline, capsys)["tune"] == "stale changed: checkpoint.keep_best: true -> false"
 
 
 def test_changed_and_missing_outputs_are_noticed(pipeline: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
