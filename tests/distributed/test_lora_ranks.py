@@ -57,6 +57,7 @@ def check_equal(one: TrainConfig, other: TrainConfig, tolerance: float) -> None:
         pytest.param("fsdp", {"init": "pissa", "dora": True, "dropout": 0.0}, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_two_ranks_match_a_single_process(strategy: str, lora: dict[str, Any], base: Path, tmp_path: Path) -> None:
     one = configure(base, tmp_path, "one", lora=lora)
     loop.train(one)
@@ -104,6 +105,7 @@ def test_two_ranks_train_with_a_base_in_bfloat16(strategy: str, base: Path, tmp_
 
 
 @pytest.mark.parametrize("mode", ["selective", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_activation_checkpointing_changes_nothing(mode: str, base: Path, tmp_path: Path) -> None:
     """Also with dropout, whose masks are drawn again."""
     configs = [

@@ -160,6 +160,7 @@ def test_ten_steps_are_bit_equal_where_parts_fill_vectors(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("world_size", "steps"), [(2, 10), (3, 3)])
+@pytest.mark.slow
 def test_clipped_steps_of_muon(tiny_model: MakeModel, tmp_path: Path, world_size: int, steps: int) -> None:
     """In float64: the orthogonalization of a nearly singular momentum multiplies rounding errors from step to step."""
 

@@ -145,6 +145,7 @@ def test_the_death_of_a_rank_is_noticed_at_once(tmp_path: Path) -> None:
     assert survivor.result < 10  # the limit is 30
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_an_error_after_the_timeout(tmp_path: Path) -> None:
     has_failed = tmp_path / "has_failed"
 

@@ -22,6 +22,7 @@ def read_norms(config: TrainConfig) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp, sharded", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_sums_are_over_all_ranks(strategy: str, config: TrainConfig, tmp_path: Path) -> None:
     sections: dict[str, Any] = {
         "optimizer": ADAMW,

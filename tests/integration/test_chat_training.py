@@ -78,6 +78,7 @@ def losses(config: TrainConfig) -> list[float]:
     return [metrics["loss"] for metrics in step_metrics(config)]
 
 
+@pytest.mark.slow
 def test_every_format_trains_alike_and_the_checkpoint_answers(tmp_path: Path) -> None:
     configs = {name: chat_config(tmp_path, name, FORMATS[name]) for name in ("messages", "alpaca")}
     for config in configs.values():
@@ -120,6 +121,7 @@ def test_preferences_train_the_chosen_answer(tmp_path: Path) -> None:
     assert sorted(row.tokens_L.tolist() for row in rows[0]) == sorted(row.tokens_L.tolist() for row in rows[1])
 
 
+@pytest.mark.slow
 def test_what_is_left_out_is_counted_in_the_metrics(tmp_path: Path) -> None:
     long_row = {"prompt": "x" * 200, "completion": "y"}
     rows = [*FORMATS["alpaca"][:50], long_row, *FORMATS["alpaca"][50:100]]

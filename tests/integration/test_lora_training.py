@@ -142,6 +142,7 @@ def test_run_directory_is_base_with_adapter(configure: Configure, base: Path, tm
         pytest.param({"init": "olora"}, 0.5, id="olora-ema", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_resume_is_exact(lora: dict[str, Any], ema: float, configure: Configure) -> None:
     sections: dict[str, Any] = {"lora": lora, "training": {"ema_decay": ema}}
     straight = configure("straight", **sections)
@@ -159,6 +160,7 @@ def test_resume_is_exact(lora: dict[str, Any], ema: float, configure: Configure)
     assert losses(resumed)[-2:] == losses(straight)[-2:]
 
 
+@pytest.mark.slow
 def test_accumulation_changes_nothing(configure: Configure) -> None:
     configs = [
         configure(f"micro{size}", lora={"dropout": 0.3}, training={"micro_batch_size": size, "max_steps": 3})
@@ -199,6 +201,7 @@ def test_a_changed_base_is_refused(configure: Configure, base: Path, tmp_path: P
         train(longer)
 
 
+@pytest.mark.slow
 def test_base_in_bfloat16(configure: Configure) -> None:
     """A and B stay float32; the loss is that of a float32 base under autocast, bit for bit."""
     configs = [

@@ -199,6 +199,7 @@ def test_a_run_resumes_bit_for_bit(
     assert result.summary.other_block_lengths == expected.summary.other_block_lengths
 
 
+@pytest.mark.slow
 def test_a_model_of_several_block_lengths_is_judged_by_all(config: TrainConfig) -> None:
     config = with_objective(config, BLOCKS)
     result = train(config)
@@ -242,6 +243,7 @@ def test_a_model_of_several_block_lengths_is_judged_by_all(config: TrainConfig) 
     assert len(done.token_ids) <= 6
 
 
+@pytest.mark.slow
 def test_stages_end_with_the_last_block_length(config: TrainConfig) -> None:
     summary = train(with_objective(config, STAGES)).summary
     assert summary is not None

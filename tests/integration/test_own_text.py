@@ -95,6 +95,7 @@ def test_one_text_trains_and_resumes(capsys: pytest.CaptureFixture[str], text_pa
     assert len(losses(parts)) == 6 and losses(parts) == losses(whole)
 
 
+@pytest.mark.slow
 def test_a_next_token_model_continues_the_validation_text(
     capsys: pytest.CaptureFixture[str], text_path: Path, tmp_path: Path
 ) -> None:

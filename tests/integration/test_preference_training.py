@@ -98,6 +98,7 @@ def test_training_starts_at_ln_2_and_learns(lora: dict[str, Any] | None, configu
     assert result.summary is not None and result.summary.evaluation.num_tokens > 0
 
 
+@pytest.mark.slow
 def test_resuming_is_exact(configure: Configure) -> None:
     whole, parts = configure("whole"), configure("parts")
     for config in (whole, parts):

@@ -71,6 +71,7 @@ def fail() -> None:
     raise ValueError("no more")
 
 
+@pytest.mark.slow
 def test_a_damaged_summary_is_named_with_the_remedy(config: TrainConfig) -> None:
     train(config)
     summary = config.run.directory / "summary.json"

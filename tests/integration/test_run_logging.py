@@ -107,6 +107,7 @@ def test_the_loss_by_share_adds_up_to_the_loss(config: TrainConfig) -> None:
         assert by_share[0] == pytest.approx(record["metrics"]["loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_weights_and_biases_never_touches_the_run(
     config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

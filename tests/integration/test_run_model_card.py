@@ -82,6 +82,7 @@ def test_model_cards_name_no_folder_of_the_machine(config: TrainConfig, tmp_path
     )
 
 
+@pytest.mark.slow
 def test_resumed_run_restores_the_last_validation(config: TrainConfig) -> None:
     """The one of step 2, at step 3, and not any more what an older checkpoint does not say."""
     values = config.model_dump(exclude_unset=True)

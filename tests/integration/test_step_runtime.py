@@ -50,6 +50,7 @@ def train_without_sync(run: Run) -> Events:
     return logger
 
 
+@pytest.mark.slow
 def test_numbers_that_are_read_late_are_the_same(config: TrainConfig, tmp_path: Path) -> None:
     often = {"checkpoint": {"every_steps": 100}}
     plain = build_changed_run(config, tmp_path / "plain", **often)

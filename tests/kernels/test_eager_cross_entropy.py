@@ -252,6 +252,7 @@ def _half_loss(hidden: torch.Tensor, head: torch.Tensor, loss_inputs: LossInputs
 
 @pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 0.01}])
+@pytest.mark.slow
 def test_a_compiled_graph_has_one_operator(options: dict[str, float]) -> None:
     from torch._dynamo.testing import AotEagerAndRecordGraphs
 

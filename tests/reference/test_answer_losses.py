@@ -99,6 +99,7 @@ def test_next_token_loss_of_an_answer_of_two_tokens() -> None:
     assert losses(NextTokenConfig(), answer_of_two(3), model, 1) == pytest.approx(ORDERS["left to right"] / 2)
 
 
+@pytest.mark.slow
 def test_pooled_mean_over_masked_tokens_is_no_bound() -> None:
     """Sum of CE / number of masked tokens, over the batch: .845862 per token, not .748933."""
     config = MaskedDiffusionConfig(loss="masked_mean", estimator=COINS)

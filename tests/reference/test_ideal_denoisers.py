@@ -143,6 +143,7 @@ def test_evaluated_chain_rule_is_the_exact_likelihood_of_each_row() -> None:
     assert answer.log_likelihood == pytest.approx(exact, abs=1e-11) and answer.standard_error == 0.0
 
 
+@pytest.mark.slow
 def test_evaluated_curve_is_the_ideal_one() -> None:
     """Cross-entropy by masked share, in nats of a masked token: counts are equally frequent, tokens are not."""
     curves = []

@@ -279,6 +279,7 @@ def test_evaluated_likelihood_of_one_token_blocks_sums_to_one(alignment: str) ->
     assert sum(math.exp(-nats) for nats in report.row_nats) == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_bounds_of_block_likelihoods_leave_no_more_than_one() -> None:
     """exp(-NELBO) is at most the likelihood: over all sequences it sums to less than one, in every block length."""
     sums = []

@@ -138,6 +138,7 @@ def test_an_adapter_is_compared_with_its_base(tiny_model: MakeModel) -> None:
 
 
 @pytest.mark.parametrize(("block_length", "num_draws"), [(None, 1), (None, 2), (None, 6), (2, 4)])
+@pytest.mark.slow
 def test_draws_are_unbiased(block_length: int | None, num_draws: int, tiny_model: MakeModel) -> None:
     """Each token has the mean weight 1, and of an answer of n tokens each number of masks is equally often."""
     objective = build(tiny_model(), block_length=block_length, num_draws=num_draws)

@@ -132,6 +132,7 @@ def test_download_once_then_use_the_cache(tmp_path: Path, endpoint: str) -> None
     assert not HubHandler.requests
 
 
+@pytest.mark.slow
 def test_errors_are_one_line_with_a_remedy(tmp_path: Path, endpoint: str) -> None:
     calls = (("org/none", True), ("org/tiny@v2", True), (PICKLED, True))
     missing, revision, pickled = resolve(tmp_path, endpoint, *calls)

@@ -94,6 +94,7 @@ def test_keys_matter() -> None:
 
 
 @pytest.mark.parametrize("n", [pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
 def test_all_orders_are_equally_likely(n: int) -> None:
     draws = 4_000
     counts = Counter(tuple(order(n, seed, 0)) for seed in range(draws))

@@ -108,6 +108,7 @@ def test_batches_and_states_are_those_without_workers(tokenizer: Tokenizer, text
     assert all(equal(resumed.next_step(step), steps[step]) for step in range(20, NUM_STEPS))
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_an_error(tokenizer: Tokenizer, texts: Path, expected: Expected) -> None:
     loader = WorkerLoader(build_spec(tokenizer, texts, 1, prefetch_steps=1))
     assert equal(loader.next_step(0), expected[0][0])

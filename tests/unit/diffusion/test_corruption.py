@@ -85,6 +85,7 @@ def test_counts_are_stratified_over_all_groups_of_the_step(rows: int, length: in
     "estimator", [FixedCountMasking(), FixedCountMasking(complementary=True)], ids=["plain", "complementary"]
 )
 @pytest.mark.parametrize("block", [None, 3])
+@pytest.mark.slow
 def test_count_of_a_group_is_uniform_over_steps(estimator: FixedCountMasking, block: int | None) -> None:
     """Each place of the step gets each count equally often: strata are permuted, not tied to the place."""
     size, group_ids = block or 6, full_groups(4, 6, block)
@@ -135,6 +136,7 @@ def test_complementary_masks_partition_the_targets() -> None:
     assert {0.0, 1.0} < shares
 
 
+@pytest.mark.slow
 def test_complementary_weights_estimate_the_number_of_targets_and_the_bound() -> None:
     """With a cross-entropy that grows with the masked count, the pair's mean is that of single masks."""
     group_ids = full_groups(12, 6)

@@ -90,6 +90,7 @@ def test_no_values_are_drawn_twice(base: Path, monkeypatch: pytest.MonkeyPatch) 
     assert len(points) == len({*points}) == 4  # all that there are
 
 
+@pytest.mark.slow
 def test_bad_runs_are_pruned_at_a_rung(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The second run waits at its first validation, which is worse than that of the first run."""
     more = ["--prune", "--set", "validation.every_steps=1"]

@@ -57,6 +57,7 @@ def test_a_failure_is_recorded_and_the_sweep_continues(
     assert statuses(directory)["learning_rate-7.0"] == "failed"
 
 
+@pytest.mark.slow
 def test_an_interrupted_sweep_is_continued(base: Path) -> None:
     directory = Path("runs/sweeps/base")
     log = directory / "logs" / "learning_rate-5.0.log"
