@@ -47,7 +47,7 @@ class StageModel:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A checked stage."""
+    """A stage whose config is valid and fits the stage that it starts from."""
 
     stage: StageConfig
     directory: Path

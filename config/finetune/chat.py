@@ -121,7 +121,7 @@ class ChatRowsConfig(Section):
 
     @property
     def fill_length(self) -> int | None:
-        """N of ``length:N``."""
+        """The number N of ``fill = "length:N"``. None: another fill."""
         match = FILL_PATTERN.fullmatch(self.fill or "none")
         return None if match is None or match[1] is None else int(match[1])
 

@@ -24,7 +24,7 @@ class FrozenWeight(Protocol):
 
     @property
     def shape(self) -> torch.Size:
-        """[out, in]."""
+        """Shape of the dense weight, [out, in]."""
 
     def to(self, dtype: torch.dtype, /) -> Tensor:
         """The weight in a dtype."""

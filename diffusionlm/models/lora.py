@@ -240,7 +240,7 @@ class TrainedRowsLinear(Linear):
         return replace_rows(self.weight, self.trained_token_ids, self.trained_rows)
 
     def head_rows(self) -> HeadRows | None:
-        """The trained rows."""
+        """Rows that replace those of the head, with their token ids. None: the adapter is switched off."""
         return HeadRows(self.trained_token_ids, self.trained_rows) if self.is_adapted else None
 
 

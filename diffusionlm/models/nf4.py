@@ -34,6 +34,6 @@ class NF4Weight:
         self.shape = weight.shape
 
     def to(self, dtype: torch.dtype) -> Tensor:
-        """The weight, dense."""
+        """Dequantize to a dense weight, [out, in]."""
         dense: Tensor = self._functional.dequantize_4bit(self.packed, self._state)
         return dense.to(dtype)
