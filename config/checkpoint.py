@@ -28,4 +28,5 @@ class CheckpointConfig(Section):
     """auto: resume from the newest checkpoint of the run directory whose checksums verify. never: the directory must be
     new."""
     config_change: Literal["refuse", "accept"] = "refuse"
-    """If the run directory has another config: refuse to resume and list the differences, or accept the new values."""
+    """If the run directory has another config, other data or another chat template: refuse to resume and name the
+    differences, or accept the new values."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from config.data import ChatTasks, DataConfig, RecordSourceOptions, Shards, Source
 from diffusionlm.data.chat.encoder import ChatEncoder, ChatRecords, encode_pairs, encode_reader
+from diffusionlm.data.chat.templates import hash_template_files
 from diffusionlm.data.packing import (
     Document,
     PackedRowReader,
@@ -117,9 +118,10 @@ def open_chat(section: Source, key: str) -> ChatRecords | None:
     Args:
         key: config key of the section `chat`, for errors.
     """
-    if isinstance(section, RecordSourceOptions) and section.chat is not None:
-        return ChatRecords(section.chat, key, section.on_bad_row)
-    return ChatRecords(section.chat, key, "raise") if isinstance(section, ChatTasks) else None
+    if not isinstance(section, RecordSourceOptions | ChatTasks) or section.chat is None:
+        return None
+    on_bad_row = "raise" if isinstance(section, ChatTasks) else section.on_bad_row
+    return ChatRecords(section.chat, key, on_bad_row, hash_template_files(section.chat))
 
 
 def compute_data_identity(components: Sequence[MixtureComponent]) -> str:
@@ -128,6 +130,16 @@ def compute_data_identity(components: Sequence[MixtureComponent]) -> str:
         return components[0].source.identity
     lines = "\n".join(f"{component.name} {component.weight} {component.source.identity}" for component in components)
     return f"mixture/{hashlib.sha256(lines.encode()).hexdigest()[:16]}"
+
+
+def hash_templates(components: Sequence[MixtureComponent]) -> dict[str, str]:
+    """Hashes of the chat templates that are files, by config key and path: they decide the tokens too."""
+    chats = (component.chat for component in components)
+    return {
+        f"{chat.key}.template = {chat.config.template}": chat.template_hash
+        for chat in chats
+        if chat is not None and chat.template_hash is not None
+    }
 
 
 def check_shard_tokenizer(components: Sequence[MixtureComponent], tokenizer: Tokenizer) -> None:

@@ -22,7 +22,7 @@ from diffusionlm.checkpoints.model_card import (
     write_model_card,
 )
 from diffusionlm.data.hub import is_directory
-from diffusionlm.data.pipeline import MixtureComponent, compute_data_identity
+from diffusionlm.data.pipeline import MixtureComponent, compute_data_identity, hash_templates
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.checkpointing.staging import StagedCheckpoint, TensorShard, stage_checkpoint, to_shards
 from diffusionlm.training.checkpointing.store import LoadedCheckpoint
@@ -63,6 +63,7 @@ def stage_run(run: Run) -> StagedCheckpoint:
         "loader": run.loader.state_dict(),
         "max_steps": run.settings.max_steps,
         "data_identity": compute_data_identity(run.components),
+        "chat_templates": hash_templates(run.components),
         "tokenizer_fingerprint": run.tokenizer.fingerprint,
         "average_updates": state.ema.num_updates if state.ema else 0,
         "guard": state.spike_guard.state_dict(),
@@ -119,15 +120,24 @@ def resume_run(run: Run) -> None:
 
 
 def _check_same_data(run: Run, checkpoint: LoadedCheckpoint) -> None:
+    if run.config.checkpoint.config_change == "accept":
+        return
     current = {
         "data_identity": compute_data_identity(run.components),
         "tokenizer_fingerprint": run.tokenizer.fingerprint,
     }
     for key, value in current.items():
-        if checkpoint.state[key] != value and run.config.checkpoint.config_change == "refuse":
+        if checkpoint.state[key] != value:
             raise ValueError(
                 f"{checkpoint.path} was made with {key} {checkpoint.state[key]}, now it is {value}: going on would mix "
                 'them. Name another run.directory, or set checkpoint.config_change = "accept"'
+            )
+    old_templates = checkpoint.state.get("chat_templates", {})  # absent in older checkpoints
+    for name, digest in hash_templates(run.components).items():
+        if old_templates.get(name, digest) != digest:
+            raise ValueError(
+                f"{name}: the content of this chat template has changed since {checkpoint.path} was made: going on "
+                'would mix them. Restore it, name another run.directory, or set checkpoint.config_change = "accept"'
             )
 
 

@@ -24,6 +24,7 @@ from diffusionlm.evaluation.exact_match_plan import plan_exact_match
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.training.loop import train
 from tests.tiny_run import write_train_config
+from tokenizer import CHAT_TEMPLATES
 
 QUESTIONS = [(f"what is {index}?", f"it is {index}") for index in range(120)]
 SYSTEM = "be kind"
@@ -166,6 +167,22 @@ def test_bad_settings_are_refused_before_torch(tmp_path: Path) -> None:
         changed = chat_config(tmp_path, "changed", rows, data={"source": source})
         with pytest.raises(ValueError, match=rf"data.source.chat.template.*{problem}"):
             check_files(changed)
+
+
+def test_a_changed_template_file_is_refused_when_a_run_continues(tmp_path: Path) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text(CHAT_TEMPLATES["chatml"].source)
+    base = chat_config(tmp_path, "own", FORMATS["messages"])
+    source = to_toml_values(base.data.source, "source") | {"chat": {"template": str(template)}}
+    training = {"batch_size": 2, "max_steps": 2}
+    config = chat_config(tmp_path, "own", FORMATS["messages"], data={"source": source}, training=training)
+    train(config)
+    train(config)
+    template.write_text(CHAT_TEMPLATES["chatml"].source.replace("content +", "content|trim +"))
+    with pytest.raises(ValueError, match=rf"data\.source\.chat\.template = {template}: .*step-00000002.*config_change"):
+        train(config)
+    accepting = config.checkpoint.model_copy(update={"config_change": "accept"})
+    assert train(config.model_copy(update={"checkpoint": accepting})).step == 2
 
 
 def test_nothing_left_says_why(tmp_path: Path) -> None:

@@ -39,6 +39,8 @@ class ChatRecords:
     key: str
     """Config key of the section, for errors."""
     on_bad_row: OnBadRow
+    template_hash: str | None = None
+    """Of the files of the section's template, as the run opened them (`hash_template_files`)."""
     counts: dict[str, int] = field(default_factory=dict)
     """Conversations left out or changed by the encoder in the first epoch, by reason."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,6 +36,20 @@ def resolve_chat_template(config: ChatRowsConfig, tokenizer: Tokenizer, key: str
     return template
 
 
+def hash_template_files(config: ChatRowsConfig) -> str | None:
+    """Hash the contents of the section's template; None: it is not a file or directory, or cannot be read.
+
+    `resolve_chat_template` reports what cannot be read.
+    """
+    if config.template is None or config.template in CHAT_TEMPLATES:
+        return None
+    try:
+        template = _read_template(Path(config.template).expanduser())
+    except (ValueError, OSError):
+        return None
+    return hashlib.sha256(json.dumps([template.source, dict(template.tokens)]).encode()).hexdigest()
+
+
 def check_template_name(config: ChatRowsConfig, key: str) -> None:
     """Check that a section names a template, before there is a tokenizer that might have one.
 
@@ -62,15 +77,23 @@ def _find_template(name: str | None, tokenizer: Tokenizer) -> ChatTemplate:
     if name in CHAT_TEMPLATES:
         return CHAT_TEMPLATES[name]
     path = Path(name).expanduser()
+    template = _read_template(path)
     if path.is_dir():
-        template = load_chat_template(path)
-        if template is None:
-            raise ValueError("the directory has no chat template")
         return template
-    if not path.is_file():
-        raise ValueError(f"there is no such built-in template ({builtin}), file or directory")
     roles = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token, "pad_token": tokenizer.pad_token}
-    return ChatTemplate(read_text(path, newline=""), {key: text for key, text in roles.items() if text is not None})
+    return ChatTemplate(template.source, {key: text for key, text in roles.items() if text is not None})
+
+
+def _read_template(path: Path) -> ChatTemplate:
+    """Read the template of a model directory, or a file with Jinja."""
+    if path.is_file():
+        return ChatTemplate(read_text(path, newline=""))
+    if not path.is_dir():
+        raise ValueError(f"there is no such built-in template ({', '.join(CHAT_TEMPLATES)}), file or directory")
+    template = load_chat_template(path)
+    if template is None:
+        raise ValueError("the directory has no chat template")
+    return template
 
 
 def _set_variables(template: ChatTemplate, variables: Mapping[str, Any]) -> ChatTemplate:
