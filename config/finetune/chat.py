@@ -81,9 +81,9 @@ class ChatRowsConfig(Section):
     after the answer that was cut. Both are counted."""
     fill: Annotated[str, AfterValidator(_check_fill)] | None = None
     """End-of-text tokens after the last answer of a document. They are learned, because a canvas of fixed length has
-    them. none; block: up to the end of the block; length:N: up to N tokens of answer and fill; batch_max: up to the
-    longest conversation of the step, with rows = "padded" only. None: length:128 for masked diffusion, block for block
-    diffusion, none for next tokens."""
+    them. none; block: up to the end of the block; length:N: up to N tokens of answer and fill, fewer than a row has;
+    batch_max: up to the longest conversation of the step, in validation of as many conversations as a step has; with
+    rows = "padded" only. None: length:128 for masked diffusion, block for block diffusion, none for next tokens."""
     allow_empty_answers: bool = False
     """Learn answers without text: they teach only to stop. False: such a record is bad."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +11,7 @@ from config.parallel import FSDP
 from config.train import TrainConfig
 from ddp.map_over_ranks import MapOverRanks
 from ddp.process_group import SINGLE_PROCESS, World
-from diffusionlm.data.packing import Row
+from diffusionlm.data.packing import Row, fill_to_longest
 from diffusionlm.data.pipeline import (
     MixtureComponent,
     build_row_reader,
@@ -27,6 +28,40 @@ from tokenizer import Tokenizer
 
 MAX_NGRAM_TOKENS = 10_000_000
 """Number of training tokens that the n-gram models count at most."""
+
+
+def read_validation_rows(
+    config: TrainConfig, tokenizer: Tokenizer, components: Sequence[MixtureComponent]
+) -> list[Row]:
+    """Read the rows of a run's validations: the first ones of the shuffled validation documents.
+
+    With ``chat.fill = "batch_max"``, groups of ``training.batch_size`` rows are filled as the steps of the run are.
+
+    Args:
+        components: the validation sources.
+
+    Raises:
+        ValueError: there is no validation text.
+    """
+    reader = build_row_reader(
+        components,
+        config.data,
+        tokenizer,
+        config.row_length,
+        VALIDATION_SEED,
+        repeat=False,
+        block_length=config.objective.longest_block_length,
+    )
+    rows, _ = reader.read(0, None, max(config.validation.rows, config.validation.final_rows))
+    if not rows:
+        raise ValueError(
+            f"[data]: the sources have no validation text{describe_skipped(components)}; name other "
+            "validation_paths or another validation_split, or without these raise validation_fraction"
+        )
+    if not config.data.fills_to_longest:
+        return rows
+    size = config.training.batch_size
+    return [row for start in range(0, len(rows), size) for row in fill_to_longest(rows[start : start + size])]
 
 
 @dataclass(frozen=True)
@@ -52,22 +87,7 @@ class Validator:
         Raises:
             ValueError: there is no validation text.
         """
-        components = open_components(config.data, "validation")
-        reader = build_row_reader(
-            components,
-            config.data,
-            tokenizer,
-            config.row_length,
-            VALIDATION_SEED,
-            repeat=False,
-            block_length=config.objective.longest_block_length,
-        )
-        rows, _ = reader.read(0, None, max(config.validation.rows, config.validation.final_rows))
-        if not rows:
-            raise ValueError(
-                f"[data]: the sources have no validation text{describe_skipped(components)}; name other "
-                "validation_paths or another validation_split, or without these raise validation_fraction"
-            )
+        rows = read_validation_rows(config, tokenizer, open_components(config.data, "validation"))
         return cls(config, tokenizer, training_components, rows, world)
 
     @property
