@@ -138,6 +138,7 @@ class TrainConfig(Section):
                 'chat.fill = "block" fills the last block of an answer, and objective.kind = "masked_diffusion" has no '
                 'blocks: set "length:N", or objective.kind = "block_diffusion"'
             )
+        self._check_fill_length()
         if stages and max_steps is not None and stages[-1].from_step >= max_steps:
             raise ValueError(
                 f"objective.stages: from_step = {stages[-1].from_step} must be less than training.max_steps = "
@@ -150,6 +151,16 @@ class TrainConfig(Section):
                 'objective.kind = "next_token" predicts token i by output i - 1: set model.logit_alignment = "shifted"'
             )
         return self
+
+    def _check_fill_length(self) -> None:
+        length = self.row_length // 2 if isinstance(self.objective, PreferenceConfig) else self.row_length
+        for chat in self.data.chats:
+            if chat.fill_length is not None and chat.fill_length >= length:
+                raise ValueError(
+                    f'chat.fill = "{chat.fill}" leaves no room for a prompt: a conversation has at most {length} '
+                    "tokens (data.row_length or model.max_position_embeddings; half of it for preferences); set a "
+                    "smaller N, or longer rows"
+                )
 
     def _check_preferences(self) -> None:
         if self.model.init_from is None:

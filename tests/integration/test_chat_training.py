@@ -156,6 +156,7 @@ def test_bad_settings_are_refused_before_torch(tmp_path: Path) -> None:
     rows = FORMATS["messages"]
     for section, problem in (
         ({"fill": "block"}, 'chat.fill = "block" fills the last block'),
+        ({"fill": "length:16"}, 'chat.fill = "length:16" leaves no room for a prompt: .* at most 16 tokens'),
         ({"roles": {"wizard": "sorcerer"}}, 'roles.wizard = "sorcerer": expected "system"'),
     ):
         path = write_train_config(tmp_path, data={"source": {"kind": "chat_tasks", "chat": section}})
