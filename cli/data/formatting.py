@@ -126,7 +126,8 @@ def row_to_json(row: Row, tokenizer: Tokenizer) -> dict[str, Any]:
 def format_counts(counts: RowCounts, settings: RowSettings) -> list[RenderableType]:
     """Format the table of numbers."""
     answer_tokens = counts.targets - counts.fill
-    scope = "of an epoch" if counts.is_complete else "the first ones; others were not counted"
+    whole = "of an epoch" if settings.validated_run is None else "of the run's validations"
+    scope = whole if counts.is_complete else "the first ones; others were not counted"
     padding = 1.0 - counts.tokens / max(1, counts.positions)
     blocks = "none, both directions" if settings.block_length is None else f"{settings.block_length:,} tokens"
     lines = [

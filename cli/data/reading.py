@@ -11,7 +11,7 @@ import numpy as np
 from config.data import DataConfig
 from config.train import TrainConfig
 from diffusionlm.checkpoints.model_files import load_tokenizer
-from diffusionlm.data.packing import Row
+from diffusionlm.data.packing import Row, fill_to_longest
 from diffusionlm.data.pipeline import (
     MixtureComponent,
     build_pair_reader,
@@ -40,6 +40,10 @@ class RowSettings:
     seed: int = 0
     has_pairs: bool = False
     """Rows are preferences: the chosen conversation, then the rejected one."""
+    fill_batch_size: int | None = None
+    """Rows of a step, which are filled up to the longest of them. None: rows do not depend on the step."""
+    validated_run: TrainConfig | None = None
+    """The rows are those of this run's validations. None: those of an epoch."""
 
 
 @dataclass
@@ -47,7 +51,7 @@ class RowCounts:
     """Numbers of the rows that were read."""
 
     is_complete: bool
-    """All rows of the epoch were read."""
+    """All rows of the epoch, or of the validation, were read."""
     rows: int = 0
     documents: int = 0
     answers: int = 0
@@ -120,7 +124,17 @@ def settings_of_config(config: TrainConfig, split: Split) -> RowSettings:
     )
     block_length = config.objective.longest_block_length
     has_pairs = config.objective.kind == "preference" and split == "train"  # validation is on chosen answers
-    return RowSettings(config.data, components, tokenizer, config.row_length, block_length, config.run.seed, has_pairs)
+    return RowSettings(
+        config.data,
+        components,
+        tokenizer,
+        config.row_length,
+        block_length,
+        config.run.seed,
+        has_pairs,
+        config.training.batch_size if config.data.fills_to_longest else None,
+        config if split == "validation" else None,
+    )
 
 
 def settings_of_data(
@@ -135,11 +149,16 @@ def settings_of_data(
 
 
 def read_rows(settings: RowSettings) -> Iterator[Row]:
-    """Iterate over the rows of an epoch, in the order of training.
+    """Iterate over the rows of an epoch in the order of training, or over those of a run's validations.
 
     Raises:
         ValueError: there are none.
     """
+    if settings.validated_run is not None:
+        from diffusionlm.evaluation.validation import read_validation_rows
+
+        yield from read_validation_rows(settings.validated_run, settings.tokenizer, settings.components)
+        return
     build_reader = build_pair_reader if settings.has_pairs else build_row_reader
     reader = build_reader(
         settings.components,
@@ -151,8 +170,8 @@ def read_rows(settings: RowSettings) -> Iterator[Row]:
     )
     position, is_empty = None, True
     while True:
-        rows, position = reader.read(0, position, ROWS_PER_READ)
-        yield from rows
+        rows, position = reader.read(0, position, settings.fill_batch_size or ROWS_PER_READ)
+        yield from fill_to_longest(rows) if rows and settings.fill_batch_size else rows
         is_empty = is_empty and not rows
         if position is None:
             break

@@ -11,9 +11,12 @@ from rich.text import Text
 
 from cli.data import main
 from cli.data.formatting import STYLES, format_row, row_to_json
-from cli.data.reading import RowSettings, read_rows, settings_of_data
+from cli.data.reading import RowSettings, read_rows, settings_of_config, settings_of_data
 from config.data import DataConfig
+from config.load import load_config
+from config.train import TrainConfig
 from diffusionlm.data.pipeline import open_components
+from diffusionlm.evaluation.validation import Validator
 from tests.tiny_run import write_train_config
 from tests.unit.data.chat_cases import chat, chat_tokenizer
 from tokenizer import save_tokenizer
@@ -120,6 +123,30 @@ def test_a_training_config_with_its_own_tokenizer(tmp_path: Path, capsys: pytest
     text = write_train_config(tmp_path, "text")
     main(["--config", str(text), "--rows", "1"])
     assert "[[the cat" in capsys.readouterr().out
+
+
+def test_the_validation_split_is_what_the_validator_sees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = {"kind": "chat_tasks", "documents_per_epoch": 30, "chat": {"template": "chatml", "fill": "batch_max"}}
+    path = write_train_config(
+        tmp_path,
+        run={"seed": 5},
+        model={"max_position_embeddings": 96},
+        data={"source": source, "rows": "padded", "document_shuffle_window": 64},
+        tokenizer={"vocab_size": 262, "special_tokens": ["<|im_start|>", "<|im_end|>"]},
+        validation={"rows": 6, "final_rows": 10},
+    )
+    main(["--config", str(path), "--rows", "100", "--split", "validation", "--json"])
+    result = json.loads(capsys.readouterr().out)
+    config = load_config(TrainConfig, path)
+    tokenizer = settings_of_config(config, "validation").tokenizer
+    validated = Validator.open(config, tokenizer, []).rows
+    assert [row["loss_mask"] for row in result["rows"]] == [row.loss_mask_L.tolist() for row in validated]
+    assert [row["tokens"] for row in result["rows"]] == [row.tokens_L.tolist() for row in validated]
+    assert result["counts"]["rows"] == 10
+    lengths = [int((row.document_ids_L >= 0).sum()) for row in validated]
+    assert [len(set(lengths[start : start + 4])) for start in (0, 4, 8)] == [1, 1, 1], "filled like steps of 4 rows"
+    num_fill = sum(int(row.is_fill_L.sum()) for row in validated if row.is_fill_L is not None)
+    assert result["counts"]["fill"] == num_fill > 0
 
 
 def test_settings_of_files_can_be_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
