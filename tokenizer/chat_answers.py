@@ -5,6 +5,7 @@ found by markers around its texts in one rendering of the whole chat, never by c
 """
 
 import re
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -29,6 +30,8 @@ RENDERING_TIME = datetime(2025, 1, 1)
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\b")
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _ANSWER_KEYS = ("content", "tool_calls", *_REASONING_KEYS)
+_REASONING_END = "</think>"
+_SHOWN_CHARACTERS = 40
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ def encode_answer(
         None if the template marks the answers to learn with `{% generation %}`, but not this one.
 
     Raises:
-        ValueError: as in `encode_chat`; or the template changes the message in a way that hides where it ends, or
+        ValueError: as in `encode_chat`; or the template changes the text of the message, or hides where it ends, or
             writes no special token after it.
     """
     prompt_data = template_variables(messages[:-1], True, tools, variables)
@@ -73,6 +76,7 @@ def encode_answer(
     markers = _Markers(*choose_markers([*iterate_texts(data), template.source], 5))
     prompt = render_escaped(tokenizer, template, prompt_data, RENDERING_TIME, markers.escape)
     rendered = _render_marked(tokenizer, template, data, markers)
+    _check_content(rendered, data["messages"][-1].get("content"), markers.escape)
     start = _find_start(rendered, prompt)
     stop = tokenizer.find_control_token(rendered.text[rendered.texts_end :])
     if stop is None:
@@ -113,14 +117,47 @@ class _RenderedChat:
     text: str
     """With `_Markers.escape`, without the other markers. Positions below refer to it."""
     content_start: int | None
-    texts_end: int
-    """End of the last text of the answer."""
+    text_ends: tuple[int, ...]
+    """End of each text of the answer."""
     generation_spans: tuple[tuple[int, int], ...]
     """What `{% generation %}` encloses."""
+
+    @property
+    def texts_end(self) -> int:
+        """End of the last text of the answer."""
+        return self.text_ends[-1]
 
     def find_generation_start(self) -> int | None:
         """Find the start of the span that contains the end of the answer's texts."""
         return next((start for start, end in self.generation_spans if start < self.texts_end <= end), None)
+
+
+def _check_content(rendered: _RenderedChat, content: Any, escape: str) -> None:
+    """Check that the template writes the text of the answer as it is, apart from the spaces around it.
+
+    Of a content with reasoning, which templates move, only the part behind it is compared.
+
+    Raises:
+        ValueError: it writes another text, which the model would learn in place of the answer.
+    """
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    start = rendered.content_start
+    written = [_compose(rendered.text[start or 0 : end].replace(escape, "")) for end in rendered.text_ends]
+    for text in map(str.strip, texts):
+        answer = text.rpartition(_REASONING_END)[2].strip()
+        composed = _compose(answer)
+        is_whole = start is not None and answer == text
+        if not any(part == composed if is_whole else part.endswith(composed) for part in written):
+            raise ValueError(
+                f"the chat template changes the text of an answer: {answer[-_SHOWN_CHARACTERS:]!r} becomes "
+                f"{written[-1][-_SHOWN_CHARACTERS:]!r}, and the model would learn that; remove the filter that does it"
+            )
+
+
+def _compose(text: str) -> str:
+    """Return the composed form, because a marker may have separated a letter and its accent."""
+    return unicodedata.normalize("NFC", text)
 
 
 def _find_start(rendered: _RenderedChat, prompt: str) -> int:
@@ -176,7 +213,7 @@ def _locate_markers(text: str, markers: _Markers) -> _RenderedChat | None:
     return _RenderedChat(
         text="".join(pieces),
         content_start=min(positions[markers.content_start], default=None),
-        texts_end=positions[markers.text_end][-1],
+        text_ends=tuple(positions[markers.text_end]),
         generation_spans=tuple(zip(starts, ends, strict=False)),
     )
 

@@ -145,8 +145,9 @@ class ChatEncoder:
         except ValueError as error:
             if self.records.on_bad_row == "raise":
                 place = f"{text.location}: " if isinstance(text, LocatedText) else ""
+                template = f'template "{self.config.template}": ' if self.config.template else ""
                 raise ValueError(
-                    f'{self.records.key}: {place}{error}; set on_bad_row = "skip" beside chat to leave such '
+                    f'{self.records.key}: {place}{template}{error}; set on_bad_row = "skip" beside chat to leave such '
                     "conversations out and count them"
                 ) from error
             return [], [REFUSED]

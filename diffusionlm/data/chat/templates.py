@@ -13,7 +13,7 @@ from files.json_files import read_text
 from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer, encode_answer, load_chat_template, render_chat
 
 QUESTION = {"role": "user", "content": "question"}
-ANSWER = {"role": "assistant", "content": "answer"}
+ANSWER = {"role": "assistant", "content": "an Answer: 1 < 2"}
 
 
 def resolve_chat_template(config: ChatRowsConfig, tokenizer: Tokenizer, key: str) -> ChatTemplate:
@@ -115,8 +115,8 @@ def _check_template(template: ChatTemplate, tokenizer: Tokenizer) -> None:
         render_chat(template, [QUESTION], add_generation_prompt=is_added) for is_added in (True, False)
     )
     answered = render_chat(template, [QUESTION, ANSWER], add_generation_prompt=False)
-    header = answered.removeprefix(without_prompt).partition(ANSWER["content"])[0]
-    if with_prompt == without_prompt and header.strip():
+    header, written, _ = answered.removeprefix(without_prompt).partition(ANSWER["content"])
+    if with_prompt == without_prompt and header.strip() and written:
         raise ValueError(
             f"the chat template has no generation prompt: it writes {header!r} before an answer, and nothing for "
             "add_generation_prompt; the model would have to begin its answers with that"

@@ -201,6 +201,8 @@ NO_PROMPT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|i
         ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "no generation prompt"),
         ("{% for m in messages %}{{ m.content }}\n{% endfor %}", "no special token"),
         ("{% for", "cannot be applied"),
+        ("{% for m in messages %}{{ m.content | upper }}<|im_end|>{% endfor %}", "changes the text of an answer"),
+        ("{% for m in messages %}{{ m.content | lower }}<|im_end|>{% endfor %}", "changes the text of an answer"),
     ],
 )
 def test_unusable_templates_are_refused_before_work(template: str | None, problem: str, tmp_path: Any) -> None:

@@ -133,17 +133,72 @@ def test_generation_tags_limit_what_is_learned(chatter: Tokenizer) -> None:
     ("source", "problem"),
     [
         ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "no special token"),
-        ("{% for m in messages %}{{ m.content | upper }}<|im_end|>{% endfor %}", None),
         ("{% for m in messages %}{{ m.role }}<|im_end|>{% endfor %}", "leaves them out"),
         ("{% for m in messages %}{{ m.content | length }}{{ m.content }}<|im_end|>{% endfor %}", "changes the texts"),
         ("{{ messages[-1].content | reverse }}<|im_end|>", "changes"),
     ],
 )
-def test_templates_that_hide_the_answer_are_refused(source: str, problem: str | None, chatter: Tokenizer) -> None:
-    chat = [user("ask"), assistant("reply")]
-    if problem is None:  # capital letters are still found
-        encoded = encode_answer(chatter, ChatTemplate(source), chat)
-        assert encoded is not None and chatter.decode(encoded.answer_ids) == "REPLY<|im_end|>"
-        return
+def test_templates_that_hide_the_answer_are_refused(source: str, problem: str, chatter: Tokenizer) -> None:
     with pytest.raises(ValueError, match=problem):
-        encode_answer(chatter, ChatTemplate(source), chat)
+        encode_answer(chatter, ChatTemplate(source), [user("ask"), assistant("reply")])
+
+
+@pytest.mark.parametrize("history", [[], [user("A b."), assistant("a. B")]], ids=["one turn", "two turns"])
+@pytest.mark.parametrize(
+    ("expression", "is_exact"),
+    [
+        ("m.content", True),
+        ("m.content | trim", True),
+        ("m.content.strip()", True),
+        ("m.content | upper", False),
+        ("m.content | lower", False),
+        ("m.content | title", False),
+        ("m.content | replace('b', 'c')", False),
+        ("m.content | replace(' ', '')", False),
+        ("m.content.strip('.')", False),
+        ("m.content.lstrip(' A')", False),
+        ("m.content[:3]", False),
+        ("m.content[2:]", False),
+        ("m.content | e", False),
+        ("m.content | tojson", False),
+        ("'draft' ~ m.content", True),
+    ],
+)
+def test_the_text_of_an_answer_is_learned_as_it_is_or_refused(
+    expression: str, is_exact: bool, history: list[dict[str, Any]], chatter: Tokenizer
+) -> None:
+    """Also where the filter leaves the question, or an earlier answer, as it is."""
+    source = f"{{% for m in messages %}}<|im_start|>{{{{ {expression} }}}}<|im_end|>{{% endfor %}}"
+    chat = [*history, user("q"), assistant(' A "b" <b>\n.')]
+    if not is_exact:
+        with pytest.raises(ValueError, match="the chat template changes the text"):
+            encode_answer(chatter, ChatTemplate(source), chat)
+        return
+    encoded = encode_answer(chatter, ChatTemplate(source), chat)
+    assert encoded is not None
+    answer = chatter.decode(encoded.answer_ids)
+    assert answer.removeprefix("<|im_start|>").removeprefix("draft").strip() == 'A "b" <b>\n.<|im_end|>'
+
+
+def test_the_text_behind_reasoning_must_be_as_it_is(chatter: Tokenizer) -> None:
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.content.split('</think>')[-1].strip() FILTER }}<|im_end|>{% endfor %}"
+    )
+    chat = [user("q"), assistant("<think>\nHm\n</think>\n\nYes")]
+    encoded = encode_answer(chatter, ChatTemplate(source.replace("FILTER", "")), chat)
+    assert encoded is not None and chatter.decode(encoded.answer_ids).endswith("Yes<|im_end|>")
+    assert "Hm" not in chatter.decode(encoded.answer_ids)
+    with pytest.raises(ValueError, match=r"changes the text of an answer: 'Yes' becomes .*YES"):
+        encode_answer(chatter, ChatTemplate(source.replace("FILTER", "| upper")), chat)
+
+
+def test_parts_of_a_content_must_be_as_they_are(chatter: Tokenizer) -> None:
+    source = (
+        "{% for m in messages %}<|im_start|>{% if m.content is string %}{{ m.content }}{% else %}{% for part in "
+        "m.content %}{{ part.text FILTER }}{% endfor %}{% endif %}<|im_end|>{% endfor %}"
+    )
+    chat = [user("q"), {"role": "assistant", "content": [{"type": "text", "text": "One "}, {"text": "two"}]}]
+    encoded = encode_answer(chatter, ChatTemplate(source.replace("FILTER", "")), chat)
+    assert encoded is not None and chatter.decode(encoded.answer_ids).endswith("One two<|im_end|>")
+    with pytest.raises(ValueError, match="changes the text of an answer: 'One' becomes"):
+        encode_answer(chatter, ChatTemplate(source.replace("FILTER", "| upper")), chat)
