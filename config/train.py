@@ -9,9 +9,9 @@ from pydantic import Field, model_validator
 from config.base import Section
 from config.checkpoint import CheckpointConfig
 from config.data import DataConfig
+from config.finetune.lora import DEFAULT_LORA_OPTIMIZER, LoraTrainingConfig
 from config.finetune.preference import PreferenceConfig
 from config.logging import LoggingConfig
-from config.lora import DEFAULT_LORA_OPTIMIZER, LoraTrainingConfig
 from config.model_section import ModelSection
 from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
 from config.optimizer import LRScheduleConfig, MuonConfig, OptimizerConfig

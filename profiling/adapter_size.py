@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from config.families.registry import get_family
-from config.lora import LoraConfig
+from config.finetune.lora import LoraConfig
 from config.model import ModelConfig
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from config.finetune.lora import LoraTrainingConfig
 from config.finetune.preference import PreferenceConfig
-from config.lora import LoraTrainingConfig
 from config.model import Architecture
 from config.objective import NextTokenConfig
 from config.parallel import DDP, FSDP

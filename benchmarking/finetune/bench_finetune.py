@@ -35,7 +35,7 @@ from benchmarking.harness import (
 )
 from benchmarking.implementations.training import METHOD_OF_OURS, OURS, TrainCase, build_ours
 from config.bench.training import BenchShape
-from config.lora import LoraConfig
+from config.finetune.lora import LoraConfig
 from profiling.memory import PeakGrowth, keep_freed_memory, release_freed_memory, resident_bytes
 
 RANK = 8

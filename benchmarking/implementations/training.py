@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from config.bench.training import BenchShape, Precision
 from config.data import DataConfig, PythonStdlib
-from config.lora import LoraConfig
+from config.finetune.lora import LoraConfig
 from config.model_section import ModelSection
 from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
 from config.optimizer import AdamWConfig, LRScheduleConfig

@@ -17,9 +17,9 @@ from config.data import HubDataset, LocalFiles, PythonStdlib, Shards
 from config.dump import list_differences, to_toml_values
 from config.families.model_directory import resolve_model_directory
 from config.finetune.chat import ChatRowsConfig
+from config.finetune.lora import LoraTrainingConfig
 from config.generation import GenerationConfig
 from config.infer import InferInputConfig, InferModelConfig
-from config.lora import LoraTrainingConfig
 from config.objective import MaskedDiffusionConfig
 from config.tokenizer import TokenizerConfig
 from config.train import TrainConfig

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from config.lora import LoraConfig
+from config.finetune.lora import LoraConfig
 from diffusionlm.checkpoints.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, join_problems
 from files.json_files import read_json_object
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from config.families.hub import is_hub_name
 from config.families.registry import get_family
-from config.lora import LoraConfig, is_module
+from config.finetune.lora import LoraConfig, is_module
 from diffusionlm.checkpoints.adapter_config import read_adapter_config, resolve_adapter_directory
 from diffusionlm.checkpoints.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, join_problems
 from diffusionlm.models.layers import Linear

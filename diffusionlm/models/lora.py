@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from config.lora import HEAD, LoraConfig
+from config.finetune.lora import HEAD, LoraConfig
 from diffusionlm.kernels.loss_types import HeadRows
 from diffusionlm.kernels.low_rank import dropout_mask, hash_tokens, low_rank_linear
 from diffusionlm.kernels.precision import compute_dtype

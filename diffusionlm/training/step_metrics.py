@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from config.lora import LoraConfig
+from config.finetune.lora import LoraConfig
 from config.model import ModelConfig
 from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.training.step import DeviceStepMetrics

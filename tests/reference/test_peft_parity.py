@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from config.lora import LoraConfig
+from config.finetune.lora import LoraConfig
 from diffusionlm.checkpoints.adapter_files import load_adapter, save_adapter
 from diffusionlm.checkpoints.huggingface import load_model, save_model
 from diffusionlm.checkpoints.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS

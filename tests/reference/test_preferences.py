@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from config.finetune.lora import LoraConfig
 from config.finetune.preference import PreferenceConfig
-from config.lora import LoraConfig
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
 from diffusionlm.diffusion.objectives import build_objective
 from diffusionlm.diffusion.preference import PreferenceObjective, sum_by_answer

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from config.lora import LoraTrainingConfig
+from config.finetune.lora import LoraTrainingConfig
 from config.train import TrainConfig
 from diffusionlm.checkpoints.adapter_files import load_adapter_values, stored_module_names
 from diffusionlm.models.lora import LoRALinear, adapter_modules, add_adapter

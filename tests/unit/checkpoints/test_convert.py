@@ -13,7 +13,7 @@ import torch
 from cli.convert import main
 from config.convert import ConvertConfig
 from config.families.hub import download_description, download_model
-from config.lora import LoraConfig
+from config.finetune.lora import LoraConfig
 from config.model import ModelConfig
 from diffusionlm.checkpoints.adapter_files import save_adapter
 from diffusionlm.checkpoints.analyze import analyze

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from config.lora import LoraConfig
+from config.finetune.lora import LoraConfig
 from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.kernels.low_rank import dropout_mask, hash_tokens, low_rank_linear
 from diffusionlm.models.layers import Linear

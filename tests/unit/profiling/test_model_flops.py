@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from config.lora import LoraConfig
+from config.finetune.lora import LoraConfig
 from config.model import ModelConfig
 from config.objective import BlockDiffusionConfig as BlockDiffusionObjective
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey

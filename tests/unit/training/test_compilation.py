@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from config.lora import LoraConfig
+from config.finetune.lora import LoraConfig
 from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.models.lora import add_adapter, find_dropout
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockDiffusion, Causal
