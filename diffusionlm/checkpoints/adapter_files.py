@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from config.families.hub import is_hub_name
 from config.families.registry import get_family
 from config.finetune.lora import LoraConfig, is_module
 from diffusionlm.checkpoints.adapter_config import read_adapter_config, resolve_adapter_directory
+from diffusionlm.checkpoints.base_fingerprint import BaseFingerprint
 from diffusionlm.checkpoints.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, join_problems
 from diffusionlm.models.layers import Linear
 from diffusionlm.models.lora import (
@@ -29,10 +28,7 @@ from diffusionlm.models.lora import (
 )
 from diffusionlm.models.transformer import Transformer
 
-FINGERPRINT_KEY = "base_fingerprint"
 _PREFIX = "base_model.model."
-_SAMPLED_VALUES = 8
-"""Values of each tensor that a fingerprint covers."""
 
 
 def load_adapter(model: Transformer, directory: Path) -> LoraConfig:
@@ -46,7 +42,7 @@ def load_adapter(model: Transformer, directory: Path) -> LoraConfig:
     names = stored_module_names(model)
     tensors, fingerprint = _read_tensors(directory / ADAPTER_WEIGHTS)
     if fingerprint is not None:
-        _check_base(directory, fingerprint, fingerprint_weights(model))
+        _check_base(directory, fingerprint, BaseFingerprint.from_model(model))
     with torch.device("meta"):
         probe = Transformer(model.config)
     add_adapter(probe, config, names=names)
@@ -66,7 +62,7 @@ def load_adapter_values(model: Transformer, config: LoraConfig, directory: Path)
     stored = read_adapter_config(directory)
     tensors, fingerprint = _read_tensors(directory / ADAPTER_WEIGHTS)
     if fingerprint is not None:
-        _check_base(directory, fingerprint, fingerprint_weights(model))
+        _check_base(directory, fingerprint, BaseFingerprint.from_model(model))
     _check_tensors(model, tensors, directory)
     names = stored_module_names(model)
     adapted = [names[name] for name, module in adapter_modules(model) if isinstance(module, LoRALinear)]
@@ -102,19 +98,23 @@ def _find_mismatches(shapes: Mapping[str, torch.Size], tensors: Mapping[str, Ten
     return sorted(problems)
 
 
-def read_own_adapter(model: Transformer, directory: Path, fingerprint: str) -> dict[str, Tensor]:
+def read_own_adapter(model: Transformer, directory: Path, fingerprint: BaseFingerprint) -> dict[str, Tensor]:
     """Read the adapter of a checkpoint of the run that trains this model: its parameters, whole, by name.
 
     The products that PiSSA and OLoRA subtract are set in the model.
 
     Args:
-        fingerprint: of the model's base, by `fingerprint_weights`.
+        fingerprint: of the model's base.
 
     Raises:
         ValueError: the adapter is damaged, was trained on another base, or has other modules or ranks.
     """
     tensors, stored_fingerprint = _read_tensors(directory / ADAPTER_WEIGHTS)
-    _check_base(directory, stored_fingerprint or "", fingerprint)
+    if stored_fingerprint is None:
+        raise ValueError(
+            f"{directory / ADAPTER_WEIGHTS} names no base: it is not of a checkpoint; download or write it again"
+        )
+    _check_base(directory, stored_fingerprint, fingerprint)
     problems = _find_mismatches(_stored_shapes(model), tensors)
     if problems:
         raise ValueError(
@@ -139,7 +139,7 @@ def save_adapter(
     *,
     base: str | None = None,
     weights: Mapping[str, Tensor] | None = None,
-    fingerprint: str | None = None,
+    fingerprint: BaseFingerprint | None = None,
 ) -> None:
     """Write the adapter of a model as PEFT does.
 
@@ -150,10 +150,10 @@ def save_adapter(
         directory: must exist.
         base: name or path of the base, for readers.
         weights: written instead of the model's own, whole, by parameter name.
-        fingerprint: of the base, by `fingerprint_weights`. None: of the model's.
+        fingerprint: of the base. None: of the model's.
     """
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _exported_tensors(model, weights)}
-    metadata = {"format": "pt", FINGERPRINT_KEY: fingerprint or fingerprint_weights(model)}
+    metadata = {"format": "pt"} | (fingerprint or BaseFingerprint.from_model(model)).to_metadata()
     save_file(tensors, directory / ADAPTER_WEIGHTS, metadata)
     values = _build_adapter_config(model, config, base)
     (directory / ADAPTER_CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
@@ -263,60 +263,24 @@ def _whole(value: float) -> int | float:
     return int(value) if value == int(value) else value
 
 
-def fingerprint_weights(model: nn.Module) -> str:
-    """Describe the base's parameters: SHA-256 of names and shapes, then some values of each in bfloat16, in hex."""
-    digest, samples = hashlib.sha256(), []
-    for name, parameter in _base_parameters(model):
-        values = parameter.detach().flatten()
-        indices = torch.linspace(0, len(values) - 1, min(_SAMPLED_VALUES, len(values)), dtype=torch.float64).long()
-        samples.append(values[indices.to(values.device)].to("cpu", torch.bfloat16))
-        digest.update(f"{name} {list(parameter.shape)}".encode())
-    return f"{digest.hexdigest()} {torch.cat(samples).view(torch.uint8).numpy().tobytes().hex()}"
-
-
-def _check_base(directory: Path, fingerprint: str, model_fingerprint: str) -> None:
+def _check_base(directory: Path, stored: BaseFingerprint, fingerprint: BaseFingerprint) -> None:
     """
     Raises:
-        ValueError: the adapter of a directory, with this fingerprint of its base, has another base.
+        ValueError: the adapter of a directory was trained on a base with another fingerprint; names its tensors.
     """
-    if not _are_equal_fingerprints(fingerprint, model_fingerprint):
+    difference = stored.find_difference(fingerprint)
+    if difference is not None:
         raise ValueError(
-            f"{directory} was trained on another base: the weights of the model are not those that it adapts; name the "
-            "base of its adapter_config.json"
+            f"{directory} was trained on another base than this model: {difference}. Use the base that its "
+            f"{ADAPTER_CONFIG} names, with the weights it had then, or train another adapter"
         )
 
 
-def _are_equal_fingerprints(fingerprint: str, other: str) -> bool:
-    """Whether two fingerprints are of the same model, perhaps in different dtypes."""
-    (names, sample), (other_names, other_sample) = (
-        text.split(" ") if text.count(" ") == 1 else ("", "") for text in (fingerprint, other)
-    )
-    if names != other_names or len(sample) != len(other_sample):
-        return False
-    values, other_values = (
-        torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8).view(torch.bfloat16).float()
-        for text in (sample, other_sample)
-    )
-    # A value that was rounded to float16 first may be the next bfloat16.
-    return torch.allclose(values, other_values, rtol=2**-7, atol=1e-6, equal_nan=True)
-
-
-def _base_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that are not the adapter's, sorted by name."""
-    adapter = {
-        getattr(module, key, None)
-        for _, module in adapter_modules(model)
-        for key in ("lora_A", "lora_B", "lora_magnitude", "trained_rows")
-    }
-    parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter not in adapter]
-    return sorted(parameters, key=itemgetter(0))
-
-
-def _read_tensors(path: Path) -> tuple[Mapping[str, Tensor], str | None]:
+def _read_tensors(path: Path) -> tuple[Mapping[str, Tensor], BaseFingerprint | None]:
     """The tensors of an adapter, and the fingerprint of its base; PEFT writes none."""
     try:
         with safe_open(path, framework="pt") as file:
-            names = list(file.keys())
-            return {name: file.get_tensor(name) for name in names}, (file.metadata() or {}).get(FINGERPRINT_KEY)
-    except (OSError, SafetensorError) as error:
+            fingerprint = BaseFingerprint.from_metadata(file.metadata() or {})
+            return {name: file.get_tensor(name) for name in list(file.keys())}, fingerprint
+    except (OSError, SafetensorError, ValueError) as error:
         raise ValueError(f"{path}: cannot be read as safetensors: {error}; download or write it again") from error

@@ -21,7 +21,7 @@ from config.training import RunConfig, TrainingConfig
 from ddp.buckets import ParameterUnit
 from ddp.parallelism import Parallelism, apply_parallelism
 from ddp.process_group import World
-from diffusionlm.checkpoints.adapter_files import fingerprint_weights
+from diffusionlm.checkpoints.base_fingerprint import BaseFingerprint
 from diffusionlm.checkpoints.huggingface import build_config_json, load_model_with_config
 from diffusionlm.checkpoints.manifest import verify_directory, write_directory_atomically
 from diffusionlm.checkpoints.model_files import load_tokenizer
@@ -167,11 +167,11 @@ class ModelBuilder:
         adapter.add_to(model, self.seed, device)
         return model.train()
 
-    def fingerprint_base(self) -> str | None:
+    def fingerprint_base(self) -> BaseFingerprint | None:
         """Describe the weights that the adapter is for. None: there is no adapter."""
         if self.adapter is None or self.directory is None:
             return None
-        return fingerprint_weights(load_model_with_config(self.config, self.directory, dtype="keep"))
+        return BaseFingerprint.from_model(load_model_with_config(self.config, self.directory, dtype="keep"))
 
     def build_on_meta(self) -> Transformer:
         """Build the model without memory, on the ``meta`` device."""

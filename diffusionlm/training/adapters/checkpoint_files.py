@@ -11,6 +11,7 @@ from torch import Tensor
 from config.train import TrainConfig
 from ddp.parallelism import local_values
 from diffusionlm.checkpoints.adapter_files import read_own_adapter, save_adapter
+from diffusionlm.checkpoints.base_fingerprint import BaseFingerprint
 from diffusionlm.checkpoints.huggingface import save_model, save_model_config
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.checkpointing.store import LoadedCheckpoint
@@ -22,7 +23,7 @@ class ModelFiles:
 
     model: Transformer
     config: TrainConfig
-    base_fingerprint: str | None
+    base_fingerprint: BaseFingerprint | None
     """Of the base of the adapter; None: the run trains the whole model."""
 
     def saved_values(self) -> dict[str, Tensor] | None:
