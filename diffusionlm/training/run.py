@@ -13,6 +13,7 @@ from config.objective import NextTokenConfig
 from config.parallel import FSDP
 from config.train import TrainConfig
 from ddp.process_group import SINGLE_PROCESS, World
+from diffusionlm.checkpoints.base_fingerprint import BaseFingerprint
 from diffusionlm.checkpoints.model_card import ValidationBound
 from diffusionlm.data.loader import LoaderSpec, StepLoader, WorkerLoader, count_rows
 from diffusionlm.data.pipeline import MixtureComponent, open_components
@@ -68,6 +69,8 @@ class Run:
     checkpointer: AsyncCheckpointer
     throughput: ThroughputMeter
     model_files: ModelFiles
+    reference_fingerprint: BaseFingerprint | None
+    """Of the frozen copy that preferences are compared with. None: there is none."""
     skipped_batches: SkippedBatches
     progress: TrainingProgress = field(default_factory=TrainingProgress)
     last_validation: ValidationBound | None = None
@@ -143,6 +146,7 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
         ),
         throughput=ThroughputMeter(state.model.config, device, config.lora),
         model_files=ModelFiles(state.model, config, world.run_on_first(model_builder.fingerprint_base)),
+        reference_fingerprint=world.run_on_first(lambda: _fingerprint_reference(state)),
         skipped_batches=SkippedBatches(directory.path / "skipped", tokenizer.decode, config.run.seed, world.rank),
     )
 
@@ -180,6 +184,11 @@ def build_reference(config: TrainConfig, builder: ModelBuilder, device: torch.de
         return None
     model = None if config.lora is not None else builder.build(device).requires_grad_(requires_grad=False)
     return PreferenceReference(model, objective.beta)
+
+
+def _fingerprint_reference(state: TrainState) -> BaseFingerprint | None:
+    model = None if state.reference is None else state.reference.model
+    return None if model is None else BaseFingerprint.from_model(model)
 
 
 def build_step_settings(

@@ -13,6 +13,7 @@ from config.dump import to_toml
 from config.families.hub import describe_origin
 from config.parallel import SingleProcess
 from config.train import TrainConfig
+from diffusionlm.checkpoints.base_fingerprint import BaseFingerprint
 from diffusionlm.checkpoints.model_card import (
     CardAdapter,
     CardDataSource,
@@ -65,6 +66,7 @@ def stage_run(run: Run) -> StagedCheckpoint:
         "data_identity": compute_data_identity(run.components),
         "chat_templates": hash_templates(run.components),
         "tokenizer_fingerprint": run.tokenizer.fingerprint,
+        "reference": run.reference_fingerprint and run.reference_fingerprint.to_metadata(),
         "average_updates": state.ema.num_updates if state.ema else 0,
         "guard": state.spike_guard.state_dict(),
         "validated": last_validation and vars(last_validation),
@@ -96,12 +98,13 @@ def resume_run(run: Run) -> None:
     """Load the newest valid checkpoint of the run directory, if there is one. The number of ranks may have changed.
 
     Raises:
-        ValueError: the checkpoint is from other data or another tokenizer.
+        ValueError: the checkpoint is from other data, another tokenizer or another reference of preferences.
     """
     checkpoint = run.directory.store.load_newest(only_on_first_rank(run.world, print_message), run.world)
     if checkpoint is None:
         return
     _check_same_data(run, checkpoint)
+    _check_same_reference(run, checkpoint)
     state = run.state
     weights = run.model_files.read(checkpoint)
     if state.ema is not None and checkpoint.has_live_weights:
@@ -139,6 +142,20 @@ def _check_same_data(run: Run, checkpoint: LoadedCheckpoint) -> None:
                 f"{name}: the content of this chat template has changed since {checkpoint.path} was made: going on "
                 'would mix them. Restore it, name another run.directory, or set checkpoint.config_change = "accept"'
             )
+
+
+def _check_same_reference(run: Run, checkpoint: LoadedCheckpoint) -> None:
+    metadata = checkpoint.state.get("reference")  # absent in older checkpoints
+    stored = BaseFingerprint.from_metadata(metadata or {})
+    current = run.reference_fingerprint
+    if stored is None or current is None or stored == current or run.config.checkpoint.config_change == "accept":
+        return
+    difference = stored.find_difference(current) or "its weights were rounded"
+    raise ValueError(
+        f"the reference of preferences, model.init_from = {run.config.model.init_from}, is not that of "
+        f"{checkpoint.path}: {difference}. Restore it, name another run.directory, or set "
+        'checkpoint.config_change = "accept"'
+    )
 
 
 def _read_optimizer_state(run: Run, checkpoint: LoadedCheckpoint) -> dict[str, Tensor]:

@@ -7,59 +7,32 @@ import math
 import shutil
 import tomllib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tomli_w
+import torch
 
 from config.load import ConfigError, load_config
 from config.train import TrainConfig
-from diffusionlm.checkpoints.huggingface import save_model_directory
+from diffusionlm.checkpoints.huggingface import load_model, save_model
 from diffusionlm.data.loader import LoaderSpec
 from diffusionlm.training.loop import train
 from tests.conftest import MakeModel
+from tests.preference_run import PREFERENCE_ROW_LENGTH, configure_preferences, write_preferences
 from tests.tiny_run import REQUIRED_SECTIONS
 from tests.unit.data.chat_cases import chat_tokenizer
 
 Configure = Callable[..., TrainConfig]
-ROW_LENGTH = 96
 
 
 @pytest.fixture
 def configure(tmp_path: Path, tiny_model: MakeModel) -> Configure:
-    """``configure(name, **sections)``: a run on 60 preferences for "yes", from an untrained model."""
-    tokenizer = chat_tokenizer()
-    vocabulary = {"vocab_size": tokenizer.vocab_size, "mask_token_id": tokenizer.mask_token_id}
-    ends = dict.fromkeys(("eos_token_id", "pad_token_id"), tokenizer.eos_token_id)
-    model = tiny_model(scale=0.05, max_position_embeddings=ROW_LENGTH, **vocabulary, **ends)
-    save_model_directory(model, tokenizer, tmp_path / "base")
-    rows = [{"prompt": f"q{index}?", "chosen": "yes", "rejected": "no"} for index in range(60)]
-    rows.append({"prompt": "x" * 60, "chosen": "yes", "rejected": "no"})
-    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    chat = {"format": "preference", "fill": "length:6"}
-    source = {"kind": "files", "paths": [str(tmp_path / "pairs.jsonl")], "chat": chat, "validation_fraction": 0.2}
-
-    def make(name: str, **sections: dict[str, Any]) -> TrainConfig:
-        path = tmp_path / f"{name}.toml"
-        changes: dict[str, dict[str, Any]] = {
-            "run": {"directory": str(tmp_path / name), "device": "cpu", "threads": 1},
-            "model": {"init_from": str(tmp_path / "base")},
-            "data": {"source": source},
-            "objective": {"kind": "preference", "num_draws": 2},
-            "training": {"batch_size": 4, "micro_batch_size": 2, "max_steps": 6, "precision": "float32"},
-            "optimizer": {"kind": "adamw", "learning_rate": 5e-3},
-            "validation": {"every_steps": 0, "final_rows": 4, "ngrams": False},
-            "samples": {"infills": []},
-            "checkpoint": {"every_steps": 3},
-            "logging": {"every_steps": 1},
-        }
-        for section, values in sections.items():
-            changes[section] = changes.get(section, {}) | values
-        path.write_text(tomli_w.dumps(changes))
-        return load_config(TrainConfig, path)
-
-    return make
+    """``configure(name, **sections)``: a run of six steps on preferences for "yes"."""
+    write_preferences(tmp_path, tiny_model)
+    return partial(configure_preferences, tmp_path)
 
 
 def metrics(config: TrainConfig, name: str) -> list[float]:
@@ -73,14 +46,14 @@ def test_rows_have_the_chosen_and_the_rejected_conversation(configure: Configure
     model = config.model.to_model_config(
         vocab_size=tokenizer.vocab_size, mask_token_id=tokenizer.mask_token_id, eos_token_id=tokenizer.eos_token_id
     )
-    loader = LoaderSpec(config.data, tokenizer, ROW_LENGTH, config.objective, model, 4, 4, 0).open()
+    loader = LoaderSpec(config.data, tokenizer, PREFERENCE_ROW_LENGTH, config.objective, model, 4, 4, 0).open()
     rows, _ = loader.rows.read(0, None, 100)
     for row in rows:
         for document, answer in enumerate(("yes", "no")):
             part = row.document_ids_L == document
             assert row.segment_ids_L is not None and set(row.segment_ids_L[part]) == {document}
             text = tokenizer.decode(row.tokens_L[part & row.loss_mask_L].tolist())
-            assert text.startswith(answer) and part.sum() <= ROW_LENGTH // 2
+            assert text.startswith(answer) and part.sum() <= PREFERENCE_ROW_LENGTH // 2
             assert "user\nq" in tokenizer.decode(row.tokens_L[part & ~row.loss_mask_L].tolist())
     assert loader.components[0].skipped == {"longer than a row": 1} and 40 < len(rows) < 60
 
@@ -111,6 +84,20 @@ def test_resuming_is_exact(configure: Configure) -> None:
     assert metrics(parts, "loss")[-3:] == metrics(whole, "loss")[-3:]
     weights = "checkpoints/latest/model.safetensors"
     assert (parts.run.directory / weights).read_bytes() == (whole.run.directory / weights).read_bytes()
+
+
+def test_resuming_refuses_another_reference(configure: Configure, tmp_path: Path) -> None:
+    steps = {"max_steps": 1}
+    config = configure("run", training=steps)
+    train(config)
+    reference = load_model(tmp_path / "base")
+    with torch.no_grad():
+        reference.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 1] += 1e-6
+    save_model(reference, tmp_path / "base")
+    message = r"base, is not that of .*step-00000001: model.layers.1.mlp.up_proj.weight has other values. Restore it"
+    with pytest.raises(ValueError, match=message):
+        train(config)
+    train(configure("run", training=steps, checkpoint={"config_change": "accept"}))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,52 @@
+"""Tiny runs with objective.kind = "preference"."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from config.load import load_config
+from config.train import TrainConfig
+from diffusionlm.checkpoints.huggingface import save_model_directory
+from tests.conftest import MakeModel
+from tests.unit.data.chat_cases import chat_tokenizer
+
+PREFERENCE_ROW_LENGTH = 96
+
+
+def write_preferences(folder: Path, tiny_model: MakeModel) -> None:
+    """Write 60 preferences for "yes", one that is too long, and an untrained model, `base`."""
+    tokenizer = chat_tokenizer()
+    vocabulary = {"vocab_size": tokenizer.vocab_size, "mask_token_id": tokenizer.mask_token_id}
+    ends = dict.fromkeys(("eos_token_id", "pad_token_id"), tokenizer.eos_token_id)
+    model = tiny_model(scale=0.05, max_position_embeddings=PREFERENCE_ROW_LENGTH, **vocabulary, **ends)
+    save_model_directory(model, tokenizer, folder / "base")
+    rows = [{"prompt": f"q{index}?", "chosen": "yes", "rejected": "no"} for index in range(60)]
+    rows.append({"prompt": "x" * 60, "chosen": "yes", "rejected": "no"})
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+def configure_preferences(folder: Path, name: str, **sections: dict[str, Any]) -> TrainConfig:
+    """The config of a run of six steps on what `write_preferences` wrote, in the directory ``name``."""
+    chat = {"format": "preference", "fill": "length:6"}
+    source = {"kind": "files", "paths": [str(folder / "pairs.jsonl")], "chat": chat, "validation_fraction": 0.2}
+    changes: dict[str, dict[str, Any]] = {
+        "run": {"directory": str(folder / name), "device": "cpu", "threads": 1},
+        "model": {"init_from": str(folder / "base")},
+        "data": {"source": source},
+        "objective": {"kind": "preference", "num_draws": 2},
+        "training": {"batch_size": 4, "micro_batch_size": 2, "max_steps": 6, "precision": "float32"},
+        "optimizer": {"kind": "adamw", "learning_rate": 5e-3},
+        "validation": {"every_steps": 0, "final_rows": 4, "ngrams": False},
+        "samples": {"infills": []},
+        "checkpoint": {"every_steps": 3},
+        "logging": {"every_steps": 1},
+    }
+    for section, values in sections.items():
+        changes[section] = changes.get(section, {}) | values
+    path = folder / f"{name}.toml"
+    path.write_text(tomli_w.dumps(changes))
+    return load_config(TrainConfig, path)
