@@ -14,6 +14,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+# Before torch is imported. This process, the workers of xdist and the processes that tests start would each compile
+# every module again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+if sys.dont_write_bytecode:
+    sys.dont_write_bytecode = False
+
 import pytest
 import torch
 
@@ -28,10 +34,6 @@ from config.train import TrainConfig
 from diffusionlm.models.init import init_weights
 from diffusionlm.models.transformer import Transformer
 from tests.tiny_run import write_train_config
-
-# Many tests start processes, each of which would compile every module again.
-sys.dont_write_bytecode = False
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 MakeConfig = Callable[..., ModelConfig]
 MakeModel = Callable[..., Transformer]
