@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,15 @@ def test_prefetcher_state_matches_the_consumed_step(config: TrainConfig, tmp_pat
     assert torch.equal(again.next_step(3)[0].inputs_BS, plain.next_step(3)[0].inputs_BS)
 
 
+@pytest.fixture
+def frozen_by_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Runs freeze objects and release them, which they do not in other tests."""
+    monkeypatch.setattr("diffusionlm.training.garbage.gc", gc)
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("frozen_by_runs")
 def test_garbage_collection_runs_at_loop_intervals() -> None:
     assert gc.isenabled()
     with GarbageCollection(3) as garbage:
