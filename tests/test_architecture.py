@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections import Counter
@@ -76,7 +77,12 @@ def find_modules() -> dict[str, Path]:
 
 
 PATHS = find_modules()
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in PATHS.items()}
+
+
+@functools.cache
+def parse_modules() -> dict[str, ast.Module]:
+    """Dotted name -> syntax tree. Not parsed on import: each worker of xdist imports this file, one runs its tests."""
+    return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in PATHS.items()}
 
 
 def package_of(module: str) -> str:
@@ -86,21 +92,21 @@ def package_of(module: str) -> str:
 
 def imports_of(module: str) -> Iterator[str]:
     """Every module that an import statement names, also inside functions and under TYPE_CHECKING."""
-    for node in ast.walk(TREES[module]):
+    for node in ast.walk(parse_modules()[module]):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{module}: relative import"
             for alias in node.names:
                 full_name = f"{node.module}.{alias.name}"
-                yield full_name if full_name in TREES else str(node.module)
+                yield full_name if full_name in parse_modules() else str(node.module)
 
 
 def test_imports_go_one_way() -> None:
-    unknown = {package_of(module) for module in TREES} - ALLOWED_IMPORTS.keys()
+    unknown = {package_of(module) for module in parse_modules()} - ALLOWED_IMPORTS.keys()
     assert not unknown, "packages without a row in ALLOWED_IMPORTS"
     violations = []
-    for module in TREES:
+    for module in parse_modules():
         package = package_of(module)
         allowed = ALLOWED_IMPORTS[package] | EVERYBODY_MAY_IMPORT | {package}
         for target in imports_of(module):
@@ -115,7 +121,7 @@ def test_imports_go_one_way() -> None:
 
 def test_light_packages_never_load_torch() -> None:
     """Also not through an import of an import: ``--help`` and config errors answer at once."""
-    modules = [name for name in TREES if name.split(".")[0] in WITHOUT_TORCH]
+    modules = [name for name in parse_modules() if name.split(".")[0] in WITHOUT_TORCH]
     assert not [name for name in modules if "torch" in {target.split(".")[0] for target in imports_of(name)}]
     code = (
         f"import importlib, sys\nfor name in {modules!r}: importlib.import_module(name)\nprint('torch' in sys.modules)"
@@ -127,7 +133,7 @@ def test_light_packages_never_load_torch() -> None:
 
 def test_sizes() -> None:
     violations = []
-    for module, tree in TREES.items():
+    for module, tree in parse_modules().items():
         lines = len(PATHS[module].read_text(encoding="utf-8").splitlines())
         if lines > MAX_FILE_LINES:
             violations.append(f"{module}: {lines} lines")
@@ -153,7 +159,9 @@ def test_folders_have_few_modules() -> None:
 
 def test_no_module_imports_itself_through_others() -> None:
     """Counted over all import statements, also inside functions and under TYPE_CHECKING."""
-    sorter = TopologicalSorter({name: {*imports_of(name)} & TREES.keys() - {name} for name in TREES})
+    sorter = TopologicalSorter(
+        {name: {*imports_of(name)} & parse_modules().keys() - {name} for name in parse_modules()}
+    )
     try:
         sorter.prepare()
     except CycleError as error:
@@ -162,7 +170,7 @@ def test_no_module_imports_itself_through_others() -> None:
 
 def test_a_class_name_means_one_thing() -> None:
     modules: dict[str, set[str]] = {}
-    for module, tree in TREES.items():
+    for module, tree in parse_modules().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 modules.setdefault(node.name, set()).add(module)
@@ -174,7 +182,7 @@ def test_a_class_name_means_one_thing() -> None:
 def test_inheritance_is_shallow() -> None:
     """Counted over the project's own classes, by name."""
     bases: dict[str, set[str]] = {}
-    for tree in TREES.values():
+    for tree in parse_modules().values():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 plain = (base.value if isinstance(base, ast.Subscript) else base for base in node.bases)
@@ -190,8 +198,8 @@ def test_inheritance_is_shallow() -> None:
 def test_modules_have_no_import_side_effects_and_specific_names() -> None:
     """No calls, loops or assertions at the top level, no global that a function rebinds, no module for leftovers."""
     leftovers = {"utils", "util", "helpers", "misc", "common"}
-    violations = [name for name in TREES if leftovers & set(name.split("."))]
-    for module, tree in TREES.items():
+    violations = [name for name in parse_modules() if leftovers & set(name.split("."))]
+    for module, tree in parse_modules().items():
         for node in tree.body:
             if isinstance(node, ast.If):
                 condition = ast.unparse(node.test)
