@@ -18,7 +18,7 @@ class ExactMatchConfig(Section):
     split: Literal["validation", "train"] = "validation"
     """Conversations of the source: those a training run validates on, or those it trains on."""
     max_prompts: PositiveInt = 256
-    """Number of conversations: the first ones of the split."""
+    """Number of prompts: the first different ones of the split."""
     generation: GenerationConfig = GenerationConfig()
     """How answers are decoded. max_new_tokens is the canvas: an answer that has no stop token in it did not stop."""
     batch_size: PositiveInt = 32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,8 @@ class ReferenceAnswer:
 def read_reference_answers(config: TextSource, split: Split, key: str, limit: int) -> list[ReferenceAnswer]:
     """Read the last answers of the first conversations of a split: of the validation split, held-out ones.
 
+    A prompt that comes again is left out, since its answer would be no new evidence.
+
     Args:
         key: config key of the source's section, for errors.
 
@@ -35,16 +38,18 @@ def read_reference_answers(config: TextSource, split: Split, key: str, limit: in
     if getattr(config, "chat", None) is None:
         raise ValueError(f"{key} has text, not conversations: set {key}.chat, or name another source")
     source = open_source(config, split, key)
-    answers: list[ReferenceAnswer] = []
+    answers: dict[str, ReferenceAnswer] = {}
     position = None
     while len(answers) < limit:
         texts, position = source.read(0, position, min(DOCUMENTS_PER_READ, limit - len(answers)))
-        answers += [_last_answer(Conversation.from_text(text)) for text in texts]
+        for text in texts:
+            answer = _last_answer(Conversation.from_text(text))
+            answers.setdefault(json.dumps([answer.messages, answer.tools], sort_keys=True), answer)
         if position is None:
             break
     if not answers:
         raise ValueError(f"{key} has no conversations for split = {split!r}; name other files, or another split")
-    return answers
+    return list(answers.values())
 
 
 def _last_answer(conversation: Conversation) -> ReferenceAnswer:

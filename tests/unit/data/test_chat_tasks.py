@@ -63,9 +63,14 @@ def test_reference_answers_are_the_last_answers() -> None:
     config = ChatTasks(validation_documents=50)
     answers = read_reference_answers(config, "validation", "source", 20)
     assert len(answers) == 20
-    for expected, item in zip(conversations(config, "validation"), answers, strict=False):
-        assert item == ReferenceAnswer(expected.messages[:1], expected.messages[1]["content"], expected.task or "")
-    assert len(read_reference_answers(config, "validation", "source", 1_000)) == 50
+    expected = [
+        ReferenceAnswer(item.messages[:1], item.messages[1]["content"], item.task or "")
+        for item in conversations(config, "validation")
+    ]
+    assert answers == [item for index, item in enumerate(expected) if item not in expected[:index]][:20]
+    prompts = {item.messages[0]["content"] for item in conversations(config, "validation")}
+    answers = read_reference_answers(config, "validation", "source", 1_000)
+    assert len(prompts) < 50 and len(answers) == len(prompts), "a prompt that comes again is left out"
     for text in (PythonStdlib(), LocalFiles(paths=("x",))):
         with pytest.raises(ValueError, match="source has text, not conversations"):
             read_reference_answers(text, "validation", "source", 3)
