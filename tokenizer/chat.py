@@ -7,13 +7,15 @@ from datetime import datetime
 from typing import Any
 
 from tokenizer.bpe import Tokenizer
-from tokenizer.chat_process import run_template
+from tokenizer.chat_process import run_template, run_trusted_template
 from tokenizer.chat_template import ChatTemplate
 from tokenizer.chat_templates import CHAT_TEMPLATES
 
 Message = Mapping[str, Any]
 
 _MAX_DEPTH = 64
+# The only templates that are rendered in this process. They are short, and their time is linear in the messages.
+_TRUSTED_SOURCES = frozenset(template.source for template in CHAT_TEMPLATES.values())
 # Unicode noncharacters, reserved for internal use in programs.
 _MARKERS = frozenset(map(chr, range(0xFDD0, 0xFDF0)))
 # Message keys of the reasoning before the answer; templates read the first one.
@@ -30,9 +32,11 @@ def render_chat(
 ) -> str:
     """Render a chat to text.
 
-    The template runs in a sandbox with the helper functions of transformers, in a process of its own with limits of
-    memory and CPU time (`tokenizer.chat_process`). In the text, special tokens that a message contains look like those
-    of the template; only `encode_chat` distinguishes them.
+    The template runs in a sandbox with the helper functions of transformers. One that is not built in has a process of
+    its own with limits of memory and CPU time (`tokenizer.chat_process`).
+
+    In the text, special tokens that a message contains look like those of the template; only `encode_chat`
+    distinguishes them.
 
     Args:
         template: a `ChatTemplate`, a name in `CHAT_TEMPLATES`, or Jinja.
@@ -143,7 +147,10 @@ def render_variables(
     template: ChatTemplate, data: Mapping[str, Any], now: datetime, generation_markers: tuple[str, str] = ("", "")
 ) -> str:
     """Render a template with these variables and its special tokens (`TemplateProcess.render`)."""
-    return run_template(template.source, {**template.tokens, **data}, now, generation_markers)
+    variables = {**template.tokens, **data}
+    if template.source in _TRUSTED_SOURCES:
+        return run_trusted_template(template.source, variables, now)
+    return run_template(template.source, variables, now, generation_markers)
 
 
 def template_variables(

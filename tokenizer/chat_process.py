@@ -1,4 +1,4 @@
-"""Render chat templates in a process of their own, whose memory and CPU time are limited."""
+"""Render chat templates in a process of their own, whose memory and CPU time are limited; built-in ones in this one."""
 
 import json
 import os
@@ -64,7 +64,7 @@ class TemplateProcess:
         }
         reply = self._request(json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
         if "error" in reply:
-            raise ValueError(f"the chat template cannot be applied: {reply['error']}")
+            raise _template_error(reply["error"])
         return str(reply["text"])
 
     def _request(self, data: bytes) -> dict[str, Any]:
@@ -110,6 +110,35 @@ def run_template(
 ) -> str:
     """Render a template in the child process that all threads share (`TemplateProcess.render`)."""
     return _shared_process(os.getpid()).render(source, variables, now, generation_markers)
+
+
+def run_trusted_template(source: str, variables: Mapping[str, Any], now: datetime) -> str:
+    """Render a template of this package, without `{% generation %}`, in this process.
+
+    It does what `run_template` does, without limits and without the round trip to another process.
+
+    Raises:
+        ValueError: it raises an exception.
+    """
+    from tokenizer.chat_sandbox import describe_error, render  # loads Jinja
+
+    try:
+        return render(_compile_trusted_template(source), variables, now)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise _template_error(describe_error(error)) from None
+
+
+@lru_cache(maxsize=8)
+def _compile_trusted_template(source: str) -> Any:
+    from tokenizer.chat_sandbox import compile_template
+
+    return compile_template(source)
+
+
+def _template_error(description: object) -> ValueError:
+    return ValueError(f"the chat template cannot be applied: {description}")
 
 
 @lru_cache(maxsize=1)

@@ -60,24 +60,22 @@ def _answer_requests(cpu_seconds: float) -> None:
         try:
             if template is None or request["source"] != source:
                 source = template = None  # frees the memory of the previous template
-                template = _compile_template(request["source"])
+                template = compile_template(request["source"])
                 source = request["source"]
             template.environment.generation_markers = request["generation_markers"]  # type: ignore[attr-defined]
-            reply = {"text": _render(template, request["variables"], datetime.fromisoformat(request["now"]))}
+            reply = {"text": render(template, request["variables"], datetime.fromisoformat(request["now"]))}
         except MemoryError:
             raise
-        except TemplateError as error:
-            number = getattr(error, "lineno", None)
-            reply = {"error": _shorten(str(error.message)) + ("" if number is None else f" (line {number})")}
         except Exception as error:  # a template is a program, which may raise anything
-            reply = {"error": _shorten(f"{type(error).__name__}: {error}") + "; do the messages match it?"}
+            reply = {"error": describe_error(error)}
         data = json.dumps(reply, ensure_ascii=False).encode("utf-8", "surrogatepass")
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(data + b"\n")
         sys.stdout.buffer.flush()
 
 
-def _render(template: Template, variables: Mapping[str, Any], now: datetime) -> str:
+def render(template: Template, variables: Mapping[str, Any], now: datetime) -> str:
+    """Render a template; `strftime_now` formats `now`."""
     pieces: list[str] = []
     size = 0
     for piece in template.generate({"strftime_now": now.strftime, **variables}):
@@ -86,6 +84,14 @@ def _render(template: Template, variables: Mapping[str, Any], now: datetime) -> 
             raise SecurityError(f"it writes more than {MAX_CHARACTERS:,} characters")
         pieces.append(piece)
     return "".join(pieces)
+
+
+def describe_error(error: Exception) -> str:
+    """Describe what a template has raised, in one line."""
+    if not isinstance(error, TemplateError):
+        return _shorten(f"{type(error).__name__}: {error}") + "; do the messages match it?"
+    number = getattr(error, "lineno", None)
+    return _shorten(str(error.message)) + ("" if number is None else f" (line {number})")
 
 
 def _shorten(message: str) -> str:
@@ -129,7 +135,8 @@ def _check_name(name: object) -> None:
         raise SecurityError(f"a namespace may not have the attribute {name!r}")
 
 
-def _compile_template(source: str) -> Template:
+def compile_template(source: str) -> Template:
+    """Compile a template with the helper functions of transformers."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )

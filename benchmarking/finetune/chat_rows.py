@@ -48,11 +48,12 @@ class RowSteps:
 
 def build_row_steps(data: Path, shape: BenchShape) -> dict[str, RowSteps]:
     """Build the steps of full training on the conversations of a file, by the name of the rows."""
-    tokenizer = _train_tokenizer(data, shape)
+    tokenizer = train_chat_tokenizer(data, shape.vocab_size)
     return {rows: _build_steps(data, shape, tokenizer, rows) for rows in ROWS}
 
 
-def _train_tokenizer(data: Path, shape: BenchShape) -> Tokenizer:
+def train_chat_tokenizer(data: Path, vocab_size: int) -> Tokenizer:
+    """Train a tokenizer with the special tokens of ChatML on the first questions and answers of a file."""
     texts, size = [], 0
     with data.open(encoding="utf-8") as file:
         for line in file:
@@ -62,7 +63,7 @@ def _train_tokenizer(data: Path, shape: BenchShape) -> Tokenizer:
             if size > TOKENIZER_BYTES:
                 break
     special = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|mask|>")
-    return train_bpe(texts, vocab_size=shape.vocab_size, special_tokens=special)
+    return train_bpe(texts, vocab_size=vocab_size, special_tokens=special)
 
 
 def _build_steps(data: Path, shape: BenchShape, tokenizer: Tokenizer, rows: RowFill) -> RowSteps:

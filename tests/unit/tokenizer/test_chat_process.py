@@ -4,14 +4,16 @@ import gc
 import os
 import resource
 import signal
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tokenizer import render_chat
-from tokenizer.chat_process import TemplateProcess
+from tokenizer import CHAT_TEMPLATES, ChatTemplate, render_chat
+from tokenizer.chat_process import TemplateProcess, run_trusted_template
 
 MEMORY_BYTES = 1 << 28
 NOW = datetime(2026, 1, 2)
@@ -152,3 +154,46 @@ def test_a_fork_has_a_process_of_its_own() -> None:
     assert status == 0
     assert render_chat("{{ messages[0].content }}z", chat, add_generation_prompt=False) == "xz"
     assert list_children() == own_children
+
+
+RENDERED_CHATS: tuple[list[dict[str, Any]], ...] = (
+    [{"role": "user", "content": "hi"}],
+    [
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": " <b>&amp;\ud800 \u00e9\u2028 {{ 1 }} "},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes", "reasoning_content": "so"},
+        {"role": "user", "content": ""},
+    ],
+    [{"role": "wizard", "content": "abra"}],
+    [{"role": "user", "content": ["no string"]}],
+    [{"role": "user"}],
+    [],
+)
+
+
+@pytest.mark.parametrize("name", CHAT_TEMPLATES)
+def test_built_in_templates_are_rendered_in_this_process_with_the_same_result(
+    name: str, little_memory: TemplateProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def result(render: Callable[..., str], *arguments: Any) -> str:
+        try:
+            return render(*arguments)
+        except ValueError as error:
+            return f"error: {error}"
+
+    template, kinds = CHAT_TEMPLATES[name], set()
+    for messages in RENDERED_CHATS:
+        for extra in ({}, {"enable_thinking": False}, {"tools": [{"name": "f"}]}, {"add_generation_prompt": True}):
+            variables = {**template.tokens, "messages": messages, **extra}
+            own = result(run_trusted_template, template.source, variables, NOW)
+            assert own == result(little_memory.render, template.source, variables, NOW)
+            kinds.add(own.startswith("error: the chat template cannot be applied: "))
+    assert kinds == {True, False}
+
+    def refuse(*arguments: Any) -> str:
+        raise AssertionError("started a process")
+
+    monkeypatch.setattr("tokenizer.chat.run_template", refuse)
+    assert "hi" in render_chat(name, RENDERED_CHATS[0], add_generation_prompt=True)
+    with pytest.raises(AssertionError, match="started a process"):
+        render_chat(ChatTemplate(template.source + "{# not built in #}"), RENDERED_CHATS[0], add_generation_prompt=True)
