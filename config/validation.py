@@ -33,10 +33,11 @@ def _check_masked_span(text: str) -> str:
 
 
 class SamplesConfig(Section):
-    """``[samples]``: texts whose masked spans are filled in during the run, to read."""
+    """``[samples]``: texts whose masked spans are filled in during the run, or prompts that are answered, to read."""
 
     every_steps: NonNegativeInt = 500
     """Steps between samples; 0: no samples."""
     infills: TupleOf[Annotated[str, AfterValidator(_check_masked_span)]] | None = None
     """Texts with [MASK:n] spans. None: lines of Python for the source `python-stdlib`, and passages of the validation
-    text with a masked word for other data; no samples of an autoregressive model."""
+    text with a masked word for other text, which an autoregressive model does not fill. In a run on conversations: no
+    texts, but answers to three held-out prompts."""

@@ -31,7 +31,7 @@ from diffusionlm.training.checkpointing.run_directory import RunDirectory
 from diffusionlm.training.checkpointing.save_coordinator import SaveCoordinator
 from diffusionlm.training.monitor import StepMonitor
 from diffusionlm.training.prefetch import Prefetcher
-from diffusionlm.training.samples import SampleInfills, choose_example_input, choose_infills
+from diffusionlm.training.samples import Samples, choose_example_input, choose_infills
 from diffusionlm.training.setup import (
     ModelBuilder,
     choose_precision,
@@ -63,7 +63,7 @@ class Run:
     loader: StepLoader
     monitor: StepMonitor
     validator: Validator
-    samples: SampleInfills
+    samples: Samples
     example_input: str
     """Input to try the model with: a text with a masked span, a prompt, or a question."""
     checkpointer: AsyncCheckpointer
@@ -139,7 +139,7 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
         loader=loader,
         monitor=StepMonitor(config.logging, max_steps, state.model, state.parallel, state.master_weights),
         validator=validator,
-        samples=SampleInfills.open(infills if config.samples.every_steps else (), tokenizer, state.model, is_sampling),
+        samples=Samples.open(config, infills, tokenizer, state.model, is_sampling),
         example_input=choose_example_input(config, infills, state.model.config, tokenizer, validator.rows),
         checkpointer=AsyncCheckpointer(
             directory.store, SaveCoordinator.join(world, timeout), background=config.checkpoint.background

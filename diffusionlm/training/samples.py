@@ -1,11 +1,12 @@
-"""Fill texts with masked spans during training, so that a person sees what the model has learned."""
+"""Fill texts with masked spans, or answer prompts, during training: a person sees what the model has learned."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,17 +14,18 @@ import numpy as np
 from config.data import PythonStdlib, Shards
 from config.generation import GenerationConfig
 from config.model import ModelConfig
+from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, ObjectiveConfig
 from config.train import TrainConfig
 from diffusionlm.data.chat.reference_answers import read_reference_answers
 from diffusionlm.data.packing import Row
 from diffusionlm.inference.generate import Generation, decode
 from diffusionlm.inference.healing import TokenHealer
-from diffusionlm.inference.requests import PreparedRequest, prepare_infill
+from diffusionlm.inference.requests import PreparedRequest, prepare_infill, prepare_prompt
 from diffusionlm.inference.settings import DecodingSettings, resolve_settings
-from diffusionlm.inference.text import parse_infill, token_texts
+from diffusionlm.inference.text import parse_infill, suppress_ids_without_text, token_texts
 from diffusionlm.models.transformer import Transformer
 from logger import RunLogger
-from tokenizer import Tokenizer
+from tokenizer import Tokenizer, encode_chat
 
 PYTHON_INFILLS = (
     "for i in [MASK:1](10):\n    print(i)\n",
@@ -32,6 +34,10 @@ PYTHON_INFILLS = (
 )
 
 NUM_PASSAGES = 3
+NUM_PROMPTS = 3
+NUM_CANDIDATES = 16
+"""Held-out conversations among which prompts that fit the model are searched."""
+MAX_ANSWER_TOKENS = 64
 MAX_PASSAGE_TOKENS = 32
 MIN_PASSAGE_CHARACTERS = 4
 
@@ -123,36 +129,76 @@ def choose_question(config: TrainConfig) -> str:
     return next((message["content"] for message in reference.messages if message["role"] == "user"), "")
 
 
+def _encode_prompts(config: TrainConfig, tokenizer: Tokenizer, max_length: int) -> list[list[int]]:
+    """Encode the prompts of the first held-out conversations, without those that the template refuses."""
+    source, template = config.data.components[0].source, tokenizer.chat_template
+    assert not isinstance(source, Shards) and template is not None, "prepare_tokenizer has set it"
+    prompts = []
+    for item in read_reference_answers(source, "validation", "data.source", NUM_CANDIDATES):
+        with suppress(ValueError):
+            prompts.append(
+                encode_chat(tokenizer, template, item.messages, add_generation_prompt=True, tools=item.tools)
+            )
+    return [token_ids for token_ids in prompts if len(token_ids) <= max_length]
+
+
+def _build_generation_config(objective: ObjectiveConfig, model: Transformer) -> GenerationConfig:
+    """The attention of training, and no cache where the attention or its backend has none."""
+    bias = objective.attention_bias if isinstance(objective, MaskedDiffusionConfig) else None
+    has_independent_blocks = isinstance(objective, BlockDiffusionConfig) and objective.attention != "block_diffusion"
+    return GenerationConfig(
+        attention="prompt_and_own_block" if has_independent_blocks else None,
+        attention_bias=bias,
+        # The default cache of a block-causal model is "block", and these backends have no cached form.
+        cache="none" if has_independent_blocks or model.attention_backend in ("tiled", "flex") else None,
+    )
+
+
 @dataclass(frozen=True)
-class SampleInfills:
-    """Texts with masked spans, encoded."""
+class Samples:
+    """Texts with masked spans, or prompts of conversations, encoded."""
 
     tokenizer: Tokenizer
     texts: Sequence[str]
-    prefix_ids: list[int]
+    num_hidden: int
     """Tokens before each text, which are not shown."""
     settings: DecodingSettings
     requests: list[PreparedRequest]
-    """Empty on ranks that fill nothing."""
+    """Empty on ranks that decode nothing."""
 
     @classmethod
     def open(
-        cls, texts: Sequence[str], tokenizer: Tokenizer, model: Transformer, is_participating: bool = True
-    ) -> SampleInfills:
-        """Encode the texts, and check that the model can fill them.
+        cls,
+        config: TrainConfig,
+        infills: Sequence[str],
+        tokenizer: Tokenizer,
+        model: Transformer,
+        is_participating: bool = True,
+    ) -> Samples:
+        """Encode the infills of a run; of a run on conversations without ``samples.infills``, held-out prompts.
 
         Args:
-            is_participating: whether this rank fills them: the first one does; under FSDP, whose forwards are
+            is_participating: whether this rank decodes them: the first one does; under FSDP, whose forwards are
                 collective, all do.
 
         Raises:
             ValueError: ``samples.infills`` cannot be filled by this model.
         """
-        prefix_ids = model.config.prefix_ids
+        generation = _build_generation_config(config.objective, model)
+        texts = infills if config.samples.every_steps else ()
+        if config.samples.every_steps and config.samples.infills is None and config.data.has_only_chats:
+            samples = cls._open_answers(config, tokenizer, model.config, generation)
+        else:
+            samples = cls._open_infills(texts, tokenizer, model.config, generation)
+        return samples if is_participating else replace(samples, requests=[])
+
+    @classmethod
+    def _open_infills(
+        cls, texts: Sequence[str], tokenizer: Tokenizer, model: ModelConfig, generation: GenerationConfig
+    ) -> Samples:
+        prefix_ids = model.prefix_ids
         try:
-            # The default cache of a block-causal model is "block", and these backends have no cached form.
-            cache = "none" if model.attention_backend in ("tiled", "flex") else None
-            settings = resolve_settings(GenerationConfig(cache=cache), model.config)
+            settings = resolve_settings(generation, model)
             healer = TokenHealer.from_settings(tokenizer, settings)
             healed_texts = [healer.heal_infill(text, prefix_ids) for text in texts]
             requests = [
@@ -161,10 +207,24 @@ class SampleInfills:
             ]
         except ValueError as error:
             raise ValueError(f"samples.infills = {list(texts)}: {error}") from error
-        return cls(tokenizer, texts, prefix_ids, settings, requests if is_participating else [])
+        return cls(tokenizer, texts, len(prefix_ids), settings, requests)
+
+    @classmethod
+    def _open_answers(
+        cls, config: TrainConfig, tokenizer: Tokenizer, model: ModelConfig, generation: GenerationConfig
+    ) -> Samples:
+        """Encode held-out prompts with the generation prompt, those that fit the model with an answer."""
+        context = model.max_position_embeddings
+        fill_length = config.data.chats[0].resolve(config.objective.longest_block_length).fill_length
+        num_tokens = min(fill_length or MAX_ANSWER_TOKENS, MAX_ANSWER_TOKENS, max(1, context // 2))
+        generation = generation.model_copy(update={"max_new_tokens": num_tokens})
+        settings = resolve_settings(suppress_ids_without_text(generation, tokenizer, model.vocab_size), model)
+        prompts = _encode_prompts(config, tokenizer, context - num_tokens)[:NUM_PROMPTS]
+        requests = [prepare_prompt(settings, ids, seed, "samples") for seed, ids in enumerate(prompts)]
+        return cls(tokenizer, [tokenizer.decode(ids) for ids in prompts], 0, settings, requests)
 
     def log_samples(self, model: Transformer, step: int, logger: RunLogger) -> None:
-        """Fill the masked spans greedily, one token per forward, and log an event for each text."""
+        """Fill the masked spans, or answer the prompts, with the model's defaults, and log an event for each text."""
         if not self.requests:
             return
         results = decode(model, self.settings, self.requests)
@@ -175,9 +235,11 @@ class SampleInfills:
     def _describe_sample(self, text: str, request: PreparedRequest, result: Generation) -> dict[str, Any]:
         """``given``, ``filled`` and its ``tokens`` as text. For each token ``step_map``, the forward (from 1) that
         committed it, and ``logprobs``, in nats; null for tokens that were not masked."""
-        start = len(self.prefix_ids)
-        masked_positions = (request.masked_positions - start).tolist()
-        tokens = token_texts(self.tokenizer, result.token_ids[start:])
+        token_ids = list(result.token_ids)
+        if not request.is_infill:
+            token_ids = [*request.canvas_L[: request.masked_positions[0]].tolist(), *token_ids]
+        masked_positions = (request.masked_positions[: len(result.step_map)] - self.num_hidden).tolist()
+        tokens = token_texts(self.tokenizer, token_ids[self.num_hidden :])
         step_map = dict(zip(masked_positions, result.step_map, strict=True))
         finite_logprobs = (logprob if math.isfinite(logprob) else None for logprob in result.logprobs)
         logprobs = dict(zip(masked_positions, finite_logprobs, strict=True))

@@ -16,7 +16,8 @@ from config.eval import EvalConfig
 from config.generation import GenerationConfig
 from config.load import ConfigError, load_config
 from config.train import TrainConfig
-from diffusionlm import load_model
+from config.validation import SamplesConfig
+from diffusionlm import generate, load_model
 from diffusionlm.checkpoints.model_files import read_model_description
 from diffusionlm.data.pipeline import build_row_reader, open_components
 from diffusionlm.evaluation.exact_match import evaluate_exact_match
@@ -24,7 +25,7 @@ from diffusionlm.evaluation.exact_match_plan import plan_exact_match
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.training.loop import train
 from tests.tiny_run import write_train_config
-from tokenizer import CHAT_TEMPLATES
+from tokenizer import CHAT_TEMPLATES, encode_chat
 
 QUESTIONS = [(f"what is {index}?", f"it is {index}") for index in range(120)]
 SYSTEM = "be kind"
@@ -184,6 +185,42 @@ def test_a_changed_template_file_is_refused_when_a_run_continues(tmp_path: Path)
         train(config)
     accepting = config.checkpoint.model_copy(update={"config_change": "accept"})
     assert train(config.model_copy(update={"checkpoint": accepting})).step == 2
+
+
+@pytest.mark.parametrize("attention", ["block_diffusion", "prompt_and_own_block"])
+def test_samples_are_answers_to_held_out_prompts_with_the_attention_of_training(attention: str, tmp_path: Path) -> None:
+    base = chat_config(tmp_path, "chats", FORMATS["messages"])
+    chat = {"template": "chatml", "turns": "expand", "fill": "length:8"}
+    source = to_toml_values(base.data.source, "source") | {"chat": chat}
+    objective = {"kind": "block_diffusion", "block_length": 4, "attention": attention}
+    training = {"batch_size": 2, "max_steps": 1}
+    model = {"max_position_embeddings": 104}
+    config = chat_config(
+        tmp_path,
+        "chats",
+        FORMATS["messages"],
+        model=model,
+        data={"source": source},
+        objective=objective,
+        training=training,
+    )
+    train(config.model_copy(update={"samples": SamplesConfig(every_steps=1)}))
+    lines = (config.run.directory / "metrics.jsonl").read_text().splitlines()
+    samples = [record for record in map(json.loads, lines) if record.get("event") == "sample"]
+    description = read_model_description(config.run.directory)
+    generation = GenerationConfig(max_new_tokens=8)
+    if attention == "prompt_and_own_block":
+        generation = GenerationConfig(max_new_tokens=8, attention="prompt_and_own_block")
+    prompts = []
+    for question, _ in QUESTIONS[100:103]:
+        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+        prompts.append(encode_chat(description.tokenizer, "chatml", messages, add_generation_prompt=True))
+    expected = generate(load_model(config.run.directory), prompts, generation)
+    for sample, prompt, answer in zip(samples, prompts, expected, strict=True):
+        given, filled = sample["values"]["given"], sample["values"]["filled"]
+        assert given == description.tokenizer.decode(prompt) and given.endswith("<|im_start|>assistant\n")
+        assert filled == description.tokenizer.decode([*prompt, *answer.token_ids])
+        assert sample["values"]["step_map"] == [None] * len(prompt) + list(answer.step_map)
 
 
 def test_nothing_left_says_why(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from diffusionlm.models.attention_backends import PatternAttention
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
 from diffusionlm.training.run import Run, build_run
-from diffusionlm.training.samples import SampleInfills
+from diffusionlm.training.samples import Samples
 from diffusionlm.training.signals import StopRequest
 from diffusionlm.training.step import load_step_batch, train_step
 
@@ -64,7 +64,7 @@ def test_samples_need_no_cached_form_of_the_backend(config: TrainConfig, tmp_pat
         def event(self, step: int, kind: str, text: str, values: dict[str, Any]) -> None:
             events.append(values)
 
-    samples = SampleInfills.open(["the cat [MASK:3] mat"], run.tokenizer, run.state.model)
+    samples = Samples.open(config, ["the cat [MASK:3] mat"], run.tokenizer, run.state.model)
     samples.log_samples(run.state.model.eval(), 0, Logger())  # type: ignore[arg-type]
     assert len(events) == 1 and events[0]["filled"]
 
