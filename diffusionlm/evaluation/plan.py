@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
 
 from config.data import DataConfig, LocalFiles
 from config.eval import EvalConfig, EvalDataConfig, NelboConfig, SamplerLikelihoodConfig
@@ -15,6 +17,7 @@ from diffusionlm.data.pipeline import MixtureComponent, build_row_reader, open_c
 from diffusionlm.data.reader import ResumableReader
 from diffusionlm.inference.settings import DecodingSettings, resolve_settings
 from diffusionlm.inference.strategies import STRATEGIES
+from files.json_files import read_text
 
 MAX_DEFAULT_ROW_LENGTH = 1_024
 
@@ -44,6 +47,8 @@ def plan_evaluation(config: EvalConfig) -> EvaluationPlan:
     if config.model.path is None or config.data.source is None:
         raise ValueError("model.path and data.source are required")
     model = read_model_description(config.model.path)
+    for directory in (model.directory, config.model.adapter):
+        check_trained_attention(directory)
     block_length, method = resolve_method(config.likelihood, model.config)
     data_config = build_data_config(config.data, model.config)
     components = open_components(data_config, "validation" if config.data.split == "validation" else "train")
@@ -61,6 +66,30 @@ def plan_evaluation(config: EvalConfig) -> EvaluationPlan:
     if config.model.adapter is not None:
         read_adapter_config(config.model.adapter)
     return EvaluationPlan(config, model, components, reader, row_length, block_length, method)
+
+
+def check_trained_attention(directory: Path | None) -> None:
+    """Check that a run trained its model with an attention that likelihoods are computed with.
+
+    Args:
+        directory: of a model or an adapter. Its config.toml, if there is one, is that of the run.
+
+    Raises:
+        ValueError: it was trained with another attention.
+    """
+    path = None if directory is None else directory / "config.toml"
+    if path is None or not path.is_file():
+        return
+    try:
+        objective = tomllib.loads(read_text(path)).get("objective", {})
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: is no TOML ({error})") from error
+    if objective.get("attention") == "prompt_and_own_block" or objective.get("attention_bias") is not None:
+        name = "attention_bias" if objective.get("attention_bias") is not None else "attention"
+        raise ValueError(
+            f'{path}: the model was trained with objective.{name} = "{objective[name]}", and [likelihood] has no form '
+            "for it: read the validation of the run, or measure answers with [exact_match]"
+        )
 
 
 def resolve_method(config: NelboConfig | SamplerLikelihoodConfig, model: ModelConfig) -> tuple[int | None, str]:

@@ -389,6 +389,12 @@ def test_errors(
         *("--set", "likelihood.generation.remasking_strategy=random"),
     )  # fmt: skip
     assert '"random" has no exact likelihood' in message
+    trained = make_dir()
+    for key, value in (("attention", "prompt_and_own_block"), ("attention_bias", "bias.npy")):
+        (trained / "config.toml").write_text(f'[objective]\n{key} = "{value}"\n')
+        message = failure(capsys, "--model", trained, "--data", data, code=2)
+        assert f'config.toml: the model was trained with objective.{key} = "{value}"' in message
+        assert "[exact_match]" in message
 
 
 def test_a_directory_without_a_tokenizer(
