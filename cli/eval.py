@@ -114,6 +114,9 @@ def format_table(result: LikelihoodResult) -> RenderableType:
         ("scored", f"{result.num_tokens:,} tokens, {result.num_bytes:,} bytes"),
         ("rows", f"{result.num_rows:,} of up to {result.row_length:,} tokens"),
     ]
+    if result.prompt_gap is not None:
+        gap = _format_with_error(result.prompt_gap.nats_per_token, result.prompt_gap.standard_error)
+        lines.append(("prompts", f"{gap} nats per token more with the prompts of other conversations"))
     if result.num_unscored_tokens:
         why = "the model cannot predict the first token of a document"
         lines.append(("not scored", f"{result.num_unscored_tokens:,} tokens: {why}; see data.begin_with_eos"))

@@ -62,6 +62,8 @@ def plan_evaluation(config: EvalConfig) -> EvaluationPlan:
         repeat=False,
         block_length=block_length,
     )
+    if isinstance(config.likelihood, NelboConfig) and config.likelihood.prompt_gap:
+        check_prompt_gap(config.data, components)
     check_weight_files(config.model.path)
     if config.model.adapter is not None:
         read_adapter_config(config.model.adapter)
@@ -89,6 +91,21 @@ def check_trained_attention(directory: Path | None) -> None:
         raise ValueError(
             f'{path}: the model was trained with objective.{name} = "{objective[name]}", and [likelihood] has no form '
             "for it: read the validation of the run, or measure answers with [exact_match]"
+        )
+
+
+def check_prompt_gap(config: EvalDataConfig, components: list[MixtureComponent]) -> None:
+    """Check that each row is a conversation.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if components[0].chat is None:
+        raise ValueError("likelihood.prompt_gap = true needs conversations: set data.source.chat, or remove it")
+    if config.rows != "padded":
+        raise ValueError(
+            f'likelihood.prompt_gap = true needs rows of one conversation, and data.rows = "{config.rows}": set '
+            '"padded"'
         )
 
 

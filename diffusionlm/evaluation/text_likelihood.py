@@ -20,6 +20,7 @@ from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.diffusion.noised_batch import CleanBatch
 from diffusionlm.evaluation.nelbo import NelboEstimator, NelboReport
 from diffusionlm.evaluation.plan import EvaluationPlan
+from diffusionlm.evaluation.prompt_gap import PromptGap, compute_prompt_gap, exchange_prompts
 from diffusionlm.evaluation.sampler_likelihood import SamplerReport, sampler_likelihood
 from diffusionlm.evaluation.statistics import bits_per_byte, count_row_bytes
 from diffusionlm.models.transformer import Transformer
@@ -66,6 +67,8 @@ class LikelihoodResult:
     fill_nats_per_token: float | None
     """See `NelboReport`; None also for the likelihood of a sampler, which scores fill like answers."""
     seconds: float
+    prompt_gap: PromptGap | None = None
+    """None: not measured."""
 
 
 def evaluate_likelihood(
@@ -117,8 +120,30 @@ def evaluate_likelihood(
         skipped_documents=dict(plan.components[0].skipped),
         by_masked_fraction=() if isinstance(report, SamplerReport) or is_exact else report.by_masked_fraction,
         fill_nats_per_token=None if isinstance(report, SamplerReport) else report.fill_nats_per_token,
+        prompt_gap=_measure_prompt_gap(config.likelihood, layout, model, rows, report, on_progress),
         seconds=round(time.perf_counter() - started_at, 3),
     )
+
+
+def _measure_prompt_gap(
+    config: NelboConfig | SamplerLikelihoodConfig,
+    layout: InputLayout,
+    model: Transformer,
+    rows: list[Row],
+    report: NelboReport | SamplerReport,
+    on_progress: OnProgress | None,
+) -> PromptGap | None:
+    """Score the rows with the prompts of others. None: the config does not ask for it."""
+    if isinstance(config, SamplerLikelihoodConfig) or isinstance(report, SamplerReport) or not config.prompt_gap:
+        return None
+    exchanged_rows, num_exchanged = exchange_prompts(rows)
+    exchanged = _score(config, layout, model, collate_rows(exchanged_rows), on_progress)
+    assert isinstance(exchanged, NelboReport)
+    batch = collate_rows(rows)
+    is_scored_BL = layout.maskable(batch)
+    if batch.is_fill_BL is not None:
+        is_scored_BL = is_scored_BL & ~batch.is_fill_BL.numpy()
+    return compute_prompt_gap(report, exchanged, is_scored_BL.sum(axis=1), num_exchanged)
 
 
 def _read_rows(config: EvalDataConfig, reader: ResumableReader[Row], on_progress: OnProgress | None) -> list[Row]:

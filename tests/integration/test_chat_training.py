@@ -22,6 +22,8 @@ from diffusionlm.checkpoints.model_files import read_model_description
 from diffusionlm.data.pipeline import build_row_reader, open_components
 from diffusionlm.evaluation.exact_match import evaluate_exact_match
 from diffusionlm.evaluation.exact_match_plan import plan_exact_match
+from diffusionlm.evaluation.plan import plan_evaluation
+from diffusionlm.evaluation.text_likelihood import evaluate_likelihood
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.training.loop import train
 from tests.tiny_run import write_train_config
@@ -233,7 +235,7 @@ def test_nothing_left_says_why(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["block_diffusion", "masked_diffusion"])
 def test_eight_conversations_are_learned_by_heart(kind: str, tmp_path: Path) -> None:
-    """All answers are right, and end with a stop token."""
+    """All answers are right, and end with a stop token; to the prompts of others they are wrong."""
     colors = ["red", "green", "blue", "white", "black", "grey", "pink", "gold"]
     path = tmp_path / "answers.jsonl"
     path.write_text(
@@ -258,3 +260,9 @@ def test_eight_conversations_are_learned_by_heart(kind: str, tmp_path: Path) -> 
     plan = plan_exact_match(EvalConfig.model_validate(values))
     report = evaluate_exact_match(load_model(config.run.directory), plan)
     assert (report.num_prompts, report.exact_match, report.stop_rate) == (8, 1.0, 1.0)
+    data = {"source": source, "rows": "padded", "row_length": 64}
+    likelihood = {"kind": "nelbo", "prompt_gap": True}
+    bound = evaluate_likelihood(
+        plan_evaluation(EvalConfig.model_validate({"model": values["model"], "data": data, "likelihood": likelihood}))
+    )
+    assert bound.prompt_gap is not None and bound.prompt_gap.nats_per_token > 10 * bound.nats_per_token
