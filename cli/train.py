@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from cli.arguments import parse_command
 from cli.entry import friendly_errors, usage_errors
 from cli.tables import make_table, print_parts
-from config.families.model_directory import resolve_model_directory
+from config.families.model_directory import read_model_config, resolve_model_directory
 from config.train import KEY_HINTS, TrainConfig
 from files.output_paths import check_can_write
 from files.resilient_stream import resilient
@@ -85,9 +85,13 @@ def check_files(config: TrainConfig) -> None:
     tokenizer = None
     if init_from is not None:
         with _errors_name(f"model.init_from = {init_from}"):
-            list_weight_files(resolve_model_directory(init_from))
+            model_directory = resolve_model_directory(init_from)
+            list_weight_files(model_directory)
+            model_config = read_model_config(model_directory)
             if path is None and is_new:
                 tokenizer = load_tokenizer(init_from)
+        if config.lora is not None:
+            config.lora.check_token_ids(model_config.vocab_size)
     if path is not None and is_new:
         with _errors_name(f"tokenizer.path = {path}"):
             tokenizer = load_tokenizer(path)

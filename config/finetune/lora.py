@@ -117,6 +117,18 @@ class LoraConfig(Section):
                 if not any(_first_match({pattern: value}, module_name) for module_name in module_names):
                     yield key, pattern
 
+    def check_token_ids(self, vocab_size: int) -> None:
+        """
+        Raises:
+            ValueError: one of `trainable_tokens` is not in a vocabulary of this size.
+        """
+        outside = [str(id_) for id_ in self.trainable_tokens if id_ >= vocab_size]
+        if outside:
+            raise ValueError(
+                f"lora.trainable_tokens: {', '.join(outside)} is not in the model's vocabulary of {vocab_size:,} "
+                f"tokens: use ids of 0 to {vocab_size - 1}, or add rows to the model with diffusionlm-convert"
+            )
+
     def rank_of(self, module_name: str) -> int:
         """Rank of a module's adapter."""
         return _first_match(self.rank_patterns, module_name) or self.rank

@@ -270,7 +270,7 @@ def add_adapter(model: Transformer, config: LoraConfig, *, seed: int = 0, names:
     if any(adapter_modules(model)):
         raise ValueError("the model has an adapter already: merge it first, or load the model again")
     targets = list_targets(model, config, names)
-    _check_token_ids(model, config.trainable_tokens)
+    config.check_token_ids(model.config.vocab_size)
     model.requires_grad_(requires_grad=False)
     generator = torch.Generator().manual_seed(seed)
     dropout = AdapterDropout(config.dropout) if config.dropout else None
@@ -311,14 +311,6 @@ def list_targets(
         known = ", ".join(sorted({target.rpartition(".")[2] for target in target_names.values()}))
         raise ValueError(f"lora.targets = {config.targets!r} selects no projection; the model has {known}")
     return [(name, projections[name]) for name in selected]
-
-
-def _check_token_ids(model: Transformer, token_ids: Sequence[int]) -> None:
-    outside = [id_ for id_ in token_ids if id_ >= model.config.vocab_size]
-    if outside:
-        raise ValueError(
-            f"lora.trainable_tokens: {outside[0]} is not in the vocabulary of {model.config.vocab_size} tokens"
-        )
 
 
 def _add_trained_rows(model: Transformer, token_ids: Sequence[int], has_head_rows: bool) -> None:

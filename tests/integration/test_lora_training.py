@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import json
+import re
 import shutil
 from collections.abc import Callable
 from io import StringIO
@@ -16,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cli.tables import print_parts
-from cli.train import check_files, format_run_estimate
+from cli.train import check_files, format_run_estimate, main
 from config.convert import ConvertConfig
 from config.load import ConfigError, load_config
 from config.model import ModelConfig
@@ -277,11 +278,20 @@ def test_targets_that_match_nothing(configure: Configure) -> None:
         ({"targets": ["q_proj", "w_proj"]}, "lora.targets: 'w_proj' is the name of no projection; the model has down_"),
         ({"exclude": ["qproj"]}, "lora.exclude: 'qproj' is the name of no"),
         ({"rank_patterns": {"x.*": 4}}, r"lora.rank_patterns: 'x\.\*' is the name of no"),
+        (
+            {"trainable_tokens": [3, 4096]},
+            "lora.trainable_tokens: 4096 is not in the model's vocabulary of [0-9,]+ tokens",
+        ),
     ],
 )
-def test_names_that_match_nothing(lora: dict[str, Any], message: str, configure: Configure) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_files(configure(lora=lora))
+def test_names_that_match_nothing(
+    lora: dict[str, Any], message: str, configure: Configure, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are said before torch is loaded, with exit code 2."""
+    configure(lora=lora)
+    with pytest.raises(SystemExit, match="2"):
+        main(["--config", str(tmp_path / "lora.toml")])
+    assert re.search(f"diffusionlm-train: error: {message}", capsys.readouterr().err)
     check_files(configure(lora={"exclude": ["lm_head", "q_proj"], "rank_patterns": {"k_proj": 4}}))
 
 
