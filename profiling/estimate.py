@@ -72,6 +72,7 @@ def estimate_run(config: TrainConfig, ranks: int = 1) -> ResourceEstimate:
         blocks=_attention_kind(config),
         checkpointing=config.runtime.activation_checkpointing,
     )
+    estimate = replace(estimate, flops_per_token=_count_flops_per_token(config))
     if isinstance(config.objective, PreferenceConfig):
         estimate = _add_reference(estimate, config.objective, has_copy=config.lora is None)
     if config.lora is not None:
@@ -100,14 +101,42 @@ def estimate_run(config: TrainConfig, ranks: int = 1) -> ResourceEstimate:
     )
 
 
+def _count_flops_per_token(config: TrainConfig, active_factors: int | None = None) -> float:
+    """FLOPs per token of all forwards of a step and their backward; ``active_factors``: see `step_flops`."""
+    objective, (kind, block_length) = config.objective, _attention_kind(config)
+    size, length = config.tokenizer.vocab_size, config.row_length
+    if isinstance(objective, PreferenceConfig):
+        masked_share = 1.0 if objective.block_length == 1 else 0.5
+        # A row has two documents.
+        flops = flops_per_token(
+            config.model,
+            size,
+            length // 2,
+            masked_share,
+            kind,
+            block_length,
+            active_factors,
+            has_reference=True,
+        )
+        return flops * _num_draws(objective)
+    masked_share = 1.0 if kind == "causal" else 0.5
+    flops = flops_per_token(config.model, size, length, masked_share, kind, block_length, active_factors)
+    if not isinstance(objective, NextTokenConfig) and objective.next_token_weight:
+        flops += flops_per_token(config.model, size, length, 1.0, "causal", active_factors=active_factors)
+    return flops
+
+
+def _num_draws(objective: PreferenceConfig) -> int:
+    return 1 if objective.block_length == 1 else objective.num_draws
+
+
 def _add_reference(estimate: ResourceEstimate, objective: PreferenceConfig, *, has_copy: bool) -> ResourceEstimate:
-    """The estimate of preference training: two more forwards, the draws of a micro-batch, a copy of the weights."""
-    num_draws = 1 if objective.block_length == 1 else objective.num_draws
+    """The memory of preference training: the draws of a micro-batch, and a copy of the weights. The forwards without
+    gradients keep no activations."""
     return replace(
         estimate,
-        flops_per_token=estimate.flops_per_token * num_draws * 5 / 3,
         bytes_weights=estimate.bytes_weights * (2 if has_copy else 1),
-        bytes_activations=estimate.bytes_activations * num_draws,
+        bytes_activations=estimate.bytes_activations * _num_draws(objective),
     )
 
 
@@ -117,21 +146,12 @@ def _freeze_base(estimate: ResourceEstimate, config: TrainConfig, lora: LoraTrai
     size = measure_adapter(lora, model)
     dtype = config.training.precision if lora.base == "auto" else lora.base
     bytes_per_weight = {"bfloat16": 2.0, "nf4": 0.5 + 4 / 64}.get(dtype, 4.0)
-    kind, block_length = _attention_kind(config)
     return replace(
         estimate,
         parameters=estimate.parameters + size.parameters,
         active_parameters=estimate.active_parameters + size.active_factors,
         trained_parameters=size.parameters,
-        flops_per_token=flops_per_token(
-            config.model,
-            config.tokenizer.vocab_size,
-            config.row_length,
-            1.0 if kind == "causal" else 0.5,
-            kind,
-            block_length,
-            size.active_factors,
-        ),
+        flops_per_token=_count_flops_per_token(config, size.active_factors),
         bytes_weights=round(
             estimate.bytes_weights + 4 * size.parameters - (4.0 - bytes_per_weight) * size.adapted_weights
         ),
@@ -197,6 +217,8 @@ def _attention_kind(config: TrainConfig) -> tuple[AttentionKind, int]:
     if isinstance(objective, NextTokenConfig):
         return "causal", 1
     length = objective.final_block_length
+    if length == 1 and config.model.logit_alignment == "shifted":
+        return "causal", 1
     if length is None or length >= config.row_length:
         return "bidirectional", 1
     return "block_diffusion", length

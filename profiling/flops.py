@@ -99,6 +99,7 @@ def step_flops(
     scored: int,
     pairs: Sequence[int],
     active_factors: int | None = None,
+    has_reference: bool = False,
 ) -> float:
     """Count the FLOPs of the matrix products of a forward and its backward, which has two for each one of the forward,
     or one if the weight is frozen.
@@ -110,6 +111,7 @@ def step_flops(
         pairs: visible pairs of queries and keys in each layer.
         active_factors: of an adapter on the frozen model, `AdapterSize.active_factors`; they are counted at all
             positions. None: the model is trained.
+        has_reference: of preferences: two forwards more, of the model and of its reference, which has no adapter.
 
     Norms are left out, and so is recomputation (`runtime.activation_checkpointing`, fused attention's backward).
     """
@@ -122,9 +124,11 @@ def step_flops(
         products += positions * 2 * D * kv_width + queries * 2 * D * q_width
         products += queries * _feed_forward(model, layer, model.num_experts_per_tok)
         attention += 2 * pairs[layer] * q_width
-    if active_factors is None:
-        return 6.0 * (products + attention)
-    return 4.0 * products + 6.0 * (attention + positions * active_factors)
+    factors = positions * (active_factors or 0)
+    flops = (6.0 if active_factors is None else 4.0) * products + 6.0 * (attention + factors)
+    if has_reference:
+        flops += 2.0 * (2 * (products + attention) + factors)
+    return flops
 
 
 def count_parameters(model: Architecture, vocab_size: int) -> tuple[int, int]:
@@ -172,6 +176,8 @@ def flops_per_token(
     pattern: AttentionKind = "bidirectional",
     block_length: int = 1,
     active_factors: int | None = None,
+    *,
+    has_reference: bool = False,
 ) -> float:
     """Return training FLOPs per token of a sequence that is one document: `step_flops` divided by its tokens.
 
@@ -186,6 +192,12 @@ def flops_per_token(
     layers = [*[pairs] * (model.num_hidden_layers - 1), last]
     positions = streams * row_length
     flops = step_flops(
-        model, vocab_size, positions=positions, scored=scored, pairs=layers, active_factors=active_factors
+        model,
+        vocab_size,
+        positions=positions,
+        scored=scored,
+        pairs=layers,
+        active_factors=active_factors,
+        has_reference=has_reference,
     )
     return flops / row_length

@@ -144,7 +144,7 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
         checkpointer=AsyncCheckpointer(
             directory.store, SaveCoordinator.join(world, timeout), background=config.checkpoint.background
         ),
-        throughput=ThroughputMeter(state.model.config, device, config.lora),
+        throughput=ThroughputMeter(state.model.config, device, config.lora, has_reference=state.reference is not None),
         model_files=ModelFiles(state.model, config, world.run_on_first(model_builder.fingerprint_base)),
         reference_fingerprint=world.run_on_first(lambda: _fingerprint_reference(state)),
         skipped_batches=SkippedBatches(directory.path / "skipped", tokenizer.decode, config.run.seed, world.rank),

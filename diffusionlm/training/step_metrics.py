@@ -102,9 +102,16 @@ class TrainingProgress:
 class ThroughputMeter:
     """Seconds per step, and model FLOPs utilization (MFU) where the device's peak is known."""
 
-    def __init__(self, model: ModelConfig, device: torch.device, adapter: LoraConfig | None = None) -> None:
-        """``adapter``: trained on the frozen model. None: the model is trained."""
-        self.model = model
+    def __init__(
+        self,
+        model: ModelConfig,
+        device: torch.device,
+        adapter: LoraConfig | None = None,
+        *,
+        has_reference: bool = False,
+    ) -> None:
+        """``adapter``: trained on the frozen model. None: the model is trained. ``has_reference``: of preferences."""
+        self.model, self.has_reference = model, has_reference
         self.active_factors = None if adapter is None else measure_adapter(adapter, model).active_factors
         self.peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self._last_reading = (0, 0.0)
@@ -123,14 +130,23 @@ class ThroughputMeter:
         """``mfu``: FLOPs of these batches per second, divided by the peak. Empty if the peak is unknown."""
         if self.peak is None:
             return {}
-        flops = sum(compute_batch_flops(self.model, batch, self.active_factors) for batch in noised_batches)
+        flops = sum(
+            compute_batch_flops(self.model, batch, self.active_factors, has_reference=self.has_reference)
+            for batch in noised_batches
+        )
         return {"mfu": flops / (step_seconds * self.peak)}
 
 
-def compute_batch_flops(model: ModelConfig, noised_batch: NoisedBatch, active_factors: int | None = None) -> float:
+def compute_batch_flops(
+    model: ModelConfig,
+    noised_batch: NoisedBatch,
+    active_factors: int | None = None,
+    *,
+    has_reference: bool = False,
+) -> float:
     """FLOPs of a batch's forward and backward: only visible keys count, and in the last layer only output positions.
 
-    ``active_factors``: see `step_flops`.
+    ``active_factors``, ``has_reference``: see `step_flops`.
     """
     layer_types = model.layer_types or ["full_attention"] * model.num_hidden_layers
     windows = [model.sliding_window if kind == "sliding_attention" else None for kind in layer_types]
@@ -145,6 +161,7 @@ def compute_batch_flops(model: ModelConfig, noised_batch: NoisedBatch, active_fa
         scored=len(noised_batch.positions_N),
         pairs=pairs,
         active_factors=active_factors,
+        has_reference=has_reference,
     )
 
 

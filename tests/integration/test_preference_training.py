@@ -16,10 +16,14 @@ import tomli_w
 import torch
 
 from config.load import ConfigError, load_config
+from config.objective import MaskedDiffusionConfig
 from config.train import TrainConfig
 from diffusionlm.checkpoints.huggingface import load_model, save_model
 from diffusionlm.data.loader import LoaderSpec
 from diffusionlm.training.loop import train
+from profiling.adapter_size import measure_adapter
+from profiling.estimate import estimate_run
+from profiling.flops import count_visible_pairs, step_flops
 from tests.conftest import MakeModel
 from tests.preference_run import PREFERENCE_ROW_LENGTH, configure_preferences, write_preferences
 from tests.tiny_run import REQUIRED_SECTIONS
@@ -133,3 +137,33 @@ def test_rows_without_a_rejected_answer_are_named(configure: Configure, tmp_path
     source = {"kind": "files", "paths": [str(tmp_path / "chats.jsonl")], "chat": {}, "validation_fraction": 0.2}
     with pytest.raises(ValueError, match=r"chats\.jsonl, line \d+: the conversation has no rejected answer"):
         train(configure("chats", data={"source": source}))
+
+
+@pytest.mark.parametrize(("block_length", "num_draws"), [(None, 4), (4, 4), (1, 1)])
+def test_the_estimate_has_all_forwards(block_length: int | None, num_draws: int, configure: Configure) -> None:
+    """Three forwards and a backward for each draw of a row with two documents; one forward has no adapter."""
+    objective = {"num_draws": 4} | ({} if block_length is None else {"block_length": block_length})
+    half, model = PREFERENCE_ROW_LENGTH // 2, configure("run").model
+    kind, streams = ("bidirectional", 1) if block_length is None else ("block_diffusion", 2)
+    pairs = 2 * count_visible_pairs(kind, half, block_length or 1)  # type: ignore[arg-type]
+    scored = 2 * half if block_length == 1 else half
+    layers = [pairs] * (model.num_hidden_layers - 1) + [round(pairs * scored / (2 * half) / streams)]
+    for lora in ({}, {"rank": 2}):
+        config = configure("run", objective=objective, **({"lora": lora} if lora else {}))
+        size = config.tokenizer.vocab_size
+        adapted = model.to_adapted_config(vocab_size=size)
+        factors = None if config.lora is None else measure_adapter(config.lora, adapted).active_factors
+        flops = step_flops(
+            model,
+            size,
+            positions=2 * half * streams,
+            scored=scored,
+            pairs=layers,
+            active_factors=factors,
+            has_reference=True,
+        )
+        estimate = estimate_run(config)
+        assert estimate.flops_per_token == pytest.approx(num_draws * flops / (2 * half), rel=1e-12)
+        plain = estimate_run(config.model_copy(update={"objective": MaskedDiffusionConfig()}))
+        assert estimate.bytes_activations == num_draws * streams * plain.bytes_activations
+        assert estimate.bytes_weights == plain.bytes_weights * (1 if lora else 2)

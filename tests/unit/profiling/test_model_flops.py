@@ -12,15 +12,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from config.finetune.lora import LoraConfig
 from config.model import ModelConfig
 from config.objective import BlockDiffusionConfig as BlockDiffusionObjective
+from config.train import TrainConfig
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
 from diffusionlm.diffusion.objectives import build_objective
+from diffusionlm.diffusion.preference_reference import PreferenceReference
 from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.models.lora import LoRALinear, adapter_modules, add_adapter
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, BlockDiffusion, Causal
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.step_metrics import ThroughputMeter, compute_batch_flops, count_visible_keys
 from profiling.adapter_size import measure_adapter
-from profiling.estimate import CheckpointingMode, ResourceEstimate, estimate_resources
+from profiling.estimate import CheckpointingMode, ResourceEstimate, estimate_resources, estimate_run
 from profiling.flops import (
     PEAK_FLOPS,
     AttentionKind,
@@ -217,3 +219,46 @@ def test_a_step_of_an_adapter_has_nearly_the_flops_that_torch_counts(tiny_model:
     pairs = [2 * 10 * 10] * 6
     estimate = step_flops(model.config, 19, positions=20, scored=6, pairs=pairs, active_factors=factors)
     assert 0.9 * estimate < counted(model, Bidirectional(), rows) <= estimate
+
+
+@pytest.mark.slow  # torch's counter loads the compiler
+def test_a_step_of_preferences_has_the_flops_that_torch_counts(tiny_model: MakeModel) -> None:
+    """A forward and a backward of the model, and two forwards without gradients; with an adapter see above."""
+    positions = torch.tensor([0, 3, 9, 12, 18, 19])
+    noised_batch = NoisedBatch(
+        inputs_BS=torch.randint(0, 19, (2, 10), generator=torch.Generator().manual_seed(3)),
+        pattern=Bidirectional(),
+        positions_N=positions,
+        targets_N=torch.zeros(6, dtype=torch.int64),
+        weights_N=torch.ones(6),
+        num_targets=10,
+        denominator=2.0,
+        answers_N=torch.tensor([0, 0, 1, 2, 3, 3]),
+        num_rows=2,
+    )
+
+    def count(model: Transformer, reference: PreferenceReference) -> int:
+        with FlopCounterMode(display=False) as counter:
+            reference.weigh(model, noised_batch, LossInputs(noised_batch.targets_N, noised_batch.weights_N))
+        return counter.get_total_flops() + counted(model, Bidirectional(), positions)
+
+    model, copy = (tiny_model(backend="eager") for _ in range(2))
+    sizes: dict[str, Any] = {"positions": 20, "scored": 6, "pairs": [2 * 10 * 10] * 2, "has_reference": True}
+    expected = step_flops(model.config, 19, **sizes)
+    assert compute_batch_flops(model.config, noised_batch, has_reference=True) < expected
+    assert count(model, PreferenceReference(copy, 0.1)) == expected + norm_gain_flops(model.config, 20, 6)
+    config = LoraConfig(rank=3)
+    add_adapter(model, config)
+    factors = measure_adapter(config, model.config).active_factors
+    estimate = step_flops(model.config, 19, **sizes, active_factors=factors)
+    assert 0.8 * estimate < count(model, PreferenceReference(None, 0.1)) <= estimate
+
+
+def test_the_estimate_has_the_next_token_forward(train_config: TrainConfig) -> None:
+    """Causal, with all tokens scored. It runs after the other forward, so the larger memory of the two is needed."""
+    values = train_config.model_dump(exclude_unset=True)
+    objective = {"kind": "masked_diffusion", "next_token_weight": 0.5}
+    plain, config = (TrainConfig.model_validate(values | changes) for changes in ({}, {"objective": objective}))
+    causal = step_flops(config.model, config.tokenizer.vocab_size, positions=16, scored=16, pairs=[16 * 17 // 2] * 1)
+    assert estimate_run(config).flops_per_token == estimate_run(plain).flops_per_token + causal / 16
+    assert estimate_run(config).bytes_total == estimate_run(plain).bytes_total
