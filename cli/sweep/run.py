@@ -42,19 +42,19 @@ def run_sweep(plan: SweepPlan, dry_run: bool) -> int:
     try:
         # Imported here so that --help and errors of configs do not wait for it.
         from cli.sweep.runner import SweepRunner
-        from cli.sweep.study import importances, open_study
+        from cli.sweep.study import importances, open_study, read_runs
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "optuna":
             raise
         raise GridError(
             "Optuna is not installed: add it with uv sync --extra sweep, or run uv run --extra sweep diffusionlm-sweep"
         ) from None
+    if dry_run:
+        _print_dry_run(plan, points, read_runs(plan))
+        return 0
     configs = [point.config for point in points if isinstance(point.config, TrainConfig)]
     first_validation = min((config.validation.every_steps for config in configs), default=0)
     with open_study(plan, max(1, first_validation)) as study:
-        if dry_run:
-            _print_dry_run(plan, points, study.runs())
-            return 0
         wanted = study.add(points)
 
         def write() -> SweepTable:

@@ -264,38 +264,61 @@ def open_study(plan: SweepPlan, min_resource: int = 1) -> Iterator[SweepStudy]:
     pruner: optuna.pruners.BasePruner = optuna.pruners.NopPruner()
     if plan.prune:
         pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource, REDUCTION_FACTOR)
+    owner = f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
+    with _storage_errors(plan), lock_directory(plan.processes_path / owner) as lock:
+        try:
+            storage, study = _load_or_create(plan, pruner)
+        except BaseException:
+            shutil.rmtree(plan.processes_path / owner)  # this process has claimed no run
+            raise
+        yield SweepStudy(plan, storage, study, owner, lock)
+    shutil.rmtree(plan.processes_path / owner)
+
+
+def read_runs(plan: SweepPlan) -> list[SweepRun]:
+    """Read the runs of a sweep without writing files or locks.
+
+    Raises:
+        GridError: the study cannot be read; names its URL.
+    """
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    if not plan.storage and not (plan.directory / STUDY_FILE).exists():
+        return []
+    with _storage_errors(plan):
+        storage = optuna.storages.RDBStorage(_storage_template(plan), skip_table_creation=True)
+        names = [study.study_name for study in storage.get_all_studies()]
+        if plan.study_name not in names:
+            return []
+        study = optuna.load_study(study_name=plan.study_name, storage=storage)
+        return SweepStudy(plan, storage, study, owner="", lock=-1).runs()
+
+
+@contextlib.contextmanager
+def _storage_errors(plan: SweepPlan) -> Iterator[None]:
+    """Raise a GridError with the URL of the database if it is no URL, has no driver, or cannot be used."""
     try:
         url = str(make_url(_storage_url(plan)))  # without the password
     except ArgumentError:
         raise GridError(f"--storage {plan.storage}: expected a URL, such as postgresql://user@host/name") from None
-    owner = f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
     try:
-        with lock_directory(plan.processes_path / owner) as lock:
-            try:
-                storage, study = _load_or_create(plan, url, pruner)
-            except BaseException:
-                shutil.rmtree(plan.processes_path / owner)  # this process has claimed no run
-                raise
-            yield SweepStudy(plan, storage, study, owner, lock)
+        yield
+    except ImportError as error:
+        problem = str(error).splitlines()[0]
+        raise GridError(f"--storage {url}: {problem}; install the driver of the database") from None
     except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
         raise GridError(f"--storage {url}: {str(error).splitlines()[0]}") from None
-    shutil.rmtree(plan.processes_path / owner)
 
 
 def _load_or_create(
-    plan: SweepPlan, url: str, pruner: optuna.pruners.BasePruner
+    plan: SweepPlan, pruner: optuna.pruners.BasePruner
 ) -> tuple[optuna.storages.BaseStorage, optuna.Study]:
     """Open the storage and the study in it.
 
     Raises:
-        GridError: the driver of the database is missing, or the study is one of another command or measurement.
+        GridError: the study is one of another command or measurement.
     """
     with _lock(plan.directory):
-        try:
-            storage = optuna.storages.get_storage(_storage_url(plan))
-        except ImportError as error:
-            problem = str(error).splitlines()[0]
-            raise GridError(f"--storage {url}: {problem}; install the driver of the database") from None
+        storage = optuna.storages.get_storage(_storage_template(plan))
         study = optuna.create_study(storage=storage, study_name=plan.study_name, pruner=pruner, load_if_exists=True)
         name = plan.sweep_command.name
         command = study.user_attrs.get("command", name)
@@ -317,6 +340,11 @@ def _storage_url(plan: SweepPlan) -> str:
     """Return the URL of the database; every character of the directory may be one that URLs quote."""
     path = str(plan.directory / STUDY_FILE)
     return plan.storage or URL.create("sqlite", database=path).render_as_string()
+
+
+def _storage_template(plan: SweepPlan) -> str:
+    """Return the URL as Optuna expects it, which replaces names in braces."""
+    return _storage_url(plan).replace("{", "{{").replace("}", "}}")
 
 
 @contextlib.contextmanager

@@ -82,6 +82,33 @@ def test_a_run_of_another_machine_is_left_alone(base: Path) -> None:
     }  # fmt: skip
 
 
+def test_braces_of_a_url_are_kept(base: Path, tmp_path: Path) -> None:
+    """Optuna replaces {SCHEMA_VERSION}, and fails at other names."""
+    for name in ("a{}", "a{b}", "a{SCHEMA_VERSION}"):
+        with study.open_study(build_plan(base, "1.0,2.0", storage=f"sqlite:///{tmp_path / name}.db")):
+            assert (tmp_path / f"{name}.db").exists()
+
+
+def test_a_dry_run_of_a_sweep_writes_nothing(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = build_plan(base, "1.0,2.0")
+    with study.open_study(plan) as opened:
+        opened.add(plan.load_point.load_all())
+
+    def read_files() -> dict[Path, bytes | None]:
+        return {path: path.read_bytes() if path.is_file() else None for path in Path("runs").rglob("*")}
+
+    before = read_files()
+    assert plan.directory.is_dir()
+    for path in Path("runs").rglob("*"):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    assert run(base, "1.0,2.0,3.0", "--dry-run") == 0
+    output = capsys.readouterr().out
+    assert read_files() == before
+    assert [line.split()[1] for line in output.splitlines() if "learning_rate=" in line] == [
+        "waiting", "waiting", "new",
+    ]  # fmt: skip
+
+
 @pytest.mark.slow
 def test_machines_share_a_database_but_no_files(base: Path, tmp_path: Path) -> None:
     storage = ["--storage", f"sqlite:///{tmp_path / 'shared.db'}"]
