@@ -95,9 +95,9 @@ class Bidirectional(_PatternBase):
         bounds = _DocumentBounds.from_documents(self.documents_BL, length, device)
         return _stack_ranges(bounds.clip_to_window(bounds.document_starts_BL, bounds.document_ends_BL, window))
 
-    def key_limit(self, positions: Tensor) -> Tensor:
+    def key_limit(self, positions_BQ: Tensor) -> Tensor:
         """Last visible key of a query at each position, plus one: no limit."""
-        return torch.full_like(positions, torch.iinfo(positions.dtype).max)
+        return torch.full_like(positions_BQ, torch.iinfo(positions_BQ.dtype).max)
 
 
 @dataclass(frozen=True)
@@ -113,57 +113,65 @@ class Causal(_PatternBase):
         bounds = _DocumentBounds.from_documents(self.documents_BL, length, device)
         return _stack_ranges(bounds.clip_to_window(bounds.document_starts_BL, bounds.positions_1L + 1, window))
 
-    def key_limit(self, positions: Tensor) -> Tensor:
+    def key_limit(self, positions_BQ: Tensor) -> Tensor:
         """Last visible key of a query at each position, plus one, without documents."""
-        return positions + 1
+        return positions_BQ + 1
 
 
 @dataclass(frozen=True)
-class BlockCausal(_PatternBase):
-    """Every position attends to its whole block and the blocks before it. Blocks are counted from the document's
-    start."""
-
-    block_length: int
-    documents_BL: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        _check_block_length(self.block_length)
-
-    def dense_mask(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
-        bounds = _DocumentBounds.from_documents(self.documents_BL, length, device)
-        blocks_BL = (bounds.positions_1L - bounds.document_starts_BL) // self.block_length
-        return bounds.same_document_mask(window) & (blocks_BL[:, :, None] >= blocks_BL[:, None, :])
-
-    def intervals(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Intervals:
-        bounds = _DocumentBounds.from_documents(self.documents_BL, length, device)
-        _, ends_BL = bounds.block_bounds(bounds.document_starts_BL, self.block_length)
-        return _stack_ranges(bounds.clip_to_window(bounds.document_starts_BL, ends_BL, window))
-
-    def key_limit(self, positions: Tensor) -> Tensor:
-        """Last visible key of a query at each position, plus one, without documents: the end of its block."""
-        return (positions // self.block_length + 1) * self.block_length
-
-
-@dataclass(frozen=True)
-class BlockDiffusion(_PatternBase):
-    """Block diffusion in one training forward over noisy and clean halves ``[xt | x0]`` (BD3-LM, Arriola et al. 2025,
-    section 3.1 and appendix B).
-
-    The sequence has 2 L positions for L tokens. Blocks are counted from the start of the document, or of the segment;
-    the last one of a document or segment may be shorter. A noisy query attends to its own noisy block and to the clean
-    blocks before it. A clean query attends to its own clean block and to the clean blocks before it. Clean queries
-    never attend to noisy keys.
-    """
+class _BlockPattern(_PatternBase):
+    """What patterns of blocks have in common. Blocks are counted from the start of the document, or of the segment; the
+    last one of a document or segment may be shorter."""
 
     block_length: int
     documents_BL: Tensor | None = None
     segments_BL: Tensor | None = None
     """Segment number of each token; a segment is a run of equal numbers within a document, where blocks are counted
     anew. None: each document is one segment."""
-    positions_per_token: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         _check_block_length(self.block_length)
+
+    def block_bounds(self, num_tokens: int, device: torch.device | str = "cpu") -> Intervals:
+        """Start and end of each token's block, each [B or 1, L]."""
+        segments_BL = self.documents_BL if self.segments_BL is None else self.segments_BL
+        segments = _DocumentBounds.from_documents(segments_BL, num_tokens, device)
+        return segments.block_bounds(segments.document_starts_BL, self.block_length)
+
+
+@dataclass(frozen=True)
+class BlockCausal(_BlockPattern):
+    """Every position attends to its whole block and the blocks before it in its document."""
+
+    def dense_mask(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
+        bounds = _DocumentBounds.from_documents(self.documents_BL, length, device)
+        starts_BL, _ = self.block_bounds(length, device)
+        return bounds.same_document_mask(window) & (starts_BL[:, :, None] >= starts_BL[:, None, :])
+
+    def intervals(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Intervals:
+        bounds = _DocumentBounds.from_documents(self.documents_BL, length, device)
+        _, ends_BL = self.block_bounds(length, device)
+        return _stack_ranges(bounds.clip_to_window(bounds.document_starts_BL, ends_BL, window))
+
+    def key_limit(self, positions_BQ: Tensor) -> Tensor:
+        """Last visible key of a query at each position, plus one, without documents: the end of its block."""
+        if self.segments_BL is None:
+            return (positions_BQ // self.block_length + 1) * self.block_length
+        _, ends_BL = self.block_bounds(self.segments_BL.shape[1], self.segments_BL.device)
+        return ends_BL.expand(len(positions_BQ), -1).gather(1, positions_BQ)
+
+
+@dataclass(frozen=True)
+class BlockDiffusion(_BlockPattern):
+    """Block diffusion in one training forward over noisy and clean halves ``[xt | x0]`` (BD3-LM, Arriola et al. 2025,
+    section 3.1 and appendix B).
+
+    The sequence has 2 L positions for L tokens. A noisy query attends to its own noisy block and to the clean blocks
+    before it. A clean query attends to its own clean block and to the clean blocks before it. Clean queries never
+    attend to noisy keys.
+    """
+
+    positions_per_token: ClassVar[int] = 2
 
     def dense_mask(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
         bounds = _DocumentBounds.from_documents(self.documents_BL, half := _half_length(length), device)
@@ -188,12 +196,6 @@ class BlockDiffusion(_PatternBase):
             bounds.clip_to_window(bounds.document_starts_BL, ends_BL, window, shift=half),
         )
         return torch.cat([noisy[0], clean[0]], dim=1), torch.cat([noisy[1], clean[1]], dim=1)
-
-    def block_bounds(self, num_tokens: int, device: torch.device | str = "cpu") -> Intervals:
-        """Start and end of each token's block in its half, each [B or 1, L]."""
-        segments_BL = self.documents_BL if self.segments_BL is None else self.segments_BL
-        segments = _DocumentBounds.from_documents(segments_BL, num_tokens, device)
-        return segments.block_bounds(segments.document_starts_BL, self.block_length)
 
 
 @dataclass(frozen=True)

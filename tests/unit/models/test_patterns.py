@@ -170,6 +170,23 @@ def test_blocks_start_with_each_segment(block: int, window: int | None) -> None:
                        BlockDiffusion(block, DOCUMENTS).dense_mask(2 * LENGTH))  # fmt: skip
 
 
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_block_causal_is_the_clean_half_of_block_diffusion(block: int, window: int | None) -> None:
+    """The attention of decoding is that of training, also where blocks start with each segment."""
+    for documents, segments in ((None, None), (None, SEGMENTS), (DOCUMENTS, None), (DOCUMENTS, SEGMENTS)):
+        pattern = BlockCausal(block, documents, segments)
+        clean_half = BlockDiffusion(block, documents, segments).dense_mask(2 * LENGTH, window=window)
+        dense_mask = pattern.dense_mask(LENGTH, window=window)
+        assert torch.equal(dense_mask, clean_half[:, LENGTH:, LENGTH:])
+        intervals = pattern.intervals(LENGTH, window=window)
+        assert torch.equal(visible_keys(intervals, LENGTH), dense_mask.long())
+    ends_BL = BlockCausal(block, None, SEGMENTS).dense_mask(LENGTH).sum(dim=2)
+    positions_BQ = torch.tensor([[0, 5, LENGTH - 1], [7, 7, 1]])
+    limits_BQ = BlockCausal(block, None, SEGMENTS[:2]).key_limit(positions_BQ)
+    assert torch.equal(limits_BQ, ends_BL[:2].gather(1, positions_BQ))
+
+
 def test_block_diffusion_of_four_tokens() -> None:
     rows = ["11000000", "11000000", "00111100", "00111100", "00001100", "00001100", "00001111", "00001111"]
     assert BlockDiffusion(2).dense_mask(8)[0].int().tolist() == [[int(cell) for cell in row] for row in rows]
