@@ -1,11 +1,13 @@
 """The blocks of a text and their unmasking schedules.
 
-Shapes: L positions of a text, M masked positions of one block.
+Shapes: L positions of a text, M masked positions of one block, N positions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +20,48 @@ TIE_DECIMALS = 5
 
 
 @dataclass(frozen=True)
+class TextSegments:
+    """Parts of a text in which the blocks of block-causal attention are counted anew: the turns of a chat."""
+
+    starts: tuple[int, ...] = (0,)
+    """First position of each segment, ascending, the first one 0."""
+
+    @classmethod
+    def from_starts(cls, starts: Sequence[int], num_tokens: int) -> TextSegments:
+        """Check the starts of the segments after the first; of a prompt of ``num_tokens`` tokens.
+
+        Raises:
+            ValueError: they do not ascend, or one is outside of the prompt.
+        """
+        starts = (0, *starts)
+        if any(start >= following for start, following in pairwise(starts)) or starts[-1] > num_tokens:
+            raise ValueError(
+                f"segment_starts = {list(starts[1:])} must ascend from 1 at least to {num_tokens}, the length of the "
+                "prompt, at most"
+            )
+        return cls(starts)
+
+    def block_starts(self, positions_N: NDArray[np.int64], block_length: int) -> NDArray[np.int64]:
+        """First position of each position's block."""
+        origins = np.array(self.starts, dtype=np.int64)
+        offsets_N: NDArray[np.int64] = positions_N - origins[np.searchsorted(origins, positions_N, side="right") - 1]
+        return positions_N - offsets_N % block_length
+
+    def block_end(self, block_start: int, block_length: int) -> int:
+        """Position after the block that begins at a position; the text may end before it."""
+        following = next((start for start in self.starts if start > block_start), None)
+        return block_start + block_length if following is None else min(block_start + block_length, following)
+
+    def numbers(self, length: int) -> NDArray[np.int64]:
+        """Number of each position's segment, for a text of any length, [L]."""
+        return np.searchsorted(np.array(self.starts), np.arange(length), side="right")
+
+
+WHOLE_TEXT = TextSegments()
+"""The whole text is one segment."""
+
+
+@dataclass(frozen=True)
 class DecodingBlock:
     """Positions that are decoded together."""
 
@@ -26,7 +70,9 @@ class DecodingBlock:
     """One entry per step (`Strategy.unmasking_schedule`)."""
 
 
-def split_into_blocks(masked_positions: NDArray[np.int64], settings: DecodingSettings) -> list[DecodingBlock]:
+def split_into_blocks(
+    masked_positions: NDArray[np.int64], settings: DecodingSettings, segments: TextSegments = WHOLE_TEXT
+) -> list[DecodingBlock]:
     """Split masked positions into blocks, left to right: every ``block_length`` of them or, with block-causal
     attention, those of each block of the text. Independent blocks are counted from the first masked position.
 
@@ -39,8 +85,9 @@ def split_into_blocks(masked_positions: NDArray[np.int64], settings: DecodingSet
         groups = [masked_positions[start : start + block_length] for start in range(0, num_masked, block_length)]
     else:
         origin = masked_positions[0] if settings.has_independent_blocks and num_masked else 0
-        starts = np.flatnonzero(np.diff((masked_positions - origin) // block_length, prepend=-1))
-        groups = np.split(masked_positions, starts)[1:]  # the first one ends at position 0
+        block_starts = segments.block_starts(masked_positions - origin, block_length)
+        groups = np.split(masked_positions, np.flatnonzero(np.diff(block_starts, prepend=-1)))
+        groups = groups[1:]  # the first one ends at position 0
     if config.steps is not None and config.steps < len(groups):
         raise ValueError(
             f"steps = {config.steps} is less than the number of blocks, {len(groups)} (block_length = {block_length}, "

@@ -82,6 +82,7 @@ def generate(
     seeds: Sequence[int] | None = None,
     on_step: StepCallback | None = None,
     allowed_token_ids: Sequence[AllowedTokens] | None = None,
+    segment_starts: Sequence[Sequence[int]] | None = None,
 ) -> list[Generation]:
     """Continue each prompt by ``config.max_new_tokens`` tokens, or up to a stop token.
 
@@ -95,17 +96,22 @@ def generate(
         on_step: called after each forward.
         allowed_token_ids: for each request the tokens that some positions may hold, counted from the start of the
             prompt: of a text by `TokenHealer`, for example. All other tokens have probability zero there.
+        segment_starts: for each prompt the positions where blocks of block-causal attention are counted anew, such as
+            `tokenizer.EncodedPrompt.answer_ends` of a chat. None: blocks are counted from the start of the text.
 
     Raises:
         ValueError: a prompt and the new tokens do not fit the model's context, an id is outside the vocabulary, the
-            number of seeds or of ``allowed_token_ids`` differs, or they name a position that is not masked or leave it
-            no token, there are fewer ``steps`` than blocks, the config does not fit the model, or the model's
-            probabilities are not finite.
+            number of seeds, of ``allowed_token_ids`` or of ``segment_starts`` differs, ``allowed_token_ids`` name a
+            position that is not masked or leave it no token, ``segment_starts`` do not ascend within the prompt or
+            attention is not block-causal, there are fewer ``steps`` than blocks, the config does not fit the model, or
+            the model's probabilities are not finite.
     """
     settings = resolve_settings(config, model.config)
     requests = [
-        prepare_prompt(settings, token_ids, seed, f"prompt {index}", allowed)
-        for index, (token_ids, seed, allowed) in enumerate(_zip_requests(prompts, seeds, allowed_token_ids))
+        prepare_prompt(settings, token_ids, seed, f"prompt {index}", allowed, starts)
+        for index, (token_ids, seed, allowed, starts) in enumerate(
+            _zip_requests(prompts, seeds, allowed_token_ids, segment_starts)
+        )
     ]
     return decode(model, settings, requests, on_step)
 
@@ -130,7 +136,7 @@ def infill(
     settings = resolve_settings(config, model.config)
     requests = [
         prepare_infill(settings, token_ids, seed, f"canvas {index}", allowed)
-        for index, (token_ids, seed, allowed) in enumerate(_zip_requests(canvases, seeds, allowed_token_ids))
+        for index, (token_ids, seed, allowed, _) in enumerate(_zip_requests(canvases, seeds, allowed_token_ids))
     ]
     return decode(model, settings, requests, on_step)
 
@@ -166,15 +172,20 @@ def decode(
 
 
 def _zip_requests(
-    texts: Sequence[Sequence[int]], seeds: Sequence[int] | None, allowed_token_ids: Sequence[AllowedTokens] | None
-) -> Iterator[tuple[Sequence[int], int, AllowedTokens]]:
-    """Token ids, seed and allowed tokens of each request, with their defaults."""
+    texts: Sequence[Sequence[int]],
+    seeds: Sequence[int] | None,
+    allowed_token_ids: Sequence[AllowedTokens] | None,
+    segment_starts: Sequence[Sequence[int]] | None = None,
+) -> Iterator[tuple[Sequence[int], int, AllowedTokens, Sequence[int]]]:
+    """Token ids, seed, allowed tokens and segment starts of each request, with their defaults."""
     seeds = range(len(texts)) if seeds is None else seeds
     allowed_token_ids = [{}] * len(texts) if allowed_token_ids is None else allowed_token_ids
-    for name, values in (("seeds", seeds), ("allowed_token_ids", allowed_token_ids)):
+    segment_starts = [()] * len(texts) if segment_starts is None else segment_starts
+    lists = (("seeds", seeds), ("allowed_token_ids", allowed_token_ids), ("segment_starts", segment_starts))
+    for name, values in lists:
         if len(values) != len(texts):
             raise ValueError(f"{name}: {len(values)} for {len(texts)} requests: pass one per request, or None")
-    return zip(texts, seeds, allowed_token_ids, strict=True)
+    return zip(texts, seeds, allowed_token_ids, segment_starts, strict=True)
 
 
 def _take_snapshot(request: ActiveRequest) -> CanvasSnapshot:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from config.model import ModelConfig
 from diffusionlm.diffusion.attention_bias import read_attention_bias
+from diffusionlm.inference.blocks import TextSegments
 from diffusionlm.inference.requests import ActiveRequest
 from diffusionlm.inference.settings import DecodingSettings
 from diffusionlm.models.cache import CacheSlots, KeyValueCache
@@ -40,6 +41,8 @@ class TextAttention:
     """Of each text, if its blocks are independent: positions attend to the prompt and their own block."""
     bias: Tensor | None = None
     """Bias of bidirectional attention; see `DenseBias`."""
+    segments: Sequence[TextSegments] = ()
+    """Of each text, under block-causal attention. Empty: each text is one segment."""
 
     def build_pattern(self, length: int, documents_BL: Tensor | None) -> AttentionPattern:
         """The pattern of texts that are padded to a length."""
@@ -49,9 +52,9 @@ class TextAttention:
             return PromptAndOwnBlock(self.block_length, is_prompt_BL, documents_BL)
         if self.bias is not None:
             return DenseBias(self.bias[..., :length, :length], documents_BL)
-        return (
-            Bidirectional(documents_BL) if self.block_length is None else BlockCausal(self.block_length, documents_BL)
-        )
+        if self.block_length is None:
+            return Bidirectional(documents_BL)
+        return BlockCausal(self.block_length, documents_BL, _segment_numbers(self.segments, length))
 
 
 def masked_position_logits(
@@ -107,9 +110,6 @@ class ModelRunner:
         self._bias = None if bias_path is None else read_attention_bias(bias_path, model.config)
         self._block_length = settings.block_causal_length
         self._shift = _output_shift(model.config)
-        self._pattern: AttentionPattern = (
-            Bidirectional() if self._block_length is None else BlockCausal(self._block_length)
-        )
         self._has_guidance = settings.config.cfg_scale > 0.0
         self._cached_requests = list(requests)
         """Requests in the order of the cache. With guidance the cache has a second copy, for unconditional inputs."""
@@ -143,7 +143,8 @@ class ModelRunner:
                 )
             else:
                 self._drop_finished_requests(requests)
-                logits_NV = self._forward_with_cache(canvases, output_positions, slices)
+                pattern = self._text_attention(requests).build_pattern(self._cache.max_length, None)
+                logits_NV = self._forward_with_cache(canvases, output_positions, slices, pattern)
         for request, input_slice in pairs:
             request.cached_length, request.needs_prefill = input_slice.cached_length, False
         if not self._has_guidance:
@@ -157,8 +158,9 @@ class ModelRunner:
         block_start, block_end = int(block_positions[0]), int(block_positions[-1]) + 1
         first_output = max(0, int(request.output_positions[0]) - self._shift)
         if self._block_length is not None:
-            block_start = block_start // self._block_length * self._block_length
-            num_visible = min(block_start + self._block_length, length)
+            segments = request.segments
+            block_start = int(segments.block_starts(block_positions[:1], self._block_length)[0])
+            num_visible = min(segments.block_end(block_start, self._block_length), length)
             if self._block_length == 1 and self._shift:
                 num_visible = block_start  # No output that is computed attends to the token itself.
             start = 0 if self._cache is None else request.cached_length
@@ -170,10 +172,13 @@ class ModelRunner:
         return InputSlice(min(block_start, first_output), end, num_visible, block_start)
 
     def _text_attention(self, requests: Sequence[ActiveRequest]) -> TextAttention:
-        if not self._settings.has_independent_blocks:
-            return TextAttention(self._block_length, bias=self._bias)
-        prompt_lengths = [int(request.masked_positions[0]) for request in requests]
-        return TextAttention(self._config.block_length, prompt_lengths * (2 if self._has_guidance else 1))
+        num_copies = 2 if self._has_guidance else 1
+        if self._settings.has_independent_blocks:
+            prompt_lengths = [int(request.masked_positions[0]) for request in requests]
+            return TextAttention(self._config.block_length, prompt_lengths * num_copies)
+        segments = [request.segments for request in requests] * num_copies
+        has_segments = any(len(parts.starts) > 1 for parts in segments)
+        return TextAttention(self._block_length, bias=self._bias, segments=segments if has_segments else ())
 
     def _drop_finished_requests(self, requests: Sequence[ActiveRequest]) -> None:
         assert self._cache is not None
@@ -190,6 +195,7 @@ class ModelRunner:
         canvases: Sequence[NDArray[np.int64]],
         output_positions: Sequence[NDArray[np.int64]],
         slices: Sequence[InputSlice],
+        pattern: AttentionPattern,
     ) -> Tensor:
         assert self._cache is not None
         device = self._model.lm_head.weight.device
@@ -207,10 +213,15 @@ class ModelRunner:
         num_visible_B = torch.tensor([part.num_visible for part in slices])
         return self._model(
             tokens_BQ.to(device),
-            pattern=self._pattern,
+            pattern=pattern,
             output_positions=torch.from_numpy(np.concatenate(flat_positions)).to(device),
             cache=CacheSlots(self._cache, torch.from_numpy(positions_BQ), num_visible_B),
         )
+
+
+def _segment_numbers(segments: Sequence[TextSegments], length: int) -> Tensor | None:
+    """Number of each position's segment, [B, L]; None: there are no segments."""
+    return torch.from_numpy(np.stack([parts.numbers(length) for parts in segments])) if segments else None
 
 
 def _pad(texts: Sequence[NDArray[np.int64]]) -> Tensor:

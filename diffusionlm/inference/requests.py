@@ -13,7 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
-from diffusionlm.inference.blocks import DecodingBlock, round_if_uniform_canvas, split_into_blocks
+from diffusionlm.inference.blocks import (
+    WHOLE_TEXT,
+    DecodingBlock,
+    TextSegments,
+    round_if_uniform_canvas,
+    split_into_blocks,
+)
 from diffusionlm.inference.settings import DecodingSettings, check_token_ids
 from diffusionlm.inference.strategy import DecodeState
 
@@ -36,6 +42,7 @@ class PreparedRequest:
     is_infill: bool
     allowed_token_ids: Mapping[int, NDArray[np.int64]]
     """Masked position -> the tokens that it may hold."""
+    segments: TextSegments = WHOLE_TEXT
 
 
 def prepare_prompt(
@@ -44,29 +51,42 @@ def prepare_prompt(
     seed: int = 0,
     label: str = "prompt 0",
     allowed_token_ids: AllowedTokens | None = None,
+    segment_starts: Sequence[int] = (),
 ) -> PreparedRequest:
     """Append masks to a prompt and check it.
 
     Args:
         label: name of the prompt in errors.
+        segment_starts: positions of the prompt where blocks are counted anew, ascending.
 
     Raises:
         ValueError: the prompt and the new tokens do not fit the model's context, ``total_length`` leaves no new token,
-            a token id is outside the vocabulary, the seed is negative, there are fewer ``steps`` than blocks, or
-            ``allowed_token_ids`` names a position that is not masked or leaves one no token.
+            a token id is outside the vocabulary, the seed is negative, there are fewer ``steps`` than blocks,
+            ``allowed_token_ids`` names a position that is not masked or leaves one no token, or ``segment_starts`` do
+            not ascend within the prompt, or attention is not block-causal.
     """
     context = settings.model.max_position_embeddings
     text_length = _resolve_text_length(settings, len(token_ids), label)
+    segments = _check_segments(settings, segment_starts, len(token_ids), label)
     canvas_length = text_length
     if settings.block_causal_length is not None and settings.strategy.family.uses_whole_blocks:
         # SDAR decodes the last block to its end, as it was trained, and cuts it.
-        num_blocks = -(-text_length // settings.block_causal_length)
-        canvas_length = min(num_blocks * settings.block_causal_length, context)
+        last_segment = segments.starts[-1]
+        num_blocks = -(-(text_length - last_segment) // settings.block_causal_length)
+        canvas_length = min(last_segment + num_blocks * settings.block_causal_length, context)
     num_masked = canvas_length - len(token_ids)
     canvas_L = np.array([*token_ids, *[settings.placeholder_token_id] * num_masked], dtype=np.int64)
     masked_positions = np.arange(len(token_ids), canvas_length)
     return _prepare(
-        settings, canvas_L, masked_positions, text_length, seed, label, allowed_token_ids or {}, is_infill=False
+        settings,
+        canvas_L,
+        masked_positions,
+        text_length,
+        seed,
+        label,
+        allowed_token_ids or {},
+        segments,
+        is_infill=False,
     )
 
 
@@ -90,6 +110,20 @@ def prepare_infill(
     )
 
 
+def _check_segments(
+    settings: DecodingSettings, segment_starts: Sequence[int], num_tokens: int, label: str
+) -> TextSegments:
+    if segment_starts and settings.block_causal_length is None:
+        raise ValueError(
+            f'{label}: segment_starts need attention = "block_causal", and it is "{settings.config.attention}": leave '
+            "them out"
+        )
+    try:
+        return TextSegments.from_starts(segment_starts, num_tokens)
+    except ValueError as error:
+        raise ValueError(f"{label}: {error}") from None
+
+
 def _prepare(
     settings: DecodingSettings,
     canvas_L: NDArray[np.int64],
@@ -98,6 +132,7 @@ def _prepare(
     seed: int,
     label: str,
     allowed_token_ids: AllowedTokens,
+    segments: TextSegments = WHOLE_TEXT,
     *,
     is_infill: bool,
 ) -> PreparedRequest:
@@ -110,12 +145,12 @@ def _prepare(
             "begin with a token, such as end of text"
         )
     try:
-        blocks = tuple(split_into_blocks(masked_positions, settings))
+        blocks = tuple(split_into_blocks(masked_positions, settings, segments))
     except ValueError as error:
         raise ValueError(f"{label}: {error}") from None
     allowed_arrays = {position: np.asarray(ids, dtype=np.int64) for position, ids in allowed_token_ids.items()}
     _check_allowed_tokens(settings, allowed_arrays, masked_positions, label)
-    return PreparedRequest(canvas_L, masked_positions, blocks, text_length, seed, is_infill, allowed_arrays)
+    return PreparedRequest(canvas_L, masked_positions, blocks, text_length, seed, is_infill, allowed_arrays, segments)
 
 
 def _check_allowed_tokens(
@@ -180,6 +215,7 @@ class ActiveRequest:
         self.is_infill = request.is_infill
         self.masked_positions = masked_positions
         self.allowed_token_ids = request.allowed_token_ids
+        self.segments = request.segments
         self.answer_positions = masked_positions[masked_positions < request.text_length]
         self.tokens_L = request.canvas_L.copy()
         """Placeholders at masked positions."""

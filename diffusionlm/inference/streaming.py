@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
 
 from config.generation import GenerationConfig
+from diffusionlm.inference.blocks import TextSegments
 from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep, decode
 from diffusionlm.inference.healing import HealedText
 from diffusionlm.inference.requests import PreparedRequest, prepare_prompt
@@ -27,6 +28,7 @@ def stream(
     prompt: Sequence[int] | HealedText,
     config: GenerationConfig,
     seed: int = 0,
+    segment_starts: Sequence[int] = (),
 ) -> Iterator[str]:
     """Iterate over the pieces of text by which `generate` continues a prompt; none is empty or splits a character.
 
@@ -35,12 +37,15 @@ def stream(
     Decoding runs in a thread of its own. It starts with the request for the first piece, and stops at its next forward
     when the iterator is closed.
 
+    Args:
+        segment_starts: of the prompt, as in `generate`.
+
     Raises:
         ValueError: like `generate`, when a piece is requested.
     """
     healed = prompt if isinstance(prompt, HealedText) else HealedText(tuple(prompt))
     settings = resolve_settings(config, model.config)
-    request = prepare_prompt(settings, healed.token_ids, seed, "the prompt", healed.allowed_token_ids)
+    request = prepare_prompt(settings, healed.token_ids, seed, "the prompt", healed.allowed_token_ids, segment_starts)
     updates: SimpleQueue[Sequence[int] | Exception | None] = SimpleQueue()
     is_closed = threading.Event()
     thread = threading.Thread(
@@ -81,7 +86,7 @@ def _decode_into_queue(
     is_closed: threading.Event,
 ) -> None:
     """After each forward put all final new tokens into the queue; at the end None, or an error."""
-    tracker = _FinalTokenTracker(settings, prompt_length)
+    tracker = _FinalTokenTracker(settings, prompt_length, request.segments)
 
     def put_final_tokens(step: DecodingStep) -> None:
         if is_closed.is_set():
@@ -101,11 +106,11 @@ def _decode_into_queue(
 class _FinalTokenTracker:
     """Finds the new tokens of a canvas that will not change anymore."""
 
-    def __init__(self, settings: DecodingSettings, prompt_length: int) -> None:
+    def __init__(self, settings: DecodingSettings, prompt_length: int, segments: TextSegments) -> None:
         self._prompt_length = prompt_length
         self._can_remask = settings.strategy.can_remask
         self._stop_token_ids = settings.stop_token_ids
-        self._first_block_start = prompt_length if settings.block_causal_length is None else 0
+        self._first_block_start = prompt_length if settings.block_causal_length is None else segments.starts[-1]
         self._block_length = settings.config.block_length
 
     def final_tokens(self, canvas: CanvasSnapshot) -> tuple[int, ...]:
