@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 
 from config.base import ConfigPath, NonNegativeFloat, NonNegativeInt, PositiveFraction, PositiveInt, Section, TupleOf
 from config.dump import format_value
+from config.model import BlockOrigin
 from diffusionlm.inference.strategies import STRATEGIES
 from diffusionlm.inference.strategy import STEP_KEYS, ConfidenceFrom, OffByDefault, Strategy
 
@@ -86,6 +87,10 @@ class GenerationConfig(StrategyOptions):
     """Masked positions are decoded in blocks of this many, left to right. Bidirectional: counted from the first masked
     position, and all later masks stay visible; the last block may be shorter. Block-causal: counted from the start of
     the text. None: the model's block length, or else one block."""
+    block_origin: BlockOrigin | None = None
+    """What the blocks of a chat are counted from with block-causal attention. text: the start of the text (SDAR). turn:
+    they also begin anew after each earlier answer; if the template changes earlier answers, as training expands such
+    conversations, at the start of the text. None: as the model was trained (block_origin in its config.json)."""
     denoising_steps: StepCount | None = None
     """Forwards per block, at most 100,000. If neither this nor `steps` is set: one per position. Forwards that would
     commit nothing are skipped."""

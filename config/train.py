@@ -12,6 +12,7 @@ from config.data import DataConfig
 from config.finetune.lora import DEFAULT_LORA_OPTIMIZER, LoraTrainingConfig
 from config.finetune.preference import PreferenceConfig
 from config.logging import LoggingConfig
+from config.model import BlockOrigin
 from config.model_section import ModelSection
 from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
 from config.optimizer import LRScheduleConfig, MuonConfig, OptimizerConfig
@@ -46,6 +47,15 @@ class TrainConfig(Section):
     def row_length(self) -> int:
         """Tokens of a training sequence."""
         return self.data.row_length or self.model.max_position_embeddings
+
+    @property
+    def block_origin(self) -> BlockOrigin:
+        """What the blocks of the finished model are counted from: the turns, if several answers share a row."""
+        objective = self.objective
+        if not isinstance(objective, BlockDiffusionConfig) or objective.attention == "prompt_and_own_block":
+            return "text"
+        chats = [section.resolve(objective.longest_block_length) for section in self.data.chats]
+        return "turn" if any(section.turns == "all" for section in chats) else "text"
 
     def sequences_per_rank(self, world_size: int) -> int:
         """Return the number of sequences of a step that each rank computes.

@@ -84,8 +84,17 @@ def encode_chat(
     now = datetime.now()
     if allow_special_in_messages:
         return tokenizer.encode(render_variables(source, data, now), allow_special=True)
-    (marker,) = choose_markers([*iterate_texts(data), source.source], 1)
-    return tokenizer.encode_marked(render_escaped(tokenizer, source, data, now, marker), marker)
+    return encode_variables(tokenizer, source, data, now)
+
+
+def encode_variables(tokenizer: Tokenizer, template: ChatTemplate, data: Mapping[str, Any], now: datetime) -> list[int]:
+    """Encode a chat from the variables of its template; special tokens in its messages become text.
+
+    Raises:
+        ValueError: as in `render_escaped`.
+    """
+    (marker,) = choose_markers([*iterate_texts(data), template.source], 1)
+    return tokenizer.encode_marked(render_escaped(tokenizer, template, data, now, marker), marker)
 
 
 def render_escaped(

@@ -1,4 +1,5 @@
-"""Encode an answer of a chat for training: what its prompt is, and which tokens are learned.
+"""Encode an answer of a chat for training: what its prompt is, and which tokens are learned. Find the earlier answers
+of a chat that goes on.
 
 The prompt is what the sampler is given, the chat before the answer with the generation prompt. The end of the answer is
 found by markers around its texts in one rendering of the whole chat, never by comparing renderings: texts may repeat.
@@ -15,11 +16,13 @@ from tokenizer.bpe import Tokenizer
 from tokenizer.chat import (
     Message,
     choose_markers,
+    encode_variables,
     is_same_text,
     iterate_texts,
     map_texts,
     render_escaped,
     render_variables,
+    resolve_template,
     template_variables,
 )
 from tokenizer.chat_template import ChatTemplate
@@ -43,6 +46,17 @@ class EncodedAnswer:
     answers with `{% generation %}`, also what it writes before the mark."""
     answer_ids: tuple[int, ...]
     """The tokens to learn; the last one is the stop token."""
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A chat whose next answer is to be written."""
+
+    token_ids: tuple[int, ...]
+    """Equal to ``encode_chat(messages, add_generation_prompt=True)``."""
+    answer_ends: tuple[int, ...] = ()
+    """Position after the stop token of each earlier answer, ascending. Empty if there are none, or if the template
+    changes earlier answers, so that they are other tokens than those that were learned."""
 
 
 def encode_answer(
@@ -71,11 +85,69 @@ def encode_answer(
         ValueError: as in `encode_chat`; or the template changes the text of the message, or hides where it ends, or
             writes no special token after it.
     """
+    return _encode_answer_at(RENDERING_TIME, tokenizer, template, messages, tools, variables)
+
+
+def encode_prompt(
+    tokenizer: Tokenizer,
+    template: ChatTemplate | str,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    **variables: Any,
+) -> EncodedPrompt:
+    """Encode a chat whose next answer is to be written, and find the ends of its earlier answers.
+
+    Args:
+        template, messages, tools, variables: as in `render_chat`.
+
+    Raises:
+        ValueError: as in `encode_chat`.
+    """
+    source, now = resolve_template(template), datetime.now()
+    token_ids = tuple(encode_variables(tokenizer, source, template_variables(messages, True, tools, variables), now))
+    ends = [index + 1 for index, message in enumerate(messages) if message["role"] == "assistant"]
+    try:
+        encoded = [_encode_answer_at(now, tokenizer, source, messages[:end], tools, variables) for end in ends]
+    except ValueError:  # an answer that cannot be learned has no turn
+        return EncodedPrompt(token_ids)
+    answers = [answer for answer in encoded if answer is not None]
+    return EncodedPrompt(token_ids, find_answer_ends(answers, token_ids) or ())
+
+
+def find_answer_ends(answers: Sequence[EncodedAnswer], token_ids: Sequence[int]) -> tuple[int, ...] | None:
+    """Find where the answers of a conversation end in its tokens.
+
+    Args:
+        answers: in order.
+        token_ids: of the conversation, at least through the last answer.
+
+    Returns:
+        None if the prompt of an answer, or the conversation, does not begin with the tokens of the answer before it.
+    """
+    ends: list[int] = []
+    before: tuple[int, ...] = ()
+    for answer in answers:
+        if answer.prompt_ids[: len(before)] != before:
+            return None
+        before = answer.prompt_ids + answer.answer_ids
+        ends.append(len(before))
+    return tuple(ends) if tuple(token_ids[: len(before)]) == before else None
+
+
+def _encode_answer_at(
+    now: datetime,
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None,
+    variables: Mapping[str, Any],
+) -> EncodedAnswer | None:
     prompt_data = template_variables(messages[:-1], True, tools, variables)
     data = template_variables(messages, False, tools, variables)
     markers = _Markers(*choose_markers([*iterate_texts(data), template.source], 5))
-    prompt = render_escaped(tokenizer, template, prompt_data, RENDERING_TIME, markers.escape)
-    rendered = _render_marked(tokenizer, template, data, markers)
+    prompt = render_escaped(tokenizer, template, prompt_data, now, markers.escape)
+    rendered = _render_marked(tokenizer, template, data, markers, now)
     _check_content(rendered, data["messages"][-1].get("content"), markers.escape)
     start = _find_start(rendered, prompt)
     stop = tokenizer.find_control_token(rendered.text[rendered.texts_end :])
@@ -176,16 +248,16 @@ def _find_start(rendered: _RenderedChat, prompt: str) -> int:
 
 
 def _render_marked(
-    tokenizer: Tokenizer, template: ChatTemplate, data: Mapping[str, Any], markers: _Markers
+    tokenizer: Tokenizer, template: ChatTemplate, data: Mapping[str, Any], markers: _Markers, now: datetime
 ) -> _RenderedChat:
     """Render a chat with markers in its last message."""
-    plain = render_variables(template, data, RENDERING_TIME)
+    plain = render_variables(template, data, now)
     escaped = map_texts(data, lambda text: tokenizer.mark_control_tokens(text, markers.escape))
     tags = (markers.generation_start, markers.generation_end)
     for content_start in (markers.content_start, ""):  # templates may test how a content begins
         last = _mark_message(escaped["messages"][-1], content_start, markers.text_end)
         variables = {**escaped, "messages": [*escaped["messages"][:-1], last]}
-        marked = _locate_markers(render_variables(template, variables, RENDERING_TIME, tags), markers)
+        marked = _locate_markers(render_variables(template, variables, now, tags), markers)
         if marked is not None and is_same_text(marked.text.replace(markers.escape, ""), plain):
             return marked
     raise ValueError(

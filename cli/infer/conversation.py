@@ -11,9 +11,9 @@ from itertools import count
 from cli.infer.preparation import PreparedRun
 from config.infer import InferConfig
 from diffusionlm.inference.streaming import stream
+from diffusionlm.inference.text import encode_chat_prompt
 from diffusionlm.models.transformer import Transformer
 from files.terminal_text import escape_control_characters, print_line
-from tokenizer import encode_chat
 
 
 def run_chat(model: Transformer, prepared: PreparedRun, config: InferConfig) -> None:
@@ -34,8 +34,10 @@ def run_chat(model: Transformer, prepared: PreparedRun, config: InferConfig) -> 
             return
         turn_messages = [*messages, {"role": "user", "content": question}]
         try:
-            ids = encode_chat(tokenizer, template, turn_messages, add_generation_prompt=True)
-            answer = _print_answer(stream(model, tokenizer, ids, generation, config.input.seed + number))
+            prompt = encode_chat_prompt(prepared.settings, tokenizer, template, turn_messages)
+            seed = config.input.seed + number
+            pieces = stream(model, tokenizer, prompt.token_ids, generation, seed, segment_starts=prompt.answer_ends)
+            answer = _print_answer(pieces)
         except ValueError as error:
             print_line(f"failed; the conversation continues without this turn: {error}")
             continue

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from config.infer import InferInputConfig
     from config.model import ModelConfig
     from diffusionlm.inference.healing import HealedText, TokenHealer
+    from diffusionlm.inference.settings import DecodingSettings
     from tokenizer import ChatTemplate, Tokenizer
 
 InputKind = Literal["prompt", "chat", "infill"]
@@ -68,6 +69,8 @@ class EncodedInput:
     """Positions of token healing, and the tokens that they may hold."""
     num_repeated_bytes: int = 0
     """Bytes of a prompt that the first new token repeats."""
+    segment_starts: tuple[int, ...] = ()
+    """Positions of a chat where blocks are counted anew."""
 
     @property
     def name(self) -> str:
@@ -111,7 +114,7 @@ def read_inputs(config: InferInputConfig) -> list[Input]:
 def encode_inputs(
     inputs: Sequence[Input],
     tokenizer: Tokenizer,
-    model: ModelConfig,
+    settings: DecodingSettings,
     template: ChatTemplate | None,
     seed: int,
     healer: TokenHealer | None = None,
@@ -129,14 +132,16 @@ def encode_inputs(
     Raises:
         ValueError: a masked span is invalid, a chat has no template, or the template rejects it.
     """
+    model = settings.model
     prefix_ids = tuple(model.prefix_ids or tokenizer.prefix_ids)
     counts = dict.fromkeys(_KEYS.values(), 0)
     encoded_inputs = []
     for index, source in enumerate(inputs):
         counts[source.kind] += 1
         with _prefix_errors(source.location):
+            segment_starts: tuple[int, ...] = ()
             if source.kind == "chat":
-                text, encoded = _encode_chat(source, tokenizer, template)
+                text, encoded, segment_starts = _encode_chat(source, tokenizer, settings, template)
                 num_hidden = 0
             else:
                 text, encoded = source.text, _encode_text(source, tokenizer, model, prefix_ids, healer)
@@ -153,6 +158,7 @@ def encode_inputs(
                 seed + index,
                 encoded.allowed_token_ids,
                 encoded.num_repeated_bytes,
+                segment_starts,
             )
         )
     return encoded_inputs
@@ -178,14 +184,19 @@ def _encode_text(
     return HealedText((*prefix_ids, *parse_infill(source.text, tokenizer, model.mask_token_id)))
 
 
-def _encode_chat(source: Input, tokenizer: Tokenizer, template: ChatTemplate | None) -> tuple[str, HealedText]:
-    """Text of a chat and its encoding. Chats are not healed, because their templates end with a whole token."""
+def _encode_chat(
+    source: Input, tokenizer: Tokenizer, settings: DecodingSettings, template: ChatTemplate | None
+) -> tuple[str, HealedText, tuple[int, ...]]:
+    """Text of a chat, its encoding, and where blocks are counted anew. Chats are not healed, because their templates
+    end with a whole token."""
     from diffusionlm.inference.healing import HealedText
-    from tokenizer import encode_chat, render_chat
+    from diffusionlm.inference.text import encode_chat_prompt
+    from tokenizer import render_chat
 
     template = require_template(template)
     text = render_chat(template, source.messages, add_generation_prompt=True)
-    return text, HealedText(tuple(encode_chat(tokenizer, template, source.messages, add_generation_prompt=True)))
+    prompt = encode_chat_prompt(settings, tokenizer, template, source.messages)
+    return text, HealedText(prompt.token_ids), prompt.answer_ends
 
 
 def require_template(template: ChatTemplate | None) -> ChatTemplate:

@@ -76,12 +76,14 @@ def prepare_inputs(
     generation = suppress_ids_without_text(config.generation, tokenizer, model.vocab_size)
     settings = resolve_settings(generation, model)
     healer = TokenHealer.from_settings(tokenizer, settings) if config.input.token_healing else None
-    encoded_inputs = encode_inputs(inputs, tokenizer, model, template, config.input.seed, healer)
+    encoded_inputs = encode_inputs(inputs, tokenizer, settings, template, config.input.seed, healer)
     requests = tuple(_prepare(settings, encoded, len(inputs)) for encoded in encoded_inputs)
     return PreparedRun(tokenizer, template, settings, tuple(encoded_inputs), requests)
 
 
 def _prepare(settings: DecodingSettings, encoded: EncodedInput, num_inputs: int) -> PreparedRequest:
-    prepare = prepare_infill if encoded.source.kind == "infill" else prepare_prompt
     label = encoded.source.location or f"{encoded.name} of {num_inputs}"
-    return prepare(settings, encoded.token_ids, encoded.seed, label, encoded.allowed_token_ids)
+    ids, seed, allowed = encoded.token_ids, encoded.seed, encoded.allowed_token_ids
+    if encoded.source.kind == "infill":
+        return prepare_infill(settings, ids, seed, label, allowed)
+    return prepare_prompt(settings, ids, seed, label, allowed, encoded.segment_starts)

@@ -309,10 +309,13 @@ def _predict_model(config: TrainConfig, parent: StageModel | None) -> StageModel
     from diffusionlm.checkpoints.model_files import load_tokenizer
 
     path = config.run.directory / "checkpoints" / "latest"
-    block_length = config.objective.final_block_length
+    options: dict[str, Any] = {
+        "block_length": config.objective.final_block_length,
+        "block_origin": config.block_origin,
+        "begin_with_eos": config.data.begin_with_eos,
+    }
     if parent is not None:
-        changes = {**config.model.model_dump(exclude={"init_from"}), "block_length": block_length}
-        model = parent.config.model_copy(update=changes | {"begin_with_eos": config.data.begin_with_eos})
+        model = parent.config.model_copy(update=config.model.model_dump(exclude={"init_from"}) | options)
         return StageModel(path, model, config.lora is not None, parent.tokenizer)
     if config.tokenizer.path is not None:
         tokenizer = load_tokenizer(config.tokenizer.path)
@@ -324,9 +327,7 @@ def _predict_model(config: TrainConfig, parent: StageModel | None) -> StageModel
     else:
         size = config.tokenizer.vocab_size
         vocabulary = {"vocab_size": size, "mask_token_id": size - 1, "eos_token_id": size - 2}
-    model = config.model.to_model_config(
-        **vocabulary, block_length=block_length, begin_with_eos=config.data.begin_with_eos
-    )
+    model = config.model.to_model_config(**vocabulary, **options)
     tokenizer_path = config.tokenizer.path
     return StageModel(path, model, tokenizer=None if tokenizer_path is None else Path(tokenizer_path))
 

@@ -41,6 +41,7 @@ _SHARED_KEYS = (
     "pad_token_id",
     "mask_token_id",
     "block_length",
+    "block_origin",
     "logit_alignment",
     "begin_with_eos",
 )

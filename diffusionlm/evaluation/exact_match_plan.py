@@ -14,8 +14,8 @@ from diffusionlm.data.chat.templates import resolve_chat_template
 from diffusionlm.data.pipeline import open_chat
 from diffusionlm.inference.requests import PreparedRequest, prepare_prompt
 from diffusionlm.inference.settings import DecodingSettings, resolve_settings
-from diffusionlm.inference.text import suppress_ids_without_text
-from tokenizer import ChatTemplate, Tokenizer, encode_chat
+from diffusionlm.inference.text import encode_chat_prompt, suppress_ids_without_text
+from tokenizer import ChatTemplate, Tokenizer
 
 KEY = "exact_match.source"
 
@@ -65,13 +65,11 @@ def prepare_references(
         ValueError: a prompt does not fit the model with its answer, or the settings do not fit the model.
     """
     settings = resolve_settings(suppress_ids_without_text(config.generation, tokenizer, model.vocab_size), model)
-    requests = tuple(
-        prepare_prompt(
-            settings,
-            encode_chat(tokenizer, template, item.messages, add_generation_prompt=True, tools=item.tools),
-            config.seed + number,
-            f"{KEY}: prompt {number + 1}",
+    requests = []
+    for number, item in enumerate(references):
+        prompt = encode_chat_prompt(settings, tokenizer, template, item.messages, item.tools)
+        label = f"{KEY}: prompt {number + 1}"
+        requests.append(
+            prepare_prompt(settings, prompt.token_ids, config.seed + number, label, segment_starts=prompt.answer_ends)
         )
-        for number, item in enumerate(references)
-    )
-    return ExactMatchPlan(config, tokenizer, settings, tuple(references), requests)
+    return ExactMatchPlan(config, tokenizer, settings, tuple(references), tuple(requests))

@@ -62,8 +62,8 @@ def prepare_prompt(
     Raises:
         ValueError: the prompt and the new tokens do not fit the model's context, ``total_length`` leaves no new token,
             a token id is outside the vocabulary, the seed is negative, there are fewer ``steps`` than blocks,
-            ``allowed_token_ids`` names a position that is not masked or leaves one no token, or ``segment_starts`` do
-            not ascend within the prompt, or attention is not block-causal.
+            ``allowed_token_ids`` names a position that is not masked or leaves one no token, or there are
+            ``segment_starts`` that do not ascend within the prompt, or without block-causal attention.
     """
     context = settings.model.max_position_embeddings
     text_length = _resolve_text_length(settings, len(token_ids), label)
@@ -77,17 +77,12 @@ def prepare_prompt(
     num_masked = canvas_length - len(token_ids)
     canvas_L = np.array([*token_ids, *[settings.placeholder_token_id] * num_masked], dtype=np.int64)
     masked_positions = np.arange(len(token_ids), canvas_length)
-    return _prepare(
-        settings,
-        canvas_L,
-        masked_positions,
-        text_length,
-        seed,
-        label,
-        allowed_token_ids or {},
-        segments,
-        is_infill=False,
+    blocks = _split(masked_positions, settings, label, segments)
+    request = PreparedRequest(
+        canvas_L, masked_positions, blocks, text_length, seed, False, _to_arrays(allowed_token_ids), segments
     )
+    _check_request(settings, request, label)
+    return request
 
 
 def prepare_infill(
@@ -105,9 +100,12 @@ def prepare_infill(
     _check_length(len(canvas_ids), settings, label, "shorten the text or its masked spans")
     canvas_L = np.array(canvas_ids, dtype=np.int64)
     masked_positions = np.flatnonzero(canvas_L == settings.model.required_mask_token_id)
-    return _prepare(
-        settings, canvas_L, masked_positions, len(canvas_L), seed, label, allowed_token_ids or {}, is_infill=True
+    blocks = _split(masked_positions, settings, label)
+    request = PreparedRequest(
+        canvas_L, masked_positions, blocks, len(canvas_L), seed, True, _to_arrays(allowed_token_ids)
     )
+    _check_request(settings, request, label)
+    return request
 
 
 def _check_segments(
@@ -124,33 +122,29 @@ def _check_segments(
         raise ValueError(f"{label}: {error}") from None
 
 
-def _prepare(
-    settings: DecodingSettings,
-    canvas_L: NDArray[np.int64],
-    masked_positions: NDArray[np.int64],
-    text_length: int,
-    seed: int,
-    label: str,
-    allowed_token_ids: AllowedTokens,
-    segments: TextSegments = WHOLE_TEXT,
-    *,
-    is_infill: bool,
-) -> PreparedRequest:
-    if seed < 0:
-        raise ValueError(f"{label}: seed = {seed} is negative: use 0 or more")
-    check_token_ids(canvas_L.tolist(), settings.model, label)
-    if settings.model.logit_alignment == "shifted" and 0 in masked_positions:
+def _split(
+    masked_positions: NDArray[np.int64], settings: DecodingSettings, label: str, segments: TextSegments = WHOLE_TEXT
+) -> tuple[DecodingBlock, ...]:
+    try:
+        return tuple(split_into_blocks(masked_positions, settings, segments))
+    except ValueError as error:
+        raise ValueError(f"{label}: {error}") from None
+
+
+def _to_arrays(allowed_token_ids: AllowedTokens | None) -> dict[int, NDArray[np.int64]]:
+    return {position: np.asarray(ids, dtype=np.int64) for position, ids in (allowed_token_ids or {}).items()}
+
+
+def _check_request(settings: DecodingSettings, request: PreparedRequest, label: str) -> None:
+    if request.seed < 0:
+        raise ValueError(f"{label}: seed = {request.seed} is negative: use 0 or more")
+    check_token_ids(request.canvas_L.tolist(), settings.model, label)
+    if settings.model.logit_alignment == "shifted" and 0 in request.masked_positions:
         raise ValueError(
             f"{label}: this model cannot predict the first token of a text, because its output i - 1 predicts token i: "
             "begin with a token, such as end of text"
         )
-    try:
-        blocks = tuple(split_into_blocks(masked_positions, settings, segments))
-    except ValueError as error:
-        raise ValueError(f"{label}: {error}") from None
-    allowed_arrays = {position: np.asarray(ids, dtype=np.int64) for position, ids in allowed_token_ids.items()}
-    _check_allowed_tokens(settings, allowed_arrays, masked_positions, label)
-    return PreparedRequest(canvas_L, masked_positions, blocks, text_length, seed, is_infill, allowed_arrays, segments)
+    _check_allowed_tokens(settings, request.allowed_token_ids, request.masked_positions, label)
 
 
 def _check_allowed_tokens(

@@ -97,6 +97,8 @@ def _fill_defaults(config: GenerationConfig, strategy: Strategy, model: ModelCon
         defaults["confidence_from"] = strategy.family.confidence_from
     if attention != "bidirectional":
         defaults["block_length"] = model.block_length
+    if is_block_causal:
+        defaults["block_origin"] = model.block_origin
     if config.total_length is None:
         defaults["max_new_tokens"] = DEFAULT_NEW_TOKENS
     return config.model_copy(update={key: value for key, value in defaults.items() if getattr(config, key) is None})
@@ -110,6 +112,11 @@ def _check_config(config: GenerationConfig, model: ModelConfig) -> None:
         )
     if config.attention != "bidirectional" and config.block_length is None:
         raise ValueError(f'attention = "{config.attention}" needs block_length: the model\'s config.json names none')
+    if config.attention != "block_causal" and config.block_origin is not None:
+        raise ValueError(
+            f'block_origin = "{config.block_origin}" has no effect with attention = "{config.attention}": remove it, '
+            'or set attention = "block_causal"'
+        )
     if config.attention == "prompt_and_own_block" and model.logit_alignment == "shifted":
         raise ValueError(
             'attention = "prompt_and_own_block" needs outputs at the same position, and the model\'s are shifted: '

@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from config.generation import GenerationConfig
-from tokenizer import IncrementalDecoder, Tokenizer
+from diffusionlm.inference.settings import DecodingSettings
+from tokenizer import ChatTemplate, EncodedPrompt, IncrementalDecoder, Tokenizer, encode_chat, encode_prompt
 
 MAX_SPAN_LENGTH = 65_536
 """Largest n of ``[MASK:n]``."""
 
 _MASKED_SPAN = re.compile(r"\[MASK:([^\[\]\n]*)\]")
 _NUMBER = re.compile(r"[0-9]{1,9}")
+
+
+def encode_chat_prompt(
+    settings: DecodingSettings,
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> EncodedPrompt:
+    """Encode a chat whose next answer is to be decoded. The ends of its earlier answers, where blocks are counted anew,
+    are found only if the settings count blocks from turns.
+
+    Raises:
+        ValueError: the template rejects the chat.
+    """
+    if settings.config.block_origin == "turn":
+        return encode_prompt(tokenizer, template, messages, tools=tools)
+    return EncodedPrompt(tuple(encode_chat(tokenizer, template, messages, add_generation_prompt=True, tools=tools)))
 
 
 def parse_infill(text: str, tokenizer: Tokenizer, mask_token_id: int | None = None) -> list[int]:

@@ -236,6 +236,7 @@ def create_model_builder(
         pad_token_id=tokenizer.pad_token_id,
         stop_token_ids=stop_token_ids,
         block_length=config.objective.final_block_length,
+        block_origin=config.block_origin,
         begin_with_eos=config.data.begin_with_eos,
     )
     build_config_json(model_config, torch.float32)  # raises now for what could not be saved at the first checkpoint

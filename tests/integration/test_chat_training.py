@@ -96,11 +96,10 @@ def test_every_format_trains_alike_and_the_checkpoint_answers(tmp_path: Path) ->
     tokenizer = model.tokenizer
     assert tokenizer.chat_template is not None
     stop = tokenizer.special_tokens["<|im_end|>"]
-    assert stop in resolve_settings(GenerationConfig(), model.config).stop_token_ids
+    settings = resolve_settings(GenerationConfig(), model.config)
+    assert stop in settings.stop_token_ids and settings.config.block_origin == "turn"
     messages = ({"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTIONS[100][0]})
-    (encoded,) = encode_inputs(
-        [Input("chat", "", messages=messages)], tokenizer, model.config, tokenizer.chat_template, 0
-    )
+    (encoded,) = encode_inputs([Input("chat", "", messages=messages)], tokenizer, settings, tokenizer.chat_template, 0)
     components = open_components(config.data, "validation")
     data = config.data.model_copy(update={"document_shuffle_window": 0, "row_shuffle_window": 0, "rows": "padded"})
     rows, _ = build_row_reader(components, data, tokenizer, 96, 0, block_length=4).read(0, None, 1)
@@ -147,6 +146,22 @@ def test_workers_change_nothing(tmp_path: Path) -> None:
     for run in runs:
         train(run)
     assert losses(runs[0]) == losses(runs[1])
+
+
+def test_blocks_are_counted_from_turns_where_a_row_has_several_answers(tmp_path: Path) -> None:
+    def block_origin(objective: str, **chat: str) -> str:
+        section: dict[str, Any] = {"kind": objective}
+        if objective == "block_diffusion":
+            section["block_length"] = 4
+        config = chat_config(tmp_path, "run", FORMATS["messages"], objective=section)
+        source = to_toml_values(config.data.source, "source") | {"chat": {"template": "chatml", **chat}}
+        return chat_config(
+            tmp_path, "run", FORMATS["messages"], objective=section, data={"source": source}
+        ).block_origin
+
+    assert block_origin("block_diffusion") == block_origin("block_diffusion", turns="all") == "turn"
+    assert block_origin("block_diffusion", turns="expand") == block_origin("block_diffusion", turns="last") == "text"
+    assert block_origin("masked_diffusion") == "text"
 
 
 def test_a_tokenizer_without_the_special_tokens_is_refused(tmp_path: Path) -> None:

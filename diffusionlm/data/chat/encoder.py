@@ -17,7 +17,7 @@ from diffusionlm.data.reader import REPAIRED_PREFIX, ItemsFuture, ResumableReade
 from diffusionlm.data.record_source import LocatedText
 from diffusionlm.data.tokenization import CHUNK_DOCUMENTS
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
-from tokenizer import EncodedAnswer, Tokenizer, encode_answer
+from tokenizer import EncodedAnswer, Tokenizer, encode_answer, find_answer_ends
 
 Encoded = TypeVar("Encoded")
 
@@ -225,14 +225,13 @@ def _join_turns(answers: Sequence[EncodedAnswer]) -> list[Turn] | None:
 
     Then the model would see other tokens in training than when it answers.
     """
-    turns: list[Turn] = []
-    before: tuple[int, ...] = ()
-    for answer in answers:
-        if answer.prompt_ids[: len(before)] != before:
-            return None
-        turns.append(Turn(answer.prompt_ids[len(before) :], answer.answer_ids))
-        before = answer.prompt_ids + answer.answer_ids
-    return turns
+    ends = find_answer_ends(answers, answers[-1].prompt_ids + answers[-1].answer_ids)
+    if ends is None:
+        return None
+    return [
+        Turn(answer.prompt_ids[start:], answer.answer_ids)
+        for start, answer in zip((0, *ends[:-1]), answers, strict=True)
+    ]
 
 
 def encode_reader(

@@ -65,7 +65,7 @@ MODELS = [
         "gemma2",
         id="gemma2",
     ),
-    pytest.param({"model_type": "sdar", "block_length": 8}, "sdar", id="sdar"),
+    pytest.param({"model_type": "sdar", "block_length": 8, "block_origin": "turn"}, "sdar", id="sdar"),
     pytest.param({"model_type": "sdar"}, "sdar", id="sdar-whole-sequence"),
     pytest.param({"model_type": "sdar_moe", "block_length": 8, **EXPERTS}, "sdar_moe", id="sdar-moe"),
     pytest.param(
@@ -75,7 +75,9 @@ MODELS = [
         id="dream",
     ),
     pytest.param(LLADA, "llada", id="llada-tied"),
-    pytest.param({**LLADA, "tie_word_embeddings": False, "pad_token_id": None}, "llada", id="llada"),
+    pytest.param(
+        {**LLADA, "tie_word_embeddings": False, "pad_token_id": None, "block_origin": "turn"}, "llada", id="llada"
+    ),
 ]
 
 

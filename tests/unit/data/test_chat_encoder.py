@@ -15,7 +15,7 @@ from diffusionlm.data.chat.templates import find_stop_token, resolve_chat_templa
 from diffusionlm.data.packing import Document
 from diffusionlm.data.record_source import LocatedText
 from tests.unit.data.chat_cases import EOS, STOP, chat, chat_tokenizer, spell
-from tokenizer import Tokenizer, encode_chat
+from tokenizer import Tokenizer, encode_chat, encode_prompt
 
 USER, ASSISTANT = "<|im_start|>user\n", "<|im_start|>assistant\n"
 LONG = 1_000
@@ -48,6 +48,16 @@ def test_all_turns_are_segments_of_one_document(tokenizer: Tokenizer) -> None:
     ]
     assert document.tokens.dtype == document.segment_ids.dtype == np.int32
     assert document.loss_mask.dtype == document.is_fill.dtype == np.bool_
+
+
+def test_decoding_begins_segments_where_training_does(tokenizer: Tokenizer) -> None:
+    row = chat("q1", "a1", "question 2", "a", "q3", "answer 3")
+    (document,) = encode(make_encoder(tokenizer, turns="all", fill="block", block_length=4), row)
+    prompt = encode_prompt(tokenizer, "chatml", row["messages"][:-1])
+    assert prompt.answer_ends == tuple(np.flatnonzero(np.diff(document.segment_ids)) + 1)
+    assert document.tokens[: len(prompt.token_ids)].tolist() == list(prompt.token_ids)
+    assert list(prompt.token_ids) == encode_chat(tokenizer, "chatml", row["messages"][:-1], add_generation_prompt=True)
+    assert encode_prompt(tokenizer, "chatml", row["messages"][:1]).answer_ends == ()
 
 
 def test_expanded_turns_have_the_prompts_of_the_sampler(tokenizer: Tokenizer) -> None:

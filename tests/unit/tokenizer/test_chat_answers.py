@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer, encode_answer, encode_chat, render_chat
+from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer, encode_answer, encode_chat, encode_prompt, render_chat
 from tokenizer.byte_alphabet import BYTE_ORDER
 from tokenizer.options import TokenOptions
 
@@ -54,6 +54,32 @@ def split(
     sampled = encode_chat(tokenizer, resolved, messages[:-1], add_generation_prompt=True, **variables)
     assert list(encoded.prompt_ids) == sampled
     return tokenizer.decode(encoded.prompt_ids), tokenizer.decode(encoded.answer_ids)
+
+
+@pytest.mark.parametrize(
+    "template", ["chatml", "llama3", "llada", MISTRAL, "{{ strftime_now('%S%f') }}" + MISTRAL, MARKED]
+)
+def test_earlier_answers_end_after_their_stop_tokens(template: str, chatter: Tokenizer) -> None:
+    """Also with a template that writes the time. Texts repeat, so that an end cannot be found by its text."""
+    stops = {"llama3": "<|eot_id|>", "llada": "<|eot_id|>", "chatml": "<|im_end|>", MARKED: "<|im_end|>"}
+    stop = chatter.special_tokens[stops.get(template, "<|endoftext|>")]
+    source = CHAT_TEMPLATES.get(template) or ChatTemplate(template, {"eos_token": "<|endoftext|>"})
+    chat = [user("same"), assistant("same"), user("same"), assistant(stops.get(template, "")), user("same")]
+    prompt = encode_prompt(chatter, source, chat)
+    stop_positions = [index for index, token in enumerate(prompt.token_ids) if token == stop]
+    has_stop_per_message = template in ("chatml", MARKED, "llama3", "llada")
+    expected = [stop_positions[1], stop_positions[3]] if has_stop_per_message else stop_positions
+    assert prompt.answer_ends == tuple(position + 1 for position in expected)
+
+
+def test_answers_that_a_template_changes_have_no_ends(chatter: Tokenizer) -> None:
+    """Qwen3 leaves reasoning out of earlier answers. Of an answer that is not written there is no end to be found."""
+    chat = [user("a"), assistant("<think>\nx\n</think>\n\nb"), user("c")]
+    assert encode_prompt(chatter, "qwen3", chat).answer_ends == ()
+    lengths = ChatTemplate("{% for message in messages %}{{ message.content | length }}<|im_end|>{% endfor %}")
+    prompt = encode_prompt(chatter, lengths, [user("a"), assistant("bc"), user("c")])
+    assert chatter.decode(list(prompt.token_ids)) == "1<|im_end|>2<|im_end|>1<|im_end|>"
+    assert prompt.answer_ends == ()
 
 
 @pytest.mark.parametrize("content", ["", " \n"])
