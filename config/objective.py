@@ -111,6 +111,10 @@ class _MaskingOptions(Section):
     """Largest loss weight; larger ones are reduced to it, which is no longer the NELBO."""
     contiguous_probability: Probability = 0.0
     """Probability that the masked tokens of a noise group are contiguous; above 0 no longer the NELBO."""
+    position_ratio: Annotated[float, Field(ge=1.0, le=1e6)] = 1.0
+    """Above 1 the later targets of a noise group are masked more, as decoding goes rather from left to right: the first
+    one has this many times the rate of the last one, geometrically between them (docs/objectives.md). The loss is the
+    bound for orders in which the next token is drawn by these rates. 1: all orders are equally probable."""
     replace_with: Literal["mask", "random"] = "mask"
     """Replacement of a masked token: the mask token, or a uniformly random token of the vocabulary."""
 
@@ -119,6 +123,11 @@ class _MaskingOptions(Section):
         low, high = self.range
         if not low < high:
             raise ValueError(f"range = [{low}, {high}]: the first number must be less than the second")
+        if self.position_ratio > 1.0 and self.contiguous_probability > 0.0:
+            raise ValueError(
+                f"position_ratio = {self.position_ratio} and contiguous_probability = {self.contiguous_probability} "
+                "both select the masked positions: set position_ratio = 1, or contiguous_probability = 0"
+            )
         return self
 
 
@@ -130,6 +139,15 @@ class FixedCountMasking(_MaskingOptions):
     complementary: bool = False
     """Use each row twice, the second time with the complementary mask (LLaDA2). k is then uniform on 0 ... n and the
     weight (n + 1) / 2k, so that the pair is unbiased. A forward has twice the rows."""
+
+    @model_validator(mode="after")
+    def _check_complements(self) -> Self:
+        if self.complementary and self.position_ratio > 1.0:
+            raise ValueError(
+                f"position_ratio = {self.position_ratio} masks later targets more, and complementary = true masks the "
+                "others the second time: set position_ratio = 1, or complementary = false"
+            )
+        return self
 
 
 class IndependentMasking(_MaskingOptions):

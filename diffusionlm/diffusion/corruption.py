@@ -153,31 +153,37 @@ def sample_masks(group_ids_BL: Ints, key: NoiseKey, estimator: Estimator, weight
                 samples = [_sample_independent(group_ids, group_sizes_G, offsets_B[row], rng, estimator, weight)]
             case _:
                 assert_never(estimator)
-        for index, (is_masked, weight_G) in enumerate(samples):
-            weight_G = np.ones_like(weight_G) / num_samples if weight in ("uniform", "cart") else weight_G
+        for index, (is_masked, token_weights) in enumerate(samples):
+            if weight in ("uniform", "cart"):
+                token_weights = np.ones_like(token_weights) / num_samples
             if estimator.reweight_cap is not None:
-                weight_G = np.minimum(weight_G, estimator.reweight_cap / num_samples)
+                token_weights = np.minimum(token_weights, estimator.reweight_cap / num_samples)
             masked[index, row, positions] = is_masked
-            weights[index, row, positions] = np.where(is_masked, weight_G[group_ids], 0.0)
+            weights[index, row, positions] = np.where(is_masked, token_weights, 0.0)
     return [MaskSample(masked[index], weights[index]) for index in range(num_samples)]
 
 
 def _sample_fixed_counts(
     group_ids: Ints, group_sizes_G: Ints, offset: float, rng: np.random.Generator, config: FixedCountMasking
 ) -> list[tuple[Bools, Floats]]:
-    """Masked target tokens and weight of each group; with ``complementary`` also those of the complement."""
+    """Masked target tokens and the weight of each; with ``complementary`` also those of the complement."""
     low, high = config.range
     levels_G = low + (high - low) * sample_group_levels(offset, len(group_sizes_G), rng)
-    order = _GroupOrder(group_ids, group_sizes_G, rng, config.contiguous_probability)
+    rates = position_rates(group_ids, group_sizes_G, config.position_ratio)
+    order = _GroupOrder(group_ids, group_sizes_G, rng, config.contiguous_probability, rates)
     if not config.complementary:
         counts_G = masked_counts_at_levels(levels_G, group_sizes_G)
-        return [(order.select_first(counts_G), group_sizes_G / counts_G)]
+        is_masked = order.select_first(counts_G)
+        if rates is None:
+            return [(is_masked, (group_sizes_G / counts_G)[group_ids])]
+        rates_of_masked_G = np.bincount(group_ids, weights=rates * is_masked)
+        return [(is_masked, group_sizes_G[group_ids] * rates / rates_of_masked_G[group_ids])]
     counts_G = np.minimum((levels_G * (group_sizes_G + 1)).astype(np.int64), group_sizes_G)
     is_masked = order.select_first(counts_G)
     # k is uniform on 0 ... n. The expectation of the sum with weights (n + 1) / k over k >= 1 is the NELBO; each of the
     # two samples contributes half of it.
     return [
-        (mask, (group_sizes_G + 1) / (2 * np.maximum(count_G, 1)))
+        (mask, ((group_sizes_G + 1) / (2 * np.maximum(count_G, 1)))[group_ids])
         for mask, count_G in ((is_masked, counts_G), (~is_masked, group_sizes_G - counts_G))
     ]
 
@@ -200,7 +206,9 @@ def _sample_independent(
     schedule = build_schedule(config.schedule)
     share_G = (1.0 - config.epsilon) * (1.0 - schedule.alpha(t_G)) + config.epsilon
     p_G = np.maximum(share_G, config.min_masking_rate)
-    is_masked = rng.random(len(group_ids)) < p_G[group_ids]
+    rates = position_rates(group_ids, group_sizes_G, config.position_ratio)
+    probabilities = p_G[group_ids] if rates is None else p_G[group_ids] ** rates
+    is_masked = rng.random(len(group_ids)) < probabilities
     if config.contiguous_probability > 0.0:
         spans = _GroupOrder(group_ids, group_sizes_G, rng, 1.0).select_first(
             np.maximum(1, np.round(p_G * group_sizes_G)).astype(np.int64)
@@ -211,7 +219,26 @@ def _sample_independent(
     slope_G = -(1.0 - config.epsilon) * schedule.alpha_prime(t_G)
     numerator_G = slope_G if weight == "elbo" else np.ones_like(p_G)
     # Where p is zero nothing is masked, and any weight will do.
-    return is_masked, np.divide(numerator_G, p_G, out=np.zeros_like(p_G), where=p_G > 0.0)
+    weights = np.divide(numerator_G, p_G, out=np.zeros_like(p_G), where=p_G > 0.0)[group_ids]
+    if rates is None:
+        return is_masked, weights
+    # The derivative of log(p ** rate) is rate * p' / p.
+    inverse = np.divide(1.0, probabilities, out=np.zeros_like(weights), where=probabilities > 0.0)
+    return is_masked, rates * weights if weight == "elbo" else inverse
+
+
+def position_rates(group_ids: Ints, group_sizes_G: Ints, ratio: float) -> Floats | None:
+    """Rate at which each target token is decoded: that of the first of a group is ``ratio`` times that of the last, and
+    their geometric mean is 1. None: all rates are 1.
+
+    With rates, a token is masked with probability p ** rate in place of p. Decoding then draws the next token of the
+    masked ones in proportion to its rate (the order of Plackett and Luce), and the loss is the NELBO for such orders.
+    """
+    if ratio == 1.0:
+        return None
+    exponents: Floats = 0.5 - _index_in_group(group_ids, group_sizes_G) / np.maximum(group_sizes_G - 1, 1)[group_ids]
+    rates: Floats = np.where(group_sizes_G[group_ids] > 1, np.power(ratio, exponents), 1.0)
+    return rates
 
 
 def choose_masked_in_groups(group_ids: Ints, counts_G: Ints, rng: np.random.Generator) -> Bools:
@@ -222,22 +249,36 @@ def choose_masked_in_groups(group_ids: Ints, counts_G: Ints, rng: np.random.Gene
     return _GroupOrder(group_ids, np.bincount(group_ids, minlength=len(counts_G)), rng, 0.0).select_first(counts_G)
 
 
+def _index_in_group(group_ids: Ints, group_sizes_G: Ints) -> Ints:
+    starts_G = np.concatenate([[0], np.cumsum(group_sizes_G)[:-1]])
+    indices: Ints = np.arange(len(group_ids)) - starts_G[group_ids]
+    return indices
+
+
 class _GroupOrder:
     """Random order of the target tokens of each group.
 
     With probability ``contiguous_probability`` the tokens selected from a group are contiguous, from a random start.
+    With ``rates`` (`position_rates`) the order is that of decoding, from its end.
     """
 
     def __init__(
-        self, group_ids: Ints, group_sizes_G: Ints, rng: np.random.Generator, contiguous_probability: float
+        self,
+        group_ids: Ints,
+        group_sizes_G: Ints,
+        rng: np.random.Generator,
+        contiguous_probability: float,
+        rates: Floats | None = None,
     ) -> None:
         self.group_ids, self.group_sizes_G = group_ids, group_sizes_G
         keys = rng.random(len(group_ids))
+        if rates is not None:
+            keys = np.log1p(-keys) / rates  # minus the time until a token is decoded, exponential with its rate
         order = np.lexsort((keys, group_ids))
         starts_G = np.concatenate([[0], np.cumsum(group_sizes_G)[:-1]])
         self.random_rank = np.empty(len(group_ids), dtype=np.int64)
         self.random_rank[order] = np.arange(len(group_ids)) - np.repeat(starts_G, group_sizes_G)
-        self.index_in_group = np.arange(len(group_ids)) - starts_G[group_ids]
+        self.index_in_group = _index_in_group(group_ids, group_sizes_G)
         self.is_contiguous_G = rng.random(len(group_sizes_G)) < contiguous_probability
         self.start_fraction_G = rng.random(len(group_sizes_G))
 

@@ -240,6 +240,7 @@ def why_not_nelbo(config: ObjectiveConfig) -> str | None:
         (estimator.reweight_cap is not None, "reweight_cap cuts weights"),
         (estimator.range != (0.0, 1.0), "range leaves noise levels out"),
         (estimator.contiguous_probability > 0.0, "masks are contiguous"),
+        (estimator.position_ratio > 1.0, "position_ratio prefers orders from left to right"),
         (estimator.replace_with != "mask", "noise is random tokens"),
         (
             isinstance(estimator, IndependentMasking) and estimator.epsilon > 0.0,

@@ -140,6 +140,16 @@ def test_on_the_command_line(tmp_path: Path) -> None:
         (BERNOULLI + 'schedule = {kind = "linear", exponent = 2}\n', ["objective.estimator.schedule", "exponent"]),
         (BERNOULLI + "epsilon = 1.0\n", ["objective.estimator.epsilon"]),
         (BERNOULLI + "reweight_cap = 0.5\n", ["objective.estimator.reweight_cap"]),
+        (BERNOULLI + "position_ratio = 0.5\n", ["objective.estimator.position_ratio"]),
+        (BERNOULLI + "position_ratio = inf\n", ["objective.estimator.position_ratio"]),
+        (
+            BERNOULLI + "position_ratio = 2.0\ncontiguous_probability = 0.1\n",
+            ["position_ratio = 2.0", "contiguous_probability = 0.1", "set position_ratio = 1"],
+        ),
+        (
+            BERNOULLI.replace("bernoulli", "counts") + "position_ratio = 2.0\ncomplementary = true\n",
+            ["position_ratio = 2.0", "complementary = true", "complementary = false"],
+        ),
         (BERNOULLI + "complementary = true\n", ["objective.estimator.complementary"]),
         (BERNOULLI + 'times = "sorted"\n', ["objective.estimator.times"]),
         ('[objective]\nkind = "masked_diffusion"\nlabel_smoothing = 1.0\n', ["objective.label_smoothing"]),

@@ -325,6 +325,7 @@ def test_why_not_nelbo(build: Callable[[Any], Objective], kind: str, values: dic
     [
         ({"estimator": {"kind": "counts", "contiguous_probability": 0.1}}, "contiguous"),
         ({"estimator": {"kind": "counts", "replace_with": "random"}}, "random tokens"),
+        ({"estimator": {"kind": "counts", "position_ratio": 2.0}}, "left to right"),
         ({"label_smoothing": 0.1}, "smoothed"),
         ({"z_loss": 1e-4}, "z-loss"),
     ],
