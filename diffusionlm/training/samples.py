@@ -22,10 +22,10 @@ from diffusionlm.inference.generate import Generation, decode
 from diffusionlm.inference.healing import TokenHealer
 from diffusionlm.inference.requests import PreparedRequest, prepare_infill, prepare_prompt
 from diffusionlm.inference.settings import DecodingSettings, resolve_settings
-from diffusionlm.inference.text import parse_infill, suppress_ids_without_text, token_texts
+from diffusionlm.inference.text import encode_chat_prompt, parse_infill, suppress_ids_without_text, token_texts
 from diffusionlm.models.transformer import Transformer
 from logger import RunLogger
-from tokenizer import Tokenizer, encode_chat
+from tokenizer import EncodedPrompt, Tokenizer
 
 PYTHON_INFILLS = (
     "for i in [MASK:1](10):\n    print(i)\n",
@@ -129,17 +129,17 @@ def choose_question(config: TrainConfig) -> str:
     return next((message["content"] for message in reference.messages if message["role"] == "user"), "")
 
 
-def _encode_prompts(config: TrainConfig, tokenizer: Tokenizer, max_length: int) -> list[list[int]]:
+def _encode_prompts(
+    config: TrainConfig, tokenizer: Tokenizer, settings: DecodingSettings, max_length: int
+) -> list[EncodedPrompt]:
     """Encode the prompts of the first held-out conversations, without those that the template refuses."""
     source, template = config.data.components[0].source, tokenizer.chat_template
     assert not isinstance(source, Shards) and template is not None, "prepare_tokenizer has set it"
-    prompts = []
+    prompts: list[EncodedPrompt] = []
     for item in read_reference_answers(source, "validation", "data.source", NUM_CANDIDATES):
         with suppress(ValueError):
-            prompts.append(
-                encode_chat(tokenizer, template, item.messages, add_generation_prompt=True, tools=item.tools)
-            )
-    return [token_ids for token_ids in prompts if len(token_ids) <= max_length]
+            prompts.append(encode_chat_prompt(settings, tokenizer, template, item.messages, item.tools))
+    return [prompt for prompt in prompts if len(prompt.token_ids) <= max_length]
 
 
 def _build_generation_config(objective: ObjectiveConfig, model: Transformer) -> GenerationConfig:
@@ -219,9 +219,13 @@ class Samples:
         num_tokens = min(fill_length or MAX_ANSWER_TOKENS, MAX_ANSWER_TOKENS, max(1, context // 2))
         generation = generation.model_copy(update={"max_new_tokens": num_tokens})
         settings = resolve_settings(suppress_ids_without_text(generation, tokenizer, model.vocab_size), model)
-        prompts = _encode_prompts(config, tokenizer, context - num_tokens)[:NUM_PROMPTS]
-        requests = [prepare_prompt(settings, ids, seed, "samples") for seed, ids in enumerate(prompts)]
-        return cls(tokenizer, [tokenizer.decode(ids) for ids in prompts], 0, settings, requests)
+        prompts = _encode_prompts(config, tokenizer, settings, context - num_tokens)[:NUM_PROMPTS]
+        requests = [
+            prepare_prompt(settings, prompt.token_ids, seed, "samples", segment_starts=prompt.answer_ends)
+            for seed, prompt in enumerate(prompts)
+        ]
+        texts = [tokenizer.decode(prompt.token_ids) for prompt in prompts]
+        return cls(tokenizer, texts, 0, settings, requests)
 
     def log_samples(self, model: Transformer, step: int, logger: RunLogger) -> None:
         """Fill the masked spans, or answer the prompts, with the model's defaults, and log an event for each text."""
