@@ -25,7 +25,7 @@ from config.generation import GenerationConfig
 from diffusionlm.checkpoints.huggingface import load_model
 from diffusionlm.checkpoints.model_files import load_tokenizer
 from diffusionlm.inference.generate import decode
-from diffusionlm.inference.model_runner import ModelRunner
+from diffusionlm.inference.model_runner import ModelRunner, build_pattern, masked_position_logits
 from diffusionlm.inference.requests import ActiveRequest, prepare_prompt
 from diffusionlm.inference.sampling import TokenSampler
 from diffusionlm.inference.settings import resolve_settings
@@ -56,8 +56,7 @@ def measure_errors(model: Transformer, prompts: Sequence[Sequence[int]], config:
     exact_settings = replace(settings, config=settings.config.model_copy(update={"cache": "none"}))
     prepared_requests = [prepare_prompt(settings, prompt, seed) for seed, prompt in enumerate(prompts)]
     requests = [ActiveRequest(request, settings) for request in prepared_requests]
-    exact_runner = ModelRunner(model, exact_settings, requests)
-    cached_runner = ModelRunner(model, settings, requests)
+    run_forward, pattern = ModelRunner(model, requests), build_pattern(settings)
     forbidden_token_ids = torch.tensor(settings.forbidden_token_ids)
     token_sampler = TokenSampler(settings, forbidden_token_ids.device)
     kl, same_top1, positions, input_share, forwards = 0.0, 0, 0, 0.0, 0
@@ -67,14 +66,18 @@ def measure_errors(model: Transformer, prompts: Sequence[Sequence[int]], config:
         active = [request for request in requests if not request.is_done]
         if not active:
             break
-        slices = [cached_runner.input_slice(request) for request in active]
+        slices = [run_forward.input_slice(request) for request in active]
         for input_slice, request in zip(slices, active, strict=True):
             input_share += (input_slice.end - input_slice.start) / len(request.tokens_L)
         forwards += len(active)
-        logits_NV = cached_runner(active)
+        logits_NV = run_forward(active)
+        canvases = [request.tokens_L[: part.num_visible] for request, part in zip(active, slices, strict=True)]
+        exact_NV = masked_position_logits(
+            model, canvases, [request.output_positions for request in active], [pattern] * len(active)
+        )
         cached_NV, exact_NV = (
             logits.double().index_fill(1, forbidden_token_ids, float("-inf")).log_softmax(dim=1)
-            for logits in (logits_NV, exact_runner(active))
+            for logits in (logits_NV, exact_NV)
         )
         kl += float((exact_NV.exp() * (exact_NV - cached_NV).nan_to_num()).sum())
         same_top1 += int((cached_NV.argmax(dim=1) == exact_NV.argmax(dim=1)).sum())

@@ -20,7 +20,7 @@ from diffusionlm.diffusion.noised_batch import CleanBatch
 from diffusionlm.evaluation.plan import check_exact_likelihood
 from diffusionlm.evaluation.statistics import ratio_with_standard_error
 from diffusionlm.inference.blocks import DecodingBlock, round_if_uniform_canvas, split_into_blocks
-from diffusionlm.inference.model_runner import TextAttention, masked_position_logits
+from diffusionlm.inference.model_runner import build_pattern, masked_position_logits
 from diffusionlm.inference.sampling import check_finite, iterate_chunks
 from diffusionlm.inference.settings import DecodingSettings, resolve_settings
 from diffusionlm.inference.strategy import DecodeState, Strategy
@@ -93,6 +93,7 @@ def sampler_likelihood(
     num_tokens = sum(document.num_targets for document in documents)
     if num_tokens == 0:
         raise ValueError("no target token: loss_mask_BL is false at all positions that can be predicted")
+    pattern = build_pattern(settings)
     reader = _LogitReader(settings.strategy, model.config.mask_token_id)
     # Sorted by length, so that a forward needs little padding.
     unfinished = [document for document in documents if document.blocks]
@@ -103,7 +104,7 @@ def sampler_likelihood(
         canvases = [document.canvas_L for document in batch]
         positions = [document.masked_positions() for document in batch]
         with nvtx.annotate("likelihood: forward"):
-            logits_NV = masked_position_logits(model, canvases, positions, TextAttention(settings.block_causal_length))
+            logits_NV = masked_position_logits(model, canvases, positions, [pattern] * len(batch))
         num_scored += reader.reveal_tokens(logits_NV, batch)
         unfinished[: len(batch)] = [document for document in batch if document.blocks]
         if on_progress is not None:

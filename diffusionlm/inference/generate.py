@@ -154,7 +154,7 @@ def decode(
         ValueError: the model's probabilities are not finite.
     """
     requests = [ActiveRequest(request, settings) for request in prepared_requests]
-    run_forward = ModelRunner(model, settings, requests)
+    run_forward = ModelRunner(model, requests)
     token_sampler = TokenSampler(settings, model.lm_head.weight.device)
     active_requests, num_forwards = requests, 0
     while True:

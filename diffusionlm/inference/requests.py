@@ -204,6 +204,7 @@ class ActiveRequest:
 
     def __init__(self, request: PreparedRequest, settings: DecodingSettings) -> None:
         masked_positions = request.masked_positions
+        self.settings = settings
         self.seed = request.seed
         self.text_length = request.text_length
         self.is_infill = request.is_infill
@@ -242,6 +243,11 @@ class ActiveRequest:
     @property
     def is_done(self) -> bool:
         return not self.blocks or self.stop_index is not None
+
+    @property
+    def has_guidance(self) -> bool:
+        """Each forward also reads the text without what was given."""
+        return self.settings.config.cfg_scale > 0.0
 
     def draw_uniforms(self, stream: RngStream, positions: NDArray[np.int64]) -> NDArray[np.float64]:
         """A number in [0, 1) for each position, as a function of (seed, position, step) alone."""

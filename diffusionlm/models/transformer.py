@@ -20,12 +20,11 @@ from diffusionlm.kernels.cross_entropy import LossInputs, LossOutput, linear_cro
 from diffusionlm.kernels.precision import compute_dtype
 from diffusionlm.models.attention import Attention, PreparedAttention
 from diffusionlm.models.attention_backends import prepare_attention
-from diffusionlm.models.cache import CacheSlots
-from diffusionlm.models.cached_attention import prepare_cached_attention
 from diffusionlm.models.dense_attention import AttentionScale
 from diffusionlm.models.layers import Embedding, Linear, RMSNorm, RotaryEmbedding, SwiGLU, soft_cap
 from diffusionlm.models.moe import MoE, Routing, compute_load_balancing_loss
 from diffusionlm.models.patterns import AttentionPattern
+from diffusionlm.models.ragged import RaggedBatch, prepare_ragged_attention
 
 
 class Block(nn.Module):
@@ -122,12 +121,11 @@ class Transformer(nn.Module):
         self,
         tokens_BL: Tensor,
         *,
-        pattern: AttentionPattern,
+        pattern: AttentionPattern | RaggedBatch,
         positions: Tensor | None = ...,
         inputs_embeds_BLD: Tensor | None = ...,
         output_positions: Tensor | None = ...,
         loss_inputs: None = ...,
-        cache: CacheSlots | None = ...,
     ) -> Tensor: ...
 
     def __call__(self, *args: object, **kwargs: object) -> Tensor | LossOutput:
@@ -137,42 +135,46 @@ class Transformer(nn.Module):
         self,
         tokens_BL: Tensor,
         *,
-        pattern: AttentionPattern,
+        pattern: AttentionPattern | RaggedBatch,
         positions: Tensor | None = None,
         inputs_embeds_BLD: Tensor | None = None,
         output_positions: Tensor | None = None,
         loss_inputs: LossInputs | None = None,
-        cache: CacheSlots | None = None,
     ) -> Tensor | LossOutput:
         """Compute logits, or with ``loss_inputs`` the loss.
 
         Args:
             tokens_BL: token ids, int64.
-            pattern: attention pattern.
+            pattern: attention pattern; or a `RaggedBatch` of sequences that follow each other in one row, B = 1, with
+                positions and outputs of its own, without gradient.
             positions: position ids, [L] or [B, L]. None: 0, 1, 2 ..., again in the second half of a two-stream
                 sequence.
             inputs_embeds_BLD: used in place of the token embeddings, without ``scale_embeddings``.
             output_positions: flat indices into B * L, ascending, [P]. The last block computes queries and feed-forward,
                 and the head logits, for these positions only.
             loss_inputs: targets and weights at ``output_positions``; the logits are never held all at once.
-            cache: slots of the tokens in a key-value cache, in place of positions; inference only.
 
         Returns:
             Without loss inputs: logits [B, L, V], or [P, V] at the output positions. With loss inputs: `LossOutput`.
 
         Raises:
             ValueError: loss inputs without output positions, a sequence longer than the model's context, an attention
-                backend that cannot compute the pattern, or an argument that cannot be used with a cache.
+                backend that cannot compute the pattern, or an argument that cannot be used with a ragged batch.
         """
         if loss_inputs is not None and output_positions is None:
             raise ValueError("loss_inputs need output_positions: flat indices into B * L")
         x = self._embed(tokens_BL) if inputs_embeds_BLD is None else inputs_embeds_BLD
-        if cache is None:
-            attentions, positions = self._prepare_attention(pattern, tokens_BL.shape[1], positions, x.device)
+        if isinstance(pattern, RaggedBatch):
+            if positions is not None or output_positions is not None:
+                raise ValueError(
+                    "a ragged batch has its own positions and outputs, and no loss: pass neither positions nor "
+                    "output_positions"
+                )
+            attentions, positions = self._prepare_ragged_attention(pattern, tokens_BL, x.device)
+            output_positions = pattern.output_positions()
+            output_positions = None if output_positions is None else output_positions.to(x.device, non_blocking=True)
         else:
-            if positions is not None or loss_inputs is not None:
-                raise ValueError("a cache has its own positions and no loss: pass neither positions nor loss_inputs")
-            attentions, positions = self._prepare_cached_attention(pattern, tokens_BL, cache, x)
+            attentions, positions = self._prepare_attention(pattern, tokens_BL.shape[1], positions, x.device)
         rope = self._build_rotary_tables(positions if positions.dim() == 2 else positions[None], x)
         routings: list[Routing] | None = [] if loss_inputs is not None and loss_inputs.load_balancing_weight else None
         last = len(self.model.layers) - 1
@@ -226,20 +228,22 @@ class Transformer(nn.Module):
             positions = torch.arange(num_tokens, device=device).repeat(pattern.positions_per_token)
         return [attention_of_window[window] for window in windows], positions
 
-    def _prepare_cached_attention(
-        self, pattern: AttentionPattern, tokens_BL: Tensor, slots: CacheSlots, x_BLD: Tensor
+    def _prepare_ragged_attention(
+        self, batch: RaggedBatch, tokens_1Q: Tensor, device: torch.device
     ) -> tuple[Sequence[PreparedAttention], Tensor]:
-        """Attention of each layer, and position ids, for a forward with a cache."""
-        if slots.positions_BQ.shape != tokens_BL.shape:
-            raise ValueError(
-                f"tokens {list(tokens_BL.shape)} and cache.positions_BQ {list(slots.positions_BQ.shape)} must have the "
-                "same shape"
-            )
+        """Attention of each layer, and position ids, of sequences in one row."""
+        if list(tokens_1Q.shape) != [1, batch.num_inputs]:
+            raise ValueError(f"tokens {list(tokens_1Q.shape)} must be [1, {batch.num_inputs}], the inputs of the batch")
         if torch.is_grad_enabled():
-            raise ValueError("a cache has no gradient: call the model under torch.inference_mode() or no_grad()")
-        windows = self._layer_windows()
-        return prepare_cached_attention(
-            pattern, slots, windows, x_BLD.device, self.attention_backend, self._build_attention_scale()
+            raise ValueError("a ragged batch has no gradient: call the model under torch.inference_mode() or no_grad()")
+        length, context = max(part.num_visible for part in batch.sequences), self.config.max_position_embeddings
+        if length > context:
+            raise ValueError(
+                f"{length} tokens are more than the model's context, max_position_embeddings = {context}; shorten the "
+                "input"
+            )
+        return prepare_ragged_attention(
+            batch, self._layer_windows(), device, self.attention_backend, self._build_attention_scale()
         )
 
     def _build_attention_scale(self) -> AttentionScale:

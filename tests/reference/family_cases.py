@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from diffusionlm.checkpoints.huggingface import load_model, save_model
-from diffusionlm.models.cache import CacheSlots, KeyValueCache
+from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.moe import Routing
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, Causal
+from diffusionlm.models.ragged import RaggedBatch, SequenceSlice
 from diffusionlm.models.transformer import Transformer
 from tests.reference.plain_models import (
     EXPERTS_JSON,
@@ -368,13 +369,17 @@ def padded_difference(ours: Transformer, theirs: Foreign | Plain, side: str) -> 
 
 def cached_difference(ours: Transformer, theirs: Foreign | Plain) -> float:
     """Block-causal, as decoding reads it: each forward has a block and, once more, the one before it."""
-    cache = KeyValueCache(ours.config, len(TOKENS), LENGTH, "cpu", torch.float32)
+    num_pages = -(-LENGTH // BLOCK)
+    cache = PagedCache(ours.config, len(TOKENS) * num_pages, BLOCK, "cpu", torch.float32)
     parts = []
     for start in range(0, LENGTH, BLOCK):
-        places = torch.arange(max(0, start - BLOCK), min(start + BLOCK, LENGTH))
-        slots = CacheSlots(cache, places.expand(len(TOKENS), -1), torch.full((len(TOKENS),), int(places[-1]) + 1))
-        logits = ours(TOKENS[:, places], pattern=BlockCausal(BLOCK), cache=slots)
-        parts.append(logits[:, places >= start])
+        first, end = max(0, start - BLOCK), min(start + BLOCK, LENGTH)
+        sequences = [
+            SequenceSlice(first, end, end, BlockCausal(BLOCK), pages=range(row * num_pages, (row + 1) * num_pages))
+            for row in range(len(TOKENS))
+        ]
+        logits = ours(TOKENS[:, first:end].reshape(1, -1), pattern=RaggedBatch(sequences, cache))
+        parts.append(logits.view(len(TOKENS), end - first, -1)[:, start - first :])
     return difference(torch.cat(parts, dim=1), theirs.logits("block-causal"))
 
 

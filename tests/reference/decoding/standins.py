@@ -18,6 +18,7 @@ from config.model import ModelConfig
 from diffusionlm.inference.generate import DecodingStep, Generation, generate
 from diffusionlm.models.init import init_weights
 from diffusionlm.models.patterns import BlockCausal
+from diffusionlm.models.ragged import RaggedBatch
 from diffusionlm.models.transformer import Transformer
 from tests.reference.decoding.choosing import Array, Choice, Text
 from tests.reference.enumeration import PlainModel, table_config
@@ -50,18 +51,19 @@ class TableModel(Transformer):
     table: Table
 
     def forward(self, tokens_BL: Tensor, **options: Any) -> Any:
-        assert not options.get("cache"), "a table keeps nothing"
-        pattern, rows = options["pattern"], options["output_positions"]
-        B, L = tokens_BL.shape
-        documents_BL = torch.zeros_like(tokens_BL) if pattern.documents_BL is None else pattern.documents_BL
-        logits_BLV = np.zeros((B, L, self.config.vocab_size))
-        for row in range(B):
-            tokens = tokens_BL[row, documents_BL[row] >= 0].tolist()
-            size = pattern.block_length if isinstance(pattern, BlockCausal) else max(len(tokens), 1)
+        batch: RaggedBatch = options["pattern"]
+        assert batch.cache is None, "a table keeps nothing"
+        logits, first = [], 0
+        for part in batch.sequences:
+            tokens = tokens_BL[0, first : first + part.num_inputs].tolist()
+            first += part.num_inputs
+            size = part.pattern.block_length if isinstance(part.pattern, BlockCausal) else len(tokens)
+            logits_LV = np.zeros((len(tokens), self.config.vocab_size))
             for start in range(0, len(tokens), size):
                 end = min(start + size, len(tokens))
-                logits_BLV[row, start:end] = self.table(tokens[:end])[start:end]
-        return torch.from_numpy(logits_BLV).flatten(0, 1)[rows]
+                logits_LV[start:end] = self.table(tokens[:end])[start:end]
+            logits.append(logits_LV[part.output_offsets])
+        return torch.from_numpy(np.concatenate(logits))
 
 
 def table_model(num_tokens: int = TOKENS, seed: int = 0, scale: float = 4.0, **config: Any) -> TableModel:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from config.generation import GenerationConfig
 from diffusionlm.inference.generate import generate
+from diffusionlm.models.ragged import RaggedBatch
 from tests.reference.enumeration import table_config
 from tests.reference.test_ideal_denoisers import shidoku_grids
 
@@ -33,8 +34,9 @@ class Ideal:
         self.lm_head = SimpleNamespace(weight=torch.zeros(1))
         self.is_digit_NLV = torch.nn.functional.one_hot(GRIDS, DIGITS + 1).double()
 
-    def __call__(self, tokens_BL: Tensor, *, output_positions: Tensor, **_: Any) -> Tensor:
+    def __call__(self, tokens_1Q: Tensor, *, pattern: RaggedBatch) -> Tensor:
         assert self.config.mask_token_id is not None
+        tokens_BL = tokens_1Q.view(-1, CELLS)
         is_open_BL = tokens_BL == self.config.mask_token_id
         clashes_BN = (~is_open_BL).double().sum(1, keepdim=True) - torch.einsum(
             "blv,nlv->bn", torch.nn.functional.one_hot(tokens_BL, DIGITS + 1).double(), self.is_digit_NLV
@@ -42,7 +44,7 @@ class Ideal:
         fits_BN = (clashes_BN == 0).double()
         counts_BLV = torch.einsum("bn,nlv->blv", fits_BN, self.is_digit_NLV)
         counts_BLV[fits_BN.sum(1) == 0] = 1.0
-        return counts_BLV.log().flatten(0, 1)[output_positions]
+        return counts_BLV.log().flatten(0, 1)[pattern.output_positions()]
 
 
 def share_of_valid(strategy: str, steps: int) -> float:

@@ -32,12 +32,16 @@ class Oracle(Transformer):
     rows_seen: list[int]
 
     def forward(self, tokens_BL: Tensor, **options: Any) -> Any:
-        B, L = tokens_BL.shape
-        logits_LV = torch.zeros(L, VOCAB, dtype=torch.float64)
-        logits_LV[torch.arange(L), torch.tensor(self.answer[:L])] = 9.0 - torch.arange(L, dtype=torch.float64) / L
-        logits_LV[:, MASK] = 99.0
-        self.rows_seen.append(len(options["output_positions"]))
-        return logits_LV.repeat(B, 1)[options["output_positions"]]
+        logits, num_rows = [], 0
+        for part in options["pattern"].sequences:
+            L = part.num_visible
+            logits_LV = torch.zeros(L, VOCAB, dtype=torch.float64)
+            logits_LV[torch.arange(L), torch.tensor(self.answer[:L])] = 9.0 - torch.arange(L, dtype=torch.float64) / L
+            logits_LV[:, MASK] = 99.0
+            logits.append(logits_LV[part.outputs])
+            num_rows += len(part.outputs)
+        self.rows_seen.append(num_rows)
+        return torch.cat(logits)
 
 
 @pytest.fixture
@@ -205,7 +209,7 @@ def test_a_stop_token_waits_for_what_is_before_it(oracle: Oracle) -> None:
     class Backwards(Oracle):
         def forward(self, tokens_BL: Tensor, **options: Any) -> Any:
             logits = super().forward(tokens_BL, **options)
-            return logits * (1.0 + options["output_positions"][:, None] / 40)
+            return logits * (1.0 + torch.from_numpy(options["pattern"].sequences[0].outputs)[:, None] / 40)
 
     backwards = Backwards(oracle.config)
     backwards.answer, backwards.rows_seen = oracle.answer, []

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from config.model import LinearRope, ModelConfig
 from diffusionlm.kernels.cross_entropy import LossInputs
-from diffusionlm.models.cache import CacheSlots, KeyValueCache
-from diffusionlm.models.cached_attention import prepare_cached_attention
+from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.dense_attention import AttentionScale, attend, attend_cached
 from diffusionlm.models.layers import rotate
 from diffusionlm.models.patterns import (
@@ -23,6 +24,7 @@ from diffusionlm.models.patterns import (
     Causal,
     DenseBias,
 )
+from diffusionlm.models.ragged import RaggedBatch, SequenceSlice, prepare_ragged_attention
 from diffusionlm.models.transformer import Block, Transformer
 
 MakeModel = Callable[..., Transformer]
@@ -55,30 +57,44 @@ def texts(batch: int = 2, length: int = LENGTH, seed: int = 3) -> torch.Tensor:
     return torch.randint(0, 19, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def cache_of(model: Transformer, batch: int = 2, length: int = LENGTH) -> KeyValueCache:
+PAGE = 4
+
+
+def cache_of(model: Transformer, batch: int = 2, length: int = LENGTH) -> PagedCache:
     weight = model.lm_head.weight
-    return KeyValueCache(model.config, batch, length, weight.device, weight.dtype)
+    return PagedCache(model.config, batch * -(-length // PAGE), PAGE, weight.device, weight.dtype)
+
+
+def pages_of(cache: PagedCache, batch: int, text: int) -> list[int]:
+    """Pages of one of several texts, out of order and not adjacent."""
+    return list(range(text, cache.num_pages, batch))[::-1]
 
 
 def feed(
     model: Transformer,
-    cache: KeyValueCache,
+    cache: PagedCache,
     tokens_BL: torch.Tensor,
     span: tuple[int, int],
     pattern: AttentionPattern,
     *,
     visible: int | None = None,
-    rows: torch.Tensor | None = None,
+    outputs: list[list[int]] | None = None,
 ) -> torch.Tensor:
-    """Logits of the tokens of a span, the same in all texts; they see what is before its end, or before ``visible``."""
-    positions = torch.arange(*span).repeat(len(tokens_BL), 1)
-    num_visible = torch.full((len(tokens_BL),), span[1] if visible is None else visible)
-    return model(
-        tokens_BL[:, slice(*span)],
-        pattern=pattern,
-        output_positions=rows,
-        cache=CacheSlots(cache, positions, num_visible),
-    )
+    """Logits of the tokens of a span, the same in all texts, [B, Q, V]; they see what is before its end, or before
+    ``visible``. With ``outputs`` only of some positions of each text, [N, V]."""
+    batch, num_visible = len(tokens_BL), span[1] if visible is None else visible
+    sequences = [
+        SequenceSlice(
+            *span,
+            num_visible,
+            pattern,
+            pages=pages_of(cache, batch, text),
+            outputs=None if outputs is None else np.array(outputs[text], dtype=np.int64),
+        )
+        for text in range(batch)
+    ]
+    logits = model(tokens_BL[:, slice(*span)].reshape(1, -1), pattern=RaggedBatch(sequences, cache))
+    return logits.view(batch, span[1] - span[0], -1) if outputs is None else logits
 
 
 def close(ours: torch.Tensor, expected: torch.Tensor) -> None:
@@ -178,75 +194,115 @@ def test_invisible_keys_have_no_effect(tiny_model: MakeModel) -> None:
     feed(model, cache, tokens, (0, LENGTH), Bidirectional())
     short = model(tokens[:, :7], pattern=Bidirectional())
     close(feed(model, cache, tokens[:, :7], (0, 7), Bidirectional()), short)
-    for storage in (*cache.keys_BKTH, *cache.values_BKTH):
-        storage[:, :, 7:] = torch.inf
+    hidden = [slot for text in range(2) for slot in cache.slots(pages_of(cache, 2, text), 7, LENGTH)]
+    for storage in (*cache.keys_KTH, *cache.values_KTH):
+        storage[:, hidden] = torch.nan
     close(feed(model, cache, tokens, (3, 7), Bidirectional()), short[:, 3:])
 
 
-RAGGED = [
-    [[0, 1, 2, 3], [0, 1, -1, -1], [0, 1, 2, -1]],
-    [[4, 5, -1, -1], [0, 1, 2, 3], [-1, -1, -1, -1]],
-    [[-1, 6, 7, 8], [4, 5, -1, 6], [3, 4, 5, 6]],
-    [[9, -1], [7, 8], [7, 8]],
+RAGGED: list[list[tuple[int, int] | None]] = [
+    [(0, 4), (0, 2), (0, 3)],
+    [(4, 6), (0, 4), None],
+    [(2, 8), (4, 7), (3, 7)],
+    [None, (7, 9), (7, 9)],
 ]
-"""Places of the inputs of three texts in each forward, with padding anywhere."""
+"""Inputs of three texts in each forward; None: the text is not in it."""
 
 
-def slots(cache: KeyValueCache, positions_BQ: torch.Tensor, block: int) -> CacheSlots:
-    """Inputs that see until the end of the furthest one's block; padding alone sees nothing."""
-    return CacheSlots(cache, positions_BQ, (positions_BQ.amax(dim=1) // block + 1) * block)
+def ragged_slices(
+    cache: PagedCache, row: list[tuple[int, int] | None], pattern: AttentionPattern, outputs: slice
+) -> list[SequenceSlice]:
+    return [
+        SequenceSlice(
+            *span,
+            span[1],
+            pattern,
+            pages=pages_of(cache, len(row), text),
+            outputs=np.arange(*span)[outputs],
+        )
+        for text, span in enumerate(row)
+        if span is not None
+    ]
 
 
+@pytest.mark.parametrize("share_kernels", [False, True])
 @pytest.mark.parametrize(("pattern", "option"), CASES, ids=str)
 def test_sequences_of_different_length_do_not_affect_each_other(
-    tiny_model: MakeModel, pattern: AttentionPattern, option: str
+    tiny_model: MakeModel,
+    pattern: AttentionPattern,
+    option: str,
+    share_kernels: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    block = 4 if isinstance(pattern, BlockCausal) else 1
+    prepare = functools.partial(prepare_ragged_attention, share_kernels=share_kernels)
+    monkeypatch.setattr("diffusionlm.models.transformer.prepare_ragged_attention", prepare)
     model = tiny_model(torch.float64, **OPTIONS[option])
-    tokens, together, alone = texts(3), cache_of(model, 3), [cache_of(model, 1) for _ in range(3)]
-    for positions in map(torch.tensor, RAGGED):
-        inputs, is_input = tokens.gather(1, positions.clamp(min=0)), positions >= 0
-        logits = model(inputs, pattern=pattern, cache=slots(together, positions, block))
-        assert logits.isfinite().all(), "padding computes numbers, too"
-        rows = is_input.flatten().nonzero().flatten()[1::2]
-        close(
-            model(inputs, pattern=pattern, cache=slots(together, positions, block), output_positions=rows),
-            logits.flatten(0, 1)[rows],
-        )
+    tokens, together, alone = texts(3), cache_of(model, 3), [cache_of(model, 3) for _ in range(3)]
+    for cache in (together, *alone):
+        for storage in (*cache.keys_KTH, *cache.values_KTH):
+            storage[:] = torch.nan  # of pages that nobody has written
+    for row in RAGGED:
+        inputs = torch.cat([tokens[text, slice(*span)] for text, span in enumerate(row) if span is not None])[None]
+        everything = RaggedBatch(ragged_slices(together, row, pattern, slice(None)), together)
+        logits = model(inputs, pattern=everything)
+        some = RaggedBatch(ragged_slices(together, row, pattern, slice(1, None, 2)), together)
+        rows = some.output_positions()
+        assert rows is not None
+        close(model(inputs, pattern=some), logits[rows])
+        expected = []
         for text, cache in enumerate(alone):
-            if is_input[text].any():
-                saved = is_input[text]
-                own = slots(cache, positions[text : text + 1, saved], block)
-                close(logits[text, saved], model(inputs[text : text + 1, saved], pattern=pattern, cache=own)[0])
+            span = row[text]
+            if span is not None:
+                only = [span if index == text else None for index in range(len(row))]
+                own = RaggedBatch(ragged_slices(cache, only, pattern, slice(None)), cache)
+                expected.append(model(tokens[text : text + 1, slice(*span)], pattern=own))
+        close(logits, torch.cat(expected))
 
 
-def test_selected_texts_go_on(tiny_model: MakeModel) -> None:
+@pytest.mark.parametrize("share_kernels", [False, True])
+def test_texts_with_and_without_a_cache_in_one_forward(
+    tiny_model: MakeModel, share_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare = functools.partial(prepare_ragged_attention, share_kernels=share_kernels)
+    monkeypatch.setattr("diffusionlm.models.transformer.prepare_ragged_attention", prepare)
     model = tiny_model(torch.float64)
-    tokens, cache, pattern = texts(4), cache_of(model, 4), BlockCausal(3)
-    feed(model, cache, tokens, (0, 6), pattern)
-    cache.select([0, 1, 2, 3])
-    chosen = [3, 0]
-    cache.select(chosen)
-    assert cache.batch == 2
-    assert {len(value) for value in (*cache.keys_BKTH, *cache.values_BKTH)} == {2}
-    whole = model(tokens[chosen], pattern=pattern)
-    close(feed(model, cache, tokens[chosen], (6, 9), pattern), whole[:, 6:9])
-    cache.select([1])
-    close(feed(model, cache, tokens[:1], (9, 12), pattern), whole[1:, 9:])
+    tokens, cache, bidirectional = texts(4), cache_of(model, 1), Bidirectional()
+    mask = torch.ones(7, 7, dtype=torch.bool).tril()
+    sequences = [
+        SequenceSlice(0, 5, 5, bidirectional),
+        SequenceSlice(0, 5, 5, BlockCausal(3), pages=range(3), outputs=np.array([1, 4])),
+        SequenceSlice(0, 5, 5, bidirectional, outputs=np.array([2])),
+        SequenceSlice(0, 7, 7, DenseBias(mask)),
+    ]
+    inputs = torch.cat([tokens[text, : part.end] for text, part in enumerate(sequences)])[None]
+    expected = [
+        model(tokens[:1, :5], pattern=bidirectional)[0],
+        model(tokens[1:2, :5], pattern=BlockCausal(3))[0, [1, 4]],
+        model(tokens[2:3, :5], pattern=bidirectional)[0, [2]],
+        model(tokens[3:, :7], pattern=Causal())[0],
+    ]
+    close(model(inputs, pattern=RaggedBatch(sequences, cache)), torch.cat(expected))
 
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize(("pattern", "option"), CASES, ids=str)
-def test_output_positions_equal_all_logits_with_a_cache(
+def test_outputs_equal_all_logits_with_a_cache(
     tiny_model: MakeModel, pattern: AttentionPattern, option: str, batch: int
 ) -> None:
     model = tiny_model(torch.float64, **OPTIONS[option])
     tokens, cache = texts(batch), cache_of(model, batch)
-    for span in [(0, 6), (3, 9), (9, 12)]:
-        every = feed(model, cache, tokens, span, pattern).flatten(0, 1)
-        for rows in ([0], [1, 2], list(range(batch * (span[1] - span[0]))), []):
-            index = torch.tensor(rows, dtype=torch.int64)
-            close(feed(model, cache, tokens, span, pattern, rows=index), every[index])
+    for start, end in [(0, 6), (3, 9), (9, 12)]:
+        every = feed(model, cache, tokens, (start, end), pattern)
+        cases: list[list[list[int]]] = [
+            [[start], [end - 1]],
+            [[start + 1, start + 2], []],
+            [[], []],
+            [list(range(start, end))] * 2,
+        ]
+        for outputs in cases:
+            logits = feed(model, cache, tokens, (start, end), pattern, outputs=outputs)
+            offsets = [[position - start for position in row] for row in outputs[:batch]]
+            close(logits, torch.cat([every[text, rows] for text, rows in enumerate(offsets)]))
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
@@ -281,7 +337,7 @@ def test_bfloat16_is_near(tiny_model: MakeModel, queries: int) -> None:
 def test_autocast_keeps_its_dtype_in_the_cache(tiny_model: MakeModel) -> None:
     model = tiny_model()
     tokens, pattern = texts(), BlockCausal(3)
-    cache = KeyValueCache(model.config, 2, LENGTH, "cpu", torch.bfloat16)
+    cache = PagedCache(model.config, 2 * LENGTH // PAGE, PAGE, "cpu", torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
         whole = model(tokens, pattern=pattern)
         for span in SPANS["block by block"]:
@@ -310,59 +366,56 @@ def test_no_mask_where_all_is_seen(tiny_model: MakeModel, monkeypatch: pytest.Mo
             feed(model, cache, tokens, span, pattern)
     assert masks and all(mask is None for mask in masks)
     feed(model, cache, tokens, (0, 4), BlockCausal(3))
-    assert masks[-1] is not None and masks[-1] is masks[-2], "one for all layers of a window"
+    last = masks[-2 * model.config.num_hidden_layers :]
+    assert len({id(mask) for mask in last}) == 2 and None not in last, "one of each text for all layers of a window"
 
 
-def test_errors_of_cache_and_slots(tiny_model: MakeModel, make_config: MakeConfig) -> None:
+def test_errors_of_cache_and_sequences(tiny_model: MakeModel) -> None:
+    model, pattern = tiny_model(), Causal()
+    for num_pages, size in ((0, 4), (2, 0)):
+        with pytest.raises(ValueError, match="at least one page of one position"):
+            PagedCache(model.config, num_pages, size, "cpu", torch.float32)
+    for start, end, num_visible in ((0, 0, 4), (2, 1, 4), (-1, 2, 4), (0, 4, 3)):
+        with pytest.raises(ValueError, match="a sequence needs at least one input"):
+            SequenceSlice(start, end, num_visible, pattern, pages=[0])
+    for start, end, num_visible in ((1, 4, 4), (0, 3, 4)):
+        with pytest.raises(ValueError, match="without a cache all visible positions are inputs"):
+            SequenceSlice(start, end, num_visible, pattern)
+    cache = cache_of(model, 1)
+    with pytest.raises(ValueError, match="at least one sequence"):
+        RaggedBatch([], cache)
+    with pytest.raises(ValueError, match="need a cache"):
+        RaggedBatch([SequenceSlice(0, 4, 4, pattern, pages=[0])])
+    for pages in ([0], [0, 3], [-1, 0]):
+        with pytest.raises(ValueError, match=r"pages of 4 positions, out of 3, do not hold 5"):
+            RaggedBatch([SequenceSlice(0, 5, 5, pattern, pages=pages)], cache)
+
+
+def test_errors_of_a_ragged_forward(tiny_model: MakeModel) -> None:
     model = tiny_model()
-    for batch, length in ((0, 4), (2, 0), (2, 65)):
-        with pytest.raises(ValueError, match=r"at least one|max_position_embeddings = 64"):
-            cache_of(model, batch, length)
-    cache = cache_of(model, 2, 4)
-    for rows in ([], [2], [-1]):
-        with pytest.raises(ValueError, match="at least one of 0 to 1"):
-            cache.select(rows)
-    two = torch.tensor([4, 4])
-    for positions, visible, message in (
-        ([[0, 4], [0, 1]], two, "from 0 to 3"),
-        ([[0, -2], [0, 1]], two, "from 0 to 3"),
-        ([[0], [1]], torch.tensor([4, 5]), "from 0 to 4"),
-        ([[0], [1]], torch.tensor([-1, 4]), "from 0 to 4"),
-        ([[0, 1], [1, 2]], torch.tensor([2, 2]), r"hides inputs.* \[1, 2\]"),
-        ([[0]], two, "the 2 sequences of the cache"),
-        ([[0], [1]], two[:1], "the 2 sequences of the cache"),
-        ([[], []], two, "no inputs"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            CacheSlots(cache, torch.tensor(positions, dtype=torch.int64), visible)
-    with pytest.raises(AssertionError, match="int64"):
-        CacheSlots(cache, torch.zeros(2, 1, dtype=torch.int32), two)
-
-
-def test_errors_of_a_forward_with_a_cache(tiny_model: MakeModel) -> None:
-    model = tiny_model()
-    tokens, cache = texts(2, 4), cache_of(model, 2, 4)
-    slots = CacheSlots(cache, torch.arange(4).repeat(2, 1), torch.tensor([4, 4]))
-    documents = torch.zeros(2, 4, dtype=torch.int64)
+    tokens, cache = texts(1, 4), cache_of(model, 1)
+    documents = torch.zeros(1, 4, dtype=torch.int64)
     bias = DenseBias(torch.zeros(4, 4))
     for pattern in (BlockDiffusion(2), Causal(documents), BlockCausal(2, documents), Bidirectional(documents), bias):
         with pytest.raises(ValueError, match=type(pattern).__name__ + " .*cannot be used with a cache"):
-            model(tokens, pattern=pattern, cache=slots)
+            model(tokens, pattern=RaggedBatch([SequenceSlice(0, 4, 4, pattern, pages=[0])], cache))
+    batch = RaggedBatch([SequenceSlice(0, 4, 4, Causal(), pages=[0])], cache)
     rows = torch.tensor([0])
-    loss_inputs: Any = {"output_positions": rows, "loss_inputs": LossInputs(rows, torch.ones(1))}
-    for more in (loss_inputs, {"positions": torch.arange(4)}):
-        with pytest.raises(ValueError, match="neither positions nor loss_inputs"):
-            model(tokens, pattern=Causal(), cache=slots, **more)
-    for others in (tokens[:1], tokens[:, :3]):
-        with pytest.raises(ValueError, match="must have the same shape"):
-            model(others, pattern=Causal(), cache=slots)
+    more: Any
+    for more in (
+        {"output_positions": rows, "loss_inputs": LossInputs(rows, torch.ones(1))},
+        {"output_positions": rows},
+        {"positions": torch.arange(4)},
+    ):
+        with pytest.raises(ValueError, match="neither positions nor output_positions"):
+            model(tokens, pattern=batch, **more)
+    for others in (tokens[:, :3], tokens.repeat(2, 1)):
+        with pytest.raises(ValueError, match=r"must be \[1, 4\]"):
+            model(others, pattern=batch)
+    long = texts(1, 65)
+    with pytest.raises(ValueError, match="max_position_embeddings = 64"):
+        model(long, pattern=RaggedBatch([SequenceSlice(0, 65, 65, Causal())]))
     with torch.inference_mode(False), pytest.raises(ValueError, match="no gradient"):
-        model(tokens, pattern=Causal(), cache=slots)
-    for backend in ("tiled", "flex"):
-        with pytest.raises(ValueError, match=f'attention_backend = "{backend}".*generation.cache'):
-            prepare_cached_attention(Causal(), slots, [None], "cpu", backend)
-    with pytest.raises(ValueError, match="cannot cap"):
-        prepare_cached_attention(Causal(), slots, [None], "cpu", "sdpa", AttentionScale(softcap=1.0))
-    model.to(torch.float64)
-    with pytest.raises(ValueError, match="float32"):
-        model(tokens, pattern=Causal(), cache=slots)
+        model(tokens, pattern=batch)
+    with pytest.raises(ValueError, match='"tiled" has no cached form'):
+        tiny_model(backend="tiled")(tokens, pattern=batch)

@@ -1,0 +1,433 @@
+"""Forwards of several sequences in one row, one after another, without padding; some with a paged key-value cache.
+
+Each sequence attends to itself alone, by a computation of its own on a CPU, so no neighbor changes its attention. On a
+GPU sequences with equally many inputs share their kernels.
+
+Shapes: Q inputs of all sequences, S visible keys of a sequence, G sequences of a group, N query heads, K key-value
+heads, H width of a head, T slots of a cache, P outputs out of Q.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from config.runtime import AttentionBackend
+from diffusionlm.models.attention import PreparedAttention
+from diffusionlm.models.attention_backends import prepare_attention, select_cached_backend
+from diffusionlm.models.cache import PagedCache
+from diffusionlm.models.dense_attention import DEFAULT_SCALE, AttentionScale, attend_cached
+from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, Causal
+
+
+@dataclass(frozen=True)
+class SequenceSlice:
+    """The inputs of one sequence in a forward: its positions from ``start`` to ``end``.
+
+    Raises:
+        ValueError: no inputs, inputs that are not visible, or without a cache other inputs than all visible ones.
+    """
+
+    start: int
+    end: int
+    num_visible: int
+    """Inputs attend to keys below this position, if the pattern allows it."""
+    pattern: AttentionPattern
+    """Of the whole sequence."""
+    pages: Sequence[int] | None = None
+    """Pages of the cache for its positions, ascending. None: no cache; keys and values are those of the inputs."""
+    outputs: NDArray[np.int64] | None = None
+    """Positions whose outputs are computed, ascending. None: all inputs."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.end <= self.num_visible:
+            raise ValueError(
+                f"inputs from position {self.start} to {self.end} with {self.num_visible} visible keys: a sequence "
+                "needs at least one input, and attends to its own inputs"
+            )
+        if self.pages is None and (self.start, self.end) != (0, self.num_visible):
+            raise ValueError(
+                f"inputs from position {self.start} to {self.end} of {self.num_visible}: without a cache all visible "
+                "positions are inputs"
+            )
+
+    @property
+    def num_inputs(self) -> int:
+        return self.end - self.start
+
+    @property
+    def output_offsets(self) -> NDArray[np.int64]:
+        """Outputs, counted from the first input."""
+        return np.arange(self.num_inputs) if self.outputs is None else self.outputs - self.start
+
+
+@dataclass(frozen=True)
+class RaggedBatch:
+    """The sequences of one forward, ``model(tokens_1Q, pattern=RaggedBatch(...))``, in place of one attention pattern.
+
+    Raises:
+        ValueError: no sequence, or pages without a cache.
+    """
+
+    sequences: Sequence[SequenceSlice]
+    cache: PagedCache | None = None
+
+    def __post_init__(self) -> None:
+        if not self.sequences:
+            raise ValueError("a forward needs at least one sequence")
+        for part in self.sequences:
+            if part.pages is None:
+                continue
+            if self.cache is None:
+                raise ValueError("sequences with pages need a cache")
+            pages, size = part.pages, self.cache.page_size
+            if len(pages) * size < part.num_visible or not 0 <= min(pages) <= max(pages) < self.cache.num_pages:
+                raise ValueError(
+                    f"{len(pages)} pages of {size} positions, out of {self.cache.num_pages}, do not hold "
+                    f"{part.num_visible} positions"
+                )
+
+    @property
+    def num_inputs(self) -> int:
+        """Q."""
+        return sum(part.num_inputs for part in self.sequences)
+
+    def positions(self) -> Tensor:
+        """Position of each input in its sequence, [1, Q], on the CPU."""
+        return torch.from_numpy(np.concatenate([np.arange(part.start, part.end) for part in self.sequences]))[None]
+
+    def output_positions(self) -> Tensor | None:
+        """Indices of all outputs among all inputs, [P], on the CPU. None: all."""
+        if all(part.outputs is None for part in self.sequences):
+            return None
+        firsts = np.cumsum([0, *(part.num_inputs for part in self.sequences[:-1])]).tolist()
+        offsets = [first + part.output_offsets for first, part in zip(firsts, self.sequences, strict=True)]
+        return torch.from_numpy(np.concatenate(offsets))
+
+
+def prepare_ragged_attention(
+    batch: RaggedBatch,
+    windows: Sequence[int | None],
+    device: torch.device,
+    backend: AttentionBackend = "auto",
+    scale_options: AttentionScale = DEFAULT_SCALE,
+    *,
+    share_kernels: bool | None = None,
+) -> tuple[list[RaggedAttention], Tensor]:
+    """Prepare the attention of each layer.
+
+    Args:
+        windows: sliding window of each layer. None: no limit.
+        backend: ``auto``: see `attention_backends`.
+        share_kernels: one computation for all sequences with a cache and equally many inputs. None: on a GPU.
+
+    Returns:
+        The attention of each layer, and the positions of the inputs for the rotary embedding, [1, Q], on the device.
+
+    Raises:
+        ValueError: a sequence has a cache and its pattern depends on more than positions, or the backend has no cached
+            form or no soft cap.
+    """
+    scale_options.check_backend(backend)
+    if backend not in ("auto", "eager", "sdpa") and any(part.pages is not None for part in batch.sequences):
+        raise ValueError(
+            f'attention_backend = "{backend}" has no cached form: use "auto", "eager" or "sdpa", or '
+            'generation.cache = "none"'
+        )
+    inputs = _InputIndices(batch, device)
+    groups = _group_sequences(batch.sequences, device.type == "cuda" if share_kernels is None else share_kernels)
+    parts_of_window = {
+        window: [_prepare_part(inputs, group, window, backend, scale_options) for group in groups]
+        for window in dict.fromkeys(windows)
+    }
+    attentions = [RaggedAttention(inputs, layer, parts_of_window[window]) for layer, window in enumerate(windows)]
+    return attentions, inputs.positions_Q[None]
+
+
+class RaggedAttention(PreparedAttention):
+    """Attention of one layer; built by `prepare_ragged_attention`."""
+
+    def __init__(
+        self, inputs: _InputIndices, layer: int, parts: Sequence[_UncachedSequences | _CachedSequences]
+    ) -> None:
+        self._inputs, self._layer, self._parts = inputs, layer, parts
+
+    def __call__(self, q_1QNH: Tensor, k_1QKH: Tensor, v_1QKH: Tensor) -> Tensor:
+        """Write keys and values of the inputs to their pages; attend, [1, Q, N, H]."""
+        self._inputs.write(self._layer, k_1QKH[0], v_1QKH[0])
+        out_QNH = torch.empty_like(q_1QNH[0])
+        for part in self._parts:
+            out_QNH[part.rows.inputs] = part.attend(self._layer, q_1QNH[0], k_1QKH[0], v_1QKH[0])
+        return out_QNH[None]
+
+    def at_positions(self, q_PNH: Tensor, k_1QKH: Tensor, v_1QKH: Tensor, output_positions: Tensor) -> Tensor:
+        """The same for the queries of the outputs, [P, N, H]."""
+        self._inputs.write(self._layer, k_1QKH[0], v_1QKH[0])
+        out_PNH = torch.empty_like(q_PNH)
+        for part in self._parts:
+            if part.rows.num_outputs:
+                out_PNH[part.rows.outputs] = part.attend_outputs(self._layer, q_PNH, k_1QKH[0], v_1QKH[0])
+        return out_PNH
+
+
+class _InputIndices:
+    """Positions, slots and key limits of all inputs, copied to the device without waiting for it."""
+
+    def __init__(self, batch: RaggedBatch, device: torch.device) -> None:
+        self.cache = batch.cache
+        slots, limits, cached_rows = [], [], []
+        self.limits: dict[int, Tensor] = {}
+        """Identity of a sequence -> key limits of its inputs, on the CPU."""
+        first_input = first_output = 0
+        self.rows: dict[int, tuple[int, int]] = {}
+        """Identity of a sequence -> its first row among the inputs, and among the outputs."""
+        for part in batch.sequences:
+            positions_Q = torch.arange(part.start, part.end)
+            limit_Q = torch.full_like(positions_Q, part.num_visible)
+            if part.pages is None:
+                slots.append(torch.zeros_like(positions_Q))
+            else:
+                assert batch.cache is not None
+                limit_Q = torch.minimum(limit_Q, _key_limit(part.pattern, positions_Q))
+                slots.append(torch.tensor(batch.cache.slots(part.pages, part.start, part.end)))
+                cached_rows.append(first_input + torch.arange(part.num_inputs))
+            limits.append(limit_Q)
+            self.limits[id(part)] = limit_Q
+            self.rows[id(part)] = (first_input, first_output)
+            first_input += part.num_inputs
+            first_output += len(part.output_offsets)
+        packed = torch.stack([batch.positions()[0], torch.cat(slots), torch.cat(limits)])
+        self.positions_Q, self.slots_Q, self.limits_Q = _to_device(packed, device).unbind()
+        self._cached_rows = None
+        if sum(map(len, cached_rows)) < batch.num_inputs:
+            self._cached_rows = _to_device(torch.cat([*cached_rows, torch.zeros(0, dtype=torch.int64)]), device)
+            self.slots_Q = self.slots_Q[self._cached_rows]
+        self.device = device
+
+    def write(self, layer: int, k_QKH: Tensor, v_QKH: Tensor) -> None:
+        """Write keys and values of the inputs with a cache.
+
+        Raises:
+            ValueError: they have another dtype than the cache.
+        """
+        if self.cache is None or not len(self.slots_Q):
+            return
+        for storage, new_QKH in ((self.cache.keys_KTH, k_QKH), (self.cache.values_KTH, v_QKH)):
+            if new_QKH.dtype != self.cache.dtype:
+                raise ValueError(
+                    f"the cache is {self.cache.dtype} and the model's keys are {new_QKH.dtype}: create the cache with "
+                    "the dtype of the keys"
+                )
+            if self._cached_rows is not None:
+                new_QKH = new_QKH[self._cached_rows]
+            storage[layer].index_copy_(1, self.slots_Q, new_QKH.transpose(0, 1))
+
+
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()  # a copy of pageable memory may wait for the device
+    return tensor.to(device, non_blocking=True)
+
+
+def _key_limit(pattern: AttentionPattern, positions_Q: Tensor) -> Tensor:
+    """Last visible key of each input of a sequence with a cache, plus one.
+
+    Raises:
+        ValueError: the pattern depends on more than positions.
+    """
+    if not isinstance(pattern, Bidirectional | Causal | BlockCausal) or pattern.documents_BL is not None:
+        raise ValueError(
+            f"{type(pattern).__name__}{'' if pattern.documents_BL is None else ' with documents'} cannot be used with "
+            "a cache: a cached sequence is one document; use Bidirectional, Causal or BlockCausal without documents"
+        )
+    return pattern.key_limit(positions_Q[None])[0]
+
+
+def _group_sequences(sequences: Sequence[SequenceSlice], share_kernels: bool) -> list[list[SequenceSlice]]:
+    """Sequences that are computed together: with ``share_kernels`` those with equally many inputs and either a cache
+    each, or the same pattern."""
+    if not share_kernels:
+        return [[part] for part in sequences]
+    groups: dict[tuple[int, int | None], list[SequenceSlice]] = {}
+    for part in sequences:
+        key = (part.num_inputs, id(part.pattern) if part.pages is None else None)
+        groups.setdefault(key, []).append(part)
+    return list(groups.values())
+
+
+def _prepare_part(
+    inputs: _InputIndices,
+    group: Sequence[SequenceSlice],
+    window: int | None,
+    backend: AttentionBackend,
+    scale_options: AttentionScale,
+) -> _UncachedSequences | _CachedSequences:
+    if group[0].pages is None:
+        return _UncachedSequences(inputs, group, window, backend, scale_options)
+    assert backend in ("auto", "eager", "sdpa"), "checked before"
+    return _CachedSequences(inputs, group, window, backend, scale_options)
+
+
+class _Rows:
+    """Rows of a group of G sequences with equally many inputs, Q each."""
+
+    def __init__(self, inputs: _InputIndices, group: Sequence[SequenceSlice]) -> None:
+        self.num_sequences, self.num_inputs = len(group), group[0].num_inputs
+        input_rows, output_rows, offsets = [], [], []
+        for index, part in enumerate(group):
+            first_input, first_output = inputs.rows[id(part)]
+            input_rows.append(first_input + np.arange(part.num_inputs))
+            output_rows.append(first_output + np.arange(len(part.output_offsets)))
+            offsets.append(index * self.num_inputs + part.output_offsets)
+        self.num_outputs = sum(map(len, output_rows))
+        self.inputs = _as_rows(np.concatenate(input_rows), inputs.device)
+        """Among the inputs of the forward."""
+        self.outputs = _as_rows(np.concatenate(output_rows), inputs.device)
+        """Among the outputs of the forward."""
+        self.output_offsets = _to_device(torch.from_numpy(np.concatenate(offsets)), inputs.device)
+        """Outputs among the G * Q inputs of the group, [P]."""
+
+    def select(self, tensor_Q: Tensor) -> Tensor:
+        """Inputs of the group, [G, Q, ...]."""
+        rows = tensor_Q[self.inputs]
+        return rows.view(self.num_sequences, self.num_inputs, *rows.shape[1:])
+
+
+class _UncachedSequences:
+    """Sequences whose keys are their inputs."""
+
+    def __init__(
+        self,
+        inputs: _InputIndices,
+        group: Sequence[SequenceSlice],
+        window: int | None,
+        backend: AttentionBackend,
+        scale_options: AttentionScale,
+    ) -> None:
+        self.rows = _Rows(inputs, group)
+        pattern = group[0].pattern.to(inputs.device)
+        length = self.rows.num_inputs
+        self._attention = prepare_attention(pattern, length, inputs.device, backend, window, scale_options)
+
+    def attend(self, layer: int, q_QNH: Tensor, k_QKH: Tensor, v_QKH: Tensor) -> Tensor:
+        select = self.rows.select
+        return self._attention(select(q_QNH), select(k_QKH), select(v_QKH)).flatten(0, 1)
+
+    def attend_outputs(self, layer: int, q_PNH: Tensor, k_QKH: Tensor, v_QKH: Tensor) -> Tensor:
+        keys, values = self.rows.select(k_QKH), self.rows.select(v_QKH)
+        return self._attention.at_positions(q_PNH[self.rows.outputs], keys, values, self.rows.output_offsets)
+
+
+class _CachedSequences:
+    """One sequence with a cache, or several with equally many inputs."""
+
+    def __init__(
+        self,
+        inputs: _InputIndices,
+        group: Sequence[SequenceSlice],
+        window: int | None,
+        requested: Literal["auto", "eager", "sdpa"],
+        scale_options: AttentionScale,
+    ) -> None:
+        assert inputs.cache is not None
+        self._cache, self._window = inputs.cache, window
+        self._requested: Literal["auto", "eager", "sdpa"] = requested
+        self._scale_options = scale_options
+        self.rows = _Rows(inputs, group)
+        self._num_keys = max(part.num_visible for part in group)
+        """S: no query attends to keys from here on."""
+        self._limits_GQ = self.rows.select(inputs.limits_Q)
+        self._positions_GQ = self.rows.select(inputs.positions_Q)
+        self._needs_mask = self._hides_keys(inputs, group)
+        self._slots_GS = self._gathered_slots(group, inputs.device)
+        self._biases: dict[tuple[torch.dtype, bool], Tensor] = {}
+
+    def _hides_keys(self, inputs: _InputIndices, group: Sequence[SequenceSlice]) -> bool:
+        if self._window is not None:
+            last, first = max(part.end for part in group) - 1, min(part.start for part in group)
+            if last >= self._window or self._num_keys - first > self._window:
+                return True
+            self._window = None
+        return any(int(limits.min()) < self._num_keys for limits in (inputs.limits[id(part)] for part in group))
+
+    def _gathered_slots(self, group: Sequence[SequenceSlice], device: torch.device) -> Tensor | slice:
+        """Slots of all keys, [G, S]; a slice for a single sequence whose pages are adjacent."""
+        size, num_pages = self._cache.page_size, -(-self._num_keys // self._cache.page_size)
+        if len(group) == 1:
+            pages = list(group[0].pages or ())[:num_pages]
+            if pages == list(range(pages[0], pages[0] + num_pages)):
+                return slice(pages[0] * size, pages[0] * size + self._num_keys)
+        tables = []
+        for part in group:
+            # Hidden keys are those of the sequence's first page: what other pages hold may not even be finite.
+            own = list(part.pages or ())[: -(-part.num_visible // size)]
+            tables.append(own + [own[0]] * (num_pages - len(own)))
+        tables_GP = _to_device(torch.tensor(tables), device)
+        slots_GPS = tables_GP[:, :, None] * size + torch.arange(size, device=device)
+        return slots_GPS.flatten(1)[:, : self._num_keys]
+
+    def attend(self, layer: int, q_QNH: Tensor, k_QKH: Tensor, v_QKH: Tensor) -> Tensor:
+        return self._attend(layer, self.rows.select(q_QNH), outputs_only=False).flatten(0, 1)
+
+    def attend_outputs(self, layer: int, q_PNH: Tensor, k_QKH: Tensor, v_QKH: Tensor) -> Tensor:
+        rows = self.rows
+        if rows.num_sequences == 1:
+            return self._attend(layer, q_PNH[None, rows.outputs], outputs_only=True)[0]
+        q_UNH = q_PNH.new_zeros(rows.num_sequences * rows.num_inputs, *q_PNH.shape[1:])
+        q_UNH[rows.output_offsets] = q_PNH[rows.outputs]
+        q_GQNH = q_UNH.view(rows.num_sequences, rows.num_inputs, *q_PNH.shape[1:])
+        return self._attend(layer, q_GQNH, outputs_only=False).flatten(0, 1)[rows.output_offsets]
+
+    def _attend(self, layer: int, q_GQNH: Tensor, *, outputs_only: bool) -> Tensor:
+        keys_GKSH, values_GKSH = (
+            self._read(storage[layer]) for storage in (self._cache.keys_KTH, self._cache.values_KTH)
+        )
+        groups = keys_GKSH.shape[1]
+        num_stacked = q_GQNH.shape[1] * q_GQNH.shape[2] // groups
+        backend = select_cached_backend(
+            self._requested, num_stacked, q_GQNH.device.type, q_GQNH.dtype, self._scale_options.softcap
+        )
+        bias = self._bias(q_GQNH, groups, outputs_only) if self._needs_mask else None
+        return attend_cached(q_GQNH, keys_GKSH, values_GKSH, bias, backend, self._scale_options)
+
+    def _read(self, storage_KTH: Tensor) -> Tensor:
+        """Keys or values, [G, K, S, H]."""
+        slots = self._slots_GS
+        return storage_KTH[None, :, slots] if isinstance(slots, slice) else storage_KTH[:, slots].transpose(0, 1)
+
+    def _bias(self, q_GQNH: Tensor, groups: int, outputs_only: bool) -> Tensor:
+        """Bias [G, 1, N / K * Q, S] in the dtype of the queries, shared by all layers."""
+        key = (q_GQNH.dtype, outputs_only)
+        if key not in self._biases:
+            limits_GQ, positions_GQ = self._limits_GQ, self._positions_GQ
+            if outputs_only:
+                limits_GQ, positions_GQ = (table[:, self.rows.output_offsets] for table in (limits_GQ, positions_GQ))
+            keys_S = torch.arange(self._num_keys, device=limits_GQ.device)
+            mask_GQS = keys_S < limits_GQ[..., None]
+            if self._window is not None:
+                mask_GQS = mask_GQS & ((positions_GQ[..., None] - keys_S).abs() < self._window)
+            self._biases[key] = _build_stacked_bias(mask_GQS, q_GQNH, groups)
+        return self._biases[key]
+
+
+def _as_rows(rows: NDArray[np.int64], device: torch.device) -> slice | Tensor:
+    """A slice if the rows are adjacent, else an index."""
+    if len(rows) and np.array_equal(rows, np.arange(rows[0], rows[0] + len(rows))):
+        return slice(int(rows[0]), int(rows[0]) + len(rows))
+    return _to_device(torch.from_numpy(rows), device)
+
+
+def _build_stacked_bias(mask_GQS: Tensor, q_GQNH: Tensor, groups: int) -> Tensor:
+    G, Q, S = mask_GQS.shape
+    heads = q_GQNH.shape[2] // groups
+    # SDPA on a GPU copies the bias in each layer unless its rows are a multiple of 8 keys.
+    padded = -(-S // 8) * 8
+    bias = q_GQNH.new_zeros(G, heads, Q, padded)
+    bias[..., :S].masked_fill_(~mask_GQS[:, None], float("-inf"))
+    return bias.view(G, 1, heads * Q, padded)[..., :S]
