@@ -15,6 +15,7 @@ import argparse
 import tokenize
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -24,11 +25,14 @@ from benchmarking.harness import Benchmark, Report, Settings, Table, main
 from config.generation import GenerationConfig
 from diffusionlm.checkpoints.huggingface import load_model
 from diffusionlm.checkpoints.model_files import load_tokenizer
+from diffusionlm.inference.decoder import PAGE_SIZE
 from diffusionlm.inference.generate import decode
-from diffusionlm.inference.model_runner import ModelRunner, build_pattern, masked_position_logits
+from diffusionlm.inference.model_runner import ModelRunner, Turn, build_pattern, masked_position_logits
 from diffusionlm.inference.requests import ActiveRequest, prepare_prompt
-from diffusionlm.inference.sampling import TokenSampler
+from diffusionlm.inference.sampling import BatchSampler
 from diffusionlm.inference.settings import resolve_settings
+from diffusionlm.models.cache import PagedCache
+from diffusionlm.models.layers import compute_dtype
 from diffusionlm.models.transformer import Transformer
 from files.terminal_text import print_message
 
@@ -56,9 +60,14 @@ def measure_errors(model: Transformer, prompts: Sequence[Sequence[int]], config:
     exact_settings = replace(settings, config=settings.config.model_copy(update={"cache": "none"}))
     prepared_requests = [prepare_prompt(settings, prompt, seed) for seed, prompt in enumerate(prompts)]
     requests = [ActiveRequest(request, settings) for request in prepared_requests]
-    run_forward, pattern = ModelRunner(model, requests), build_pattern(settings)
+    num_pages = [-(-len(request.tokens_L) // PAGE_SIZE) for request in requests]
+    for request, (first, end) in zip(requests, pairwise(np.cumsum([0, *num_pages]).tolist()), strict=True):
+        request.pages = [list(range(first, end))]
+    weight = model.lm_head.weight
+    cache = PagedCache(model.config, sum(num_pages), PAGE_SIZE, weight.device, compute_dtype(weight))
+    run_forward, pattern = ModelRunner(model, cache), build_pattern(settings)
     forbidden_token_ids = torch.tensor(settings.forbidden_token_ids)
-    token_sampler = TokenSampler(settings, forbidden_token_ids.device)
+    sampler = BatchSampler(forbidden_token_ids.device)
     kl, same_top1, positions, input_share, forwards = 0.0, 0, 0, 0.0, 0
     while True:
         for request in requests:
@@ -70,7 +79,7 @@ def measure_errors(model: Transformer, prompts: Sequence[Sequence[int]], config:
         for input_slice, request in zip(slices, active, strict=True):
             input_share += (input_slice.end - input_slice.start) / len(request.tokens_L)
         forwards += len(active)
-        logits_NV = run_forward(active)
+        logits_NV = run_forward([Turn(request, part) for request, part in zip(active, slices, strict=True)])
         canvases = [request.tokens_L[: part.num_visible] for request, part in zip(active, slices, strict=True)]
         exact_NV = masked_position_logits(
             model, canvases, [request.output_positions for request in active], [pattern] * len(active)
@@ -82,7 +91,9 @@ def measure_errors(model: Transformer, prompts: Sequence[Sequence[int]], config:
         kl += float((exact_NV.exp() * (exact_NV - cached_NV).nan_to_num()).sum())
         same_top1 += int((cached_NV.argmax(dim=1) == exact_NV.argmax(dim=1)).sum())
         positions += len(cached_NV)
-        for request, predictions in zip(active, token_sampler.sample_predictions(logits_NV, active), strict=True):
+        for request, predictions in zip(active, sampler.sample_predictions(logits_NV, active), strict=True):
+            if isinstance(predictions, ValueError):
+                raise predictions
             request.commit(predictions)
     exact = decode(model, exact_settings, prepared_requests)
     agreement = [

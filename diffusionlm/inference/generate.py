@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
 from config.generation import GenerationConfig
-from diffusionlm.inference.model_runner import ModelRunner
+from diffusionlm.inference.decoder import PAGE_SIZE, Decoder, DecoderLimits
 from diffusionlm.inference.requests import (
     ActiveRequest,
     AllowedTokens,
@@ -22,7 +20,6 @@ from diffusionlm.inference.requests import (
     prepare_infill,
     prepare_prompt,
 )
-from diffusionlm.inference.sampling import TokenSampler
 from diffusionlm.inference.settings import DecodingSettings, resolve_settings
 from diffusionlm.models.transformer import Transformer
 
@@ -141,7 +138,6 @@ def infill(
     return decode(model, settings, requests, on_step)
 
 
-@torch.inference_mode()
 def decode(
     model: Transformer,
     settings: DecodingSettings,
@@ -154,21 +150,22 @@ def decode(
         ValueError: the model's probabilities are not finite.
     """
     requests = [ActiveRequest(request, settings) for request in prepared_requests]
-    run_forward = ModelRunner(model, requests)
-    token_sampler = TokenSampler(settings, model.lm_head.weight.device)
-    active_requests, num_forwards = requests, 0
-    while True:
-        for request in active_requests:
-            request.prepare_step()
-        active_requests = [request for request in active_requests if not request.is_done]
-        if not active_requests:
-            return [_to_generation(request) for request in requests]
-        predictions = token_sampler.sample_predictions(run_forward(active_requests), active_requests)
-        num_forwards += 1
-        for request, request_predictions in zip(active_requests, predictions, strict=True):
-            request.commit(request_predictions)
-        if on_step is not None:
+    num_pages = sum(
+        -(-len(request.tokens_L) // PAGE_SIZE) * request.num_texts for request in requests if request.uses_cache
+    )
+    decoder = Decoder(model, DecoderLimits(num_pages))
+    for request in requests:
+        decoder.add(request)
+    num_forwards = 0
+    while decoder.has_work:
+        result = decoder.run_round()
+        for request in requests:
+            if request.error is not None:
+                raise request.error
+        num_forwards += result.has_forward
+        if result.has_forward and on_step is not None:
             on_step(DecodingStep(num_forwards, tuple(_take_snapshot(request) for request in requests)))
+    return [to_generation(request) for request in requests]
 
 
 def _zip_requests(
@@ -197,7 +194,7 @@ def _take_snapshot(request: ActiveRequest) -> CanvasSnapshot:
     )
 
 
-def _to_generation(request: ActiveRequest) -> Generation:
+def to_generation(request: ActiveRequest) -> Generation:
     positions = request.answer_positions[: request.stop_index]
     token_ids = request.tokens_L if request.is_infill else request.tokens_L[positions]
     return Generation(

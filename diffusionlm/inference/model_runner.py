@@ -25,14 +25,10 @@ from diffusionlm.diffusion.attention_bias import read_attention_bias
 from diffusionlm.inference.requests import ActiveRequest
 from diffusionlm.inference.settings import DecodingSettings
 from diffusionlm.models.cache import PagedCache
-from diffusionlm.models.layers import compute_dtype
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, DenseBias, PromptAndOwnBlock
 from diffusionlm.models.ragged import RaggedBatch, SequenceSlice
 from diffusionlm.models.transformer import Transformer
 from profiling import nvtx
-
-PAGE_SIZE = 16
-"""Positions of a page of the cache."""
 
 
 def masked_position_logits(
@@ -88,57 +84,51 @@ class InputSlice:
     """Keys and values that do not change until the block is complete."""
 
 
+@dataclass(frozen=True)
+class Turn:
+    """What one forward does for a request."""
+
+    request: ActiveRequest
+    part: InputSlice
+    is_decoded: bool = True
+    """False: keys and values of a part of its text are cached, nothing else."""
+
+    @property
+    def num_rows(self) -> int:
+        """Inputs of all texts of the request."""
+        return (self.part.end - self.part.start) * self.request.num_texts
+
+
 class ModelRunner:
-    """Runs the model on requests and maintains their KV cache.
+    """Runs the model on requests, which own pages of a cache."""
 
-    A request with guidance has a second text, the unconditional one, with pages of its own.
-    """
-
-    def __init__(self, model: Transformer, requests: Sequence[ActiveRequest]) -> None:
-        """Allocate a cache that holds all requests."""
-        self._model = model
+    def __init__(self, model: Transformer, cache: PagedCache | None) -> None:
+        self._model, self._cache = model, cache
         self._shift = _output_shift(model.config)
-        self._patterns: dict[int, AttentionPattern] = {}
-        self._pages: dict[int, list[range]] = {}
-        """Identity of a request -> pages of each of its texts."""
-        self._cache: PagedCache | None = None
-        num_pages = 0
-        for request in requests:
-            if request.settings.config.cache != "none":
-                size = -(-len(request.tokens_L) // PAGE_SIZE)
-                num_texts = 2 if request.has_guidance else 1
-                self._pages[id(request)] = [
-                    range(num_pages + size * index, num_pages + size * (index + 1)) for index in range(num_texts)
-                ]
-                num_pages += size * num_texts
-        if num_pages:
-            weight = model.lm_head.weight
-            self._cache = PagedCache(model.config, num_pages, PAGE_SIZE, weight.device, compute_dtype(weight))
+        self._patterns: dict[int, tuple[DecodingSettings, AttentionPattern]] = {}
 
-    def __call__(self, requests: Sequence[ActiveRequest]) -> Tensor:
-        """Logits that predict the output positions of the requests, [N, V]; in fp64 if one has guidance.
+    def __call__(self, turns: Sequence[Turn]) -> Tensor:
+        """Logits that predict the output positions of the requests that are decoded, [N, V]; in fp64 if one has
+        guidance.
 
         Classifier-free guidance (Nie et al. 2025): ``u + (s + 1) (c - u)``, where u is computed with the prompt masked.
         """
-        slices = [self.input_slice(request) for request in requests]
-        pairs = list(zip(requests, slices, strict=True))
         # A forward that fills the cache with a text from its first token on is a prefill.
         is_prefill = any(
-            id(request) in self._pages and request.needs_prefill and part.start == 0 for request, part in pairs
+            turn.request.uses_cache and turn.request.needs_prefill and turn.part.start == 0 for turn in turns
         )
-        canvases = [request.tokens_L for request in requests]
-        sequences = [self._sequence(request, part, 0) for request, part in pairs]
-        guided = [(request, part) for request, part in pairs if request.has_guidance]
-        canvases += [_unconditional_canvas(request) for request, _ in guided]
-        sequences += [self._sequence(request, part, 1) for request, part in guided]
+        guided = [turn for turn in turns if turn.request.has_guidance]
+        canvases = [turn.request.tokens_L for turn in turns] + [_unconditional_canvas(turn.request) for turn in guided]
+        sequences = [self._sequence(turn, 0) for turn in turns] + [self._sequence(turn, 1) for turn in guided]
         with nvtx.annotate("decoding: prefill" if is_prefill else "decoding: forward"):
             logits_NV = _forward(self._model, canvases, sequences, self._cache)
-        for request, part in pairs:
-            request.cached_length, request.needs_prefill = part.cached_length, False
-        return _guide(logits_NV, requests) if guided else logits_NV
+        for turn in turns:
+            turn.request.cached_length = turn.part.cached_length
+            turn.request.needs_prefill &= not turn.is_decoded
+        return _guide(logits_NV, [turn.request for turn in turns if turn.is_decoded]) if guided else logits_NV
 
     def input_slice(self, request: ActiveRequest) -> InputSlice:
-        """The positions of a request that the next forward reads."""
+        """The positions of a request that its next step reads."""
         config, block_length = request.settings.config, request.settings.block_causal_length
         block_positions, length = request.blocks[0].positions, len(request.tokens_L)
         block_start, block_end = int(block_positions[0]), int(block_positions[-1]) + 1
@@ -149,23 +139,44 @@ class ModelRunner:
             num_visible = min(segments.block_end(block_start, block_length), length)
             if block_length == 1 and self._shift:
                 num_visible = block_start  # No output that is computed attends to the token itself.
-            start = 0 if config.cache == "none" else min(request.cached_length, first_output)
+            start = min(request.cached_length, first_output) if request.uses_cache else 0
             return InputSlice(start, num_visible, num_visible, block_start)
         num_visible = block_end if config.canvas == "growing" else length
-        if config.cache == "none" or request.needs_prefill:
+        if not request.uses_cache or request.needs_prefill:
             return InputSlice(0, num_visible, num_visible, block_start)
         end = block_end if config.cache == "dual" else num_visible
         return InputSlice(min(block_start, first_output), end, num_visible, block_start)
 
-    def _sequence(self, request: ActiveRequest, part: InputSlice, text: int) -> SequenceSlice:
-        pages = self._pages.get(id(request))
+    def prompt_slice(self, request: ActiveRequest, num_rows: int) -> InputSlice | None:
+        """The next whole blocks of a text that is read in parts, of at most ``num_rows`` positions, or one block if
+        these are fewer; None: ``num_rows`` is 0, or the step of the request reads no more than that.
+
+        Only for block-causal attention with a cache.
+        """
+        block_length, part = request.settings.block_causal_length, self.input_slice(request)
+        assert block_length is not None and request.uses_blocks
+        if num_rows < 1:
+            return None
+        segments = request.segments
+        limit = min(part.start + num_rows, part.cached_length)
+        starts = segments.block_starts(np.array([part.start, limit]), block_length).tolist()
+        end = max(starts[1], segments.block_end(starts[0], block_length))
+        return InputSlice(part.start, end, end, end) if end <= part.cached_length else part
+
+    def num_final_tokens(self, request: ActiveRequest) -> int:
+        """Positions at the beginning whose keys and values the next step does not compute anew."""
+        part = self.input_slice(request)
+        return min(part.cached_length, max(0, int(request.output_positions[0]) - self._shift))
+
+    def _sequence(self, turn: Turn, text: int) -> SequenceSlice:
+        request, part = turn.request, turn.part
         return SequenceSlice(
             part.start,
             part.end,
             part.num_visible,
             self._pattern(request, part.num_visible),
-            pages=None if pages is None else pages[text],
-            outputs=request.output_positions - self._shift,
+            pages=request.pages[text] if request.uses_cache else None,
+            outputs=request.output_positions - self._shift if turn.is_decoded else request.output_positions[:0],
         )
 
     def _pattern(self, request: ActiveRequest, length: int) -> AttentionPattern:
@@ -178,10 +189,9 @@ class ModelRunner:
         if settings.block_causal_length is not None and len(request.segments.starts) > 1:
             segments_1L = torch.from_numpy(request.segments.numbers(length))[None]
             return BlockCausal(settings.block_causal_length, segments_BL=segments_1L)
-        key = id(settings)
-        if key not in self._patterns:
-            self._patterns[key] = build_pattern(settings)
-        pattern = self._patterns[key]
+        if id(settings) not in self._patterns:
+            self._patterns[id(settings)] = (settings, build_pattern(settings))
+        pattern = self._patterns[id(settings)][1]
         return DenseBias(pattern.bias[..., :length, :length]) if isinstance(pattern, DenseBias) else pattern
 
 

@@ -232,6 +232,18 @@ class ActiveRequest:
         """Positions whose cached keys and values do not change within the current block."""
         self.needs_prefill = True
         """No forward has read the current block yet."""
+        self.pages: list[list[int]] = []
+        """Pages of each text: with guidance there is a second one, without what was given."""
+        self.page_digests: list[bytes] = []
+        """Of the pages in the prefix cache."""
+        self.arrival = 0
+        """Number of requests that came before."""
+        self.last_round = 0
+        """Round that served the request last."""
+        self.is_prepared = False
+        """`prepare_step` was called for the next step."""
+        self.error: ValueError | None = None
+        """Why decoding has ended."""
         self._strategy = settings.strategy
         self._stop_token_ids: Collection[int] = () if request.is_infill else settings.stop_token_ids
         self._deferred_token_ids = list(settings.config.defer_token_ids)
@@ -249,6 +261,29 @@ class ActiveRequest:
         """Each forward also reads the text without what was given."""
         return self.settings.config.cfg_scale > 0.0
 
+    @property
+    def num_texts(self) -> int:
+        return 2 if self.has_guidance else 1
+
+    @property
+    def uses_cache(self) -> bool:
+        return self.settings.config.cache != "none"
+
+    @property
+    def uses_blocks(self) -> bool:
+        """Keys and values are exact, so they can be computed in parts, and again."""
+        return self.settings.config.cache == "block"
+
+    @property
+    def num_short_rows(self) -> int:
+        """Inputs of a step that reads the current block and the one before."""
+        return 2 * (self.settings.config.block_length or len(self.tokens_L)) * self.num_texts
+
+    @property
+    def cache_salt(self) -> bytes:
+        """What cached keys and values depend on besides the tokens."""
+        return f"block_length={self.settings.block_causal_length}".encode()
+
     def draw_uniforms(self, stream: RngStream, positions: NDArray[np.int64]) -> NDArray[np.float64]:
         """A number in [0, 1) for each position, as a function of (seed, position, step) alone."""
         return keyed_rng(self.seed, stream, self.num_steps).random(len(self.tokens_L))[positions]
@@ -257,6 +292,7 @@ class ActiveRequest:
         """Set `output_positions` for the next forward, and look for a stop token."""
         self._select_outputs()
         self._find_stop_token()
+        self.is_prepared = True
 
     def _select_outputs(self) -> None:
         """Set `output_positions`. Skip the steps in which a strategy without a measure commits nothing."""
@@ -276,6 +312,7 @@ class ActiveRequest:
     def commit(self, predictions: Predictions) -> None:
         """Commit the positions that the strategy selects; mask the others again if it remasks."""
         self.num_forwards += 1
+        self.is_prepared = False
         if self._strategy.measure is None:
             assert self._is_selected_M is not None, "prepare_step comes first"
             is_selected_M, is_committed_N = self._is_selected_M, np.ones(len(self.output_positions), dtype=np.bool_)

@@ -44,15 +44,12 @@ class TokenSampler:
             and (strategy.measure is None or strategy.measure is TOKEN_PROBABILITY)
         )
 
-    def sample_predictions(self, logits_NV: Tensor, requests: Sequence[ActiveRequest]) -> list[Predictions]:
-        """Sample a token, its confidence and its log-probability at each output position of the requests, with one
-        device synchronization.
+    def sample(self, logits_NV: Tensor, requests: Sequence[ActiveRequest]) -> Tensor:
+        """Token, confidence and log-probability of each output position of the requests, [3, N] in fp64 (which holds
+        token ids exactly).
 
         Args:
             logits_NV: logits of the output positions of all requests, in their order.
-
-        Raises:
-            ValueError: the model's probabilities are not finite.
         """
         output_positions = [request.output_positions for request in requests]
         uniforms_N = committed_N = None
@@ -77,13 +74,7 @@ class TokenSampler:
             )
             for chunk in iterate_chunks(logits_NV)
         ]
-        tokens_N, confidence_N, logprobs_N = torch.cat(samples, dim=1).cpu().numpy()
-        check_finite(np.isfinite(logprobs_N))
-        ends = np.cumsum([0, *(len(positions) for positions in output_positions)]).tolist()
-        return [
-            Predictions(tokens_N[start:end].astype(np.int64), confidence_N[start:end], logprobs_N[start:end])
-            for start, end in pairwise(ends)
-        ]
+        return torch.cat(samples, dim=1)
 
     def _copy_logits(self, logits_NV: Tensor, chunk: slice, allowed_tokens: Mapping[int, NDArray[np.int64]]) -> Tensor:
         """Copy the logits of a chunk, with -inf at forbidden tokens and at all but the allowed ones; in fp64, on the
@@ -102,7 +93,7 @@ class TokenSampler:
         return copy_NV.index_fill_(1, self._forbidden_token_ids, float("-inf"))
 
     def _sample_chunk(self, logits_NV: Tensor, uniforms_N: Tensor | None, committed_N: Tensor | None) -> Tensor:
-        """Token, confidence and log-probability of each position, [3, N] in fp64 (which holds token ids exactly).
+        """Token, confidence and log-probability of each position, [3, N] in fp64.
 
         Args:
             logits_NV: a copy, which the fast path overwrites.
@@ -126,6 +117,53 @@ class TokenSampler:
             confidence_N = self._measure.compute(unfiltered_probs_NV if is_unfiltered else probs_NV, tokens_N)
         logprobs_N = logprobs_NV.gather(1, tokens_N[:, None])[:, 0]
         return torch.stack([tokens_N.double(), confidence_N, logprobs_N])
+
+
+class BatchSampler:
+    """Samples tokens of requests with settings of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._samplers: dict[int, tuple[DecodingSettings, TokenSampler]] = {}
+
+    def sample_predictions(
+        self, logits_NV: Tensor, requests: Sequence[ActiveRequest]
+    ) -> list[Predictions | ValueError]:
+        """Predictions for each request, with one device synchronization; an error where the model's probabilities are
+        not finite.
+
+        Args:
+            logits_NV: logits of the output positions of all requests, in their order.
+        """
+        counts = [len(request.output_positions) for request in requests]
+        rows = list(zip(requests, pairwise(np.cumsum([0, *counts]).tolist()), strict=True))
+        groups: dict[int, list[tuple[ActiveRequest, tuple[int, int]]]] = {}
+        for request, span in rows:
+            groups.setdefault(id(request.settings), []).append((request, span))
+        samples, order = [], []
+        for group in groups.values():
+            part_NV = logits_NV
+            if len(groups) > 1:
+                part_NV = torch.cat([logits_NV[start:end] for _, (start, end) in group])
+            samples.append(self._sampler(group[0][0].settings).sample(part_NV, [request for request, _ in group]))
+            order += group
+        samples_3N = torch.cat(samples, dim=1).cpu().numpy() if samples else np.zeros((3, 0))
+        predictions: dict[int, Predictions | ValueError] = {}
+        first = 0
+        for request, (start, end) in order:
+            tokens_N, confidence_N, logprobs_N = samples_3N[:, first : first + end - start]
+            first += end - start
+            try:
+                check_finite(np.isfinite(logprobs_N))
+                predictions[id(request)] = Predictions(tokens_N.astype(np.int64), confidence_N, logprobs_N)
+            except ValueError as error:
+                predictions[id(request)] = error
+        return [predictions[id(request)] for request in requests]
+
+    def _sampler(self, settings: DecodingSettings) -> TokenSampler:
+        if id(settings) not in self._samplers:
+            self._samplers[id(settings)] = (settings, TokenSampler(settings, self._device))
+        return self._samplers[id(settings)][1]
 
 
 def find_allowed_tokens(requests: Sequence[ActiveRequest]) -> dict[int, NDArray[np.int64]]:

@@ -16,8 +16,8 @@ from config.generation import GenerationConfig
 from config.model import ModelConfig
 from diffusionlm.inference.generate import generate, infill
 from diffusionlm.inference.healing import HealedText, TokenHealer
-from diffusionlm.inference.requests import prepare_infill, prepare_prompt
-from diffusionlm.inference.sampling import TokenSampler
+from diffusionlm.inference.requests import Predictions, prepare_infill, prepare_prompt
+from diffusionlm.inference.sampling import BatchSampler
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.inference.strategies import STRATEGIES
 from diffusionlm.inference.streaming import stream
@@ -238,6 +238,7 @@ def test_samples_follow_the_renormalized_distribution(
     uniforms = rng.random((3, 3))
     requests: Any = [
         SimpleNamespace(
+            settings=settings,
             output_positions=np.array([2, 3, 4]),
             allowed_token_ids=allowed_ids,
             draw_uniforms=lambda _, positions, row=row: uniforms[row],
@@ -247,23 +248,25 @@ def test_samples_follow_the_renormalized_distribution(
         for row, allowed_ids in enumerate(allowed)
     ]
     logits_NV = rng.normal(size=(9, code.vocab_size)) * 3
-    sampler = TokenSampler(settings, torch.device("cpu"))
+    sampler = BatchSampler(torch.device("cpu"))
     given_NV = torch.from_numpy(logits_NV.copy())
     predictions = sampler.sample_predictions(given_NV, requests)
     assert np.array_equal(given_NV.numpy(), logits_NV), "the logits stay as they are"
     for row, allowed_ids in enumerate(allowed):
+        own = predictions[row]
+        assert isinstance(own, Predictions)
         for index, position in enumerate((2, 3, 4)):
             candidates = set(allowed_ids.get(position, np.arange(code.vocab_size)).tolist())
             ids = np.array(sorted(candidates - {5, code.mask_token_id}))
             probs = np.exp(logits_NV[row * 3 + index, ids])
             probs /= probs.sum()
             chosen = np.searchsorted(probs.cumsum(), uniforms[row, index]) if temperature else probs.argmax()
-            assert predictions[row].tokens_N[index] == ids[chosen]
-            assert predictions[row].logprobs_N[index] == pytest.approx(np.log(probs[chosen]), abs=1e-9)
+            assert own.tokens_N[index] == ids[chosen]
+            assert own.logprobs_N[index] == pytest.approx(np.log(probs[chosen]), abs=1e-9)
             if remasking_strategy != "entropy":
-                assert predictions[row].confidence_N[index] == pytest.approx(probs[chosen], abs=1e-9)
+                assert own.confidence_N[index] == pytest.approx(probs[chosen], abs=1e-9)
             else:
-                assert predictions[row].confidence_N[index] == pytest.approx((probs * np.log(probs)).sum(), abs=1e-9)
+                assert own.confidence_N[index] == pytest.approx((probs * np.log(probs)).sum(), abs=1e-9)
 
 
 def test_allowed_tokens_are_checked(model: Transformer) -> None:

@@ -1,0 +1,306 @@
+"""The decoding loop: requests join and leave between two forwards, each with its own settings, block and step.
+
+A round is one forward. Requests that decode a block take part in every round; those that read a long text first take
+turns within a budget of rows, so a prompt of thousands of tokens delays its neighbors by at most one round's share.
+Pages of the cache are given as a text grows. If there are none left, the youngest request returns its pages, waits, and
+later takes the same step again: its tokens, step map and number of forwards do not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from diffusionlm.inference.model_runner import ModelRunner, Turn
+from diffusionlm.inference.pages import PagePool, page_digests
+from diffusionlm.inference.requests import ActiveRequest
+from diffusionlm.inference.sampling import BatchSampler
+from diffusionlm.models.cache import PagedCache
+from diffusionlm.models.layers import compute_dtype
+from diffusionlm.models.transformer import Transformer
+
+PAGE_SIZE = 16
+"""Default number of positions of a page."""
+
+
+@dataclass(frozen=True)
+class DecoderLimits:
+    """Bounds of memory and of a round."""
+
+    num_pages: int
+    """Pages of the cache."""
+    page_size: int = PAGE_SIZE
+    """Positions of a page."""
+    max_requests: int | None = None
+    """Requests that are decoded at a time. None: no limit."""
+    max_rows: int | None = None
+    """Inputs of a round, beyond which texts that are read for the first time wait or are read in parts; a round has at
+    least one. None: no limit."""
+    has_prefix_cache: bool = False
+    """Share pages between requests whose texts begin alike."""
+
+
+@dataclass
+class DecoderCounts:
+    """What a decoder has done so far."""
+
+    num_rounds: int = 0
+    num_rows: int = 0
+    """Inputs of all forwards."""
+    num_preemptions: int = 0
+    num_prefix_queries: int = 0
+    """Tokens that the prefix cache was asked for."""
+    num_prefix_hits: int = 0
+    """Those of them that it had."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a round has done."""
+
+    has_forward: bool
+    decoded: tuple[ActiveRequest, ...]
+    """Requests whose step was taken."""
+    finished: tuple[ActiveRequest, ...]
+    """Requests that are done, or have an error: the decoder has forgotten them."""
+
+
+class Decoder:
+    """Decodes requests together. Not thread-safe."""
+
+    def __init__(self, model: Transformer, limits: DecoderLimits) -> None:
+        """Allocate the cache.
+
+        Raises:
+            ValueError: a limit is not positive.
+        """
+        for key in ("page_size", "max_requests", "max_rows"):
+            value = getattr(limits, key)
+            if value is not None and value < 1:
+                raise ValueError(f"{key} = {value} must be at least 1")
+        weight = model.lm_head.weight
+        self.cache: PagedCache | None = None
+        if limits.num_pages:
+            self.cache = PagedCache(
+                model.config, limits.num_pages, limits.page_size, weight.device, compute_dtype(weight)
+            )
+        self.limits = limits
+        self.counts = DecoderCounts()
+        self.pool = PagePool(limits.num_pages)
+        self._runner = ModelRunner(model, self.cache)
+        self._sampler = BatchSampler(weight.device)
+        self._waiting: list[ActiveRequest] = []
+        self._active: list[ActiveRequest] = []
+        """Both in order of arrival."""
+        self._num_arrivals = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._active)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_active(self) -> int:
+        return len(self._active)
+
+    def add(self, request: ActiveRequest) -> None:
+        """Let a request wait for its first round.
+
+        Raises:
+            ValueError: it can never fit into the cache.
+        """
+        num_pages = self._num_pages(request, len(request.tokens_L))
+        if num_pages > self.limits.num_pages:
+            raise ValueError(
+                f"{len(request.tokens_L)} tokens need {num_pages} pages of {self.limits.page_size} positions, and the "
+                f"cache has {self.limits.num_pages}: shorten the text, or give the cache more memory"
+            )
+        request.arrival = self._num_arrivals
+        self._num_arrivals += 1
+        self._waiting.append(request)
+
+    def remove(self, request: ActiveRequest) -> None:
+        """Forget a request in any state, and free its pages."""
+        self._waiting = [other for other in self._waiting if other is not request]
+        self._active = [other for other in self._active if other is not request]
+        self._release_pages(request)
+
+    @torch.inference_mode()
+    def run_round(self) -> Round:
+        """Retire what is done, admit what waits, and run one forward if anything is left."""
+        finished = self._retire(self._active)
+        finished += self._admit()
+        turns = self._schedule()
+        if not turns:
+            assert not self._active, "a round must serve someone"
+            return Round(False, (), tuple(finished))
+        decoded = [turn.request for turn in turns if turn.is_decoded]
+        logits_NV = self._runner(turns)
+        self.counts.num_rounds += 1
+        self.counts.num_rows += sum(turn.num_rows for turn in turns)
+        for request, predictions in zip(decoded, self._sampler.sample_predictions(logits_NV, decoded), strict=True):
+            if isinstance(predictions, ValueError):
+                request.error = predictions
+            else:
+                request.commit(predictions)
+        for turn in turns:
+            turn.request.last_round = self.counts.num_rounds
+            self._publish_pages(turn.request)
+        return Round(True, tuple(decoded), tuple(finished))
+
+    def _retire(self, requests: Sequence[ActiveRequest]) -> list[ActiveRequest]:
+        """Prepare the next step of requests; remove those that are done, or have an error."""
+        finished = []
+        for request in list(requests):
+            if request.error is None and not request.is_prepared:
+                request.prepare_step()
+            if request.error is not None or request.is_done:
+                self.remove(request)
+                finished.append(request)
+        return finished
+
+    def _admit(self) -> list[ActiveRequest]:
+        """Admit waiting requests in order of arrival, as long as there is room. Returns those that are done already."""
+        finished: list[ActiveRequest] = []
+        while self._waiting:
+            request = self._waiting[0]
+            if finished_now := self._retire([request]):
+                finished += finished_now
+                continue
+            if self.limits.max_requests is not None and len(self._active) >= self.limits.max_requests:
+                break
+            if request.uses_cache and not self._give_first_pages(request):
+                break
+            self._waiting.pop(0)
+            self._active.append(request)
+            self._active.sort(key=lambda other: other.arrival)
+        return finished
+
+    def _give_first_pages(self, request: ActiveRequest) -> bool:
+        """Give a waiting request the pages of its first forward; False if there are not enough."""
+        if self._can_share_pages(request):
+            self._share_pages(request)
+        length = self._runner.input_slice(request).num_visible if request.uses_blocks else len(request.tokens_L)
+        # The others may need one page more at once, and would take these back.
+        reserved = sum(min(other.num_texts, self._missing(other, len(other.tokens_L))) for other in self._active)
+        if self._missing(request, length) + reserved <= self.pool.num_available:
+            self._grow(request, length)
+            if self._can_share_pages(request):
+                self.counts.num_prefix_queries += self._runner.num_final_tokens(request)
+                self.counts.num_prefix_hits += request.cached_length
+            return True
+        self._release_pages(request)
+        return False
+
+    def _num_pages(self, request: ActiveRequest, length: int) -> int:
+        """Pages of all texts of a request up to a length."""
+        if not request.uses_cache:
+            return 0
+        return -(-length // self.limits.page_size) * request.num_texts
+
+    def _missing(self, request: ActiveRequest, length: int) -> int:
+        """Pages that a request lacks for its positions below ``length``."""
+        return max(0, self._num_pages(request, length) - sum(map(len, request.pages)))
+
+    def _grow(self, request: ActiveRequest, length: int) -> bool:
+        """Give a request pages for all positions below ``length``; False if there are not enough."""
+        if self._missing(request, length) > self.pool.num_available:
+            return False
+        request.pages = request.pages or [[] for _ in range(request.num_texts)]
+        for pages in request.pages:
+            count = -(-length // self.limits.page_size) - len(pages)
+            if count > 0:
+                pages += self.pool.allocate(count, after=pages[-1] if pages else None)
+        return True
+
+    def _release_pages(self, request: ActiveRequest) -> None:
+        for pages in request.pages:
+            self.pool.release(pages)
+        request.pages, request.page_digests = [], []
+        request.cached_length, request.needs_prefill = 0, True
+
+    def _schedule(self) -> list[Turn]:
+        """Requests of the next forward, in order of arrival, with pages for what they read."""
+        short: list[Turn] = []
+        long: list[Turn] = []
+        for request in self._active:
+            turn = Turn(request, self._runner.input_slice(request))
+            is_first_reading = request.needs_prefill and turn.num_rows > request.num_short_rows
+            (long if is_first_reading or not request.uses_cache else short).append(turn)
+        turns = short + self._take_long_turns(long, sum(turn.num_rows for turn in short))
+        turns.sort(key=lambda turn: turn.request.arrival)
+        served = []
+        for turn in turns:
+            if turn.request in self._active and self._make_room(turn.request, turn.part.num_visible):
+                served.append(turn)
+        return served
+
+    def _take_long_turns(self, turns: Sequence[Turn], num_rows: int) -> list[Turn]:
+        """Those within the budget, the least recently served first; a long prompt is read in parts."""
+        if self.limits.max_rows is None:
+            return list(turns)
+        taken: list[Turn] = []
+        budget = self.limits.max_rows - num_rows
+        for turn in sorted(turns, key=lambda turn: (turn.request.last_round, turn.request.arrival)):
+            if turn.num_rows > budget and turn.request.uses_blocks:
+                part = self._runner.prompt_slice(turn.request, max(budget // turn.request.num_texts, 0 if taken else 1))
+                if part is None:
+                    continue
+                turn = Turn(turn.request, part, is_decoded=False)
+            elif turn.num_rows > budget and taken:
+                continue
+            taken.append(turn)
+            budget -= turn.num_rows
+        return taken
+
+    def _make_room(self, request: ActiveRequest, length: int) -> bool:
+        """Give a request its pages, if need be those of the youngest ones, which have to wait; False if it is the
+        youngest itself."""
+        if not request.uses_cache:
+            return True
+        while not self._grow(request, length):
+            victim = next(other for other in reversed(self._active) if other.uses_blocks)
+            self.remove(victim)
+            self._waiting.insert(0, victim)
+            self._waiting.sort(key=lambda other: other.arrival)
+            self.counts.num_preemptions += 1
+            if victim is request:
+                return False
+        return True
+
+    def _can_share_pages(self, request: ActiveRequest) -> bool:
+        """Whether keys and values of a page depend on the text up to its end alone."""
+        block_length = request.settings.block_causal_length
+        is_plain = request.uses_blocks and not request.has_guidance
+        return (
+            self.limits.has_prefix_cache
+            and is_plain
+            and block_length is not None
+            and self.limits.page_size % block_length == 0
+        )
+
+    def _share_pages(self, request: ActiveRequest) -> None:
+        """Begin a waiting request with the pages of the prefix cache."""
+        num_tokens = self._runner.num_final_tokens(request)
+        digests = page_digests(request.tokens_L[:num_tokens], self.limits.page_size, request.cache_salt)
+        pages = self.pool.share(digests)
+        if pages:
+            request.pages, request.page_digests = [pages], digests[: len(pages)]
+            request.cached_length = len(pages) * self.limits.page_size
+
+    def _publish_pages(self, request: ActiveRequest) -> None:
+        """Add the pages that have become final to the prefix cache."""
+        if not self._can_share_pages(request):
+            return
+        size = self.limits.page_size
+        first = len(request.page_digests)
+        salt = request.page_digests[-1] if first else request.cache_salt
+        tokens_L = request.tokens_L[first * size : request.cached_length]
+        for index, digest in enumerate(page_digests(tokens_L, size, salt), start=first):
+            self.pool.publish(request.pages[0][index], digest)
+            request.page_digests.append(digest)

@@ -1,0 +1,122 @@
+"""Who owns which page of a `PagedCache`, and which pages a later request may share.
+
+A page is free, owned by one or more requests, or cached: kept for its content until its room is needed. The number of
+pages of the three kinds is always that of all pages.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import sha256
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class PagePool:
+    """Allocates pages, and finds those that hold the beginning of a text."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._is_free = np.ones(num_pages, dtype=np.bool_)
+        self._num_owners = np.zeros(num_pages, dtype=np.int64)
+        self._page_of: dict[bytes, int] = {}
+        self._digest_of: dict[int, bytes] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        """Pages without an owner that are kept for their content, the least recently used first."""
+
+    @property
+    def num_free(self) -> int:
+        return int(self._is_free.sum())
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_owned(self) -> int:
+        return int((self._num_owners > 0).sum())
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `allocate` can give."""
+        return self.num_free + self.num_cached
+
+    def allocate(self, count: int, after: int | None = None) -> list[int]:
+        """Give pages to an owner: adjacent ones, if there are.
+
+        Args:
+            after: last page that the owner has; the next ones are preferred.
+
+        Raises:
+            ValueError: there are fewer.
+        """
+        if count > self.num_available:
+            raise ValueError(f"{count} pages are more than the {self.num_available} that are available")
+        while self.num_free < count:
+            page, _ = self._cached.popitem(last=False)
+            self._forget(page)
+            self._is_free[page] = True
+        pages = self._find_run(count, after)
+        self._is_free[pages] = False
+        self._num_owners[pages] = 1
+        return pages
+
+    def _find_run(self, count: int, after: int | None) -> list[int]:
+        if after is not None and self._is_free[after + 1 : after + 1 + count].sum() == count:
+            return list(range(after + 1, after + 1 + count))
+        free = np.flatnonzero(self._is_free)
+        # A run begins where the count-th free page from here is count - 1 pages away.
+        starts = np.flatnonzero(free[count - 1 :] - free[: len(free) - count + 1] == count - 1) if count else free[:0]
+        first = int(starts[0]) if len(starts) else 0
+        return [int(page) for page in free[first : first + count]]
+
+    def share(self, digests: Sequence[bytes]) -> list[int]:
+        """Give an owner the pages that hold the longest known beginning of a text.
+
+        Args:
+            digests: of its pages, from the first one on (`page_digests`).
+        """
+        pages: list[int] = []
+        for digest in digests:
+            page = self._page_of.get(digest)
+            if page is None:
+                break
+            self._num_owners[page] += 1
+            self._cached.pop(page, None)
+            pages.append(page)
+        return pages
+
+    def publish(self, page: int, digest: bytes) -> None:
+        """Let later requests share an owned page, whose content does not change anymore."""
+        if digest not in self._page_of and page not in self._digest_of:
+            self._page_of[digest], self._digest_of[page] = page, digest
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Take pages from an owner."""
+        for page in reversed(pages):  # the end of a text is evicted before its beginning
+            assert self._num_owners[page] > 0, "a page without an owner is released"
+            self._num_owners[page] -= 1
+            if self._num_owners[page]:
+                continue
+            if page in self._digest_of:
+                self._cached[page] = None
+            else:
+                self._is_free[page] = True
+
+    def _forget(self, page: int) -> None:
+        del self._page_of[self._digest_of.pop(page)]
+
+
+def page_digests(token_ids: NDArray[np.int64], page_size: int, salt: bytes) -> list[bytes]:
+    """Digest of each whole page of a text and of everything before it, by SHA-256: equal digests mean equal texts.
+
+    Args:
+        salt: what else keys and values depend on.
+    """
+    digests, digest = [], salt
+    for start in range(0, len(token_ids) - page_size + 1, page_size):
+        digest = sha256(digest + token_ids[start : start + page_size].tobytes()).digest()
+        digests.append(digest)
+    return digests

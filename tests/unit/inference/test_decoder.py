@@ -1,0 +1,255 @@
+"""Requests that join, wait, are preempted and leave: each answer is that of the request alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from config.generation import GenerationConfig
+from diffusionlm.inference.decoder import Decoder, DecoderLimits
+from diffusionlm.inference.generate import Generation, decode, to_generation
+from diffusionlm.inference.requests import ActiveRequest, PreparedRequest, prepare_infill, prepare_prompt
+from diffusionlm.inference.settings import DecodingSettings, resolve_settings
+from diffusionlm.models.transformer import Transformer
+
+MASK = 22
+Job = tuple[PreparedRequest, DecodingSettings]
+
+BLOCKS: list[dict[str, Any]] = [
+    {"denoising_steps": 2},
+    {"remasking_strategy": "low_confidence_dynamic", "confidence_threshold": 0.5, "block_length": 8},
+    {"temperature": 0.8, "top_k": 5, "block_length": 2},
+    {"remasking_strategy": "p2", "temperature": 1.0},
+    {"remasking_strategy": "random", "denoising_steps": 3},
+    {"cfg_scale": 1.5, "block_length": 8},
+    {"cache": "none"},
+    {"block_length": 1, "stop_token_ids": (3, 5, 7)},
+]
+CANVASES: list[dict[str, Any]] = [
+    {"block_length": 4, "cache": "none"},
+    {"block_length": 4, "cache": "prefix", "denoising_steps": 2},
+    {"block_length": 4, "cache": "dual", "temperature": 0.7},
+    {"block_length": 6, "cache": "dual", "cfg_scale": 1.0},
+    {"cache": "none", "remasking_strategy": "p2", "temperature": 1.0, "steps": 9},
+    {"block_length": 4, "attention": "prompt_and_own_block", "cache": "none"},
+]
+LIMITS = {
+    "plenty": DecoderLimits(num_pages=200, page_size=8),
+    "small rounds": DecoderLimits(num_pages=200, page_size=8, max_rows=6, max_requests=3),
+    "few pages": DecoderLimits(num_pages=38, page_size=2),
+    "shared pages": DecoderLimits(num_pages=50, page_size=4, has_prefix_cache=True, max_requests=4),
+    "everything": DecoderLimits(num_pages=36, page_size=2, max_rows=5, max_requests=5, has_prefix_cache=True),
+}
+
+
+@pytest.fixture(scope="module")
+def blocks(model: Transformer) -> Transformer:
+    other = Transformer(model.config.model_copy(update={"block_length": 4}))
+    other.load_state_dict(model.state_dict())
+    return other.double().eval()
+
+
+@pytest.fixture(scope="module")
+def shifted_blocks(model: Transformer) -> Transformer:
+    other = Transformer(model.config.model_copy(update={"block_length": 4, "logit_alignment": "shifted"}))
+    other.load_state_dict(model.state_dict())
+    return other.double().eval()
+
+
+def make_jobs(model: Transformer, options: list[dict[str, Any]], count: int, seed: int = 0) -> list[Job]:
+    """Prompts of 1 to 25 tokens, most of which begin alike, and canvases with holes."""
+    rng = np.random.default_rng(seed)
+    beginning = rng.integers(0, 20, 25).tolist()
+    settings = [resolve_settings(GenerationConfig(max_new_tokens=10, **values), model.config) for values in options]
+    jobs = []
+    for index in range(count):
+        own = settings[index % len(settings)]
+        length = int(rng.integers(1, 26))
+        tokens = beginning[:length] if index % 4 else rng.integers(0, 20, length).tolist()
+        if index % 5 == 4:
+            canvas = [MASK if rng.random() < 0.4 and position else token for position, token in enumerate(tokens)]
+            jobs.append((prepare_infill(own, canvas, seed=index), own))
+        else:
+            jobs.append((prepare_prompt(own, tokens, seed=index), own))
+    return jobs
+
+
+def check_pages(decoder: Decoder) -> None:
+    pool = decoder.pool
+    assert pool.num_free + pool.num_owned + pool.num_cached == decoder.limits.num_pages
+
+
+def run_all(decoder: Decoder, jobs: list[Job], arrivals: list[int]) -> list[Generation]:
+    """Decode jobs that arrive after so many rounds each."""
+    requests = [ActiveRequest(prepared, settings) for prepared, settings in jobs]
+    finished: list[ActiveRequest] = []
+    for rounds in range(3000):
+        for request, arrival in zip(requests, arrivals, strict=True):
+            if arrival == rounds:
+                decoder.add(request)
+        finished += decoder.run_round().finished
+        check_pages(decoder)
+        if len(finished) == len(requests):
+            break
+    assert sorted(map(id, finished)) == sorted(map(id, requests)), "each one ends once"
+    assert not decoder.has_work and decoder.pool.num_owned == 0
+    return [to_generation(request) for request in requests]
+
+
+def same(ours: Generation, expected: Generation) -> None:
+    assert replace(ours, logprobs=()) == replace(expected, logprobs=())
+    assert ours.logprobs == pytest.approx(expected.logprobs, abs=1e-9, nan_ok=True)
+
+
+def alone(model: Transformer, jobs: list[Job]) -> list[Generation]:
+    return [decode(model, settings, [prepared])[0] for prepared, settings in jobs]
+
+
+@pytest.fixture(scope="module")
+def expected(request: pytest.FixtureRequest) -> Callable[[str], tuple[Transformer, list[Job], list[Generation]]]:
+    """Model, jobs and the answer of each alone, by name of the model; computed once."""
+    known: dict[str, tuple[Transformer, list[Job], list[Generation]]] = {}
+
+    def get(name: str) -> tuple[Transformer, list[Job], list[Generation]]:
+        if name not in known:
+            model: Transformer = request.getfixturevalue(name)
+            options = CANVASES if name == "model" else BLOCKS
+            jobs = make_jobs(model, options, 16)
+            known[name] = (model, jobs, alone(model, jobs))
+        return known[name]
+
+    return get
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+@pytest.mark.parametrize("name", ["blocks", "shifted_blocks", "model"])
+def test_answers_do_not_depend_on_neighbors(name: str, limits: str, expected: Callable[..., Any]) -> None:
+    model, jobs, answers = expected(name)
+    rng = np.random.default_rng(1)
+    order = rng.permutation(len(jobs)).tolist()
+    arrivals = rng.integers(0, 30, len(jobs)).tolist()
+    decoder = Decoder(model, LIMITS[limits])
+    results = run_all(decoder, [jobs[index] for index in order], arrivals)
+    for index, result in zip(order, results, strict=True):
+        same(result, answers[index])
+    if name == "blocks":
+        counts = decoder.counts
+        assert (counts.num_preemptions > 0) == (limits in ("few pages", "everything"))
+        assert (counts.num_prefix_hits > 0) == LIMITS[limits].has_prefix_cache
+
+
+def test_a_prompt_is_read_in_parts_beside_others(expected: Callable[..., Any]) -> None:
+    """Neither waits for the other."""
+    model, _, _ = expected("blocks")
+    settings = resolve_settings(GenerationConfig(max_new_tokens=12, block_length=4), model.config)
+    jobs = [(prepare_prompt(settings, [1]), settings), (prepare_prompt(settings, list(range(20))), settings)]
+    decoder = Decoder(model, DecoderLimits(num_pages=20, page_size=4, max_rows=12))
+    first, second = (ActiveRequest(prepared, own) for prepared, own in jobs)
+    decoder.add(first)
+    decoder.run_round()
+    decoder.add(second)
+    progress = []
+    while not second.num_forwards:
+        rows = decoder.counts.num_rows
+        assert first in decoder.run_round().decoded
+        progress.append((second.cached_length, decoder.counts.num_rows - rows))
+    assert [length for length, _ in progress] == [8, 16, 20]
+    assert [rows for _, rows in progress][:-1] == [12, 12]
+    while decoder.has_work:
+        decoder.run_round()
+    for request, answer in zip((first, second), alone(model, jobs), strict=True):
+        same(to_generation(request), answer)
+
+
+def test_removed_requests_leave_nothing_behind(expected: Callable[..., Any]) -> None:
+    model, jobs, answers = expected("blocks")
+    rng = np.random.default_rng(2)
+    for limits in ("everything", "plenty"):
+        decoder = Decoder(model, LIMITS[limits])
+        requests = [ActiveRequest(prepared, settings) for prepared, settings in jobs]
+        for request in requests:
+            decoder.add(request)
+        removed: set[int] = set()
+        while decoder.has_work:
+            decoder.run_round()
+            if rng.random() < 0.4 and len(removed) < 8:
+                victim = int(rng.integers(len(requests)))
+                decoder.remove(requests[victim])  # waiting, being read, being decoded, or done
+                removed.add(victim)
+            check_pages(decoder)
+        assert decoder.pool.num_owned == 0
+        for index, request in enumerate(requests):
+            if index not in removed:
+                same(to_generation(request), answers[index])
+
+
+def test_pages_of_others_have_no_effect(expected: Callable[..., Any]) -> None:
+    model, jobs, answers = expected("blocks")
+    decoder = Decoder(model, LIMITS["few pages"])
+    requests = [ActiveRequest(prepared, settings) for prepared, settings in jobs[:6]]
+    for request in requests:
+        decoder.add(request)
+    while decoder.has_work:
+        decoder.run_round()
+        owned = {page for request in requests for pages in request.pages for page in pages}
+        free = torch.tensor(sorted(set(range(decoder.limits.num_pages)) - owned), dtype=torch.int64)
+        cache = decoder.cache
+        assert cache is not None
+        slots = (free[:, None] * cache.page_size + torch.arange(cache.page_size)).flatten()
+        for storage in (*cache.keys_KTH, *cache.values_KTH):
+            storage[:, slots] = torch.nan
+    for request, answer in zip(requests, answers, strict=False):
+        same(to_generation(request), answer)
+
+
+def test_the_same_prompt_again_is_not_read_again(expected: Callable[..., Any]) -> None:
+    model, _, _ = expected("blocks")
+    settings = resolve_settings(GenerationConfig(max_new_tokens=4), model.config)
+    [answer] = alone(model, [(prepare_prompt(settings, list(range(20))), settings)])
+    decoder = Decoder(model, DecoderLimits(num_pages=20, page_size=4, has_prefix_cache=True))
+    rows = []
+    for prompt in (list(range(20)), list(range(20)), [9, *range(1, 20)], [*range(19), 5]):
+        before = decoder.counts.num_rows
+        [result] = run_all(decoder, [(prepare_prompt(settings, prompt), settings)], [0])
+        rows.append(decoder.counts.num_rows - before)
+        if prompt == list(range(20)):
+            same(result, answer)
+    first = rows[0]
+    assert rows == [first, first - 20, first, first - 16]
+
+
+def test_what_can_never_fit_is_refused(expected: Callable[..., Any]) -> None:
+    model, _, _ = expected("blocks")
+    settings = resolve_settings(GenerationConfig(max_new_tokens=12), model.config)
+    request = ActiveRequest(prepare_prompt(settings, list(range(20))), settings)
+    with pytest.raises(ValueError, match=r"32 tokens need 8 pages of 4 positions, and the cache has 7: shorten"):
+        Decoder(model, DecoderLimits(num_pages=7, page_size=4)).add(request)
+    key: Any
+    for key in ("page_size", "max_requests", "max_rows"):
+        with pytest.raises(ValueError, match=f"{key} = 0 must be at least 1"):
+            Decoder(model, replace(LIMITS["plenty"], **{key: cast(Any, 0)}))
+
+
+def test_an_error_ends_its_own_request(expected: Callable[..., Any]) -> None:
+    """A single token has logits that are not finite; who may not use it is decoded."""
+    model, _, _ = expected("blocks")
+    broken = Transformer(model.config)
+    broken.load_state_dict(model.state_dict())
+    broken.double().eval()
+    with torch.no_grad():
+        broken.model.embed_tokens.weight[3] = torch.nan
+    settings = resolve_settings(GenerationConfig(max_new_tokens=4, suppress_token_ids=(3,)), model.config)
+    prepared = [prepare_prompt(settings, prompt) for prompt in ([1, 2], [3, 4])]
+    good, bad = (ActiveRequest(request, settings) for request in prepared)
+    decoder = Decoder(broken, LIMITS["plenty"])
+    for request in (good, bad):
+        decoder.add(request)
+    while decoder.has_work:
+        decoder.run_round()
+    assert good.error is None and "not finite" in str(bad.error)
+    same(to_generation(good), alone(model, [(prepared[0], settings)])[0])

@@ -1,0 +1,84 @@
+"""Ownership of pages: the law of their number, adjacency, sharing and eviction."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from diffusionlm.inference.pages import PagePool, page_digests
+
+
+def counts(pool: PagePool) -> tuple[int, int, int]:
+    assert pool.num_free + pool.num_owned + pool.num_cached == pool.num_pages
+    return pool.num_free, pool.num_owned, pool.num_cached
+
+
+def test_pages_are_adjacent_where_they_can_be() -> None:
+    pool = PagePool(8)
+    first, second = pool.allocate(2), pool.allocate(3)
+    assert (first, second) == ([0, 1], [2, 3, 4])
+    assert pool.allocate(1, after=4) == [5]
+    pool.release(first)
+    assert pool.allocate(2, after=5) == [6, 7]
+    pool.release([3])
+    assert pool.allocate(1, after=7) == [0], "nothing is free behind it"
+    assert sorted(pool.allocate(2)) == [1, 3], "not adjacent, but there"
+    assert counts(pool) == (0, 8, 0)
+    assert pool.allocate(0) == []
+    with pytest.raises(ValueError, match="1 pages are more than the 0 that are available"):
+        pool.allocate(1)
+
+
+def test_shared_pages_have_several_owners() -> None:
+    pool, digests = PagePool(4), [b"a", b"b", b"c"]
+    pages = pool.allocate(3)
+    pool.publish(pages[0], digests[0])
+    pool.publish(pages[1], digests[1])
+    assert pool.share(digests) == pages[:2]
+    assert pool.share([b"b"]) == pages[1:2], "a digest stands for all that is before it, too"
+    pool.release(pages[1:2])
+    pool.release(pages)
+    assert counts(pool) == (2, 2, 0)
+    pool.release(pages[:2])
+    assert counts(pool) == (2, 0, 2)
+    assert pool.share(digests[:1]) == pages[:1]
+    assert counts(pool) == (2, 1, 1)
+
+
+def test_the_end_of_the_oldest_text_is_evicted_first() -> None:
+    pool = PagePool(4)
+    old, new = pool.allocate(2), pool.allocate(2)
+    for page, digest in zip([*old, *new], (b"a", b"b", b"c", b"d"), strict=True):
+        pool.publish(page, digest)
+    pool.release(old)
+    pool.release(new)
+    assert pool.allocate(1) == [old[1]]
+    assert pool.share([b"a", b"b"]) == [old[0]]
+    assert pool.allocate(2) == new
+    assert pool.share([b"c"]) == []
+    assert counts(pool) == (0, 4, 0)
+
+
+def test_a_text_is_published_once() -> None:
+    pool = PagePool(2)
+    first, second = pool.allocate(2)
+    pool.publish(first, b"a")
+    pool.publish(second, b"a")
+    pool.publish(first, b"b")
+    pool.release([first, second])
+    assert counts(pool) == (1, 0, 1)
+    assert pool.share([b"b"]) == []
+    assert pool.share([b"a"]) == [first]
+
+
+def test_digests_of_whole_pages_chain() -> None:
+    tokens = np.arange(10)
+    digests = page_digests(tokens, 4, b"salt")
+    assert len(digests) == 2
+    assert page_digests(tokens[:8], 4, b"salt") == digests
+    assert page_digests(tokens[4:8], 4, digests[0]) == digests[1:]
+    changed = tokens.copy()
+    changed[0] = 99
+    others = [page_digests(changed, 4, b"salt"), page_digests(tokens, 4, b"other")]
+    assert not set(digests) & {digest for row in others for digest in row}
+    assert page_digests(tokens[:3], 4, b"salt") == []
