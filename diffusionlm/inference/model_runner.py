@@ -23,7 +23,7 @@ from torch import Tensor
 from config.model import ModelConfig
 from diffusionlm.diffusion.attention_bias import read_attention_bias
 from diffusionlm.inference.requests import ActiveRequest
-from diffusionlm.inference.settings import DecodingSettings
+from diffusionlm.inference.settings import DecodingSettings, PerSettings
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, DenseBias, PromptAndOwnBlock
 from diffusionlm.models.ragged import RaggedBatch, SequenceSlice
@@ -105,7 +105,7 @@ class ModelRunner:
     def __init__(self, model: Transformer, cache: PagedCache | None) -> None:
         self._model, self._cache = model, cache
         self._shift = _output_shift(model.config)
-        self._patterns: dict[int, tuple[DecodingSettings, AttentionPattern]] = {}
+        self._patterns = PerSettings(build_pattern)
 
     def __call__(self, turns: Sequence[Turn]) -> Tensor:
         """Logits that predict the output positions of the requests that are decoded, [N, V]; in fp64 if one has
@@ -189,9 +189,7 @@ class ModelRunner:
         if settings.block_causal_length is not None and len(request.segments.starts) > 1:
             segments_1L = torch.from_numpy(request.segments.numbers(length))[None]
             return BlockCausal(settings.block_causal_length, segments_BL=segments_1L)
-        if id(settings) not in self._patterns:
-            self._patterns[id(settings)] = (settings, build_pattern(settings))
-        pattern = self._patterns[id(settings)][1]
+        pattern = self._patterns.get(settings)
         return DenseBias(pattern.bias[..., :length, :length]) if isinstance(pattern, DenseBias) else pattern
 
 

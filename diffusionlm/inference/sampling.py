@@ -15,7 +15,7 @@ from torch import Tensor
 
 from diffusionlm.diffusion.rng import RngStream
 from diffusionlm.inference.requests import ActiveRequest, Predictions
-from diffusionlm.inference.settings import DecodingSettings
+from diffusionlm.inference.settings import DecodingSettings, PerSettings
 from diffusionlm.inference.strategy import TOKEN_PROBABILITY
 
 PROBABILITY_CHUNK_BYTES = 64 << 20
@@ -123,8 +123,7 @@ class BatchSampler:
     """Samples tokens of requests with settings of their own."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._samplers: dict[int, tuple[DecodingSettings, TokenSampler]] = {}
+        self._samplers = PerSettings(lambda settings: TokenSampler(settings, device))
 
     def sample_predictions(
         self, logits_NV: Tensor, requests: Sequence[ActiveRequest]
@@ -145,7 +144,7 @@ class BatchSampler:
             part_NV = logits_NV
             if len(groups) > 1:
                 part_NV = torch.cat([logits_NV[start:end] for _, (start, end) in group])
-            samples.append(self._sampler(group[0][0].settings).sample(part_NV, [request for request, _ in group]))
+            samples.append(self._samplers.get(group[0][0].settings).sample(part_NV, [request for request, _ in group]))
             order += group
         samples_3N = torch.cat(samples, dim=1).cpu().numpy() if samples else np.zeros((3, 0))
         predictions: dict[int, Predictions | ValueError] = {}
@@ -159,11 +158,6 @@ class BatchSampler:
             except ValueError as error:
                 predictions[id(request)] = error
         return [predictions[id(request)] for request in requests]
-
-    def _sampler(self, settings: DecodingSettings) -> TokenSampler:
-        if id(settings) not in self._samplers:
-            self._samplers[id(settings)] = (settings, TokenSampler(settings, self._device))
-        return self._samplers[id(settings)][1]
 
 
 def find_allowed_tokens(requests: Sequence[ActiveRequest]) -> dict[int, NDArray[np.int64]]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from config.families.registry import get_family
 from config.generation import DEFAULT_NEW_TOKENS, GenerationConfig, check_attention_fits
 from config.model import ModelConfig
 from diffusionlm.inference.strategy import Strategy
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,26 @@ class DecodingSettings:
                 "generation.block_length"
             )
         return self.model.required_mask_token_id
+
+
+MAX_KEPT_SETTINGS = 256
+"""Settings for which a `PerSettings` keeps something."""
+
+
+class PerSettings(Generic[T]):
+    """What is built once for requests that share their settings; the oldest ones are forgotten."""
+
+    def __init__(self, build: Callable[[DecodingSettings], T]) -> None:
+        self._build = build
+        self._kept: dict[int, tuple[DecodingSettings, T]] = {}
+        """By identity, which the settings kept here cannot lose."""
+
+    def get(self, settings: DecodingSettings) -> T:
+        if id(settings) not in self._kept:
+            if len(self._kept) == MAX_KEPT_SETTINGS:
+                del self._kept[next(iter(self._kept))]
+            self._kept[id(settings)] = (settings, self._build(settings))
+        return self._kept[id(settings)][1]
 
 
 def resolve_settings(config: GenerationConfig, model: ModelConfig) -> DecodingSettings:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -229,7 +229,7 @@ def test_what_can_never_fit_is_refused(expected: Callable[..., Any]) -> None:
     request = ActiveRequest(prepare_prompt(settings, list(range(20))), settings)
     with pytest.raises(ValueError, match=r"32 tokens need 8 pages of 4 positions, and the cache has 7: shorten"):
         Decoder(model, DecoderLimits(num_pages=7, page_size=4)).add(request)
-    key: Any
+
     for key in ("page_size", "max_requests", "max_rows"):
         with pytest.raises(ValueError, match=f"{key} = 0 must be at least 1"):
             Decoder(model, replace(LIMITS["plenty"], **{key: cast(Any, 0)}))
