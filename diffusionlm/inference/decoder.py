@@ -114,15 +114,23 @@ class Decoder:
         Raises:
             ValueError: it can never fit into the cache.
         """
+        self.check_size(request)
+        request.arrival = self._num_arrivals
+        self._num_arrivals += 1
+        self._waiting.append(request)
+
+    def check_size(self, request: ActiveRequest) -> None:
+        """Check that a request can fit into the cache.
+
+        Raises:
+            ValueError: it cannot.
+        """
         num_pages = self._num_pages(request, len(request.tokens_L))
         if num_pages > self.limits.num_pages:
             raise ValueError(
                 f"{len(request.tokens_L)} tokens need {num_pages} pages of {self.limits.page_size} positions, and the "
                 f"cache has {self.limits.num_pages}: shorten the text, or give the cache more memory"
             )
-        request.arrival = self._num_arrivals
-        self._num_arrivals += 1
-        self._waiting.append(request)
 
     def remove(self, request: ActiveRequest) -> None:
         """Forget a request in any state, and free its pages."""
@@ -193,6 +201,7 @@ class Decoder:
             if self._can_share_pages(request):
                 self.counts.num_prefix_queries += self._runner.num_final_tokens(request)
                 self.counts.num_prefix_hits += request.cached_length
+                request.num_cached_tokens = request.num_cached_tokens or request.cached_length
             return True
         self._release_pages(request)
         return False

@@ -164,7 +164,7 @@ def decode(
                 raise request.error
         num_forwards += result.has_forward
         if result.has_forward and on_step is not None:
-            on_step(DecodingStep(num_forwards, tuple(_take_snapshot(request) for request in requests)))
+            on_step(DecodingStep(num_forwards, tuple(take_snapshot(request) for request in requests)))
     return [to_generation(request) for request in requests]
 
 
@@ -185,7 +185,8 @@ def _zip_requests(
     return zip(texts, seeds, allowed_token_ids, segment_starts, strict=True)
 
 
-def _take_snapshot(request: ActiveRequest) -> CanvasSnapshot:
+def take_snapshot(request: ActiveRequest) -> CanvasSnapshot:
+    """The canvas of a request between two forwards."""
     text = slice(request.text_length)
     return CanvasSnapshot(
         token_ids=tuple(request.tokens_L[text].tolist()),
@@ -195,6 +196,7 @@ def _take_snapshot(request: ActiveRequest) -> CanvasSnapshot:
 
 
 def to_generation(request: ActiveRequest) -> Generation:
+    """The result of a request that is done."""
     positions = request.answer_positions[: request.stop_index]
     token_ids = request.tokens_L if request.is_infill else request.tokens_L[positions]
     return Generation(

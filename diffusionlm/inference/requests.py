@@ -236,6 +236,8 @@ class ActiveRequest:
         """Pages of each text: with guidance there is a second one, without what was given."""
         self.page_digests: list[bytes] = []
         """Of the pages in the prefix cache."""
+        self.num_cached_tokens = 0
+        """Tokens that were in the prefix cache at the first round."""
         self.arrival = 0
         """Number of requests that came before."""
         self.last_round = 0
@@ -287,6 +289,19 @@ class ActiveRequest:
     def draw_uniforms(self, stream: RngStream, positions: NDArray[np.int64]) -> NDArray[np.float64]:
         """A number in [0, 1) for each position, as a function of (seed, position, step) alone."""
         return keyed_rng(self.seed, stream, self.num_steps).random(len(self.tokens_L))[positions]
+
+    def final_token_ids(self) -> list[int]:
+        """New tokens from the left that will not change anymore, without a stop token."""
+        end = len(self.answer_positions)
+        if self._strategy.can_remask:
+            # It remasks in the current block alone.
+            end = int(np.searchsorted(self.answer_positions, self.blocks[0].positions[0])) if self.blocks else end
+        else:
+            masked_indices = np.flatnonzero(self.is_masked_L[self.answer_positions])
+            end = int(masked_indices[0]) if len(masked_indices) else end
+        token_ids: list[int] = self.tokens_L[self.answer_positions[:end]].tolist()
+        stop = next((index for index, token in enumerate(token_ids) if token in self._stop_token_ids), end)
+        return token_ids[:stop]
 
     def prepare_step(self) -> None:
         """Set `output_positions` for the next forward, and look for a stop token."""

@@ -1,0 +1,338 @@
+"""An engine that decodes requests of many callers together, in a thread of its own.
+
+Callers submit token ids and follow a request by its latest state, so a slow reader costs the engine nothing. Each
+request has its own settings and seed; its answer is that of `generate` with this request alone.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import TracebackType
+from typing import Self
+
+from config.generation import GenerationConfig
+from diffusionlm.inference.decoder import PAGE_SIZE, Decoder, DecoderCounts, DecoderLimits
+from diffusionlm.inference.generate import CanvasSnapshot, Generation, take_snapshot, to_generation
+from diffusionlm.inference.requests import ActiveRequest, AllowedTokens, prepare_infill, prepare_prompt
+from diffusionlm.inference.settings import MAX_KEPT_SETTINGS, DecodingSettings, resolve_settings
+from diffusionlm.models.layers import compute_dtype
+from diffusionlm.models.transformer import Transformer
+
+DEFAULT_CACHE_BYTES = 1 << 30
+
+
+class EngineError(RuntimeError):
+    """A request cannot be decoded, for a reason that is not its own."""
+
+
+class QueueFullError(EngineError):
+    """Too many requests wait already: try again later."""
+
+
+class EngineStoppedError(EngineError):
+    """The engine was closed, or an error has ended it."""
+
+
+@dataclass(frozen=True)
+class RequestState:
+    """A request as its caller sees it. Times are those of `time.monotonic`, in seconds."""
+
+    version: int
+    """Number of the changes so far."""
+    token_ids: tuple[int, ...]
+    """New tokens from the left that will not change anymore."""
+    canvas: CanvasSnapshot | None
+    """The whole canvas, if the caller has asked for it."""
+    generation: Generation | None
+    """The answer, once it is complete."""
+    error: Exception | None
+    """Why there will be no answer."""
+    num_cached_tokens: int
+    """Tokens of the prompt that were in the prefix cache."""
+    submitted: float
+    started: float | None
+    """Time of the first forward."""
+    finished: float | None
+
+    @property
+    def is_done(self) -> bool:
+        return self.finished is not None
+
+
+class EngineRequest:
+    """A request that an engine decodes; made by `Engine.submit`."""
+
+    def __init__(self, request: ActiveRequest, *, with_canvas: bool) -> None:
+        self._request, self._with_canvas = request, with_canvas
+        self._condition = threading.Condition()
+        self._listeners: list[Callable[[], None]] = []
+        self._state = RequestState(0, (), None, None, None, 0, time.monotonic(), None, None)
+
+    @property
+    def state(self) -> RequestState:
+        return self._state
+
+    def wait_for_change(self, version: int = 0, timeout: float | None = None) -> RequestState:
+        """Wait until the state has another version than this, or the request is done.
+
+        Raises:
+            TimeoutError: it did not change within ``timeout`` seconds.
+        """
+        with self._condition:
+            if not self._condition.wait_for(lambda: self._state.version > version or self._state.is_done, timeout):
+                raise TimeoutError(f"the request did not change within {timeout} s")
+            return self._state
+
+    def follow(self) -> Iterator[RequestState]:
+        """States as they change; the last one is done. A reader that is slow misses those in between."""
+        state = self.wait_for_change()
+        while True:
+            yield state
+            if state.is_done:
+                return
+            state = self.wait_for_change(state.version)
+
+    def result(self, timeout: float | None = None) -> Generation:
+        """Wait for the answer.
+
+        Raises:
+            TimeoutError: it was not complete within ``timeout`` seconds.
+            Exception: what has ended the request.
+        """
+        with self._condition:
+            if not self._condition.wait_for(lambda: self._state.is_done, timeout):
+                raise TimeoutError(f"the request was not complete within {timeout} s")
+        if self._state.error is not None:
+            raise self._state.error
+        assert self._state.generation is not None, "a request ends with an answer or an error"
+        return self._state.generation
+
+    def add_listener(self, listener: Callable[[], None]) -> None:
+        """Call a function after each change, in the thread of the engine; at once if the request is done."""
+        with self._condition:
+            self._listeners.append(listener)
+            is_done = self._state.is_done
+        if is_done:
+            listener()
+
+    def _update(self, *, error: Exception | None = None, is_done: bool = False) -> None:
+        request, now = self._request, time.monotonic()
+        with self._condition:
+            if self._state.is_done:
+                return
+            is_complete = is_done and error is None
+            self._state = replace(
+                self._state,
+                version=self._state.version + 1,
+                token_ids=tuple(request.final_token_ids()),
+                canvas=take_snapshot(request) if self._with_canvas else None,
+                generation=to_generation(request) if is_complete else None,
+                error=error,
+                num_cached_tokens=request.num_cached_tokens,
+                started=self._state.started or (now if request.num_forwards else None),
+                finished=now if is_done else None,
+            )
+            self._condition.notify_all()
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener()
+
+
+@dataclass(frozen=True)
+class EngineStatus:
+    """What an engine is doing."""
+
+    num_running: int
+    num_waiting: int
+    num_pages: int
+    num_owned_pages: int
+    num_cached_pages: int
+    counts: DecoderCounts
+
+
+class Engine:
+    """Decodes requests of many callers together. Its methods may be called from any thread."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        cache_bytes: int = DEFAULT_CACHE_BYTES,
+        max_requests: int = 64,
+        max_waiting: int = 256,
+        max_rows: int | None = 2048,
+        page_size: int | None = None,
+        has_prefix_cache: bool = True,
+    ) -> None:
+        """Allocate the cache and start the thread.
+
+        Args:
+            cache_bytes: memory of keys and values.
+            max_requests: requests that are decoded at a time.
+            max_waiting: requests beyond these; the next one is refused.
+            max_rows: inputs of a forward (`DecoderLimits.max_rows`).
+            page_size: positions of a page. None: 16, or the model's block length if that is longer.
+            has_prefix_cache: share keys and values of texts that begin alike.
+
+        Raises:
+            ValueError: a limit is not positive, or the memory does not hold a page.
+        """
+        config, weight = model.config, model.lm_head.weight
+        page_size = max(PAGE_SIZE, config.block_length or 1) if page_size is None else page_size
+        itemsize = compute_dtype(weight).itemsize
+        bytes_per_position = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
+        num_pages = cache_bytes // max(1, bytes_per_position * page_size)
+        if num_pages < 1:
+            raise ValueError(
+                f"cache_bytes = {cache_bytes} does not hold a page of {page_size} positions, "
+                f"{bytes_per_position * page_size} bytes: raise it"
+            )
+        if max_waiting < 1:
+            raise ValueError(f"max_waiting = {max_waiting} must be at least 1")
+        self.model = model
+        self._max_waiting = max_waiting
+        self._decoder = Decoder(
+            model, DecoderLimits(num_pages, page_size, max_requests, max_rows, has_prefix_cache=has_prefix_cache)
+        )
+        self._resolve_settings = lru_cache(MAX_KEPT_SETTINGS)(self._resolve_settings_from_json)
+        self._condition = threading.Condition()
+        self._submitted: list[EngineRequest] = []
+        """Requests that the thread has not seen yet."""
+        self._aborted: list[EngineRequest] = []
+        self._handles: dict[int, EngineRequest] = {}
+        """Identity of a request that the decoder has -> the caller's handle."""
+        self._is_closing, self._drains = False, True
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="diffusionlm-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Requests are decoded."""
+        return self._thread.is_alive() and self._error is None
+
+    @property
+    def status(self) -> EngineStatus:
+        pool = self._decoder.pool
+        with self._condition:
+            num_waiting = len(self._submitted) + self._decoder.num_waiting
+        return EngineStatus(
+            self._decoder.num_active,
+            num_waiting,
+            pool.num_pages,
+            pool.num_owned,
+            pool.num_cached,
+            replace(self._decoder.counts),
+        )
+
+    def submit(
+        self,
+        token_ids: Sequence[int],
+        config: GenerationConfig,
+        seed: int = 0,
+        *,
+        allowed_token_ids: AllowedTokens | None = None,
+        is_infill: bool = False,
+        with_canvas: bool = False,
+    ) -> EngineRequest:
+        """Let a request be decoded; returns at once.
+
+        Args:
+            token_ids: a prompt, or with ``is_infill`` a canvas whose mask tokens are filled (`generate`, `infill`).
+            with_canvas: `RequestState.canvas` is set.
+
+        Raises:
+            ValueError: like `generate`, or the text can never fit into the cache.
+            QueueFullError: too many requests wait.
+            EngineStoppedError: the engine was closed, or an error has ended it.
+        """
+        settings = self._resolve_settings(config.model_dump_json())
+        prepare = prepare_infill if is_infill else prepare_prompt
+        prepared = prepare(settings, token_ids, seed, "the prompt", allowed_token_ids)
+        request = ActiveRequest(prepared, settings)
+        self._decoder.check_size(request)
+        handle = EngineRequest(request, with_canvas=with_canvas)
+        with self._condition:
+            if self._is_closing or not self.is_alive:
+                raise EngineStoppedError("the engine was closed" if self._error is None else "an error has ended it")
+            if len(self._submitted) + self._decoder.num_waiting >= self._max_waiting:
+                raise QueueFullError(f"{self._max_waiting} requests wait already: try again later")
+            self._submitted.append(handle)
+            self._condition.notify_all()
+        return handle
+
+    def abort(self, handle: EngineRequest) -> None:
+        """End a request in any state; nothing happens if it is done."""
+        with self._condition:
+            self._aborted.append(handle)
+            self._condition.notify_all()
+
+    def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
+        """Accept no more requests and end the thread: with ``drain`` when all requests are done, else at once.
+
+        Requests that are not done after ``timeout`` seconds end with `EngineStoppedError`.
+        """
+        with self._condition:
+            self._is_closing, self._drains = True, drain
+            self._condition.notify_all()
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            with self._condition:
+                self._drains = False
+            self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close(drain=kind is None)
+
+    def _resolve_settings_from_json(self, config: str) -> DecodingSettings:
+        """Equal configs get the same settings, so that their requests share a computation."""
+        return resolve_settings(GenerationConfig.model_validate_json(config), self.model.config)
+
+    def _run(self) -> None:
+        """The thread: rounds while there is work."""
+        stopped = EngineStoppedError("the engine was closed before the request was done")
+        try:
+            while self._take_commands():
+                result = self._decoder.run_round()
+                for request in result.decoded:
+                    self._handles[id(request)]._update()
+                for request in result.finished:
+                    self._handles.pop(id(request))._update(error=request.error, is_done=True)
+        except Exception as error:
+            self._error = error
+            stopped = EngineStoppedError(f"an error has ended the engine: {error}")
+            stopped.__cause__ = error
+        with self._condition:
+            self._is_closing = True
+            unfinished = [*self._handles.values(), *self._submitted]
+            self._submitted.clear()
+        for handle in unfinished:
+            self._decoder.remove(handle._request)
+            handle._update(error=stopped, is_done=True)
+
+    def _take_commands(self) -> bool:
+        """Wait for work, then add and remove requests; False: the thread ends."""
+        with self._condition:
+            self._condition.wait_for(
+                lambda: self._submitted or self._aborted or self._decoder.has_work or self._is_closing
+            )
+            submitted, aborted = self._submitted, self._aborted
+            self._submitted, self._aborted = [], []
+            for handle in submitted:
+                self._decoder.add(handle._request)
+                self._handles[id(handle._request)] = handle
+            is_over = self._is_closing and not (self._drains and self._decoder.has_work)
+        for handle in aborted:
+            if self._handles.pop(id(handle._request), None) is not None:
+                self._decoder.remove(handle._request)
+                handle._update(error=EngineError("the request was aborted"), is_done=True)
+        return not is_over

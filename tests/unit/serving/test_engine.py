@@ -1,0 +1,227 @@
+"""The engine and its thread: answers, aborts, refusals, errors, the end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from config.generation import GenerationConfig
+from diffusionlm.inference.generate import generate, infill
+from diffusionlm.models.transformer import Transformer
+from diffusionlm.serving.engine import Engine, EngineError, EngineRequest, EngineStoppedError, QueueFullError
+from tests.conftest import MakeModel
+
+MASK = 18
+CACHE_BYTES = 1 << 16
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: MakeModel) -> Transformer:
+    return tiny_model(torch.float64, vocab_size=19, mask_token_id=MASK, block_length=4).eval()
+
+
+@pytest.fixture
+def make_engine(model: Transformer) -> Iterator[Callable[..., Engine]]:
+    engines = []
+
+    def make(**options: Any) -> Engine:
+        engines.append(Engine(model, **{"cache_bytes": CACHE_BYTES, **options}))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close(drain=False)
+        assert engine.status.num_owned_pages == 0
+
+
+def settings(**values: Any) -> GenerationConfig:
+    return GenerationConfig.model_validate({"max_new_tokens": 12, "stop_token_ids": (), **values})
+
+
+class Gate:
+    """Holds the engine at its next forwards until it is opened."""
+
+    def __init__(self, model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.entered, self._open = threading.Semaphore(0), threading.Event()
+        forward = model.forward
+
+        def wait(*args: Any, **kwargs: Any) -> Any:
+            self.entered.release()
+            assert self._open.wait(30)
+            return forward(*args, **kwargs)
+
+        monkeypatch.setattr(model, "forward", wait)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+@pytest.fixture
+def gate(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(model, monkeypatch)
+    yield gate
+    gate.open()
+
+
+def test_callers_in_many_threads_get_the_answers_of_generate(
+    model: Transformer, make_engine: Callable[..., Engine]
+) -> None:
+    configs = [settings(), settings(temperature=0.8), settings(block_length=2, stop_token_ids=(3, 4))]
+    prompts = [[1, 2, 3], [5] * 9, list(range(15)), [7]]
+    cases = [(prompt, config, seed) for seed, prompt in enumerate(prompts) for config in configs]
+    engine = make_engine(max_requests=4)
+    results: dict[int, Any] = {}
+
+    def ask(number: int) -> None:
+        prompt, config, seed = cases[number]
+        results[number] = engine.submit(prompt, config, seed).result(60)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(cases))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, (prompt, config, seed) in enumerate(cases):
+        [expected] = generate(model, [prompt], config, [seed])
+        ours = results[number]
+        assert (ours.token_ids, ours.step_map, ours.finish_reason) == (
+            expected.token_ids,
+            expected.step_map,
+            expected.finish_reason,
+        )
+        assert ours.logprobs == pytest.approx(expected.logprobs, abs=1e-9)
+    status = engine.status
+    assert (status.num_running, status.num_waiting, status.num_owned_pages) == (0, 0, 0)
+
+
+def test_a_canvas_with_holes(model: Transformer, make_engine: Callable[..., Engine]) -> None:
+    canvas = [1, MASK, 3, MASK, MASK, 6]
+    request = make_engine().submit(canvas, settings(), 3, is_infill=True, with_canvas=True)
+    states = list(request.follow())
+    [expected] = infill(model, [canvas], settings(), [3])
+    assert request.result().token_ids == expected.token_ids
+    assert states[-1].canvas is not None and states[-1].canvas.token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize("strategy", ["low_confidence", "p2"])
+def test_tokens_come_from_the_left_and_stay(make_engine: Callable[..., Engine], strategy: str) -> None:
+    calls: list[int] = []
+    request = make_engine().submit([1, 2], settings(remasking_strategy=strategy, temperature=0.5), 1)
+    request.add_listener(lambda: calls.append(request.state.version))
+    states = list(request.follow())
+    answer = request.result()
+    assert states[-1].token_ids == answer.token_ids and len(answer.token_ids) == 12
+    for state in states:
+        assert answer.token_ids[: len(state.token_ids)] == state.token_ids
+    assert [state.version for state in states] == sorted({state.version for state in states})
+    last = states[-1]
+    assert last.started is not None and last.finished is not None
+    assert last.submitted <= last.started <= last.finished
+    assert calls == sorted(calls)
+    request.add_listener(lambda: calls.append(-1))
+    assert calls[-1] == -1, "at once, when it is done"
+
+
+def test_a_request_is_aborted_in_every_state(make_engine: Callable[..., Engine], gate: Gate) -> None:
+    engine = make_engine(max_requests=1)
+    running = engine.submit([1], settings())
+    assert gate.entered.acquire(timeout=30)
+    waiting, other = engine.submit([2], settings()), engine.submit([3], settings(max_new_tokens=4))
+    engine.abort(running)
+    engine.abort(waiting)
+    gate.open()
+    for request in (running, waiting):
+        with pytest.raises(EngineError, match="aborted"):
+            request.result(30)
+    answer = other.result(30)
+    engine.abort(other)
+    assert other.result() == answer, "it was done"
+
+
+def test_a_full_queue_refuses(make_engine: Callable[..., Engine], gate: Gate) -> None:
+    engine = make_engine(max_requests=1, max_waiting=2)
+    requests = [engine.submit([1], settings(max_new_tokens=4))]
+    assert gate.entered.acquire(timeout=30)
+    requests += [engine.submit([1], settings(max_new_tokens=4)) for _ in range(2)]
+    with pytest.raises(QueueFullError, match="2 requests wait already"):
+        engine.submit([1], settings())
+    with pytest.raises(TimeoutError, match=r"not complete within 0.01 s"):
+        requests[0].result(0.01)
+    with pytest.raises(TimeoutError, match=r"did not change within 0.01 s"):
+        requests[0].wait_for_change(0, 0.01)
+    gate.open()
+    assert len({request.result(30) for request in requests}) == 1
+
+
+def test_bad_requests_are_refused_at_once(make_engine: Callable[..., Engine], model: Transformer) -> None:
+    engine = make_engine(cache_bytes=1 << 13)
+    for prompt, config, message in (
+        ([99], settings(), "outside the model's vocabulary"),
+        ([1] * 60, settings(), "max_position_embeddings"),
+        ([1] * 40, settings(), "pages of 16 positions, and the cache has"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.submit(prompt, config)
+    assert engine.submit([1], settings()).result(30).token_ids
+    with pytest.raises(ValueError, match="cache_bytes = 10 does not hold a page"):
+        Engine(model, cache_bytes=10)
+    with pytest.raises(ValueError, match="max_waiting = 0"):
+        Engine(model, cache_bytes=CACHE_BYTES, max_waiting=0)
+
+
+def test_closing_drains_or_ends(make_engine: Callable[..., Engine], gate: Gate) -> None:
+    engine = make_engine()
+    request = engine.submit([1], settings(max_new_tokens=4))
+    closer = threading.Thread(target=engine.close)
+    assert gate.entered.acquire(timeout=30)
+    closer.start()
+    gate.open()
+    closer.join()
+    assert request.result(0).token_ids and not engine.is_alive
+    with pytest.raises(EngineStoppedError, match="was closed"):
+        engine.submit([1], settings())
+
+
+def test_requests_end_with_a_closed_engine(make_engine: Callable[..., Engine], gate: Gate) -> None:
+    engine = make_engine(max_requests=1)
+    requests = [engine.submit([1], settings()) for _ in range(2)]
+    assert gate.entered.acquire(timeout=30)
+    closer = threading.Thread(target=engine.close, kwargs={"timeout": 0.01})
+    closer.start()
+    closer.join(0.2)
+    gate.open()
+    closer.join()
+    for request in requests:
+        with pytest.raises(EngineStoppedError, match="closed before the request was done"):
+            request.result(0)
+
+
+def test_an_error_in_the_thread_ends_all_requests(
+    model: Transformer, make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(model, "forward", fail)
+    engine = make_engine()
+    request: EngineRequest = engine.submit([1], settings())
+    with pytest.raises(EngineStoppedError, match="an error has ended the engine: out of memory"):
+        request.result(30)
+    assert not engine.is_alive
+    with pytest.raises(EngineStoppedError, match="an error has ended it"):
+        engine.submit([1], settings())
+
+
+def test_shared_beginnings_are_counted(make_engine: Callable[..., Engine]) -> None:
+    with make_engine(page_size=4) as engine:
+        first = engine.submit(list(range(14)), settings(max_new_tokens=4))
+        first.result(30)
+        second = engine.submit(list(range(14)), settings(max_new_tokens=4))
+        second.result(30)
+        assert (first.state.num_cached_tokens, second.state.num_cached_tokens) == (0, 12)
+        assert engine.status.counts.num_prefix_hits == 12
+        assert engine.status.num_cached_pages > 0
