@@ -285,7 +285,7 @@ class Decoder:
     def _can_share_pages(self, request: ActiveRequest) -> bool:
         """Whether keys and values of a page depend on the text up to its end alone."""
         block_length = request.settings.block_causal_length
-        is_plain = request.uses_blocks and not request.has_guidance
+        is_plain = request.uses_blocks and not request.has_guidance and len(request.segments.starts) == 1
         return (
             self.limits.has_prefix_cache
             and is_plain

@@ -150,22 +150,31 @@ def decode(
         ValueError: the model's probabilities are not finite.
     """
     requests = [ActiveRequest(request, settings) for request in prepared_requests]
+    for num_forwards in decode_rounds(model, requests):
+        if on_step is not None:
+            on_step(DecodingStep(num_forwards, tuple(take_snapshot(request) for request in requests)))
+    return [to_generation(request) for request in requests]
+
+
+def decode_rounds(model: Transformer, requests: Sequence[ActiveRequest]) -> Iterator[int]:
+    """Decode requests together; yields the number of forwards after each one.
+
+    Raises:
+        ValueError: the model's probabilities are not finite.
+    """
     num_pages = sum(
         -(-len(request.tokens_L) // PAGE_SIZE) * request.num_texts for request in requests if request.uses_cache
     )
     decoder = Decoder(model, DecoderLimits(num_pages))
     for request in requests:
         decoder.add(request)
-    num_forwards = 0
     while decoder.has_work:
         result = decoder.run_round()
-        for request in requests:
-            if request.error is not None:
-                raise request.error
-        num_forwards += result.has_forward
-        if result.has_forward and on_step is not None:
-            on_step(DecodingStep(num_forwards, tuple(take_snapshot(request) for request in requests)))
-    return [to_generation(request) for request in requests]
+        error = next((request.error for request in requests if request.error is not None), None)
+        if error is not None:
+            raise error
+        if result.has_forward:
+            yield decoder.counts.num_rounds
 
 
 def _zip_requests(

@@ -14,9 +14,10 @@ from diffusionlm.diffusion.noised_batch import CleanBatch
 from diffusionlm.diffusion.objectives import build_layout
 from diffusionlm.inference.blocks import WHOLE_TEXT, TextSegments, split_into_blocks
 from diffusionlm.inference.generate import generate
-from diffusionlm.inference.model_runner import ModelRunner
+from diffusionlm.inference.model_runner import ModelRunner, Turn
 from diffusionlm.inference.requests import ActiveRequest, prepare_prompt
 from diffusionlm.inference.settings import resolve_settings
+from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.patterns import DenseBias
 from diffusionlm.models.transformer import Transformer
 
@@ -126,10 +127,12 @@ def test_logits_of_the_second_turn_are_those_of_training(model: Transformer, ali
         config = settings(max_new_tokens=min(start + BLOCK, 22) - len(prompt), cache=cache)
         resolved = resolve_settings(config, model.config)
         request = ActiveRequest(prepare_prompt(resolved, prompt, segment_starts=(9,)), resolved)
-        runner = ModelRunner(model, resolved, [request])
+        pages = PagedCache(model.config, 1, 40, "cpu", torch.float64) if request.uses_cache else None
+        runner, request.pages = ModelRunner(model, pages), [[0]]
         request.prepare_step()
         expected = torch.stack([logits_of[int(token)] for token in tokens_BL[0, len(prompt) : start + BLOCK]])
-        torch.testing.assert_close(runner([request]), expected, rtol=1e-10, atol=1e-10)
+        logits_NV = runner([Turn(request, runner.input_slice(request))])
+        torch.testing.assert_close(logits_NV, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_whole_blocks_end_where_training_fills(model: Transformer) -> None:
