@@ -27,7 +27,7 @@ from diffusionlm.checkpoints.huggingface import load_model
 from diffusionlm.checkpoints.model_files import load_tokenizer
 from diffusionlm.inference.decoder import PAGE_SIZE
 from diffusionlm.inference.generate import decode
-from diffusionlm.inference.model_runner import ModelRunner, Turn, build_pattern, masked_position_logits
+from diffusionlm.inference.model_runner import ModelRunner, ScheduledRequest, build_pattern, masked_position_logits
 from diffusionlm.inference.requests import ActiveRequest, prepare_prompt
 from diffusionlm.inference.sampling import BatchSampler
 from diffusionlm.inference.settings import resolve_settings
@@ -79,7 +79,7 @@ def measure_errors(model: Transformer, prompts: Sequence[Sequence[int]], config:
         for input_slice, request in zip(slices, active, strict=True):
             input_share += (input_slice.end - input_slice.start) / len(request.tokens_L)
         forwards += len(active)
-        logits_NV = run_forward([Turn(request, part) for request, part in zip(active, slices, strict=True)])
+        logits_NV = run_forward([ScheduledRequest(request, part) for request, part in zip(active, slices, strict=True)])
         canvases = [request.tokens_L[: part.num_visible] for request, part in zip(active, slices, strict=True)]
         exact_NV = masked_position_logits(
             model, canvases, [request.output_positions for request in active], [pattern] * len(active)

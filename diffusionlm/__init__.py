@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from diffusionlm.models.init import init_weights
     from diffusionlm.models.patterns import Bidirectional, BlockCausal, Causal
     from diffusionlm.models.transformer import Transformer
+    from diffusionlm.serving.engine import Engine
     from tokenizer import encode_chat, load_chat_template, render_chat
 
     __version__: str
@@ -49,6 +50,7 @@ _MODULE_OF_NAME = {
     "BlockCausal": "diffusionlm.models.patterns",
     "Causal": "diffusionlm.models.patterns",
     "Transformer": "diffusionlm.models.transformer",
+    "Engine": "diffusionlm.serving.engine",
     "encode_chat": "tokenizer",
     "load_chat_template": "tokenizer",
     "render_chat": "tokenizer",
@@ -58,6 +60,7 @@ __all__ = [
     "Bidirectional",
     "BlockCausal",
     "Causal",
+    "Engine",
     "Generation",
     "GenerationConfig",
     "HealedText",

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 TOP_LEVEL = ("benchmarking", "cli", "config", "ddp", "diffusionlm", "files", "logger", "profiling", "tokenizer")
 CORE_NAMES = (
-    "checkpoints", "data", "diffusion", "evaluation", "inference", "kernels", "models", "optim", "training",
+    "checkpoints", "data", "diffusion", "evaluation", "inference", "kernels", "models", "optim", "serving", "training",
 )  # fmt: skip
 CORE = {f"diffusionlm.{name}" for name in CORE_NAMES}
 EVERYTHING = CORE | set(TOP_LEVEL)
@@ -46,7 +46,8 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
         "diffusionlm.kernels",
         "diffusionlm.models",
     },
-    "diffusionlm.training": CORE - {"diffusionlm.kernels", "diffusionlm.training"}
+    "diffusionlm.serving": {"tokenizer", "diffusionlm.inference", "diffusionlm.models"},
+    "diffusionlm.training": CORE - {"diffusionlm.kernels", "diffusionlm.serving", "diffusionlm.training"}
     | {"config", "ddp", "logger", "tokenizer"},
     "diffusionlm": CORE | {"tokenizer"},
     "benchmarking": CORE | {"config", "ddp", "diffusionlm", "logger", "tokenizer"},

@@ -23,6 +23,7 @@ def test_names() -> None:
         "Bidirectional",
         "BlockCausal",
         "Causal",
+        "Engine",
         "Generation",
         "GenerationConfig",
         "HealedText",
@@ -69,7 +70,6 @@ def test_arguments() -> None:
         "inputs_embeds_BLD",
         "output_positions",
         "loss_inputs",
-        "cache",
     ]
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from diffusionlm.inference.model_runner import ModelRunner, Turn
+from diffusionlm.inference.model_runner import ModelRunner, ScheduledRequest
 from diffusionlm.inference.pages import PagePool, page_digests
 from diffusionlm.inference.requests import ActiveRequest
 from diffusionlm.inference.sampling import BatchSampler
@@ -143,22 +143,22 @@ class Decoder:
         """Retire what is done, admit what waits, and run one forward if anything is left."""
         finished = self._retire(self._active)
         finished += self._admit()
-        turns = self._schedule()
-        if not turns:
+        scheduled = self._schedule()
+        if not scheduled:
             assert not self._active, "a round must serve someone"
             return Round(False, (), tuple(finished))
-        decoded = [turn.request for turn in turns if turn.is_decoded]
-        logits_NV = self._runner(turns)
+        decoded = [item.request for item in scheduled if item.is_decoded]
+        logits_NV = self._runner(scheduled)
         self.counts.num_rounds += 1
-        self.counts.num_rows += sum(turn.num_rows for turn in turns)
+        self.counts.num_rows += sum(item.num_rows for item in scheduled)
         for request, predictions in zip(decoded, self._sampler.sample_predictions(logits_NV, decoded), strict=True):
             if isinstance(predictions, ValueError):
                 request.error = predictions
             else:
                 request.commit(predictions)
-        for turn in turns:
-            turn.request.last_round = self.counts.num_rounds
-            self._publish_pages(turn.request)
+        for item in scheduled:
+            item.request.last_round = self.counts.num_rounds
+            self._publish_pages(item.request)
         return Round(True, tuple(decoded), tuple(finished))
 
     def _retire(self, requests: Sequence[ActiveRequest]) -> list[ActiveRequest]:
@@ -233,38 +233,38 @@ class Decoder:
         request.pages, request.page_digests = [], []
         request.cached_length, request.needs_prefill = 0, True
 
-    def _schedule(self) -> list[Turn]:
+    def _schedule(self) -> list[ScheduledRequest]:
         """Requests of the next forward, in order of arrival, with pages for what they read."""
-        short: list[Turn] = []
-        long: list[Turn] = []
+        short: list[ScheduledRequest] = []
+        long: list[ScheduledRequest] = []
         for request in self._active:
-            turn = Turn(request, self._runner.input_slice(request))
-            is_first_reading = request.needs_prefill and turn.num_rows > request.num_short_rows
-            (long if is_first_reading or not request.uses_cache else short).append(turn)
-        turns = short + self._take_long_turns(long, sum(turn.num_rows for turn in short))
-        turns.sort(key=lambda turn: turn.request.arrival)
+            item = ScheduledRequest(request, self._runner.input_slice(request))
+            is_first_reading = request.needs_prefill and item.num_rows > request.num_short_rows
+            (long if is_first_reading or not request.uses_cache else short).append(item)
+        scheduled = short + self._take_within_budget(long, sum(item.num_rows for item in short))
+        scheduled.sort(key=lambda item: item.request.arrival)
         served = []
-        for turn in turns:
-            if turn.request in self._active and self._make_room(turn.request, turn.part.num_visible):
-                served.append(turn)
+        for item in scheduled:
+            if item.request in self._active and self._make_room(item.request, item.part.num_visible):
+                served.append(item)
         return served
 
-    def _take_long_turns(self, turns: Sequence[Turn], num_rows: int) -> list[Turn]:
+    def _take_within_budget(self, scheduled: Sequence[ScheduledRequest], num_rows: int) -> list[ScheduledRequest]:
         """Those within the budget, the least recently served first; a long prompt is read in parts."""
         if self.limits.max_rows is None:
-            return list(turns)
-        taken: list[Turn] = []
+            return list(scheduled)
+        taken: list[ScheduledRequest] = []
         budget = self.limits.max_rows - num_rows
-        for turn in sorted(turns, key=lambda turn: (turn.request.last_round, turn.request.arrival)):
-            if turn.num_rows > budget and turn.request.uses_blocks:
-                part = self._runner.prompt_slice(turn.request, max(budget // turn.request.num_texts, 0 if taken else 1))
+        for item in sorted(scheduled, key=lambda item: (item.request.last_round, item.request.arrival)):
+            if item.num_rows > budget and item.request.uses_blocks:
+                part = self._runner.prompt_slice(item.request, max(budget // item.request.num_texts, 0 if taken else 1))
                 if part is None:
                     continue
-                turn = Turn(turn.request, part, is_decoded=False)
-            elif turn.num_rows > budget and taken:
+                item = ScheduledRequest(item.request, part, is_decoded=part == item.part)
+            elif item.num_rows > budget and taken:
                 continue
-            taken.append(turn)
-            budget -= turn.num_rows
+            taken.append(item)
+            budget -= item.num_rows
         return taken
 
     def _make_room(self, request: ActiveRequest, length: int) -> bool:

@@ -85,7 +85,7 @@ class InputSlice:
 
 
 @dataclass(frozen=True)
-class Turn:
+class ScheduledRequest:
     """What one forward does for a request."""
 
     request: ActiveRequest
@@ -107,7 +107,7 @@ class ModelRunner:
         self._shift = _output_shift(model.config)
         self._patterns = PerSettings(build_pattern)
 
-    def __call__(self, turns: Sequence[Turn]) -> Tensor:
+    def __call__(self, scheduled: Sequence[ScheduledRequest]) -> Tensor:
         """Logits that predict the output positions of the requests that are decoded, [N, V]; in fp64 if one has
         guidance.
 
@@ -115,17 +115,19 @@ class ModelRunner:
         """
         # A forward that fills the cache with a text from its first token on is a prefill.
         is_prefill = any(
-            turn.request.uses_cache and turn.request.needs_prefill and turn.part.start == 0 for turn in turns
+            item.request.uses_cache and item.request.needs_prefill and item.part.start == 0 for item in scheduled
         )
-        guided = [turn for turn in turns if turn.request.has_guidance]
-        canvases = [turn.request.tokens_L for turn in turns] + [_unconditional_canvas(turn.request) for turn in guided]
-        sequences = [self._sequence(turn, 0) for turn in turns] + [self._sequence(turn, 1) for turn in guided]
+        guided = [item for item in scheduled if item.request.has_guidance]
+        canvases = [item.request.tokens_L for item in scheduled] + [
+            _unconditional_canvas(item.request) for item in guided
+        ]
+        sequences = [self._sequence(item, 0) for item in scheduled] + [self._sequence(item, 1) for item in guided]
         with nvtx.annotate("decoding: prefill" if is_prefill else "decoding: forward"):
             logits_NV = _forward(self._model, canvases, sequences, self._cache)
-        for turn in turns:
-            turn.request.cached_length = turn.part.cached_length
-            turn.request.needs_prefill &= not turn.is_decoded
-        return _guide(logits_NV, [turn.request for turn in turns if turn.is_decoded]) if guided else logits_NV
+        for item in scheduled:
+            item.request.cached_length = item.part.cached_length
+            item.request.needs_prefill &= not item.is_decoded
+        return _guide(logits_NV, [item.request for item in scheduled if item.is_decoded]) if guided else logits_NV
 
     def input_slice(self, request: ActiveRequest) -> InputSlice:
         """The positions of a request that its next step reads."""
@@ -168,15 +170,15 @@ class ModelRunner:
         part = self.input_slice(request)
         return min(part.cached_length, max(0, int(request.output_positions[0]) - self._shift))
 
-    def _sequence(self, turn: Turn, text: int) -> SequenceSlice:
-        request, part = turn.request, turn.part
+    def _sequence(self, item: ScheduledRequest, text: int) -> SequenceSlice:
+        request, part = item.request, item.part
         return SequenceSlice(
             part.start,
             part.end,
             part.num_visible,
             self._pattern(request, part.num_visible),
             pages=request.pages[text] if request.uses_cache else None,
-            outputs=request.output_positions - self._shift if turn.is_decoded else request.output_positions[:0],
+            outputs=request.output_positions - self._shift if item.is_decoded else request.output_positions[:0],
         )
 
     def _pattern(self, request: ActiveRequest, length: int) -> AttentionPattern:

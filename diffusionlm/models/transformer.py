@@ -166,13 +166,8 @@ class Transformer(nn.Module):
         x = self._embed(tokens_BL) if inputs_embeds_BLD is None else inputs_embeds_BLD
         if isinstance(pattern, RaggedBatch):
             if positions is not None or output_positions is not None:
-                raise ValueError(
-                    "a ragged batch has its own positions and outputs, and no loss: pass neither positions nor "
-                    "output_positions"
-                )
-            attentions, positions = self._prepare_ragged_attention(pattern, tokens_BL, x.device)
-            output_positions = pattern.output_positions()
-            output_positions = None if output_positions is None else output_positions.to(x.device, non_blocking=True)
+                raise ValueError("a ragged batch has its own: pass neither positions nor output_positions, and no loss")
+            attentions, positions, output_positions = self._prepare_ragged_attention(pattern, tokens_BL, x.device)
         else:
             attentions, positions = self._prepare_attention(pattern, tokens_BL.shape[1], positions, x.device)
         rope = self._build_rotary_tables(positions if positions.dim() == 2 else positions[None], x)
@@ -230,8 +225,8 @@ class Transformer(nn.Module):
 
     def _prepare_ragged_attention(
         self, batch: RaggedBatch, tokens_1Q: Tensor, device: torch.device
-    ) -> tuple[Sequence[PreparedAttention], Tensor]:
-        """Attention of each layer, and position ids, of sequences in one row."""
+    ) -> tuple[Sequence[PreparedAttention], Tensor, Tensor | None]:
+        """Attention of each layer, position ids and output positions of sequences in one row."""
         if list(tokens_1Q.shape) != [1, batch.num_inputs]:
             raise ValueError(f"tokens {list(tokens_1Q.shape)} must be [1, {batch.num_inputs}], the inputs of the batch")
         if torch.is_grad_enabled():
@@ -242,8 +237,14 @@ class Transformer(nn.Module):
                 f"{length} tokens are more than the model's context, max_position_embeddings = {context}; shorten the "
                 "input"
             )
-        return prepare_ragged_attention(
+        attentions, positions = prepare_ragged_attention(
             batch, self._layer_windows(), device, self.attention_backend, self._build_attention_scale()
+        )
+        output_positions = batch.output_positions()
+        return (
+            attentions,
+            positions,
+            None if output_positions is None else output_positions.to(device, non_blocking=True),
         )
 
     def _build_attention_scale(self) -> AttentionScale:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import pytest
 from config.generation import GenerationConfig
 from config.model import ModelConfig
 from diffusionlm.inference import streaming
-from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep, Generation, generate
+from diffusionlm.inference.generate import generate
+from diffusionlm.inference.requests import ActiveRequest
 from diffusionlm.inference.streaming import stream
 from diffusionlm.inference.text import decode_continuation
 from diffusionlm.models.init import init_weights
@@ -68,16 +70,16 @@ def test_no_text_follows_a_stop_token(model: Transformer, words: Tokenizer, stop
     assert "".join(stream(model, words, [5], config)) == decode_continuation(words, whole.token_ids[:first])
 
 
-FINAL_AT_ONCE = ["xa__a____", "xa_\xa9a____", "xa\xc3\xa9a____", "xa\xc3\xa9ab___"]
-TAKEN_BACK = ["xa\xc3\xa9_____", "xa_\xa9a____", "xa\xc3\xa9a____", "xa\xc3\xa9ab___"]
+FINAL_AT_ONCE = ["xa__a____", "xa_\xa9a____", "xa\xc3\xa9a____", "xa\xc3\xa9ab___", "xa\xc3\xa9abcde"]
+TAKEN_BACK = ["xa\xc3\xa9_____", "xa_\xa9a____", "xa\xc3\xa9a____", "xa\xc3\xa9ab___", "xa\xc3\xa9abcde"]
 
 
 @pytest.mark.parametrize(
     ("strategy", "canvases", "pieces"),
     [
-        ("low_confidence", FINAL_AT_ONCE, ["a", "éa", "b", "c"]),
+        ("low_confidence", FINAL_AT_ONCE, ["a", "éa", "b", "cde"]),
         # What a block has may be taken back until the next block has begun.
-        ("p2", TAKEN_BACK, ["aéa", "bc"]),
+        ("p2", TAKEN_BACK, ["aéa", "bcde"]),
     ],
 )
 def test_final_text_is_emitted_immediately(
@@ -90,18 +92,17 @@ def test_final_text_is_emitted_immediately(
 ) -> None:
     """Of a prompt x and two blocks of four bytes; _ is a mask."""
 
-    def ids(text: str) -> tuple[int, ...]:
-        return tuple(words.vocab[byte.encode("latin-1")] for byte in text)
-
-    def fake(model: Any, settings: Any, requests: Any, on_step: Any) -> list[Generation]:
+    def fake(model: Any, requests: list[ActiveRequest]) -> Iterator[int]:
         [request] = requests
-        assert (request.canvas_L.tolist(), request.seed) == ([*words.encode("x"), *[words.mask_token_id] * 8], 7)
+        assert (request.tokens_L.tolist(), request.seed) == ([*words.encode("x"), *[words.mask_token_id] * 8], 7)
+        blocks = request.blocks
         for number, text in enumerate(canvases, 1):
-            is_masked = tuple(byte == "_" for byte in text)
-            on_step(DecodingStep(number, (CanvasSnapshot(ids(text), is_masked, (-1.0,) * len(text)),)))
-        return [Generation(ids("a\xc3\xa9abc"), "stop", 5, (), ())]
+            request.is_masked_L[:] = [byte == "_" for byte in text]
+            request.tokens_L[:] = [words.vocab[byte.encode("latin-1")] for byte in text]
+            request.blocks = blocks[sum(not set(part) <= {"_"} for part in (text[5:], text[8:])) :]
+            yield number
 
-    monkeypatch.setattr(streaming, "decode", fake)
+    monkeypatch.setattr(streaming, "decode_rounds", fake)
     assert list(stream(model, words, words.encode("x"), settings(remasking_strategy=strategy), 7)) == pieces
 
 
