@@ -19,6 +19,7 @@ from typing import IO, NoReturn, cast
 import diffusionlm
 from files.resilient_stream import NamedStream, discard_pending_output, resilient
 from files.terminal_text import escape_control_characters, print_message
+from files.usage_error import UsageError
 
 TRACEBACK_VARIABLE = "DIFFUSIONLM_TRACEBACK"
 INTERRUPTED = 130
@@ -90,11 +91,11 @@ def usage_errors(name: str) -> Iterator[None]:
 def friendly_errors(name: str) -> Iterator[None]:
     """End the command with a message instead of a traceback, for errors of the user or the system.
 
-    ValueError and OSError (a missing file, no permission, a full disk) exit with 1, and so does a standard output that
-    is closed or on a full disk, or whose reader has ended (as in ``| head``), which is not reported; Ctrl-C exits with
-    130. A standard error that cannot be written is
-    ignored. Other errors are bugs and keep their traceback. With DIFFUSIONLM_TRACEBACK=1 in the environment, all errors
-    keep it. Also works as a decorator.
+    UsageError (wrong input that was found before the work began) exits with 2. Any other ValueError and OSError (a
+    missing file, no permission, a full disk) exit with 1, and so does a standard output that is closed or on a full
+    disk, or whose reader has ended (as in ``| head``), which is not reported; Ctrl-C exits with 130. A standard error
+    that cannot be written is ignored. Other errors are bugs and keep their traceback. With DIFFUSIONLM_TRACEBACK=1 in
+    the environment, all errors keep it. Also works as a decorator.
     """
     _replace_closed_streams(name)
     output = NamedStream(sys.stdout, STANDARD_OUTPUT)
@@ -122,6 +123,8 @@ def friendly_errors(name: str) -> Iterator[None]:
                 raise
             if isinstance(error, BrokenPipeError) and error.filename == STANDARD_OUTPUT:
                 raise SystemExit(1) from None
+            if isinstance(error, UsageError):
+                exit_with_usage_error(name, _format_error(error))
             _exit_with_error(name, _format_error(error))
         finally:
             _discard_broken_output()

@@ -32,6 +32,7 @@ from urllib.parse import quote
 from config.parallel import MultiProcessOptions
 from files.atomic import write_text_atomic
 from files.terminal_text import print_message
+from files.usage_error import UsageError
 from profiling.cores import usable_cores
 
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -66,6 +67,8 @@ class RankFailure:
     text: str
     at: float
     """Seconds since the epoch."""
+    is_usage_error: bool = False
+    """True for a user error that was found before the work began."""
 
 
 def count_local_ranks(parallel: MultiProcessOptions, device: str) -> int:
@@ -96,7 +99,7 @@ def launch(
     this in the main thread.
 
     Returns:
-        The exit code of the ranks: 128 + signal if a signal stopped them; 1 if a rank failed.
+        The exit code of the ranks: 128 + signal if a signal stopped them; 1 if a rank failed, 2 at a UsageError.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // local_ranks)))
     # Else all restarts share one store, in which new ranks find the addresses of dead ones.
@@ -117,7 +120,7 @@ def launch(
     if isinstance(outcome, str) and not is_user_error:
         messages.append(f"{name}: {outcome}")
     print_message("\n".join(messages))
-    return 1
+    return 2 if any(failure.is_usage_error for failure in last) else 1
 
 
 def run_rank(function: RankFunction, shared_exit_code: Synchronized[int], folder: str, name: str) -> int:
@@ -147,9 +150,10 @@ def run_rank(function: RankFunction, shared_exit_code: Synchronized[int], folder
             os._exit(code)
         return code
     except (ValueError, OSError) as error:
-        shared_exit_code.value = 1
+        is_usage_error = isinstance(error, UsageError)
+        shared_exit_code.value = 2 if is_usage_error else 1
         text = traceback.format_exc() if os.environ.get("DIFFUSIONLM_TRACEBACK") == "1" else str(error)
-        failure = RankFailure(rank, attempt, True, text, time.time())
+        failure = RankFailure(rank, attempt, True, text, time.time(), is_usage_error)
     except Exception:
         failure = RankFailure(rank, attempt, False, traceback.format_exc(), time.time())
     write_text_atomic(Path(folder) / f"{attempt}-{rank}.json", json.dumps(asdict(failure)))

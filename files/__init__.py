@@ -1,1 +1,1 @@
-"""Atomic file writes, directory locks, names of paths, and output streams that may break. No torch."""
+"""Atomic file writes, directory locks, names of paths, errors of usage, and output streams that may break. No torch."""

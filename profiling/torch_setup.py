@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
+from files.usage_error import UsageError
+
 PACKAGES = (
     "datasets", "huggingface-hub", "jinja2", "numpy", "pyarrow", "pydantic", "regex", "rich", "safetensors", "tomli-w",
     "torch",
@@ -106,14 +108,14 @@ def select_device(device: str, key: str) -> str:
         key: config key of the device, for the error.
 
     Raises:
-        ValueError: ``device`` is ``cuda``, and there is no CUDA device.
+        UsageError: ``device`` is ``cuda``, and there is no CUDA device.
     """
     import torch
 
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f'{key} = "cuda", but torch finds no CUDA device: use "cpu" or "auto"')
+        raise UsageError(f'{key} = "cuda", but torch finds no CUDA device: use "cpu" or "auto"')
     return device
 
 

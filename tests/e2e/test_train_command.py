@@ -143,7 +143,7 @@ def test_a_complete_run_shows_its_summary_again(config: Path, uninterrupted: Pat
 def test_changed_config_is_rejected_with_its_differences(config: Path, uninterrupted: Path) -> None:
     before = (uninterrupted / "config.toml").read_bytes()
     result = run_here("--config", config, "--set", "schedule.kind=cosine")
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert "already holds a run with another config" in result.stderr
     assert 'schedule.kind: "linear" -> "cosine"' in result.stderr
     assert "Traceback" not in result.stderr
@@ -152,7 +152,7 @@ def test_changed_config_is_rejected_with_its_differences(config: Path, uninterru
 
 def test_never_resume_rejects_a_used_directory(config: Path, uninterrupted: Path) -> None:
     result = run_here("--config", config, "--set", "checkpoint.resume=never")
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert "already holds a run" in result.stderr
 
 

@@ -15,6 +15,7 @@ from ddp.process_group import SINGLE_PROCESS, World
 from diffusionlm.training.checkpointing.store import CheckpointStore
 from files.atomic import write_text_atomic
 from files.lock import LOCK_FILE, DirectoryInUseError, lock_directory
+from files.usage_error import UsageError
 
 MUTABLE_SECTIONS = ("logging", "samples", "checkpoint", "profiler", "parallel")
 """Sections that may change when a run is resumed: they do not change its results, or only their rounding."""
@@ -47,8 +48,8 @@ def open_run_directory(config: TrainConfig, world: World = SINGLE_PROCESS) -> It
     """Create or open ``run.directory``; the first rank locks it.
 
     Raises:
-        ValueError: it is in use, has a run with another config (the differences are listed) or other files, or cannot
-            be written.
+        UsageError: it has a run with another config (the differences are listed) or other files.
+        ValueError: it is in use or cannot be written.
     """
     path, section = config.run.directory, config.checkpoint
     store = CheckpointStore(path / "checkpoints", section.keep_last, section.keep_best, section.keep_every_steps)
@@ -77,14 +78,14 @@ def _check_existing_run(config: TrainConfig, run: RunDirectory) -> None:
     saved = run.path / "config.toml"
     has_checkpoints = bool(run.store.steps())
     if has_checkpoints and config.checkpoint.resume == "never":
-        raise ValueError(
+        raise UsageError(
             f'run.directory = {run.path} already holds a run, and checkpoint.resume = "never"; '
             'name another directory, or set checkpoint.resume = "auto" to go on with it'
         )
     if not saved.exists():
         foreign = sorted(path.name for path in run.path.iterdir() if path.name != LOCK_FILE)
         if foreign:
-            raise ValueError(
+            raise UsageError(
                 f"run.directory = {run.path} is not empty and not a run (it holds {', '.join(foreign[:5])}); "
                 "name another"
             )
@@ -98,7 +99,7 @@ def _check_existing_run(config: TrainConfig, run: RunDirectory) -> None:
         run.metrics.unlink(missing_ok=True)
     elif config.checkpoint.config_change == "refuse":
         listed = "\n  ".join(changes)
-        raise ValueError(
+        raise UsageError(
             f"run.directory = {run.path} already holds a run with another config:\n  {listed}\n"
             'name another directory, or set checkpoint.config_change = "accept" to go on with the new one'
         )

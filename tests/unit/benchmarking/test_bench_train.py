@@ -25,6 +25,7 @@ from config.bench.training import BenchOutputSection, BenchShape, BenchTrainConf
 from config.dump import to_toml
 from config.load import ConfigError, load_config
 from diffusionlm.models.transformer import Transformer
+from files.usage_error import UsageError
 from profiling.torch_setup import select_device
 from tests.unit.benchmarking.train_cases import make_case, make_shape
 
@@ -89,7 +90,7 @@ def test_a_missing_peer_names_the_group(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_missing_device_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"bench\.device"):
+    with pytest.raises(UsageError, match=r"bench\.device"):
         select_device("cuda", "bench.device")
     assert [select_device(device, "bench.device") for device in ("auto", "cpu")] == ["cpu", "cpu"]
 

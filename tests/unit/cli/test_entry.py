@@ -15,6 +15,7 @@ import pytest
 from cli import commands
 from cli.entry import friendly_errors
 from files.resilient_stream import NamedStream
+from files.usage_error import UsageError
 
 ROOT = Path(__file__).parents[3]
 TRAIN = ROOT / "config" / "resources" / "train.toml"
@@ -27,6 +28,7 @@ EXAMINE = "import sys; from cli.doctor import main; sys.exit(main(['--quick']))"
     ("error", "code", "message"),
     [
         (ValueError("bad value"), 1, "dlm-run: error: bad value\n"),
+        (UsageError("bad input"), 2, "dlm-run: error: bad input\n"),
         (ValueError(), 1, "dlm-run: error: ValueError\n"),
         (FileNotFoundError(2, "No such file", "a.bin"), 1, "dlm-run: error: a.bin: No such file\n"),
         (PermissionError(13, "Permission denied", Path("b")), 1, "dlm-run: error: b: Permission denied\n"),

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from cli.train import main as train
 from cli.train_ddp import main
 from config.parallel import DDP
 from ddp.launch import Nodes, RankFailure, count_local_ranks, format_failures, launch, read_failures, run_rank
+from files.usage_error import UsageError
 
 ROOT = Path(__file__).parents[3]
 RESOURCE = str(ROOT / "config" / "resources" / "train_ddp.toml")
@@ -191,6 +193,11 @@ def test_rank_writes_its_failure_to_a_file(
     assert (users.attempt, users.is_user_error, users.text) == (1, True, "no such file")
     # Ranks that are started afterwards end at once.
     assert run_rank(fails(AssertionError()), verdict, str(tmp_path), "train") == 1
+    verdict.value = -1
+    with pytest.raises(SystemExit):
+        run_rank(fails(UsageError("holds a run")), verdict, str(tmp_path), "train")
+    [usage] = read_failures(tmp_path)[1:]
+    assert verdict.value == 2 and (usage.is_usage_error, usage.is_user_error, usage.text) == (True, True, "holds a run")
 
 
 def launched_with(
@@ -217,6 +224,10 @@ def test_exit_codes_are_those_of_the_ranks(monkeypatch: pytest.MonkeyPatch, caps
     assert capsys.readouterr().err == "train: rank 1 was killed by SIGKILL\n"
     assert launched_with(monkeypatch, 1, [failure(0, "no such file", is_user_error=True)]) == 1
     assert capsys.readouterr().err == "train: error: no such file\n"
+    used = [replace(failure(0, "holds a run", is_user_error=True), is_usage_error=True)]
+    followed = failure(1, "holds a run", is_user_error=True)
+    assert launched_with(monkeypatch, "rank 1 ended with exit code 1", [*used, followed]) == 2
+    assert capsys.readouterr().err == "train: error: holds a run\n"
 
 
 def test_signals_are_passed_on_to_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
