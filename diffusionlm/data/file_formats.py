@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import codecs
 import io
 import json
 import lzma
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 BUFFER_BYTES = 1 << 20
+FIRST_BYTES = 1 << 16
+"""Bytes by which a binary file is recognized."""
 COMPRESSED_BLOCK = 1 << 16
 """Compressed bytes per read. It decides how many lines before a corrupt place are still read."""
 
@@ -175,6 +178,26 @@ def read_plain_records(path: Path, sample_by: SampleBy, offset: int, line: int) 
         for content, next_offset, next_line in DOCUMENT_SPLITTERS[sample_by](stream, offset, line):
             yield _parse_plain_text(content, is_first=offset == 0), next_offset, next_line
             offset = next_offset
+
+
+def check_first_bytes(path: Path, sample_by: SampleBy) -> tuple[BadRecord, int] | None:
+    """Return the bad record, and its line, with which a plain-text file begins; None: its first bytes are text.
+
+    Only the part of the first document within `FIRST_BYTES` is read. A corrupt archive is left to the reader.
+    """
+    try:
+        with open_bytes(path) as stream:
+            content = stream.read(FIRST_BYTES)
+    except CorruptFileError:
+        return None
+    if len(content) == FIRST_BYTES:  # may end within a character
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.decode(content)
+        content = content[: FIRST_BYTES - len(decoder.getstate()[0])]
+    for first, _, line in DOCUMENT_SPLITTERS[sample_by](io.BytesIO(content), 0, 0):
+        text = _parse_plain_text(first, is_first=True)
+        return (text, line) if isinstance(text, BadRecord) else None
+    return None
 
 
 def _parse_plain_text(content: bytes, *, is_first: bool) -> str | BadRecord:

@@ -17,13 +17,21 @@ from diffusionlm.data.chat.formats import ChatRowParser
 from diffusionlm.data.file_formats import (
     DECOMPRESSORS,
     CorruptFileError,
+    check_first_bytes,
     detect_compression,
     read_json_records,
     read_parquet_records,
     read_plain_records,
 )
 from diffusionlm.data.reader import ReaderPosition, Split
-from diffusionlm.data.record_source import BadRecord, ParsedRecord, RecordSource, TextField, read_texts
+from diffusionlm.data.record_source import (
+    BadRecord,
+    ParsedRecord,
+    RecordSource,
+    TextField,
+    bad_record_error,
+    read_texts,
+)
 from diffusionlm.data.validation_split import DocumentSplit, HashSplit, WholeSource, choose_split
 from files.portable_path import portable_path
 
@@ -154,8 +162,8 @@ def open_local_files(config: LocalFiles, split: Split, key: str) -> RecordSource
         key: the config key of the section, for errors.
 
     Raises:
-        ValueError: a pattern matches no file, a file is empty, unreadable or of an unknown format, or the text is too
-            short to hold out a part of it.
+        ValueError: a pattern matches no file, a file is empty, unreadable, binary or of an unknown format, or the text
+            is too short to hold out a part of it.
     """
     is_validation, has_own_paths = split == "validation", bool(config.validation_paths)
     name = "validation_paths" if is_validation and has_own_paths else "paths"
@@ -175,6 +183,8 @@ def open_local_files(config: LocalFiles, split: Split, key: str) -> RecordSource
     field: TextField = config.text_field if config.chat is None else ChatRowParser(config.chat)
     field_setting = f"{key}.chat" if is_chat else f"{key}.text_field = {config.text_field!r}"
     records = LocalFileRecords(files, f"{key}.{name}", field_setting, field, config.sample_by)
+    if config.on_bad_row == "raise":
+        records.check_first_bytes(key)
     document_split: DocumentSplit = WholeSource()
     if validation_fraction is not None:
         texts = read_texts(records, config.on_bad_row)
@@ -262,6 +272,18 @@ class LocalFileRecords:
 
     def error_key(self, *, is_field_error: bool) -> str:
         return self.field_setting if is_field_error else self.paths_key
+
+    def check_first_bytes(self, key: str) -> None:
+        """Check that plain-text files begin with text. ``key`` is the config key of the source's section.
+
+        Raises:
+            ValueError: one begins with binary data or invalid UTF-8.
+        """
+        for index, file in enumerate(self.files):
+            found = check_first_bytes(file.path, self.sample_by) if file.format == "text" else None
+            if found is not None:
+                record, line = found
+                raise bad_record_error(record, self, LocalFileCursor(self, file=index, line=line), key)
 
     def read_file(self, file: DataFile, offset: int, line: int) -> Iterator[ParsedRecord]:
         """Read the records of one file from an offset on."""

@@ -173,13 +173,7 @@ class RecordSource:
     def _handle_bad_record(self, record: BadRecord, epoch: int) -> str | None:
         """Return the repaired text, or None to leave the record out."""
         if self.on_bad_row == "raise":
-            remedy = f'set {self.key}.on_bad_row = "skip" to leave such records out and count them'
-            if record.repaired_text is not None:
-                remedy += ', or "replace" to repair them'
-            if record.reason == NOT_UTF8:
-                remedy += "; text in another encoding can be converted with iconv"
-            key = self.records.error_key(is_field_error=record.is_field_error)
-            raise ValueError(f"{key}: {self._cursor.location()}: {record.reason}: {record.detail}; {remedy}")
+            raise bad_record_error(record, self.records, self._cursor, self.key)
         if self.on_bad_row == "skip" or record.repaired_text is None:
             self._count_skipped(record.reason, epoch)
             return None
@@ -192,6 +186,22 @@ class RecordSource:
         if epoch == 0 and sort_key > self._last_counted:
             self._last_counted = sort_key
             self.skipped[reason] = self.skipped.get(reason, 0) + 1
+
+
+def bad_record_error(record: BadRecord, records: RecordStore, cursor: RecordCursor, key: str) -> ValueError:
+    """The error of a bad record while `on_bad_row` is "raise".
+
+    Args:
+        cursor: is at the record.
+        key: config key of the source's section.
+    """
+    remedy = f'set {key}.on_bad_row = "skip" to leave such records out and count them'
+    if record.repaired_text is not None:
+        remedy += ', or "replace" to repair them'
+    if record.reason == NOT_UTF8:
+        remedy += "; text in another encoding can be converted with iconv"
+    setting = records.error_key(is_field_error=record.is_field_error)
+    return ValueError(f"{setting}: {cursor.location()}: {record.reason}: {record.detail}; {remedy}")
 
 
 def read_texts(records: RecordStore, on_bad_row: OnBadRow) -> Iterator[str]:

@@ -64,6 +64,7 @@ def folder(tiny_model: Callable[..., Transformer], tmp_path_factory: pytest.Temp
     (folder / "adapter/adapter_config.json").write_text('{"peft_type": "IA3", "bias": "all"}', encoding="utf-8")
     (folder / "adapter/adapter_model.safetensors").touch()
     (folder / "text.txt").write_text("a b c\n" * 99, encoding="utf-8")
+    (folder / "image.txt").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
     (folder / "holes.jsonl").write_text('"a"\n{"infill": "a[MASK:x]"}\n', encoding="utf-8")
     (folder / "answers.jsonl").write_text("{}\n", encoding="utf-8")
     return folder
@@ -160,6 +161,10 @@ def calls_of_inputs(folder: Path) -> list[Call]:
             ["tokenizer.path", "no model at"],
         ),
         ("cli.train", [*train(folder), "--set", "data.source.paths=/none/*"], ["data.source.paths", "matches no file"]),
+        *(
+            (module, [*arguments, "--set", f"data.source.paths={folder}/image.txt"], ["image.txt: binary data", "skip"])
+            for module, arguments in (("cli.train", train(folder)), ("cli.eval", evaluate))
+        ),
         (
             "cli.train_ddp",
             [*train(folder), "--set", f"run.directory={file}/run", "--set", "parallel.local_ranks=2"],

@@ -17,6 +17,7 @@ import pytest
 import zstandard
 
 from config.data import LocalFiles
+from diffusionlm.data.file_formats import FIRST_BYTES
 from diffusionlm.data.reader import DocumentSource
 from diffusionlm.data.sources import open_source
 
@@ -221,6 +222,26 @@ def test_binary_file(content: bytes, tmp_path: Path, drain: Drain) -> None:
         drain(open_documents(tmp_path, "raise"))
     source = open_documents(tmp_path, "skip")
     assert drain(source) == ["b"] and sum(source.skipped.values()) == 1
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+def test_first_bytes_are_checked_when_the_source_is_opened(name: str, tmp_path: Path) -> None:
+    (tmp_path / "0.txt").write_text("text")
+    pack = gzip.compress if name.endswith(".gz") else bytes
+
+    def opens(content: bytes, **options: str) -> DocumentSource:
+        (tmp_path / name).write_bytes(pack(content))
+        return open_documents(tmp_path, "raise", **options)
+
+    far = b"a" * (FIRST_BYTES - 1)
+    opens(far + "é".encode())  # not cut within a character
+    opens(far + b" \0")  # the reader finds it
+    opens(b"\na\n\0\n", sample_by="line")  # the first document only
+    for content, message in ((far + b"\0", "binary data"), (far + b"\xff", "not UTF-8"), (b"a\xc3", "not UTF-8")):
+        with pytest.raises(ValueError, match=rf"{tmp_path / name}: {message}: "):
+            opens(content)
+    with pytest.raises(ValueError, match=rf"{tmp_path / name}, line 2: binary data: "):
+        opens(b"\n\0\na\n", sample_by="line")
 
 
 def test_text_file_that_is_not_utf8(tmp_path: Path, drain: Drain) -> None:
