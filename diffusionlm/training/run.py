@@ -271,8 +271,8 @@ def find_small_text_problem(spec: LoaderSpec, components: list[MixtureComponent]
     num_epochs = max_steps * spec.batch_size / len(rows)
     return (
         f"the training text is very small: {num_tokens:,} tokens (rows of {spec.row_length:,}: {len(rows)}); "
-        f"{max_steps:,} steps of {spec.batch_size:,} rows are {num_epochs:,.0f} epochs, and the model memorizes it: "
-        "add text, or lower training.max_steps or training.batch_size"
+        f"{max_steps:,} steps of {spec.batch_size:,} rows are {num_epochs:,.0f} epochs, and the model can only "
+        "memorize it: add text, or lower training.max_steps or training.batch_size"
     )
 
 

@@ -39,7 +39,7 @@ def test_numbers_of_a_small_text(tmp_path: Path, make_config: MakeConfig) -> Non
     # 30 bytes and the end-of-text token fill two rows, of the 32 that the run reads.
     assert find_problem(small_config(tmp_path, "a" * 30), make_config) == (
         "the training text is very small: 31 tokens (rows of 16: 2); 8 steps of 4 rows are 16 epochs, and the model "
-        "memorizes it: add text, or lower training.max_steps or training.batch_size"
+        "can only memorize it: add text, or lower training.max_steps or training.batch_size"
     )
 
 
