@@ -62,7 +62,7 @@ class Round:
 
     has_forward: bool
     decoded: tuple[ActiveRequest, ...]
-    """Requests whose step was taken."""
+    """Requests whose step was taken; with an error, in vain."""
     finished: tuple[ActiveRequest, ...]
     """Requests that are done, or have an error: the decoder has forgotten them."""
 
@@ -140,12 +140,12 @@ class Decoder:
 
     @torch.inference_mode()
     def run_round(self) -> Round:
-        """Retire what is done, admit what waits, and run one forward if anything is left."""
-        finished = self._retire(self._active)
-        finished += self._admit()
-        scheduled = self._schedule()
+        """Admit what waits, run one forward if there is anything to do, and retire what is done."""
+        finished = self._admit()
+        # Without pages for anyone else, the youngest gives way until someone can be served.
+        while not (scheduled := self._schedule()) and self._active:
+            pass
         if not scheduled:
-            assert not self._active, "a round must serve someone"
             return Round(False, (), tuple(finished))
         decoded = [item.request for item in scheduled if item.is_decoded]
         logits_NV = self._runner(scheduled)
@@ -157,8 +157,10 @@ class Decoder:
             else:
                 request.commit(predictions)
         for item in scheduled:
-            item.request.last_round = self.counts.num_rounds
+            if item.is_decoded:
+                item.request.last_round = self.counts.num_rounds
             self._publish_pages(item.request)
+        finished += self._retire(decoded)
         return Round(True, tuple(decoded), tuple(finished))
 
     def _retire(self, requests: Sequence[ActiveRequest]) -> list[ActiveRequest]:
@@ -185,6 +187,7 @@ class Decoder:
             if request.uses_cache and not self._give_first_pages(request):
                 break
             self._waiting.pop(0)
+            request.last_round = self.counts.num_rounds
             self._active.append(request)
             self._active.sort(key=lambda other: other.arrival)
         return finished
@@ -199,9 +202,7 @@ class Decoder:
         if self._missing(request, length) + reserved <= self.pool.num_available:
             self._grow(request, length)
             if self._can_share_pages(request):
-                self.counts.num_prefix_queries += self._runner.num_final_tokens(request)
-                self.counts.num_prefix_hits += request.cached_length
-                request.num_cached_tokens = request.num_cached_tokens or request.cached_length
+                self._count_shared_pages(request)
             return True
         self._release_pages(request)
         return False
@@ -255,7 +256,7 @@ class Decoder:
             return list(scheduled)
         taken: list[ScheduledRequest] = []
         budget = self.limits.max_rows - num_rows
-        for item in sorted(scheduled, key=lambda item: (item.request.last_round, item.request.arrival)):
+        for item in sorted(scheduled, key=lambda item: (item.request.last_round or 0, item.request.arrival)):
             if item.num_rows > budget and item.request.uses_blocks:
                 part = self._runner.prompt_slice(item.request, max(budget // item.request.num_texts, 0 if taken else 1))
                 if part is None:
@@ -276,7 +277,6 @@ class Decoder:
             victim = next(other for other in reversed(self._active) if other.uses_blocks)
             self.remove(victim)
             self._waiting.insert(0, victim)
-            self._waiting.sort(key=lambda other: other.arrival)
             self.counts.num_preemptions += 1
             if victim is request:
                 return False
@@ -293,6 +293,12 @@ class Decoder:
             and self.limits.page_size % block_length == 0
         )
 
+    def _count_shared_pages(self, request: ActiveRequest) -> None:
+        if request.last_round is None:  # after a preemption they would be the request's own
+            self.counts.num_prefix_queries += self._runner.num_final_tokens(request)
+            self.counts.num_prefix_hits += request.cached_length
+            request.num_cached_tokens = request.cached_length
+
     def _share_pages(self, request: ActiveRequest) -> None:
         """Begin a waiting request with the pages of the prefix cache."""
         num_tokens = self._runner.num_final_tokens(request)
@@ -304,12 +310,12 @@ class Decoder:
 
     def _publish_pages(self, request: ActiveRequest) -> None:
         """Add the pages that have become final to the prefix cache."""
-        if not self._can_share_pages(request):
+        if not self._can_share_pages(request) or request.error is not None:
             return
         size = self.limits.page_size
         first = len(request.page_digests)
         salt = request.page_digests[-1] if first else request.cache_salt
-        tokens_L = request.tokens_L[first * size : request.cached_length]
+        tokens_L = request.tokens_L[first * size : self._runner.num_unchanging_tokens(request)]
         for index, digest in enumerate(page_digests(tokens_L, size, salt), start=first):
             self.pool.publish(request.pages[0][index], digest)
             request.page_digests.append(digest)

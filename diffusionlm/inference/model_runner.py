@@ -170,6 +170,11 @@ class ModelRunner:
         part = self.input_slice(request)
         return min(part.cached_length, max(0, int(request.output_positions[0]) - self._shift))
 
+    def num_unchanging_tokens(self, request: ActiveRequest) -> int:
+        """Positions at the beginning whose cached keys and values are not written anymore: with shifted outputs each
+        step reads the position before the block again."""
+        return max(0, request.cached_length - self._shift)
+
     def _sequence(self, item: ScheduledRequest, text: int) -> SequenceSlice:
         request, part = item.request, item.part
         return SequenceSlice(

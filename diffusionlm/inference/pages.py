@@ -19,6 +19,8 @@ class PagePool:
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
+        self.num_free = num_pages
+        self.num_owned = 0
         self._is_free = np.ones(num_pages, dtype=np.bool_)
         self._num_owners = np.zeros(num_pages, dtype=np.int64)
         self._page_of: dict[bytes, int] = {}
@@ -27,16 +29,8 @@ class PagePool:
         """Pages without an owner that are kept for their content, the least recently used first."""
 
     @property
-    def num_free(self) -> int:
-        return int(self._is_free.sum())
-
-    @property
     def num_cached(self) -> int:
         return len(self._cached)
-
-    @property
-    def num_owned(self) -> int:
-        return int((self._num_owners > 0).sum())
 
     @property
     def num_available(self) -> int:
@@ -58,9 +52,12 @@ class PagePool:
             page, _ = self._cached.popitem(last=False)
             self._forget(page)
             self._is_free[page] = True
+            self.num_free += 1
         pages = self._find_run(count, after)
         self._is_free[pages] = False
         self._num_owners[pages] = 1
+        self.num_free -= count
+        self.num_owned += count
         return pages
 
     def _find_run(self, count: int, after: int | None) -> list[int]:
@@ -83,6 +80,7 @@ class PagePool:
             page = self._page_of.get(digest)
             if page is None:
                 break
+            self.num_owned += not self._num_owners[page]
             self._num_owners[page] += 1
             self._cached.pop(page, None)
             pages.append(page)
@@ -100,10 +98,12 @@ class PagePool:
             self._num_owners[page] -= 1
             if self._num_owners[page]:
                 continue
+            self.num_owned -= 1
             if page in self._digest_of:
                 self._cached[page] = None
             else:
                 self._is_free[page] = True
+                self.num_free += 1
 
     def _forget(self, page: int) -> None:
         del self._page_of[self._digest_of.pop(page)]

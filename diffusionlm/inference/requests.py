@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import numpy as np
 from numpy.typing import NDArray
@@ -136,6 +137,8 @@ def _to_arrays(allowed_token_ids: AllowedTokens | None) -> dict[int, NDArray[np.
 
 
 def _check_request(settings: DecodingSettings, request: PreparedRequest, label: str) -> None:
+    if not isinstance(request.seed, Integral):
+        raise ValueError(f"{label}: seed = {request.seed!r} is not a whole number")
     if request.seed < 0:
         raise ValueError(f"{label}: seed = {request.seed} is negative: use 0 or more")
     check_token_ids(request.canvas_L.tolist(), settings.model, label)
@@ -240,8 +243,8 @@ class ActiveRequest:
         """Tokens that were in the prefix cache at the first round."""
         self.arrival = 0
         """Number of requests that came before."""
-        self.last_round = 0
-        """Round that served the request last."""
+        self.last_round: int | None = None
+        """Round of its last step, or of its admission; None: it was never admitted."""
         self.is_prepared = False
         """`prepare_step` was called for the next step."""
         self.error: ValueError | None = None

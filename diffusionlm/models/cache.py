@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from config.model import ModelConfig
 
@@ -43,7 +45,9 @@ class PagedCache:
         self.values_KTH = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
         """Values of each layer."""
 
-    def slots(self, pages: Sequence[int], start: int, end: int) -> list[int]:
+    def slots(self, pages: Sequence[int], start: int, end: int) -> NDArray[np.int64]:
         """Slots of the positions from ``start`` to ``end`` of a sequence with these pages."""
-        size = self.page_size
-        return [pages[position // size] * size + position % size for position in range(start, end)]
+        positions = np.arange(start, end)
+        return (
+            np.asarray(pages, dtype=np.int64)[positions // self.page_size] * self.page_size + positions % self.page_size
+        )

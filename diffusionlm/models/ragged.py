@@ -195,7 +195,7 @@ class _InputIndices:
             else:
                 assert batch.cache is not None
                 limit_Q = torch.minimum(limit_Q, _key_limit(part.pattern, positions_Q))
-                slots.append(torch.tensor(batch.cache.slots(part.pages, part.start, part.end)))
+                slots.append(torch.from_numpy(batch.cache.slots(part.pages, part.start, part.end)))
                 cached_rows.append(first_input + torch.arange(part.num_inputs))
             limits.append(limit_Q)
             self.limits[id(part)] = limit_Q
@@ -370,7 +370,9 @@ class _CachedSequences:
             tables.append(own + [own[0]] * (num_pages - len(own)))
         tables_GP = _to_device(torch.tensor(tables), device)
         slots_GPS = tables_GP[:, :, None] * size + torch.arange(size, device=device)
-        return slots_GPS.flatten(1)[:, : self._num_keys]
+        slots_GS = slots_GPS.flatten(1)[:, : self._num_keys]
+        visible_G1 = _to_device(torch.tensor([[part.num_visible] for part in group]), device)
+        return torch.where(torch.arange(self._num_keys, device=device) < visible_G1, slots_GS, slots_GS[:, :1])
 
     def attend(self, layer: int, q_QNH: Tensor, k_QKH: Tensor, v_QKH: Tensor) -> Tensor:
         return self._attend(layer, self.rows.select(q_QNH), outputs_only=False).flatten(0, 1)

@@ -6,6 +6,7 @@ request has its own settings and seed; its answer is that of `generate` with thi
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,13 +15,18 @@ from functools import lru_cache
 from types import TracebackType
 from typing import Self
 
+import torch
+
 from config.generation import GenerationConfig
 from diffusionlm.inference.decoder import PAGE_SIZE, Decoder, DecoderCounts, DecoderLimits
 from diffusionlm.inference.generate import CanvasSnapshot, Generation, take_snapshot, to_generation
+from diffusionlm.inference.model_runner import build_pattern
 from diffusionlm.inference.requests import ActiveRequest, AllowedTokens, prepare_infill, prepare_prompt
 from diffusionlm.inference.settings import MAX_KEPT_SETTINGS, DecodingSettings, resolve_settings
 from diffusionlm.models.layers import compute_dtype
 from diffusionlm.models.transformer import Transformer
+
+LOGGER = logging.getLogger(__name__)
 
 DEFAULT_CACHE_BYTES = 1 << 30
 
@@ -139,7 +145,10 @@ class EngineRequest:
             self._condition.notify_all()
             listeners = list(self._listeners)
         for listener in listeners:
-            listener()
+            try:
+                listener()
+            except Exception:  # of the caller, such as a closed event loop; the others' requests go on
+                LOGGER.exception("a listener of a request has failed")
 
 
 @dataclass(frozen=True)
@@ -173,16 +182,20 @@ class Engine:
         Args:
             cache_bytes: memory of keys and values.
             max_requests: requests that are decoded at a time.
-            max_waiting: requests beyond these; the next one is refused.
+            max_waiting: requests that wait beyond these; the next one is refused.
             max_rows: inputs of a forward (`DecoderLimits.max_rows`).
-            page_size: positions of a page. None: 16, or the model's block length if that is longer.
+            page_size: positions of a page. None: 16, or more, so that it is a multiple of the model's block length.
             has_prefix_cache: share keys and values of texts that begin alike.
 
         Raises:
-            ValueError: a limit is not positive, or the memory does not hold a page.
+            ValueError: a limit is not positive, the memory does not hold a page, the model's attention backend has no
+                cached form, or autocast is on.
         """
         config, weight = model.config, model.lm_head.weight
-        page_size = max(PAGE_SIZE, config.block_length or 1) if page_size is None else page_size
+        if page_size is None:
+            block_length = config.block_length or 1
+            page_size = -(-PAGE_SIZE // block_length) * block_length
+        _check_model(model)
         itemsize = compute_dtype(weight).itemsize
         bytes_per_position = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
         num_pages = cache_bytes // max(1, bytes_per_position * page_size)
@@ -194,7 +207,7 @@ class Engine:
         if max_waiting < 1:
             raise ValueError(f"max_waiting = {max_waiting} must be at least 1")
         self.model = model
-        self._max_waiting = max_waiting
+        self._max_unfinished = max_requests + max_waiting
         self._decoder = Decoder(
             model, DecoderLimits(num_pages, page_size, max_requests, max_rows, has_prefix_cache=has_prefix_cache)
         )
@@ -206,7 +219,7 @@ class Engine:
         self._handles: dict[int, EngineRequest] = {}
         """Identity of a request that the decoder has -> the caller's handle."""
         self._is_closing, self._drains = False, True
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="diffusionlm-engine", daemon=True)
         self._thread.start()
 
@@ -236,6 +249,7 @@ class Engine:
         seed: int = 0,
         *,
         allowed_token_ids: AllowedTokens | None = None,
+        segment_starts: Sequence[int] = (),
         is_infill: bool = False,
         with_canvas: bool = False,
     ) -> EngineRequest:
@@ -243,6 +257,7 @@ class Engine:
 
         Args:
             token_ids: a prompt, or with ``is_infill`` a canvas whose mask tokens are filled (`generate`, `infill`).
+            segment_starts: of a prompt, as in `generate`.
             with_canvas: `RequestState.canvas` is set.
 
         Raises:
@@ -251,16 +266,18 @@ class Engine:
             EngineStoppedError: the engine was closed, or an error has ended it.
         """
         settings = self._resolve_settings(config.model_dump_json())
-        prepare = prepare_infill if is_infill else prepare_prompt
-        prepared = prepare(settings, token_ids, seed, "the prompt", allowed_token_ids)
+        if is_infill:
+            prepared = prepare_infill(settings, token_ids, seed, "the canvas", allowed_token_ids)
+        else:
+            prepared = prepare_prompt(settings, token_ids, seed, "the prompt", allowed_token_ids, segment_starts)
         request = ActiveRequest(prepared, settings)
         self._decoder.check_size(request)
         handle = EngineRequest(request, with_canvas=with_canvas)
         with self._condition:
             if self._is_closing or not self.is_alive:
                 raise EngineStoppedError("the engine was closed" if self._error is None else "an error has ended it")
-            if len(self._submitted) + self._decoder.num_waiting >= self._max_waiting:
-                raise QueueFullError(f"{self._max_waiting} requests wait already: try again later")
+            if len(self._submitted) + len(self._handles) >= self._max_unfinished:
+                raise QueueFullError(f"{self._max_unfinished} requests are not done yet: try again later")
             self._submitted.append(handle)
             self._condition.notify_all()
         return handle
@@ -268,8 +285,9 @@ class Engine:
     def abort(self, handle: EngineRequest) -> None:
         """End a request in any state; nothing happens if it is done."""
         with self._condition:
-            self._aborted.append(handle)
-            self._condition.notify_all()
+            if not handle.state.is_done:
+                self._aborted.append(handle)
+                self._condition.notify_all()
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
         """Accept no more requests and end the thread: with ``drain`` when all requests are done, else at once.
@@ -277,7 +295,7 @@ class Engine:
         Requests that are not done after ``timeout`` seconds end with `EngineStoppedError`.
         """
         with self._condition:
-            self._is_closing, self._drains = True, drain
+            self._is_closing, self._drains = True, self._drains and drain
             self._condition.notify_all()
         self._thread.join(timeout)
         if self._thread.is_alive():
@@ -295,7 +313,9 @@ class Engine:
 
     def _resolve_settings_from_json(self, config: str) -> DecodingSettings:
         """Equal configs get the same settings, so that their requests share a computation."""
-        return resolve_settings(GenerationConfig.model_validate_json(config), self.model.config)
+        settings = resolve_settings(GenerationConfig.model_validate_json(config), self.model.config)
+        build_pattern(settings)  # reads a bias: what is wrong with it is the caller's, not the thread's
+        return settings
 
     def _run(self) -> None:
         """The thread: rounds while there is work."""
@@ -307,14 +327,15 @@ class Engine:
                     self._handles[id(request)]._update()
                 for request in result.finished:
                     self._handles.pop(id(request))._update(error=request.error, is_done=True)
-        except Exception as error:
+        except BaseException as error:
             self._error = error
+            LOGGER.exception("an error has ended the engine")
             stopped = EngineStoppedError(f"an error has ended the engine: {error}")
             stopped.__cause__ = error
         with self._condition:
             self._is_closing = True
             unfinished = [*self._handles.values(), *self._submitted]
-            self._submitted.clear()
+            self._submitted, self._aborted, self._handles = [], [], {}
         for handle in unfinished:
             self._decoder.remove(handle._request)
             handle._update(error=stopped, is_done=True)
@@ -336,3 +357,19 @@ class Engine:
                 self._decoder.remove(handle._request)
                 handle._update(error=EngineError("the request was aborted"), is_done=True)
         return not is_over
+
+
+def _check_model(model: Transformer) -> None:
+    """Check that a thread can decode with a model.
+
+    Raises:
+        ValueError: its attention backend has no cached form, or autocast is on.
+    """
+    if model.attention_backend not in ("auto", "eager", "sdpa"):
+        raise ValueError(
+            f'attention_backend = "{model.attention_backend}" has no cached form: use "auto", "eager" or "sdpa"'
+        )
+    if torch.is_autocast_enabled(model.lm_head.weight.device.type):
+        raise ValueError(
+            "autocast is on, and the thread of the engine would not have it: load the model with the dtype instead"
+        )

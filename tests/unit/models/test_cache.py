@@ -259,6 +259,24 @@ def test_sequences_of_different_length_do_not_affect_each_other(
         close(logits, torch.cat(expected))
 
 
+def test_what_is_behind_a_shorter_text_has_no_effect(tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two texts in one computation: the page of the shorter one has slots that nobody has written."""
+    prepare = functools.partial(prepare_ragged_attention, share_kernels=True)
+    monkeypatch.setattr("diffusionlm.models.transformer.prepare_ragged_attention", prepare)
+    model = tiny_model(torch.float64)
+    tokens, cache, pattern = texts(2), cache_of(model), BlockCausal(3)
+    whole = model(tokens, pattern=pattern)
+    for storage in (*cache.keys_KTH, *cache.values_KTH):
+        storage[:] = torch.nan
+    for spans in ([(0, 9), (0, 3)], [(9, 12), (3, 6)]):
+        sequences = [
+            SequenceSlice(*span, span[1], pattern, pages=pages_of(cache, 2, text)) for text, span in enumerate(spans)
+        ]
+        inputs = torch.cat([tokens[text, slice(*span)] for text, span in enumerate(spans)])[None]
+        expected = torch.cat([whole[text, slice(*span)] for text, span in enumerate(spans)])
+        close(model(inputs, pattern=RaggedBatch(sequences, cache))[0], expected)
+
+
 @pytest.mark.parametrize("share_kernels", [False, True])
 def test_texts_with_and_without_a_cache_in_one_forward(
     tiny_model: MakeModel, share_kernels: bool, monkeypatch: pytest.MonkeyPatch

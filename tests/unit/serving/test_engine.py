@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from config.generation import GenerationConfig
 from diffusionlm.inference.generate import generate, infill
@@ -110,9 +112,11 @@ def test_a_canvas_with_holes(model: Transformer, make_engine: Callable[..., Engi
 @pytest.mark.parametrize("strategy", ["low_confidence", "p2"])
 def test_tokens_come_from_the_left_and_stay(make_engine: Callable[..., Engine], strategy: str) -> None:
     calls: list[int] = []
-    request = make_engine().submit([1, 2], settings(remasking_strategy=strategy, temperature=0.5), 1)
+    engine = make_engine()
+    request = engine.submit([1, 2], settings(remasking_strategy=strategy, temperature=0.5), 1)
     request.add_listener(lambda: calls.append(request.state.version))
     states = list(request.follow())
+    engine.close()
     answer = request.result()
     assert states[-1].token_ids == answer.token_ids and len(answer.token_ids) == 12
     for state in states:
@@ -121,7 +125,7 @@ def test_tokens_come_from_the_left_and_stay(make_engine: Callable[..., Engine], 
     last = states[-1]
     assert last.started is not None and last.finished is not None
     assert last.submitted <= last.started <= last.finished
-    assert calls == sorted(calls)
+    assert calls and calls == sorted(set(calls)) and calls[-1] == last.version
     request.add_listener(lambda: calls.append(-1))
     assert calls[-1] == -1, "at once, when it is done"
 
@@ -147,7 +151,7 @@ def test_a_full_queue_refuses(make_engine: Callable[..., Engine], gate: Gate) ->
     requests = [engine.submit([1], settings(max_new_tokens=4))]
     assert gate.entered.acquire(timeout=30)
     requests += [engine.submit([1], settings(max_new_tokens=4)) for _ in range(2)]
-    with pytest.raises(QueueFullError, match="2 requests wait already"):
+    with pytest.raises(QueueFullError, match="3 requests are not done yet"):
         engine.submit([1], settings())
     with pytest.raises(TimeoutError, match=r"not complete within 0.01 s"):
         requests[0].result(0.01)
@@ -157,8 +161,24 @@ def test_a_full_queue_refuses(make_engine: Callable[..., Engine], gate: Gate) ->
     assert len({request.result(30) for request in requests}) == 1
 
 
-def test_bad_requests_are_refused_at_once(make_engine: Callable[..., Engine], model: Transformer) -> None:
+def test_bad_requests_are_refused_at_once(
+    make_engine: Callable[..., Engine], model: Transformer, tiny_model: MakeModel, tmp_path: Path
+) -> None:
     engine = make_engine(cache_bytes=1 << 13)
+    bias = tmp_path / "bias.safetensors"
+    with_bias = settings(attention="bidirectional", attention_bias=bias)
+    bias.write_bytes(b"no tensor")
+    with pytest.raises(ValueError, match=r"bias\.safetensors"):
+        engine.submit([1], with_bias)
+    save_file({"attention_bias": torch.zeros(8, 8)}, bias)
+    with pytest.raises(ValueError, match="is for 8 positions: give as many as the model"):
+        engine.submit([1], with_bias)
+    with pytest.raises(ValueError, match=r"seed = 1\.5 is not a whole number"):
+        engine.submit([1], settings(), 1.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match='attention_backend = "tiled" has no cached form'):
+        Engine(tiny_model(backend="tiled"))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="autocast is on"):
+        Engine(model)
     for prompt, config, message in (
         ([99], settings(), "outside the model's vocabulary"),
         ([1] * 60, settings(), "max_position_embeddings"),
@@ -184,6 +204,36 @@ def test_closing_drains_or_ends(make_engine: Callable[..., Engine], gate: Gate) 
     assert request.result(0).token_ids and not engine.is_alive
     with pytest.raises(EngineStoppedError, match="was closed"):
         engine.submit([1], settings())
+
+
+def test_a_listener_that_fails_is_logged(
+    make_engine: Callable[..., Engine], gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine()
+    requests = [engine.submit([1], settings(max_new_tokens=4)) for _ in range(2)]
+
+    def fail() -> None:
+        raise RuntimeError("a closed event loop")
+
+    requests[0].add_listener(fail)
+    gate.open()
+    assert requests[0].result(30).token_ids == requests[1].result(30).token_ids
+    assert engine.is_alive and "a listener of a request has failed" in caplog.text
+
+
+def test_an_immediate_end_stays_one(make_engine: Callable[..., Engine], gate: Gate) -> None:
+    engine = make_engine()
+    request = engine.submit([1], settings())
+    assert gate.entered.acquire(timeout=30)
+    closers = [threading.Thread(target=engine.close, kwargs={"drain": drain}) for drain in (False, True)]
+    for closer in closers:
+        closer.start()
+        closer.join(0.1)
+    gate.open()
+    for closer in closers:
+        closer.join()
+    with pytest.raises(EngineStoppedError, match="closed before the request was done"):
+        request.result(0)
 
 
 def test_requests_end_with_a_closed_engine(make_engine: Callable[..., Engine], gate: Gate) -> None:
@@ -214,6 +264,19 @@ def test_an_error_in_the_thread_ends_all_requests(
     assert not engine.is_alive
     with pytest.raises(EngineStoppedError, match="an error has ended it"):
         engine.submit([1], settings())
+
+
+def test_pages_hold_whole_blocks(tiny_model: MakeModel) -> None:
+    with Engine(tiny_model(block_length=12), cache_bytes=CACHE_BYTES) as engine:
+        for _ in range(2):
+            engine.submit([1] * 30, settings(max_new_tokens=4)).result(30)
+        assert engine.status.counts.num_prefix_hits == 24
+
+
+def test_chats_whose_blocks_begin_anew(model: Transformer, make_engine: Callable[..., Engine]) -> None:
+    prompt, starts = list(range(11)), (3, 9)
+    [expected] = generate(model, [prompt], settings(), [5], segment_starts=[starts])
+    assert make_engine().submit(prompt, settings(), 5, segment_starts=starts).result(30) == expected
 
 
 def test_shared_beginnings_are_counted(make_engine: Callable[..., Engine]) -> None:
