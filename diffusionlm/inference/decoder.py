@@ -141,7 +141,7 @@ class Decoder:
     @torch.inference_mode()
     def run_round(self) -> Round:
         """Admit what waits, run one forward if there is anything to do, and retire what is done."""
-        finished = self._admit()
+        finished = self._prepare(self._active) + self._admit()
         # Without pages for anyone else, the youngest gives way until someone can be served.
         while not (scheduled := self._schedule()) and self._active:
             pass
@@ -160,18 +160,21 @@ class Decoder:
             if item.is_decoded:
                 item.request.last_round = self.counts.num_rounds
             self._publish_pages(item.request)
-        finished += self._retire(decoded)
+        finished += self._retire(decoded)  # the others' next step is prepared when their callers have seen this one
         return Round(True, tuple(decoded), tuple(finished))
 
-    def _retire(self, requests: Sequence[ActiveRequest]) -> list[ActiveRequest]:
-        """Prepare the next step of requests; remove those that are done, or have an error."""
-        finished = []
-        for request in list(requests):
-            if request.error is None and not request.is_prepared:
+    def _prepare(self, requests: Sequence[ActiveRequest]) -> list[ActiveRequest]:
+        """Prepare the next step of requests; remove and return those that have none."""
+        for request in requests:
+            if not request.is_prepared:
                 request.prepare_step()
-            if request.error is not None or request.is_done:
-                self.remove(request)
-                finished.append(request)
+        return self._retire(requests)
+
+    def _retire(self, requests: Sequence[ActiveRequest]) -> list[ActiveRequest]:
+        """Remove and return requests that are done, or have an error."""
+        finished = [request for request in requests if request.error is not None or request.is_done]
+        for request in finished:
+            self.remove(request)
         return finished
 
     def _admit(self) -> list[ActiveRequest]:
@@ -179,7 +182,7 @@ class Decoder:
         finished: list[ActiveRequest] = []
         while self._waiting:
             request = self._waiting[0]
-            if finished_now := self._retire([request]):
+            if finished_now := self._prepare([request]):
                 finished += finished_now
                 continue
             if self.limits.max_requests is not None and len(self._active) >= self.limits.max_requests:

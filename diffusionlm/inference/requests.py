@@ -345,6 +345,8 @@ class ActiveRequest:
         self.logprobs_L[positions] = predictions.logprobs_N[is_committed_N]
         self.step_map_L[positions] = self.num_forwards
         self._finish_step(positions, is_selected_M)
+        if not self._strategy.can_remask:
+            self._find_stop_token()
 
     def _select_positions(self, confidence_M: NDArray[np.float64]) -> NDArray[np.bool_]:
         schedule, uniforms_M = self.blocks[0].unmasking_schedule, confidence_M
