@@ -196,6 +196,15 @@ def test_follow_ends_with_its_launch_after_a_lost_connection(stubbed: Remote) ->
     (stubbed.root / "runs" / "stub" / "hold").unlink()
 
 
+@pytest.fixture
+def _hangups_end_processes() -> Iterator[None]:
+    """Under nohup they are ignored, and children inherit that."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("_hangups_end_processes")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGHUP, 129), (signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_interrupted_follow_closes_the_connection_and_keeps_the_run(
     stubbed: Remote, number: signal.Signals, code: int
