@@ -132,14 +132,16 @@ def read_own_adapter(model: Transformer, directory: Path, fingerprint: BaseFinge
     return values
 
 
-def _sort_metadata(content: bytes) -> bytes:
-    """Sort the metadata of a safetensors file, which are in random order, so that equal adapters are equal files."""
+def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Write a safetensors file with sorted metadata; the library writes them in random order. Equal adapters are equal
+    files."""
+    content = save(tensors, metadata)
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text = text.ljust(-(-len(text) // 8) * 8)  # tensors begin at a multiple of 8
-    return len(text).to_bytes(8, "little") + text + content[8 + length :]
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
 
 
 def save_adapter(
@@ -164,7 +166,7 @@ def save_adapter(
     """
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _exported_tensors(model, weights)}
     metadata = {"format": "pt"} | (fingerprint or BaseFingerprint.from_model(model)).to_metadata()
-    (directory / ADAPTER_WEIGHTS).write_bytes(_sort_metadata(save(tensors, metadata)))
+    save_tensors(tensors, directory / ADAPTER_WEIGHTS, metadata)
     values = _build_adapter_config(model, config, base)
     (directory / ADAPTER_CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 

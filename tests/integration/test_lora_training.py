@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from cli.tables import print_parts
 from cli.train import check_files, format_run_estimate, main
@@ -22,6 +22,7 @@ from config.convert import ConvertConfig
 from config.load import ConfigError, load_config
 from config.model import ModelConfig
 from config.train import KEY_HINTS, TrainConfig
+from diffusionlm.checkpoints.adapter_files import save_tensors
 from diffusionlm.checkpoints.conversion_plan import plan_conversion
 from diffusionlm.checkpoints.convert import convert
 from diffusionlm.checkpoints.huggingface import load_model, save_model, save_model_directory
@@ -325,9 +326,9 @@ def test_a_full_disk_at_an_adapter_save_loses_nothing(configure: Configure, monk
         if len(calls) == 2:
             path.write_bytes(b"half")
             raise OSError(errno.ENOSPC, "No space left on device")
-        save_file(tensors, path, metadata)
+        save_tensors(tensors, path, metadata)
 
-    monkeypatch.setattr("diffusionlm.checkpoints.adapter_files.save_file", save)
+    monkeypatch.setattr("diffusionlm.checkpoints.adapter_files.save_tensors", save)
     config = configure(checkpoint={"every_steps": 1, "keep_last": 9}, training={"max_steps": 3})
     assert train(config).step == 3
     checkpoints = config.run.directory / "checkpoints"
