@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from diffusionlm.models.patterns import Bidirectional, BlockCausal, Causal
     from diffusionlm.models.transformer import Transformer
     from diffusionlm.serving.engine import Engine
+    from diffusionlm.serving.requests import RequestOptions
     from tokenizer import encode_chat, load_chat_template, render_chat
 
     __version__: str
@@ -51,6 +52,7 @@ _MODULE_OF_NAME = {
     "Causal": "diffusionlm.models.patterns",
     "Transformer": "diffusionlm.models.transformer",
     "Engine": "diffusionlm.serving.engine",
+    "RequestOptions": "diffusionlm.serving.requests",
     "encode_chat": "tokenizer",
     "load_chat_template": "tokenizer",
     "render_chat": "tokenizer",
@@ -67,6 +69,7 @@ __all__ = [
     "LikelihoodEstimate",
     "ModelConfig",
     "NelboReport",
+    "RequestOptions",
     "SamplerReport",
     "TokenHealer",
     "Transformer",

@@ -30,6 +30,7 @@ def test_names() -> None:
         "LikelihoodEstimate",
         "ModelConfig",
         "NelboReport",
+        "RequestOptions",
         "SamplerReport",
         "TokenHealer",
         "Transformer",

@@ -17,6 +17,7 @@ from diffusionlm.inference.requests import (
     ActiveRequest,
     AllowedTokens,
     PreparedRequest,
+    TopLogprobs,
     prepare_infill,
     prepare_prompt,
 )
@@ -36,10 +37,13 @@ class Generation:
     """Forwards that this request took part in."""
     logprobs: tuple[float, ...]
     """Log-probability in nats of each new token (infill: of each filled position, in order) when it was committed,
-    under the model's own distribution: temperature 1, no top-k or top-p, without the mask, the suppressed tokens and,
-    where ``allowed_token_ids`` names the position, all others."""
+    under the model's own distribution: temperature 1, no top-k or top-p, with the ``logit_bias``, without the mask, the
+    suppressed tokens and, where ``allowed_token_ids`` names the position, all others."""
     step_map: tuple[int, ...]
     """The request's forward, from 1 on, in which each of these was committed."""
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    """The most probable tokens in the place of each of these, in that forward and under the same distribution, if the
+    request has asked for them."""
 
     @property
     def tokens_per_forward(self) -> float:
@@ -196,7 +200,7 @@ def _zip_requests(
 
 def take_snapshot(request: ActiveRequest) -> CanvasSnapshot:
     """The canvas of a request between two forwards."""
-    text = slice(request.text_length)
+    text = slice(request.prepared.text_length)
     return CanvasSnapshot(
         token_ids=tuple(request.tokens_L[text].tolist()),
         is_masked=tuple(request.is_masked_L[text].tolist()),
@@ -207,11 +211,12 @@ def take_snapshot(request: ActiveRequest) -> CanvasSnapshot:
 def to_generation(request: ActiveRequest) -> Generation:
     """The result of a request that is done."""
     positions = request.answer_positions[: request.stop_index]
-    token_ids = request.tokens_L if request.is_infill else request.tokens_L[positions]
+    token_ids = request.tokens_L if request.prepared.is_infill else request.tokens_L[positions]
     return Generation(
         token_ids=tuple(token_ids.tolist()),
         finish_reason="length" if request.stop_index is None else "stop",
         num_forwards=request.num_forwards,
         logprobs=tuple(request.logprobs_L[positions].tolist()),
         step_map=tuple(request.step_map_L[positions].tolist()),
+        top_logprobs=request.top_logprobs_at(positions),
     )

@@ -26,6 +26,16 @@ from diffusionlm.inference.strategy import DecodeState
 
 AllowedTokens = Mapping[int, Sequence[int] | NDArray[np.int64]]
 """Position of a canvas -> the tokens that it may hold; all other positions may hold any."""
+TopLogprobs = tuple[tuple[int, float], ...]
+"""Tokens and their log-probabilities, the most probable first."""
+
+
+@dataclass(frozen=True)
+class LogitBias:
+    """What is added to the logits of some tokens at every position of a request."""
+
+    token_ids: NDArray[np.int64]
+    values: NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -44,6 +54,11 @@ class PreparedRequest:
     allowed_token_ids: Mapping[int, NDArray[np.int64]]
     """Masked position -> the tokens that it may hold."""
     segments: TextSegments = WHOLE_TEXT
+    logit_bias: LogitBias | None = None
+    num_top_logprobs: int = 0
+    """Alternatives whose log-probabilities are kept for each new token."""
+    cache_salt: str = ""
+    """Texts share cached keys and values only with the same salt."""
 
 
 def prepare_prompt(
@@ -200,6 +215,9 @@ class Predictions:
     """Proposed tokens; at a committed position its own token."""
     confidence_N: NDArray[np.float64]
     logprobs_N: NDArray[np.float64]
+    top_tokens_NT: NDArray[np.int64]
+    """The T most probable tokens, the most probable first and the lowest id among equals."""
+    top_logprobs_NT: NDArray[np.float64]
 
 
 class ActiveRequest:
@@ -208,11 +226,8 @@ class ActiveRequest:
     def __init__(self, request: PreparedRequest, settings: DecodingSettings) -> None:
         masked_positions = request.masked_positions
         self.settings = settings
-        self.seed = request.seed
-        self.text_length = request.text_length
-        self.is_infill = request.is_infill
+        self.prepared = request
         self.masked_positions = masked_positions
-        self.allowed_token_ids = request.allowed_token_ids
         self.segments = request.segments
         self.answer_positions = masked_positions[masked_positions < request.text_length]
         self.tokens_L = request.canvas_L.copy()
@@ -221,6 +236,8 @@ class ActiveRequest:
         self.is_masked_L = np.zeros(len(self.tokens_L), dtype=np.bool_)
         self.is_masked_L[masked_positions] = True
         self.logprobs_L = np.full(len(self.tokens_L), np.nan)
+        self.top_logprobs: dict[int, TopLogprobs] = {}
+        """Position -> the most probable tokens, when it was committed."""
         self.step_map_L = np.zeros(len(self.tokens_L), dtype=np.int64)
         self.blocks = list(request.blocks)
         """Blocks still to be decoded, the current one first."""
@@ -258,6 +275,10 @@ class ActiveRequest:
         self._is_selected_M: NDArray[np.bool_] | None = None
 
     @property
+    def num_top_logprobs(self) -> int:
+        return self.prepared.num_top_logprobs
+
+    @property
     def is_done(self) -> bool:
         return not self.blocks or self.stop_index is not None
 
@@ -287,14 +308,14 @@ class ActiveRequest:
     @property
     def cache_salt(self) -> bytes:
         """What cached keys and values depend on besides the tokens."""
-        return f"block_length={self.settings.block_causal_length}".encode()
+        return repr((self.settings.block_causal_length, self.prepared.cache_salt)).encode()
 
     def draw_uniforms(self, stream: RngStream, positions: NDArray[np.int64]) -> NDArray[np.float64]:
         """A number in [0, 1) for each position, as a function of (seed, position, step) alone."""
-        return keyed_rng(self.seed, stream, self.num_steps).random(len(self.tokens_L))[positions]
+        return keyed_rng(self.prepared.seed, stream, self.num_steps).random(len(self.tokens_L))[positions]
 
-    def final_token_ids(self) -> list[int]:
-        """New tokens from the left that will not change anymore, without a stop token."""
+    def final_positions(self) -> NDArray[np.int64]:
+        """Positions of the new tokens from the left that will not change anymore, without a stop token."""
         end = len(self.answer_positions)
         if self._strategy.can_remask:
             # It remasks in the current block alone.
@@ -304,7 +325,18 @@ class ActiveRequest:
             end = int(masked_indices[0]) if len(masked_indices) else end
         token_ids: list[int] = self.tokens_L[self.answer_positions[:end]].tolist()
         stop = next((index for index, token in enumerate(token_ids) if token in self._stop_token_ids), end)
-        return token_ids[:stop]
+        return self.answer_positions[:stop]
+
+    def final_token_ids(self) -> list[int]:
+        """Tokens of `final_positions`."""
+        token_ids: list[int] = self.tokens_L[self.final_positions()].tolist()
+        return token_ids
+
+    def top_logprobs_at(self, positions: NDArray[np.int64]) -> tuple[TopLogprobs, ...]:
+        """The most probable tokens at committed positions; empty if the request has not asked for them."""
+        if not self.num_top_logprobs:
+            return ()
+        return tuple(self.top_logprobs[position] for position in positions.tolist())
 
     def prepare_step(self) -> None:
         """Set `output_positions` for the next forward, and look for a stop token."""
@@ -343,10 +375,21 @@ class ActiveRequest:
         positions = self.output_positions[is_committed_N]
         self.tokens_L[positions] = predictions.tokens_N[is_committed_N]
         self.logprobs_L[positions] = predictions.logprobs_N[is_committed_N]
+        if self.num_top_logprobs:
+            self._keep_top_logprobs(predictions, is_committed_N)
         self.step_map_L[positions] = self.num_forwards
         self._finish_step(positions, is_selected_M)
         if not self._strategy.can_remask:
             self._find_stop_token()
+
+    def _keep_top_logprobs(self, predictions: Predictions, is_committed_N: NDArray[np.bool_]) -> None:
+        for index in np.flatnonzero(is_committed_N).tolist():
+            tokens = predictions.top_tokens_NT[index].tolist()
+            logprobs = predictions.top_logprobs_NT[index].tolist()
+            pairs = zip(tokens[: self.num_top_logprobs], logprobs[: self.num_top_logprobs], strict=True)
+            self.top_logprobs[int(self.output_positions[index])] = tuple(
+                (token, logprob) for token, logprob in pairs if logprob > -np.inf
+            )
 
     def _select_positions(self, confidence_M: NDArray[np.float64]) -> NDArray[np.bool_]:
         schedule, uniforms_M = self.blocks[0].unmasking_schedule, confidence_M

@@ -5,7 +5,7 @@ Shapes: N positions of a forward, V vocabulary, C candidates of a nucleus.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diffusionlm.diffusion.rng import RngStream
-from diffusionlm.inference.requests import ActiveRequest, Predictions
+from diffusionlm.inference.requests import ActiveRequest, LogitBias, Predictions
 from diffusionlm.inference.settings import DecodingSettings, PerSettings
 from diffusionlm.inference.strategy import TOKEN_PROBABILITY
 
@@ -45,8 +45,9 @@ class TokenSampler:
         )
 
     def sample(self, logits_NV: Tensor, requests: Sequence[ActiveRequest]) -> Tensor:
-        """Token, confidence and log-probability of each output position of the requests, [3, N] in fp64 (which holds
-        token ids exactly).
+        """Token, confidence and log-probability of each output position of the requests, and its T most probable tokens
+        and their log-probabilities, [3 + 2 T, N] in fp64 (which holds token ids exactly). T is the most that one of the
+        requests keeps.
 
         Args:
             logits_NV: logits of the output positions of all requests, in their order.
@@ -65,35 +66,30 @@ class TokenSampler:
                 for request, positions in zip(requests, output_positions, strict=True)
             ]
             committed_N = torch.from_numpy(np.concatenate(committed)).to(logits_NV.device)
-        allowed_tokens = find_allowed_tokens(requests)
+        changes = LogitChanges(requests)
+        num_top = max((request.num_top_logprobs for request in requests), default=0)
         samples = [
             self._sample_chunk(
-                self._copy_logits(logits_NV, chunk, allowed_tokens),
+                self._copy_logits(logits_NV, chunk, changes),
                 None if uniforms_N is None else uniforms_N[chunk],
                 None if committed_N is None else committed_N[chunk],
+                num_top,
             )
             for chunk in iterate_chunks(logits_NV)
         ]
         return torch.cat(samples, dim=1)
 
-    def _copy_logits(self, logits_NV: Tensor, chunk: slice, allowed_tokens: Mapping[int, NDArray[np.int64]]) -> Tensor:
-        """Copy the logits of a chunk, with -inf at forbidden tokens and at all but the allowed ones; in fp64, on the
-        fast path in at least fp32.
-
-        Args:
-            allowed_tokens: row of ``logits_NV`` -> the tokens that its position may hold.
-        """
+    def _copy_logits(self, logits_NV: Tensor, chunk: slice, changes: LogitChanges) -> Tensor:
+        """Copy the logits of a chunk, with the biases of the requests, and with -inf at forbidden tokens and at all but
+        the allowed ones; in fp64, on the fast path in at least fp32."""
         dtype = torch.promote_types(logits_NV.dtype, torch.float32) if self._has_fast_path else torch.float64
-        copy_NV = logits_NV[chunk].to(dtype, copy=True)
-        for row, token_ids in allowed_tokens.items():
-            if chunk.start <= row < chunk.stop:
-                ids = torch.from_numpy(token_ids).to(copy_NV.device)
-                logits_V = copy_NV[row - chunk.start]
-                copy_NV[row - chunk.start] = torch.full_like(logits_V, float("-inf")).index_copy_(0, ids, logits_V[ids])
+        copy_NV = changes.apply(logits_NV[chunk].to(dtype, copy=True), chunk.start)
         return copy_NV.index_fill_(1, self._forbidden_token_ids, float("-inf"))
 
-    def _sample_chunk(self, logits_NV: Tensor, uniforms_N: Tensor | None, committed_N: Tensor | None) -> Tensor:
-        """Token, confidence and log-probability of each position, [3, N] in fp64.
+    def _sample_chunk(
+        self, logits_NV: Tensor, uniforms_N: Tensor | None, committed_N: Tensor | None, num_top: int
+    ) -> Tensor:
+        """Token, confidence, log-probability and ``num_top`` alternatives of each position, [3 + 2 T, N] in fp64.
 
         Args:
             logits_NV: a copy, which the fast path overwrites.
@@ -101,7 +97,7 @@ class TokenSampler:
             committed_N: tokens of committed positions, -1 at masked ones; None: all are masked.
         """
         if self._has_fast_path:
-            return _sample_greedily(logits_NV)
+            return _sample_greedily(logits_NV, num_top)
         config = self._config
         logprobs_NV = logits_NV.log_softmax(dim=1)
         unfiltered_probs_NV = logprobs_NV.exp()
@@ -116,7 +112,11 @@ class TokenSampler:
             is_unfiltered = config.confidence_from == "unfiltered"
             confidence_N = self._measure.compute(unfiltered_probs_NV if is_unfiltered else probs_NV, tokens_N)
         logprobs_N = logprobs_NV.gather(1, tokens_N[:, None])[:, 0]
-        return torch.stack([tokens_N.double(), confidence_N, logprobs_N])
+        samples_3N = torch.stack([tokens_N.double(), confidence_N, logprobs_N])
+        if not num_top:
+            return samples_3N
+        top_NT = find_top_tokens(logprobs_NV, num_top)
+        return torch.cat([samples_3N, top_NT.T.double(), logprobs_NV.gather(1, top_NT).T])
 
 
 class BatchSampler:
@@ -139,49 +139,99 @@ class BatchSampler:
         groups: dict[int, list[tuple[ActiveRequest, tuple[int, int]]]] = {}
         for request, span in rows:
             groups.setdefault(id(request.settings), []).append((request, span))
-        samples, order = [], []
+        samples = []
         for group in groups.values():
             part_NV = logits_NV
             if len(groups) > 1:
                 part_NV = torch.cat([logits_NV[start:end] for _, (start, end) in group])
             samples.append(self._samplers.get(group[0][0].settings).sample(part_NV, [request for request, _ in group]))
-            order += group
-        samples_3N = torch.cat(samples, dim=1).cpu().numpy() if samples else np.zeros((3, 0))
         predictions: dict[int, Predictions | ValueError] = {}
-        first = 0
-        for request, (start, end) in order:
-            tokens_N, confidence_N, logprobs_N = samples_3N[:, first : first + end - start]
-            first += end - start
-            try:
-                check_finite(np.isfinite(logprobs_N))
-                predictions[id(request)] = Predictions(tokens_N.astype(np.int64), confidence_N, logprobs_N)
-            except ValueError as error:
-                predictions[id(request)] = error
+        for group, samples_RN in zip(groups.values(), _to_arrays(samples), strict=True):
+            first = 0
+            for request, (start, end) in group:
+                predictions[id(request)] = _to_predictions(samples_RN[:, first : first + end - start])
+                first += end - start
         return [predictions[id(request)] for request in requests]
 
 
-def find_allowed_tokens(requests: Sequence[ActiveRequest]) -> dict[int, NDArray[np.int64]]:
-    """Row of the logits of all output positions -> the tokens that its position may hold."""
-    allowed_tokens: dict[int, NDArray[np.int64]] = {}
-    start = 0
-    for request in requests:
-        for position, token_ids in request.allowed_token_ids.items():
-            for index in np.flatnonzero(request.output_positions == position).tolist():
-                allowed_tokens[start + index] = token_ids
-        start += len(request.output_positions)
-    return allowed_tokens
+def _to_arrays(tensors: Sequence[Tensor]) -> list[NDArray[np.float64]]:
+    """Copies of matrices on the CPU, with one device synchronization."""
+    if not tensors:
+        return []
+    flat = torch.cat([tensor.flatten() for tensor in tensors]).cpu().numpy()
+    ends = np.cumsum([tensor.numel() for tensor in tensors])[:-1]
+    return [part.reshape(tensor.shape) for part, tensor in zip(np.split(flat, ends), tensors, strict=True)]
 
 
-def _sample_greedily(logits_NV: Tensor) -> Tensor:
-    """Most probable token, its probability and log-probability, [3, N] in fp64, without fp64 logits.
+def _to_predictions(samples_RN: NDArray[np.float64]) -> Predictions | ValueError:
+    """Predictions of a request from the samples of its positions (`TokenSampler.sample`)."""
+    tokens_N, confidence_N, logprobs_N = samples_RN[:3]
+    top_tokens_TN, top_logprobs_TN = np.split(samples_RN[3:], 2)
+    try:
+        check_finite(np.isfinite(logprobs_N))
+    except ValueError as error:
+        return error
+    return Predictions(
+        tokens_N.astype(np.int64), confidence_N, logprobs_N, top_tokens_TN.T.astype(np.int64), top_logprobs_TN.T
+    )
+
+
+class LogitChanges:
+    """What requests change in the logits of their output positions: biases, and tokens that are not allowed."""
+
+    def __init__(self, requests: Sequence[ActiveRequest]) -> None:
+        self._allowed_tokens: dict[int, NDArray[np.int64]] = {}
+        """Row of the logits -> the tokens that its position may hold."""
+        self._biases: list[tuple[int, int, LogitBias]] = []
+        """First row, row after the last one, bias."""
+        start = 0
+        for request in requests:
+            for position, token_ids in request.prepared.allowed_token_ids.items():
+                for index in np.flatnonzero(request.output_positions == position).tolist():
+                    self._allowed_tokens[start + index] = token_ids
+            end = start + len(request.output_positions)
+            if request.prepared.logit_bias is not None:
+                self._biases.append((start, end, request.prepared.logit_bias))
+            start = end
+
+    def apply(self, logits_NV: Tensor, first_row: int) -> Tensor:
+        """Change logits of the rows from ``first_row`` on, in place."""
+        end_row, device = first_row + len(logits_NV), logits_NV.device
+        for start, end, bias in self._biases:
+            rows = slice(max(start - first_row, 0), max(min(end, end_row) - first_row, 0))
+            values = torch.from_numpy(bias.values).to(device, logits_NV.dtype)
+            logits_NV[rows, torch.from_numpy(bias.token_ids).to(device)] += values
+        for row, token_ids in self._allowed_tokens.items():
+            if first_row <= row < end_row:
+                ids = torch.from_numpy(token_ids).to(device)
+                logits_V = logits_NV[row - first_row]
+                logits_NV[row - first_row] = torch.full_like(logits_V, float("-inf")).index_copy_(0, ids, logits_V[ids])
+        return logits_NV
+
+
+def _sample_greedily(logits_NV: Tensor, num_top: int) -> Tensor:
+    """Most probable token, its probability and log-probability, and ``num_top`` tokens and their log-probabilities,
+    [3 + 2 T, N] in fp64, without fp64 logits.
 
     The probability is 1 / (1 + r), where r sums exp(logit - highest logit) over the other tokens: however near 1 it is,
     its distance from 1 is as exact as r in fp32.
     """
     tokens_N1 = logits_NV.argmax(dim=1, keepdim=True)
-    odds_NV = logits_NV.sub_(logits_NV.gather(1, tokens_N1)).exp_().scatter_(1, tokens_N1, 0.0)
-    other_odds_N = odds_NV.sum(dim=1, dtype=torch.float64)
-    return torch.stack([tokens_N1[:, 0].double(), 1.0 / (1.0 + other_odds_N), -torch.log1p(other_odds_N)])
+    differences_NV = logits_NV.sub_(logits_NV.gather(1, tokens_N1))
+    top_NT = find_top_tokens(differences_NV, num_top) if num_top else tokens_N1[:, :0]
+    top_differences_NT = differences_NV.gather(1, top_NT).double()
+    odds_NV = differences_NV.exp_().scatter_(1, tokens_N1, 0.0)
+    logprobs_N = -torch.log1p(other_odds_N := odds_NV.sum(dim=1, dtype=torch.float64))
+    samples_3N = torch.stack([tokens_N1[:, 0].double(), 1.0 / (1.0 + other_odds_N), logprobs_N])
+    return torch.cat([samples_3N, top_NT.T.double(), top_differences_NT.T + logprobs_N])
+
+
+def find_top_tokens(logits_NV: Tensor, num_top: int) -> Tensor:
+    """The most probable tokens [N, T], the most probable first, the lowest id among equals."""
+    num_top = min(num_top, logits_NV.shape[1])
+    top_NT = keep_top_k(logits_NV, num_top).topk(num_top, dim=1).indices.sort(dim=1).values
+    order_NT = logits_NV.gather(1, top_NT).sort(dim=1, descending=True, stable=True).indices
+    return top_NT.gather(1, order_NT)
 
 
 def iterate_chunks(logits_NV: Tensor) -> Iterator[slice]:

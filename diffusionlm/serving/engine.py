@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import TracebackType
@@ -19,136 +18,24 @@ import torch
 
 from config.generation import GenerationConfig
 from diffusionlm.inference.decoder import PAGE_SIZE, Decoder, DecoderCounts, DecoderLimits
-from diffusionlm.inference.generate import CanvasSnapshot, Generation, take_snapshot, to_generation
 from diffusionlm.inference.model_runner import build_pattern
-from diffusionlm.inference.requests import ActiveRequest, AllowedTokens, prepare_infill, prepare_prompt
+from diffusionlm.inference.requests import ActiveRequest
 from diffusionlm.inference.settings import MAX_KEPT_SETTINGS, DecodingSettings, resolve_settings
 from diffusionlm.models.layers import compute_dtype
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.serving.requests import (
+    EngineError,
+    EngineRequest,
+    EngineStoppedError,
+    QueueFullError,
+    RequestOptions,
+    prepare_request,
+)
 
 LOGGER = logging.getLogger(__name__)
 
 DEFAULT_CACHE_BYTES = 1 << 30
-
-
-class EngineError(RuntimeError):
-    """A request cannot be decoded, for a reason that is not its own."""
-
-
-class QueueFullError(EngineError):
-    """Too many requests wait already: try again later."""
-
-
-class EngineStoppedError(EngineError):
-    """The engine was closed, or an error has ended it."""
-
-
-@dataclass(frozen=True)
-class RequestState:
-    """A request as its caller sees it. Times are those of `time.monotonic`, in seconds."""
-
-    version: int
-    """Number of the changes so far."""
-    token_ids: tuple[int, ...]
-    """New tokens from the left that will not change anymore."""
-    canvas: CanvasSnapshot | None
-    """The whole canvas, if the caller has asked for it."""
-    generation: Generation | None
-    """The answer, once it is complete."""
-    error: Exception | None
-    """Why there will be no answer."""
-    num_cached_tokens: int
-    """Tokens of the prompt that were in the prefix cache."""
-    submitted: float
-    started: float | None
-    """Time of the first forward."""
-    finished: float | None
-
-    @property
-    def is_done(self) -> bool:
-        return self.finished is not None
-
-
-class EngineRequest:
-    """A request that an engine decodes; made by `Engine.submit`."""
-
-    def __init__(self, request: ActiveRequest, *, with_canvas: bool) -> None:
-        self._request, self._with_canvas = request, with_canvas
-        self._condition = threading.Condition()
-        self._listeners: list[Callable[[], None]] = []
-        self._state = RequestState(0, (), None, None, None, 0, time.monotonic(), None, None)
-
-    @property
-    def state(self) -> RequestState:
-        return self._state
-
-    def wait_for_change(self, version: int = 0, timeout: float | None = None) -> RequestState:
-        """Wait until the state has another version than this, or the request is done.
-
-        Raises:
-            TimeoutError: it did not change within ``timeout`` seconds.
-        """
-        with self._condition:
-            if not self._condition.wait_for(lambda: self._state.version > version or self._state.is_done, timeout):
-                raise TimeoutError(f"the request did not change within {timeout} s")
-            return self._state
-
-    def follow(self) -> Iterator[RequestState]:
-        """States as they change; the last one is done. A reader that is slow misses those in between."""
-        state = self.wait_for_change()
-        while True:
-            yield state
-            if state.is_done:
-                return
-            state = self.wait_for_change(state.version)
-
-    def result(self, timeout: float | None = None) -> Generation:
-        """Wait for the answer.
-
-        Raises:
-            TimeoutError: it was not complete within ``timeout`` seconds.
-            Exception: what has ended the request.
-        """
-        with self._condition:
-            if not self._condition.wait_for(lambda: self._state.is_done, timeout):
-                raise TimeoutError(f"the request was not complete within {timeout} s")
-        if self._state.error is not None:
-            raise self._state.error
-        assert self._state.generation is not None, "a request ends with an answer or an error"
-        return self._state.generation
-
-    def add_listener(self, listener: Callable[[], None]) -> None:
-        """Call a function after each change, in the thread of the engine; at once if the request is done."""
-        with self._condition:
-            self._listeners.append(listener)
-            is_done = self._state.is_done
-        if is_done:
-            listener()
-
-    def _update(self, *, error: Exception | None = None, is_done: bool = False) -> None:
-        request, now = self._request, time.monotonic()
-        with self._condition:
-            if self._state.is_done:
-                return
-            is_complete = is_done and error is None
-            self._state = replace(
-                self._state,
-                version=self._state.version + 1,
-                token_ids=tuple(request.final_token_ids()),
-                canvas=take_snapshot(request) if self._with_canvas else None,
-                generation=to_generation(request) if is_complete else None,
-                error=error,
-                num_cached_tokens=request.num_cached_tokens,
-                started=self._state.started or (now if request.num_forwards else None),
-                finished=now if is_done else None,
-            )
-            self._condition.notify_all()
-            listeners = list(self._listeners)
-        for listener in listeners:
-            try:
-                listener()
-            except Exception:  # of the caller, such as a closed event loop; the others' requests go on
-                LOGGER.exception("a listener of a request has failed")
+DEFAULT_OPTIONS = RequestOptions()
 
 
 @dataclass(frozen=True)
@@ -247,32 +134,22 @@ class Engine:
         token_ids: Sequence[int],
         config: GenerationConfig,
         seed: int = 0,
-        *,
-        allowed_token_ids: AllowedTokens | None = None,
-        segment_starts: Sequence[int] = (),
-        is_infill: bool = False,
-        with_canvas: bool = False,
+        options: RequestOptions = DEFAULT_OPTIONS,
     ) -> EngineRequest:
         """Let a request be decoded; returns at once.
 
         Args:
-            token_ids: a prompt, or with ``is_infill`` a canvas whose mask tokens are filled (`generate`, `infill`).
-            segment_starts: of a prompt, as in `generate`.
-            with_canvas: `RequestState.canvas` is set.
+            token_ids: a prompt, or with ``options.is_infill`` a canvas whose mask tokens are filled.
 
         Raises:
-            ValueError: like `generate`, or the text can never fit into the cache.
+            ValueError: like `generate`, an option is wrong, or the text can never fit into the cache.
             QueueFullError: too many requests wait.
             EngineStoppedError: the engine was closed, or an error has ended it.
         """
         settings = self._resolve_settings(config.model_dump_json())
-        if is_infill:
-            prepared = prepare_infill(settings, token_ids, seed, "the canvas", allowed_token_ids)
-        else:
-            prepared = prepare_prompt(settings, token_ids, seed, "the prompt", allowed_token_ids, segment_starts)
-        request = ActiveRequest(prepared, settings)
+        request = ActiveRequest(prepare_request(settings, token_ids, seed, options), settings)
         self._decoder.check_size(request)
-        handle = EngineRequest(request, with_canvas=with_canvas)
+        handle = EngineRequest(request, with_canvas=options.with_canvas)
         with self._condition:
             if self._is_closing or not self.is_alive:
                 raise EngineStoppedError("the engine was closed" if self._error is None else "an error has ended it")

@@ -16,7 +16,7 @@ from config.generation import GenerationConfig
 from config.model import ModelConfig
 from diffusionlm.inference.generate import generate, infill
 from diffusionlm.inference.healing import HealedText, TokenHealer
-from diffusionlm.inference.requests import Predictions, prepare_infill, prepare_prompt
+from diffusionlm.inference.requests import LogitBias, Predictions, prepare_infill, prepare_prompt
 from diffusionlm.inference.sampling import BatchSampler
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.inference.strategies import STRATEGIES
@@ -236,11 +236,13 @@ def test_samples_follow_the_renormalized_distribution(
     allowed = [{}, {4: np.array([5, 7, 300])}, {2: np.array([9]), 3: np.arange(50)}]
     rng = np.random.default_rng(0)
     uniforms = rng.random((3, 3))
+    biases = [None, LogitBias(np.array([7, 300]), np.array([1.5, -2.0])), None]
     requests: Any = [
         SimpleNamespace(
             settings=settings,
             output_positions=np.array([2, 3, 4]),
-            allowed_token_ids=allowed_ids,
+            prepared=SimpleNamespace(allowed_token_ids=allowed_ids, logit_bias=biases[row]),
+            num_top_logprobs=row,  # the most of all counts
             draw_uniforms=lambda _, positions, row=row: uniforms[row],
             is_masked_L=np.ones(5, dtype=np.bool_),
             tokens_L=np.zeros(5, dtype=np.int64),
@@ -258,7 +260,10 @@ def test_samples_follow_the_renormalized_distribution(
         for index, position in enumerate((2, 3, 4)):
             candidates = set(allowed_ids.get(position, np.arange(code.vocab_size)).tolist())
             ids = np.array(sorted(candidates - {5, code.mask_token_id}))
-            probs = np.exp(logits_NV[row * 3 + index, ids])
+            logits_V = logits_NV[row * 3 + index].copy()
+            if row == 1:
+                logits_V[[7, 300]] += (1.5, -2.0)
+            probs = np.exp(logits_V[ids])
             probs /= probs.sum()
             chosen = np.searchsorted(probs.cumsum(), uniforms[row, index]) if temperature else probs.argmax()
             assert own.tokens_N[index] == ids[chosen]
@@ -267,6 +272,9 @@ def test_samples_follow_the_renormalized_distribution(
                 assert own.confidence_N[index] == pytest.approx(probs[chosen], abs=1e-9)
             else:
                 assert own.confidence_N[index] == pytest.approx((probs * np.log(probs)).sum(), abs=1e-9)
+            top = probs.argsort()[::-1][:2]
+            assert own.top_tokens_NT[index, : len(top)].tolist() == ids[top].tolist()
+            assert own.top_logprobs_NT[index, : len(top)] == pytest.approx(np.log(probs[top]), abs=1e-9)
 
 
 def test_allowed_tokens_are_checked(model: Transformer) -> None:

@@ -94,7 +94,10 @@ def test_final_text_is_emitted_immediately(
 
     def fake(model: Any, requests: list[ActiveRequest]) -> Iterator[int]:
         [request] = requests
-        assert (request.tokens_L.tolist(), request.seed) == ([*words.encode("x"), *[words.mask_token_id] * 8], 7)
+        assert (request.tokens_L.tolist(), request.prepared.seed) == (
+            [*words.encode("x"), *[words.mask_token_id] * 8],
+            7,
+        )
         blocks = request.blocks
         for number, text in enumerate(canvases, 1):
             request.is_masked_L[:] = [byte == "_" for byte in text]

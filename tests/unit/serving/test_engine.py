@@ -14,7 +14,14 @@ from safetensors.torch import save_file
 from config.generation import GenerationConfig
 from diffusionlm.inference.generate import generate, infill
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.serving.engine import Engine, EngineError, EngineRequest, EngineStoppedError, QueueFullError
+from diffusionlm.serving.engine import Engine
+from diffusionlm.serving.requests import (
+    EngineError,
+    EngineRequest,
+    EngineStoppedError,
+    QueueFullError,
+    RequestOptions,
+)
 from tests.conftest import MakeModel
 
 MASK = 18
@@ -102,7 +109,7 @@ def test_callers_in_many_threads_get_the_answers_of_generate(
 
 def test_a_canvas_with_holes(model: Transformer, make_engine: Callable[..., Engine]) -> None:
     canvas = [1, MASK, 3, MASK, MASK, 6]
-    request = make_engine().submit(canvas, settings(), 3, is_infill=True, with_canvas=True)
+    request = make_engine().submit(canvas, settings(), 3, RequestOptions(is_infill=True, with_canvas=True))
     states = list(request.follow())
     [expected] = infill(model, [canvas], settings(), [3])
     assert request.result().token_ids == expected.token_ids
@@ -276,7 +283,7 @@ def test_pages_hold_whole_blocks(tiny_model: MakeModel) -> None:
 def test_chats_whose_blocks_begin_anew(model: Transformer, make_engine: Callable[..., Engine]) -> None:
     prompt, starts = list(range(11)), (3, 9)
     [expected] = generate(model, [prompt], settings(), [5], segment_starts=[starts])
-    assert make_engine().submit(prompt, settings(), 5, segment_starts=starts).result(30) == expected
+    assert make_engine().submit(prompt, settings(), 5, RequestOptions(segment_starts=starts)).result(30) == expected
 
 
 def test_shared_beginnings_are_counted(make_engine: Callable[..., Engine]) -> None:

@@ -1,0 +1,208 @@
+"""Requests of an engine's callers: what they ask for, and their state as they see it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from diffusionlm.inference.generate import CanvasSnapshot, Generation, take_snapshot, to_generation
+from diffusionlm.inference.requests import (
+    ActiveRequest,
+    AllowedTokens,
+    LogitBias,
+    PreparedRequest,
+    TopLogprobs,
+    prepare_infill,
+    prepare_prompt,
+)
+from diffusionlm.inference.settings import DecodingSettings, check_token_ids
+
+LOGGER = logging.getLogger(__name__)
+
+MAX_TOP_LOGPROBS = 20
+
+
+class EngineError(RuntimeError):
+    """A request cannot be decoded, for a reason that is not its own."""
+
+
+class QueueFullError(EngineError):
+    """Too many requests wait already: try again later."""
+
+
+class EngineStoppedError(EngineError):
+    """The engine was closed, or an error has ended it."""
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """What a request has beside its text, config and seed."""
+
+    allowed_token_ids: AllowedTokens | None = None
+    """Position -> the tokens that it may hold, as in `generate`."""
+    segment_starts: Sequence[int] = ()
+    """Positions of a prompt where blocks are counted anew, as in `generate`."""
+    is_infill: bool = False
+    """The text is a canvas whose mask tokens are filled (`infill`)."""
+    with_canvas: bool = False
+    """`RequestState.canvas` is set."""
+    cache_salt: str = ""
+    """Texts share cached keys and values only with the same salt."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Token -> a number that is added to its logits, before all else: tokens, confidences and log-probabilities are
+    those of the biased distribution. The mask token, suppressed tokens and those that are not allowed stay
+    impossible."""
+    num_top_logprobs: int = 0
+    """Alternatives to keep for each new token, at most 20."""
+
+
+def prepare_request(
+    settings: DecodingSettings, token_ids: Sequence[int], seed: int, options: RequestOptions
+) -> PreparedRequest:
+    """
+    Raises:
+        ValueError: like `prepare_prompt` and `prepare_infill`, or an option is wrong.
+    """
+    if not 0 <= options.num_top_logprobs <= MAX_TOP_LOGPROBS:
+        raise ValueError(f"num_top_logprobs = {options.num_top_logprobs} must be 0 to {MAX_TOP_LOGPROBS}")
+    check_token_ids(options.logit_bias.keys(), settings.model, "logit_bias")
+    for token, value in options.logit_bias.items():
+        if not math.isfinite(value):
+            raise ValueError(f"logit_bias of token {token} is {value}: use a finite number")
+    if options.is_infill:
+        request = prepare_infill(settings, token_ids, seed, "the canvas", options.allowed_token_ids)
+    else:
+        request = prepare_prompt(
+            settings, token_ids, seed, "the prompt", options.allowed_token_ids, options.segment_starts
+        )
+    bias = LogitBias(
+        np.array(list(options.logit_bias.keys()), dtype=np.int64),
+        np.array(list(options.logit_bias.values()), dtype=np.float64),
+    )
+    return replace(
+        request,
+        logit_bias=bias if options.logit_bias else None,
+        num_top_logprobs=options.num_top_logprobs,
+        cache_salt=options.cache_salt,
+    )
+
+
+@dataclass(frozen=True)
+class RequestState:
+    """A request as its caller sees it. Times are those of `time.monotonic`, in seconds."""
+
+    version: int
+    """Number of the changes so far."""
+    token_ids: tuple[int, ...]
+    """New tokens from the left that will not change anymore."""
+    logprobs: tuple[float, ...]
+    """Of each of these (`Generation.logprobs`)."""
+    top_logprobs: tuple[TopLogprobs, ...]
+    """Of each of these, if the caller has asked for them (`Generation.top_logprobs`)."""
+    canvas: CanvasSnapshot | None
+    """The whole canvas, if the caller has asked for it."""
+    generation: Generation | None
+    """The answer, once it is complete."""
+    error: Exception | None
+    """Why there will be no answer."""
+    num_cached_tokens: int
+    """Tokens of the prompt that were in the prefix cache."""
+    submitted: float
+    started: float | None
+    """Time of the first forward."""
+    finished: float | None
+
+    @property
+    def is_done(self) -> bool:
+        return self.finished is not None
+
+
+class EngineRequest:
+    """A request that an engine decodes; made by `Engine.submit`."""
+
+    def __init__(self, request: ActiveRequest, *, with_canvas: bool) -> None:
+        self._request, self._with_canvas = request, with_canvas
+        self._condition = threading.Condition()
+        self._listeners: list[Callable[[], None]] = []
+        self._state = RequestState(0, (), (), (), None, None, None, 0, time.monotonic(), None, None)
+
+    @property
+    def state(self) -> RequestState:
+        return self._state
+
+    def wait_for_change(self, version: int = 0, timeout: float | None = None) -> RequestState:
+        """Wait until the state has another version than this, or the request is done.
+
+        Raises:
+            TimeoutError: it did not change within ``timeout`` seconds.
+        """
+        with self._condition:
+            if not self._condition.wait_for(lambda: self._state.version > version or self._state.is_done, timeout):
+                raise TimeoutError(f"the request did not change within {timeout} s")
+            return self._state
+
+    def follow(self) -> Iterator[RequestState]:
+        """States as they change; the last one is done. A reader that is slow misses those in between."""
+        state = self.wait_for_change()
+        while True:
+            yield state
+            if state.is_done:
+                return
+            state = self.wait_for_change(state.version)
+
+    def result(self, timeout: float | None = None) -> Generation:
+        """Wait for the answer.
+
+        Raises:
+            TimeoutError: it was not complete within ``timeout`` seconds.
+            Exception: what has ended the request.
+        """
+        with self._condition:
+            if not self._condition.wait_for(lambda: self._state.is_done, timeout):
+                raise TimeoutError(f"the request was not complete within {timeout} s")
+        if self._state.error is not None:
+            raise self._state.error
+        assert self._state.generation is not None, "a request ends with an answer or an error"
+        return self._state.generation
+
+    def add_listener(self, listener: Callable[[], None]) -> None:
+        """Call a function after each change, in the thread of the engine; at once if the request is done."""
+        with self._condition:
+            self._listeners.append(listener)
+            is_done = self._state.is_done
+        if is_done:
+            listener()
+
+    def _update(self, *, error: Exception | None = None, is_done: bool = False) -> None:
+        request, now = self._request, time.monotonic()
+        positions = request.final_positions()
+        with self._condition:
+            if self._state.is_done:
+                return
+            is_complete = is_done and error is None
+            self._state = replace(
+                self._state,
+                version=self._state.version + 1,
+                token_ids=tuple(request.tokens_L[positions].tolist()),
+                logprobs=tuple(request.logprobs_L[positions].tolist()),
+                top_logprobs=request.top_logprobs_at(positions),
+                canvas=take_snapshot(request) if self._with_canvas else None,
+                generation=to_generation(request) if is_complete else None,
+                error=error,
+                num_cached_tokens=request.num_cached_tokens,
+                started=self._state.started or (now if request.num_forwards else None),
+                finished=now if is_done else None,
+            )
+            self._condition.notify_all()
+            listeners = list(self._listeners)
+        for listener in listeners:
+            try:
+                listener()
+            except Exception:  # of the caller, such as a closed event loop; the others' requests go on
+                LOGGER.exception("a listener of a request has failed")
