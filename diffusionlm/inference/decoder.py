@@ -8,6 +8,7 @@ later takes the same step again: its tokens, step map and number of forwards do 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,6 +50,10 @@ class DecoderCounts:
     num_rounds: int = 0
     num_rows: int = 0
     """Inputs of all forwards."""
+    num_request_steps: int = 0
+    """Decoding steps of requests: a forward takes one of each request that it decodes."""
+    model_seconds: float = 0.0
+    """Time of the forwards and of sampling from their logits, until the predictions are on the host."""
     num_preemptions: int = 0
     num_prefix_queries: int = 0
     """Tokens that the prefix cache was asked for."""
@@ -148,10 +153,13 @@ class Decoder:
         if not scheduled:
             return Round(False, (), tuple(finished))
         decoded = [item.request for item in scheduled if item.is_decoded]
-        logits_NV = self._runner(scheduled)
+        start = time.perf_counter()
+        sampled = self._sampler.sample_predictions(self._runner(scheduled), decoded)
+        self.counts.model_seconds += time.perf_counter() - start
         self.counts.num_rounds += 1
         self.counts.num_rows += sum(item.num_rows for item in scheduled)
-        for request, predictions in zip(decoded, self._sampler.sample_predictions(logits_NV, decoded), strict=True):
+        self.counts.num_request_steps += len(decoded)
+        for request, predictions in zip(decoded, sampled, strict=True):
             if isinstance(predictions, ValueError):
                 request.error = predictions
             else:

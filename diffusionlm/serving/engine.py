@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -47,6 +48,8 @@ class EngineStatus:
     num_pages: int
     num_owned_pages: int
     num_cached_pages: int
+    busy_seconds: float
+    """Time in which there was work. What `DecoderCounts.model_seconds` lacks of it was spent on the host."""
     counts: DecoderCounts
 
 
@@ -106,6 +109,7 @@ class Engine:
         self._handles: dict[int, EngineRequest] = {}
         """Identity of a request that the decoder has -> the caller's handle."""
         self._is_closing, self._drains = False, True
+        self._busy_since, self._busy_seconds = 0.0, 0.0
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="diffusionlm-engine", daemon=True)
         self._thread.start()
@@ -126,6 +130,7 @@ class Engine:
             pool.num_pages,
             pool.num_owned,
             pool.num_cached,
+            self._busy_seconds,
             replace(self._decoder.counts),
         )
 
@@ -204,6 +209,7 @@ class Engine:
                     self._handles[id(request)]._update()
                 for request in result.finished:
                     self._handles.pop(id(request))._update(error=request.error, is_done=True)
+                self._busy_seconds += time.perf_counter() - self._busy_since
         except BaseException as error:
             self._error = error
             LOGGER.exception("an error has ended the engine")
@@ -223,6 +229,7 @@ class Engine:
             self._condition.wait_for(
                 lambda: self._submitted or self._aborted or self._decoder.has_work or self._is_closing
             )
+            self._busy_since = time.perf_counter()
             submitted, aborted = self._submitted, self._aborted
             self._submitted, self._aborted = [], []
             for handle in submitted:

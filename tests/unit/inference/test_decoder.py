@@ -137,8 +137,9 @@ def test_answers_do_not_depend_on_neighbors(name: str, limits: str, expected: Ca
     results = run_all(decoder, [jobs[index] for index in order], arrivals)
     for index, result in zip(order, results, strict=True):
         same(result, answers[index])
+    counts = decoder.counts
+    assert counts.num_request_steps == sum(answer.num_forwards for answer in answers)
     if name == "blocks":
-        counts = decoder.counts
         assert (counts.num_preemptions > 0) == (limits in ("few pages", "everything"))
         if limits == "shared pages":
             assert counts.num_prefix_hits > 0

@@ -295,3 +295,11 @@ def test_shared_beginnings_are_counted(make_engine: Callable[..., Engine]) -> No
         assert (first.state.num_cached_tokens, second.state.num_cached_tokens) == (0, 12)
         assert engine.status.counts.num_prefix_hits == 12
         assert engine.status.num_cached_pages > 0
+
+
+def test_time_of_the_model_is_part_of_the_time_with_work(make_engine: Callable[..., Engine]) -> None:
+    with make_engine() as engine:
+        assert engine.status.busy_seconds == engine.status.counts.model_seconds == 0.0
+        engine.submit([1, 2], settings()).result(30)
+        engine.close()
+        assert 0.0 < engine.status.counts.model_seconds < engine.status.busy_seconds
