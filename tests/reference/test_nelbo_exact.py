@@ -266,7 +266,7 @@ def test_counts_are_uniform_over_the_step_and_positions_exchangeable() -> None:
     assert np.abs(deviation).max() < 4
 
 
-@pytest.mark.parametrize("rows", [3, 7, 16])
+@pytest.mark.parametrize("rows", [3, pytest.param(7, marks=pytest.mark.slow), pytest.param(16, marks=pytest.mark.slow)])
 def test_counts_of_a_row_are_uniform_over_the_steps(rows: int) -> None:
     """Chi-squared of each row's counts with any number of rows, of each of its blocks, one of them short."""
     group_ids_BL = np.array([[0, 0, 0, 0, 1, 1, 1, 1, 2, 2, -1]]).repeat(rows, 0)
@@ -321,7 +321,7 @@ def test_masks_of_equal_count_are_equally_likely() -> None:
 
 @pytest.mark.parametrize("alignment", ["same_position", "shifted"])
 @pytest.mark.parametrize("block_length", [None, 2, 3])
-@pytest.mark.parametrize("num_mc_samples", [1, 3])
+@pytest.mark.parametrize("num_mc_samples", [1, pytest.param(3, marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_evaluated_nelbo_is_unbiased_and_its_error_plausible(
     tiny_model: MakeModel, num_mc_samples: int, block_length: int | None, alignment: str
@@ -343,7 +343,7 @@ def test_evaluated_nelbo_is_unbiased_and_its_error_plausible(
     assert reports[0].nats == pytest.approx(sum(reports[0].row_nats))
 
 
-@pytest.mark.parametrize("alignment", ["same_position", "shifted"])
+@pytest.mark.parametrize("alignment", ["same_position", pytest.param("shifted", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("block_length", [None, 2])
 @torch.no_grad()
 def test_evaluated_nelbo_of_packed_documents_is_the_sum_of_theirs(
