@@ -85,7 +85,7 @@ def tensors(length: int, queries: int) -> list[torch.Tensor]:
     return [torch.randn(2, positions, heads, 16) for positions, heads in ((queries, 4), (length, 2), (length, 2))]
 
 
-@pytest.mark.parametrize("window", [None, 9], ids=name)
+@pytest.mark.parametrize("window", [None, pytest.param(9, marks=pytest.mark.slow)], ids=name)
 @pytest.mark.parametrize("pattern", patterns()[::3], ids=name)
 def test_flex_equals_sdpa_on_the_cpu(pattern: AttentionPattern, window: int | None) -> None:
     length = LENGTH * pattern.positions_per_token
