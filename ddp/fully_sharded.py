@@ -72,7 +72,15 @@ class FullySharded:
         for module in (self.model, *self.blocks):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+        model.register_forward_hook(self._release_after_evaluation)
         self._make_local_parameters()
+
+    def _release_after_evaluation(self, *_: object) -> None:
+        """Free whole weights after a forward without gradients: no backward does it. The next forward would use them,
+        though `WeightAverage.use_averages` has changed the rows, and a checkpoint would save them."""
+        if not torch.is_grad_enabled():
+            for module in (self.model, *self.blocks):
+                module.reshard()
 
     def _make_local_parameters(self) -> None:
         """Wrap this rank's rows as plain parameters that share the DTensors' memory."""

@@ -274,6 +274,33 @@ def test_averages_are_of_rows_and_put_together_when_saved(tiny_model: MakeModel,
     run_ranks(act, tmp_path)
 
 
+@pytest.mark.parametrize("reshard", [True, False])
+def test_weights_of_a_forward_without_gradients_are_not_kept(
+    reshard: bool, tiny_model: MakeModel, tmp_path: Path
+) -> None:
+    """A validation with averaged weights changes neither the next forward nor what is saved."""
+
+    def act(world: World) -> None:
+        parts = cut(tiny_model(), world, reshard)
+        own_rows = parts.trainable_parameters()
+        average = WeightAverage(parts.model, decay=0.5)
+        for values in average.averages.values():
+            values += 1.0
+        batch = of_rank(5, 0)[0]
+        before = loss_of(parts.model, batch, 1.0)
+        before.backward()
+        parts.clip(1.0)
+        with torch.no_grad(), average.use_averages():
+            averaged = loss_of(parts.model, batch, 1.0)
+        for name, parameter in parts.model.named_parameters():
+            torch.testing.assert_close(parameter.detach().to_local(), own_rows[name].detach(), rtol=0, atol=0)
+        after = loss_of(parts.model, batch, 1.0)
+        assert torch.equal(after, before) and not torch.equal(averaged, before)
+        after.backward()
+
+    run_ranks(act, tmp_path)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_that_are_set_are_trained_and_gathered_in_the_dtype_of_products(
     tied: bool, tiny_model: MakeModel, tmp_path: Path
