@@ -68,6 +68,10 @@ bench-kernels *args:
 bench-infer *args:
     uv run diffusionlm-bench-infer --config config/resources/bench_infer.toml {{args}}
 
+# Load for a server that runs already: latencies, goodput and a check of the answers.
+bench-serve *args:
+    uv run diffusionlm-bench-serve --config config/resources/bench_serve.toml {{args}}
+
 # Decoding speed, compared with decoding without a cache and with autoregression in transformers.
 bench-decoding-peers *args:
     uv run --group bench python -m benchmarking.bench_decoding_peers {{args}}

@@ -51,6 +51,7 @@ pipeline = Command("pipeline", "cli.pipeline", "stages of training, conversion a
 doctor = Command("doctor", "cli.doctor", "what is broken or slow on this machine")
 bench_train = Command("bench-train", "cli.bench.train", "training speed")
 bench_infer = Command("bench-infer", "cli.bench.infer", "decoding speed")
+bench_serve = Command("bench-serve", "cli.bench.serve", "latency and throughput of a server under load")
 bench_tokenizer = Command("bench-tokenizer", "cli.bench.tokenizer", "speed of the tokenizer")
 
 COMMANDS = {
@@ -71,6 +72,7 @@ COMMANDS = {
         doctor,
         bench_train,
         bench_infer,
+        bench_serve,
         bench_tokenizer,
     )
 }

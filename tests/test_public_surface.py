@@ -96,6 +96,7 @@ def test_commands() -> None:
         "diffusionlm-pipeline",
         "diffusionlm-doctor",
         "diffusionlm-bench-infer",
+        "diffusionlm-bench-serve",
         "diffusionlm-bench-train",
         "diffusionlm-bench-tokenizer",
     }

@@ -13,6 +13,7 @@ import pytest
 from cli.arguments import parse_command
 from config.base import Section
 from config.bench.inference import BenchInferConfig
+from config.bench.serve import BenchServeConfig
 from config.bench.training import BenchTokenizerConfig, BenchTrainConfig
 from config.data import LocalFiles, PythonStdlib
 from config.dump import to_toml
@@ -33,6 +34,7 @@ OTHERS: dict[str, type[Section]] = {
     "make_data.toml": MakeDataConfig,
     "pipeline.toml": PipelineConfig,
     "bench_infer.toml": BenchInferConfig,
+    "bench_serve.toml": BenchServeConfig,
     "bench_train.toml": BenchTrainConfig,
     "bench_train_gpu.toml": BenchTrainConfig,
     "bench_tokenizer.toml": BenchTokenizerConfig,

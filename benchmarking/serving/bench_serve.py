@@ -1,0 +1,197 @@
+"""Load for an OpenAI-compatible server: sends requests, measures them, and checks their answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import httpx2
+
+from benchmarking.serving.client import Clock, LoadClient
+from benchmarking.serving.load import AnswerCheck, LoadResult, Send, check_answers, run_load
+from benchmarking.serving.server_metrics import ServerCounts, parse_counts
+from benchmarking.serving.summary import LoadSummary, summarize
+from benchmarking.serving.workload import LoadRequest, arrival_times, build_requests
+from config.bench.serve import BenchServeConfig, ServerSection
+from files.atomic import write_text_atomic
+from files.output_paths import check_can_write
+from files.usage_error import UsageError
+from logger.progress import ProgressMeter
+
+SYSTEM_CLOCK = Clock(time.perf_counter)
+MAX_SHOWN_MISMATCHES = 3
+
+
+@dataclass(frozen=True)
+class BenchServeResult:
+    """A load test and its results."""
+
+    model: str
+    summary: LoadSummary
+    problems: Sequence[str]
+    """Why the load test has failed; empty: it has not."""
+
+
+def bench_serve(
+    config: BenchServeConfig, *, clock: Clock = SYSTEM_CLOCK, transport: httpx2.AsyncBaseTransport | None = None
+) -> BenchServeResult:
+    """Run a load test; progress goes to stderr, JSON to the output file.
+
+    Args:
+        transport: in place of connections to the server.
+
+    Raises:
+        ValueError: a file is wrong, or the server cannot be reached or does not list the model.
+    """
+    is_chat, num_warmup = config.server.endpoint == "chat", config.load.warmup
+    requests = build_requests(config.requests, is_chat=is_chat, num_warmup=num_warmup)
+    if (path := config.output.path) is not None:
+        if path.is_dir():
+            raise UsageError(f"output.path = {path} is a directory: name a file in it")
+        check_can_write(path.parent, f"output.path = {path}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+    return asyncio.run(_bench(config, requests, clock, transport))
+
+
+async def _bench(
+    config: BenchServeConfig,
+    requests: Sequence[LoadRequest],
+    clock: Clock,
+    transport: httpx2.AsyncBaseTransport | None,
+) -> BenchServeResult:
+    server, load = config.server, config.load
+    meter = ProgressMeter(sys.stderr)
+    async with httpx2.AsyncClient(
+        headers=_read_headers(server),
+        timeout=server.timeout_seconds,
+        limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
+        transport=transport,
+        trust_env=False,  # a proxy of the environment would be measured as well
+    ) as client:
+        model = await _find_model(client, server)
+        send = LoadClient(client, server.url, is_chat=server.endpoint == "chat", clock=clock).send
+        bodies = [request.to_body(model, config.requests.body) for request in requests]
+        bodies, warmup = bodies[: len(bodies) - load.warmup], bodies[len(bodies) - load.warmup :]
+        await _warm_up(send, warmup, meter)
+        before = await _read_counts(client, server)
+        meter.begin("requests", "requests", len(bodies))
+        result = await run_load(
+            send,
+            bodies,
+            clock=clock,
+            concurrency=load.concurrency or (1 if load.rate is None else None),
+            arrivals=None if load.rate is None else arrival_times(load.rate, len(bodies), config.requests.seed),
+            on_progress=meter.set,
+        )
+        counts = (await _read_counts(client, server)).since(before)
+        meter.begin("requests alone", "requests")
+        check = await check_answers(
+            send, bodies, result.records, max_requests=config.check.max_requests, on_progress=meter.set
+        )
+        meter.close()
+    summary = summarize(result, config.goodput, counts, check)
+    if config.output.path is not None:
+        write_text_atomic(config.output.path, _to_json(config, model, summary, result) + "\n")
+    return BenchServeResult(model, summary, _find_problems(config, result, check))
+
+
+def _read_headers(server: ServerSection) -> dict[str, str]:
+    path = server.api_key_file
+    if path is None:
+        return {}
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"server.api_key_file = {path} cannot be read: {error}") from None
+    key = lines[0].strip() if lines else ""
+    if not key or not key.isprintable():
+        raise UsageError(f"server.api_key_file = {path}: its first line must be a key")
+    return {"Authorization": f"Bearer {key}"}
+
+
+async def _find_model(client: httpx2.AsyncClient, server: ServerSection) -> str:
+    """The name of the model; also finds out whether there is a server.
+
+    Raises:
+        ValueError: there is none, it refuses, or it lists no model.
+    """
+    try:
+        response = await client.get(f"{server.url}/models")
+        names = [str(model["id"]) for model in response.json()["data"]] if response.status_code == 200 else []
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        raise ValueError(
+            f"server.url = {server.url}: {str(error) or type(error).__name__}: start a server, or correct the address"
+        ) from None
+    except (ValueError, KeyError, TypeError):
+        names = []
+    if response.status_code in (401, 403):
+        raise ValueError(f"server.url = {server.url}: the server wants an API key: set server.api_key_file")
+    if server.model is not None:
+        return server.model
+    if not names:
+        raise ValueError(
+            f"server.url = {server.url}: /models lists no model (HTTP {response.status_code}): set server.model, or "
+            "correct the address"
+        )
+    return names[0]
+
+
+async def _warm_up(send: Send, bodies: Sequence[Mapping[str, Any]], meter: ProgressMeter) -> None:
+    """Send requests that are in no result, one after another.
+
+    Raises:
+        ValueError: one fails.
+    """
+    meter.begin("warm-up", "requests", len(bodies))
+    for done, body in enumerate(bodies, 1):
+        record = await send(body)
+        if not record.is_complete:
+            raise ValueError(f"the server has refused a request: {record.error}: {record.error_text}")
+        meter.set(done)
+
+
+async def _read_counts(client: httpx2.AsyncClient, server: ServerSection) -> ServerCounts:
+    """The server's own counters; without values if it has no such page."""
+    try:
+        response = await client.get(server.url.removesuffix("/v1") + "/metrics")
+    except httpx2.HTTPError:
+        return ServerCounts()
+    return parse_counts(response.text) if response.status_code == 200 else ServerCounts()
+
+
+def _find_problems(config: BenchServeConfig, result: LoadResult, check: AnswerCheck) -> list[str]:
+    problems = []
+    failed = [record for record in result.records if not record.is_complete]
+    if len(failed) == len(result.records):
+        problems.append(f"no request was complete; the first: {failed[0].error}: {failed[0].error_text}")
+    if check.failures:
+        problems.append(f"{len(check.failures)} requests had an answer under load, and none alone")
+    if check.mismatches and not config.check.allow_mismatches:
+        shown = ", ".join(map(str, check.mismatches[:MAX_SHOWN_MISMATCHES]))
+        shown += ", ..." if len(check.mismatches) > MAX_SHOWN_MISMATCHES else ""
+        problems.append(
+            f"{len(check.mismatches)} of {check.num_checked} answers under load differ from those alone (requests "
+            f"{shown}); check.allow_mismatches = true only counts them"
+        )
+    return problems
+
+
+def _to_json(config: BenchServeConfig, model: str, summary: LoadSummary, result: LoadResult) -> str:
+    requests = [asdict(record) | {"start": record.start - result.start} for record in result.records]
+    for request in requests:
+        request["chunk_times"] = [time - result.start for time in request["chunk_times"]]
+        request["end"] = None if request["end"] is None else request["end"] - result.start
+    return json.dumps(
+        {
+            "config": config.model_dump(mode="json", exclude_none=True),
+            "model": model,
+            "results": summary.to_json(),
+            "requests": requests,
+        },
+        indent=2,
+    )

@@ -1,0 +1,157 @@
+"""What a load test has measured: latencies, rates and errors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from benchmarking.serving.client import RequestRecord
+from benchmarking.serving.load import AnswerCheck, LoadResult
+from benchmarking.serving.server_metrics import ServerCounts, format_counts
+from config.bench.serve import GoodputSection
+
+PERCENTILES = {"median": 50, "p90": 90, "p99": 99}
+LATENCY_NAMES = {
+    "ttft_ms": "time to the first text (TTFT), ms",
+    "tpot_ms": "time per further token (TPOT), ms",
+    "gap_ms": "between pieces of text, ms",
+    "e2el_ms": "time to the end (E2EL), ms",
+    "tokens_per_chunk": "tokens per piece of text",
+}
+
+
+@dataclass(frozen=True)
+class Latencies:
+    """Times of a request in milliseconds, as `vllm bench serve` defines them."""
+
+    ttft: float
+    """To the first text."""
+    tpot: float | None
+    """Per token after the first one: (e2el - ttft) / (tokens - 1). A first piece of several tokens makes it low."""
+    e2el: float
+    """To the last piece of the answer."""
+
+
+def measure_latencies(record: RequestRecord) -> Latencies:
+    """The times of a complete request."""
+    assert record.end is not None, "the request is complete"
+    first = record.chunk_times[0] if record.chunk_times else record.end
+    ttft, e2el = 1e3 * (first - record.start), 1e3 * (record.end - record.start)
+    return Latencies(ttft, (e2el - ttft) / (record.num_tokens - 1) if record.num_tokens > 1 else None, e2el)
+
+
+def is_good(record: RequestRecord, limits: GoodputSection) -> bool:
+    """Whether a request is complete and within all limits."""
+    if not record.is_complete:
+        return False
+    latencies = measure_latencies(record)
+    pairs = ((getattr(latencies, name), getattr(limits, name)) for name in ("ttft", "tpot", "e2el"))
+    return all(limit is None or value is None or value <= limit for value, limit in pairs)
+
+
+@dataclass(frozen=True)
+class LoadSummary:
+    """The results of a load test."""
+
+    seconds: float
+    num_requests: int
+    num_complete: int
+    max_in_flight: int
+    errors: Mapping[str, int]
+    """Kind of error, such as "HTTP 429" -> number of requests."""
+    prompt_tokens: int | None
+    """None: the server does not count them."""
+    new_tokens: int
+    are_tokens_counted: bool
+    """False: the server does not count new tokens, and each piece of text counts as one."""
+    distributions: Mapping[str, Mapping[str, float]]
+    """Key of `LATENCY_NAMES` -> mean and percentiles over all complete requests; only what they have."""
+    num_good: int | None
+    """None: there are no limits."""
+    server: ServerCounts
+    check: AnswerCheck
+
+    def to_json(self) -> dict[str, Any]:
+        """All results, and the rates that follow from them."""
+        server = self.server
+        return asdict(self) | {
+            "requests_per_second": self.num_complete / self.seconds,
+            "tokens_per_second": self.new_tokens / self.seconds,
+            "goodput_per_second": None if self.num_good is None else self.num_good / self.seconds,
+            "tokens_per_forward": server.tokens_per_forward,
+            "tokens_per_step": server.tokens_per_step,
+            "host_share": server.host_share,
+        }
+
+
+def summarize(result: LoadResult, limits: GoodputSection, server: ServerCounts, check: AnswerCheck) -> LoadSummary:
+    """Compute the results of a load test."""
+    complete = [record for record in result.records if record.is_complete]
+    prompt_tokens = [record.prompt_tokens for record in complete]
+    has_limits = any(limit is not None for limit in limits.model_dump().values())
+    return LoadSummary(
+        seconds=result.end - result.start,
+        num_requests=len(result.records),
+        num_complete=len(complete),
+        max_in_flight=result.max_in_flight,
+        errors=dict(Counter(record.error for record in result.records if record.error is not None)),
+        prompt_tokens=None if None in prompt_tokens else sum(count or 0 for count in prompt_tokens),
+        new_tokens=sum(record.num_tokens for record in complete),
+        are_tokens_counted=all(record.new_tokens is not None for record in complete),
+        distributions={name: _describe(values) for name, values in _collect(complete).items() if values},
+        num_good=sum(is_good(record, limits) for record in result.records) if has_limits else None,
+        server=server,
+        check=check,
+    )
+
+
+def format_summary(summary: LoadSummary, limits: GoodputSection) -> tuple[list[list[str]], list[list[str]]]:
+    """Rows of two tables: counts and rates, and the distributions with a header."""
+    rows = [["requests", f"{summary.num_complete:,} of {summary.num_requests:,} complete"]]
+    rows += [[f"failed: {kind}", f"{count:,}"] for kind, count in sorted(summary.errors.items())]
+    tokens = "new tokens" if summary.are_tokens_counted else "pieces of text (the server does not count tokens)"
+    rows += [
+        ["seconds", f"{summary.seconds:,.2f}"],
+        ["at most under way", f"{summary.max_in_flight:,}"],
+        *([] if summary.prompt_tokens is None else [["prompt tokens", f"{summary.prompt_tokens:,}"]]),
+        [tokens, f"{summary.new_tokens:,}"],
+        ["requests/s", f"{summary.num_complete / summary.seconds:,.3f}"],
+        ["tokens/s" if summary.are_tokens_counted else "pieces/s", f"{summary.new_tokens / summary.seconds:,.1f}"],
+    ]
+    if summary.num_good is not None:
+        named = [f"{name} <= {limit:g} ms" for name, limit in limits.model_dump().items() if limit is not None]
+        share = f"{summary.num_good / summary.seconds:,.3f}/s, {summary.num_good / summary.num_requests:.1%}"
+        rows.append([f"good requests ({', '.join(named)})", share])
+    rows += [[name, value] for name, value in format_counts(summary.server).items()]
+    if summary.check.num_checked:
+        share = f"{summary.check.num_equal:,} of {summary.check.num_checked:,}"
+        rows.append(["answers equal to those alone", share])
+    table = [["", "mean", *PERCENTILES]]
+    for name, values in summary.distributions.items():
+        table.append([LATENCY_NAMES[name], *(f"{values[key]:,.2f}" for key in ("mean", *PERCENTILES))])
+    return rows, table
+
+
+def _collect(records: Sequence[RequestRecord]) -> dict[str, list[float]]:
+    """Key of `LATENCY_NAMES` -> values of all requests."""
+    latencies = [measure_latencies(record) for record in records]
+    counted = [record for record in records if record.new_tokens is not None and record.chunk_times]
+    return {
+        "ttft_ms": [value.ttft for value in latencies],
+        "tpot_ms": [value.tpot for value in latencies if value.tpot is not None],
+        "gap_ms": [1e3 * (end - start) for record in records for start, end in pairwise(record.chunk_times)],
+        "e2el_ms": [value.e2el for value in latencies],
+        "tokens_per_chunk": [(record.new_tokens or 0) / len(record.chunk_times) for record in counted],
+    }
+
+
+def _describe(values: Sequence[float]) -> dict[str, float]:
+    """Mean and percentiles, by linear interpolation."""
+    values_N = np.array(values)
+    percentiles = {name: float(np.percentile(values_N, percent)) for name, percent in PERCENTILES.items()}
+    return {"mean": float(values_N.mean()), **percentiles}
