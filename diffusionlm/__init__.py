@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from config.generation import GenerationConfig
     from config.model import ModelConfig
+    from diffusionlm.checkpoints.adapter_files import read_adapter
     from diffusionlm.checkpoints.huggingface import load_model, save_model_directory
     from diffusionlm.checkpoints.model_files import load_tokenizer
     from diffusionlm.evaluation.nelbo import LikelihoodEstimate, NelboReport, conditional_likelihood, nelbo
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _MODULE_OF_NAME = {
     "GenerationConfig": "config.generation",
     "ModelConfig": "config.model",
+    "read_adapter": "diffusionlm.checkpoints.adapter_files",
     "load_model": "diffusionlm.checkpoints.huggingface",
     "load_tokenizer": "diffusionlm.checkpoints.model_files",
     "save_model_directory": "diffusionlm.checkpoints.huggingface",
@@ -82,6 +84,7 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "nelbo",
+    "read_adapter",
     "render_chat",
     "sampler_likelihood",
     "save_model_directory",

@@ -43,6 +43,7 @@ def test_names() -> None:
         "load_model",
         "load_tokenizer",
         "nelbo",
+        "read_adapter",
         "render_chat",
         "sampler_likelihood",
         "save_model_directory",

@@ -26,6 +26,7 @@ from diffusionlm.models.lora import (
     adapter_modules,
     add_adapter,
 )
+from diffusionlm.models.row_adapters import ModelAdapter, share_weights
 from diffusionlm.models.transformer import Transformer
 
 _PREFIX = "base_model.model."
@@ -50,6 +51,19 @@ def load_adapter(model: Transformer, directory: Path) -> LoraConfig:
     add_adapter(model, config, names=names)
     _copy_tensors(model, tensors)
     return config
+
+
+def read_adapter(model: Transformer, directory: Path | str) -> ModelAdapter:
+    """Read the adapter of a directory for an `Engine`, which decodes with the model and several adapters at a time.
+
+    The model stays as it is; the adapter shares its weights.
+
+    Raises:
+        ValueError: like `load_adapter`.
+    """
+    adapted = share_weights(model)
+    load_adapter(adapted, Path(directory))
+    return ModelAdapter.from_model(adapted)
 
 
 def load_adapter_values(model: Transformer, config: LoraConfig, directory: Path) -> None:

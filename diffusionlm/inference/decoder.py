@@ -9,7 +9,7 @@ later takes the same step again: its tokens, step map and number of forwards do 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from diffusionlm.inference.requests import ActiveRequest
 from diffusionlm.inference.sampling import BatchSampler
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.layers import compute_dtype
+from diffusionlm.models.row_adapters import ModelAdapter, add_row_adapters
 from diffusionlm.models.transformer import Transformer
 
 PAGE_SIZE = 16
@@ -75,16 +76,24 @@ class Round:
 class Decoder:
     """Decodes requests together. Not thread-safe."""
 
-    def __init__(self, model: Transformer, limits: DecoderLimits) -> None:
+    def __init__(
+        self, model: Transformer, limits: DecoderLimits, adapters: Mapping[str, ModelAdapter] | None = None
+    ) -> None:
         """Allocate the cache.
 
+        Args:
+            adapters: that requests may name (`PreparedRequest.adapter`).
+
         Raises:
-            ValueError: a limit is not positive.
+            ValueError: a limit is not positive, or an adapter is of another model.
         """
         for key in ("page_size", "max_requests", "max_rows"):
             value = getattr(limits, key)
             if value is not None and value < 1:
                 raise ValueError(f"{key} = {value} must be at least 1")
+        adapter_rows = None
+        if adapters:
+            model, adapter_rows = add_row_adapters(model, adapters)
         weight = model.lm_head.weight
         self.cache: PagedCache | None = None
         if limits.num_pages:
@@ -94,7 +103,7 @@ class Decoder:
         self.limits = limits
         self.counts = DecoderCounts()
         self.pool = PagePool(limits.num_pages)
-        self._runner = ModelRunner(model, self.cache)
+        self._runner = ModelRunner(model, self.cache, adapter_rows)
         self._sampler = BatchSampler(weight.device)
         self._waiting: list[ActiveRequest] = []
         self._active: list[ActiveRequest] = []

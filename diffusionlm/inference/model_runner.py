@@ -13,6 +13,7 @@ Shapes: L positions of a text, Q inputs of a forward, N output positions of all 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +28,7 @@ from diffusionlm.inference.settings import DecodingSettings, PerSettings
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, DenseBias, PromptAndOwnBlock
 from diffusionlm.models.ragged import RaggedBatch, SequenceSlice
+from diffusionlm.models.row_adapters import AdapterRows
 from diffusionlm.models.transformer import Transformer
 from profiling import nvtx
 
@@ -49,19 +51,14 @@ def masked_position_logits(
         SequenceSlice(0, len(canvas), len(canvas), pattern, outputs=positions - shift)
         for canvas, positions, pattern in zip(canvases, masked_positions, patterns, strict=True)
     ]
-    return _forward(model, canvases, sequences)
+    return _forward(model, canvases, RaggedBatch(sequences))
 
 
-def _forward(
-    model: Transformer,
-    canvases: Sequence[NDArray[np.int64]],
-    sequences: Sequence[SequenceSlice],
-    cache: PagedCache | None = None,
-) -> Tensor:
+def _forward(model: Transformer, canvases: Sequence[NDArray[np.int64]], batch: RaggedBatch) -> Tensor:
     """Logits of the outputs of all sequences, [N, V]."""
-    inputs = [canvas[part.start : part.end] for canvas, part in zip(canvases, sequences, strict=True)]
+    inputs = [canvas[part.start : part.end] for canvas, part in zip(canvases, batch.sequences, strict=True)]
     tokens_1Q = torch.from_numpy(np.concatenate(inputs))[None].to(model.lm_head.weight.device)
-    return model(tokens_1Q, pattern=RaggedBatch(sequences, cache))
+    return model(tokens_1Q, pattern=batch)
 
 
 def _output_shift(model: ModelConfig) -> int:
@@ -102,8 +99,9 @@ class ScheduledRequest:
 class ModelRunner:
     """Runs the model on requests, which own pages of a cache."""
 
-    def __init__(self, model: Transformer, cache: PagedCache | None) -> None:
-        self._model, self._cache = model, cache
+    def __init__(self, model: Transformer, cache: PagedCache | None, adapter_rows: AdapterRows | None = None) -> None:
+        """``adapter_rows``: of a model with adapters of single rows (`add_row_adapters`)."""
+        self._model, self._cache, self._adapter_rows = model, cache, adapter_rows
         self._shift = _output_shift(model.config)
         self._patterns = PerSettings(build_pattern)
 
@@ -122,12 +120,22 @@ class ModelRunner:
             _unconditional_canvas(item.request) for item in guided
         ]
         sequences = [self._sequence(item, 0) for item in scheduled] + [self._sequence(item, 1) for item in guided]
-        with nvtx.annotate("decoding: prefill" if is_prefill else "decoding: forward"):
-            logits_NV = _forward(self._model, canvases, sequences, self._cache)
+        batch = RaggedBatch(sequences, self._cache)
+        adapters = [item.request.prepared.adapter for item in (*scheduled, *guided)]
+        with (
+            nvtx.annotate("decoding: prefill" if is_prefill else "decoding: forward"),
+            self._adapters_of_rows(batch, adapters),
+        ):
+            logits_NV = _forward(self._model, canvases, batch)
         for item in scheduled:
             item.request.cached_length = item.part.cached_length
             item.request.needs_prefill &= not item.is_decoded
         return _guide(logits_NV, [item.request for item in scheduled if item.is_decoded]) if guided else logits_NV
+
+    def _adapters_of_rows(self, batch: RaggedBatch, adapters: Sequence[str | None]) -> AbstractContextManager[None]:
+        if self._adapter_rows is None:
+            return nullcontext()
+        return self._adapter_rows.forward_of(batch, adapters, self._model.lm_head.weight.device)
 
     def input_slice(self, request: ActiveRequest) -> InputSlice:
         """The positions of a request that its next step reads."""

@@ -59,6 +59,8 @@ class PreparedRequest:
     """Alternatives whose log-probabilities are kept for each new token."""
     cache_salt: str = ""
     """Texts share cached keys and values only with the same salt."""
+    adapter: str | None = None
+    """Name of an adapter of the decoder. None: the model itself."""
 
 
 def prepare_prompt(
@@ -308,7 +310,7 @@ class ActiveRequest:
     @property
     def cache_salt(self) -> bytes:
         """What cached keys and values depend on besides the tokens."""
-        return repr((self.settings.block_causal_length, self.prepared.cache_salt)).encode()
+        return repr((self.settings.block_causal_length, self.prepared.adapter, self.prepared.cache_salt)).encode()
 
     def draw_uniforms(self, stream: RngStream, positions: NDArray[np.int64]) -> NDArray[np.float64]:
         """A number in [0, 1) for each position, as a function of (seed, position, step) alone."""

@@ -136,7 +136,7 @@ class LoRALinear(Linear):
             base = self._project(x)
             return (base + low).to(base.dtype)
         base = F.linear(x, self.frozen_weight.to(compute_dtype(x)))
-        out = ((base + low) * self._row_factor()).to(base.dtype)
+        out = ((base + low) * self.row_factor()).to(base.dtype)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
     def _project(self, x: Tensor) -> Tensor:
@@ -180,9 +180,9 @@ class LoRALinear(Linear):
         """The weight of the whole module [out, in], in at least fp32."""
         A, B = self.factors()
         weight = self.frozen_weight.to(A.dtype) + self.scale * (B @ A)
-        return weight if self.lora_magnitude is None else weight * self._row_factor()[:, None]
+        return weight if self.lora_magnitude is None else weight * self.row_factor()[:, None]
 
-    def _row_factor(self) -> Tensor:
+    def row_factor(self) -> Tensor:
         """DoRA: trained norm over the norm of each row of W + s B A, which has no gradient (Liu et al. 2024, 4.3)."""
         assert self.lora_magnitude is not None
         A, B = self.factors()

@@ -6,7 +6,8 @@ I inner width of an expert.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,10 @@ from diffusionlm.models.layers import Linear, SwiGLU
 
 EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 """Projections of an expert, in the order of the weights of `run_experts_grouped`."""
+
+
+SelectRows = Callable[[int, Tensor], AbstractContextManager[None]]
+"""Called with the number of tokens and the indices of those of an expert, for a context of the call of this expert."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,8 @@ class MoE(nn.Module):
             SwiGLU(config.hidden_size, config.moe_intermediate_size, config.hidden_act)
             for _ in range(config.num_experts)
         )
+        self.select_rows: SelectRows | None = None
+        """For projections that differ between rows."""
 
     def forward(self, x: Tensor, routings: list[Routing] | None = None) -> Tensor:
         """Mixture of experts of x [..., D]; appends the router output to ``routings``."""
@@ -67,7 +74,7 @@ class MoE(nn.Module):
         if self.hidden_act == "silu" and all(type(projection) is Linear for projection in projections):
             weights = [projection.weight for projection in projections]
             return run_experts_grouped(weights, x_TD, weights_TK, experts_TK).view(x.shape)
-        return run_experts_one_by_one(self.experts, x_TD, weights_TK, experts_TK).view(x.shape)
+        return run_experts_one_by_one(self.experts, x_TD, weights_TK, experts_TK, self.select_rows).view(x.shape)
 
 
 def compute_load_balancing_loss(routings: Sequence[Routing]) -> Tensor:
@@ -85,12 +92,20 @@ def compute_load_balancing_loss(routings: Sequence[Routing]) -> Tensor:
     return num_experts * torch.dot(count_E.to(probability_E.dtype) / num_tokens, probability_E / num_tokens)
 
 
-def run_experts_one_by_one(experts: nn.ModuleList, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+def run_experts_one_by_one(
+    experts: nn.ModuleList,
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    select_rows: SelectRows | None = None,
+) -> Tensor:
     """Run each expert module in turn: the reference, and the path for wrapped projections (LoRA)."""
     out_TD = torch.zeros_like(x_TD, dtype=weights_TK.dtype)
     for index, expert in enumerate(experts):
         tokens, slots = (experts_TK == index).nonzero(as_tuple=True)
-        out_TD = out_TD.index_add(0, tokens, expert(x_TD[tokens]) * weights_TK[tokens, slots, None])
+        with nullcontext() if select_rows is None else select_rows(len(x_TD), tokens):
+            out_SD = expert(x_TD[tokens])
+        out_TD = out_TD.index_add(0, tokens, out_SD * weights_TK[tokens, slots, None])
     return out_TD.to(compute_dtype(x_TD))
 
 

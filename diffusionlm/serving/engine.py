@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import TracebackType
@@ -23,6 +23,7 @@ from diffusionlm.inference.model_runner import build_pattern
 from diffusionlm.inference.requests import ActiveRequest
 from diffusionlm.inference.settings import MAX_KEPT_SETTINGS, DecodingSettings, resolve_settings
 from diffusionlm.models.layers import compute_dtype
+from diffusionlm.models.row_adapters import ModelAdapter
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.serving.requests import (
     EngineError,
@@ -66,6 +67,7 @@ class Engine:
         max_rows: int | None = 2048,
         page_size: int | None = None,
         has_prefix_cache: bool = True,
+        adapters: Mapping[str, ModelAdapter] | None = None,
     ) -> None:
         """Allocate the cache and start the thread.
 
@@ -76,30 +78,26 @@ class Engine:
             max_rows: inputs of a forward (`DecoderLimits.max_rows`).
             page_size: positions of a page. None: 16, or more, so that it is a multiple of the model's block length.
             has_prefix_cache: share keys and values of texts that begin alike.
+            adapters: name -> adapter of this model (`diffusionlm.read_adapter`), which requests may name.
 
         Raises:
             ValueError: a limit is not positive, the memory does not hold a page, the model's attention backend has no
-                cached form, or autocast is on.
+                cached form, autocast is on, or an adapter is of another model.
         """
-        config, weight = model.config, model.lm_head.weight
         if page_size is None:
-            block_length = config.block_length or 1
+            block_length = model.config.block_length or 1
             page_size = -(-PAGE_SIZE // block_length) * block_length
         _check_model(model)
-        itemsize = compute_dtype(weight).itemsize
-        bytes_per_position = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
-        num_pages = cache_bytes // max(1, bytes_per_position * page_size)
-        if num_pages < 1:
-            raise ValueError(
-                f"cache_bytes = {cache_bytes} does not hold a page of {page_size} positions, "
-                f"{bytes_per_position * page_size} bytes: raise it"
-            )
+        num_pages = _count_pages(model, cache_bytes, page_size)
         if max_waiting < 1:
             raise ValueError(f"max_waiting = {max_waiting} must be at least 1")
         self.model = model
         self._max_unfinished = max_requests + max_waiting
+        self.adapter_names = tuple(adapters or ())
         self._decoder = Decoder(
-            model, DecoderLimits(num_pages, page_size, max_requests, max_rows, has_prefix_cache=has_prefix_cache)
+            model,
+            DecoderLimits(num_pages, page_size, max_requests, max_rows, has_prefix_cache=has_prefix_cache),
+            adapters,
         )
         self._resolve_settings = lru_cache(MAX_KEPT_SETTINGS)(self._resolve_settings_from_json)
         self._condition = threading.Condition()
@@ -151,6 +149,9 @@ class Engine:
             QueueFullError: too many requests wait.
             EngineStoppedError: the engine was closed, or an error has ended it.
         """
+        if options.adapter is not None and options.adapter not in self.adapter_names:
+            names = ", ".join(map(repr, self.adapter_names)) or "no adapters"
+            raise ValueError(f"adapter = {options.adapter!r} does not exist: this engine has {names}")
         settings = self._resolve_settings(config.model_dump_json())
         request = ActiveRequest(prepare_request(settings, token_ids, seed, options), settings)
         self._decoder.check_size(request)
@@ -241,6 +242,23 @@ class Engine:
                 self._decoder.remove(handle._request)
                 handle._update(error=EngineError("the request was aborted"), is_done=True)
         return not is_over
+
+
+def _count_pages(model: Transformer, cache_bytes: int, page_size: int) -> int:
+    """Pages of keys and values that a number of bytes holds.
+
+    Raises:
+        ValueError: there are none.
+    """
+    config, itemsize = model.config, compute_dtype(model.lm_head.weight).itemsize
+    bytes_per_position = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
+    num_pages = cache_bytes // max(1, bytes_per_position * page_size)
+    if num_pages < 1:
+        raise ValueError(
+            f"cache_bytes = {cache_bytes} does not hold a page of {page_size} positions, "
+            f"{bytes_per_position * page_size} bytes: raise it"
+        )
+    return num_pages
 
 
 def _check_model(model: Transformer) -> None:

@@ -52,6 +52,8 @@ class RequestOptions:
     """The text is a canvas whose mask tokens are filled (`infill`)."""
     with_canvas: bool = False
     """`RequestState.canvas` is set."""
+    adapter: str | None = None
+    """Name of an adapter of the engine. None: the model itself."""
     cache_salt: str = ""
     """Texts share cached keys and values only with the same salt."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
@@ -90,6 +92,7 @@ def prepare_request(
         logit_bias=bias if options.logit_bias else None,
         num_top_logprobs=options.num_top_logprobs,
         cache_salt=options.cache_salt,
+        adapter=options.adapter,
     )
 
 

@@ -1,0 +1,138 @@
+"""Requests with different adapters in one batch: each gets the answer of its adapter alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from config.finetune.lora import LoraConfig
+from config.generation import GenerationConfig
+from diffusionlm.checkpoints.adapter_files import load_adapter, read_adapter, save_adapter
+from diffusionlm.inference.generate import generate, infill
+from diffusionlm.models.lora import adapter_modules, add_adapter
+from diffusionlm.models.transformer import Transformer
+from diffusionlm.serving.engine import Engine
+from diffusionlm.serving.requests import RequestOptions
+from tests.conftest import MakeModel
+
+MASK = 18
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "v1.5": {"rank": 3},
+    "dora": {"rank": 2, "dora": True, "targets": ("q_proj", "down_proj")},
+    "rows": {"rank": 2, "rslora": True, "trainable_tokens": (3, MASK), "targets": ("v_proj",)},
+    "pissa": {"rank": 2, "init": "pissa", "dora": True, "trainable_tokens": (1,), "trainable_head_rows": False},
+}
+MODELS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "dense": ({"attention_bias": True}, tuple(ADAPTERS)),
+    "tied": ({"tie_word_embeddings": True}, ("rows",)),
+    "experts": ({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}, ("v1.5", "rows")),
+    "bidirectional": ({"block_length": None}, ("v1.5",)),
+}
+"""Name -> model and its adapters."""
+
+
+def write_adapter(model: Transformer, directory: Path, seed: int, options: dict[str, Any]) -> None:
+    """Write an adapter with values of its own for a model, which gets it."""
+    directory.mkdir()
+    config = LoraConfig(**options)
+    add_adapter(model, config, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for value in model.parameters():
+            if value.requires_grad:
+                value.add_(0.4 * torch.randn(value.shape, generator=generator))
+    save_adapter(model, config, directory)
+
+
+@pytest.fixture
+def make_base(tiny_model: MakeModel) -> Callable[..., Transformer]:
+    def make(**options: Any) -> Transformer:
+        values = {"vocab_size": 19, "mask_token_id": MASK, "block_length": 4, **options}
+        return tiny_model(torch.float64, **values).eval()
+
+    return make
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_row_has_its_own_adapter(make_base: Callable[..., Transformer], name: str, tmp_path: Path) -> None:
+    values, own_adapters = MODELS[name]
+    base, names = make_base(**values), [None, *own_adapters]
+    configs = [
+        GenerationConfig(max_new_tokens=4, stop_token_ids=(), temperature=0.8),
+        GenerationConfig(max_new_tokens=3, stop_token_ids=(), cfg_scale=0.5, remasking_strategy="low_confidence"),
+    ]
+    prompts, hole = [[1, 2, 3], [4] * 6], [1, MASK, 3, MASK]
+    adapters, expected = {}, {}
+    for seed, adapter in enumerate(names):
+        alone = make_base(**values)
+        if adapter is not None:
+            write_adapter(make_base(**values), tmp_path / adapter, seed, ADAPTERS[adapter])
+            adapters[adapter] = read_adapter(base, tmp_path / adapter)
+            load_adapter(alone, tmp_path / adapter)
+        answers = [generate(alone, [prompt], config, [7])[0] for prompt in prompts for config in configs]
+        expected[adapter] = [*answers, infill(alone, [hole], configs[0], [7])[0]]
+    assert not list(adapter_modules(base)) and all(weight.requires_grad for weight in base.parameters())
+    with Engine(base, cache_bytes=1 << 18, page_size=4, adapters=adapters) as engine:
+        assert engine.adapter_names == tuple(adapters)
+        for _ in range(2):  # the second time with shared pages
+            requests = {
+                adapter: [
+                    *(
+                        engine.submit(prompt, config, 7, RequestOptions(adapter=adapter))
+                        for prompt in prompts
+                        for config in configs
+                    ),
+                    engine.submit(hole, configs[0], 7, RequestOptions(adapter=adapter, is_infill=True)),
+                ]
+                for adapter in names
+            }
+            for adapter, own in requests.items():
+                for request, answer in zip(own, expected[adapter], strict=True):
+                    ours = request.result(60)
+                    assert (ours.token_ids, ours.step_map) == (answer.token_ids, answer.step_map), adapter
+                    assert ours.num_forwards == answer.num_forwards
+                    assert ours.logprobs == pytest.approx(answer.logprobs, abs=1e-9)
+    assert len({answers[0].logprobs for answers in expected.values()}) == len(names), "they differ"
+
+
+def test_adapters_share_no_pages(make_base: Callable[..., Transformer], tmp_path: Path) -> None:
+    base = make_base()
+    for seed, name in enumerate("ab"):
+        write_adapter(make_base(), tmp_path / name, seed, {"rank": 1})
+    adapters = {name: read_adapter(base, tmp_path / name) for name in "ab"}
+    config = GenerationConfig(max_new_tokens=2, stop_token_ids=())
+    with Engine(base, cache_bytes=1 << 16, page_size=4, adapters=adapters) as engine:
+        cached = []
+        for adapter in (None, "a", "b", "a", "b", None):
+            request = engine.submit([1] * 14, config, 0, RequestOptions(adapter=adapter))
+            request.result(30)
+            cached.append(request.state.num_cached_tokens)
+    assert cached == [0, 0, 0, 12, 12, 12]
+
+
+def test_adapters_that_do_not_fit_are_refused(make_base: Callable[..., Transformer], tmp_path: Path) -> None:
+    base, other = make_base(), make_base(seed=5)
+    write_adapter(make_base(), tmp_path / "a", 0, {"rank": 1})
+    adapter = read_adapter(base, tmp_path / "a")
+    with pytest.raises(ValueError, match="was trained on another base than this model"):
+        read_adapter(other, tmp_path / "a")
+    for model in (other, make_base(), make_base(num_hidden_layers=1)):
+        with pytest.raises(ValueError, match="adapter 'my' is of another model"):
+            Engine(model, adapters={"my": adapter})
+    with Engine(base, cache_bytes=1 << 16, adapters={"my": adapter}) as engine:
+        with pytest.raises(ValueError, match="adapter = 'a' does not exist: this engine has 'my'"):
+            engine.submit([1], GenerationConfig(), 0, RequestOptions(adapter="a"))
+        with pytest.raises(ValueError, match="outside the model's vocabulary"):
+            engine.submit([99], GenerationConfig(max_new_tokens=1), 0, RequestOptions(adapter="my"))
+    with (
+        Engine(other, cache_bytes=1 << 16) as engine,
+        pytest.raises(ValueError, match="adapter = 'a' does not exist: this engine has no adapters"),
+    ):
+        engine.submit([1], GenerationConfig(), 0, RequestOptions(adapter="a"))
+    load_adapter(base, tmp_path / "a")
+    with pytest.raises(ValueError, match="the model has an adapter already, which all requests would have"):
+        Engine(base, adapters={"my": adapter})
