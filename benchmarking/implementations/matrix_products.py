@@ -96,6 +96,11 @@ class MatrixProductRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     many heads if it is causal. Products of compiled code are not recorded.
     """
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let FlexAttention compile inside of the context; torch would run its eager form, which a mode refuses."""
+        return True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.plain: collections.Counter[MatrixProduct] = collections.Counter()

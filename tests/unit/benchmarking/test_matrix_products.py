@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarking.implementations.matrix_products import MatrixProduct, MatrixSpec, StepProducts
@@ -96,3 +97,13 @@ def test_a_replay_is_the_same_products_again() -> None:
     again = StepProducts.of(products.replay("cpu"))
     assert products.attention and again.count == products.count and again.flops == products.flops
     assert products.plain.items() <= again.plain.items()
+
+
+@pytest.mark.slow
+def test_compiled_attention_runs_inside_of_a_recording() -> None:
+    """Objectives with blocks use it on a GPU; torch's eager form of it refuses a dispatch mode."""
+    q = torch.randn(1, 2, 128, 16)
+    attend = torch.compile(flex_attention)
+    outputs = []
+    StepProducts.of(lambda: outputs.append(attend(q, q, q)))
+    torch.testing.assert_close(outputs[0], F.scaled_dot_product_attention(q, q, q))
