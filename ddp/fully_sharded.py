@@ -48,7 +48,15 @@ class FullySharded:
             units: modules in execution order, with their parameters: the embedding, the blocks, the final norm and
                 head.
             dtype: dtype of matrix products in blocks.
+
+        Raises:
+            ValueError: gloo with tensors on a GPU, which it cannot reduce-scatter.
         """
+        if device.type == "cuda" and parallel.backend == "gloo":
+            raise ValueError(
+                'parallel.backend = "gloo" cannot reduce-scatter gradients on a GPU: set it to "auto", or set '
+                'parallel.strategy = "ddp" and parallel.shard_optimizer = false'
+            )
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

@@ -17,7 +17,7 @@ from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.diffusion.noised_batch import CleanBatch
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from diffusionlm.evaluation.nelbo import NelboEstimator
-from diffusionlm.evaluation.statistics import bits_per_byte, count_row_bytes, entropy
+from diffusionlm.evaluation.statistics import MAX_LOGITS_BYTES, bits_per_byte, count_row_bytes, entropy
 from diffusionlm.models.transformer import Transformer
 from profiling import nvtx
 from tokenizer import Tokenizer
@@ -128,7 +128,11 @@ def measure_fill_accuracy(
     majority_token: int | None,
     map_forwards: MapOverRanks = SINGLE_PROCESS_MAP,
 ) -> FillAccuracy:
-    """Mask a fraction of each row's tokens once, and measure top-1 and top-5 accuracy on them. Fill stays visible."""
+    """Mask a fraction of each row's tokens once, and measure top-1 and top-5 accuracy on them. Fill stays visible.
+
+    Args:
+        batch_size: rows per forward; fewer if their logits exceed `MAX_LOGITS_BYTES`.
+    """
     maskable_BL = layout.maskable(batch)
     if batch.is_fill_BL is not None:
         maskable_BL = maskable_BL & ~batch.is_fill_BL.numpy()
@@ -137,6 +141,8 @@ def measure_fill_accuracy(
     for row, count in enumerate(counts_B):
         rng = keyed_rng(VALIDATION_SEED, RngStream.FILL_MASKS, round(1000 * fraction), row)
         masked_BL[row, rng.permutation(np.flatnonzero(maskable_BL[row]))[:count]] = True
+    row_bytes = 4 * model.config.vocab_size * max(1, int(counts_B.max(initial=0)))
+    batch_size = max(1, min(batch_size, MAX_LOGITS_BYTES // row_bytes))
 
     def count_hits(index: int) -> tuple[int, int, int, int]:
         """Numbers of top-1 hits, top-5 hits, majority tokens and masked tokens in one batch of rows."""

@@ -18,7 +18,7 @@ from config.generation import GenerationConfig
 from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.diffusion.noised_batch import CleanBatch
 from diffusionlm.evaluation.plan import check_exact_likelihood
-from diffusionlm.evaluation.statistics import ratio_with_standard_error
+from diffusionlm.evaluation.statistics import MAX_LOGITS_BYTES, ratio_with_standard_error
 from diffusionlm.inference.blocks import DecodingBlock, round_if_uniform_canvas, split_into_blocks
 from diffusionlm.inference.model_runner import build_pattern, masked_position_logits
 from diffusionlm.inference.sampling import check_finite, iterate_chunks
@@ -26,9 +26,6 @@ from diffusionlm.inference.settings import DecodingSettings, resolve_settings
 from diffusionlm.inference.strategy import DecodeState, Strategy
 from diffusionlm.models.transformer import Transformer
 from profiling import nvtx
-
-MAX_LOGITS_BYTES = 1 << 30
-"""Budget for the float32 logits of one forward; a single document may exceed it."""
 
 ProgressCallback = Callable[[int, int], None]
 """Called with the number of scored tokens and the number of all tokens."""

@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 
 from tokenizer import Tokenizer
 
+MAX_LOGITS_BYTES = 1 << 30
+"""Budget for the float32 logits of a forward of an evaluation; a forward has at least one row."""
+
 
 def ratio_with_standard_error(sums_B: NDArray[np.float64], sizes_B: NDArray[np.int64]) -> tuple[float, float]:
     """Ratio of the sums over rows, and its standard error; infinite for a single row.

@@ -390,6 +390,12 @@ def test_an_exchange_makes_matrices_whole_once(tmp_path: Path, dtype: torch.dtyp
     assert sorted(flat_matrices) == sorted(whole.flatten().tolist() for whole in wholes)
 
 
+def test_gloo_is_refused_on_a_gpu(tiny_model: MakeModel) -> None:
+    model = tiny_model()
+    with pytest.raises(ValueError, match="cannot reduce-scatter gradients on a GPU"):
+        FullySharded(model, FSDP(backend="gloo"), World(), torch.device("cuda"), units_of_transformer(model))
+
+
 def test_rows_are_cut_as_torch_cuts_them() -> None:
     for total in range(1, 9):
         for world_size in (1, 2, 3, 5):

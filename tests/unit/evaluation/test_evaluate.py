@@ -87,5 +87,21 @@ def test_fills_are_counted(tiny_model: Callable[..., Transformer], tokenizer: To
     assert half == measure_fill_accuracy(model, layout, batch, 0.5, 2, majority_token=None)
 
 
+def test_fills_of_a_forward_have_bounded_logits(
+    tiny_model: Callable[..., Transformer], tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A vocabulary of 150,000 and 32 rows of thousands of tokens would take tens of GiB."""
+    model = tiny_model(vocab_size=tokenizer.vocab_size, mask_token_id=tokenizer.mask_token_id)
+    batch = collate_rows(rows(6, 8, 200))
+    layout = InputLayout.from_config(model.config, None)
+    num_logits: list[int] = []
+    model.lm_head.register_forward_hook(lambda _module, _inputs, logits: num_logits.append(logits.numel()))
+    whole = measure_fill_accuracy(model, layout, batch, 0.5, 6, majority_token=None)
+    monkeypatch.setattr("diffusionlm.evaluation.evaluate.MAX_LOGITS_BYTES", 4 * tokenizer.vocab_size * 9)
+    assert measure_fill_accuracy(model, layout, batch, 0.5, 6, majority_token=None) == whole
+    row = 4 * tokenizer.vocab_size
+    assert num_logits == [6 * row, 2 * row, 2 * row, 2 * row]
+
+
 def test_entropy() -> None:
     assert entropy(np.array([1, 0, 1, 2])) == pytest.approx(1.5 * np.log(2))
