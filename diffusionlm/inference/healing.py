@@ -93,10 +93,19 @@ class TokenHealer:
         Raises:
             ValueError: like `parse_infill`.
         """
+        return self.heal_pieces(split_infill(text), prefix_ids, mask_token_id)
+
+    def heal_pieces(
+        self, pieces: Sequence[tuple[str, int]], prefix_ids: Sequence[int] = (), mask_token_id: int | None = None
+    ) -> HealedText:
+        """Encode pieces of a text like `heal_infill`.
+
+        Args:
+            pieces: each with the number of masked tokens after it; 0 after the last one alone.
+        """
         mask = required_mask_token_id(self._tokenizer, mask_token_id)
-        *pieces, last_piece = split_infill(text)
         token_ids, allowed_token_ids = list(prefix_ids), {}
-        for piece, num_masked in pieces:
+        for piece, num_masked in pieces[:-1]:
             kept_ids, start = self._split_end(piece)
             allowed_ids = self._allowed_token_ids(start, is_alone=num_masked == 1) if start == SPACE else None
             if allowed_ids is None or not (token_ids or kept_ids):
@@ -105,7 +114,7 @@ class TokenHealer:
                 token_ids += kept_ids
                 allowed_token_ids[len(token_ids)] = allowed_ids
             token_ids += [mask] * num_masked
-        token_ids += self._tokenizer.encode(last_piece[0])
+        token_ids += self._tokenizer.encode(pieces[-1][0])
         return HealedText(tuple(token_ids), allowed_token_ids)
 
     def _split_end(self, text: str) -> tuple[list[int], bytes]:

@@ -116,6 +116,8 @@ class RequestState:
     """Why there will be no answer."""
     num_cached_tokens: int
     """Tokens of the prompt that were in the prefix cache."""
+    num_forwards: int
+    """Forwards that this request took part in so far."""
     submitted: float
     started: float | None
     """Time of the first forward."""
@@ -133,7 +135,7 @@ class EngineRequest:
         self._request, self._with_canvas = request, with_canvas
         self._condition = threading.Condition()
         self._listeners: list[Callable[[], None]] = []
-        self._state = RequestState(0, (), (), (), None, None, None, 0, time.monotonic(), None, None)
+        self._state = RequestState(0, (), (), (), None, None, None, 0, 0, time.monotonic(), None, None)
 
     @property
     def state(self) -> RequestState:
@@ -199,6 +201,7 @@ class EngineRequest:
                 generation=to_generation(request) if is_complete else None,
                 error=error,
                 num_cached_tokens=request.num_cached_tokens,
+                num_forwards=request.num_forwards,
                 started=self._state.started or (now if request.num_forwards else None),
                 finished=now if is_done else None,
             )
