@@ -1,0 +1,112 @@
+"""The config of ``diffusionlm-serve``."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from config.base import ConfigPath, NonEmptyStr, PositiveFloat, PositiveInt, Section
+from config.generation import GenerationConfig
+from config.infer import InferModelConfig
+
+_BYTE_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
+
+
+def _parse_byte_size(value: object) -> object:
+    """Convert a text such as "2GiB" (2^30) or "500MB" (10^6) to a number of bytes."""
+    if not isinstance(value, str):
+        return value
+    match = _BYTE_SIZE.fullmatch(value.strip())
+    if match is None:
+        raise ValueError('must be a number of bytes, or a size such as "2GiB" or "500MB"')
+    unit = (match[2] or "").upper()
+    base = 1024 if unit.endswith("I") else 1000
+    return int(float(match[1]) * base ** (" KMGT".index(unit[0]) if unit else 0))
+
+
+ByteSize = Annotated[int, Field(gt=0), BeforeValidator(_parse_byte_size)]
+"""A number of bytes, or a text with a unit."""
+
+
+class ServeSection(Section):
+    """``[serve]``: the address, who may use it, the limits of a request and of all together."""
+
+    host: NonEmptyStr = "127.0.0.1"
+    """Address to listen at. 127.0.0.1: this machine only. 0.0.0.0: all networks; set api_keys_file then."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """Port to listen at. 0: a free one, which the first line of the log names."""
+    model_name: NonEmptyStr | None = None
+    """Name of the model in requests. None: the name of its directory."""
+    api_keys_file: ConfigPath | None = None
+    """File of keys, one per line; empty lines and those that begin with # are skipped. With it every route but /health
+    and the page at / needs `Authorization: Bearer KEY`, and texts share cached keys and values only with those of the
+    same key. None: no key is needed."""
+    chat_template: Literal["chatml", "qwen3", "llama3", "llada"] | None = None
+    """Chat template. None: the checkpoint's own."""
+    token_healing: bool = True
+    """Take back the last token of a prompt and let the first new token begin with its text, as in diffusionlm-infer;
+    a request may turn it off."""
+    cache_memory: ByteSize = 1 << 30
+    """Memory of keys and values, as bytes or as a text such as "2GiB". A request that can never fit is refused."""
+    page_size: PositiveInt | None = None
+    """Positions of a page of the cache. None: 16, or more, so that it is a multiple of the model's block length."""
+    prefix_cache: bool = True
+    """Share keys and values of texts that begin alike."""
+    max_requests: PositiveInt = 64
+    """Requests that are decoded at a time; each of the `n` choices of a prompt is one."""
+    max_waiting: PositiveInt = 256
+    """Requests that wait beyond these; the next one is refused (429)."""
+    max_rows: PositiveInt = 2048
+    """Inputs of a forward, beyond which long prompts are read in parts."""
+    default_max_tokens: PositiveInt = 256
+    """New tokens of a request that does not name a number, or as many as fit into the context."""
+    max_tokens: PositiveInt | None = None
+    """Largest number of new tokens of a request. None: the model's context."""
+    max_steps: PositiveInt = 4096
+    """Largest `steps` and `denoising_steps` of a request."""
+    max_prompts: PositiveInt = 64
+    """Largest number of prompts of a request."""
+    max_choices: PositiveInt = 16
+    """Largest `n` of a request."""
+    max_stop_strings: PositiveInt = 16
+    """Largest number of stop strings of a request."""
+    max_body: ByteSize = 4 << 20
+    """Largest body of a request, as bytes or as a text; a larger one is refused (413)."""
+    max_header: ByteSize = 1 << 16
+    """Largest request line and headers together, as bytes or as a text."""
+    max_connections: PositiveInt = 1024
+    """Connections at a time; the next one is refused (503)."""
+    header_timeout_seconds: PositiveFloat = 10.0
+    """Time for the headers of a request."""
+    body_timeout_seconds: PositiveFloat = 60.0
+    """Time for the body of a request."""
+    write_timeout_seconds: PositiveFloat = 60.0
+    """Time for a client to read what is ready for it; then its request ends."""
+    drain_timeout_seconds: PositiveFloat = 30.0
+    """After SIGTERM or Ctrl-C: time for the requests that were accepted. Those that are not done end with an error."""
+    log_requests: bool = True
+    """Write a line per request: status, counts of tokens and forwards, duration; never a text."""
+
+
+class ServeConfig(Section):
+    """The config of one call of ``diffusionlm-serve``."""
+
+    model: InferModelConfig = InferModelConfig()
+    serve: ServeSection = ServeSection()
+    generation: GenerationConfig = GenerationConfig()
+    """What a request does not set."""
+
+    @model_validator(mode="after")
+    def _check_sections_agree(self) -> Self:
+        if self.model.attention_backend in ("tiled", "flex"):
+            raise ValueError(
+                f'model.attention_backend = "{self.model.attention_backend}" has no cached form: use "auto", "eager" '
+                'or "sdpa"'
+            )
+        if self.generation.max_new_tokens is not None or self.generation.total_length is not None:
+            raise ValueError(
+                "generation.max_new_tokens and total_length have no effect on a server: set serve.default_max_tokens"
+            )
+        return self

@@ -1,0 +1,181 @@
+"""The routes of the server, and what precedes them: keys, hosts, ids of requests, errors as JSON, the log."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import re
+import secrets
+import time
+from http import HTTPStatus
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import Receive, Scope, Send
+
+from diffusionlm.serving.http.errors import ApiError, to_api_error
+from diffusionlm.serving.http.exchange import (
+    CLIENT_GONE,
+    STATE_KEY,
+    ClientGoneError,
+    Exchange,
+    discard_body,
+    limit_send,
+    send_json,
+)
+from diffusionlm.serving.http.generation import CHAT, COMPLETION, INFILL, GenerationEndpoint
+from diffusionlm.serving.http.json_text import to_json
+from diffusionlm.serving.http.metrics import CONTENT_TYPE
+from diffusionlm.serving.http.service import Service
+from files.terminal_text import escape_control_characters
+
+LOGGER = logging.getLogger(__name__)
+
+OPEN_PATHS = frozenset({"/health"})
+"""Paths that need no key."""
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_MAX_LOGGED_PATH = 100
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only programs of this machine can use an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+class ServerApp:
+    """The ASGI application of the server."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._created = int(time.time())
+        self._needs_local_host = service.keys is None and is_loopback(service.limits.host)
+        self._router = Router(
+            [
+                Route("/health", self._answer_health, methods=["GET"]),
+                Route("/metrics", self._answer_metrics, methods=["GET"]),
+                Route("/v1/models", self._list_models, methods=["GET"]),
+                Route("/v1/models/{name:path}", self._answer_model, methods=["GET"]),
+                Route("/v1/completions", GenerationEndpoint(service, COMPLETION), methods=["POST"]),
+                Route("/v1/chat/completions", GenerationEndpoint(service, CHAT), methods=["POST"]),
+                Route("/v1/infill", GenerationEndpoint(service, INFILL), methods=["POST"]),
+            ],
+            redirect_slashes=False,
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request; no error leaves it."""
+        given_id = Headers(scope=scope).get("x-request-id", "")
+        exchange = Exchange(given_id if _REQUEST_ID.fullmatch(given_id) else secrets.token_hex(12))
+        scope["app"] = self  # the router then raises its errors
+        scope.setdefault("state", {})[STATE_KEY] = exchange
+        send = limit_send(send, exchange, self._service.limits.write_timeout_seconds)
+        is_gone = False
+        try:
+            try:
+                self._check_host(scope)
+                self._check_key(scope, exchange)
+                await self._router(scope, receive, send)
+            except ClientGoneError:
+                raise
+            except Exception as error:
+                await self._refuse(error, exchange, scope, receive, send)
+        except ClientGoneError:
+            is_gone = True
+        finally:
+            self._log(scope, exchange, is_gone=is_gone)
+
+    async def _refuse(self, error: Exception, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer with an error."""
+        if isinstance(error, HTTPException):
+            phrase = HTTPStatus(error.status_code).phrase.lower()
+            text = f"{escape_control_characters(scope['path'][:_MAX_LOGGED_PATH])}: {phrase}"
+            error = ApiError(error.status_code, text, headers=dict(error.headers or {}))
+        problem = to_api_error(error)
+        if problem.code == "internal_error":
+            LOGGER.error("request %s has failed", exchange.request_id, exc_info=error)
+        exchange.details["error"] = problem.code or problem.status
+        if exchange.status is not None:
+            raise ClientGoneError  # too late for a response: the connection is closed
+        is_read = await discard_body(scope, receive, self._service.limits.max_body)
+        headers = problem.headers if is_read else {**problem.headers, "Connection": "close"}
+        await send_json(send, problem.status, problem.body, headers)
+
+    def _check_host(self, scope: Scope) -> None:
+        """Refuse names of other hosts, so that no page of the web reaches this machine through a name of its own."""
+        if not self._needs_local_host:
+            return
+        host = Headers(scope=scope).get("host", "localhost")
+        name = host.rpartition(":")[0] if re.search(r":\d+$", host) else host
+        if not is_loopback(name.lower()):
+            raise ApiError(
+                403,
+                f"the host {escape_control_characters(name[:_MAX_LOGGED_PATH])} is not this machine: without keys only "
+                "localhost is served; set serve.api_keys_file to serve other names",
+                code="host_not_allowed",
+            )
+
+    def _check_key(self, scope: Scope, exchange: Exchange) -> None:
+        keys = self._service.keys
+        if keys is None or scope["path"] in OPEN_PATHS:
+            return
+        owner = keys.find_owner(Headers(scope=scope).get("authorization", ""))
+        if owner is None:
+            raise ApiError(
+                401,
+                "a valid key is needed: Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        exchange.cache_salt = owner
+
+    async def _answer_health(self, request: Request) -> Response:
+        self._service.check_is_ready()
+        return _json_response({"status": "ok"})
+
+    async def _answer_metrics(self, request: Request) -> Response:
+        text = self._service.metrics.render(self._service.engine)
+        return Response(text.encode(), headers={"content-type": CONTENT_TYPE})
+
+    async def _list_models(self, request: Request) -> Response:
+        models = [self._describe_model(name) for name in self._service.preparer.names]
+        return _json_response({"object": "list", "data": models})
+
+    async def _answer_model(self, request: Request) -> Response:
+        return _json_response(self._describe_model(self._service.preparer.find_model(request.path_params["name"])))
+
+    def _describe_model(self, name: str) -> dict[str, object]:
+        preparer = self._service.preparer
+        base = preparer.names[0]
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "diffusionlm",
+            "root": base,
+            "parent": None if name == base else base,
+            "max_model_len": preparer.model.max_position_embeddings,
+            "block_length": preparer.model.block_length,
+            "has_chat": preparer.has_chat,
+        }
+
+    def _log(self, scope: Scope, exchange: Exchange, *, is_gone: bool) -> None:
+        if not self._service.limits.log_requests:
+            return
+        status = CLIENT_GONE if is_gone else exchange.status
+        path = escape_control_characters(scope["path"][:_MAX_LOGGED_PATH])
+        details = "".join(f" {key}={value}" for key, value in exchange.details.items())
+        seconds = time.monotonic() - exchange.started
+        LOGGER.info("%s %s %s id=%s%s %.3fs", scope["method"], path, status, exchange.request_id, details, seconds)
+
+
+def _json_response(value: object) -> Response:
+    return Response(to_json(value), media_type="application/json")

@@ -1,0 +1,355 @@
+"""Bodies of requests: OpenAI's fields, the keys of `GenerationConfig`, and what is refused.
+
+A key is a field of the endpoint, a key of decoding, or unsupported; nothing is ignored in silence. null stands for an
+absent field, as clients send it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, TypeVar
+
+from pydantic import Field, ValidationError
+
+from config.base import NonEmptyStr, PositiveInt, Section
+from config.generation import STRATEGY_KEYS, GenerationConfig
+from config.serving.server import ServeSection
+from diffusionlm.serving.http.errors import ApiError
+from diffusionlm.serving.http.json_text import shorten
+
+MAX_SEED = 2**63 - 1
+MAX_TOP_LOGPROBS = 20
+MAX_COMPLETION_LOGPROBS = 5
+
+SERVER_KEYS = {"attention_bias": "it names a file of the server"}
+"""Keys of `GenerationConfig` that a request may not set, and why."""
+
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "modalities": (["text"],),
+    "prediction": (),
+    "audio": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+    "metadata": ({},),
+    "prompt_logprobs": (),
+    "chat_template_kwargs": ({},),
+}
+"""Fields of other servers that are not supported -> the values that ask for nothing."""
+
+Body = TypeVar("Body", bound="GenerationBody")
+
+
+class StreamOptions(Section):
+    """``stream_options``."""
+
+    include_usage: bool = False
+
+
+class GenerationBody(Section):
+    """Fields of every endpoint that decodes."""
+
+    model: NonEmptyStr | None = None
+    n: PositiveInt = 1
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    diffusing: bool = False
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    token_healing: bool | None = None
+    return_token_ids: bool = False
+    user: str | None = None
+
+
+class CompletionBody(GenerationBody):
+    """Body of ``/v1/completions``."""
+
+    prompt: Any = None
+    suffix: str | None = None
+    max_tokens: PositiveInt | None = None
+    stop: Any = None
+    echo: bool = False
+    best_of: PositiveInt | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None = None
+
+
+class ChatBody(GenerationBody):
+    """Body of ``/v1/chat/completions``."""
+
+    messages: Any = None
+    max_tokens: PositiveInt | None = None
+    max_completion_tokens: PositiveInt | None = None
+    stop: Any = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+
+class InfillBody(GenerationBody):
+    """Body of ``/v1/infill``."""
+
+    segments: Any = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+
+@dataclass(frozen=True)
+class ParsedBody(Generic[Body]):
+    """A body whose fields have the right types."""
+
+    fields: Body
+    overrides: Mapping[str, Any]
+    """Keys of `GenerationConfig`."""
+
+
+def parse_body(values: Mapping[str, Any], kind: type[Body]) -> ParsedBody[Body]:
+    """Divide a body into fields and keys of decoding, and check the fields.
+
+    Raises:
+        ApiError: a key is unknown or not supported, or a field has a wrong type or value.
+    """
+    values = {key: value for key, value in values.items() if value is not None}
+    fields = {key: value for key, value in values.items() if key in kind.model_fields}
+    overrides = {key: value for key, value in values.items() if key in GenerationConfig.model_fields}
+    for key in values.keys() - fields.keys() - overrides.keys():
+        _check_other_key(key, values[key], kind)
+    for key in SERVER_KEYS.keys() & overrides.keys():
+        raise ApiError(400, f"{key} cannot be set by a request: {SERVER_KEYS[key]}", param=key)
+    try:
+        body = kind.model_validate(fields)
+    except ValidationError as error:
+        raise validation_error(error) from None
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options needs stream = true", param="stream_options")
+    if body.diffusing and not body.stream:
+        raise ApiError(400, "diffusing needs stream = true", param="diffusing")
+    return ParsedBody(body, overrides)
+
+
+def _check_other_key(key: str, value: Any, kind: type[GenerationBody]) -> None:
+    """Raise unless a key asks for nothing."""
+    if key in NEUTRAL_VALUES:
+        if not any(
+            value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in NEUTRAL_VALUES[key]
+        ):
+            raise ApiError(400, f"{key} is not supported", param=key, code="unsupported_parameter")
+        return
+    known = [*kind.model_fields, *GenerationConfig.model_fields]
+    similar = difflib.get_close_matches(key[:64], known, n=1)
+    hint = f": did you mean {similar[0]}?" if similar else ""
+    raise ApiError(400, f"unknown field {shorten(key)!r}{hint}", param=shorten(key), code="unknown_parameter")
+
+
+def validation_error(error: ValidationError) -> ApiError:
+    """Describe the first problem of a validation."""
+    problem = error.errors(include_url=False, include_context=False)[0]
+    location = [str(part) for part in problem["loc"]]
+    param = ".".join(location) if location else None
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    if param is None:
+        return ApiError(400, message)
+    return ApiError(400, f"{param} = {_describe(problem['input'])}: {message}", param=location[0])
+
+
+def _describe(value: Any) -> str:
+    return shorten(repr(value)) if isinstance(value, str | int | float | bool) else type(value).__name__
+
+
+def build_generation_config(
+    base: GenerationConfig, overrides: Mapping[str, Any], limits: ServeSection, vocab_size: int
+) -> GenerationConfig:
+    """Set what a request names in the server's config of decoding.
+
+    Raises:
+        ApiError: a value is wrong, contradicts another one, or is beyond a limit of the server.
+    """
+    for key, value in overrides.items():
+        if isinstance(value, list) and len(value) > vocab_size:
+            raise ApiError(400, f"{key} has {len(value)} entries, more than the vocabulary", param=key)
+    for key in ("steps", "denoising_steps"):
+        value = overrides.get(key)
+        if isinstance(value, int) and value > limits.max_steps:
+            raise ApiError(400, f"{key} = {value}: this server allows at most {limits.max_steps}", param=key)
+    values = {key: getattr(base, key) for key in base.model_fields_set}
+    replaced: set[str] = set()
+    if {"steps", "denoising_steps"} & overrides.keys():
+        replaced |= {"steps", "denoising_steps"}
+    if overrides.get("remasking_strategy", base.remasking_strategy) != base.remasking_strategy:
+        replaced |= {*STRATEGY_KEYS}
+    values = {key: value for key, value in values.items() if key not in replaced} | dict(overrides)
+    if "suppress_token_ids" in overrides and isinstance(overrides["suppress_token_ids"], list):
+        values["suppress_token_ids"] = [*base.suppress_token_ids, *overrides["suppress_token_ids"]]
+    try:
+        return GenerationConfig.model_validate(values)
+    except ValidationError as error:
+        problem = validation_error(error)
+        raise (
+            problem if problem.param else ApiError(400, problem.message, param=find_key(problem.message, overrides))
+        ) from None
+
+
+def find_key(message: str, keys: Mapping[str, Any]) -> str | None:
+    """Find the key that a message is about."""
+    return next((key for key in keys if key in message), None)
+
+
+def parse_prompts(value: Any, limits: ServeSection) -> list[str | list[int]]:
+    """Return the prompts of ``prompt``: a text, token ids, or a list of either.
+
+    Raises:
+        ApiError: it is something else, or they are too many.
+    """
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if all(type(item) is int for item in value):
+            return [value]
+        if len(value) > limits.max_prompts:
+            raise ApiError(
+                400, f"prompt has {len(value)} prompts: this server allows at most {limits.max_prompts}", param="prompt"
+            )
+        if all(isinstance(item, str) for item in value):
+            return list(value)
+        if all(isinstance(item, list) and item and all(type(token) is int for token in item) for item in value):
+            return list(value)
+    if value is None:
+        raise ApiError(400, "prompt is missing", param="prompt", code="missing_required_parameter")
+    raise ApiError(400, "prompt must be a text, token ids, or a list of texts or of token ids", param="prompt")
+
+
+def parse_stop(value: Any, limits: ServeSection) -> tuple[str, ...]:
+    """Return the stop strings.
+
+    Raises:
+        ApiError: they are not texts, empty, or too many.
+    """
+    texts = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise ApiError(400, "stop must be a text or a list of texts, none of them empty", param="stop")
+    if len(texts) > limits.max_stop_strings:
+        raise ApiError(
+            400, f"stop has {len(texts)} texts: this server allows at most {limits.max_stop_strings}", param="stop"
+        )
+    return tuple(texts)
+
+
+def parse_segments(value: Any) -> list[str | int]:
+    """Return the segments of ``/v1/infill``: texts, and holes as their numbers of tokens.
+
+    Raises:
+        ApiError: they are something else, or have no hole.
+    """
+    if value is None:
+        raise ApiError(400, "segments is missing", param="segments", code="missing_required_parameter")
+    if not isinstance(value, list) or not all(type(item) in (str, int) for item in value):
+        raise ApiError(
+            400,
+            "segments must be a list of texts and of numbers, which are the lengths of holes in tokens",
+            param="segments",
+        )
+    holes = [item for item in value if isinstance(item, int)]
+    if not holes or min(holes) < 1:
+        raise ApiError(400, "segments needs a hole, and each hole at least one token", param="segments")
+    return value
+
+
+def parse_messages(value: Any) -> list[dict[str, Any]]:
+    """Return the messages of a chat; parts of a text are joined.
+
+    Raises:
+        ApiError: a message is not one, or has something else than text.
+    """
+    if value is None:
+        raise ApiError(400, "messages is missing", param="messages", code="missing_required_parameter")
+    if not isinstance(value, list) or not value:
+        raise ApiError(400, "messages must be a list of messages, at least one", param="messages")
+    return [_parse_message(item, f"messages[{index}]") for index, item in enumerate(value)]
+
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_MESSAGE_KEYS = ("role", "content", "name", "reasoning_content")
+
+
+def _parse_message(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ApiError(400, f"{name} must be an object with role and content", param=name)
+    message = {key: item for key, item in value.items() if item is not None and item != []}
+    for key in message:
+        if key not in _MESSAGE_KEYS:
+            raise ApiError(400, f"{name}.{shorten(key)} is not supported", param=f"{name}.{shorten(key)}")
+    role = message.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise ApiError(400, f"{name}.role must be one of {', '.join(_ROLES)}", param=f"{name}.role")
+    if "content" not in message and value.get("content") != []:
+        raise ApiError(400, f"{name}.content is missing", param=f"{name}.content")
+    for key in ("name", "reasoning_content"):
+        if not isinstance(message.get(key, ""), str):
+            raise ApiError(400, f"{name}.{key} must be a text", param=f"{name}.{key}")
+    return {**message, "role": _ROLES[role], "content": _parse_content(message.get("content", []), f"{name}.content")}
+
+
+def _parse_content(value: Any, name: str) -> str:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ApiError(400, f"{name} must be a text or a list of text parts", param=name)
+    for index, part in enumerate(value):
+        is_text = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        if not is_text:
+            raise ApiError(
+                400,
+                f'{name}[{index}] must be {{"type": "text", "text": "..."}}: only text is supported',
+                param=f"{name}[{index}]",
+            )
+    return "".join(part["text"] for part in value)
+
+
+def check_choice_limits(fields: GenerationBody, limits: ServeSection) -> None:
+    """
+    Raises:
+        ApiError: ``n`` is beyond the limit.
+    """
+    if fields.n > limits.max_choices:
+        raise ApiError(400, f"n = {fields.n}: this server allows at most {limits.max_choices}", param="n")
+
+
+def parse_logit_bias(fields: GenerationBody, vocab_size: int) -> dict[int, float]:
+    """Return the bias of each token.
+
+    Raises:
+        ApiError: a key is not a token of the vocabulary.
+    """
+    bias = {}
+    for key, value in (fields.logit_bias or {}).items():
+        if not key.isascii() or not key.isdigit() or len(key) > 9 or int(key) >= vocab_size:
+            raise ApiError(
+                400, f"logit_bias: {shorten(key)!r} is not a token id below {vocab_size}", param="logit_bias"
+            )
+        bias[int(key)] = value
+    return bias
+
+
+def combine_max_tokens(values: Sequence[tuple[str, int | None]]) -> tuple[str, int] | None:
+    """Return the one key of these that is set, and its value.
+
+    Raises:
+        ApiError: several are set to different values.
+    """
+    present = [(key, value) for key, value in values if value is not None]
+    if len({value for _, value in present}) > 1:
+        names = " and ".join(key for key, _ in present)
+        raise ApiError(400, f"{names} are all the number of new tokens: set one", param=present[0][0])
+    return present[0] if present else None

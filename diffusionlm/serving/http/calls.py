@@ -1,0 +1,266 @@
+"""A request while the engine decodes it: its choices, what is new of them, and how it ends.
+
+The engine's thread wakes the event loop after each forward; the loop then reads the latest state of each choice. A slow
+reader so skips states, and costs the engine nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+
+from diffusionlm.serving.engine import Engine
+from diffusionlm.serving.http.answer_text import AnswerText, AnswerToken
+from diffusionlm.serving.http.errors import ApiError, to_api_error
+from diffusionlm.serving.http.preparation import PreparedCall, Submission
+from diffusionlm.serving.requests import EngineRequest, RequestState
+from tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class TextPiece:
+    """New text of a hole; a prompt has one hole."""
+
+    hole: int
+    text: str
+    tokens: tuple[AnswerToken, ...]
+
+
+@dataclass(frozen=True)
+class ChoiceUpdate:
+    """What is new of a choice."""
+
+    choice: Choice
+    pieces: tuple[TextPiece, ...]
+    is_first: bool
+    canvas: tuple[str | None, ...] | None
+    """Text of each new token, None where it is masked; of a call with `diffusing`."""
+
+
+class Choice:
+    """One choice of an answer: follows a request of the engine.
+
+    Args:
+        hole_lengths: tokens of each hole; empty: one hole of any length.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        submission: Submission,
+        tokenizer: Tokenizer,
+        stop: Sequence[str],
+        hole_lengths: Sequence[int] = (),
+    ) -> None:
+        self.index, self.submission = index, submission
+        repeated_bytes = submission.repeated_bytes
+        self.holes = [AnswerText(tokenizer, stop, num_repeated) for num_repeated in repeated_bytes]
+        self.finish_reason: str | None = None
+        self.state: RequestState | None = None
+        self.first_token_time: float | None = None
+        self.last_token_time: float | None = None
+        self.chunk_gaps: list[float] = []
+        """Seconds between two arrivals of tokens."""
+        self._tokenizer = tokenizer
+        self._hole_ends = [sum(hole_lengths[: number + 1]) for number in range(len(hole_lengths))]
+        self._num_read = 0
+        self._num_sent = [0] * len(self.holes)
+        self._num_sent_tokens = [0] * len(self.holes)
+        self._has_sent = False
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens, with a stop string through the one that completes it."""
+        return sum(len(hole.tokens) for hole in self.holes)
+
+    @property
+    def num_forwards(self) -> int:
+        return 0 if self.state is None else self.state.num_forwards
+
+    @property
+    def visible_tokens(self) -> list[AnswerToken]:
+        """Tokens of the text, without those of a stop string."""
+        return [token for hole in self.holes for token in hole.visible_tokens]
+
+    def read(self, state: RequestState) -> bool:
+        """Read a state of the request. Returns whether a stop string has ended the choice.
+
+        Raises:
+            ApiError: the request has ended with an error.
+        """
+        if self.finish_reason is not None:
+            return False
+        if state.error is not None:
+            raise to_api_error(state.error)
+        self.state = state
+        if len(state.token_ids) > self._num_read:
+            self._note_arrival()
+        for number in range(self._num_read, len(state.token_ids)):
+            self._push(number, state)
+        self._num_read = len(state.token_ids)
+        if self.holes[-1].is_stopped:
+            self.finish_reason = "stop"
+            return not state.is_done
+        if state.is_done:
+            assert state.generation is not None, "a request ends with an answer or an error"
+            for hole in self.holes:
+                hole.finish()
+            is_stopped = self.holes[-1].is_stopped
+            self.finish_reason = "stop" if is_stopped else state.generation.finish_reason
+        return False
+
+    def _push(self, number: int, state: RequestState) -> None:
+        hole = sum(end <= number for end in self._hole_ends[:-1])
+        top_logprobs = state.top_logprobs[number] if state.top_logprobs else ()
+        self.holes[hole].push(state.token_ids[number], state.logprobs[number], tuple(top_logprobs))
+        if self._hole_ends and number + 1 == self._hole_ends[hole]:
+            self.holes[hole].finish()
+
+    def _note_arrival(self) -> None:
+        now = time.monotonic()
+        if self.last_token_time is not None:
+            self.chunk_gaps.append(now - self.last_token_time)
+        self.first_token_time = self.first_token_time or now
+        self.last_token_time = now
+
+    def take_update(self) -> ChoiceUpdate | None:
+        """Return what may be sent and was not yet; None: nothing."""
+        pieces = []
+        for number, hole in enumerate(self.holes):
+            end, tokens = hole.sendable_length, hole.visible_tokens[self._num_sent_tokens[number] :]
+            if not hole.is_complete:
+                # A token goes out with its last character.
+                starts = [token.start for token in tokens] + [len(hole.text)]
+                tokens = [token for token, (_, stop) in zip(tokens, pairwise(starts), strict=True) if stop <= end]
+            text = hole.text[self._num_sent[number] : end]
+            if text or tokens:
+                pieces.append(TextPiece(number, text, tuple(tokens)))
+            self._num_sent[number] = max(end, self._num_sent[number])
+            self._num_sent_tokens[number] += len(tokens)
+        canvas = self._canvas()
+        if not pieces and canvas is None and self.finish_reason is None:
+            return None
+        is_first, self._has_sent = not self._has_sent, True
+        return ChoiceUpdate(self, tuple(pieces), is_first, canvas)
+
+    def _canvas(self) -> tuple[str | None, ...] | None:
+        """Text of each new token, None where it is masked."""
+        snapshot = None if self.state is None else self.state.canvas
+        if snapshot is None:
+            return None
+        positions = self.submission.hole_positions or range(len(self.submission.token_ids), len(snapshot.token_ids))
+        if not self.submission.hole_positions and self.finish_reason is not None:
+            positions = positions[: self.num_tokens]
+        return tuple(
+            None if snapshot.is_masked[position] else token_text(self._tokenizer, snapshot.token_ids[position])
+            for position in positions
+        )
+
+
+def token_text(tokenizer: Tokenizer, token_id: int) -> str:
+    """Text of one token; parts of characters become U+FFFD."""
+    return tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+
+
+class Call:
+    """A request in the engine. `abort` must be called at its end, whatever has happened."""
+
+    def __init__(self, engine: Engine, prepared: PreparedCall, tokenizer: Tokenizer) -> None:
+        self.prepared = prepared
+        self.choices = [
+            Choice(index, submission, tokenizer, prepared.stop, prepared.hole_lengths)
+            for index, submission in enumerate(prepared.submissions)
+        ]
+        self._engine = engine
+        self._handles: list[EngineRequest] = []
+        self._lock = threading.Lock()
+        self._is_aborted = False
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+
+    @property
+    def is_submitted(self) -> bool:
+        """All choices were."""
+        return len(self._handles) == len(self.choices)
+
+    def submit(self) -> None:
+        """Submit all choices, or none; runs in any thread.
+
+        Raises:
+            ApiError: the engine refuses one.
+        """
+        try:
+            for choice in self.choices:
+                with self._lock:
+                    if self._is_aborted:
+                        return
+                    submission = choice.submission
+                    handle = self._engine.submit(
+                        submission.token_ids, submission.config, submission.seed, options=submission.options
+                    )
+                    self._handles.append(handle)
+                handle.add_listener(self._wake)
+        except ValueError as error:
+            self.abort()
+            raise _describe_refusal(error) from None
+        except Exception as error:
+            self.abort()
+            raise to_api_error(error) from error
+
+    def abort(self) -> None:
+        """End the choices that are not done; also those that are still to be submitted."""
+        with self._lock:
+            self._is_aborted = True
+        for handle in self._handles:
+            self._engine.abort(handle)
+
+    def _wake(self) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
+            self._loop.call_soon_threadsafe(self._changed.set)
+
+    async def updates(self) -> AsyncIterator[list[ChoiceUpdate]]:
+        """Iterate over what is new until every choice is done; a reader that is slow gets it together.
+
+        Raises:
+            ApiError: a choice has ended with an error.
+        """
+        while True:
+            updates = []
+            for choice, handle in zip(self.choices, self._handles, strict=True):
+                if choice.finish_reason is not None:
+                    continue
+                before = None if choice.state is None else choice.state.version
+                state = handle.state
+                if state.version == before:
+                    continue
+                if choice.read(state):
+                    self._engine.abort(handle)
+                if (update := choice.take_update()) is not None:
+                    updates.append(update)
+            if updates:
+                yield updates
+            if all(choice.finish_reason is not None for choice in self.choices):
+                return
+            await self._changed.wait()
+            self._changed.clear()
+
+    async def finish(self) -> None:
+        """Wait until every choice is done.
+
+        Raises:
+            ApiError: a choice has ended with an error.
+        """
+        async for _ in self.updates():
+            pass
+
+
+def _describe_refusal(error: ValueError) -> ApiError:
+    message = str(error)
+    is_too_long = "max_position_embeddings" in message or "pages of" in message
+    param = next((key for key in ("logit_bias", "seed") if key in message), None)
+    return ApiError(400, message, param=param, code="context_length_exceeded" if is_too_long else None)

@@ -1,0 +1,149 @@
+"""One HTTP request and its response, below the routes: bodies, disconnects, JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import Message, Receive, Scope, Send
+
+from diffusionlm.serving.http.errors import ApiError
+from diffusionlm.serving.http.json_text import to_json
+
+_DISCARD_SECONDS = 2.0
+STATE_KEY = "exchange"
+CLIENT_GONE = 499
+"""Status in the log of a request whose client has left."""
+
+
+class ClientGoneError(Exception):
+    """The client has closed the connection, or does not read what is sent to it."""
+
+
+@dataclass
+class Exchange:
+    """What is known of a request besides its body."""
+
+    request_id: str
+    cache_salt: str = ""
+    started: float = field(default_factory=time.monotonic)
+    status: int | None = None
+    """Of the response; None: not sent."""
+    is_body_read: bool = False
+    details: dict[str, Any] = field(default_factory=dict)
+    """For the log: counts, names, never a text of a client."""
+
+
+def get_exchange(scope: Scope) -> Exchange:
+    exchange = scope["state"][STATE_KEY]
+    assert isinstance(exchange, Exchange)
+    return exchange
+
+
+async def read_body(scope: Scope, receive: Receive, max_bytes: int, seconds: float) -> bytes:
+    """Read the body of a request.
+
+    Raises:
+        ApiError: it is larger than ``max_bytes``, or was not complete after ``seconds``.
+        ClientGoneError: the client has left.
+    """
+    too_large = ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
+    length = Headers(scope=scope).get("content-length", "")
+    if length.isdigit() and int(length[:18]) > max_bytes:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(seconds):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGoneError
+                body += message.get("body", b"")
+                if len(body) > max_bytes:
+                    raise too_large
+                if not message.get("more_body", False):
+                    get_exchange(scope).is_body_read = True
+                    return bytes(body)
+    except TimeoutError:
+        raise ApiError(408, f"the body was not complete after {seconds:g} s", code="body_timeout") from None
+
+
+async def discard_body(scope: Scope, receive: Receive, max_bytes: int) -> bool:
+    """Read the rest of a body, so that a client that is still sending sees the response.
+
+    Returns:
+        Whether all was read; otherwise the connection has to be closed.
+    """
+    exchange = get_exchange(scope)
+    if exchange.is_body_read or "expect" in Headers(scope=scope):
+        return exchange.is_body_read
+    num_bytes = 0
+    try:
+        async with asyncio.timeout(_DISCARD_SECONDS):
+            while num_bytes <= max_bytes:
+                message = await receive()
+                num_bytes += len(message.get("body", b""))
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    return True
+    except TimeoutError:
+        pass
+    return False
+
+
+async def run_until_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run something as long as the client is there; when it leaves, cancel it.
+
+    Raises:
+        ClientGoneError: the client has left.
+    """
+    tasks = asyncio.create_task(work), asyncio.create_task(_wait_for_disconnect(receive))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not tasks[0].done():
+            raise ClientGoneError
+        await tasks[0]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def limit_send(send: Send, exchange: Exchange, seconds: float) -> Send:
+    """Return a `send` that adds the request's id, and gives up a client that does not read."""
+
+    async def send_limited(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            exchange.status = message["status"]
+            headers = [*message.get("headers", []), (b"x-request-id", exchange.request_id.encode())]
+            message = {**message, "headers": headers}
+        try:
+            async with asyncio.timeout(seconds):
+                await send(message)
+        except TimeoutError:
+            raise ClientGoneError from None
+
+    return send_limited
+
+
+async def send_response(
+    send: Send, status: int, body: bytes, content_type: str, headers: Mapping[str, str] | None = None
+) -> None:
+    """Send a whole response."""
+    pairs = {"content-type": content_type, "content-length": str(len(body)), **(headers or {})}
+    raw_headers = [(key.lower().encode(), value.encode("latin-1", "replace")) for key, value in pairs.items()]
+    await send({"type": "http.response.start", "status": status, "headers": raw_headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_json(send: Send, status: int, value: Any, headers: Mapping[str, str] | None = None) -> None:
+    """Send a JSON response."""
+    await send_response(send, status, to_json(value), "application/json", headers)

@@ -1,0 +1,211 @@
+"""Responses: OpenAI's objects of completions and chats, and our own of infills, whole and as chunks of a stream."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from diffusionlm.serving.http.answer_text import AnswerToken
+from diffusionlm.serving.http.calls import Choice, ChoiceUpdate, TextPiece, token_text
+from diffusionlm.serving.http.preparation import PreparedCall
+from tokenizer import Tokenizer
+
+LOWEST_LOGPROB = -9999.0
+"""In place of minus infinity, which JSON does not have."""
+
+
+class AnswerFormat:
+    """What the formats share; each endpoint has one.
+
+    Args:
+        response_id: of the response, without its prefix.
+    """
+
+    prefix = ""
+    whole_object = ""
+    chunk_object = ""
+
+    def __init__(self, prepared: PreparedCall, tokenizer: Tokenizer, response_id: str) -> None:
+        self.prepared, self.tokenizer = prepared, tokenizer
+        self._id = f"{self.prefix}-{response_id}"
+
+    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """The response of a call that is done."""
+        return {
+            **self._head(self.whole_object),
+            "choices": [self._whole_choice(choice) | self._details(choice) for choice in choices],
+            "usage": build_usage(choices, self.prepared.fields.n),
+        }
+
+    def chunks(self, update: ChoiceUpdate) -> list[dict[str, Any]]:
+        """The chunks of a stream for what is new of a choice; one with a finish reason is the choice's last."""
+        choice = update.choice
+        chunk = self._chunk_choice(update) | {"finish_reason": choice.finish_reason}
+        if update.canvas is not None:
+            chunk["canvas"] = list(update.canvas)
+        if choice.finish_reason is not None:
+            chunk |= self._details(choice)
+        return [self._wrap([chunk])]
+
+    def usage_chunk(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """The last chunk of a stream with `include_usage`."""
+        return self._wrap([]) | {"usage": build_usage(choices, self.prepared.fields.n)}
+
+    def _wrap(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        options = self.prepared.fields.stream_options
+        usage = {"usage": None} if options is not None and options.include_usage else {}
+        return {**self._head(self.chunk_object), "choices": choices, **usage}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self.prepared.created, "model": self.prepared.model}
+
+    def _details(self, choice: Choice) -> dict[str, Any]:
+        """Our own keys of a choice that is done."""
+        details: dict[str, Any] = {"seed": choice.submission.seed, "num_forwards": choice.num_forwards}
+        if self.prepared.fields.return_token_ids:
+            details["token_ids"] = [token.token_id for token in choice.visible_tokens]
+            details["prompt_token_ids"] = list(choice.submission.token_ids)
+        return details
+
+    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _chunk_choice(self, update: ChoiceUpdate) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _text(self, token_id: int) -> str:
+        return token_text(self.tokenizer, token_id)
+
+
+class CompletionFormat(AnswerFormat):
+    """``text_completion``, which is also the object of its chunks."""
+
+    prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
+
+    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        return {
+            "index": choice.index,
+            "text": choice.submission.echo + choice.holes[0].text,
+            "logprobs": self._logprobs(choice.visible_tokens),
+            "finish_reason": choice.finish_reason,
+        }
+
+    def _chunk_choice(self, update: ChoiceUpdate) -> dict[str, Any]:
+        echo = update.choice.submission.echo if update.is_first else ""
+        tokens = [token for piece in update.pieces for token in piece.tokens]
+        text = "".join(piece.text for piece in update.pieces)
+        return {"index": update.choice.index, "text": echo + text, "logprobs": self._logprobs(tokens)}
+
+    def _logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any] | None:
+        if self.prepared.num_alternatives is None:
+            return None
+        return {
+            "tokens": [self._text(token.token_id) for token in tokens],
+            "token_logprobs": [to_finite(token.logprob) for token in tokens],
+            "top_logprobs": [self._alternatives(token) for token in tokens],
+            "text_offset": [token.start for token in tokens],
+        }
+
+    def _alternatives(self, token: AnswerToken) -> dict[str, float]:
+        """Alternatives by their text, of equal texts the most probable one, and the token itself."""
+        alternatives: dict[str, float] = {}
+        for token_id, logprob in token.top_logprobs:
+            alternatives.setdefault(self._text(token_id), to_finite(logprob))
+        return alternatives | {self._text(token.token_id): to_finite(token.logprob)}
+
+
+class ChatFormat(AnswerFormat):
+    """``chat.completion`` and its chunks."""
+
+    prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def chunks(self, update: ChoiceUpdate) -> list[dict[str, Any]]:
+        chunks = super().chunks(update)
+        if update.is_first:
+            delta = {"role": "assistant", "content": ""}
+            choice = {"index": update.choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+            return [self._wrap([choice]), *chunks]
+        return chunks
+
+    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        return {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": choice.holes[0].text, "refusal": None},
+            "logprobs": self._logprobs(choice.visible_tokens),
+            "finish_reason": choice.finish_reason,
+        }
+
+    def _chunk_choice(self, update: ChoiceUpdate) -> dict[str, Any]:
+        tokens = [token for piece in update.pieces for token in piece.tokens]
+        text = "".join(piece.text for piece in update.pieces)
+        delta = {"content": text} if text else {}
+        logprobs = self._logprobs(tokens) if tokens else None
+        return {"index": update.choice.index, "delta": delta, "logprobs": logprobs}
+
+    def _logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any] | None:
+        if self.prepared.num_alternatives is None:
+            return None
+        return {"content": [self._entry(token) for token in tokens], "refusal": None}
+
+    def _entry(self, token: AnswerToken) -> dict[str, Any]:
+        alternatives = [self._token(token_id, logprob) for token_id, logprob in token.top_logprobs]
+        return {**self._token(token.token_id, token.logprob), "top_logprobs": alternatives}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        data = self.tokenizer.token_bytes(token_id)
+        return {"token": self._text(token_id), "bytes": list(data), "logprob": to_finite(logprob)}
+
+
+class InfillFormat(ChatFormat):
+    """``infill`` and its chunks: a chunk has new text of one hole."""
+
+    prefix, whole_object, chunk_object = "infill", "infill", "infill.chunk"
+
+    def chunks(self, update: ChoiceUpdate) -> list[dict[str, Any]]:
+        pieces = update.pieces or (TextPiece(len(update.choice.holes) - 1, "", ()),)
+        chunks = []
+        for number, piece in enumerate(pieces):
+            is_last = number == len(pieces) - 1
+            choice = {
+                "index": update.choice.index,
+                "hole": piece.hole,
+                "text": piece.text,
+                "logprobs": self._logprobs(piece.tokens),
+                "finish_reason": update.choice.finish_reason if is_last else None,
+            }
+            if is_last and update.canvas is not None:
+                choice["canvas"] = list(update.canvas)
+            if is_last and update.choice.finish_reason is not None:
+                choice |= self._details(update.choice)
+            chunks.append(self._wrap([choice]))
+        return chunks
+
+    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        texts = iter([hole.text for hole in choice.holes])
+        parts = [segment if isinstance(segment, str) else next(texts) for segment in self.prepared.segments]
+        return {
+            "index": choice.index,
+            "text": "".join(parts),
+            "holes": [hole.text for hole in choice.holes],
+            "logprobs": self._logprobs(choice.visible_tokens),
+            "finish_reason": choice.finish_reason,
+        }
+
+
+def build_usage(choices: Sequence[Choice], num_choices: int) -> dict[str, Any]:
+    """Count the tokens of a call; a prompt counts once, whatever its number of choices."""
+    prompts = choices[::num_choices]
+    num_prompt = sum(choice.submission.num_prompt_tokens for choice in prompts)
+    num_new = sum(choice.num_tokens for choice in choices)
+    num_cached = sum(choice.state.num_cached_tokens for choice in prompts if choice.state is not None)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_new,
+        "total_tokens": num_prompt + num_new,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }
+
+
+def to_finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB) if math.isfinite(logprob) else LOWEST_LOGPROB

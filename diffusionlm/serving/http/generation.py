@@ -1,0 +1,143 @@
+"""The endpoints that decode."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from diffusionlm.serving.http.bodies import ChatBody, CompletionBody, InfillBody, ParsedBody, parse_body
+from diffusionlm.serving.http.calls import Call
+from diffusionlm.serving.http.errors import ApiError, to_api_error
+from diffusionlm.serving.http.exchange import (
+    ClientGoneError,
+    Exchange,
+    get_exchange,
+    read_body,
+    run_until_gone,
+    send_json,
+)
+from diffusionlm.serving.http.formats import AnswerFormat, ChatFormat, CompletionFormat, InfillFormat
+from diffusionlm.serving.http.json_text import parse_object, to_json
+from diffusionlm.serving.http.preparation import PreparedCall, RequestPreparer
+from diffusionlm.serving.http.service import Service
+
+LOGGER = logging.getLogger(__name__)
+
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+@dataclass(frozen=True)
+class GenerationKind:
+    """What distinguishes the endpoints."""
+
+    body_class: type[Any]
+    prepare: Callable[[RequestPreparer, ParsedBody[Any], str], PreparedCall]
+    format_class: type[AnswerFormat]
+
+
+COMPLETION = GenerationKind(CompletionBody, RequestPreparer.prepare_completion, CompletionFormat)
+CHAT = GenerationKind(ChatBody, RequestPreparer.prepare_chat, ChatFormat)
+INFILL = GenerationKind(InfillBody, RequestPreparer.prepare_infill, InfillFormat)
+
+
+class GenerationEndpoint:
+    """An ASGI application that answers with what the engine decodes, at once or as a stream."""
+
+    def __init__(self, service: Service, kind: GenerationKind) -> None:
+        self._service, self._kind = service, kind
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """
+        Raises:
+            ApiError: the request is refused, or fails before the response begins.
+            ClientGoneError: the client has left.
+        """
+        service, limits = self._service, self._service.limits
+        service.check_is_ready()
+        content_type = Headers(scope=scope).get("content-type", "").partition(";")[0].strip().lower()
+        if content_type != "application/json":
+            raise ApiError(415, "the Content-Type must be application/json", code="unsupported_media_type")
+        body = await read_body(scope, receive, limits.max_body, limits.body_timeout_seconds)
+        await run_until_gone(receive, self._respond(get_exchange(scope), body, send))
+
+    async def _respond(self, exchange: Exchange, body: bytes, send: Send) -> None:
+        service = self._service
+        service.num_active += 1
+        try:
+            prepared = await service.run_in_thread(partial(self._prepare, body, exchange.cache_salt))
+            exchange.details["model"] = prepared.model
+            service.check_is_ready()
+            await self._decode(Call(service.engine, prepared, service.preparer.tokenizer), exchange, send)
+        finally:
+            service.num_active -= 1
+
+    def _prepare(self, body: bytes, cache_salt: str) -> PreparedCall:
+        return self._kind.prepare(
+            self._service.preparer, parse_body(parse_object(body), self._kind.body_class), cache_salt
+        )
+
+    async def _decode(self, call: Call, exchange: Exchange, send: Send) -> None:
+        service, prepared = self._service, call.prepared
+        answer_format = self._kind.format_class(prepared, service.preparer.tokenizer, exchange.request_id)
+        try:
+            await service.run_in_thread(call.submit)
+            if prepared.fields.stream:
+                await self._stream(call, answer_format, exchange, send)
+            else:
+                await call.finish()
+                await send_json(send, 200, answer_format.whole(call.choices))
+        except ApiError as error:
+            if error.status == 429:
+                service.metrics.record_rejection(prepared.model)
+            raise
+        finally:
+            call.abort()
+            self._record(call, exchange)
+
+    async def _stream(self, call: Call, answer_format: AnswerFormat, exchange: Exchange, send: Send) -> None:
+        """Send a stream; an error after its first byte is an event, after which nothing comes."""
+        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+        options = call.prepared.fields.stream_options
+        try:
+            async for updates in call.updates():
+                events = [to_event(chunk) for update in updates for chunk in answer_format.chunks(update)]
+                await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
+            last = b"data: [DONE]\n\n"
+            if options is not None and options.include_usage:
+                last = to_event(answer_format.usage_chunk(call.choices)) + last
+        except ClientGoneError:
+            raise
+        except Exception as error:
+            problem = to_api_error(error)
+            exchange.details["error"] = problem.code
+            last = to_event(problem.body)
+            if problem.code == "internal_error":
+                LOGGER.exception("request %s has failed", exchange.request_id)
+        await send({"type": "http.response.body", "body": last})
+
+    def _record(self, call: Call, exchange: Exchange) -> None:
+        if not call.is_submitted:
+            return
+        for choice in call.choices:
+            self._service.metrics.record(call.prepared.model, choice)
+        exchange.details |= {
+            "choices": len(call.choices),
+            "prompt_tokens": sum(choice.submission.num_prompt_tokens for choice in call.choices),
+            "new_tokens": sum(choice.num_tokens for choice in call.choices),
+            "forwards": sum(choice.num_forwards for choice in call.choices),
+        }
+
+
+def to_event(value: Any) -> bytes:
+    """Format an event of a stream."""
+    return b"data: " + to_json(value) + b"\n\n"

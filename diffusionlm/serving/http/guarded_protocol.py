@@ -1,0 +1,75 @@
+"""HTTP connections with limits that uvicorn does not have: their number, and the time for headers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
+
+from config.serving.server import ServeSection
+from diffusionlm.serving.http.errors import RETRY_AFTER_SECONDS, ApiError
+from diffusionlm.serving.http.json_text import to_json
+
+
+class GuardedProtocol(H11Protocol):
+    """A connection; what is refused before there is a request is answered in JSON as well."""
+
+    def __init__(self, limits: ServeSection, **options: Any) -> None:
+        super().__init__(**options)
+        self._limits = limits
+        self._header_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._limits.max_connections:
+            retry = {"Retry-After": str(RETRY_AFTER_SECONDS)}
+            self._refuse(ApiError(503, "too many connections", code="too_many_connections", headers=retry))
+        else:
+            self._watch_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_timer()
+        elif self._header_timer is None and not self.transport.is_closing():
+            self._watch_headers()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is not HTTP, or has headers that are too long."""
+        size = self._limits.max_header
+        self._refuse(ApiError(400, f"this is not valid HTTP, or its headers are longer than {size} bytes"))
+
+    def _watch_headers(self) -> None:
+        self._header_timer = self.loop.call_later(self._limits.header_timeout_seconds, self._refuse_slow_headers)
+
+    def _stop_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _refuse_slow_headers(self) -> None:
+        seconds = self._limits.header_timeout_seconds
+        self._refuse(ApiError(408, f"the headers were not complete after {seconds:g} s", code="header_timeout"))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer with an error, if no response has begun, and close the connection."""
+        self._stop_timer()
+        if self.transport.is_closing():
+            return
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = to_json(error.body)
+            headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+            response = h11.Response(
+                status_code=error.status,
+                headers=[*(headers | error.headers).items()],
+                reason=STATUS_PHRASES[error.status],
+            )
+            for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()

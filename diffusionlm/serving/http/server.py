@@ -1,0 +1,133 @@
+"""The server: a socket, uvicorn, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import cast
+
+import uvicorn
+
+from diffusionlm.serving.http.app import ServerApp
+from diffusionlm.serving.http.guarded_protocol import GuardedProtocol
+from diffusionlm.serving.http.service import Service
+from files.usage_error import UsageError
+
+LOGGER = logging.getLogger(__name__)
+
+_BACKLOG = 2048
+_POLL_SECONDS = 0.05
+_LAST_WORDS_SECONDS = 2.0
+"""Time for the errors of requests that were not done in time."""
+
+
+def bind_socket(host: str, port: int) -> socket.socket:
+    """Bind a socket; it does not listen yet.
+
+    Raises:
+        UsageError: the address is in use, or none of this machine.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host.strip("[]"), port))
+    except OSError as error:
+        bound.close()
+        raise UsageError(
+            f"cannot listen at serve.host = {host!r}, serve.port = {port} ({error.strerror}): set another port with "
+            "--port, or another host with --host"
+        ) from None
+    return bound
+
+
+class _UvicornServer(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to `ApiServer`."""
+        yield
+
+
+class ApiServer:
+    """Serves until `stop` is called or a signal arrives, then lets the requests that it has accepted end."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        limits = service.limits
+        config = uvicorn.Config(
+            ServerApp(service),
+            http=cast("type[asyncio.Protocol]", partial(GuardedProtocol, limits)),
+            ws="none",
+            lifespan="off",
+            loop="asyncio",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            backlog=_BACKLOG,
+            h11_max_incomplete_event_size=limits.max_header,
+            timeout_graceful_shutdown=max(1, round(_LAST_WORDS_SECONDS)),
+        )
+        # It writes tracebacks and texts of clients; the application has its own log.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        self._server = _UvicornServer(config)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._drain_task: asyncio.Task[None] | None = None
+
+    @property
+    def is_started(self) -> bool:
+        """Connections are accepted."""
+        return self._server.started
+
+    def run(self, bound: socket.socket) -> None:
+        """Serve at a bound socket until the end, which SIGTERM and SIGINT begin; the second one ends the process."""
+        asyncio.run(self._run(bound))
+
+    def stop(self) -> None:
+        """Begin the end; may be called from any thread."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._begin_to_drain)
+
+    async def _run(self, bound: socket.socket) -> None:
+        self._loop = asyncio.get_running_loop()
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._loop.add_signal_handler(number, self._handle_signal, number)
+        try:
+            await self._server.serve([bound])
+        finally:
+            await asyncio.to_thread(self._service.close)
+
+    def _handle_signal(self, number: int) -> None:
+        if self._drain_task is not None:
+            os._exit(128 + number)
+        LOGGER.info("%s: no more requests are accepted", signal.Signals(number).name)
+        self._begin_to_drain()
+
+    def _begin_to_drain(self) -> None:
+        if self._drain_task is None:
+            self._service.is_draining = True
+            self._drain_task = asyncio.get_running_loop().create_task(self._drain())
+
+    async def _drain(self) -> None:
+        """Wait for the requests that were accepted; end those that are not done in time."""
+        if not await self._wait_until_idle(self._service.limits.drain_timeout_seconds):
+            LOGGER.warning("%d requests were not done in time", self._service.num_active)
+            await asyncio.to_thread(self._service.engine.close, drain=False)
+            await self._wait_until_idle(_LAST_WORDS_SECONDS)
+        self._server.should_exit = True
+
+    async def _wait_until_idle(self, seconds: float) -> bool:
+        deadline = asyncio.get_running_loop().time() + seconds
+        while self._service.num_active:
+            if asyncio.get_running_loop().time() > deadline:
+                return False
+            await asyncio.sleep(_POLL_SECONDS)
+        return True

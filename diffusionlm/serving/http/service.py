@@ -1,0 +1,54 @@
+"""What the routes share: the engine, the model's names, limits, keys, counts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from config.serving.server import ServeSection
+from diffusionlm.serving.engine import Engine
+from diffusionlm.serving.http.errors import RETRY_AFTER_SECONDS, ApiError
+from diffusionlm.serving.http.keys import ApiKeys
+from diffusionlm.serving.http.metrics import ServerMetrics
+from diffusionlm.serving.http.preparation import RequestPreparer
+
+T = TypeVar("T")
+
+_PREPARATION_THREADS = 4
+
+
+class Service:
+    """A model that is served."""
+
+    def __init__(self, engine: Engine, preparer: RequestPreparer, limits: ServeSection, keys: ApiKeys | None) -> None:
+        self.engine, self.preparer, self.limits, self.keys = engine, preparer, limits, keys
+        self.metrics = ServerMetrics(preparer.names)
+        self.is_draining = False
+        """No request is accepted anymore."""
+        self.num_active = 0
+        """Requests that decode, or wait for it."""
+        self._pool = ThreadPoolExecutor(_PREPARATION_THREADS, thread_name_prefix="diffusionlm-prepare")
+
+    def check_is_ready(self) -> None:
+        """
+        Raises:
+            ApiError: the server is about to end, or its engine has ended.
+        """
+        if self.is_draining:
+            retry = {"Retry-After": str(RETRY_AFTER_SECONDS)}
+            raise ApiError(503, "the server is about to end", code="draining", headers=retry)
+        if not self.engine.is_alive:
+            raise ApiError(
+                503, "an error has ended the engine: the server has to be started again", code="engine_stopped"
+            )
+
+    async def run_in_thread(self, function: Callable[[], T]) -> T:
+        """Run what takes long beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function)
+
+    def close(self) -> None:
+        """End the engine and the threads at once; requests that are not done end with an error."""
+        self.engine.close(drain=False)
+        self._pool.shutdown(wait=False, cancel_futures=True)
