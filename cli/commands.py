@@ -39,6 +39,7 @@ class Command:
 train = Command("train", "cli.train", "train a model")
 train_ddp = Command("train-ddp", "cli.train_ddp", "train a model on several ranks, of one machine or of several")
 infer = Command("infer", "cli.infer", "continue prompts, answer chats and fill masked spans")
+serve = Command("serve", "cli.serve", "a server with the API of OpenAI")
 evaluate = Command("eval", "cli.eval", "likelihood of a text under a model")
 train_tokenizer = Command("train-tokenizer", "cli.train_tokenizer", "train a byte-level BPE tokenizer")
 make_data = Command("make-data", "cli.make_data", "tokenize text into shards")
@@ -60,6 +61,7 @@ COMMANDS = {
         train,
         train_ddp,
         infer,
+        serve,
         evaluate,
         train_tokenizer,
         make_data,

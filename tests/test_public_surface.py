@@ -86,6 +86,7 @@ def test_commands() -> None:
         "diffusionlm-train",
         "diffusionlm-train-ddp",
         "diffusionlm-infer",
+        "diffusionlm-serve",
         "diffusionlm-eval",
         "diffusionlm-train-tokenizer",
         "diffusionlm-make-data",

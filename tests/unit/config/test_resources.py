@@ -22,6 +22,7 @@ from config.finetune.pipeline import PipelineConfig
 from config.infer import InferConfig
 from config.load import ConfigError, load_config
 from config.make_data import MakeDataConfig
+from config.serving.server import ServeConfig
 from config.tokenizer import TrainTokenizerConfig
 from config.train import KEY_HINTS, TrainConfig
 
@@ -29,6 +30,7 @@ ROOT = Path(__file__).parents[3]
 RESOURCES = ROOT / "config" / "resources"
 OTHERS: dict[str, type[Section]] = {
     "infer.toml": InferConfig,
+    "serve.toml": ServeConfig,
     "eval.toml": EvalConfig,
     "train_tokenizer.toml": TrainTokenizerConfig,
     "make_data.toml": MakeDataConfig,

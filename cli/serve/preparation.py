@@ -1,0 +1,47 @@
+"""Everything of a server that is checked before the model is loaded. No torch, starlette or uvicorn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from config.serving.server import ServeConfig
+from diffusionlm.checkpoints.adapter_config import read_adapter_config
+from diffusionlm.checkpoints.model_files import ModelDescription, check_weight_files, read_model_description
+from diffusionlm.inference.settings import resolve_settings
+from diffusionlm.serving.http.keys import ApiKeys
+from tokenizer import CHAT_TEMPLATES, ChatTemplate, load_chat_template
+
+
+@dataclass(frozen=True)
+class PreparedServer:
+    """A server whose config fits its files."""
+
+    config: ServeConfig
+    model: ModelDescription
+    template: ChatTemplate | None
+    """Of chats; None: the checkpoint has none."""
+    keys: ApiKeys | None
+    name: str
+    """Name of the model in requests."""
+
+
+def prepare_server(config: ServeConfig) -> PreparedServer:
+    """Read the files of the model, except the weights, and the keys.
+
+    Raises:
+        ValueError: one of them is wrong, or the settings do not fit the model.
+        OSError: a file cannot be read.
+    """
+    path, serve = config.model.path, config.serve
+    assert path is not None
+    keys = None if serve.api_keys_file is None else ApiKeys.read(serve.api_keys_file)
+    model = read_model_description(path)
+    if serve.chat_template is not None:
+        template: ChatTemplate | None = CHAT_TEMPLATES[serve.chat_template]
+    else:
+        template = load_chat_template(path) or load_chat_template(model.directory)
+    resolve_settings(config.generation, model.config)
+    check_weight_files(path)
+    if config.model.adapter is not None:
+        read_adapter_config(config.model.adapter)
+    return PreparedServer(config, model, template, keys, serve.model_name or path.resolve().name)

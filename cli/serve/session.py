@@ -1,0 +1,64 @@
+"""One call of ``diffusionlm-serve``: load the model, and serve it until a signal arrives."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from cli.serve.preparation import PreparedServer
+from diffusionlm.checkpoints.huggingface import load_configured_model
+from diffusionlm.serving.engine import Engine
+from diffusionlm.serving.http.app import is_loopback
+from diffusionlm.serving.http.preparation import RequestPreparer
+from diffusionlm.serving.http.server import ApiServer, bind_socket
+from diffusionlm.serving.http.service import Service
+from files.terminal_text import escape_control_characters, print_line
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
+
+
+def serve(prepared: PreparedServer) -> None:
+    """Serve until SIGTERM or Ctrl-C.
+
+    Raises:
+        ValueError: the address is in use, the weights are damaged, or the memory does not hold a page.
+    """
+    config = prepared.config
+    limits = config.serve
+    _configure_log()
+    bound = bind_socket(limits.host, limits.port)
+    preparer = RequestPreparer(
+        prepared.model.config, prepared.model.tokenizer, prepared.template, config.generation, limits, [prepared.name]
+    )
+    model = load_configured_model(config.model)
+    engine = Engine(
+        model,
+        cache_bytes=limits.cache_memory,
+        max_requests=limits.max_requests,
+        max_waiting=limits.max_waiting,
+        max_rows=limits.max_rows,
+        page_size=limits.page_size,
+        has_prefix_cache=limits.prefix_cache,
+    )
+    server = ApiServer(Service(engine, preparer, limits, prepared.keys))
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    host = f"[{limits.host}]" if ":" in limits.host else limits.host
+    print_line(
+        f"serving {escape_control_characters(prepared.name)} ({num_parameters:,} parameters, "
+        f"{engine.status.num_pages:,} cache pages) at http://{host}:{bound.getsockname()[1]}/v1"
+    )
+    sys.stdout.flush()
+    if prepared.keys is None and not is_loopback(limits.host):
+        logging.getLogger(__name__).warning(
+            "everybody who reaches %s can use this server: set serve.api_keys_file", limits.host
+        )
+    server.run(bound)
+
+
+def _configure_log() -> None:
+    """Write the log of the server to standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    logger = logging.getLogger("diffusionlm")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
