@@ -381,8 +381,7 @@ class ActiveRequest:
             self._keep_top_logprobs(predictions, is_committed_N)
         self.step_map_L[positions] = self.num_forwards
         self._finish_step(positions, is_selected_M)
-        if not self._strategy.can_remask:
-            self._find_stop_token()
+        self._find_stop_token()
 
     def _keep_top_logprobs(self, predictions: Predictions, is_committed_N: NDArray[np.bool_]) -> None:
         for index in np.flatnonzero(is_committed_N).tolist():

@@ -219,6 +219,13 @@ def test_a_stop_token_waits_for_what_is_before_it(oracle: Oracle) -> None:
     assert done.num_forwards == 12
 
 
+def test_a_stop_token_in_the_last_block_of_a_strategy_that_remasks(oracle: Oracle) -> None:
+    stop = oracle.answer[6]
+    for name in ("p2", "remdm_cap"):
+        [done] = generate(oracle, [[1]], settings(stop_token_ids=(stop,), remasking_strategy=name, temperature=1e-3))
+        assert (done.token_ids, done.finish_reason) == (oracle.answer[1:6], "stop")
+
+
 def test_the_models_end_of_text_is_the_default_stop(oracle: Oracle) -> None:
     oracle.answer = (1, 2, 3, EOS, *[5] * 30)
     config = GenerationConfig(max_new_tokens=6)
