@@ -1,0 +1,307 @@
+"""Deterministic automata over the bytes of UTF-8 text, from expressions and choices.
+
+Shapes: S states, C classes of bytes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diffusionlm.inference.constraints.expressions import (
+    Alternation,
+    CharacterSet,
+    Concatenation,
+    Expression,
+    LiteralText,
+    OptionalItems,
+    Repetition,
+    utf8_sequences,
+)
+
+DEAD = -1
+"""No state: the text cannot be completed anymore."""
+
+MAX_STATES = 1 << 14
+"""States of a deterministic automaton."""
+MAX_NONDETERMINISTIC_STATES = 1 << 17
+MAX_WORK = 1 << 21
+"""Steps of the construction, about 2 s."""
+
+TOO_LARGE = "the constraint is too large: use fewer alternatives, lower counts, or no upper limit of a count"
+
+
+@dataclass(frozen=True, eq=False)
+class ByteAutomaton:
+    """A deterministic automaton, whose start is state 0. Every state is reachable and can be completed."""
+
+    transitions_SC: NDArray[np.int32]
+    """Next state, or `DEAD`."""
+    byte_classes: NDArray[np.int32]
+    """Class of each byte, [256]."""
+    is_accepting_S: NDArray[np.bool_]
+
+    @property
+    def num_states(self) -> int:
+        return len(self.is_accepting_S)
+
+    def accepts(self, text: bytes) -> bool:
+        state = 0
+        for byte in text:
+            state = int(self.transitions_SC[state, self.byte_classes[byte]])
+            if state == DEAD:
+                return False
+        return bool(self.is_accepting_S[state])
+
+
+def compile_expression(expression: Expression, prefix: bytes = b"") -> ByteAutomaton:
+    """The automaton of the texts of an expression.
+
+    Args:
+        prefix: bytes before each of them.
+
+    Raises:
+        ValueError: no text matches, or the automaton is too large.
+    """
+    graph = _Graph()
+    start, end = graph.add_state(), graph.add_state()
+    node = graph.add_bytes(start, prefix)
+    graph.connect(expression, node, end)
+    return _SubsetConstruction(graph, end).run(start)
+
+
+def compile_choices(choices: Iterable[str], prefix: bytes = b"") -> ByteAutomaton:
+    """The automaton of exactly these texts.
+
+    Raises:
+        ValueError: there is none, or they are too many.
+    """
+    texts = tuple(map(LiteralText, choices))
+    if not texts:
+        raise ValueError("there are no choices: name at least one text")
+    return compile_expression(Alternation(texts), prefix)
+
+
+def encode_text(text: str) -> bytes:
+    """UTF-8 of a text of a constraint.
+
+    Raises:
+        ValueError: it has a surrogate.
+    """
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"character {error.start + 1} of the text {text[:40]!r} is half of a surrogate pair: write the whole one"
+        ) from None
+
+
+class _Graph:
+    """A nondeterministic automaton (Thompson 1968)."""
+
+    def __init__(self) -> None:
+        self.empty_edges: list[list[int]] = []
+        """State -> states that are reached without a byte."""
+        self.byte_edges: list[list[tuple[int, int, int]]] = []
+        """State -> (lowest byte, highest byte, next state)."""
+
+    def add_state(self) -> int:
+        if len(self.empty_edges) >= MAX_NONDETERMINISTIC_STATES:
+            raise ValueError(TOO_LARGE)
+        self.empty_edges.append([])
+        self.byte_edges.append([])
+        return len(self.empty_edges) - 1
+
+    def add_bytes(self, start: int, text: bytes) -> int:
+        """Add a path, and return its end."""
+        for byte in text:
+            state = self.add_state()
+            self.byte_edges[start].append((byte, byte, state))
+            start = state
+        return start
+
+    def connect(self, expression: Expression, start: int, end: int) -> None:
+        """Add paths from ``start`` to ``end`` for the texts of an expression."""
+        match expression:
+            case CharacterSet(code_points):
+                for *first, (low, high) in utf8_sequences(code_points):
+                    state = start
+                    for first_low, first_high in first:
+                        following = self.add_state()
+                        self.byte_edges[state].append((first_low, first_high, following))
+                        state = following
+                    self.byte_edges[state].append((low, high, end))
+            case LiteralText(text):
+                self.empty_edges[self.add_bytes(start, encode_text(text))].append(end)
+            case Concatenation(parts):
+                for part in parts:
+                    start = self._append(part, start)
+                self.empty_edges[start].append(end)
+            case Alternation(options):
+                for option in options:
+                    self.connect(option, start, end)
+            case Repetition():
+                self._connect_repetition(expression, start, end)
+            case OptionalItems():
+                self._connect_items(expression, start, end)
+
+    def _append(self, expression: Expression, start: int) -> int:
+        end = self.add_state()
+        self.connect(expression, start, end)
+        return end
+
+    def _connect_repetition(self, repetition: Repetition, start: int, end: int) -> None:
+        part, separator = repetition.part, repetition.separator
+        if repetition.minimum == 0:
+            self.empty_edges[start].append(end)
+        if repetition.maximum is None:
+            num_copies = max(repetition.minimum, 1)
+        elif repetition.maximum == 0:
+            return
+        else:
+            num_copies = repetition.maximum
+        state = self.add_state()
+        self.empty_edges[start].append(state)
+        for index in range(1, num_copies + 1):
+            last, state = state, self._append(part, state)
+            if index >= repetition.minimum:
+                self.empty_edges[state].append(end)
+            if index < num_copies:
+                state = self._append(separator, state)
+        if repetition.maximum is None:
+            self.connect(separator, state, last)
+
+    def _connect_items(self, items: OptionalItems, start: int, end: int) -> None:
+        """Two chains of states: no item was there yet (None: impossible), or one was."""
+        without: int | None = start
+        some: int | None = None
+        for item, is_required in items.items:
+            item_start, item_end = self.add_state(), self.add_state()
+            if without is not None:
+                self.empty_edges[without].append(item_start)
+            if some is not None:
+                self.connect(items.separator, some, item_start)
+            self.connect(item, item_start, item_end)
+            if not is_required and some is not None:
+                self.empty_edges[some].append(item_end)
+            some = item_end
+            without = None if is_required else without
+        for state in (without, some):
+            if state is not None:
+                self.empty_edges[state].append(end)
+
+
+class _SubsetConstruction:
+    """Makes an automaton deterministic (Rabin and Scott 1959)."""
+
+    def __init__(self, graph: _Graph, end: int) -> None:
+        self._graph, self._end = graph, end
+        self._byte_classes = _classify_bytes(graph)
+        self._edges = [
+            [(int(self._byte_classes[low]), int(self._byte_classes[high]), target) for low, high, target in edges]
+            for edges in graph.byte_edges
+        ]
+        self._closures: dict[int, frozenset[int]] = {}
+        self._numbers: dict[frozenset[int], int] = {}
+        """Set of states of the graph -> state of the result."""
+        self._pending: deque[frozenset[int]] = deque()
+        self._known_targets: dict[frozenset[int], int] = {}
+        self._work = 0
+
+    def run(self, start: int) -> ByteAutomaton:
+        self._number_subset(frozenset((start,)))
+        rows = []
+        while self._pending:
+            rows.append(self._follow_bytes(self._pending.popleft()))
+            if len(self._numbers) > MAX_STATES or self._work > MAX_WORK:
+                raise ValueError(TOO_LARGE)
+        transitions_SC = np.full((len(rows), int(self._byte_classes.max()) + 1), DEAD, dtype=np.int32)
+        for number, row in enumerate(rows):
+            transitions_SC[number, list(row)] = list(row.values())
+        is_accepting_S = np.array([self._end in subset for subset in self._numbers])
+        return _remove_dead_states(transitions_SC, self._byte_classes, is_accepting_S)
+
+    def _follow_bytes(self, subset: frozenset[int]) -> dict[int, int]:
+        """Next state for each class of bytes."""
+        targets: dict[int, set[int]] = {}
+        for state in subset:
+            for low, high, target in self._edges[state]:
+                self._work += high - low + 1
+                for byte_class in range(low, high + 1):
+                    targets.setdefault(byte_class, set()).add(target)
+        return {byte_class: self._number_subset(frozenset(states)) for byte_class, states in targets.items()}
+
+    def _number_subset(self, states: frozenset[int]) -> int:
+        """State of the result for states of the graph and what they reach without a byte."""
+        if states not in self._known_targets:
+            subset = frozenset[int]().union(*map(self._close, states))
+            if subset not in self._numbers:
+                self._numbers[subset] = len(self._numbers)
+                self._pending.append(subset)
+            self._known_targets[states] = self._numbers[subset]
+        return self._known_targets[states]
+
+    def _close(self, state: int) -> frozenset[int]:
+        """The states that are reached without a byte and matter: those with edges, and the end."""
+        if state not in self._closures:
+            seen, stack = {state}, [state]
+            while stack:
+                for following in self._graph.empty_edges[stack.pop()]:
+                    if following not in seen:
+                        seen.add(following)
+                        stack.append(following)
+            self._work += len(seen)
+            self._closures[state] = frozenset(
+                member for member in seen if self._graph.byte_edges[member] or member == self._end
+            )
+        self._work += len(self._closures[state])
+        return self._closures[state]
+
+
+def _classify_bytes(graph: _Graph) -> NDArray[np.int32]:
+    """Classes of bytes that no edge tells apart, ascending with the bytes, [256]."""
+    is_cut = np.zeros(257, dtype=np.int32)
+    for edges in graph.byte_edges:
+        for low, high, _ in edges:
+            is_cut[low] = is_cut[high + 1] = 1
+    is_cut[0] = 0
+    return is_cut[:256].cumsum(dtype=np.int32)
+
+
+def _remove_dead_states(
+    transitions_SC: NDArray[np.int32], byte_classes: NDArray[np.int32], is_accepting_S: NDArray[np.bool_]
+) -> ByteAutomaton:
+    """Remove the states from which no accepting one can be reached, and join classes of bytes."""
+    sources, classes = np.nonzero(transitions_SC != DEAD)
+    targets = transitions_SC[sources, classes]
+    predecessors = group_by(targets, sources, len(is_accepting_S))
+    is_live_S = is_accepting_S.copy()
+    stack = np.flatnonzero(is_live_S).tolist()
+    while stack:
+        for state in predecessors[stack.pop()]:
+            if not is_live_S[state]:
+                is_live_S[state] = True
+                stack.append(state)
+    if not is_live_S[0]:
+        raise ValueError("no text matches the constraint: correct it")
+    numbers_S = np.where(is_live_S, np.cumsum(is_live_S) - 1, DEAD).astype(np.int32)
+    numbers = np.append(numbers_S, DEAD)  # the last one is that of DEAD
+    columns, class_numbers = np.unique(numbers[transitions_SC[is_live_S]], axis=1, return_inverse=True)
+    return ByteAutomaton(
+        np.ascontiguousarray(columns, dtype=np.int32),
+        class_numbers.reshape(-1)[byte_classes].astype(np.int32),
+        is_accepting_S[is_live_S],
+    )
+
+
+def group_by(keys: NDArray[np.integer], values: NDArray[np.integer], num_keys: int) -> Sequence[list[int]]:
+    """Values of each key."""
+    order = np.argsort(keys, kind="stable")
+    bounds = np.searchsorted(keys[order], np.arange(num_keys + 1)).tolist()
+    sorted_values = values[order].tolist()
+    return [sorted_values[start:stop] for start, stop in pairwise(bounds)]

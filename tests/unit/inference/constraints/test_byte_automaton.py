@@ -1,0 +1,157 @@
+"""Automata of regular expressions and choices, compared with Python's `re`."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+
+import numpy as np
+import pytest
+
+from diffusionlm.inference.constraints.byte_automaton import ByteAutomaton, compile_choices, compile_expression
+from diffusionlm.inference.constraints.expressions import LiteralText, OptionalItems, Repetition, utf8_sequences
+from diffusionlm.inference.constraints.regex_parser import parse_regex
+
+PATTERNS = [
+    "",
+    "a",
+    "ab|c",
+    "(a|b)*c",
+    "a?b+c*",
+    "a{2}b{1,2}",
+    "(ab){0,2}c{,2}",
+    "(?:a|bc){2,}",
+    "[a-b]*[^a]",
+    "[^abc]?.",
+    "(?P<name>a|)(b|c)??",
+    "a{,1}?b*?",
+    "^(?:a|b)c$",
+    r"\x61[\-\]b]?\.?",
+    r"\d\D?|\w\W|\s\S",
+    "((a|b)(a|c)){1,2}",
+    "a{b}|c{1",
+    "[a-]|[]b]|[^]c]",
+    r"[\d\s]{1,2}b?",
+    r"é?[à-ü]|[^\x00-\x7f]",
+    r"\u00e9|\U0001f600|\n",
+]
+ALPHABET = "abc1 -]{}.é😀\n"
+
+
+def compile_regex(pattern: str) -> ByteAutomaton:
+    return compile_expression(parse_regex(pattern).expression)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_same_texts_as_re(pattern: str) -> None:
+    automaton, expected = compile_regex(pattern), re.compile(pattern, re.ASCII)
+    for length in range(4):
+        for letters in itertools.product(ALPHABET, repeat=length):
+            text = "".join(letters)
+            assert automaton.accepts(text.encode()) == (expected.fullmatch(text) is not None), text
+
+
+def test_utf8_ranges() -> None:
+    """Every character of a set, and no other bytes."""
+    rng = np.random.default_rng(0)
+    edges = [
+        0,
+        0x7F,
+        0x80,
+        0x7FF,
+        0x800,
+        0xFFFF,
+        0x10000,
+        0x10FFFF,
+        0xD7FF,
+        0xE000,
+        *rng.integers(0, 0x110000, 20).tolist(),
+    ]
+    for low, high in itertools.combinations(sorted(edges), 2):
+        sequences = list(utf8_sequences(((low, high),)))
+        num_texts = sum(int(np.prod([last - first + 1 for first, last in sequence])) for sequence in sequences)
+        num_surrogates = max(0, min(high, 0xDFFF) - max(low, 0xD800) + 1)
+        assert num_texts == high - low + 1 - num_surrogates
+        for code_point in (low, high, (low + high) // 2):
+            if not 0xD800 <= code_point <= 0xDFFF:
+                text = chr(code_point).encode()
+                matches = [s for s in sequences if len(s) == len(text)
+                           and all(a <= byte <= b for byte, (a, b) in zip(text, s, strict=True))]  # fmt: skip
+                assert len(matches) == 1
+
+
+def test_choices() -> None:
+    choices = ["yes", "no", "", "nö", "yes!"]
+    automaton = compile_choices(choices)
+    for text in [*choices, "ye", "n", "yes!!", "noyes", "n\xc3"]:
+        assert automaton.accepts(text.encode()) == (text in choices)
+    assert compile_choices(["ab"], prefix=b" \xff").accepts(b" \xffab")
+
+
+def test_repetition_with_separator_and_optional_items() -> None:
+    listing = compile_expression(Repetition(LiteralText("x"), 0, None, LiteralText(",")))
+    bounded = compile_expression(Repetition(LiteralText("x"), 2, 3, LiteralText(",")))
+    for count in range(6):
+        text = ",".join("x" * count).encode()
+        assert listing.accepts(text)
+        assert bounded.accepts(text) == (2 <= count <= 3)
+    assert not listing.accepts(b"x,") and not listing.accepts(b",x") and not listing.accepts(b"xx")
+    items = OptionalItems(
+        ((LiteralText("a"), False), (LiteralText("b"), True), (LiteralText("c"), False)), LiteralText(",")
+    )
+    automaton = compile_expression(items)
+    texts = {"".join(letters) for n in range(7) for letters in itertools.product("abc,", repeat=n)}
+    assert {text for text in texts if automaton.accepts(text.encode())} == {"a,b,c", "a,b", "b,c", "b"}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("a)", "character 2: a closing parenthesis"),
+        ("(a", "character 1: a parenthesis is not closed"),
+        ("a[b", "character 2: a set is not closed"),
+        ("*a", "nothing to repeat"),
+        ("a**", "a quantifier follows another"),
+        ("a++", "possessive"),
+        ("a{3,2}", "maximum below its minimum"),
+        ("a{99999999999}", "repetitions are too many"),
+        ("(?=a)", r"\(\?=a is not supported"),
+        ("(?i)a", "is not supported"),
+        (r"(a)\1", r"character 4: \\1 is not supported"),
+        (r"\bword", r"character 1: \\b is not supported"),
+        (r"\p{L}", r"\\p is not supported"),
+        ("a^b", r"\^ is supported at the beginning only"),
+        ("a$b", r"\$ is supported at the end only"),
+        ("^a|b", "an anchor beside"),
+        (r"\xf", "2 hexadecimal digits"),
+        (r"\U00110000", "is not a character"),
+        ("a\\", "a backslash is the last character"),
+        ("[b-a]", "ends exchanged"),
+        (r"[a-\d]", "a range has a class as an end"),
+        ("(" * 101 + ")" * 101, "nested more than 100"),
+        ("a" * 70000, "70000 characters"),
+        ("[^\\x00-\\U0010ffff]", "no text matches"),
+        ("\ud800", "no text matches"),
+    ],
+)  # fmt: skip
+def test_errors(pattern: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        compile_regex(pattern)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(a|b)*a(a|b){20}",
+        *(
+            pytest.param(pattern, marks=pytest.mark.slow)
+            for pattern in ("((a{1000}){1000}){1000}", "((a?){1000}){100}", "(.*x){3000}y", "((((a?)+)+)+){60000}")
+        ),
+    ],
+)
+def test_hostile_patterns_end_in_an_error(pattern: str) -> None:
+    start = time.process_time()
+    with pytest.raises(ValueError, match="too large"):
+        compile_regex(pattern)
+    assert time.process_time() - start < 20.0
