@@ -1,0 +1,230 @@
+"""Deterministic automata over tokens.
+
+Tokens that lead every state to the same state are one class. A token's text is a function from states to states, so
+classes are found along the prefix tree of the vocabulary, one function for each class instead of one walk of the
+vocabulary for each state.
+
+Shapes: S states, K classes, E transitions, V tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diffusionlm.inference.constraints.byte_automaton import DEAD, TOO_LARGE, ByteAutomaton
+from diffusionlm.inference.constraints.token_trie import TokenTrie
+
+MAX_TRANSITIONS = 1 << 22
+"""Of all prefixes of tokens together."""
+MAX_STEPS = 1 << 28
+"""Transitions times tokens of an answer."""
+
+
+class TokenAutomaton:
+    """An automaton over tokens, whose start is state 0.
+
+    If there are stop tokens, an accepting state can take one, which leads to the last state; from there on every
+    token is accepted. A stop token never stands for text, and neither does any token without a text.
+    """
+
+    def __init__(
+        self,
+        automaton: ByteAutomaton,
+        trie: TokenTrie,
+        vocab_size: int,
+        stop_token_ids: Collection[int] = (),
+        forbidden_token_ids: Collection[int] = (),
+    ) -> None:
+        """Compile an automaton for a vocabulary.
+
+        Args:
+            vocab_size: of the model; ids that the tokenizer does not have stand for no text.
+            forbidden_token_ids: tokens that are never generated.
+
+        Raises:
+            ValueError: the automaton is too large.
+        """
+        functions, class_of_token = _classify_tokens(automaton, trie)
+        class_of_V = np.full(vocab_size, -1, dtype=np.int64)
+        num_common = min(vocab_size, trie.vocab_size)
+        class_of_V[:num_common] = class_of_token[:num_common]
+        forbidden = np.array(sorted(forbidden_token_ids), dtype=np.int64)
+        stops = np.array(sorted(set(stop_token_ids) - set(forbidden_token_ids)), dtype=np.int64)
+        class_of_V[forbidden] = class_of_V[stops] = -1
+        numbers, class_of_V = _renumber(class_of_V)
+        functions = [functions[number] for number in numbers]
+        self.is_accepting_S = automaton.is_accepting_S
+        if len(stops):
+            stopped, accepting = automaton.num_states, np.flatnonzero(automaton.is_accepting_S)
+            nothing = _Function(accepting[:0], accepting[:0])
+            stop = _Function(accepting, np.full(len(accepting), stopped))
+            class_of_V[class_of_V == -1] = len(functions)
+            class_of_V[stops] = len(functions) + 1
+            class_of_V[forbidden] = -1
+            functions = [_extend(function, stopped) for function in (*functions, nothing, stop)]
+            self.is_accepting_S = np.append(self.is_accepting_S, True)
+        self.class_of_V = class_of_V
+        """Class of each token, -1: it is never possible."""
+        self.num_classes = len(functions)
+        self.tokens_by_class = self._sort_tokens()
+        """Tokens that are possible, by class and ascending; first index and number of those of each class."""
+        self._sort_transitions(functions)
+        self._completable = [np.packbits(self.is_accepting_S)]
+        """Bits of the states that can be completed with 0, 1, ... tokens."""
+        self._has_settled = False
+
+    def _sort_tokens(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        num_impossible = int((self.class_of_V < 0).sum())
+        order = np.argsort(self.class_of_V, kind="stable")[num_impossible:]
+        starts = np.searchsorted(self.class_of_V[order], np.arange(self.num_classes))
+        return order, starts, np.diff(starts, append=len(order))
+
+    def _sort_transitions(self, functions: list[_Function]) -> None:
+        sizes = [len(function.sources) for function in functions]
+        classes_E = np.repeat(np.arange(len(functions)), sizes)
+        sources_E = np.concatenate([np.zeros(0, np.int64), *(function.sources for function in functions)])
+        targets_E = np.concatenate([np.zeros(0, np.int64), *(function.targets for function in functions)])
+        order = np.lexsort((classes_E, sources_E))
+        self.classes_E = classes_E[order]
+        self.sources_E = sources_E[order]
+        """Ascending; those of one state by class."""
+        self.targets_E = targets_E[order]
+        self._starts = np.searchsorted(self.sources_E, np.arange(self.num_states + 1))
+        self._keys_E = self.sources_E * self.num_classes + self.classes_E
+        pairs = np.unique(self.sources_E * self.num_states + self.targets_E)
+        self._edge_sources, self._edge_targets = np.divmod(pairs, self.num_states)
+
+    @property
+    def num_states(self) -> int:
+        return len(self.is_accepting_S)
+
+    def next_state(self, state: int, token_id: int) -> int:
+        """State after a token, or `DEAD`."""
+        token_class = int(self.class_of_V[token_id])
+        key = state * self.num_classes + token_class
+        index = int(np.searchsorted(self._keys_E, key))
+        is_known = token_class >= 0 and index < len(self._keys_E) and int(self._keys_E[index]) == key
+        return int(self.targets_E[index]) if is_known else DEAD
+
+    def transitions_from(self, states: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Indices of the transitions of some states."""
+        starts, sizes = self._starts[states], self._starts[states + 1] - self._starts[states]
+        offsets = np.cumsum(sizes) - sizes
+        indices: NDArray[np.int64] = np.arange(int(sizes.sum())) + np.repeat(starts - offsets, sizes)
+        return indices
+
+    def completable(self, length: int) -> NDArray[np.bool_]:
+        """True for the states from which some ``length`` tokens lead to an accepting one, [S].
+
+        Raises:
+            ValueError: automaton and length together are too large.
+        """
+        if length * len(self._edge_sources) > MAX_STEPS and not self._has_settled:
+            raise ValueError(f"{TOO_LARGE}, or a shorter answer")
+        while len(self._completable) <= length and not self._has_settled:
+            following = np.unpackbits(self._completable[-1], count=self.num_states).view(np.bool_)
+            states = np.packbits(self._before(following[self._edge_targets], self._edge_sources))
+            self._has_settled = np.array_equal(states, self._completable[-1])  # all greater lengths are the same
+            self._completable.append(states)
+        states = self._completable[min(length, len(self._completable) - 1)]
+        return np.unpackbits(states, count=self.num_states).view(np.bool_)
+
+    def completable_by(self, token_ids: NDArray[np.int64], following: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """True for the states from which one of these tokens leads to one of the states ``following``, [S]."""
+        is_allowed = np.zeros(self.num_classes + 1, dtype=np.bool_)
+        is_allowed[self.class_of_V[token_ids]] = True
+        is_allowed[-1] = False  # the class -1
+        return self._before(following[self.targets_E] & is_allowed[self.classes_E], self.sources_E)
+
+    def _before(self, is_used: NDArray[np.bool_], sources: NDArray[np.int64]) -> NDArray[np.bool_]:
+        states = np.zeros(self.num_states, dtype=np.bool_)
+        states[sources[is_used]] = True
+        return states
+
+    def min_length(self) -> int | None:
+        """Fewest tokens that lead from the start to an accepting state; None: there is no way."""
+        is_seen = np.zeros(self.num_states, dtype=np.bool_)
+        states, length = np.zeros(1, dtype=np.int64), 0
+        while len(states):
+            if self.is_accepting_S[states].any():
+                return length
+            is_seen[states] = True
+            targets = np.unique(self.targets_E[self.transitions_from(states)])
+            states, length = targets[~is_seen[targets]], length + 1
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class _Function:
+    """Where a text leads: states that it can follow, ascending, and the states after it."""
+
+    sources: NDArray[np.int64]
+    targets: NDArray[np.int64]
+
+
+def _extend(function: _Function, state: int) -> _Function:
+    """Let the text lead one more state to itself."""
+    return _Function(np.append(function.sources, state), np.append(function.targets, state))
+
+
+def _classify_tokens(automaton: ByteAutomaton, trie: TokenTrie) -> tuple[list[_Function], NDArray[np.int64]]:
+    """Functions of prefixes of tokens, and the function of each token, -1: no state can be followed by it.
+
+    Raises:
+        ValueError: the functions are too large.
+    """
+    all_states = np.arange(automaton.num_states)
+    functions = [_Function(all_states, all_states)]
+    numbers = {_identity(functions[0]): 0}
+    products: dict[int, int] = {}
+    num_byte_classes = automaton.transitions_SC.shape[1]
+    work = 0
+
+    def multiply(key: int) -> int:
+        """Number of the function of a prefix and one more byte, by the number of the prefix and the byte's class."""
+        nonlocal work
+        if key not in products:
+            function, byte_class = functions[key // num_byte_classes], key % num_byte_classes
+            targets = automaton.transitions_SC[function.targets, byte_class]
+            is_live = targets != DEAD
+            product = _Function(function.sources[is_live], targets[is_live].astype(np.int64))
+            work += len(targets)
+            if work > MAX_TRANSITIONS:
+                raise ValueError(TOO_LARGE)
+            number = -1
+            if len(product.sources):
+                number = numbers.setdefault(_identity(product), len(functions))
+                if number == len(functions):
+                    functions.append(product)
+            products[key] = number
+        return products[key]
+
+    class_of_token = np.full(trie.vocab_size, -1, dtype=np.int64)
+    nodes = np.zeros(1, dtype=np.int64)
+    for level in trie.levels:
+        parents = nodes[level.parents_D]
+        is_live = parents >= 0
+        keys = parents[is_live] * num_byte_classes + automaton.byte_classes[level.bytes_D[is_live]]
+        unique_keys, inverse = np.unique(keys, return_inverse=True)
+        nodes = np.full(len(parents), -1, dtype=np.int64)
+        nodes[is_live] = np.array([multiply(key) for key in unique_keys.tolist()], dtype=np.int64)[inverse.reshape(-1)]
+        class_of_token[level.token_ids] = nodes[level.token_nodes]
+        if not is_live.any():
+            break
+    return functions, class_of_token
+
+
+def _identity(function: _Function) -> bytes:
+    return hashlib.blake2b(function.sources.tobytes() + function.targets.tobytes(), digest_size=16).digest()
+
+
+def _renumber(numbers_V: NDArray[np.int64]) -> tuple[list[int], NDArray[np.int64]]:
+    """The numbers that occur, without -1, and each entry's place among them."""
+    numbers = np.unique(numbers_V[numbers_V >= 0])
+    places = np.searchsorted(numbers, numbers_V)
+    return numbers.tolist(), np.where(numbers_V >= 0, places, -1)
