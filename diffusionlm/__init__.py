@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from diffusionlm.checkpoints.model_files import load_tokenizer
     from diffusionlm.evaluation.nelbo import LikelihoodEstimate, NelboReport, conditional_likelihood, nelbo
     from diffusionlm.evaluation.sampler_likelihood import SamplerReport, sampler_likelihood
+    from diffusionlm.inference.constraints.compiler import ConstraintCompiler, TokenConstraint
     from diffusionlm.inference.generate import Generation, generate, infill
     from diffusionlm.inference.healing import HealedText, TokenHealer
     from diffusionlm.inference.streaming import stream
@@ -40,6 +41,8 @@ _MODULE_OF_NAME = {
     "NelboReport": "diffusionlm.evaluation.nelbo",
     "conditional_likelihood": "diffusionlm.evaluation.nelbo",
     "nelbo": "diffusionlm.evaluation.nelbo",
+    "ConstraintCompiler": "diffusionlm.inference.constraints.compiler",
+    "TokenConstraint": "diffusionlm.inference.constraints.compiler",
     "Generation": "diffusionlm.inference.generate",
     "generate": "diffusionlm.inference.generate",
     "infill": "diffusionlm.inference.generate",
@@ -64,6 +67,7 @@ __all__ = [
     "Bidirectional",
     "BlockCausal",
     "Causal",
+    "ConstraintCompiler",
     "Engine",
     "Generation",
     "GenerationConfig",
@@ -73,6 +77,7 @@ __all__ = [
     "NelboReport",
     "RequestOptions",
     "SamplerReport",
+    "TokenConstraint",
     "TokenHealer",
     "Transformer",
     "conditional_likelihood",

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from diffusionlm.inference.constraints.sampler import constrain_predictions
 from diffusionlm.inference.model_runner import ModelRunner, ScheduledRequest
 from diffusionlm.inference.pages import PagePool, page_digests
 from diffusionlm.inference.requests import ActiveRequest
@@ -163,7 +164,9 @@ class Decoder:
             return Round(False, (), tuple(finished))
         decoded = [item.request for item in scheduled if item.is_decoded]
         start = time.perf_counter()
-        sampled = self._sampler.sample_predictions(self._runner(scheduled), decoded)
+        logits_NV = self._runner(scheduled)
+        sampled = self._sampler.sample_predictions(logits_NV, decoded)
+        sampled = constrain_predictions(logits_NV, decoded, sampled)
         self.counts.model_seconds += time.perf_counter() - start
         self.counts.num_rounds += 1
         self.counts.num_rows += sum(item.num_rows for item in scheduled)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from config.generation import GenerationConfig
+from diffusionlm.inference.constraints.compiler import TokenConstraint, constrain_infill, constrain_prompt
 from diffusionlm.inference.decoder import PAGE_SIZE, Decoder, DecoderLimits
 from diffusionlm.inference.requests import (
     ActiveRequest,
@@ -38,7 +39,8 @@ class Generation:
     logprobs: tuple[float, ...]
     """Log-probability in nats of each new token (infill: of each filled position, in order) when it was committed,
     under the model's own distribution: temperature 1, no top-k or top-p, with the ``logit_bias``, without the mask, the
-    suppressed tokens and, where ``allowed_token_ids`` names the position, all others."""
+    suppressed tokens and, where ``allowed_token_ids`` names the position, all others. With a constraint it is the
+    token's probability given the constraint and all tokens that were committed before."""
     step_map: tuple[int, ...]
     """The request's forward, from 1 on, in which each of these was committed."""
     top_logprobs: tuple[TopLogprobs, ...] = ()
@@ -84,6 +86,7 @@ def generate(
     on_step: StepCallback | None = None,
     allowed_token_ids: Sequence[AllowedTokens] | None = None,
     segment_starts: Sequence[Sequence[int]] | None = None,
+    constraints: Sequence[TokenConstraint | None] | None = None,
 ) -> list[Generation]:
     """Continue each prompt by ``config.max_new_tokens`` tokens, or up to a stop token.
 
@@ -99,21 +102,30 @@ def generate(
             prompt: of a text by `TokenHealer`, for example. All other tokens have probability zero there.
         segment_starts: for each prompt the positions where blocks of block-causal attention are counted anew, such as
             `tokenizer.EncodedPrompt.answer_ends` of a chat. None: blocks are counted from the start of the text.
+        constraints: for each prompt what its new text has to be (`ConstraintCompiler`): the text before the first stop
+            token, or of all new tokens. None: any text.
 
     Raises:
         ValueError: a prompt and the new tokens do not fit the model's context, an id is outside the vocabulary, the
-            number of seeds, of ``allowed_token_ids`` or of ``segment_starts`` differs, ``allowed_token_ids`` name a
-            position that is not masked or leave it no token, ``segment_starts`` do not ascend within the prompt or
-            attention is not block-causal, there are fewer ``steps`` than blocks, the config does not fit the model, or
-            the model's probabilities are not finite.
+            number of seeds, of ``allowed_token_ids``, of ``segment_starts`` or of ``constraints`` differs,
+            ``allowed_token_ids`` name a position that is not masked or leave it no token, ``segment_starts`` do not
+            ascend within the prompt or attention is not block-causal, no answer of this length fits a constraint, there
+            are fewer ``steps`` than blocks, the config does not fit the model, or the model's probabilities are not
+            finite.
     """
     settings = resolve_settings(config, model.config)
-    requests = [
-        prepare_prompt(settings, token_ids, seed, f"prompt {index}", allowed, starts)
-        for index, (token_ids, seed, allowed, starts) in enumerate(
-            _zip_requests(prompts, seeds, allowed_token_ids, segment_starts)
-        )
-    ]
+    _check_counts(
+        len(prompts), seeds=seeds, allowed_token_ids=allowed_token_ids, segment_starts=segment_starts,
+        constraints=constraints,
+    )  # fmt: skip
+    requests = []
+    for index, token_ids in enumerate(prompts):
+        label, seed = f"prompt {index}", index if seeds is None else seeds[index]
+        allowed = None if allowed_token_ids is None else allowed_token_ids[index]
+        starts = () if segment_starts is None else segment_starts[index]
+        request = prepare_prompt(settings, token_ids, seed, label, allowed, starts)
+        constraint = None if constraints is None else constraints[index]
+        requests.append(constrain_prompt(request, settings, constraint, label))
     return decode(model, settings, requests, on_step)
 
 
@@ -124,6 +136,7 @@ def infill(
     seeds: Sequence[int] | None = None,
     on_step: StepCallback | None = None,
     allowed_token_ids: Sequence[AllowedTokens] | None = None,
+    constraints: Sequence[Sequence[TokenConstraint | None]] | None = None,
 ) -> list[Generation]:
     """Fill every mask token of each canvas; all other tokens stay as they are.
 
@@ -131,14 +144,21 @@ def infill(
     wherever they are. A canvas without masks is returned after 0 forwards. A block-causal model does not see what is to
     the right of the mask's block, an autoregressive one nothing to the right of the mask.
 
+    Args:
+        constraints: for each canvas what the text of each of its masked spans has to be, None: any text; without
+            constraints an empty list.
+
     Raises:
         ValueError: like `generate`.
     """
     settings = resolve_settings(config, model.config)
-    requests = [
-        prepare_infill(settings, token_ids, seed, f"canvas {index}", allowed)
-        for index, (token_ids, seed, allowed, _) in enumerate(_zip_requests(canvases, seeds, allowed_token_ids))
-    ]
+    _check_counts(len(canvases), seeds=seeds, allowed_token_ids=allowed_token_ids, constraints=constraints)
+    requests = []
+    for index, token_ids in enumerate(canvases):
+        label, seed = f"canvas {index}", index if seeds is None else seeds[index]
+        allowed = None if allowed_token_ids is None else allowed_token_ids[index]
+        request = prepare_infill(settings, token_ids, seed, label, allowed)
+        requests.append(constrain_infill(request, settings, () if constraints is None else constraints[index], label))
     return decode(model, settings, requests, on_step)
 
 
@@ -181,21 +201,15 @@ def decode_rounds(model: Transformer, requests: Sequence[ActiveRequest]) -> Iter
             yield decoder.counts.num_rounds
 
 
-def _zip_requests(
-    texts: Sequence[Sequence[int]],
-    seeds: Sequence[int] | None,
-    allowed_token_ids: Sequence[AllowedTokens] | None,
-    segment_starts: Sequence[Sequence[int]] | None = None,
-) -> Iterator[tuple[Sequence[int], int, AllowedTokens, Sequence[int]]]:
-    """Token ids, seed, allowed tokens and segment starts of each request, with their defaults."""
-    seeds = range(len(texts)) if seeds is None else seeds
-    allowed_token_ids = [{}] * len(texts) if allowed_token_ids is None else allowed_token_ids
-    segment_starts = [()] * len(texts) if segment_starts is None else segment_starts
-    lists = (("seeds", seeds), ("allowed_token_ids", allowed_token_ids), ("segment_starts", segment_starts))
-    for name, values in lists:
-        if len(values) != len(texts):
-            raise ValueError(f"{name}: {len(values)} for {len(texts)} requests: pass one per request, or None")
-    return zip(texts, seeds, allowed_token_ids, segment_starts, strict=True)
+def _check_counts(num_requests: int, **lists: Sequence[object] | None) -> None:
+    """Check that each list has an entry for each request; None: there is no list.
+
+    Raises:
+        ValueError: one differs.
+    """
+    for name, values in lists.items():
+        if values is not None and len(values) != num_requests:
+            raise ValueError(f"{name}: {len(values)} for {num_requests} requests: pass one per request, or None")
 
 
 def take_snapshot(request: ActiveRequest) -> CanvasSnapshot:

@@ -21,6 +21,7 @@ from diffusionlm.inference.blocks import (
     round_if_uniform_canvas,
     split_into_blocks,
 )
+from diffusionlm.inference.constraints.spans import ConstrainedSpan, SpanCursor
 from diffusionlm.inference.settings import DecodingSettings, check_token_ids
 from diffusionlm.inference.strategy import DecodeState
 
@@ -61,6 +62,7 @@ class PreparedRequest:
     """Texts share cached keys and values only with the same salt."""
     adapter: str | None = None
     """Name of an adapter of the decoder. None: the model itself."""
+    constrained_spans: tuple[ConstrainedSpan, ...] = ()
 
 
 def prepare_prompt(
@@ -268,6 +270,7 @@ class ActiveRequest:
         """`prepare_step` was called for the next step."""
         self.error: ValueError | None = None
         """Why decoding has ended."""
+        self.span_cursors = tuple(map(SpanCursor, request.constrained_spans))
         self._strategy = settings.strategy
         self._stop_token_ids: Collection[int] = () if request.is_infill else settings.stop_token_ids
         self._deferred_token_ids = list(settings.config.defer_token_ids)
@@ -358,6 +361,8 @@ class ActiveRequest:
             self._is_selected_M = self._select_positions(np.zeros(len(candidates)))
             self.output_positions = candidates[self._is_selected_M & self.is_masked_L[candidates]]
             if len(self.output_positions):
+                if self.span_cursors:  # what is committed depends on the distributions of all masked positions
+                    self.output_positions = masked_positions
                 return
             self._finish_step(candidates[:0], self._is_selected_M)
 
@@ -367,7 +372,8 @@ class ActiveRequest:
         self.is_prepared = False
         if self._strategy.measure is None:
             assert self._is_selected_M is not None, "prepare_step comes first"
-            is_selected_M, is_committed_N = self._is_selected_M, np.ones(len(self.output_positions), dtype=np.bool_)
+            is_selected_M = self._is_selected_M
+            is_committed_N = np.isin(self.output_positions, self._candidate_positions[is_selected_M])
         else:
             confidence_M = round_if_uniform_canvas(predictions.confidence_N, self.tokens_L)
             if self._deferred_token_ids:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
 
 from config.generation import GenerationConfig
+from diffusionlm.inference.constraints.compiler import TokenConstraint, constrain_prompt
 from diffusionlm.inference.generate import decode_rounds
 from diffusionlm.inference.healing import HealedText
 from diffusionlm.inference.requests import ActiveRequest, prepare_prompt
@@ -28,6 +29,7 @@ def stream(
     config: GenerationConfig,
     seed: int = 0,
     segment_starts: Sequence[int] = (),
+    constraint: TokenConstraint | None = None,
 ) -> Iterator[str]:
     """Iterate over the pieces of text by which `generate` continues a prompt; none is empty or splits a character.
 
@@ -38,6 +40,7 @@ def stream(
 
     Args:
         segment_starts: of the prompt, as in `generate`.
+        constraint: on the new text, as in `generate`.
 
     Raises:
         ValueError: like `generate`, when a piece is requested.
@@ -45,6 +48,7 @@ def stream(
     healed = prompt if isinstance(prompt, HealedText) else HealedText(tuple(prompt))
     settings = resolve_settings(config, model.config)
     prepared = prepare_prompt(settings, healed.token_ids, seed, "the prompt", healed.allowed_token_ids, segment_starts)
+    prepared = constrain_prompt(prepared, settings, constraint, "the prompt")
     updates: SimpleQueue[Sequence[int] | Exception | None] = SimpleQueue()
     is_closed = threading.Event()
     thread = threading.Thread(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from diffusionlm.inference.constraints.compiler import TokenConstraint, constrain_infill, constrain_prompt
 from diffusionlm.inference.generate import CanvasSnapshot, Generation, take_snapshot, to_generation
 from diffusionlm.inference.requests import (
     ActiveRequest,
@@ -62,6 +63,8 @@ class RequestOptions:
     impossible."""
     num_top_logprobs: int = 0
     """Alternatives to keep for each new token, at most 20."""
+    constraints: Sequence[TokenConstraint | None] = ()
+    """What the new text has to be, as in `generate`; with ``is_infill`` one for each masked span, as in `infill`."""
 
 
 def prepare_request(
@@ -73,16 +76,20 @@ def prepare_request(
     """
     if not 0 <= options.num_top_logprobs <= MAX_TOP_LOGPROBS:
         raise ValueError(f"num_top_logprobs = {options.num_top_logprobs} must be 0 to {MAX_TOP_LOGPROBS}")
+    if len(options.constraints) > 1 and not options.is_infill:
+        raise ValueError(f"{len(options.constraints)} constraints for one prompt: pass one")
     check_token_ids(options.logit_bias.keys(), settings.model, "logit_bias")
     for token, value in options.logit_bias.items():
         if not math.isfinite(value):
             raise ValueError(f"logit_bias of token {token} is {value}: use a finite number")
     if options.is_infill:
         request = prepare_infill(settings, token_ids, seed, "the canvas", options.allowed_token_ids)
+        request = constrain_infill(request, settings, options.constraints, "the canvas")
     else:
         request = prepare_prompt(
             settings, token_ids, seed, "the prompt", options.allowed_token_ids, options.segment_starts
         )
+        request = constrain_prompt(request, settings, next(iter(options.constraints), None), "the prompt")
     bias = LogitBias(
         np.array(list(options.logit_bias.keys()), dtype=np.int64),
         np.array(list(options.logit_bias.values()), dtype=np.float64),

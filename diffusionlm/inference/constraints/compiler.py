@@ -1,0 +1,136 @@
+"""Constraints on the text of answers: choices and regular expressions, compiled for a tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+
+from diffusionlm.inference.constraints.byte_automaton import ByteAutomaton, compile_choices, compile_expression
+from diffusionlm.inference.constraints.regex_parser import parse_regex
+from diffusionlm.inference.constraints.spans import ConstrainedSpan
+from diffusionlm.inference.constraints.token_automaton import TokenAutomaton
+from diffusionlm.inference.constraints.token_trie import TokenTrie
+from diffusionlm.inference.requests import PreparedRequest
+from diffusionlm.inference.settings import DecodingSettings
+from tokenizer import Tokenizer
+
+MAX_CACHED_CONSTRAINTS = 32
+
+
+class TokenConstraint:
+    """The texts that an answer, or a masked span, may be; made by `ConstraintCompiler`."""
+
+    def __init__(self, automaton: ByteAutomaton, trie: TokenTrie) -> None:
+        self._automaton, self._trie = automaton, trie
+        self._compile = lru_cache(4)(self._compile_tokens)
+
+    def token_automaton(self, settings: DecodingSettings, *, can_stop: bool) -> TokenAutomaton:
+        """The automaton over tokens, for a model and its stop tokens.
+
+        Args:
+            can_stop: a stop token may end the text before the last position.
+
+        Raises:
+            ValueError: it is too large.
+        """
+        stop_token_ids = settings.stop_token_ids if can_stop else frozenset()
+        return self._compile(settings.model.vocab_size, stop_token_ids, frozenset(settings.forbidden_token_ids))
+
+    def _compile_tokens(
+        self, vocab_size: int, stop_token_ids: frozenset[int], forbidden_token_ids: frozenset[int]
+    ) -> TokenAutomaton:
+        return TokenAutomaton(self._automaton, self._trie, vocab_size, stop_token_ids, forbidden_token_ids)
+
+
+class ConstraintCompiler:
+    """Compiles constraints for the tokens of a tokenizer. Recent ones are kept, and its methods may be called from any
+    thread."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._trie = TokenTrie.from_tokenizer(tokenizer)
+        self._compile_regex = lru_cache(MAX_CACHED_CONSTRAINTS)(self._compile_new_regex)
+        self._compile_choices = lru_cache(MAX_CACHED_CONSTRAINTS)(self._compile_new_choices)
+
+    def compile_regex(self, pattern: str) -> TokenConstraint:
+        """Texts that a regular expression matches from beginning to end (`regex_parser` has the syntax).
+
+        Raises:
+            ValueError: the expression is wrong, not supported, too large, or matches no text.
+        """
+        return self._compile_regex(pattern)
+
+    def compile_choices(self, choices: Sequence[str]) -> TokenConstraint:
+        """Exactly one of these texts.
+
+        Raises:
+            ValueError: there is none, or they are too many.
+        """
+        return self._compile_choices(tuple(choices))
+
+    def _compile_new_regex(self, pattern: str) -> TokenConstraint:
+        return TokenConstraint(compile_expression(parse_regex(pattern).expression), self._trie)
+
+    def _compile_new_choices(self, choices: tuple[str, ...]) -> TokenConstraint:
+        return TokenConstraint(compile_choices(choices), self._trie)
+
+
+def constrain_prompt(
+    request: PreparedRequest, settings: DecodingSettings, constraint: TokenConstraint | None, label: str = "prompt 0"
+) -> PreparedRequest:
+    """Constrain the new text of a request: that before the first stop token, or of all new tokens.
+
+    Raises:
+        ValueError: no answer of this length fits the constraint.
+    """
+    start = int(request.masked_positions[0])
+    return _add_spans(request, settings, [(constraint, start, request.text_length)], label)
+
+
+def constrain_infill(
+    request: PreparedRequest,
+    settings: DecodingSettings,
+    constraints: Sequence[TokenConstraint | None],
+    label: str = "canvas 0",
+) -> PreparedRequest:
+    """Constrain the text of each masked span of a request.
+
+    Args:
+        constraints: one for each span; None: any text.
+
+    Raises:
+        ValueError: the number of spans differs, or no text of a span's length fits its constraint.
+    """
+    positions = request.masked_positions
+    spans = np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1) if len(positions) else []
+    if not constraints:
+        return request
+    if len(constraints) != len(spans):
+        raise ValueError(
+            f"{label}: {len(constraints)} constraints for {len(spans)} masked spans: pass one per span, None for any "
+            "text"
+        )
+    bounds = [(int(span[0]), int(span[-1]) + 1) for span in spans]
+    pairs = [(constraint, *bound) for constraint, bound in zip(constraints, bounds, strict=True)]
+    return _add_spans(request, settings, pairs, label)
+
+
+def _add_spans(
+    request: PreparedRequest,
+    settings: DecodingSettings,
+    constraints: Sequence[tuple[TokenConstraint | None, int, int]],
+    label: str,
+) -> PreparedRequest:
+    spans = []
+    for number, (constraint, start, end) in enumerate(constraints, 1):
+        if constraint is None:
+            continue
+        name = f"{label}, masked span {number}" if request.is_infill else label
+        try:
+            automaton = constraint.token_automaton(settings, can_stop=not request.is_infill)
+            spans.append(ConstrainedSpan(automaton, start, end, request.allowed_token_ids))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    return replace(request, constrained_spans=tuple(spans))

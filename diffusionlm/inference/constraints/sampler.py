@@ -1,0 +1,175 @@
+"""Predictions for constrained requests: the tokens of all masked positions of a span are sampled together.
+
+Shapes: N output positions of a request, P positions of a span in the current block, V vocabulary, K classes of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from diffusionlm.diffusion.rng import RngStream
+from diffusionlm.inference.constraints.joint import JointDistribution
+from diffusionlm.inference.constraints.spans import SpanCursor
+from diffusionlm.inference.requests import ActiveRequest, Predictions
+from diffusionlm.inference.sampling import (
+    LogitChanges,
+    choose_tokens,
+    divide_by_temperature,
+    filter_logits,
+    find_top_tokens,
+)
+from diffusionlm.inference.strategy import TOKEN_PROBABILITY
+
+
+def constrain_predictions(
+    logits_NV: Tensor, requests: Sequence[ActiveRequest], predictions: Sequence[Predictions | ValueError]
+) -> list[Predictions | ValueError]:
+    """Replace the predictions within constrained spans; an error where a constraint cannot be kept.
+
+    Args:
+        logits_NV: logits of the output positions of all requests, in their order.
+        predictions: of the same requests, without their constraints.
+    """
+    ends = np.cumsum([0, *(len(request.output_positions) for request in requests)]).tolist()
+    results: list[Predictions | ValueError] = []
+    for request, result, (start, end) in zip(requests, predictions, pairwise(ends), strict=True):
+        if request.span_cursors and isinstance(result, Predictions):
+            result = _constrain_request(logits_NV[start:end], request, result)
+        results.append(result)
+    return results
+
+
+def _constrain_request(logits_NV: Tensor, request: ActiveRequest, predictions: Predictions) -> Predictions | ValueError:
+    block_positions = request.blocks[0].positions
+    for cursor in request.span_cursors:
+        span = cursor.span
+        positions_P = block_positions[(block_positions >= span.start) & (block_positions < span.end)]
+        if not request.is_masked_L[positions_P].any():
+            continue
+        try:
+            sampler = _SpanSampler(logits_NV, request, cursor, positions_P)
+        except ValueError as error:
+            return error
+        predictions = sampler.replace_predictions(predictions)
+    return predictions
+
+
+class _SpanSampler:
+    """Samples the tokens of a span in the current block."""
+
+    def __init__(
+        self, logits_NV: Tensor, request: ActiveRequest, cursor: SpanCursor, positions_P: NDArray[np.int64]
+    ) -> None:
+        """Compute the joint distributions.
+
+        Raises:
+            ValueError: every text that the constraint allows has probability zero.
+        """
+        self._request, self._automaton = request, cursor.span.automaton
+        self._state = cursor.state_before(int(positions_P[0]), request.tokens_L)
+        self._rows_N = np.isin(request.output_positions, positions_P)
+        """Output positions of the span; all its masked positions are among them."""
+        self._is_output_P = np.isin(positions_P, request.output_positions)
+        self._positions_P = positions_P
+        self._committed_P = np.where(request.is_masked_L[positions_P], -1, request.tokens_L[positions_P])
+        temperature = request.settings.temperature
+        self._logprobs_PV = self._compute_logprobs(logits_NV)
+        self._is_final_S = cursor.span.completable_at(int(positions_P[-1]) + 1)
+        self._joint = self._build_joint(self._logprobs_PV)
+        self._tempered_PV, self._tempered_joint = self._logprobs_PV, self._joint
+        if temperature not in (0.0, 1.0):
+            scaled_PV = divide_by_temperature(torch.from_numpy(self._logprobs_PV), temperature)
+            self._tempered_PV = scaled_PV.log_softmax(dim=1).numpy()
+            self._tempered_joint = self._build_joint(self._tempered_PV)
+
+    def _build_joint(self, logprobs_PV: NDArray[np.float64]) -> JointDistribution:
+        return JointDistribution(
+            self._automaton, self._state, logprobs_PV, self._committed_P, self._is_output_P, self._is_final_S
+        )
+
+    def _compute_logprobs(self, logits_NV: Tensor) -> NDArray[np.float64]:
+        """Log-probabilities without the constraint, [P, V]; equal ones at committed positions that have no logits."""
+        rows = torch.from_numpy(np.flatnonzero(self._rows_N)).to(logits_NV.device)
+        changed_NV = LogitChanges([self._request]).apply(logits_NV.to(torch.float64, copy=True), 0)
+        forbidden = torch.tensor(self._request.settings.forbidden_token_ids, dtype=torch.long)
+        copy_NV = changed_NV[rows].cpu().index_fill_(1, forbidden, float("-inf"))
+        logprobs_PV = np.zeros((len(self._positions_P), logits_NV.shape[1]))
+        logprobs_PV[self._is_output_P] = copy_NV.log_softmax(dim=1).numpy()
+        return logprobs_PV
+
+    def replace_predictions(self, predictions: Predictions) -> Predictions:
+        """The predictions of a request, with those of the span replaced."""
+        tokens_P = self._choose_tokens()
+        marginals_PK = self._joint.class_weights()
+        classes_P = self._automaton.class_of_V[tokens_P]
+        rows_P = np.arange(len(tokens_P))
+        logprobs_P = self._logprobs_PV[rows_P, tokens_P] + marginals_PK[rows_P, classes_P]
+        new = replace(
+            predictions,
+            tokens_N=predictions.tokens_N.copy(),
+            confidence_N=predictions.confidence_N.copy(),
+            logprobs_N=predictions.logprobs_N.copy(),
+            top_tokens_NT=predictions.top_tokens_NT.copy(),
+            top_logprobs_NT=predictions.top_logprobs_NT.copy(),
+        )
+        new.tokens_N[self._rows_N] = tokens_P[self._is_output_P]
+        new.logprobs_N[self._rows_N] = logprobs_P[self._is_output_P]
+        new.confidence_N[self._rows_N] = self._compute_confidence(tokens_P, logprobs_P, marginals_PK)[self._is_output_P]
+        num_top = predictions.top_tokens_NT.shape[1]
+        if num_top:
+            marginal_PV = self._marginal_logprobs(self._logprobs_PV, marginals_PK)[self._is_output_P]
+            top_NT = find_top_tokens(torch.from_numpy(marginal_PV), num_top).numpy()
+            new.top_tokens_NT[self._rows_N] = top_NT
+            new.top_logprobs_NT[self._rows_N] = np.take_along_axis(marginal_PV, top_NT, axis=1)
+        return new
+
+    def _choose_tokens(self) -> NDArray[np.int64]:
+        """The tokens of the most probable path, or of a sampled one, from the left. Top-k and top-p are applied to the
+        distribution of each position given the tokens on its left, so that they always leave a token."""
+        request, config = self._request, self._request.settings.config
+        if request.settings.temperature == 0.0:
+            return self._joint.best_tokens()
+        uniforms_P = torch.from_numpy(request.draw_uniforms(RngStream.TOKEN_SAMPLING, self._positions_P))
+        tokens_P, state = self._committed_P.copy(), self._state
+        for index, token in enumerate(self._committed_P.tolist()):
+            if token < 0:
+                scores_1V = torch.from_numpy(self._tempered_joint.conditional_logprobs(index, state))[None]
+                filtered_1V = filter_logits(scores_1V, temperature=1.0, top_k=config.top_k, top_p=config.top_p)
+                token = int(choose_tokens(filtered_1V.softmax(dim=1), uniforms_P[index : index + 1]))
+                tokens_P[index] = token
+            state = self._automaton.next_state(state, token)
+        return tokens_P
+
+    def _compute_confidence(
+        self, tokens_P: NDArray[np.int64], logprobs_P: NDArray[np.float64], marginals_PK: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """Confidence of each position from its distribution given the constraint and all committed tokens."""
+        settings = self._request.settings
+        config, measure = settings.config, settings.strategy.measure
+        if measure is None:
+            return np.zeros(len(tokens_P))
+        is_filtered = config.confidence_from == "filtered"
+        is_changed = is_filtered and (self._tempered_joint is not self._joint or config.top_k or config.top_p < 1.0)
+        if measure is TOKEN_PROBABILITY and not is_changed:
+            return np.exp(logprobs_P)
+        if is_filtered:
+            marginals_PK = self._tempered_joint.class_weights()
+        marginal_PV = torch.from_numpy(
+            self._marginal_logprobs(self._tempered_PV if is_filtered else self._logprobs_PV, marginals_PK)
+        )
+        if is_filtered:
+            marginal_PV = filter_logits(marginal_PV, temperature=1.0, top_k=config.top_k, top_p=config.top_p)
+        return measure.compute(marginal_PV.softmax(dim=1), torch.from_numpy(tokens_P)).numpy()
+
+    def _marginal_logprobs(
+        self, logprobs_PV: NDArray[np.float64], marginals_PK: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        marginal_PV: NDArray[np.float64] = logprobs_PV + marginals_PK[:, self._automaton.class_of_V]
+        return marginal_PV

@@ -1,0 +1,247 @@
+"""Answers under constraints: all conform, and their distribution is the model's own, restricted."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from config.generation import GenerationConfig
+from diffusionlm.inference.constraints.byte_automaton import compile_expression
+from diffusionlm.inference.constraints.compiler import TokenConstraint
+from diffusionlm.inference.constraints.regex_parser import parse_regex
+from diffusionlm.inference.constraints.token_trie import TokenTrie
+from diffusionlm.inference.generate import Generation, generate, infill
+from diffusionlm.inference.strategies import STRATEGIES
+from diffusionlm.inference.streaming import stream
+from diffusionlm.models.transformer import Transformer
+from diffusionlm.serving.engine import Engine
+from diffusionlm.serving.requests import RequestOptions
+
+EOS, MASK, V = 21, 22, 23
+LETTERS = [b"a", b"b", b"c", b"d"]
+TEXTS = [*LETTERS, b"ab", b"ba", b"abc", b"ca", b"\xc3", b"\xa9", b"dd", b"bcd"]
+"""Tokens from 12 to 20 stand for no text."""
+
+
+def make_constraint(pattern: str, texts: list[bytes] = TEXTS) -> TokenConstraint:
+    trie = TokenTrie.from_texts(range(len(texts)), texts, V)
+    return TokenConstraint(compile_expression(parse_regex(pattern).expression), trie)
+
+
+def to_text(token_ids: tuple[int, ...]) -> str:
+    assert all(token < len(TEXTS) for token in token_ids)
+    return b"".join(TEXTS[token] for token in token_ids).decode()
+
+
+@pytest.fixture(scope="module")
+def blocks(model: Transformer) -> Transformer:
+    other = Transformer(model.config.model_copy(update={"block_length": 4}))
+    other.load_state_dict(model.state_dict())
+    return other.double().eval()
+
+
+PATTERNS = ["(ab|c)+d?", "[abd]{5,9}é", "abc|bad|éé(ca)*", "(a|b|cd){10,12}"]
+EXTRA: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.3, "top_k": 3},
+    {"temperature": 1.0, "top_p": 0.5},
+]
+
+
+CONFIGS = [
+    pytest.param(name, index, marks=[] if number % 3 == index else [pytest.mark.slow])
+    for number, name in enumerate(sorted(STRATEGIES))
+    for index in range(3)
+]
+
+
+@pytest.mark.parametrize(("name", "index"), CONFIGS)
+def test_every_answer_conforms(model: Transformer, name: str, index: int) -> None:
+    """Whatever the order; in blocks and as one block, greedily and sampled, with and without a cache."""
+    patterns = PATTERNS[index : index + 2]
+    constraints = [make_constraint(pattern) for pattern in patterns]
+    config = GenerationConfig(max_new_tokens=9, remasking_strategy=name, block_length=(4, 9, 3)[index], **EXTRA[index])
+    if index == 1:
+        config = config.model_copy(update={"cache": "dual"})
+    results = generate(model, [[1, 2]] * 2, config, constraints=constraints)
+    for pattern, result in zip(patterns, results, strict=True):
+        assert re.fullmatch(pattern, to_text(result.token_ids)), (pattern, result)
+        assert all(np.isfinite(result.logprobs)) and max(result.logprobs, default=0.0) < 1e-9
+
+
+@pytest.mark.parametrize("options", [{}, {"block_length": 1}, {"remasking_strategy": "p2", "temperature": 1.0}])
+def test_block_causal_answers_conform(blocks: Transformer, options: dict[str, Any]) -> None:
+    for max_new_tokens in (6, 13):
+        config = GenerationConfig(max_new_tokens=max_new_tokens, **options)
+        results = generate(blocks, [[1] * 3] * 4, config, constraints=[make_constraint(text) for text in PATTERNS])
+        for pattern, result in zip(PATTERNS, results, strict=True):
+            assert re.fullmatch(pattern, to_text(result.token_ids)), (pattern, result)
+
+
+def test_infill_constrains_each_span(model: Transformer, blocks: Transformer) -> None:
+    canvas = [1, 2, *[MASK] * 5, 3, 4, *[MASK] * 3, 7, *[MASK] * 4, 5]
+    patterns = ["(ab|c)+", "[ad]{3}", "é+"]
+    constraints = [make_constraint(patterns[0]), None, make_constraint(patterns[2])]
+    for which, options in ((model, {"block_length": 4}), (model, {"steps": 5, "temperature": 1.0}), (blocks, {})):
+        [result] = infill(which, [canvas], GenerationConfig(**options), constraints=[constraints])
+        assert re.fullmatch(patterns[0], to_text(result.token_ids[2:7]))
+        assert re.fullmatch(patterns[2], to_text(result.token_ids[13:17]))
+        kept = [index for index, token in enumerate(canvas) if token != MASK]
+        assert [result.token_ids[index] for index in kept] == [canvas[index] for index in kept]
+
+
+@pytest.mark.parametrize(
+    ("name", "temperature"),
+    [("low_confidence", 0.0), ("low_confidence", 0.8), ("entropy", 0.8), ("topk_margin", 0.0), ("p2", 0.0), ("p2", 0.8),
+     ("random", 0.8), ("threshold", 0.8), ("remdm_cap", 0.8)],
+)  # fmt: skip
+def test_independent_positions_are_allowed_tokens(model: Transformer, name: str, temperature: float) -> None:
+    """Where the pattern says nothing of two positions together, it is the same as `allowed_token_ids`: tokens, order,
+    forwards and log-probabilities."""
+    constraint = make_constraint("[ab][bcd][abc][d][ac]", LETTERS)
+    sets = ["ab", "bcd", "abc", "d", "ac"]
+    allowed = {3 + i: [LETTERS.index(letter.encode()) for letter in letters] for i, letters in enumerate(sets)}
+    config = GenerationConfig(
+        remasking_strategy=name, temperature=temperature, steps=3 if name != "threshold" else None
+    )
+    canvas = [5, 6, 7, *[MASK] * 5, 9, MASK, 4]
+    seeds = range(3)
+    ours = infill(model, [canvas] * 3, config, seeds, constraints=[[constraint, None]] * 3)
+    expected = infill(model, [canvas] * 3, config, seeds, allowed_token_ids=[allowed] * 3)
+    for left, right in zip(ours, expected, strict=True):
+        assert replace(left, logprobs=()) == replace(right, logprobs=())
+        assert left.logprobs == pytest.approx(right.logprobs, abs=1e-9)
+
+
+def test_distribution_of_one_forward(model: Transformer) -> None:
+    """Chi-square over all answers of three tokens: the product of the model's marginals, restricted and normalized."""
+    pattern, prompt, count = "a(b|ca|bc)*d?|ba.*", [3, 1], 400
+    allowed = {tuple(answer) for answer in np.ndindex(12, 12, 12) if _matches(pattern, answer)}
+    config = GenerationConfig(max_new_tokens=3, steps=1, temperature=1.0, stop_token_ids=())
+    marginals = _marginals(model, prompt)
+    weights = {answer: float(np.prod([marginals[i][token] for i, token in enumerate(answer)])) for answer in allowed}
+    total = sum(weights.values())
+    results = generate(model, [prompt] * count, config, constraints=[make_constraint(pattern)] * count)
+    assert {result.num_forwards for result in results} == {1}
+    counts: dict[tuple[int, ...], int] = {}
+    for result in results:
+        counts[result.token_ids] = counts.get(result.token_ids, 0) + 1
+    assert counts.keys() <= allowed
+    frequent = [answer for answer in allowed if count * weights[answer] / total >= 5]
+    observed = np.array([counts.get(answer, 0) for answer in frequent] + [0.0])
+    expected = np.array([count * weights[answer] / total for answer in frequent] + [0.0])
+    observed[-1], expected[-1] = count - observed.sum(), count - expected.sum()
+    chi_square = float(((observed - expected) ** 2 / expected).sum())
+    degrees = len(frequent)
+    assert degrees > 10
+    assert chi_square < degrees + 4.0 * np.sqrt(2 * degrees)
+
+
+def _matches(pattern: str, answer: tuple[int, ...]) -> bool:
+    try:
+        return re.fullmatch(pattern, b"".join(TEXTS[token] for token in answer).decode()) is not None
+    except UnicodeDecodeError:
+        return False
+
+
+def _marginals(model: Transformer, prompt: list[int]) -> list[dict[int, float]]:
+    """Probabilities of the text's tokens at the three positions after a prompt, by the log-probability of each token
+    alone."""
+    config = GenerationConfig(steps=1)
+    canvas = [*prompt, *[MASK] * 3]
+    marginals = []
+    for index in range(3):
+        probabilities = {}
+        for token in range(len(TEXTS)):
+            allowed = {len(prompt) + index: [token, EOS]}
+            [result] = infill(model, [canvas], config, allowed_token_ids=[allowed])
+            chosen, logprob = result.token_ids[len(prompt) + index], result.logprobs[index]
+            odds = np.exp(logprob) if chosen == token else -np.expm1(logprob)
+            probabilities[token] = odds / (1.0 - odds)
+        marginals.append(probabilities)
+    return marginals
+
+
+def test_unconstrained_neighbors_and_engine(blocks: Transformer) -> None:
+    """Alone, in a batch of constrained and other requests, and in an engine: the same answers."""
+    constraints = [make_constraint(PATTERNS[0]), None, make_constraint(PATTERNS[1]), None, make_constraint(PATTERNS[3])]
+    config = GenerationConfig(max_new_tokens=9, temperature=0.9)
+    prompts = [[1, 2, 3], [4], [5, 6], [7] * 6, [8, 9, 10, 11]]
+    together = generate(blocks, prompts, config, constraints=constraints)
+    free = generate(blocks, prompts, config)
+    with Engine(blocks, cache_bytes=1 << 20) as engine:
+        handles = [
+            engine.submit(prompt, config, seed, RequestOptions(constraints=[constraint]))
+            for seed, (prompt, constraint) in enumerate(zip(prompts, constraints, strict=True))
+        ]
+        served = [handle.result(60) for handle in handles]
+        with pytest.raises(ValueError, match="2 constraints for one prompt"):
+            engine.submit([1], config, options=RequestOptions(constraints=constraints[:2]))
+        hole = RequestOptions(is_infill=True, constraints=constraints[:1])
+        infilled = engine.submit([1, MASK, MASK, 2], GenerationConfig(), options=hole).result(60)
+    assert re.fullmatch(PATTERNS[0], to_text(infilled.token_ids[1:3]))
+    for index, (prompt, constraint) in enumerate(zip(prompts, constraints, strict=True)):
+        [alone] = generate(blocks, [prompt], config, [index], constraints=[constraint])
+        for other in (together[index], served[index], *([free[index]] if constraint is None else [])):
+            assert _without_logprobs(other) == _without_logprobs(alone)
+            assert other.logprobs == pytest.approx(alone.logprobs, abs=1e-9)
+
+
+def _without_logprobs(result: Generation) -> Generation:
+    return replace(result, logprobs=(), top_logprobs=())
+
+
+def test_top_logprobs_are_those_of_the_restricted_distribution(blocks: Transformer) -> None:
+    with Engine(blocks, cache_bytes=1 << 20) as engine:
+        options = RequestOptions(constraints=[make_constraint("[abd]{4}", LETTERS)], num_top_logprobs=5)
+        result = engine.submit([1], GenerationConfig(max_new_tokens=4), options=options).result(60)
+    for token, logprob, top in zip(result.token_ids, result.logprobs, result.top_logprobs, strict=True):
+        assert {other for other, _ in top} == {0, 1, 3} and dict(top)[token] == pytest.approx(logprob)
+        assert sum(np.exp(value) for _, value in top) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "tokens", "message"),
+    [
+        ("[abd]{40}", 9, "prompt 0: the constraint needs at least 20 tokens, and there are 9"),
+        ("x", 9, "prompt 0: no tokens of the vocabulary are a text that the constraint allows"),
+        ("a|b", 2, "prompt 0: no text of 2 tokens fits the constraint"),
+    ],
+)
+def test_what_cannot_be_met_is_refused(model: Transformer, pattern: str, tokens: int, message: str) -> None:
+    config = GenerationConfig(max_new_tokens=tokens, stop_token_ids=())
+    with pytest.raises(ValueError, match=message):
+        generate(model, [[1]], config, constraints=[make_constraint(pattern)])
+
+
+def test_wrong_numbers_of_constraints(model: Transformer) -> None:
+    with pytest.raises(ValueError, match="constraints: 2 for 1 requests"):
+        generate(model, [[1]], GenerationConfig(), constraints=[None, None])
+    with pytest.raises(ValueError, match="canvas 0: 1 constraints for 2 masked spans"):
+        infill(model, [[1, MASK, 2, MASK]], GenerationConfig(), constraints=[[None]])
+    with pytest.raises(ValueError, match="canvas 0, masked span 2: no text of 1 tokens"):
+        infill(model, [[1, MASK, 2, MASK]], GenerationConfig(), constraints=[[None, make_constraint("ad|")]])
+
+
+def test_allowed_tokens_within_a_span(model: Transformer) -> None:
+    """Also in a block that is decoded later."""
+    canvas, constraint = [1, *[MASK] * 6, 2], make_constraint("(ab|cd)+")
+    config = GenerationConfig(block_length=2, temperature=1.0)
+    for seed in range(5):
+        [result] = infill(model, [canvas], config, [seed], allowed_token_ids=[{5: [2, 9]}], constraints=[[constraint]])
+        assert result.token_ids[5] == 2 and re.fullmatch("(ab|cd)+", to_text(result.token_ids[1:7]))
+    with pytest.raises(ValueError, match="with the tokens that are allowed in their places, fits"):
+        infill(model, [canvas], config, allowed_token_ids=[{5: [10]}], constraints=[[constraint]])
+
+
+def test_stream(blocks: Transformer) -> None:
+    class _Letters:
+        def decode_bytes(self, ids: list[int]) -> bytes:
+            return to_text(tuple(ids)).encode()
+
+    pieces = stream(blocks, _Letters(), [1], GenerationConfig(max_new_tokens=8), constraint=make_constraint("(abc)*cd"))  # type: ignore[arg-type]
+    assert re.fullmatch("(abc)*cd", "".join(pieces))
