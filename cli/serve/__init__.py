@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 from collections.abc import Sequence
+from typing import Any
 
-from cli.arguments import add_shorthand, parse_command
+from cli.arguments import add_overrides, add_shorthand, parse_command, toml_string
 from cli.entry import exit_with_usage_error, friendly_errors, usage_errors
 from config.serving.server import ServeConfig
 
@@ -14,6 +15,7 @@ NAME = "diffusionlm-serve"
 
 EXAMPLE = f"""  {NAME} --model runs/quickstart
   {NAME} --model DIR --host 0.0.0.0 --api-keys-file keys.txt --cache-memory 8GiB
+  {NAME} --model DIR --adapter sql=adapters/sql --adapter chat=adapters/chat
   {NAME} --config config/resources/serve.toml
   curl http://127.0.0.1:8000/v1/completions -H "Content-Type: application/json" -d '{{"prompt": "def "}}'"""
 
@@ -61,6 +63,24 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _add_shorthands(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(adapters=[])
     group = parser.add_argument_group("shorthands for --set")
     for name, metavar, override, text in _SHORTHANDS:
         add_shorthand(group, f"--{name}", override, metavar=metavar, help=text)
+    group.add_argument(
+        "--adapter",
+        metavar="NAME=DIR",
+        action=_AdapterAction,
+        help="serve this PEFT adapter (LoRA) under a name of its own; repeatable",
+    )
+
+
+class _AdapterAction(argparse.Action):
+    """Append an adapter; together they replace those of the config."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        name, separator, path = values.partition("=")
+        if not (name and separator and path):
+            parser.error(f"argument --adapter: {values!r} must be NAME=DIR")
+        namespace.adapters = [*namespace.adapters, f"{{name={toml_string(name)}, path={toml_string(path)}}}"]
+        add_overrides(namespace, f"adapters=[{', '.join(namespace.adapters)}]")

@@ -21,8 +21,8 @@ class PreparedServer:
     template: ChatTemplate | None
     """Of chats; None: the checkpoint has none."""
     keys: ApiKeys | None
-    name: str
-    """Name of the model in requests."""
+    names: tuple[str, ...]
+    """Names in requests: of the model, then of its adapters."""
 
 
 def prepare_server(config: ServeConfig) -> PreparedServer:
@@ -42,6 +42,14 @@ def prepare_server(config: ServeConfig) -> PreparedServer:
         template = load_chat_template(path) or load_chat_template(model.directory)
     resolve_settings(config.generation, model.config)
     check_weight_files(path)
-    if config.model.adapter is not None:
-        read_adapter_config(config.model.adapter)
-    return PreparedServer(config, model, template, keys, serve.model_name or path.resolve().name)
+    adapters = [adapter.path for adapter in config.adapters]
+    for adapter in [*adapters, config.model.adapter]:
+        if adapter is not None:
+            read_adapter_config(adapter)
+    name = serve.model_name or path.resolve().name
+    names = [adapter.name for adapter in config.adapters]
+    if name in names:
+        raise ValueError(
+            f"the model and an adapter are both named {name!r}: set serve.model_name, or rename the adapter"
+        )
+    return PreparedServer(config, model, template, keys, (name, *names))

@@ -6,6 +6,7 @@ import logging
 import sys
 
 from cli.serve.preparation import PreparedServer
+from diffusionlm.checkpoints.adapter_files import read_adapter
 from diffusionlm.checkpoints.huggingface import load_configured_model
 from diffusionlm.serving.engine import Engine
 from diffusionlm.serving.http.app import is_loopback
@@ -28,7 +29,7 @@ def serve(prepared: PreparedServer) -> None:
     _configure_log()
     bound = bind_socket(limits.host, limits.port)
     preparer = RequestPreparer(
-        prepared.model.config, prepared.model.tokenizer, prepared.template, config.generation, limits, [prepared.name]
+        prepared.model.config, prepared.model.tokenizer, prepared.template, config.generation, limits, prepared.names
     )
     model = load_configured_model(config.model)
     engine = Engine(
@@ -39,12 +40,13 @@ def serve(prepared: PreparedServer) -> None:
         max_rows=limits.max_rows,
         page_size=limits.page_size,
         has_prefix_cache=limits.prefix_cache,
+        adapters={adapter.name: read_adapter(model, adapter.path) for adapter in config.adapters},
     )
     server = ApiServer(Service(engine, preparer, limits, prepared.keys))
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     host = f"[{limits.host}]" if ":" in limits.host else limits.host
     print_line(
-        f"serving {escape_control_characters(prepared.name)} ({num_parameters:,} parameters, "
+        f"serving {escape_control_characters(' and '.join(prepared.names))} ({num_parameters:,} parameters, "
         f"{engine.status.num_pages:,} cache pages) at http://{host}:{bound.getsockname()[1]}/v1"
     )
     sys.stdout.flush()

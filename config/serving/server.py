@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from config.base import ConfigPath, NonEmptyStr, PositiveFloat, PositiveInt, Section
+from config.base import ConfigPath, NonEmptyStr, PositiveFloat, PositiveInt, Section, TupleOf, check_distinct
 from config.generation import GenerationConfig
 from config.infer import InferModelConfig
 
@@ -90,16 +90,32 @@ class ServeSection(Section):
     """Write a line per request: status, counts of tokens and forwards, duration; never a text."""
 
 
+class AdapterEntry(Section):
+    """``[[adapters]]``: an adapter (LoRA) that is served as a model of its own, beside the base."""
+
+    name: NonEmptyStr
+    """Name of the model in requests."""
+    path: ConfigPath
+    """Directory of a PEFT adapter of the model."""
+
+
 class ServeConfig(Section):
     """The config of one call of ``diffusionlm-serve``."""
 
     model: InferModelConfig = InferModelConfig()
+    adapters: TupleOf[AdapterEntry] = ()
     serve: ServeSection = ServeSection()
     generation: GenerationConfig = GenerationConfig()
     """What a request does not set."""
 
     @model_validator(mode="after")
     def _check_sections_agree(self) -> Self:
+        names = [adapter.name for adapter in self.adapters]
+        check_distinct({"adapters.name": names})
+        if self.serve.model_name in names:
+            raise ValueError(f"serve.model_name = {self.serve.model_name!r} is also the name of an adapter: rename one")
+        if self.adapters and self.model.adapter is not None:
+            raise ValueError("model.adapter and [[adapters]] exclude each other: name all adapters in [[adapters]]")
         if self.model.attention_backend in ("tiled", "flex"):
             raise ValueError(
                 f'model.attention_backend = "{self.model.attention_backend}" has no cached form: use "auto", "eager" '

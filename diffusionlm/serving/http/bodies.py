@@ -26,6 +26,10 @@ MAX_COMPLETION_LOGPROBS = 5
 SERVER_KEYS = {"attention_bias": "it names a file of the server"}
 """Keys of `GenerationConfig` that a request may not set, and why."""
 
+MODERATE_KEYS = ("temperature", "alg_temp", "cfg_scale")
+SMALLEST_VALUE, LARGEST_VALUE = 1e-4, 100.0
+"""Bounds of these keys, except zero: beyond them probabilities overflow."""
+
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -183,6 +187,14 @@ def build_generation_config(
         value = overrides.get(key)
         if isinstance(value, int) and value > limits.max_steps:
             raise ApiError(400, f"{key} = {value}: this server allows at most {limits.max_steps}", param=key)
+    for key in MODERATE_KEYS:
+        value = overrides.get(key)
+        if isinstance(value, int | float) and value > 0 and not SMALLEST_VALUE <= value <= LARGEST_VALUE:
+            raise ApiError(
+                400,
+                f"{key} = {value:g} must be 0, or {SMALLEST_VALUE:g} to {LARGEST_VALUE:g} on this server",
+                param=key,
+            )
     values = {key: getattr(base, key) for key in base.model_fields_set}
     replaced: set[str] = set()
     if {"steps", "denoising_steps"} & overrides.keys():

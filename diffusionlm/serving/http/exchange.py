@@ -14,7 +14,8 @@ from starlette.types import Message, Receive, Scope, Send
 from diffusionlm.serving.http.errors import ApiError
 from diffusionlm.serving.http.json_text import to_json
 
-_DISCARD_SECONDS = 2.0
+_DISCARD_SECONDS, _DISCARD_PAUSE_SECONDS = 2.0, 0.1
+"""Time to read the rest of a refused body, and of it between two parts."""
 STATE_KEY = "exchange"
 CLIENT_GONE = 499
 """Status in the log of a request whose client has left."""
@@ -85,7 +86,7 @@ async def discard_body(scope: Scope, receive: Receive, max_bytes: int) -> bool:
     try:
         async with asyncio.timeout(_DISCARD_SECONDS):
             while num_bytes <= max_bytes:
-                message = await receive()
+                message = await asyncio.wait_for(receive(), _DISCARD_PAUSE_SECONDS)
                 num_bytes += len(message.get("body", b""))
                 if message["type"] == "http.disconnect" or not message.get("more_body", False):
                     return True

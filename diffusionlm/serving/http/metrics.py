@@ -74,7 +74,6 @@ class ServerMetrics:
         reason, state = choice.finish_reason or "abort", choice.state
         self._counters["vllm:request_success_total", model, f'finished_reason="{reason}"'] += 1
         self._counters["vllm:generation_tokens_total", model, ""] += choice.num_tokens
-        self._counters["diffusionlm:request_forwards_total", model, ""] += choice.num_forwards
         if state is None or state.started is None:
             return
         self._counters["vllm:prompt_tokens_total", model, ""] += choice.submission.num_prompt_tokens
@@ -133,6 +132,9 @@ class ServerMetrics:
             ("vllm:prefix_cache_hits_total", "counter", counts.num_prefix_hits),
             ("diffusionlm:forwards_total", "counter", counts.num_rounds),
             ("diffusionlm:rows_total", "counter", counts.num_rows),
+            ("diffusionlm:request_steps_total", "counter", counts.num_request_steps),
+            ("diffusionlm:model_seconds_total", "counter", counts.model_seconds),
+            ("diffusionlm:busy_seconds_total", "counter", status.busy_seconds),
         )
         for name, kind, value in values:
             yield f"# TYPE {name} {kind}"

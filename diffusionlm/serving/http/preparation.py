@@ -16,7 +16,7 @@ from config.generation import GenerationConfig
 from config.model import ModelConfig
 from config.serving.server import ServeSection
 from diffusionlm.inference.healing import SPACE, HealedText, TokenHealer
-from diffusionlm.inference.settings import DecodingSettings, resolve_settings
+from diffusionlm.inference.settings import DecodingSettings, check_token_ids, resolve_settings
 from diffusionlm.inference.text import encode_chat_prompt, suppress_ids_without_text
 from diffusionlm.serving.http.bodies import (
     ChatBody,
@@ -211,6 +211,7 @@ class RequestPreparer:
         """The config of decoding without a length, and the number of new tokens that the request names."""
         check_choice_limits(body.fields, self.limits)
         config = build_generation_config(self._generation, body.overrides, self.limits, self.model.vocab_size)
+        self._resolve(config, body.overrides)
         length = combine_max_tokens([*max_tokens, ("max_new_tokens", config.max_new_tokens)])
         if length is not None and config.total_length is not None:
             raise ApiError(400, f"{length[0]} and total_length both set the length: remove one", param=length[0])
@@ -233,6 +234,8 @@ class RequestPreparer:
         max_tokens: int | None,
     ) -> _Encoded:
         suffix = body.fields.suffix
+        if isinstance(prompt, list):
+            self._check_token_ids(prompt)
         if suffix is not None:
             return self._encode_hole(prompt, suffix, body, config, max_tokens)
         if isinstance(prompt, list):
@@ -244,6 +247,12 @@ class RequestPreparer:
                 text = healer.heal_prompt(prompt, self._prefix_ids)
                 return _Encoded(text, repeated_bytes=(text.num_repeated_bytes,))
             return _Encoded(HealedText((*self._prefix_ids, *self.tokenizer.encode(prompt))))
+        except ValueError as error:
+            raise ApiError(400, str(error), param="prompt") from None
+
+    def _check_token_ids(self, ids: Sequence[int]) -> None:
+        try:
+            check_token_ids((min(ids), max(ids)), self.model, "prompt")
         except ValueError as error:
             raise ApiError(400, str(error), param="prompt") from None
 
@@ -332,6 +341,7 @@ class RequestPreparer:
                 segment_starts=item.segment_starts,
                 is_infill=item.is_infill,
                 with_canvas=fields.diffusing,
+                adapter=None if name == self.names[0] else name,
                 cache_salt=salt,
                 logit_bias=logit_bias,
                 num_top_logprobs=options.get("num_alternatives") or 0,
@@ -385,7 +395,7 @@ class RequestPreparer:
     def _decode(self, ids: Sequence[int]) -> str:
         try:
             return self.tokenizer.decode(ids)
-        except ValueError as error:
+        except ValueError as error:  # the model has more tokens than the tokenizer
             raise ApiError(400, str(error), param="prompt") from None
 
     def _check_text_length(self, num_characters: int, param: str) -> None:

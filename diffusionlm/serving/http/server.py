@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import cast
 
@@ -93,7 +93,8 @@ class ApiServer:
     def stop(self) -> None:
         """Begin the end; may be called from any thread."""
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._begin_to_drain)
+            with suppress(RuntimeError):  # the loop is closed: it has ended
+                self._loop.call_soon_threadsafe(self._begin_to_drain)
 
     async def _run(self, bound: socket.socket) -> None:
         self._loop = asyncio.get_running_loop()

@@ -1,0 +1,222 @@
+"""Completions, infills and their streams: texts, stops, log-probabilities, settings."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import openai
+import pytest
+
+from config.generation import GenerationConfig
+from diffusionlm.inference.generate import Generation, generate, infill
+from diffusionlm.inference.text import suppress_ids_without_text
+from tests.unit.serving.http.conftest import NAME, RunningServer
+
+PROMPT = "the cat sat on"
+
+
+@pytest.fixture(scope="module")
+def client(server: RunningServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+
+
+def config(server: RunningServer, **values: Any) -> GenerationConfig:
+    """The config of decoding that a request with these settings has."""
+    settings = GenerationConfig.model_validate({"stop_token_ids": (), **values})
+    return suppress_ids_without_text(settings, server.tokenizer, server.model.config.vocab_size)
+
+
+def decode_alone(server: RunningServer, seed: int, **values: Any) -> Generation:
+    return generate(server.model, [server.tokenizer.encode(PROMPT)], config(server, **values), [seed])[0]
+
+
+def complete(server: RunningServer, **fields: Any) -> Any:
+    body = {"model": NAME, "prompt": PROMPT, "max_tokens": 12, "temperature": 1.0, "seed": 7, "token_healing": False}
+    status, _, answer = server.request("POST", "/v1/completions", {**body, **fields})
+    assert status == 200, answer
+    return answer
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"denoising_steps": 2},
+        {"remasking_strategy": "threshold", "confidence_threshold": 0.3},
+        {"block_length": 2, "temperature": 0.5, "top_k": 5},
+        {"attention": "bidirectional", "cache": "dual", "block_length": 6},
+        {"suppress_token_ids": [5, 6], "cfg_scale": 0.5},
+    ],
+)
+def test_settings_of_a_request(server: RunningServer, settings: dict[str, Any]) -> None:
+    expected = decode_alone(server, 7, max_new_tokens=12, **{"temperature": 1.0, **settings})
+    answer = complete(server, return_token_ids=True, **settings)["choices"][0]
+    assert tuple(answer["token_ids"]) == expected.token_ids
+    assert (answer["num_forwards"], answer["seed"]) == (expected.num_forwards, 7)
+
+
+def test_prompts_times_choices(server: RunningServer) -> None:
+    prompts = [server.tokenizer.encode(text) for text in (PROMPT, "the mat")]
+    answer = complete(server, prompt=prompts, n=2, return_token_ids=True)
+    choices = answer["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    assert [choice["seed"] for choice in choices] == [7, 8, 9, 10]
+    for choice, prompt in zip(choices, [prompts[0]] * 2 + [prompts[1]] * 2, strict=True):
+        [expected] = generate(
+            server.model, [prompt], config(server, max_new_tokens=12, temperature=1.0), [choice["seed"]]
+        )
+        assert tuple(choice["token_ids"]) == expected.token_ids and choice["prompt_token_ids"] == prompt
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, prompts)) and answer["usage"]["completion_tokens"] == 48
+
+
+def test_unseeded_requests_differ_and_can_be_repeated(server: RunningServer) -> None:
+    first, second = (complete(server, seed=None)["choices"][0] for _ in range(2))
+    assert first["seed"] != second["seed"] and first["text"] != second["text"]
+    assert complete(server, seed=first["seed"])["choices"][0]["text"] == first["text"]
+
+
+def test_stop_strings(server: RunningServer) -> None:
+    text = complete(server, max_tokens=40)["choices"][0]["text"]
+    for stop in (text[9:12], [text[20:21], text[14:19]], text[-2:]):
+        stops = [stop] if isinstance(stop, str) else stop
+        whole = complete(server, max_tokens=40, stop=stop, logprobs=0)
+        choice = whole["choices"][0]
+        assert choice["finish_reason"] == "stop" and not any(item in choice["text"] for item in stops)
+        assert text.startswith(choice["text"]) and any(text[len(choice["text"]) :].startswith(item) for item in stops)
+        body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 1.0, "seed": 7, "token_healing": False}
+        *chunks, last, done = server.events(
+            "/v1/completions", {**body, "stop": stop, "logprobs": 0, "stream_options": {"include_usage": True}}
+        )
+        assert done == "[DONE]" and last["usage"] == whole["usage"]
+        parts = [chunk["choices"][0] for chunk in chunks]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        assert [token for part in parts for token in part["logprobs"]["tokens"]] == choice["logprobs"]["tokens"]
+        assert [part["finish_reason"] for part in parts if part["finish_reason"]] == ["stop"]
+    server.wait_until_idle()
+
+
+def test_stop_tokens(server: RunningServer) -> None:
+    expected = decode_alone(server, 7, max_new_tokens=12, temperature=1.0)
+    stop = expected.token_ids[6]
+    choice = complete(server, stop_token_ids=[stop], return_token_ids=True)["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert tuple(choice["token_ids"]) == expected.token_ids[: expected.token_ids.index(stop)]
+
+
+def test_logprobs(server: RunningServer) -> None:
+    expected = decode_alone(server, 7, max_new_tokens=12, temperature=1.0)
+    answer = complete(server, logprobs=3)["choices"][0]
+    logprobs = answer["logprobs"]
+    assert logprobs["token_logprobs"] == pytest.approx(expected.logprobs, abs=1e-4)
+    assert "".join(logprobs["tokens"]).isascii() is False or "".join(logprobs["tokens"]) == answer["text"]
+    for token, logprob, top in zip(
+        logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
+    ):
+        assert top[token] == logprob and 1 <= len(top) <= 4 and max(top.values()) >= logprob
+        assert sum(map(math.exp, top.values())) <= 1.0 + 1e-6
+
+
+def test_chat_logprobs(server: RunningServer, client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "the cat?"}]
+    choice = client.chat.completions.create(
+        model=NAME, messages=messages, max_tokens=6, seed=1, logprobs=True, top_logprobs=2
+    ).choices[0]
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    assert len(choice.logprobs.content) == 6
+    data = bytes(byte for token in choice.logprobs.content for byte in token.bytes or ())
+    assert data.decode(errors="replace") == choice.message.content
+    assert all(len(token.top_logprobs) == 2 for token in choice.logprobs.content)
+    assert all(token.top_logprobs[0].logprob >= token.top_logprobs[1].logprob for token in choice.logprobs.content)
+
+
+def test_logit_bias(server: RunningServer, client: openai.OpenAI) -> None:
+    token = server.tokenizer.vocab[b"z"]
+    answer = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=5, logit_bias={str(token): 100})
+    assert answer.choices[0].text == "zzzzz"
+
+
+@pytest.mark.parametrize("healing", [True, False])
+def test_an_echo(server: RunningServer, healing: bool) -> None:
+    plain, echo = (complete(server, echo=echo, token_healing=healing)["choices"][0]["text"] for echo in (False, True))
+    assert echo == PROMPT + plain
+    body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 1.0, "seed": 7, "token_healing": healing, "echo": True}
+    chunks = server.events("/v1/completions", body)[:-1]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == echo
+
+
+def test_a_suffix(server: RunningServer) -> None:
+    tokenizer, mask = server.tokenizer, server.model.config.mask_token_id
+    assert mask is not None
+    canvas = [*tokenizer.encode("the cat"), *[mask] * 6, *tokenizer.encode(" the mat")]
+    [expected] = infill(server.model, [canvas], config(server, temperature=1.0), [7])
+    start = len(tokenizer.encode("the cat"))
+    answer = complete(server, prompt="the cat", suffix=" the mat", max_tokens=6)
+    assert answer["choices"][0]["text"] == tokenizer.decode(expected.token_ids[start : start + 6])
+    assert answer["usage"]["prompt_tokens"] == len(canvas) - 6
+    ids = complete(server, prompt=tokenizer.encode("the cat"), suffix=" the mat", max_tokens=6)
+    assert ids["choices"][0]["text"] == answer["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("healing", [True, False])
+def test_an_infill(server: RunningServer, healing: bool) -> None:
+    segments: list[str | int] = ["the ", 3, 2, " on the ", 4, "."]
+    body = {"segments": segments, "temperature": 1.0, "seed": 4, "token_healing": healing, "logprobs": 1}
+    status, _, whole = server.request("POST", "/v1/infill", body)
+    assert status == 200 and whole["object"] == "infill"
+    choice = whole["choices"][0]
+    first, second, third = choice["holes"]
+    assert choice["text"] == f"the {first}{second} on the {third}." and choice["finish_reason"] == "length"
+    assert len(choice["logprobs"]["content"]) == whole["usage"]["completion_tokens"] == 9
+    *chunks, _ = server.events("/v1/infill", body)
+    holes = ["", "", ""]
+    for chunk in chunks:
+        [part] = chunk["choices"]
+        holes[part["hole"]] += part["text"]
+    assert holes == choice["holes"] and chunks[-1]["choices"][0]["finish_reason"] == "length"
+    if not healing:
+        tokenizer, mask = server.tokenizer, server.model.config.required_mask_token_id
+        canvas = [
+            token
+            for segment in segments
+            for token in (tokenizer.encode(segment) if isinstance(segment, str) else [mask] * segment)
+        ]
+        [expected] = infill(server.model, [canvas], config(server, temperature=1.0), [4])
+        assert choice["num_forwards"] == expected.num_forwards
+        assert tokenizer.decode(expected.token_ids) == choice["text"]
+
+
+def test_a_stream_of_the_canvas(server: RunningServer) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 10, "seed": 1, "diffusing": True, "temperature": 1.0}
+    *chunks, done = server.events("/v1/completions", body)
+    canvases = [chunk["choices"][0]["canvas"] for chunk in chunks]
+    assert done == "[DONE]" and all(len(canvas) >= 10 for canvas in canvases)
+    for before, after in pairwise(canvases):
+        kept = [(old, new) for old, new in zip(before, after, strict=False) if old is not None]
+        assert all(old == new for old, new in kept)
+    assert None not in canvases[-1] and len(canvases[-1]) == 10
+    assert any(None in canvas for canvas in canvases)
+
+
+def test_a_mask_token_in_a_text_is_text(server: RunningServer) -> None:
+    mask = server.tokenizer.mask_token
+    assert mask is not None
+    answer = complete(server, prompt=f"the {mask} cat", max_tokens=4, return_token_ids=True)["choices"][0]
+    assert server.model.config.mask_token_id not in answer["prompt_token_ids"]
+    assert len(answer["token_ids"]) == 4
+    ids = [*server.tokenizer.encode("the"), server.model.config.mask_token_id]
+    assert len(complete(server, prompt=ids, max_tokens=4, return_token_ids=True)["choices"][0]["token_ids"]) == 4
+    status, _, chat = server.request(
+        "POST",
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": f"{mask}<|im_end|>"}], "max_tokens": 2},
+    )
+    assert status == 200, chat
+
+
+def test_length_of_an_answer_that_names_none(server: RunningServer) -> None:
+    context = server.model.config.max_position_embeddings
+    answer = complete(server, prompt=[1] * (context - 3), max_tokens=None)
+    assert answer["usage"]["completion_tokens"] == 3
+    status, _, refused = server.request("POST", "/v1/completions", {"prompt": [1] * context})
+    assert (status, refused["error"]["code"]) == (400, "context_length_exceeded")

@@ -1,0 +1,284 @@
+"""Limits, keys, disconnects, a full queue, a dead engine, the end."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from diffusionlm.models.transformer import Transformer
+from tests.conftest import MakeModel
+from tests.unit.serving.http.conftest import NAME, RunningServer, StartServer
+
+KEY, OTHER_KEY = "a-key-of-the-tests-1", "a-key-of-the-tests-2"
+BODY = {"prompt": "the cat", "max_tokens": 4}
+
+
+class ModelGate:
+    """Holds a model at its next forwards until it is opened."""
+
+    def __init__(self, model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.entered, self._open = threading.Semaphore(0), threading.Event()
+        forward = model.forward
+
+        def wait(*args: Any, **kwargs: Any) -> Any:
+            self.entered.release()
+            assert self._open.wait(30)
+            return forward(*args, **kwargs)
+
+        monkeypatch.setattr(model, "forward", wait)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+@pytest.fixture
+def gate(served_model: Transformer, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelGate]:
+    gate = ModelGate(served_model, monkeypatch)
+    yield gate
+    gate.open()
+
+
+@pytest.fixture(scope="module")
+def small(start_server: StartServer) -> RunningServer:
+    """A server with keys and small limits."""
+    return start_server(
+        keys=(KEY, OTHER_KEY),
+        max_body=2000,
+        max_header=2000,
+        header_timeout_seconds=0.2,
+        body_timeout_seconds=0.2,
+        max_requests=1,
+        max_waiting=1,
+    )
+
+
+def send_raw(server: RunningServer, data: bytes, *, more: bytes = b"", pause: float = 0.0) -> tuple[int, Any]:
+    """Send bytes, then one of ``more`` at a time; returns status and JSON of the response."""
+    with server.connect() as connection:
+        connection.sendall(data)
+        try:
+            for byte in more:
+                time.sleep(pause)
+                connection.sendall(bytes([byte]))
+        except OSError:
+            pass
+        text = b""
+        while chunk := connection.recv(1 << 16):
+            text += chunk
+    head, _, body = text.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)
+
+
+def head(path: str = "/v1/completions", *lines: str, method: str = "POST") -> bytes:
+    headers = [f"Authorization: Bearer {KEY}", "Content-Type: application/json", "Connection: close", *lines]
+    return (
+        f"{method} {path} HTTP/1.1\r\nHost: x\r\n{chr(13) + chr(10)}".encode().removesuffix(b"\r\n")
+        + "".join(f"{line}\r\n" for line in headers).encode()
+        + b"\r\n"
+    )
+
+
+def test_keys(small: RunningServer) -> None:
+    for path in ("/v1/models", "/metrics", "/nothing", "/"):
+        status, headers, body = small.request("GET", path)
+        assert (status, body["error"]["code"]) == (401, "invalid_api_key") and "www-authenticate" in headers
+    for value in (KEY, f"Basic {KEY}", f"Bearer {KEY}x", "Bearer ", f"Bearer {KEY[:-1]}", "Bearer \xff"):
+        assert small.request("GET", "/v1/models", headers={"Authorization": value})[0] == 401
+    assert small.request("GET", "/health")[0] == 200
+    for key in (KEY, OTHER_KEY):
+        assert [model.id for model in openai.OpenAI(base_url=small.url, api_key=key).models.list()] == [NAME]
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=small.url, api_key="wrong").models.list()
+
+
+def test_keys_do_not_share_cached_texts(small: RunningServer) -> None:
+    prompt = [token % 250 for token in range(40)]
+
+    def num_cached(key: str) -> int:
+        client = openai.OpenAI(base_url=small.url, api_key=key)
+        usage = client.completions.create(model=NAME, prompt=prompt, max_tokens=2).usage
+        assert usage is not None and usage.prompt_tokens_details is not None
+        return usage.prompt_tokens_details.cached_tokens or 0
+
+    assert [num_cached(key) for key in (KEY, KEY, OTHER_KEY, OTHER_KEY)] == [0, 32, 0, 32]
+
+
+@pytest.mark.parametrize(
+    ("data", "more", "status"),
+    [
+        (b"nonsense\r\n\r\n", b"", 400),
+        (b"GET / HTTP/1.1\r\nHost: x\r\nx: " + b"y" * 3000, b"", 400),
+        (b"GET /health HT", b"", 408),
+        (b"GET /health HT", b"TP/1.1\r\n" * 9, 408),
+        (head("/v1/completions", "Content-Length: 20") + b"{", b"", 408),
+        (head("/v1/completions", "Content-Length: 20") + b"{", b'"prompt": "a" ', 408),
+        (head("/v1/completions", "Content-Length: 1000000000"), b"", 413),
+        (head("/v1/completions", "Transfer-Encoding: chunked") + b"BB8\r\n" + b" " * 3000 + b"\r\n0\r\n\r\n", b"", 413),
+        (head("/v1/completions", "Content-Length: 9" + "9" * 30), b"", 400),
+        (head("/v1/completions"), b"", 400),
+        (head("/v1/completions", "Transfer-Encoding: chunked") + b"2\r\n{}\r\n0\r\n\r\n", b"", 400),
+        (head("/v1/completions", "Content-Length: 1000000000", "Expect: 100-continue"), b"", 413),
+    ],
+)
+def test_bodies_and_headers(small: RunningServer, data: bytes, more: bytes, status: int) -> None:
+    answer, body = send_raw(small, data, more=more, pause=0.03)
+    assert answer == status and body["error"].keys() == {"message", "type", "param", "code"}
+    small.wait_until_idle()
+
+
+def test_content_types(server: RunningServer) -> None:
+    for value in ("text/plain", "", "application/x-www-form-urlencoded"):
+        status, _, body = server.request("POST", "/v1/completions", BODY, {"Content-Type": value})
+        assert (status, body["error"]["code"]) == (415, "unsupported_media_type")
+    assert (
+        server.request("POST", "/v1/completions", BODY, {"Content-Type": "application/json; charset=utf-8"})[0] == 200
+    )
+
+
+def test_names_of_other_hosts(server: RunningServer) -> None:
+    for host, expected in (("evil.example", 403), ("localhost:1", 200), ("127.0.0.1", 200), ("[::1]:80", 200)):
+        assert server.request("GET", "/health", headers={"Host": host})[0] == expected, host
+
+
+def test_a_full_queue(small: RunningServer, gate: ModelGate) -> None:
+    client = openai.OpenAI(base_url=small.url, api_key=KEY, max_retries=0)
+    streams = [client.completions.create(model=NAME, **BODY, stream=True) for _ in range(2)]  # type: ignore[call-overload]
+    assert gate.entered.acquire(timeout=30)
+    with pytest.raises(openai.RateLimitError) as caught:
+        client.completions.create(model=NAME, prompt="the cat", max_tokens=4)
+    assert caught.value.code == "queue_full" and caught.value.response.headers["retry-after"] == "1"
+    with pytest.raises(openai.RateLimitError):
+        client.completions.create(model=NAME, prompt=["the cat"] * 3, max_tokens=4)
+    threading.Timer(0.3, gate.open).start()
+    patient = openai.OpenAI(base_url=small.url, api_key=KEY, max_retries=5)
+    assert patient.completions.create(model=NAME, prompt="the cat", max_tokens=4).usage
+    assert all(len(list(stream)) > 0 for stream in streams)
+    small.wait_until_idle()
+    text = small.request("GET", "/metrics", headers={"Authorization": f"Bearer {KEY}"})[2]
+    assert "vllm:admission_rejections_total" in text
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_clients_that_leave(server: RunningServer, gate: ModelGate, stream: bool) -> None:
+    """While they wait, and while they are decoded: their requests end with the forward that is being computed."""
+    connections = []
+    for _ in range(3):
+        connection = http.client.HTTPConnection("127.0.0.1", server.port)
+        body = json.dumps({"prompt": "the cat", "max_tokens": 200, "stream": stream, "n": 2})
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        connections.append(connection)
+    assert gate.entered.acquire(timeout=30)
+    while server.service.num_active < 3:
+        time.sleep(0.001)
+    for connection in connections:
+        connection.close()
+    while server.service.num_active:
+        time.sleep(0.001)
+    before = server.engine.status.counts.num_rounds
+    gate.open()
+    server.wait_until_idle()
+    assert server.engine.status.counts.num_rounds <= before + 2
+
+
+@pytest.mark.parametrize("count", [12, pytest.param(100, marks=pytest.mark.slow)])
+def test_clients_that_leave_at_any_time(server: RunningServer, count: int) -> None:
+    rng = random.Random(count)
+    for number in range(count):
+        with server.connect() as connection:
+            fields = {"prompt": "the cat " * rng.randrange(9), "max_tokens": 60, "n": rng.randrange(1, 4)}
+            body = json.dumps({**fields, "stream": number % 2 == 0, "diffusing": number % 4 == 0}).encode()
+            request = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            data = f"{request}Content-Length: {len(body)}\r\n\r\n".encode() + body
+            connection.sendall(data[: rng.choice([len(data), len(data), rng.randrange(len(data))])])
+            time.sleep(rng.random() * 0.04)
+            if rng.random() < 0.5:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
+    server.wait_until_idle()
+    assert server.request("POST", "/v1/completions", BODY)[0] == 200
+
+
+@pytest.mark.slow
+def test_a_slow_reader_costs_the_engine_nothing(start_server: StartServer) -> None:
+    """It is given up when its time is over; the engine has long been done."""
+    server = start_server(write_timeout_seconds=0.3, default_max_tokens=250)
+    with server.connect() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        body = json.dumps(
+            {"prompt": ["the"] * 8, "n": 4, "stream": True, "diffusing": True, "denoising_steps": 4}
+        ).encode()
+        request = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{request}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        while server.service.num_active == 0:
+            time.sleep(0.001)
+        server.wait_until_idle()
+
+
+def test_too_many_connections(start_server: StartServer) -> None:
+    server = start_server(max_connections=2)
+    with server.connect(), server.connect():
+        time.sleep(0.05)
+        assert send_raw(server, b"")[0] == 503
+    time.sleep(0.05)
+    assert server.request("GET", "/health")[0] == 200
+
+
+def test_an_error_of_the_engine(start_server: StartServer, tiny_model: MakeModel, served_model: Transformer) -> None:
+    """Streams end with an event, other requests with 503, and so does /health from then on."""
+    model = tiny_model(**served_model.config.model_dump(include={"vocab_size", "mask_token_id", "block_length"}))
+    server = start_server(model)
+    forward, calls = model.forward, []
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) > 3:
+            raise RuntimeError("out of memory")
+        return forward(*args, **kwargs)
+
+    model.forward = fail  # type: ignore[method-assign]
+    events = server.events("/v1/completions", {"prompt": "the cat", "max_tokens": 40})
+    assert events[-1]["error"]["code"] == "engine_stopped" and "[DONE]" not in events
+    for method, path in (("GET", "/health"), ("POST", "/v1/completions")):
+        status, _, body = server.request(method, path, BODY if method == "POST" else None)
+        assert (status, body["error"]["code"]) == (503, "engine_stopped")
+
+
+@pytest.mark.parametrize("seconds", [20.0, 0.1])
+def test_the_end(start_server: StartServer, gate: ModelGate, seconds: float) -> None:
+    """Requests that were accepted are answered, or end with an error when the time is over; new ones are refused."""
+    server = start_server(drain_timeout_seconds=seconds)
+    results: dict[bool, Any] = {}
+
+    def ask(stream: bool) -> None:
+        results[stream] = server.request("POST", "/v1/completions", {**BODY, "stream": stream})
+
+    threads = [threading.Thread(target=ask, args=(stream,)) for stream in (True, False)]
+    for thread in threads:
+        thread.start()
+    while server.engine.status.num_running + server.engine.status.num_waiting < 2:
+        time.sleep(0.001)
+    server.server.stop()
+    while not server.service.is_draining:
+        time.sleep(0.001)
+    for method, path in (("GET", "/health"), ("POST", "/v1/completions")):
+        status, _, body = server.request(method, path, BODY if method == "POST" else None)
+        assert (status, body["error"]["code"]) == (503, "draining")
+    time.sleep(0.2 if seconds < 1 else 0)
+    gate.open()
+    for thread in [*threads, server.thread]:
+        thread.join(30)
+    if seconds > 1:
+        assert results[False][0] == 200 and results[True][2].endswith("data: [DONE]\n\n")
+    else:
+        assert results[False][0] == 503 and '"code":"engine_stopped"' in results[True][2]
+        assert "[DONE]" not in results[True][2]
+    with pytest.raises(OSError):
+        server.connect()

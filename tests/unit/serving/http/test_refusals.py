@@ -1,0 +1,214 @@
+"""What is not a request, or not one that this server serves, is refused in OpenAI's form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from config.generation import GenerationConfig
+from config.serving.server import ServeSection
+from diffusionlm.models.transformer import Transformer
+from diffusionlm.serving.http.bodies import NEUTRAL_VALUES, ChatBody, CompletionBody, InfillBody, parse_body
+from diffusionlm.serving.http.errors import ApiError
+from diffusionlm.serving.http.json_text import parse_object
+from diffusionlm.serving.http.preparation import RequestPreparer
+from tests.unit.serving.http.conftest import NAME, RunningServer
+from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer
+
+ENDPOINTS: dict[str, tuple[Any, Callable[..., Any], dict[str, Any]]] = {
+    "/v1/completions": (CompletionBody, RequestPreparer.prepare_completion, {"prompt": "the cat", "max_tokens": 2}),
+    "/v1/chat/completions": (
+        ChatBody,
+        RequestPreparer.prepare_chat,
+        {"messages": [{"role": "user", "content": "the cat"}], "max_tokens": 2},
+    ),
+    "/v1/infill": (InfillBody, RequestPreparer.prepare_infill, {"segments": ["the", 2]}),
+}
+VALUES: list[Any] = [
+    *(
+        None,
+        True,
+        False,
+        -1,
+        0,
+        1,
+        3,
+        2**31,
+        2**70,
+        -0.5,
+        0.5,
+        1e-300,
+        1e308,
+        "",
+        "x",
+        "the cat",
+        "x" * 5000,
+        "\ud800",
+        "\x00",
+    ),
+    *(
+        [],
+        {},
+        [[]],
+        [None],
+        [1, "a"],
+        [{}],
+        {"a": 1},
+        {"": None},
+        [[1], "a"],
+        [2**40],
+        ["a"] * 100,
+        [1] * 2000,
+        [[[1]]],
+    ),
+    *({"type": "text"}, {"include_usage": 1}, {"7": 5}, {"7": 101}, {"999999": 1}, [{"role": "user"}]),
+    *([{"role": "tool", "content": "x"}], [{"role": "user", "content": [{"type": "image_url"}]}]),
+]
+FIELDS = sorted(
+    {*CompletionBody.model_fields, *ChatBody.model_fields, *InfillBody.model_fields, *GenerationConfig.model_fields}
+    | {*NEUTRAL_VALUES, "unknown", "max_new_token", "x" * 300}
+)
+
+
+@pytest.fixture(scope="module")
+def preparer(served_model: Transformer, words: Tokenizer) -> RequestPreparer:
+    return RequestPreparer(
+        served_model.config, words, CHAT_TEMPLATES["chatml"], GenerationConfig(), ServeSection(), [NAME]
+    )
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_any_value_of_any_field(preparer: RequestPreparer, path: str) -> None:
+    """It is prepared, or refused with the name of the field."""
+    kind, prepare, valid = ENDPOINTS[path]
+    errors = {}
+    for field in FIELDS:
+        for number, value in enumerate(VALUES):
+            try:
+                call = prepare(preparer, parse_body({**valid, field: value}, kind), "")
+            except ApiError as error:
+                errors[field, number] = error
+            else:
+                assert call.submissions, (field, value)
+    for case, refusal in errors.items():
+        assert refusal.status in (400, 404) and refusal.param is not None, (case, refusal)
+        assert len(json.dumps(refusal.body)) < 8000
+    assert len(errors) > 1000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("path", "stride"), [("/v1/completions", 1), ("/v1/chat/completions", 5), ("/v1/infill", 5)])
+def test_any_value_of_any_field_over_a_socket(server: RunningServer, path: str, stride: int) -> None:
+    valid = ENDPOINTS[path][2]
+    for number, field in enumerate(FIELDS):
+        for value in VALUES[number % stride :: stride]:
+            status, _, body = server.request("POST", path, {**valid, field: value})
+            assert status in (200, 400, 404), (field, value, body)
+            if status != 200:
+                assert {"message", "type", "param", "code"} == body["error"].keys()
+    server.wait_until_idle()
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/completions", {"prompt": None}, "prompt"),
+        ("/v1/completions", {"prompt": []}, "prompt"),
+        ("/v1/completions", {"prompt": ["a"] * 65}, "prompt"),
+        ("/v1/completions", {"prompt": [999]}, "prompt"),
+        ("/v1/completions", {"prompt": [[1], [2**70]]}, "prompt"),
+        ("/v1/completions", {"stop_token_ids": [2**70]}, "stop_token_ids"),
+        ("/v1/completions", {"prompt": "a " * 200_000}, "prompt"),
+        ("/v1/completions", {"n": 17}, "n"),
+        ("/v1/completions", {"best_of": 2}, "best_of"),
+        ("/v1/completions", {"logprobs": 6}, "logprobs"),
+        ("/v1/completions", {"echo": True, "logprobs": 1}, "logprobs"),
+        ("/v1/completions", {"temperature": -1}, "temperature"),
+        ("/v1/completions", {"denoising_steps": 5000}, "denoising_steps"),
+        ("/v1/completions", {"confidence_threshold": 0.5}, "confidence_threshold"),
+        ("/v1/completions", {"remasking_strategy": "none"}, "remasking_strategy"),
+        ("/v1/completions", {"attention_bias": "/etc/passwd"}, "attention_bias"),
+        ("/v1/completions", {"max_new_tokens": 3}, "max_tokens"),
+        ("/v1/completions", {"total_length": 30}, "max_tokens"),
+        ("/v1/completions", {"suffix": "x", "max_tokens": None}, "max_tokens"),
+        ("/v1/completions", {"presence_penalty": 0.5}, "presence_penalty"),
+        ("/v1/completions", {"stop": [""]}, "stop"),
+        ("/v1/completions", {"stop": ["a"] * 17}, "stop"),
+        ("/v1/completions", {"stream_options": {"include_usage": True}}, "stream_options"),
+        ("/v1/completions", {"logit_bias": {"a": 1}}, "logit_bias"),
+        ("/v1/completions", {"seed": -1}, "seed"),
+        ("/v1/completions", {"diffusing": True}, "diffusing"),
+        ("/v1/chat/completions", {"messages": []}, "messages"),
+        ("/v1/chat/completions", {"top_logprobs": 3}, "top_logprobs"),
+        ("/v1/chat/completions", {"tools": [{"type": "function"}]}, "tools"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]},
+         "messages[0].tool_calls"),
+        ("/v1/chat/completions", {"messages": [{"role": "judge", "content": "a"}]}, "messages[0].role"),
+        ("/v1/chat/completions", {"max_completion_tokens": 3}, "max_completion_tokens"),
+        ("/v1/infill", {"segments": ["a"]}, "segments"),
+        ("/v1/infill", {"segments": ["a", 0]}, "segments"),
+        ("/v1/infill", {"segments": ["a", 2**60]}, "segments"),
+        ("/v1/infill", {"stop": "a"}, "stop"),
+        ("/v1/infill", {"max_new_tokens": 3}, "max_new_tokens"),
+    ],
+)  # fmt: skip
+def test_refused_fields(preparer: RequestPreparer, path: str, fields: dict[str, Any], param: str) -> None:
+    kind, prepare, valid = ENDPOINTS[path]
+    with pytest.raises(ApiError) as caught:
+        prepare(preparer, parse_body({**valid, **fields}, kind), "")
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+@pytest.mark.parametrize("field", sorted(NEUTRAL_VALUES))
+def test_values_that_ask_for_nothing(preparer: RequestPreparer, field: str) -> None:
+    for value in NEUTRAL_VALUES[field]:
+        parse_body({**ENDPOINTS["/v1/completions"][2], field: value}, CompletionBody)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"", "not valid JSON"),
+        (b"{", "not valid JSON"),
+        (b"[]", "must be a JSON object"),
+        (b"\xff\xfe", "not valid JSON"),
+        (b'{"n": NaN}', "not a JSON number"),
+        (b'{"n": 1, "n": 2}', "given twice"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a": ' * 100_000, "nested too deeply"),
+        (b'{"n": ' + b"9" * 5000 + b"}", "not valid JSON"),
+    ],
+)
+def test_bodies_that_are_no_objects(text: bytes, message: str) -> None:
+    with pytest.raises(ApiError, match=message) as caught:
+        parse_object(text)
+    assert caught.value.status == 400
+
+
+def test_what_the_engine_refuses(server: RunningServer) -> None:
+    status, _, body = server.request("POST", "/v1/completions", {"prompt": [1] * 250, "max_tokens": 50})
+    assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+    status, _, body = server.request("POST", "/v1/completions", {"prompt": "a", "model": "other"})
+    assert (status, body["error"]["param"]) == (404, "model")
+    server.wait_until_idle()
+
+
+@pytest.mark.parametrize("template", [None, "{{ raise_exception('no') }}", "{% for %}"])
+def test_a_template_that_fails_ends_its_request_alone(
+    served_model: Transformer, words: Tokenizer, template: str | None
+) -> None:
+    preparer = RequestPreparer(
+        served_model.config,
+        words,
+        None if template is None else ChatTemplate(template),
+        GenerationConfig(),
+        ServeSection(),
+        [NAME],
+    )
+    kind, prepare, valid = ENDPOINTS["/v1/chat/completions"]
+    with pytest.raises(ApiError) as caught:
+        prepare(preparer, parse_body(valid, kind), "")
+    assert (caught.value.status, caught.value.param) == (400, "messages")
