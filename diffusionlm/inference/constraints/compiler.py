@@ -1,7 +1,8 @@
-"""Constraints on the text of answers: choices and regular expressions, compiled for a tokenizer."""
+"""Constraints on the text of answers: choices, regular expressions and JSON schemas, compiled for a tokenizer."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -9,6 +10,7 @@ from functools import lru_cache
 import numpy as np
 
 from diffusionlm.inference.constraints.byte_automaton import ByteAutomaton, compile_choices, compile_expression
+from diffusionlm.inference.constraints.json_schema import Schema, compile_json_schema
 from diffusionlm.inference.constraints.regex_parser import parse_regex
 from diffusionlm.inference.constraints.spans import ConstrainedSpan
 from diffusionlm.inference.constraints.token_automaton import TokenAutomaton
@@ -52,6 +54,7 @@ class ConstraintCompiler:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._trie = TokenTrie.from_tokenizer(tokenizer)
         self._compile_regex = lru_cache(MAX_CACHED_CONSTRAINTS)(self._compile_new_regex)
+        self._compile_schema = lru_cache(MAX_CACHED_CONSTRAINTS)(self._compile_new_schema)
         self._compile_choices = lru_cache(MAX_CACHED_CONSTRAINTS)(self._compile_new_choices)
 
     def compile_regex(self, pattern: str) -> TokenConstraint:
@@ -69,6 +72,21 @@ class ConstraintCompiler:
             ValueError: there is none, or they are too many.
         """
         return self._compile_choices(tuple(choices))
+
+    def compile_json_schema(self, schema: Schema | bool) -> TokenConstraint:
+        """JSON values of a schema, on one line (`json_schema` has what is supported).
+
+        Raises:
+            ValueError: a part of the schema is wrong or not supported, or the automaton is too large.
+        """
+        return self._compile_schema(json.dumps(schema))
+
+    def compile_json_object(self) -> TokenConstraint:
+        """Any JSON object, on one line, of limited depth."""
+        return self._compile_schema('{"type": "object"}')
+
+    def _compile_new_schema(self, schema: str) -> TokenConstraint:
+        return TokenConstraint(compile_expression(compile_json_schema(json.loads(schema))), self._trie)
 
     def _compile_new_regex(self, pattern: str) -> TokenConstraint:
         return TokenConstraint(compile_expression(parse_regex(pattern).expression), self._trie)

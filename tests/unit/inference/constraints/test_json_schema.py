@@ -1,0 +1,213 @@
+"""Texts of JSON schemas: what the automaton writes is read by `json` and valid, and what is valid is accepted."""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import date, datetime
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diffusionlm.inference.constraints.byte_automaton import DEAD, ByteAutomaton, compile_expression
+from diffusionlm.inference.constraints.json_schema import MAX_FREE_DEPTH, compile_json_schema
+
+PERSON = {
+    "$defs": {"tag": {"type": "string", "pattern": '^[a-z"\\\\]+$'}},
+    "title": "Person",
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 3},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        'nick "é"': {"type": ["string", "null"]},
+        "tags": {"type": "array", "items": {"$ref": "#/$defs/tag"}, "minItems": 1, "maxItems": 3},
+        "role": {"enum": ["admin", "user", 3, None, [1, {"a": 2}]]},
+    },
+    "required": ["age", "tags"],
+}
+SCHEMAS: list[Any] = [
+    PERSON,
+    {"anyOf": [{"const": "x\n"}, {"type": "integer"}, {"properties": {}, "additionalProperties": False}]},
+    {"type": "array", "items": {"type": "number"}, "maxItems": 2},
+    {"type": "array", "items": {"type": "boolean"}, "minItems": 2},
+    {"type": "object", "additionalProperties": {"type": "integer", "minimum": 1}},
+    {"properties": {"a": {"type": "null"}, "b": {"type": "null"}}, "additionalProperties": False},
+    {"type": "string", "pattern": "b+"},
+    {"type": "string", "format": "date-time"},
+    {"type": "integer", "exclusiveMinimum": -3, "exclusiveMaximum": 3},
+    {"allOf": [{"type": "string", "maxLength": 2}]},
+    {"minItems": 1, "items": {"type": "integer"}},
+    True,
+]  # fmt: skip
+
+
+def compile_schema(schema: Any) -> ByteAutomaton:
+    return compile_expression(compile_json_schema(schema))
+
+
+def write_text(automaton: ByteAutomaton, rng: np.random.Generator) -> str:
+    """A random text: mostly the byte classes that lead out of loops."""
+    state, text = 0, bytearray()
+    members = [np.flatnonzero(automaton.byte_classes == number) for number in range(automaton.transitions_SC.shape[1])]
+    while len(text) < 400:
+        classes = np.flatnonzero(automaton.transitions_SC[state] != DEAD)
+        if automaton.is_accepting_S[state] and (not len(classes) or rng.random() < 0.3):
+            break
+        leaving = [number for number in classes if automaton.transitions_SC[state, number] != state]
+        number = rng.choice(leaving if leaving and rng.random() < 0.6 else classes)
+        text.append(int(rng.choice(members[number])))
+        state = int(automaton.transitions_SC[state, number])
+    return text.decode() if automaton.is_accepting_S[state] else ""
+
+
+def is_valid(value: Any, schema: Any, root: Any) -> bool:
+    """An independent check of what the tests use."""
+    if schema is True:
+        return True
+    if "$ref" in schema:
+        return is_valid(value, root["$defs"][schema["$ref"].rpartition("/")[2]], root)
+    if "anyOf" in schema or "allOf" in schema:
+        results = [is_valid(value, part, root) for part in schema.get("anyOf", schema.get("allOf"))]
+        return any(results) if "anyOf" in schema else all(results)
+    if "enum" in schema or "const" in schema:
+        return value in schema.get("enum", [schema.get("const")])
+    names = schema.get("type", "array" if "items" in schema else "object")
+    kinds = {
+        "object": isinstance(value, dict), "array": isinstance(value, list), "string": isinstance(value, str),
+        "integer": type(value) is int, "number": type(value) in (int, float), "boolean": type(value) is bool,
+        "null": value is None,
+    }  # fmt: skip
+    if not any(kinds[name] for name in ([names] if isinstance(names, str) else names)):
+        return False
+    if isinstance(value, dict):
+        known = schema.get("properties", {})
+        other = schema.get("additionalProperties", True)
+        return all(name in value for name in schema.get("required", [])) and all(
+            is_valid(item, known.get(name, other), root) if known.get(name, other) is not False else False
+            for name, item in value.items()
+        )
+    if isinstance(value, list):
+        in_bounds = schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value))
+        return in_bounds and all(is_valid(item, schema.get("items", True), root) for item in value)
+    if isinstance(value, str):
+        if schema.get("format") == "date-time":
+            return datetime.fromisoformat(value) is not None
+        in_bounds = schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", len(value))
+        return in_bounds and re.search(schema.get("pattern", ""), value) is not None
+    if type(value) is int:
+        low, high = schema.get("minimum", value), schema.get("maximum", value)
+        return low <= value <= high and schema.get("exclusiveMinimum", value - 1) < value < schema.get("exclusiveMaximum", value + 1)  # fmt: skip  # noqa: E501
+    return True
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=range(len(SCHEMAS)))
+def test_texts_are_valid(schema: Any) -> None:
+    automaton, rng = compile_schema(schema), np.random.default_rng(0)
+    texts = {write_text(automaton, rng) for _ in range(40)} - {""}
+    assert texts
+    for text in texts:
+        value = json.loads(text, parse_constant=lambda name: pytest.fail(name))
+        assert is_valid(value, schema, schema), text
+        json.dumps(value, allow_nan=False)
+        text.encode()
+
+
+VALUES: list[Any] = [
+    {"age": 7, "tags": ["a\"b\\"]}, {"name": "éé", "age": 0, "tags": ["x", "y"], "role": None}, {"age": 7},
+    {"age": 100, "tags": ["a"]}, {"age": 1, "tags": ["A"]}, {"age": 1, "tags": ["a"], "role": [1, {"a": 2}]},
+    {"name": "", "age": 1, "tags": ["a"]}, {"name": "abcd", "age": 1, "tags": ["a"]},
+    {"age": 1, "nick \"é\"": None, "tags": ["a"]}, {}, {"a": 1, "b": 0}, {"a": 1}, {"a": None}, {"b": None},
+    {"a": None, "b": None}, "x\n", "x", 12, -4, 0, -2, 2, 3, 1.5, 1e-7, -0.25, [], [1], [1, 2.5], [1, 2, 3],
+    [True, False], [True, False, True], "abbc", "é\u2028\t\"", "2024-02-28T10:00:00Z", "2024-12-31T23:59:59.5+01:00",
+    None, True, [[1], {"x": [{"y": "z"}]}], "\x7f\u0001",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=range(len(SCHEMAS)))
+def test_accepts_what_is_valid(schema: Any) -> None:
+    """Both of `json.dumps`'s styles, with and without escapes."""
+    automaton = compile_schema(schema)
+    for value in VALUES:
+        if schema == SCHEMAS[7] and isinstance(value, str) and not value.startswith("2024"):
+            continue
+        is_expected = is_valid(value, schema, schema)
+        for ensure_ascii in (False, True):
+            if schema is PERSON and ensure_ascii:
+                continue  # names of properties and enumerated texts are written as they are
+            text = json.dumps(value, ensure_ascii=ensure_ascii)
+            if '"pattern"' not in json.dumps(schema) or not ensure_ascii:
+                assert automaton.accepts(text.encode()) == is_expected, text
+        compact = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        if is_expected and not (isinstance(value, dict) and "role" in value):
+            assert automaton.accepts(compact.encode()), compact
+
+
+def test_objects_of_any_kind_have_a_limited_depth() -> None:
+    automaton = compile_schema({"type": "object"})
+    assert automaton.accepts(b'{"a": {"b": [{"c": "\\u00e9\\n"}, [], 1e5, null]}}')
+    nested = '{"a": ' * MAX_FREE_DEPTH + "1" + "}" * MAX_FREE_DEPTH
+    assert automaton.accepts(nested.encode())
+    assert not automaton.accepts(f'{{"b": {nested}}}'.encode())
+    wrong = ["[{}]", '{"a": 01}', '{"a": "\\ud800"}', '{"a": 1e999}', '{"a" 1}', '{"a": 1,}', "{a: 1}", '{"a": "\n"}']
+    for text in wrong:
+        assert not automaton.accepts(text.encode()), text
+
+
+def test_every_day_of_a_year_but_the_leap_day() -> None:
+    automaton = compile_schema({"type": "string", "format": "date"})
+    days = {date.fromordinal(date(2023, 1, 1).toordinal() + day).isoformat() for day in range(365)}
+    for month in range(14):
+        for day in range(33):
+            text = f"2023-{month:02}-{day:02}"
+            assert automaton.accepts(f'"{text}"'.encode()) == (text in days)
+    assert not automaton.accepts(b'"0000-01-01"')
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"oneOf": [True]}, "the schema: oneOf is not supported here: use anyOf"),
+        ({"type": "array", "items": {"type": "string", "uniqueItems": True}}, "the schema.items: uniqueItems is not"),
+        ({"type": "number", "minimum": 0}, "minimum is not supported here"),
+        ({"type": "integer", "maximum": 5}, "these bounds of an integer are not supported"),
+        ({"type": "integer", "minimum": 5, "maximum": 4}, "no integer is within the bounds"),
+        ({"type": "integer", "minimum": 0.5}, "minimum is 0.5: expected a whole number"),
+        ({"type": "text"}, 'type is ..text..: expected object'),
+        ({"type": "object", "properties": 3}, "properties is 3: expected an object"),
+        ({"type": "object", "required": "a"}, "required is .a.: expected a list"),
+        ({"type": "object", "required": ["a"]}, 'the schema: required "a" is not among the properties'),
+        ({"$ref": "#/$defs/a"}, "does not exist in the schema"),
+        ({"$ref": "http://x"}, "only #/... within the schema"),
+        ({"$defs": {"a": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}, "recursion"),
+        ({"allOf": [True, True]}, "allOf has 2 schemas"),
+        ({"anyOf": []}, "anyOf is ..: expected a list with at least one entry"),
+        ({"enum": [1], "type": "string"}, 'enum has 1, which is not of type "string"'),
+        ({"type": "string", "pattern": "(?=a)"}, "the schema: pattern: the regular expression has an error"),
+        ({"type": "string", "pattern": "a", "minLength": 2}, "pattern, format and lengths together"),
+        ({"type": "string", "format": "email"}, 'format "email" is not supported'),
+        ({"type": "string", "minLength": -1}, "minLength is -1"),
+        ({"type": "string", "minLength": 3, "maxLength": 2}, "maxLength = 2 is below minLength = 3"),
+        ({"type": "array", "items": 5}, "the schema.items: is 5: expected an object, true or false"),
+        ({"properties": {"a": False}}, "the schema.properties.a: is false, which no value fits"),
+        ({"const": float("nan")}, "nan is no JSON number"),
+        pytest.param({"type": "string", "maxLength": 60000}, "too large", marks=pytest.mark.slow),
+        ({"const": "\ud800"}, "half of a surrogate pair"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_part(schema: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        compile_schema(schema)
+
+
+def test_hostile_schemas_end_in_an_error() -> None:
+    deep: Any = {"type": "null"}
+    for _ in range(200):
+        deep = {"type": "array", "items": deep}
+    with pytest.raises(ValueError, match="too large"):
+        compile_schema(deep)
+    wide: dict[str, Any] = {"a0": {"type": "null"}}
+    for level in range(1, 20):
+        wide[f"a{level}"] = {"anyOf": [{"$ref": f"#/$defs/a{level - 1}"}] * 5}
+    with pytest.raises(ValueError, match="too large"):
+        compile_schema({"$defs": wide, "$ref": "#/$defs/a19"})
