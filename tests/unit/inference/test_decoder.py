@@ -13,38 +13,10 @@ import torch
 from config.generation import GenerationConfig
 from diffusionlm.inference.decoder import Decoder, DecoderLimits
 from diffusionlm.inference.generate import Generation, decode, to_generation
-from diffusionlm.inference.requests import ActiveRequest, PreparedRequest, prepare_infill, prepare_prompt
-from diffusionlm.inference.settings import DecodingSettings, resolve_settings
+from diffusionlm.inference.requests import ActiveRequest, prepare_infill, prepare_prompt
+from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.transformer import Transformer
-
-MASK = 22
-Job = tuple[PreparedRequest, DecodingSettings]
-
-BLOCKS: list[dict[str, Any]] = [
-    {"denoising_steps": 2},
-    {"remasking_strategy": "low_confidence_dynamic", "confidence_threshold": 0.5, "block_length": 8},
-    {"temperature": 0.8, "top_k": 5, "block_length": 2},
-    {"remasking_strategy": "p2", "temperature": 1.0},
-    {"remasking_strategy": "random", "denoising_steps": 3},
-    {"cfg_scale": 1.5, "block_length": 8},
-    {"cache": "none"},
-    {"block_length": 1, "stop_token_ids": (3, 5, 7)},
-]
-CANVASES: list[dict[str, Any]] = [
-    {"block_length": 4, "cache": "none"},
-    {"block_length": 4, "cache": "prefix", "denoising_steps": 2},
-    {"block_length": 4, "cache": "dual", "temperature": 0.7},
-    {"block_length": 6, "cache": "dual", "cfg_scale": 1.0},
-    {"cache": "none", "remasking_strategy": "p2", "temperature": 1.0, "steps": 9},
-    {"block_length": 4, "attention": "prompt_and_own_block", "cache": "none"},
-]
-LIMITS = {
-    "plenty": DecoderLimits(num_pages=200, page_size=8),
-    "small rounds": DecoderLimits(num_pages=200, page_size=8, max_rows=6, max_requests=3),
-    "few pages": DecoderLimits(num_pages=38, page_size=2),
-    "shared pages": DecoderLimits(num_pages=50, page_size=4, has_prefix_cache=True, max_requests=4),
-    "everything": DecoderLimits(num_pages=36, page_size=2, max_rows=5, max_requests=5, has_prefix_cache=True),
-}
+from tests.decoding_jobs import BLOCKS, CANVASES, LIMITS, MASK, Job, check_pages, make_jobs, run_all
 
 
 @pytest.fixture(scope="module")
@@ -59,46 +31,6 @@ def shifted_blocks(model: Transformer) -> Transformer:
     other = Transformer(model.config.model_copy(update={"block_length": 4, "logit_alignment": "shifted"}))
     other.load_state_dict(model.state_dict())
     return other.double().eval()
-
-
-def make_jobs(model: Transformer, options: list[dict[str, Any]], count: int, seed: int = 0) -> list[Job]:
-    """Prompts of 1 to 25 tokens, most of which begin alike, and canvases with holes."""
-    rng = np.random.default_rng(seed)
-    beginning = rng.integers(0, 20, 25).tolist()
-    settings = [resolve_settings(GenerationConfig(max_new_tokens=10, **values), model.config) for values in options]
-    jobs = []
-    for index in range(count):
-        own = settings[index % len(settings)]
-        length = int(rng.integers(1, 26))
-        tokens = beginning[:length] if index % 4 else rng.integers(0, 20, length).tolist()
-        if index % 5 == 4:
-            canvas = [MASK if rng.random() < 0.4 and position else token for position, token in enumerate(tokens)]
-            jobs.append((prepare_infill(own, canvas, seed=index), own))
-        else:
-            jobs.append((prepare_prompt(own, tokens, seed=index), own))
-    return jobs
-
-
-def check_pages(decoder: Decoder) -> None:
-    pool = decoder.pool
-    assert pool.num_free + pool.num_owned + pool.num_cached == decoder.limits.num_pages
-
-
-def run_all(decoder: Decoder, jobs: list[Job], arrivals: list[int]) -> list[Generation]:
-    """Decode jobs that arrive after so many rounds each."""
-    requests = [ActiveRequest(prepared, settings) for prepared, settings in jobs]
-    finished: list[ActiveRequest] = []
-    for rounds in range(3000):
-        for request, arrival in zip(requests, arrivals, strict=True):
-            if arrival == rounds:
-                decoder.add(request)
-        finished += decoder.run_round().finished
-        check_pages(decoder)
-        if len(finished) == len(requests):
-            break
-    assert sorted(map(id, finished)) == sorted(map(id, requests)), "each one ends once"
-    assert not decoder.has_work and decoder.pool.num_owned == 0
-    return [to_generation(request) for request in requests]
 
 
 def same(ours: Generation, expected: Generation) -> None:
