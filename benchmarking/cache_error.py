@@ -29,7 +29,7 @@ from diffusionlm.inference.decoder import PAGE_SIZE
 from diffusionlm.inference.generate import decode
 from diffusionlm.inference.model_runner import ModelRunner, ScheduledRequest, build_pattern, masked_position_logits
 from diffusionlm.inference.requests import ActiveRequest, prepare_prompt
-from diffusionlm.inference.sampling import BatchSampler
+from diffusionlm.inference.sampling import BatchSampler, LogitRows
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.layers import compute_dtype
@@ -91,7 +91,7 @@ def measure_errors(model: Transformer, prompts: Sequence[Sequence[int]], config:
         kl += float((exact_NV.exp() * (exact_NV - cached_NV).nan_to_num()).sum())
         same_top1 += int((cached_NV.argmax(dim=1) == exact_NV.argmax(dim=1)).sum())
         positions += len(cached_NV)
-        for request, predictions in zip(active, sampler.sample_predictions(logits_NV, active), strict=True):
+        for request, predictions in zip(active, sampler.sample_predictions(LogitRows(logits_NV, active)), strict=True):
             if isinstance(predictions, ValueError):
                 raise predictions
             request.commit(predictions)

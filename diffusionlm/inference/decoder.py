@@ -15,10 +15,11 @@ from dataclasses import dataclass
 import torch
 
 from diffusionlm.inference.constraints.sampler import constrain_predictions
+from diffusionlm.inference.fixed_shapes import FixedShapeRunner, prepare_for_tiles
 from diffusionlm.inference.model_runner import ModelRunner, ScheduledRequest
 from diffusionlm.inference.pages import PagePool, page_digests
 from diffusionlm.inference.requests import ActiveRequest
-from diffusionlm.inference.sampling import BatchSampler
+from diffusionlm.inference.sampling import BatchSampler, LogitRows
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.layers import compute_dtype
 from diffusionlm.models.row_adapters import ModelAdapter, add_row_adapters
@@ -78,21 +79,30 @@ class Decoder:
     """Decodes requests together. Not thread-safe."""
 
     def __init__(
-        self, model: Transformer, limits: DecoderLimits, adapters: Mapping[str, ModelAdapter] | None = None
+        self,
+        model: Transformer,
+        limits: DecoderLimits,
+        adapters: Mapping[str, ModelAdapter] | None = None,
+        *,
+        deterministic: bool = False,
     ) -> None:
         """Allocate the cache.
 
         Args:
             adapters: that requests may name (`PreparedRequest.adapter`).
+            deterministic: answers, log-probabilities included, are the same bits, whatever is decoded at the same time
+                and whatever the limits are. The caller sees to it that torch uses one thread.
 
         Raises:
-            ValueError: a limit is not positive, or an adapter is of another model.
+            ValueError: a limit is not positive, an adapter is of another model, or the model cannot be deterministic.
         """
         for key in ("page_size", "max_requests", "max_rows"):
             value = getattr(limits, key)
             if value is not None and value < 1:
                 raise ValueError(f"{key} = {value} must be at least 1")
         adapter_rows = None
+        if deterministic:
+            model = prepare_for_tiles(model)
         if adapters:
             model, adapter_rows = add_row_adapters(model, adapters)
         weight = model.lm_head.weight
@@ -104,8 +114,9 @@ class Decoder:
         self.limits = limits
         self.counts = DecoderCounts()
         self.pool = PagePool(limits.num_pages)
-        self._runner = ModelRunner(model, self.cache, adapter_rows)
-        self._sampler = BatchSampler(weight.device)
+        build_runner = FixedShapeRunner if deterministic else ModelRunner
+        self._runner = build_runner(model, self.cache, adapter_rows)
+        self._sampler = BatchSampler(weight.device, samples_alone=deterministic)
         self._waiting: list[ActiveRequest] = []
         self._active: list[ActiveRequest] = []
         """Both in order of arrival."""
@@ -164,9 +175,8 @@ class Decoder:
             return Round(False, (), tuple(finished))
         decoded = [item.request for item in scheduled if item.is_decoded]
         start = time.perf_counter()
-        logits_NV = self._runner(scheduled)
-        sampled = self._sampler.sample_predictions(logits_NV, decoded)
-        sampled = constrain_predictions(logits_NV, decoded, sampled)
+        logits = LogitRows(self._runner(scheduled), decoded)
+        sampled = constrain_predictions(logits, self._sampler.sample_predictions(logits))
         self.counts.model_seconds += time.perf_counter() - start
         self.counts.num_rounds += 1
         self.counts.num_rows += sum(item.num_rows for item in scheduled)

@@ -13,7 +13,6 @@ Shapes: L positions of a text, Q inputs of a forward, N output positions of all 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -96,6 +95,16 @@ class ScheduledRequest:
         return (self.part.end - self.part.start) * self.request.num_texts
 
 
+@dataclass(frozen=True)
+class InputText:
+    """A text in a forward."""
+
+    tokens_L: NDArray[np.int64]
+    sequence: SequenceSlice
+    adapter: str | None = None
+    """Name of its adapter."""
+
+
 class ModelRunner:
     """Runs the model on requests, which own pages of a cache."""
 
@@ -106,36 +115,33 @@ class ModelRunner:
         self._patterns = PerSettings(build_pattern)
 
     def __call__(self, scheduled: Sequence[ScheduledRequest]) -> Tensor:
-        """Logits that predict the output positions of the requests that are decoded, [N, V]; in fp64 if one has
-        guidance.
-
-        Classifier-free guidance (Nie et al. 2025): ``u + (s + 1) (c - u)``, where u is computed with the prompt masked.
-        """
+        """Logits that predict the output positions of the requests that are decoded, and then, for those with guidance,
+        the logits of the same positions with the prompt masked, [N, V]."""
         # A forward that fills the cache with a text from its first token on is a prefill.
         is_prefill = any(
             item.request.uses_cache and item.request.needs_prefill and item.part.start == 0 for item in scheduled
         )
         guided = [item for item in scheduled if item.request.has_guidance]
-        canvases = [item.request.tokens_L for item in scheduled] + [
-            _unconditional_canvas(item.request) for item in guided
-        ]
-        sequences = [self._sequence(item, 0) for item in scheduled] + [self._sequence(item, 1) for item in guided]
-        batch = RaggedBatch(sequences, self._cache)
-        adapters = [item.request.prepared.adapter for item in (*scheduled, *guided)]
-        with (
-            nvtx.annotate("decoding: prefill" if is_prefill else "decoding: forward"),
-            self._adapters_of_rows(batch, adapters),
-        ):
-            logits_NV = _forward(self._model, canvases, batch)
+        texts = [self._text(item, 0) for item in scheduled] + [self._text(item, 1) for item in guided]
+        with nvtx.annotate("decoding: prefill" if is_prefill else "decoding: forward"):
+            logits_NV = self._compute_logits(texts)
         for item in scheduled:
             item.request.cached_length = item.part.cached_length
             item.request.needs_prefill &= not item.is_decoded
-        return _guide(logits_NV, [item.request for item in scheduled if item.is_decoded]) if guided else logits_NV
+        return logits_NV
 
-    def _adapters_of_rows(self, batch: RaggedBatch, adapters: Sequence[str | None]) -> AbstractContextManager[None]:
+    def _compute_logits(self, texts: Sequence[InputText]) -> Tensor:
+        """Logits of the outputs of all texts, [N, V]."""
+        return self._forward(texts)
+
+    def _forward(self, texts: Sequence[InputText], *, copies_keys: bool = False) -> Tensor:
+        """Logits of one forward: of the outputs of all texts [N, V], or of all inputs [1, Q, V]."""
+        batch = RaggedBatch([text.sequence for text in texts], self._cache, copies_keys=copies_keys)
+        device = self._model.lm_head.weight.device
         if self._adapter_rows is None:
-            return nullcontext()
-        return self._adapter_rows.forward_of(batch, adapters, self._model.lm_head.weight.device)
+            return _forward(self._model, [text.tokens_L for text in texts], batch)
+        with self._adapter_rows.forward_of(batch, [text.adapter for text in texts], device):
+            return _forward(self._model, [text.tokens_L for text in texts], batch)
 
     def input_slice(self, request: ActiveRequest) -> InputSlice:
         """The positions of a request that its next step reads."""
@@ -183,16 +189,19 @@ class ModelRunner:
         step reads the position before the block again."""
         return max(0, request.cached_length - self._shift)
 
-    def _sequence(self, item: ScheduledRequest, text: int) -> SequenceSlice:
+    def _text(self, item: ScheduledRequest, number: int) -> InputText:
+        """The text of a request, or with guidance and number 1 the one without what was given."""
         request, part = item.request, item.part
-        return SequenceSlice(
+        sequence = SequenceSlice(
             part.start,
             part.end,
             part.num_visible,
             self._pattern(request, part.num_visible),
-            pages=request.pages[text] if request.uses_cache else None,
+            pages=request.pages[number] if request.uses_cache else None,
             outputs=request.output_positions - self._shift if item.is_decoded else request.output_positions[:0],
         )
+        tokens_L = _unconditional_canvas(request) if number else request.tokens_L
+        return InputText(tokens_L, sequence, request.prepared.adapter)
 
     def _pattern(self, request: ActiveRequest, length: int) -> AttentionPattern:
         """Attention of a request's text; requests with the same settings share one."""
@@ -213,23 +222,6 @@ def build_pattern(settings: DecodingSettings) -> AttentionPattern:
     if settings.config.attention_bias is not None:
         return DenseBias(read_attention_bias(settings.config.attention_bias, settings.model))
     return Bidirectional() if settings.block_causal_length is None else BlockCausal(settings.block_causal_length)
-
-
-def _guide(logits_NV: Tensor, requests: Sequence[ActiveRequest]) -> Tensor:
-    """Conditional logits of all requests, then unconditional ones of those with guidance: combine them, in fp64."""
-    num_conditional = sum(len(request.output_positions) for request in requests)
-    guided_NV = logits_NV[:num_conditional].double()
-    start, unconditional_start = 0, num_conditional
-    for request in requests:
-        N = len(request.output_positions)
-        if request.has_guidance:
-            conditional_NV = guided_NV[start : start + N]
-            unconditional_NV = logits_NV[unconditional_start : unconditional_start + N].double()
-            scale = request.settings.config.cfg_scale + 1.0
-            guided_NV[start : start + N] = unconditional_NV + scale * (conditional_NV - unconditional_NV)
-            unconditional_start += N
-        start += N
-    return guided_NV
 
 
 def _unconditional_canvas(request: ActiveRequest) -> NDArray[np.int64]:

@@ -122,36 +122,66 @@ class TokenSampler:
 class BatchSampler:
     """Samples tokens of requests with settings of their own."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, samples_alone: bool = False) -> None:
+        """``samples_alone``: requests share no computation."""
+        self._samples_alone = samples_alone
         self._samplers = PerSettings(lambda settings: TokenSampler(settings, device))
 
-    def sample_predictions(
-        self, logits_NV: Tensor, requests: Sequence[ActiveRequest]
-    ) -> list[Predictions | ValueError]:
+    def sample_predictions(self, logits: LogitRows) -> list[Predictions | ValueError]:
         """Predictions for each request, with one device synchronization; an error where the model's probabilities are
-        not finite.
-
-        Args:
-            logits_NV: logits of the output positions of all requests, in their order.
-        """
-        counts = [len(request.output_positions) for request in requests]
-        rows = list(zip(requests, pairwise(np.cumsum([0, *counts]).tolist()), strict=True))
-        groups: dict[int, list[tuple[ActiveRequest, tuple[int, int]]]] = {}
-        for request, span in rows:
-            groups.setdefault(id(request.settings), []).append((request, span))
-        samples = []
-        for group in groups.values():
-            part_NV = logits_NV
-            if len(groups) > 1:
-                part_NV = torch.cat([logits_NV[start:end] for _, (start, end) in group])
-            samples.append(self._samplers.get(group[0][0].settings).sample(part_NV, [request for request, _ in group]))
+        not finite."""
+        groups: dict[int, list[ActiveRequest]] = {}
+        for request in logits.requests:
+            groups.setdefault(id(request if self._samples_alone else request.settings), []).append(request)
+        samples = [
+            self._samplers.get(group[0].settings).sample(logits.select(group), group) for group in groups.values()
+        ]
         predictions: dict[int, Predictions | ValueError] = {}
         for group, samples_RN in zip(groups.values(), _to_arrays(samples), strict=True):
             first = 0
-            for request, (start, end) in group:
-                predictions[id(request)] = _to_predictions(samples_RN[:, first : first + end - start])
-                first += end - start
-        return [predictions[id(request)] for request in requests]
+            for request in group:
+                end = first + len(request.output_positions)
+                predictions[id(request)] = _to_predictions(samples_RN[:, first:end])
+                first = end
+        return [predictions[id(request)] for request in logits.requests]
+
+
+class LogitRows:
+    """The logits of the output positions of each request."""
+
+    def __init__(self, logits_NV: Tensor, requests: Sequence[ActiveRequest]) -> None:
+        """
+        Args:
+            logits_NV: logits of the output positions of all requests, in their order; then those without what was
+                given, of the requests with guidance.
+        """
+        self.requests = requests
+        self._logits_NV = logits_NV
+        guided = [request for request in requests if request.has_guidance]
+        counts = [len(request.output_positions) for request in (*requests, *guided)]
+        slices = [slice(*bounds) for bounds in pairwise(np.cumsum([0, *counts]).tolist())]
+        self._slices = {id(request): rows for request, rows in zip(requests, slices, strict=False)}
+        self._unconditional_slices = {
+            id(request): rows for request, rows in zip(guided, slices[len(requests) :], strict=True)
+        }
+
+    def select(self, requests: Sequence[ActiveRequest]) -> Tensor:
+        """Logits of requests with the same settings, [N, V]; with guidance in fp64."""
+        if not requests[0].has_guidance and len(requests) == len(self.requests):
+            return self._logits_NV
+        return torch.cat([self.logits_of(request) for request in requests])
+
+    def logits_of(self, request: ActiveRequest) -> Tensor:
+        """Logits of one request, [N, V].
+
+        Classifier-free guidance (Nie et al. 2025): ``u + (s + 1) (c - u)``, where u is computed with the prompt masked.
+        """
+        conditional_NV = self._logits_NV[self._slices[id(request)]]
+        if not request.has_guidance:
+            return conditional_NV
+        unconditional_NV = self._logits_NV[self._unconditional_slices[id(request)]].double()
+        scale = request.settings.config.cfg_scale + 1.0
+        return unconditional_NV + scale * (conditional_NV.double() - unconditional_NV)
 
 
 def _to_arrays(tensors: Sequence[Tensor]) -> list[NDArray[np.float64]]:

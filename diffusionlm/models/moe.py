@@ -57,6 +57,9 @@ class MoE(nn.Module):
         )
         self.select_rows: SelectRows | None = None
         """For projections that differ between rows."""
+        self.max_dense_tokens = 0
+        """Up to so many tokens each expert computes all of them, so that its products have one shape, whatever the
+        router selects."""
 
     def forward(self, x: Tensor, routings: list[Routing] | None = None) -> Tensor:
         """Mixture of experts of x [..., D]; appends the router output to ``routings``."""
@@ -69,6 +72,8 @@ class MoE(nn.Module):
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
         if routings is not None:
             routings.append(Routing(probabilities_TE, experts_TK))
+        if len(x_TD) <= self.max_dense_tokens:
+            return run_experts_on_all_tokens(self.experts, x_TD, weights_TK, experts_TK).view(x.shape)
         projections = [getattr(expert, name) for expert in self.experts for name in EXPERT_PROJECTIONS]
         # type(), not isinstance: the grouped path reads the weights, and a subclass (LoRA) does more than that.
         if self.hidden_act == "silu" and all(type(projection) is Linear for projection in projections):
@@ -106,6 +111,16 @@ def run_experts_one_by_one(
         with nullcontext() if select_rows is None else select_rows(len(x_TD), tokens):
             out_SD = expert(x_TD[tokens])
         out_TD = out_TD.index_add(0, tokens, out_SD * weights_TK[tokens, slots, None])
+    return out_TD.to(compute_dtype(x_TD))
+
+
+def run_experts_on_all_tokens(experts: nn.ModuleList, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+    """The same, but each expert computes all tokens; those of other experts are left out afterwards."""
+    out_TD = torch.zeros_like(x_TD, dtype=weights_TK.dtype)
+    for index, expert in enumerate(experts):
+        is_routed_TK = experts_TK == index
+        weight_T1 = torch.where(is_routed_TK, weights_TK, 0.0).sum(dim=1, keepdim=True)
+        out_TD = torch.where(is_routed_TK.any(dim=1, keepdim=True), out_TD + expert(x_TD) * weight_T1, out_TD)
     return out_TD.to(compute_dtype(x_TD))
 
 

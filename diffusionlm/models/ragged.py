@@ -77,6 +77,8 @@ class RaggedBatch:
 
     sequences: Sequence[SequenceSlice]
     cache: PagedCache | None = None
+    copies_keys: bool = False
+    """Attention reads copies of cached keys and values, whose layout does not depend on the pages."""
 
     def __post_init__(self) -> None:
         if not self.sequences:
@@ -180,7 +182,7 @@ class _InputIndices:
     """Positions, slots and key limits of all inputs, copied to the device without waiting for it."""
 
     def __init__(self, batch: RaggedBatch, device: torch.device) -> None:
-        self.cache = batch.cache
+        self.cache, self.copies_keys = batch.cache, batch.copies_keys
         slots, limits, cached_rows = [], [], []
         self.limits: dict[int, Tensor] = {}
         """Identity of a sequence -> key limits of its inputs, on the CPU."""
@@ -336,7 +338,7 @@ class _CachedSequences:
         scale_options: AttentionScale,
     ) -> None:
         assert inputs.cache is not None
-        self._cache, self._window = inputs.cache, window
+        self._cache, self._copies_keys, self._window = inputs.cache, inputs.copies_keys, window
         self._requested: Literal["auto", "eager", "sdpa"] = requested
         self._scale_options = scale_options
         self.rows = _Rows(inputs, group)
@@ -401,7 +403,8 @@ class _CachedSequences:
     def _read(self, storage_KTH: Tensor) -> Tensor:
         """Keys or values, [G, K, S, H]."""
         slots = self._slots_GS
-        return storage_KTH[None, :, slots] if isinstance(slots, slice) else storage_KTH[:, slots].transpose(0, 1)
+        keys = storage_KTH[None, :, slots] if isinstance(slots, slice) else storage_KTH[:, slots].transpose(0, 1)
+        return keys.clone(memory_format=torch.contiguous_format) if self._copies_keys else keys
 
     def _bias(self, q_GQNH: Tensor, groups: int, outputs_only: bool) -> Tensor:
         """Bias [G, 1, N / K * Q, S] in the dtype of the queries, shared by all layers."""

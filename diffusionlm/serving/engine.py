@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import TracebackType
-from typing import Self
+from typing import Self, TypedDict, Unpack
 
 import torch
 
@@ -37,6 +37,7 @@ from diffusionlm.serving.requests import (
 LOGGER = logging.getLogger(__name__)
 
 DEFAULT_CACHE_BYTES = 1 << 30
+MAX_REQUESTS, MAX_WAITING, MAX_ROWS = 64, 256, 2048
 DEFAULT_OPTIONS = RequestOptions()
 
 
@@ -54,6 +55,23 @@ class EngineStatus:
     counts: DecoderCounts
 
 
+class EngineLimits(TypedDict, total=False):
+    """Bounds of an engine's memory and of its rounds; keyword arguments of `Engine`."""
+
+    cache_bytes: int
+    """Memory of keys and values, 1 GiB by default."""
+    max_requests: int
+    """Requests that are decoded at a time, 64 by default."""
+    max_waiting: int
+    """Requests that wait beyond these, 256 by default; the next one is refused."""
+    max_rows: int | None
+    """Inputs of a forward (`DecoderLimits.max_rows`), 2048 by default."""
+    page_size: int | None
+    """Positions of a page; by default 16, or more, so that it is a multiple of the model's block length."""
+    has_prefix_cache: bool
+    """Share keys and values of texts that begin alike, on by default."""
+
+
 class Engine:
     """Decodes requests of many callers together. Its methods may be called from any thread."""
 
@@ -61,44 +79,42 @@ class Engine:
         self,
         model: Transformer,
         *,
-        cache_bytes: int = DEFAULT_CACHE_BYTES,
-        max_requests: int = 64,
-        max_waiting: int = 256,
-        max_rows: int | None = 2048,
-        page_size: int | None = None,
-        has_prefix_cache: bool = True,
         adapters: Mapping[str, ModelAdapter] | None = None,
+        deterministic: bool = False,
+        **limits: Unpack[EngineLimits],
     ) -> None:
         """Allocate the cache and start the thread.
 
         Args:
-            cache_bytes: memory of keys and values.
-            max_requests: requests that are decoded at a time.
-            max_waiting: requests that wait beyond these; the next one is refused.
-            max_rows: inputs of a forward (`DecoderLimits.max_rows`).
-            page_size: positions of a page. None: 16, or more, so that it is a multiple of the model's block length.
-            has_prefix_cache: share keys and values of texts that begin alike.
             adapters: name -> adapter of this model (`diffusionlm.read_adapter`), which requests may name.
+            deterministic: log-probabilities are the same bits, whatever is decoded at the same time and whatever the
+                limits are (`inference.fixed_shapes`). On a CPU, with one thread and less speed.
 
         Raises:
             ValueError: a limit is not positive, the memory does not hold a page, the model's attention backend has no
-                cached form, autocast is on, or an adapter is of another model.
+                cached form, autocast is on, an adapter is of another model, or the model cannot be deterministic.
         """
+        page_size = limits.get("page_size")
         if page_size is None:
             block_length = model.config.block_length or 1
             page_size = -(-PAGE_SIZE // block_length) * block_length
         _check_model(model)
-        num_pages = _count_pages(model, cache_bytes, page_size)
+        num_pages = _count_pages(model, limits.get("cache_bytes", DEFAULT_CACHE_BYTES), page_size)
+        max_requests, max_waiting = limits.get("max_requests", MAX_REQUESTS), limits.get("max_waiting", MAX_WAITING)
         if max_waiting < 1:
             raise ValueError(f"max_waiting = {max_waiting} must be at least 1")
         self.model = model
         self._max_unfinished = max_requests + max_waiting
         self.adapter_names = tuple(adapters or ())
-        self._decoder = Decoder(
-            model,
-            DecoderLimits(num_pages, page_size, max_requests, max_rows, has_prefix_cache=has_prefix_cache),
-            adapters,
+        self._deterministic = deterministic
+        decoder_limits = DecoderLimits(
+            num_pages,
+            page_size,
+            max_requests,
+            limits.get("max_rows", MAX_ROWS),
+            has_prefix_cache=limits.get("has_prefix_cache", True),
         )
+        self._decoder = Decoder(model, decoder_limits, adapters, deterministic=deterministic)
         self._resolve_settings = lru_cache(MAX_KEPT_SETTINGS)(self._resolve_settings_from_json)
         self._condition = threading.Condition()
         self._submitted: list[EngineRequest] = []
@@ -204,6 +220,8 @@ class Engine:
         """The thread: rounds while there is work."""
         stopped = EngineStoppedError("the engine was closed before the request was done")
         try:
+            if self._deterministic:
+                _use_one_thread()
             while self._take_commands():
                 result = self._decoder.run_round()
                 for request in result.decoded:
@@ -242,6 +260,16 @@ class Engine:
                 self._decoder.remove(handle._request)
                 handle._update(error=EngineError("the request was aborted"), is_done=True)
         return not is_over
+
+
+def _use_one_thread() -> None:
+    """Compute in this thread alone, and leave the number of threads of all others as it is."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    # It is also the default of threads that begin later.
+    other = threading.Thread(target=torch.set_num_threads, args=(num_threads,))
+    other.start()
+    other.join()
 
 
 def _count_pages(model: Transformer, cache_bytes: int, page_size: int) -> int:

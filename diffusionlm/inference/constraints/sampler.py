@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from diffusionlm.inference.constraints.spans import SpanCursor
 from diffusionlm.inference.requests import ActiveRequest, Predictions
 from diffusionlm.inference.sampling import (
     LogitChanges,
+    LogitRows,
     choose_tokens,
     divide_by_temperature,
     filter_logits,
@@ -29,19 +29,18 @@ from diffusionlm.inference.strategy import TOKEN_PROBABILITY
 
 
 def constrain_predictions(
-    logits_NV: Tensor, requests: Sequence[ActiveRequest], predictions: Sequence[Predictions | ValueError]
+    logits: LogitRows, predictions: Sequence[Predictions | ValueError]
 ) -> list[Predictions | ValueError]:
     """Replace the predictions within constrained spans; an error where a constraint cannot be kept.
 
     Args:
-        logits_NV: logits of the output positions of all requests, in their order.
+        logits: of the requests.
         predictions: of the same requests, without their constraints.
     """
-    ends = np.cumsum([0, *(len(request.output_positions) for request in requests)]).tolist()
     results: list[Predictions | ValueError] = []
-    for request, result, (start, end) in zip(requests, predictions, pairwise(ends), strict=True):
+    for request, result in zip(logits.requests, predictions, strict=True):
         if request.span_cursors and isinstance(result, Predictions):
-            result = _constrain_request(logits_NV[start:end], request, result)
+            result = _constrain_request(logits.logits_of(request), request, result)
         results.append(result)
     return results
 

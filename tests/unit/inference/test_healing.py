@@ -17,7 +17,7 @@ from config.model import ModelConfig
 from diffusionlm.inference.generate import generate, infill
 from diffusionlm.inference.healing import HealedText, TokenHealer
 from diffusionlm.inference.requests import LogitBias, Predictions, prepare_infill, prepare_prompt
-from diffusionlm.inference.sampling import BatchSampler
+from diffusionlm.inference.sampling import BatchSampler, LogitRows
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.inference.strategies import STRATEGIES
 from diffusionlm.inference.streaming import stream
@@ -241,6 +241,7 @@ def test_samples_follow_the_renormalized_distribution(
         SimpleNamespace(
             settings=settings,
             output_positions=np.array([2, 3, 4]),
+            has_guidance=False,
             prepared=SimpleNamespace(allowed_token_ids=allowed_ids, logit_bias=biases[row]),
             num_top_logprobs=row,  # the most of all counts
             draw_uniforms=lambda _, positions, row=row: uniforms[row],
@@ -252,7 +253,7 @@ def test_samples_follow_the_renormalized_distribution(
     logits_NV = rng.normal(size=(9, code.vocab_size)) * 3
     sampler = BatchSampler(torch.device("cpu"))
     given_NV = torch.from_numpy(logits_NV.copy())
-    predictions = sampler.sample_predictions(given_NV, requests)
+    predictions = sampler.sample_predictions(LogitRows(given_NV, requests))
     assert np.array_equal(given_NV.numpy(), logits_NV), "the logits stay as they are"
     for row, allowed_ids in enumerate(allowed):
         own = predictions[row]

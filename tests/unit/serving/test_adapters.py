@@ -136,3 +136,25 @@ def test_adapters_that_do_not_fit_are_refused(make_base: Callable[..., Transform
     load_adapter(base, tmp_path / "a")
     with pytest.raises(ValueError, match="the model has an adapter already, which all requests would have"):
         Engine(base, adapters={"my": adapter})
+
+
+@pytest.mark.parametrize("experts", [None, 4])
+def test_deterministic_answers_of_adapters(tiny_model: MakeModel, tmp_path: Path, experts: int | None) -> None:
+    values: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8} if experts else {}
+
+    def make() -> Transformer:
+        return tiny_model(vocab_size=19, mask_token_id=MASK, block_length=4, **values).eval()
+
+    base, config = make(), GenerationConfig(max_new_tokens=4, stop_token_ids=())
+    for seed, name in enumerate("ab"):
+        write_adapter(make(), tmp_path / name, seed, {"rank": 2, "trainable_tokens": (3,)})
+    adapters = {name: read_adapter(base, tmp_path / name) for name in "ab"}
+    options = [RequestOptions(adapter=name) for name in (None, "a", "b")]
+    answers = []
+    for max_requests in (1, 3):
+        with Engine(
+            base, adapters=adapters, deterministic=True, cache_bytes=1 << 16, max_requests=max_requests
+        ) as engine:
+            requests = [engine.submit([1, 2, 3], config, 0, option) for option in options]
+            answers.append([request.result(30) for request in requests])
+    assert answers[0] == answers[1] and len({answer.logprobs for answer in answers[0]}) == 3

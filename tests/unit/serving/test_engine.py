@@ -303,3 +303,24 @@ def test_time_of_the_model_is_part_of_the_time_with_work(make_engine: Callable[.
         engine.submit([1, 2], settings()).result(30)
         engine.close()
         assert 0.0 < engine.status.counts.model_seconds < engine.status.busy_seconds
+
+
+def test_deterministic_answers(tiny_model: MakeModel) -> None:
+    """The same bits alone and beside others; the engine computes in one thread, the others keep theirs."""
+    model = tiny_model(vocab_size=19, mask_token_id=MASK, block_length=4).eval()
+    torch.set_num_threads(2)
+    threads: list[int] = []
+    cases = [([1, 2, 3], settings()), ([5] * 9, settings(temperature=0.8)), ([1, 2], settings(cfg_scale=1.0))]
+    options = RequestOptions(num_top_logprobs=3, logit_bias={3: 1.0})
+    with Engine(model, cache_bytes=CACHE_BYTES, deterministic=True) as engine:
+        alone = [engine.submit(prompt, config, 1, options).result(30) for prompt, config in cases]
+    with Engine(model, cache_bytes=CACHE_BYTES, deterministic=True, max_rows=5) as engine:
+        requests = [engine.submit(prompt, config, 1, options) for prompt, config in cases]
+        requests[0].add_listener(lambda: threads.append(torch.get_num_threads()))
+        assert [request.result(30) for request in requests] == alone
+    other = threading.Thread(target=lambda: threads.append(torch.get_num_threads()))
+    other.start()
+    other.join()
+    assert set(threads[:-1]) == {1} and threads[-1] == torch.get_num_threads() == 2
+    with pytest.raises(ValueError, match=r"deterministic = True needs a model on the CPU in float32 or float64"):
+        Engine(model.bfloat16(), cache_bytes=CACHE_BYTES, deterministic=True)

@@ -1,0 +1,148 @@
+"""Deterministic decoding: log-probabilities are compared bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from config.generation import GenerationConfig
+from diffusionlm.inference.decoder import Decoder, DecoderLimits
+from diffusionlm.inference.fixed_shapes import TILE_ROWS, pack_tiles
+from diffusionlm.inference.generate import Generation, decode, to_generation
+from diffusionlm.inference.model_runner import InputText
+from diffusionlm.inference.requests import ActiveRequest, prepare_prompt
+from diffusionlm.inference.settings import resolve_settings
+from diffusionlm.models.patterns import Bidirectional, BlockCausal
+from diffusionlm.models.ragged import SequenceSlice
+from diffusionlm.models.transformer import Transformer
+from tests.conftest import MakeModel
+from tests.decoding_jobs import BLOCKS, CANVASES, LIMITS, MASK, Job, make_jobs, run_all
+
+MODELS: dict[str, tuple[dict[str, Any], Sequence[dict[str, Any]]]] = {
+    "blocks": ({"block_length": 4}, BLOCKS),
+    "shifted": (
+        {"block_length": 4, "logit_alignment": "shifted", "layer_types": ["sliding_attention", "full_attention"]},
+        [BLOCKS[0], BLOCKS[7], {"block_length": 5}],
+    ),
+    "experts": (
+        {"block_length": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+        [BLOCKS[0], BLOCKS[2], {"block_length": 20, "temperature": 1.0}],
+    ),
+    "canvases": ({}, CANVASES[1:4]),
+}
+
+
+def build(tiny_model: MakeModel, name: str, **options: Any) -> tuple[Transformer, list[dict[str, Any]]]:
+    values, settings = MODELS[name]
+    if "layer_types" in values:
+        values = {**values, "sliding_window": 7}
+    shape = {"vocab_size": 23, "mask_token_id": MASK, "eos_token_id": 21, "max_position_embeddings": 40}
+    return tiny_model(**{**shape, **values, **options}).eval(), list(settings)
+
+
+def decode_alone(model: Transformer, jobs: Sequence[Job]) -> list[Generation]:
+    limits = DecoderLimits(num_pages=20, page_size=4)
+    return [run_all(Decoder(model, limits, deterministic=True), [job], [0])[0] for job in jobs]
+
+
+def decode_with_aborts(decoder: Decoder, jobs: Sequence[Job], rng: np.random.Generator) -> dict[int, Generation]:
+    """Decode jobs that arrive at random, and abort a third of them at random. Index -> answer of the others."""
+    requests = [ActiveRequest(prepared, settings) for prepared, settings in jobs]
+    waiting = rng.permutation(len(jobs)).tolist()
+    removed: set[int] = set()
+    while waiting or decoder.has_work:
+        for _ in range(int(rng.integers(0, 3))):
+            if waiting:
+                decoder.add(requests[waiting.pop()])
+        decoder.run_round()
+        if rng.random() < 0.4 and len(removed) < len(jobs) // 3:
+            victim = int(rng.integers(len(jobs)))
+            if victim not in waiting:
+                decoder.remove(requests[victim])
+                removed.add(victim)
+    return {index: to_generation(request) for index, request in enumerate(requests) if index not in removed}
+
+
+@pytest.mark.parametrize("name", ["blocks", "canvases"])
+def test_log_probabilities_are_the_same_bits(tiny_model: MakeModel, name: str) -> None:
+    model, options = build(tiny_model, name)
+    jobs = make_jobs(model, options, 7)
+    expected = decode_alone(model, jobs)
+    for number, limits in enumerate(("everything", "shared pages")):
+        rng = np.random.default_rng(number)
+        order = rng.permutation(len(jobs)).tolist()
+        decoder = Decoder(model, LIMITS[limits], deterministic=True)
+        results = run_all(decoder, [jobs[index] for index in order], rng.integers(0, 6, len(jobs)).tolist())
+        assert results == [expected[index] for index in order]
+        if limits == "shared pages" and name == "blocks":
+            again = run_all(decoder, jobs, [0] * len(jobs))
+            assert again == expected and decoder.counts.num_prefix_hits > 0
+    for job, answer in zip(jobs, expected, strict=True):
+        [plain] = decode(model, job[1], [job[0]])
+        assert replace(plain, logprobs=()) == replace(answer, logprobs=())
+        assert plain.logprobs == pytest.approx(answer.logprobs, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_log_probabilities_are_the_same_bits_in_many_mixes(tiny_model: MakeModel, name: str) -> None:
+    model, options = build(tiny_model, name, hidden_size=96, head_dim=24, intermediate_size=250)
+    jobs = make_jobs(model, options, 18, seed=1)
+    expected = decode_alone(model, jobs)
+    rng = np.random.default_rng(3)
+    for page_size in (1, 4, 16):
+        limits = DecoderLimits(
+            num_pages=int(rng.integers(96, 300)) // page_size,
+            page_size=page_size,
+            max_rows=int(rng.integers(1, 60)),
+            max_requests=int(rng.integers(1, 20)),
+            has_prefix_cache=bool(rng.integers(2)),
+        )
+        answers = decode_with_aborts(Decoder(model, limits, deterministic=True), jobs, rng)
+        assert len(answers) >= 12
+        for index, answer in answers.items():
+            assert answer == expected[index], (limits, index)
+
+
+def text(start: int, end: int, length: int, block_length: int, adapter: str | None = None) -> InputText:
+    pattern = BlockCausal(block_length)
+    outputs = np.arange(end - 1, end)
+    sequence = SequenceSlice(start, end, end, pattern, pages=range(length), outputs=outputs)
+    return InputText(np.arange(length), sequence, adapter)
+
+
+def test_each_block_has_one_place() -> None:
+    tiles = pack_tiles([text(4, 12, 12, 4), text(5, 10, 10, 4), text(0, 4, 4, 4, "a"), text(30, 45, 45, 20)])
+    starts = [{slot: (block.text, block.sequence.start) for slot, block in tile.blocks.items()} for tile in tiles]
+    assert starts == [{1: (0, 4), 2: (0, 8)}, {1: (1, 4), 2: (1, 8)}, {0: (2, 0)}, {0: (3, 20)}, {0: (3, 40)}]
+    for tile in tiles:
+        inputs = [item.sequence.num_inputs for item in tile.input_texts()]
+        assert sum(inputs) == (20 if tile.block_length == 20 else TILE_ROWS)
+    last = list(tiles[1].input_texts())
+    assert [item.sequence.num_inputs for item in last] == [4, 4, 2, 2, 4], "the text has 10 positions"
+    assert last[2].sequence.num_visible == 10 and isinstance(last[3].sequence.pattern, Bidirectional)
+    uncached = InputText(np.arange(3), SequenceSlice(0, 3, 3, Bidirectional(), outputs=np.arange(1)))
+    assert pack_tiles([uncached]) == []
+
+
+def test_other_dtypes_are_refused(tiny_model: MakeModel) -> None:
+    model = tiny_model(torch.bfloat16)
+    with pytest.raises(ValueError, match=r"CPU in float32 or float64, and it is on cpu in bfloat16: load it so"):
+        Decoder(model, DecoderLimits(num_pages=1), deterministic=True)
+
+
+def test_waiting_for_a_tile_costs_no_step(tiny_model: MakeModel) -> None:
+    """Two texts whose blocks have the same place take two tiles of one round."""
+    model, _ = build(tiny_model, "blocks")
+    settings = resolve_settings(GenerationConfig(max_new_tokens=4), model.config)
+    decoder = Decoder(model, LIMITS["plenty"], deterministic=True)
+    requests = [ActiveRequest(prepare_prompt(settings, [1, 2, 3, 4]), settings) for _ in range(2)]
+    for request in requests:
+        decoder.add(request)
+    decoder.run_round()
+    assert [request.num_forwards for request in requests] == [1, 1] and decoder.counts.num_rounds == 1
