@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 
 from config.serving.server import ServeConfig
@@ -9,6 +10,7 @@ from diffusionlm.checkpoints.adapter_config import read_adapter_config
 from diffusionlm.checkpoints.model_files import ModelDescription, check_weight_files, read_model_description
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.serving.http.keys import ApiKeys
+from diffusionlm.serving.http.listening import bind_socket
 from tokenizer import CHAT_TEMPLATES, ChatTemplate, load_chat_template
 
 
@@ -23,13 +25,15 @@ class PreparedServer:
     keys: ApiKeys | None
     names: tuple[str, ...]
     """Names in requests: of the model, then of its adapters."""
+    bound: socket.socket
+    """Has the address, and does not listen yet."""
 
 
 def prepare_server(config: ServeConfig) -> PreparedServer:
-    """Read the files of the model, except the weights, and the keys.
+    """Read the files of the model, except the weights, and the keys, and take the address.
 
     Raises:
-        ValueError: one of them is wrong, or the settings do not fit the model.
+        ValueError: one of them is wrong, the settings do not fit the model, or the address is in use.
         OSError: a file cannot be read.
     """
     path, serve = config.model.path, config.serve
@@ -52,4 +56,4 @@ def prepare_server(config: ServeConfig) -> PreparedServer:
         raise ValueError(
             f"the model and an adapter are both named {name!r}: set serve.model_name, or rename the adapter"
         )
-    return PreparedServer(config, model, template, keys, (name, *names))
+    return PreparedServer(config, model, template, keys, (name, *names), bind_socket(serve.host, serve.port))

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import sys
+from functools import partial
 
 from cli.serve.preparation import PreparedServer
 from diffusionlm.checkpoints.adapter_files import read_adapter
 from diffusionlm.checkpoints.huggingface import load_configured_model
 from diffusionlm.serving.engine import Engine
-from diffusionlm.serving.http.app import is_loopback
+from diffusionlm.serving.http.listening import format_url, is_loopback
 from diffusionlm.serving.http.preparation import RequestPreparer
-from diffusionlm.serving.http.server import ApiServer, bind_socket
+from diffusionlm.serving.http.server import ApiServer
 from diffusionlm.serving.http.service import Service
-from files.terminal_text import escape_control_characters, print_line
+from files.terminal_text import print_line
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
@@ -22,12 +23,11 @@ def serve(prepared: PreparedServer) -> None:
     """Serve until SIGTERM or Ctrl-C.
 
     Raises:
-        ValueError: the address is in use, the weights are damaged, or the memory does not hold a page.
+        ValueError: the weights are damaged, or the memory does not hold a page.
     """
     config = prepared.config
     limits = config.serve
     _configure_log()
-    bound = bind_socket(limits.host, limits.port)
     preparer = RequestPreparer(
         prepared.model.config, prepared.model.tokenizer, prepared.template, config.generation, limits, prepared.names
     )
@@ -42,19 +42,17 @@ def serve(prepared: PreparedServer) -> None:
         has_prefix_cache=limits.prefix_cache,
         adapters={adapter.name: read_adapter(model, adapter.path) for adapter in config.adapters},
     )
-    server = ApiServer(Service(engine, preparer, limits, prepared.keys))
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    host = f"[{limits.host}]" if ":" in limits.host else limits.host
-    print_line(
-        f"serving {escape_control_characters(' and '.join(prepared.names))} ({num_parameters:,} parameters, "
-        f"{engine.status.num_pages:,} cache pages) at http://{host}:{bound.getsockname()[1]}/v1"
+    url = format_url(limits.host, prepared.bound.getsockname()[1])
+    line = (
+        f"serving {' and '.join(prepared.names)} ({num_parameters:,} parameters, {engine.status.num_pages:,} cache "
+        f"pages) at {url}/v1"
     )
-    sys.stdout.flush()
     if prepared.keys is None and not is_loopback(limits.host):
         logging.getLogger(__name__).warning(
             "everybody who reaches %s can use this server: set serve.api_keys_file", limits.host
         )
-    server.run(bound)
+    ApiServer(Service(engine, preparer, limits, prepared.keys), partial(print_line, line)).run(prepared.bound)
 
 
 def _configure_log() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import re
 import secrets
@@ -28,6 +27,7 @@ from diffusionlm.serving.http.exchange import (
 )
 from diffusionlm.serving.http.generation import CHAT, COMPLETION, INFILL, GenerationEndpoint
 from diffusionlm.serving.http.json_text import to_json
+from diffusionlm.serving.http.listening import is_loopback
 from diffusionlm.serving.http.metrics import CONTENT_TYPE
 from diffusionlm.serving.http.service import Service
 from files.terminal_text import escape_control_characters
@@ -39,16 +39,6 @@ OPEN_PATHS = frozenset({"/health"})
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _MAX_LOGGED_PATH = 100
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only programs of this machine can use an address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 class ServerApp:

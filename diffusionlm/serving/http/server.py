@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import cast
@@ -18,7 +18,6 @@ import uvicorn
 from diffusionlm.serving.http.app import ServerApp
 from diffusionlm.serving.http.guarded_protocol import GuardedProtocol
 from diffusionlm.serving.http.service import Service
-from files.usage_error import UsageError
 
 LOGGER = logging.getLogger(__name__)
 
@@ -28,27 +27,15 @@ _LAST_WORDS_SECONDS = 2.0
 """Time for the errors of requests that were not done in time."""
 
 
-def bind_socket(host: str, port: int) -> socket.socket:
-    """Bind a socket; it does not listen yet.
-
-    Raises:
-        UsageError: the address is in use, or none of this machine.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((host.strip("[]"), port))
-    except OSError as error:
-        bound.close()
-        raise UsageError(
-            f"cannot listen at serve.host = {host!r}, serve.port = {port} ({error.strerror}): set another port with "
-            "--port, or another host with --host"
-        ) from None
-    return bound
-
-
 class _UvicornServer(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_ready()
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leave signals to `ApiServer`."""
@@ -56,9 +43,13 @@ class _UvicornServer(uvicorn.Server):
 
 
 class ApiServer:
-    """Serves until `stop` is called or a signal arrives, then lets the requests that it has accepted end."""
+    """Serves until `stop` is called or a signal arrives, then lets the requests that it has accepted end.
 
-    def __init__(self, service: Service) -> None:
+    Args:
+        on_ready: called when connections are accepted.
+    """
+
+    def __init__(self, service: Service, on_ready: Callable[[], None]) -> None:
         self._service = service
         limits = service.limits
         config = uvicorn.Config(
@@ -77,14 +68,9 @@ class ApiServer:
         )
         # It writes tracebacks and texts of clients; the application has its own log.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-        self._server = _UvicornServer(config)
+        self._server = _UvicornServer(config, on_ready)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain_task: asyncio.Task[None] | None = None
-
-    @property
-    def is_started(self) -> bool:
-        """Connections are accepted."""
-        return self._server.started
 
     def run(self, bound: socket.socket) -> None:
         """Serve at a bound socket until the end, which SIGTERM and SIGINT begin; the second one ends the process."""

@@ -84,6 +84,7 @@ def calls_of_models(folder: Path) -> list[Call]:
     for name, texts in damages.items():
         path = str(folder / name)
         calls.append(("cli.infer", ["--model", path, "--prompt", "a", "--max-new-tokens", "4"], texts))
+        calls.append(("cli.serve", ["--model", path, "--port", "0"], texts))
         calls.append(("cli.eval", ["--model", path, "--data", str(folder / "text.txt")], texts))
         calls.append(("cli.convert", ["--source", path, "--target", str(folder / "new")], texts))
         calls.append(("cli.train", [*train(folder), "--set", f'model={{init_from="{path}"}}'], [*texts, "init_from"]))
@@ -132,6 +133,13 @@ def calls_of_inputs(folder: Path) -> list[Call]:
             [*infer, "--prompt", "a", "--max-new-tokens", "4", "--html", proc],
             ["output.html", "choose another"],
         ),
+        ("cli.serve", [], ["no model given", "--model DIR"]),
+        ("cli.serve", [*infer, "--adapter", f"a={folder}/none"], ["adapter_config.json", "PEFT adapter"]),
+        ("cli.serve", [*infer, "--adapter", f"model={folder}/adapter"], ['peft_type = "IA3"']),
+        ("cli.serve", [*infer, "--api-keys-file", str(folder / "none.txt")], ["none.txt"]),
+        ("cli.serve", [*infer, "--api-keys-file", str(folder / "text.txt")], ["text.txt:1", "at least 16 ASCII"]),
+        ("cli.serve", [*infer, "--host", "192.0.2.1", "--port", "0"], ["serve.host", "--host"]),
+        ("cli.serve", [*infer, "--set", "generation.block_length=999"], ["block_length = 999", "lower it"]),
         ("cli.eval", [*infer, "--data", str(folder / "none*.txt")], ["data.source.paths", "matches no file"]),
         ("cli.eval", [*evaluate, "--set", "data.row_length=9999"], ["data.row_length = 9999", "lower it"]),
         (

@@ -19,8 +19,9 @@ from config.serving.server import ServeSection
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.serving.engine import Engine
 from diffusionlm.serving.http.keys import ApiKeys
+from diffusionlm.serving.http.listening import bind_socket
 from diffusionlm.serving.http.preparation import RequestPreparer
-from diffusionlm.serving.http.server import ApiServer, bind_socket
+from diffusionlm.serving.http.server import ApiServer
 from diffusionlm.serving.http.service import Service
 from tests.conftest import MakeModel
 from tokenizer import CHAT_TEMPLATES, Tokenizer, train_bpe
@@ -133,14 +134,12 @@ def start_server(served_model: Transformer, words: Tokenizer) -> Iterator[StartS
             model, cache_bytes=limits.cache_memory, max_requests=limits.max_requests, max_waiting=limits.max_waiting
         )
         service = Service(engine, preparer, limits, ApiKeys(keys) if keys else None)
-        server, bound = ApiServer(service), bind_socket("127.0.0.1", 0)
+        is_ready = threading.Event()
+        server, bound = ApiServer(service, is_ready.set), bind_socket("127.0.0.1", 0)
         port = bound.getsockname()[1]
         thread = threading.Thread(target=server.run, args=(bound,), daemon=True)
         thread.start()
-        deadline = time.monotonic() + 20
-        while not server.is_started:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        assert is_ready.wait(20)
         servers.append(
             RunningServer(f"http://127.0.0.1:{port}/v1", port, service, engine, model, words, server, thread)
         )
