@@ -39,7 +39,7 @@ LIMITS = {
     "small rounds": DecoderLimits(num_pages=200, page_size=8, max_rows=6, max_requests=3),
     "few pages": DecoderLimits(num_pages=38, page_size=2),
     "shared pages": DecoderLimits(num_pages=50, page_size=4, has_prefix_cache=True, max_requests=4),
-    "everything": DecoderLimits(num_pages=36, page_size=2, max_rows=5, max_requests=5, has_prefix_cache=True),
+    "everything": DecoderLimits(num_pages=32, page_size=2, max_rows=5, max_requests=5, has_prefix_cache=True),
 }
 
 

@@ -187,8 +187,7 @@ class Decoder:
             else:
                 request.commit(predictions)
         for item in scheduled:
-            if item.is_decoded:
-                item.request.last_round = self.counts.num_rounds
+            item.request.last_round = self.counts.num_rounds
             self._publish_pages(item.request)
         finished += self._retire(decoded)  # the others' next step is prepared when their callers have seen this one
         return Round(True, tuple(decoded), tuple(finished))
