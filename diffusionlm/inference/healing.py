@@ -32,8 +32,12 @@ class HealedText:
     allowed_token_ids: Mapping[int, NDArray[np.int64]] = field(default_factory=dict)
     """Healed position -> the tokens that begin with what was taken back before it. In a prompt it is the position of
     the first new token."""
-    num_repeated_bytes: int = 0
-    """Bytes of a prompt that the first new token repeats."""
+    repeated_bytes: bytes = b""
+    """The end of a prompt, which the first new token repeats."""
+
+    @property
+    def num_repeated_bytes(self) -> int:
+        return len(self.repeated_bytes)
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ class TokenHealer:
         if allowed_ids is None or not (prefix_ids or kept_ids):
             return HealedText((*prefix_ids, *self._tokenizer.encode(text)))
         token_ids = (*prefix_ids, *kept_ids)
-        return HealedText(token_ids, {len(token_ids): allowed_ids}, len(start))
+        return HealedText(token_ids, {len(token_ids): allowed_ids}, start)
 
     def heal_infill(self, text: str, prefix_ids: Sequence[int] = (), mask_token_id: int | None = None) -> HealedText:
         """Encode a text with masked spans, like `parse_infill`, and take back the space before each span.

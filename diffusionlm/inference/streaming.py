@@ -48,7 +48,8 @@ def stream(
     healed = prompt if isinstance(prompt, HealedText) else HealedText(tuple(prompt))
     settings = resolve_settings(config, model.config)
     prepared = prepare_prompt(settings, healed.token_ids, seed, "the prompt", healed.allowed_token_ids, segment_starts)
-    prepared = constrain_prompt(prepared, settings, constraint, "the prompt")
+    if constraint is not None:
+        prepared = constrain_prompt(prepared, settings, constraint.after(healed.repeated_bytes), "the prompt")
     updates: SimpleQueue[Sequence[int] | Exception | None] = SimpleQueue()
     is_closed = threading.Event()
     thread = threading.Thread(

@@ -65,6 +65,8 @@ class RequestOptions:
     """Alternatives to keep for each new token, at most 20."""
     constraints: Sequence[TokenConstraint | None] = ()
     """What the new text has to be, as in `generate`; with ``is_infill`` one for each masked span, as in `infill`."""
+    span_lengths: Sequence[int] = ()
+    """Number of masks of each of these spans; empty: a span is all masks without a token between them."""
 
 
 def prepare_request(
@@ -84,7 +86,7 @@ def prepare_request(
             raise ValueError(f"logit_bias of token {token} is {value}: use a finite number")
     if options.is_infill:
         request = prepare_infill(settings, token_ids, seed, "the canvas", options.allowed_token_ids)
-        request = constrain_infill(request, settings, options.constraints, "the canvas")
+        request = constrain_infill(request, settings, options.constraints, "the canvas", options.span_lengths)
     else:
         request = prepare_prompt(
             settings, token_ids, seed, "the prompt", options.allowed_token_ids, options.segment_starts

@@ -58,24 +58,31 @@ class ByteAutomaton:
                 return False
         return bool(self.is_accepting_S[state])
 
+    def with_prefix(self, prefix: bytes) -> ByteAutomaton:
+        """The automaton of the same texts behind a prefix."""
+        length = len(prefix)
+        table_SB = np.full((length + self.num_states, 256), DEAD, dtype=np.int32)
+        own_SB = self.transitions_SC[:, self.byte_classes]
+        table_SB[length:] = np.where(own_SB == DEAD, DEAD, own_SB + length)
+        table_SB[np.arange(length), np.frombuffer(prefix, dtype=np.uint8)] = np.arange(1, length + 1)
+        columns, byte_classes = np.unique(table_SB, axis=1, return_inverse=True)
+        is_accepting_S = np.append(np.zeros(length, dtype=np.bool_), self.is_accepting_S)
+        return ByteAutomaton(np.ascontiguousarray(columns), byte_classes.reshape(-1).astype(np.int32), is_accepting_S)
 
-def compile_expression(expression: Expression, prefix: bytes = b"") -> ByteAutomaton:
+
+def compile_expression(expression: Expression) -> ByteAutomaton:
     """The automaton of the texts of an expression.
-
-    Args:
-        prefix: bytes before each of them.
 
     Raises:
         ValueError: no text matches, or the automaton is too large.
     """
     graph = _Graph()
     start, end = graph.add_state(), graph.add_state()
-    node = graph.add_bytes(start, prefix)
-    graph.connect(expression, node, end)
+    graph.connect(expression, start, end)
     return _SubsetConstruction(graph, end).run(start)
 
 
-def compile_choices(choices: Iterable[str], prefix: bytes = b"") -> ByteAutomaton:
+def compile_choices(choices: Iterable[str]) -> ByteAutomaton:
     """The automaton of exactly these texts.
 
     Raises:
@@ -84,7 +91,7 @@ def compile_choices(choices: Iterable[str], prefix: bytes = b"") -> ByteAutomato
     texts = tuple(map(LiteralText, choices))
     if not texts:
         raise ValueError("there are no choices: name at least one text")
-    return compile_expression(Alternation(texts), prefix)
+    return compile_expression(Alternation(texts))
 
 
 def encode_text(text: str) -> bytes:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from types import MappingProxyType
 
 import numpy as np
 
@@ -20,6 +21,10 @@ from diffusionlm.inference.settings import DecodingSettings
 from tokenizer import Tokenizer
 
 MAX_CACHED_CONSTRAINTS = 32
+_KEPT_VARIANTS = 4
+_STRUCTURED_OUTPUTS = MappingProxyType(
+    {"choice": "a list of texts", "regex": "a text", "json": "a schema, or its JSON text", "json_object": "true"}
+)
 
 
 class TokenConstraint:
@@ -27,7 +32,15 @@ class TokenConstraint:
 
     def __init__(self, automaton: ByteAutomaton, trie: TokenTrie) -> None:
         self._automaton, self._trie = automaton, trie
-        self._compile = lru_cache(4)(self._compile_tokens)
+        self._compile = lru_cache(_KEPT_VARIANTS)(self._compile_tokens)
+        self._prepend = lru_cache(_KEPT_VARIANTS)(self._prepend_bytes)
+
+    def after(self, prefix: bytes) -> TokenConstraint:
+        """The same texts behind bytes that the first new token repeats (`HealedText.repeated_bytes`)."""
+        return self._prepend(prefix) if prefix else self
+
+    def _prepend_bytes(self, prefix: bytes) -> TokenConstraint:
+        return TokenConstraint(self._automaton.with_prefix(prefix), self._trie)
 
     def token_automaton(self, settings: DecodingSettings, *, can_stop: bool) -> TokenAutomaton:
         """The automaton over tokens, for a model and its stop tokens.
@@ -85,6 +98,34 @@ class ConstraintCompiler:
         """Any JSON object, on one line, of limited depth."""
         return self._compile_schema('{"type": "object"}')
 
+    def compile_structured_outputs(self, value: object) -> TokenConstraint:
+        """A constraint in the form of vLLM's ``structured_outputs``: an object with one of the keys choice (texts),
+        regex, json (a schema, or its JSON text) and json_object (true).
+
+        Raises:
+            ValueError: it is something else, or like the other methods; names the key.
+        """
+        used = {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else {}
+        if len(used) != 1 or not used.keys() <= set(_STRUCTURED_OUTPUTS):
+            found = f"has {', '.join(map(str, used))[:60]}" if used else "is something else"
+            raise ValueError(f"expected an object with one of {', '.join(_STRUCTURED_OUTPUTS)}; it {found}")
+        [(key, item)] = used.items()
+        try:
+            match key:
+                case "choice" if isinstance(item, list) and all(isinstance(text, str) for text in item):
+                    return self.compile_choices(item)
+                case "regex" if isinstance(item, str):
+                    return self.compile_regex(item)
+                case "json" if isinstance(item, dict | bool):
+                    return self.compile_json_schema(item)
+                case "json" if isinstance(item, str):
+                    return self.compile_json_schema(json.loads(item))
+                case "json_object" if item is True:
+                    return self.compile_json_object()
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{key}: {error}") from None
+        raise ValueError(f"{key}: expected {_STRUCTURED_OUTPUTS[key]}")
+
     def _compile_new_schema(self, schema: str) -> TokenConstraint:
         return TokenConstraint(compile_expression(compile_json_schema(json.loads(schema))), self._trie)
 
@@ -112,19 +153,22 @@ def constrain_infill(
     settings: DecodingSettings,
     constraints: Sequence[TokenConstraint | None],
     label: str = "canvas 0",
+    span_lengths: Sequence[int] = (),
 ) -> PreparedRequest:
     """Constrain the text of each masked span of a request.
 
     Args:
         constraints: one for each span; None: any text.
+        span_lengths: number of masks of each span; empty: a span is all masks without a token between them.
 
     Raises:
         ValueError: the number of spans differs, or no text of a span's length fits its constraint.
     """
-    positions = request.masked_positions
-    spans = np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1) if len(positions) else []
     if not constraints:
         return request
+    positions = request.masked_positions
+    ends = np.cumsum(span_lengths)[:-1] if span_lengths else np.flatnonzero(np.diff(positions) > 1) + 1
+    spans = np.split(positions, ends) if len(positions) else []
     if len(constraints) != len(spans):
         raise ValueError(
             f"{label}: {len(constraints)} constraints for {len(spans)} masked spans: pass one per span, None for any "

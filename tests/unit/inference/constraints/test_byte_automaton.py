@@ -86,7 +86,11 @@ def test_choices() -> None:
     automaton = compile_choices(choices)
     for text in [*choices, "ye", "n", "yes!!", "noyes", "n\xc3"]:
         assert automaton.accepts(text.encode()) == (text in choices)
-    assert compile_choices(["ab"], prefix=b" \xff").accepts(b" \xffab")
+    behind = automaton.with_prefix(b" \xffy")
+    for text in [*choices, "ye", "n"]:
+        assert behind.accepts(b" \xffy" + text.encode()) == (text in choices)
+        assert not behind.accepts(text.encode())
+    assert automaton.with_prefix(b"").accepts(b"yes")
 
 
 def test_repetition_with_separator_and_optional_items() -> None:

@@ -15,6 +15,7 @@ from diffusionlm.inference.constraints.compiler import TokenConstraint
 from diffusionlm.inference.constraints.regex_parser import parse_regex
 from diffusionlm.inference.constraints.token_trie import TokenTrie
 from diffusionlm.inference.generate import Generation, generate, infill
+from diffusionlm.inference.healing import HealedText
 from diffusionlm.inference.strategies import STRATEGIES
 from diffusionlm.inference.streaming import stream
 from diffusionlm.models.transformer import Transformer
@@ -227,6 +228,17 @@ def test_wrong_numbers_of_constraints(model: Transformer) -> None:
         infill(model, [[1, MASK, 2, MASK]], GenerationConfig(), constraints=[[None, make_constraint("ad|")]])
 
 
+def test_spans_beside_each_other(blocks: Transformer) -> None:
+    canvas, constraints = [1, *[MASK] * 5, 2], [make_constraint("[ab]+"), make_constraint("c+")]
+    with Engine(blocks, cache_bytes=1 << 20) as engine:
+        options = RequestOptions(is_infill=True, constraints=constraints, span_lengths=(3, 2))
+        result = engine.submit(canvas, GenerationConfig(), options=options).result(60)
+        with pytest.raises(ValueError, match="the canvas: 2 constraints for 1 masked spans"):
+            engine.submit(canvas, GenerationConfig(), options=replace(options, span_lengths=()))
+    assert re.fullmatch("[ab]+", to_text(result.token_ids[1:4]))
+    assert to_text(result.token_ids[4:6]) == "cc"
+
+
 def test_allowed_tokens_within_a_span(model: Transformer) -> None:
     """Also in a block that is decoded later."""
     canvas, constraint = [1, *[MASK] * 6, 2], make_constraint("(ab|cd)+")
@@ -243,5 +255,9 @@ def test_stream(blocks: Transformer) -> None:
         def decode_bytes(self, ids: list[int]) -> bytes:
             return to_text(tuple(ids)).encode()
 
-    pieces = stream(blocks, _Letters(), [1], GenerationConfig(max_new_tokens=8), constraint=make_constraint("(abc)*cd"))  # type: ignore[arg-type]
+    config = GenerationConfig(max_new_tokens=8)
+    pieces = stream(blocks, _Letters(), [1], config, constraint=make_constraint("(abc)*cd"))  # type: ignore[arg-type]
     assert re.fullmatch("(abc)*cd", "".join(pieces))
+    healed = HealedText((1,), {1: np.array([0, 4, 6])}, b"a")  # the first token begins with "a" again
+    pieces = stream(blocks, _Letters(), healed, config, constraint=make_constraint("(bc)*cd"))  # type: ignore[arg-type]
+    assert re.fullmatch("(bc)*cd", "".join(pieces))
