@@ -54,7 +54,10 @@ class ConstrainedSpan:
         if min_length > length:
             return f"the constraint needs at least {min_length} tokens, and there are {length}: allow more tokens"
         allowed = ", with the tokens that are allowed in their places," if restricts_tokens else ""
-        return f"no text of {length} tokens{allowed} fits the constraint: change their number, or the constraint"
+        return (
+            f"no text of exactly {length} tokens{allowed} fits the constraint: change their number or the constraint, "
+            "or set stop tokens (not for a masked span)"
+        )
 
 
 class SpanCursor:

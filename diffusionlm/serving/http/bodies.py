@@ -35,8 +35,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
     "min_p": (0,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -77,6 +75,8 @@ class GenerationBody(Section):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     token_healing: bool | None = None
     return_token_ids: bool = False
+    response_format: Any = None
+    structured_outputs: Any = None
     user: str | None = None
 
 

@@ -16,6 +16,7 @@ from itertools import pairwise
 
 from diffusionlm.serving.engine import Engine
 from diffusionlm.serving.http.answer_text import AnswerText, AnswerToken
+from diffusionlm.serving.http.bodies import GenerationBody
 from diffusionlm.serving.http.errors import ApiError, to_api_error
 from diffusionlm.serving.http.preparation import PreparedCall, Submission
 from diffusionlm.serving.requests import EngineRequest, RequestState
@@ -207,7 +208,7 @@ class Call:
                 handle.add_listener(self._wake)
         except ValueError as error:
             self.abort()
-            raise _describe_refusal(error) from None
+            raise _describe_refusal(error, self.prepared.fields) from None
         except Exception as error:
             self.abort()
             raise to_api_error(error) from error
@@ -259,8 +260,10 @@ class Call:
             pass
 
 
-def _describe_refusal(error: ValueError) -> ApiError:
+def _describe_refusal(error: ValueError, fields: GenerationBody) -> ApiError:
     message = str(error)
     is_too_long = "max_position_embeddings" in message or "pages of" in message
     param = next((key for key in ("logit_bias", "seed") if key in message), None)
+    if "constraint" in message:
+        param = "structured_outputs" if fields.response_format is None else "response_format"
     return ApiError(400, message, param=param, code="context_length_exceeded" if is_too_long else None)

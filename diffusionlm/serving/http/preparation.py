@@ -15,6 +15,7 @@ from typing import Any
 from config.generation import GenerationConfig
 from config.model import ModelConfig
 from config.serving.server import ServeSection
+from diffusionlm.inference.constraints.compiler import TokenConstraint
 from diffusionlm.inference.healing import SPACE, HealedText, TokenHealer
 from diffusionlm.inference.settings import DecodingSettings, check_token_ids, resolve_settings
 from diffusionlm.inference.text import encode_chat_prompt, suppress_ids_without_text
@@ -36,6 +37,7 @@ from diffusionlm.serving.http.bodies import (
 )
 from diffusionlm.serving.http.errors import ApiError
 from diffusionlm.serving.requests import RequestOptions
+from diffusionlm.serving.structured_outputs import StructuredOutputs
 from tokenizer import ChatTemplate, Tokenizer
 
 _KEPT_HEALERS = 8
@@ -90,10 +92,16 @@ class _Encoded:
     echo: str = ""
     repeated_bytes: tuple[int, ...] = (0,)
     hole_positions: tuple[int, ...] = ()
+    hole_lengths: tuple[int, ...] = ()
 
     @property
     def is_infill(self) -> bool:
         return bool(self.hole_positions)
+
+    @property
+    def prefixes(self) -> tuple[bytes, ...]:
+        """What the first token of each hole repeats."""
+        return tuple(SPACE[:count] for count in self.repeated_bytes) if self.is_infill else (self.text.repeated_bytes,)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -125,6 +133,7 @@ class RequestPreparer:
         self._prefix_ids = tuple(model.prefix_ids or tokenizer.prefix_ids)
         longest = max(map(len, tokenizer.vocab))
         self._max_text_length = longest * model.max_position_embeddings
+        self._structured_outputs = StructuredOutputs(tokenizer)
         self._get_healer = lru_cache(_KEPT_HEALERS)(self._build_healer)
         resolve_settings(self._generation, model)
 
@@ -284,7 +293,8 @@ class RequestPreparer:
             ids = (*prompt, *[self._mask_token_id("suffix")] * max_tokens, *self.tokenizer.encode(suffix))
         except ValueError as error:
             raise ApiError(400, str(error), param="suffix") from None
-        return _Encoded(HealedText(ids), hole_positions=tuple(range(len(prompt), len(prompt) + max_tokens)))
+        positions = tuple(range(len(prompt), len(prompt) + max_tokens))
+        return _Encoded(HealedText(ids), hole_positions=positions, hole_lengths=(max_tokens,))
 
     def _encode_segments(
         self, segments: Sequence[str | int], body: ParsedBody[Any], config: GenerationConfig, param: str
@@ -313,6 +323,7 @@ class RequestPreparer:
             text,
             repeated_bytes=tuple(repeated_bytes),
             hole_positions=tuple(masked_positions),
+            hole_lengths=tuple(num_masked for _, num_masked in pieces[:-1]),
         )
 
     def _mask_token_id(self, param: str) -> int:
@@ -334,6 +345,8 @@ class RequestPreparer:
         seed = secrets.randbelow(_RANDOM_SEEDS) if fields.seed is None else fields.seed
         logit_bias = parse_logit_bias(fields, self.model.vocab_size)
         submissions: list[Submission] = []
+        num_holes = len(encoded[0].hole_lengths) if encoded[0].is_infill else None
+        constraints = self._compile_constraints(fields, num_holes)
         for item in encoded:
             ids = item.text.token_ids
             choice_options = RequestOptions(
@@ -345,6 +358,11 @@ class RequestPreparer:
                 cache_salt=salt,
                 logit_bias=logit_bias,
                 num_top_logprobs=options.get("num_alternatives") or 0,
+                constraints=[
+                    constraint and constraint.after(prefix)
+                    for constraint, prefix in zip(constraints, item.prefixes if constraints else (), strict=True)
+                ],
+                span_lengths=item.hole_lengths,
             )
             choice_config = config if item.is_infill else self._set_length(config, len(ids), max_tokens)
             submissions += [
@@ -361,6 +379,14 @@ class RequestPreparer:
                 for choice in range(fields.n)
             ]
         return PreparedCall(name, tuple(submissions), fields, **options)
+
+    def _compile_constraints(self, fields: GenerationBody, num_holes: int | None) -> list[TokenConstraint | None]:
+        try:
+            return self._structured_outputs.compile(fields.response_format, fields.structured_outputs, num_holes)
+        except ValueError as error:
+            message = str(error)
+            param = "response_format" if message.startswith("response_format") else "structured_outputs"
+            raise ApiError(400, message, param=param) from None
 
     def _set_length(self, config: GenerationConfig, prompt_length: int, max_tokens: int | None) -> GenerationConfig:
         if config.total_length is not None:

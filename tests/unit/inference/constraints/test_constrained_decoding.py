@@ -210,7 +210,7 @@ def test_top_logprobs_are_those_of_the_restricted_distribution(blocks: Transform
     [
         ("[abd]{40}", 9, "prompt 0: the constraint needs at least 20 tokens, and there are 9"),
         ("x", 9, "prompt 0: no tokens of the vocabulary are a text that the constraint allows"),
-        ("a|b", 2, "prompt 0: no text of 2 tokens fits the constraint"),
+        ("a|b", 2, "prompt 0: no text of exactly 2 tokens fits the constraint"),
     ],
 )
 def test_what_cannot_be_met_is_refused(model: Transformer, pattern: str, tokens: int, message: str) -> None:
@@ -224,7 +224,7 @@ def test_wrong_numbers_of_constraints(model: Transformer) -> None:
         generate(model, [[1]], GenerationConfig(), constraints=[None, None])
     with pytest.raises(ValueError, match="canvas 0: 1 constraints for 2 masked spans"):
         infill(model, [[1, MASK, 2, MASK]], GenerationConfig(), constraints=[[None]])
-    with pytest.raises(ValueError, match="canvas 0, masked span 2: no text of 1 tokens"):
+    with pytest.raises(ValueError, match="canvas 0, masked span 2: no text of exactly 1 tokens"):
         infill(model, [[1, MASK, 2, MASK]], GenerationConfig(), constraints=[[None, make_constraint("ad|")]])
 
 

@@ -1,0 +1,81 @@
+"""``response_format`` and ``structured_outputs`` of a request, as constraints on its answers."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from diffusionlm.inference.constraints.compiler import ConstraintCompiler, TokenConstraint
+from tokenizer import Tokenizer
+
+_FORMAT_KEYS = {"text": {"type"}, "json_object": {"type"}, "json_schema": {"type", "json_schema"}}
+"""Type of a ``response_format`` -> its keys."""
+_SCHEMA_KEYS = {"schema", "name", "description", "strict"}
+
+
+class StructuredOutputs:
+    """Compiles the constraints of requests. Threads may share it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def _compiler(self) -> ConstraintCompiler:
+        """Made at the first request that needs it: it takes a fraction of a second."""
+        return ConstraintCompiler(self._tokenizer)
+
+    def compile(
+        self, response_format: Any, structured_outputs: Any, num_holes: int | None
+    ) -> list[TokenConstraint | None]:
+        """Constraints of an answer, one for each hole; empty: any text.
+
+        Args:
+            response_format: of OpenAI; None: absent.
+            structured_outputs: of vLLM, or a list of such ones, one for each hole; None: absent.
+            num_holes: None: the answer continues a text, and has one constraint.
+
+        Raises:
+            ValueError: one is wrong; the message begins with its name.
+        """
+        if response_format is not None:
+            if structured_outputs is not None:
+                raise ValueError("structured_outputs and response_format exclude each other: send one")
+            value = _convert_response_format(response_format)
+            return [] if value is None else [self._compile_one(value, "response_format")] * (num_holes or 1)
+        if structured_outputs is None:
+            return []
+        if num_holes is None or not isinstance(structured_outputs, list):
+            return [self._compile_one(structured_outputs, "structured_outputs")] * (num_holes or 1)
+        if len(structured_outputs) != num_holes:
+            raise ValueError(f"structured_outputs has {len(structured_outputs)} entries for {num_holes} holes")
+        return [
+            None if value is None else self._compile_one(value, "structured_outputs") for value in structured_outputs
+        ]
+
+    def _compile_one(self, value: Any, field: str) -> TokenConstraint:
+        try:
+            return self._compiler.compile_structured_outputs(value)
+        except ValueError as error:
+            raise ValueError(f"{field}: {error}") from None
+
+
+def _convert_response_format(value: Any) -> dict[str, Any] | None:
+    """OpenAI's ``response_format`` in the form of ``structured_outputs``; None: any text."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(kind, str) or kind not in _FORMAT_KEYS:
+        raise ValueError("response_format: type must be text, json_object or json_schema")
+    _check_keys(value, _FORMAT_KEYS[kind], "")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    described = value.get("json_schema")
+    if not isinstance(described, dict) or not isinstance(described.get("schema"), dict):
+        raise ValueError("response_format: json_schema must be an object with a schema")
+    _check_keys(described, _SCHEMA_KEYS, "json_schema.")
+    return {"json": described["schema"]}
+
+
+def _check_keys(value: dict[str, Any], known: set[str], path: str) -> None:
+    for key in value.keys() - known:
+        raise ValueError(f"response_format: {path}{key[:60]} is not supported: remove it")

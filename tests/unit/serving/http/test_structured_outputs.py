@@ -1,0 +1,115 @@
+"""``response_format`` and ``structured_outputs`` over a socket: answers conform, and errors name the field."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import openai
+import pytest
+
+from tests.unit.serving.http.conftest import RunningServer
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"cat": {"type": "string", "maxLength": 6}, "mats": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["cat", "mats"],
+}
+FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "pet", "strict": True, "schema": SCHEMA}}
+PROMPT = "the cat sat on"
+
+
+def stops(server: RunningServer) -> dict[str, Any]:
+    """A random model would hardly ever stop by itself, and these tests do not wait for it to fill every position."""
+    return {"stop_token_ids": [server.tokenizer.eos_token_id], "temperature": 1.0, "seed": 3}
+
+
+def test_json_schema_with_the_client(server: RunningServer) -> None:
+    client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, _strict_response_validation=True)
+    messages: Any = [{"role": "user", "content": "a pet"}]
+    answer = client.chat.completions.create(
+        model="tiny", messages=messages, response_format=FORMAT, max_completion_tokens=40, n=2, extra_body=stops(server)
+    )
+    for choice in answer.choices:
+        value = json.loads(choice.message.content or "")
+        assert list(value) == ["cat", "mats"] and len(value["cat"]) <= 6 and 0 <= value["mats"] <= 9
+        assert choice.finish_reason == "stop"
+    chunks = client.chat.completions.create(
+        model="tiny", messages=messages, response_format=FORMAT, max_completion_tokens=40, stream=True,
+        extra_body=stops(server),
+    )  # fmt: skip
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == answer.choices[0].message.content
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=messages,
+        response_format={"type": "json_object"},
+        max_tokens=20,
+        extra_body=stops(server),
+    )
+    assert isinstance(json.loads(answer.choices[0].message.content or ""), dict)
+
+
+@pytest.mark.parametrize("healing", [True, False])
+@pytest.mark.parametrize("prompt", ["the cat sat ", "the ca"])
+def test_choices_go_on_behind_the_prompt(server: RunningServer, healing: bool, prompt: str) -> None:
+    """Also where the first new token repeats the end of the prompt."""
+    body = {"prompt": prompt, "token_healing": healing, "max_tokens": 16, "logprobs": 2, **stops(server)}
+    for structured, pattern in (
+        ({"choice": ["on the mat.", "flat, and"]}, r"on the mat\.|flat, and"),
+        ({"regex": "(t[aeo]t){2}"}, "(t[aeo]t){2}"),
+        ({"json": {"const": [1, 2]}}, re.escape("[1, 2]")),
+    ):
+        status, _, answer = server.request("POST", "/v1/completions", {**body, "structured_outputs": structured})
+        assert status == 200, answer
+        assert re.fullmatch(pattern, answer["choices"][0]["text"])
+
+
+@pytest.mark.parametrize("healing", [True, False])
+def test_each_hole_has_a_constraint(server: RunningServer, healing: bool) -> None:
+    body = {
+        "segments": ["the ", 3, 2, " ", 3, " on the ", 4, "."], "temperature": 1.0, "token_healing": healing,
+        "structured_outputs": [{"regex": "[a-d ]*"}, {"choice": ["at", "it"]}, None, {"regex": "x.*"}],
+    }  # fmt: skip
+    status, _, answer = server.request("POST", "/v1/infill", body)
+    assert status == 200, answer
+    first, second, _, last = answer["choices"][0]["holes"]
+    assert re.fullmatch("[a-d ]*", first) and second in ("at", "it") and last.startswith("x")
+    suffix = {"prompt": PROMPT, "suffix": " mat", "max_tokens": 4, "structured_outputs": {"regex": "[xyz]*"}}
+    status, _, answer = server.request("POST", "/v1/completions", {**suffix, "token_healing": healing})
+    assert status == 200 and re.fullmatch("[xyz]{4,}", answer["choices"][0]["text"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs", "structured_outputs: regex: the regular"),
+        ({"structured_outputs": {"grammar": "a"}}, "structured_outputs", "it has grammar"),
+        ({"structured_outputs": [{"regex": "a"}]}, "structured_outputs", "expected an object"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": FORMAT}, "structured_outputs", "exclude each other"),
+        ({"structured_outputs": {"regex": "(a|b)*a(a|b){30}"}}, "structured_outputs", "the constraint is too large"),
+        ({"response_format": {"type": "grammar"}}, "response_format", "must be text, json_object or json_schema"),
+        ({"response_format": "text"}, "response_format", "must be text, json_object or json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "must be an object with a schema"),
+        ({"response_format": {"type": "json_object", "a": 1}}, "response_format", "a is not supported"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "number", "minimum": 1}}}},
+         "response_format", "the schema: minimum is not supported here"),
+        ({"structured_outputs": {"choice": ["a" * 100]}}, "structured_outputs", "needs at least 100 tokens"),
+        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs", "no text of exactly 8 tokens fits"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_field(server: RunningServer, fields: dict[str, Any], param: str, message: str) -> None:
+    status, _, body = server.request("POST", "/v1/completions", {"prompt": PROMPT, "max_tokens": 8, **fields})
+    assert (status, body["error"]["param"]) == (400, param)
+    assert message in body["error"]["message"]
+
+
+def test_errors_of_holes(server: RunningServer) -> None:
+    for constraints, message in (
+        ([{"regex": "a"}], "has 1 entries for 2 holes"),
+        ([None, {"choice": ["mat"]}], "masked span 2: no text of exactly 9 tokens"),
+    ):
+        body = {"segments": ["the", 2, "on", 9], "structured_outputs": constraints}
+        status, _, answer = server.request("POST", "/v1/infill", body)
+        assert (status, answer["error"]["param"]) == (400, "structured_outputs")
+        assert message in answer["error"]["message"]
