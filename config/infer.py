@@ -92,6 +92,29 @@ class InferInputConfig(Section):
         return self
 
 
+class InferConstraintConfig(Section):
+    """``[constraint]``: what the new text of each prompt and chat, and the text of each masked span, has to be. At most
+    one key; none: any text."""
+
+    choices: StrTuple = ()
+    """One of these texts."""
+    regex: str | None = None
+    """A text that this regular expression matches from beginning to end."""
+    json_schema: ConfigPath | None = None
+    """A file with a JSON schema, of which the text is a value."""
+
+    @property
+    def is_set(self) -> bool:
+        return self != InferConstraintConfig()
+
+    @model_validator(mode="after")
+    def _check_keys_agree(self) -> Self:
+        keys = [key for key in ("choices", "regex", "json_schema") if getattr(self, key) not in ((), None)]
+        if len(keys) > 1:
+            raise ValueError(f"{' and '.join(keys)} exclude each other: keep one of them")
+        return self
+
+
 class InferOutputConfig(Section):
     """``[output]``: the format and the files of the answers."""
 
@@ -112,6 +135,7 @@ class InferConfig(Section):
     model: InferModelConfig = InferModelConfig()
     input: InferInputConfig = InferInputConfig()
     generation: GenerationConfig = GenerationConfig()
+    constraint: InferConstraintConfig = InferConstraintConfig()
     output: InferOutputConfig = InferOutputConfig()
 
     @model_validator(mode="after")
@@ -119,4 +143,6 @@ class InferConfig(Section):
         self.model.check_cache(self.generation.cache, "generation.cache")
         if self.input.interactive and self.output != InferOutputConfig():
             raise ValueError("[output] has no effect on an interactive chat: remove its keys, or input.interactive")
+        if self.input.interactive and self.constraint.is_set:
+            raise ValueError("[constraint] has no effect on an interactive chat: remove its key, or input.interactive")
         return self

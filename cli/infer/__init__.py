@@ -20,6 +20,7 @@ NAME = "diffusionlm-infer"
 EXAMPLE = f"""  {NAME} --model runs/quickstart --prompt "def " --show
   {NAME} --model runs/quickstart --infill "for i in [MASK:1](10):\\n    print(i)\\n" --html replay.html
   {NAME} --model DIR --chat "Why is the sky blue?" --max-new-tokens 128
+  {NAME} --model DIR --prompt "The sky is " --choice blue --choice gray
   {NAME} --model DIR --chat        # a chat in the terminal
   {NAME} --model DIR --prompts prompts.jsonl --output answers.jsonl --batch-size 32
   {NAME} --config config/resources/infer.toml --temperature 0.8 --json | jq .metrics"""
@@ -34,6 +35,8 @@ _SHORTHANDS = (
         "one prompt per line, or a .jsonl file of prompts, messages and infills; - is standard input",
     ),
     ("system", "TEXT", "input.system={string}", "system message of chats"),
+    ("regex", "PATTERN", "constraint.regex={string}", "each new text matches this regular expression"),
+    ("json-schema", "FILE", "constraint.json_schema={string}", "each new text is a JSON value of this schema"),
     ("seed", "N", "input.seed={text}", "seed of the first request"),
     ("batch-size", "N", "input.batch_size={text}", "requests that are decoded together"),
     ("max-new-tokens", "N", "generation.max_new_tokens={text}", "new tokens of a prompt or chat"),
@@ -51,6 +54,13 @@ _SHORTHANDS = (
 )
 """Argument, metavar, override and help; see `add_shorthand`."""
 
+_TEXT_KEYS = {
+    "prompts": "input.prompts",
+    "chats": "input.chats",
+    "infills": "input.infills",
+    "choices": "constraint.choices",
+}
+"""Arguments that are texts, and what they override."""
 _ESCAPE = re.compile(r"\\([nt\\])")
 _ESCAPED_CHARACTERS = {"n": "\n", "t": "\t", "\\": "\\"}
 
@@ -81,14 +91,15 @@ def _prepare(config: InferConfig) -> PreparedRun:
 
 
 def _add_shorthands(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(raw=False, prompts=[], infills=[], chats=[])
+    parser.set_defaults(raw=False, **{dest: [] for dest in _TEXT_KEYS})
     group = parser.add_argument_group(
-        "shorthands for --set; \\n, \\t and \\\\ are escapes in prompts, chats and infills"
+        "shorthands for --set; \\n, \\t and \\\\ are escapes in prompts, chats, infills and choices"
     )
     for name, text in (
         ("prompt", "continue this text; may be repeated"),
         ("infill", "fill each [MASK:n] with n tokens; may be repeated"),
         ("chat", "answer this message; may be repeated; without a text, chat in the terminal"),
+        ("choice", "each new text is this one, or another choice; may be repeated"),
     ):
         nargs = "?" if name == "chat" else None
         group.add_argument(f"--{name}", metavar="TEXT", action=_TextAction, dest=f"{name}s", nargs=nargs, help=text)
@@ -100,7 +111,7 @@ def _add_shorthands(parser: argparse.ArgumentParser) -> None:
 
 
 class _TextAction(argparse.Action):
-    """Append a prompt, chat or infill; together they replace those of the config."""
+    """Append a prompt, chat, infill or choice; together they replace those of the config."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         if values is None:
@@ -115,7 +126,7 @@ class _RawAction(argparse.Action):
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         namespace.raw = True
-        for dest in ("prompts", "chats", "infills"):
+        for dest in _TEXT_KEYS:
             if getattr(namespace, dest):
                 _override_texts(namespace, dest)
 
@@ -123,7 +134,7 @@ class _RawAction(argparse.Action):
 def _override_texts(namespace: argparse.Namespace, dest: str) -> None:
     texts = [text if namespace.raw else _unescape(text) for text in getattr(namespace, dest)]
     value = ", ".join(toml_string(text) for text in texts)
-    add_overrides(namespace, f"input.{dest}=[{value}]")
+    add_overrides(namespace, f"{_TEXT_KEYS[dest]}=[{value}]")
 
 
 def _unescape(text: str) -> str:

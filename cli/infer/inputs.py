@@ -67,10 +67,14 @@ class EncodedInput:
     seed: int
     allowed_token_ids: Mapping[int, NDArray[np.int64]] = field(default_factory=dict)
     """Positions of token healing, and the tokens that they may hold."""
-    num_repeated_bytes: int = 0
-    """Bytes of a prompt that the first new token repeats."""
+    repeated_bytes: bytes = b""
+    """The end of a prompt, which the first new token repeats."""
     segment_starts: tuple[int, ...] = ()
     """Positions of a chat where blocks are counted anew."""
+
+    @property
+    def num_repeated_bytes(self) -> int:
+        return len(self.repeated_bytes)
 
     @property
     def name(self) -> str:
@@ -157,7 +161,7 @@ def encode_inputs(
                 num_hidden,
                 seed + index,
                 encoded.allowed_token_ids,
-                encoded.num_repeated_bytes,
+                encoded.repeated_bytes,
                 segment_starts,
             )
         )

@@ -137,6 +137,40 @@ def test_token_healing(capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_
     assert [record["tokens"]["num_repeated_bytes"] for record in plain] == [0, 0, 0]
 
 
+def test_constraints(capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_path: Path) -> None:
+    """On prompts, also healed ones, and on each masked span."""
+    common = ("--model", model_dir, "--json", "--temperature", 1.0, "--max-new-tokens", 12)
+    texts = ("--prompt", "the cat ", "--prompt", "the c", "--prompt", "")
+    run(*common, *texts, "--choice", "sat too", "--choice", r"mat\n")
+    answers = records(capsys)
+    assert {answer["text"]["output"] for answer in answers} <= {"sat too", "mat\n"}
+    assert [answer["tokens"]["num_repeated_bytes"] for answer in answers] == [1, 1, 0]
+    run(*common, "--prompt", "sat", "--infill", "the [MASK:3] [MASK:2]. [MASK:2]", "--regex", r"[a-d ]+|x\w*")
+    answer, filled = records(capsys)
+    assert re.fullmatch(r"[a-d ]+|x\w*", answer["text"]["output"])
+    assert re.fullmatch(r"the ([a-d ]+|x\w*) ([a-d ]+|x\w*)\. ([a-d ]+|x\w*)", filled["text"]["output"])
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object", "properties": {"cat": {"type": "boolean"}}, "required": ["cat"]}')
+    run(*common, *texts, "--max-new-tokens", 20, "--json-schema", schema)
+    assert all(type(json.loads(answer["text"]["output"])["cat"]) is bool for answer in records(capsys))
+
+
+def test_wrong_constraints(capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"oneOf": []}')
+    common = ("--model", model_dir, "--prompt", "the", "--max-new-tokens", 4)
+    for argv, message in (
+        (("--regex", "(?=a)"), "constraint.regex: the regular expression has an error at character 2"),
+        (("--json-schema", schema), f"{schema}: the schema: oneOf is not supported here: use anyOf"),
+        (("--json-schema", tmp_path / "none"), "none: cannot be read"),
+        (("--choice", "a", "--regex", "a"), "choices and regex exclude each other"),
+        (("--choice", "a" * 40), "prompt 1 of 1: the constraint needs at least"),
+    ):
+        assert message in failure(capsys, 2, *common, *argv)
+    error = failure(capsys, 2, "--model", model_dir, "--chat", "--choice", "a")
+    assert "[constraint] has no effect on an interactive chat" in error
+
+
 def test_json_output_has_the_effective_settings(capsys: pytest.CaptureFixture[str], model_dir: Path) -> None:
     run("--model", model_dir, "--json", "--prompt", "the", "--prompt", "a", "--max-new-tokens", 4)
     first, second = records(capsys)
