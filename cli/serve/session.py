@@ -40,6 +40,7 @@ def serve(prepared: PreparedServer) -> None:
         max_rows=limits.max_rows,
         page_size=limits.page_size,
         has_prefix_cache=limits.prefix_cache,
+        deterministic=limits.deterministic,
         adapters={adapter.name: read_adapter(model, adapter.path) for adapter in config.adapters},
     )
     num_parameters = sum(parameter.numel() for parameter in model.parameters())

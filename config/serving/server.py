@@ -54,6 +54,8 @@ class ServeSection(Section):
     """Positions of a page of the cache. None: 16, or more, so that it is a multiple of the model's block length."""
     prefix_cache: bool = True
     """Share keys and values of texts that begin alike."""
+    deterministic: bool = False
+    """On a CPU: log-probabilities are the same bits, whatever is decoded at the same time; slower."""
     max_requests: PositiveInt = 64
     """Requests that are decoded at a time; each of the `n` choices of a prompt is one."""
     max_waiting: PositiveInt = 256

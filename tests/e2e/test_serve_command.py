@@ -154,3 +154,12 @@ def test_an_address_in_use(folder: Path) -> None:
             timeout=60,
         )
     assert done.returncode == 2 and f"serve.port = {port}" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_short_soak() -> None:
+    """Ten minutes: ``python -m tests.e2e.serving_soak``."""
+    command = [sys.executable, "-m", "tests.e2e.serving_soak", "--seconds", "12", "--restart-seconds", "4"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts = json.loads(done.stdout.splitlines()[-1])
+    assert counts["restarts"] >= 1 and counts["whole 200"] > 5 and counts["stream 200"] > 5 and counts["left"] > 5

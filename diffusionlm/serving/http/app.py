@@ -87,7 +87,7 @@ class ServerApp:
         """Answer with an error."""
         if isinstance(error, HTTPException):
             phrase = HTTPStatus(error.status_code).phrase.lower()
-            text = f"{escape_control_characters(scope['path'][:_MAX_LOGGED_PATH])}: {phrase}"
+            text = f"{_to_line(scope['path'])}: {phrase}"
             error = ApiError(error.status_code, text, headers=dict(error.headers or {}))
         problem = to_api_error(error)
         if problem.code == "internal_error":
@@ -108,7 +108,7 @@ class ServerApp:
         if not is_loopback(name.lower()):
             raise ApiError(
                 403,
-                f"the host {escape_control_characters(name[:_MAX_LOGGED_PATH])} is not this machine: without keys only "
+                f"the host {_to_line(name)} is not this machine: without keys only "
                 "localhost is served; set serve.api_keys_file to serve other names",
                 code="host_not_allowed",
             )
@@ -161,7 +161,7 @@ class ServerApp:
         if not self._service.limits.log_requests:
             return
         status = CLIENT_GONE if is_gone else exchange.status
-        path = escape_control_characters(scope["path"][:_MAX_LOGGED_PATH])
+        path = _to_line(scope["path"])
         details = "".join(f" {key}={value}" for key, value in exchange.details.items())
         seconds = time.monotonic() - exchange.started
         LOGGER.info("%s %s %s id=%s%s %.3fs", scope["method"], path, status, exchange.request_id, details, seconds)
@@ -169,3 +169,8 @@ class ServerApp:
 
 def _json_response(value: object) -> Response:
     return Response(to_json(value), media_type="application/json")
+
+
+def _to_line(text: str) -> str:
+    """A text of a client, short and without control characters."""
+    return escape_control_characters(text[:_MAX_LOGGED_PATH]).replace("\r", "\\r").replace("\n", "\\n")

@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 
 from config.generation import GenerationConfig
 from config.serving.server import ServeSection
+from diffusionlm.models.row_adapters import ModelAdapter
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.serving.engine import Engine
 from diffusionlm.serving.http.keys import ApiKeys
@@ -125,13 +126,18 @@ def start_server(served_model: Transformer, words: Tokenizer) -> Iterator[StartS
         template: Any = CHAT_TEMPLATES["chatml"],
         keys: tuple[str, ...] = (),
         generation: GenerationConfig | None = None,
+        adapters: Mapping[str, ModelAdapter] | None = None,
         **values: Any,
     ) -> RunningServer:
         limits = ServeSection.model_validate({"port": 0, "cache_memory": 1 << 20, "log_requests": False, **values})
         config = generation or GenerationConfig(stop_token_ids=())
-        preparer = RequestPreparer(model.config, words, template, config, limits, [NAME])
+        preparer = RequestPreparer(model.config, words, template, config, limits, [NAME, *(adapters or ())])
         engine = Engine(
-            model, cache_bytes=limits.cache_memory, max_requests=limits.max_requests, max_waiting=limits.max_waiting
+            model,
+            cache_bytes=limits.cache_memory,
+            max_requests=limits.max_requests,
+            max_waiting=limits.max_waiting,
+            adapters=adapters,
         )
         service = Service(engine, preparer, limits, ApiKeys(keys) if keys else None)
         is_ready = threading.Event()
