@@ -69,14 +69,14 @@ class Page:
             self.events.append(message)
         return message
 
-    def open(self, path: Path, width: int, height: int, *, dark: bool = False, scripts: bool = True) -> None:
-        """Load a file in a window of this size, in CSS pixels."""
+    def open(self, place: Path | str, width: int, height: int, *, dark: bool = False, scripts: bool = True) -> None:
+        """Load a file or an address in a window of this size, in CSS pixels."""
         scheme = "dark" if dark else "light"
         self.events.clear()
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.call("Emulation.setScriptExecutionDisabled", value=not scripts)
-        self.call("Page.navigate", url=path.resolve().as_uri())
+        self.call("Page.navigate", url=place if isinstance(place, str) else place.resolve().as_uri())
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
             self._read()
 

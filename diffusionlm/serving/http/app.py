@@ -30,11 +30,12 @@ from diffusionlm.serving.http.json_text import to_json
 from diffusionlm.serving.http.listening import is_loopback
 from diffusionlm.serving.http.metrics import CONTENT_TYPE
 from diffusionlm.serving.http.service import Service
+from diffusionlm.serving.page import load_page
 from files.terminal_text import escape_control_characters
 
 LOGGER = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/", "/health"})
 """Paths that need no key."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -50,6 +51,7 @@ class ServerApp:
         self._needs_local_host = service.keys is None and is_loopback(service.limits.host)
         self._router = Router(
             [
+                Route("/", self._answer_page, methods=["GET"]),
                 Route("/health", self._answer_health, methods=["GET"]),
                 Route("/metrics", self._answer_metrics, methods=["GET"]),
                 Route("/v1/models", self._list_models, methods=["GET"]),
@@ -126,6 +128,10 @@ class ServerApp:
                 headers={"WWW-Authenticate": "Bearer"},
             )
         exchange.cache_salt = owner
+
+    async def _answer_page(self, request: Request) -> Response:
+        page = load_page()
+        return Response(page.content, headers=page.headers)
 
     async def _answer_health(self, request: Request) -> Response:
         self._service.check_is_ready()
