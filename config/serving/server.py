@@ -72,6 +72,8 @@ class ServeSection(Section):
     """Largest number of prompts of a request."""
     max_choices: PositiveInt = 16
     """Largest `n` of a request."""
+    max_holes: PositiveInt = 256
+    """Largest number of holes of a request."""
     max_stop_strings: PositiveInt = 16
     """Largest number of stop strings of a request."""
     max_body: ByteSize = 4 << 20

@@ -53,10 +53,9 @@ class AnswerText:
                 return len(self.text) - length
         return len(self.text)
 
-    @property
-    def visible_tokens(self) -> list[AnswerToken]:
-        """Tokens of the text, without those of a stop string."""
-        return [token for token in self.tokens if not self.is_stopped or token.start < len(self.text)]
+    def visible_tokens(self, first: int = 0) -> list[AnswerToken]:
+        """Tokens of the text from a number on, without those of a stop string."""
+        return [token for token in self.tokens[first:] if not self.is_stopped or token.start < len(self.text)]
 
     def push(self, token_id: int, logprob: float, top_logprobs: tuple[tuple[int, float], ...] = ()) -> None:
         """Add a token; nothing happens after a stop string."""

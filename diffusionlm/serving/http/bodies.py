@@ -22,6 +22,7 @@ from diffusionlm.serving.http.json_text import shorten
 MAX_SEED = 2**63 - 1
 MAX_TOP_LOGPROBS = 20
 MAX_COMPLETION_LOGPROBS = 5
+MAX_BIASED_TOKENS = 1024
 
 SERVER_KEYS = {"attention_bias": "it names a file of the server"}
 """Keys of `GenerationConfig` that a request may not set, and why."""
@@ -258,11 +259,11 @@ def parse_stop(value: Any, limits: ServeSection) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def parse_segments(value: Any) -> list[str | int]:
+def parse_segments(value: Any, limits: ServeSection) -> list[str | int]:
     """Return the segments of ``/v1/infill``: texts, and holes as their numbers of tokens.
 
     Raises:
-        ApiError: they are something else, or have no hole.
+        ApiError: they are something else, or have no hole or too many.
     """
     if value is None:
         raise ApiError(400, "segments is missing", param="segments", code="missing_required_parameter")
@@ -275,6 +276,10 @@ def parse_segments(value: Any) -> list[str | int]:
     holes = [item for item in value if isinstance(item, int)]
     if not holes or min(holes) < 1:
         raise ApiError(400, "segments needs a hole, and each hole at least one token", param="segments")
+    if len(holes) > limits.max_holes:
+        raise ApiError(
+            400, f"segments has {len(holes)} holes: this server allows at most {limits.max_holes}", param="segments"
+        )
     return value
 
 
@@ -342,8 +347,10 @@ def parse_logit_bias(fields: GenerationBody, vocab_size: int) -> dict[int, float
     """Return the bias of each token.
 
     Raises:
-        ApiError: a key is not a token of the vocabulary.
+        ApiError: a key is not a token of the vocabulary, or they are too many.
     """
+    if len(fields.logit_bias or {}) > MAX_BIASED_TOKENS:
+        raise ApiError(400, f"logit_bias has more than {MAX_BIASED_TOKENS} tokens", param="logit_bias")
     bias = {}
     for key, value in (fields.logit_bias or {}).items():
         if not key.isascii() or not key.isdigit() or len(key) > 9 or int(key) >= vocab_size:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -72,6 +73,7 @@ class Choice:
         self._num_read = 0
         self._num_sent = [0] * len(self.holes)
         self._num_sent_tokens = [0] * len(self.holes)
+        self._is_sent = [False] * len(self.holes)
         self._has_sent = False
 
     @property
@@ -86,7 +88,7 @@ class Choice:
     @property
     def visible_tokens(self) -> list[AnswerToken]:
         """Tokens of the text, without those of a stop string."""
-        return [token for hole in self.holes for token in hole.visible_tokens]
+        return [token for hole in self.holes for token in hole.visible_tokens()]
 
     def read(self, state: RequestState) -> bool:
         """Read a state of the request. Returns whether a stop string has ended the choice.
@@ -116,7 +118,7 @@ class Choice:
         return False
 
     def _push(self, number: int, state: RequestState) -> None:
-        hole = sum(end <= number for end in self._hole_ends[:-1])
+        hole = bisect_right(self._hole_ends[:-1], number)
         top_logprobs = state.top_logprobs[number] if state.top_logprobs else ()
         self.holes[hole].push(state.token_ids[number], state.logprobs[number], tuple(top_logprobs))
         if self._hole_ends and number + 1 == self._hole_ends[hole]:
@@ -133,7 +135,10 @@ class Choice:
         """Return what may be sent and was not yet; None: nothing."""
         pieces = []
         for number, hole in enumerate(self.holes):
-            end, tokens = hole.sendable_length, hole.visible_tokens[self._num_sent_tokens[number] :]
+            if self._is_sent[number]:
+                continue
+            self._is_sent[number] = hole.is_complete
+            end, tokens = hole.sendable_length, hole.visible_tokens(self._num_sent_tokens[number])
             if not hole.is_complete:
                 # A token goes out with its last character.
                 starts = [token.start for token in tokens] + [len(hole.text)]
@@ -230,25 +235,10 @@ class Call:
         Raises:
             ApiError: a choice has ended with an error.
         """
-        while True:
-            updates = []
-            for choice, handle in zip(self.choices, self._handles, strict=True):
-                if choice.finish_reason is not None:
-                    continue
-                before = None if choice.state is None else choice.state.version
-                state = handle.state
-                if state.version == before:
-                    continue
-                if choice.read(state):
-                    self._engine.abort(handle)
-                if (update := choice.take_update()) is not None:
-                    updates.append(update)
+        async for choices in self._read_changes():
+            updates = [update for choice in choices if (update := choice.take_update()) is not None]
             if updates:
                 yield updates
-            if all(choice.finish_reason is not None for choice in self.choices):
-                return
-            await self._changed.wait()
-            self._changed.clear()
 
     async def finish(self) -> None:
         """Wait until every choice is done.
@@ -256,8 +246,28 @@ class Call:
         Raises:
             ApiError: a choice has ended with an error.
         """
-        async for _ in self.updates():
+        async for _ in self._read_changes():
             pass
+
+    async def _read_changes(self) -> AsyncIterator[list[Choice]]:
+        """Iterate over the choices that have changed, until every choice is done.
+
+        Raises:
+            ApiError: a choice has ended with an error.
+        """
+        while True:
+            changed = []
+            for choice, handle in zip(self.choices, self._handles, strict=True):
+                state, before = handle.state, None if choice.state is None else choice.state.version
+                if choice.finish_reason is None and state.version != before:
+                    if choice.read(state):
+                        self._engine.abort(handle)
+                    changed.append(choice)
+            yield changed
+            if all(choice.finish_reason is not None for choice in self.choices):
+                return
+            await self._changed.wait()
+            self._changed.clear()
 
 
 def _describe_refusal(error: ValueError, fields: GenerationBody) -> ApiError:

@@ -197,7 +197,7 @@ class RequestPreparer:
         Raises:
             ApiError: the request is wrong.
         """
-        segments = parse_segments(body.fields.segments)
+        segments = parse_segments(body.fields.segments, self.limits)
         for key in ("max_new_tokens", "total_length", "stop_token_ids"):
             if key in body.overrides:
                 raise ApiError(400, f"{key} has no effect on an infill: its holes have a length", param=key)
@@ -342,6 +342,9 @@ class RequestPreparer:
     ) -> PreparedCall:
         fields: GenerationBody = body.fields
         name = self.find_model(fields.model)
+        num_choices, limit = fields.n * len(encoded), self.limits.max_requests + self.limits.max_waiting
+        if num_choices > limit:
+            raise ApiError(400, f"{num_choices} choices are more than this server ever accepts, {limit}", param="n")
         seed = secrets.randbelow(_RANDOM_SEEDS) if fields.seed is None else fields.seed
         logit_bias = parse_logit_bias(fields, self.model.vocab_size)
         submissions: list[Submission] = []

@@ -49,7 +49,7 @@ def test_any_stop_strings_of_any_texts(words: Tokenizer) -> None:
         assert (text.text, len(text.tokens)) == reference(words, ids, stop), (data, stop)
         assert not any(item in text.text for item in stop)
         num_stopped += text.is_stopped
-        assert all(token.start < len(text.text) for token in text.visible_tokens) or not text.is_stopped
+        assert all(token.start < len(text.text) for token in text.visible_tokens()) or not text.is_stopped
     assert 50 < num_stopped < 250
 
 

@@ -63,10 +63,9 @@ def test_a_chat(server: RunningServer, client: openai.OpenAI) -> None:
     assert same.choices[0].message.content == response.choices[0].message.content
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_a_streamed_chat(server: RunningServer, client: openai.OpenAI, n: int) -> None:
+def test_a_streamed_chat(server: RunningServer, client: openai.OpenAI) -> None:
     messages: Any = [{"role": "user", "content": "the cat?"}]
-    options: Any = {"model": NAME, "messages": messages, "max_tokens": 14, "temperature": 1.0, "seed": 3, "n": n}
+    options: Any = {"model": NAME, "messages": messages, "max_tokens": 14, "temperature": 1.0, "seed": 3, "n": 3}
     whole = client.chat.completions.create(**options)
     chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
     assert len({chunk.id for chunk in chunks}) == 1 and not chunks[-1].choices
@@ -77,4 +76,4 @@ def test_a_streamed_chat(server: RunningServer, client: openai.OpenAI, n: int) -
         assert "".join(part.delta.content or "" for part in own) == choice.message.content
         assert [part.finish_reason for part in own if part.finish_reason] == [choice.finish_reason]
         assert own[-1].finish_reason is not None
-    assert len({choice.message.content for choice in whole.choices}) == n
+    assert len({choice.message.content for choice in whole.choices}) == 3

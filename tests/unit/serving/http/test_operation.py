@@ -157,14 +157,21 @@ def test_a_full_queue(small: RunningServer, gate: ModelGate) -> None:
         client.completions.create(model=NAME, prompt="the cat", max_tokens=4)
     assert caught.value.code == "queue_full" and caught.value.response.headers["retry-after"] == "1"
     with pytest.raises(openai.RateLimitError):
-        client.completions.create(model=NAME, prompt=["the cat"] * 3, max_tokens=4)
-    threading.Timer(0.3, gate.open).start()
-    patient = openai.OpenAI(base_url=small.url, api_key=KEY, max_retries=5)
-    assert patient.completions.create(model=NAME, prompt="the cat", max_tokens=4).usage
+        client.completions.create(model=NAME, prompt=["the cat"] * 2, max_tokens=4)
+    gate.open()
     assert all(len(list(stream)) > 0 for stream in streams)
     small.wait_until_idle()
     text = small.request("GET", "/metrics", headers={"Authorization": f"Bearer {KEY}"})[2]
     assert "vllm:admission_rejections_total" in text
+
+
+@pytest.mark.slow
+def test_a_client_tries_again(small: RunningServer, gate: ModelGate) -> None:
+    client = openai.OpenAI(base_url=small.url, api_key=KEY, max_retries=5)
+    streams = [client.completions.create(model=NAME, **BODY, stream=True) for _ in range(2)]  # type: ignore[call-overload]
+    threading.Timer(0.3, gate.open).start()
+    assert client.completions.create(model=NAME, prompt="the cat", max_tokens=4).usage
+    assert all(len(list(stream)) > 0 for stream in streams)
 
 
 @pytest.mark.parametrize("stream", [True, False])
