@@ -26,7 +26,7 @@ from diffusionlm.inference.requests import ActiveRequest
 from diffusionlm.inference.settings import DecodingSettings, PerSettings
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, DenseBias, PromptAndOwnBlock
-from diffusionlm.models.ragged import RaggedBatch, SequenceSlice
+from diffusionlm.models.ragged import RaggedBatch, SequenceSlice, copy_to_device
 from diffusionlm.models.row_adapters import AdapterRows
 from diffusionlm.models.transformer import Transformer
 from profiling import nvtx
@@ -56,7 +56,7 @@ def masked_position_logits(
 def _forward(model: Transformer, canvases: Sequence[NDArray[np.int64]], batch: RaggedBatch) -> Tensor:
     """Logits of the outputs of all sequences, [N, V]."""
     inputs = [canvas[part.start : part.end] for canvas, part in zip(canvases, batch.sequences, strict=True)]
-    tokens_1Q = torch.from_numpy(np.concatenate(inputs))[None].to(model.lm_head.weight.device)
+    tokens_1Q = copy_to_device(torch.from_numpy(np.concatenate(inputs))[None], model.lm_head.weight.device)
     return model(tokens_1Q, pattern=batch)
 
 
@@ -150,7 +150,7 @@ class ModelRunner:
         block_start, block_end = int(block_positions[0]), int(block_positions[-1]) + 1
         first_output = max(0, int(request.output_positions[0]) - self._shift)
         if block_length is not None:
-            segments = request.segments
+            segments = request.prepared.segments
             block_start = int(segments.block_starts(block_positions[:1], block_length)[0])
             num_visible = min(segments.block_end(block_start, block_length), length)
             if block_length == 1 and self._shift:
@@ -173,7 +173,7 @@ class ModelRunner:
         assert block_length is not None and request.uses_blocks
         if num_rows < 1:
             return None
-        segments = request.segments
+        segments = request.prepared.segments
         limit = min(part.start + num_rows, part.cached_length)
         starts = segments.block_starts(np.array([part.start, limit]), block_length).tolist()
         end = max(starts[1], segments.block_end(starts[0], block_length))
@@ -210,8 +210,8 @@ class ModelRunner:
             assert settings.config.block_length is not None
             is_prompt_1L = torch.arange(length)[None] < int(request.masked_positions[0])
             return PromptAndOwnBlock(settings.config.block_length, is_prompt_1L)
-        if settings.block_causal_length is not None and len(request.segments.starts) > 1:
-            segments_1L = torch.from_numpy(request.segments.numbers(length))[None]
+        if settings.block_causal_length is not None and len(request.prepared.segments.starts) > 1:
+            segments_1L = torch.from_numpy(request.prepared.segments.numbers(length))[None]
             return BlockCausal(settings.block_causal_length, segments_BL=segments_1L)
         pattern = self._patterns.get(settings)
         return DenseBias(pattern.bias[..., :length, :length]) if isinstance(pattern, DenseBias) else pattern

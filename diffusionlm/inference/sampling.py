@@ -17,6 +17,7 @@ from diffusionlm.diffusion.rng import RngStream
 from diffusionlm.inference.requests import ActiveRequest, LogitBias, Predictions
 from diffusionlm.inference.settings import DecodingSettings, PerSettings
 from diffusionlm.inference.strategy import TOKEN_PROBABILITY
+from diffusionlm.models.ragged import copy_to_device
 
 PROBABILITY_CHUNK_BYTES = 64 << 20
 """Budget for one [positions, V] array of fp64 probabilities."""
@@ -59,13 +60,13 @@ class TokenSampler:
                 request.draw_uniforms(RngStream.TOKEN_SAMPLING, positions)
                 for request, positions in zip(requests, output_positions, strict=True)
             ]
-            uniforms_N = torch.from_numpy(np.concatenate(uniforms)).to(logits_NV.device)
+            uniforms_N = copy_to_device(torch.from_numpy(np.concatenate(uniforms)), logits_NV.device)
         if self._can_remask:
             committed = [
                 np.where(request.is_masked_L[positions], -1, request.tokens_L[positions])
                 for request, positions in zip(requests, output_positions, strict=True)
             ]
-            committed_N = torch.from_numpy(np.concatenate(committed)).to(logits_NV.device)
+            committed_N = copy_to_device(torch.from_numpy(np.concatenate(committed)), logits_NV.device)
         changes = LogitChanges(requests)
         num_top = max((request.num_top_logprobs for request in requests), default=0)
         samples = [
@@ -229,11 +230,11 @@ class LogitChanges:
         end_row, device = first_row + len(logits_NV), logits_NV.device
         for start, end, bias in self._biases:
             rows = slice(max(start - first_row, 0), max(min(end, end_row) - first_row, 0))
-            values = torch.from_numpy(bias.values).to(device, logits_NV.dtype)
-            logits_NV[rows, torch.from_numpy(bias.token_ids).to(device)] += values
+            values = copy_to_device(torch.from_numpy(bias.values), device).to(logits_NV.dtype)
+            logits_NV[rows, copy_to_device(torch.from_numpy(bias.token_ids), device)] += values
         for row, token_ids in self._allowed_tokens.items():
             if first_row <= row < end_row:
-                ids = torch.from_numpy(token_ids).to(device)
+                ids = copy_to_device(torch.from_numpy(token_ids), device)
                 logits_V = logits_NV[row - first_row]
                 logits_NV[row - first_row] = torch.full_like(logits_V, float("-inf")).index_copy_(0, ids, logits_V[ids])
         return logits_NV

@@ -205,10 +205,10 @@ class _InputIndices:
             first_input += part.num_inputs
             first_output += len(part.output_offsets)
         packed = torch.stack([batch.positions()[0], torch.cat(slots), torch.cat(limits)])
-        self.positions_Q, self.slots_Q, self.limits_Q = _to_device(packed, device).unbind()
+        self.positions_Q, self.slots_Q, self.limits_Q = copy_to_device(packed, device).unbind()
         self._cached_rows = None
         if sum(map(len, cached_rows)) < batch.num_inputs:
-            self._cached_rows = _to_device(torch.cat([*cached_rows, torch.zeros(0, dtype=torch.int64)]), device)
+            self._cached_rows = copy_to_device(torch.cat([*cached_rows, torch.zeros(0, dtype=torch.int64)]), device)
             self.slots_Q = self.slots_Q[self._cached_rows]
         self.device = device
 
@@ -231,7 +231,8 @@ class _InputIndices:
             storage[layer].index_copy_(1, self.slots_Q, new_QKH.transpose(0, 1))
 
 
-def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy of a tensor on the CPU, without waiting for the device; on a CPU the tensor itself."""
     if device.type == "cuda":
         tensor = tensor.pin_memory()  # a copy of pageable memory may wait for the device
     return tensor.to(device, non_blocking=True)
@@ -253,12 +254,12 @@ def _key_limit(pattern: AttentionPattern, positions_Q: Tensor) -> Tensor:
 
 def _group_sequences(sequences: Sequence[SequenceSlice], share_kernels: bool) -> list[list[SequenceSlice]]:
     """Sequences that are computed together: with ``share_kernels`` those with equally many inputs and either a cache
-    each, or the same pattern."""
+    each and similarly many visible keys, to the longest of which all are padded, or the same pattern."""
     if not share_kernels:
         return [[part] for part in sequences]
-    groups: dict[tuple[int, int | None], list[SequenceSlice]] = {}
+    groups: dict[tuple[int, int, int | None], list[SequenceSlice]] = {}
     for part in sequences:
-        key = (part.num_inputs, id(part.pattern) if part.pages is None else None)
+        key = (part.num_inputs, part.num_visible.bit_length(), id(part.pattern) if part.pages is None else None)
         groups.setdefault(key, []).append(part)
     return list(groups.values())
 
@@ -292,7 +293,7 @@ class _Rows:
         """Among the inputs of the forward."""
         self.outputs = _as_rows(np.concatenate(output_rows), inputs.device)
         """Among the outputs of the forward."""
-        self.output_offsets = _to_device(torch.from_numpy(np.concatenate(offsets)), inputs.device)
+        self.output_offsets = copy_to_device(torch.from_numpy(np.concatenate(offsets)), inputs.device)
         """Outputs among the G * Q inputs of the group, [P]."""
 
     def select(self, tensor_Q: Tensor) -> Tensor:
@@ -370,10 +371,10 @@ class _CachedSequences:
             # Hidden keys are those of the sequence's first page: what other pages hold may not even be finite.
             own = list(part.pages or ())[: -(-part.num_visible // size)]
             tables.append(own + [own[0]] * (num_pages - len(own)))
-        tables_GP = _to_device(torch.tensor(tables), device)
+        tables_GP = copy_to_device(torch.tensor(tables), device)
         slots_GPS = tables_GP[:, :, None] * size + torch.arange(size, device=device)
         slots_GS = slots_GPS.flatten(1)[:, : self._num_keys]
-        visible_G1 = _to_device(torch.tensor([[part.num_visible] for part in group]), device)
+        visible_G1 = copy_to_device(torch.tensor([[part.num_visible] for part in group]), device)
         return torch.where(torch.arange(self._num_keys, device=device) < visible_G1, slots_GS, slots_GS[:, :1])
 
     def attend(self, layer: int, q_QNH: Tensor, k_QKH: Tensor, v_QKH: Tensor) -> Tensor:
@@ -425,7 +426,7 @@ def _as_rows(rows: NDArray[np.int64], device: torch.device) -> slice | Tensor:
     """A slice if the rows are adjacent, else an index."""
     if len(rows) and np.array_equal(rows, np.arange(rows[0], rows[0] + len(rows))):
         return slice(int(rows[0]), int(rows[0]) + len(rows))
-    return _to_device(torch.from_numpy(rows), device)
+    return copy_to_device(torch.from_numpy(rows), device)
 
 
 def _build_stacked_bias(mask_GQS: Tensor, q_GQNH: Tensor, groups: int) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from diffusionlm.models.layers import Embedding, Linear
 from diffusionlm.models.lora import LoRALinear, TrainedRowsEmbedding, TrainedRowsLinear, adapter_modules
 from diffusionlm.models.moe import MoE
-from diffusionlm.models.ragged import RaggedBatch
+from diffusionlm.models.ragged import RaggedBatch, copy_to_device
 from diffusionlm.models.transformer import Transformer
 
 
@@ -68,7 +68,7 @@ class AdapterRows:
                 rows = np.flatnonzero(np.isin(sequences, own))
                 if len(rows):
                     is_alone = len(rows) == len(sequences)
-                    groups.append((name, ALL_ROWS if is_alone else torch.from_numpy(rows).to(device)))
+                    groups.append((name, ALL_ROWS if is_alone else copy_to_device(torch.from_numpy(rows), device)))
             self._groups[len(sequences)] = groups
         try:
             yield

@@ -24,7 +24,7 @@ from diffusionlm.models.dense_attention import AttentionScale
 from diffusionlm.models.layers import Embedding, Linear, RMSNorm, RotaryEmbedding, SwiGLU, soft_cap
 from diffusionlm.models.moe import MoE, Routing, compute_load_balancing_loss
 from diffusionlm.models.patterns import AttentionPattern
-from diffusionlm.models.ragged import RaggedBatch, prepare_ragged_attention
+from diffusionlm.models.ragged import RaggedBatch, copy_to_device, prepare_ragged_attention
 
 
 class Block(nn.Module):
@@ -244,7 +244,7 @@ class Transformer(nn.Module):
         return (
             attentions,
             positions,
-            None if output_positions is None else output_positions.to(device, non_blocking=True),
+            None if output_positions is None else copy_to_device(output_positions, device),
         )
 
     def _build_attention_scale(self) -> AttentionScale:
