@@ -191,11 +191,14 @@ class Engine:
     def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
         """Accept no more requests and end the thread: with ``drain`` when all requests are done, else at once.
 
-        Requests that are not done after ``timeout`` seconds end with `EngineStoppedError`.
+        Requests that are not done after ``timeout`` seconds end with `EngineStoppedError`. A listener, which is called
+        in the thread, does not wait for its end.
         """
         with self._condition:
             self._is_closing, self._drains = True, self._drains and drain
             self._condition.notify_all()
+        if threading.current_thread() is self._thread:
+            return
         self._thread.join(timeout)
         if self._thread.is_alive():
             with self._condition:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import threading
@@ -181,7 +182,10 @@ class EngineRequest:
             if not self._condition.wait_for(lambda: self._state.is_done, timeout):
                 raise TimeoutError(f"the request was not complete within {timeout} s")
         if self._state.error is not None:
-            raise self._state.error
+            # Several callers may wait for this request, and others may have the same error: each raises its own.
+            error = copy.copy(self._state.error)
+            error.__cause__ = self._state.error.__cause__
+            raise error
         assert self._state.generation is not None, "a request ends with an answer or an error"
         return self._state.generation
 
@@ -195,7 +199,8 @@ class EngineRequest:
 
     def _update(self, *, error: Exception | None = None, is_done: bool = False) -> None:
         request, now = self._request, time.monotonic()
-        positions = request.final_positions()
+        before = self._state
+        new_positions = request.final_positions()[len(before.token_ids) :]
         with self._condition:
             if self._state.is_done:
                 return
@@ -203,9 +208,9 @@ class EngineRequest:
             self._state = replace(
                 self._state,
                 version=self._state.version + 1,
-                token_ids=tuple(request.tokens_L[positions].tolist()),
-                logprobs=tuple(request.logprobs_L[positions].tolist()),
-                top_logprobs=request.top_logprobs_at(positions),
+                token_ids=before.token_ids + tuple(request.tokens_L[new_positions].tolist()),
+                logprobs=before.logprobs + tuple(request.logprobs_L[new_positions].tolist()),
+                top_logprobs=before.top_logprobs + request.top_logprobs_at(new_positions),
                 canvas=take_snapshot(request) if self._with_canvas else None,
                 generation=to_generation(request) if is_complete else None,
                 error=error,

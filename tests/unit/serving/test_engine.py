@@ -243,6 +243,33 @@ def test_an_immediate_end_stays_one(make_engine: Callable[..., Engine], gate: Ga
         request.result(0)
 
 
+def test_a_listener_may_close_the_engine(make_engine: Callable[..., Engine], gate: Gate) -> None:
+    engine = make_engine()
+    request = engine.submit([1], settings(max_new_tokens=4))
+    request.add_listener(lambda: engine.close(drain=False))
+    gate.open()
+    with pytest.raises(EngineStoppedError, match="closed before the request was done"):
+        request.result(30)
+    engine.close()
+    assert not engine.is_alive
+
+
+def test_each_caller_raises_an_error_of_its_own(make_engine: Callable[..., Engine], gate: Gate) -> None:
+    engine = make_engine()
+    requests = [engine.submit([1], settings()) for _ in range(2)]
+    assert gate.entered.acquire(timeout=30)
+    closer = threading.Thread(target=engine.close, kwargs={"drain": False})
+    closer.start()
+    gate.open()
+    closer.join()
+    errors = []
+    for request in (*requests, requests[0]):
+        with pytest.raises(EngineStoppedError, match="closed before the request was done") as caught:
+            request.result(0)
+        errors.append(caught.value)
+    assert len(set(map(id, errors))) == 3 and requests[0].state.error not in errors
+
+
 def test_requests_end_with_a_closed_engine(make_engine: Callable[..., Engine], gate: Gate) -> None:
     engine = make_engine(max_requests=1)
     requests = [engine.submit([1], settings()) for _ in range(2)]
