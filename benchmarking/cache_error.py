@@ -71,7 +71,8 @@ def measure_errors(model: Transformer, prompts: Sequence[Sequence[int]], config:
     kl, same_top1, positions, input_share, forwards = 0.0, 0, 0, 0.0, 0
     while True:
         for request in requests:
-            request.prepare_step()
+            while not request.is_prepared:
+                request.prepare_step()
         active = [request for request in requests if not request.is_done]
         if not active:
             break

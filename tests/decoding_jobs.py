@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -61,9 +62,13 @@ def make_jobs(model: Transformer, options: list[dict[str, Any]], count: int, see
     return jobs
 
 
-def check_pages(decoder: Decoder) -> None:
+def check_pages(decoder: Decoder, requests: Iterable[ActiveRequest]) -> None:
+    """Free, owned and cached pages are all pages, and the owned ones are those of the requests."""
     pool = decoder.pool
     assert pool.num_free + pool.num_owned + pool.num_cached == decoder.limits.num_pages
+    owned = [page for request in requests for pages in request.pages for page in pages]
+    assert len(set(owned)) == pool.num_owned
+    assert len(owned) == pool.num_owned or decoder.limits.has_prefix_cache
 
 
 def run_all(decoder: Decoder, jobs: list[Job], arrivals: list[int]) -> list[Generation]:
@@ -75,9 +80,13 @@ def run_all(decoder: Decoder, jobs: list[Job], arrivals: list[int]) -> list[Gene
             if arrival == rounds:
                 decoder.add(request)
         finished += decoder.run_round().finished
-        check_pages(decoder)
+        check_pages(decoder, requests)
         if len(finished) == len(requests):
             break
     assert sorted(map(id, finished)) == sorted(map(id, requests)), "each one ends once"
     assert not decoder.has_work and decoder.pool.num_owned == 0
+    # A round takes a step of a request or reads a block of its text; a preempted one reads again.
+    num_blocks = [len(request.tokens_L) for request in requests]
+    num_steps = sum(request.num_forwards for request in requests)
+    assert decoder.counts.num_rounds <= num_steps + sum(num_blocks) + decoder.counts.num_preemptions * max(num_blocks)
     return [to_generation(request) for request in requests]

@@ -169,7 +169,7 @@ class Decoder:
         """Admit what waits, run one forward if there is anything to do, and retire what is done."""
         finished = self._prepare(self._active) + self._admit()
         # Without pages for anyone else, the youngest gives way until someone can be served.
-        while not (scheduled := self._schedule()) and self._active:
+        while not (scheduled := self._schedule()) and any(request.is_prepared for request in self._active):
             pass
         if not scheduled:
             return Round(False, (), tuple(finished))
@@ -193,7 +193,8 @@ class Decoder:
         return Round(True, tuple(decoded), tuple(finished))
 
     def _prepare(self, requests: Sequence[ActiveRequest]) -> list[ActiveRequest]:
-        """Prepare the next step of requests; remove and return those that have none."""
+        """Prepare the next step of requests, unless many steps before it have no forward; remove and return those that
+        have none."""
         for request in requests:
             if not request.is_prepared:
                 request.prepare_step()
@@ -216,7 +217,9 @@ class Decoder:
                 continue
             if self.limits.max_requests is not None and len(self._active) >= self.limits.max_requests:
                 break
-            if request.uses_cache and not self._give_first_pages(request):
+            # What the next step reads is not known yet if many steps before it have no forward: it gets pages later.
+            has_first_pages = request.is_prepared or not request.uses_blocks
+            if request.uses_cache and has_first_pages and not self._give_first_pages(request):
                 break
             self._waiting.pop(0)
             request.last_round = self.counts.num_rounds
@@ -271,6 +274,8 @@ class Decoder:
         short: list[ScheduledRequest] = []
         long: list[ScheduledRequest] = []
         for request in self._active:
+            if not request.is_prepared:
+                continue
             item = ScheduledRequest(request, self._runner.input_slice(request))
             is_first_reading = request.needs_prefill and item.num_rows > request.num_short_rows
             (long if is_first_reading or not request.uses_cache else short).append(item)
@@ -317,7 +322,7 @@ class Decoder:
     def _can_share_pages(self, request: ActiveRequest) -> bool:
         """Whether keys and values of a page depend on the text up to its end alone."""
         block_length = request.settings.block_causal_length
-        is_plain = request.uses_blocks and not request.has_guidance and len(request.segments.starts) == 1
+        is_plain = request.uses_blocks and not request.has_guidance and len(request.prepared.segments.starts) == 1
         return (
             self.limits.has_prefix_cache
             and is_plain

@@ -27,6 +27,9 @@ from diffusionlm.inference.strategy import DecodeState
 
 AllowedTokens = Mapping[int, Sequence[int] | NDArray[np.int64]]
 """Position of a canvas -> the tokens that it may hold; all other positions may hold any."""
+MAX_SKIPPED_STEPS = 64
+"""Steps without a forward that a request takes between two rounds, so that its neighbors do not wait for them."""
+
 TopLogprobs = tuple[tuple[int, float], ...]
 """Tokens and their log-probabilities, the most probable first."""
 
@@ -229,10 +232,8 @@ class ActiveRequest:
 
     def __init__(self, request: PreparedRequest, settings: DecodingSettings) -> None:
         masked_positions = request.masked_positions
-        self.settings = settings
-        self.prepared = request
+        self.settings, self.prepared = settings, request
         self.masked_positions = masked_positions
-        self.segments = request.segments
         self.answer_positions = masked_positions[masked_positions < request.text_length]
         self.tokens_L = request.canvas_L.copy()
         """Placeholders at masked positions."""
@@ -252,6 +253,8 @@ class ActiveRequest:
         self.num_forwards = 0
         self.stop_index: int | None = None
         """Index of the stop token in `answer_positions`."""
+        self._num_final = 0
+        """Tokens of `answer_positions` from the left that are final."""
         self.cached_length = 0
         """Positions whose cached keys and values do not change within the current block."""
         self.needs_prefill = True
@@ -267,7 +270,7 @@ class ActiveRequest:
         self.last_round: int | None = None
         """Round of its last step, or of its admission; None: it was never admitted."""
         self.is_prepared = False
-        """`prepare_step` was called for the next step."""
+        """`output_positions` are those of the next step."""
         self.error: ValueError | None = None
         """Why decoding has ended."""
         self.span_cursors = tuple(map(SpanCursor, request.constrained_spans))
@@ -321,16 +324,8 @@ class ActiveRequest:
 
     def final_positions(self) -> NDArray[np.int64]:
         """Positions of the new tokens from the left that will not change anymore, without a stop token."""
-        end = len(self.answer_positions)
-        if self._strategy.can_remask:
-            # It remasks in the current block alone.
-            end = int(np.searchsorted(self.answer_positions, self.blocks[0].positions[0])) if self.blocks else end
-        else:
-            masked_indices = np.flatnonzero(self.is_masked_L[self.answer_positions])
-            end = int(masked_indices[0]) if len(masked_indices) else end
-        token_ids: list[int] = self.tokens_L[self.answer_positions[:end]].tolist()
-        stop = next((index for index, token in enumerate(token_ids) if token in self._stop_token_ids), end)
-        return self.answer_positions[:stop]
+        self._count_final_tokens()
+        return self.answer_positions[: self._num_final if self.stop_index is None else self.stop_index]
 
     def final_token_ids(self) -> list[int]:
         """Tokens of `final_positions`."""
@@ -344,27 +339,34 @@ class ActiveRequest:
         return tuple(self.top_logprobs[position] for position in positions.tolist())
 
     def prepare_step(self) -> None:
-        """Set `output_positions` for the next forward, and look for a stop token."""
-        self._select_outputs()
-        self._find_stop_token()
-        self.is_prepared = True
+        """Set `output_positions` for the next forward, and look for a stop token.
 
-    def _select_outputs(self) -> None:
-        """Set `output_positions`. Skip the steps in which a strategy without a measure commits nothing."""
-        while not self.is_done:
+        At most `MAX_SKIPPED_STEPS` steps are taken without a forward; if there are more, the request `is_prepared`
+        after further calls.
+        """
+        self.is_prepared = self._select_outputs()
+        self._count_final_tokens()
+
+    def _select_outputs(self) -> bool:
+        """Set `output_positions`. Skip steps in which a strategy without a measure commits nothing; False: there are
+        more of these."""
+        for _ in range(MAX_SKIPPED_STEPS):
+            if self.is_done:
+                return True
             block_positions = self.blocks[0].positions
             masked_positions = block_positions[self.is_masked_L[block_positions]]
             candidates = block_positions if self._strategy.can_remask else masked_positions
             self._candidate_positions = self.output_positions = candidates
             if self._strategy.measure is not None:
-                return
+                return True
             self._is_selected_M = self._select_positions(np.zeros(len(candidates)))
             self.output_positions = candidates[self._is_selected_M & self.is_masked_L[candidates]]
             if len(self.output_positions):
                 if self.span_cursors:  # what is committed depends on the distributions of all masked positions
                     self.output_positions = masked_positions
-                return
+                return True
             self._finish_step(candidates[:0], self._is_selected_M)
+        return self.is_done
 
     def commit(self, predictions: Predictions) -> None:
         """Commit the positions that the strategy selects; mask the others again if it remasks."""
@@ -387,7 +389,7 @@ class ActiveRequest:
             self._keep_top_logprobs(predictions, is_committed_N)
         self.step_map_L[positions] = self.num_forwards
         self._finish_step(positions, is_selected_M)
-        self._find_stop_token()
+        self._count_final_tokens()
 
     def _keep_top_logprobs(self, predictions: Predictions, is_committed_N: NDArray[np.bool_]) -> None:
         for index in np.flatnonzero(is_committed_N).tolist():
@@ -430,13 +432,19 @@ class ActiveRequest:
             self.blocks.pop(0)
             self.step, self.needs_prefill = 0, True
 
-    def _find_stop_token(self) -> None:
-        """Set `stop_index` if a stop token is final and everything before it is."""
-        # What a strategy may still mask again is not final until its block is complete.
-        if not self._stop_token_ids or (self._strategy.can_remask and self.step > 0):
+    def _count_final_tokens(self) -> None:
+        """Count the new tokens from the left that are final, and set `stop_index` if one of them is a stop token. Looks
+        at the tokens since the last call and at the current block only."""
+        if self.stop_index is not None:
             return
-        masked_indices = np.flatnonzero(self.is_masked_L[self.answer_positions])
-        end = masked_indices[0] if len(masked_indices) else len(self.answer_positions)
-        final_tokens = self.tokens_L[self.answer_positions[:end]]
-        stop_indices = np.flatnonzero(np.isin(final_tokens, list(self._stop_token_ids)))
-        self.stop_index = int(stop_indices[0]) if len(stop_indices) else None
+        end = len(self.answer_positions)
+        if self.blocks:
+            positions = self.blocks[0].positions
+            # What a strategy may still mask again is not final until its block is complete.
+            is_open_M = np.ones_like(positions, np.bool_) if self._strategy.can_remask else self.is_masked_L[positions]
+            end = int(np.searchsorted(self.answer_positions, positions[is_open_M.argmax()]))
+        new_tokens = self.tokens_L[self.answer_positions[self._num_final : end]]
+        stop_indices = np.flatnonzero(np.isin(new_tokens, list(self._stop_token_ids)))
+        if len(stop_indices):
+            self.stop_index = self._num_final + int(stop_indices[0])
+        self._num_final = end

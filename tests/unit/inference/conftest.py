@@ -33,3 +33,17 @@ def model() -> Transformer:
         for parameter in model.parameters():
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=rng))
     return model.double().eval()
+
+
+@pytest.fixture(scope="session")
+def blocks(model: Transformer) -> Transformer:
+    other = Transformer(model.config.model_copy(update={"block_length": 4}))
+    other.load_state_dict(model.state_dict())
+    return other.double().eval()
+
+
+@pytest.fixture(scope="session")
+def shifted_blocks(model: Transformer) -> Transformer:
+    other = Transformer(model.config.model_copy(update={"block_length": 4, "logit_alignment": "shifted"}))
+    other.load_state_dict(model.state_dict())
+    return other.double().eval()

@@ -1,0 +1,221 @@
+"""Pages of the decoder: freed ones, shared ones, those of requests that are preempted or removed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from config.generation import GenerationConfig
+from diffusionlm.inference import requests as requests_module
+from diffusionlm.inference.decoder import Decoder, DecoderLimits
+from diffusionlm.inference.generate import Generation, decode, to_generation
+from diffusionlm.inference.requests import ActiveRequest, prepare_prompt
+from diffusionlm.inference.settings import DecodingSettings, resolve_settings
+from diffusionlm.models.cache import PagedCache
+from diffusionlm.models.patterns import BlockCausal
+from diffusionlm.models.ragged import RaggedBatch, SequenceSlice
+from diffusionlm.models.transformer import Transformer
+from tests.decoding_jobs import BLOCKS, CANVASES, LIMITS, MASK, check_pages, make_jobs
+
+SHARED = DecoderLimits(num_pages=20, page_size=4, has_prefix_cache=True)
+
+
+def settings_of(model: Transformer, **values: Any) -> DecodingSettings:
+    return resolve_settings(GenerationConfig(**{"max_new_tokens": 4, **values}), model.config)
+
+
+def answer(model: Transformer, settings: DecodingSettings, prompt: list[int], *starts: int) -> Generation:
+    return decode(model, settings, [prepare_prompt(settings, prompt, segment_starts=starts)])[0]
+
+
+def same(ours: Generation, expected: Generation) -> None:
+    assert (ours.token_ids, ours.step_map) == (expected.token_ids, expected.step_map)
+    assert ours.logprobs == pytest.approx(expected.logprobs, abs=1e-9)
+
+
+def drain(decoder: Decoder, *requests: ActiveRequest) -> None:
+    while decoder.has_work:
+        decoder.run_round()
+        check_pages(decoder, requests)
+
+
+@pytest.mark.parametrize(
+    ("name", "limits"), [("blocks", "few pages"), ("shifted_blocks", "everything"), ("model", "plenty")]
+)
+def test_what_pages_without_an_owner_hold_has_no_effect(request: pytest.FixtureRequest, name: str, limits: str) -> None:
+    model: Transformer = request.getfixturevalue(name)
+    jobs = make_jobs(model, CANVASES if name == "model" else BLOCKS, 6)
+    decoder = Decoder(model, LIMITS[limits])
+    requests = [ActiveRequest(prepared, settings) for prepared, settings in jobs]
+    for active in requests:
+        decoder.add(active)
+    while decoder.has_work:
+        decoder.run_round()
+        check_pages(decoder, requests)
+        used = {page for active in requests for pages in active.pages for page in pages} | {*decoder.pool._cached}
+        free = torch.tensor(sorted(set(range(decoder.limits.num_pages)) - used), dtype=torch.int64)
+        cache = decoder.cache
+        assert cache is not None
+        slots = (free[:, None] * cache.page_size + torch.arange(cache.page_size)).flatten()
+        for storage in (*cache.keys_KTH, *cache.values_KTH):
+            storage[:, slots] = torch.nan
+    for active, (prepared, settings) in zip(requests, jobs, strict=True):
+        same(to_generation(active), decode(model, settings, [prepared])[0])
+
+
+@pytest.mark.parametrize("options", [BLOCKS[0], BLOCKS[3], BLOCKS[5], {**BLOCKS[4], "denoising_steps": 9}])
+def test_a_preemption_at_every_step_changes_nothing(blocks: Transformer, options: dict[str, Any]) -> None:
+    settings = settings_of(blocks, **{"max_new_tokens": 9, **options})
+    active = ActiveRequest(prepare_prompt(settings, [1, 2, 3, 4, 5], seed=3), settings)
+    decoder = Decoder(blocks, DecoderLimits(num_pages=20, page_size=2, max_rows=4))
+    decoder.add(active)
+    while decoder.has_work:
+        before = active.num_forwards
+        while decoder.has_work and active.num_forwards == before:
+            decoder.run_round()
+        if not active.is_done:
+            decoder.remove(active)
+            assert decoder.pool.num_owned == 0
+            decoder.add(active)
+    [expected] = decode(blocks, settings, [prepare_prompt(settings, [1, 2, 3, 4, 5], seed=3)])
+    same(to_generation(active), expected)
+    assert active.num_forwards == expected.num_forwards
+
+
+def test_removed_while_it_is_read_and_while_it_waits_again(blocks: Transformer) -> None:
+    settings = settings_of(blocks, max_new_tokens=12)
+    expected = answer(blocks, settings, [1] * 20)
+    decoder = Decoder(blocks, DecoderLimits(num_pages=9, page_size=4, max_rows=8))
+    first, second, read = (
+        ActiveRequest(prepare_prompt(settings, [number] * length), settings)
+        for number, length in ((1, 20), (2, 4), (3, 20))
+    )
+    decoder.add(read)
+    decoder.run_round()
+    assert 0 < read.cached_length < 20 and read.num_forwards == 0
+    decoder.remove(read)
+    assert decoder.pool.num_free == 9
+    decoder.add(first)
+    decoder.add(second)
+    while decoder.has_work and not decoder.counts.num_preemptions:
+        decoder.run_round()
+    assert second.num_forwards and not second.pages and decoder.num_waiting == 1
+    decoder.remove(second)
+    drain(decoder, first, second, read)
+    same(to_generation(first), expected)
+    assert decoder.pool.num_free == 9
+
+
+def test_admission_leaves_a_page_to_those_that_will_need_one(blocks: Transformer) -> None:
+    settings = settings_of(blocks, max_new_tokens=8)
+    decoder = Decoder(blocks, DecoderLimits(num_pages=4, page_size=4))
+    requests = [ActiveRequest(prepare_prompt(settings, [number] * 4), settings) for number in (1, 2)]
+    for active in requests:
+        decoder.add(active)
+    decoder.run_round()
+    assert (decoder.num_active, decoder.num_waiting, decoder.pool.num_free) == (1, 1, 2), "two more are enough for now"
+    drain(decoder, *requests)
+    assert decoder.counts.num_preemptions == 0
+
+
+def test_neither_guidance_nor_segments_share_pages(blocks: Transformer) -> None:
+    prompt = list(range(16))
+    for values, starts in (({"cfg_scale": 1.0}, ()), ({}, (4, 8))):
+        settings = settings_of(blocks, **values)
+        decoder = Decoder(blocks, SHARED)
+        for _ in range(2):
+            active = ActiveRequest(prepare_prompt(settings, prompt, segment_starts=starts), settings)
+            decoder.add(active)
+            drain(decoder, active)
+            same(to_generation(active), answer(blocks, settings, prompt, *starts))
+        assert (decoder.counts.num_prefix_queries, decoder.pool.num_cached) == (0, 0)
+
+
+@pytest.mark.parametrize(("name", "num_cached"), [("blocks", 16), ("shifted_blocks", 12)])
+def test_the_output_before_the_block_is_computed_again(
+    request: pytest.FixtureRequest, name: str, num_cached: int
+) -> None:
+    """A shifted model predicts the first new token at the last one of the prompt."""
+    model: Transformer = request.getfixturevalue(name)
+    settings, decoder = settings_of(model), Decoder(model, SHARED)
+    for expected in (0, num_cached):
+        active = ActiveRequest(prepare_prompt(settings, list(range(16))), settings)
+        decoder.add(active)
+        drain(decoder, active)
+        assert active.num_cached_tokens == expected
+        same(to_generation(active), answer(model, settings, list(range(16))))
+
+
+def test_pages_are_shared_evicted_and_found_again(blocks: Transformer) -> None:
+    """Two requests publish the same pages in one round; other texts take their room; a literal mask token is text."""
+    settings = settings_of(blocks)
+    decoder = Decoder(blocks, DecoderLimits(num_pages=12, page_size=4, has_prefix_cache=True))
+    common = list(range(12))
+
+    def run(*prompts: list[int]) -> list[int]:
+        active = [ActiveRequest(prepare_prompt(settings, prompt), settings) for prompt in prompts]
+        for request in active:
+            decoder.add(request)
+        drain(decoder, *active)
+        for request, prompt in zip(active, prompts, strict=True):
+            same(to_generation(request), answer(blocks, settings, prompt))
+        return [request.num_cached_tokens for request in active]
+
+    assert run(common, common) == [0, 0]
+    assert run(common, [*common[:9], 1, 2, 3], common[:11], [7, *common[1:]]) == [12, 8, 8, 0]
+    assert run([*common, *[MASK] * 4]) == [12], "the canvas of the others, as text"
+    for number in range(4):
+        run([number] * 30)
+    assert run(common) == [0] and run(common) == [12]
+
+
+@pytest.mark.parametrize("name", ["blocks", "shifted_blocks"])
+def test_final_keys_and_values_are_those_of_the_whole_text(request: pytest.FixtureRequest, name: str) -> None:
+    """Written in the next block's first forward, or in parts, or taken from the prefix cache."""
+    model: Transformer = request.getfixturevalue(name)
+    settings = settings_of(model, max_new_tokens=14, denoising_steps=2, stop_token_ids=())
+    prompt = list(range(10))
+    decoder = Decoder(model, DecoderLimits(num_pages=30, page_size=4, max_rows=4, has_prefix_cache=True))
+    for _ in range(2):
+        active = ActiveRequest(prepare_prompt(settings, prompt), settings)
+        decoder.add(active)
+        while decoder.has_work and active.cached_length < 20:
+            decoder.run_round()
+        [pages], text = list(active.pages), active.tokens_L[:20].copy()
+        drain(decoder, active)
+    assert active.num_cached_tokens == 8
+    assert active.num_forwards == 2 * 4, "two of each block; storing it takes none"
+    whole = PagedCache(model.config, 5, 4, "cpu", torch.float64)
+    part = SequenceSlice(0, 20, 20, BlockCausal(4), pages=range(5))
+    with torch.inference_mode():
+        model(torch.from_numpy(text)[None], pattern=RaggedBatch([part], whole))
+    cache = decoder.cache
+    assert cache is not None
+    slots = cache.slots(pages, 0, 20 - (name == "shifted_blocks"))
+    for ours, expected in zip((*cache.keys_KTH, *cache.values_KTH), (*whole.keys_KTH, *whole.values_KTH), strict=True):
+        torch.testing.assert_close(ours[:, slots], expected[:, : len(slots)], atol=1e-10, rtol=1e-10)
+
+
+def test_steps_without_a_forward_hold_up_nobody(blocks: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests_module, "MAX_SKIPPED_STEPS", 10)
+    slow = settings_of(blocks, remasking_strategy="ancestral", denoising_steps=2000, max_new_tokens=3)
+    quick = settings_of(blocks, max_new_tokens=8)
+    decoder = Decoder(blocks, LIMITS["plenty"])
+    requests = [ActiveRequest(prepare_prompt(own, [1, 2, 3]), own) for own in (quick, slow, slow, quick)]
+    for active in requests:
+        decoder.add(active)
+    num_calls = 0
+    while decoder.has_work and not (requests[0].is_done and requests[3].is_done):
+        num_calls += 1
+        decoder.run_round()
+    assert not requests[1].is_done and requests[1].num_steps <= 10 * (num_calls + 1)
+    drain(decoder, *requests)
+    monkeypatch.undo()
+    [expected] = decode(blocks, slow, [prepare_prompt(slow, [1, 2, 3])])
+    for active in requests[1:3]:
+        same(to_generation(active), expected)
+        assert active.num_forwards == expected.num_forwards
+    assert np.array_equal(requests[1].step_map_L, requests[2].step_map_L)
