@@ -7,10 +7,11 @@ import sys
 from functools import partial
 
 from cli.serve.preparation import PreparedServer
+from config.serving.server import ServeSection
 from diffusionlm.checkpoints.adapter_files import read_adapter
 from diffusionlm.checkpoints.huggingface import load_configured_model
 from diffusionlm.serving.engine import Engine
-from diffusionlm.serving.http.listening import format_url, is_loopback
+from diffusionlm.serving.http.listening import fit_connections, format_url, is_loopback
 from diffusionlm.serving.http.preparation import RequestPreparer
 from diffusionlm.serving.http.server import ApiServer
 from diffusionlm.serving.http.service import Service
@@ -26,8 +27,8 @@ def serve(prepared: PreparedServer) -> None:
         ValueError: the weights are damaged, or the memory does not hold a page.
     """
     config = prepared.config
-    limits = config.serve
     _configure_log()
+    limits = _fit_limits(config.serve)
     preparer = RequestPreparer(
         prepared.model.config, prepared.model.tokenizer, prepared.template, config.generation, limits, prepared.names
     )
@@ -54,6 +55,18 @@ def serve(prepared: PreparedServer) -> None:
             "everybody who reaches %s can use this server: set serve.api_keys_file", limits.host
         )
     ApiServer(Service(engine, preparer, limits, prepared.keys), partial(print_line, line)).run(prepared.bound)
+
+
+def _fit_limits(limits: ServeSection) -> ServeSection:
+    """Lower the number of connections if the process may not have so many."""
+    num_connections = fit_connections(limits.max_connections)
+    if num_connections < limits.max_connections:
+        logging.getLogger(__name__).warning(
+            "serve.max_connections = %d is %d here, because the process may not open more files: raise ulimit -n",
+            limits.max_connections,
+            num_connections,
+        )
+    return limits.model_copy(update={"max_connections": num_connections})
 
 
 def _configure_log() -> None:

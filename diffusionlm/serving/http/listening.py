@@ -3,9 +3,30 @@
 from __future__ import annotations
 
 import ipaddress
+import resource
 import socket
 
 from files.usage_error import UsageError
+
+BACKLOG = 512
+"""Connections that wait to be accepted. All of them can be accepted at once, before the first one is refused."""
+_OTHER_DESCRIPTORS = 128
+"""Open files besides connections."""
+
+
+def fit_connections(max_connections: int) -> int:
+    """Allow the process as many open files as connections need, if the system lets it.
+
+    Returns:
+        How many connections there can be.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_needed = max_connections + BACKLOG + _OTHER_DESCRIPTORS
+    unlimited = resource.RLIM_INFINITY
+    if soft != unlimited and soft < num_needed:
+        soft = num_needed if hard == unlimited else min(num_needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return max_connections if soft == unlimited else max(1, min(max_connections, soft - BACKLOG - _OTHER_DESCRIPTORS))
 
 
 def bind_socket(host: str, port: int) -> socket.socket:

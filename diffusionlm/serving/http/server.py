@@ -17,11 +17,11 @@ import uvicorn
 
 from diffusionlm.serving.http.app import ServerApp
 from diffusionlm.serving.http.guarded_protocol import GuardedProtocol
+from diffusionlm.serving.http.listening import BACKLOG
 from diffusionlm.serving.http.service import Service
 
 LOGGER = logging.getLogger(__name__)
 
-_BACKLOG = 2048
 _POLL_SECONDS = 0.05
 _LAST_WORDS_SECONDS = 2.0
 """Time for the errors of requests that were not done in time."""
@@ -62,7 +62,7 @@ class ApiServer:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            backlog=_BACKLOG,
+            backlog=BACKLOG,
             h11_max_incomplete_event_size=limits.max_header,
             timeout_graceful_shutdown=max(1, round(_LAST_WORDS_SECONDS)),
         )

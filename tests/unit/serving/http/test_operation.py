@@ -88,7 +88,7 @@ def head(path: str = "/v1/completions", *lines: str, method: str = "POST") -> by
 
 
 def test_keys(small: RunningServer) -> None:
-    for path in ("/v1/models", "/metrics", "/nothing", "/"):
+    for path in ("/v1/models", "/metrics", "/nothing", "//", "/health/", "/v1/../health"):
         status, headers, body = small.request("GET", path)
         assert (status, body["error"]["code"]) == (401, "invalid_api_key") and "www-authenticate" in headers
     for value in (KEY, f"Basic {KEY}", f"Bearer {KEY}x", "Bearer ", f"Bearer {KEY[:-1]}", "Bearer \xff"):
