@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from diffusionlm.inference.constraints.expressions import (
     Alternation,
+    ByteRanges,
     CharacterSet,
     Concatenation,
     Expression,
@@ -132,17 +133,21 @@ class _Graph:
             start = state
         return start
 
+    def _add_ranges(self, ranges: ByteRanges, states: dict[ByteRanges, int]) -> int:
+        """State before bytes of these ranges; equal ranges share it."""
+        if ranges not in states:
+            following = self._add_ranges(ranges[1:], states)
+            states[ranges] = self.add_state()
+            self.byte_edges[states[ranges]].append((*ranges[0], following))
+        return states[ranges]
+
     def connect(self, expression: Expression, start: int, end: int) -> None:
         """Add paths from ``start`` to ``end`` for the texts of an expression."""
         match expression:
             case CharacterSet(code_points):
-                for *first, (low, high) in utf8_sequences(code_points):
-                    state = start
-                    for first_low, first_high in first:
-                        following = self.add_state()
-                        self.byte_edges[state].append((first_low, first_high, following))
-                        state = following
-                    self.byte_edges[state].append((low, high, end))
+                states: dict[ByteRanges, int] = {(): end}
+                for (low, high), *rest in utf8_sequences(code_points):
+                    self.byte_edges[start].append((low, high, self._add_ranges(tuple(rest), states)))
             case LiteralText(text):
                 self.empty_edges[self.add_bytes(start, encode_text(text))].append(end)
             case Concatenation(parts):

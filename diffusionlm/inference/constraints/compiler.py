@@ -20,7 +20,8 @@ from diffusionlm.inference.requests import PreparedRequest
 from diffusionlm.inference.settings import DecodingSettings
 from tokenizer import Tokenizer
 
-MAX_CACHED_CONSTRAINTS = 32
+MAX_CACHED_CONSTRAINTS = 16
+"""Of each kind. Each has some megabytes, with a large vocabulary."""
 _KEPT_VARIANTS = 4
 _STRUCTURED_OUTPUTS = MappingProxyType(
     {"choice": "a list of texts", "regex": "a text", "json": "a schema, or its JSON text", "json_object": "true"}

@@ -12,6 +12,9 @@ MAX_CODE_POINT = 0x10FFFF
 CodePoints = tuple[tuple[int, int], ...]
 """Ranges of code points, both ends included, ascending and apart from each other."""
 
+ByteRanges = tuple[tuple[int, int], ...]
+"""Ranges of successive bytes, both ends included."""
+
 
 @dataclass(frozen=True)
 class CharacterSet:
@@ -92,7 +95,7 @@ def intersect(left: CodePoints, right: CodePoints) -> CodePoints:
     return complement(merge_ranges((*complement(left), *complement(right))))
 
 
-def utf8_sequences(code_points: CodePoints) -> Iterator[tuple[tuple[int, int], ...]]:
+def utf8_sequences(code_points: CodePoints) -> Iterator[ByteRanges]:
     """The UTF-8 encodings of a set of characters: sequences of byte ranges, whose products are disjoint.
 
     Surrogates have no encoding and are left out. Splits as in Rust's crate utf8-ranges (Gallant).
@@ -101,7 +104,7 @@ def utf8_sequences(code_points: CodePoints) -> Iterator[tuple[tuple[int, int], .
         yield from _split_range(low, high)
 
 
-def _split_range(low: int, high: int) -> Iterator[tuple[tuple[int, int], ...]]:
+def _split_range(low: int, high: int) -> Iterator[ByteRanges]:
     """Split a range until each part is a product of byte ranges."""
     cut = next((last for last in (0x7F, 0x7FF, 0xFFFF) if low <= last < high), None)
     if cut is None and high > 0x7F:

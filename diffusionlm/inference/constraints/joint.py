@@ -69,7 +69,9 @@ class JointDistribution:
                 used_E = all_E[automaton.classes_E[all_E] == automaton.class_of_V[token]]
                 all_E = all_E if is_scored else used_E
             edges.append(_PositionEdges(all_E, used_E))
-            states = np.unique(automaton.targets_E[all_E])
+            is_reached_S = np.zeros(automaton.num_states, dtype=np.bool_)
+            is_reached_S[automaton.targets_E[all_E]] = True
+            states = np.flatnonzero(is_reached_S)
         return edges
 
     def _weights(

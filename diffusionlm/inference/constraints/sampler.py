@@ -94,13 +94,14 @@ class _SpanSampler:
         )
 
     def _compute_logprobs(self, logits_NV: Tensor) -> NDArray[np.float64]:
-        """Log-probabilities without the constraint, [P, V]; equal ones at committed positions that have no logits."""
-        rows = torch.from_numpy(np.flatnonzero(self._rows_N)).to(logits_NV.device)
+        """Log-probabilities without the constraint, [P, V]; zeros at committed positions that have no logits."""
         changed_NV = LogitChanges([self._request]).apply(logits_NV.to(torch.float64, copy=True), 0)
         forbidden = torch.tensor(self._request.settings.forbidden_token_ids, dtype=torch.long)
-        copy_NV = changed_NV[rows].cpu().index_fill_(1, forbidden, float("-inf"))
+        logprobs_NV = changed_NV.cpu().index_fill_(1, forbidden, float("-inf")).log_softmax(dim=1).numpy()
+        if self._rows_N.all() and self._is_output_P.all():
+            return logprobs_NV
         logprobs_PV = np.zeros((len(self._positions_P), logits_NV.shape[1]))
-        logprobs_PV[self._is_output_P] = copy_NV.log_softmax(dim=1).numpy()
+        logprobs_PV[self._is_output_P] = logprobs_NV[self._rows_N]
         return logprobs_PV
 
     def replace_predictions(self, predictions: Predictions) -> Predictions:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from diffusionlm.inference.constraints.byte_automaton import DEAD, TOO_LARGE, ByteAutomaton
 from diffusionlm.inference.constraints.token_trie import TokenTrie
 
-MAX_TRANSITIONS = 1 << 22
+MAX_TRANSITIONS = 1 << 20
 """Of all prefixes of tokens together."""
 MAX_STEPS = 1 << 28
 """Transitions times tokens of an answer."""
@@ -68,7 +68,7 @@ class TokenAutomaton:
             class_of_V[forbidden] = -1
             functions = [_extend(function, stopped) for function in (*functions, nothing, stop)]
             self.is_accepting_S = np.append(self.is_accepting_S, True)
-        self.class_of_V = class_of_V
+        self.class_of_V = class_of_V.astype(np.int32)
         """Class of each token, -1: it is never possible."""
         self.num_classes = len(functions)
         self.tokens_by_class = self._sort_tokens()
@@ -78,11 +78,11 @@ class TokenAutomaton:
         """Bits of the states that can be completed with 0, 1, ... tokens."""
         self._has_settled = False
 
-    def _sort_tokens(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    def _sort_tokens(self) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
         num_impossible = int((self.class_of_V < 0).sum())
         order = np.argsort(self.class_of_V, kind="stable")[num_impossible:]
         starts = np.searchsorted(self.class_of_V[order], np.arange(self.num_classes))
-        return order, starts, np.diff(starts, append=len(order))
+        return order.astype(np.int32), starts, np.diff(starts, append=len(order))
 
     def _sort_transitions(self, functions: list[_Function]) -> None:
         sizes = [len(function.sources) for function in functions]
