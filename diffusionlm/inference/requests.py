@@ -443,6 +443,8 @@ class ActiveRequest:
             # What a strategy may still mask again is not final until its block is complete.
             is_open_M = np.ones_like(positions, np.bool_) if self._strategy.can_remask else self.is_masked_L[positions]
             end = int(np.searchsorted(self.answer_positions, positions[is_open_M.argmax()]))
+        if end == self._num_final:
+            return
         new_tokens = self.tokens_L[self.answer_positions[self._num_final : end]]
         stop_indices = np.flatnonzero(np.isin(new_tokens, list(self._stop_token_ids)))
         if len(stop_indices):
