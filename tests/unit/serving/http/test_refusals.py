@@ -100,7 +100,7 @@ def test_any_value_of_any_field(preparer: RequestPreparer, path: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("path", "stride"), [("/v1/completions", 1), ("/v1/chat/completions", 5), ("/v1/infill", 5)])
+@pytest.mark.parametrize(("path", "stride"), [("/v1/completions", 3), ("/v1/chat/completions", 7), ("/v1/infill", 7)])
 def test_any_value_of_any_field_over_a_socket(server: RunningServer, path: str, stride: int) -> None:
     valid = ENDPOINTS[path][2]
     for number, field in enumerate(FIELDS):
