@@ -79,7 +79,10 @@ def run_all(decoder: Decoder, jobs: list[Job], arrivals: list[int]) -> list[Gene
         for request, arrival in zip(requests, arrivals, strict=True):
             if arrival == rounds:
                 decoder.add(request)
-        finished += decoder.run_round().finished
+        had_work = decoder.has_work
+        result = decoder.run_round()
+        assert result.has_forward or result.finished or not had_work
+        finished += result.finished
         check_pages(decoder, requests)
         if len(finished) == len(requests):
             break

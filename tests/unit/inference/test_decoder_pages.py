@@ -140,12 +140,15 @@ def test_the_output_before_the_block_is_computed_again(
 ) -> None:
     """A shifted model predicts the first new token at the last one of the prompt."""
     model: Transformer = request.getfixturevalue(name)
-    settings, decoder = settings_of(model), Decoder(model, SHARED)
-    for expected in (0, num_cached):
+    decoder = Decoder(model, SHARED)
+    for max_new_tokens, expected in ((4, 0), (8, num_cached), (4, num_cached)):
+        settings = settings_of(model, max_new_tokens=max_new_tokens, stop_token_ids=())
         active = ActiveRequest(prepare_prompt(settings, list(range(16))), settings)
         decoder.add(active)
         drain(decoder, active)
         assert active.num_cached_tokens == expected
+        if not expected:
+            assert decoder.pool.num_cached * 4 == num_cached, "what each step writes again is not published"
         same(to_generation(active), answer(model, settings, list(range(16))))
 
 
