@@ -43,7 +43,12 @@ def drain(decoder: Decoder, *requests: ActiveRequest) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "limits"), [("blocks", "few pages"), ("shifted_blocks", "everything"), ("model", "plenty")]
+    ("name", "limits"),
+    [
+        ("blocks", "few pages"),
+        pytest.param("shifted_blocks", "everything", marks=pytest.mark.slow),
+        pytest.param("model", "plenty", marks=pytest.mark.slow),
+    ],
 )
 def test_what_pages_without_an_owner_hold_has_no_effect(request: pytest.FixtureRequest, name: str, limits: str) -> None:
     model: Transformer = request.getfixturevalue(name)
@@ -66,7 +71,13 @@ def test_what_pages_without_an_owner_hold_has_no_effect(request: pytest.FixtureR
         same(to_generation(active), decode(model, settings, [prepared])[0])
 
 
-@pytest.mark.parametrize("options", [BLOCKS[0], BLOCKS[3], BLOCKS[5], {**BLOCKS[4], "denoising_steps": 9}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {**BLOCKS[4], "denoising_steps": 9},
+        *(pytest.param(BLOCKS[index], marks=pytest.mark.slow) for index in (0, 3, 5)),
+    ],
+)
 def test_a_preemption_at_every_step_changes_nothing(blocks: Transformer, options: dict[str, Any]) -> None:
     settings = settings_of(blocks, **{"max_new_tokens": 9, **options})
     active = ActiveRequest(prepare_prompt(settings, [1, 2, 3, 4, 5], seed=3), settings)

@@ -68,7 +68,7 @@ def decode_with_aborts(decoder: Decoder, jobs: Sequence[Job], rng: np.random.Gen
     return {index: to_generation(request) for index, request in enumerate(requests) if index not in removed}
 
 
-@pytest.mark.parametrize("name", ["blocks", "canvases"])
+@pytest.mark.parametrize("name", ["blocks", pytest.param("canvases", marks=pytest.mark.slow)])
 def test_log_probabilities_are_the_same_bits(tiny_model: MakeModel, name: str) -> None:
     model, options = build(tiny_model, name)
     jobs = make_jobs(model, options, 7)
