@@ -54,7 +54,7 @@ EXTRA: list[dict[str, Any]] = [
 
 
 CONFIGS = [
-    pytest.param(name, index, marks=[] if number % 3 == index else [pytest.mark.slow])
+    pytest.param(name, index, marks=[] if number % 2 == 0 and number // 2 % 3 == index else [pytest.mark.slow])
     for number, name in enumerate(sorted(STRATEGIES))
     for index in range(3)
 ]
@@ -76,7 +76,7 @@ def test_every_answer_conforms(model: Transformer, name: str, index: int) -> Non
 
 @pytest.mark.parametrize("options", [{}, {"block_length": 1}, {"remasking_strategy": "p2", "temperature": 1.0}])
 def test_block_causal_answers_conform(blocks: Transformer, options: dict[str, Any]) -> None:
-    for max_new_tokens in (6, 13):
+    for max_new_tokens in (13,) if options else (6, 13):
         config = GenerationConfig(max_new_tokens=max_new_tokens, **options)
         results = generate(blocks, [[1] * 3] * 4, config, constraints=[make_constraint(text) for text in PATTERNS])
         for pattern, result in zip(PATTERNS, results, strict=True):
@@ -118,9 +118,10 @@ def test_independent_positions_are_allowed_tokens(model: Transformer, name: str,
         assert left.logprobs == pytest.approx(right.logprobs, abs=1e-9)
 
 
-def test_distribution_of_one_forward(model: Transformer) -> None:
+@pytest.mark.parametrize("count", [250, pytest.param(3000, marks=pytest.mark.slow)])
+def test_distribution_of_one_forward(model: Transformer, count: int) -> None:
     """Chi-square over all answers of three tokens: the product of the model's marginals, restricted and normalized."""
-    pattern, prompt, count = "a(b|ca|bc)*d?|ba.*", [3, 1], 400
+    pattern, prompt = "a(b|ca|bc)*d?|ba.*", [3, 1]
     allowed = {tuple(answer) for answer in np.ndindex(12, 12, 12) if _matches(pattern, answer)}
     config = GenerationConfig(max_new_tokens=3, steps=1, temperature=1.0, stop_token_ids=())
     marginals = _marginals(model, prompt)
