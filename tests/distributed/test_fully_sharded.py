@@ -124,7 +124,10 @@ CASES: dict[str, tuple[Kind, bool, int, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[pytest.mark.slow] if case in ("adamw", "muon, tied") else []) for case in CASES],
+    [
+        pytest.param(case, marks=[pytest.mark.slow] if case in ("adamw", "muon, tied", "lion, mixture") else [])
+        for case in CASES
+    ],
 )
 def test_steps_match_a_single_process(case: str, tiny_model: MakeModel, tmp_path: Path) -> None:
     """Gradients are sums over three micro-batches and the ranks, whose counts of targets differ."""

@@ -228,7 +228,7 @@ def test_shidoku_is_288_grids(shidoku: IdealTable) -> None:
     assert shidoku.entropy == pytest.approx(math.log(288), abs=1e-12)
 
 
-@pytest.mark.parametrize("block_length", [None, pytest.param(4, marks=pytest.mark.slow), 6])
+@pytest.mark.parametrize("block_length", [None, *(pytest.param(length, marks=pytest.mark.slow) for length in (4, 6))])
 def test_evaluated_shidoku_is_its_entropy(shidoku: IdealTable, block_length: int | None) -> None:
     """All grids once: the draws are all that is left to chance."""
     model: Any = StandIn(shidoku, table_config(4, 16))

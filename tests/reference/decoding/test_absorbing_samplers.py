@@ -275,7 +275,10 @@ def chi_square(counts: Counter[State], expected: dict[State, float]) -> float:
     return float(((total / (len(cells) - 1)) ** (1 / 3) - (1.0 - freedom)) / freedom**0.5)
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in ("ancestral", "remdm_cap") else pytest.mark.slow) for name in SAMPLERS],
+)
 def test_samples_follow_the_exact_distribution(name: str) -> None:
     """And no other sampler's."""
     values, steps = SAMPLERS[name]

@@ -84,6 +84,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_long_strings_take_little_memory() -> None:
     """Less than 40 bytes for each character. A match that keeps positions to return to takes more."""
     command = [sys.executable, "-c", CHILD, json.dumps(LONG_STRINGS)]

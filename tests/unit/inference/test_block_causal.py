@@ -85,7 +85,9 @@ def test_blocks_follow_each_other(which: str, new: int, request: pytest.FixtureR
 
 
 @pytest.mark.parametrize("which", ["blocks", "shifted_blocks"])
-@pytest.mark.parametrize("values", [{"temperature": 1.0}, {"remasking_strategy": "threshold"}])
+@pytest.mark.parametrize(
+    "values", [{"temperature": 1.0}, pytest.param({"remasking_strategy": "threshold"}, marks=pytest.mark.slow)]
+)
 def test_a_longer_canvas_does_not_change_the_first_blocks(
     which: str, values: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
