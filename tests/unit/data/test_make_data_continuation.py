@@ -82,14 +82,14 @@ KILLED = Path(__file__).with_name("killed_make_data.py")
 @pytest.mark.parametrize(
     ("shard_format", "stride"),
     [
-        ("bin", 5),
+        ("bin", 3),
         pytest.param("bin", 1, marks=pytest.mark.slow),
         pytest.param("parquet", 3, marks=pytest.mark.slow),  # it writes in small pieces
         pytest.param("dat", 1, marks=pytest.mark.slow),
     ],
 )
 def test_sigkill_at_every_step(text_folder: Path, tmp_path: Path, shard_format: ShardFormat, stride: int) -> None:
-    """Kill before each write, fsync, rename and removal (or each fifth one); kill the continuation as well."""
+    """Kill before each write, fsync, rename and removal (or each third one); kill the continuation as well."""
     texts = tmp_path / "texts"
     texts.mkdir()
     jsonl(texts / "train.jsonl", TRAIN[:15])
