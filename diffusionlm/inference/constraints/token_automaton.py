@@ -10,6 +10,7 @@ Shapes: S states, K classes, E transitions, V tokens.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -26,7 +27,7 @@ MAX_STEPS = 1 << 28
 
 
 class TokenAutomaton:
-    """An automaton over tokens, whose start is state 0.
+    """An automaton over tokens, whose start is state 0. Threads may share it.
 
     If there are stop tokens, an accepting state can take one, which leads to the last state; from there on every
     token is accepted. A stop token never stands for text, and neither does any token without a text.
@@ -77,6 +78,8 @@ class TokenAutomaton:
         self._completable = [np.packbits(self.is_accepting_S)]
         """Bits of the states that can be completed with 0, 1, ... tokens."""
         self._has_settled = False
+        self._lock = threading.Lock()
+        """Held to extend these."""
 
     def _sort_tokens(self) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
         num_impossible = int((self.class_of_V < 0).sum())
@@ -127,12 +130,20 @@ class TokenAutomaton:
         if length * len(self._edge_sources) > MAX_STEPS and not self._has_settled:
             raise ValueError(f"{TOO_LARGE}, or a shorter answer")
         while len(self._completable) <= length and not self._has_settled:
-            following = np.unpackbits(self._completable[-1], count=self.num_states).view(np.bool_)
-            states = np.packbits(self._before(following[self._edge_targets], self._edge_sources))
-            self._has_settled = np.array_equal(states, self._completable[-1])  # all greater lengths are the same
-            self._completable.append(states)
+            with self._lock:
+                self._extend_completable(length)
         states = self._completable[min(length, len(self._completable) - 1)]
         return np.unpackbits(states, count=self.num_states).view(np.bool_)
+
+    def _extend_completable(self, length: int) -> None:
+        """Add the states of one more length, unless another thread has added them."""
+        if len(self._completable) > length or self._has_settled:
+            return
+        following = np.unpackbits(self._completable[-1], count=self.num_states).view(np.bool_)
+        states = np.packbits(self._before(following[self._edge_targets], self._edge_sources))
+        has_settled = np.array_equal(states, self._completable[-1])  # all greater lengths are the same
+        self._completable.append(states)
+        self._has_settled = has_settled  # last: a reader without the lock finds the states
 
     def completable_by(self, token_ids: NDArray[np.int64], following: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """True for the states from which one of these tokens leads to one of the states ``following``, [S]."""

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import itertools
 import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from diffusionlm.inference.constraints.byte_automaton import DEAD, compile_expression
 from diffusionlm.inference.constraints.regex_parser import parse_regex
@@ -77,6 +82,26 @@ def test_completable_by_is_one_step_of_completable() -> None:
         (state == stopped) or (following != DEAD and bool(automaton.is_accepting_S[following]))
         for state, following in enumerate(expected)
     ]
+
+
+def test_threads_share_an_automaton(monkeypatch: pytest.MonkeyPatch) -> None:
+    length, barrier, compute = 20, threading.Barrier(4), TokenAutomaton._before
+    automaton = make_automaton(f"[ab]{{{length}}}", forbidden=(2, 3, 4, 7, 10))
+
+    def compute_slowly(*args: Any) -> NDArray[np.bool_]:
+        time.sleep(1e-4)  # the others run
+        return compute(*args)
+
+    def complete(_: int) -> NDArray[np.bool_]:
+        barrier.wait()
+        return automaton.completable(length)
+
+    monkeypatch.setattr(TokenAutomaton, "_before", compute_slowly)
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(complete, range(4)))
+    assert all(np.flatnonzero(answer).tolist() == [0] for answer in answers)
+    for count in range(length + 1):  # without tokens of two letters, each state has a length of its own
+        assert np.flatnonzero(automaton.completable(count)).tolist() == [length - count]
 
 
 def test_a_token_of_the_same_text_is_of_the_same_class() -> None:
