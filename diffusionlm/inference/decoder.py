@@ -8,6 +8,7 @@ later takes the same step again: its tokens, step map and number of forwards do 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.layers import compute_dtype
 from diffusionlm.models.row_adapters import ModelAdapter, add_row_adapters
 from diffusionlm.models.transformer import Transformer
+
+LOGGER = logging.getLogger(__name__)
 
 PAGE_SIZE = 16
 """Default number of positions of a page."""
@@ -182,10 +185,12 @@ class Decoder:
         self.counts.num_rows += sum(item.num_rows for item in scheduled)
         self.counts.num_request_steps += len(decoded)
         for request, predictions in zip(decoded, sampled, strict=True):
-            if isinstance(predictions, ValueError):
-                request.error = predictions
-            else:
+            try:
+                if isinstance(predictions, Exception):
+                    raise predictions
                 request.commit(predictions)
+            except Exception as error:
+                _end_with_error(request, error)
         for item in scheduled:
             item.request.last_round = self.counts.num_rounds
             self._publish_pages(item.request)
@@ -197,7 +202,10 @@ class Decoder:
         have none."""
         for request in requests:
             if not request.is_prepared:
-                request.prepare_step()
+                try:
+                    request.prepare_step()
+                except Exception as error:
+                    _end_with_error(request, error)
         return self._retire(requests)
 
     def _retire(self, requests: Sequence[ActiveRequest]) -> list[ActiveRequest]:
@@ -356,3 +364,10 @@ class Decoder:
         for index, digest in enumerate(page_digests(tokens_L, size, salt), start=first):
             self.pool.publish(request.pages[0][index], digest)
             request.page_digests.append(digest)
+
+
+def _end_with_error(request: ActiveRequest, error: Exception) -> None:
+    """End one request; the others go on."""
+    if not isinstance(error, ValueError):  # its caller did not cause it
+        LOGGER.error("decoding a request has failed", exc_info=error)
+    request.error = error

@@ -271,7 +271,7 @@ class ActiveRequest:
         """Round of its last step, or of its admission; None: it was never admitted."""
         self.is_prepared = False
         """`output_positions` are those of the next step."""
-        self.error: ValueError | None = None
+        self.error: Exception | None = None
         """Why decoding has ended."""
         self.span_cursors = tuple(map(SpanCursor, request.constrained_spans))
         self._strategy = settings.strategy

@@ -30,33 +30,34 @@ from diffusionlm.inference.strategy import TOKEN_PROBABILITY
 
 def constrain_predictions(
     logits: LogitRows, predictions: Sequence[Predictions | ValueError]
-) -> list[Predictions | ValueError]:
-    """Replace the predictions within constrained spans; an error where a constraint cannot be kept.
+) -> list[Predictions | Exception]:
+    """Replace the predictions within constrained spans; an error where a constraint cannot be kept, or where this
+    fails.
 
     Args:
         logits: of the requests.
         predictions: of the same requests, without their constraints.
     """
-    results: list[Predictions | ValueError] = []
-    for request, result in zip(logits.requests, predictions, strict=True):
-        if request.span_cursors and isinstance(result, Predictions):
-            result = _constrain_request(logits.logits_of(request), request, result)
+    results: list[Predictions | Exception] = []
+    for request, predicted in zip(logits.requests, predictions, strict=True):
+        result: Predictions | Exception = predicted
+        if request.span_cursors and isinstance(predicted, Predictions):
+            try:
+                result = _constrain_request(logits.logits_of(request), request, predicted)
+            except Exception as error:  # whatever it is, the others' requests go on
+                result = error
         results.append(result)
     return results
 
 
-def _constrain_request(logits_NV: Tensor, request: ActiveRequest, predictions: Predictions) -> Predictions | ValueError:
+def _constrain_request(logits_NV: Tensor, request: ActiveRequest, predictions: Predictions) -> Predictions:
     block_positions = request.blocks[0].positions
     for cursor in request.span_cursors:
         span = cursor.span
         positions_P = block_positions[(block_positions >= span.start) & (block_positions < span.end)]
         if not request.is_masked_L[positions_P].any():
             continue
-        try:
-            sampler = _SpanSampler(logits_NV, request, cursor, positions_P)
-        except ValueError as error:
-            return error
-        predictions = sampler.replace_predictions(predictions)
+        predictions = _SpanSampler(logits_NV, request, cursor, positions_P).replace_predictions(predictions)
     return predictions
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from config.generation import GenerationConfig
 from diffusionlm.inference.constraints.byte_automaton import compile_expression
@@ -16,6 +17,7 @@ from diffusionlm.inference.constraints.regex_parser import parse_regex
 from diffusionlm.inference.constraints.token_trie import TokenTrie
 from diffusionlm.inference.generate import Generation, generate, infill
 from diffusionlm.inference.healing import HealedText
+from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.inference.strategies import STRATEGIES
 from diffusionlm.inference.streaming import stream
 from diffusionlm.models.transformer import Transformer
@@ -191,6 +193,35 @@ def test_unconstrained_neighbors_and_engine(blocks: Transformer) -> None:
         for other in (together[index], served[index], *([free[index]] if constraint is None else [])):
             assert _without_logprobs(other) == _without_logprobs(alone)
             assert other.logprobs == pytest.approx(alone.logprobs, abs=1e-9)
+
+
+def test_a_failure_in_a_constraint_ends_its_request_alone(
+    blocks: Transformer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the second forward."""
+    config, broken, whole = GenerationConfig(max_new_tokens=9), make_constraint("[abd]+"), make_constraint("[abd]+")
+    [expected] = generate(blocks, [[1]], config, constraints=[whole])
+    automaton = broken.token_automaton(resolve_settings(config, blocks.config), can_stop=True)
+    transitions_from, num_calls = automaton.transitions_from, 0
+
+    def fail_later(states: NDArray[np.int64]) -> NDArray[np.int64]:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls > 12:
+            raise RuntimeError("a defect")
+        return transitions_from(states)
+
+    monkeypatch.setattr(automaton, "transitions_from", fail_later)
+    with Engine(blocks, cache_bytes=1 << 20) as engine:
+        handles = [
+            engine.submit([1], config, options=RequestOptions(constraints=[constraint]))
+            for constraint in (broken, whole)
+        ]
+        with pytest.raises(RuntimeError, match="a defect"):
+            handles[0].result(60)
+        assert _without_logprobs(handles[1].result(60)) == _without_logprobs(expected)
+        assert engine.is_alive and engine.status.num_owned_pages == 0
+    assert handles[0].state.num_forwards > 0 and "decoding a request has failed" in caplog.text
 
 
 def _without_logprobs(result: Generation) -> Generation:
