@@ -228,9 +228,9 @@ class Engine:
             while self._take_commands():
                 result = self._decoder.run_round()
                 for request in result.decoded:
-                    self._handles[id(request)]._update()
+                    self._update(request)
                 for request in result.finished:
-                    self._handles.pop(id(request))._update(error=request.error, is_done=True)
+                    self._update(request, is_done=True)
                 self._busy_seconds += time.perf_counter() - self._busy_since
         except BaseException as error:
             self._error = error
@@ -242,8 +242,29 @@ class Engine:
             unfinished = [*self._handles.values(), *self._submitted]
             self._submitted, self._aborted, self._handles = [], [], {}
         for handle in unfinished:
-            self._decoder.remove(handle._request)
-            handle._update(error=stopped, is_done=True)
+            handle._fail(stopped)
+        for handle in unfinished:
+            try:
+                self._decoder.remove(handle._request)
+            except Exception:  # the decoder may be in any state after an error
+                LOGGER.exception("the pages of a request could not be freed")
+
+    def _update(self, request: ActiveRequest, *, is_done: bool = False) -> None:
+        """Let the caller see the state of a request. If that fails, this request ends, and the others go on."""
+        handle, error = self._handles.get(id(request)), request.error
+        if handle is None:  # it has failed in this round
+            return
+        if error is None:
+            try:
+                handle._update(is_done=is_done)
+            except Exception as failure:
+                LOGGER.exception("reading the state of a request has failed")
+                error = failure
+                self._decoder.remove(request)
+        if error is not None:
+            handle._fail(error)
+        if is_done or error is not None:
+            del self._handles[id(request)]
 
     def _take_commands(self) -> bool:
         """Wait for work, then add and remove requests; False: the thread ends."""
@@ -261,7 +282,7 @@ class Engine:
         for handle in aborted:
             if self._handles.pop(id(handle._request), None) is not None:
                 self._decoder.remove(handle._request)
-                handle._update(error=EngineError("the request was aborted"), is_done=True)
+                handle._fail(EngineError("the request was aborted"))
         return not is_over
 
 

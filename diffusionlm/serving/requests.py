@@ -197,14 +197,14 @@ class EngineRequest:
         if is_done:
             listener()
 
-    def _update(self, *, error: Exception | None = None, is_done: bool = False) -> None:
+    def _update(self, *, is_done: bool = False) -> None:
+        """Read the state of the request; with ``is_done`` the answer."""
         request, now = self._request, time.monotonic()
         before = self._state
         new_positions = request.final_positions()[len(before.token_ids) :]
         with self._condition:
             if self._state.is_done:
                 return
-            is_complete = is_done and error is None
             self._state = replace(
                 self._state,
                 version=self._state.version + 1,
@@ -212,14 +212,26 @@ class EngineRequest:
                 logprobs=before.logprobs + tuple(request.logprobs_L[new_positions].tolist()),
                 top_logprobs=before.top_logprobs + request.top_logprobs_at(new_positions),
                 canvas=take_snapshot(request) if self._with_canvas else None,
-                generation=to_generation(request) if is_complete else None,
-                error=error,
+                generation=to_generation(request) if is_done else None,
                 num_cached_tokens=request.num_cached_tokens,
                 num_forwards=request.num_forwards,
                 started=self._state.started or (now if request.num_forwards else None),
                 finished=now if is_done else None,
             )
             self._condition.notify_all()
+        self._call_listeners()
+
+    def _fail(self, error: Exception) -> None:
+        """End the request with an error. It is not read: what is wrong with it may be the reason."""
+        with self._condition:
+            if self._state.is_done:
+                return
+            self._state = replace(self._state, version=self._state.version + 1, error=error, finished=time.monotonic())
+            self._condition.notify_all()
+        self._call_listeners()
+
+    def _call_listeners(self) -> None:
+        with self._condition:
             listeners = list(self._listeners)
         for listener in listeners:
             try:

@@ -300,6 +300,49 @@ def test_an_error_in_the_thread_ends_all_requests(
         engine.submit([1], settings())
 
 
+@pytest.mark.parametrize("method", ["commit", "prepare_step", "final_positions"])
+def test_a_failure_of_one_request_ends_it_alone(
+    model: Transformer, make_engine: Callable[..., Engine], gate: Gate, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("a defect")
+
+    engine = make_engine()
+    requests = [engine.submit([1, 2, 3], settings()) for _ in range(3)]
+    assert gate.entered.acquire(timeout=30)
+    monkeypatch.setattr(requests[1]._request, method, fail)
+    gate.open()
+    with pytest.raises(RuntimeError, match="a defect"):
+        requests[1].result(30)
+    [expected] = generate(model, [[1, 2, 3]], settings())
+    for request in (requests[0], requests[2]):
+        assert request.result(30).token_ids == expected.token_ids
+    assert engine.is_alive
+
+
+def test_all_requests_end_whatever_fails(
+    model: Transformer, make_engine: Callable[..., Engine], gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither pages that cannot be freed nor a request that cannot be read leaves another caller waiting."""
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("a defect")
+
+    engine = make_engine()
+    requests = [engine.submit([1], settings()) for _ in range(3)]
+    assert gate.entered.acquire(timeout=30)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._decoder, "remove", fail)
+        patch.setattr(requests[0]._request, "final_positions", fail)
+        gate.open()
+        for request in requests:
+            with pytest.raises(EngineStoppedError, match="an error has ended the engine: a defect"):
+                request.result(30)
+        engine.close()
+    for request in requests:
+        engine._decoder.remove(request._request)
+
+
 def test_pages_hold_whole_blocks(tiny_model: MakeModel) -> None:
     with Engine(tiny_model(block_length=12), cache_bytes=CACHE_BYTES) as engine:
         for _ in range(2):
