@@ -193,7 +193,7 @@ def build_generation_config(
         if isinstance(value, int | float) and value > 0 and not SMALLEST_VALUE <= value <= LARGEST_VALUE:
             raise ApiError(
                 400,
-                f"{key} = {value:g} must be 0, or {SMALLEST_VALUE:g} to {LARGEST_VALUE:g} on this server",
+                f"{key} = {_describe(value)} must be 0, or {SMALLEST_VALUE:g} to {LARGEST_VALUE:g} on this server",
                 param=key,
             )
     values = {key: getattr(base, key) for key in base.model_fields_set}

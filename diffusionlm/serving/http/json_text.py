@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 from diffusionlm.serving.http.errors import ApiError
@@ -39,8 +40,8 @@ def shorten(value: Any, limit: int = 60) -> str:
 def _to_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
-        keys = [key for key, _ in pairs]
-        duplicate = next(key for key in keys if keys.count(key) > 1)
+        counts = Counter(key for key, _ in pairs)
+        duplicate = next(key for key, count in counts.items() if count > 1)
         raise ApiError(400, f"{shorten(duplicate)} is given twice: remove one", param=shorten(duplicate))
     return value
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,7 @@ VALUES: list[Any] = [
         3,
         2**31,
         2**70,
+        10**400,
         -0.5,
         0.5,
         1e-300,
@@ -189,6 +191,15 @@ def test_bodies_that_are_no_objects(text: bytes, message: str) -> None:
     with pytest.raises(ApiError, match=message) as caught:
         parse_object(text)
     assert caught.value.status == 400
+
+
+def test_many_keys_are_read_once() -> None:
+    """Comparing each key with all others takes minutes here."""
+    keys = ",".join(f'"{number}": 0' for number in range(100_000))
+    start = time.process_time()
+    with pytest.raises(ApiError, match="99999 is given twice"):
+        parse_object(f'{{{keys}, "99999": 1}}'.encode())
+    assert time.process_time() - start < 5
 
 
 def test_what_the_engine_refuses(server: RunningServer) -> None:
