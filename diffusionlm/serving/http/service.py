@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from config.serving.server import ServeSection
+from diffusionlm.serving.daemon_threads import DaemonThreads
 from diffusionlm.serving.engine import Engine
 from diffusionlm.serving.http.errors import RETRY_AFTER_SECONDS, ApiError
 from diffusionlm.serving.http.keys import ApiKeys
@@ -29,7 +28,7 @@ class Service:
         """No request is accepted anymore."""
         self.num_active = 0
         """Requests that decode, or wait for it."""
-        self._pool = ThreadPoolExecutor(_PREPARATION_THREADS, thread_name_prefix="diffusionlm-prepare")
+        self._threads = DaemonThreads(_PREPARATION_THREADS, "diffusionlm-prepare")
 
     def check_is_ready(self) -> None:
         """
@@ -46,9 +45,9 @@ class Service:
 
     async def run_in_thread(self, function: Callable[[], T]) -> T:
         """Run what takes long beside the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function)
+        return await self._threads.run(function)
 
     def close(self) -> None:
-        """End the engine and the threads at once; requests that are not done end with an error."""
+        """End the engine at once, and the threads without a wait; requests that are not done end with an error."""
         self.engine.close(drain=False)
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
