@@ -155,7 +155,7 @@ class Engine:
         seed: int = 0,
         options: RequestOptions = DEFAULT_OPTIONS,
     ) -> EngineRequest:
-        """Let a request be decoded; returns at once.
+        """Let a request be decoded; does not wait for the answer.
 
         Args:
             token_ids: a prompt, or with ``options.is_infill`` a canvas whose mask tokens are filled.
@@ -165,21 +165,58 @@ class Engine:
             QueueFullError: too many requests wait.
             EngineStoppedError: the engine was closed, or an error has ended it.
         """
+        handle = self.prepare(token_ids, config, seed, options)
+        self.submit_prepared([handle])
+        return handle
+
+    def prepare(
+        self,
+        token_ids: Sequence[int],
+        config: GenerationConfig,
+        seed: int = 0,
+        options: RequestOptions = DEFAULT_OPTIONS,
+    ) -> EngineRequest:
+        """Check a request, and compile its constraints, which may take seconds; the arguments are those of `submit`.
+
+        Raises:
+            ValueError: like `generate`, an option is wrong, or the text can never fit into the cache.
+        """
         if options.adapter is not None and options.adapter not in self.adapter_names:
             names = ", ".join(map(repr, self.adapter_names)) or "no adapters"
             raise ValueError(f"adapter = {options.adapter!r} does not exist: this engine has {names}")
         settings = self._resolve_settings(config.model_dump_json())
         request = ActiveRequest(prepare_request(settings, token_ids, seed, options), settings)
         self._decoder.check_size(request)
-        handle = EngineRequest(request, with_canvas=options.with_canvas)
+        return EngineRequest(request, with_canvas=options.with_canvas)
+
+    def submit_prepared(self, handles: Sequence[EngineRequest]) -> None:
+        """Let requests of `prepare` be decoded, all or none.
+
+        Raises:
+            QueueFullError: too many requests wait.
+            EngineStoppedError: the engine was closed, or an error has ended it.
+        """
+        with self._condition:
+            self.check_capacity(len(handles))
+            self._submitted += handles
+            self._condition.notify_all()
+
+    def check_capacity(self, count: int) -> None:
+        """Check that so many more requests would be accepted now.
+
+        Raises:
+            QueueFullError: too many requests wait.
+            EngineStoppedError: the engine was closed, or an error has ended it.
+        """
         with self._condition:
             if self._is_closing or not self.is_alive:
                 raise EngineStoppedError("the engine was closed" if self._error is None else "an error has ended it")
-            if len(self._submitted) + len(self._handles) >= self._max_unfinished:
-                raise QueueFullError(f"{self._max_unfinished} requests are not done yet: try again later")
-            self._submitted.append(handle)
-            self._condition.notify_all()
-        return handle
+            num_unfinished = len(self._submitted) + len(self._handles)
+            if num_unfinished + count > self._max_unfinished:
+                raise QueueFullError(
+                    f"{num_unfinished} requests are not done yet, and the limit is {self._max_unfinished}: try "
+                    "again later"
+                )
 
     def abort(self, handle: EngineRequest) -> None:
         """End a request in any state; nothing happens if it is done."""

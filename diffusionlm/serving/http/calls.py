@@ -201,15 +201,24 @@ class Call:
             ApiError: the engine refuses one.
         """
         try:
+            self._engine.check_capacity(len(self.choices))
+            handles = []
             for choice in self.choices:
-                with self._lock:
-                    if self._is_aborted:
-                        return
-                    submission = choice.submission
-                    handle = self._engine.submit(
+                if self._is_aborted:
+                    return
+                submission = choice.submission
+                handles.append(
+                    self._engine.prepare(
                         submission.token_ids, submission.config, submission.seed, options=submission.options
                     )
-                    self._handles.append(handle)
+                )
+            # Not before: preparation takes long, and `abort` waits for the lock in the event loop.
+            with self._lock:
+                if self._is_aborted:
+                    return
+                self._engine.submit_prepared(handles)
+                self._handles = handles
+            for handle in handles:
                 handle.add_listener(self._wake)
         except ValueError as error:
             self.abort()

@@ -344,7 +344,10 @@ class RequestPreparer:
         name = self.find_model(fields.model)
         num_choices, limit = fields.n * len(encoded), self.limits.max_requests + self.limits.max_waiting
         if num_choices > limit:
-            raise ApiError(400, f"{num_choices} choices are more than this server ever accepts, {limit}", param="n")
+            raise ApiError(
+                400, f"{len(encoded)} prompts x n = {fields.n} are {num_choices} choices, more than the server accepts "
+                f"at a time (serve.max_requests + max_waiting = {limit}): send fewer", param="n"
+            )  # fmt: skip
         seed = secrets.randbelow(_RANDOM_SEEDS) if fields.seed is None else fields.seed
         logit_bias = parse_logit_bias(fields, self.model.vocab_size)
         submissions: list[Submission] = []

@@ -289,3 +289,43 @@ def test_the_end(start_server: StartServer, gate: ModelGate, seconds: float) -> 
         assert "[DONE]" not in results[True][2]
     with pytest.raises(OSError):
         server.connect()
+
+
+def test_a_call_is_accepted_whole_or_not(small: RunningServer, gate: ModelGate) -> None:
+    """A refused call has prepared nothing and takes no place; one that could never be accepted is another error."""
+    client = openai.OpenAI(base_url=small.url, api_key=KEY, max_retries=0)
+    stream = client.completions.create(model=NAME, prompt="the cat", max_tokens=4, stream=True)
+    assert gate.entered.acquire(timeout=30)
+    with pytest.raises(openai.RateLimitError):
+        client.completions.create(model=NAME, prompt=["the cat"] * 2, max_tokens=4)
+    status = small.engine.status
+    assert status.num_running + status.num_waiting == 1
+    with pytest.raises(openai.BadRequestError, match="max_waiting = 2"):
+        client.completions.create(model=NAME, prompt="the cat", max_tokens=4, n=3)
+    gate.open()
+    assert list(stream)
+    small.wait_until_idle()
+
+
+def test_leaving_does_not_wait_for_a_preparation(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop answers others while an aborted request is being prepared; its choices are never submitted."""
+    entered, release, prepare = threading.Event(), threading.Event(), server.engine.prepare
+
+    def wait(*args: Any, **kwargs: Any) -> Any:
+        entered.set()
+        assert release.wait(30)
+        return prepare(*args, **kwargs)
+
+    monkeypatch.setattr(server.engine, "prepare", wait)
+    before = server.engine.status.counts.num_rounds
+    connection = http.client.HTTPConnection("127.0.0.1", server.port)
+    connection.request("POST", "/v1/completions", json.dumps(BODY), {"Content-Type": "application/json"})
+    assert entered.wait(30)
+    connection.close()
+    while server.service.num_active:
+        time.sleep(0.001)
+    assert server.request("GET", "/health")[0] == 200
+    release.set()
+    time.sleep(0.05)
+    server.wait_until_idle()
+    assert server.engine.status.counts.num_rounds == before
