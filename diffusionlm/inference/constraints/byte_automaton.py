@@ -17,6 +17,7 @@ from diffusionlm.inference.constraints.expressions import (
     Alternation,
     ByteRanges,
     CharacterSet,
+    CodePoints,
     Concatenation,
     Expression,
     LiteralText,
@@ -31,6 +32,7 @@ DEAD = -1
 MAX_STATES = 1 << 14
 """States of a deterministic automaton."""
 MAX_NONDETERMINISTIC_STATES = 1 << 17
+MAX_NONDETERMINISTIC_EDGES = 1 << 18
 MAX_WORK = 1 << 21
 """Steps of the construction, about 2 s."""
 
@@ -117,6 +119,9 @@ class _Graph:
         """State -> states that are reached without a byte."""
         self.byte_edges: list[list[tuple[int, int, int]]] = []
         """State -> (lowest byte, highest byte, next state)."""
+        self._num_edges = 0
+        self._sequences: dict[int, list[tuple[tuple[int, int], ByteRanges]]] = {}
+        """Identity of an expression, which lives as long as this -> its byte ranges."""
 
     def add_state(self) -> int:
         if len(self.empty_edges) >= MAX_NONDETERMINISTIC_STATES:
@@ -125,11 +130,30 @@ class _Graph:
         self.byte_edges.append([])
         return len(self.empty_edges) - 1
 
+    def _add_empty_edge(self, start: int, end: int) -> None:
+        self._count_edge()
+        self.empty_edges[start].append(end)
+
+    def _add_byte_edge(self, start: int, low: int, high: int, end: int) -> None:
+        self._count_edge()
+        self.byte_edges[start].append((low, high, end))
+
+    def _count_edge(self) -> None:
+        self._num_edges += 1
+        if self._num_edges > MAX_NONDETERMINISTIC_EDGES:
+            raise ValueError(TOO_LARGE)
+
+    def _encode(self, expression: Expression, code_points: CodePoints) -> list[tuple[tuple[int, int], ByteRanges]]:
+        """First and further bytes of a set of characters; computed once, however often the set is repeated."""
+        if id(expression) not in self._sequences:
+            self._sequences[id(expression)] = [(first, tuple(rest)) for first, *rest in utf8_sequences(code_points)]
+        return self._sequences[id(expression)]
+
     def add_bytes(self, start: int, text: bytes) -> int:
         """Add a path, and return its end."""
         for byte in text:
             state = self.add_state()
-            self.byte_edges[start].append((byte, byte, state))
+            self._add_byte_edge(start, byte, byte, state)
             start = state
         return start
 
@@ -138,7 +162,7 @@ class _Graph:
         if ranges not in states:
             following = self._add_ranges(ranges[1:], states)
             states[ranges] = self.add_state()
-            self.byte_edges[states[ranges]].append((*ranges[0], following))
+            self._add_byte_edge(states[ranges], *ranges[0], following)
         return states[ranges]
 
     def connect(self, expression: Expression, start: int, end: int) -> None:
@@ -146,14 +170,14 @@ class _Graph:
         match expression:
             case CharacterSet(code_points):
                 states: dict[ByteRanges, int] = {(): end}
-                for (low, high), *rest in utf8_sequences(code_points):
-                    self.byte_edges[start].append((low, high, self._add_ranges(tuple(rest), states)))
+                for (low, high), rest in self._encode(expression, code_points):
+                    self._add_byte_edge(start, low, high, self._add_ranges(rest, states))
             case LiteralText(text):
-                self.empty_edges[self.add_bytes(start, encode_text(text))].append(end)
+                self._add_empty_edge(self.add_bytes(start, encode_text(text)), end)
             case Concatenation(parts):
                 for part in parts:
                     start = self._append(part, start)
-                self.empty_edges[start].append(end)
+                self._add_empty_edge(start, end)
             case Alternation(options):
                 for option in options:
                     self.connect(option, start, end)
@@ -170,7 +194,7 @@ class _Graph:
     def _connect_repetition(self, repetition: Repetition, start: int, end: int) -> None:
         part, separator = repetition.part, repetition.separator
         if repetition.minimum == 0:
-            self.empty_edges[start].append(end)
+            self._add_empty_edge(start, end)
         if repetition.maximum is None:
             num_copies = max(repetition.minimum, 1)
         elif repetition.maximum == 0:
@@ -178,11 +202,11 @@ class _Graph:
         else:
             num_copies = repetition.maximum
         state = self.add_state()
-        self.empty_edges[start].append(state)
+        self._add_empty_edge(start, state)
         for index in range(1, num_copies + 1):
             last, state = state, self._append(part, state)
             if index >= repetition.minimum:
-                self.empty_edges[state].append(end)
+                self._add_empty_edge(state, end)
             if index < num_copies:
                 state = self._append(separator, state)
         if repetition.maximum is None:
@@ -195,17 +219,17 @@ class _Graph:
         for item, is_required in items.items:
             item_start, item_end = self.add_state(), self.add_state()
             if without is not None:
-                self.empty_edges[without].append(item_start)
+                self._add_empty_edge(without, item_start)
             if some is not None:
                 self.connect(items.separator, some, item_start)
             self.connect(item, item_start, item_end)
             if not is_required and some is not None:
-                self.empty_edges[some].append(item_end)
+                self._add_empty_edge(some, item_end)
             some = item_end
             without = None if is_required else without
         for state in (without, some):
             if state is not None:
-                self.empty_edges[state].append(end)
+                self._add_empty_edge(state, end)
 
 
 class _SubsetConstruction:
@@ -230,8 +254,6 @@ class _SubsetConstruction:
         rows = []
         while self._pending:
             rows.append(self._follow_bytes(self._pending.popleft()))
-            if len(self._numbers) > MAX_STATES or self._work > MAX_WORK:
-                raise ValueError(TOO_LARGE)
         transitions_SC = np.full((len(rows), int(self._byte_classes.max()) + 1), DEAD, dtype=np.int32)
         for number, row in enumerate(rows):
             transitions_SC[number, list(row)] = list(row.values())
@@ -243,7 +265,7 @@ class _SubsetConstruction:
         targets: dict[int, set[int]] = {}
         for state in subset:
             for low, high, target in self._edges[state]:
-                self._work += high - low + 1
+                self._count_work(high - low + 1)
                 for byte_class in range(low, high + 1):
                     targets.setdefault(byte_class, set()).add(target)
         return {byte_class: self._number_subset(frozenset(states)) for byte_class, states in targets.items()}
@@ -253,6 +275,8 @@ class _SubsetConstruction:
         if states not in self._known_targets:
             subset = frozenset[int]().union(*map(self._close, states))
             if subset not in self._numbers:
+                if len(self._numbers) >= MAX_STATES:
+                    raise ValueError(TOO_LARGE)
                 self._numbers[subset] = len(self._numbers)
                 self._pending.append(subset)
             self._known_targets[states] = self._numbers[subset]
@@ -267,12 +291,17 @@ class _SubsetConstruction:
                     if following not in seen:
                         seen.add(following)
                         stack.append(following)
-            self._work += len(seen)
+            self._count_work(len(seen))
             self._closures[state] = frozenset(
                 member for member in seen if self._graph.byte_edges[member] or member == self._end
             )
-        self._work += len(self._closures[state])
+        self._count_work(len(self._closures[state]))
         return self._closures[state]
+
+    def _count_work(self, num_steps: int) -> None:
+        self._work += num_steps
+        if self._work > MAX_WORK:
+            raise ValueError(TOO_LARGE)
 
 
 def _classify_bytes(graph: _Graph) -> NDArray[np.int32]:

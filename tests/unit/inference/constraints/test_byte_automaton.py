@@ -148,14 +148,23 @@ def test_errors(pattern: str, message: str) -> None:
     "pattern",
     [
         "(a|b)*a(a|b){20}",
+        "[" + "".join(f"\\x{code:02x}" for code in range(0x21, 0x7F, 2)) + "]{65000}",
         *(
             pytest.param(pattern, marks=pytest.mark.slow)
-            for pattern in ("((a{1000}){1000}){1000}", "((a?){1000}){100}", "(.*x){3000}y", "((((a?)+)+)+){60000}")
+            for pattern in (
+                "((a{1000}){1000}){1000}",
+                "((a?){1000}){100}",
+                "(.*x){3000}y",
+                "((((a?)+)+)+){60000}",
+                "(?:a?){30000}",
+                f"(?:{'|' * 50}){{60000}}",
+                "[" + "".join(map(chr, range(0xD800, 0xE000, 2))) + "]{65000}",
+            )
         ),
     ],
 )
 def test_hostile_patterns_end_in_an_error(pattern: str) -> None:
     start = time.process_time()
-    with pytest.raises(ValueError, match="too large"):
+    with pytest.raises(ValueError, match="too large|no text matches"):
         compile_regex(pattern)
-    assert time.process_time() - start < 20.0
+    assert time.process_time() - start < 10.0
