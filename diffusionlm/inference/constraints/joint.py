@@ -129,8 +129,12 @@ class JointDistribution:
             rest_S, all_E, used_E = self._beta[position + 1], edges.all_E, edges.used_E
             values_E = past_S[automaton.sources_E[all_E]] + rest_S[automaton.targets_E[all_E]]
             outside_K = logsumexp_by(automaton.classes_E[all_E], values_E, automaton.num_classes)
-            total = np.logaddexp.reduce(outside_K + self._sum_PK[position])
+            sums_K = outside_K + self._sum_PK[position]
+            total = np.logaddexp.reduce(sums_K)
             weights_PK[position, :-1] = outside_K - max(total, np.finfo(np.float64).min)
+            possible = np.flatnonzero(np.isfinite(sums_K))
+            if len(possible) == 1:  # without rounding, so that a forced token has the log-probability 0
+                weights_PK[position, possible] = -self._sum_PK[position, possible]
             values_E = past_S[automaton.sources_E[used_E]] + self._weights(position, self._sum_PK, used_E)
             past_S = logsumexp_by(automaton.targets_E[used_E], values_E, automaton.num_states)
         return weights_PK

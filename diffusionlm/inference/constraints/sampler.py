@@ -27,6 +27,9 @@ from diffusionlm.inference.sampling import (
 )
 from diffusionlm.inference.strategy import TOKEN_PROBABILITY
 
+CONFIDENCE_DECIMALS = 9
+"""Positions whose tokens determine each other have equal confidences, but for rounding in their sums."""
+
 
 def constrain_predictions(
     logits: LogitRows, predictions: Sequence[Predictions | ValueError]
@@ -111,7 +114,7 @@ class _SpanSampler:
         marginals_PK = self._joint.class_weights()
         classes_P = self._automaton.class_of_V[tokens_P]
         rows_P = np.arange(len(tokens_P))
-        logprobs_P = self._logprobs_PV[rows_P, tokens_P] + marginals_PK[rows_P, classes_P]
+        logprobs_P = np.minimum(self._logprobs_PV[rows_P, tokens_P] + marginals_PK[rows_P, classes_P], 0.0)
         new = replace(
             predictions,
             tokens_N=predictions.tokens_N.copy(),
@@ -122,7 +125,8 @@ class _SpanSampler:
         )
         new.tokens_N[self._rows_N] = tokens_P[self._is_output_P]
         new.logprobs_N[self._rows_N] = logprobs_P[self._is_output_P]
-        new.confidence_N[self._rows_N] = self._compute_confidence(tokens_P, logprobs_P, marginals_PK)[self._is_output_P]
+        confidence_P = self._compute_confidence(tokens_P, logprobs_P, marginals_PK).round(CONFIDENCE_DECIMALS)
+        new.confidence_N[self._rows_N] = confidence_P[self._is_output_P]
         num_top = predictions.top_tokens_NT.shape[1]
         if num_top:
             marginal_PV = self._marginal_logprobs(self._logprobs_PV, marginals_PK)[self._is_output_P]
@@ -173,4 +177,4 @@ class _SpanSampler:
         self, logprobs_PV: NDArray[np.float64], marginals_PK: NDArray[np.float64]
     ) -> NDArray[np.float64]:
         marginal_PV: NDArray[np.float64] = logprobs_PV + marginals_PK[:, self._automaton.class_of_V]
-        return marginal_PV
+        return np.minimum(marginal_PV, 0.0)

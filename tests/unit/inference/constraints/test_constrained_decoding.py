@@ -228,6 +228,20 @@ def _without_logprobs(result: Generation) -> Generation:
     return replace(result, logprobs=(), top_logprobs=())
 
 
+def test_order_of_forced_tokens_alone_and_mixed(blocks: Transformer) -> None:
+    """Forced tokens have exactly the log-probability 0, so that rounding does not decide which one comes first."""
+    letters = [bytes([code]) for code in b'abcd{}":12']
+    constraint = make_constraint(r'\{"a":[12]+\}[a-d]{0,9}', letters)
+    config = GenerationConfig(max_new_tokens=12)
+    prompts = [[1 + index % 7] * (1 + index % 5) for index in range(20)]
+    mixed = generate(blocks, prompts, config, constraints=[constraint] * 20)
+    for index in range(0, 20, 4):
+        [alone] = generate(blocks, [prompts[index]], config, [index], constraints=[constraint])
+        assert (alone.token_ids, alone.step_map) == (mixed[index].token_ids, mixed[index].step_map)
+        assert alone.logprobs[:5] == mixed[index].logprobs[:5] == (0.0,) * 5
+        assert max(mixed[index].logprobs) == 0.0
+
+
 def test_top_logprobs_are_those_of_the_restricted_distribution(blocks: Transformer) -> None:
     with Engine(blocks, cache_bytes=1 << 20) as engine:
         options = RequestOptions(constraints=[make_constraint("[abd]{4}", LETTERS)], num_top_logprobs=5)
