@@ -212,6 +212,8 @@ class _RegexParser:
         character = self._next()
         if character in _CLASSES:
             return _CLASSES[character]
+        if character == "0" and self._peek() in "01234567" and self._peek():
+            raise self._error("octal escapes are not supported", "write \\x and two hexadecimal digits", back=2)
         code_point = _CONTROLS.get(character, ord(character))
         if character in _HEX_DIGITS:
             digits = self._pattern[self._index : self._index + _HEX_DIGITS[character]]

@@ -34,6 +34,7 @@ PATTERNS = [
     "[a-]|[]b]|[^]c]",
     r"[\d\s]{1,2}b?",
     r"é?[à-ü]|[^\x00-\x7f]",
+    r"\08|[\0-a]?",
     r"\u00e9|\U0001f600|\n",
 ]
 ALPHABET = "abc1 -]{}.é😀\n"
@@ -128,6 +129,7 @@ def test_repetition_with_separator_and_optional_items() -> None:
         ("a^b", r"\^ is supported at the beginning only"),
         ("a$b", r"\$ is supported at the end only"),
         ("^a|b", "an anchor beside"),
+        (r"a\012", "character 2: octal escapes are not supported: write"),
         (r"\xf", "2 hexadecimal digits"),
         (r"\U00110000", "is not a character"),
         ("a\\", "a backslash is the last character"),
