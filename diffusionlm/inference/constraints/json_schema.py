@@ -34,6 +34,8 @@ MAX_FREE_DEPTH = 4
 MAX_SCHEMA_DEPTH = 24
 MAX_PARTS = 4096
 """Schemas within a schema, each ``$ref`` counted with what it refers to."""
+MAX_VALUES = 1 << 15
+"""Entries of all ``enum`` of a schema together."""
 MAX_INTEGERS = 1024
 """Of a range with bounds that are written out."""
 MAX_DIGITS = 15
@@ -95,6 +97,7 @@ class _SchemaCompiler:
 
     root: Schema | bool
     num_parts: int = 0
+    num_values: int = 0
 
     def compile(self, schema: Any, place: _Place) -> Expression:
         """The texts of the values of a part."""
@@ -120,10 +123,7 @@ class _SchemaCompiler:
         return self._compile_types(schema, place)
 
     def _compile_types(self, schema: Schema, place: _Place) -> Expression:
-        types = schema.get("type", _infer_types(schema))
-        types = [types] if isinstance(types, str) else types
-        if not isinstance(types, list) or not types or any(name not in _TYPES for name in types):
-            raise place.error(f"type is {_shorten(types)}: expected {', '.join(_TYPES)}, or a list of these")
+        types = _read_types(schema, _infer_types(schema), place)
         used = {key for name in types for key in _KEYS_OF_TYPE[name]}
         _check_keys(schema, {"type", "$defs", "definitions", *used}, place)
         options: list[Expression] = []
@@ -149,7 +149,7 @@ class _SchemaCompiler:
             raise place.error(f"properties is {_shorten(properties)}: expected an object")
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
             raise place.error(f"required is {_shorten(required)}: expected a list of names")
-        additional = schema.get("additionalProperties", True)
+        additional, required_names = schema.get("additionalProperties", True), frozenset(required)
         for name in required:
             if name not in properties:
                 raise place.error(f"required {_shorten(name)} is not among the properties: add it there")
@@ -163,7 +163,7 @@ class _SchemaCompiler:
         for name, value in properties.items():
             expression = self.compile(value, place.child("properties", name))
             pair = Concatenation((LiteralText(_dump(name)), _COLON, expression))
-            items.append((pair, name in required))
+            items.append((pair, name in required_names))
         return _enclose("{", OptionalItems(tuple(items), _COMMA), "}")
 
     def _compile_array(self, schema: Schema, place: _Place) -> Expression:
@@ -206,10 +206,15 @@ class _SchemaCompiler:
         key = "const" if "const" in schema else "enum"
         _check_keys(schema, {key, "type", "$defs", "definitions"}, place)
         values = [schema["const"]] if key == "const" else _read_list(schema, "enum", place)
-        types = schema.get("type", list(_TYPES))
+        self.num_values += len(values)
+        if self.num_values > MAX_VALUES:
+            raise place.error(f"the schema is too large: use at most {MAX_VALUES} values in all enum together")
+        types = _read_types(schema, list(_TYPES), place)
         for value in values:
-            if not any(_has_type(value, name) for name in ([types] if isinstance(types, str) else types)):
-                raise place.error(f"{key} has {_shorten(value)}, which is not of type {_shorten(types)}: remove it")
+            if not any(_has_type(value, name) for name in types):
+                raise place.error(
+                    f"{key} has {_shorten(value)}, which is not of type {_shorten(schema.get('type'))}: remove it"
+                )
         return Alternation(tuple(LiteralText(_dump(value)) for value in values))
 
 
@@ -244,6 +249,14 @@ def _infer_types(schema: Schema) -> list[str]:
     but is not what is meant."""
     named = [name for name, keys in _KEYS_OF_TYPE.items() if keys & schema.keys()]
     return named or list(_TYPES)
+
+
+def _read_types(schema: Schema, default: list[str], place: _Place) -> list[str]:
+    types = schema.get("type", default)
+    types = [types] if isinstance(types, str) else types
+    if not isinstance(types, list) or not 1 <= len(types) <= len(_TYPES) or any(name not in _TYPES for name in types):
+        raise place.error(f"type is {_shorten(types)}: expected {', '.join(_TYPES)}, or a list of these")
+    return types
 
 
 def _check_keys(schema: Schema, supported: set[str], place: _Place) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from datetime import date, datetime
 from typing import Any
 
@@ -190,6 +191,9 @@ def test_every_day_of_a_year_but_the_leap_day() -> None:
         ({"type": "string", "minLength": 3, "maxLength": 2}, "maxLength = 2 is below minLength = 3"),
         ({"type": "array", "items": 5}, "the schema.items: is 5: expected an object, true or false"),
         ({"properties": {"a": False}}, "the schema.properties.a: is false, which no value fits"),
+        ({"enum": [1], "type": 5}, "the schema: type is 5: expected object"),
+        ({"enum": [1], "type": [[]]}, r"the schema: type is \[\[\]\]: expected object"),
+        ({"type": ["null"] * 8}, "expected object, array"),
         ({"const": float("nan")}, "nan is no JSON number"),
         pytest.param({"type": "string", "maxLength": 60000}, "too large", marks=pytest.mark.slow),
         ({"const": "\ud800"}, "half of a surrogate pair"),
@@ -211,3 +215,10 @@ def test_hostile_schemas_end_in_an_error() -> None:
         wide[f"a{level}"] = {"anyOf": [{"$ref": f"#/$defs/a{level - 1}"}] * 5}
     with pytest.raises(ValueError, match="too large"):
         compile_schema({"$defs": wide, "$ref": "#/$defs/a19"})
+    start = time.process_time()
+    with pytest.raises(ValueError, match="at most 32768 values in all enum together"):
+        compile_json_schema({"enum": list(range(200_000))})
+    names = [f"name {number}" for number in range(4000)]
+    properties = dict.fromkeys(names, True)
+    compile_json_schema({"properties": properties, "required": names * 20})
+    assert time.process_time() - start < 5.0
