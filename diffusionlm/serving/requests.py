@@ -106,6 +106,15 @@ def prepare_request(
     )
 
 
+def has_answer(settings: DecodingSettings, token_ids: Sequence[int], options: RequestOptions) -> bool:
+    """Whether a request can be prepared, and so some text fits its constraints."""
+    try:
+        prepare_request(settings, token_ids, 0, options)
+    except ValueError:
+        return False
+    return True
+
+
 @dataclass(frozen=True)
 class RequestState:
     """A request as its caller sees it. Times are those of `time.monotonic`, in seconds."""

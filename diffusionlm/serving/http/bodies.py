@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import Field, ValidationError
@@ -118,6 +118,13 @@ class ParsedBody(Generic[Body]):
     fields: Body
     overrides: Mapping[str, Any]
     """Keys of `GenerationConfig`."""
+
+    @property
+    def has_constraint(self) -> bool:
+        return self.fields.response_format is not None or self.fields.structured_outputs is not None
+
+    def without_healing(self) -> ParsedBody[Body]:
+        return replace(self, fields=self.fields.model_copy(update={"token_healing": False}))
 
 
 def parse_body(values: Mapping[str, Any], kind: type[Body]) -> ParsedBody[Body]:

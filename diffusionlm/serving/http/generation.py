@@ -11,6 +11,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
+from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.serving.http.bodies import ChatBody, CompletionBody, InfillBody, ParsedBody, parse_body
 from diffusionlm.serving.http.calls import Call
 from diffusionlm.serving.http.errors import ApiError, to_api_error
@@ -26,6 +27,7 @@ from diffusionlm.serving.http.formats import AnswerFormat, ChatFormat, Completio
 from diffusionlm.serving.http.json_text import parse_object, to_json
 from diffusionlm.serving.http.preparation import PreparedCall, RequestPreparer
 from diffusionlm.serving.http.service import Service
+from diffusionlm.serving.requests import has_answer
 
 LOGGER = logging.getLogger(__name__)
 
@@ -82,9 +84,15 @@ class GenerationEndpoint:
             service.num_active -= 1
 
     def _prepare(self, body: bytes, cache_salt: str) -> PreparedCall:
-        return self._kind.prepare(
-            self._service.preparer, parse_body(parse_object(body), self._kind.body_class), cache_salt
-        )
+        preparer, parsed = self._service.preparer, parse_body(parse_object(body), self._kind.body_class)
+        call = self._kind.prepare(preparer, parsed, cache_salt)
+        if parsed.has_constraint and any(
+            any(item.repeated_bytes)
+            and not has_answer(resolve_settings(item.config, preparer.model), item.token_ids, item.options)
+            for item in call.submissions[:: parsed.fields.n]
+        ):  # the constraint allows no text behind what healing takes back, but maybe behind the text as it is
+            call = self._kind.prepare(preparer, parsed.without_healing(), cache_salt)
+        return call
 
     async def _decode(self, call: Call, exchange: Exchange, send: Send) -> None:
         service, prepared = self._service, call.prepared

@@ -155,6 +155,8 @@ class RequestPreparer:
             raise ApiError(
                 400, "logprobs of a prompt have no meaning in diffusion: remove echo or logprobs", param="logprobs"
             )
+        if len(prompts) > 1 and body.has_constraint:  # each end of a prompt would need an automaton of its own
+            body = body.without_healing()
         config, max_tokens = self._build_config(body, [("max_tokens", fields.max_tokens)])
         encoded = [self._encode_prompt(prompt, body, config, max_tokens) for prompt in prompts]
         if fields.echo:

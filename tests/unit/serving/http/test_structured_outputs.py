@@ -64,6 +64,27 @@ def test_choices_go_on_behind_the_prompt(server: RunningServer, healing: bool, p
         assert re.fullmatch(pattern, answer["choices"][0]["text"])
 
 
+def test_healing_takes_no_token_from_an_answer(server: RunningServer) -> None:
+    """A token that repeats the end of the prompt would be a third one."""
+    body = {"prompt": "the cat sa", "max_tokens": 2, "structured_outputs": {"regex": "[!?]{2}"}, **stops(server)}
+    body["stop_token_ids"] = []
+    healed = server.request("POST", "/v1/completions", body)
+    plain = server.request("POST", "/v1/completions", {**body, "token_healing": False})
+    assert plain[0] == healed[0] == 200, (plain, healed)
+    assert re.fullmatch("[!?]{2}", healed[2]["choices"][0]["text"])
+    assert healed[2]["choices"] == plain[2]["choices"]
+
+
+def test_several_prompts_with_a_constraint_are_not_healed(server: RunningServer) -> None:
+    prompts = ["the ca", "the cat sa"]
+    body = {"prompt": prompts, "max_tokens": 6, "structured_outputs": {"regex": "[ab ]*"}, **stops(server)}
+    answers = [
+        server.request("POST", "/v1/completions", {**body, **fields})[2]["choices"]
+        for fields in ({}, {"token_healing": False})
+    ]
+    assert answers[0] == answers[1] and len(answers[0]) == 2
+
+
 @pytest.mark.parametrize("healing", [True, False])
 def test_each_hole_has_a_constraint(server: RunningServer, healing: bool) -> None:
     body = {
