@@ -265,10 +265,11 @@ class Decoder:
         if self._missing(request, length) > self.pool.num_available:
             return False
         request.pages = request.pages or [[] for _ in range(request.num_texts)]
+        num_pages, num_later = (-(-end // self.limits.page_size) for end in (length, len(request.tokens_L)))
         for pages in request.pages:
-            count = -(-length // self.limits.page_size) - len(pages)
-            if count > 0:
-                pages += self.pool.allocate(count, after=pages[-1] if pages else None)
+            if num_pages > len(pages):
+                after = pages[-1] if pages else None
+                pages += self.pool.allocate(num_pages - len(pages), after, max(0, num_later - num_pages))
         return True
 
     def _release_pages(self, request: ActiveRequest) -> None:

@@ -82,3 +82,30 @@ def test_digests_of_whole_pages_chain() -> None:
     others = [page_digests(changed, 4, b"salt"), page_digests(tokens, 4, b"other")]
     assert not set(digests) & {digest for row in others for digest in row}
     assert page_digests(tokens[:3], 4, b"salt") == []
+
+
+def test_texts_that_grow_get_adjacent_pages() -> None:
+    pool = PagePool(12)
+    texts = [pool.allocate(1, None, 3), pool.allocate(1, None, 3)]
+    for _ in range(3):
+        for pages in texts:
+            pages += pool.allocate(1, pages[-1])
+    assert texts == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    pool.release(texts[0])
+    assert pool.allocate(1, None, 1) == [0]
+    assert pool.allocate(2) == [2, 3], "1 is for the text that has 0"
+
+
+def test_pages_are_kept_for_nobody() -> None:
+    pool = PagePool(6)
+    pages = pool.allocate(1, None, 3)
+    assert pool.allocate(2) == [4, 5] and pool.num_available == 3
+    others = pool.allocate(2)
+    assert others == [1, 2], "the room of a text is given to others before they have to wait"
+    pages += pool.allocate(1, pages[-1])
+    assert pages == [0, 3] and pool.num_available == 0
+    for owned in (pages, others, [4, 5]):
+        pool.release(owned)
+    assert pool.allocate(6) == [0, 1, 2, 3, 4, 5]
+    pool.release([0, 1, 2, 3, 4, 5])
+    assert pool.allocate(3, None, 3) == [0, 1, 2], "nothing stays reserved"
