@@ -87,6 +87,12 @@ def prepare_inputs(
     healer = TokenHealer.from_settings(tokenizer, settings) if config.input.token_healing else None
     encoded_inputs = encode_inputs(inputs, tokenizer, settings, template, config.input.seed, healer)
     constraint = compile_constraint(config.constraint, tokenizer)
+    if healer is not None and constraint is not None:
+        plain_inputs = encode_inputs(inputs, tokenizer, settings, template, config.input.seed)
+        encoded_inputs = [
+            healed if _has_answer(settings, healed, constraint) else plain
+            for healed, plain in zip(encoded_inputs, plain_inputs, strict=True)
+        ]
     requests = tuple(_prepare(settings, encoded, len(inputs), constraint) for encoded in encoded_inputs)
     return PreparedRun(tokenizer, template, settings, tuple(encoded_inputs), requests)
 
@@ -112,6 +118,15 @@ def compile_constraint(config: InferConstraintConfig, tokenizer: Tokenizer) -> T
         return compiler.compile_choices(config.choices)
     except ValueError as error:
         raise ValueError(f"constraint.{'choices' if config.regex is None else 'regex'}: {error}") from None
+
+
+def _has_answer(settings: DecodingSettings, encoded: EncodedInput, constraint: TokenConstraint) -> bool:
+    """Whether some text fits the constraint behind what token healing takes back."""
+    try:
+        _prepare(settings, encoded, 1, constraint)
+    except ValueError:
+        return False
+    return True
 
 
 def _prepare(

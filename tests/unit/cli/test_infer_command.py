@@ -153,6 +153,19 @@ def test_constraints(capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_pa
     schema.write_text('{"type": "object", "properties": {"cat": {"type": "boolean"}}, "required": ["cat"]}')
     run(*common, *texts, "--max-new-tokens", 20, "--json-schema", schema)
     assert all(type(json.loads(answer["text"]["output"])["cat"]) is bool for answer in records(capsys))
+    run(
+        *common,
+        "--prompt",
+        "the c",
+        "--max-new-tokens",
+        2,
+        "--set",
+        "generation.stop_token_ids=[]",
+        "--regex",
+        "[!?]{2}",
+    )
+    [answer] = records(capsys)  # with a token that repeats "c" there would be three
+    assert re.fullmatch("[!?]{2}", answer["text"]["output"]) and answer["tokens"]["num_repeated_bytes"] == 0
 
 
 def test_wrong_constraints(capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_path: Path) -> None:
