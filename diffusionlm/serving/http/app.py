@@ -22,7 +22,7 @@ from diffusionlm.serving.http.exchange import (
     ClientGoneError,
     Exchange,
     discard_body,
-    limit_send,
+    identify_send,
     send_json,
 )
 from diffusionlm.serving.http.generation import CHAT, COMPLETION, INFILL, GenerationEndpoint
@@ -69,7 +69,7 @@ class ServerApp:
         exchange = Exchange(given_id if _REQUEST_ID.fullmatch(given_id) else secrets.token_hex(12))
         scope["app"] = self  # the router then raises its errors
         scope.setdefault("state", {})[STATE_KEY] = exchange
-        send = limit_send(send, exchange, self._service.limits.write_timeout_seconds)
+        send = identify_send(send, exchange)
         is_gone = False
         try:
             try:

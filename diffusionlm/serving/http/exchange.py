@@ -22,7 +22,7 @@ CLIENT_GONE = 499
 
 
 class ClientGoneError(Exception):
-    """The client has closed the connection, or does not read what is sent to it."""
+    """The connection is closed: the client has left, or did not read what was sent to it (`GuardedProtocol`)."""
 
 
 @dataclass
@@ -118,21 +118,17 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-def limit_send(send: Send, exchange: Exchange, seconds: float) -> Send:
-    """Return a `send` that adds the request's id, and gives up a client that does not read."""
+def identify_send(send: Send, exchange: Exchange) -> Send:
+    """Return a `send` that adds the request's id and notes the status."""
 
-    async def send_limited(message: Message) -> None:
+    async def send_identified(message: Message) -> None:
         if message["type"] == "http.response.start":
             exchange.status = message["status"]
             headers = [*message.get("headers", []), (b"x-request-id", exchange.request_id.encode())]
             message = {**message, "headers": headers}
-        try:
-            async with asyncio.timeout(seconds):
-                await send(message)
-        except TimeoutError:
-            raise ClientGoneError from None
+        await send(message)
 
-    return send_limited
+    return send_identified
 
 
 async def send_response(

@@ -1,4 +1,4 @@
-"""HTTP connections with limits that uvicorn does not have: their number, and the time for headers."""
+"""HTTP connections with limits that uvicorn does not have: their number, the time for headers and for responses."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ class GuardedProtocol(H11Protocol):
         super().__init__(**options)
         self._limits = limits
         self._header_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        """Runs while there is something that the client has to read."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # so that `pause_writing` is called whenever something waits
         if len(self.connections) > self._limits.max_connections:
             retry = {"Retry-After": str(RETRY_AFTER_SECONDS)}
             self._refuse(ApiError(503, "too many connections", code="too_many_connections", headers=retry))
@@ -31,7 +34,17 @@ class GuardedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_write_timer()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        # `close` would wait for a client that does not read.
+        self._write_timer = self.loop.call_later(self._limits.write_timeout_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._stop_write_timer()
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -52,6 +65,11 @@ class GuardedProtocol(H11Protocol):
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
 
     def _refuse_slow_headers(self) -> None:
         seconds = self._limits.header_timeout_seconds

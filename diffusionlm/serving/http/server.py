@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import uvicorn
 
@@ -71,6 +71,11 @@ class ApiServer:
         self._server = _UvicornServer(config, on_ready)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain_task: asyncio.Task[None] | None = None
+
+    @property
+    def connections(self) -> set[Any]:
+        """Open connections, each a `GuardedProtocol`."""
+        return self._server.server_state.connections
 
     def run(self, bound: socket.socket) -> None:
         """Serve at a bound socket until the end, which SIGTERM and SIGINT begin; the second one ends the process."""

@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.serving.page import ServedPage
 from tests.conftest import MakeModel
 from tests.unit.serving.http.conftest import NAME, RunningServer, StartServer
 
@@ -329,3 +330,33 @@ def test_leaving_does_not_wait_for_a_preparation(server: RunningServer, monkeypa
     time.sleep(0.05)
     server.wait_until_idle()
     assert server.engine.status.counts.num_rounds == before
+
+
+@pytest.mark.parametrize("path", ["/", "/v1/completions", "refused"])
+def test_a_client_that_never_reads_loses_its_connection(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """A whole response, a stream that waits for the reader, and the response to what is not HTTP."""
+    large = b"x" * (16 << 20)
+    monkeypatch.setattr("diffusionlm.serving.http.app.load_page", lambda: ServedPage(large, {}))
+    monkeypatch.setattr("diffusionlm.serving.http.generation.to_event", lambda value: large)
+    monkeypatch.setattr("diffusionlm.serving.http.guarded_protocol.to_json", lambda value: large)
+    server = start_server(write_timeout_seconds=0.1)
+    body = json.dumps({**BODY, "stream": True}).encode()
+    method = "GET" if path == "/" else "POST"
+    lines = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    request = f"{lines}Content-Length: {len(body)}\r\n\r\n".encode() + body
+    connections = server.server.connections
+    with server.connect() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        connection.sendall(b"nonsense\r\n\r\n" if path == "refused" else request)
+        deadline = time.monotonic() + 20
+        while not connections:
+            assert time.monotonic() < deadline
+        transports = [protocol.transport for protocol in connections]
+        while connections:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        assert [transport.get_write_buffer_size() for transport in transports] == [0]
+        assert [transport.get_extra_info("socket").fileno() for transport in transports] == [-1]
+    server.wait_until_idle()
