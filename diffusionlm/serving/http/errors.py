@@ -64,5 +64,6 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, EngineStoppedError):
         return ApiError(503, str(error), code="engine_stopped")
     if isinstance(error, ValueError):
-        return ApiError(500, f"decoding has failed: {error}", code="decoding_failed")
+        again = {"x-should-retry": "false"}  # the OpenAI client repeats a 500 otherwise
+        return ApiError(500, f"decoding has failed: {error}", code="decoding_failed", headers=again)
     return ApiError(500, "an error in the server has ended this request; its log says more", code="internal_error")
