@@ -68,6 +68,10 @@ class ServeSection(Section):
     """Largest number of new tokens of a request. None: the model's context."""
     max_steps: PositiveInt = 4096
     """Largest `steps` and `denoising_steps` of a request."""
+    max_total_steps: PositiveInt = 32768
+    """Largest number of steps that `steps` or `denoising_steps` schedules for a choice, in all its blocks together."""
+    max_alternatives: PositiveInt = 131072
+    """Largest number of log-probabilities of alternatives in a response: choices x new tokens x alternatives."""
     max_prompts: PositiveInt = 64
     """Largest number of prompts of a request."""
     max_choices: PositiveInt = 16

@@ -1,15 +1,16 @@
 """Bodies of requests: OpenAI's fields, the keys of `GenerationConfig`, and what is refused.
 
-A key is a field of the endpoint, a key of decoding, or unsupported; nothing is ignored in silence. null stands for an
-absent field, as clients send it.
+A key is a field of the endpoint, a key of decoding, or unsupported; only what does not change an answer is ignored.
+null stands for an absent field, as clients send it.
 """
 
 from __future__ import annotations
 
 import difflib
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -20,9 +21,13 @@ from diffusionlm.serving.http.errors import ApiError
 from diffusionlm.serving.http.json_text import shorten
 
 MAX_SEED = 2**63 - 1
+_RANDOM_SEEDS = 2**48
+"""Seeds of requests without one: every JSON parser can hold them."""
 MAX_TOP_LOGPROBS = 20
 MAX_COMPLETION_LOGPROBS = 5
 MAX_BIASED_TOKENS = 1024
+MAX_STOP_LENGTH = 1024
+"""Characters of a stop string."""
 
 SERVER_KEYS = {"attention_bias": "it names a file of the server"}
 """Keys of `GenerationConfig` that a request may not set, and why."""
@@ -62,6 +67,8 @@ class StreamOptions(Section):
     """``stream_options``."""
 
     include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+    """Chunks are never padded."""
 
 
 class GenerationBody(Section):
@@ -79,6 +86,9 @@ class GenerationBody(Section):
     response_format: Any = None
     structured_outputs: Any = None
     user: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
+    safety_identifier: str | None = None
 
 
 class CompletionBody(GenerationBody):
@@ -263,6 +273,8 @@ def parse_stop(value: Any, limits: ServeSection) -> tuple[str, ...]:
         raise ApiError(
             400, f"stop has {len(texts)} texts: this server allows at most {limits.max_stop_strings}", param="stop"
         )
+    if any(len(text) > MAX_STOP_LENGTH for text in texts):
+        raise ApiError(400, f"stop has a text of more than {MAX_STOP_LENGTH} characters: shorten it", param="stop")
     return tuple(texts)
 
 
@@ -288,6 +300,18 @@ def parse_segments(value: Any, limits: ServeSection) -> list[str | int]:
             400, f"segments has {len(holes)} holes: this server allows at most {limits.max_holes}", param="segments"
         )
     return value
+
+
+def to_pieces(segments: Sequence[str | int]) -> list[tuple[str, int]]:
+    """Pieces of text, each with the number of masked tokens after it; 0 after the last one alone."""
+    pieces, text = [], ""
+    for segment in segments:
+        if isinstance(segment, str):
+            text += segment
+        else:
+            pieces.append((text, segment))
+            text = ""
+    return [*pieces, (text, 0)]
 
 
 def parse_messages(value: Any) -> list[dict[str, Any]]:
@@ -348,6 +372,36 @@ def check_choice_limits(fields: GenerationBody, limits: ServeSection) -> None:
     """
     if fields.n > limits.max_choices:
         raise ApiError(400, f"n = {fields.n}: this server allows at most {limits.max_choices}", param="n")
+
+
+def choose_seed(fields: GenerationBody, num_choices: int) -> int:
+    """Return the seed of the first choice, a random one if the request has none; each choice has the next one.
+
+    Raises:
+        ApiError: the last choice would have a seed that a request may not have.
+    """
+    seed = secrets.randbelow(_RANDOM_SEEDS) if fields.seed is None else fields.seed
+    if seed + num_choices - 1 > MAX_SEED:
+        raise ApiError(
+            400,
+            f"seed = {seed}: the last of {num_choices} choices would have one above {MAX_SEED}: lower it",
+            param="seed",
+        )
+    return seed
+
+
+def check_alternatives(fields: GenerationBody, count: int, limits: ServeSection) -> None:
+    """
+    Raises:
+        ApiError: the response may have more log-probabilities of alternatives than the limit.
+    """
+    if count > limits.max_alternatives:
+        raise ApiError(
+            400,
+            f"choices x new tokens x alternatives = {count}: this server allows at most {limits.max_alternatives} "
+            "(serve.max_alternatives)",
+            param="top_logprobs" if isinstance(fields, ChatBody) else "logprobs",
+        )
 
 
 def parse_logit_bias(fields: GenerationBody, vocab_size: int) -> dict[int, float]:

@@ -5,7 +5,6 @@ Nothing here waits for the engine; a long text takes a while, so it runs in thre
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +25,9 @@ from diffusionlm.serving.http.bodies import (
     InfillBody,
     ParsedBody,
     build_generation_config,
+    check_alternatives,
     check_choice_limits,
+    choose_seed,
     combine_max_tokens,
     find_key,
     parse_logit_bias,
@@ -34,6 +35,7 @@ from diffusionlm.serving.http.bodies import (
     parse_prompts,
     parse_segments,
     parse_stop,
+    to_pieces,
 )
 from diffusionlm.serving.http.errors import ApiError
 from diffusionlm.serving.requests import RequestOptions
@@ -41,8 +43,6 @@ from diffusionlm.serving.structured_outputs import StructuredOutputs
 from tokenizer import ChatTemplate, Tokenizer
 
 _KEPT_HEALERS = 8
-_RANDOM_SEEDS = 2**48
-"""Seeds of requests without one: every JSON parser can hold them."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,16 @@ class Submission:
     """Text before the answer."""
     hole_positions: tuple[int, ...] = ()
     """Masked positions of a canvas."""
+
+    @property
+    def num_new_tokens(self) -> int:
+        """The most tokens that the choice may have."""
+        if self.hole_positions:
+            return len(self.hole_positions)
+        if self.config.total_length is not None:
+            return self.config.total_length - len(self.token_ids)
+        assert self.config.max_new_tokens is not None, "the preparation sets a length"
+        return self.config.max_new_tokens
 
 
 @dataclass(frozen=True)
@@ -303,7 +313,7 @@ class RequestPreparer:
     ) -> _Encoded:
         """Encode texts and holes as a canvas."""
         mask = self._mask_token_id(param)
-        pieces = _to_pieces(segments)
+        pieces = to_pieces(segments)
         healer = self._find_healer(body, config, is_alone=False)
         try:
             if healer is not None:
@@ -350,7 +360,7 @@ class RequestPreparer:
                 400, f"{len(encoded)} prompts x n = {fields.n} are {num_choices} choices, more than the server accepts "
                 f"at a time (serve.max_requests + max_waiting = {limit}): send fewer", param="n"
             )  # fmt: skip
-        seed = secrets.randbelow(_RANDOM_SEEDS) if fields.seed is None else fields.seed
+        seed = choose_seed(fields, num_choices)
         logit_bias = parse_logit_bias(fields, self.model.vocab_size)
         submissions: list[Submission] = []
         num_holes = len(encoded[0].hole_lengths) if encoded[0].is_infill else None
@@ -386,7 +396,37 @@ class RequestPreparer:
                 )
                 for choice in range(fields.n)
             ]
+        for submission in submissions[:: fields.n]:
+            self._check_work(submission, max_tokens)
+        num_alternatives = options.get("num_alternatives") or 0
+        check_alternatives(fields, num_alternatives * sum(item.num_new_tokens for item in submissions), self.limits)
         return PreparedCall(name, tuple(submissions), fields, **options)
+
+    def _check_work(self, submission: Submission, max_tokens: int | None) -> None:
+        """
+        Raises:
+            ApiError: a choice may have more new tokens or steps than the server allows.
+        """
+        config, num_tokens = submission.config, submission.num_new_tokens
+        limit = self.limits.max_tokens
+        if limit is not None and num_tokens > limit:
+            is_infill = bool(submission.hole_positions) and max_tokens is None
+            param = "segments" if is_infill else "total_length"
+            raise ApiError(400, f"{param}: {num_tokens} new tokens, this server allows at most {limit}", param=param)
+        settings = resolve_settings(config, self.model)
+        block_length, steps_per_block = settings.config.block_length or num_tokens, settings.config.denoising_steps
+        if steps_per_block is None:
+            return  # `steps` are those of all blocks; without either there is at most one step per token
+        num_blocks = -(-num_tokens // block_length)
+        if settings.block_causal_length is not None:  # blocks of the text: a hole touches a part of two more
+            num_blocks = min(num_tokens, num_tokens // block_length + 2 * len(submission.repeated_bytes))
+        num_steps = num_blocks * steps_per_block
+        if num_steps > self.limits.max_total_steps:
+            raise ApiError(
+                400, f"denoising_steps = {steps_per_block} in up to {num_blocks} blocks are {num_steps} steps: "
+                f"this server allows at most {self.limits.max_total_steps} in all (serve.max_total_steps)",
+                param="denoising_steps",
+            )  # fmt: skip
 
     def _compile_constraints(self, fields: GenerationBody, num_holes: int | None) -> list[TokenConstraint | None]:
         try:
@@ -449,15 +489,3 @@ class RequestPreparer:
 
     def _build_healer(self, excluded_token_ids: frozenset[int], is_alone: bool) -> TokenHealer:
         return TokenHealer(self.tokenizer, excluded_token_ids, max_new_tokens=1 if is_alone else None)
-
-
-def _to_pieces(segments: Sequence[str | int]) -> list[tuple[str, int]]:
-    """Pieces of text, each with the number of masked tokens after it; 0 after the last one alone."""
-    pieces, text = [], ""
-    for segment in segments:
-        if isinstance(segment, str):
-            text += segment
-        else:
-            pieces.append((text, segment))
-            text = ""
-    return [*pieces, (text, 0)]

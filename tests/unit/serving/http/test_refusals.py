@@ -13,7 +13,7 @@ from config.generation import GenerationConfig
 from config.serving.server import ServeSection
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.serving.http.bodies import NEUTRAL_VALUES, ChatBody, CompletionBody, InfillBody, parse_body
-from diffusionlm.serving.http.errors import ApiError
+from diffusionlm.serving.http.errors import ApiError, to_api_error
 from diffusionlm.serving.http.json_text import parse_object
 from diffusionlm.serving.http.preparation import RequestPreparer
 from tests.unit.serving.http.conftest import NAME, RunningServer
@@ -150,6 +150,13 @@ def test_any_value_of_any_field_over_a_socket(server: RunningServer, path: str, 
          "messages[0].tool_calls"),
         ("/v1/chat/completions", {"messages": [{"role": "judge", "content": "a"}]}, "messages[0].role"),
         ("/v1/chat/completions", {"max_completion_tokens": 3}, "max_completion_tokens"),
+        ("/v1/completions", {"stop": "a" * 1025}, "stop"),
+        ("/v1/completions", {"seed": 2**63 - 2, "n": 3}, "seed"),
+        ("/v1/chat/completions", {"n": 16, "max_tokens": 1000, "logprobs": True, "top_logprobs": 20}, "top_logprobs"),
+        ("/v1/completions", {"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options"),
+        ("/v1/completions", {"denoising_steps": 4000, "max_tokens": 200, "block_length": 4, "attention": None},
+         "denoising_steps"),
+        ("/v1/infill", {"segments": ["a", 100] * 2, "denoising_steps": 4096}, "denoising_steps"),
         ("/v1/infill", {"segments": ["a"]}, "segments"),
         ("/v1/infill", {"segments": ["a", 0]}, "segments"),
         ("/v1/infill", {"segments": ["a", 1] * 257}, "segments"),
@@ -165,6 +172,30 @@ def test_refused_fields(preparer: RequestPreparer, path: str, fields: dict[str, 
     with pytest.raises(ApiError) as caught:
         prepare(preparer, parse_body({**valid, **fields}, kind), "")
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_no_way_around_the_limit_of_new_tokens(served_model: Transformer, words: Tokenizer) -> None:
+    limits = ServeSection(max_tokens=10)
+    preparer = RequestPreparer(served_model.config, words, CHAT_TEMPLATES["chatml"], GenerationConfig(), limits, [NAME])
+    for path, fields, param in (
+        ("/v1/completions", {"max_tokens": None, "total_length": 100}, "total_length"),
+        ("/v1/completions", {"max_tokens": 11}, "max_tokens"),
+        ("/v1/completions", {"max_tokens": 11, "suffix": "x"}, "max_tokens"),
+        ("/v1/infill", {"segments": ["a", 6, "b", 5]}, "segments"),
+    ):
+        kind, prepare, valid = ENDPOINTS[path]
+        with pytest.raises(ApiError, match="at most 10") as caught:
+            prepare(preparer, parse_body({**valid, **fields}, kind), "")
+        assert (caught.value.status, caught.value.param) == (400, param)
+    kind, prepare, valid = ENDPOINTS["/v1/infill"]
+    assert prepare(preparer, parse_body({**valid, "segments": ["a", 5, "b", 5]}, kind), "").submissions
+
+
+def test_fields_of_openai_that_change_nothing(preparer: RequestPreparer) -> None:
+    fields = {"user": "a", "prompt_cache_key": "a", "prompt_cache_retention": "24h", "safety_identifier": "a"}
+    for kind, prepare, valid in ENDPOINTS.values():
+        options = {"stream": True, "stream_options": {"include_obfuscation": False}, "service_tier": "auto"}
+        assert prepare(preparer, parse_body({**valid, **fields, **options}, kind), "").submissions
 
 
 @pytest.mark.parametrize("field", sorted(NEUTRAL_VALUES))
@@ -226,3 +257,9 @@ def test_a_template_that_fails_ends_its_request_alone(
     with pytest.raises(ApiError) as caught:
         prepare(preparer, parse_body(valid, kind), "")
     assert (caught.value.status, caught.value.param) == (400, "messages")
+
+
+def test_a_failed_decoding_is_not_repeated() -> None:
+    """The OpenAI client sends a request again after a 500; this one would fail in the same way."""
+    error = to_api_error(ValueError("the constraint allows no token"))
+    assert (error.status, error.headers) == (500, {"x-should-retry": "false"})
