@@ -127,6 +127,8 @@ class RequestState:
     """Of each of these (`Generation.logprobs`)."""
     top_logprobs: tuple[TopLogprobs, ...]
     """Of each of these, if the caller has asked for them (`Generation.top_logprobs`)."""
+    steps: tuple[int, ...]
+    """Forward in which each of these was committed, from 1 on (`Generation.step_map`)."""
     canvas: CanvasSnapshot | None
     """The whole canvas, if the caller has asked for it."""
     generation: Generation | None
@@ -154,7 +156,7 @@ class EngineRequest:
         self._request, self._with_canvas = request, with_canvas
         self._condition = threading.Condition()
         self._listeners: list[Callable[[], None]] = []
-        self._state = RequestState(0, (), (), (), None, None, None, 0, 0, time.monotonic(), None, None)
+        self._state = RequestState(0, (), (), (), (), None, None, None, 0, 0, time.monotonic(), None, None)
 
     @property
     def state(self) -> RequestState:
@@ -220,6 +222,7 @@ class EngineRequest:
                 token_ids=before.token_ids + tuple(request.tokens_L[new_positions].tolist()),
                 logprobs=before.logprobs + tuple(request.logprobs_L[new_positions].tolist()),
                 top_logprobs=before.top_logprobs + request.top_logprobs_at(new_positions),
+                steps=before.steps + tuple(request.step_map_L[new_positions].tolist()),
                 canvas=take_snapshot(request) if self._with_canvas else None,
                 generation=to_generation(request) if is_done else None,
                 num_cached_tokens=request.num_cached_tokens,

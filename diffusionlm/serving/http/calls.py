@@ -83,7 +83,13 @@ class Choice:
 
     @property
     def num_forwards(self) -> int:
-        return 0 if self.state is None else self.state.num_forwards
+        """Forwards that it took part in. With a stop string through the one that completes it: how many more the engine
+        computes until it is told to stop is chance."""
+        if self.state is None:
+            return 0
+        if self.holes[-1].is_stopped:
+            return max(self.state.steps[: self.num_tokens])
+        return self.state.num_forwards
 
     @property
     def visible_tokens(self) -> list[AnswerToken]:

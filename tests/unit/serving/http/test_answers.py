@@ -78,6 +78,7 @@ def test_unseeded_requests_differ_and_can_be_repeated(server: RunningServer) -> 
 
 def test_stop_strings(server: RunningServer) -> None:
     text = complete(server, max_tokens=20)["choices"][0]["text"]
+    steps = decode_alone(server, 7, max_new_tokens=20, temperature=1.0).step_map
     for stop in ([text[12:13], text[7:11]], text[-2:]):
         stops = [stop] if isinstance(stop, str) else stop
         whole = complete(server, max_tokens=20, stop=stop, logprobs=0)
@@ -93,6 +94,8 @@ def test_stop_strings(server: RunningServer) -> None:
         assert "".join(part["text"] for part in parts) == choice["text"]
         assert [token for part in parts for token in part["logprobs"]["tokens"]] == choice["logprobs"]["tokens"]
         assert [part["finish_reason"] for part in parts if part["finish_reason"]] == ["stop"]
+        num_forwards = max(steps[: whole["usage"]["completion_tokens"]])
+        assert choice["num_forwards"] == parts[-1]["num_forwards"] == num_forwards
     server.wait_until_idle()
 
 
