@@ -8,6 +8,7 @@ from typing import Any
 
 from diffusionlm.serving.http.answer_text import AnswerToken
 from diffusionlm.serving.http.calls import Choice, ChoiceUpdate, TextPiece, token_text
+from diffusionlm.serving.http.json_text import to_json
 from diffusionlm.serving.http.preparation import PreparedCall
 from tokenizer import Tokenizer
 
@@ -30,13 +31,12 @@ class AnswerFormat:
         self.prepared, self.tokenizer = prepared, tokenizer
         self._id = f"{self.prefix}-{response_id}"
 
-    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """The response of a call that is done."""
-        return {
-            **self._head(self.whole_object),
-            "choices": [self._whole_choice(choice) | self._details(choice) for choice in choices],
-            "usage": build_usage(choices, self.prepared.fields.n),
-        }
+    def whole(self, choices: Sequence[Choice]) -> bytes:
+        """The response of a call that is done, as JSON. Choices are formatted one by one, since `json` lets no other
+        thread run meanwhile."""
+        head = self._head(self.whole_object) | {"usage": build_usage(choices, self.prepared.fields.n)}
+        parts = [to_json(self._whole_choice(choice) | self._details(choice)) for choice in choices]
+        return to_json(head).removesuffix(b"}") + b',"choices":[' + b",".join(parts) + b"]}"
 
     def chunks(self, update: ChoiceUpdate) -> list[dict[str, Any]]:
         """The chunks of a stream for what is new of a choice; one with a finish reason is the choice's last."""

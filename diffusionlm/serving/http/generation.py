@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.serving.http.bodies import ChatBody, CompletionBody, InfillBody, ParsedBody, parse_body
-from diffusionlm.serving.http.calls import Call
+from diffusionlm.serving.http.calls import Call, ChoiceUpdate
 from diffusionlm.serving.http.errors import ApiError, to_api_error
 from diffusionlm.serving.http.exchange import (
     ClientGoneError,
@@ -21,7 +21,7 @@ from diffusionlm.serving.http.exchange import (
     get_exchange,
     read_body,
     run_until_gone,
-    send_json,
+    send_response,
 )
 from diffusionlm.serving.http.formats import AnswerFormat, ChatFormat, CompletionFormat, InfillFormat
 from diffusionlm.serving.http.json_text import parse_object, to_json
@@ -36,6 +36,9 @@ _STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+
+_LARGE_ANSWER = 1000
+"""Tokens and alternatives beyond which an answer is formatted beside the event loop."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,9 @@ class GenerationEndpoint:
                 await self._stream(call, answer_format, exchange, send)
             else:
                 await call.finish()
-                await send_json(send, 200, answer_format.whole(call.choices))
+                num_tokens = sum(choice.num_tokens for choice in call.choices)
+                body = await self._format(partial(answer_format.whole, call.choices), prepared, num_tokens)
+                await send_response(send, 200, body, "application/json")
         except ApiError as error:
             if error.status == 429:
                 service.metrics.record_rejection(prepared.model)
@@ -118,8 +123,9 @@ class GenerationEndpoint:
         options = call.prepared.fields.stream_options
         try:
             async for updates in call.updates():
-                events = [to_event(chunk) for update in updates for chunk in answer_format.chunks(update)]
-                await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
+                num_tokens = sum(len(piece.tokens) for update in updates for piece in update.pieces)
+                events = await self._format(partial(_to_events, answer_format, updates), call.prepared, num_tokens)
+                await send({"type": "http.response.body", "body": events, "more_body": True})
             last = b"data: [DONE]\n\n"
             if options is not None and options.include_usage:
                 last = to_event(answer_format.usage_chunk(call.choices)) + last
@@ -133,6 +139,10 @@ class GenerationEndpoint:
                 LOGGER.exception("request %s has failed", exchange.request_id)
         await send({"type": "http.response.body", "body": last})
 
+    async def _format(self, function: Callable[[], bytes], prepared: PreparedCall, num_tokens: int) -> bytes:
+        is_large = num_tokens * (1 + (prepared.num_alternatives or 0)) > _LARGE_ANSWER
+        return await self._service.run_in_thread(function) if is_large else function()
+
     def _record(self, call: Call, exchange: Exchange) -> None:
         if not call.is_submitted:
             return
@@ -144,6 +154,10 @@ class GenerationEndpoint:
             "new_tokens": sum(choice.num_tokens for choice in call.choices),
             "forwards": sum(choice.num_forwards for choice in call.choices),
         }
+
+
+def _to_events(answer_format: AnswerFormat, updates: Sequence[ChoiceUpdate]) -> bytes:
+    return b"".join(to_event(chunk) for update in updates for chunk in answer_format.chunks(update))
 
 
 def to_event(value: Any) -> bytes:

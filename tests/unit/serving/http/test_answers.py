@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 from config.generation import GenerationConfig
 from diffusionlm.inference.generate import Generation, generate, infill
 from diffusionlm.inference.text import suppress_ids_without_text
+from diffusionlm.serving.http.answer_text import AnswerToken
+from diffusionlm.serving.http.formats import CompletionFormat
 from tests.unit.serving.http.conftest import NAME, RunningServer
 
 PROMPT = "the cat sat on"
@@ -97,6 +100,27 @@ def test_stop_strings(server: RunningServer) -> None:
         num_forwards = max(steps[: whole["usage"]["completion_tokens"]])
         assert choice["num_forwards"] == parts[-1]["num_forwards"] == num_forwards
     server.wait_until_idle()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_large_answers_are_formatted_beside_the_event_loop(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    threads = []
+    format_choice = CompletionFormat._alternatives
+
+    def note_thread(self: CompletionFormat, token: AnswerToken) -> dict[str, float]:
+        threads.append(threading.current_thread())
+        return format_choice(self, token)
+
+    monkeypatch.setattr(CompletionFormat, "_alternatives", note_thread)
+    monkeypatch.setattr("diffusionlm.serving.http.generation._LARGE_ANSWER", 5)
+    body = {"prompt": PROMPT, "max_tokens": 12, "denoising_steps": 1, "logprobs": 5}
+    if stream:
+        assert server.events("/v1/completions", body)[-1] == "[DONE]"
+    else:
+        assert len(complete(server, **body)["choices"][0]["logprobs"]["tokens"]) == 12
+    assert len(threads) == 12 and server.thread not in threads
 
 
 def test_stop_tokens(server: RunningServer) -> None:
