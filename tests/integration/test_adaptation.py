@@ -103,6 +103,7 @@ def test_training_starts_from_the_converted_model(qwen3: Path, tmp_path: Path) -
     assert again.summary is not None and again.summary.to_json() == summary.to_json(), "the run is the same one"
 
 
+@pytest.mark.slow
 def test_shifted_outputs_with_block_length_one_match_the_source_loss(qwen3: Path, tmp_path: Path) -> None:
     import transformers
 

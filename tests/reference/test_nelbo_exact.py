@@ -117,7 +117,7 @@ UNBIASED: dict[str, Estimator] = {
 }
 
 
-@pytest.mark.parametrize("block_length", [None, 1, 2, 3, 4])
+@pytest.mark.parametrize("block_length", [None, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 4))])
 @pytest.mark.parametrize("name", UNBIASED)
 def test_objective_is_unbiased(model: Transformer, name: str, block_length: int | None) -> None:
     case = Case(model, UNBIASED[name], block_length)
@@ -125,7 +125,7 @@ def test_objective_is_unbiased(model: Transformer, name: str, block_length: int 
     case.check()
 
 
-@pytest.mark.parametrize("alignment", ["same_position", "shifted"])
+@pytest.mark.parametrize("alignment", ["same_position", pytest.param("shifted", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("unit", "block_length"), [("row", None), ("document", None), ("row", 2), ("document", 2), ("block", 2)]
 )

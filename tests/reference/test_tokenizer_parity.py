@@ -262,7 +262,9 @@ def extract_merges(ours: Tokenizer) -> list[list[str]]:
     return [[bytes_to_chars(left), bytes_to_chars(right)] for left, right in ours.merges]
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(
+    "pattern", [pytest.param(name, marks=[] if name == "qwen" else pytest.mark.slow) for name in PATTERNS]
+)
 def test_training_on_nasty_text(pattern: str, corpus: list[str]) -> None:
     order = np.random.default_rng(10).permutation(len(ASSIGNED))[:8_000]
     special = ["<|endoftext|><|mask|>" * 50, "<|mask|>\n<|endoftext|>"]

@@ -82,7 +82,7 @@ KILLED = Path(__file__).with_name("killed_make_data.py")
 @pytest.mark.parametrize(
     ("shard_format", "stride"),
     [
-        ("bin", 3),
+        pytest.param("bin", 3, marks=pytest.mark.slow),
         pytest.param("bin", 1, marks=pytest.mark.slow),
         pytest.param("parquet", 3, marks=pytest.mark.slow),  # it writes in small pieces
         pytest.param("dat", 1, marks=pytest.mark.slow),

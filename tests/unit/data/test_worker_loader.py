@@ -90,6 +90,7 @@ def expected(tokenizer: Tokenizer, texts: Path) -> Expected:
     return steps, states
 
 
+@pytest.mark.slow
 def test_batches_and_states_are_those_without_workers(tokenizer: Tokenizer, texts: Path, expected: Expected) -> None:
     """Resumed from a state without workers, with two tokenizer processes; then resumed without workers again."""
     steps, states = expected

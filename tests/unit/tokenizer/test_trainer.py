@@ -31,7 +31,9 @@ def assert_equals_reference(tokenizer: Tokenizer, texts: Sequence[str], vocab_si
     assert {bytes_to_chars(token): token_id for token, token_id in tokenizer.vocab.items()} == vocab
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(
+    "pattern", [pytest.param(name, marks=[] if name == "gpt2" else pytest.mark.slow) for name in PATTERNS]
+)
 def test_merges_and_ids_equal_tokenizers_library(pattern: str, sources: list[str]) -> None:
     tokenizer = train_bpe(sources, vocab_size=3000, pattern=pattern)
     assert tokenizer.vocab_size == 3000
