@@ -119,7 +119,7 @@ def test_sigterm_lets_requests_end(server: ServerProcess) -> None:
 
 def test_a_second_signal_ends_at_once(folder: Path) -> None:
     server = ServerProcess(folder, "--host", "0.0.0.0", "--port", "0", "--set", "serve.max_steps=100000")
-    stream = server.start_stream(max_tokens=400, remasking_strategy="p2", denoising_steps=50_000, diffusing=True)
+    stream = server.start_stream(max_tokens=400, remasking_strategy="p2", denoising_steps=30_000, diffusing=True)
     server.process.send_signal(signal.SIGINT)
     time.sleep(0.3)
     assert server.process.poll() is None
