@@ -55,9 +55,9 @@ class RequestsSection(Section):
     "max_tokens" and "seed". Not set: prompts are drawn."""
     count: PositiveInt | None = None
     """Requests that are measured; a shorter file is repeated. Not set: each line of the file once, or 100."""
-    prompt_length: LengthRange = (32, 256)
-    """Length of drawn prompts: words, or with a vocabulary token ids."""
-    answer_length: LengthRange = (32, 256)
+    prompt_length: LengthRange = (8, 32)
+    """Length of drawn prompts: words, or with a vocabulary token ids. The default fits the smallest contexts."""
+    answer_length: LengthRange = (16, 64)
     """Largest number of new tokens of a request, where the file does not say it."""
     vocabulary: PositiveInt | None = None
     """Prompts are token ids below this number (completions only). Not set: English words."""
