@@ -23,6 +23,7 @@ from diffusionlm.serving.requests import (
     RequestOptions,
 )
 from tests.conftest import MakeModel
+from tests.unit.serving.model_gate import ModelGate
 
 MASK = 18
 CACHE_BYTES = 1 << 16
@@ -51,27 +52,9 @@ def settings(**values: Any) -> GenerationConfig:
     return GenerationConfig.model_validate({"max_new_tokens": 12, "stop_token_ids": (), **values})
 
 
-class Gate:
-    """Holds the engine at its next forwards until it is opened."""
-
-    def __init__(self, model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.entered, self._open = threading.Semaphore(0), threading.Event()
-        forward = model.forward
-
-        def wait(*args: Any, **kwargs: Any) -> Any:
-            self.entered.release()
-            assert self._open.wait(30)
-            return forward(*args, **kwargs)
-
-        monkeypatch.setattr(model, "forward", wait)
-
-    def open(self) -> None:
-        self._open.set()
-
-
 @pytest.fixture
-def gate(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    gate = Gate(model, monkeypatch)
+def gate(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelGate]:
+    gate = ModelGate(model, monkeypatch)
     yield gate
     gate.open()
 
@@ -137,7 +120,7 @@ def test_tokens_come_from_the_left_and_stay(make_engine: Callable[..., Engine], 
     assert calls[-1] == -1, "at once, when it is done"
 
 
-def test_a_request_is_aborted_in_every_state(make_engine: Callable[..., Engine], gate: Gate) -> None:
+def test_a_request_is_aborted_in_every_state(make_engine: Callable[..., Engine], gate: ModelGate) -> None:
     engine = make_engine(max_requests=1)
     running = engine.submit([1], settings())
     assert gate.entered.acquire(timeout=30)
@@ -153,7 +136,7 @@ def test_a_request_is_aborted_in_every_state(make_engine: Callable[..., Engine],
     assert other.result() == answer, "it was done"
 
 
-def test_a_full_queue_refuses(make_engine: Callable[..., Engine], gate: Gate) -> None:
+def test_a_full_queue_refuses(make_engine: Callable[..., Engine], gate: ModelGate) -> None:
     engine = make_engine(max_requests=1, max_waiting=2)
     requests = [engine.submit([1], settings(max_new_tokens=4))]
     assert gate.entered.acquire(timeout=30)
@@ -200,7 +183,7 @@ def test_bad_requests_are_refused_at_once(
         Engine(model, cache_bytes=CACHE_BYTES, max_waiting=0)
 
 
-def test_closing_drains_or_ends(make_engine: Callable[..., Engine], gate: Gate) -> None:
+def test_closing_drains_or_ends(make_engine: Callable[..., Engine], gate: ModelGate) -> None:
     engine = make_engine()
     request = engine.submit([1], settings(max_new_tokens=4))
     closer = threading.Thread(target=engine.close)
@@ -214,7 +197,7 @@ def test_closing_drains_or_ends(make_engine: Callable[..., Engine], gate: Gate) 
 
 
 def test_a_listener_that_fails_is_logged(
-    make_engine: Callable[..., Engine], gate: Gate, caplog: pytest.LogCaptureFixture
+    make_engine: Callable[..., Engine], gate: ModelGate, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make_engine()
     requests = [engine.submit([1], settings(max_new_tokens=4)) for _ in range(2)]
@@ -228,7 +211,7 @@ def test_a_listener_that_fails_is_logged(
     assert engine.is_alive and "a listener of a request has failed" in caplog.text
 
 
-def test_an_immediate_end_stays_one(make_engine: Callable[..., Engine], gate: Gate) -> None:
+def test_an_immediate_end_stays_one(make_engine: Callable[..., Engine], gate: ModelGate) -> None:
     engine = make_engine()
     request = engine.submit([1], settings())
     assert gate.entered.acquire(timeout=30)
@@ -243,7 +226,7 @@ def test_an_immediate_end_stays_one(make_engine: Callable[..., Engine], gate: Ga
         request.result(0)
 
 
-def test_a_listener_may_close_the_engine(make_engine: Callable[..., Engine], gate: Gate) -> None:
+def test_a_listener_may_close_the_engine(make_engine: Callable[..., Engine], gate: ModelGate) -> None:
     engine = make_engine()
     request = engine.submit([1], settings(max_new_tokens=4))
     request.add_listener(lambda: engine.close(drain=False))
@@ -254,7 +237,7 @@ def test_a_listener_may_close_the_engine(make_engine: Callable[..., Engine], gat
     assert not engine.is_alive
 
 
-def test_each_caller_raises_an_error_of_its_own(make_engine: Callable[..., Engine], gate: Gate) -> None:
+def test_each_caller_raises_an_error_of_its_own(make_engine: Callable[..., Engine], gate: ModelGate) -> None:
     engine = make_engine()
     requests = [engine.submit([1], settings()) for _ in range(2)]
     assert gate.entered.acquire(timeout=30)
@@ -270,7 +253,7 @@ def test_each_caller_raises_an_error_of_its_own(make_engine: Callable[..., Engin
     assert len(set(map(id, errors))) == 3 and requests[0].state.error not in errors
 
 
-def test_requests_end_with_a_closed_engine(make_engine: Callable[..., Engine], gate: Gate) -> None:
+def test_requests_end_with_a_closed_engine(make_engine: Callable[..., Engine], gate: ModelGate) -> None:
     engine = make_engine(max_requests=1)
     requests = [engine.submit([1], settings()) for _ in range(2)]
     assert gate.entered.acquire(timeout=30)
@@ -302,7 +285,11 @@ def test_an_error_in_the_thread_ends_all_requests(
 
 @pytest.mark.parametrize("method", ["commit", "prepare_step", "final_positions"])
 def test_a_failure_of_one_request_ends_it_alone(
-    model: Transformer, make_engine: Callable[..., Engine], gate: Gate, monkeypatch: pytest.MonkeyPatch, method: str
+    model: Transformer,
+    make_engine: Callable[..., Engine],
+    gate: ModelGate,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
 ) -> None:
     def fail(*args: Any) -> Any:
         raise RuntimeError("a defect")
@@ -321,7 +308,7 @@ def test_a_failure_of_one_request_ends_it_alone(
 
 
 def test_all_requests_end_whatever_fails(
-    model: Transformer, make_engine: Callable[..., Engine], gate: Gate, monkeypatch: pytest.MonkeyPatch
+    model: Transformer, make_engine: Callable[..., Engine], gate: ModelGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither pages that cannot be freed nor a request that cannot be read leaves another caller waiting."""
 

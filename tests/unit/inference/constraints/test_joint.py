@@ -28,7 +28,7 @@ class Case:
     joint: JointDistribution
     sequences: NDArray[np.int64]
     probabilities: NDArray[np.float64]
-    """Normalized."""
+    """Of all accepted sequences; they sum to 1."""
     free_weights: list[dict[int, float]]
     """Position -> weight of each of its tokens beside the committed ones of all others."""
 

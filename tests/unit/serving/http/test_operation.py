@@ -18,27 +18,10 @@ from diffusionlm.models.transformer import Transformer
 from diffusionlm.serving.page import ServedPage
 from tests.conftest import MakeModel
 from tests.unit.serving.http.conftest import NAME, RunningServer, StartServer
+from tests.unit.serving.model_gate import ModelGate
 
 KEY, OTHER_KEY = "a-key-of-the-tests-1", "a-key-of-the-tests-2"
 BODY = {"prompt": "the cat", "max_tokens": 4}
-
-
-class ModelGate:
-    """Holds a model at its next forwards until it is opened."""
-
-    def __init__(self, model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.entered, self._open = threading.Semaphore(0), threading.Event()
-        forward = model.forward
-
-        def wait(*args: Any, **kwargs: Any) -> Any:
-            self.entered.release()
-            assert self._open.wait(30)
-            return forward(*args, **kwargs)
-
-        monkeypatch.setattr(model, "forward", wait)
-
-    def open(self) -> None:
-        self._open.set()
 
 
 @pytest.fixture
