@@ -45,7 +45,7 @@ SHAPES = {
 
 
 def run(settings: Settings) -> Report:
-    """Measure each concurrency."""
+    """Build two tables for each concurrency: speeds side by side, and rounds of the engine."""
     options = settings.options
     models = {name: random_model(shape, seed=0) for name, shape in SHAPES.items()}
     speeds, rounds = [], []

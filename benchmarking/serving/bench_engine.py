@@ -131,7 +131,7 @@ def describe_rounds(status: EngineStatus) -> list[str]:
 
 
 def run(settings: Settings) -> Report:
-    """Measure each concurrency."""
+    """Build two tables for each concurrency: speeds side by side, and rounds of the engine."""
     options = settings.options
     model = random_model(SHAPE.model_copy(update={"max_position_embeddings": 2 * LONGEST}), seed=0)
     speeds, rounds = [], []

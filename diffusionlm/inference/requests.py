@@ -328,7 +328,7 @@ class ActiveRequest:
         return self.answer_positions[: self._num_final if self.stop_index is None else self.stop_index]
 
     def final_token_ids(self) -> list[int]:
-        """Tokens of `final_positions`."""
+        """The new tokens that will not change anymore, from the left, without a stop token."""
         token_ids: list[int] = self.tokens_L[self.final_positions()].tolist()
         return token_ids
 

@@ -53,7 +53,7 @@ class RequestOptions:
     is_infill: bool = False
     """The text is a canvas whose mask tokens are filled (`infill`)."""
     with_canvas: bool = False
-    """`RequestState.canvas` is set."""
+    """Each state of the request has the whole canvas (`RequestState.canvas`), not the final tokens alone."""
     adapter: str | None = None
     """Name of an adapter of the engine. None: the model itself."""
     cache_salt: str = ""

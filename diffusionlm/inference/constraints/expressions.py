@@ -25,7 +25,7 @@ class CharacterSet:
 
 @dataclass(frozen=True)
 class LiteralText:
-    """Exactly this text."""
+    """An expression that matches one text alone."""
 
     text: str
 
@@ -51,7 +51,7 @@ class Repetition:
     part: Expression
     minimum: int
     maximum: int | None
-    """None: no limit."""
+    """Largest number of repetitions. None: any number."""
     separator: Expression = Concatenation(())
 
 

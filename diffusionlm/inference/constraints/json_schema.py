@@ -79,7 +79,7 @@ class _Place:
     """A part of a schema."""
 
     path: str
-    """For errors."""
+    """Where the part stands in the schema; errors name it."""
     depth: int = 0
     references: tuple[str, ...] = ()
     """What is being resolved."""

@@ -21,7 +21,7 @@ class TrieLevel:
     parents_D: NDArray[np.int64]
     """Index of the node without the last byte, in the level before."""
     bytes_D: NDArray[np.uint8]
-    """The last byte."""
+    """Last byte of the prefix of each node."""
     token_ids: NDArray[np.int64]
     """Tokens of exactly this length."""
     token_nodes: NDArray[np.int64]

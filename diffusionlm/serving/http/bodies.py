@@ -64,7 +64,7 @@ Body = TypeVar("Body", bound="GenerationBody")
 
 
 class StreamOptions(Section):
-    """``stream_options``."""
+    """Options of a request with ``stream``: what its chunks have besides the text."""
 
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
@@ -92,7 +92,7 @@ class GenerationBody(Section):
 
 
 class CompletionBody(GenerationBody):
-    """Body of ``/v1/completions``."""
+    """Fields of a request that continues prompts (``/v1/completions``), or fills a hole before a suffix."""
 
     prompt: Any = None
     suffix: str | None = None
@@ -104,7 +104,7 @@ class CompletionBody(GenerationBody):
 
 
 class ChatBody(GenerationBody):
-    """Body of ``/v1/chat/completions``."""
+    """Fields of a request that answers a chat (``/v1/chat/completions``)."""
 
     messages: Any = None
     max_tokens: PositiveInt | None = None
@@ -115,7 +115,7 @@ class ChatBody(GenerationBody):
 
 
 class InfillBody(GenerationBody):
-    """Body of ``/v1/infill``."""
+    """Fields of a request that fills the holes of a text (``/v1/infill``, not of OpenAI)."""
 
     segments: Any = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -127,7 +127,7 @@ class ParsedBody(Generic[Body]):
 
     fields: Body
     overrides: Mapping[str, Any]
-    """Keys of `GenerationConfig`."""
+    """Keys of `GenerationConfig` that the request sets, and their values."""
 
     @property
     def has_constraint(self) -> bool:

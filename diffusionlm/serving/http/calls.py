@@ -197,7 +197,7 @@ class Call:
 
     @property
     def is_submitted(self) -> bool:
-        """All choices were."""
+        """The engine has accepted every choice of the call."""
         return len(self._handles) == len(self.choices)
 
     def submit(self) -> None:

@@ -1,4 +1,4 @@
-"""Keys of clients."""
+"""API keys: who may use the server, and whose texts share cached keys and values."""
 
 from __future__ import annotations
 
