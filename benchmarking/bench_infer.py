@@ -33,7 +33,8 @@ from benchmarking.harness import (
     run_in_fresh_process,
 )
 from config.bench.inference import BenchCell, BenchInferConfig, BenchInferSection, BenchModel, BenchValidationSection
-from config.eval import EvalConfig, EvalDataConfig, NelboConfig
+from config.eval import EvalConfig
+from config.evaluation.text import EvalDataConfig, NelboConfig
 from config.generation import GenerationConfig
 from config.infer import InferModelConfig
 from config.model import ModelConfig

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from config.base import ConfigPath, NonEmptyStr, NonNegativeInt, PositiveInt, Section, StrTuple, TupleOf, check_distinct
-from config.eval import EvalDataConfig
+from config.evaluation.text import EvalDataConfig
 from config.generation import GenerationConfig, check_attention_fits
 from config.infer import InferModelConfig
 from config.model import Architecture, ModelConfig

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from config.data import DataConfig, LocalFiles
-from config.eval import EvalConfig, EvalDataConfig, NelboConfig, SamplerLikelihoodConfig
+from config.eval import EvalConfig
+from config.evaluation.text import EvalDataConfig, NelboConfig, SamplerLikelihoodConfig
 from config.generation import GenerationConfig
 from config.model import ModelConfig
 from diffusionlm.checkpoints.adapter_config import read_adapter_config

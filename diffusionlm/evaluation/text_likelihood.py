@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from config.eval import EvalDataConfig, NelboConfig, SamplerLikelihoodConfig
+from config.evaluation.text import EvalDataConfig, NelboConfig, SamplerLikelihoodConfig
 from config.model import ModelConfig
 from diffusionlm.checkpoints.huggingface import load_configured_model
 from diffusionlm.data.loader import collate_rows

@@ -13,7 +13,8 @@ from benchmarking import bench_infer as module
 from benchmarking.bench_infer import MaskRatioRecorder, bench_infer, count, measure_bounds, random_model, random_prompts
 from benchmarking.implementations import decoding
 from config.bench.inference import BenchInferConfig, BenchModel, BenchValidationSection
-from config.eval import EvalConfig, NelboConfig
+from config.eval import EvalConfig
+from config.evaluation.text import NelboConfig
 from config.generation import GenerationConfig
 from config.load import ConfigError, load_config
 from config.model import ModelConfig

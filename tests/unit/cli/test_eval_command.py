@@ -16,7 +16,8 @@ import torch
 from cli.eval import main
 from config.data import DataConfig, LocalFiles
 from config.dump import to_toml
-from config.eval import EvalConfig, NelboConfig, SamplerLikelihoodConfig
+from config.eval import EvalConfig
+from config.evaluation.text import NelboConfig, SamplerLikelihoodConfig
 from config.generation import GenerationConfig
 from config.load import load_config
 from config.model import ModelConfig
