@@ -1,0 +1,236 @@
+"""What a run of tasks writes: a line of JSON for each answer, and results.json at the end. No torch.
+
+A run evaluates *tasks* (items of a data file, and how they are asked and graded) with *variants* (a model and its
+settings). Each item is answered `num_repeats` times by each variant.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from files.atomic import write_bytes_atomic
+from files.json_files import read_text
+
+ITEMS_FOLDER = "items"
+RESULTS_FILE = "results.json"
+FINGERPRINT_FILE = "fingerprint.json"
+CONFIG_FILE = "config.toml"
+"""Names within the folder of a run."""
+
+TaskKind = Literal["gsm8k", "humaneval", "multiple_choice", "cloze", "exact_match", "perplexity"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ItemResult:
+    """One answer of a variant to an item, or its choice among the options of an item."""
+
+    task: str
+    variant: str
+    id: str
+    """Of the item, stable between runs."""
+    repeat: int
+    """0, 1, ...: number of this answer to the item."""
+    prompt_sha256: str
+    """Of the text that the model has read, in UTF-8."""
+    gold: str
+    """The right answer: a number, a text, or an option."""
+    is_correct: dict[str, bool]
+    """By rule; all False if grading has failed."""
+    output: str = ""
+    """Text of the answer, up to the first stop string. Empty for tasks of likelihoods."""
+    extracted: dict[str, str | None] = field(default_factory=dict)
+    """By rule: what was graded; None: the rule finds nothing in the output."""
+    finish_reason: Literal["stop", "length"] | None = None
+    """stop: a stop token or a stop string ended the answer. length: it filled its canvas. None: not generated."""
+    num_tokens: int = 0
+    """Tokens of the answer up to the stop, or tokens of the options that were scored."""
+    num_forwards: int = 0
+    """Forwards that this answer or these options took part in."""
+    seconds: float = 0.0
+    """From the item's first forward to its last; items that are decoded together share the device."""
+    error: str | None = None
+    """Why grading has failed; such an answer counts as wrong and invalid."""
+    detail: str | None = None
+    """What grading says beside the verdict, such as the outcome of executed code."""
+    option_log_likelihoods: tuple[float, ...] | None = None
+    """Of each option, in nats."""
+    option_standard_errors: tuple[float, ...] | None = None
+    """Of the log-likelihoods; 0 for exact ones."""
+    chosen: dict[str, int] | None = None
+    """By rule: index of the chosen option."""
+
+    @property
+    def is_empty(self) -> bool:
+        """The model was to generate an answer, and it is blank."""
+        return self.finish_reason is not None and not self.output.strip()
+
+    @property
+    def is_invalid(self) -> bool:
+        """Grading has failed, or no rule finds an answer in the output."""
+        has_nothing = bool(self.extracted) and all(value is None for value in self.extracted.values())
+        return self.error is not None or has_nothing
+
+
+@dataclass(frozen=True)
+class MetricValue:
+    """A mean over items, or an estimate over tokens."""
+
+    value: float
+    standard_error: float | None = None
+    """Over items, whose repeats are averaged first. None: unknown, as of a single item."""
+
+
+@dataclass(frozen=True)
+class OutcomeShares:
+    """Shares of all answers of a variant to a task."""
+
+    stopped: float
+    """Ended by a stop token or a stop string."""
+    length: float
+    """Not ended when their canvas was full."""
+    empty: float
+    """Without text."""
+    invalid: float
+    """No rule finds an answer in them, or their grading has failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VariantResult:
+    """All answers of one variant to one task, together."""
+
+    task: str
+    kind: TaskKind
+    variant: str
+    model: str
+    """Directory or name of the model."""
+    num_items: int
+    num_repeats: int
+    metrics: dict[str, MetricValue]
+    """Accuracy in [0, 1] by rule, the task's main rule first; of a perplexity task nats_per_token, perplexity and
+    bits_per_byte."""
+    pass_at_k: dict[str, dict[int, MetricValue]] = field(default_factory=dict)
+    """By rule and k; only with repeats."""
+    shares: OutcomeShares | None = None
+    """None: nothing was generated."""
+    num_grading_errors: int = 0
+    num_tokens: int = 0
+    num_forwards: int = 0
+    seconds: float = 0.0
+    protocol: dict[str, Any] = field(default_factory=dict)
+    """All settings of the task with this variant, and how they were resolved for its model."""
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    """Hashes of the model, the data and the template."""
+
+    @property
+    def tokens_per_forward(self) -> float | None:
+        """Tokens up to the stop per forward; None: nothing was generated."""
+        return self.num_tokens / self.num_forwards if self.shares is not None and self.num_forwards else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class VariantComparison:
+    """The paired difference of two variants on the same items by one rule."""
+
+    task: str
+    rule: str
+    first: str
+    second: str
+    """Names of the variants."""
+    num_items: int
+    difference: float
+    """Accuracy of the second minus that of the first."""
+    standard_error: float | None
+    """Over the items' differences; None: a single item."""
+    p_value: float | None
+    """Exact two-sided binomial test on the items that only one variant answers right. None: with repeats, where items
+    are right in part."""
+    num_only_first: int
+    """Items that only the first variant answers right; with repeats: more often."""
+    num_only_second: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationResults:
+    """The contents of results.json."""
+
+    results: tuple[VariantResult, ...]
+    """Of each task and variant, in the order of the config."""
+    comparisons: tuple[VariantComparison, ...] = ()
+    """Of each pair of variants, for each task and rule."""
+    command: str = ""
+    """The command line."""
+    software: dict[str, str] = field(default_factory=dict)
+    """Versions of diffusionlm, Python and torch, and the device."""
+    notes: tuple[str, ...] = ()
+    """What a reader of the numbers has to know, such as how executed code was isolated."""
+
+
+def accuracy_by_item(items: list[ItemResult], rule: str) -> dict[str, float]:
+    """Share of an item's repeats that are right, by item id in order of appearance."""
+    counts: dict[str, tuple[int, int]] = {}
+    for item in items:
+        num_correct, total = counts.get(item.id, (0, 0))
+        counts[item.id] = (num_correct + item.is_correct.get(rule, False), total + 1)
+    return {name: num_correct / total for name, (num_correct, total) in counts.items()}
+
+
+_ITEM = TypeAdapter(ItemResult)
+_RESULTS = TypeAdapter(EvaluationResults)
+
+
+def format_item_line(item: ItemResult) -> str:
+    """Format as one line of JSON, without the line break; empty fields that the item does not use are left out."""
+    return json.dumps(_ITEM.dump_python(item, mode="json", exclude_defaults=True), ensure_ascii=False)
+
+
+def parse_item_line(line: str, location: str) -> ItemResult:
+    """Parse a line of `format_item_line`.
+
+    Raises:
+        ValueError: it is none; begins with ``location``.
+    """
+    try:
+        return _ITEM.validate_json(line)
+    except ValidationError as error:
+        raise ValueError(f"{location}: is no result of an item ({_first_problem(error)})") from None
+
+
+def write_results(folder: Path, results: EvaluationResults) -> None:
+    """Write results.json, replacing an earlier one."""
+    write_bytes_atomic(folder / RESULTS_FILE, _RESULTS.dump_json(results, indent=1) + b"\n")
+
+
+def read_results(folder: Path) -> EvaluationResults:
+    """Read results.json of a run.
+
+    Raises:
+        ValueError: it is missing, or has other contents.
+    """
+    path = folder / RESULTS_FILE
+    try:
+        return _RESULTS.validate_json(read_text(path))
+    except ValidationError as error:
+        raise ValueError(
+            f"{path}: does not hold the results of an evaluation ({_first_problem(error)}): name the folder of a "
+            "finished run"
+        ) from None
+
+
+def read_items(path: Path) -> list[ItemResult]:
+    """Read the answers of a variant.
+
+    Raises:
+        ValueError: the file cannot be read, or a line is no result.
+    """
+    lines = read_text(path).removesuffix("\n").split("\n")  # not splitlines: texts contain U+2028 and the like
+    return [parse_item_line(line, f"{path}: line {number}") for number, line in enumerate(lines, 1) if line]
+
+
+def _first_problem(error: ValidationError) -> str:
+    details = error.errors(include_url=False)[0]
+    return f"{'.'.join(map(str, details['loc']))}: {details['msg']}" if details["loc"] else details["msg"]
