@@ -1,9 +1,11 @@
-"""Text and tokens of requests: masked spans in a text, the text of tokens, ids without a text."""
+"""Text and tokens of requests: masked spans in a text, ids without a text, and the text of answers."""
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from config.generation import GenerationConfig
@@ -109,3 +111,77 @@ def suppress_ids_without_text(config: GenerationConfig, tokenizer: Tokenizer, vo
     ids_with_text = {*tokenizer.vocab.values(), *tokenizer.special_tokens.values()}
     ids_without_text = [token for token in range(vocab_size) if token not in ids_with_text]
     return config.model_copy(update={"suppress_token_ids": (*config.suppress_token_ids, *ids_without_text)})
+
+
+@dataclass(frozen=True)
+class AnswerToken:
+    """A token of an answer."""
+
+    token_id: int
+    start: int
+    """Characters of the answer before it."""
+    logprob: float
+    top_logprobs: tuple[tuple[int, float], ...]
+
+
+class AnswerText:
+    """Follows one text from the left, token by token, so that it does not depend on how many arrive together.
+
+    Args:
+        stop: the text ends before the first of these.
+        num_repeated_bytes: bytes of the first token that belong to the text before this one.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), num_repeated_bytes: int = 0) -> None:
+        self.text = ""
+        """All final text, without a stop string."""
+        self.tokens: list[AnswerToken] = []
+        """Tokens of the text; with a stop string through the one that completes it."""
+        self.is_stopped = False
+        """A stop string was found."""
+        self.is_complete = False
+        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._num_skipped = num_repeated_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._longest_stop = max(map(len, self._stop), default=0)
+
+    @property
+    def sendable_length(self) -> int:
+        """Characters that no later token takes back: without the beginning of what may become a stop string."""
+        if self.is_complete:
+            return len(self.text)
+        longest = min(self._longest_stop - 1, len(self.text))
+        for length in range(longest, 0, -1):
+            end = self.text[-length:]
+            if any(stop.startswith(end) for stop in self._stop if len(stop) > length):
+                return len(self.text) - length
+        return len(self.text)
+
+    def visible_tokens(self, first: int = 0) -> list[AnswerToken]:
+        """Tokens of the text from a number on, without those of a stop string."""
+        return [token for token in self.tokens[first:] if not self.is_stopped or token.start < len(self.text)]
+
+    def push(self, token_id: int, logprob: float, top_logprobs: tuple[tuple[int, float], ...] = ()) -> None:
+        """Add a token; nothing happens after a stop string."""
+        if self.is_complete:
+            return
+        self.tokens.append(AnswerToken(token_id, len(self.text), logprob, top_logprobs))
+        data = self._tokenizer.token_bytes(token_id)
+        skipped, self._num_skipped = data[: self._num_skipped], max(0, self._num_skipped - len(data))
+        self._append(self._decoder.decode(data[len(skipped) :]))
+
+    def finish(self) -> None:
+        """End the text; an incomplete character becomes U+FFFD."""
+        if not self.is_complete:
+            self._append(self._decoder.decode(b"", final=True))
+            self.is_complete = True
+
+    def _append(self, piece: str) -> None:
+        if not piece:
+            return
+        first = max(0, len(self.text) - self._longest_stop + 1)
+        self.text += piece
+        starts = [start for stop in self._stop if (start := self.text.find(stop, first)) >= 0]
+        if starts:
+            self.text = self.text[: min(starts)]
+            self.is_stopped = self.is_complete = True

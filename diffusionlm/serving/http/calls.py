@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 
+from diffusionlm.inference.text import AnswerText, AnswerToken
 from diffusionlm.serving.engine import Engine
-from diffusionlm.serving.http.answer_text import AnswerText, AnswerToken
 from diffusionlm.serving.http.bodies import GenerationBody
 from diffusionlm.serving.http.errors import ApiError, to_api_error
 from diffusionlm.serving.http.preparation import PreparedCall, Submission

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from diffusionlm.serving.http.answer_text import AnswerToken
+from diffusionlm.inference.text import AnswerToken
 from diffusionlm.serving.http.calls import Choice, ChoiceUpdate, TextPiece, token_text
 from diffusionlm.serving.http.json_text import to_json
 from diffusionlm.serving.http.preparation import PreparedCall

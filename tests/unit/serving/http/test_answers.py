@@ -12,8 +12,7 @@ import pytest
 
 from config.generation import GenerationConfig
 from diffusionlm.inference.generate import Generation, generate, infill
-from diffusionlm.inference.text import suppress_ids_without_text
-from diffusionlm.serving.http.answer_text import AnswerToken
+from diffusionlm.inference.text import AnswerToken, suppress_ids_without_text
 from diffusionlm.serving.http.formats import CompletionFormat
 from tests.unit.serving.http.conftest import NAME, RunningServer
 

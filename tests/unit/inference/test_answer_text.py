@@ -6,8 +6,13 @@ import random
 
 import pytest
 
-from diffusionlm.serving.http.answer_text import AnswerText
-from tokenizer import Tokenizer
+from diffusionlm.inference.text import AnswerText
+from tokenizer import Tokenizer, train_bpe
+
+
+@pytest.fixture(scope="module")
+def words() -> Tokenizer:
+    return train_bpe(["the cat sat on the mat. the dog sat on the cat, and the mat was flat.\n"] * 4, vocab_size=300)
 
 
 def push_all(text: AnswerText, ids: list[int]) -> str:
