@@ -4,25 +4,32 @@ A round is one forward. Requests that decode a block take part in every round; t
 turns within a budget of rows, so a prompt of thousands of tokens delays its neighbors by at most one round's share.
 Pages of the cache are given as a text grows. If there are none left, the youngest request returns its pages, waits, and
 later takes the same step again: its tokens, step map and number of forwards do not change.
+
+An error ends the requests that cause it. A forward that fails is repeated with each half of its requests, down to a
+request alone; if even that one fails and no other has succeeded, a forward of two tokens decides whether the model can
+still be computed.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from diffusionlm.inference.constraints.sampler import constrain_predictions
 from diffusionlm.inference.fixed_shapes import FixedShapeRunner, prepare_for_tiles
-from diffusionlm.inference.model_runner import ModelRunner, ScheduledRequest
+from diffusionlm.inference.model_runner import ModelRunner, ScheduledRequest, masked_position_logits
 from diffusionlm.inference.pages import PagePool, page_digests
-from diffusionlm.inference.requests import ActiveRequest
+from diffusionlm.inference.requests import ActiveRequest, Predictions
 from diffusionlm.inference.sampling import BatchSampler, LogitRows
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.layers import compute_dtype
+from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.row_adapters import ModelAdapter, add_row_adapters
 from diffusionlm.models.transformer import Transformer
 
@@ -103,7 +110,7 @@ class Decoder:
             value = getattr(limits, key)
             if value is not None and value < 1:
                 raise ValueError(f"{key} = {value} must be at least 1")
-        adapter_rows = None
+        self._model, adapter_rows = model, None
         if deterministic:
             model = prepare_for_tiles(model)
         if adapters:
@@ -123,6 +130,8 @@ class Decoder:
         self._waiting: list[ActiveRequest] = []
         self._active: list[ActiveRequest] = []
         """Both in order of arrival."""
+        self._failed: list[ActiveRequest] = []
+        """Requests that an error has ended since the round began, outside of their step."""
         self._num_arrivals = 0
 
     @property
@@ -169,33 +178,80 @@ class Decoder:
 
     @torch.inference_mode()
     def run_round(self) -> Round:
-        """Admit what waits, run one forward if there is anything to do, and retire what is done."""
+        """Admit what waits, run one forward if there is anything to do, and retire what is done.
+
+        Raises:
+            Exception: the model cannot be computed, whatever the request.
+        """
         finished = self._prepare(self._active) + self._admit()
         # Without pages for anyone else, the youngest gives way until someone can be served.
         while not (scheduled := self._schedule()) and any(request.is_prepared for request in self._active):
             pass
+        finished += self._failed
+        self._failed = []
         if not scheduled:
             return Round(False, (), tuple(finished))
-        decoded = [item.request for item in scheduled if item.is_decoded]
         start = time.perf_counter()
-        logits = LogitRows(self._runner(scheduled), decoded)
-        sampled = constrain_predictions(logits, self._sampler.sample_predictions(logits))
+        results = self._predict(scheduled)
+        if all(isinstance(result, Exception) for result in results):
+            self._check_model()
         self.counts.model_seconds += time.perf_counter() - start
         self.counts.num_rounds += 1
         self.counts.num_rows += sum(item.num_rows for item in scheduled)
+        for item, result in zip(scheduled, results, strict=True):
+            self._finish_step(item.request, result)
+        # The others' next step is prepared when their callers have seen this one.
+        finished += self._retire([item.request for item in scheduled])
+        decoded = tuple(item.request for item in scheduled if item.is_decoded)
         self.counts.num_request_steps += len(decoded)
-        for request, predictions in zip(decoded, sampled, strict=True):
-            try:
-                if isinstance(predictions, Exception):
-                    raise predictions
-                request.commit(predictions)
-            except Exception as error:
-                _end_with_error(request, error)
-        for item in scheduled:
-            item.request.last_round = self.counts.num_rounds
-            self._publish_pages(item.request)
-        finished += self._retire(decoded)  # the others' next step is prepared when their callers have seen this one
-        return Round(True, tuple(decoded), tuple(finished))
+        return Round(True, decoded, tuple(finished))
+
+    def _predict(self, scheduled: Sequence[ScheduledRequest]) -> list[Predictions | Exception | None]:
+        """Run a forward: predictions for each request that is decoded, None for one whose text is read, or its error.
+
+        A forward that fails is repeated with each half of the requests, so that only those fail that cannot be computed
+        alone. Keys and values are written again, to the same places.
+        """
+        try:
+            logits_NV = self._runner(scheduled)
+        except Exception as error:
+            if len(scheduled) == 1:
+                return [error]
+            LOGGER.warning("a forward of %d requests has failed (%r): each half is repeated", len(scheduled), error)
+            _free_frames(error)
+        else:
+            decoded = [item.request for item in scheduled if item.is_decoded]
+            sampled = iter(self._sample(LogitRows(logits_NV, decoded)))
+            return [next(sampled) if item.is_decoded else None for item in scheduled]
+        # Outside of the handler, so that nothing of the failed forward is in memory anymore.
+        half = len(scheduled) // 2
+        return [*self._predict(scheduled[:half]), *self._predict(scheduled[half:])]
+
+    def _sample(self, logits: LogitRows) -> list[Predictions | Exception]:
+        """Predictions for each request, or its error; requests are sampled one by one if this fails together."""
+        try:
+            return constrain_predictions(logits, self._sampler.sample_predictions(logits))
+        except Exception as error:
+            if len(logits.requests) == 1:
+                return [error]
+            _free_frames(error)
+        return [result for request in logits.requests for result in self._sample(logits.only(request))]
+
+    def _check_model(self) -> None:
+        """Run a forward of two tokens: what fails then is not the fault of a request."""
+        masked_position_logits(self._model, [np.zeros(2, np.int64)], [np.ones(1, np.int64)], [Bidirectional()]).cpu()
+
+    def _finish_step(self, request: ActiveRequest, result: Predictions | Exception | None) -> None:
+        """Commit the predictions of a request, and publish what has become final of its text."""
+        try:
+            if isinstance(result, Exception):
+                raise result
+            if result is not None:
+                request.commit(result)
+            request.last_round = self.counts.num_rounds
+            self._publish_pages(request)
+        except Exception as error:
+            _end_with_error(request, error)
 
     def _prepare(self, requests: Sequence[ActiveRequest]) -> list[ActiveRequest]:
         """Prepare the next step of requests, unless many steps before it have no forward; remove and return those that
@@ -227,8 +283,13 @@ class Decoder:
                 break
             # What the next step reads is not known yet if many steps before it have no forward: it gets pages later.
             has_first_pages = request.is_prepared or not request.uses_blocks
-            if request.uses_cache and has_first_pages and not self._give_first_pages(request):
-                break
+            try:
+                if request.uses_cache and has_first_pages and not self._give_first_pages(request):
+                    break
+            except Exception as error:
+                _end_with_error(request, error)
+                finished += self._retire([request])
+                continue
             self._waiting.pop(0)
             request.last_round = self.counts.num_rounds
             self._active.append(request)
@@ -285,7 +346,12 @@ class Decoder:
         for request in self._active:
             if not request.is_prepared:
                 continue
-            item = ScheduledRequest(request, self._runner.input_slice(request))
+            try:
+                item = ScheduledRequest(request, self._runner.input_slice(request))
+            except Exception as error:
+                _end_with_error(request, error)
+                self._failed += self._retire([request])
+                continue
             is_first_reading = request.needs_prefill and item.num_rows > request.num_short_rows
             (long if is_first_reading or not request.uses_cache else short).append(item)
         scheduled = short + self._take_within_budget(long, sum(item.num_rows for item in short))
@@ -356,7 +422,7 @@ class Decoder:
 
     def _publish_pages(self, request: ActiveRequest) -> None:
         """Add the pages that have become final to the prefix cache."""
-        if not self._can_share_pages(request) or request.error is not None:
+        if not self._can_share_pages(request):
             return
         size = self.limits.page_size
         first = len(request.page_digests)
@@ -371,4 +437,10 @@ def _end_with_error(request: ActiveRequest, error: Exception) -> None:
     """End one request; the others go on."""
     if not isinstance(error, ValueError):  # its caller did not cause it
         LOGGER.error("decoding a request has failed", exc_info=error)
+    _free_frames(error)
     request.error = error
+
+
+def _free_frames(error: Exception) -> None:
+    """Free what the frames of an error refer to, such as the activations of a forward."""
+    traceback.clear_frames(error.__traceback__)

@@ -166,6 +166,13 @@ class LogitRows:
             id(request): rows for request, rows in zip(guided, slices[len(requests) :], strict=True)
         }
 
+    def only(self, request: ActiveRequest) -> LogitRows:
+        """The logits of one request."""
+        slices = [self._slices[id(request)]]
+        if request.has_guidance:
+            slices.append(self._unconditional_slices[id(request)])
+        return LogitRows(torch.cat([self._logits_NV[rows] for rows in slices]), [request])
+
     def select(self, requests: Sequence[ActiveRequest]) -> Tensor:
         """Logits of requests with the same settings, [N, V]; with guidance in fp64."""
         if not requests[0].has_guidance and len(requests) == len(self.requests):
