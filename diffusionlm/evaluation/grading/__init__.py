@@ -1,0 +1,1 @@
+"""Grading of answers: extraction, comparison, running of code, statistics of pairs. No torch."""

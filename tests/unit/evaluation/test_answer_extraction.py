@@ -1,0 +1,165 @@
+"""Extraction of answers, against the answers of lm-evaluation-harness 0.4.13."""
+
+from __future__ import annotations
+
+import pytest
+
+from diffusionlm.evaluation.grading.extraction import (
+    EXTRACTION_RULES,
+    extract_boxed,
+    extract_choice_letter,
+    gold_gsm8k,
+    numbers_equal,
+)
+
+HARNESS_TABLE: list[tuple[str, str | None, str | None, bool, bool]] = [
+    ("#### 18", "18", "18", True, True),
+    ("#### 18.0", "18.0", "18.0", True, True),
+    ("#### 18.", "18.", "18.", True, True),
+    ("#### $18", None, "$18", False, True),
+    ("#### 18 dollars", "18", "18", True, True),
+    ("####18", None, "18", False, True),
+    ("#### 18,", "18,", "18,", True, True),
+    ("#### -18", "-18", "-18", False, False),
+    ("The answer is 18", None, "18", False, True),
+    ("The answer is 18.", None, "18.", False, True),
+    ("She makes $18 every day.", None, "$18", False, True),
+    ("She makes $18.00 every day.", None, "$18.00", False, True),
+    ("9 + 9 = 18\n#### 18\n\nQuestion: 3?\n#### 3", "18", "3", True, False),
+    ("#### 3\n#### 18", "3", "18", False, True),
+    ("So 18. Step 5", None, "5", False, False),
+    ("It is 18, as said ..", None, "..", False, False),
+    ("Wait... no number", None, "...", False, False),
+    ("", None, None, False, False),
+    ("#### ", None, None, False, False),
+    ("18%", None, "18", False, True),
+    ("1,8", None, "1,8", False, True),
+    ("#### 1,8", "1,8", "1,8", True, True),
+    ("#### 18\xa0", "18", "18", True, True),
+    ("#### ١٨", None, None, False, False),
+    ("18e0", None, "0", False, False),
+    ("**18**", None, "18", False, True),
+    ("\\boxed{18}", None, "18", False, True),
+    ("x=-18", None, "-18", False, False),
+    ("20-2=18", None, "18", False, True),
+    ("Total:18eggs", None, "18", False, True),
+    ("#### 18.5", "18.5", "18.5", False, False),
+    ("0018", None, "0018", False, True),
+    ("#### 18.000.0", "18.000.0", "18.000.0", False, False),
+    ("#### 1/8", "1", "8", False, False),
+    ("$ 18", None, "18", False, True),
+    ("18/", None, "18", False, True),
+    ("[invalid]", None, None, False, False),
+]
+"""Text, what the filters strict-match and flexible-extract of the harness's task gsm8k return (None: "[invalid]"), and
+whether these equal 18. The harness itself compares strings: it refuses 18.0, $18.00 and 0018."""
+
+
+@pytest.mark.parametrize(("text", "strict", "flexible", "is_strict", "is_flexible"), HARNESS_TABLE)
+def test_gsm8k_rules_extract_what_the_harness_extracts(
+    text: str, strict: str | None, flexible: str | None, is_strict: bool, is_flexible: bool
+) -> None:
+    for name, expected, is_right in (("strict", strict, is_strict), ("flexible", flexible, is_flexible)):
+        rule = EXTRACTION_RULES[name]
+        extracted = rule.extract(text)
+        assert extracted == expected
+        assert (extracted is not None and rule.is_correct(extracted, "18")) == is_right
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "is_equal"),
+    [
+        ("18", "18.0", True),
+        ("$18", "18", True),
+        ("18.", "18", True),
+        ("1,234.50", "1234.5", True),
+        (".5", "0.5", True),
+        ("-0", "0", True),
+        ("+3", "3", True),
+        ("9" * 5000, "9" * 5000 + ".0", True),
+        ("9" * 5000, "9" * 4999 + "8", False),
+        ("0.1", "0.10000000000000000000000000001", False),
+        ("18", "-18", False),
+        ("1_8", "18", False),
+        ("18e0", "18", False),
+        ("nan", "NaN", True),
+        ("\\frac{1}{2}", "\\frac{1}{3}", False),
+        ("Abc", "abc", True),
+        ("", "0", False),
+    ],
+)
+def test_numbers_are_compared_as_decimals(a: str, b: str, is_equal: bool) -> None:
+    assert numbers_equal(a, b) == is_equal and numbers_equal(b, a) == is_equal
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        ("9 * 2 = $<<9*2=18>>18\n#### 18", "18"),
+        ("#### 1,234", "1234"),
+        ("#### $5", "5"),
+        ("x\n#### -3.5\n", "-3.5"),
+        ("#### 3 \n#### 4", "4"),
+    ],
+)
+def test_gold_numbers(answer: str, gold: str) -> None:
+    assert gold_gsm8k(answer) == gold
+
+
+@pytest.mark.parametrize("answer", ["", "18", "#### ", "#### eighteen", "#### 18\nmore text", "####"])
+def test_an_answer_without_a_gold_number_is_refused(answer: str) -> None:
+    with pytest.raises(ValueError, match="####"):
+        gold_gsm8k(answer)
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("B", "B"),
+        ("(C) because", "C"),
+        ("D. A dog", "D"),
+        ("A dog barks, so B.", "B"),
+        ("The answer is (A).", "A"),
+        ("Answer: **C**", "C"),
+        ("The correct answer is option D", "D"),
+        ("The answer is A. No, the answer is B.", "B"),
+        ("I think \\boxed{\\text{C}}, the answer is A", "C"),
+        ("the answer is E", None),
+        ("a", None),
+        ("Apple", None),
+        ("", None),
+    ],
+)
+def test_choice_letters(text: str, letter: str | None) -> None:
+    assert extract_choice_letter(text) == letter
+
+
+def test_choice_letters_of_more_options() -> None:
+    assert extract_choice_letter("the answer is E", num_options=5) == "E"
+    assert extract_choice_letter("I'd say J", num_options=10) == "J"
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("\\boxed{5}", "5"),
+        ("\\boxed{1} and \\boxed{ 2 }", "2"),
+        ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
+        ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
+        ("\\boxed{\\left\\{ x \\right.}", "\\left\\{ x \\right."),
+        ("\\boxed{7} then \\boxed{8", "7"),
+        ("\\boxed{a \\boxed{b}}", "b"),
+        ("\\fbox {3}", "3"),
+        ("} \\boxed{4}", "4"),
+        ("\\boxed{}", ""),
+        ("boxed{5}", None),
+        ("\\boxed 5", None),
+        ("", None),
+    ],
+)
+def test_the_last_balanced_box(text: str, content: str | None) -> None:
+    assert extract_boxed(text) == content
+
+
+def test_unclosed_boxes_take_linear_time() -> None:
+    assert extract_boxed("\\boxed{x}" + "\\boxed{" * 100_000) == "x"
