@@ -1,0 +1,4 @@
+from cli.eval import main
+
+if __name__ == "__main__":
+    main()
