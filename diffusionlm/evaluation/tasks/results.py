@@ -146,9 +146,8 @@ class VariantComparison:
     """Accuracy of the second minus that of the first."""
     standard_error: float | None
     """Over the items' differences; None: a single item."""
-    p_value: float | None
-    """Exact two-sided binomial test on the items that only one variant answers right. None: with repeats, where items
-    are right in part."""
+    p_value: float
+    """Exact two-sided sign test on the items that one variant answers better."""
     num_only_first: int
     """Items that only the first variant answers right; with repeats: more often."""
     num_only_second: int
