@@ -1,0 +1,128 @@
+"""Answers as texts: many requests are decoded, a fixed number at a time, each up to its first stop string."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from diffusionlm.inference.decoder import PAGE_SIZE, Decoder, DecoderLimits
+from diffusionlm.inference.requests import ActiveRequest, PreparedRequest
+from diffusionlm.inference.settings import DecodingSettings
+from diffusionlm.inference.text import AnswerText
+from diffusionlm.models.transformer import Transformer
+from tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class AnswerRequest:
+    """A prompt, with settings and stop strings of its own."""
+
+    prepared: PreparedRequest
+    settings: DecodingSettings
+    stop: tuple[str, ...] = ()
+    """The text ends before the first of these, wherever they lie in tokens and blocks."""
+
+
+@dataclass(frozen=True)
+class DecodedAnswer:
+    """What a model has written."""
+
+    text: str
+    """Without special tokens, but for those that are a visible part of answers."""
+    token_ids: tuple[int, ...]
+    """Tokens of the text. The last one may have characters beyond it, of a stop string."""
+    finish_reason: Literal["stop", "length"]
+    """stop: a stop token or a stop string ended it. length: every position was decoded."""
+    num_forwards: int
+    """Forwards that the request took part in, until the stop was final."""
+    seconds: float
+    """From its first forward to its last. Requests that are decoded at the same time share the device."""
+
+
+def decode_answers(
+    model: Transformer, tokenizer: Tokenizer, requests: Sequence[AnswerRequest], batch_size: int = 16
+) -> Iterator[tuple[int, DecodedAnswer]]:
+    """Decode requests and yield each answer with the index of its request, as soon as it is done.
+
+    A request that is done makes room for the next one. An answer depends on its request alone, up to rounding.
+
+    Args:
+        batch_size: requests that are decoded at a time, taken in order.
+
+    Raises:
+        ValueError: ``batch_size`` is below 1, or the model's probabilities are not finite.
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size = {batch_size} must be at least 1")
+    answers = [_OpenAnswer(index, tokenizer, request) for index, request in enumerate(requests)]
+    open_answers = {id(answer.request): answer for answer in answers}
+    # Enough for the largest requests at the same time.
+    num_pages = sum(sorted((_count_pages(answer.request) for answer in answers), reverse=True)[:batch_size])
+    decoder = Decoder(model, DecoderLimits(num_pages, max_requests=batch_size))
+    for answer in answers:
+        decoder.add(answer.request)
+    while decoder.has_work:
+        started_at = time.perf_counter()
+        result = decoder.run_round()
+        for request in dict.fromkeys((*result.decoded, *result.finished)):
+            answer = open_answers[id(request)]
+            if request.error is not None:
+                raise request.error
+            answer.read_final_tokens(started_at)
+            if answer.is_done:
+                decoder.remove(request)
+                del open_answers[id(request)]
+                yield answer.index, answer.build()
+
+
+def _count_pages(request: ActiveRequest) -> int:
+    return -(-len(request.tokens_L) // PAGE_SIZE) * request.num_texts if request.uses_cache else 0
+
+
+class _OpenAnswer:
+    """An answer while it is decoded."""
+
+    def __init__(self, index: int, tokenizer: Tokenizer, source: AnswerRequest) -> None:
+        self.index = index
+        self.request = ActiveRequest(source.prepared, source.settings)
+        self._text = AnswerText(tokenizer, source.stop)
+        self._hidden_ids = tokenizer.hidden_ids
+        self._num_read = 0
+        self._started_at: float | None = None
+        self._ended_at = 0.0
+
+    @property
+    def is_done(self) -> bool:
+        return self.request.is_done or self._text.is_stopped
+
+    def read_final_tokens(self, started_at: float) -> None:
+        """Add the tokens that have become final. ``started_at``: when the round began."""
+        if self._started_at is None:
+            self._started_at = started_at
+        self._ended_at = time.perf_counter()
+        token_ids = self.request.final_token_ids()
+        for token in token_ids[self._num_read :]:
+            self._text.push(token, 0.0)
+        self._num_read = len(token_ids)
+        if self.request.is_done:
+            self._text.finish()
+
+    def build(self) -> DecodedAnswer:
+        is_stopped = self._text.is_stopped or self.request.stop_index is not None
+        tokens = self._text.visible_tokens()
+        bounds = [*(token.start for token in tokens), len(self._text.text)]
+        shown = [
+            self._text.text[start:end]
+            for token, (start, end) in zip(tokens, pairwise(bounds), strict=True)
+            if token.token_id not in self._hidden_ids
+        ]
+        return DecodedAnswer(
+            text="".join(shown),
+            token_ids=tuple(token.token_id for token in tokens),
+            finish_reason="stop" if is_stopped else "length",
+            num_forwards=self.request.num_forwards,
+            seconds=self._ended_at - (self._started_at or self._ended_at),
+        )

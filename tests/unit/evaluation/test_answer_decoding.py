@@ -1,0 +1,136 @@
+"""Answers with stop strings: where the text is cut, what is counted, and that neighbors change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from config.generation import GenerationConfig
+from diffusionlm.evaluation.answer_decoding import AnswerRequest, DecodedAnswer, decode_answers
+from diffusionlm.inference.generate import generate
+from diffusionlm.inference.requests import prepare_prompt
+from diffusionlm.inference.settings import resolve_settings
+from diffusionlm.models.transformer import Transformer
+from tokenizer import Tokenizer
+
+WORDS = ["ab", "cd", "ef", "gh", "ij", "kl", "mn", "op", "qr", "st", "uv", "wx", "yz", " a", " b", " c", "0", "1", "2"]
+PROMPT = (3, 1, 4)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Callable[..., Transformer]) -> Transformer:
+    """23 tokens in fp64: 21 is the end of text, 22 the mask."""
+    return tiny_model(dtype=torch.float64, vocab_size=23, mask_token_id=22, eos_token_id=21, pad_token_id=21)
+
+
+@pytest.fixture(scope="module")
+def blocks(model: Transformer) -> Transformer:
+    other = Transformer(model.config.model_copy(update={"block_length": 4}))
+    other.load_state_dict(model.state_dict())
+    return other.double()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    """The model's 23 tokens: words of one or two letters, and two special tokens besides end and mask. Bytes, which
+    every tokenizer needs, have ids beyond them."""
+    vocab = {bytes([byte]): 100 + byte for byte in range(256)}
+    vocab |= {word.encode(): index for index, word in enumerate(WORDS)}
+    merges = [(word[:1].encode(), word[1:].encode()) for word in WORDS if len(word) == 2]
+    special = {"<x>": 19, "<y>": 20, "<end>": 21, "<mask>": 22}
+    return Tokenizer(vocab, merges, special, "gpt2", mask_token="<mask>", eos_token="<end>")
+
+
+def answer(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    stop: Sequence[str] = (),
+    prompts: Sequence[Sequence[int]] = (PROMPT,),
+    batch_size: int = 16,
+    **options: Any,
+) -> list[DecodedAnswer]:
+    config = GenerationConfig(**{"max_new_tokens": 12, "block_length": 4, "stop_token_ids": [], **options})
+    settings = resolve_settings(config, model.config)
+    requests = [
+        AnswerRequest(prepare_prompt(settings, prompt, seed), settings, tuple(stop))
+        for seed, prompt in enumerate(prompts)
+    ]
+    return [result for _, result in sorted(decode_answers(model, tokenizer, requests, batch_size))]
+
+
+@pytest.fixture(scope="module")
+def whole(model: Transformer, tokenizer: Tokenizer) -> DecodedAnswer:
+    return answer(model, tokenizer)[0]
+
+
+def test_without_stop_strings_it_is_generate(model: Transformer, tokenizer: Tokenizer, whole: DecodedAnswer) -> None:
+    config = GenerationConfig(max_new_tokens=12, block_length=4, stop_token_ids=[])
+    (expected,) = generate(model, [PROMPT], config)
+    assert whole.token_ids == expected.token_ids
+    assert (whole.finish_reason, whole.num_forwards) == ("length", expected.num_forwards)
+    assert (
+        whole.text == tokenizer.decode([token for token in expected.token_ids if token not in tokenizer.hidden_ids])
+        and whole.seconds > 0
+    )
+
+
+def test_stop_strings_at_every_place(model: Transformer, tokenizer: Tokenizer) -> None:
+    """Every piece of the text up to 5 characters: within a token, across tokens and blocks, at position 0."""
+    config = GenerationConfig(max_new_tokens=12, block_length=4, stop_token_ids=[], suppress_token_ids=[19, 20, 21])
+    (expected,) = generate(model, [PROMPT], config)
+    text, starts = tokenizer.decode(expected.token_ids), [0]
+    for token in expected.token_ids:
+        starts.append(starts[-1] + len(tokenizer.token_bytes(token)))
+    for start in range(len(text)):
+        for length in (1, 3, 5):
+            stop = text[start : start + length]
+            end = text.find(stop)
+            (result,) = answer(model, tokenizer, [stop, "never"], suppress_token_ids=[19, 20, 21])
+            assert result.text == text[:end] and result.finish_reason == "stop"
+            assert len(result.token_ids) == sum(first < end for first in starts[:-1])
+            # Decoding has ended with the block in which the stop string became final.
+            last_token = sum(first < end + len(stop) for first in starts[:-1])
+            assert result.num_forwards <= 4 * -(-last_token // 4)
+
+
+def test_the_earliest_of_several(model: Transformer, tokenizer: Tokenizer, whole: DecodedAnswer) -> None:
+    first, second = whole.text[3:5], whole.text[6:8]
+    expected = min(whole.text.find(first), whole.text.find(second))
+    for stop in ([first, second], [second, first]):
+        assert answer(model, tokenizer, stop)[0].text == whole.text[:expected]
+
+
+def test_stop_tokens_and_special_tokens(model: Transformer, tokenizer: Tokenizer, whole: DecodedAnswer) -> None:
+    third = whole.token_ids[2]
+    cut = answer(model, tokenizer, stop_token_ids=[third])[0]
+    assert cut.token_ids == whole.token_ids[: whole.token_ids.index(third)] and cut.finish_reason == "stop"
+    only_special = answer(model, tokenizer, suppress_token_ids=[*range(19), 20, 21])[0]
+    assert only_special.text == "" and set(only_special.token_ids) == {19}
+    assert answer(model, tokenizer, ["<x>"], suppress_token_ids=[*range(19), 20, 21])[0].token_ids == ()
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 16])
+def test_answers_do_not_depend_on_the_batch(batch_size: int, model: Transformer, tokenizer: Tokenizer) -> None:
+    prompts = [(3, 1, 4), (), (2, 7, 1, 8, 2, 8), (9,), (3, 1, 4)]
+    together = answer(model, tokenizer, ["1"], prompts, batch_size, temperature=1.0)
+    config = GenerationConfig(max_new_tokens=12, block_length=4, stop_token_ids=[], temperature=1.0)
+    for result, expected in zip(together, generate(model, prompts, config), strict=True):
+        assert result.token_ids == expected.token_ids[: len(result.token_ids)]
+        assert result.finish_reason == "stop" or len(result.token_ids) == 12
+    assert together[0].token_ids != together[-1].token_ids  # two seeds of one prompt
+
+
+def test_cached_blocks(blocks: Transformer, tokenizer: Tokenizer) -> None:
+    prompts = [(3, 1, 4), (2, 7, 1, 8, 2, 8), (9,)]
+    config = GenerationConfig(max_new_tokens=8, stop_token_ids=[])
+    expected = [result.token_ids for result in generate(blocks, prompts, config)]
+    results = answer(blocks, tokenizer, prompts=prompts, batch_size=1, max_new_tokens=8)
+    assert [result.token_ids for result in results] == expected
+
+
+def test_batch_size_is_checked(model: Transformer, tokenizer: Tokenizer) -> None:
+    with pytest.raises(ValueError, match="batch_size = 0"):
+        answer(model, tokenizer, batch_size=0)
