@@ -199,6 +199,54 @@ class BlockDiffusion(_BlockPattern):
 
 
 @dataclass(frozen=True)
+class CleanAndBlockCopies(_PatternBase):
+    """Clean tokens of a text, then noisy copies of its blocks: rows of `BlockDiffusion` with the same clean half, as
+    one row. The model is given the positions in the text (`position_ids`).
+
+    A query of a copy attends to the copy and to the clean blocks before it. A clean query attends to its own clean
+    block and to the clean blocks before it.
+    """
+
+    block_length: int
+    position_ids: tuple[int, ...]
+    """Position of each query in the text."""
+    copy_bounds: tuple[tuple[int, int], ...]
+    """First query of each copy and the one after its last, at least one copy; queries before the first are clean."""
+
+    @property
+    def documents_BL(self) -> None:
+        """None: the row is one document."""
+        return None
+
+    def dense_mask(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
+        starts_1SR, ends_1SR = self.intervals(length, device, window)
+        keys_S1 = torch.arange(length, device=device)[:, None]
+        return ((keys_S1 >= starts_1SR[:, :, None]) & (keys_S1 < ends_1SR[:, :, None])).any(dim=-1)
+
+    def intervals(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Intervals:
+        _check_window(window)
+        positions_S = torch.tensor(self.position_ids, device=device)
+        if length != len(positions_S):
+            raise ValueError(f"position_ids are for {len(positions_S)} positions, the sequence has {length}")
+        num_clean = self.copy_bounds[0][0]
+        block_starts_S = positions_S - positions_S % self.block_length
+        clean_ends_S = block_starts_S.clone()
+        clean_ends_S[:num_clean] = (block_starts_S[:num_clean] + self.block_length).clamp(max=num_clean)
+        bounds_C2 = torch.tensor(self.copy_bounds, device=device)
+        sizes_C = bounds_C2[:, 1] - bounds_C2[:, 0]
+        own_S2 = torch.zeros(length, 2, dtype=torch.int64, device=device)
+        own_S2[num_clean:] = bounds_C2.repeat_interleave(sizes_C, dim=0)
+        clean_S2 = torch.stack([torch.zeros_like(clean_ends_S), clean_ends_S], dim=-1)
+        if window is not None:
+            # A clean key is its position; a key of a copy is as far from the query as in the text.
+            queries_S = torch.arange(length, device=device)
+            clean_S2 = _clip_to_reach(clean_S2, positions_S, window)
+            own_S2 = _clip_to_reach(own_S2, queries_S, window)
+        ranges_1SR2 = torch.stack([clean_S2, own_S2], dim=1)[None]
+        return ranges_1SR2[..., 0], ranges_1SR2[..., 1]
+
+
+@dataclass(frozen=True)
 class PromptAndOwnBlock(_PatternBase):
     """Independent answer blocks: a prompt token attends to the whole prompt of its document, an answer token to that
     prompt and its own block. Answer blocks are counted from the end of the prompt."""
@@ -345,6 +393,12 @@ def document_offsets(documents_BL: Tensor) -> Tensor:
     """Distance of each position from the start of its document, [B, L]; a document is a run of equal numbers."""
     bounds = _DocumentBounds.from_documents(documents_BL, documents_BL.shape[1], documents_BL.device)
     return bounds.positions_1L - bounds.document_starts_BL
+
+
+def _clip_to_reach(ranges_S2: Tensor, origins_S: Tensor, window: int) -> Tensor:
+    """Restrict a range of keys of each query to less than ``window`` from its origin."""
+    starts_S = torch.maximum(ranges_S2[:, 0], origins_S - window + 1)
+    return torch.stack([starts_S, torch.maximum(starts_S, torch.minimum(ranges_S2[:, 1], origins_S + window))], dim=-1)
 
 
 def _stack_ranges(*ranges: Intervals) -> Intervals:

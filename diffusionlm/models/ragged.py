@@ -44,6 +44,8 @@ class SequenceSlice:
     """Pages of the cache for its positions, ascending. None: no cache; keys and values are those of the inputs."""
     outputs: NDArray[np.int64] | None = None
     """Positions whose outputs are computed, ascending. None: all inputs."""
+    position_ids: NDArray[np.int64] | None = None
+    """Position of each input for the rotary embedding, where several inputs have the same one. None: start ... end."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.end <= self.num_visible:
@@ -56,6 +58,21 @@ class SequenceSlice:
                 f"inputs from position {self.start} to {self.end} of {self.num_visible}: without a cache all visible "
                 "positions are inputs"
             )
+        if self.position_ids is not None and (self.pages is not None or len(self.position_ids) != self.num_inputs):
+            raise ValueError(
+                f"{len(self.position_ids)} position_ids for {self.num_inputs} inputs: a sequence with ids of its own "
+                "has one for each input, and no cache"
+            )
+
+    @property
+    def num_positions(self) -> int:
+        """Positions of the model's context that the sequence takes."""
+        return self.num_visible if self.position_ids is None else int(self.position_ids.max()) + 1
+
+    @property
+    def input_positions(self) -> NDArray[np.int64]:
+        """Position of each input, [Q]."""
+        return np.arange(self.start, self.end) if self.position_ids is None else self.position_ids
 
     @property
     def num_inputs(self) -> int:
@@ -102,7 +119,7 @@ class RaggedBatch:
 
     def positions(self) -> Tensor:
         """Position of each input in its sequence, [1, Q], on the CPU."""
-        return torch.from_numpy(np.concatenate([np.arange(part.start, part.end) for part in self.sequences]))[None]
+        return torch.from_numpy(np.concatenate([part.input_positions for part in self.sequences]))[None]
 
     def output_positions(self) -> Tensor | None:
         """Indices of all outputs among all inputs, [P], on the CPU. None: all."""

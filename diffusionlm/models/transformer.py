@@ -231,7 +231,7 @@ class Transformer(nn.Module):
             raise ValueError(f"tokens {list(tokens_1Q.shape)} must be [1, {batch.num_inputs}], the inputs of the batch")
         if torch.is_grad_enabled():
             raise ValueError("a ragged batch has no gradient: call the model under torch.inference_mode() or no_grad()")
-        length, context = max(part.num_visible for part in batch.sequences), self.config.max_position_embeddings
+        length, context = max(part.num_positions for part in batch.sequences), self.config.max_position_embeddings
         if length > context:
             raise ValueError(
                 f"{length} tokens are more than the model's context, max_position_embeddings = {context}; shorten the "
