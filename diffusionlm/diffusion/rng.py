@@ -46,6 +46,10 @@ class RngStream(IntEnum):
     """(Monte Carlo sample, sequence): masks of an evaluation."""
     FILL_MASKS = 22
     """(masked share in thousandths, sequence): masks of the fill test."""
+    ANSWER_LEVELS = 23
+    """(key of the request, block): shares of the answer that are masked."""
+    ANSWER_MASKS = 24
+    """(key of the request, block, draw): order of the answer's tokens."""
     TOKEN_SAMPLING = 30
     """(forward): tokens that a request samples."""
     POSITION_ORDER = 31

@@ -1,0 +1,217 @@
+"""An answer after its context: its blocks, their masked copies, and the estimate that their log-probabilities make.
+
+Shapes: T tokens of context and answer, n answer tokens of a block, C masks of a block, D draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from config.evaluation.likelihood import AnswerLikelihoodConfig
+from diffusionlm.diffusion.layout import InputLayout
+from diffusionlm.diffusion.rng import RngStream, keyed_rng
+from diffusionlm.evaluation.likelihood.copies import CopyHandle, CopyTable, MaskedCopy, count_forwards
+from diffusionlm.evaluation.likelihood.masks import (
+    WeightedMasks,
+    count_masks,
+    enumerate_masks,
+    mean_cover_sets,
+    sample_covers,
+    sample_levels,
+    stratified_standard_error,
+)
+
+Key = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class AnswerBlock:
+    """The answer tokens of one block of a text; if attention is bidirectional or causal, the text is one block."""
+
+    start: int
+    end: int
+    positions: NDArray[np.int64]
+    """Positions of the answer tokens in the text, [n]."""
+
+
+class BlockedAnswer:
+    """An answer after its context.
+
+    Raises:
+        ValueError: the answer is empty, or has a token that the model cannot predict.
+    """
+
+    def __init__(self, layout: InputLayout, context: Sequence[int], continuation: Sequence[int], name: str) -> None:
+        """``name``: what an error calls the answer."""
+        _check_answer(layout, context, continuation, name)
+        self.layout = layout
+        self.tokens_T = np.array([*context, *continuation], dtype=np.int64)
+        self.num_tokens = len(continuation)
+        length, positions, size = len(self.tokens_T), np.arange(len(context), len(self.tokens_T)), layout.block_length
+        if size is None or layout.is_autoregressive:
+            self.blocks = [AnswerBlock(0, length, positions)]
+        else:
+            starts = range(len(context) - len(context) % size, length, size)
+            self.blocks = [
+                AnswerBlock(start, min(start + size, length), positions[positions // size == start // size])
+                for start in starts
+            ]
+        self.clean_tokens = self.tokens_T[: self.blocks[-1].start]
+        """What the copies of blocks attend to."""
+
+    @property
+    def num_masks(self) -> int:
+        """Masks that enumeration takes: those of the longest block, since all blocks are masked at once."""
+        if self.layout.is_autoregressive:
+            return 1
+        return count_masks(max(len(block.positions) for block in self.blocks))
+
+    def mask_block(self, block: AnswerBlock, masked_positions: NDArray[np.int64]) -> MaskedCopy:
+        if self.layout.is_autoregressive:
+            return MaskedCopy(0, self.tokens_T[:-1], masked_positions)
+        assert self.layout.mask_token is not None, "checked by InputLayout.from_config"
+        tokens = self.tokens_T[block.start : block.end].copy()
+        tokens[masked_positions - block.start] = self.layout.mask_token
+        return MaskedCopy(block.start, tokens, masked_positions)
+
+
+@dataclass(frozen=True)
+class SamplingPlan:
+    """How the answers of a document, or a single answer, are estimated."""
+
+    is_exact: bool
+    num_first: int = 1
+    """Draws of the first stage; each stage after it doubles all draws."""
+    num_stages: int = 1
+
+    def num_draws(self, num_stages: int) -> int:
+        """Draws of the first stages together."""
+        return self.num_first << (num_stages - 1)
+
+    @classmethod
+    def from_answers(cls, answers: Sequence[BlockedAnswer], config: AnswerLikelihoodConfig) -> SamplingPlan:
+        """One plan for the answers of a document: exact if all of them can be enumerated."""
+        limit = config.max_enumerated_forwards or config.num_mc_samples
+        if max(answer.num_masks for answer in answers) <= limit:
+            return cls(is_exact=True)
+        longest = max(len(block.positions) for answer in answers for block in answer.blocks)
+        num_draws = max(1, int(config.num_mc_samples / mean_cover_sets(longest)))
+        num_stages = 1
+        while num_draws >> num_stages >= config.racing_first_draws:
+            num_stages += 1
+        return cls(False, num_draws >> (num_stages - 1), num_stages)
+
+
+class AnswerEstimate:
+    """The log-likelihood of an answer, as far as it is computed."""
+
+    def __init__(self, answer: BlockedAnswer, plan: SamplingPlan, seed: int, key: Key) -> None:
+        self.answer, self.plan = answer, plan
+        self._seed, self._key = seed, key
+        self.values_GD = np.zeros((len(answer.blocks), 0))
+        """Estimate of each block's log-likelihood in each draw; a single column if it is exact."""
+        self.handles: list[CopyHandle] = []
+        """Copies that it reads."""
+        num_draws = plan.num_draws(plan.num_stages)
+        self.levels_GD = np.stack(
+            [
+                sample_levels(plan.num_first, num_draws, keyed_rng(seed, RngStream.ANSWER_LEVELS, *key, number))
+                for number in range(len(answer.blocks))
+            ]
+        )
+
+    @property
+    def log_likelihood(self) -> float:
+        """Sum over the blocks of the means of their draws."""
+        return float(self.values_GD.mean(axis=1).sum())
+
+    @property
+    def standard_error(self) -> float:
+        """Standard error of `log_likelihood`; 0 if it is exact."""
+        return 0.0 if self.plan.is_exact else _combined_error(self.levels_GD, self.values_GD)
+
+    def difference_error(self, other: AnswerEstimate) -> float:
+        """Standard error of the difference of two log-likelihoods with common random numbers."""
+        if self.plan.is_exact:
+            return 0.0
+        longer, shorter = (self, other) if len(self.values_GD) >= len(other.values_GD) else (other, self)
+        differences_GD = longer.values_GD.copy()
+        differences_GD[: len(shorter.values_GD)] -= shorter.values_GD
+        return _combined_error(longer.levels_GD, differences_GD)
+
+    @property
+    def num_forwards(self) -> int:
+        """Forwards of a single row that the estimate has taken by itself."""
+        return count_forwards(self.handles)
+
+    def add_copies(self, table: CopyTable, num_draws: int) -> Callable[[], None]:
+        """Add the masked copies of the draws up to ``num_draws`` to a table. Returns a function that reads their values
+        once the table is computed."""
+        readers = [self._add_block(table, number, num_draws) for number in range(len(self.answer.blocks))]
+
+        def read() -> None:
+            self.values_GD = np.concatenate([self.values_GD, np.stack([reader() for reader in readers])], axis=1)
+
+        return read
+
+    def _add_block(self, table: CopyTable, number: int, num_draws: int) -> Callable[[], NDArray[np.float64]]:
+        """Add the copies of a block. Returns a function that reads the block's value in each new draw."""
+        answer, block = self.answer, self.answer.blocks[number]
+        masks = self._choose_masks(number, num_draws)
+        first_draw = self.values_GD.shape[1]
+        num_new = num_draws - first_draw
+        handles = []
+        for is_masked_n in masks.is_masked_Cn:
+            positions = block.positions[is_masked_n]
+            copy = answer.mask_block(block, positions)
+            handles.append(table.add(answer.clean_tokens, copy, answer.tokens_T[positions]))
+        self.handles += handles
+
+        def read() -> NDArray[np.float64]:
+            values_C = [
+                float(weights_n[is_masked_n] @ handle.read())
+                for handle, is_masked_n, weights_n in zip(handles, masks.is_masked_Cn, masks.weights_Cn, strict=True)
+            ]
+            values_D = np.zeros(num_new)
+            np.add.at(values_D, masks.draws_C - first_draw, values_C)
+            return values_D
+
+        return read
+
+    def _choose_masks(self, number: int, num_draws: int) -> WeightedMasks:
+        size = len(self.answer.blocks[number].positions)
+        if self.answer.layout.is_autoregressive:
+            return WeightedMasks(np.ones((1, size), dtype=np.bool_), np.ones((1, size)), np.zeros(1, dtype=np.int64))
+        if self.plan.is_exact:
+            return enumerate_masks(size)
+        levels_D, first = self.levels_GD[number, :num_draws], self.values_GD.shape[1]
+        return sample_covers(size, levels_D, first, self._seed, (*self._key, number))
+
+
+def _combined_error(levels_GD: NDArray[np.float64], values_GD: NDArray[np.float64]) -> float:
+    """Standard error of the sum over blocks; their draws are independent."""
+    num_draws = values_GD.shape[1]
+    errors = [
+        stratified_standard_error(levels_D[:num_draws], values_D)
+        for levels_D, values_D in zip(levels_GD, values_GD, strict=True)
+    ]
+    return float(np.sqrt(np.sum(np.square(errors))))
+
+
+def _check_answer(layout: InputLayout, context: Sequence[int], continuation: Sequence[int], name: str) -> None:
+    if not len(continuation):
+        raise ValueError(f"{name} is empty, and has no likelihood: give at least one token")
+    if layout.alignment == "shifted" and not len(context):
+        raise ValueError(
+            f"{name} has no context, and with shifted outputs the model cannot predict the first token of a text: put "
+            "a token before it, such as the end-of-text token"
+        )
+    if layout.mask_token is not None and layout.mask_token in continuation:
+        raise ValueError(
+            f"{name} has the mask token {layout.mask_token} at index {list(continuation).index(layout.mask_token)}, "
+            "which has probability zero: remove it"
+        )

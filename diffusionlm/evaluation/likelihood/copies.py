@@ -1,0 +1,248 @@
+"""Log-probabilities of the masked tokens in masked copies of texts, and the forwards that compute them.
+
+Copies with the same inputs are computed once: one-token options of a document are read from one output. Copies follow
+each other in one row without padding, and each attends to its own text only. In block-causal attention a forward reads
+the clean tokens of a text once, for all copies of its blocks.
+
+Shapes: T tokens of a text, M masked tokens of a copy, Q inputs of a text with its copies, N outputs of a forward, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from diffusionlm.diffusion.layout import InputLayout
+from diffusionlm.evaluation.statistics import MAX_LOGITS_BYTES
+from diffusionlm.inference.sampling import check_finite, iterate_chunks
+from diffusionlm.models.patterns import AttentionPattern, Bidirectional, Causal, CleanAndBlockCopies
+from diffusionlm.models.ragged import RaggedBatch, SequenceSlice, copy_to_device
+from diffusionlm.models.transformer import Transformer
+from profiling import nvtx
+
+OnForward = Callable[[int, int], None]
+"""Called after each forward with the number of computed copies, and of all copies."""
+
+
+@dataclass(frozen=True)
+class MaskedCopy:
+    """A block of a text with some of its tokens masked; with bidirectional attention the whole text is the block."""
+
+    start: int
+    """Position of its first token."""
+    tokens: NDArray[np.int64]
+    """Tokens of the block, the mask token at masked positions; of an autoregressive model the clean tokens."""
+    masked_positions: NDArray[np.int64]
+    """Positions in the text, ascending, [M]."""
+
+    @property
+    def key(self) -> tuple[int, bytes, bytes]:
+        return self.start, self.tokens.tobytes(), self.masked_positions.tobytes()
+
+
+@dataclass
+class _Reading:
+    """A copy, and the tokens whose probabilities are read from its outputs."""
+
+    copy: MaskedCopy
+    log_probabilities: dict[bytes, NDArray[np.float64] | None] = field(default_factory=dict)
+    """Tokens at the masked positions, as bytes -> log-probability of each; None: not computed yet."""
+
+    @property
+    def unread_targets(self) -> list[bytes]:
+        return [target for target, values in self.log_probabilities.items() if values is None]
+
+
+@dataclass
+class _SharedText:
+    """Clean tokens, and the copies that are computed beside them."""
+
+    clean_tokens: NDArray[np.int64]
+    readings: dict[tuple[int, bytes, bytes], _Reading] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CopyHandle:
+    """A copy and tokens in a `CopyTable`."""
+
+    text: _SharedText
+    reading: _Reading
+    target: bytes
+
+    def read(self) -> NDArray[np.float64]:
+        """Log-probability of each token, [M], after the table is computed."""
+        values = self.reading.log_probabilities[self.target]
+        assert values is not None, "the table is computed first"
+        return values
+
+
+def count_forwards(handles: Sequence[CopyHandle]) -> int:
+    """Forwards of a single row that compute the copies: a row ``[xt | x0]`` holds one copy of each block of a text."""
+    copies = {(id(handle.text), handle.reading.copy.start, id(handle.reading)) for handle in handles}
+    num_copies = Counter((text, start) for text, start, _ in copies)
+    num_rows: dict[int, int] = {}
+    for (text, _), count in num_copies.items():
+        num_rows[text] = max(count, num_rows.get(text, 0))
+    return sum(num_rows.values())
+
+
+class CopyTable:
+    """Collects masked copies, and computes each of them once."""
+
+    def __init__(self, layout: InputLayout) -> None:
+        self._layout = layout
+        self._texts: dict[bytes, _SharedText] = {}
+
+    def add(self, clean_tokens: NDArray[np.int64], copy: MaskedCopy, targets: NDArray[np.int64]) -> CopyHandle:
+        """Add a copy and the tokens to be predicted at its masked positions, [M].
+
+        Args:
+            clean_tokens: the text up to the last block of which there is a copy; empty if attention is bidirectional or
+                causal.
+        """
+        text = self._texts.setdefault(clean_tokens.tobytes(), _SharedText(clean_tokens))
+        reading = text.readings.setdefault(copy.key, _Reading(copy))
+        target = targets.tobytes()
+        reading.log_probabilities.setdefault(target, None)
+        return CopyHandle(text, reading, target)
+
+    @torch.no_grad()
+    def compute(self, model: Transformer, batch_tokens: int, on_forward: OnForward | None = None) -> None:
+        """Compute what has been added since the last call.
+
+        Raises:
+            ValueError: the model's probabilities are not finite, or a text is longer than its context.
+        """
+        sequences = [part for text in self._texts.values() for part in self._split(text, batch_tokens)]
+        num_copies, num_done = sum(len(part.readings) for part in sequences), 0
+        for batch in _split_into_batches(sequences, batch_tokens, model.config.vocab_size):
+            _read_batch(model, batch, self._layout.mask_token)
+            num_done += sum(len(part.readings) for part in batch)
+            if on_forward is not None:
+                on_forward(num_done, num_copies)
+
+    def _split(self, text: _SharedText, batch_tokens: int) -> Iterator[_CopySequence]:
+        """Sequences of copies, each of at most ``batch_tokens`` inputs, or one copy if that is longer."""
+        shift = int(self._layout.alignment == "shifted")
+        readings = [reading for reading in text.readings.values() if reading.unread_targets]
+        if not readings:
+            return
+        if self._layout.block_length is None or self._layout.is_autoregressive:
+            pattern = CAUSAL if self._layout.is_autoregressive else BIDIRECTIONAL
+            yield from (_CopySequence([reading], reading.copy.tokens, None, pattern, shift) for reading in readings)
+            return
+        start, num_inputs = 0, len(text.clean_tokens)
+        for index, reading in enumerate(readings):
+            num_inputs += len(reading.copy.tokens)
+            if index > start and num_inputs > batch_tokens:
+                yield _build_block_sequence(text.clean_tokens, readings[start:index], self._layout.block_length, shift)
+                start, num_inputs = index, len(text.clean_tokens) + len(reading.copy.tokens)
+        yield _build_block_sequence(text.clean_tokens, readings[start:], self._layout.block_length, shift)
+
+
+BIDIRECTIONAL, CAUSAL = Bidirectional(), Causal()
+"""One object each: on a GPU sequences of one pattern share their kernels."""
+
+
+class _CopySequence:
+    """One sequence of a forward: copies, after the clean tokens that they attend to."""
+
+    def __init__(
+        self,
+        readings: Sequence[_Reading],
+        tokens_Q: NDArray[np.int64],
+        position_ids_Q: NDArray[np.int64] | None,
+        pattern: AttentionPattern,
+        shift: int,
+    ) -> None:
+        """``shift``: 1 if output i - 1 predicts token i. The output before a block is a clean one."""
+        self.readings, self.tokens_Q = readings, tokens_Q
+        outputs = []
+        first = len(tokens_Q) - sum(len(reading.copy.tokens) for reading in readings)
+        for reading in readings:
+            offsets = reading.copy.masked_positions - reading.copy.start - shift
+            outputs.append(np.where(offsets < 0, reading.copy.start - shift, first + offsets))
+            first += len(reading.copy.tokens)
+        self.outputs_N, indices = np.unique(np.concatenate(outputs), return_inverse=True)
+        self.output_indices = np.split(indices, np.cumsum([len(part) for part in outputs])[:-1])
+        """Output of each masked position of each copy, among `outputs_N`."""
+        length = len(tokens_Q)
+        self.slice = SequenceSlice(0, length, length, pattern, outputs=self.outputs_N, position_ids=position_ids_Q)
+
+
+def _build_block_sequence(
+    clean_tokens: NDArray[np.int64], readings: Sequence[_Reading], block_length: int, shift: int
+) -> _CopySequence:
+    copies = [reading.copy for reading in readings]
+    ids_Q = np.concatenate(
+        [np.arange(len(clean_tokens)), *(copy.start + np.arange(len(copy.tokens)) for copy in copies)]
+    )
+    ends = len(clean_tokens) + np.cumsum([len(copy.tokens) for copy in copies])
+    bounds = tuple((int(end) - len(copy.tokens), int(end)) for end, copy in zip(ends, copies, strict=True))
+    pattern = CleanAndBlockCopies(block_length, tuple(ids_Q.tolist()), bounds)
+    tokens_Q = np.concatenate([clean_tokens, *(copy.tokens for copy in copies)])
+    return _CopySequence(readings, tokens_Q, ids_Q, pattern, shift)
+
+
+def _split_into_batches(
+    sequences: Sequence[_CopySequence], batch_tokens: int, vocab_size: int
+) -> Iterator[list[_CopySequence]]:
+    """Split into forwards of at most ``batch_tokens`` inputs and `MAX_LOGITS_BYTES` of logits, in order; at least one
+    sequence each."""
+    max_outputs = MAX_LOGITS_BYTES // (4 * vocab_size)
+    batch: list[_CopySequence] = []
+    num_inputs = num_outputs = 0
+    for sequence in sequences:
+        num_inputs += len(sequence.tokens_Q)
+        num_outputs += len(sequence.outputs_N)
+        if batch and (num_inputs > batch_tokens or num_outputs > max_outputs):
+            yield batch
+            batch, num_inputs, num_outputs = [], len(sequence.tokens_Q), len(sequence.outputs_N)
+        batch.append(sequence)
+    if batch:
+        yield batch
+
+
+def _read_batch(model: Transformer, batch: Sequence[_CopySequence], mask_token: int | None) -> None:
+    """Run one forward, and read the log-probabilities with one host-device synchronization."""
+    device = model.lm_head.weight.device
+    tokens_1Q = copy_to_device(torch.from_numpy(np.concatenate([part.tokens_Q for part in batch]))[None], device)
+    with nvtx.annotate("likelihood: forward"):
+        logits_NV = model(tokens_1Q, pattern=RaggedBatch([part.slice for part in batch]))
+    uses, rows, targets = [], [], []
+    first = 0
+    for part in batch:
+        for reading, indices in zip(part.readings, part.output_indices, strict=True):
+            for target in reading.unread_targets:
+                uses.append((reading, target))
+                rows.append(first + indices)
+                targets.append(np.frombuffer(target, dtype=np.int64))
+        first += len(part.outputs_N)
+    values = _gather_log_probabilities(logits_NV, np.concatenate(rows), np.concatenate(targets), mask_token)
+    check_finite(~np.isnan(values))
+    parts = np.split(values, np.cumsum([len(target) for target in targets])[:-1])
+    for (reading, target), part_M in zip(uses, parts, strict=True):
+        reading.log_probabilities[target] = part_M
+
+
+def _gather_log_probabilities(
+    logits_NV: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64], mask_token: int | None
+) -> NDArray[np.float64]:
+    """Log-probabilities of tokens at rows of the logits, in fp64; the mask token has probability zero."""
+    normalizers = []
+    for chunk in iterate_chunks(logits_NV):
+        chunk_NV = logits_NV[chunk].to(torch.float64, copy=True)
+        if mask_token is not None:
+            chunk_NV[:, mask_token] = float("-inf")
+        normalizers.append(chunk_NV.logsumexp(dim=1))
+    indices_2U = copy_to_device(torch.from_numpy(np.stack([rows, tokens])), logits_NV.device)
+    values_U = logits_NV[indices_2U[0], indices_2U[1]].double() - torch.cat(normalizers)[indices_2U[0]]
+    values: NDArray[np.float64] = values_U.cpu().numpy()
+    return values

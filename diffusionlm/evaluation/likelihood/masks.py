@@ -1,0 +1,124 @@
+"""Masks of a block of answer tokens, with weights that make their sum the bound, or an unbiased estimate of it.
+
+The bound of n tokens is the mean over counts k = 1 ... n and over sets S of k tokens of ``n / k`` times the sum over i
+in S of ``log p(x_i | the tokens outside of S)``. It equals the sum over tokens i of the mean over k of the mean over
+the sets of k tokens that contain i: this is what covers estimate.
+
+Shapes: C masks, n tokens of the block, D draws.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diffusionlm.diffusion.rng import RngStream, keyed_rng
+
+MAX_COVER_SETS = 16
+"""Masks of one draw. A longer cover is cut: its tokens count more."""
+
+
+@dataclass(frozen=True)
+class WeightedMasks:
+    """Masks of a block and the weight of each log-probability."""
+
+    is_masked_Cn: NDArray[np.bool_]
+    weights_Cn: NDArray[np.float64]
+    """Weight of each masked token's log-probability; 0 elsewhere."""
+    draws_C: NDArray[np.int64]
+    """Draw that each mask belongs to."""
+
+
+def count_masks(num_tokens: int) -> int:
+    """Number of masks of a block, 2^n - 1."""
+    return (1 << num_tokens) - 1
+
+
+def enumerate_masks(num_tokens: int) -> WeightedMasks:
+    """All masks of a block, with weight ``1 / (k C(n, k))`` for a mask of k tokens: the sum is the bound itself."""
+    masks_C = np.arange(1, count_masks(num_tokens) + 1)
+    is_masked_Cn = (masks_C[:, None] >> np.arange(num_tokens) & 1).astype(np.bool_)
+    sizes = is_masked_Cn.sum(axis=1).tolist()
+    weights_C = np.array([1.0 / (size * math.comb(num_tokens, size)) for size in sizes])
+    return WeightedMasks(is_masked_Cn, weights_C[:, None] * is_masked_Cn, np.zeros(len(masks_C), dtype=np.int64))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Sampling
+
+
+def sample_levels(num_first: int, num_draws: int, rng: np.random.Generator) -> NDArray[np.float64]:
+    """Levels in [0, 1) of the draws, [D]: one in each of D strata, for D = ``num_first`` times a power of 2.
+
+    The first D / 2 draws are those of D / 2 strata: a doubling splits each stratum and draws in the half that is empty.
+    """
+    levels_D: NDArray[np.float64] = (rng.permutation(num_first) + rng.random(num_first)) / num_first
+    while len(levels_D) < num_draws:
+        num_strata = 2 * len(levels_D)
+        other_halves = (levels_D * num_strata).astype(np.int64) ^ 1
+        levels_D = np.concatenate([levels_D, (other_halves + rng.random(len(levels_D))) / num_strata])
+    return levels_D
+
+
+def sample_covers(
+    num_tokens: int, levels_D: NDArray[np.float64], first_draw: int, seed: int, key: tuple[int, ...]
+) -> WeightedMasks:
+    """Sample covers of a block, one for each draw from ``first_draw`` on: sets of k tokens that together mask each
+    token.
+
+    The level of a draw gives k, uniform on 1 ... n. A random order of the tokens is cut into sets of k; the last one
+    wraps around, and a token in two sets has weight 1/2 in both. Each token thus counts once with a uniform k and
+    uniform others, so the sum over a draw is unbiased, and the differences between tokens cancel, which in a single set
+    of k tokens, weighted with n / k, are most of the variance. Complementary masks are the cover for k = n / 2. A cover
+    of more than `MAX_COVER_SETS` sets is cut, and its weights multiplied by the share that is left out.
+
+    The order of the first tokens does not depend on how many follow: texts of different lengths share it.
+    """
+    masks, weights, draws = [], [], []
+    for draw, level in enumerate(levels_D[first_draw:].tolist(), start=first_draw):
+        size = min(int(level * num_tokens), num_tokens - 1) + 1
+        order_n = np.argsort(keyed_rng(seed, RngStream.ANSWER_MASKS, *key, draw).random(num_tokens), kind="stable")
+        cover_Cn = build_cover(order_n, size)
+        masks.append(cover_Cn)
+        weights.append(cover_Cn * cover_weights(cover_Cn))
+        draws.append(np.full(len(cover_Cn), draw))
+    return WeightedMasks(np.concatenate(masks), np.concatenate(weights), np.concatenate(draws))
+
+
+def build_cover(order_n: NDArray[np.int64], size: int) -> NDArray[np.bool_]:
+    """Sets of ``size`` successive tokens of an order, wrapped around at its end, [C, n]; at most `MAX_COVER_SETS`."""
+    num_tokens = len(order_n)
+    starts_C = np.arange(0, num_tokens, size)[:MAX_COVER_SETS]
+    cover_Cn = np.zeros((len(starts_C), num_tokens), dtype=np.bool_)
+    tokens_CK = order_n[(starts_C[:, None] + np.arange(size)) % num_tokens]
+    np.put_along_axis(cover_Cn, tokens_CK, True, axis=1)
+    return cover_Cn
+
+
+def cover_weights(cover_Cn: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Weight of each token of a cover in the sets that mask it, [n]."""
+    num_sets_n = cover_Cn.sum(axis=0)
+    weights_n: NDArray[np.float64] = cover_Cn.shape[1] / (np.maximum(num_sets_n, 1) * np.count_nonzero(num_sets_n))
+    return weights_n
+
+
+def mean_cover_sets(num_tokens: int) -> float:
+    """Mean number of masks of a draw, over k = 1 ... n; about ln(n) + 1."""
+    sizes_n = np.arange(1, num_tokens + 1)
+    return float(np.minimum(-(-num_tokens // sizes_n), MAX_COVER_SETS).mean())
+
+
+def stratified_standard_error(levels_D: NDArray[np.float64], values_D: NDArray[np.float64]) -> float:
+    """Standard error of the mean of draws with one level in each stratum; infinite for fewer than three draws.
+
+    In the order of the levels the second differences ``x_{d-1} - 2 x_d + x_{d+1}`` of independent values have 6 times
+    their variance, while a trend over the levels, which stratification takes out of the mean, nearly cancels (Wolter
+    2007, Introduction to Variance Estimation, section 8.2).
+    """
+    if len(values_D) < 3:
+        return math.inf
+    differences = np.diff(values_D[np.argsort(levels_D)], n=2)
+    return math.sqrt(float((differences**2).mean()) / 6.0 / len(values_D))

@@ -1,0 +1,278 @@
+"""Likelihoods of answers against enumeration by plain forwards, in fp64: exact paths, sampling, packing, bad input."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from config.evaluation.likelihood import AnswerLikelihoodConfig
+from diffusionlm.evaluation.likelihood.options import OptionsRequest, score_documents, score_options
+from diffusionlm.evaluation.likelihood.scoring import ContinuationScore, ScoringRequest, score_continuations
+from diffusionlm.models.patterns import Bidirectional, BlockCausal, Causal
+from diffusionlm.models.transformer import Transformer
+
+MakeModel = Callable[..., Transformer]
+VOCAB, MASK = 6, 5
+CONTEXT = (2, 0, 1)
+SAMPLED = AnswerLikelihoodConfig(max_enumerated_forwards=1, num_mc_samples=24)
+
+
+@pytest.fixture(scope="module")
+def diffusion(tiny_model: MakeModel) -> Transformer:
+    return build(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def shifted(tiny_model: MakeModel) -> Transformer:
+    return build(tiny_model, logit_alignment="shifted")
+
+
+@pytest.fixture(scope="module")
+def autoregressive(tiny_model: MakeModel) -> Transformer:
+    return build(tiny_model, logit_alignment="shifted", mask_token_id=None, block_length=1)
+
+
+def build(tiny_model: MakeModel, **changes: object) -> Transformer:
+    values = {"vocab_size": VOCAB, "mask_token_id": MASK, "eos_token_id": 0, "pad_token_id": 0, **changes}
+    return tiny_model(torch.float64, num_hidden_layers=1, scale=0.5, **values)
+
+
+@torch.no_grad()
+def log_probabilities(model: Transformer, text: list[int], masked: set[int], block_length: int | None) -> list[float]:
+    """Log-probability of each masked token, by one forward over the text up to the end of its block."""
+    size, shift = block_length or len(text), int(model.config.logit_alignment == "shifted")
+    values = []
+    for position in sorted(masked):
+        block_start = position - position % size
+        canvas = [MASK if index in masked and index >= block_start else token for index, token in enumerate(text)][
+            : block_start + size
+        ]
+        pattern = Bidirectional() if block_length is None else BlockCausal(block_length)
+        logits_V = model(torch.tensor([canvas]), pattern=pattern)[0, position - shift].clone()
+        logits_V[MASK] = -math.inf
+        values.append(float(logits_V.log_softmax(-1)[text[position]]))
+    return values
+
+
+def mean_over_orders(model: Transformer, context: tuple[int, ...], answer: tuple[int, ...], size: int | None) -> float:
+    """The mean over all orders of each block's tokens of the log-probability of the chain rule."""
+    text, first = [*context, *answer], len(context)
+    block_length = size or len(text)
+    total = 0.0
+    for start in range(first - first % block_length, len(text), block_length):
+        positions = [p for p in range(start, min(start + block_length, len(text))) if p >= first]
+        orders = list(itertools.permutations(positions))
+        for order in orders:
+            for index, position in enumerate(order):
+                masked = set(order[index:])
+                values = dict(zip(sorted(masked), log_probabilities(model, text, masked, size), strict=True))
+                total += values[position] / len(orders)
+    return total
+
+
+def score(
+    model: Transformer, context: tuple[int, ...], answer: tuple[int, ...], config: AnswerLikelihoodConfig | None = None
+) -> ContinuationScore:
+    return score_continuations(model, [ScoringRequest(context, answer)], config)[0]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Exact
+
+
+@pytest.mark.parametrize("which", ["diffusion", "shifted"])
+@pytest.mark.parametrize(
+    ("context", "answer", "block_length"),
+    [
+        (CONTEXT, (4,), None),
+        (CONTEXT, (4, 3, 3, 1), None),
+        (CONTEXT, (4, 3, 3, 1), 2),
+        (CONTEXT, (4, 1, 3, 0, 2, 2), 4),
+        ((2, 0), (1, 3, 4, 4), 3),
+        ((2, 0, 1, 1), (3,), 4),
+        ((2,), (4, 1, 3, 0), 16),
+    ],
+)
+def test_enumeration_is_the_mean_over_all_orders(
+    which: str,
+    context: tuple[int, ...],
+    answer: tuple[int, ...],
+    block_length: int | None,
+    request: pytest.FixtureRequest,
+) -> None:
+    """Also where the answer begins inside a block, and the last block is shorter."""
+    model: Transformer = request.getfixturevalue(which)
+    result = score(model, context, answer, AnswerLikelihoodConfig(block_length=block_length, num_mc_samples=15))
+    assert result.log_likelihood == pytest.approx(mean_over_orders(model, context, answer, block_length), abs=1e-6)
+    assert (result.standard_error, result.is_exact, result.num_tokens) == (0.0, True, len(answer))
+
+
+@torch.no_grad()
+def test_blocks_of_one_token_are_the_chain_rule_in_one_forward(
+    diffusion: Transformer, autoregressive: Transformer
+) -> None:
+    answer = (4, 3, 3, 1, 0, 0, 2, 4, 1)
+    result = score(diffusion, CONTEXT, answer, AnswerLikelihoodConfig(block_length=1))
+    assert result.log_likelihood == pytest.approx(mean_over_orders(diffusion, CONTEXT, answer, 1), abs=1e-6)
+    assert (result.num_forwards, result.is_exact) == (1, True)
+    text = torch.tensor([[*CONTEXT, *answer]])
+    logprobs = autoregressive(text, pattern=Causal())[0].log_softmax(-1)
+    expected = sum(float(logprobs[len(CONTEXT) + i - 1, token]) for i, token in enumerate(answer))
+    result = score(autoregressive, CONTEXT, answer)
+    assert result.log_likelihood == pytest.approx(expected, abs=1e-6)
+    assert (result.num_forwards, result.is_exact, result.standard_error) == (1, True, 0.0)
+
+
+@pytest.mark.parametrize("block_length", [None, 4])
+def test_one_token_options_are_read_from_one_output(diffusion: Transformer, block_length: int | None) -> None:
+    options = [(token,) for token in range(VOCAB - 1)]
+    config = AnswerLikelihoodConfig(block_length=block_length)
+    result = score_options(diffusion, CONTEXT, options, config=config)
+    assert result.num_forwards == 1 and result.is_exact
+    expected = [log_probabilities(diffusion, [*CONTEXT, *option], {3}, block_length)[0] for option in options]
+    assert result.log_likelihoods == pytest.approx(expected, abs=1e-6)
+    assert sum(map(math.exp, result.log_likelihoods)) == pytest.approx(1.0)
+    assert result.chosen == int(np.argmax(expected))
+
+
+@pytest.mark.parametrize(("tokens", "block_length", "forwards"), [(2, None, 3), (4, None, 15), (9, 4, 15), (13, 2, 3)])
+def test_enumeration_counts_its_forwards(
+    diffusion: Transformer, tokens: int, block_length: int | None, forwards: int
+) -> None:
+    answer = tuple(index % 5 for index in range(tokens))
+    result = score(diffusion, CONTEXT, answer, AnswerLikelihoodConfig(block_length=block_length))
+    assert (result.num_forwards, result.is_exact) == (forwards, True)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Sampled
+
+
+@pytest.mark.parametrize("block_length", [None, 4])
+def test_sampling_is_unbiased_and_knows_its_error(diffusion: Transformer, block_length: int | None) -> None:
+    """Over seeds: the mean is the exact value, and the spread is what the standard errors say."""
+    answer = (4, 3, 1, 1, 0, 2)
+    exact = score(diffusion, CONTEXT, answer, AnswerLikelihoodConfig(block_length=block_length)).log_likelihood
+    config = SAMPLED.model_copy(update={"block_length": block_length})
+    scores = [score(diffusion, CONTEXT, answer, config.model_copy(update={"seed": seed})) for seed in range(200)]
+    values = np.array([item.log_likelihood for item in scores])
+    spread = float(values.std(ddof=1))
+    assert abs(values.mean() - exact) < 4 * spread / math.sqrt(len(values))
+    assert 0.0 < spread / math.sqrt(len(values)) < 0.01 * abs(exact), "too weak a test"
+    reported = math.sqrt(float(np.mean([item.standard_error**2 for item in scores])))
+    assert 0.75 < reported / spread < 1.5
+    assert not scores[0].is_exact and scores[0].num_forwards <= 45
+
+
+def test_common_draws_make_differences_precise(diffusion: Transformer) -> None:
+    """Over seeds the reported error of a difference is its spread."""
+    options = [(4, 3, 1, 1, 0, 2), (4, 3, 1, 1, 0, 3), (4, 3, 1)]
+    exact = score_options(diffusion, CONTEXT, options, config=AnswerLikelihoodConfig())
+    assert exact.is_exact and exact.standard_errors == exact.difference_standard_errors == (0.0,) * 3
+    config = SAMPLED.model_copy(update={"racing": False})
+    draws = [score_options(diffusion, CONTEXT, options, key=key, config=config) for key in range(200)]
+    assert len({item.chosen for item in draws}) == 1 and draws[0].chosen == exact.chosen
+    for index in range(3):
+        if index == exact.chosen:
+            continue
+        differences = np.array([d.log_likelihoods[index] - d.log_likelihoods[exact.chosen] for d in draws])
+        expected = exact.log_likelihoods[index] - exact.log_likelihoods[exact.chosen]
+        spread = float(differences.std(ddof=1))
+        assert abs(differences.mean() - expected) < 4 * spread / math.sqrt(len(draws))
+        reported = math.sqrt(float(np.mean([d.difference_standard_errors[index] ** 2 for d in draws])))
+        assert 0.7 < reported / spread < 1.6
+
+
+def test_racing_decides_as_the_full_run(diffusion: Transformer) -> None:
+    """With fewer forwards; and the race is the beginning of the full run, whatever else is scored with it."""
+    rng = np.random.default_rng(0)
+    requests = [
+        OptionsRequest(CONTEXT, tuple(tuple(rng.integers(0, 5, 9).tolist()) for _ in range(3)), key)
+        for key in range(12)
+    ]
+    config = AnswerLikelihoodConfig(num_mc_samples=96)
+    races = score_documents(diffusion, requests, config)
+    full = score_documents(diffusion, requests, config.model_copy(update={"racing": False}))
+    assert [race.chosen for race in races] == [item.chosen for item in full]
+    assert sum(race.num_forwards for race in races) < 0.7 * sum(item.num_forwards for item in full)
+    undecided = [index for index, race in enumerate(races) if race.num_forwards == full[index].num_forwards]
+    for index in undecided:
+        assert races[index].log_likelihoods == pytest.approx(full[index].log_likelihoods, abs=1e-9)
+    assert score_documents(diffusion, requests[5:6], config)[0].chosen == races[5].chosen
+    assert score_documents(diffusion, requests[5:6], config)[0].num_forwards == races[5].num_forwards
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Batches
+
+
+@pytest.mark.parametrize("block_length", [None, 2, 4])
+@pytest.mark.parametrize("which", ["diffusion", "shifted"])
+def test_batches_orders_and_neighbors_change_nothing(
+    which: str, block_length: int | None, request: pytest.FixtureRequest
+) -> None:
+    model: Transformer = request.getfixturevalue(which)
+    rng = np.random.default_rng(1)
+    requests = [
+        ScoringRequest(
+            tuple(rng.integers(0, 5, 1 + index % 5).tolist()), tuple(rng.integers(0, 5, size).tolist()), index
+        )
+        for index, size in enumerate([1, 6, 3, 1, 9, 2])
+    ]
+    config = AnswerLikelihoodConfig(num_mc_samples=10, block_length=block_length)
+    alone = [score_continuations(model, [item], config)[0] for item in requests]
+    for order, batch_tokens in (([0, 1, 2, 3, 4, 5], 8192), ([5, 3, 1, 4, 2, 0], 8192), ([0, 1, 2, 3, 4, 5], 20)):
+        together = score_continuations(
+            model, [requests[i] for i in order], config.model_copy(update={"batch_tokens": batch_tokens})
+        )
+        for index, result in zip(order, together, strict=True):
+            assert result.log_likelihood == pytest.approx(alone[index].log_likelihood, abs=1e-9)
+            assert result.standard_error == pytest.approx(alone[index].standard_error, abs=1e-9)
+            assert result.num_forwards == alone[index].num_forwards
+            assert (result.num_tokens, result.is_exact) == (alone[index].num_tokens, alone[index].is_exact)
+
+
+def test_an_option_that_begins_another_one_and_lengths_of_their_own(diffusion: Transformer) -> None:
+    options = [(4, 3), (4, 3, 1), (2,)]
+    result = score_options(diffusion, CONTEXT, options)
+    assert result.num_tokens == (2, 3, 1)
+    for option, value in zip(options, result.log_likelihoods, strict=True):
+        assert value == pytest.approx(score(diffusion, CONTEXT, option).log_likelihood, abs=1e-9)
+    assert score_options(diffusion, (), [(1,), (2, 3)]).num_tokens == (1, 2)
+
+
+def test_a_mask_token_in_the_context_is_text(diffusion: Transformer) -> None:
+    result = score(diffusion, (2, MASK, 1), (4,))
+    assert result.log_likelihood == pytest.approx(log_probabilities(diffusion, [2, MASK, 1, 4], {3}, None)[0])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Bad input
+
+
+def test_bad_input(diffusion: Transformer, shifted: Transformer, autoregressive: Transformer) -> None:
+    with pytest.raises(ValueError, match=r"continuation 1 is empty.*at least one token"):
+        score_continuations(diffusion, [ScoringRequest((1,), (2,)), ScoringRequest((1,), ())])
+    with pytest.raises(ValueError, match="option 1 of document 0 is empty"):
+        score_options(diffusion, CONTEXT, [(1,), ()])
+    with pytest.raises(ValueError, match="document 0 has no options"):
+        score_options(diffusion, CONTEXT, [])
+    for model in (shifted, autoregressive):
+        with pytest.raises(ValueError, match=r"no context.*end-of-text token"):
+            score(model, (), (1, 2))
+    with pytest.raises(ValueError, match=f"mask token {MASK} at index 1"):
+        score(diffusion, CONTEXT, (1, MASK))
+    with pytest.raises(ValueError, match="max_position_embeddings"):
+        score(diffusion, CONTEXT * 100, (1,))
+    with pytest.raises(ValueError, match="no negative number"):
+        score_continuations(diffusion, [ScoringRequest(CONTEXT, (1,), -1)])
+    with pytest.raises(ValueError, match="no mask token"):
+        score(autoregressive, CONTEXT, (1,), AnswerLikelihoodConfig(bidirectional=True))
+    with pytest.raises(ValueError, match="bidirectional = true contradicts block_length = 4"):
+        AnswerLikelihoodConfig(bidirectional=True, block_length=4)
+    assert score_continuations(diffusion, []) == [] and score_documents(diffusion, []) == []

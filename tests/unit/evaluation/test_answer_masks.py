@@ -1,0 +1,101 @@
+"""Masks and weights of answers: their sums are the bound, by enumeration of all orders and counts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from diffusionlm.evaluation.likelihood import masks as masks_module
+from diffusionlm.evaluation.likelihood.masks import (
+    build_cover,
+    cover_weights,
+    enumerate_masks,
+    mean_cover_sets,
+    sample_covers,
+    sample_levels,
+    stratified_standard_error,
+)
+
+Table = dict[tuple[bool, ...], NDArray[np.float64]]
+
+
+def build_table(num_tokens: int) -> Table:
+    """Any log-probability of each token of each mask."""
+    rng = np.random.default_rng(num_tokens)
+    return {mask: -rng.exponential(1.0, num_tokens) for mask in itertools.product((False, True), repeat=num_tokens)}
+
+
+def mean_over_orders(table: Table, num_tokens: int) -> float:
+    """The mean over all orders of the chain rule."""
+    total = 0.0
+    for order in itertools.permutations(range(num_tokens)):
+        for index, token in enumerate(order):
+            masked = set(order[index:])
+            total += table[tuple(i in masked for i in range(num_tokens))][token]
+    return total / math.factorial(num_tokens)
+
+
+def weighted_sum(table: Table, is_masked_Cn: NDArray[np.bool_], weights_Cn: NDArray[np.float64]) -> float:
+    return sum(float(w @ table[tuple(m.tolist())]) for m, w in zip(is_masked_Cn, weights_Cn, strict=True))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5])
+def test_enumeration_is_the_mean_over_orders(num_tokens: int) -> None:
+    table, masks = build_table(num_tokens), enumerate_masks(num_tokens)
+    assert len(masks.is_masked_Cn) == 2**num_tokens - 1
+    total = weighted_sum(table, masks.is_masked_Cn, masks.weights_Cn)
+    assert total == pytest.approx(mean_over_orders(table, num_tokens), abs=1e-12)
+
+
+@pytest.mark.parametrize(("num_tokens", "max_sets"), [(1, 16), (2, 16), (3, 16), (4, 16), (5, 16), (5, 2), (4, 1)])
+def test_covers_are_unbiased(num_tokens: int, max_sets: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean over all orders and counts is the bound, also of covers that are cut."""
+    monkeypatch.setattr(masks_module, "MAX_COVER_SETS", max_sets)
+    table, totals, num_sets = build_table(num_tokens), [], []
+    for size in range(1, num_tokens + 1):
+        for order in itertools.permutations(range(num_tokens)):
+            cover_Cn = build_cover(np.array(order), size)
+            assert (cover_Cn.sum(axis=1) == size).all()
+            assert max_sets < 16 or cover_Cn.any(axis=0).all()
+            totals.append(weighted_sum(table, cover_Cn, cover_Cn * cover_weights(cover_Cn)))
+        num_sets.append(len(cover_Cn))
+    assert np.mean(totals) == pytest.approx(mean_over_orders(table, num_tokens), abs=1e-12)
+    assert mean_cover_sets(num_tokens) == pytest.approx(np.mean(num_sets))
+
+
+def test_levels_are_one_in_each_stratum_at_every_stage() -> None:
+    for seed in range(5):
+        levels_D = sample_levels(5, 40, np.random.default_rng(seed))
+        for num_draws in (5, 10, 20, 40):
+            assert sorted((levels_D[:num_draws] * num_draws).astype(int).tolist()) == list(range(num_draws))
+    values = np.stack([sample_levels(2, 8, np.random.default_rng(seed)) for seed in range(1000)])
+    assert np.abs(values.mean(axis=0) - 0.5).max() < 4 * math.sqrt(1 / 12 / 1000)
+
+
+def test_orders_do_not_depend_on_stages_or_on_longer_texts() -> None:
+    levels_D = np.array([0.1, 0.6, 0.3, 0.9])
+    whole, later = sample_covers(9, levels_D, 0, 7, (1, 2)), sample_covers(9, levels_D, 2, 7, (1, 2))
+    is_later = whole.draws_C >= 2
+    np.testing.assert_array_equal(whole.is_masked_Cn[is_later], later.is_masked_Cn)
+    np.testing.assert_array_equal(whole.weights_Cn[is_later], later.weights_Cn)
+    assert not np.array_equal(whole.is_masked_Cn, sample_covers(9, levels_D, 0, 8, (1, 2)).is_masked_Cn)
+    # Sets of one token name the order of the tokens: that of 4 is that of 9 without the later ones.
+    long, short = (sample_covers(n, np.zeros(1), 0, 7, (3,)).is_masked_Cn.argmax(axis=1).tolist() for n in (9, 4))
+    assert [token for token in long if token < 4] == short
+
+
+def test_standard_error_of_stratified_draws() -> None:
+    """A trend over the levels does not count; noise does, by the spread of the means of many runs."""
+    rng, means, errors = np.random.default_rng(0), [], []
+    for _ in range(1500):
+        levels_D = sample_levels(3, 12, rng)
+        values_D = 5.0 * levels_D**2 + (1.0 + levels_D) * rng.standard_normal(12)
+        means.append(values_D.mean())
+        errors.append(stratified_standard_error(levels_D, values_D))
+    assert math.sqrt(np.mean(np.square(errors))) == pytest.approx(np.std(means), rel=0.1)
+    assert stratified_standard_error(levels_D, 3.0 * levels_D) < 0.1 * stratified_standard_error(levels_D, values_D)
+    assert stratified_standard_error(levels_D[:2], values_D[:2]) == math.inf
