@@ -165,6 +165,15 @@ def read_processor(root: Path) -> Processor:
     )
 
 
+def read_processor_vendor(root: Path) -> str:
+    """``vendor_id`` of the first core in /proc/cpuinfo, such as ``GenuineIntel``; empty on other processors."""
+    for line in read_small_file(root / "proc/cpuinfo").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "vendor_id":
+            return value.strip()
+    return ""
+
+
 def read_memory(root: Path) -> Memory:
     """Read /proc/meminfo, the control group and /dev/shm."""
     meminfo = {}

@@ -13,14 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config.model import LinearRope, Llama3Rope, RopeScaling, YarnRope
+from diffusionlm.kernels.cpu_linear import linear_without_gradient
 from diffusionlm.kernels.loss_types import HeadRows
 from diffusionlm.kernels.precision import compute_dtype as compute_dtype  # also for packages above
-
-TRANSPOSED_PRODUCT_ROWS = (2, 3, 4)
-"""Row counts of x for which W x^T is faster than x W^T (fp32, CPU, MKL of torch 2.15, one core); from 5 on it
-varies."""
-TRANSPOSED_PRODUCT_MAX_INPUTS = 1024
-"""With more input features W x^T is not always faster."""
 
 
 class Linear(nn.Linear):
@@ -37,10 +32,8 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
-        if not self._should_transpose_product(x):
-            return F.linear(x, self.weight, self.bias)
-        out = torch.mm(self.weight, x.flatten(0, -2).t()).t().contiguous().view(*x.shape[:-1], -1)
-        return out if self.bias is None else out.add_(self.bias)
+        product = F.linear if torch.is_grad_enabled() else linear_without_gradient
+        return product(x, self.weight, self.bias)
 
     def effective_weight(self) -> Tensor:
         """The whole weight [out_features, in_features]; subclasses compute it."""
@@ -49,16 +42,6 @@ class Linear(nn.Linear):
     def head_rows(self) -> HeadRows | None:
         """Rows that are trained while `weight` is frozen; subclasses have some."""
         return None
-
-    def _should_transpose_product(self, x: Tensor) -> bool:
-        """True for a few rows in fp32 on a CPU, as in decoding: W x^T then takes half the time of x W^T."""
-        if torch.is_grad_enabled() or x.device.type != "cpu" or not x.dtype == self.weight.dtype == torch.float32:
-            return False
-        is_fast = (
-            self.in_features <= TRANSPOSED_PRODUCT_MAX_INPUTS
-            and x.numel() // self.in_features in TRANSPOSED_PRODUCT_ROWS
-        )
-        return is_fast and not torch.is_autocast_enabled("cpu")
 
 
 class Embedding(nn.Embedding):

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarking.bench_infer import random_model
 from benchmarking.harness import Settings
-from benchmarking.serving import bench_autoregressive, bench_engine
+from benchmarking.serving import bench_autoregressive, bench_engine, bench_linear
 from benchmarking.serving.bench_first_text import SHAPE, count_rounds, run
 from benchmarking.serving.callers import (
     CallerRequest,
@@ -92,3 +92,12 @@ def test_rounds_until_the_first_text() -> None:
 def test_the_table_of_rounds() -> None:
     [table] = run(settings(max_rows=[96])).tables
     assert table.column("rows per round") == ["no limit", "96"]
+
+
+def test_products_of_weights_are_compared_by_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_linear, "SHAPE", SHAPE)
+    (table,) = bench_linear.run(settings(rows=[1, 3])).tables
+    assert table.column("rows") == ["1", "3"] and len(table.header) == 5
+    monkeypatch.setitem(bench_linear.WAYS, "chosen", lambda x, weight: x @ weight.T + 1.0)
+    with pytest.raises(ValueError, match=r"chosen: its products are not those of F\.linear"):
+        bench_linear.run(settings(rows=[1]))

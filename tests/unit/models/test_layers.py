@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from diffusionlm.kernels import cpu_linear
 from diffusionlm.models.layers import Linear, RMSNorm, RotaryEmbedding, SwiGLU, rotate
 
 
@@ -20,9 +21,13 @@ def make_norm(width: int, eps: float, dtype: torch.dtype) -> RMSNorm:
     return norm.to(dtype)
 
 
+@pytest.mark.parametrize("uses_onednn", [False, True])
 @pytest.mark.parametrize("shape", [(1,), (2,), (1, 3), (2, 2), (5,), (0,), ()], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-def test_linear_without_gradient_is_linear(shape: tuple[int, ...], bias: bool) -> None:
+def test_linear_without_gradient_is_linear(
+    shape: tuple[int, ...], bias: bool, uses_onednn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diffusionlm.kernels.cpu_linear.prefers_onednn", lambda: uses_onednn)
     layer, x = Linear(12, 7, bias=bias), torch.randn(*shape, 12)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
@@ -34,6 +39,30 @@ def test_linear_without_gradient_is_linear(shape: tuple[int, ...], bias: bool) -
     assert ours.is_contiguous()
     torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(layer(x), ours, rtol=1e-5, atol=1e-5)
+
+
+def test_onednn_multiplies_on_cpus_of_amd_in_fp32_without_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_products, vendor, product = 0, "AuthenticAMD", cpu_linear.multiply_by_onednn
+
+    def count_product(*values: torch.Tensor) -> torch.Tensor:
+        nonlocal num_products
+        num_products += 1
+        return product(*values)
+
+    monkeypatch.setattr(cpu_linear, "multiply_by_onednn", count_product)
+    monkeypatch.setattr(cpu_linear, "read_processor_vendor", lambda root: vendor)
+    monkeypatch.setattr(cpu_linear, "prefers_onednn", cpu_linear.prefers_onednn.__wrapped__)
+    layer, x = Linear(12, 7), torch.randn(5, 12)
+    torch.nn.init.normal_(layer.weight)
+    layer(x)
+    with torch.no_grad():
+        layer.double()(x.double())
+        assert num_products == 0
+        layer.float()(x)
+        assert num_products == 1
+        vendor = "GenuineIntel"
+        layer(x)
+    assert num_products == 1
 
 
 def test_without_gradient_norm_and_rotation_are_the_same() -> None:

@@ -123,11 +123,14 @@ def test_memory_of_a_control_group_of_version_1(tmp_path: Path) -> None:
 
 
 def test_processor_and_storage(tmp_path: Path) -> None:
-    cpu = "processor\t: 0\nmodel name\t: Fast CPU\nflags\t\t: fpu avx2 avx512_bf16\n\nprocessor\t: 1\nflags\t: fpu\n"
+    cpu = "processor\t: 0\nvendor_id\t: AuthenticAMD\nmodel name\t: Fast CPU\nflags\t\t: fpu avx2 avx512_bf16\n\n"
+    cpu += "processor\t: 1\nflags\t: fpu\n"
     mounts = f"root / ext4 rw 0 0\nserver {tmp_path.parent} nfs4 rw 0 0\nx /elsewhere tmpfs rw 0 0\n"
     lay_out(tmp_path, {"proc/cpuinfo": cpu, "proc/mounts": mounts})
     read = machine.read_processor(tmp_path)
     assert (read.model, read.features) == ("Fast CPU", ("avx2", "avx512_bf16"))
+    assert machine.read_processor_vendor(tmp_path) == "AuthenticAMD"
+    assert machine.read_processor_vendor(tmp_path / "absent") == ""
     storage = machine.read_storage(tmp_path / "not" / "there", tmp_path)
     assert (storage.path, storage.kind, storage.is_writable) == (tmp_path, "nfs4", True)
     assert machine.allocator({"LD_PRELOAD": "/usr/lib/libjemalloc.so.2"}) == "jemalloc"
