@@ -21,6 +21,8 @@ from diffusionlm.models.ragged import copy_to_device
 
 PROBABILITY_CHUNK_BYTES = 64 << 20
 """Budget for one [positions, V] array of fp64 probabilities."""
+CPU_CHUNK_BYTES = 4 << 20
+"""The same on a CPU: arrays that stay in its caches, and whose memory the allocator keeps for the next chunk."""
 
 NUM_TOP_P_CANDIDATES = 1024
 """Most probable tokens that are sorted first; a nucleus is rarely larger."""
@@ -126,14 +128,16 @@ class BatchSampler:
     def __init__(self, device: torch.device, *, samples_alone: bool = False) -> None:
         """``samples_alone``: requests share no computation."""
         self._samples_alone = samples_alone
+        self._keys = PerSettings(_sampling_key)
         self._samplers = PerSettings(lambda settings: TokenSampler(settings, device))
 
     def sample_predictions(self, logits: LogitRows) -> list[Predictions | ValueError]:
         """Predictions for each request, with one device synchronization; an error where the model's probabilities are
         not finite."""
-        groups: dict[int, list[ActiveRequest]] = {}
+        groups: dict[object, list[ActiveRequest]] = {}
         for request in logits.requests:
-            groups.setdefault(id(request if self._samples_alone else request.settings), []).append(request)
+            key = id(request) if self._samples_alone else self._keys.get(request.settings)
+            groups.setdefault(key, []).append(request)
         samples = [
             self._samplers.get(group[0].settings).sample(logits.select(group), group) for group in groups.values()
         ]
@@ -145,6 +149,14 @@ class BatchSampler:
                 predictions[id(request)] = _to_predictions(samples_RN[:, first:end])
                 first = end
         return [predictions[id(request)] for request in logits.requests]
+
+
+def _sampling_key(settings: DecodingSettings) -> tuple[object, ...]:
+    """Equal for settings that turn logits into predictions alike: lengths of answers, say, differ from one request to
+    the next, and each group of requests costs a pass of small operations over the vocabulary."""
+    config, strategy = settings.config, settings.strategy
+    options = (config.top_k, config.top_p, config.confidence_from, config.cfg_scale)
+    return (*options, settings.temperature, settings.forbidden_token_ids, strategy.name, repr(strategy))
 
 
 class LogitRows:
@@ -273,9 +285,13 @@ def find_top_tokens(logits_NV: Tensor, num_top: int) -> Tensor:
 
 
 def iterate_chunks(logits_NV: Tensor) -> Iterator[slice]:
-    """Slices of positions whose fp64 probabilities are within `PROBABILITY_CHUNK_BYTES`."""
+    """Slices of positions whose fp64 probabilities are within `PROBABILITY_CHUNK_BYTES`, and on a CPU within
+    `CPU_CHUNK_BYTES`."""
     N, V = logits_NV.shape
-    size = max(1, PROBABILITY_CHUNK_BYTES // (8 * V))
+    budget = PROBABILITY_CHUNK_BYTES
+    if logits_NV.device.type == "cpu":
+        budget = min(budget, CPU_CHUNK_BYTES)
+    size = max(1, budget // (8 * V))
     return (slice(start, start + size) for start in range(0, N, size))
 
 
