@@ -1,9 +1,9 @@
 """The processes that check a program: a supervisor with the tests and a worker with the program.
 
-Standard library only: `code_execution` starts this code by ``python -I -S -c CODE supervise``. The supervisor isolates
-itself as far as the kernel allows, starts ``... CODE work`` with less rights, and runs the tests, in which the program's
-functions are proxies: arguments and results travel as plain data. So the program never is in one process with the tests,
-their expected values or the pipe of the answer.
+Standard library only: `code_execution` starts this code by ``python -I -S -c CODE supervise``. The supervisor
+isolates itself as far as the kernel allows, starts ``... CODE work`` with less rights, and runs the tests, in which
+the program's functions are proxies: arguments and results travel as plain data. So the program never is in one
+process with the tests, their expected values or the pipe of the answer.
 """
 
 from __future__ import annotations

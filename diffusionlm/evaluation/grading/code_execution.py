@@ -1,0 +1,292 @@
+"""Run programs that a model wrote against tests, in processes of their own.
+
+A program is not trusted. It runs in a fresh interpreter (``-I -S``, no environment, closed standard input) with
+limits of time, memory, files and processes. The tests run in another process and see only the plain data that the
+program's functions return, so that a program cannot read the tests, fake an equality or write the answer; it counts
+as passed only if a random nonce comes back on the pipe of that process. A filter of system calls denies the program
+other processes, signals and sockets. Where the kernel allows it (`probe_isolation`), both are in new namespaces as
+well: no network, no other processes, no files but the interpreter's and an empty folder in memory, and all that was
+started is killed at the end.
+
+This is no sandbox against a determined program: it may exploit the kernel or the interpreter, and without namespaces
+it can read and write the files of its user, the memory of the process that runs the evaluation among them. Run
+untrusted models in a container or a virtual machine without network. Nothing is run where neither filter nor
+namespaces are possible, or where a program would have the rights of root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from importlib import resources
+from typing import Any, Literal
+
+from diffusionlm.evaluation.grading.candidate_process import START_SECONDS
+
+ExecutionStatus = Literal["passed", "failed", "timeout", "ended"]
+"""failed: the program or a test raised. timeout: not done in time. ended: the process ended before the tests."""
+
+REMEDY = (
+    "Allow namespaces of users or a filter of system calls (Linux on x86-64 or 64-bit ARM), do not run as root, "
+    "or run in a container"
+)
+GRACE_SECONDS = 5.0
+"""Time for the supervisor to end after the time limit, before it is killed."""
+
+
+@dataclass(frozen=True)
+class CandidateProgram:
+    """A program with its tests."""
+
+    program: str
+    """Code that is not trusted: what the model wrote, with the code before it."""
+    tests: str
+    """Trusted code that calls the entry points; an exception means that the program is wrong."""
+    entry_points: tuple[str, ...]
+    """Functions of the program that the tests call. Arguments and results are copied as plain data: numbers, texts,
+    bytes, lists, tuples, sets, dicts and iterators; any other object equals nothing."""
+    setup: str = ""
+    """Trusted code before the tests, in their namespace, such as helper functions of the prompt."""
+
+
+@dataclass(frozen=True)
+class ExecutionLimits:
+    """What one program may use."""
+
+    seconds: float = 5.0
+    """Wall-clock time of the program and its tests; the time of its processors has the same limit, rounded up."""
+    memory_bytes: int = 512 << 20
+    """Address space of each of its processes."""
+    file_bytes: int = 16 << 20
+    """Size of each file and, in an isolated folder, of all files together."""
+    max_processes: int = 4
+    """Processes and threads, its first one among them. Root without a user of its own for the program has no limit."""
+    max_open_files: int = 64
+    namespaces: bool = True
+    """Isolate the program by namespaces of the kernel, where it allows that."""
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """What programs are cut off from."""
+
+    network: bool = False
+    """They have no network."""
+    processes: bool = False
+    """They see no other processes, and none of theirs outlives them."""
+    files: bool = False
+    """They see no files but those of the interpreter, read-only, and an empty folder in memory."""
+    user: bool = False
+    """They run as a user of their own; only where root starts them."""
+
+    def describe(self) -> str:
+        """Describe what is isolated and what is not, in one line."""
+        names = asdict(self)
+        parts = [", ".join(name for name in names if names[name] is state) for state in (True, False)]
+        return f"isolated: {parts[0] or 'nothing'}; not isolated: {parts[1] or 'nothing'}"
+
+
+@dataclass(frozen=True)
+class ExecutionResult:
+    """How a program did."""
+
+    status: ExecutionStatus
+    detail: str
+    """Why it did not pass; empty if it did."""
+    output: str
+    """The first 64 kB of what the program printed."""
+    seconds: float
+    """Wall-clock time, the start of its processes included."""
+    isolation: Isolation = field(default_factory=Isolation)
+
+    @property
+    def is_passed(self) -> bool:
+        return self.status == "passed"
+
+
+def run_candidate(candidate: CandidateProgram, limits: ExecutionLimits | None = None) -> ExecutionResult:
+    """Check a program by its tests. None of its processes is left when this returns, as far as `Isolation` says.
+
+    Raises:
+        ValueError: the tests or the setup are no valid code, or name no entry point.
+        RuntimeError: the supervisor of the program could not run on this machine.
+    """
+    if not candidate.entry_points:
+        raise ValueError("entry_points is empty: name the functions that the tests call")
+    limits, start = limits or ExecutionLimits(), time.monotonic()
+    nonce = secrets.token_hex(16)
+    with _working_folder() as folder:
+        return_code, answer, errors = _run_supervisor(_build_job(candidate, limits, nonce, folder), limits)
+    seconds = time.monotonic() - start
+    try:
+        outcome = json.loads(answer)
+    except ValueError:
+        if return_code is None:
+            return ExecutionResult("timeout", f"not done within {limits.seconds:g} seconds", "", seconds)
+        if return_code == 1:
+            message = errors.decode("utf-8", "replace").strip().rpartition("\n")[2]
+            raise RuntimeError(f"the supervisor of programs failed: {message}") from None
+        return ExecutionResult(
+            "ended", f"the supervisor ended without an answer (exit code {return_code})", "", seconds
+        )
+    if outcome["status"] == "refused":
+        raise RuntimeError(f"no program is run here: {outcome['detail']}. {REMEDY}")
+    if outcome["status"] == "unusable":
+        raise ValueError(f"the tests or their setup are no valid code: {outcome['detail']}")
+    is_passed = secrets.compare_digest(str(outcome.get("nonce")), nonce)
+    status: ExecutionStatus = (
+        "passed" if is_passed else outcome["status"] if outcome["status"] != "passed" else "failed"
+    )
+    return ExecutionResult(status, outcome["detail"], outcome["output"], seconds, Isolation(**outcome["isolation"]))
+
+
+def run_candidates(
+    candidates: Iterable[CandidateProgram],
+    limits: ExecutionLimits | None = None,
+    num_workers: int | None = None,
+    on_progress: Callable[[int], None] | None = None,
+) -> list[ExecutionResult]:
+    """Check programs, one at a time on each core, and return the results in order.
+
+    Args:
+        candidates: programs with their tests.
+        limits: of each program.
+        num_workers: programs at a time. None: the number of cores of this process.
+        on_progress: called with the number of results.
+    """
+    results = []
+    with ThreadPoolExecutor(num_workers or len(os.sched_getaffinity(0))) as pool:
+        for result in pool.map(lambda candidate: run_candidate(candidate, limits), candidates):
+            results.append(result)
+            if on_progress is not None:
+                on_progress(len(results))
+    return results
+
+
+@functools.cache
+def probe_isolation() -> Isolation:
+    """Run a trivial program and return what it was isolated from on this machine.
+
+    Raises:
+        RuntimeError: programs cannot be run here.
+    """
+    candidate = CandidateProgram("def answer(): return 42", "assert answer() == 42", ("answer",))
+    result = run_candidate(candidate, ExecutionLimits(seconds=20.0))
+    if not result.is_passed:
+        raise RuntimeError(f"a trivial program fails here ({result.status}): {result.detail}")
+    return result.isolation
+
+
+def humaneval_candidate(prompt: str, completion: str, test: str, entry_point: str) -> CandidateProgram:
+    """Build the check of an item of HumanEval.
+
+    Args:
+        prompt: the item's prompt, trusted: its helper functions are those that the tests use.
+        completion: what follows the prompt, of a base model, or a whole program that defines the function again.
+        test: the item's tests, which define ``check``.
+        entry_point: the item's function.
+    """
+    tests = f"{test}\ncheck({entry_point})\n"
+    return CandidateProgram(prompt + completion, tests, (entry_point,), setup=prompt)
+
+
+def _build_job(candidate: CandidateProgram, limits: ExecutionLimits, nonce: str, folder: str) -> dict[str, Any]:
+    return {
+        **asdict(candidate),
+        "nonce": nonce,
+        "folder": folder,
+        "text": _process_code(),
+        "python": os.path.realpath(sys.executable),
+        "prefix": os.path.realpath(sys.base_prefix),
+        "namespaces": limits.namespaces,
+        "seconds": limits.seconds,
+        "folder_bytes": limits.file_bytes,
+        "limits": {
+            "RLIMIT_CPU": int(limits.seconds) + 1,
+            "RLIMIT_AS": limits.memory_bytes,
+            "RLIMIT_FSIZE": limits.file_bytes,
+            "RLIMIT_NOFILE": limits.max_open_files,
+            "RLIMIT_NPROC": limits.max_processes,
+            "RLIMIT_CORE": 0,
+        },
+    }
+
+
+@functools.cache
+def _process_code() -> str:
+    """Return the code of the processes: two modules of this package, which an isolated interpreter cannot import."""
+    package, names = "diffusionlm.evaluation.grading", ("process_isolation", "candidate_process")
+    modules = [(package.rsplit(".", depth)[0], "") for depth in (2, 1, 0)]
+    for name in names:
+        modules.append(
+            (f"{package}.{name}", resources.files(package).joinpath(f"{name}.py").read_text(encoding="utf-8"))
+        )
+    return (
+        "import sys, types\n"
+        f"for name, text in {modules!r}:\n"
+        "    module = sys.modules[name] = types.ModuleType(name)\n"
+        "    exec(compile(text, name, 'exec'), module.__dict__)\n"
+        "module.main()\n"
+    )
+
+
+def _run_supervisor(job: dict[str, Any], limits: ExecutionLimits) -> tuple[int | None, bytes, bytes]:
+    """Run the supervisor; return its exit code (None: it had to be killed), its answer and its errors."""
+    process = subprocess.Popen(
+        [job["python"], "-I", "-S", "-c", job["text"], "supervise"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=job["folder"],
+        env={},
+        start_new_session=True,
+    )
+    try:
+        answer, errors = process.communicate(json.dumps(job).encode(), START_SECONDS + limits.seconds + GRACE_SECONDS)
+        return process.returncode, answer, errors
+    except subprocess.TimeoutExpired:
+        return None, b"", b""
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the supervisor and its group, at first by a signal on which it kills the program's processes."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    for stream in (process.stdin, process.stdout, process.stderr):
+        if stream is not None:
+            stream.close()
+
+
+@contextlib.contextmanager
+def _working_folder() -> Iterator[str]:
+    folder = tempfile.mkdtemp(prefix="diffusionlm-code-")
+
+    def allow_and_retry(function: Callable[[str], object], path: str, _: object) -> None:
+        with contextlib.suppress(OSError):
+            os.chmod(os.path.dirname(path), 0o700)
+            os.chmod(path, 0o700)
+            shutil.rmtree(path) if os.path.isdir(path) else function(path)
+
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, onerror=allow_and_retry)
