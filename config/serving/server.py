@@ -94,6 +94,9 @@ class ServeSection(Section):
     """Time for a client to read what is ready for it; then its request ends."""
     drain_timeout_seconds: PositiveFloat = 30.0
     """After SIGTERM or Ctrl-C: time for the requests that were accepted. Those that are not done end with an error."""
+    stall_seconds: PositiveFloat = 300.0
+    """Time of a forward, and of what belongs to it, after which /health is 503 until it ends. Longer than the largest
+    forward takes (`max_rows`), so that a supervisor does not end a server that works."""
     log_requests: bool = True
     """Write a line per request: status, counts of tokens and forwards, duration; never a text."""
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 import logging
 import time
 import traceback
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -37,6 +38,8 @@ LOGGER = logging.getLogger(__name__)
 
 PAGE_SIZE = 16
 """Default number of positions of a page."""
+ROW_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Inputs of a round, by which rounds are counted (`DecoderCounts.rounds_by_rows`)."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,8 @@ class DecoderCounts:
     num_rounds: int = 0
     num_rows: int = 0
     """Inputs of all forwards."""
+    rounds_by_rows: list[int] = field(default_factory=lambda: [0] * (len(ROW_BOUNDS) + 1))
+    """Rounds of at most as many inputs as each of `ROW_BOUNDS` and more than the bound before, then larger ones."""
     num_request_steps: int = 0
     """Decoding steps of requests: a forward takes one of each request that it decodes."""
     model_seconds: float = 0.0
@@ -196,8 +201,10 @@ class Decoder:
         if all(isinstance(result, Exception) for result in results):
             self._check_model()
         self.counts.model_seconds += time.perf_counter() - start
+        num_rows = sum(item.num_rows for item in scheduled)
         self.counts.num_rounds += 1
-        self.counts.num_rows += sum(item.num_rows for item in scheduled)
+        self.counts.num_rows += num_rows
+        self.counts.rounds_by_rows[bisect_left(ROW_BOUNDS, num_rows)] += 1
         for item, result in zip(scheduled, results, strict=True):
             self._finish_step(item.request, result)
         # The others' next step is prepared when their callers have seen this one.

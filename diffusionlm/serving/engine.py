@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import TracebackType
@@ -81,6 +81,7 @@ class Engine:
         *,
         adapters: Mapping[str, ModelAdapter] | None = None,
         deterministic: bool = False,
+        clock: Callable[[], float] = time.monotonic,
         **limits: Unpack[EngineLimits],
     ) -> None:
         """Allocate the cache and start the thread.
@@ -89,6 +90,7 @@ class Engine:
             adapters: name -> adapter of this model (`diffusionlm.read_adapter`), which requests may name.
             deterministic: log-probabilities are the same bits, whatever is decoded at the same time and whatever the
                 limits are (`inference.fixed_shapes`). On a CPU, with one thread and less speed.
+            clock: seconds, for `round_seconds`.
 
         Raises:
             ValueError: a limit is not positive, the memory does not hold a page, the model's attention backend has no
@@ -124,6 +126,9 @@ class Engine:
         """Identity of a request that the decoder has -> the caller's handle."""
         self._is_closing, self._drains = False, True
         self._busy_since, self._busy_seconds = 0.0, 0.0
+        self._clock = clock
+        self._round_start: float | None = None
+        """None: no round is computed."""
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="diffusionlm-engine", daemon=True)
         self._thread.start()
@@ -134,18 +139,27 @@ class Engine:
         return self._thread.is_alive() and self._error is None
 
     @property
+    def round_seconds(self) -> float:
+        """Time that the current round has taken so far; 0 between rounds."""
+        start = self._round_start
+        return 0.0 if start is None else self._clock() - start
+
+    @property
     def status(self) -> EngineStatus:
-        pool = self._decoder.pool
+        pool, counts = self._decoder.pool, self._decoder.counts
+        counts = replace(counts, rounds_by_rows=[*counts.rounds_by_rows])
         with self._condition:
             num_waiting = len(self._submitted) + self._decoder.num_waiting
+            is_busy = self._round_start is not None
+            busy_seconds = self._busy_seconds + (time.perf_counter() - self._busy_since if is_busy else 0.0)
         return EngineStatus(
             self._decoder.num_active,
             num_waiting,
             pool.num_pages,
             pool.num_owned,
             pool.num_cached,
-            self._busy_seconds,
-            replace(self._decoder.counts),
+            busy_seconds,
+            counts,
         )
 
     def submit(
@@ -263,19 +277,22 @@ class Engine:
             if self._deterministic:
                 _use_one_thread()
             while self._take_commands():
+                self._round_start = self._clock()
                 result = self._decoder.run_round()
                 for request in result.decoded:
                     self._update(request)
                 for request in result.finished:
                     self._update(request, is_done=True)
-                self._busy_seconds += time.perf_counter() - self._busy_since
+                with self._condition:
+                    self._round_start = None
+                    self._busy_seconds += time.perf_counter() - self._busy_since
         except BaseException as error:
             self._error = error
             LOGGER.exception("an error has ended the engine")
             stopped = EngineStoppedError(f"an error has ended the engine: {error}")
             stopped.__cause__ = error
         with self._condition:
-            self._is_closing = True
+            self._is_closing, self._round_start = True, None
             unfinished = [*self._handles.values(), *self._submitted]
             self._submitted, self._aborted, self._handles = [], [], {}
         for handle in unfinished:

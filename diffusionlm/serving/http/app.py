@@ -134,7 +134,7 @@ class ServerApp:
         return Response(page.content, headers=page.headers)
 
     async def _answer_health(self, request: Request) -> Response:
-        self._service.check_is_ready()
+        self._service.check_is_healthy()
         return _json_response({"status": "ok"})
 
     async def _answer_metrics(self, request: Request) -> Response:

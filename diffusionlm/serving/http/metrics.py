@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from diffusionlm.inference.decoder import ROW_BOUNDS
 from diffusionlm.serving.engine import Engine
 from diffusionlm.serving.http.calls import Choice
 
@@ -46,13 +47,19 @@ class _Histogram:
         self._sum += value
 
     def lines(self, name: str, labels: str) -> Iterator[str]:
-        total = 0
-        for bound, count in zip([*self._bounds, None], self._counts, strict=True):
-            total += count
-            text = "+Inf" if bound is None else f"{bound:g}"
-            yield f'{name}_bucket{{{labels},le="{text}"}} {total}'
-        yield f"{name}_sum{{{labels}}} {self._sum!r}"
-        yield f"{name}_count{{{labels}}} {total}"
+        return _histogram_lines(name, labels, self._bounds, self._counts, self._sum)
+
+
+def _histogram_lines(
+    name: str, labels: str, bounds: Sequence[float], counts: Sequence[int], value_sum: float
+) -> Iterator[str]:
+    total = 0
+    for bound, count in zip([*bounds, None], counts, strict=True):
+        total += count
+        text = "+Inf" if bound is None else f"{bound:g}"
+        yield f'{name}_bucket{{{labels},le="{text}"}} {total}'
+    yield f"{name}_sum{{{labels}}} {value_sum!r}"
+    yield f"{name}_count{{{labels}}} {total}"
 
 
 class ServerMetrics:
@@ -139,6 +146,10 @@ class ServerMetrics:
         for name, kind, value in values:
             yield f"# TYPE {name} {kind}"
             yield f"{name}{{{labels}}} {value}"
+        name = "vllm:iteration_tokens_total"
+        yield f"# HELP {name} Inputs of a forward: tokens of prompts, and of the blocks that are decoded."
+        yield f"# TYPE {name} histogram"
+        yield from _histogram_lines(name, labels, ROW_BOUNDS, counts.rounds_by_rows, counts.num_rows)
 
 
 def _labels(model: str) -> str:

@@ -43,6 +43,19 @@ class Service:
                 503, "an error has ended the engine: the server has to be started again", code="engine_stopped"
             )
 
+    def check_is_healthy(self) -> None:
+        """
+        Raises:
+            ApiError: the server is about to end, its engine has ended, or a round takes too long.
+        """
+        self.check_is_ready()
+        seconds, limit = self.engine.round_seconds, self.limits.stall_seconds
+        if seconds > limit:
+            raise ApiError(
+                503, f"a forward has not ended for {seconds:.0f} s (serve.stall_seconds = {limit:g})",
+                code="engine_stalled",
+            )  # fmt: skip
+
     async def run_in_thread(self, function: Callable[[], T]) -> T:
         """Run what takes long beside the event loop."""
         return await self._threads.run(function)

@@ -127,6 +127,7 @@ def start_server(served_model: Transformer, words: Tokenizer) -> Iterator[StartS
         keys: tuple[str, ...] = (),
         generation: GenerationConfig | None = None,
         adapters: Mapping[str, ModelAdapter] | None = None,
+        clock: Callable[[], float] = time.monotonic,
         **values: Any,
     ) -> RunningServer:
         limits = ServeSection.model_validate({"port": 0, "cache_memory": 1 << 20, "log_requests": False, **values})
@@ -138,6 +139,7 @@ def start_server(served_model: Transformer, words: Tokenizer) -> Iterator[StartS
             max_requests=limits.max_requests,
             max_waiting=limits.max_waiting,
             adapters=adapters,
+            clock=clock,
         )
         service = Service(engine, preparer, limits, ApiKeys(keys) if keys else None)
         is_ready = threading.Event()

@@ -242,6 +242,26 @@ def test_an_error_of_the_engine(start_server: StartServer, tiny_model: MakeModel
         assert (status, body["error"]["code"]) == (503, "engine_stopped")
 
 
+def test_a_forward_that_hangs(start_server: StartServer, gate: ModelGate) -> None:
+    """/health is 503 for as long as it does, and its requests are answered when it ends."""
+    seconds = [0.0]
+    server = start_server(clock=lambda: seconds[0], stall_seconds=60.0)
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(server.request("POST", "/v1/completions", BODY)))
+    thread.start()
+    assert gate.entered.acquire(timeout=30)
+    for now, expected in ((0.0, 200), (59.0, 200), (60.5, 503), (3600.0, 503)):
+        seconds[0] = now
+        status, _, body = server.request("GET", "/health")
+        assert status == expected
+        assert expected == 200 or body["error"]["code"] == "engine_stalled"
+    gate.open()
+    thread.join(30)
+    assert results[0][0] == 200
+    server.wait_until_idle()
+    assert server.request("GET", "/health")[0] == 200
+
+
 @pytest.mark.parametrize("seconds", [20.0, 0.1])
 def test_the_end(start_server: StartServer, gate: ModelGate, seconds: float) -> None:
     """Requests that were accepted are answered, or end with an error when the time is over; new ones are refused."""

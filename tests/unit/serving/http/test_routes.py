@@ -74,6 +74,12 @@ def test_metrics(start_server: StartServer) -> None:
     }
     assert {name: metrics[name] for name in expected} == expected
     assert metrics["diffusionlm:forwards_total"] <= forwards
+    rounds, rows = metrics["diffusionlm:forwards_total"], metrics["diffusionlm:rows_total"]
+    name = "vllm:iteration_tokens_total"
+    assert (metrics[f"{name}_count"], metrics[f"{name}_sum"]) == (rounds, rows)
+    # The first round reads the prompt of 5 tokens and a block, with both choices at once or one after the other.
+    assert metrics[f'{name}_bucket{{,le="1"}}'] == 0 < metrics[f'{name}_bucket{{,le="8"}}']
+    assert metrics[f'{name}_bucket{{,le="32"}}'] == metrics[f'{name}_bucket{{,le="+Inf"}}'] == rounds
     assert 0 < metrics["diffusionlm:model_seconds_total"] <= metrics["diffusionlm:busy_seconds_total"]
 
 
