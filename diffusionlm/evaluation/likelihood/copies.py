@@ -54,6 +54,8 @@ class _Reading:
     copy: MaskedCopy
     log_probabilities: dict[bytes, NDArray[np.float64] | None] = field(default_factory=dict)
     """Tokens at the masked positions, as bytes -> log-probability of each; None: not computed yet."""
+    top_2M: NDArray[np.float64] = field(default_factory=lambda: np.zeros((2, 0)))
+    """Most probable token at each masked position, and its log-probability; empty unless the table reads them."""
 
     @property
     def unread_targets(self) -> list[bytes]:
@@ -82,6 +84,10 @@ class CopyHandle:
         assert values is not None, "the table is computed first"
         return values
 
+    def read_top(self) -> NDArray[np.float64]:
+        """Most probable token at each masked position, the lowest id of equals, and its log-probability, [2, M]."""
+        return self.reading.top_2M
+
 
 def count_forwards(handles: Sequence[CopyHandle]) -> int:
     """Forwards of a single row that compute the copies: a row ``[xt | x0]`` holds one copy of each block of a text."""
@@ -96,8 +102,9 @@ def count_forwards(handles: Sequence[CopyHandle]) -> int:
 class CopyTable:
     """Collects masked copies, and computes each of them once."""
 
-    def __init__(self, layout: InputLayout) -> None:
-        self._layout = layout
+    def __init__(self, layout: InputLayout, *, reads_top: bool = False) -> None:
+        """``reads_top``: also read the most probable tokens (`CopyHandle.read_top`)."""
+        self._layout, self._reads_top = layout, reads_top
         self._texts: dict[bytes, _SharedText] = {}
 
     def add(self, clean_tokens: NDArray[np.int64], copy: MaskedCopy, targets: NDArray[np.int64]) -> CopyHandle:
@@ -123,10 +130,50 @@ class CopyTable:
         sequences = [part for text in self._texts.values() for part in self._split(text, batch_tokens)]
         num_copies, num_done = sum(len(part.readings) for part in sequences), 0
         for batch in _split_into_batches(sequences, batch_tokens, model.config.vocab_size):
-            _read_batch(model, batch, self._layout.mask_token)
+            self._read_batch(model, batch)
             num_done += sum(len(part.readings) for part in batch)
             if on_forward is not None:
                 on_forward(num_done, num_copies)
+
+    def _read_batch(self, model: Transformer, batch: Sequence[_CopySequence]) -> None:
+        """Run one forward, and read the log-probabilities with one host-device synchronization."""
+        device = model.lm_head.weight.device
+        tokens_1Q = copy_to_device(torch.from_numpy(np.concatenate([part.tokens_Q for part in batch]))[None], device)
+        with nvtx.annotate("likelihood: forward"):
+            logits_NV = model(tokens_1Q, pattern=RaggedBatch([part.slice for part in batch]))
+        readings = [reading for part in batch for reading in part.readings]
+        firsts = np.cumsum([0, *(len(part.outputs_N) for part in batch[:-1])]).tolist()
+        rows = [first + rows_M for first, part in zip(firsts, batch, strict=True) for rows_M in part.output_indices]
+        uses = [(index, target) for index, reading in enumerate(readings) for target in reading.unread_targets]
+        tokens = [np.frombuffer(target, dtype=np.int64) for _, target in uses]
+        pairs_2U = np.stack([np.concatenate([rows[index] for index, _ in uses]), np.concatenate(tokens)])
+        values_U, top_2N = self._read_logits(logits_NV, pairs_2U)
+        check_finite(~np.isnan(values_U))
+        parts = np.split(values_U, np.cumsum([len(token_ids) for token_ids in tokens])[:-1])
+        for (index, target), part_M in zip(uses, parts, strict=True):
+            readings[index].log_probabilities[target] = part_M
+            if self._reads_top:
+                readings[index].top_2M = top_2N[:, rows[index]]
+
+    def _read_logits(
+        self, logits_NV: Tensor, pairs_2U: NDArray[np.int64]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Log-probabilities of pairs of a row and a token, [U], and the most probable tokens of all rows with their
+        log-probabilities, [2, N], or [2, 0]; in fp64. The mask token has probability zero."""
+        normalizers, tops = [], []
+        for chunk in iterate_chunks(logits_NV):
+            chunk_NV = logits_NV[chunk].to(torch.float64, copy=True)
+            if self._layout.mask_token is not None:
+                chunk_NV[:, self._layout.mask_token] = float("-inf")
+            normalizers.append(chunk_NV.logsumexp(dim=1))
+            if self._reads_top:
+                values_N, tokens_N = chunk_NV.max(dim=1)
+                tops.append(torch.stack([tokens_N.double(), values_N - normalizers[-1]]))
+        pairs = copy_to_device(torch.from_numpy(pairs_2U), logits_NV.device)
+        values_U = logits_NV[pairs[0], pairs[1]].double() - torch.cat(normalizers)[pairs[0]]
+        num_rows = len(logits_NV) if self._reads_top else 0
+        flat = torch.cat([values_U, *(top_2N.T.flatten() for top_2N in tops)]).cpu().numpy()
+        return flat[: len(values_U)], flat[len(values_U) :].reshape(num_rows, 2).T
 
     def _split(self, text: _SharedText, batch_tokens: int) -> Iterator[_CopySequence]:
         """Sequences of copies, each of at most ``batch_tokens`` inputs, or one copy if that is longer."""
@@ -208,41 +255,3 @@ def _split_into_batches(
         batch.append(sequence)
     if batch:
         yield batch
-
-
-def _read_batch(model: Transformer, batch: Sequence[_CopySequence], mask_token: int | None) -> None:
-    """Run one forward, and read the log-probabilities with one host-device synchronization."""
-    device = model.lm_head.weight.device
-    tokens_1Q = copy_to_device(torch.from_numpy(np.concatenate([part.tokens_Q for part in batch]))[None], device)
-    with nvtx.annotate("likelihood: forward"):
-        logits_NV = model(tokens_1Q, pattern=RaggedBatch([part.slice for part in batch]))
-    uses, rows, targets = [], [], []
-    first = 0
-    for part in batch:
-        for reading, indices in zip(part.readings, part.output_indices, strict=True):
-            for target in reading.unread_targets:
-                uses.append((reading, target))
-                rows.append(first + indices)
-                targets.append(np.frombuffer(target, dtype=np.int64))
-        first += len(part.outputs_N)
-    values = _gather_log_probabilities(logits_NV, np.concatenate(rows), np.concatenate(targets), mask_token)
-    check_finite(~np.isnan(values))
-    parts = np.split(values, np.cumsum([len(target) for target in targets])[:-1])
-    for (reading, target), part_M in zip(uses, parts, strict=True):
-        reading.log_probabilities[target] = part_M
-
-
-def _gather_log_probabilities(
-    logits_NV: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64], mask_token: int | None
-) -> NDArray[np.float64]:
-    """Log-probabilities of tokens at rows of the logits, in fp64; the mask token has probability zero."""
-    normalizers = []
-    for chunk in iterate_chunks(logits_NV):
-        chunk_NV = logits_NV[chunk].to(torch.float64, copy=True)
-        if mask_token is not None:
-            chunk_NV[:, mask_token] = float("-inf")
-        normalizers.append(chunk_NV.logsumexp(dim=1))
-    indices_2U = copy_to_device(torch.from_numpy(np.stack([rows, tokens])), logits_NV.device)
-    values_U = logits_NV[indices_2U[0], indices_2U[1]].double() - torch.cat(normalizers)[indices_2U[0]]
-    values: NDArray[np.float64] = values_U.cpu().numpy()
-    return values

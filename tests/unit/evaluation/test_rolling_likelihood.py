@@ -1,0 +1,144 @@
+"""Whole texts in windows against `nelbo` of the same windows, and greedy decoding against `generate`; in fp64."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from config.evaluation.likelihood import AnswerLikelihoodConfig
+from config.generation import GenerationConfig
+from diffusionlm.evaluation.likelihood.greedy import greedy_matches
+from diffusionlm.evaluation.likelihood.rolling import RollingRequest, rolling_log_likelihood, score_texts
+from diffusionlm.evaluation.likelihood.scoring import ScoringRequest
+from diffusionlm.evaluation.nelbo import nelbo
+from diffusionlm.inference.generate import generate
+from diffusionlm.models.transformer import Transformer
+
+MakeModel = Callable[..., Transformer]
+VOCAB, MASK = 6, 5
+TEXT = tuple(np.random.default_rng(3).integers(0, 5, 23).tolist())
+
+
+@pytest.fixture(scope="module")
+def models(tiny_model: MakeModel) -> dict[str, Transformer]:
+    def build(**changes: object) -> Transformer:
+        values = {"vocab_size": VOCAB, "mask_token_id": MASK, "eos_token_id": 0, "pad_token_id": 0, **changes}
+        return tiny_model(torch.float64, num_hidden_layers=1, scale=0.5, **values)
+
+    return {
+        "diffusion": build(),
+        "shifted": build(logit_alignment="shifted"),
+        "autoregressive": build(logit_alignment="shifted", mask_token_id=None, block_length=1),
+    }
+
+
+def nelbo_of_windows(model: Transformer, prefix: tuple[int, ...], window: int, block_length: int | None) -> float:
+    """By `nelbo`, a window as a row; many samples unless it is exact."""
+    tokens, total, start = [*prefix, *TEXT], 0.0, 0
+    num_context = len(prefix)
+    while start + num_context < len(tokens):
+        row = torch.tensor([tokens[start : start + window]])
+        is_scored = torch.arange(row.shape[1])[None] >= num_context
+        copies = 1 if block_length == 1 else 400
+        report = nelbo(model, row.repeat(copies, 1), is_scored.repeat(copies, 1), block_length, 1, batch_size=400)
+        total -= report.nats / copies
+        start, num_context = start + window - 1, 1
+    return total
+
+
+@pytest.mark.parametrize("window", [2, 7, 24])
+@pytest.mark.parametrize("which", ["diffusion", "shifted", "autoregressive"])
+def test_windows_are_the_rows_of_nelbo(models: dict[str, Transformer], which: str, window: int) -> None:
+    config = AnswerLikelihoodConfig(block_length=1)
+    result = rolling_log_likelihood(models[which], TEXT, window, prefix=(0,), config=config)
+    assert result.log_likelihood == pytest.approx(nelbo_of_windows(models[which], (0,), window, 1), abs=1e-6)
+    assert (result.num_tokens, result.is_exact, result.standard_error) == (23, True, 0.0)
+    assert result.num_windows == result.num_forwards == math.ceil(23 / (window - 1))
+
+
+@pytest.mark.parametrize(("block_length", "window"), [(4, 12), (None, 5)])
+def test_bounds_of_windows(models: dict[str, Transformer], block_length: int | None, window: int) -> None:
+    """Enumerated, near the samples of `nelbo`. Without a prefix the first window scores all its tokens."""
+    config = AnswerLikelihoodConfig(block_length=block_length, num_mc_samples=31)
+    result = rolling_log_likelihood(models["diffusion"], TEXT, window, config=config)
+    assert (result.is_exact, result.num_tokens) == (True, 23)
+    expected = nelbo_of_windows(models["diffusion"], (), window, block_length)
+    assert result.log_likelihood == pytest.approx(expected, rel=0.02)
+    sampled = rolling_log_likelihood(
+        models["diffusion"], TEXT, window, config=config.model_copy(update={"max_enumerated_forwards": 1})
+    )
+    assert not sampled.is_exact
+    assert abs(sampled.log_likelihood - result.log_likelihood) < 4 * sampled.standard_error
+
+
+def test_a_uniform_model_gives_n_log_v(tiny_model: MakeModel) -> None:
+    values = {"vocab_size": VOCAB, "eos_token_id": 0, "pad_token_id": 0}
+    for model, count, config in (
+        (tiny_model(mask_token_id=MASK, **values), VOCAB - 1, AnswerLikelihoodConfig(num_mc_samples=16)),
+        (tiny_model(mask_token_id=MASK, **values), VOCAB - 1, AnswerLikelihoodConfig(block_length=4)),
+        (tiny_model(mask_token_id=None, logit_alignment="shifted", block_length=1, **values), VOCAB, None),
+    ):
+        torch.nn.init.zeros_(model.lm_head.weight)
+        result = rolling_log_likelihood(model, TEXT, 10, prefix=(1,), config=config)
+        assert result.log_likelihood == pytest.approx(-23 * math.log(count), rel=1e-12)
+        assert result.standard_error == pytest.approx(0.0, abs=1e-12)
+
+
+def test_texts_are_scored_together(models: dict[str, Transformer]) -> None:
+    calls: list[tuple[int, int]] = []
+    requests = [RollingRequest(TEXT[:length], (2,), length) for length in (1, 23, 9)]
+    config = AnswerLikelihoodConfig(block_length=2, batch_tokens=20)
+    results = score_texts(models["shifted"], requests, 8, config, lambda done, total: calls.append((done, total)))
+    for request, result in zip(requests, results, strict=True):
+        alone = rolling_log_likelihood(models["shifted"], request.tokens, 8, prefix=(2,), config=config)
+        assert result.log_likelihood == pytest.approx(alone.log_likelihood, abs=1e-9)
+    assert calls[-1] == (3, 3) and [done for done, _ in calls] == sorted(done for done, _ in calls)
+
+
+def test_bad_texts(models: dict[str, Transformer]) -> None:
+    with pytest.raises(ValueError, match="text 1 is empty"):
+        score_texts(models["diffusion"], [RollingRequest((1,)), RollingRequest(())])
+    with pytest.raises(ValueError, match="text 0 has a prefix of 2 tokens: give at most one"):
+        rolling_log_likelihood(models["diffusion"], TEXT, prefix=(1, 2))
+    for window in (1, 10_000):
+        with pytest.raises(ValueError, match=f"window = {window} must be between 2 and"):
+            rolling_log_likelihood(models["diffusion"], TEXT, window)
+    with pytest.raises(ValueError, match="has no context"):
+        rolling_log_likelihood(models["shifted"], TEXT)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Greedy decoding
+
+
+@pytest.mark.parametrize(
+    ("which", "block_length"),
+    [*itertools.product(["diffusion", "shifted"], [None, 4, 1]), ("autoregressive", 1)],
+)
+def test_greedy_continuations_are_those_of_generate(
+    models: dict[str, Transformer], which: str, block_length: int | None
+) -> None:
+    model, contexts = models[which], [(2, 0, 1, 4), (3, 1), (1, 1, 4)]
+    length = 6
+    values = {"attention": "bidirectional", "block_length": length, "steps": length}
+    if block_length is not None:
+        values = {"attention": "block_causal", "block_length": block_length, "steps": 2 * length}
+    settings = GenerationConfig.model_validate(
+        {"max_new_tokens": length, "stop_token_ids": (), "remasking_strategy": "low_confidence", **values}
+    )
+    config = AnswerLikelihoodConfig(block_length=block_length)
+    requests, expected = [], []
+    for context in contexts:
+        [done] = generate(model, [list(context)], settings)
+        for index in range(-1, length):
+            tokens = list(done.token_ids)
+            if index >= 0:
+                tokens[index] = (tokens[index] + 1) % 5
+            requests.append(ScoringRequest(context, tuple(tokens)))
+            expected.append(index < 0)
+    assert greedy_matches(model, requests, config) == expected
