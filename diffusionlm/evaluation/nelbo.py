@@ -19,6 +19,7 @@ from diffusionlm.diffusion.layout import InputLayout, target_positions
 from diffusionlm.diffusion.noised_batch import CleanBatch
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from diffusionlm.diffusion.segments import NoiseSequences, segment_starts
+from diffusionlm.evaluation.likelihood.masks import count_masks, enumerate_masks
 from diffusionlm.evaluation.statistics import ratio_with_standard_error
 from diffusionlm.inference.sampling import check_finite
 from diffusionlm.kernels.cross_entropy import LossInputs
@@ -51,18 +52,6 @@ class NelboReport:
     num_fill_tokens: int = 0
 
 
-@dataclass(frozen=True)
-class LikelihoodEstimate:
-    """Log-likelihood of an answer given its prompt."""
-
-    log_likelihood: float
-    """Sum over the answer's tokens in nats, at most 0: minus the NELBO, or exact."""
-    standard_error: float
-    """Standard error over Monte Carlo samples; 0 if the value is exact."""
-    num_tokens: int
-    """Number of tokens in the answer."""
-
-
 @torch.no_grad()
 def nelbo(
     model: Transformer,
@@ -80,8 +69,11 @@ def nelbo(
     Each noise group (a row or block) of n target tokens is masked ``num_mc_samples`` times. The counts k of masked
     tokens are spread evenly over 1 ... n, with offsets that are spread over groups and rows. An estimate is n / k times
     the sum of cross-entropies (Nie et al. 2025, eq. 6; Arriola et al. 2025, eq. 8). The masks depend only on the seed
-    and the row's index, so that models are compared on the same masks. With blocks of one token the value is exact;
-    with shifted outputs it is then the autoregressive model's.
+    and the row's index, so that models are compared on the same masks.
+
+    If no group has more masks than ``num_mc_samples``, all masks are enumerated instead, and the bound has no sampling
+    error: blocks of 4 tokens take 15 forwards, blocks of one token one. The latter is the exact negative
+    log-likelihood, with shifted outputs that of an autoregressive model.
 
     Args:
         tokens_BL: clean token ids.
@@ -89,7 +81,7 @@ def nelbo(
             target, and with shifted outputs neither is the first token of a document.
         block_length: tokens per block, counted from each document's start; a shorter document is one block. None:
             bidirectional, the whole row.
-        num_mc_samples: masked versions of each row.
+        num_mc_samples: masked versions of each row, at most.
         seed: of the masks.
         document_BL: document id of each position; a position attends to its own document only.
         batch_size: rows per forward.
@@ -131,6 +123,8 @@ class NelboEstimator:
     first_sequences: NDArray[np.int64]
     """Index of the first noise sequence of each row, and their number, [B + 1]: a row has one, or one per segment."""
     num_mc_samples: int
+    is_enumerated: bool
+    """A sample is a mask of each noise group, and all masks are among the samples."""
     seed: int
     batch_size: int
 
@@ -148,9 +142,19 @@ class NelboEstimator:
         is_fill_BL = np.zeros_like(maskable_BL) if batch.is_fill_BL is None else maskable_BL & batch.is_fill_BL.numpy()
         if is_fill_BL.sum() == maskable_BL.sum():
             raise ValueError("no answer token: all target tokens are fill")
-        if layout.block_length == 1:
-            num_mc_samples = 1  # the only token of a block is always masked
-        return cls(layout, batch, maskable_BL, is_fill_BL, _count_sequences(batch), num_mc_samples, seed, batch_size)
+        num_masks = count_masks(_largest_noise_group(layout, batch))
+        is_enumerated = num_masks <= num_mc_samples
+        return cls(
+            layout,
+            batch,
+            maskable_BL,
+            is_fill_BL,
+            _count_sequences(batch),
+            num_masks if is_enumerated else num_mc_samples,
+            is_enumerated,
+            seed,
+            batch_size,
+        )
 
     @property
     def is_scored_BL(self) -> NDArray[np.bool_]:
@@ -182,21 +186,19 @@ class NelboEstimator:
         self, batch: CleanBatch, first_row: int, sample: int
     ) -> tuple[NDArray[np.bool_], NDArray[np.float64], NDArray[np.float64]]:
         """Masks, weights and masked fractions of some rows, each [B, L]; segments get those of separate rows."""
-        sequences, block_length = NoiseSequences.from_batch(batch), self.layout.block_length
-        group_ids_QM = assign_noise_groups(
-            self.layout.split_for_noise(sequences.batch),
-            sequences.gather(self.layout.maskable(batch)),
-            "row" if block_length is None else "block",
-            block_length,
-        )
-        masked_QM, weights_QM, fractions_QM = _build_mask_grid(
-            group_ids_QM,
-            self.seed,
-            sample,
-            self.num_mc_samples,
-            first=int(self.first_sequences[first_row]),
-            total=int(self.first_sequences[-1]),
-        )
+        sequences = NoiseSequences.from_batch(batch)
+        group_ids_QM = _assign_groups(self.layout, batch, sequences)
+        if self.is_enumerated:
+            masked_QM, weights_QM, fractions_QM = _enumerate_mask_grid(group_ids_QM, sample, self.num_mc_samples)
+        else:
+            masked_QM, weights_QM, fractions_QM = _build_mask_grid(
+                group_ids_QM,
+                self.seed,
+                sample,
+                self.num_mc_samples,
+                first=int(self.first_sequences[first_row]),
+                total=int(self.first_sequences[-1]),
+            )
         return sequences.scatter(masked_QM), sequences.scatter(weights_QM), sequences.scatter(fractions_QM)
 
     def build_report(self, forward_sums: Sequence[NelboForwardSums]) -> NelboReport:
@@ -238,52 +240,6 @@ class NelboEstimator:
         return slice(start, start + self.batch_size), sample
 
 
-def conditional_likelihood(
-    model: Transformer,
-    prompt: Sequence[int],
-    answer: Sequence[int],
-    *,
-    block_length: int | None = None,
-    num_mc_samples: int = 128,
-    seed: int = 0,
-    batch_size: int = 32,
-) -> LikelihoodEstimate:
-    """Estimate the log-likelihood of an answer given a clean prompt, as LLaDA does (Nie et al. 2025, appendix B.5).
-
-    The counts of masked answer tokens are spread over ``num_mc_samples`` copies of the row. They are uniform; LLaDA's
-    code rounds them half to even, which shifts its mean by tenths of a nat. An answer of one token and blocks of one
-    token are exact and take a single forward.
-
-    Raises:
-        ValueError: the answer is empty or has a token that the model cannot predict, or `nelbo` raises.
-    """
-    if not answer:
-        raise ValueError("an empty answer has no likelihood: give at least one token")
-    if num_mc_samples < 1:
-        raise ValueError(f"num_mc_samples = {num_mc_samples} must be at least 1")
-    is_exact = len(answer) == 1 or block_length == 1
-    num_copies = 1 if is_exact else num_mc_samples
-    row = torch.tensor([*prompt, *answer])
-    is_answer = torch.arange(len(row)) >= len(prompt)
-    report = nelbo(
-        model,
-        row.repeat(num_copies, 1),
-        is_answer.repeat(num_copies, 1),
-        block_length,
-        num_mc_samples=1,
-        seed=seed,
-        batch_size=batch_size,
-    )
-    num_tokens = report.num_tokens // num_copies
-    if num_tokens < len(answer):
-        raise ValueError(
-            f"{len(answer) - num_tokens} of the answer's {len(answer)} tokens cannot be predicted: mask tokens "
-            "never are, and with shifted outputs neither is the first token of a text: pass a prompt"
-        )
-    error = 0.0 if is_exact else report.standard_error * num_tokens
-    return LikelihoodEstimate(-report.nats / num_copies, error, num_tokens)
-
-
 def compute_masked_nll(
     model: Transformer, layout: InputLayout, batch: CleanBatch, masked_BL: NDArray[np.bool_]
 ) -> NDArray[np.float64]:
@@ -292,6 +248,9 @@ def compute_masked_nll(
     Raises:
         ValueError: the model's probabilities are not finite.
     """
+    nll_BL = np.full(masked_BL.size, np.nan)
+    if not masked_BL.any():
+        return nll_BL.reshape(masked_BL.shape)
     noised = layout.build_noised_batch(batch, masked_BL, np.ones(masked_BL.shape))
     target_positions_N = target_positions(noised, layout.alignment).numpy()
     noised = noised.to(model.lm_head.weight.device)
@@ -302,9 +261,24 @@ def compute_masked_nll(
         )
     nll_N = output.nll_N.double().cpu().numpy()
     check_finite(~np.isnan(nll_N))
-    nll_BL = np.full(masked_BL.size, np.nan)
     nll_BL[target_positions_N] = nll_N
     return nll_BL.reshape(masked_BL.shape)
+
+
+def _assign_groups(layout: InputLayout, batch: CleanBatch, sequences: NoiseSequences) -> NDArray[np.int64]:
+    """Noise group of each target token of each sequence, -1 for other tokens, [Q, M]."""
+    return assign_noise_groups(
+        layout.split_for_noise(sequences.batch),
+        sequences.gather(layout.maskable(batch)),
+        "row" if layout.block_length is None else "block",
+        layout.block_length,
+    )
+
+
+def _largest_noise_group(layout: InputLayout, batch: CleanBatch) -> int:
+    """Most target tokens of a noise group of the batch."""
+    group_ids_QM = _assign_groups(layout, batch, NoiseSequences.from_batch(batch))
+    return max(int(np.bincount(ids_M[ids_M >= 0]).max(initial=0)) for ids_M in group_ids_QM)
 
 
 def _count_sequences(batch: CleanBatch) -> NDArray[np.int64]:
@@ -340,6 +314,26 @@ def _build_mask_grid(
         )
         weights_QM[index, positions] = (sizes_G / counts_G)[group_ids]
         fractions_QM[index, positions] = (counts_G / sizes_G)[group_ids]
+    return masked_QM, weights_QM, fractions_QM
+
+
+def _enumerate_mask_grid(
+    group_ids_QM: NDArray[np.int64], sample: int, num_samples: int
+) -> tuple[NDArray[np.bool_], NDArray[np.float64], NDArray[np.float64]]:
+    """Mask number ``sample`` of each noise group, with the weights for the mean over all samples, and masked fractions,
+    each [Q, M]. A group with fewer masks is not masked in the samples after its last one."""
+    shape = group_ids_QM.shape
+    masked_QM, weights_QM, fractions_QM = np.zeros(shape, dtype=np.bool_), np.zeros(shape), np.zeros(shape)
+    for index, ids_M in enumerate(group_ids_QM):
+        positions = np.flatnonzero(ids_M >= 0)
+        sizes_G = np.bincount(ids_M[positions])
+        for size, first in zip(sizes_G.tolist(), np.cumsum(sizes_G) - sizes_G, strict=True):
+            if sample >= count_masks(size):
+                continue
+            masks, members = enumerate_masks(size), positions[first : first + size]
+            masked_QM[index, members] = masks.is_masked_Cn[sample]
+            weights_QM[index, members] = num_samples * masks.weights_Cn[sample]
+            fractions_QM[index, members] = masks.is_masked_Cn[sample].mean()
     return masked_QM, weights_QM, fractions_QM
 
 

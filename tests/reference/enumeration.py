@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -23,7 +23,8 @@ from torch import Tensor
 
 from config.model import ModelConfig
 from diffusionlm.kernels.cross_entropy import LossInputs, LossOutput
-from diffusionlm.models.patterns import AttentionPattern, BlockDiffusion, Causal
+from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockDiffusion, Causal
+from diffusionlm.models.ragged import RaggedBatch
 from diffusionlm.models.transformer import Transformer
 
 Places = tuple[int, ...]
@@ -245,9 +246,25 @@ class StandIn:
         self.posterior, self.config = posterior, config
         self.lm_head = SimpleNamespace(weight=torch.zeros(1))
 
+    @overload
     def __call__(
         self, inputs_BS: Tensor, *, pattern: AttentionPattern, output_positions: Tensor, loss_inputs: LossInputs
-    ) -> LossOutput:
+    ) -> LossOutput: ...
+
+    @overload
+    def __call__(self, inputs_BS: Tensor, *, pattern: RaggedBatch) -> Tensor: ...
+
+    def __call__(
+        self,
+        inputs_BS: Tensor,
+        *,
+        pattern: AttentionPattern | RaggedBatch,
+        output_positions: Tensor | None = None,
+        loss_inputs: LossInputs | None = None,
+    ) -> LossOutput | Tensor:
+        if isinstance(pattern, RaggedBatch):
+            return self._logits(inputs_BS, pattern)
+        assert output_positions is not None and loss_inputs is not None
         mask_token = self.config.mask_token_id
         assert mask_token is not None and loss_inputs.excluded_token == mask_token and pattern.documents_BL is None
         S = inputs_BS.shape[1]
@@ -265,6 +282,23 @@ class StandIn:
         context_RL = torch.where(context_RL == mask_token, -1, context_RL)
         nll_N = -self.posterior(context_RL, places_R).gather(1, loss_inputs.targets_N[:, None])[:, 0].log()
         return LossOutput((nll_N * loss_inputs.weights_N).sum(), nll_N)
+
+    def _logits(self, inputs_1Q: Tensor, batch: RaggedBatch) -> Tensor:
+        """Log-probabilities for texts with bidirectional or causal attention, the mask token's at -inf."""
+        logits, shift, mask_token = [], int(self.config.logit_alignment == "shifted"), self.config.mask_token_id
+        assert mask_token is not None
+        texts = inputs_1Q[0].split([part.num_inputs for part in batch.sequences])
+        for text_L, part in zip(texts, batch.sequences, strict=True):
+            assert isinstance(part.pattern, Bidirectional | Causal)
+            places_R = torch.from_numpy(part.output_offsets) + shift
+            # The posterior is for rows of the table's length; of a causal text the last token is no input.
+            length = self.config.max_position_embeddings
+            context_RL = F.pad(text_L, (0, length - len(text_L)), value=-1).repeat(len(places_R), 1)
+            if isinstance(part.pattern, Causal):
+                context_RL = context_RL.masked_fill(torch.arange(length) >= places_R[:, None], -1)
+            context_RL = context_RL.masked_fill(context_RL == mask_token, -1)
+            logits.append(self.posterior(context_RL, places_R).log())
+        return F.pad(torch.cat(logits), (0, 1), value=-math.inf)
 
 
 def table_config(num_tokens: int, length: int, **overrides: Any) -> ModelConfig:

@@ -24,7 +24,8 @@ from config.objective import (
 )
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoiseKey
 from diffusionlm.diffusion.objectives import build_objective, why_not_nelbo
-from diffusionlm.evaluation.nelbo import NUM_FRACTION_BINS, conditional_likelihood, nelbo
+from diffusionlm.evaluation.likelihood.conditional import conditional_likelihood
+from diffusionlm.evaluation.nelbo import NUM_FRACTION_BINS, nelbo
 from tests.reference.enumeration import IdealTable, StandIn, assert_mean, table_config
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -141,6 +142,20 @@ def test_evaluated_chain_rule_is_the_exact_likelihood_of_each_row() -> None:
     answer = conditional_likelihood(markov("shifted"), rows[0, :10].tolist(), rows[0, 10:].tolist(), block_length=1)
     exact = float(MOVES[rows[0, 9:-1], rows[0, 10:]].log().sum())
     assert answer.log_likelihood == pytest.approx(exact, abs=1e-11) and answer.standard_error == 0.0
+
+
+@pytest.mark.parametrize("alignment", ["same_position", "shifted"])
+def test_the_bound_of_an_answer_is_its_log_likelihood(alignment: str) -> None:
+    """An ideal denoiser has the same probability in every order, so that its bound is exact."""
+    row, start = markov_rows(1, seed=2)[0], L - 6
+    exact = float(MOVES[row[start - 1 : -1], row[start:]].log().sum())
+    prompt, answer = row[:start].tolist(), row[start:].tolist()
+    enumerated = conditional_likelihood(markov(alignment), prompt, answer)
+    assert enumerated.log_likelihood == pytest.approx(exact, abs=1e-10) and enumerated.standard_error == 0.0
+    sampled = [
+        conditional_likelihood(markov(alignment), prompt, answer, num_mc_samples=32, seed=seed) for seed in range(40)
+    ]
+    assert_mean(np.array([estimate.log_likelihood for estimate in sampled]), exact, 0.03)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ Shapes: C masks, n tokens of the block, D draws.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -37,6 +38,7 @@ def count_masks(num_tokens: int) -> int:
     return (1 << num_tokens) - 1
 
 
+@functools.lru_cache(maxsize=32)
 def enumerate_masks(num_tokens: int) -> WeightedMasks:
     """All masks of a block, with weight ``1 / (k C(n, k))`` for a mask of k tokens: the sum is the bound itself."""
     masks_C = np.arange(1, count_masks(num_tokens) + 1)
@@ -112,13 +114,13 @@ def mean_cover_sets(num_tokens: int) -> float:
 
 
 def stratified_standard_error(levels_D: NDArray[np.float64], values_D: NDArray[np.float64]) -> float:
-    """Standard error of the mean of draws with one level in each stratum; infinite for fewer than three draws.
+    """Standard error of the mean of draws with one level in each stratum; infinite for a single draw.
 
     In the order of the levels the second differences ``x_{d-1} - 2 x_d + x_{d+1}`` of independent values have 6 times
     their variance, while a trend over the levels, which stratification takes out of the mean, nearly cancels (Wolter
-    2007, Introduction to Variance Estimation, section 8.2).
+    2007, Introduction to Variance Estimation, section 8.2). Two draws have one difference, trend included.
     """
     if len(values_D) < 3:
-        return math.inf
+        return math.inf if len(values_D) < 2 else abs(float(values_D[1] - values_D[0])) / 2.0
     differences = np.diff(values_D[np.argsort(levels_D)], n=2)
     return math.sqrt(float((differences**2).mean()) / 6.0 / len(values_D))

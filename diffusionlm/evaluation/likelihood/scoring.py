@@ -39,7 +39,7 @@ class ContinuationScore:
     log_likelihood: float
     """In nats, over all tokens."""
     standard_error: float
-    """Sampling error of `log_likelihood`; 0 if it is exact, infinite with fewer than three draws."""
+    """Sampling error of `log_likelihood`; 0 if it is exact, infinite with a single draw."""
     num_tokens: int
     """Tokens of the continuation."""
     num_forwards: int

@@ -159,7 +159,7 @@ def test_sampling_is_unbiased_and_knows_its_error(diffusion: Transformer, block_
     answer = (4, 3, 1, 1, 0, 2)
     exact = score(diffusion, CONTEXT, answer, AnswerLikelihoodConfig(block_length=block_length)).log_likelihood
     config = SAMPLED.model_copy(update={"block_length": block_length})
-    scores = [score(diffusion, CONTEXT, answer, config.model_copy(update={"seed": seed})) for seed in range(200)]
+    scores = [score(diffusion, CONTEXT, answer, config.model_copy(update={"seed": seed})) for seed in range(120)]
     values = np.array([item.log_likelihood for item in scores])
     spread = float(values.std(ddof=1))
     assert abs(values.mean() - exact) < 4 * spread / math.sqrt(len(values))
@@ -175,7 +175,7 @@ def test_common_draws_make_differences_precise(diffusion: Transformer) -> None:
     exact = score_options(diffusion, CONTEXT, options, config=AnswerLikelihoodConfig())
     assert exact.is_exact and exact.standard_errors == exact.difference_standard_errors == (0.0,) * 3
     config = SAMPLED.model_copy(update={"racing": False})
-    draws = [score_options(diffusion, CONTEXT, options, key=key, config=config) for key in range(200)]
+    draws = [score_options(diffusion, CONTEXT, options, key=key, config=config) for key in range(100)]
     assert len({item.chosen for item in draws}) == 1 and draws[0].chosen == exact.chosen
     for index in range(3):
         if index == exact.chosen:

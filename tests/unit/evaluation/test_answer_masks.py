@@ -98,4 +98,5 @@ def test_standard_error_of_stratified_draws() -> None:
         errors.append(stratified_standard_error(levels_D, values_D))
     assert math.sqrt(np.mean(np.square(errors))) == pytest.approx(np.std(means), rel=0.1)
     assert stratified_standard_error(levels_D, 3.0 * levels_D) < 0.1 * stratified_standard_error(levels_D, values_D)
-    assert stratified_standard_error(levels_D[:2], values_D[:2]) == math.inf
+    assert stratified_standard_error(levels_D[:2], np.array([3.0, 5.0])) == 1.0
+    assert stratified_standard_error(levels_D[:1], values_D[:1]) == math.inf

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from diffusionlm.evaluation import nelbo as nelbo_module
-from diffusionlm.evaluation.nelbo import conditional_likelihood, nelbo
+from diffusionlm.evaluation.likelihood import masks as masks_module
+from diffusionlm.evaluation.likelihood.conditional import conditional_likelihood
+from diffusionlm.evaluation.nelbo import nelbo
 from diffusionlm.models.patterns import Bidirectional, BlockCausal, Causal
 from diffusionlm.models.transformer import Transformer
 
@@ -98,6 +99,20 @@ def test_documents_of_a_row_are_texts_of_their_own(which: str, request: pytest.F
     assert report.row_nats == pytest.approx(expected, abs=1e-5)
 
 
+def test_masks_are_enumerated_where_they_are_fewer_than_the_samples(
+    diffusion: Transformer, shifted: Transformer
+) -> None:
+    """In documents that end inside a block, and blocks with context; a row by `conditional_likelihood`."""
+    for model in (diffusion, shifted):
+        is_target = (DOCUMENTS >= 0) & (torch.arange(7) > 0)
+        exact = nelbo(model, TOKENS, is_target, 3, 7, document_BL=DOCUMENTS, batch_size=2)
+        assert exact == nelbo(model, TOKENS, is_target, 3, 900, seed=5, document_BL=DOCUMENTS, batch_size=2)
+        samples = [nelbo(model, TOKENS, is_target, 3, 6, seed=seed, document_BL=DOCUMENTS).nats for seed in range(30)]
+        assert abs(np.mean(samples) - exact.nats) < 4 * np.std(samples) / math.sqrt(30)
+        answer = conditional_likelihood(model, TOKENS[1, :1].tolist(), TOKENS[1, 1:].tolist(), block_length=3)
+        assert exact.row_nats[1] == pytest.approx(-answer.log_likelihood, abs=1e-5)
+
+
 def test_a_block_as_long_as_the_text_is_the_whole_row(diffusion: Transformer) -> None:
     whole, block = (
         nelbo(diffusion, TOKENS, num_mc_samples=3),
@@ -179,62 +194,57 @@ def test_an_answer_token_by_token_is_exact(which: str, request: pytest.FixtureRe
     assert (estimate.standard_error, estimate.num_tokens) == (0.0, 4)
 
 
-def test_exact_bounds_take_one_forward_of_one_sequence(diffusion: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, batch_shapes = nelbo_module.compute_masked_nll, list[tuple[int, ...]]()
-
-    def noting(*args: object) -> np.ndarray:
-        batch_shapes.append(args[3].shape)  # type: ignore[attr-defined]
-        return original(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(nelbo_module, "compute_masked_nll", noting)
-    conditional_likelihood(diffusion, PROMPT, [4], num_mc_samples=9)
-    conditional_likelihood(diffusion, PROMPT, [4, 1], block_length=1, num_mc_samples=9)
-    assert batch_shapes == [(1, 4), (1, 5)]
+def test_exact_bounds_take_one_forward_of_one_sequence(diffusion: Transformer) -> None:
+    shapes: list[list[int]] = []
+    with diffusion.register_forward_pre_hook(lambda _, inputs: shapes.append(list(inputs[0].shape))):
+        conditional_likelihood(diffusion, PROMPT, [4], num_mc_samples=9)
+        conditional_likelihood(diffusion, PROMPT, [4, 1], block_length=1, num_mc_samples=9)
+    # In blocks of one token: four clean tokens, which the two masked ones attend to.
+    assert shapes == [[1, 4], [1, 4 + 2]]
 
 
 def test_an_answer_of_several_tokens_is_unbiased(diffusion: Transformer) -> None:
-    exact = -enumerated(diffusion, PROMPT, [4, 3, 1])
-    values = [conditional_likelihood(diffusion, PROMPT, [4, 3, 1], num_mc_samples=48, seed=seed) for seed in range(40)]
+    answer = [4, 3, 1, 0, 2]
+    exact = -enumerated(diffusion, PROMPT, answer)
+    assert conditional_likelihood(diffusion, PROMPT, answer).log_likelihood == pytest.approx(exact, abs=1e-6)
+    values = [conditional_likelihood(diffusion, PROMPT, answer, num_mc_samples=24, seed=seed) for seed in range(80)]
     estimates = np.array([value.log_likelihood for value in values])
     spread = float(estimates.std(ddof=1))
     assert abs(estimates.mean() - exact) < 4 * spread / math.sqrt(len(estimates))
-    assert spread / math.sqrt(len(estimates)) < 0.01 * abs(exact), "too weak a test"
-    # The counts are spread evenly, which the reported error cannot know: it is rather too large.
-    reported = float(np.mean([value.standard_error for value in values]))
-    assert 0.3 < spread / reported < 1.3
+    assert 0.0 < spread / math.sqrt(len(estimates)) < 0.01 * abs(exact), "too weak a test"
+    reported = math.sqrt(float(np.mean([value.standard_error**2 for value in values])))
+    assert 0.75 < reported / spread < 1.33
 
 
-@pytest.mark.parametrize(("tokens", "draws"), [(8, 16), (8, 128), (5, 20), (3, 7)])
+@pytest.mark.parametrize(("tokens", "samples"), [(8, 22), (8, 128), (12, 100), (20, 30)])
 def test_counts_of_masked_answer_tokens_are_uniform(
-    diffusion: Transformer, monkeypatch: pytest.MonkeyPatch, tokens: int, draws: int
+    diffusion: Transformer, monkeypatch: pytest.MonkeyPatch, tokens: int, samples: int
 ) -> None:
     """Where the published protocol's counts, rounded half to even, are not: each comes equally often, in every seed."""
-    original, recorded_masks = nelbo_module.compute_masked_nll, list[np.ndarray]()
+    original, sizes = masks_module.build_cover, list[int]()
 
-    def noting(*args: object) -> np.ndarray:
-        recorded_masks.append(args[3])  # type: ignore[arg-type]
-        return original(*args)  # type: ignore[arg-type]
+    def noting(order_n: np.ndarray, size: int) -> np.ndarray:
+        sizes.append(size)
+        return original(order_n, size)
 
-    monkeypatch.setattr(nelbo_module, "compute_masked_nll", noting)
+    monkeypatch.setattr(masks_module, "build_cover", noting)
     answer = [token % 5 for token in range(tokens)]
     for seed in range(3):
-        recorded_masks.clear()
-        conditional_likelihood(diffusion, PROMPT, answer, num_mc_samples=draws, seed=seed)
-        masked = np.concatenate(recorded_masks)
-        assert masked.shape == (draws, 3 + tokens) and not masked[:, :3].any()
-        histogram = np.bincount(masked.sum(axis=1), minlength=tokens + 1)
-        assert histogram[0] == 0
-        max_difference = 0 if draws % tokens == 0 else 2
+        sizes.clear()
+        conditional_likelihood(diffusion, PROMPT, answer, num_mc_samples=samples, seed=seed)
+        histogram = np.bincount(sizes, minlength=tokens + 1)
+        assert histogram[0] == 0 and len(histogram) == tokens + 1
+        max_difference = 0 if len(sizes) % tokens == 0 else 2
         assert histogram[1:].max() - histogram[1:].min() <= max_difference
 
 
 def test_answers_that_cannot_be_scored(diffusion: Transformer, shifted: Transformer) -> None:
-    with pytest.raises(ValueError, match="an empty answer has no likelihood"):
+    with pytest.raises(ValueError, match="is empty, and has no likelihood"):
         conditional_likelihood(diffusion, PROMPT, [])
     with pytest.raises(ValueError, match="num_mc_samples = 0 must be at least 1"):
         conditional_likelihood(diffusion, PROMPT, [1, 2], num_mc_samples=0)
     assert conditional_likelihood(diffusion, [], [1, 2], num_mc_samples=4).num_tokens == 2
-    with pytest.raises(ValueError, match="1 of the answer's 2 tokens cannot be predicted"):
+    with pytest.raises(ValueError, match="no context"):
         conditional_likelihood(shifted, [], [1, 2], num_mc_samples=4)
-    with pytest.raises(ValueError, match="1 of the answer's 3 tokens cannot be predicted"):
+    with pytest.raises(ValueError, match=f"mask token {MASK} at index 1"):
         conditional_likelihood(diffusion, PROMPT, [1, MASK, 2], num_mc_samples=4)
