@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from config.base import ConfigPath, NonEmptyStr, NonNegativeInt, PositiveInt, Section, StrTuple, TupleOf, check_distinct
 from config.evaluation.text import EvalDataConfig, LikelihoodConfig, NelboConfig
+from config.finetune.chat import ChatRowsConfig
 from config.generation import GenerationConfig
 
 ExtractionRule = Literal["strict", "flexible", "boxed", "choice_letter"]
@@ -22,9 +23,9 @@ class PromptConfig(Section):
     None: the task's default."""
     answer_template: str | None = None
     """The answer of an example, in the same form. None: the task's default."""
-    delimiter: str = " "
-    """Between the prompt and the answer of an example or an option. With format = "text" it belongs to the answer: a
-    prompt ends without it."""
+    delimiter: str | None = None
+    """Between a text prompt and the answer of an example, or an option, or answer_prefix. It belongs to the answer: the
+    prompt ends without it. None: the task's default, a space or, for humaneval, nothing."""
     format: Literal["text", "chat"] = "text"
     """text: the template alone. chat: a user message that holds it, in the model's chat template."""
     system: str | None = None
@@ -76,7 +77,6 @@ class TaskOptions(Section):
     seed: NonNegativeInt = 0
     """Seed of the subset, of answers and of masks. Those of an item depend on the seed, the item's id and the number of
     the repeat."""
-    prompt: PromptConfig = PromptConfig()
 
     @model_validator(mode="after")
     def _check_ids(self) -> Self:
@@ -88,6 +88,7 @@ class Gsm8kTask(TaskOptions):
     """Math word problems: the model writes a solution, and its last number is compared with the right one."""
 
     kind: Literal["gsm8k"] = "gsm8k"
+    prompt: PromptConfig = PromptConfig()
     question_field: NonEmptyStr = "question"
     answer_field: NonEmptyStr = "answer"
     """Its text after #### is the right number; without ####, the whole text has to be one."""
@@ -109,6 +110,7 @@ class HumanEvalTask(TaskOptions):
     """Python functions: the model completes them, and their tests are executed."""
 
     kind: Literal["humaneval"] = "humaneval"
+    prompt: PromptConfig = PromptConfig()
     run_code: bool = False
     """Execute what the model has written, with the rights of this process. Processes, memory and time are limited, and
     the network is off where the kernel allows it, but a determined program is not contained: use a container."""
@@ -135,6 +137,7 @@ class MultipleChoiceTask(TaskOptions):
     """Questions with options: the most probable option is chosen."""
 
     kind: Literal["multiple_choice"] = "multiple_choice"
+    prompt: PromptConfig = PromptConfig()
     question_field: NonEmptyStr | None = None
     """None: question, ctx, goal, sentence or prompt, the first that an item has."""
     choices_field: NonEmptyStr | None = None
@@ -150,6 +153,7 @@ class ClozeTask(TaskOptions):
     """Texts whose last word is to be predicted: right if greedy decoding yields it."""
 
     kind: Literal["cloze"] = "cloze"
+    prompt: PromptConfig = PromptConfig()
     text_field: NonEmptyStr = "text"
     """The whole text; its last word is the answer, unless there is answer_field."""
     answer_field: NonEmptyStr | None = None
@@ -161,6 +165,8 @@ class ExactMatchTask(TaskOptions):
     whitespace around it."""
 
     kind: Literal["exact_match"] = "exact_match"
+    chat: ChatRowsConfig = ChatRowsConfig()
+    """How a record becomes a conversation, and the chat template; without one, the model's own."""
     generation: GenerationConfig = GenerationConfig()
     """How answers are decoded. If neither max_new_tokens nor total_length is set: 64 new tokens."""
     stop: TupleOf[NonEmptyStr] = ()

@@ -43,7 +43,7 @@ def read_reference_answers(config: TextSource, split: Split, key: str, limit: in
     while len(answers) < limit:
         texts, position = source.read(0, position, min(DOCUMENTS_PER_READ, limit - len(answers)))
         for text in texts:
-            answer = _last_answer(Conversation.from_text(text))
+            answer = last_answer(Conversation.from_text(text))
             answers.setdefault(json.dumps([answer.messages, answer.tools], sort_keys=True), answer)
         if position is None:
             break
@@ -52,7 +52,8 @@ def read_reference_answers(config: TextSource, split: Split, key: str, limit: in
     return list(answers.values())
 
 
-def _last_answer(conversation: Conversation) -> ReferenceAnswer:
+def last_answer(conversation: Conversation) -> ReferenceAnswer:
+    """Split a conversation before its last answer."""
     messages = conversation.messages
     last = max(index for index, message in enumerate(messages) if message["role"] == "assistant")
     return ReferenceAnswer(messages[:last], messages[last]["content"], conversation.task or "", conversation.tools)
