@@ -1,0 +1,212 @@
+"""The prompt of an item: a template with its fields, after solved examples, as a text or a chat. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from string import Formatter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from config.evaluation.tasks import ExactMatchTask, ItemTask, MultipleChoiceTask, PromptConfig
+from diffusionlm.evaluation.pair_encoding import EncodedPair, PairEncoder
+from diffusionlm.evaluation.tasks.items import TaskItem, read_items_of_file
+from diffusionlm.inference.settings import DecodingSettings
+from diffusionlm.inference.text import encode_chat_prompt
+from tokenizer import ChatTemplate, render_chat
+
+
+@dataclass(frozen=True)
+class TaskTemplates:
+    """The templates of a kind of task."""
+
+    question: str
+    answer: str
+    delimiter: str = " "
+
+
+DEFAULT_TEMPLATES: dict[str, TaskTemplates] = {
+    "gsm8k": TaskTemplates("Question: {question}\nAnswer:", "{answer}"),
+    "humaneval": TaskTemplates("{prompt}", "{answer}", delimiter=""),
+    "multiple_choice": TaskTemplates("Question: {question}\nAnswer:", "{answer}"),
+    "cloze": TaskTemplates("{context}", "{answer}"),
+    "exact_match": TaskTemplates("", ""),
+}
+"""Those of lm-evaluation-harness 0.4: gsm8k, humaneval, arc_easy and lambada_openai. A conversation has none."""
+LETTER_TEMPLATE = "{question}\n{options}\nAnswer:"
+"""Of multiple choice with score = "letters", as in MMLU."""
+
+
+def fill_template(template: str, fields: Mapping[str, Any], key: str) -> str:
+    """Replace each ``{name}`` by a field, and ``{{`` and ``}}`` by braces.
+
+    Raises:
+        ValueError: the template is malformed, or there is no such field; names ``key``.
+    """
+    parts = []
+    try:
+        pieces = list(Formatter().parse(template))
+    except ValueError as error:
+        raise ValueError(f"{key} = {template!r}: {error}; write {{{{ and }}}} for braces") from None
+    for literal, name, specification, conversion in pieces:
+        parts.append(literal)
+        if name is None:
+            continue
+        if name not in fields or specification or conversion:
+            raise ValueError(
+                f"{key}: {{{name}}} is no field of the item; its fields are {', '.join(map(repr, fields))}. Write "
+                "{{ and }} for braces"
+            )
+        value = fields[name]
+        parts.append(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+    return "".join(parts)
+
+
+@dataclass(frozen=True)
+class EncodedItem:
+    """The prompt of an item, as tokens."""
+
+    token_ids: NDArray[np.int32]
+    segment_starts: tuple[int, ...]
+    """Where blocks are counted anew (`prepare_prompt`)."""
+    sha256: str
+    """Hash of the prompt's text."""
+
+
+class PromptBuilder:
+    """Builds the prompts of a task's items."""
+
+    def __init__(self, task: ItemTask) -> None:
+        """Read the examples.
+
+        Raises:
+            ValueError: the file of the examples cannot be read, or has too few.
+        """
+        self.config = PromptConfig() if isinstance(task, ExactMatchTask) else task.prompt
+        defaults = DEFAULT_TEMPLATES[task.kind]
+        is_letters = isinstance(task, MultipleChoiceTask) and task.score == "letters"
+        default_question = LETTER_TEMPLATE if is_letters else defaults.question
+        self.template = default_question if self.config.template is None else self.config.template
+        self.answer_template = defaults.answer if self.config.answer_template is None else self.config.answer_template
+        self.delimiter = defaults.delimiter if self.config.delimiter is None else self.config.delimiter
+        self._shots = _read_shots(task, self.config)
+
+    def text(self, item: TaskItem) -> str:
+        """The prompt as a text, with examples and the beginning of the answer.
+
+        Raises:
+            ValueError: a template names a field that the item does not have.
+        """
+        text = self._join_examples(item)
+        prefix = self.answer_prefix(item)
+        return f"{text}{self.delimiter}{prefix}" if prefix else text
+
+    def messages(self, item: TaskItem) -> list[dict[str, Any]]:
+        """The prompt as a chat, without the beginning of the answer.
+
+        Raises:
+            ValueError: a template names a field that the item does not have.
+        """
+        if item.reference is not None:
+            return list(item.reference.messages)
+        system = [] if self.config.system is None else [{"role": "system", "content": self.config.system}]
+        if self.config.shots_as == "text":
+            return [*system, {"role": "user", "content": self._join_examples(item)}]
+        turns = []
+        for shot in self.select_shots(item):
+            turns.append({"role": "user", "content": self._question(shot)})
+            turns.append({"role": "assistant", "content": self._answer(shot)})
+        return [*system, *turns, {"role": "user", "content": self._question(item)}]
+
+    def answer_prefix(self, item: TaskItem) -> str:
+        """The text that the answer begins with."""
+        return fill_template(self.config.answer_prefix, item.fields, "prompt.answer_prefix")
+
+    def select_shots(self, item: TaskItem) -> list[TaskItem]:
+        """The examples of an item: the first ones that are not the item itself."""
+        return [shot for shot in self._shots if shot.fields != item.fields][: self.config.shots]
+
+    def _join_examples(self, item: TaskItem) -> str:
+        """Examples and question as one text."""
+        shots = [f"{self._question(shot)}{self.delimiter}{self._answer(shot)}" for shot in self.select_shots(item)]
+        return self.config.separator.join([*shots, self._question(item)])
+
+    def _question(self, item: TaskItem) -> str:
+        return fill_template(self.template, item.fields, "prompt.template")
+
+    def _answer(self, item: TaskItem) -> str:
+        return fill_template(self.answer_template, item.fields, "prompt.answer_template")
+
+
+class PromptEncoder:
+    """Encodes the prompts of a task for a model.
+
+    Args:
+        template: of chats. None: the prompts are texts.
+        settings: of decoding, which say whether blocks are counted from turns. None: nothing is decoded.
+    """
+
+    def __init__(
+        self,
+        builder: PromptBuilder,
+        encoder: PairEncoder,
+        template: ChatTemplate | None,
+        settings: DecodingSettings | None = None,
+    ) -> None:
+        self._builder, self._encoder, self._template, self._settings = builder, encoder, template, settings
+
+    def encode(self, item: TaskItem) -> EncodedItem:
+        """Encode a prompt whose answer is to be generated.
+
+        Raises:
+            ValueError: a field is missing, or the chat template rejects the chat.
+        """
+        if self._template is None:
+            text = self._builder.text(item)
+            return EncodedItem(np.array(self._encoder.encode(text), dtype=np.int32), (), _hash(text))
+        assert self._settings is not None, "only answers that are decoded are encoded alone"
+        messages, prefix = self._builder.messages(item), self._builder.answer_prefix(item)
+        tools = None if item.reference is None else item.reference.tools
+        chat = encode_chat_prompt(self._settings, self._encoder.tokenizer, self._template, messages, tools)
+        token_ids = (*chat.token_ids, *self._encoder.tokenizer.encode(prefix))
+        text = json.dumps([messages, tools, prefix], ensure_ascii=False)
+        return EncodedItem(np.array(token_ids, dtype=np.int32), tuple(chat.answer_ends), _hash(text))
+
+    def encode_options(self, item: TaskItem, options: Sequence[str]) -> tuple[list[EncodedPair], str]:
+        """Encode a prompt with each of its possible continuations. Returns the hash of the prompt's text as well.
+
+        Raises:
+            ValueError: a field is missing, or the chat template rejects the chat.
+        """
+        if self._template is None:
+            text, delimiter = self._builder.text(item), self._builder.delimiter
+        else:
+            chat = render_chat(self._template, self._builder.messages(item), add_generation_prompt=True)
+            text, delimiter = chat + self._builder.answer_prefix(item), ""
+        return [self._encoder.encode_pair(text, f"{delimiter}{option}") for option in options], _hash(text)
+
+
+def _read_shots(task: ItemTask, config: PromptConfig) -> list[TaskItem]:
+    """Read one example more than needed, because an item is never its own example."""
+    if config.shots_data is None:
+        return []
+    shots: list[TaskItem] = []
+    for shot in read_items_of_file(task, config.shots_data):
+        shots.append(shot)
+        if len(shots) > config.shots:
+            break
+    has_items = config.shots_data.resolve() == task.data.resolve()
+    if len(shots) < config.shots + has_items:
+        raise ValueError(
+            f"prompt.shots_data = {config.shots_data} has {len(shots)} examples, and prompt.shots = {config.shots}: "
+            "lower shots, or name a file with more"
+        )
+    return shots
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()

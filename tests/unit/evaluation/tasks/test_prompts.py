@@ -1,0 +1,115 @@
+"""Prompts as texts and chats, examples, and the tokens of options."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from config.evaluation.tasks import ItemTask, TaskConfig
+from config.generation import GenerationConfig
+from diffusionlm.evaluation.pair_encoding import PairEncoder
+from diffusionlm.evaluation.tasks.items import TaskItem, read_task_items
+from diffusionlm.evaluation.tasks.prompts import PromptBuilder, PromptEncoder, fill_template
+from diffusionlm.inference.settings import resolve_settings
+from tests.conftest import MakeConfig
+from tests.unit.data.chat_cases import chat_tokenizer
+from tokenizer import CHAT_TEMPLATES, encode_chat
+
+TASK: TypeAdapter[Any] = TypeAdapter(TaskConfig)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "items.jsonl"
+    records = [{"question": f"{number} + 1?", "answer": f"#### {number + 1}"} for number in range(4)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def build(path: Path, **prompt: Any) -> tuple[ItemTask, PromptBuilder, list[TaskItem]]:
+    task = TASK.validate_python({"kind": "gsm8k", "data": path, "prompt": prompt})
+    return task, PromptBuilder(task), read_task_items(task)
+
+
+def test_text_with_examples_that_are_not_the_item(path: Path) -> None:
+    _, builder, items = build(path, shots=2, shots_data=path)
+    assert builder.text(items[3]) == (
+        "Question: 0 + 1?\nAnswer: #### 1\n\nQuestion: 1 + 1?\nAnswer: #### 2\n\nQuestion: 3 + 1?\nAnswer:"
+    )
+    assert [shot.id for shot in builder.select_shots(items[0])] == ["1", "2"]
+    assert [shot.id for shot in builder.select_shots(items[1])] == ["0", "2"]
+
+
+def test_templates_and_the_beginning_of_the_answer(path: Path) -> None:
+    _, builder, [item, *_] = build(
+        path, template="Q: {question} {{}}", answer_prefix="({question})", delimiter="\n", separator="--",
+        shots=1, shots_data=path, answer_template="A: {answer}",
+    )  # fmt: skip
+    assert builder.text(item) == "Q: 1 + 1? {}\nA: #### 2--Q: 0 + 1? {}\n(0 + 1?)"
+
+
+def test_chats(path: Path) -> None:
+    prompt = {"format": "chat", "system": "Be short.", "shots": 1, "shots_data": path, "template": "{question}"}
+    _, builder, [item, *_] = build(path, **prompt)
+    assert builder.messages(item) == [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": "#### 2"},
+        {"role": "user", "content": "0 + 1?"},
+    ]
+    _, builder, [item, *_] = build(path, **prompt, shots_as="text")
+    assert builder.messages(item)[1:] == [{"role": "user", "content": "1 + 1? #### 2\n\n0 + 1?"}]
+
+
+def test_encoded_prompts(path: Path, make_config: MakeConfig) -> None:
+    tokenizer = chat_tokenizer()
+    model = make_config(
+        vocab_size=tokenizer.vocab_size, mask_token_id=tokenizer.mask_token_id, eos_token_id=tokenizer.eos_token_id
+    )
+    encoder = PairEncoder.from_model(tokenizer, model)
+    _, builder, [item, *_] = build(path)
+    encoded = PromptEncoder(builder, encoder, None).encode(item)
+    assert encoded.token_ids.tolist() == list(encoder.encode("Question: 0 + 1?\nAnswer:"))
+    assert encoded.sha256 == hashlib.sha256(b"Question: 0 + 1?\nAnswer:").hexdigest()
+    pairs, _ = PromptEncoder(builder, encoder, None).encode_options(item, ["1", "two"])
+    assert [pair.continuation_ids for pair in pairs] == [
+        encoder.encode_pair("Question: 0 + 1?\nAnswer:", f" {text}").continuation_ids for text in ("1", "two")
+    ]
+
+    _, builder, [item, *_] = build(path, format="chat", answer_prefix="It is ")
+    template, settings = CHAT_TEMPLATES["chatml"], resolve_settings(GenerationConfig(), model)
+    encoded = PromptEncoder(builder, encoder, template, settings).encode(item)
+    messages = builder.messages(item)
+    expected = encode_chat(tokenizer, template, messages, add_generation_prompt=True) + tokenizer.encode("It is ")
+    assert encoded.token_ids.tolist() == expected
+    pairs, _ = PromptEncoder(builder, encoder, template).encode_options(item, ["1"])
+    text = tokenizer.decode([*pairs[0].context_ids, *pairs[0].continuation_ids])
+    assert text.endswith("It is 1")
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [("{answe}", "'answer'"), ("{question.x}", "question.x"), ("{question!r}", "{question}"), ("{question", "braces")],
+)
+def test_wrong_templates(path: Path, template: str, words: str) -> None:
+    _, builder, [item, *_] = build(path, template=template)
+    with pytest.raises(ValueError, match=r"prompt\.template") as caught:
+        builder.text(item)
+    assert words in str(caught.value)
+
+
+def test_fields_that_are_not_texts_are_json() -> None:
+    assert fill_template("{a} {b}", {"a": 1.5, "b": ["x", None]}, "key") == '1.5 ["x", null]'
+
+
+def test_too_few_examples(path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has 4 examples.*shots = 4"):
+        build(path, shots=4, shots_data=path)
+    other = path.with_name("other.jsonl")
+    other.write_text(path.read_text())
+    build(path, shots=3, shots_data=other)
