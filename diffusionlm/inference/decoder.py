@@ -402,15 +402,9 @@ class Decoder:
         return True
 
     def _can_share_pages(self, request: ActiveRequest) -> bool:
-        """Whether keys and values of a page depend on the text up to its end alone."""
-        block_length = request.settings.block_causal_length
-        is_plain = request.uses_blocks and not request.has_guidance and len(request.prepared.segments.starts) == 1
-        return (
-            self.limits.has_prefix_cache
-            and is_plain
-            and block_length is not None
-            and self.limits.page_size % block_length == 0
-        )
+        """Whether keys and values of a page depend on the text up to the end of its last block alone."""
+        is_causal = request.uses_blocks and request.settings.block_causal_length is not None
+        return self.limits.has_prefix_cache and is_causal and not request.has_guidance
 
     def _count_shared_pages(self, request: ActiveRequest) -> None:
         if request.last_round is None:  # after a preemption they would be the request's own
@@ -420,8 +414,7 @@ class Decoder:
 
     def _share_pages(self, request: ActiveRequest) -> None:
         """Begin a waiting request with the pages of the prefix cache."""
-        num_tokens = self._runner.num_final_tokens(request)
-        digests = page_digests(request.tokens_L[:num_tokens], self.limits.page_size, request.cache_salt)
+        digests = self._digest_pages(request, self._runner.num_final_tokens(request))
         pages = self.pool.share(digests)
         if pages:
             request.pages, request.page_digests = [pages], digests[: len(pages)]
@@ -431,13 +424,28 @@ class Decoder:
         """Add the pages that have become final to the prefix cache."""
         if not self._can_share_pages(request):
             return
-        size = self.limits.page_size
-        first = len(request.page_digests)
-        salt = request.page_digests[-1] if first else request.cache_salt
-        tokens_L = request.tokens_L[first * size : self._runner.num_unchanging_tokens(request)]
-        for index, digest in enumerate(page_digests(tokens_L, size, salt), start=first):
+        digests = self._digest_pages(request, self._runner.num_unchanging_tokens(request))
+        for index, digest in enumerate(digests, start=len(request.page_digests)):
             self.pool.publish(request.pages[0][index], digest)
             request.page_digests.append(digest)
+
+    def _digest_pages(self, request: ActiveRequest, num_tokens: int) -> list[bytes]:
+        """Digests of the whole pages of a request's first ``num_tokens`` positions, behind those that it has.
+
+        Keys and values of a page depend on the tokens up to the end of its last block, which may be in the next page,
+        and on where blocks begin, as the turns of a chat move them.
+        """
+        size, num_known = self.limits.page_size, len(request.page_digests)
+        ends = np.arange((num_known + 1) * size, num_tokens + 1, size)
+        block_length = request.settings.block_causal_length
+        if not len(ends) or block_length is None:
+            return []
+        block_starts_L = request.prepared.segments.block_starts(np.arange(len(request.tokens_L)), block_length)
+        block_ends = np.searchsorted(block_starts_L, block_starts_L[ends - 1], side="right")
+        contents_2L = np.stack([request.tokens_L, block_starts_L])
+        slices = [slice(end - size, block_end) for end, block_end in zip(ends, block_ends, strict=True)]
+        salt = request.page_digests[-1] if num_known else request.cache_salt
+        return page_digests([contents_2L[:, part] for part in slices], salt)
 
 
 def _end_with_error(request: ActiveRequest, error: Exception) -> None:

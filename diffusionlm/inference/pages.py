@@ -7,7 +7,7 @@ pages of the three kinds is always that of all pages.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
 
 import numpy as np
@@ -127,14 +127,15 @@ def _find_run(pages: NDArray[np.int64], count: int) -> list[int] | None:
     return [int(page) for page in pages[starts[0] : starts[0] + count]] if len(starts) else None
 
 
-def page_digests(token_ids: NDArray[np.int64], page_size: int, salt: bytes) -> list[bytes]:
-    """Digest of each whole page of a text and of everything before it, by SHA-256: equal digests mean equal texts.
+def page_digests(contents: Iterable[NDArray[np.int64]], salt: bytes) -> list[bytes]:
+    """Digest of each page of a text and of everything before it, by SHA-256: equal digests mean equal keys and values.
 
     Args:
-        salt: what else keys and values depend on.
+        contents: for each page in order what its keys and values depend on besides the pages before.
+        salt: what all of them depend on; for pages behind others the digest of the page before.
     """
     digests, digest = [], salt
-    for start in range(0, len(token_ids) - page_size + 1, page_size):
-        digest = sha256(digest + token_ids[start : start + page_size].tobytes()).digest()
+    for content in contents:
+        digest = sha256(digest + content.tobytes()).digest()
         digests.append(digest)
     return digests

@@ -132,17 +132,82 @@ def test_admission_leaves_a_page_to_those_that_will_need_one(blocks: Transformer
     assert decoder.counts.num_preemptions == 0
 
 
-def test_neither_guidance_nor_segments_share_pages(blocks: Transformer) -> None:
-    prompt = list(range(16))
-    for values, starts in (({"cfg_scale": 1.0}, ()), ({}, (4, 8))):
-        settings = settings_of(blocks, **values)
-        decoder = Decoder(blocks, SHARED)
-        for _ in range(2):
-            active = ActiveRequest(prepare_prompt(settings, prompt, segment_starts=starts), settings)
-            decoder.add(active)
-            drain(decoder, active)
-            same(to_generation(active), answer(blocks, settings, prompt, *starts))
-        assert (decoder.counts.num_prefix_queries, decoder.pool.num_cached) == (0, 0)
+def test_guidance_shares_no_pages(blocks: Transformer) -> None:
+    prompt, settings = list(range(16)), settings_of(blocks, cfg_scale=1.0)
+    decoder = Decoder(blocks, SHARED)
+    for _ in range(2):
+        active = ActiveRequest(prepare_prompt(settings, prompt), settings)
+        decoder.add(active)
+        drain(decoder, active)
+        same(to_generation(active), answer(blocks, settings, prompt))
+    assert (decoder.counts.num_prefix_queries, decoder.pool.num_cached) == (0, 0)
+
+
+def test_turns_of_a_chat_share_their_beginning(blocks: Transformer) -> None:
+    """Blocks of 4 are counted anew at each turn, so pages of 4 end within blocks."""
+    settings = settings_of(blocks)
+    decoder = Decoder(blocks, DecoderLimits(num_pages=60, page_size=4, has_prefix_cache=True))
+    chat = [number % 20 for number in range(0, 23 * 7, 7)]
+    other = [*chat[:9], 1, *chat[10:]]
+    for prompt, starts, num_cached in (
+        (chat[:10], (), 0),
+        (chat[:10], (6,), 4),  # the first page is in blocks that begin alike
+        (chat[:18], (6,), 8),  # blocks of 6, 10, 14: what is behind 10 was never read
+        (chat[:18], (6,), 16),
+        (chat, (6, 15), 12),  # the block from 14 on ends at 15, so page 12 to 16 is another one
+        (chat, (6, 15), 20),
+        (other, (6, 15), 4),  # page 4 to 8 is equal, but the block from 6 on is not
+        (chat[:10], (), 8),
+        (chat, (), 8),
+    ):
+        active = ActiveRequest(prepare_prompt(settings, prompt, segment_starts=starts), settings)
+        decoder.add(active)
+        drain(decoder, active)
+        assert active.num_cached_tokens == num_cached, (prompt, starts)
+        same(to_generation(active), answer(blocks, settings, prompt, *starts))
+
+
+@pytest.mark.parametrize(
+    ("name", "deterministic", "count"),
+    [
+        ("blocks", False, 6),
+        pytest.param("blocks", True, 12, marks=pytest.mark.slow),
+        pytest.param("shifted_blocks", False, 12, marks=pytest.mark.slow),
+        pytest.param("shifted_blocks", True, 12, marks=pytest.mark.slow),
+    ],
+)
+def test_chats_of_any_turns_have_the_answers_of_a_cold_cache(
+    request: pytest.FixtureRequest, name: str, deterministic: bool, count: int
+) -> None:
+    model: Transformer = request.getfixturevalue(name)
+    rng = np.random.default_rng(3)
+    chat = rng.integers(0, 20, 30).tolist()
+    num_cached = 0
+    for page_size, block_length in ((2, 4), (3, 4), (4, 8), (5, 2), (4, 1)):
+        settings = settings_of(model, block_length=block_length, max_new_tokens=3)
+        limits = DecoderLimits(90, page_size, max_requests=3, max_rows=9, has_prefix_cache=True)
+        decoder = Decoder(model, limits, deterministic=deterministic)
+        requests = []
+        for _ in range(count):
+            length = int(rng.integers(1, 31))
+            turns = sorted({*rng.choice([3, 7, 9, 14, 15, 22, 26], rng.integers(0, 4)).tolist()})
+            starts = tuple(turn for turn in turns if turn <= length)
+            tokens = [*chat[:length]]
+            if rng.random() < 0.3:
+                tokens[int(rng.integers(length))] = 20
+            requests.append(ActiveRequest(prepare_prompt(settings, tokens, segment_starts=starts), settings))
+            decoder.add(requests[-1])
+            decoder.run_round()
+        drain(decoder, *requests)
+        for active in requests:
+            alone = ActiveRequest(active.prepared, settings)
+            cold = Decoder(model, DecoderLimits(90, page_size), deterministic=deterministic)
+            cold.add(alone)
+            drain(cold, alone)
+            same(to_generation(active), to_generation(alone))
+            assert not deterministic or to_generation(active) == to_generation(alone), "the same bits"
+            num_cached += active.num_cached_tokens
+    assert num_cached > 10 * count
 
 
 @pytest.mark.parametrize(("name", "num_cached"), [("blocks", 16), ("shifted_blocks", 12)])
@@ -186,29 +251,35 @@ def test_pages_are_shared_evicted_and_found_again(blocks: Transformer) -> None:
     assert run(common) == [0] and run(common) == [12]
 
 
+@pytest.mark.parametrize("starts", [(), (3, 9)])
 @pytest.mark.parametrize("name", ["blocks", "shifted_blocks"])
-def test_final_keys_and_values_are_those_of_the_whole_text(request: pytest.FixtureRequest, name: str) -> None:
+def test_final_keys_and_values_are_those_of_the_whole_text(
+    request: pytest.FixtureRequest, name: str, starts: tuple[int, ...]
+) -> None:
     """Written in the next block's first forward, or in parts, or taken from the prefix cache."""
     model: Transformer = request.getfixturevalue(name)
     settings = settings_of(model, max_new_tokens=14, denoising_steps=2, stop_token_ids=())
     prompt = list(range(10))
     decoder = Decoder(model, DecoderLimits(num_pages=30, page_size=4, max_rows=4, has_prefix_cache=True))
     for _ in range(2):
-        active = ActiveRequest(prepare_prompt(settings, prompt), settings)
+        active = ActiveRequest(prepare_prompt(settings, prompt, segment_starts=starts), settings)
         decoder.add(active)
         while decoder.has_work and active.cached_length < 20:
             decoder.run_round()
-        [pages], text = list(active.pages), active.tokens_L[:20].copy()
+        end = active.cached_length
+        [pages], text = list(active.pages), active.tokens_L[:end].copy()
         drain(decoder, active)
     assert active.num_cached_tokens == 8
     assert active.num_forwards == 2 * 4, "two of each block; storing it takes none"
-    whole = PagedCache(model.config, 5, 4, "cpu", torch.float64)
-    part = SequenceSlice(0, 20, 20, BlockCausal(4), pages=range(5))
+    assert end == (21 if starts else 20), "blocks of the last turn are counted from 9"
+    whole = PagedCache(model.config, 6, 4, "cpu", torch.float64)
+    segments_1L = torch.from_numpy(active.prepared.segments.numbers(end))[None]
+    part = SequenceSlice(0, end, end, BlockCausal(4, segments_BL=segments_1L), pages=range(6))
     with torch.inference_mode():
         model(torch.from_numpy(text)[None], pattern=RaggedBatch([part], whole))
     cache = decoder.cache
     assert cache is not None
-    slots = cache.slots(pages, 0, 20 - (name == "shifted_blocks"))
+    slots = cache.slots(pages, 0, end - (name == "shifted_blocks"))
     for ours, expected in zip((*cache.keys_KTH, *cache.values_KTH), (*whole.keys_KTH, *whole.values_KTH), strict=True):
         torch.testing.assert_close(ours[:, slots], expected[:, : len(slots)], atol=1e-10, rtol=1e-10)
 

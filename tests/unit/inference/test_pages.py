@@ -71,17 +71,19 @@ def test_a_text_is_published_once() -> None:
     assert pool.share([b"a"]) == [first]
 
 
-def test_digests_of_whole_pages_chain() -> None:
-    tokens = np.arange(10)
-    digests = page_digests(tokens, 4, b"salt")
+def test_digests_of_pages_chain() -> None:
+    first, second = np.arange(4), np.arange(4, 10)
+    digests = page_digests([first, second], b"salt")
     assert len(digests) == 2
-    assert page_digests(tokens[:8], 4, b"salt") == digests
-    assert page_digests(tokens[4:8], 4, digests[0]) == digests[1:]
-    changed = tokens.copy()
-    changed[0] = 99
-    others = [page_digests(changed, 4, b"salt"), page_digests(tokens, 4, b"other")]
+    assert page_digests([first], b"salt") == digests[:1]
+    assert page_digests([second], digests[0]) == digests[1:]
+    others = [
+        page_digests([first + 1, second], b"salt"),
+        page_digests([first, second[:-1]], b"salt")[1:],
+        page_digests([first, second], b"other"),
+    ]
     assert not set(digests) & {digest for row in others for digest in row}
-    assert page_digests(tokens[:3], 4, b"salt") == []
+    assert page_digests([], b"salt") == []
 
 
 def test_texts_that_grow_get_adjacent_pages() -> None:

@@ -246,3 +246,21 @@ def test_length_of_an_answer_that_names_none(server: RunningServer) -> None:
     assert answer["usage"]["completion_tokens"] == 3
     status, _, refused = server.request("POST", "/v1/completions", {"prompt": [1] * context})
     assert (status, refused["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def test_the_next_turn_of_a_chat_is_read_from_the_cache(server: RunningServer) -> None:
+    """Pages of 16 tokens, blocks of 4: all of a prompt but the end that is decoded again."""
+    messages = [{"role": "user", "content": "flat mat, the dog sat on the mat. " * 3}]
+
+    def ask() -> tuple[str, int, int]:
+        status, _, body = server.request("POST", "/v1/chat/completions", {"messages": messages, "max_tokens": 8})
+        assert status == 200
+        usage = body["usage"]
+        details = usage["prompt_tokens_details"]
+        return body["choices"][0]["message"]["content"], usage["prompt_tokens"], details["cached_tokens"]
+
+    answer, num_first, _ = ask()
+    messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "the cat, and"}]
+    (text, num_second, num_cached), (same_text, _, num_cached_again) = ask(), ask()
+    assert num_first - 20 <= num_cached < num_first + 8 and num_second - 20 <= num_cached_again <= num_second
+    assert text == same_text
