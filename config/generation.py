@@ -115,7 +115,8 @@ class GenerationConfig(StrategyOptions):
     suppress_token_ids: TupleOf[NonNegativeInt] = ()
     """Tokens that are never generated. The mask token never is."""
     defer_token_ids: TupleOf[NonNegativeInt] = ()
-    """Positions whose proposed token is one of these are committed last, with strategies that use confidences."""
+    """Positions whose proposed token is one of these are committed last, with strategies that use confidences. The
+    confidences of the other positions are those of the tokens that are not deferred."""
 
     if TYPE_CHECKING:
 

@@ -39,6 +39,7 @@ class TokenSampler:
         self._can_remask = strategy.can_remask
         # The mask has probability zero, as in training (SUBS, Sahoo et al. 2024).
         self._forbidden_token_ids = torch.tensor(settings.forbidden_token_ids, device=device, dtype=torch.long)
+        self._deferred_token_ids = torch.tensor(config.defer_token_ids, device=device, dtype=torch.long)
         self._has_fast_path = (
             self._temperature == 0.0
             and config.top_k is None
@@ -100,7 +101,7 @@ class TokenSampler:
             committed_N: tokens of committed positions, -1 at masked ones; None: all are masked.
         """
         if self._has_fast_path:
-            return _sample_greedily(logits_NV, num_top)
+            return _sample_greedily(logits_NV, num_top, self._deferred_token_ids)
         config = self._config
         logprobs_NV = logits_NV.log_softmax(dim=1)
         unfiltered_probs_NV = logprobs_NV.exp()
@@ -113,7 +114,8 @@ class TokenSampler:
             confidence_N = torch.zeros_like(logits_NV[:, 0])
         else:
             is_unfiltered = config.confidence_from == "unfiltered"
-            confidence_N = self._measure.compute(unfiltered_probs_NV if is_unfiltered else probs_NV, tokens_N)
+            basis_NV = exclude_tokens(unfiltered_probs_NV if is_unfiltered else probs_NV, self._deferred_token_ids)
+            confidence_N = self._measure.compute(basis_NV, tokens_N)
         logprobs_N = logprobs_NV.gather(1, tokens_N[:, None])[:, 0]
         samples_3N = torch.stack([tokens_N.double(), confidence_N, logprobs_N])
         if not num_top:
@@ -259,9 +261,21 @@ class LogitChanges:
         return logits_NV
 
 
-def _sample_greedily(logits_NV: Tensor, num_top: int) -> Tensor:
-    """Most probable token, its probability and log-probability, and ``num_top`` tokens and their log-probabilities,
-    [3 + 2 T, N] in fp64, without fp64 logits.
+def exclude_tokens(probs_NV: Tensor, token_ids: Tensor) -> Tensor:
+    """Distribution of the other tokens; zero where they have no probability. The argument itself if there are no ids.
+
+    Confidences of positions that predict another token do not count deferred ones, as in LLaDA's code.
+    """
+    if not len(token_ids):
+        return probs_NV
+    others_NV = probs_NV.index_fill(1, token_ids, 0.0)
+    total_N1 = others_NV.sum(dim=1, keepdim=True)
+    return others_NV / total_N1.where(total_N1 > 0.0, 1.0)
+
+
+def _sample_greedily(logits_NV: Tensor, num_top: int, deferred_token_ids: Tensor) -> Tensor:
+    """Most probable token, its probability among the tokens that are not deferred, its log-probability, and ``num_top``
+    tokens and their log-probabilities, [3 + 2 T, N] in fp64, without fp64 logits.
 
     The probability is 1 / (1 + r), where r sums exp(logit - highest logit) over the other tokens: however near 1 it is,
     its distance from 1 is as exact as r in fp32.
@@ -272,6 +286,8 @@ def _sample_greedily(logits_NV: Tensor, num_top: int) -> Tensor:
     top_differences_NT = differences_NV.gather(1, top_NT).double()
     odds_NV = differences_NV.exp_().scatter_(1, tokens_N1, 0.0)
     logprobs_N = -torch.log1p(other_odds_N := odds_NV.sum(dim=1, dtype=torch.float64))
+    if len(deferred_token_ids):
+        other_odds_N = odds_NV.index_fill_(1, deferred_token_ids, 0.0).sum(dim=1, dtype=torch.float64)
     samples_3N = torch.stack([tokens_N1[:, 0].double(), 1.0 / (1.0 + other_odds_N), logprobs_N])
     return torch.cat([samples_3N, top_NT.T.double(), top_differences_NT.T + logprobs_N])
 

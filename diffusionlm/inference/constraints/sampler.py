@@ -22,6 +22,7 @@ from diffusionlm.inference.sampling import (
     LogitRows,
     choose_tokens,
     divide_by_temperature,
+    exclude_tokens,
     filter_logits,
     find_top_tokens,
 )
@@ -162,7 +163,7 @@ class _SpanSampler:
             return np.zeros(len(tokens_P))
         is_filtered = config.confidence_from == "filtered"
         is_changed = is_filtered and (self._tempered_joint is not self._joint or config.top_k or config.top_p < 1.0)
-        if measure is TOKEN_PROBABILITY and not is_changed:
+        if measure is TOKEN_PROBABILITY and not is_changed and not config.defer_token_ids:
             return np.exp(logprobs_P)
         if is_filtered:
             marginals_PK = self._tempered_joint.class_weights()
@@ -171,7 +172,9 @@ class _SpanSampler:
         )
         if is_filtered:
             marginal_PV = filter_logits(marginal_PV, temperature=1.0, top_k=config.top_k, top_p=config.top_p)
-        return measure.compute(marginal_PV.softmax(dim=1), torch.from_numpy(tokens_P)).numpy()
+        deferred_token_ids = torch.tensor(config.defer_token_ids, dtype=torch.long)
+        probs_PV = exclude_tokens(marginal_PV.softmax(dim=1), deferred_token_ids)
+        return measure.compute(probs_PV, torch.from_numpy(tokens_P)).numpy()
 
     def _marginal_logprobs(
         self, logprobs_PV: NDArray[np.float64], marginals_PK: NDArray[np.float64]

@@ -41,7 +41,7 @@ class Choice:
     forbidden: tuple[int, ...] = ()
     """Tokens that are never chosen, beside the mask: published samplers let it through, and then emit masks."""
     deferred: tuple[int, ...] = ()
-    """A position whose token is one of these has no confidence. (LLaDA's code also takes them out of the softmax.)"""
+    """A position whose token is one of these has no confidence, and they are left out of the softmax of the others."""
 
     def own(self, logits_V: Array) -> Array:
         """The model's distribution."""
@@ -83,8 +83,11 @@ class Choice:
         raise AssertionError("a uniform is less than 1")
 
     def confidence(self, logits_V: Array, token: int) -> float:
-        """The probability of the token."""
-        return -np.inf if token in self.deferred else float(self.basis(logits_V)[token])
+        """The probability of the token among those that are not put off."""
+        if token in self.deferred:
+            return -np.inf
+        probs_V = self.basis(logits_V)
+        return float(probs_V[token] / sum(p for other, p in enumerate(probs_V) if other not in self.deferred))
 
     def order(self, position: int, step: int) -> float:
         """The uniform of a place, for the choice of places."""

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from diffusionlm.inference import sampling
-from diffusionlm.inference.sampling import choose_tokens, divide_by_temperature, filter_logits, keep_top_k, keep_top_p
+from diffusionlm.inference.sampling import (
+    choose_tokens,
+    divide_by_temperature,
+    exclude_tokens,
+    filter_logits,
+    keep_top_k,
+    keep_top_p,
+)
 
 INF = float("inf")
 
@@ -108,3 +115,14 @@ def test_samples_at_the_edges_have_positive_probability() -> None:
     for uniform in (0.0, 1.0 - 2.0**-53):
         tokens_N = choose_tokens(probs_NV, torch.full((500,), uniform, dtype=torch.float64))
         assert (probs_NV.gather(1, tokens_N[:, None]) > 0.0).all()
+
+
+def test_excluded_tokens_are_not_in_the_softmax() -> None:
+    """As if their logits were -inf; nothing is left of a row that has no other token."""
+    logits_NV = random_logits()
+    logits_NV[4, [index not in (2, 7) for index in range(13)]] = -INF
+    probs_NV = logits_NV.softmax(dim=1)
+    excluded = torch.tensor([2, 7])
+    expected_NV = logits_NV.index_fill(1, excluded, -INF).softmax(dim=1).nan_to_num(0.0)
+    torch.testing.assert_close(exclude_tokens(probs_NV, excluded), expected_NV, rtol=1e-13, atol=0.0)
+    assert exclude_tokens(probs_NV, excluded[:0]) is probs_NV

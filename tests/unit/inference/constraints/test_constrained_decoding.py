@@ -98,18 +98,24 @@ def test_infill_constrains_each_span(model: Transformer, blocks: Transformer) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "temperature"),
-    [("low_confidence", 0.0), ("low_confidence", 0.8), ("entropy", 0.8), ("topk_margin", 0.0), ("p2", 0.0), ("p2", 0.8),
-     ("random", 0.8), ("threshold", 0.8), ("remdm_cap", 0.8)],
+    ("name", "temperature", "deferred"),
+    [("low_confidence", 0.0, ()), ("low_confidence", 0.8, ()), ("entropy", 0.8, ()), ("topk_margin", 0.0, ()),
+     ("p2", 0.0, ()), ("p2", 0.8, ()), ("random", 0.8, ()), ("threshold", 0.8, ()), ("remdm_cap", 0.8, ()),
+     ("low_confidence", 0.0, (1, 3)), ("entropy", 0.8, (1, 3))],
 )  # fmt: skip
-def test_independent_positions_are_allowed_tokens(model: Transformer, name: str, temperature: float) -> None:
+def test_independent_positions_are_allowed_tokens(
+    model: Transformer, name: str, temperature: float, deferred: tuple[int, ...]
+) -> None:
     """Where the pattern says nothing of two positions together, it is the same as `allowed_token_ids`: tokens, order,
     forwards and log-probabilities."""
     constraint = make_constraint("[ab][bcd][abc][d][ac]", LETTERS)
     sets = ["ab", "bcd", "abc", "d", "ac"]
     allowed = {3 + i: [LETTERS.index(letter.encode()) for letter in letters] for i, letters in enumerate(sets)}
     config = GenerationConfig(
-        remasking_strategy=name, temperature=temperature, steps=3 if name != "threshold" else None
+        remasking_strategy=name,
+        temperature=temperature,
+        steps=3 if name != "threshold" else None,
+        defer_token_ids=deferred,
     )
     canvas = [5, 6, 7, *[MASK] * 5, 9, MASK, 4]
     seeds = range(3)
