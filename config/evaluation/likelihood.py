@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import model_validator
 
-from config.base import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class AnswerLikelihoodConfig(Section):
@@ -29,6 +29,12 @@ class AnswerLikelihoodConfig(Section):
     block length; if it has none, bidirectional."""
     bidirectional: bool = False
     """Attend to the whole text, also for a block diffusion model."""
+    cfg_scale: NonNegativeFloat = 0.0
+    """Classifier-free guidance: logits u + (s + 1)(c - u), where u is computed with the context masked. The values then
+    rank options; they are no likelihoods of the model."""
+    end_of_text: Literal["none", "unscored", "scored"] = "none"
+    """The end-of-text token after a continuation. none (LLaDA): there is none. unscored (Dream): read, but never masked
+    or scored. scored: a part of the continuation."""
     batch_tokens: PositiveInt = 8192
     """Tokens of one forward, over all texts in it; at least one text. Texts follow each other without padding."""
     seed: NonNegativeInt = 0

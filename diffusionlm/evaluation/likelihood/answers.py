@@ -45,17 +45,30 @@ class BlockedAnswer:
         ValueError: the answer is empty, or has a token that the model cannot predict.
     """
 
-    def __init__(self, layout: InputLayout, context: Sequence[int], continuation: Sequence[int], name: str) -> None:
-        """``name``: what an error calls the answer."""
+    def __init__(
+        self,
+        layout: InputLayout,
+        context: Sequence[int],
+        continuation: Sequence[int],
+        name: str,
+        *,
+        suffix: Sequence[int] = (),
+    ) -> None:
+        """
+        Args:
+            name: what an error calls the answer.
+            suffix: tokens after the answer, which are read but not scored.
+        """
         _check_answer(layout, context, continuation, name)
         self.layout = layout
-        self.tokens_T = np.array([*context, *continuation], dtype=np.int64)
-        self.num_tokens = len(continuation)
-        length, positions, size = len(self.tokens_T), np.arange(len(context), len(self.tokens_T)), layout.block_length
+        self.tokens_T = np.array([*context, *continuation, *suffix], dtype=np.int64)
+        self.num_context, self.num_tokens = len(context), len(continuation)
+        length, size = len(self.tokens_T), layout.block_length
+        positions = len(context) + np.arange(len(continuation))
         if size is None or layout.is_autoregressive:
             self.blocks = [AnswerBlock(0, length, positions)]
         else:
-            starts = range(len(context) - len(context) % size, length, size)
+            starts = range(len(context) - len(context) % size, len(context) + len(continuation), size)
             self.blocks = [
                 AnswerBlock(start, min(start + size, length), positions[positions // size == start // size])
                 for start in starts
@@ -168,7 +181,7 @@ class AnswerEstimate:
         for is_masked_n in masks.is_masked_Cn:
             positions = block.positions[is_masked_n]
             copy = answer.mask_block(block, positions)
-            handles.append(table.add(answer.clean_tokens, copy, answer.tokens_T[positions]))
+            handles.append(table.add(answer.clean_tokens, copy, answer.tokens_T[positions], answer.num_context))
         self.handles += handles
 
         def read() -> NDArray[np.float64]:

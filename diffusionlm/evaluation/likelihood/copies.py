@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -67,6 +67,8 @@ class _SharedText:
     """Clean tokens, and the copies that are computed beside them."""
 
     clean_tokens: NDArray[np.int64]
+    num_context: int
+    """Tokens of the text that guidance masks."""
     readings: dict[tuple[int, bytes, bytes], _Reading] = field(default_factory=dict)
 
 
@@ -102,19 +104,33 @@ def count_forwards(handles: Sequence[CopyHandle]) -> int:
 class CopyTable:
     """Collects masked copies, and computes each of them once."""
 
-    def __init__(self, layout: InputLayout, *, reads_top: bool = False) -> None:
-        """``reads_top``: also read the most probable tokens (`CopyHandle.read_top`)."""
-        self._layout, self._reads_top = layout, reads_top
-        self._texts: dict[bytes, _SharedText] = {}
+    def __init__(self, layout: InputLayout, *, cfg_scale: float = 0.0, reads_top: bool = False) -> None:
+        """
+        Args:
+            cfg_scale: guidance, ``u + (s + 1) (c - u)``. Above 0 each copy is computed again with its context masked.
+            reads_top: also read the most probable tokens (`CopyHandle.read_top`).
 
-    def add(self, clean_tokens: NDArray[np.int64], copy: MaskedCopy, targets: NDArray[np.int64]) -> CopyHandle:
+        Raises:
+            ValueError: guidance of a model without a mask token.
+        """
+        if cfg_scale > 0.0 and layout.mask_token is None:
+            raise ValueError(f"cfg_scale = {cfg_scale} needs a model with a mask token: set it to 0")
+        self._layout, self._cfg_scale, self._reads_top = layout, cfg_scale, reads_top
+        self._texts: dict[tuple[bytes, int], _SharedText] = {}
+
+    def add(
+        self, clean_tokens: NDArray[np.int64], copy: MaskedCopy, targets: NDArray[np.int64], num_context: int
+    ) -> CopyHandle:
         """Add a copy and the tokens to be predicted at its masked positions, [M].
 
         Args:
             clean_tokens: the text up to the last block of which there is a copy; empty if attention is bidirectional or
                 causal.
+            num_context: tokens of the text before the answer.
         """
-        text = self._texts.setdefault(clean_tokens.tobytes(), _SharedText(clean_tokens))
+        masked_context = num_context if self._cfg_scale > 0.0 else 0
+        key = clean_tokens.tobytes(), masked_context
+        text = self._texts.setdefault(key, _SharedText(clean_tokens, masked_context))
         reading = text.readings.setdefault(copy.key, _Reading(copy))
         target = targets.tobytes()
         reading.log_probabilities.setdefault(target, None)
@@ -129,7 +145,8 @@ class CopyTable:
         """
         sequences = [part for text in self._texts.values() for part in self._split(text, batch_tokens)]
         num_copies, num_done = sum(len(part.readings) for part in sequences), 0
-        for batch in _split_into_batches(sequences, batch_tokens, model.config.vocab_size):
+        num_texts = 2 if self._cfg_scale > 0.0 else 1
+        for batch in _split_into_batches(sequences, batch_tokens // num_texts, num_texts * model.config.vocab_size):
             self._read_batch(model, batch)
             num_done += sum(len(part.readings) for part in batch)
             if on_forward is not None:
@@ -137,10 +154,7 @@ class CopyTable:
 
     def _read_batch(self, model: Transformer, batch: Sequence[_CopySequence]) -> None:
         """Run one forward, and read the log-probabilities with one host-device synchronization."""
-        device = model.lm_head.weight.device
-        tokens_1Q = copy_to_device(torch.from_numpy(np.concatenate([part.tokens_Q for part in batch]))[None], device)
-        with nvtx.annotate("likelihood: forward"):
-            logits_NV = model(tokens_1Q, pattern=RaggedBatch([part.slice for part in batch]))
+        logits_NV = self._compute_logits(model, batch)
         readings = [reading for part in batch for reading in part.readings]
         firsts = np.cumsum([0, *(len(part.outputs_N) for part in batch[:-1])]).tolist()
         rows = [first + rows_M for first, part in zip(firsts, batch, strict=True) for rows_M in part.output_indices]
@@ -154,6 +168,22 @@ class CopyTable:
             readings[index].log_probabilities[target] = part_M
             if self._reads_top:
                 readings[index].top_2M = top_2N[:, rows[index]]
+
+    def _compute_logits(self, model: Transformer, batch: Sequence[_CopySequence]) -> Tensor:
+        """Logits of the outputs of all sequences, [N, V]; with guidance in fp64."""
+        device, slices = model.lm_head.weight.device, [part.slice for part in batch]
+        tokens = [part.tokens_Q for part in batch]
+        if self._cfg_scale > 0.0:
+            assert self._layout.mask_token is not None
+            tokens += [part.mask_context(self._layout.mask_token) for part in batch]
+            slices += [replace(part) for part in slices]
+        tokens_1Q = copy_to_device(torch.from_numpy(np.concatenate(tokens))[None], device)
+        with nvtx.annotate("likelihood: forward"):
+            logits_NV = model(tokens_1Q, pattern=RaggedBatch(slices))
+        if self._cfg_scale == 0.0:
+            return logits_NV
+        conditional_NV, unconditional_NV = logits_NV.double().chunk(2)
+        return unconditional_NV + (self._cfg_scale + 1.0) * (conditional_NV - unconditional_NV)
 
     def _read_logits(
         self, logits_NV: Tensor, pairs_2U: NDArray[np.int64]
@@ -183,15 +213,17 @@ class CopyTable:
             return
         if self._layout.block_length is None or self._layout.is_autoregressive:
             pattern = CAUSAL if self._layout.is_autoregressive else BIDIRECTIONAL
-            yield from (_CopySequence([reading], reading.copy.tokens, None, pattern, shift) for reading in readings)
+            yield from (
+                _CopySequence(text, [reading], reading.copy.tokens, None, pattern, shift) for reading in readings
+            )
             return
         start, num_inputs = 0, len(text.clean_tokens)
         for index, reading in enumerate(readings):
             num_inputs += len(reading.copy.tokens)
             if index > start and num_inputs > batch_tokens:
-                yield _build_block_sequence(text.clean_tokens, readings[start:index], self._layout.block_length, shift)
+                yield _build_block_sequence(text, readings[start:index], self._layout.block_length, shift)
                 start, num_inputs = index, len(text.clean_tokens) + len(reading.copy.tokens)
-        yield _build_block_sequence(text.clean_tokens, readings[start:], self._layout.block_length, shift)
+        yield _build_block_sequence(text, readings[start:], self._layout.block_length, shift)
 
 
 BIDIRECTIONAL, CAUSAL = Bidirectional(), Causal()
@@ -203,6 +235,7 @@ class _CopySequence:
 
     def __init__(
         self,
+        text: _SharedText,
         readings: Sequence[_Reading],
         tokens_Q: NDArray[np.int64],
         position_ids_Q: NDArray[np.int64] | None,
@@ -210,7 +243,7 @@ class _CopySequence:
         shift: int,
     ) -> None:
         """``shift``: 1 if output i - 1 predicts token i. The output before a block is a clean one."""
-        self.readings, self.tokens_Q = readings, tokens_Q
+        self.readings, self.tokens_Q, self._num_context = readings, tokens_Q, text.num_context
         outputs = []
         first = len(tokens_Q) - sum(len(reading.copy.tokens) for reading in readings)
         for reading in readings:
@@ -223,11 +256,15 @@ class _CopySequence:
         length = len(tokens_Q)
         self.slice = SequenceSlice(0, length, length, pattern, outputs=self.outputs_N, position_ids=position_ids_Q)
 
+    def mask_context(self, mask_token: int) -> NDArray[np.int64]:
+        """The tokens without the context."""
+        return np.where(self.slice.input_positions < self._num_context, mask_token, self.tokens_Q)
+
 
 def _build_block_sequence(
-    clean_tokens: NDArray[np.int64], readings: Sequence[_Reading], block_length: int, shift: int
+    text: _SharedText, readings: Sequence[_Reading], block_length: int, shift: int
 ) -> _CopySequence:
-    copies = [reading.copy for reading in readings]
+    copies, clean_tokens = [reading.copy for reading in readings], text.clean_tokens
     ids_Q = np.concatenate(
         [np.arange(len(clean_tokens)), *(copy.start + np.arange(len(copy.tokens)) for copy in copies)]
     )
@@ -235,7 +272,7 @@ def _build_block_sequence(
     bounds = tuple((int(end) - len(copy.tokens), int(end)) for end, copy in zip(ends, copies, strict=True))
     pattern = CleanAndBlockCopies(block_length, tuple(ids_Q.tolist()), bounds)
     tokens_Q = np.concatenate([clean_tokens, *(copy.tokens for copy in copies)])
-    return _CopySequence(readings, tokens_Q, ids_Q, pattern, shift)
+    return _CopySequence(text, readings, tokens_Q, ids_Q, pattern, shift)
 
 
 def _split_into_batches(

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from config.evaluation.likelihood import AnswerLikelihoodConfig
 from diffusionlm.evaluation.likelihood.answers import BlockedAnswer
 from diffusionlm.evaluation.likelihood.copies import CopyTable
-from diffusionlm.evaluation.likelihood.scoring import ScoringRequest, resolve_layout, split_into_groups
+from diffusionlm.evaluation.likelihood.scoring import AnswerBuilder, ScoringRequest, split_into_groups
 from diffusionlm.models.transformer import Transformer
 
 
@@ -32,15 +32,15 @@ def greedy_matches(
         ValueError: as `score_continuations`.
     """
     config = AnswerLikelihoodConfig() if config is None else config
-    layout = resolve_layout(model.config, config)
+    builder = AnswerBuilder.from_model(model.config, config)
     results: list[bool] = []
     for group in split_into_groups(requests, lambda item: len(item.context) + len(item.continuation), config):
         states = [
-            _GreedyState(BlockedAnswer(layout, item.context, item.continuation, f"continuation {len(results) + index}"))
+            _GreedyState(builder.build(item.context, item.continuation, f"continuation {len(results) + index}"))
             for index, item in enumerate(group)
         ]
         while active := [state for state in states if state.is_matching and state.masked_positions]:
-            table = CopyTable(layout, reads_top=True)
+            table = CopyTable(builder.layout, cfg_scale=config.cfg_scale, reads_top=True)
             readers = [state.add_copies(table) for state in active]
             table.compute(model, config.batch_tokens)
             for reader in readers:
@@ -66,6 +66,7 @@ class _GreedyState:
                 answer.clean_tokens,
                 answer.mask_block(answer.blocks[number], positions),
                 answer.tokens_T[positions],
+                answer.num_context,
             )
             for number, positions in self.masked_positions.items()
         }

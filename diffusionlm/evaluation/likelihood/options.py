@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from config.evaluation.likelihood import AnswerLikelihoodConfig
-from diffusionlm.diffusion.layout import InputLayout
-from diffusionlm.evaluation.likelihood.answers import AnswerEstimate, BlockedAnswer, SamplingPlan
+from diffusionlm.evaluation.likelihood.answers import AnswerEstimate, SamplingPlan
 from diffusionlm.evaluation.likelihood.copies import CopyTable, count_forwards
-from diffusionlm.evaluation.likelihood.scoring import OnProgress, normalize_key, resolve_layout, split_into_groups
+from diffusionlm.evaluation.likelihood.scoring import AnswerBuilder, OnProgress, normalize_key, split_into_groups
 from diffusionlm.models.transformer import Transformer
 
 
@@ -76,11 +75,11 @@ def score_documents(
             the model cannot predict; or the model's probabilities are not finite.
     """
     config = AnswerLikelihoodConfig() if config is None else config
-    layout = resolve_layout(model.config, config)
+    builder = AnswerBuilder.from_model(model.config, config)
     scores: list[OptionScores] = []
     for group in split_into_groups(requests, _count_tokens, config):
-        races = [_Race(layout, request, config, f"document {len(scores) + i}") for i, request in enumerate(group)]
-        table, unfinished = CopyTable(layout), races
+        races = [_Race(builder, request, config, f"document {len(scores) + i}") for i, request in enumerate(group)]
+        table, unfinished = CopyTable(builder.layout, cfg_scale=config.cfg_scale), races
         while unfinished:
             readers = [reader for race in unfinished for reader in race.add_stage(table)]
             table.compute(model, config.batch_tokens)
@@ -100,11 +99,13 @@ def _count_tokens(request: OptionsRequest) -> int:
 class _Race:
     """The options of one document."""
 
-    def __init__(self, layout: InputLayout, request: OptionsRequest, config: AnswerLikelihoodConfig, name: str) -> None:
+    def __init__(
+        self, builder: AnswerBuilder, request: OptionsRequest, config: AnswerLikelihoodConfig, name: str
+    ) -> None:
         if not request.options:
             raise ValueError(f"{name} has no options: give at least one")
         answers = [
-            BlockedAnswer(layout, request.context, option, f"option {index} of {name}")
+            builder.build(request.context, option, f"option {index} of {name}")
             for index, option in enumerate(request.options)
         ]
         self._config = config

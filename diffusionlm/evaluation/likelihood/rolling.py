@@ -77,8 +77,13 @@ def score_texts(
 
     Raises:
         ValueError: a text is empty or begins with more than one token of prefix, the window is below 2 or longer than
-            the model's context, or `score_continuations` raises.
+            the model's context, the settings have guidance or an end-of-text token, or `score_continuations` raises.
     """
+    if config is not None and (config.cfg_scale > 0.0 or config.end_of_text != "none"):
+        raise ValueError(
+            f'cfg_scale = {config.cfg_scale} and end_of_text = "{config.end_of_text}": windows of a text have neither '
+            'guidance nor an end; set 0 and "none"'
+        )
     window = model.config.max_position_embeddings if window is None else window
     if not 2 <= window <= model.config.max_position_embeddings:
         raise ValueError(

@@ -48,14 +48,44 @@ class ContinuationScore:
     """The value has no sampling error: all masks were enumerated, or there is just one."""
 
 
-def resolve_layout(model: ModelConfig, config: AnswerLikelihoodConfig) -> InputLayout:
-    """Layout of the forwards.
+@dataclass(frozen=True)
+class AnswerBuilder:
+    """Builds the answers of a model and of settings."""
 
-    Raises:
-        ValueError: the model has no mask token, and is not autoregressive.
-    """
-    block_length = None if config.bidirectional else config.block_length or model.block_length
-    return InputLayout.from_config(model, block_length)
+    layout: InputLayout
+    scored_suffix: tuple[int, ...]
+    """Tokens after each continuation that belong to it."""
+    suffix: tuple[int, ...]
+    """Tokens after each continuation that are not scored."""
+
+    @classmethod
+    def from_model(cls, model: ModelConfig, config: AnswerLikelihoodConfig) -> AnswerBuilder:
+        """Resolve the block length, and the end-of-text token.
+
+        Raises:
+            ValueError: the model has no mask token, and is not autoregressive; or it has no end-of-text token, and the
+                settings need one.
+        """
+        block_length = None if config.bidirectional else config.block_length or model.block_length
+        layout = InputLayout.from_config(model, block_length)
+        if config.end_of_text == "none":
+            return cls(layout, (), ())
+        if model.eos_token_id is None:
+            raise ValueError(
+                f'end_of_text = "{config.end_of_text}" needs a token, and the model\'s config.json names no '
+                'eos_token_id: set end_of_text = "none"'
+            )
+        eos = (model.eos_token_id,)
+        return cls(layout, eos, ()) if config.end_of_text == "scored" else cls(layout, (), eos)
+
+    def build(self, context: Sequence[int], continuation: Sequence[int], name: str) -> BlockedAnswer:
+        """Build an answer; an error calls it ``name``.
+
+        Raises:
+            ValueError: it is empty, or has a token that the model cannot predict.
+        """
+        suffix = self.scored_suffix if len(continuation) else ()
+        return BlockedAnswer(self.layout, context, (*continuation, *suffix), name, suffix=self.suffix)
 
 
 def normalize_key(key: int | tuple[int, ...]) -> Key:
@@ -86,12 +116,13 @@ def score_continuations(
             predict; or the model's probabilities are not finite.
     """
     config = AnswerLikelihoodConfig() if config is None else config
-    layout = resolve_layout(model.config, config)
+    builder = AnswerBuilder.from_model(model.config, config)
     scores: list[ContinuationScore] = []
     for group in split_into_groups(requests, lambda item: len(item.context) + len(item.continuation), config):
-        table, readers, estimates = CopyTable(layout), [], []
+        table = CopyTable(builder.layout, cfg_scale=config.cfg_scale)
+        readers, estimates = [], []
         for index, request in enumerate(group, start=len(scores)):
-            answer = BlockedAnswer(layout, request.context, request.continuation, f"continuation {index}")
+            answer = builder.build(request.context, request.continuation, f"continuation {index}")
             plan = SamplingPlan.from_answers([answer], config)
             estimate = AnswerEstimate(answer, plan, config.seed, normalize_key(request.key))
             readers.append(estimate.add_copies(table, plan.num_draws(plan.num_stages)))

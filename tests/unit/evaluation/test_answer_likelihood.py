@@ -12,7 +12,12 @@ import torch
 
 from config.evaluation.likelihood import AnswerLikelihoodConfig
 from diffusionlm.evaluation.likelihood.options import OptionsRequest, score_documents, score_options
-from diffusionlm.evaluation.likelihood.scoring import ContinuationScore, ScoringRequest, score_continuations
+from diffusionlm.evaluation.likelihood.scoring import (
+    AnswerBuilder,
+    ContinuationScore,
+    ScoringRequest,
+    score_continuations,
+)
 from diffusionlm.models.patterns import Bidirectional, BlockCausal, Causal
 from diffusionlm.models.transformer import Transformer
 
@@ -252,6 +257,61 @@ def test_a_mask_token_in_the_context_is_text(diffusion: Transformer) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Guidance and the end of text
+
+
+@pytest.mark.parametrize("block_length", [None, 2])
+@pytest.mark.parametrize("which", ["diffusion", "shifted"])
+@torch.no_grad()
+def test_guidance(which: str, block_length: int | None, request: pytest.FixtureRequest) -> None:
+    """Of two tokens, by the three masks of a plain forward each, with and without the context."""
+    model: Transformer = request.getfixturevalue(which)
+    text, scale, shift = [2, 0, 1, 3, 4, 1], 1.5, int(which == "shifted")
+    total = 0.0
+    for masked in ({4}, {5}, {4, 5}):
+        pattern = Bidirectional() if block_length is None else BlockCausal(block_length)
+        canvas = [MASK if index in masked else token for index, token in enumerate(text)]
+        without = [MASK] * 4 + canvas[4:]
+        c_LV, u_LV = (model(torch.tensor([tokens]), pattern=pattern)[0] for tokens in (canvas, without))
+        logits_LV = u_LV + (scale + 1.0) * (c_LV - u_LV)
+        logits_LV[:, MASK] = -math.inf
+        logprobs_LV = logits_LV.log_softmax(-1)
+        total += sum(float(logprobs_LV[i - shift, text[i]]) for i in masked) / 2.0
+    config = AnswerLikelihoodConfig(block_length=block_length, cfg_scale=scale, batch_tokens=15)
+    # Another text with the same clean tokens and another context.
+    requests = [ScoringRequest(tuple(text[:4]), tuple(text[4:])), ScoringRequest(tuple(text[:3]), tuple(text[3:]))]
+    results = score_continuations(model, requests, config)
+    assert results[0].log_likelihood == pytest.approx(total, abs=1e-6)
+    alone = score_continuations(model, requests[1:], config)
+    assert results[1].log_likelihood == pytest.approx(alone[0].log_likelihood, abs=1e-9)
+    plain = score_continuations(model, requests[:1], config.model_copy(update={"cfg_scale": 0.0}))
+    assert abs(plain[0].log_likelihood - total) > 0.01
+
+
+@pytest.mark.parametrize("block_length", [None, 4, 2])
+def test_end_of_text(diffusion: Transformer, autoregressive: Transformer, block_length: int | None) -> None:
+    """Scored it is a token more; unscored it is read where attention reaches it: in the answer's last block."""
+    context, answer = CONTEXT, (4, 3, 1)
+    config = AnswerLikelihoodConfig(block_length=block_length)
+    plain, scored, unscored = (
+        score(diffusion, context, answer, config.model_copy(update={"end_of_text": name}))
+        for name in ("none", "scored", "unscored")
+    )
+    assert scored == score(diffusion, context, (*answer, 0), config)
+    assert (scored.num_tokens, unscored.num_tokens, plain.num_tokens) == (4, 3, 3)
+    assert (abs(unscored.log_likelihood - plain.log_likelihood) > 1e-6) is (block_length != 2)
+    if block_length is None:
+        text, values = [*context, *answer, 0], []
+        for size in (1, 2, 3):
+            for masked in itertools.combinations((3, 4, 5), size):
+                logprob = sum(log_probabilities(diffusion, text, set(masked), None))
+                values.append(logprob / size / math.comb(3, size))
+        assert unscored.log_likelihood == pytest.approx(sum(values), abs=1e-6)
+    causal = AnswerLikelihoodConfig(end_of_text="unscored")
+    assert score(autoregressive, context, answer, causal) == score(autoregressive, context, answer)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Bad input
 
 
@@ -273,6 +333,11 @@ def test_bad_input(diffusion: Transformer, shifted: Transformer, autoregressive:
         score_continuations(diffusion, [ScoringRequest(CONTEXT, (1,), -1)])
     with pytest.raises(ValueError, match="no mask token"):
         score(autoregressive, CONTEXT, (1,), AnswerLikelihoodConfig(bidirectional=True))
+    with pytest.raises(ValueError, match=r"cfg_scale = 1.0 needs a model with a mask token"):
+        score(autoregressive, CONTEXT, (1,), AnswerLikelihoodConfig(cfg_scale=1.0))
+    with pytest.raises(ValueError, match=r"end_of_text = \"scored\" needs a token.*eos_token_id"):
+        without_end = diffusion.config.model_copy(update={"eos_token_id": None})
+        AnswerBuilder.from_model(without_end, AnswerLikelihoodConfig(end_of_text="scored"))
     with pytest.raises(ValueError, match="bidirectional = true contradicts block_length = 4"):
         AnswerLikelihoodConfig(bidirectional=True, block_length=4)
     assert score_continuations(diffusion, []) == [] and score_documents(diffusion, []) == []

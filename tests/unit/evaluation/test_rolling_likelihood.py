@@ -108,6 +108,9 @@ def test_bad_texts(models: dict[str, Transformer]) -> None:
     for window in (1, 10_000):
         with pytest.raises(ValueError, match=f"window = {window} must be between 2 and"):
             rolling_log_likelihood(models["diffusion"], TEXT, window)
+    for changes in ({"cfg_scale": 0.5}, {"end_of_text": "scored"}):
+        with pytest.raises(ValueError, match="windows of a text have neither guidance nor an end"):
+            rolling_log_likelihood(models["diffusion"], TEXT, config=AnswerLikelihoodConfig.model_validate(changes))
     with pytest.raises(ValueError, match="has no context"):
         rolling_log_likelihood(models["shifted"], TEXT)
 
