@@ -335,8 +335,8 @@ def test_bad_input(diffusion: Transformer, shifted: Transformer, autoregressive:
         score(autoregressive, CONTEXT, (1,), AnswerLikelihoodConfig(bidirectional=True))
     with pytest.raises(ValueError, match=r"cfg_scale = 1.0 needs a model with a mask token"):
         score(autoregressive, CONTEXT, (1,), AnswerLikelihoodConfig(cfg_scale=1.0))
+    without_end = diffusion.config.model_copy(update={"eos_token_id": None})
     with pytest.raises(ValueError, match=r"end_of_text = \"scored\" needs a token.*eos_token_id"):
-        without_end = diffusion.config.model_copy(update={"eos_token_id": None})
         AnswerBuilder.from_model(without_end, AnswerLikelihoodConfig(end_of_text="scored"))
     with pytest.raises(ValueError, match="bidirectional = true contradicts block_length = 4"):
         AnswerLikelihoodConfig(bidirectional=True, block_length=4)
