@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from markupsafe import Markup
 
 from logger.console import format_duration
 from logger.pages.axes import format_number
+from logger.pages.settings import render_settings
 from logger.pages.tables import TableRow, join, scrolling_table, table, terms
 from logger.report.plots import BITS_PER_BYTE, NATS_PER_TOKEN, ValidationMetric
 from logger.report.reading import LoggedRun, RunEvent
@@ -171,35 +170,10 @@ def config(runs: Sequence[LoggedRun]) -> Markup:
     configured = [run for run in runs if run.config]
     if not configured:
         return Markup("")
-    keys = [key for key in dict.fromkeys(key for run in configured for key in run.config) if key != "run.directory"]
-    written = {key: [_written(run.config[key]) if key in run.config else "" for run in configured] for key in keys}
-    different = [(key, cells) for key, cells in written.items() if len(set(cells)) > 1]
-    html = Markup("")
-    if different:
-        html += table([run.name for run in configured], different, first="Differences", classes="different")
-    elif len(configured) > 1:
-        html += Markup("<p>The configs of these runs are the same.</p>")
-    common = [(key, cells[0]) for key, cells in written.items() if len(set(cells)) == 1]
-    title = "All values" if len(configured) == 1 else f"{len(common)} value{'s' * (len(common) != 1)} in common"
-    sections: dict[str, list[tuple[str, str]]] = {}
-    for key, value in common:
-        section, _, rest = key.partition(".")
-        sections.setdefault(section if rest else "", []).append((rest or section, value))
-    blocks = join(
-        Markup('<section class="card"><h3>{}</h3>{}</section>').format(section, terms(values, "lines"))
-        for section, values in sections.items()
-    )
-    return html + Markup('<details><summary>{}</summary><div class="config">{}</div></details>').format(title, blocks)
-
-
-def _written(value: Any) -> str:
-    if isinstance(value, str):
-        return value or '""'
-    if isinstance(value, list):
-        return json.dumps(value, ensure_ascii=False, default=str)
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    columns = [
+        (run.name, {key: value for key, value in run.config.items() if key != "run.directory"}) for run in configured
+    ]
+    return render_settings(columns, "configs of these runs")
 
 
 def events(runs: Sequence[LoggedRun]) -> Markup:
