@@ -53,6 +53,8 @@ class Curve:
     smooth_N: Floats | None = None
     error_N: Floats | None = None
     """Standard error; a band."""
+    has_error_bars: bool = False
+    """The standard error is a bar at each point, not a band."""
     has_dots: bool = False
     has_line: bool = True
     panel: str = ""
@@ -250,7 +252,8 @@ def _line(line: Curve, across: AxisScale, scale: AxisScale) -> str:
     x_N, y_N = across(line.x_N), scale(line.y_N)
     parts = []
     if line.error_N is not None:
-        parts.append(_band(x_N, scale(line.y_N - line.error_N), scale(line.y_N + line.error_N)))
+        draw = _bars if line.has_error_bars else _band
+        parts.append(draw(x_N, scale(line.y_N - line.error_N), scale(line.y_N + line.error_N)))
     if line.smooth_N is not None:
         parts.append(
             f'<path class="raw" d="{_path(x_N, y_N)}"/><path class="smooth" d="{_path(x_N, scale(line.smooth_N))}"/>'
@@ -289,10 +292,17 @@ def _band(x_N: Floats, low_N: Floats, high_N: Floats) -> str:
     if not x:
         return ""
     if len(x) == 1:
-        return f'<path class="bar" d="M{_x(x[0])} {_y(low[0])}V{_y(high[0])}"/>'
+        return _bars(x_N, low_N, high_N)
     there = " ".join(f"{_x(at)} {_y(y)}" for at, y in zip(x, high, strict=True))
     back = " ".join(f"{_x(at)} {_y(y)}" for at, y in zip(reversed(x), reversed(low), strict=True))
     return f'<path class="band" d="M{there} {back}Z"/>'
+
+
+def _bars(x_N: Floats, low_N: Floats, high_N: Floats) -> str:
+    """Return a vertical bar at each point that has both ends."""
+    bars = zip(x_N.tolist(), low_N.tolist(), high_N.tolist(), strict=True)
+    path = "".join(f"M{_x(x)} {_y(low)}V{_y(high)}" for x, low, high in bars if math.isfinite(low + high))
+    return f'<path class="bar" d="{path}"/>' if path else ""
 
 
 def _marks(plot: Chart, across: AxisScale) -> str:
