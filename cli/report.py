@@ -1,4 +1,4 @@
-"""``diffusionlm-report``: a page of one run, or of several side by side."""
+"""``diffusionlm-report``: a page of one run, or of several side by side; also of evaluations."""
 
 from __future__ import annotations
 
@@ -6,22 +6,27 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cli.entry import build_parser, exit_with_usage_error, friendly_errors, path_argument
+from cli.eval.report import is_evaluation, write_evaluation_report
 from files.terminal_text import print_line
 from logger.report import write_report
 
 NAME = "diffusionlm-report"
 
 EXAMPLE = f"""  {NAME} runs/quickstart
-  {NAME} runs/quickstart runs/blocks --output compared.html"""
+  {NAME} runs/quickstart runs/blocks --output compared.html
+  {NAME} results/llada results/dream --output compared.html"""
 
 
 @friendly_errors(NAME)
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse, read the runs, write the page. A run that cannot be reported ends it with 2."""
-    description = "Curves, results, config and samples of runs on one page, which needs no network."
+    description = (
+        "Curves, results, config and samples of runs on one page, which needs no network; of evaluations (folders of "
+        "diffusionlm-eval) accuracies, paired comparisons, the speed-quality curve and answers, also as Markdown."
+    )
     parser = build_parser(NAME, description, EXAMPLE)
     parser.add_argument(
-        "runs", metavar="RUN", nargs="+", type=path_argument, help="directory of a run, such as runs/quickstart"
+        "runs", metavar="RUN", nargs="+", type=path_argument, help="directory of a run or of an evaluation"
     )
     parser.add_argument(
         "--output",
@@ -35,14 +40,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     output: Path = arguments.output or (first / "report.html" if is_alone else Path("report.html"))
     if output.suffix != ".html":
         exit_with_usage_error(NAME, f"--output {output}: name a file that ends in .html")
+    are_evaluations = [is_evaluation(path) for path in arguments.runs]
+    if any(are_evaluations) and not all(are_evaluations):
+        other = arguments.runs[are_evaluations.index(False)]
+        exit_with_usage_error(NAME, f"{other} is no finished evaluation, unlike the other folders: report it apart")
     try:
-        runs = write_report(arguments.runs, output)
+        _write_evaluations(arguments.runs, output) if all(are_evaluations) else _write_runs(arguments.runs, output)
     except ValueError as error:
         exit_with_usage_error(NAME, str(error))
+
+
+def _write_runs(paths: Sequence[Path], output: Path) -> None:
+    runs = write_report(paths, output)
     for run in runs:
         for note in run.notes:
             print_line(f"{run.name}: {note}")
     print_line(f"{output} shows {runs[0].name if len(runs) == 1 else f'{len(runs)} runs'}")
+
+
+def _write_evaluations(paths: Sequence[Path], output: Path) -> None:
+    report = write_evaluation_report(paths, output)
+    for note in report.notes:
+        print_line(note)
+    print_line(f"{output} and {output.with_suffix('.md').name} show {report.title}")
 
 
 if __name__ == "__main__":
