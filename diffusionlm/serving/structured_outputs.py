@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cached_property
 from typing import Any
 
@@ -14,10 +15,15 @@ _SCHEMA_KEYS = {"schema", "name", "description", "strict"}
 
 
 class StructuredOutputs:
-    """Compiles the constraints of requests. Threads may share it."""
+    """Compiles the constraints of requests. Threads may share it.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    Args:
+        max_constraints: different ones of a request.
+        max_states: of the automata of these together.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, max_constraints: int, max_states: int) -> None:
+        self._tokenizer, self._max_constraints, self._max_states = tokenizer, max_constraints, max_states
 
     @cached_property
     def _compiler(self) -> ConstraintCompiler:
@@ -35,7 +41,7 @@ class StructuredOutputs:
             num_holes: None: the answer continues a text, and has one constraint.
 
         Raises:
-            ValueError: one is wrong; the message begins with its name.
+            ValueError: one is wrong, or they are too many or too large together; the message begins with its name.
         """
         if response_format is not None:
             if structured_outputs is not None:
@@ -48,9 +54,28 @@ class StructuredOutputs:
             return [self._compile_one(structured_outputs, "structured_outputs")] * (num_holes or 1)
         if len(structured_outputs) != num_holes:
             raise ValueError(f"structured_outputs has {len(structured_outputs)} entries for {num_holes} holes")
-        return [
-            None if value is None else self._compile_one(value, "structured_outputs") for value in structured_outputs
-        ]
+        return self._compile_holes(structured_outputs)
+
+    def _compile_holes(self, values: list[Any]) -> list[TokenConstraint | None]:
+        """Constraints of holes; equal ones are compiled once."""
+        keys = [None if value is None else json.dumps(value, sort_keys=True) for value in values]
+        different = {key: value for key, value in zip(keys, values, strict=True) if key is not None}
+        if len(different) > self._max_constraints:
+            raise ValueError(
+                f"structured_outputs has {len(different)} different constraints: this server allows at most "
+                f"{self._max_constraints} (serve.max_constraints)"
+            )
+        constraints: dict[str | None, TokenConstraint] = {}
+        num_states = 0
+        for key, value in different.items():
+            constraints[key] = self._compile_one(value, "structured_outputs")
+            num_states += constraints[key].num_states
+            if num_states > self._max_states:
+                raise ValueError(
+                    f"structured_outputs: the constraints of all holes together are too large, {num_states} states or "
+                    f"more: this server allows at most {self._max_states} (serve.max_constraint_states)"
+                )
+        return [constraints.get(key) for key in keys]
 
     def _compile_one(self, value: Any, field: str) -> TokenConstraint:
         try:

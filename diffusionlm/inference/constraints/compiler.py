@@ -36,6 +36,11 @@ class TokenConstraint:
         self._compile = lru_cache(_KEPT_VARIANTS)(self._compile_tokens)
         self._prepend = lru_cache(_KEPT_VARIANTS)(self._prepend_bytes)
 
+    @property
+    def num_states(self) -> int:
+        """States of the automaton over bytes, which its size depends on."""
+        return self._automaton.num_states
+
     def after(self, prefix: bytes) -> TokenConstraint:
         """The same texts behind bytes that the first new token repeats (`HealedText.repeated_bytes`)."""
         return self._prepend(prefix) if prefix else self

@@ -90,6 +90,10 @@ class GenerationBody(Section):
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
     safety_identifier: str | None = None
 
+    @property
+    def has_constraint(self) -> bool:
+        return self.response_format is not None or self.structured_outputs is not None
+
 
 class CompletionBody(GenerationBody):
     """Fields of a request that continues prompts (``/v1/completions``), or fills a hole before a suffix."""
@@ -128,10 +132,6 @@ class ParsedBody(Generic[Body]):
     fields: Body
     overrides: Mapping[str, Any]
     """Keys of `GenerationConfig` that the request sets, and their values."""
-
-    @property
-    def has_constraint(self) -> bool:
-        return self.fields.response_format is not None or self.fields.structured_outputs is not None
 
     def without_healing(self) -> ParsedBody[Body]:
         return replace(self, fields=self.fields.model_copy(update={"token_healing": False}))

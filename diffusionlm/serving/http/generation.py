@@ -79,17 +79,22 @@ class GenerationEndpoint:
         service = self._service
         service.num_active += 1
         try:
-            prepared = await service.run_in_thread(partial(self._prepare, body, exchange.cache_salt))
+            parsed = await service.run_in_thread(partial(self._parse, body))
+            prepare = partial(self._prepare, parsed, exchange.cache_salt)
+            prepared = await service.run_in_thread(prepare, has_constraint=parsed.fields.has_constraint)
             exchange.details["model"] = prepared.model
             service.check_is_ready()
             await self._decode(Call(service.engine, prepared, service.preparer.tokenizer), exchange, send)
         finally:
             service.num_active -= 1
 
-    def _prepare(self, body: bytes, cache_salt: str) -> PreparedCall:
-        preparer, parsed = self._service.preparer, parse_body(parse_object(body), self._kind.body_class)
+    def _parse(self, body: bytes) -> ParsedBody[Any]:
+        return parse_body(parse_object(body), self._kind.body_class)
+
+    def _prepare(self, parsed: ParsedBody[Any], cache_salt: str) -> PreparedCall:
+        preparer = self._service.preparer
         call = self._kind.prepare(preparer, parsed, cache_salt)
-        if parsed.has_constraint and any(
+        if parsed.fields.has_constraint and any(
             any(item.repeated_bytes)
             and not has_answer(resolve_settings(item.config, preparer.model), item.token_ids, item.options)
             for item in call.submissions[:: parsed.fields.n]
@@ -101,7 +106,7 @@ class GenerationEndpoint:
         service, prepared = self._service, call.prepared
         answer_format = self._kind.format_class(prepared, service.preparer.tokenizer, exchange.request_id)
         try:
-            await service.run_in_thread(call.submit)
+            await service.run_in_thread(call.submit, has_constraint=prepared.fields.has_constraint)
             if prepared.fields.stream:
                 await self._stream(call, answer_format, exchange, send)
             else:

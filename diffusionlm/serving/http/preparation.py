@@ -143,7 +143,7 @@ class RequestPreparer:
         self._prefix_ids = tuple(model.prefix_ids or tokenizer.prefix_ids)
         longest = max(map(len, tokenizer.vocab))
         self._max_text_length = longest * model.max_position_embeddings
-        self._structured_outputs = StructuredOutputs(tokenizer)
+        self._structured_outputs = StructuredOutputs(tokenizer, limits.max_constraints, limits.max_constraint_states)
         self._get_healer = lru_cache(_KEPT_HEALERS)(self._build_healer)
         resolve_settings(self._generation, model)
 
@@ -165,7 +165,7 @@ class RequestPreparer:
             raise ApiError(
                 400, "logprobs of a prompt have no meaning in diffusion: remove echo or logprobs", param="logprobs"
             )
-        if len(prompts) > 1 and body.has_constraint:  # each end of a prompt would need an automaton of its own
+        if len(prompts) > 1 and body.fields.has_constraint:  # each end of a prompt would need an automaton of its own
             body = body.without_healing()
         config, max_tokens = self._build_config(body, [("max_tokens", fields.max_tokens)])
         encoded = [self._encode_prompt(prompt, body, config, max_tokens) for prompt in prompts]

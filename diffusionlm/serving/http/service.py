@@ -16,6 +16,8 @@ from diffusionlm.serving.http.preparation import RequestPreparer
 T = TypeVar("T")
 
 _PREPARATION_THREADS = 4
+_CONSTRAINT_THREADS = 2
+"""For requests with constraints, whose compilation may take seconds, so that all others do not wait for it."""
 
 
 class Service:
@@ -29,6 +31,7 @@ class Service:
         self.num_active = 0
         """Requests that decode, or wait for it."""
         self._threads = DaemonThreads(_PREPARATION_THREADS, "diffusionlm-prepare")
+        self._constraint_threads = DaemonThreads(_CONSTRAINT_THREADS, "diffusionlm-constrain")
 
     def check_is_ready(self) -> None:
         """
@@ -56,11 +59,12 @@ class Service:
                 code="engine_stalled",
             )  # fmt: skip
 
-    async def run_in_thread(self, function: Callable[[], T]) -> T:
-        """Run what takes long beside the event loop."""
-        return await self._threads.run(function)
+    async def run_in_thread(self, function: Callable[[], T], *, has_constraint: bool = False) -> T:
+        """Run what takes long beside the event loop; requests with constraints have threads of their own."""
+        return await (self._constraint_threads if has_constraint else self._threads).run(function)
 
     def close(self) -> None:
         """End the engine at once, and the threads without a wait; requests that are not done end with an error."""
         self.engine.close(drain=False)
         self._threads.close()
+        self._constraint_threads.close()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+import time
 from typing import Any
 
 import openai
 import pytest
 
-from tests.unit.serving.http.conftest import RunningServer
+from diffusionlm.serving.structured_outputs import StructuredOutputs
+from tests.unit.serving.http.conftest import RunningServer, StartServer
 
 SCHEMA = {
     "type": "object",
@@ -133,3 +136,54 @@ def test_errors_of_holes(server: RunningServer) -> None:
         status, _, answer = server.request("POST", "/v1/infill", body)
         assert (status, answer["error"]["param"]) == (400, "structured_outputs")
         assert message in answer["error"]["message"]
+
+
+def test_constraints_of_a_request_are_limited_together(start_server: StartServer) -> None:
+    """Equal ones count once; the message names the limit."""
+    server = start_server(max_constraints=3, max_constraint_states=40)
+
+    def ask(*patterns: str | None) -> tuple[int, str]:
+        segments = [item for _ in patterns for item in ("the ", 2)]
+        holes = [None if pattern is None else {"regex": pattern} for pattern in patterns]
+        status, _, body = server.request("POST", "/v1/infill", {"segments": segments, "structured_outputs": holes})
+        return status, "" if status == 200 else body["error"]["message"]
+
+    assert ask(*["[a-d]*", "[e-h]*", "[i-l]*"] * 8, None) == (200, "")
+    status, message = ask("a*", "b*", None, "c*", "d*", "d*")
+    assert status == 400 and "4 different constraints" in message and "serve.max_constraints" in message
+    assert ask("[a-z]{0,30}") == (200, "")
+    status, message = ask("[a-z]{0,30}", "[a-z ]{0,29}")
+    assert status == 400 and "61 states or more" in message and "serve.max_constraint_states" in message
+
+
+def test_constraints_that_are_compiled_hold_up_nobody_else(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start_server()
+    entered, release = threading.Semaphore(0), threading.Event()
+
+    def wait(self: StructuredOutputs, response_format: Any, structured_outputs: Any, num_holes: Any) -> Any:
+        if structured_outputs is not None:
+            entered.release()
+            assert release.wait(30)
+        return []
+
+    monkeypatch.setattr(StructuredOutputs, "compile", wait)
+    results: list[int] = []
+
+    def ask(structured_outputs: Any) -> None:
+        body = {"prompt": PROMPT, "max_tokens": 2, "structured_outputs": structured_outputs}
+        results.append(server.request("POST", "/v1/completions", body)[0])
+
+    threads = [threading.Thread(target=ask, args=({"regex": "a"},)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    while server.service.num_active < 8:
+        time.sleep(0.001)
+    assert entered.acquire(timeout=30)
+    ask(None)
+    assert results == [200]
+    release.set()
+    for thread in threads:
+        thread.join(30)
+    assert results == [200] * 9
