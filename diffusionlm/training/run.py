@@ -90,16 +90,17 @@ class Run:
 
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
-        """Context for evaluation: the weights of the last update, averaged if EMA is on, in float32, without gradients.
+        """Context for evaluation: the weights of the last update, averaged if EMA is on, without gradients.
 
-        FSDP computes in the training precision, since it gathers the weights in it, and its forwards are collective.
+        Matrix products are float32 on a CPU. On a GPU they have the precision of training: its float32 products do not
+        use the tensor cores. So they have under FSDP, which gathers the weights in it.
         """
         state = self.state
         state.parallel.wait_for_weights()
-        is_sharded = isinstance(self.config.parallel, FSDP)
+        has_training_precision = self.settings.device.type == "cuda" or isinstance(self.config.parallel, FSDP)
         with (
             state.master_weights.as_float32(),
-            autocast(self.settings) if is_sharded else nullcontext(),
+            autocast(self.settings) if has_training_precision else nullcontext(),
             torch.no_grad(),
             state.ema.use_averages() if state.ema is not None else nullcontext(),
         ):

@@ -1,0 +1,113 @@
+"""A GPU that computes nothing: fake tensors on ``cuda``, and a record of the operators that would be launched.
+
+Shapes, dtypes, devices and the choice of code paths are those of a GPU; values do not exist, so reading one raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarking.serving.count_kernels import WITHOUT_KERNELS
+from diffusionlm.kernels import chunked_loss
+
+FUSED_ATTENTION = "scaled_dot_product_attention"
+"""Name of the launch of torch's fused attention."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """An operator that computes on the GPU."""
+
+    name: str
+    """Without its namespace and overload."""
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+
+    @property
+    def is_product(self) -> bool:
+        return self.name in ("mm", "addmm", "bmm", "baddbmm", FUSED_ATTENTION)
+
+
+@dataclass
+class LaunchRecord:
+    """The operators that computed on the GPU, in order."""
+
+    launches: list[Launch] = field(default_factory=list)
+
+    def attend(
+        self, q_BNQH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, attn_mask: Tensor | None = None, **_: Any
+    ) -> Tensor:
+        """Record fused attention, and return a tensor of its shape."""
+        out_BNQH = torch.empty_like(q_BNQH)
+        inputs = (q_BNQH, k_BKSH, v_BKSH) if attn_mask is None else (q_BNQH, k_BKSH, v_BKSH, attn_mask)
+        self.launches.append(Launch(FUSED_ATTENTION, inputs, (out_BNQH,)))
+        return out_BNQH
+
+    def count(self) -> Counter[str]:
+        """Number of launches of each operator."""
+        return Counter(launch.name for launch in self.launches)
+
+    def product_dtypes(self) -> set[torch.dtype]:
+        """Dtypes of the factors of all matrix products."""
+        return {tensor.dtype for launch in self.launches if launch.is_product for tensor in launch.inputs}
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, record: LaunchRecord) -> None:
+        super().__init__()
+        self.record = record
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        inputs, outputs = _tensors((args, kwargs)), _tensors(output)
+        computes = not func.is_view and name not in WITHOUT_KERNELS and func.namespace != "prim"
+        if computes and any(tensor.is_cuda for tensor in (*inputs, *outputs)):
+            self.record.launches.append(Launch(name, inputs, outputs))
+        return output
+
+
+def _tensors(tree: Any) -> tuple[Tensor, ...]:
+    return tuple(leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+
+
+@contextlib.contextmanager
+def fake_cuda() -> Iterator[LaunchRecord]:
+    """Context in which tensors are fake, a GPU with bfloat16 seems to be there, and launches are recorded.
+
+    Stubs with the right shapes take the place of the loss kernel, which fake tensors cannot enter, and of fused
+    attention, which torch selects by the properties of a real GPU. Build in the context what is used in it.
+    """
+    record = LaunchRecord()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(FakeTensorMode())  # before a GPU seems to be there: it would initialize CUDA
+        for name in ("is_available", "is_bf16_supported"):
+            stack.enter_context(patch.object(torch.cuda, name, lambda *_, **__: True))
+        stack.enter_context(patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor))
+        stack.enter_context(patch.object(chunked_loss, "load_loss_backend", _load_fake_loss))
+        stack.enter_context(patch.object(torch.nn.functional, FUSED_ATTENTION, record.attend))
+        stack.enter_context(_Recorder(record))
+        yield record
+
+
+def _load_fake_loss(backend: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    assert backend == "triton", "a GPU uses the kernel"
+
+    def compute_chunk_loss(logits_CV: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        nll_C = logits_CV.new_empty(len(logits_CV), dtype=torch.float32)
+        return nll_C, nll_C
+
+    return compute_chunk_loss
