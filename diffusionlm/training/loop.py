@@ -143,11 +143,12 @@ def train_steps(
         pending_metrics.put(progress.step, device_metrics)
         run.skipped_batches.hold(progress.step, batch.noised_batches, run.loader.state_dict())
         due = find_due_actions(run, stop)
-        finished = pending_metrics.pop_all() if due.is_any or settings.reads_metrics_each_step else []
+        is_read = due.is_any or settings.reads_metrics_each_step
+        finished = pending_metrics.pop_all() if is_read else pending_metrics.pop_oldest()
         progress.seconds += time.perf_counter() - started
         for metrics in finished:
             count_step(metrics, progress, run.skipped_batches, logger, run.config.training.max_nonfinite_steps)
-        if finished:
+        if is_read:
             log_step(run, logger, finished[-1], batch, with_metrics=due.log)
         if due.validate:
             run_validation(run, logger)

@@ -34,9 +34,6 @@ from logger import RunLogger
 MAX_RECORDS = 20
 """Records kept per rank, the newest."""
 
-MAX_PENDING_BATCHES = 16
-"""Batches held until their metrics are read: a GPU is only a few steps behind."""
-
 NUM_SHOWN_SEQUENCES = 4
 """Sequences whose text is in the record."""
 
@@ -79,8 +76,6 @@ class SkippedBatches:
         """Hold the batch of a step (from 1) until `release` or `record`; ``loader_state`` is the state after it."""
         self._pending[step] = _PendingBatch(noised_batches, self._loader_state)
         self._loader_state = loader_state
-        if len(self._pending) > MAX_PENDING_BATCHES:
-            del self._pending[next(iter(self._pending))]
 
     def release(self, step: int) -> None:
         """Drop the batch of an accepted step."""
@@ -89,9 +84,7 @@ class SkippedBatches:
     def record(self, metrics: StepMetrics) -> str:
         """Write the batch of a skipped step. Returns its path or why it was not written, as text; never raises OSError,
         since the run is worth more than a record."""
-        pending = self._pending.pop(metrics.step, None)
-        if pending is None:
-            return "its batch is not held any more"
+        pending = self._pending.pop(metrics.step)
         path = self.folder / f"step-{metrics.step:08d}-rank-{self._rank}.json"
         try:
             self._write(path, metrics, pending)

@@ -111,13 +111,16 @@ def train_step(
 ) -> DeviceStepMetrics:
     """Make one optimizer step. A step with a spike or a loss or gradient that is not finite changes no weights."""
     loss, load_balancing_loss = backward_micro_batches(state, batch, settings, monitor)
-    if batch.step + 1 < settings.max_steps:
-        loader.prefetch(batch.step + 1)  # before clipping, which may wait for the device
+    has_next_step, waits_for_device = batch.step + 1 < settings.max_steps, not state.optimizers.can_skip_on_device
+    if has_next_step and waits_for_device:
+        loader.prefetch(batch.step + 1)  # while the device computes
     with nvtx.annotate("optimizer"), state.master_weights.as_float32():
         grad_norm = state.parallel.clip(settings.max_grad_norm)
         is_accepted = state.spike_guard.is_accepted(loss, grad_norm)
         state.spike_guard.update_window(loss, grad_norm, is_accepted)
         apply_update(state, is_accepted, lr_factor(settings.schedule, batch.step, settings.max_steps), settings.device)
+    if has_next_step and not waits_for_device:
+        loader.prefetch(batch.step + 1)  # when the update is launched, so that the device has work
     return DeviceStepMetrics(loss, grad_norm, load_balancing_loss, is_accepted)
 
 

@@ -17,6 +17,9 @@ from diffusionlm.training.step import DeviceStepMetrics
 from profiling.adapter_size import measure_adapter
 from profiling.flops import peak_flops, step_flops
 
+MAX_PENDING_STEPS = 16
+"""Steps whose metrics are not read: their batches are held, in case that they were skipped."""
+
 LOSS_AVERAGE_DECAY, LOSS_AVERAGE_GAIN = 0.98, 0.02
 
 
@@ -60,13 +63,20 @@ class StepMetricsQueue:
 
     def pop_all(self) -> list[StepMetrics]:
         """Remove and return all metrics; waits for the device."""
+        return self._pop(len(self._pending))
+
+    def pop_oldest(self) -> list[StepMetrics]:
+        """Of `MAX_PENDING_STEPS` or more steps remove and return the older half, which a device has long computed."""
+        return self._pop(MAX_PENDING_STEPS // 2 if len(self._pending) >= MAX_PENDING_STEPS else 0)
+
+    def _pop(self, count: int) -> list[StepMetrics]:
         finished = []
-        for step, values_4, event in self._pending:
+        for step, values_4, event in self._pending[:count]:
             if event is not None:
                 event.synchronize()
             loss, grad_norm, load_balancing_loss, is_accepted = values_4.tolist()
             finished.append(StepMetrics(step, loss, grad_norm, load_balancing_loss, bool(is_accepted)))
-        self._pending.clear()
+        del self._pending[:count]
         return finished
 
 

@@ -13,10 +13,12 @@ import torch
 from config.runtime import ProfilerConfig
 from config.train import TrainConfig
 from diffusionlm.diffusion.noised_batch import NoisedBatch
+from diffusionlm.training import step_metrics
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
 from diffusionlm.training.loop import train, train_remaining_steps
 from diffusionlm.training.run import Run, build_run
 from diffusionlm.training.signals import StopRequest
+from diffusionlm.training.spike_guard import SpikeGuard
 from logger import LoggerGroup
 from logger.run_logger import Metrics
 from tests.tiny_run import build_changed_run
@@ -81,6 +83,24 @@ def test_delayed_skip_events_have_their_step_numbers(
     assert [event for event in logger.events if event[1] == "skipped"] == [(2, "skipped"), (3, "skipped")]
     assert (run.progress.skipped, run.progress.skipped_in_a_row) == (2, 0)
     assert run.progress.step == 8
+
+
+def test_batches_of_skipped_steps_are_kept_however_late_metrics_are_logged(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_metrics, "MAX_PENDING_STEPS", 4)
+    monkeypatch.setattr(SpikeGuard, "is_accepted", lambda guard, loss, grad_norm: torch.tensor(False))
+    run = build_changed_run(
+        config,
+        tmp_path / "late",
+        training={"max_nonfinite_steps": 100},
+        logging={"every_steps": 100},
+        checkpoint={"every_steps": 100},
+    )
+    logger = train_without_sync(run)
+    assert [step for step, kind in logger.events if kind == "skipped"] == list(range(1, 9))
+    assert len(list((tmp_path / "late/skipped").glob("*.json"))) == 8
+    assert list(logger.losses) == [8]
 
 
 @pytest.mark.slow

@@ -102,21 +102,6 @@ def test_the_first_step_of_a_run_begins_at_no_position(batches: SkippedBatches, 
     assert record["loader"] is None
 
 
-def test_memory_is_bounded(batches: SkippedBatches, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(skipped_batches, "MAX_PENDING_BATCHES", 3)
-    for step in range(1, 6):
-        batches.hold(step, noised_batches(), {})
-    batches.release(5)
-    batches.release(1)
-    assert [batches.record(skipped(step)).split(" in ")[0] for step in range(1, 6)] == [
-        "its batch is not held any more",
-        "its batch is not held any more",
-        "its batch is kept",
-        "its batch is kept",
-        "its batch is not held any more",
-    ]
-
-
 def test_newest_records_of_each_rank_are_retained(
     batches: SkippedBatches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
