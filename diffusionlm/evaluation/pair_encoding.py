@@ -52,7 +52,8 @@ class PairEncoder:
 
         Spaces at the end of the context belong to the continuation. The whole text is encoded; what follows as many
         tokens as the context alone has is the continuation. If nothing follows, because tokens join the two, the
-        continuation is encoded by itself. In place of an empty context there is `first_token_id`.
+        continuation is encoded by itself. In place of an empty context there is the prefix, or `first_token_id`; a
+        continuation that begins with it loses it, unless it is all of it.
 
         Raises:
             ValueError: the text contains a lone surrogate, or the context is empty and there is no token for it.
@@ -68,19 +69,19 @@ class PairEncoder:
         return EncodedPair(context_ids, continuation_ids)
 
     def _encode_without_context(self, continuation: str) -> EncodedPair:
+        prefix_ids = self.prefix_ids
+        if not prefix_ids:
+            if self.first_token_id is None:
+                raise ValueError(
+                    "an empty context needs a token to begin with, and the tokenizer has no token for the beginning or "
+                    "the end of a text: give a context"
+                )
+            prefix_ids = (self.first_token_id,)
         continuation_ids = self._encode_part(continuation)
-        if continuation_ids[: len(self.prefix_ids)] == self.prefix_ids:
-            continuation_ids = continuation_ids[len(self.prefix_ids) :]
-        if self.prefix_ids:
-            return EncodedPair(self.prefix_ids, continuation_ids)
-        if self.first_token_id is None:
-            raise ValueError(
-                "an empty context needs a token to begin with, and the tokenizer has no token for the beginning or the "
-                "end of a text: give a context"
-            )
-        if continuation_ids[:1] == (self.first_token_id,):
-            continuation_ids = continuation_ids[1:]
-        return EncodedPair((self.first_token_id,), continuation_ids)
+        length = len(prefix_ids)
+        if continuation_ids[:length] == prefix_ids and len(continuation_ids) > length:
+            continuation_ids = continuation_ids[length:]
+        return EncodedPair(prefix_ids, continuation_ids)
 
     def _encode_part(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, allow_special=True))

@@ -38,6 +38,7 @@ def encoder_of(tokenizer: Tokenizer, make_config: MakeConfig, *, adds_bos: bool 
         ("", "ab", EncodedPair((301,), (256,))),
         (" ", "c", EncodedPair((301,), (257,))),
         ("", "</s>d", EncodedPair((301,), (100,))),  # not twice
+        ("", "</s>", EncodedPair((301,), (301,))),
         ("<s>d", "</s>", EncodedPair((300, 100), (301,))),  # special tokens of a rendered chat
         ("é", "e\u0301", EncodedPair((0xC3, 0xA9), (101, 0xCC, 0x81))),
     ],
