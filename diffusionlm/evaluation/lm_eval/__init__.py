@@ -1,0 +1,1 @@
+"""The adapter to lm-evaluation-harness, which only `adapter` imports."""

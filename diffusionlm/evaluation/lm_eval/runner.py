@@ -1,0 +1,238 @@
+"""Answers requests of lm-evaluation-harness with a model. It does not import the harness."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from config.evaluation.lm_eval import LmEvalConfig
+from config.generation import GenerationConfig
+from diffusionlm.evaluation.answer_decoding import AnswerRequest, decode_answers
+from diffusionlm.evaluation.likelihood.greedy import greedy_matches
+from diffusionlm.evaluation.likelihood.options import OptionsRequest, score_documents
+from diffusionlm.evaluation.likelihood.rolling import RollingRequest, score_texts
+from diffusionlm.evaluation.likelihood.scoring import ScoringRequest, score_continuations
+from diffusionlm.evaluation.lm_eval.requests import (
+    GenerationArguments,
+    HarnessRequest,
+    UniqueRequest,
+    find_unique_requests,
+)
+from diffusionlm.evaluation.pair_encoding import EncodedPair, PairEncoder
+from diffusionlm.inference.requests import prepare_prompt
+from diffusionlm.inference.settings import DecodingSettings, resolve_settings
+from diffusionlm.inference.text import suppress_ids_without_text
+from diffusionlm.models.transformer import Transformer
+from tokenizer import Tokenizer
+
+OnResult = Callable[[HarnessRequest, Any], None]
+"""Called with a request and its result, as soon as it is computed."""
+
+
+DOCUMENTS_PER_CALL = 64
+"""Documents that are scored before their results are passed on, so that an interrupted run loses little."""
+
+
+def ignore_result(request: HarnessRequest, result: Any) -> None:
+    """The default of `OnResult`."""
+
+
+@dataclass
+class RequestRunner:
+    """A model with its settings."""
+
+    model: Transformer
+    tokenizer: Tokenizer
+    config: LmEvalConfig
+    num_truncated: int = 0
+    """Contexts that have lost their first tokens."""
+    _settings: dict[GenerationConfig, DecodingSettings] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.encoder = PairEncoder.from_model(self.tokenizer, self.model.config)
+
+    @property
+    def max_length(self) -> int:
+        return self.model.config.max_position_embeddings
+
+    def resolve_generation(self, config: GenerationConfig) -> DecodingSettings:
+        """The settings with the defaults of the model; built once.
+
+        Raises:
+            ValueError: they do not fit the model.
+        """
+        if config not in self._settings:
+            complete = suppress_ids_without_text(config, self.tokenizer, self.model.config.vocab_size)
+            self._settings[config] = resolve_settings(complete, self.model.config)
+        return self._settings[config]
+
+    def is_random(self, instance: HarnessRequest) -> bool:
+        """Whether repeats of a request of ``generate_until`` give different answers.
+
+        Raises:
+            ValueError: its arguments do not fit the model.
+        """
+        parsed = GenerationArguments.parse(instance.args[1], self.config.generation)
+        settings = self.resolve_generation(parsed.config)
+        is_sampled = settings.temperature > 0.0 and settings.config.top_k != 1
+        return is_sampled or not settings.strategy.is_deterministic
+
+    def describe_generation(self, config: GenerationConfig) -> dict[str, Any]:
+        """The settings with the defaults of the model, for results; without the ids that have no text."""
+        resolved = self.resolve_generation(config).config.model_copy(
+            update={"suppress_token_ids": config.suppress_token_ids}
+        )
+        return resolved.model_dump(mode="json", exclude_none=True)
+
+    def generate(self, instances: Sequence[HarnessRequest], on_result: OnResult = ignore_result) -> list[str]:
+        """Answer requests of ``generate_until``, in their order. All are checked before the first forward.
+
+        Raises:
+            ValueError: the arguments or the length of a request do not fit the model; names its document.
+        """
+        unique, places = find_unique_requests(instances)
+        requests = [self._prepare(request) for request in unique]
+        texts = [""] * len(unique)
+        for index, answer in decode_answers(self.model, self.tokenizer, requests, self.config.batch_size):
+            texts[index] = answer.text
+            on_result(unique[index].instance, answer.text)
+        return [texts[place] for place in places]
+
+    def score(
+        self, instances: Sequence[HarnessRequest], on_result: OnResult = ignore_result
+    ) -> list[tuple[float, bool]]:
+        """Answer requests of ``loglikelihood``, in their order: log-likelihoods in nats, and whether greedy decoding
+        yields the continuation. All are checked before the first forward.
+
+        Continuations of a document after the same context are its options: all exact or all sampled, with common random
+        numbers. An empty continuation has probability one.
+
+        Raises:
+            ValueError: a text does not fit the model; names its document.
+        """
+        unique, places = find_unique_requests(instances)
+        pairs = [self._encode_pair(request) for request in unique]
+        documents: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+        for index, (request, pair) in enumerate(zip(unique, pairs, strict=True)):
+            documents.setdefault((request.document_key, pair.context_ids), []).append(index)
+        num_requests = Counter(request.document_key for request in unique)
+        results: dict[int, tuple[float, bool]] = {}
+        groups = [(key, indices) for (key, _), indices in documents.items()]
+        for start in range(0, len(groups), DOCUMENTS_PER_CALL):
+            part = groups[start : start + DOCUMENTS_PER_CALL]
+            scores = self._score_documents([(key, [pairs[index] for index in indices]) for key, indices in part])
+            log_likelihoods = dict(zip((index for _, indices in part for index in indices), scores, strict=True))
+            compared = [index for index in log_likelihoods if self._compares(num_requests[unique[index].document_key])]
+            matches = dict(zip(compared, self._match_greedily([pairs[index] for index in compared]), strict=True))
+            for index, log_likelihood in log_likelihoods.items():
+                results[index] = (log_likelihood, matches.get(index, False))
+                on_result(unique[index].instance, results[index])
+        return [results[place] for place in places]
+
+    def roll(self, instances: Sequence[HarnessRequest], on_result: OnResult = ignore_result) -> list[float]:
+        """Answer requests of ``loglikelihood_rolling``, in their order: log-likelihoods of whole texts, in nats. Each
+        text is scored by itself, in disjoint windows, after the token that stands for an empty context.
+
+        Raises:
+            ValueError: a text has a token that the model cannot predict.
+        """
+        unique, places = find_unique_requests(instances)
+        pairs = [self.encoder.encode_pair("", request.instance.args[0]) for request in unique]
+        results: list[float] = []
+        documents = list(zip(unique, pairs, strict=True))
+        for start in range(0, len(documents), DOCUMENTS_PER_CALL):
+            part = documents[start : start + DOCUMENTS_PER_CALL]
+            texts = [
+                RollingRequest(pair.continuation_ids, pair.context_ids[-1:], request.document_key)
+                for request, pair in part
+                if pair.continuation_ids
+            ]
+            scores = iter(score_texts(self.model, texts, self.config.window, self.config.likelihood))
+            for request, pair in part:
+                results.append(next(scores).log_likelihood if pair.continuation_ids else 0.0)
+                on_result(request.instance, results[-1])
+        return [results[place] for place in places]
+
+    def _encode_pair(self, request: UniqueRequest) -> EncodedPair:
+        label = describe_request(request.instance)
+        try:
+            pair = self.encoder.encode_pair(*request.instance.args)
+            context_ids = self._truncate(pair.context_ids, len(pair.continuation_ids), label)
+        except ValueError as error:
+            raise ValueError(f"{label}: {error}") from None
+        return EncodedPair(context_ids, pair.continuation_ids)
+
+    def _compares(self, num_requests: int) -> bool:
+        """Whether the continuations of a document with so many requests are compared with greedy decoding."""
+        choice = self.config.is_greedy
+        return choice == "always" or (choice == "auto" and num_requests == 1)
+
+    def _score_documents(self, documents: Sequence[tuple[int, Sequence[EncodedPair]]]) -> list[float]:
+        """Log-likelihoods of the options of documents, one after the other; each is a key and its options."""
+        values = [[0.0] * len(pairs) for _, pairs in documents]
+        races: list[tuple[list[float], list[int], OptionsRequest]] = []
+        single: list[tuple[list[float], int, ScoringRequest]] = []
+        for (key, pairs), row in zip(documents, values, strict=True):
+            scored = [index for index, pair in enumerate(pairs) if pair.continuation_ids]
+            options = tuple(pairs[index].continuation_ids for index in scored)
+            if len(scored) > 1:
+                races.append((row, scored, OptionsRequest(pairs[0].context_ids, options, key)))
+            elif scored:
+                single.append((row, scored[0], ScoringRequest(pairs[0].context_ids, options[0], key)))
+        results = score_documents(self.model, [request for *_, request in races], self.config.likelihood)
+        for (row, scored, _), result in zip(races, results, strict=True):
+            for index, log_likelihood in zip(scored, result.log_likelihoods, strict=True):
+                row[index] = log_likelihood
+        scores = score_continuations(self.model, [request for *_, request in single], self.config.likelihood)
+        for (row, index, _), score in zip(single, scores, strict=True):
+            row[index] = score.log_likelihood
+        return [value for row in values for value in row]
+
+    def _match_greedily(self, pairs: Sequence[EncodedPair]) -> list[bool]:
+        """Whether greedy decoding yields each continuation; an empty one it does."""
+        requests = [ScoringRequest(pair.context_ids, pair.continuation_ids) for pair in pairs if pair.continuation_ids]
+        matches = iter(greedy_matches(self.model, requests, self.config.likelihood))
+        return [next(matches) if pair.continuation_ids else True for pair in pairs]
+
+    def _prepare(self, request: UniqueRequest) -> AnswerRequest:
+        context, arguments = request.instance.args
+        label = describe_request(request.instance)
+        try:
+            parsed = GenerationArguments.parse(arguments, self.config.generation)
+            settings = self.resolve_generation(parsed.config)
+            prompt_ids = self.encoder.encode(context) if context else self.encoder.encode_pair("", "").context_ids
+            prompt_ids = self._truncate(prompt_ids, settings.config.max_new_tokens or 1, label)
+        except ValueError as error:
+            raise ValueError(f"{label}: {error}") from None
+        prepared = prepare_prompt(settings, prompt_ids, request.answer_seed(self.config.seed), label)
+        return AnswerRequest(prepared, settings, parsed.until)
+
+    def _truncate(self, context_ids: tuple[int, ...], num_following: int, label: str) -> tuple[int, ...]:
+        """Shorten a context from the left, so that the tokens after it fit into the model's context.
+
+        Raises:
+            ValueError: it is too long, and the settings do not allow to shorten it; or nothing would be left.
+        """
+        num_excess = len(context_ids) + num_following - self.max_length
+        if num_excess <= 0:
+            return context_ids
+        lengths = f"{len(context_ids)} tokens and {num_following} after them"
+        if num_excess >= len(context_ids):
+            raise ValueError(
+                f"{lengths} leave no room for a context in max_position_embeddings = {self.max_length}: "
+                "let the answer be shorter (max_gen_toks)"
+            )
+        if self.config.truncation == "error":
+            raise ValueError(
+                f"{lengths} are more than max_position_embeddings = {self.max_length}: use fewer examples, or set "
+                'truncation = "left"'
+            )
+        self.num_truncated += 1
+        return context_ids[num_excess:]
+
+
+def describe_request(instance: HarnessRequest) -> str:
+    """Name a request in errors."""
+    return f"task {instance.task_name}, document {getattr(instance, 'doc_id', None)}"
