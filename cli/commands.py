@@ -41,6 +41,7 @@ train_ddp = Command("train-ddp", "cli.train_ddp", "train a model on several rank
 infer = Command("infer", "cli.infer", "continue prompts, answer chats and fill masked spans")
 serve = Command("serve", "cli.serve", "a server with the API of OpenAI")
 evaluate = Command("eval", "cli.eval", "likelihood of a text under a model")
+lm_eval = Command("lm-eval", "cli.lm_eval", "tasks of lm-evaluation-harness with a model")
 train_tokenizer = Command("train-tokenizer", "cli.train_tokenizer", "train a byte-level BPE tokenizer")
 make_data = Command("make-data", "cli.make_data", "tokenize text into shards")
 data = Command("data", "cli.data", "show the rows of a training run: prompts, targets, what is left out")
@@ -63,6 +64,7 @@ COMMANDS = {
         infer,
         serve,
         evaluate,
+        lm_eval,
         train_tokenizer,
         make_data,
         data,

@@ -90,6 +90,7 @@ def test_commands() -> None:
         "diffusionlm-infer",
         "diffusionlm-serve",
         "diffusionlm-eval",
+        "diffusionlm-lm-eval",
         "diffusionlm-train-tokenizer",
         "diffusionlm-make-data",
         "diffusionlm-data",

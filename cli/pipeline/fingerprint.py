@@ -124,7 +124,7 @@ class FingerprintBuilder:
         if plan.parent is not None:
             source = f"{self.digests[plan.parent.name]} {stage.checkpoint}"
         elif stage.input is not None:
-            source = self._hash_model(stage.input)
+            source = self.hash_model(stage.input)
         files = {key: self.hash_files(paths) for key, paths in list_files(plan.config)}
         fingerprint = Fingerprint(stage.kind, values, files, source)
         self.digests[stage.name] = fingerprint.digest
@@ -139,7 +139,7 @@ class FingerprintBuilder:
             lines.append(f"{path.name} {self._hashes[path]}")
         return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
-    def _hash_model(self, name: str) -> str:
+    def hash_model(self, name: str) -> str:
         """Hash a model directory by its manifest, which has the checksums of all files, else by all files."""
         directory = resolve_model_directory(name, needs_weights=False)
         if not Path(name).exists():
