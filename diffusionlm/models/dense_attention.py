@@ -6,6 +6,8 @@ head (N / K * Q), G query heads of a group (N / K).
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -72,6 +74,8 @@ def attend(
         mask = mask if mask.dtype == torch.bool else mask.to(q_BQNH.dtype)
     if backend == "eager":
         return _attend_eager(q_BQNH, k_BSKH, v_BSKH, mask, scale_options)
+    if _stacks_groups(q_BQNH, k_BSKH, mask):
+        return _attend_stacked(q_BQNH, k_BSKH, v_BSKH, mask, scale_options)
     out_BNQH = F.scaled_dot_product_attention(
         q_BQNH.transpose(1, 2),
         k_BSKH.transpose(1, 2),
@@ -81,6 +85,46 @@ def attend(
         enable_gqa=q_BQNH.shape[2] != k_BSKH.shape[2],
     )
     return out_BNQH.transpose(1, 2)
+
+
+def _stacks_groups(q_BQNH: Tensor, k_BSKH: Tensor, mask: Tensor | None) -> bool:
+    """True on a GPU where only the memory-efficient kernel of SDPA fits, a mask or fp32, and query heads share keys.
+
+    Up to torch 2.14 that kernel has no ``enable_gqa``, and SDPA falls back to one that holds all scores."""
+    shares_keys = q_BQNH.shape[2] != k_BSKH.shape[2]
+    return q_BQNH.is_cuda and shares_keys and (mask is not None or q_BQNH.dtype == torch.float32)
+
+
+def _attend_stacked(
+    q_BQNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask: Tensor | None, scale_options: AttentionScale
+) -> Tensor:
+    """SDPA of the stacked query heads of each key-value head, [B, Q, N, H]."""
+    N, K = q_BQNH.shape[2], k_BSKH.shape[2]
+    if mask is not None:
+        heads = (1, 1) if mask.shape[1] == 1 else (K, N // K)
+        mask = mask.view(len(mask), *heads, *mask.shape[2:]).expand(-1, -1, N // K, -1, -1).flatten(2, 3)
+    out_BKUH = F.scaled_dot_product_attention(
+        _stack_groups(q_BQNH, K),
+        k_BSKH.transpose(1, 2),
+        v_BSKH.transpose(1, 2),
+        attn_mask=mask,
+        scale=scale_options.scale,
+    )
+    return _unstack_groups(out_BKUH, N)
+
+
+@contextlib.contextmanager
+def without_cudnn_attention() -> Iterator[None]:
+    """Context in which SDPA does not use cuDNN, which plans for tens of milliseconds whenever it sees a new shape.
+
+    On Hopper and data center Blackwell it is torch's first choice for bf16, and the fastest for constant shapes.
+    """
+    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was_enabled)
 
 
 def attend_cached(

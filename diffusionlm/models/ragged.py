@@ -22,7 +22,7 @@ from config.runtime import AttentionBackend
 from diffusionlm.models.attention import PreparedAttention
 from diffusionlm.models.attention_backends import prepare_attention, select_cached_backend
 from diffusionlm.models.cache import PagedCache
-from diffusionlm.models.dense_attention import DEFAULT_SCALE, AttentionScale, attend_cached
+from diffusionlm.models.dense_attention import DEFAULT_SCALE, AttentionScale, attend_cached, without_cudnn_attention
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, Causal
 
 
@@ -181,17 +181,19 @@ class RaggedAttention(PreparedAttention):
         """Write keys and values of the inputs to their pages; attend, [1, Q, N, H]."""
         self._inputs.write(self._layer, k_1QKH[0], v_1QKH[0])
         out_QNH = torch.empty_like(q_1QNH[0])
-        for part in self._parts:
-            out_QNH[part.rows.inputs] = part.attend(self._layer, q_1QNH[0], k_1QKH[0], v_1QKH[0])
+        with without_cudnn_attention():  # nearly every forward has other shapes
+            for part in self._parts:
+                out_QNH[part.rows.inputs] = part.attend(self._layer, q_1QNH[0], k_1QKH[0], v_1QKH[0])
         return out_QNH[None]
 
     def at_positions(self, q_PNH: Tensor, k_1QKH: Tensor, v_1QKH: Tensor, output_positions: Tensor) -> Tensor:
         """The same for the queries of the outputs, [P, N, H]."""
         self._inputs.write(self._layer, k_1QKH[0], v_1QKH[0])
         out_PNH = torch.empty_like(q_PNH)
-        for part in self._parts:
-            if part.rows.num_outputs:
-                out_PNH[part.rows.outputs] = part.attend_outputs(self._layer, q_PNH, k_1QKH[0], v_1QKH[0])
+        with without_cudnn_attention():
+            for part in self._parts:
+                if part.rows.num_outputs:
+                    out_PNH[part.rows.outputs] = part.attend_outputs(self._layer, q_PNH, k_1QKH[0], v_1QKH[0])
         return out_PNH
 
 

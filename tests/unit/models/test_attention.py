@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any, Literal
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from config.generation import GenerationConfig
+from diffusionlm.inference.generate import generate
+from diffusionlm.models import dense_attention
 from diffusionlm.models.attention_backends import select_backend, select_cached_backend
 from diffusionlm.models.dense_attention import DenseBackend, attend
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, Causal, DenseBias
+from diffusionlm.models.transformer import Transformer
+from tests.fake_cuda import FUSED_ATTENTION, fake_cuda
 
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0, 0, 0, 0, 0, 0, 0, -1, -1]])
 PATTERNS: list[AttentionPattern] = [Bidirectional(), Causal(), BlockCausal(4)]
@@ -75,6 +83,62 @@ def test_bias_is_added(backend: DenseBackend, shape: tuple[int, ...]) -> None:
     boolean[..., 0] = True
     mask = DenseBias(boolean).dense_mask(9)
     assert_equal_with_gradients(attend(q, k, v, mask, backend), naive(q, k, v, mask), (q, k, v))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=name)
+def test_stacked_query_heads_equal_softmax(pattern: AttentionPattern, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU computes for a mask if query heads share keys."""
+    monkeypatch.setattr(dense_attention, "_stacks_groups", lambda q, k, mask: True)
+    q, k, v = tensors(4, 2, torch.float64)
+    mask = None if pattern.is_unrestricted else pattern.dense_mask(9)
+    assert_equal_with_gradients(attend(q, k, v, mask, "sdpa"), naive(q, k, v, mask), (q, k, v))
+    bias = torch.randn(2, 4, 9, 9)
+    assert_equal_with_gradients(attend(q, k, v, bias, "sdpa"), naive(q, k, v, bias.double()), (q, k, v))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_masked", "is_stacked"),
+    [
+        (torch.bfloat16, False, False),
+        (torch.bfloat16, True, True),
+        (torch.float32, False, True),
+        (torch.float32, True, True),
+    ],
+)
+def test_which_attention_of_a_gpu_stacks_query_heads(dtype: torch.dtype, is_masked: bool, is_stacked: bool) -> None:
+    """The memory-efficient kernel takes equally many heads only; flash takes no mask and no fp32."""
+    with fake_cuda() as record:
+        q, k = (torch.ones(2, 9, heads, 16, dtype=dtype, device="cuda") for heads in (4, 2))
+        mask = torch.ones(1, 9, 9, dtype=torch.bool, device="cuda") if is_masked else None
+        out = attend(q, k, k, mask, "sdpa")
+    [launch] = [launch for launch in record.launches if launch.name == FUSED_ATTENTION]
+    assert out.shape == (2, 9, 4, 16)
+    assert launch.inputs[0].shape == ((2, 2, 18, 16) if is_stacked else (2, 4, 9, 16))
+    assert [mask.shape for mask in launch.inputs[3:]] == [(1, 1, 18, 9)] * is_masked
+
+
+@pytest.mark.parametrize("cache", [None, "none"])
+def test_decoding_does_not_plan_for_each_shape(
+    cache: Literal["none"] | None, tiny_model: Callable[..., Transformer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuDNN does. Training and validation have constant shapes, and keep it."""
+    uses, shapes = [], set()
+    original = F.scaled_dot_product_attention
+
+    def attend_recorded(q: torch.Tensor, k: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        uses.append(torch.backends.cuda.cudnn_sdp_enabled())
+        shapes.add((q.shape, k.shape))
+        return original(q, k, *args, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend_recorded)
+    model = tiny_model()
+    config = GenerationConfig(max_new_tokens=8, block_length=4, steps=8, attention="block_causal", cache=cache)
+    generate(model, [[1, 2, 3], [1, 2, 3, 4, 5]], config)
+    assert set(uses) == {False} and len(shapes) > 4
+    uses.clear()
+    with torch.no_grad():
+        model(torch.tensor([[1, 2, 3]]), pattern=Bidirectional())
+    assert set(uses) == {True}
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
