@@ -49,8 +49,9 @@ class SkippableOptimizer(torch.optim.Optimizer):
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         moments = [self._moment(parameter) for parameter in parameters]
         if self.found_inf is not None:
+            is_skipped = self.found_inf != 0
             for gradient, moment in zip(gradients, moments, strict=True):
-                torch.where(self.found_inf != 0, moment, gradient, out=gradient)
+                torch.where(is_skipped, moment, gradient, out=gradient)
         return gradients, moments
 
     def zero_updates_if_skipped(self, updates: list[Tensor]) -> None:

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from ddp.parallelism import local_values
 
+MAX_TOGETHER = 1 << 26
+"""Elements of the tensors that `lerp_together` computes with the same launches: it needs memory for their changes."""
+
 
 class WeightAverage:
     """Averages of a model's trained parameters, in float32. Of sharded parameters it holds the averages of this rank's
@@ -42,8 +45,15 @@ class WeightAverage:
         weight = 1.0 - torch.clamp((1.0 + count) / (10.0 + count), max=self.decay)
         if skip is not None:
             weight.masked_fill_(skip, 0.0)
-        for average, parameter in zip(self.averages.values(), self.parameters.values(), strict=True):
-            average.lerp_(local_values(parameter).float(), weight.float())
+        averages, values = (
+            list(self.averages.values()),
+            [local_values(each).float() for each in self.parameters.values()],
+        )
+        if averages[0].is_cuda:
+            lerp_together(averages, values, weight.float())
+            return
+        for average, value in zip(averages, values, strict=True):
+            average.lerp_(value, weight.float())
 
     def restore(self, averages: Mapping[str, Tensor], num_updates: int) -> None:
         """Load the averages and the number of updates of a checkpoint."""
@@ -66,3 +76,21 @@ class WeightAverage:
     def _copy_into_model(self, values: dict[str, Tensor]) -> None:
         for name, parameter in self.parameters.items():
             local_values(parameter).copy_(values[name])
+
+
+def lerp_together(starts: list[Tensor], ends: list[Tensor], weight: Tensor) -> None:
+    """Move tensors towards others in place, as `torch.lerp` does, with a few launches for all of them.
+
+    Args:
+        weight: 0-d on their device. `torch._foreach_lerp_` takes none that is there.
+    """
+    first = 0
+    while first < len(starts):
+        last, num_elements = first + 1, starts[first].numel()
+        while last < len(starts) and num_elements + starts[last].numel() <= MAX_TOGETHER:
+            num_elements += starts[last].numel()
+            last += 1
+        changes = torch._foreach_sub(ends[first:last], starts[first:last])
+        torch._foreach_mul_(changes, weight)
+        torch._foreach_add_(starts[first:last], changes)
+        first = last

@@ -7,8 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from config.model import ModelConfig
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.optim import ema
 from diffusionlm.optim.ema import WeightAverage
+from tests.fake_cuda import fake_cuda
 
 MakeModel = Callable[..., Transformer]
 
@@ -53,6 +56,31 @@ def test_applied_puts_the_weights_back(tiny_model: MakeModel) -> None:
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, live[name])
     assert addresses == [parameter.data_ptr() for parameter in model.parameters()], "optimizers hold these tensors"
+
+
+def test_parameters_together_move_as_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ema, "MAX_TOGETHER", 50)
+    starts, ends = ([torch.randn(size, dtype=torch.float64) for size in (20, 30, 60, 10, 50)] for _ in range(2))
+    expected = [start.lerp(end, 0.3) for start, end in zip(starts, ends, strict=True)]
+    ema.lerp_together(starts, ends, torch.tensor(0.3, dtype=torch.float64))
+    for start, other in zip(starts, expected, strict=True):
+        torch.testing.assert_close(start, other, rtol=1e-14, atol=1e-14)
+    same = [start.clone() for start in starts]
+    ema.lerp_together(same, ends, torch.tensor(0.0, dtype=torch.float64))
+    assert all(map(torch.equal, same, starts)), "a skipped step changes no bit"
+
+
+def test_launches_of_a_gpu_do_not_grow_with_the_model(make_config: Callable[..., ModelConfig]) -> None:
+    counts = {}
+    for depth in (1, 4):
+        with fake_cuda() as record:
+            with torch.device("cuda"):
+                model = Transformer(make_config(num_hidden_layers=depth))
+            average = WeightAverage(model, decay=0.9)
+            record.launches.clear()
+            average.update(torch.zeros((), dtype=torch.bool, device="cuda"))
+            counts[depth] = len(record.launches)
+    assert counts[1] == counts[4] <= 16
 
 
 def test_average_is_a_copy(tiny_model: MakeModel) -> None:
