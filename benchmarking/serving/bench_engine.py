@@ -136,7 +136,7 @@ def run(settings: Settings) -> Report:
     model = random_model(SHAPE.model_copy(update={"max_position_embeddings": 2 * LONGEST}), seed=0)
     speeds, rounds = [], []
     for concurrency in options.concurrency:
-        count = options.requests or max(8, 4 * concurrency if concurrency < 32 else 3 * concurrency)
+        count = options.requests or 3 * max(32, concurrency)
         requests = draw_requests(model.config, count, LONGEST, seed=0)
         rows, row = run_concurrency(model, requests, concurrency, min(options.alone, count), settings)
         speeds += rows
@@ -151,7 +151,7 @@ def run(settings: Settings) -> Report:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[8], metavar="N", help="default: 8")
-    parser.add_argument("--requests", type=int, metavar="N", help="default: 3 or 4 times the concurrency, at least 8")
+    parser.add_argument("--requests", type=int, metavar="N", help="default: 3 times the concurrency, at least 96")
     parser.add_argument("--alone", type=int, default=4, metavar="N", help="requests one at a time (default: 4)")
 
 
