@@ -22,8 +22,12 @@ from torch import Tensor
 from diffusionlm.kernels.loss_types import LossOptions
 
 BLOCK = 16384
-"""Logits of a block, a power of two: 16 per thread of a full program leave registers for temporaries. With one row per
-multiprocessor, the rows in flight fit the L2 cache of an H100, so the second read is cheap."""
+"""Most logits of a block, a power of two. With one row per multiprocessor, the rows in flight fit the L2 cache of an
+H100, so the second read is cheap."""
+MIN_THREADS, MAX_THREADS = 128, 1024
+"""Threads of a program. A program of `MAX_THREADS` has at most 64 registers per thread on NVIDIA's GPUs."""
+WARP_SIZE = 64 if torch.version.hip else 32
+"""Threads of a warp: 64 on AMD's data center GPUs, where a program of 32 warps could not be launched."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -132,6 +136,18 @@ def _loss_kernel(
                 tl.store(row + block, grad.to(logits.dtype.element_ty), mask=block < vocab)
 
 
+def choose_block(vocab: int, itemsize: int, has_cap: bool) -> tuple[int, int]:
+    """Logits of a block, a power of two, and threads of a program; ``itemsize`` is the bytes of a logit.
+
+    A thread has 16 logits, or 8 where as many would not fit its registers: of fp32, under a soft cap, whose slopes take
+    registers, too, and in the loops over a vocabulary whose rows are not aligned, which need an address for each logit.
+    """
+    is_crowded = has_cap or itemsize > 2 or (vocab > BLOCK and vocab % 16 != 0)
+    logits_per_thread = 8 if is_crowded else 16
+    size = min(triton.next_power_of_2(vocab), BLOCK, MAX_THREADS * logits_per_thread)
+    return size, min(MAX_THREADS, max(MIN_THREADS, size // logits_per_thread))
+
+
 def compute_chunk_loss(logits_CV: Tensor, targets_C: Tensor, weights_C: Tensor, options: LossOptions, needs_grad: bool):
     """Compute the losses of a chunk, [C] fp32 each, and overwrite the logits with their gradient.
 
@@ -143,8 +159,8 @@ def compute_chunk_loss(logits_CV: Tensor, targets_C: Tensor, weights_C: Tensor, 
     loss_C = nll_C if options.is_unregularized else torch.empty_like(nll_C)
     if C == 0:
         return nll_C, loss_C
-    is_one_block = V <= BLOCK
-    size = triton.next_power_of_2(V) if is_one_block else BLOCK
+    has_cap = options.softcap is not None
+    size, num_threads = choose_block(V, logits_CV.element_size(), has_cap)
     _loss_kernel[(C,)](
         logits_CV,
         logits_CV.stride(0),
@@ -158,10 +174,10 @@ def compute_chunk_loss(logits_CV: Tensor, targets_C: Tensor, weights_C: Tensor, 
         options.label_smoothing,
         options.smoothing_per_token(V),
         options.z_loss,
-        HAS_CAP=options.softcap is not None,
+        HAS_CAP=has_cap,
         NEEDS_GRAD=needs_grad,
-        IS_ONE_BLOCK=is_one_block,
+        IS_ONE_BLOCK=size >= V,
         SIZE=size,
-        num_warps=min(32, max(4, size // 512)),
+        num_warps=num_threads // WARP_SIZE,
     )
     return nll_C, loss_C

@@ -1,0 +1,226 @@
+"""Registers, shared memory, spills and occupancy of the project's Triton kernels on GPUs, without a GPU.
+
+python -m benchmarking.gpu.compiled_kernels --output docs/results/kernels_compiled.md
+
+Each variant that can run is compiled ahead of time, and held to budgets: see `find_violations`. Nothing is executed, so
+the only times are bounds: the bytes that a kernel must move, divided by the bandwidth of the GPU's memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+
+from benchmarking.gpu.ahead_of_time import (
+    AMD_TARGETS,
+    TARGETS,
+    CompiledKernel,
+    KernelLaunch,
+    compile_launch,
+    find_compiler_problem,
+    record_launches,
+)
+from benchmarking.harness import Benchmark, Report, Settings, Table, format_command_line, main, version
+from diffusionlm.kernels.loss_types import LossOptions
+from files.atomic import write_text_atomic
+from files.terminal_text import print_message
+from profiling.accelerators import A100, B200, H100, H200, occupancy
+
+LOSS_MODULE, LOSS_KERNEL = "diffusionlm.kernels.triton_cross_entropy", "_loss_kernel"
+KERNELS = ((LOSS_MODULE, LOSS_KERNEL),)
+"""Module and name of every Triton kernel of the project that is launched."""
+VOCABULARIES = (1000, 4095, 4096, 8191, 8192, 16383, 16384, 50257, 151936)
+"""A vocabulary of each class: every size of block, in one pass or two, a multiple of 16 or not. Other vocabularies run
+one of these variants."""
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+TIMED_ROWS = 1024
+"""Rows of logits for which the memory-bound time is stated."""
+MAX_THREADS = 1024
+"""Threads of a program that every GPU can launch."""
+MAX_SHARED_BYTES = 1 << 10
+"""Budget: the reductions over a row exchange a few words per warp."""
+REGISTER_FILE = 65536
+NARROW_ARITHMETIC = re.compile(
+    r"^\s*(?:@\S+\s+)?((?:add|sub|mul|fma|max|min|ex2|tanh)\.\S*(?:f16|bf16)\S*)", re.MULTILINE
+)
+ATOMICS = re.compile(r"^\s*(?:@\S+\s+)?((?:atom|red)\.\S+)", re.MULTILINE)
+VECTOR_LOADS = re.compile(r"\bld\.global\.(?:\w+::\w+\.)*v(\d)\.[bfus](\d+)")
+
+
+@dataclass(frozen=True)
+class KernelVariant:
+    """A variant of the loss kernel and the launch that compiles to it."""
+
+    vocabulary: int
+    dtype: str
+    has_cap: bool
+    needs_grad: bool
+    launch: KernelLaunch
+    amd_launch: KernelLaunch
+    """The launch on a GPU with warps of 64 threads."""
+
+    def __str__(self) -> str:
+        options = f"{', soft cap' if self.has_cap else ''}{', gradient' if self.needs_grad else ''}"
+        return f"{LOSS_KERNEL} of {self.vocabulary} logits in {self.dtype}{options}"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that `TIMED_ROWS` rows move at least: each logit is read once, and its gradient written once.
+
+        The second read of a long row is not counted: the rows in flight fit the L2 cache.
+        """
+        logits = self.vocabulary * DTYPES[self.dtype].itemsize * (2 if self.needs_grad else 1)
+        return TIMED_ROWS * (logits + 8 + 3 * 4)
+
+
+def list_variants(vocabularies: Sequence[int], dtypes: Sequence[str]) -> list[KernelVariant]:
+    """The variants of the loss kernel, from launches of the code that trains and validates."""
+    from diffusionlm.kernels.triton_cross_entropy import compute_chunk_loss
+
+    variants = []
+    for vocabulary, dtype, has_cap, needs_grad in itertools.product(vocabularies, dtypes, (False, True), (False, True)):
+        options = LossOptions(vocabulary - 1, 0.1, 0.1, 30.0 if has_cap else None, DTYPES[dtype], "triton")
+        logits_CV = torch.empty(2, vocabulary, dtype=DTYPES[dtype])
+        with record_launches(LOSS_MODULE, LOSS_KERNEL) as launches:
+            for warp_size in (32, 64):
+                with patch(f"{LOSS_MODULE}.WARP_SIZE", warp_size):
+                    compute_chunk_loss(logits_CV, torch.zeros(2, dtype=torch.int64), torch.ones(2), options, needs_grad)
+        variants.append(KernelVariant(vocabulary, dtype, has_cap, needs_grad, *launches))
+    return variants
+
+
+def compile_variant(variant: KernelVariant, target: str) -> CompiledKernel:
+    return compile_launch(variant.amd_launch if target in AMD_TARGETS else variant.launch, target)
+
+
+def find_violations(variant: KernelVariant, compiled: CompiledKernel) -> list[str]:
+    """Budgets that a compiled kernel exceeds, one sentence each.
+
+    Registers do not spill. A program can be launched: at most `MAX_THREADS` threads, whose registers the register file
+    holds. Of NVIDIA's targets: arithmetic is fp32, there are no atomics, and rows of aligned logits are read by 16
+    bytes per thread and load.
+    """
+    violations = []
+    if compiled.spill_bytes:
+        violations.append(f"{compiled.spill_bytes} bytes of registers per thread are spilled")
+    if compiled.num_threads > MAX_THREADS:
+        violations.append(f"a program has {compiled.num_threads} threads, more than {MAX_THREADS}")
+    if compiled.shared_bytes > MAX_SHARED_BYTES:
+        violations.append(f"{compiled.shared_bytes} bytes of shared memory, more than {MAX_SHARED_BYTES}")
+    if compiled.target not in AMD_TARGETS:
+        if compiled.registers * compiled.num_threads > REGISTER_FILE:
+            violations.append(f"{compiled.registers} registers of {compiled.num_threads} threads exceed the file")
+        violations += [f"{name} is not fp32" for name in sorted(set(NARROW_ARITHMETIC.findall(compiled.assembly)))]
+        violations += [f"{name} is an atomic" for name in sorted(set(ATOMICS.findall(compiled.assembly)))]
+        width = widest_vector_load(compiled.assembly)
+        if "logits" in variant.launch.aligned and "vocab" in variant.launch.aligned and width < 16:
+            violations.append(f"logits are read by {width} bytes at a time, not 16")
+    return [f"{variant}, {compiled.target}: {violation}" for violation in violations]
+
+
+def widest_vector_load(ptx: str) -> int:
+    """Bytes of the widest load of several values at once from global memory; 0: there is none."""
+    return max((int(count) * int(bits) // 8 for count, bits in VECTOR_LOADS.findall(ptx)), default=0)
+
+
+def format_row(variant: KernelVariant, kernels: dict[str, CompiledKernel]) -> list[str]:
+    """Cells of the table; those with several values have them in the order of the targets or of the GPUs."""
+    nvidia = {target: kernel for target, kernel in kernels.items() if target not in AMD_TARGETS}
+    width = min((widest_vector_load(kernel.assembly) for kernel in nvidia.values()), default=0)
+    shares = [
+        f"{occupancy(gpu, kernel.num_threads, kernel.registers, kernel.shared_bytes):.0%}"
+        for gpu in (A100, H100, B200)
+        if (kernel := nvidia.get(gpu.capability)) is not None
+    ]
+    return [
+        f"{variant.vocabulary:,}",
+        variant.dtype,
+        "yes" if variant.has_cap else "no",
+        "yes" if variant.needs_grad else "no",
+        str(max(kernel.num_threads for kernel in kernels.values())),
+        " / ".join(str(kernel.registers) for kernel in kernels.values()),
+        str(max(kernel.shared_bytes for kernel in kernels.values())),
+        str(max(kernel.spill_bytes for kernel in kernels.values())),
+        str(max(1, width // DTYPES[variant.dtype].itemsize)),
+        " / ".join(shares),
+        " / ".join(f"{1e6 * variant.num_bytes / gpu.bandwidth:,.1f}" for gpu in (H100, H200, B200)),
+    ]
+
+
+def run(settings: Settings) -> Report:
+    """Compile the selected variants.
+
+    Raises:
+        ValueError: kernels cannot be compiled here, or exceed a budget.
+    """
+    problem = find_compiler_problem()
+    if problem is not None:
+        raise ValueError(f"kernels cannot be compiled ahead of time: {problem}")
+    options = settings.options
+    rows, violations = [], []
+    for variant in list_variants(options.vocabularies, options.dtypes):
+        print_message(str(variant))
+        kernels = {target: compile_variant(variant, target) for target in options.targets}
+        violations += [text for kernel in kernels.values() for text in find_violations(variant, kernel)]
+        rows.append(format_row(variant, kernels))
+    if violations:
+        raise ValueError("kernels exceed their budgets:\n" + "\n".join(violations))
+    header = ["vocabulary", "logits", "soft cap", "gradient", "threads", f"registers, {' / '.join(options.targets)}"]
+    header += ["shared bytes", "spilled bytes", "logits per load", "occupancy, A100 / H100 / B200"]
+    header += [f"µs per {TIMED_ROWS:,} rows at least, H100 / H200 / B200"]
+    report = Report([Table(header, rows)])
+    if options.output is not None:
+        write_text_atomic(options.output, format_page(report))
+    return report
+
+
+def format_page(report: Report) -> str:
+    """The page of the documentation."""
+    text = f"""# Compiled kernels
+
+    uv run {format_command_line()}
+
+The Triton kernel of the loss (`diffusionlm/kernels/triton_cross_entropy.py`), compiled without a GPU by Triton and its
+ptxas. Nothing was executed. A vocabulary stands for its class: the size of a block, one pass or two (above 16,384
+logits; above 8,192 under a soft cap), a multiple of 16 or not.
+
+The command fails if a register spills, a program has more than {MAX_THREADS:,} threads or {MAX_SHARED_BYTES:,} bytes of
+shared memory, arithmetic is narrower than fp32, an atomic appears, or aligned logits are read by fewer than 16 bytes
+per thread."""
+    limits = f"""- Software: torch {version("torch")}, triton {version("triton")}.
+- A vocabulary that is no multiple of 16 is read one logit at a time.
+- Times are bytes divided by the bandwidth of the data sheet (3.35, 4.8 and 8 TB/s): a bound, not a measurement. Each
+  logit is read once and its gradient written once; a second read of a long row comes from the L2 cache.
+- Registers and spills are those of a thread; of gfx942, vector registers. Occupancy is the share of a multiprocessor's
+  2,048 threads that can be resident."""
+    return "\n\n".join([text, report.to_markdown(), limits]) + "\n"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--vocabularies", type=int, nargs="+", default=VOCABULARIES, help="sizes (default: all classes)"
+    )
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="of the logits (default: all)"
+    )
+    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=TARGETS, help="GPUs (default: all)")
+    parser.add_argument("--output", type=Path, help="Markdown file that gets the table")
+
+
+BENCHMARK = Benchmark(
+    "Compile the Triton kernels for GPUs that are not here: registers, spills, occupancy.",
+    run,
+    rounds=None,
+    packages=("torch", "triton"),
+    add_arguments=add_arguments,
+)
+
+if __name__ == "__main__":
+    raise SystemExit(main(BENCHMARK))
