@@ -11,6 +11,7 @@ from config.model import ModelConfig
 from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.evaluation.likelihood.answers import AnswerEstimate, BlockedAnswer, Key, SamplingPlan
 from diffusionlm.evaluation.likelihood.copies import CopyTable
+from diffusionlm.inference.settings import check_token_ids
 from diffusionlm.models.transformer import Transformer
 
 Item = TypeVar("Item")
@@ -52,6 +53,7 @@ class ContinuationScore:
 class AnswerBuilder:
     """Builds the answers of a model and of settings."""
 
+    model: ModelConfig
     layout: InputLayout
     scored_suffix: tuple[int, ...]
     """Tokens after each continuation that belong to it."""
@@ -69,23 +71,31 @@ class AnswerBuilder:
         block_length = None if config.bidirectional else config.block_length or model.block_length
         layout = InputLayout.from_config(model, block_length)
         if config.end_of_text == "none":
-            return cls(layout, (), ())
+            return cls(model, layout, (), ())
         if model.eos_token_id is None:
             raise ValueError(
                 f'end_of_text = "{config.end_of_text}" needs a token, and the model\'s config.json names no '
                 'eos_token_id: set end_of_text = "none"'
             )
         eos = (model.eos_token_id,)
-        return cls(layout, eos, ()) if config.end_of_text == "scored" else cls(layout, (), eos)
+        return cls(model, layout, eos, ()) if config.end_of_text == "scored" else cls(model, layout, (), eos)
 
     def build(self, context: Sequence[int], continuation: Sequence[int], name: str) -> BlockedAnswer:
         """Build an answer; an error calls it ``name``.
 
         Raises:
-            ValueError: it is empty, or has a token that the model cannot predict.
+            ValueError: it is empty, too long for the model's context, or has a token that the model cannot predict.
         """
+        check_token_ids((*context, *continuation), self.model, name)
         suffix = self.scored_suffix if len(continuation) else ()
-        return BlockedAnswer(self.layout, context, (*continuation, *suffix), name, suffix=self.suffix)
+        answer = BlockedAnswer(self.layout, context, (*continuation, *suffix), name, suffix=self.suffix)
+        limit = self.model.max_position_embeddings
+        if len(answer.tokens_T) > limit:
+            raise ValueError(
+                f"{name} has {len(answer.tokens_T)} tokens with its context, more than max_position_embeddings = "
+                f"{limit} of the model: remove the first tokens of the context"
+            )
+        return answer
 
 
 def normalize_key(key: int | tuple[int, ...]) -> Key:

@@ -327,8 +327,10 @@ def test_bad_input(diffusion: Transformer, shifted: Transformer, autoregressive:
             score(model, (), (1, 2))
     with pytest.raises(ValueError, match=f"mask token {MASK} at index 1"):
         score(diffusion, CONTEXT, (1, MASK))
-    with pytest.raises(ValueError, match="max_position_embeddings"):
+    with pytest.raises(ValueError, match=r"continuation 0 has 301 tokens with its context.*max_position_embeddings"):
         score(diffusion, CONTEXT * 100, (1,))
+    with pytest.raises(ValueError, match=r"option 1 of document 0: token 6 is outside the model's vocabulary"):
+        score_options(diffusion, CONTEXT, [(1,), (6,)])
     with pytest.raises(ValueError, match="no negative number"):
         score_continuations(diffusion, [ScoringRequest(CONTEXT, (1,), -1)])
     with pytest.raises(ValueError, match="no mask token"):
