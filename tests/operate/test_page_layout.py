@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cli.eval.report import write_evaluation_report
 from cli.infer.answers import build_answers
 from cli.infer.inputs import EncodedInput, Input
 from cli.infer.replay_page import ReplayRecorder, write_page
@@ -18,6 +19,15 @@ from cli.sweep.grid import PointLoader
 from cli.sweep.page import render_page
 from cli.sweep.plan import Status, SweepPlan, SweepRun
 from cli.sweep.table import build_table
+from diffusionlm.evaluation.tasks.results import (
+    EvaluationResults,
+    ItemResult,
+    MetricValue,
+    OutcomeShares,
+    VariantResult,
+    format_item_line,
+    write_results,
+)
 from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep, Generation
 from logger.report import write_report
 from tests.operate.chromium import Page, Picture, chromium
@@ -100,11 +110,44 @@ def write_sweep(path: Path, directory: Path, command: str) -> None:
     path.write_text(page, encoding="utf-8")
 
 
+def write_evaluation(folder: Path) -> None:
+    """An evaluation whose tasks, variants, rules, answers and settings are hostile."""
+    (folder / "items").mkdir(parents=True)
+    results, lines = [], []
+    for index, variant in enumerate((HOSTILE, "x", "y")):
+        metrics = {HOSTILE: MetricValue(0.5, 0.1), "strict": MetricValue(0.25)}
+        results.append(
+            VariantResult(
+                task=HOSTILE,
+                kind="gsm8k",
+                variant=variant,
+                model=HOSTILE,
+                num_items=2,
+                num_repeats=1,
+                metrics=metrics,
+                shares=OutcomeShares(0.5, 0.5, 0.0, 0.0),
+                num_tokens=10 * index,
+                num_forwards=10,
+                protocol={HOSTILE: HOSTILE, "number": index},
+            )
+        )
+        for name in ("0", HOSTILE):
+            item = ItemResult(
+                task=HOSTILE, variant=variant, id=name, repeat=0, prompt_sha256="", gold=HOSTILE, output=HOSTILE,
+                is_correct={HOSTILE: name == "0" and index == 1}, extracted={HOSTILE: HOSTILE}, finish_reason="stop",
+                detail=HOSTILE, error=HOSTILE,
+            )  # fmt: skip
+            lines.append(format_item_line(item) + "\n")
+    (folder / "items" / "all.jsonl").write_text("".join(lines), encoding="utf-8")
+    contents = EvaluationResults(results=tuple(results), command=HOSTILE, software={HOSTILE: HOSTILE}, notes=(HOSTILE,))
+    write_results(folder, contents)
+
+
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The pages by name."""
     folder = tmp_path_factory.mktemp("pages")
-    paths = {name: folder / f"{name}.html" for name in ("run", "runs", "replay", "sweep", "answers")}
+    paths = {name: folder / f"{name}.html" for name in ("run", "runs", "replay", "sweep", "answers", "evaluation")}
     name = HOSTILE.replace("/", "")
     runs = [write_run(folder / str(index) / f"{name[: 200 if index == 0 else 20]}{index}") for index in range(NUM_RUNS)]
     write_report(runs[:1], paths["run"])
@@ -112,6 +155,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     write_replay(paths["replay"])
     write_sweep(paths["sweep"], folder / "sweep", "train")
     write_sweep(paths["answers"], folder / "answers", "infer")
+    write_evaluation(folder / "evaluation")
+    write_evaluation_report([folder / "evaluation"], paths["evaluation"])
     return paths
 
 
@@ -132,7 +177,7 @@ CUT = """[...document.querySelectorAll('body *')].filter(each => {
 WIDE = "[...document.querySelectorAll('.wide')].filter(each => each.scrollWidth > each.clientWidth + 1)"
 
 
-@pytest.mark.parametrize("name", ["run", "runs", "replay", "sweep", "answers"])
+@pytest.mark.parametrize("name", ["run", "runs", "replay", "sweep", "answers", "evaluation"])
 @pytest.mark.parametrize("width", [375, 1280])
 def test_nothing_is_cut_without_a_hint(pages: dict[str, Path], browser: Page, name: str, width: int) -> None:
     browser.open(pages[name], width, 812)
@@ -159,7 +204,7 @@ def edge_color(page: Page, index: int, scroll_left: int) -> bytes:
     return max(colors, key=lambda color: colors[color])
 
 
-@pytest.mark.parametrize("name", ["run", "runs", "replay", "sweep", "answers"])
+@pytest.mark.parametrize("name", ["run", "runs", "replay", "sweep", "answers", "evaluation"])
 def test_text_does_not_reorder_its_neighbors_or_become_html(pages: dict[str, Path], browser: Page, name: str) -> None:
     browser.open(pages[name], 375, 812)
     spilling = """(() => { const nodes = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), found = [];

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from cli.eval.report.contents import build_contents
 from cli.eval.report.markdown import render_markdown
 from cli.eval.report.page import render_page
 from cli.eval.report.reading import TaskReport, is_evaluation, read_evaluations
@@ -25,6 +26,7 @@ def write_evaluation_report(folders: Sequence[Path], output: Path) -> TaskReport
         OSError: a file cannot be written.
     """
     report = read_evaluations(folders)
-    write_text_atomic(output, render_page(report))
-    write_text_atomic(output.with_suffix(".md"), render_markdown(report))
+    tasks = [build_contents(task) for task in report.tasks]
+    write_text_atomic(output, render_page(report, tasks))
+    write_text_atomic(output.with_suffix(".md"), render_markdown(report, tasks))
     return report

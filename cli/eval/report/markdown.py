@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from cli.eval.report.comparing import ExampleGroup, compare_pairs, select_examples
-from cli.eval.report.curve import build_curves
-from cli.eval.report.page import cut_text, describe_answer, protocol_of
-from cli.eval.report.reading import ReportedTask, TaskReport
-from cli.eval.report.tables import ReportTable, tabulate_curves, tabulate_pairs, tabulate_results
+from cli.eval.report.comparing import ExampleGroup
+from cli.eval.report.contents import TaskContents, cut_text, describe_answer
+from cli.eval.report.reading import TaskReport
+from cli.eval.report.tables import ReportTable
 from files.terminal_text import escape_control_characters
 from logger.pages.settings import format_setting
 
@@ -17,38 +16,38 @@ MAX_TEXT = 600
 """Characters of an answer; the files contain all of it."""
 
 
-def render_markdown(report: TaskReport) -> str:
-    """Render the report."""
+def render_markdown(report: TaskReport, tasks: Sequence[TaskContents]) -> str:
+    """Render the report.
+
+    Args:
+        report: the evaluations.
+        tasks: contents of each task.
+    """
     parts = [f"# {_escape(report.title)}"]
     parts += [f"> {_escape(note)}" for note in report.notes]
-    for task in report.tasks:
-        parts += [f"## {_escape(task.name)}", *_render_task(task)]
+    for contents in tasks:
+        parts += [f"## {_escape(contents.task.name)}", *_render_task(contents)]
     commands = [origin.command for origin in report.origins if origin.command]
     if commands:
         parts += ["## Commands", *map(_fence, commands)]
     return "\n\n".join(parts) + "\n"
 
 
-def _render_task(task: ReportedTask) -> Iterator[str]:
-    yield from _render_table(tabulate_results(task))
-    pairs = compare_pairs(task)
-    if pairs:
-        yield "### Comparisons"
-        yield from _render_table(tabulate_pairs(pairs))
-    curves = build_curves(task)
-    if curves is not None:
-        yield "### Speed and quality"
-        yield from _render_table(tabulate_curves(curves))
-    groups = select_examples(task)
-    if groups:
+def _render_task(contents: TaskContents) -> Iterator[str]:
+    yield from _render_table(contents.results)
+    for title, content in (("Comparisons", contents.pairs), ("Speed and quality", contents.points)):
+        if content is not None:
+            yield f"### {title}"
+            yield from _render_table(content)
+    if contents.examples:
         yield "### Answers"
-        for group in groups:
+        for group in contents.examples:
             yield from _render_group(group)
     yield "### Protocol"
-    settings = [protocol_of(task, index) for index in range(len(task.variants))]
+    settings = [values for _, values in contents.settings]
     keys = dict.fromkeys(key for own in settings for key in own)
     rows = [(key, [format_setting(own[key]) if key in own else "" for own in settings]) for key in keys]
-    yield from _render_table(ReportTable("setting", tuple(variant.label for variant in task.variants), tuple(rows)))
+    yield from _render_table(ReportTable("setting", tuple(label for label, _ in contents.settings), tuple(rows)))
 
 
 def _render_table(content: ReportTable) -> Iterator[str]:

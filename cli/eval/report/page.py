@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from markupsafe import Markup
 
-from cli.eval.report.comparing import ExampleGroup, ExampleItem, compare_pairs, select_examples
-from cli.eval.report.curve import build_curves, draw_curves, flatten_settings
-from cli.eval.report.reading import EvaluationOrigin, ReportedTask, TaskReport
-from cli.eval.report.tables import ReportTable, format_metric, tabulate_curves, tabulate_pairs, tabulate_results
-from diffusionlm.evaluation.tasks.results import ItemResult
+from cli.eval.report.comparing import ExampleGroup, ExampleItem
+from cli.eval.report.contents import TaskContents, cut_text, describe_answer
+from cli.eval.report.curve import draw_curves
+from cli.eval.report.reading import EvaluationOrigin, TaskReport
+from cli.eval.report.tables import ReportTable, format_metric
 from files.terminal_text import escape_control_characters
 from logger.pages.axes import format_number
 from logger.pages.charts import draw_charts
@@ -18,29 +19,35 @@ from logger.pages.page import fill_page
 from logger.pages.settings import render_settings
 from logger.pages.tables import TableRow, join, table, terms
 
-MAX_TEXT = 1_500
-"""Characters of an answer on the page; the files contain all of it."""
 MAX_HEADLINE = 8
 
 
-def render_page(report: TaskReport) -> str:
-    """Render the page."""
+def render_page(report: TaskReport, tasks: Sequence[TaskContents]) -> str:
+    """Render the page.
+
+    Args:
+        report: the evaluations.
+        tasks: contents of each task.
+    """
     charts: list[dict[str, Any]] = []
+
+    def render(part: Callable[[TaskContents], Markup]) -> Markup:
+        return join(_titled(contents, part(contents), len(tasks)) for contents in tasks)
+
     sections = {
-        "Results": join(_titled(task, report, render_table(tabulate_results(task))) for task in report.tasks),
-        "Comparisons": join(_render_pairs(task, report) for task in report.tasks),
-        "Speed and quality": join(_render_curves(task, charts) for task in report.tasks),
-        "Answers": join(_render_examples(task, report) for task in report.tasks),
-        "Protocol": join(_render_protocol(task, report) for task in report.tasks),
+        "Results": render(lambda contents: render_table(contents.results)),
+        "Comparisons": render(lambda contents: render_table(contents.pairs) if contents.pairs else Markup("")),
+        "Speed and quality": render(lambda contents: _render_curves(contents, charts)),
+        "Answers": render(lambda contents: join(map(_render_group, contents.examples))),
+        "Protocol": render(lambda contents: render_settings(contents.settings, "protocols of these variants")),
         "Commands": join(map(_render_origin, report.origins)),
     }
-    num_variants = len({variant.label for task in report.tasks for variant in task.variants})
-    states = [_plural(len(report.tasks), "task"), _plural(num_variants, "variant")]
+    num_variants = len({variant.label for contents in tasks for variant in contents.task.variants})
+    states = [_plural(len(tasks), "task"), _plural(num_variants, "variant")]
     headline = _headline(report) if num_variants == 1 else None
     title = escape_control_characters(report.title)
-    return fill_page(
-        (title, title), sections, charts, list(map(escape_control_characters, report.notes)), states, headline
-    )
+    notes = list(map(escape_control_characters, report.notes))
+    return fill_page((title, title), sections, charts, notes, states, headline)
 
 
 def render_table(content: ReportTable) -> Markup:
@@ -55,11 +62,11 @@ def _plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
-def _titled(task: ReportedTask, report: TaskReport, html: Markup) -> Markup:
+def _titled(contents: TaskContents, html: Markup, num_tasks: int) -> Markup:
     """Put the task's name above, if there are several."""
-    if len(report.tasks) == 1 or not html:
+    if num_tasks == 1 or not html:
         return html
-    return Markup("<h3>{}</h3>{}").format(escape_control_characters(task.name), html)
+    return Markup("<h3>{}</h3>{}").format(escape_control_characters(contents.task.name), html)
 
 
 def _headline(report: TaskReport) -> list[tuple[str, str, str]]:
@@ -74,21 +81,11 @@ def _headline(report: TaskReport) -> list[tuple[str, str, str]]:
     return entries[:MAX_HEADLINE]
 
 
-def _render_pairs(task: ReportedTask, report: TaskReport) -> Markup:
-    pairs = compare_pairs(task)
-    return _titled(task, report, render_table(tabulate_pairs(pairs))) if pairs else Markup("")
-
-
-def _render_curves(task: ReportedTask, charts: list[dict[str, Any]]) -> Markup:
-    curves = build_curves(task)
-    if curves is None:
+def _render_curves(contents: TaskContents, charts: list[dict[str, Any]]) -> Markup:
+    if contents.curves is None or contents.points is None:
         return Markup("")
-    chart = draw_charts([draw_curves(curves)], charts)
-    return Markup('<div class="lone">{}{}</div>').format(chart, render_table(tabulate_curves(curves)))
-
-
-def _render_examples(task: ReportedTask, report: TaskReport) -> Markup:
-    return _titled(task, report, join(map(_render_group, select_examples(task))))
+    chart = draw_charts([draw_curves(contents.curves)], charts)
+    return Markup('<div class="lone">{}{}</div>').format(chart, render_table(contents.points))
 
 
 def _render_group(group: ExampleGroup) -> Markup:
@@ -109,47 +106,6 @@ def _render_item(item: ExampleItem) -> Markup:
     return Markup('<section class="card answer"><h3>{}</h3><p class="note">right answer: {}</p>{}</section>').format(
         escape_control_characters(item.id), cut_text(item.gold), answers
     )
-
-
-def describe_answer(answer: ItemResult) -> list[tuple[str, str]]:
-    """Return names and values: what was extracted by each rule and whether it is right, how the answer ended."""
-    facts = []
-    for rule, is_right in answer.is_correct.items():
-        if answer.chosen and rule in answer.chosen:
-            found = f"option {answer.chosen[rule]}"
-        elif rule in answer.extracted:
-            value = answer.extracted[rule]
-            found = "nothing" if value is None else cut_text(value, 80)
-        else:
-            found = ""
-        facts.append((rule, f"{'right' if is_right else 'wrong'}{': ' * bool(found)}{found}"))
-    if answer.option_log_likelihoods:
-        facts.append(("log-likelihoods", ", ".join(f"{value:.2f}" for value in answer.option_log_likelihoods)))
-    if answer.finish_reason is not None:
-        ending = "stopped" if answer.finish_reason == "stop" else "cut by length"
-        facts.append(("ended", f"{ending}, {answer.num_tokens:,} tokens, {answer.num_forwards:,} forwards"))
-    facts += [
-        (name, cut_text(text, 300)) for name, text in (("detail", answer.detail), ("error", answer.error)) if text
-    ]
-    return facts
-
-
-def cut_text(text: str, length: int = MAX_TEXT) -> str:
-    """Return at most so many characters with control characters as escapes, and say how many there are more."""
-    rest = len(text) - length
-    return escape_control_characters(text[:length]) + (f" ... ({rest:,} more characters)" if rest > 0 else "")
-
-
-def _render_protocol(task: ReportedTask, report: TaskReport) -> Markup:
-    columns = [(variant.label, protocol_of(task, index)) for index, variant in enumerate(task.variants)]
-    return _titled(task, report, render_settings(columns, "protocols of these variants"))
-
-
-def protocol_of(task: ReportedTask, index: int) -> dict[str, Any]:
-    """Return the settings, model and fingerprints of a variant, flat."""
-    result = task.variants[index].result
-    fingerprints = {f"fingerprints.{name}": value for name, value in result.fingerprints.items()}
-    return {"model": result.model, **flatten_settings(result.protocol), **fingerprints}
 
 
 def _render_origin(origin: EvaluationOrigin) -> Markup:

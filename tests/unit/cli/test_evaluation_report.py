@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from cli.eval.report.comparing import compare_pairs, select_examples
+from cli.eval.report.contents import build_contents, cut_text
 from cli.eval.report.curve import build_curves, name_curves
 from cli.eval.report.markdown import render_markdown
-from cli.eval.report.page import cut_text, render_page
-from cli.eval.report.reading import ReportedTask, read_evaluations
+from cli.eval.report.page import render_page
+from cli.eval.report.reading import ReportedTask, TaskReport, read_evaluations
 from cli.report import main
 from diffusionlm.evaluation.grading.speed_quality import accuracy_under_parallelism
 from diffusionlm.evaluation.tasks.results import (
@@ -64,6 +65,12 @@ def write_run(folder: Path, answers: dict[str, list[bool]], **changes: Any) -> P
     return folder
 
 
+def render(report: TaskReport) -> tuple[str, str]:
+    """The page and the Markdown."""
+    tasks = [build_contents(task) for task in report.tasks]
+    return render_page(report, tasks), render_markdown(report, tasks)
+
+
 def read_task(*folders: Path) -> ReportedTask:
     [task] = read_evaluations(folders).tasks
     return task
@@ -71,7 +78,7 @@ def read_task(*folders: Path) -> ReportedTask:
 
 def test_the_page_shows_metrics_shares_costs_protocol_and_command(tmp_path: Path) -> None:
     report = read_evaluations([write_run(tmp_path / "run", {"base": [True, False], "fast": [True, True]})])
-    page, text = render_page(report), render_markdown(report)
+    page, text = render(report)
     for part in ("50.0 % ± 2.0", "100.0 % ± 2.0", "90.0 %", "10.0 %", "&lt; 0.1 %", "1.00", "2.00", "1:15", "a note"):
         assert part in page
         assert part.replace("&lt;", r"\<") in text
@@ -100,7 +107,7 @@ def test_runs_of_other_items_are_compared_on_the_items_in_common(tmp_path: Path)
     assert (pair.difference.num_items, pair.num_left_out, pair.difference.difference) == (2, 2, -0.5)
     [note] = [note for note in report.notes if "different items" in note]
     assert "(3, 3; 2 in common)" in note and "gsm8k" in note
-    assert "2 (2 left out)" in render_page(report)
+    assert "2 (2 left out)" in render(report)[0]
 
 
 def test_missing_answers_are_reported(tmp_path: Path) -> None:
@@ -108,7 +115,7 @@ def test_missing_answers_are_reported(tmp_path: Path) -> None:
     (folder / "items" / "1.jsonl").unlink()
     report = read_evaluations([folder])
     assert any("fast, gsm8k: 0 of 2 answers" in note for note in report.notes)
-    assert "100.0 %" in render_page(report) and compare_pairs(report.tasks[0]) == []
+    assert "100.0 %" in render(report)[0] and compare_pairs(report.tasks[0]) == []
 
 
 def test_examples_are_flips_and_items_that_all_answer_wrong(tmp_path: Path) -> None:
@@ -156,7 +163,7 @@ def test_the_curve_has_the_points_and_their_aup(tmp_path: Path) -> None:
     points = [(1.0, 87.5), (2.0, 87.5), (3.0, 50.0)]
     assert [(point.tokens_per_forward, point.accuracy) for point in curve.points] == points
     assert curve.aup == accuracy_under_parallelism(points, 87.5) == pytest.approx(175.0)
-    assert "AUP, y_max = 87.5" in render_page(read_evaluations([tmp_path / "run"]))
+    assert "AUP, y_max = 87.5" in render(read_evaluations([tmp_path / "run"]))[0]
 
 
 def test_without_a_right_answer_there_is_no_aup(tmp_path: Path) -> None:
@@ -168,7 +175,7 @@ def test_without_a_right_answer_there_is_no_aup(tmp_path: Path) -> None:
 def test_hostile_texts_stay_texts(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", {HOSTILE: [True, False], "fast": [False, True]}, output=HOSTILE, gold=HOSTILE)
     report = read_evaluations([folder])
-    page, text = render_page(report), render_markdown(report)
+    page, text = render(report)
     assert "<script>alert" not in page and page.count("</script>") == 2
     assert "\x1b" not in page + text and "\0" not in page + text
     assert "``````text" in text, "the fence is longer than the backticks in the text"
@@ -177,14 +184,14 @@ def test_hostile_texts_stay_texts(tmp_path: Path) -> None:
 
 
 def test_the_page_stays_small(tmp_path: Path) -> None:
-    sizes = []
+    sizes: list[int] = []
     for name, number in (("few", 80), ("many", 400)):
         flags = {
             "base": [index % 2 == 0 for index in range(number)],
             "fast": [index % 3 == 0 for index in range(number)],
         }
         report = read_evaluations([write_run(tmp_path / name, flags, output="long " * 2_000)])
-        sizes += [len(render_page(report)), len(render_markdown(report))]
+        sizes += map(len, render(report))
     assert sizes[2] < 1.05 * sizes[0] and sizes[3] < 1.05 * sizes[1] and max(sizes) < 400_000
     assert cut_text("x" * 2000, 10) == "xxxxxxxxxx ... (1,990 more characters)"
 
@@ -198,7 +205,7 @@ def test_single_items_ties_and_values_that_are_not_finite(tmp_path: Path) -> Non
     report = read_evaluations([folder])
     [pair] = compare_pairs(report.tasks[0])
     assert (pair.difference.difference, pair.difference.p_value, pair.difference.standard_error) == (0.0, 1.0, math.inf)
-    for text in (render_page(report), render_markdown(report)):
+    for text in render(report):
         assert "not finite" in text and "nan %" not in text.lower() and "+0.0" in text
 
 
@@ -209,7 +216,7 @@ def test_options_and_errors_of_an_answer_are_shown(tmp_path: Path) -> None:
         "error": "grader broke",
         "extracted": {},
     }
-    page = render_page(read_evaluations([write_run(tmp_path / "run", {"base": [False]}, **values)]))
+    page, _ = render(read_evaluations([write_run(tmp_path / "run", {"base": [False]}, **values)]))
     for part in ("wrong: option 2", "-1.25, -3.50", "grader broke", "stopped, 30 tokens, 10 forwards"):
         assert part in page
 
