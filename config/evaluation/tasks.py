@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from config.base import ConfigPath, NonEmptyStr, NonNegativeInt, PositiveInt, Section, StrTuple, TupleOf, check_distinct
+from config.evaluation.likelihood import AnswerLikelihoodConfig
 from config.evaluation.text import EvalDataConfig, LikelihoodConfig, NelboConfig
 from config.finetune.chat import ChatRowsConfig
 from config.generation import GenerationConfig
@@ -75,8 +76,8 @@ class TaskOptions(Section):
     """Field of the items' ids. None: task_id, id, ind or index, the first that an item has; else the number of the
     record, from 0."""
     seed: NonNegativeInt = 0
-    """Seed of the subset, of answers and of masks. Those of an item depend on the seed, the item's id and the number of
-    the repeat."""
+    """Seed of the subset and of answers: an answer's randomness depends on it, the item's id and the number of the
+    repeat. Masks of likelihoods have likelihood.seed."""
 
     @model_validator(mode="after")
     def _check_ids(self) -> Self:
@@ -120,7 +121,7 @@ class HumanEvalTask(TaskOptions):
     answer: Literal["completion", "code_block"] = "completion"
     """completion: the prompt and the answer together are the program. code_block: the first fenced block of the answer
     (or all of it, without one) is the program, after the prompt if it does not define the function."""
-    timeout_seconds: Annotated[float, Field(gt=0.0, le=600.0)] = 10.0
+    timeout_seconds: Annotated[float, Field(gt=0.0, le=600.0)] = 5.0
     """Time of each program."""
     generation: GenerationConfig = GenerationConfig()
     """How answers are decoded. If neither max_new_tokens nor total_length is set: 512 new tokens."""
@@ -147,6 +148,8 @@ class MultipleChoiceTask(TaskOptions):
     score: Literal["texts", "letters"] = "texts"
     """What is scored after the prompt. texts: the options themselves. letters: A, B, C, ..., with a template that lists
     the options."""
+    likelihood: AnswerLikelihoodConfig = AnswerLikelihoodConfig()
+    """How log-likelihoods are computed."""
 
 
 class ClozeTask(TaskOptions):
@@ -158,6 +161,8 @@ class ClozeTask(TaskOptions):
     """The whole text; its last word is the answer, unless there is answer_field."""
     answer_field: NonEmptyStr | None = None
     """The answer; text_field then ends before it."""
+    likelihood: AnswerLikelihoodConfig = AnswerLikelihoodConfig()
+    """How log-likelihoods are computed."""
 
 
 class ExactMatchTask(TaskOptions):
@@ -202,7 +207,5 @@ class PerplexityTask(Section):
 GenerationTask = Gsm8kTask | HumanEvalTask | ExactMatchTask
 LikelihoodTask = MultipleChoiceTask | ClozeTask
 ItemTask = GenerationTask | LikelihoodTask
-TaskConfig = Annotated[
-    Gsm8kTask | HumanEvalTask | MultipleChoiceTask | ClozeTask | ExactMatchTask | PerplexityTask,
-    Field(discriminator="kind"),
-]
+AnyTask = Gsm8kTask | HumanEvalTask | MultipleChoiceTask | ClozeTask | ExactMatchTask | PerplexityTask
+TaskConfig = Annotated[AnyTask, Field(discriminator="kind")]

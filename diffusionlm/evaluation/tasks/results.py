@@ -7,6 +7,7 @@ settings). Each item is answered `num_repeats` times by each variant.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +24,20 @@ CONFIG_FILE = "config.toml"
 """Names within the folder of a run."""
 
 TaskKind = Literal["gsm8k", "humaneval", "multiple_choice", "cloze", "exact_match", "perplexity"]
+
+
+@dataclass(frozen=True)
+class MetricValue:
+    """A mean over items, or an estimate over tokens."""
+
+    value: float
+    standard_error: float | None = None
+    """Over items, whose repeats are averaged first. None: unknown, as of a single item."""
+
+    @classmethod
+    def from_floats(cls, value: float, standard_error: float) -> MetricValue:
+        """An error that is not finite is unknown."""
+        return cls(value, standard_error if math.isfinite(standard_error) else None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +78,8 @@ class ItemResult:
     """Of the log-likelihoods; 0 for exact ones."""
     chosen: dict[str, int] | None = None
     """By rule: index of the chosen option."""
+    metrics: dict[str, MetricValue] | None = None
+    """Of a perplexity task, whose only item is the whole text."""
 
     @property
     def is_empty(self) -> bool:
@@ -74,15 +91,6 @@ class ItemResult:
         """Grading has failed, or no rule finds an answer in the output."""
         has_nothing = bool(self.extracted) and all(value is None for value in self.extracted.values())
         return self.error is not None or has_nothing
-
-
-@dataclass(frozen=True)
-class MetricValue:
-    """A mean over items, or an estimate over tokens."""
-
-    value: float
-    standard_error: float | None = None
-    """Over items, whose repeats are averaged first. None: unknown, as of a single item."""
 
 
 @dataclass(frozen=True)
