@@ -1,0 +1,211 @@
+"""Results of tasks with models whose answers are known, and what results must not depend on."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from config.generation import GenerationConfig
+from diffusionlm.evaluation.tasks.evaluation import evaluate_task
+from diffusionlm.evaluation.tasks.items import draw_seed
+from diffusionlm.evaluation.tasks.results import ItemResult
+from diffusionlm.evaluation.tasks.verdicts import build_grader, find_code_block, grade
+from diffusionlm.inference.generate import generate
+from diffusionlm.models.transformer import Transformer
+from tests.unit.evaluation.tasks.conftest import MakeTask
+from tokenizer import Tokenizer
+
+BiasedModel = Callable[[dict[str, float]], Transformer]
+QUESTIONS = [{"question": f"{number} + 1 = ?" * (1 + number % 3), "answer": f"#### {number}"} for number in range(7)]
+SAMPLING = {"max_new_tokens": 10, "temperature": 1.0, "block_length": 5, "denoising_steps": 3}
+
+
+def run(model: Transformer, task: Any, **options: Any) -> dict[tuple[str, int], ItemResult]:
+    """Results by item and repeat, without their times."""
+    results = evaluate_task(model, task, **options)
+    return {(result.id, result.repeat): dataclasses.replace(result, seconds=0.0) for result in results}
+
+
+def choice_items(num_items: int) -> list[dict[str, Any]]:
+    rng = random.Random(0)
+    items = []
+    for number in range(num_items):
+        options = ["n" * rng.randint(1, 3) for _ in range(4)]
+        gold = rng.randrange(4)
+        options[gold] = "y" * rng.randint(1, 3)
+        items.append({"question": f"q{number}", "choices": options, "gold": gold})
+    return items
+
+
+def test_a_model_that_knows_the_options_is_always_right(make_task: MakeTask, biased_model: BiasedModel) -> None:
+    results = run(biased_model({"y": 8.0, "n": -8.0}), make_task("multiple_choice", choice_items(20))).values()
+    for rule in ("acc", "acc_norm", "acc_bytes"):
+        assert all(result.is_correct[rule] for result in results)
+    results = run(biased_model({"y": -8.0, "n": 8.0}), make_task("multiple_choice", choice_items(20))).values()
+    assert not any(result.is_correct["acc_norm"] for result in results)
+
+
+def test_a_uniform_model_guesses(make_task: MakeTask, biased_model: BiasedModel, byte_tokenizer: Tokenizer) -> None:
+    num_items = 150
+    results = run(biased_model({}), make_task("multiple_choice", choice_items(num_items)))
+    accuracy = np.mean([result.is_correct["acc"] for result in results.values()])
+    assert abs(accuracy - 0.25) < 3 * math.sqrt(0.25 * 0.75 / num_items)
+    first = results[("0", 0)]
+    lengths = [1 + len(option) for option in choice_items(1)[0]["choices"]]  # with the blank before it
+    expected = [-length * math.log(byte_tokenizer.vocab_size - 1) for length in lengths]  # never the mask
+    assert first.option_log_likelihoods == pytest.approx(expected)
+    assert first.num_tokens == sum(lengths)
+
+
+def test_normalized_accuracy_divides_by_characters_or_bytes(make_task: MakeTask, biased_model: BiasedModel) -> None:
+    items = [{"question": "q", "choices": ["xxxxxx", "ö", "zz"], "gold": 0}]
+    [result] = run(biased_model({"x": -1.0, "z": 0.5}), make_task("multiple_choice", items)).values()
+    values = np.array(result.option_log_likelihoods)
+    assert result.chosen == {
+        "acc": int(values.argmax()),
+        "acc_norm": int((values / [6, 1, 2]).argmax()),
+        "acc_bytes": int((values / [6, 2, 2]).argmax()),
+    }
+    assert len(set(result.chosen.values())) > 1
+
+
+def test_letters(make_task: MakeTask, biased_model: BiasedModel) -> None:
+    items = [{"question": "q", "choices": ["one", "two", "three"], "gold": gold} for gold in (0, 1, 2)]
+    results = run(
+        biased_model({"B": 4.0}), make_task("multiple_choice", items, score="letters", prompt={"delimiter": ""})
+    )
+    assert [result.is_correct["acc"] for result in results.values()] == [False, True, False]
+    assert {result.num_forwards for result in results.values()} == {1}  # all letters are read from one output
+
+
+def test_cloze_is_right_if_greedy_decoding_yields_the_word(
+    make_task: MakeTask, biased_model: BiasedModel, byte_tokenizer: Tokenizer
+) -> None:
+    items = [{"text": "it is yyy", "id": "a"}, {"text": "it is nnn", "id": "b"}]
+    model = biased_model({"y": 8.0, " ": 7.0})
+    task = make_task("cloze", items, prompt={"delimiter": ""})
+    results = run(model, task)
+    assert [results[(name, 0)].is_correct["acc"] for name in "ab"] == [True, False]
+    log_normalizer = math.log(math.exp(8) + math.exp(7) + byte_tokenizer.vocab_size - 3)
+    assert results[("a", 0)].option_log_likelihoods == pytest.approx([3 * (8 - log_normalizer)])
+
+
+def test_answers_are_those_of_single_prompts(
+    make_task: MakeTask, random_model: Transformer, byte_tokenizer: Tokenizer
+) -> None:
+    task = make_task("gsm8k", QUESTIONS, generation=SAMPLING, seed=5)
+    results = run(random_model, task)
+    for item in task.items:
+        prompt = byte_tokenizer.encode(f"Question: {item.fields['question']}\nAnswer:")
+        config = GenerationConfig(**SAMPLING, suppress_token_ids=task.settings.config.suppress_token_ids)
+        [expected] = generate(random_model, [prompt], config, [draw_seed(5, item.id, 0)])
+        result = results[(item.id, 0)]
+        assert result.output == byte_tokenizer.decode_bytes(expected.token_ids).decode(errors="replace")
+        assert (result.num_forwards, result.num_tokens) == (expected.num_forwards, len(expected.token_ids))
+
+
+@pytest.mark.parametrize("kind", ["gsm8k", "multiple_choice"])
+def test_batch_order_neighbors_and_resume_change_nothing(
+    make_task: MakeTask, random_model: Transformer, kind: str
+) -> None:
+    records = QUESTIONS if kind == "gsm8k" else choice_items(7)
+    records = [{**record, "id": f"i{number}"} for number, record in enumerate(records)]
+    is_generated = kind == "gsm8k"
+    options: dict[str, Any] = {"generation": SAMPLING, "repeats": 2, "stop": [" "]} if is_generated else {}
+    expected = run(random_model, make_task(kind, records, **options))
+    variations: list[dict[str, Any]] = [{"item_ids": ["i2", "i5"]}]
+    variations.append({"batch_size": 3} if is_generated else {"likelihood": {"batch_tokens": 40}})
+    for variation in variations:
+        results = run(random_model, make_task(kind, records[::-1], **options, **variation))
+        assert results.keys() <= expected.keys()
+        for key, result in results.items():
+            assert_same(result, expected[key])
+    done = list(expected)[:3]
+    rest = run(random_model, make_task(kind, records, **options), done=done)
+    assert rest.keys() == expected.keys() - set(done)
+    for key, result in rest.items():
+        assert_same(result, expected[key])
+
+
+def assert_same(a: ItemResult, b: ItemResult) -> None:
+    """Equal up to the rounding of log-likelihoods."""
+    assert a.option_log_likelihoods == (b.option_log_likelihoods and pytest.approx(b.option_log_likelihoods, abs=1e-9))
+    cleared: dict[str, Any] = {"option_log_likelihoods": None, "option_standard_errors": None}
+    assert dataclasses.replace(a, **cleared) == dataclasses.replace(b, **cleared)
+
+
+def test_repeats_differ_and_come_again(make_task: MakeTask, random_model: Transformer) -> None:
+    task = make_task("gsm8k", QUESTIONS[:2], generation=SAMPLING, repeats=4)
+    first, second = run(random_model, task), run(random_model, task)
+    assert first == second
+    for item_id in ("0", "1"):
+        assert len({first[(item_id, repeat)].output for repeat in range(4)}) == 4
+
+
+def test_a_grader_that_throws_makes_the_item_invalid(
+    make_task: MakeTask, random_model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build_failing_grader(task: Any) -> Any:
+        def fail(item: Any, text: str) -> Any:
+            if item.id == "1":
+                raise ZeroDivisionError("no number")
+            return build_grader(task)(item, text)
+
+        return fail
+
+    monkeypatch.setattr("diffusionlm.evaluation.tasks.evaluation.build_grader", build_failing_grader)
+    results = run(random_model, make_task("gsm8k", QUESTIONS[:3], generation=SAMPLING))
+    assert results[("1", 0)].error == "ZeroDivisionError: no number"
+    assert results[("1", 0)].is_correct == {"strict": False, "flexible": False}
+    assert results[("1", 0)].is_invalid
+    assert results[("0", 0)].error is None and results[("2", 0)].error is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        ("She pays 3 * $4 = $<<3*4=12>>12.\n#### 12", "12"),
+        ("It is 1,000 + 234 = 1,234.\n#### 1,234", "1234"),
+        ("Half of 5 is 2.5.\n#### 2.5", "2.5"),
+        ("She loses -4.\n#### -4", "-4"),
+    ],
+)
+def test_gold_answers_are_right(make_task: MakeTask, answer: str, gold: str) -> None:
+    task = make_task("gsm8k", [{"question": "How many?", "answer": answer}], generation={"max_new_tokens": 2})
+    [item] = task.items
+    verdict = grade(task.config, build_grader(task.config), item, answer)
+    assert verdict.is_correct == {"strict": True, "flexible": True}
+    assert item.gold == gold
+
+
+def test_conversations(make_task: MakeTask, biased_model: BiasedModel) -> None:
+    records = [{"prompt": "Hi", "completion": "yyy"}, {"prompt": "Hi", "completion": "yy"}]
+    task = make_task("exact_match", records, generation={"max_new_tokens": 3})
+    results = run(biased_model({"y": 9.0}), task)
+    assert [result.is_correct["exact_match"] for result in results.values()] == [True, False]
+
+
+def test_prompts_that_do_not_fit_are_named(make_task: MakeTask) -> None:
+    long = {"question": "x" * 240, "answer": "1", "id": "long"}
+    with pytest.raises(ValueError, match=r"item 'long'.*max_new_tokens = 256"):
+        make_task("gsm8k", [long])
+    with pytest.raises(ValueError, match=r"item 'long'.*prompt\.shots"):
+        make_task("multiple_choice", [{"question": "x" * 240, "choices": ["a", "b"], "gold": 0, "id": "long"}])
+
+
+def test_code_needs_permission(make_task: MakeTask) -> None:
+    record = {"prompt": "def f():\n", "test": "def check(f): pass", "entry_point": "f"}
+    with pytest.raises(ValueError, match=r"run_code.*--run-code"):
+        make_task("humaneval", [record])
+
+
+def test_code_blocks() -> None:
+    assert find_code_block("Sure:\n```python\nx = 1\n```\nDone ```no```") == "x = 1\n"
+    assert find_code_block("```\nx = 1\ny") == "x = 1\ny"
+    assert find_code_block("x = 1") == "x = 1"
