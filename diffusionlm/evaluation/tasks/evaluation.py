@@ -75,6 +75,7 @@ def _answer_items(
 ) -> Iterator[ItemResult]:
     indices = {item.id: index for index, item in enumerate(task.items)}
     grader = build_grader(task.config)
+    previous = time.perf_counter()
     for start in range(0, len(pending), ANSWERS_PER_GROUP):
         group = pending[start : start + ANSWERS_PER_GROUP]
         requests = [
@@ -85,6 +86,7 @@ def _answer_items(
             item_id, repeat = group[number]
             item = task.items[indices[item_id]]
             verdict = grade(task.config, grader, item, task.builder.answer_prefix(item) + answer.text)
+            seconds, previous = time.perf_counter() - previous, time.perf_counter()
             yield ItemResult(
                 task=task.name,
                 variant=variant,
@@ -98,7 +100,7 @@ def _answer_items(
                 finish_reason=answer.finish_reason,
                 num_tokens=len(answer.token_ids),
                 num_forwards=answer.num_forwards,
-                seconds=round(answer.seconds, 4),
+                seconds=round(seconds, 4),
                 error=verdict.error,
                 detail=verdict.detail,
             )

@@ -67,7 +67,7 @@ class ItemResult:
     num_forwards: int = 0
     """Forwards that this answer or these options took part in."""
     seconds: float = 0.0
-    """From the item's first forward to its last; items that are decoded together share the device."""
+    """Time since the result before it, or its share of a group's; they sum to the time of the run."""
     error: str | None = None
     """Why grading has failed; such an answer counts as wrong and invalid."""
     detail: str | None = None

@@ -1,0 +1,160 @@
+"""Run tasks with several variants, write each result at once, and continue an interrupted run."""
+
+from __future__ import annotations
+
+import platform
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Protocol
+
+from config.evaluation.tasks import HumanEvalTask
+from config.infer import InferModelConfig
+from diffusionlm.checkpoints.huggingface import load_configured_model
+from diffusionlm.evaluation.grading.code_execution import probe_isolation
+from diffusionlm.evaluation.tasks.evaluation import AnswerKey, evaluate_task, list_answers
+from diffusionlm.evaluation.tasks.fingerprint import (
+    describe_protocol,
+    fingerprint_data,
+    fingerprint_model,
+    fingerprint_prompt,
+    fingerprint_task,
+)
+from diffusionlm.evaluation.tasks.preparation import PreparedTask
+from diffusionlm.evaluation.tasks.results import EvaluationResults, write_results
+from diffusionlm.evaluation.tasks.run_folder import RunFolder
+from diffusionlm.evaluation.tasks.summary import TaskSummary, compare_variants
+from diffusionlm.models.transformer import Transformer
+from files.lock import lock_directory
+
+
+@dataclass(frozen=True)
+class PlannedVariant:
+    """A model with settings, and the tasks that were prepared for it."""
+
+    name: str
+    model: InferModelConfig
+    directory: Path
+    """Of the model, resolved."""
+    tasks: tuple[PreparedTask, ...]
+
+    def fingerprint(self) -> dict[str, dict[str, str]]:
+        """Hashes by task.
+
+        Raises:
+            ValueError: a file cannot be read.
+        """
+        model = fingerprint_model(self.model, self.directory)
+        return {
+            task.name: {"model": model, "data": fingerprint_data(task.config), "prompt": fingerprint_prompt(task)}
+            for task in self.tasks
+        }
+
+
+class RunProgress(Protocol):
+    """Follows a run."""
+
+    def __call__(self, phase: str, unit: str, done: int, total: int | None) -> None:
+        """``phase``: such as variant and task. ``done`` of ``total`` units (None: unknown) are finished."""
+
+
+@dataclass
+class TaskRun:
+    """A run in a folder.
+
+    Args:
+        fingerprints: variant -> task -> hashes.
+    """
+
+    variants: Sequence[PlannedVariant]
+    folder: RunFolder
+    fingerprints: Mapping[str, Mapping[str, Mapping[str, str]]]
+    _loaded: tuple[InferModelConfig, Transformer] | None = field(default=None, init=False)
+
+    @classmethod
+    def open(cls, path: Path, variants: Sequence[PlannedVariant]) -> TaskRun:
+        """Create the folder of a run, or continue the run in it.
+
+        Raises:
+            ValueError: it holds another run, or a file cannot be read.
+            OSError: it cannot be written.
+        """
+        fingerprints = {variant.name: variant.fingerprint() for variant in variants}
+        decisive = {
+            variant.name: {
+                task.name: fingerprint_task(task, fingerprints[variant.name][task.name]) for task in variant.tasks
+            }
+            for variant in variants
+        }
+        return cls(variants, RunFolder(path, decisive), fingerprints)
+
+    def run(self, on_progress: RunProgress | None = None, command: str = "") -> EvaluationResults:
+        """Evaluate what is missing, and write results.json.
+
+        Raises:
+            ValueError: the weights do not fit, the model's probabilities are not finite, or a line of an earlier run is
+                damaged.
+            OSError: a file cannot be written, or another process works in the folder.
+        """
+        with lock_directory(self.folder.path):
+            for variant in self.variants:
+                self._evaluate(variant, on_progress)
+            self._loaded = None
+            results = self._summarize(command)
+            write_results(self.folder.path, results)
+        return results
+
+    def _evaluate(self, variant: PlannedVariant, on_progress: RunProgress | None) -> None:
+        done: dict[str, set[AnswerKey]] = defaultdict(set)
+        for result in self.folder.read_items(variant.name):
+            done[result.task].add((result.id, result.repeat))
+        with self.folder.open_writer(variant.name) as writer:
+            for task in variant.tasks:
+                answers = list_answers(task)
+                num_done, phase = len(done[task.name].intersection(answers)), f"{variant.name}: {task.name}"
+                if num_done == len(answers):
+                    continue
+
+                def show_phase(name: str, count: int, total: int | None, phase: str = phase) -> None:
+                    if on_progress is not None:
+                        on_progress(f"{phase}, {name}", "steps", count, total)
+
+                model = self._load(variant.model)
+                for result in evaluate_task(model, task, variant.name, done[task.name], show_phase):
+                    writer.write(result)
+                    num_done += 1
+                    if on_progress is not None:
+                        on_progress(phase, "answers", num_done, len(answers))
+
+    def _load(self, config: InferModelConfig) -> Transformer:
+        """Load a model, unless it is the one that is loaded."""
+        if self._loaded is None or self._loaded[0] != config:
+            self._loaded = None  # frees the memory before the next one is loaded
+            self._loaded = (config, load_configured_model(config))
+        return self._loaded[1]
+
+    def _summarize(self, command: str) -> EvaluationResults:
+        summaries: list[TaskSummary] = []
+        results = []
+        for variant in self.variants:
+            own = {task.name: TaskSummary(task, variant.name, str(variant.model.path)) for task in variant.tasks}
+            selected = {task.name: set(list_answers(task)) for task in variant.tasks}
+            for item in self.folder.read_items(variant.name):
+                if (item.id, item.repeat) in selected.get(item.task, ()):
+                    selected[item.task].remove((item.id, item.repeat))
+                    own[item.task].add(item)
+            for task in variant.tasks:
+                fingerprints = self.fingerprints[variant.name][task.name]
+                results.append(own[task.name].build(describe_protocol(task), fingerprints))
+            summaries += own.values()
+        runs_code = any(isinstance(task.config, HumanEvalTask) for variant in self.variants for task in variant.tasks)
+        notes = [f"Executed code: {probe_isolation().describe()}"] if runs_code else []
+        return EvaluationResults(
+            results=tuple(results),
+            comparisons=compare_variants(summaries),
+            command=command,
+            software={name: version(name) for name in ("diffusionlm", "torch")} | {"python": platform.python_version()},
+            notes=tuple(notes),
+        )

@@ -1,0 +1,149 @@
+"""Runs in a folder: resumed after an interruption, refused with other settings, summarized and compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from config.infer import InferModelConfig
+from diffusionlm.evaluation.grading.pass_at_k import pass_at_k
+from diffusionlm.evaluation.tasks import runner
+from diffusionlm.evaluation.tasks.results import EvaluationResults, read_results
+from diffusionlm.evaluation.tasks.run_folder import to_file_name
+from diffusionlm.evaluation.tasks.runner import PlannedVariant, TaskRun
+from diffusionlm.models.transformer import Transformer
+from tests.unit.evaluation.tasks.conftest import MakeTask
+
+QUESTIONS = [{"question": f"{number} + 1 = ?", "answer": f"#### {number}"} for number in range(6)]
+SAMPLING = {"max_new_tokens": 12, "temperature": 1.0, "denoising_steps": 4}
+
+
+@pytest.fixture
+def run_tasks(tmp_path: Path, make_task: MakeTask, random_model: Transformer, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``run_tasks(folder, variants, end_after=...)``: settings of a gsm8k task by variant, of `random_model`."""
+    monkeypatch.setattr(runner, "load_configured_model", lambda config: random_model)
+    monkeypatch.setattr(runner, "fingerprint_model", lambda config, directory: "model")
+
+    def run(folder: str, variants: dict[str, dict[str, Any]], end_after: int | None = None) -> EvaluationResults:
+        planned = [
+            PlannedVariant(
+                name,
+                InferModelConfig(path=Path("model")),
+                Path("model"),
+                (make_task("gsm8k", QUESTIONS, **{"generation": SAMPLING, **options}),),
+            )
+            for name, options in variants.items()
+        ]
+        counts: list[int] = []
+
+        def interrupt(phase: str, unit: str, done: int, total: int | None) -> None:
+            counts.append(done)
+            if len(counts) == end_after:
+                raise KeyboardInterrupt
+
+        return TaskRun.open(tmp_path / folder, planned).run(interrupt, "command")
+
+    return run
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+    return sorted(({**line, "seconds": 0} for line in lines), key=lambda line: (line["id"], line.get("repeat", 0)))
+
+
+def without_times(results: EvaluationResults) -> EvaluationResults:
+    return dataclasses.replace(results, results=tuple(dataclasses.replace(r, seconds=0.0) for r in results.results))
+
+
+def test_a_killed_run_is_continued(run_tasks: Any, tmp_path: Path) -> None:
+    variants = {"a": {"repeats": 2}, "b": {"seed": 9, "repeats": 2}}
+    expected = run_tasks("whole", variants)
+    with pytest.raises(KeyboardInterrupt):
+        run_tasks("killed", variants, end_after=15)
+    path = tmp_path / "killed" / "items" / "b.jsonl"
+    assert len(read_lines(path)) == 3
+    content = path.read_bytes()
+    path.write_bytes(content[:-20])  # as of a process that was killed while it wrote
+    assert without_times(run_tasks("killed", variants)) == without_times(expected)
+    for name in ("a", "b"):
+        whole, continued = (tmp_path / folder / "items" / f"{name}.jsonl" for folder in ("whole", "killed"))
+        assert read_lines(continued) == read_lines(whole)
+    before = path.read_bytes()
+    assert without_times(run_tasks("killed", variants)) == without_times(expected)  # nothing is left to do
+    assert path.read_bytes() == before
+    assert read_results(tmp_path / "killed").command == "command"
+
+
+def test_other_settings_are_refused(run_tasks: Any, tmp_path: Path) -> None:
+    run_tasks("run", {"a": {}})
+    for variants, words in (
+        ({"a": {"seed": 1}}, ["a, gsm8k: seed: 0 -> 1"]),
+        ({"a": {"generation": {**SAMPLING, "temperature": 0.5}}}, ["generation.temperature: 1.0 -> 0.5"]),
+        ({"a": {"prompt": {"template": "{question}"}}}, ["prompt.template"]),
+        ({"b": {}}, ["variant 'a' is missing"]),
+        ({"a": {"name": "other"}}, ["task 'gsm8k' is missing"]),
+    ):
+        with pytest.raises(ValueError, match="another evaluation") as caught:
+            run_tasks("run", variants)
+        assert all(word in str(caught.value) for word in words), caught.value
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="not empty"):
+        run_tasks("other", {"a": {}})
+
+
+def test_a_run_is_extended(run_tasks: Any, tmp_path: Path) -> None:
+    small = run_tasks("run", {"a": {"limit": 3, "batch_size": 1}})
+    assert small.results[0].num_items == 3
+    extended = run_tasks("run", {"a": {"repeats": 2}, "b": {"seed": 9}})
+    expected = run_tasks("whole", {"a": {"repeats": 2}, "b": {"seed": 9}})
+    assert without_times(extended) == without_times(expected)
+    assert run_tasks("run", {"a": {"limit": 3}, "b": {"seed": 9}}).results[0].num_items == 3
+
+
+def test_results_are_means_over_items(run_tasks: Any, tmp_path: Path) -> None:
+    results = run_tasks("run", {"a": {"repeats": 4}, "b": {"seed": 9, "repeats": 4}})
+    by_variant = {}
+    for result in results.results:
+        lines = read_lines(tmp_path / "run" / "items" / f"{result.variant}.jsonl")
+        assert len(lines) == 24
+        counts = np.array(
+            [sum(line["is_correct"]["flexible"] for line in lines if line["id"] == str(n)) for n in range(6)]
+        )
+        by_variant[result.variant] = counts / 4
+        metric = result.metrics["flexible"]
+        assert metric.value == pytest.approx((counts / 4).mean())
+        assert metric.standard_error == pytest.approx((counts / 4).std(ddof=1) / math.sqrt(6))
+        assert list(result.metrics) == ["strict", "flexible"]
+        assert result.pass_at_k["flexible"].keys() == {1, 2, 4}
+        for size, value in result.pass_at_k["flexible"].items():
+            assert value.value == pytest.approx(np.mean([pass_at_k(4, int(count), size) for count in counts]))
+        assert result.num_tokens == sum(line.get("num_tokens", 0) for line in lines)
+        assert result.num_forwards == sum(line["num_forwards"] for line in lines)
+        assert result.shares is not None
+        assert result.shares.stopped == np.mean([line["finish_reason"] == "stop" for line in lines])
+        assert result.shares.stopped + result.shares.length == pytest.approx(1.0)
+        missing = [all(value is None for value in line["extracted"].values()) for line in lines]
+        assert result.shares.invalid == np.mean(missing)
+        assert result.protocol["generation"]["remasking_strategy"] == "low_confidence"
+    assert any(counts.any() for counts in by_variant.values())
+    [comparison] = [item for item in results.comparisons if item.rule == "flexible"]
+    assert (comparison.first, comparison.second) == ("a", "b")
+    differences = by_variant["b"] - by_variant["a"]
+    assert comparison.difference == pytest.approx(differences.mean())
+    assert comparison.num_only_first == (differences < 0).sum()
+    assert comparison.num_only_second == (differences > 0).sum()
+
+
+def test_file_names_of_variants() -> None:
+    assert to_file_name("block_length=8") == "block_length=8"
+    names = ["org/model", "org model", "../x", "", "a" * 200]
+    files = [to_file_name(name) for name in names]
+    assert len(set(files)) == len(names)
+    assert all("/" not in file and not file.startswith(".") for file in files)
