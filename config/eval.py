@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
-from config.base import ConfigPath, Section
+from pydantic import Field, model_validator
+
+from config.base import ConfigPath, Section, TupleOf, check_distinct
+from config.evaluation.tasks import TaskConfig
 from config.evaluation.text import EvalDataConfig, LikelihoodConfig, NelboConfig
+from config.evaluation.variants import VariantConfig
 from config.finetune.exact_match import ExactMatchConfig
 from config.infer import InferModelConfig
 
@@ -17,13 +22,35 @@ class EvalOutputConfig(Section):
     """text: a table. json: one object on one line."""
     file: ConfigPath | None = None
     """Also write the JSON object to this file; an existing one is replaced."""
+    directory: ConfigPath | None = None
+    """Folder of the results of tasks, one line for each answer; an interrupted evaluation is continued from them."""
 
 
 class EvalConfig(Section):
-    """All sections of ``diffusionlm-eval``."""
+    """All sections of ``diffusionlm-eval``: tasks, or the likelihood of a text and exact match."""
 
     model: InferModelConfig = InferModelConfig()
     data: EvalDataConfig = EvalDataConfig()
     likelihood: LikelihoodConfig = NelboConfig()
     exact_match: ExactMatchConfig | None = None
+    tasks: TupleOf[TaskConfig] = ()
+    """`[[tasks]]`: what the model is evaluated on, each with a `kind`."""
+    variants: TupleOf[VariantConfig] = ()
+    """`[[variants]]`: models and settings that are compared on the same items. Empty: [model] alone."""
+    vary: Mapping[str, Annotated[TupleOf[Any], Field(min_length=1)]] = Field(default_factory=dict)
+    """Keys of tasks with the values that are compared, such as {"generation.confidence_threshold" = [0.8, 0.9]}; each
+    variant is evaluated with each combination."""
     output: EvalOutputConfig = EvalOutputConfig()
+
+    @model_validator(mode="after")
+    def _check_tasks(self) -> Self:
+        if not self.tasks:
+            for key in ("variants", "vary"):
+                if getattr(self, key):
+                    raise ValueError(f"{key} has no effect without tasks: add [[tasks]], or remove it")
+            if self.output.directory is not None:
+                raise ValueError("output.directory has no effect without tasks: use output.file, or add [[tasks]]")
+        elif self.data.source is not None or self.exact_match is not None:
+            raise ValueError("[data] and [exact_match] are evaluated without tasks: make them tasks, or remove them")
+        check_distinct({"the names of tasks": [task.name or task.kind for task in self.tasks]})
+        return self

@@ -1,16 +1,16 @@
-"""``diffusionlm-eval``: the likelihood of a text under a model."""
+"""``diffusionlm-eval``: tasks, and the likelihood of a text under a model."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cli.arguments import add_shorthand, parse_command
+from cli.arguments import parse_command
 from cli.entry import exit_with_usage_error, friendly_errors, usage_errors
+from cli.eval.arguments import add_eval_arguments
 from cli.eval.tables import format_exact_match, format_json, format_table
 from cli.tables import print_parts
 from config.eval import EvalConfig
@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 
 NAME = "diffusionlm-eval"
 
-EXAMPLE = f"""  {NAME} --model runs/quickstart --data README.md
+EXAMPLE = f"""  {NAME} --model runs/quickstart --task gsm8k --data test.jsonl --limit 100 --output runs/gsm8k
+  {NAME} --model runs/a --model runs/b --task multiple_choice --data arc.jsonl --output runs/arc
+  {NAME} --model runs/chat --task gsm8k --data test.jsonl --output runs/sweep \\
+      --vary generation.remasking_strategy=entropy,margin --vary generation.block_length=8,32
+  {NAME} --model runs/quickstart --data README.md
   {NAME} --model runs/blocks --data "texts/*.jsonl" --set likelihood.block_length=16 --json
   {NAME} --model runs/quickstart --data README.md --set likelihood.kind=sampler \\
       --set likelihood.generation.remasking_strategy=entropy"""
@@ -39,16 +43,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     config, _ = parse_command(
         EvalConfig,
         name=NAME,
-        description="Nats per token, perplexity and bits per byte of a text, each with its standard error.",
+        description="Accuracy on tasks, or nats per token, perplexity and bits per byte of a text, with their errors.",
         example=EXAMPLE,
         config_required=False,
-        add_arguments=_add_shorthands,
+        add_arguments=add_eval_arguments,
         argv=argv,
     )
+    if config.tasks:
+        # Imported here, so that --help and config errors do not wait for numpy and regex.
+        from cli.eval.task_run import run_tasks
+
+        run_tasks(NAME, config, argv)
+        return
     if config.model.path is None:
         exit_with_usage_error(NAME, "no model: add --model DIR, or path to [model] of the config")
     if config.data.source is None and config.exact_match is None:
-        exit_with_usage_error(NAME, "no data: add --data FILE, or source to [data] of the config, or [exact_match]")
+        exit_with_usage_error(
+            NAME, "no data: add --data FILE, or source to [data] of the config, or [exact_match] or [[tasks]]"
+        )
     # Imported here, so that --help and config errors do not wait for numpy and regex.
     from diffusionlm.evaluation.exact_match_plan import plan_exact_match
     from diffusionlm.evaluation.plan import plan_evaluation
@@ -92,14 +104,3 @@ def _evaluate(
         if exact_match_plan is None:
             return result, None
         return result, evaluate_exact_match(model, exact_match_plan, partial(show_progress, "answering"))
-
-
-def _add_shorthands(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("shorthands for --set")
-    add_shorthand(
-        group, "--model", "model.path={string}", metavar="DIR", help="model, checkpoint or run, or org/name on the Hub"
-    )
-    add_shorthand(group, "--adapter", "model.adapter={string}", metavar="DIR", help="PEFT adapter (LoRA) of the model")
-    files = ("data.source=files", "data.source.paths=[{string}]", 'data.split="all"')
-    add_shorthand(group, "--data", *files, metavar="FILE", help="file, directory or glob, all of it")
-    add_shorthand(group, "--json", 'output.format="json"', help="one JSON object")

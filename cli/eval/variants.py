@@ -1,0 +1,116 @@
+"""The variants of an evaluation: models and settings, their names, and the tasks with their settings. No torch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from config.dump import format_value, to_toml_values
+from config.eval import EvalConfig
+from config.evaluation.tasks import AnyTask
+from config.evaluation.variants import VariantConfig
+from config.infer import InferModelConfig
+from config.load import ConfigError, validate_config
+
+SECTIONS = ("prompt", "generation", "likelihood")
+"""Sections of a task that variants may change."""
+MAX_VARIANTS = 200
+
+
+@dataclass(frozen=True)
+class ResolvedVariant:
+    """A model, and the tasks with the settings of the variant."""
+
+    name: str
+    model: InferModelConfig
+    tasks: tuple[AnyTask, ...]
+
+
+def resolve_variants(config: EvalConfig) -> list[ResolvedVariant]:
+    """Combine variants and varied keys.
+
+    Raises:
+        ValueError: a variant has no model, two have the same name, there are too many, a key is of no task, or settings
+            are invalid; names the variant.
+    """
+    variants = config.variants or (VariantConfig(),)
+    points = list(product(*[[(key, value) for value in values] for key, values in config.vary.items()]))
+    if len(variants) * len(points) > MAX_VARIANTS:
+        raise ValueError(f"{len(variants) * len(points)} variants, and at most {MAX_VARIANTS} are compared: vary less")
+    labels = _name_models(variants, config.model)
+    resolved = []
+    for variant, label in zip(variants, labels, strict=True):
+        for point in points:
+            parts = [label] if len(variants) > 1 or variant.name is not None else []
+            parts += [f"{_shorten_key(key)}={_format(value)}" for key, value in point]
+            name = " ".join(parts) or label
+            settings = {section: dict(getattr(variant, section)) for section in SECTIONS}
+            for key, value in point:
+                _set_key(settings, key, value)
+            tasks = _apply_settings(config, settings, name)
+            resolved.append(ResolvedVariant(name, _resolve_model(variant, config.model, name), tasks))
+    names = [variant.name for variant in resolved]
+    duplicate = next((name for name in names if names.count(name) > 1), None)
+    if duplicate is not None:
+        raise ValueError(f"two variants are named {duplicate!r}: set variants.N.name")
+    return resolved
+
+
+def _name_models(variants: Sequence[VariantConfig], model: InferModelConfig) -> list[str]:
+    """The names of variants; of those without one the last part of the model's path, or all of it if needed."""
+    paths = [str(variant.model or model.path or "") for variant in variants]
+    short = [Path(path).name or path for path in paths]
+    is_distinct = len(set(short)) == len(set(paths))
+    labels = short if is_distinct else paths
+    return [variant.name or label for variant, label in zip(variants, labels, strict=True)]
+
+
+def _shorten_key(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _format(value: Any) -> str:
+    return value if isinstance(value, str) else format_value(value)
+
+
+def _set_key(settings: dict[str, dict[str, Any]], key: str, value: Any) -> None:
+    section, _, name = key.partition(".")
+    if section not in SECTIONS or not name or "." in name:
+        raise ValueError(f"vary: {key!r} is no key of tasks that can vary: name one of {', '.join(SECTIONS)}.KEY")
+    settings[section][name] = value
+
+
+def _resolve_model(variant: VariantConfig, model: InferModelConfig, name: str) -> InferModelConfig:
+    path = variant.model or model.path
+    if path is None:
+        raise ValueError(f"variant {name!r} has no model: set its model, or model.path")
+    adapter = variant.adapter or (model.adapter if variant.model is None else None)
+    return model.model_copy(update={"path": path, "adapter": adapter})
+
+
+def _apply_settings(config: EvalConfig, settings: Mapping[str, Mapping[str, Any]], name: str) -> tuple[AnyTask, ...]:
+    """The tasks with the settings of a variant, where they have such a section."""
+    if not any(settings.values()):
+        return config.tasks
+    tables = []
+    is_used = dict.fromkeys((section for section in SECTIONS if settings[section]), False)
+    for task in config.tasks:
+        table = copy.deepcopy(task.model_dump(exclude_unset=True))
+        for section in is_used:
+            if section in type(task).model_fields:
+                table[section] = {**table.get(section, {}), **settings[section]}
+                is_used[section] = True
+        tables.append(table)
+    unused = next((section for section, used in is_used.items() if not used), None)
+    if unused is not None:
+        keys = ", ".join(f"{unused}.{key}" for key in settings[unused])
+        raise ValueError(f"variant {name!r}: {keys} has no effect: no task has a section {unused}")
+    values = {"tasks": tables, "model": to_toml_values(config.model, "model")}
+    try:
+        return validate_config(EvalConfig, values, f"variant {name!r}").tasks
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
