@@ -1,14 +1,17 @@
 """A GPU that computes nothing: fake tensors on ``cuda``, and a record of the operators that would be launched.
 
-Shapes, dtypes, devices and the choice of code paths are those of a GPU; values do not exist, so reading one raises.
+Shapes, dtypes, devices and the choice of code paths are those of a GPU. Values do not exist: where the host reads one,
+the place is recorded, and the value is 1.
 """
 
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -21,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarking.serving.count_kernels import WITHOUT_KERNELS
 from diffusionlm.kernels import chunked_loss
 
+PROJECT = Path(__file__).parents[1]
 FUSED_ATTENTION = "scaled_dot_product_attention"
 """Name of the launch of torch's fused attention."""
 
@@ -41,9 +45,11 @@ class Launch:
 
 @dataclass
 class LaunchRecord:
-    """The operators that computed on the GPU, in order."""
+    """The operators that computed on the GPU, in order, and where the host waited for it."""
 
     launches: list[Launch] = field(default_factory=list)
+    waits: Counter[str] = field(default_factory=Counter)
+    """``file:function`` of the project's innermost call -> values, indices or tensors that the host waited for."""
 
     def attend(
         self, q_BNQH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, attn_mask: Tensor | None = None, **_: Any
@@ -71,13 +77,40 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        output = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        if name == "_local_scalar_dense" and args[0].is_cuda:
+            self.record.waits[find_place()] += 1
+            return {True: 1.0, False: 1}[args[0].is_floating_point()] if args[0].dtype != torch.bool else True
+        if name == "nonzero" and args[0].is_cuda:
+            self.record.waits[find_place()] += 1
+            return args[0].new_zeros(1, args[0].dim(), dtype=torch.int64)
+        if name.startswith("index") and any(_is_mask(index) for index in tree_leaves(args[1:2])):
+            self.record.waits[find_place()] += 1
+            indices = [index.flatten()[:1].long() if _is_mask(index) else index for index in args[1]]
+            args = (args[0], indices, *args[2:])
+        output = func(*args, **kwargs)
         inputs, outputs = _tensors((args, kwargs)), _tensors(output)
+        if name in ("_to_copy", "copy_") and not (kwargs.get("non_blocking") or True in args[2:]):
+            source, target = (args[1] if name == "copy_" else args[0]), outputs[0]
+            if source.is_cuda != target.is_cuda and source.dim():
+                self.record.waits[find_place()] += 1
         computes = not func.is_view and name not in WITHOUT_KERNELS and func.namespace != "prim"
         if computes and any(tensor.is_cuda for tensor in (*inputs, *outputs)):
             self.record.launches.append(Launch(name, inputs, outputs))
         return output
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.is_cuda and index.dtype == torch.bool
+
+
+def find_place() -> str:
+    """``file:function`` of the project's innermost call that is running."""
+    for frame in reversed(traceback.extract_stack()):
+        path = Path(frame.filename)
+        if path.is_relative_to(PROJECT) and not path.is_relative_to(PROJECT / "tests") and ".venv" not in path.parts:
+            return f"{path.relative_to(PROJECT)}:{frame.name}"
+    return "a test"
 
 
 def _tensors(tree: Any) -> tuple[Tensor, ...]:

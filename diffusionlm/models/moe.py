@@ -141,7 +141,9 @@ def run_experts_grouped(projections: Sequence[Tensor], x_TD: Tensor, weights_TK:
 
 
 def _count_tokens_by_expert(experts_TK: Tensor, num_experts: int) -> Tensor:
-    return torch.bincount(experts_TK.flatten(), minlength=num_experts)
+    # Not bincount, which waits for a GPU twice: for the lowest value and the highest one.
+    experts_S = experts_TK.flatten()
+    return experts_S.new_zeros(num_experts).scatter_add_(0, experts_S, torch.ones_like(experts_S))
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from diffusionlm.models.moe import MoE, Routing, compute_load_balancing_loss
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
 from profiling.flops import count_idle_parameters, count_parameters, flops_per_token
+from tests.fake_cuda import fake_cuda
 
 MakeConfig = Callable[..., ModelConfig]
 MakeModel = Callable[..., Transformer]
@@ -168,6 +169,16 @@ def test_bfloat16_autocast(mixture: Callable[..., MoE]) -> None:
     assert (out.float() - expected)[same].norm() < 0.02 * expected[same].norm()
     requested = torch.autograd.grad(expected.square().sum(), [x, *results.parameters()])
     assert all((one - other).norm() < 0.1 * other.norm() + 1e-3 for one, other in zip(grads, requested, strict=True))
+
+
+def test_a_gpu_is_waited_for_once_in_a_layer(make_config: MakeConfig) -> None:
+    """For the number of tokens of each expert; the balance loss counts them again, on the device."""
+    routings: list[Routing] = []
+    with fake_cuda() as record, torch.device("cuda"):
+        mixture = MoE(make_config(**SPARSE))
+        mixture(torch.ones(3, 24), routings)
+        compute_load_balancing_loss(routings)
+    assert record.waits == {"diffusionlm/models/moe.py:from_experts": 6}
 
 
 def test_balance_loss_by_hand() -> None:
