@@ -22,6 +22,9 @@ from diffusionlm.models.patterns import Intervals
 BLOCK_SIZE = 128
 """Queries and keys of a tile: the default of FlexAttention's kernels."""
 
+MAX_VERSIONS = 64
+"""Versions of FlexAttention that a process may compile."""
+
 
 def build_block_mask(intervals: Intervals, num_queries: int) -> BlockMask:
     """Block mask of the first ``num_queries`` positions, with the same tiles as `create_block_mask`."""
@@ -84,6 +87,9 @@ def _build_mask_mod(starts_BQR: Tensor, ends_BQR: Tensor) -> Any:
 
 @functools.cache
 def _compiled_flex_attention() -> Any:
+    # torch compiles eight versions of a function by default, and then runs the slow reference, which holds all scores.
+    # Versions differ in the numbers of heads, ranges and sequences, width, dtype, soft cap and gradients.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_VERSIONS)
     return torch.compile(flex_attention)
 
 

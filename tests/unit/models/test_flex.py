@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from config.runtime import AttentionBackend
 from diffusionlm.models.attention_backends import prepare_attention
-from diffusionlm.models.flex import build_block_mask, count_visible_by_tile
+from diffusionlm.models.flex import _compiled_flex_attention, build_block_mask, count_visible_by_tile
 from diffusionlm.models.patterns import (
     AttentionPattern,
     Bidirectional,
@@ -106,6 +107,28 @@ def test_no_gradients_on_the_cpu() -> None:
         attention(q, k, v)
     with torch.no_grad():
         assert attention(q, k, v).shape == q.shape
+
+
+@pytest.mark.slow
+def test_all_versions_of_a_process_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default the ninth would hold all scores. Here with a compiler that counts, and what flex may get on a GPU."""
+    compiled: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    original = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function: original(function, backend=backend))
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(recompile_limit=8), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attend = _compiled_flex_attention.__wrapped__()
+        kinds = itertools.product((torch.float32, torch.bfloat16, torch.float16), (1, 2), (False, True))
+        for dtype, batch, returns_sums in kinds:
+            q = torch.ones(batch, 2, 16, 16, dtype=dtype)
+            attend(q, q, q, return_lse=returns_sums)
+    assert len(compiled) == 12
 
 
 @pytest.mark.gpu
