@@ -8,6 +8,7 @@ memory.
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -112,6 +113,7 @@ class TrainMeasurement:
 
 def measure_case(case: TrainCase, names: Sequence[str], settings: Settings) -> TrainMeasurement:
     """Measure speed in this process, then memory in fresh ones."""
+    forget_compiled_code()
     print_message(f"{case.label}: warm-up")
     # Recorded without torch.compile, which is the default on CUDA: compiled code hides its products.
     uncompiled = build_ours(case, runtime=RuntimeConfig(compile="none"))
@@ -137,6 +139,13 @@ def measure_case(case: TrainCase, names: Sequence[str], settings: Settings) -> T
     return TrainMeasurement(case, times, memory, parameters, products, flops)
 
 
+def forget_compiled_code() -> None:
+    """Let torch.compile begin anew: code that it has seen with other sizes it compiles for sizes that vary, and after
+    eight versions not at all, so what is measured would depend on what was measured before."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
 def measure_memory(case: TrainCase, name: str) -> dict[str, int]:
     """Measure the memory of an implementation in bytes, by `MEMORY_PARTS`, in a fresh process.
 
@@ -154,6 +163,7 @@ def measure_memory_in_process(case: TrainCase, name: str) -> dict[str, int]:
     # A first step of a tiny model allocates what libraries load at first use.
     BUILDERS[name](replace(case, shape=_tiny_shape(case.shape))).step()
     release_freed_memory()
+    forget_compiled_code()
     growth = PeakGrowth(case.device)
     implementation = BUILDERS[name](case)
     for _ in range(MEMORY_STEPS):

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from benchmarking.bench_train import (
     bench_train,
     check_peers,
     find_skipped_peers,
+    forget_compiled_code,
     measure_memory,
     measure_memory_in_process,
 )
@@ -132,6 +134,22 @@ def test_a_peer_that_cannot_run_is_left_out_with_its_reason(monkeypatch: pytest.
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_compiled_code_is_forgotten_between_cases() -> None:
+    """Else the second case would run code for any length, and a ninth case none that is compiled."""
+    shapes: list[tuple[bool, ...]] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        shapes.append(tuple(isinstance(size, int) for each in inputs for size in getattr(each, "shape", ())))
+        return graph.forward
+
+    compiled = torch.compile(lambda x: x + 1, backend=backend)
+    for length in range(2, 14):
+        forget_compiled_code()
+        compiled(torch.ones(length))
+    assert shapes == [(True,)] * 12
+
+
 def test_memory_by_part() -> None:
     case = make_case()
     memory = measure_memory_in_process(case, OURS)
