@@ -60,6 +60,11 @@ class LaunchRecord:
         self.launches.append(Launch(FUSED_ATTENTION, inputs, (out_BNQH,)))
         return out_BNQH
 
+    def add_wait(self) -> None:
+        """Record that the host waits here."""
+        if (place := find_place()) is not None:
+            self.waits[place] += 1
+
     def count(self) -> Counter[str]:
         """Number of launches of each operator."""
         return Counter(launch.name for launch in self.launches)
@@ -79,13 +84,13 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         name, kwargs = func.overloadpacket.__name__, kwargs or {}
         if name == "_local_scalar_dense" and args[0].is_cuda:
-            self.record.waits[find_place()] += 1
+            self.record.add_wait()
             return {True: 1.0, False: 1}[args[0].is_floating_point()] if args[0].dtype != torch.bool else True
         if name == "nonzero" and args[0].is_cuda:
-            self.record.waits[find_place()] += 1
+            self.record.add_wait()
             return args[0].new_zeros(1, args[0].dim(), dtype=torch.int64)
         if name.startswith("index") and any(_is_mask(index) for index in tree_leaves(args[1:2])):
-            self.record.waits[find_place()] += 1
+            self.record.add_wait()
             indices = [index.flatten()[:1].long() if _is_mask(index) else index for index in args[1]]
             args = (args[0], indices, *args[2:])
         output = func(*args, **kwargs)
@@ -93,7 +98,7 @@ class _Recorder(TorchDispatchMode):
         if name in ("_to_copy", "copy_") and not (kwargs.get("non_blocking") or True in args[2:]):
             source, target = (args[1] if name == "copy_" else args[0]), outputs[0]
             if source.is_cuda != target.is_cuda and source.dim():
-                self.record.waits[find_place()] += 1
+                self.record.add_wait()
         computes = not func.is_view and name not in WITHOUT_KERNELS and func.namespace != "prim"
         if computes and any(tensor.is_cuda for tensor in (*inputs, *outputs)):
             self.record.launches.append(Launch(name, inputs, outputs))
@@ -104,13 +109,13 @@ def _is_mask(index: Any) -> bool:
     return isinstance(index, Tensor) and index.is_cuda and index.dtype == torch.bool
 
 
-def find_place() -> str:
-    """``file:function`` of the project's innermost call that is running."""
+def find_place() -> str | None:
+    """``file:function`` of the project's innermost call that is running. None: a test waits by itself."""
     for frame in reversed(traceback.extract_stack()):
         path = Path(frame.filename)
         if path.is_relative_to(PROJECT) and not path.is_relative_to(PROJECT / "tests") and ".venv" not in path.parts:
             return f"{path.relative_to(PROJECT)}:{frame.name}"
-    return "a test"
+    return None
 
 
 def _tensors(tree: Any) -> tuple[Tensor, ...]:

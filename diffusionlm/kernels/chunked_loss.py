@@ -84,7 +84,7 @@ def compute_loss_in_chunks(
         )
         grad_rows_C = logits_CV if head_rows is None else logits_CV[:, head_rows.indices_K]
         if grad_hidden_ND is not None:
-            grad_hidden_ND[chunk] = logits_CV @ w_VD
+            multiply_into(grad_hidden_ND[chunk], logits_CV, w_VD)
             if head_rows is not None:
                 grad_hidden_ND[chunk] += grad_rows_C @ (trained.to(dtype) - w_VD[head_rows.indices_K])
         if grad_head is not None:
@@ -176,6 +176,14 @@ def chunk_size(num_positions: int, vocab_size: int, *, device: str = "cpu", dtyp
     num_chunks = max(1, -(-num_positions // limit))
     balanced = max(1, -(-num_positions // num_chunks))
     return -(-balanced // multiple) * multiple
+
+
+def multiply_into(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """Store a matrix product, without a temporary if the dtypes are equal."""
+    if out.dtype == left.dtype:
+        torch.mm(left, right, out=out)
+    else:
+        out.copy_(left @ right)
 
 
 def accumulate_product(total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool) -> None:

@@ -37,7 +37,7 @@ def attend_at_positions(
     if output_positions.device.type == "cpu":
         Q = int((output_positions % L).max()) + 1 if len(output_positions) else 1
     flat_indices = output_positions // L * Q + output_positions % L
-    q_BQNH = q_PNH.new_zeros(B * Q, *q_PNH.shape[1:]).index_copy(0, flat_indices, q_PNH).reshape(B, Q, *q_PNH.shape[1:])
+    q_BQNH = q_PNH.new_zeros(B * Q, *q_PNH.shape[1:]).index_copy_(0, flat_indices, q_PNH).view(B, Q, *q_PNH.shape[1:])
     return attention(q_BQNH, k_BSKH, v_BSKH).flatten(0, 1)[flat_indices]
 
 

@@ -12,6 +12,7 @@ from diffusionlm.kernels import chunked_loss, cross_entropy, eager_cross_entropy
 from diffusionlm.kernels.chunked_loss import chunk_size
 from diffusionlm.kernels.cross_entropy import LossInputs, linear_cross_entropy
 from diffusionlm.kernels.loss_types import HeadRows
+from tests.fake_cuda import fake_cuda
 from tests.kernels.oracle import assert_loss_close, compute_expected, make_inputs
 
 OPTIONS: list[tuple[float | None, dict[str, Any]]] = [
@@ -291,3 +292,20 @@ def test_trained_rows_of_a_head_have_the_gradients_of_a_whole_one(softcap: float
         gradients = torch.autograd.grad(output.loss_sum, inputs)
         results.append([output.loss_sum.detach(), output.nll_N, *gradients])
     torch.testing.assert_close(results[1], results[0])
+
+
+def test_products_on_a_gpu_have_no_temporaries() -> None:
+    """Of bfloat16 hidden states: products are stored and accumulated where they belong, in their dtype."""
+    with fake_cuda() as record, torch.device("cuda"):
+        hidden = torch.ones(3000, 16, dtype=torch.bfloat16, requires_grad=True)
+        head = torch.ones(300_000, 16, dtype=torch.bfloat16, requires_grad=True)
+        inputs = LossInputs(torch.ones(3000, dtype=torch.int64), torch.ones(3000))
+        record.launches.clear()
+        linear_cross_entropy(hidden, head, inputs)
+    num_chunks = 2
+    counts = record.count()
+    assert (counts["mm"], counts["addmm"]) == (2 * num_chunks, num_chunks)
+    products = [launch for launch in record.launches if launch.is_product]
+    assert [launch.outputs[0].dtype for launch in products] == [torch.bfloat16, torch.bfloat16, torch.float32] * 2
+    largest = max(tensor.numel() for launch in record.launches for tensor in launch.outputs if not launch.is_product)
+    assert largest <= 3000, "sums and weights of positions"

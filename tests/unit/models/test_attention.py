@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from config.generation import GenerationConfig
 from diffusionlm.inference.generate import generate
 from diffusionlm.models import dense_attention
-from diffusionlm.models.attention_backends import select_backend, select_cached_backend
+from diffusionlm.models.attention_backends import prepare_attention, select_backend, select_cached_backend
 from diffusionlm.models.dense_attention import DenseBackend, attend
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, Causal, DenseBias
 from diffusionlm.models.transformer import Transformer
@@ -115,6 +115,16 @@ def test_which_attention_of_a_gpu_stacks_query_heads(dtype: torch.dtype, is_mask
     assert out.shape == (2, 9, 4, 16)
     assert launch.inputs[0].shape == ((2, 2, 18, 16) if is_stacked else (2, 4, 9, 16))
     assert [mask.shape for mask in launch.inputs[3:]] == [(1, 1, 18, 9)] * is_masked
+
+
+def test_queries_of_outputs_are_copied_once_on_a_gpu() -> None:
+    with fake_cuda() as record, torch.device("cuda"):
+        q, k, positions = torch.ones(3, 4, 16), torch.ones(2, 9, 2, 16), torch.tensor([0, 4, 11])
+        attention = prepare_attention(Bidirectional(), 9, "cuda")
+        record.launches.clear()
+        assert attention.at_positions(q, k, k, positions).shape == (3, 4, 16)
+    assert record.count()["index_copy_"] == 1 and "index_copy" not in record.count()
+    assert not record.waits
 
 
 @pytest.mark.parametrize("cache", [None, "none"])
