@@ -17,6 +17,9 @@ from diffusionlm.serving.http.server import ApiServer
 from diffusionlm.serving.http.service import Service
 from files.terminal_text import print_line
 
+_SWITCH_SECONDS = 0.0005
+"""Operators of torch release the interpreter's lock. The thread of the model would get it back after 5 ms, Python's
+default, whenever another thread formats responses."""
 LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 
@@ -27,6 +30,7 @@ def serve(prepared: PreparedServer) -> None:
         ValueError: the weights are damaged, or the memory does not hold a page.
     """
     config = prepared.config
+    sys.setswitchinterval(_SWITCH_SECONDS)
     _configure_log()
     limits = _fit_limits(config.serve)
     preparer = RequestPreparer(
