@@ -28,7 +28,7 @@ NAME = "diffusionlm-eval"
 EXAMPLE = f"""  {NAME} --model runs/quickstart --task gsm8k --data test.jsonl --limit 100 --output runs/gsm8k
   {NAME} --model runs/a --model runs/b --task multiple_choice --data arc.jsonl --output runs/arc
   {NAME} --model runs/chat --task gsm8k --data test.jsonl --output runs/sweep \\
-      --vary generation.remasking_strategy=entropy,margin --vary generation.block_length=8,32
+      --vary generation.remasking_strategy=entropy,topk_margin --vary generation.block_length=8,32
   {NAME} --model runs/quickstart --data README.md
   {NAME} --model runs/blocks --data "texts/*.jsonl" --set likelihood.block_length=16 --json
   {NAME} --model runs/quickstart --data README.md --set likelihood.kind=sampler \\

@@ -39,7 +39,8 @@ def _format_task(results: list[VariantResult]) -> RenderableType:
         cells = [result.variant, f"{result.num_items:,}"]
         cells += [_format_metric(name, result.metrics.get(name)) for name in metrics]
         cells += [_format_metric(rule, result.pass_at_k.get(rule, {}).get(size)) for rule, size in samples]
-        rows.append([*cells, *(_format_answers(result) if is_generated else [f"{result.num_forwards:,}"])])
+        forwards = f"{result.num_forwards:,}" if result.num_forwards else ""
+        rows.append([*cells, *(_format_answers(result) if is_generated else [forwards])])
     return make_table(rows, has_header=True, right=range(1, len(header)))
 
 

@@ -32,6 +32,7 @@ OTHERS: dict[str, type[Section]] = {
     "infer.toml": InferConfig,
     "serve.toml": ServeConfig,
     "eval.toml": EvalConfig,
+    "eval_tasks.toml": EvalConfig,
     "train_tokenizer.toml": TrainTokenizerConfig,
     "make_data.toml": MakeDataConfig,
     "pipeline.toml": PipelineConfig,

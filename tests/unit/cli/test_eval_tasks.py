@@ -1,0 +1,197 @@
+"""Tasks on the command line: arguments, variants, errors before torch, and a run from a model directory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.eval import main
+from cli.eval.arguments import TASK_KINDS
+from cli.eval.variants import resolve_variants
+from config.eval import EvalConfig
+from diffusionlm.checkpoints.huggingface import save_model_directory
+from diffusionlm.evaluation.tasks.results import read_results
+from tests.conftest import MakeModel
+from tests.unit.data.chat_cases import chat_tokenizer
+
+GSM8K = [{"question": f"{number} + 1 = ?", "answer": f"#### {number + 1}"} for number in range(4)]
+CHOICES = [{"question": "q", "choices": ["a", "b"], "gold": number % 2} for number in range(4)]
+
+
+def write(path: Path, records: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def print_config(capsys: pytest.CaptureFixture[str], *arguments: str) -> EvalConfig:
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, "--print-config"])
+    assert not ended.value.code
+    return EvalConfig.model_validate(tomllib.loads(capsys.readouterr().out))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, tiny_model: MakeModel) -> Path:
+    tokenizer, path = chat_tokenizer(), tmp_path_factory.mktemp("models") / "tiny"
+    save_model_directory(
+        tiny_model(
+            vocab_size=tokenizer.vocab_size,
+            mask_token_id=tokenizer.mask_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.eos_token_id,
+            max_position_embeddings=128,
+        ),
+        tokenizer,
+        path,
+    )
+    return path
+
+
+def fail(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run, expect exit code 2 and no traceback, and return the message."""
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    assert ended.value.code == 2
+    message = capsys.readouterr().err
+    assert "Traceback" not in message
+    return message
+
+
+def test_arguments_are_overrides(capsys: pytest.CaptureFixture[str]) -> None:
+    for order in (("--data", "a.jsonl", "--task", "gsm8k"), ("--task", "gsm8k", "--data", "a.jsonl")):
+        config = print_config(capsys, "--model", "m", *order, "--limit", "7", "--output", "out")
+        [task] = config.tasks
+        assert (task.kind, str(task.data), config.data.source) == ("gsm8k", "a.jsonl", None)
+        assert (str(config.output.directory), str(config.model.path)) == ("out", "m")
+    assert print_config(capsys, "--data", "a.txt").data.source is not None
+    config = print_config(
+        capsys, "--model", "m", "--model", "n", "--task", "gsm8k", "--data", "a.jsonl",
+        "--vary", "generation.temperature=0,0.5", "--vary", "generation.remasking_strategy=entropy,topk_margin",
+    )  # fmt: skip
+    names = [variant.name for variant in resolve_variants(config)]
+    assert len(names) == len(set(names)) == 8 and names[1] == "m temperature=0 remasking_strategy=topk_margin"
+    assert {variant.tasks[0].generation.temperature for variant in resolve_variants(config)} == {0.0, 0.5}  # type: ignore[union-attr]
+    assert {str(variant.model.path) for variant in resolve_variants(config)} == {"m", "n"}
+
+
+def test_all_kinds_are_choices() -> None:
+    assert set(TASK_KINDS) == {"gsm8k", "humaneval", "multiple_choice", "cloze", "exact_match", "perplexity"}
+
+
+def test_a_run_and_its_files(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "tasks.toml"
+    text = tmp_path / "text.txt"
+    text.write_text("some text to score " * 20)
+    config.write_text(
+        f"""
+[[tasks]]
+kind = "gsm8k"
+data = "{write(tmp_path / "gsm8k.jsonl", GSM8K)}"
+generation = {{max_new_tokens = 4}}
+
+[[tasks]]
+kind = "multiple_choice"
+name = "letters"
+data = "{write(tmp_path / "choices.jsonl", CHOICES)}"
+score = "letters"
+
+[[tasks]]
+kind = "perplexity"
+data = "{text}"
+
+[[variants]]
+name = "plain"
+
+[[variants]]
+name = "hot"
+generation = {{temperature = 1.0}}
+"""
+    )
+    output = tmp_path / "out"
+    arguments = ["--config", str(config), "--model", str(model), "--output", str(output)]
+    main(arguments)
+    table = capsys.readouterr().out
+    assert all(word in table for word in ("gsm8k", "letters", "nats_per_token", "hot - plain", "tokens/forward"))
+    results = read_results(output)
+    assert [(result.task, result.variant) for result in results.results] == [
+        (task, variant) for variant in ("plain", "hot") for task in ("gsm8k", "letters", "perplexity")
+    ]
+    by_name = {(result.task, result.variant): result for result in results.results}
+    assert by_name["letters", "plain"].metrics == by_name["letters", "hot"].metrics
+    main(["--model", str(model), "--data", str(text), "--json"])
+    likelihood = json.loads(capsys.readouterr().out)
+    metrics = by_name["perplexity", "plain"].metrics
+    assert metrics["nats_per_token"].value == likelihood["nats_per_token"]
+    assert metrics["bits_per_byte"].standard_error == likelihood["bits_per_byte_standard_error"]
+    names = {path.name for path in output.iterdir()}
+    assert {"config.toml", "fingerprint.json", "items", "results.json", "report.html", "report.md"} <= names
+    first = (output / "items" / "hot.jsonl").read_bytes()
+    main([*arguments, "--json"])
+    assert json.loads(capsys.readouterr().out)["results"][0]["task"] == "gsm8k"
+    assert (output / "items" / "hot.jsonl").read_bytes() == first
+    message = fail(capsys, *arguments, "--set", "tasks.0.generation.max_new_tokens=5")
+    assert "max_new_tokens: 4 -> 5" in message
+
+
+def test_wrong_input(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = str(write(tmp_path / "items.jsonl", GSM8K))
+    task = ["--task", "gsm8k", "--data", data]
+    run = ["--model", str(model), *task, "--set", "tasks.0.generation.max_new_tokens=4"]
+    output = ["--output", str(tmp_path / "out")]
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    cases: list[tuple[list[str], list[str]]] = [
+        (run, ["--output DIR"]),
+        ([*task, *output], ["no model"]),
+        ([*run, *output, "--data", str(empty)], ["empty.jsonl", "no items"]),
+        ([*run, *output, "--set", "tasks.0.shots=2"], ["tasks.0.shots", "prompt"]),
+        ([*run, *output, "--vary", "generation.tempo=1,2"], ["generation.tempo"]),
+        ([*run, *output, "--vary", "likelihood.seed=1,2"], ["likelihood.seed", "no effect"]),
+        ([*run, *output, "--vary", "temperature=1,2"], ["'temperature'", "generation"]),
+        ([*run, *output, "--vary", "generation.temperature"], ["--vary", "SECTION.KEY"]),
+        ([*run, *output, "--vary", "generation.temperature=1,1"], ["two variants"]),
+        ([*run, *output, "--model", str(model)], ["two variants"]),
+        (["--model", str(model), "--data", data, *output], ["output.directory", "tasks"]),
+        ([*run, *output, "--set", "data.source=python-stdlib"], ["[data]", "tasks"]),
+        ([*run, *output, "--set", "tasks.0.prompt.format=chat", "--set", "tasks.0.prompt.template={no}"], ["{no}"]),
+        (["--model", str(tmp_path / "none"), *task, *output], ["none"]),
+    ]
+    for arguments, words in cases:
+        message = fail(capsys, *arguments)
+        assert all(word in message for word in words), (arguments, message)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_continued(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = [{"question": f"{number} + 1 = ?", "answer": f"#### {number}"} for number in range(40)]
+    arguments = ["--model", str(model), "--task", "gsm8k", "--data", str(write(tmp_path / "items.jsonl", records))]
+    arguments += ["--set", "tasks.0.generation={max_new_tokens = 48, temperature = 1.0}"]
+    main([*arguments, "--output", str(tmp_path / "whole")])
+    killed = tmp_path / "killed"
+    command = [sys.executable, "-m", "cli.eval", *arguments, "--output", str(killed)]
+    process = subprocess.Popen(command, cwd=Path(__file__).parents[3], stderr=subprocess.PIPE)
+    [name] = [path.name for path in (tmp_path / "whole" / "items").iterdir()]
+    path = killed / "items" / name
+    while process.poll() is None and (not path.is_file() or path.read_bytes().count(b"\n") < 4):
+        pass
+    assert process.poll() is None, "it has ended before it could be killed"
+    process.kill()
+    process.communicate()
+    assert 0 < path.read_bytes().count(b"\n") < 40
+    main([*arguments, "--output", str(killed)])
+    lines = [
+        sorted(
+            json.dumps({**json.loads(line), "seconds": 0})
+            for line in (folder / "items" / name).read_text().splitlines()
+        )
+        for folder in (tmp_path / "whole", killed)
+    ]
+    assert lines[0] == lines[1]
+    capsys.readouterr()
