@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 from cli.arguments import add_overrides, add_shorthand, toml_string
+from config.evaluation.presets import describe_kind, get_preset
 from config.evaluation.tasks import AnyTask
 from files.toml_text import parse_toml
 
@@ -20,7 +21,16 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     _add(group, "--model", _override_model, "DIR", "model, checkpoint or run, or org/name on the Hub; repeatable")
     add_shorthand(group, "--adapter", "model.adapter={string}", metavar="DIR", help="PEFT adapter (LoRA) of the model")
     _add(group, "--task", _override_task, "KIND", "evaluate a task", choices=TASK_KINDS)
+    _add(
+        group,
+        "--preset",
+        _override_preset,
+        "NAME",
+        "evaluate a task by a published protocol",
+    )
     _add(group, "--data", _override_data, "FILE", "items of the task; without one a file, directory or glob of text")
+    text = "file of the examples before each question"
+    add_shorthand(group, "--shots-data", "tasks.0.prompt.shots_data={string}", metavar="FILE", help=text)
     _add(group, "--vary", _override_vary, "SECTION.KEY=VALUE,VALUE...", "compare these values; repeatable")
     add_shorthand(group, "--limit", "tasks.0.limit={text}", metavar="N", help="evaluate a random subset of N items")
     add_shorthand(group, "--run-code", "tasks.0.run_code=true", help="allow to execute code that the model has written")
@@ -59,6 +69,14 @@ def _override_task(namespace: argparse.Namespace, kind: str) -> None:
     add_overrides(namespace, f"tasks.0.kind={toml_string(kind)}")
     if namespace.data is not None:
         add_overrides(namespace, f"tasks.0.data={toml_string(namespace.data)}")
+
+
+def _override_preset(namespace: argparse.Namespace, name: str) -> None:
+    kind = get_preset(name).kind
+    if kind is None:
+        raise ValueError(f"{name}: {describe_kind(name)}")
+    _override_task(namespace, kind)
+    add_overrides(namespace, f"tasks.0.preset={toml_string(name)}")
 
 
 def _override_data(namespace: argparse.Namespace, path: str) -> None:

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from config.base import NonNegativeInt, PositiveInt, Section
 from config.evaluation.likelihood import AnswerLikelihoodConfig
+from config.evaluation.presets import apply_preset, get_preset, list_deviations
 from config.generation import GenerationConfig
 from config.infer import InferModelConfig
 
 SHORT_NAMES = {"pretrained": "path"} | {name: name for name in InferModelConfig.model_fields}
 """Arguments that stand for keys of ``model``: `path` or, as for other models of the harness, `pretrained`."""
+
+PROTOCOL_SECTIONS = ("generation", "likelihood")
+"""Sections that a preset sets."""
 
 
 class HarnessLikelihoodConfig(AnswerLikelihoodConfig):
@@ -27,6 +31,9 @@ class HarnessLikelihoodConfig(AnswerLikelihoodConfig):
 class LmEvalConfig(Section):
     """How a model answers the requests of lm-evaluation-harness."""
 
+    preset: str | None = None
+    """Published protocol, such as llada-instruct/gsm8k, whose generation and likelihood are the defaults here
+    (`config.evaluation.presets`). Prompts, examples and grading are those of the harness's task."""
     model: InferModelConfig = InferModelConfig()
     generation: GenerationConfig = GenerationConfig()
     """How answers are decoded. A task's length replaces max_new_tokens; its temperature, top_p and top_k count only if
@@ -48,6 +55,24 @@ class LmEvalConfig(Section):
     the number of such requests is reported."""
     chat_template: Literal["chatml", "qwen3", "llama3", "llada"] | None = None
     """Chat template of --apply_chat_template. None: the model's own."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_preset(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or not isinstance(values.get("preset"), str):
+            return values
+        sections = {key: values[key] for key in PROTOCOL_SECTIONS if isinstance(values.get(key), dict)}
+        merged = apply_preset(values["preset"], sections)
+        return {**values, **{key: merged[key] for key in PROTOCOL_SECTIONS if key in merged}}
+
+    @property
+    def deviations(self) -> list[str]:
+        """What differs from the preset, as far as it is set here."""
+        if self.preset is None:
+            return []
+        published = get_preset(self.preset).values
+        values = self.model_dump(exclude_unset=True, include=set(PROTOCOL_SECTIONS))
+        return list_deviations(self.preset, {**published, **values})
 
 
 def nest_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:

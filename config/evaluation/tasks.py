@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from config.base import ConfigPath, NonEmptyStr, NonNegativeInt, PositiveInt, Section, StrTuple, TupleOf, check_distinct
 from config.evaluation.likelihood import AnswerLikelihoodConfig
+from config.evaluation.presets import apply_preset, describe_kind, get_preset, list_deviations
 from config.evaluation.text import EvalDataConfig, LikelihoodConfig, NelboConfig
 from config.finetune.chat import ChatRowsConfig
 from config.generation import GenerationConfig
@@ -75,9 +76,27 @@ class TaskOptions(Section):
     id_field: NonEmptyStr | None = None
     """Field of the items' ids. None: task_id, id, ind or index, the first that an item has; else the number of the
     record, from 0."""
+    preset: NonEmptyStr | None = None
+    """Published protocol, such as llada-instruct/gsm8k, whose values are the defaults of the task
+    (`config.evaluation.presets`). Results list what differs from it."""
     seed: NonNegativeInt = 0
     """Seed of the subset and of answers: an answer's randomness depends on it, the item's id and the number of the
     repeat. Masks of likelihoods have likelihood.seed."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_preset(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or not isinstance(values.get("preset"), str):
+            return values
+        name, kind = values["preset"], cls.model_fields["kind"].default
+        if get_preset(name).kind != kind:
+            raise ValueError(f'preset = "{name}" is no protocol for kind = "{kind}": {describe_kind(name)}')
+        return apply_preset(name, values)
+
+    @property
+    def deviations(self) -> list[str]:
+        """What differs from the preset."""
+        return [] if self.preset is None else list_deviations(self.preset, self.model_dump(exclude_unset=True))
 
     @model_validator(mode="after")
     def _check_ids(self) -> Self:

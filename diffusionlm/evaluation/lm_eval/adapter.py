@@ -177,6 +177,7 @@ class DiffusionLM(LM):  # type: ignore[misc]
             "diffusionlm_version": version("diffusionlm"),
             "diffusionlm_settings": settings,
             "resolved_generation": self.runner.describe_generation(self.config.generation),
+            "preset_deviations": self.config.deviations,
             "num_truncated_contexts": self.runner.num_truncated,
         }
 

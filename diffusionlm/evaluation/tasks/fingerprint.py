@@ -69,8 +69,10 @@ def fingerprint_prompt(task: PreparedTask) -> str:
 
 
 def describe_protocol(task: PreparedTask) -> dict[str, Any]:
-    """All settings of a task, decoding with the defaults of the model's family."""
+    """All settings of a task, decoding with the defaults of the model's family, and what differs from its preset."""
     values: dict[str, Any] = to_toml_values(task.config, "task")
+    if not isinstance(task.config, PerplexityTask) and task.config.preset is not None:
+        values["deviations"] = task.config.deviations
     if isinstance(task, PreparedGeneration):
         generation = task.settings.config.model_copy(
             update={"suppress_token_ids": resolve_length(task.config).suppress_token_ids}
