@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -49,7 +49,10 @@ class LaunchRecord:
 
     launches: list[Launch] = field(default_factory=list)
     waits: Counter[str] = field(default_factory=Counter)
-    """``file:function`` of the project's innermost call -> values, indices or tensors that the host waited for."""
+    """``file:function`` of the project's innermost call -> values, indices or tensors that the host waited for. A copy
+    of pageable memory counts: the driver may wait."""
+    pinned: dict[int, Tensor] = field(default_factory=dict)
+    """Tensors in pinned memory, by identity."""
 
     def attend(
         self, q_BNQH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, attn_mask: Tensor | None = None, **_: Any
@@ -60,10 +63,20 @@ class LaunchRecord:
         self.launches.append(Launch(FUSED_ATTENTION, inputs, (out_BNQH,)))
         return out_BNQH
 
+    def pin_memory(self, tensor: Tensor) -> Tensor:
+        """Take the place of `torch.Tensor.pin_memory`, which looks for a GPU."""
+        self.pinned[id(tensor)] = tensor
+        return tensor
+
     def add_wait(self) -> None:
         """Record that the host waits here."""
         if (place := find_place()) is not None:
             self.waits[place] += 1
+
+    def clear(self) -> None:
+        """Forget what was recorded."""
+        self.launches.clear()
+        self.waits.clear()
 
     def count(self) -> Counter[str]:
         """Number of launches of each operator."""
@@ -75,16 +88,17 @@ class LaunchRecord:
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, record: LaunchRecord) -> None:
+    def __init__(self, record: LaunchRecord, mode: FakeTensorMode) -> None:
         super().__init__()
-        self.record = record
+        self.record, self.mode = record, mode
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name, kwargs = func.overloadpacket.__name__, kwargs or {}
-        if name == "_local_scalar_dense" and args[0].is_cuda:
-            self.record.add_wait()
+        if name == "_local_scalar_dense" and isinstance(args[0], FakeTensor):
+            if args[0].is_cuda:
+                self.record.add_wait()
             return {True: 1.0, False: 1}[args[0].is_floating_point()] if args[0].dtype != torch.bool else True
         if name == "nonzero" and args[0].is_cuda:
             self.record.add_wait()
@@ -93,11 +107,16 @@ class _Recorder(TorchDispatchMode):
             self.record.add_wait()
             indices = [index.flatten()[:1].long() if _is_mask(index) else index for index in args[1]]
             args = (args[0], indices, *args[2:])
+        source: Any = args[1] if name == "copy_" else args[0] if args else None
+        if name == "_to_copy" and not isinstance(source, FakeTensor):
+            args = (self.mode.from_tensor(source), *args[1:])  # the mode itself would copy a tiny one to a real GPU
         output = func(*args, **kwargs)
         inputs, outputs = _tensors((args, kwargs)), _tensors(output)
-        if name in ("_to_copy", "copy_") and not (kwargs.get("non_blocking") or True in args[2:]):
-            source, target = (args[1] if name == "copy_" else args[0]), outputs[0]
-            if source.is_cuda != target.is_cuda and source.dim():
+        if name in ("_to_copy", "copy_"):
+            target = outputs[0]
+            is_asynchronous = kwargs.get("non_blocking") or True in args[2:]
+            is_pageable = not source.is_cuda and id(source) not in self.record.pinned
+            if source.is_cuda != target.is_cuda and source.dim() and (is_pageable or not is_asynchronous):
                 self.record.add_wait()
         computes = not func.is_view and name not in WITHOUT_KERNELS and func.namespace != "prim"
         if computes and any(tensor.is_cuda for tensor in (*inputs, *outputs)):
@@ -114,6 +133,8 @@ def find_place() -> str | None:
     for frame in reversed(traceback.extract_stack()):
         path = Path(frame.filename)
         if path.is_relative_to(PROJECT) and not path.is_relative_to(PROJECT / "tests") and ".venv" not in path.parts:
+            if frame.name.startswith("<"):  # a comprehension
+                continue
             return f"{path.relative_to(PROJECT)}:{frame.name}"
     return None
 
@@ -131,13 +152,15 @@ def fake_cuda() -> Iterator[LaunchRecord]:
     """
     record = LaunchRecord()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(FakeTensorMode())  # before a GPU seems to be there: it would initialize CUDA
+        mode = stack.enter_context(
+            FakeTensorMode(allow_non_fake_inputs=True)
+        )  # before a GPU seems to be there: it would initialize CUDA
         for name in ("is_available", "is_bf16_supported"):
             stack.enter_context(patch.object(torch.cuda, name, lambda *_, **__: True))
-        stack.enter_context(patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor))
+        stack.enter_context(patch.object(torch.Tensor, "pin_memory", lambda tensor: record.pin_memory(tensor)))
         stack.enter_context(patch.object(chunked_loss, "load_loss_backend", _load_fake_loss))
         stack.enter_context(patch.object(torch.nn.functional, FUSED_ATTENTION, record.attend))
-        stack.enter_context(_Recorder(record))
+        stack.enter_context(_Recorder(record, mode))
         yield record
 
 

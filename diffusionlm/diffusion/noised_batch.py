@@ -112,9 +112,12 @@ class NoisedBatch:
     is_auxiliary: bool = False
     """True for the forward of an auxiliary loss, which is not counted: no targets, no denominator."""
 
-    def number_rows(self) -> Tensor:
-        """Number of each row of the inputs, [B], int64: unique in the step, whatever its division into batches."""
-        indices_B = torch.arange(len(self.inputs_BS), device=self.inputs_BS.device)
+    def number_rows(self, device: torch.device | str | None = None) -> Tensor:
+        """Number of each row of the inputs, [B], int64: unique in the step, whatever its division into batches.
+
+        ``device``: of the result. None: that of the inputs.
+        """
+        indices_B = torch.arange(len(self.inputs_BS), device=self.inputs_BS.device if device is None else device)
         num_rows = self.num_rows or len(indices_B)
         return self.first_row + indices_B % num_rows + (indices_B // num_rows << MAX_STEP_ROWS_LOG2)
 
@@ -127,7 +130,7 @@ class NoisedBatch:
 
     def pin_memory(self) -> NoisedBatch:
         """Copy to pinned memory, from which a GPU copies asynchronously."""
-        return replace(self, **self._map_forward_tensors(Tensor.pin_memory))
+        return replace(self, pattern=self.pattern.pin_memory(), **self._map_forward_tensors(Tensor.pin_memory))
 
     def _map_forward_tensors(self, function: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         tensors = {name: getattr(self, name) for name in FORWARD_TENSORS}

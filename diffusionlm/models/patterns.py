@@ -9,6 +9,7 @@ Shapes: B sequences, L tokens, S positions (L, or 2 L of the noisy and clean hal
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol, Self
 
@@ -40,6 +41,9 @@ class AttentionPattern(Protocol):
 
     def to(self, device: torch.device | str) -> AttentionPattern:
         """Copy with its tensors on a device."""
+
+    def pin_memory(self) -> AttentionPattern:
+        """Copy with its tensors in pinned memory, from which a GPU copies asynchronously."""
 
     def dense_mask(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
         """Boolean mask [B or 1, S, S]: True where the query (second dimension) attends to the key (third).
@@ -74,7 +78,14 @@ class _PatternBase:
         return replace(self, documents_BL=documents_BL)  # type: ignore[type-var]
 
     def to(self, device: torch.device | str) -> Self:
-        tensors = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        is_gpu = torch.device(device).type == "cuda"  # to a CPU, an asynchronous copy would be read too early
+        return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=is_gpu))
+
+    def pin_memory(self) -> Self:
+        return self._map_tensors(Tensor.pin_memory)
+
+    def _map_tensors(self, function: Callable[[Tensor], Tensor]) -> Self:
+        tensors = {name: function(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **tensors)  # type: ignore[type-var]
 
 

@@ -20,6 +20,7 @@ from ddp.process_group import World
 from diffusionlm.diffusion.layout import LogitAlignment, target_positions
 from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.models.patterns import BlockDiffusion, Causal, document_offsets
+from diffusionlm.models.ragged import copy_to_device
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.master_weights import MasterWeights
 
@@ -157,7 +158,7 @@ def sum_losses_by_masked_fraction(noised_batch: NoisedBatch, nll_N: Tensor, alig
     num_masked_BL = zeros_BL.index_add(0, group_N, is_masked_N)
     is_target_BL = torch.ones_like(zeros_BL)
     if noised_batch.loss_mask_BL is not None:
-        is_target_BL = noised_batch.loss_mask_BL.flatten().to(zeros_BL.device, zeros_BL.dtype, non_blocking=True)
+        is_target_BL = copy_to_device(noised_batch.loss_mask_BL, zeros_BL.device).flatten().to(zeros_BL.dtype)
     num_targets_BL = zeros_BL.index_add(0, group_BL, is_target_BL)
     fraction_N = num_masked_BL[group_N] / num_targets_BL[group_N]
     bin_N = ((fraction_N * NUM_LOSS_BINS - 1e-9).ceil().long() - 1).clamp(0, NUM_LOSS_BINS - 1)
@@ -175,7 +176,7 @@ def _noise_group_starts(noised_batch: NoisedBatch, B: int, L: int) -> Tensor:
         starts_BL, _ = noised_batch.pattern.block_bounds(L, device)
     elif noised_batch.segment_BL is not None:
         starts_BL = torch.arange(L)[None] - document_offsets(noised_batch.segment_BL)
-        starts_BL = starts_BL.to(device, non_blocking=True)
+        starts_BL = copy_to_device(starts_BL, device)
     else:
         return row_starts_BL
     return row_starts_BL + starts_BL.expand(B, L).flatten()

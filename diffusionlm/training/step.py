@@ -187,7 +187,7 @@ def _mask_noise_of(
         return nullcontext()
     seeds_B = [
         int(keyed_rng(settings.seed, RngStream.MASK_NOISE, step, row).integers(2**62))
-        for row in noised_batch.number_rows().tolist()
+        for row in noised_batch.number_rows("cpu").tolist()  # from a GPU this would wait
     ]
     num_tokens = noised_batch.inputs_BS.shape[1] // noised_batch.pattern.positions_per_token
     return add_mask_noise(state.model, settings.mask_noise_std, seeds_B, num_tokens)

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from config.model import ModelConfig
 from config.train import TrainConfig
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
-from tests.fake_cuda import fake_cuda
+from diffusionlm.training import step
+from diffusionlm.training.monitor import StepMonitor
+from diffusionlm.training.run import build_train_state
+from diffusionlm.training.signals import StopRequest
+from diffusionlm.training.step import load_step_batch, train_step
+from tests.fake_cuda import LaunchRecord, fake_cuda
 from tests.tiny_run import build_changed_run
 
 CUDA = torch.device("cuda")
@@ -23,7 +33,73 @@ def test_evaluation_has_the_precision_of_training(
 ) -> None:
     run = build_changed_run(train_config, tmp_path / "run")
     run.settings = replace(run.settings, device=CUDA, precision=precision)
-    with fake_cuda() as record, run.evaluation_mode(), CUDA:
-        model = Transformer(run.state.model.config)
-        model(torch.ones(2, 16, dtype=torch.int64), pattern=Bidirectional())
+    with fake_cuda() as record, run.evaluation_mode():
+        model = build_on_gpu(run.state.model.config)
+        model(torch.ones(2, 16, dtype=torch.int64, device=CUDA), pattern=Bidirectional())
     assert record.product_dtypes() == {precision}
+
+
+def build_on_gpu(config: ModelConfig) -> Transformer:
+    """A model with fake weights; `Module.to` cannot move fake ones."""
+    with CUDA:
+        return Transformer(config)
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "masked diffusion": {},
+    "block diffusion": {"objective": {"kind": "block_diffusion", "block_length": 4}},
+    "next token": {"objective": {"kind": "next_token"}, "model": {"logit_alignment": "shifted"}},
+    "padding": {"data": {"rows": "padded"}},
+    "annealed attention": {"objective": {"kind": "masked_diffusion", "anneal_attention_steps": 8}},
+    "noise on the mask": {"objective": {"kind": "masked_diffusion", "mask_noise_steps": 8, "mask_noise_std": 0.1}},
+    "AdamW with averages": {"optimizer": {"kind": "adamw"}, "training": {"ema_decay": 0.9}},
+    "Lion, guarded": {"optimizer": {"kind": "lion"}, "training": {"max_spike_deviations": 5.0}},
+    "bfloat16 weights": {"runtime": {"weights": "bfloat16_with_master"}, "training": {"precision": "bfloat16"}},
+    "norms": {"logging": {"norms_every_steps": 1}},
+}
+
+
+def record_step(config: TrainConfig, directory: Path, **changes: dict[str, Any]) -> LaunchRecord:
+    """Make a step of a run as on a GPU, with all its metrics. The backward, which fake tensors have not, only makes
+    gradients."""
+    changes["runtime"] = {"compile": "none", **changes.get("runtime", {})}
+    run = build_changed_run(config, directory, **changes)
+    with StopRequest() as stop:
+        batch = load_step_batch(run.loader, 0, run.world, stop)
+    settings = replace(run.settings, device=CUDA, precision=torch.bfloat16, reads_metrics_each_step=False)
+    with fake_cuda() as record:
+        builder: Any = SimpleNamespace(build=lambda device: build_on_gpu(run.state.model.config), values=None)
+        state = build_train_state(run.config, builder, run.world, CUDA, torch.bfloat16)
+        monitor = StepMonitor(run.config.logging, settings.max_steps, state.model, state.parallel, state.master_weights)
+
+        def backward(loss: torch.Tensor) -> None:
+            for parameter in state.model.parameters():
+                if parameter.requires_grad:
+                    parameter.grad = torch.empty_like(parameter)
+
+        record.clear()
+        noised_batches = [noised_batch.pin_memory().to(CUDA) for noised_batch in batch.noised_batches]
+        with (
+            monitor.step(settings.max_steps),
+            patch.object(torch.Tensor, "backward", backward),
+            patch.object(step, "add_mask_noise", lambda *_: nullcontext()),  # its generator needs a GPU
+        ):
+            train_step(state, run.loader, replace(batch, noised_batches=noised_batches), settings, monitor)
+    return record
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_step_does_not_wait_for_the_gpu(name: str, train_config: TrainConfig, tmp_path: Path) -> None:
+    record = record_step(train_config, tmp_path / "run", **RUNS[name])
+    assert not record.waits
+    assert record.count()["mm"] > 8
+
+
+def test_launches_of_a_step(train_config: TrainConfig, tmp_path: Path) -> None:
+    """A budget for each layer of forward and update, and for the rest of the step."""
+    counts = [
+        len(record_step(train_config, tmp_path / str(depth), model={"num_hidden_layers": depth}).launches)
+        for depth in (2, 3)
+    ]
+    per_layer = counts[1] - counts[0]
+    assert per_layer <= 83 and counts[0] - 2 * per_layer <= 194
