@@ -88,7 +88,7 @@ MAX_ANSWERS = 4
 def select_examples(task: ReportedTask) -> list[ExampleGroup]:
     """Select items that all variants answer wrong, and those that only one of two answers right."""
     variants = [variant for variant in task.variants if variant.items]
-    if not variants or not task.is_accuracy or not task.rules:
+    if not variants or not task.rules:
         return []
     rule = task.rules[0]
     scores = {variant.label: _scores(variant, rule) for variant in variants}

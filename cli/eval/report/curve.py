@@ -48,7 +48,7 @@ class TaskCurves:
 
 def build_curves(task: ReportedTask) -> TaskCurves | None:
     """Group the variants that generate into curves; None if fewer than two have an accuracy and a speed."""
-    rule = task.rules[0] if task.rules and task.is_accuracy else ""
+    rule = task.rules[0] if task.rules else ""
     points = {variant.label: point for variant in task.variants if (point := _point(variant, rule)) is not None}
     if len(points) < 2:
         return None

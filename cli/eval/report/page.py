@@ -72,9 +72,9 @@ def _titled(contents: TaskContents, html: Markup, num_tasks: int) -> Markup:
 def _headline(report: TaskReport) -> list[tuple[str, str, str]]:
     entries = []
     for task in report.tasks:
-        for rule, metric in task.variants[0].result.metrics.items():
-            value, _, error = format_metric(metric, task.is_accuracy).partition(" ± ")
-            entries.append((f"{task.name}, {rule}", value, f"± {error}" if error else ""))
+        for name, metric in task.variants[0].result.metrics.items():
+            value, _, error = format_metric(metric, name in task.rules).partition(" ± ")
+            entries.append((f"{task.name}, {name}", value, f"± {error}" if error else ""))
         speed = task.variants[0].result.tokens_per_forward
         if speed is not None:
             entries.append((f"{task.name}, speed", format_number(speed), "tokens per forward"))

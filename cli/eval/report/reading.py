@@ -10,12 +10,14 @@ from diffusionlm.evaluation.tasks.results import (
     ITEMS_FOLDER,
     RESULTS_FILE,
     ItemResult,
-    TaskKind,
     VariantResult,
     read_items,
     read_results,
 )
 from files.terminal_text import escape_control_characters
+
+LIKELIHOOD_METRICS = ("nats_per_token", "perplexity", "bits_per_byte")
+"""Metrics that are no accuracies."""
 
 
 @dataclass(frozen=True)
@@ -34,18 +36,17 @@ class ReportedTask:
     """A task with all variants that were evaluated on it."""
 
     name: str
-    kind: TaskKind
     variants: tuple[ReportedVariant, ...]
 
     @property
-    def is_accuracy(self) -> bool:
-        """Whether the metrics are accuracies in [0, 1]."""
-        return self.kind != "perplexity"
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the metrics of all variants, the main one first."""
+        return tuple(dict.fromkeys(name for variant in self.variants for name in variant.result.metrics))
 
     @property
     def rules(self) -> tuple[str, ...]:
-        """Names of the metrics of all variants, the main one first."""
-        return tuple(dict.fromkeys(rule for variant in self.variants for rule in variant.result.metrics))
+        """Names of the metrics that are accuracies in [0, 1], the main one first."""
+        return tuple(name for name in self.metrics if name not in LIKELIHOOD_METRICS)
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def read_evaluations(folders: Sequence[Path]) -> TaskReport:
                 )
             label = escape_control_characters(f"{name}/" * (len(paths) > 1) + variant.variant)
             variants.setdefault(variant.task, []).append(ReportedVariant(label, variant, own))
-    tasks = tuple(ReportedTask(name, own[0].result.kind, tuple(own)) for name, own in variants.items())
+    tasks = tuple(ReportedTask(name, tuple(own)) for name, own in variants.items())
     notes += [note for task in tasks for note in _differences_of_data(task)]
     return TaskReport(
         title=names[0] if len(paths) == 1 else f"{len(paths)} evaluations: {', '.join(names)}",

@@ -30,7 +30,8 @@ def tabulate_results(task: ReportedTask) -> ReportTable:
     """Accuracy by rule, pass@k, how answers ended and what they cost; a row for each variant."""
     results = [variant.result for variant in task.variants]
     columns: list[tuple[str, list[str]]] = [
-        (rule, [format_metric(result.metrics.get(rule), task.is_accuracy) for result in results]) for rule in task.rules
+        (name, [format_metric(result.metrics.get(name), name in task.rules) for result in results])
+        for name in task.metrics
     ]
     samples = dict.fromkeys(
         (rule, k) for result in results for rule in result.pass_at_k for k in result.pass_at_k[rule]
@@ -57,7 +58,7 @@ def tabulate_results(task: ReportedTask) -> ReportTable:
     ]
     columns = [column for column in columns if any(column[1])]
     rows = [(variant.label, [cells[index] for _, cells in columns]) for index, variant in enumerate(task.variants)]
-    note = "± is one standard error over items, whose repeats are averaged first." if task.is_accuracy else ""
+    note = "± is one standard error over items, whose repeats are averaged first." if task.rules else ""
     return ReportTable("variant", tuple(name for name, _ in columns), tuple(rows), note)
 
 

@@ -209,6 +209,18 @@ def test_single_items_ties_and_values_that_are_not_finite(tmp_path: Path) -> Non
         assert "not finite" in text and "nan %" not in text.lower() and "+0.0" in text
 
 
+def test_likelihoods_are_no_percentages(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", {"base": [True], "fast": [False]})
+    contents = json.loads((folder / "results.json").read_text())
+    for result in contents["results"]:
+        result["metrics"]["perplexity"] = {"value": 12.5, "standard_error": 0.25}
+    (folder / "results.json").write_text(json.dumps(contents))
+    page, text = render(read_evaluations([folder]))
+    assert "12.5 ± 0.25" in page and "12.5 ± 0.25" in text and "1250" not in page
+    [pair] = compare_pairs(read_task(folder))
+    assert pair.rule == "strict"
+
+
 def test_options_and_errors_of_an_answer_are_shown(tmp_path: Path) -> None:
     values = {
         "chosen": {"strict": 2},
