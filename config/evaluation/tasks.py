@@ -132,8 +132,8 @@ class HumanEvalTask(TaskOptions):
     kind: Literal["humaneval"] = "humaneval"
     prompt: PromptConfig = PromptConfig()
     run_code: bool = False
-    """Execute what the model has written, with the rights of this process. Processes, memory and time are limited, and
-    the network is off where the kernel allows it, but a determined program is not contained: use a container."""
+    """Execute what the model has written, in processes of their own with limited time, memory, files and system calls,
+    without network. A determined program is not contained: use a container."""
     prompt_field: NonEmptyStr = "prompt"
     test_field: NonEmptyStr = "test"
     entry_point_field: NonEmptyStr = "entry_point"

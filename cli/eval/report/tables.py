@@ -105,9 +105,12 @@ def tabulate_curves(curves: TaskCurves) -> ReportTable:
         f"AUP: accuracy under parallelism with y_max = {y_max} %, the best accuracy of this table. Compare it only "
         "with values of the same y_max."
     )
-    return ReportTable(
-        "variant", ("curve", "tokens per forward", f"{curves.rule}, %", f"AUP, y_max = {y_max}"), tuple(rows), note
-    )
+    heads = ("curve", "tokens per forward", f"{curves.rule}, %", f"AUP, y_max = {y_max}")
+    if not curves.best_accuracy:
+        return ReportTable(
+            "variant", heads[:3], tuple((name, cells[:3]) for name, cells in rows), "No answer is right."
+        )
+    return ReportTable("variant", heads, tuple(rows), note)
 
 
 def format_metric(metric: MetricValue | None, is_accuracy: bool) -> str:

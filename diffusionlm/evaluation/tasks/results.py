@@ -10,9 +10,9 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from files.atomic import write_bytes_atomic
 from files.json_files import read_text
@@ -33,6 +33,8 @@ class MetricValue:
     value: float
     standard_error: float | None = None
     """Over items, whose repeats are averaged first. None: unknown, as of a single item."""
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(ser_json_inf_nan="strings")
+    """JSON has no infinity, which a perplexity may be: it is the text "Infinity" there."""
 
     @classmethod
     def from_floats(cls, value: float, standard_error: float) -> MetricValue:

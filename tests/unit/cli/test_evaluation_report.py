@@ -24,6 +24,7 @@ from diffusionlm.evaluation.tasks.results import (
     OutcomeShares,
     VariantResult,
     format_item_line,
+    read_results,
     write_results,
 )
 
@@ -169,6 +170,8 @@ def test_the_curve_has_the_points_and_their_aup(tmp_path: Path) -> None:
 def test_without_a_right_answer_there_is_no_aup(tmp_path: Path) -> None:
     curves = build_curves(read_task(write_run(tmp_path / "run", {"base": [False], "fast": [False]})))
     assert curves is not None and [curve.aup for curve in curves.curves] == [None]
+    page, text = render(read_evaluations([tmp_path / "run"]))
+    assert "AUP" not in page + text and "No answer is right." in page
     assert build_curves(read_task(write_run(tmp_path / "one", {"base": [False]}))) is None
 
 
@@ -198,10 +201,11 @@ def test_the_page_stays_small(tmp_path: Path) -> None:
 
 def test_single_items_ties_and_values_that_are_not_finite(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", {"base": [True], "fast": [True]})
-    contents = json.loads((folder / "results.json").read_text())
-    contents["results"][0]["metrics"]["strict"] = {"value": "NaN", "standard_error": None}
-    contents["results"][1]["metrics"]["strict"] = {"value": "Infinity", "standard_error": "NaN"}
-    (folder / "results.json").write_text(json.dumps(contents))
+    results = read_results(folder)
+    for result, value in zip(results.results, (math.nan, math.inf), strict=True):
+        result.metrics["strict"] = MetricValue(value, value)
+    write_results(folder, results)
+    json.loads((folder / "results.json").read_text(), parse_constant=pytest.fail)
     report = read_evaluations([folder])
     [pair] = compare_pairs(report.tasks[0])
     assert (pair.difference.difference, pair.difference.p_value, pair.difference.standard_error) == (0.0, 1.0, math.inf)
