@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -23,7 +24,8 @@ class EvalOutputConfig(Section):
     file: ConfigPath | None = None
     """Also write the JSON object to this file; an existing one is replaced."""
     directory: ConfigPath | None = None
-    """Folder of the results of tasks, one line for each answer; an interrupted evaluation is continued from them."""
+    """Folder of the results of tasks, one line for each answer; an interrupted evaluation is continued from them. None:
+    beside `file`, as NAME_tasks."""
 
 
 class EvalConfig(Section):
@@ -41,6 +43,12 @@ class EvalConfig(Section):
     """Keys of tasks with the values that are compared, such as {"generation.confidence_threshold" = [0.8, 0.9]}; each
     variant is evaluated with each combination."""
     output: EvalOutputConfig = EvalOutputConfig()
+
+    @property
+    def results_directory(self) -> Path | None:
+        """Folder of the results of tasks, if there is one."""
+        file = self.output.file
+        return self.output.directory or (None if file is None else file.with_name(f"{file.stem}_tasks"))
 
     @model_validator(mode="after")
     def _check_tasks(self) -> Self:

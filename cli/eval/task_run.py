@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cli.entry import exit_with_usage_error, usage_errors
@@ -41,7 +42,7 @@ def run_tasks(name: str, config: EvalConfig, argv: Sequence[str] | None) -> None
         name: of the command.
         argv: its arguments. None: those of the process.
     """
-    directory = config.output.directory
+    directory = config.results_directory
     if directory is None:
         exit_with_usage_error(name, "no folder for the results: add --output DIR, or directory to [output]")
     # Imported here, so that --help and config errors do not wait for torch.
@@ -62,7 +63,7 @@ def run_tasks(name: str, config: EvalConfig, argv: Sequence[str] | None) -> None
 
         results = run.run(show_progress, command)
     write_evaluation_report([directory], directory / REPORT_FILE)
-    _print_results(config, results)
+    _print_results(config, directory, results)
 
 
 def prepare_variants(config: EvalConfig) -> list[PlannedVariant]:
@@ -96,9 +97,8 @@ def prepare_variants(config: EvalConfig) -> list[PlannedVariant]:
     return [PlannedVariant(variant.name, variant.model, directory, tasks) for variant, directory, tasks in planned]
 
 
-def _print_results(config: EvalConfig, results: EvaluationResults) -> None:
-    assert config.output.directory is not None
-    text = json.dumps(json.loads(read_text(config.output.directory / RESULTS_FILE)), ensure_ascii=False)
+def _print_results(config: EvalConfig, directory: Path, results: EvaluationResults) -> None:
+    text = json.dumps(json.loads(read_text(directory / RESULTS_FILE)), ensure_ascii=False)
     if config.output.file is not None:
         write_text_atomic(config.output.file, text + "\n")
     if config.output.format == "json":

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from cli.pipeline.plan import STAGE_KINDS, StagePlan
 from cli.pipeline.settings import without_key
@@ -15,6 +15,8 @@ from config.base import Section
 from config.convert import ConvertConfig
 from config.data import HubDataset, LocalFiles, PythonStdlib, Shards
 from config.dump import list_differences, to_toml_values
+from config.evaluation.tasks import AnyTask, PromptConfig
+from config.evaluation.variants import VariantConfig
 from config.families.model_directory import resolve_model_directory
 from config.finetune.chat import ChatRowsConfig
 from config.finetune.lora import LoraTrainingConfig
@@ -49,6 +51,9 @@ PATH_KEYS: dict[type[Section], tuple[str, ...]] = {
     ConvertConfig: ("adapter",),
     LoraTrainingConfig: ("init_from",),
     ChatRowsConfig: ("template",),
+    **dict.fromkeys(get_args(AnyTask), ("data",)),
+    PromptConfig: ("shots_data",),
+    VariantConfig: ("model", "adapter"),
 }
 """Keys of files whose contents decide a result, beside the model of the stage."""
 SPLITS: tuple[Literal["train", "validation"], ...] = ("train", "validation")

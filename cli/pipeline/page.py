@@ -12,9 +12,11 @@ from cli.pipeline.plan import RUN
 from cli.pipeline.results import (
     BOUND_HEADER,
     HEADER,
+    METRIC_HEADER,
     TASK_HEADER,
     StageResult,
     list_bound_rows,
+    list_metric_rows,
     list_task_rows,
 )
 from logger.pages.charts import Chart, Curve, draw_charts
@@ -34,6 +36,7 @@ def render_page(results: Sequence[StageResult], title: str) -> str:
         "Stages": _render_table(HEADER, [result.cells for result in results]) + _render_links(results),
         "Before and after": _render_table(BOUND_HEADER, list_bound_rows(results)),
         "Exact match": _render_table(TASK_HEADER, list_task_rows(results)),
+        "Tasks": _render_table(METRIC_HEADER, list_metric_rows(results)),
         "Training loss": draw_charts(_loss_curves(results), data),
         "Samples": _render_samples(results),
     }

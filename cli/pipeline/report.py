@@ -10,9 +10,11 @@ from cli.pipeline.page import render_page
 from cli.pipeline.results import (
     BOUND_HEADER,
     HEADER,
+    METRIC_HEADER,
     TASK_HEADER,
     StageResult,
     list_bound_rows,
+    list_metric_rows,
     list_task_rows,
     read_results,
 )
@@ -60,6 +62,7 @@ def list_tables(results: Sequence[StageResult]) -> dict[str, tuple[Sequence[str]
         "Stages": (HEADER, [result.cells for result in results]),
         "Before and after": (BOUND_HEADER, list_bound_rows(results)),
         "Exact match": (TASK_HEADER, list_task_rows(results)),
+        "Tasks": (METRIC_HEADER, list_metric_rows(results)),
     }
     return {heading: table for heading, table in tables.items() if table[1]}
 

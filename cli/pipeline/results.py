@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cli.eval.task_tables import TEXT_METRICS
 from cli.pipeline.plan import ANSWERS, RESULT, RUN, StagePlan
 from cli.pipeline.state import read_seconds
 from config.dump import to_toml_values
@@ -17,6 +18,7 @@ from logger import format_duration
 HEADER = ("stage", "kind", "from", "time", "tokens", "nats per token", "exact match", "stopped")
 BOUND_HEADER = ("stage", "from", "nats per token", "change")
 TASK_HEADER = ("stage", "task", "prompts", "exact match", "stopped", "length")
+METRIC_HEADER = ("stage", "task", "variant", "items", "metric", "value", "stopped")
 MAX_SAMPLES = 8
 """Samples of a stage in the report; its files have all."""
 
@@ -43,6 +45,8 @@ class StageResult:
     bound: tuple[float, float] | None = None
     """Nats per token on validation text, and its standard error."""
     exact_match: Mapping[str, Any] = field(default_factory=dict)
+    tasks: list[dict[str, Any]] = field(default_factory=list)
+    """`results` of results.json: of each task and variant."""
     samples: list[Sample] = field(default_factory=list)
 
     @property
@@ -89,6 +93,7 @@ def _read_result(plan: StagePlan) -> StageResult:
         if values.get("nats_per_token") is not None:
             result.bound = (values["nats_per_token"], values.get("nats_per_token_standard_error") or 0.0)
         result.exact_match = values.get("exact_match") or {}
+        result.tasks = values.get("results") or []
         result.samples = [
             Sample(item["prompt"], item["answer"], "right" if item["is_exact"] else f"expected {item['reference']}")
             for item in result.exact_match.get("samples", [])[:MAX_SAMPLES]
@@ -150,3 +155,18 @@ def list_task_rows(results: Sequence[StageResult]) -> list[list[str]]:
         for result in results
         for task, values in result.exact_match.get("by_task", {}).items()
     ]
+
+
+def list_metric_rows(results: Sequence[StageResult]) -> list[list[str]]:
+    """Rows of the metrics of tasks, with the columns of `METRIC_HEADER`."""
+    rows = []
+    for result in results:
+        for task in result.tasks:
+            for name, metric in task["metrics"].items():
+                pattern = ".3f" if name in TEXT_METRICS else ".1%"
+                error = metric["standard_error"]
+                value = f"{metric['value']:{pattern}}" + ("" if error is None else f" +- {error:{pattern}}")
+                stopped = _format_share(task["shares"]["stopped"]) if task["shares"] else ""
+                cells = [result.plan.name, task["task"], task["variant"], f"{task['num_items']:,}", name, value]
+                rows.append([*cells, stopped])
+    return rows

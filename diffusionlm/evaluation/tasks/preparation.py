@@ -113,6 +113,20 @@ class TaskReader:
         return self._items[key]
 
 
+def check_code_permission(task: ItemTask) -> None:
+    """Check that code of a model may be executed, if grading a task executes it.
+
+    Raises:
+        ValueError: it may not; says what the permission means.
+    """
+    if isinstance(task, HumanEvalTask) and not task.run_code:
+        raise ValueError(
+            "run_code = false, and grading executes programs that the model has written, with the rights of your user: "
+            "limits of time, memory and system calls contain accidents, not a determined program. Set run_code = true "
+            "(--run-code) to allow it, best in a container without network"
+        )
+
+
 def prepare_generation(
     name: str, task: GenerationTask, items: Sequence[TaskItem], tokenizer: Tokenizer, model: ModelConfig
 ) -> PreparedGeneration:
@@ -122,12 +136,7 @@ def prepare_generation(
         ValueError: code would be executed without ``run_code``, there is no chat template, the settings do not fit the
             model, or a prompt does not fit its context.
     """
-    if isinstance(task, HumanEvalTask) and not task.run_code:
-        raise ValueError(
-            "run_code = false, and grading executes programs that the model has written, with the rights of your user: "
-            "limits of time, memory and system calls contain accidents, not a determined program. Set run_code = true "
-            "(--run-code) to allow it, best in a container without network"
-        )
+    check_code_permission(task)
     generation = suppress_ids_without_text(resolve_length(task), tokenizer, model.vocab_size)
     settings = resolve_settings(generation, model)
     builder, template = PromptBuilder(task), _find_template(task, tokenizer)

@@ -87,6 +87,13 @@ def settings(values: dict[str, Any], name: str, section: str, **changes: Any) ->
     stage_of(values, name).setdefault("settings", {}).setdefault(section, {}).update(changes)
 
 
+def evaluate_task(values: dict[str, Any], **task: Any) -> None:
+    """Let the stage `before` evaluate a task in place of the text that all evaluations have in common."""
+    common = values["common"].pop("evaluate")
+    stage_of(values, "after")["settings"] = common
+    stage_of(values, "before")["settings"] = {"tasks": [task]}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -132,6 +139,8 @@ def settings(values: dict[str, Any], name: str, section: str, **changes: Any) ->
         (lambda v: settings(v, "tune", "tokenizer", path="a.txt"), "the model in from brings its own tokenizer"),
         (lambda v: settings(v, "tune", "data", source={"kind": "files", "paths": ["c.txt"]}), "c.txt"),
         (lambda v: settings(v, "before", "likelihood", block_size=2), "likelihood.block_size = 2: unknown key"),
+        (lambda v: evaluate_task(v, kind="gsm8k", data="none.jsonl"), "none.jsonl: cannot be read"),
+        (lambda v: evaluate_task(v, kind="gsm8k", data="a.txt"), "a.txt: items are read from .jsonl"),
         (lambda v: rename(v, "tune", checkpoint="ema"), 'stage "base" has no average: set its training.ema_decay'),
         (lambda v: rename(v, "tune", checkpoint="best"), "max_steps = 10"),
         (lambda v: rename(v, "before", kind="merge", settings={}), "has no adapter to merge"),
