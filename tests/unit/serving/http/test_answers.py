@@ -76,6 +76,8 @@ def test_unseeded_requests_differ_and_can_be_repeated(server: RunningServer) -> 
     first, second = (complete(server, seed=None)["choices"][0] for _ in range(2))
     assert first["seed"] != second["seed"] and first["text"] != second["text"]
     assert complete(server, seed=first["seed"])["choices"][0]["text"] == first["text"]
+    choices = complete(server, seed=None, n=4)["choices"]
+    assert len({choice["text"] for choice in choices}) == len({choice["seed"] for choice in choices}) == 4
 
 
 def test_stop_strings(server: RunningServer) -> None:

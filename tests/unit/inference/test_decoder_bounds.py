@@ -1,0 +1,74 @@
+"""Bounds that are known in advance: memory of the cache, and rounds until a request is done."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from config.generation import GenerationConfig
+from diffusionlm.inference.decoder import Decoder, DecoderLimits
+from diffusionlm.inference.requests import ActiveRequest, prepare_prompt
+from diffusionlm.inference.settings import resolve_settings
+from diffusionlm.models.transformer import Transformer
+from diffusionlm.serving.engine import Engine
+from tests.decoding_jobs import check_pages
+
+MAX_REQUESTS, MAX_ROWS = 3, 6
+LIMITS = {
+    "few rows": DecoderLimits(num_pages=60, page_size=4, max_requests=MAX_REQUESTS, max_rows=MAX_ROWS),
+    "few pages": DecoderLimits(num_pages=11, page_size=4, max_requests=MAX_REQUESTS, max_rows=MAX_ROWS),
+    "shared pages": DecoderLimits(11, 4, MAX_REQUESTS, MAX_ROWS, has_prefix_cache=True),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_each_request_ends_within_a_number_of_rounds(blocks: Transformer, name: str) -> None:
+    """A new request arrives in every round, so there are always younger ones that want rows and pages.
+
+    The oldest request keeps its pages, and has a turn in every `MAX_REQUESTS` rounds: it reads a block of its text or
+    takes a step. It so is done after that many rounds for each of its turns, and then the next one is the oldest.
+    """
+    rng = np.random.default_rng(5)
+    decoder = Decoder(blocks, LIMITS[name])
+    requests: list[ActiveRequest] = []
+    ends: list[int] = []
+    arrivals: dict[int, int] = {}
+    num_rounds = 0
+    while num_rounds < 60 or decoder.has_work:
+        if num_rounds < 60:
+            prompt = [number % 20 for number in range(int(rng.integers(1, 30)))]
+            settings = resolve_settings(
+                GenerationConfig(max_new_tokens=int(rng.integers(1, 12)), stop_token_ids=()), blocks.config
+            )
+            requests.append(ActiveRequest(prepare_prompt(settings, prompt), settings))
+            arrivals[id(requests[-1])] = num_rounds
+            ends.append(0)
+            decoder.add(requests[-1])
+        finished = {id(request) for request in decoder.run_round().finished}
+        num_rounds += 1
+        check_pages(decoder, requests)
+        assert decoder.pool.num_owned <= decoder.limits.num_pages
+        for index, request in enumerate(requests):
+            if id(request) in finished:
+                ends[index] = num_rounds
+    bound = 0
+    for request, end in zip(requests, ends, strict=True):
+        num_blocks = -(-int(request.masked_positions[0]) // 4)
+        num_steps = sum(len(block.unmasking_schedule) for block in request.prepared.blocks)
+        # It cannot begin before it has arrived, and waits for those before it at most as long as they may take.
+        bound = max(bound, arrivals[id(request)]) + MAX_REQUESTS * (num_blocks + num_steps)
+        assert 0 < end <= bound
+    assert (decoder.counts.num_preemptions > 0) == (name != "few rows")
+
+
+@pytest.mark.parametrize("cache_bytes", [1 << 14, 100_000, 1 << 17])
+def test_keys_and_values_are_within_their_memory(blocks: Transformer, cache_bytes: int) -> None:
+    """What is allocated, once, is at most the budget and less than a page below it."""
+    with Engine(blocks, cache_bytes=cache_bytes, page_size=8) as engine:
+        cache = engine._decoder.cache
+        assert cache is not None
+        num_bytes = sum(storage.nbytes for storage in (*cache.keys_KTH, *cache.values_KTH))
+        assert cache_bytes - num_bytes // engine.status.num_pages < num_bytes <= cache_bytes
+        for length in (1, 8, 20):
+            engine.submit([1] * length, GenerationConfig(max_new_tokens=8)).result(60)
+        assert sum(storage.nbytes for storage in (*cache.keys_KTH, *cache.values_KTH)) == num_bytes
