@@ -79,9 +79,10 @@ class GenerationEndpoint:
         service = self._service
         service.num_active += 1
         try:
-            parsed = await service.run_in_thread(partial(self._parse, body))
-            prepare = partial(self._prepare, parsed, exchange.cache_salt)
-            prepared = await service.run_in_thread(prepare, has_constraint=parsed.fields.has_constraint)
+            with service.preparation():
+                parsed = await service.run_in_thread(partial(self._parse, body))
+                prepare = partial(self._prepare, parsed, exchange.cache_salt)
+                prepared = await service.run_in_thread(prepare, has_constraint=parsed.fields.has_constraint)
             exchange.details["model"] = prepared.model
             service.check_is_ready()
             await self._decode(Call(service.engine, prepared, service.preparer.tokenizer), exchange, send)

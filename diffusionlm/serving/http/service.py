@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from config.serving.server import ServeSection
 from diffusionlm.serving.daemon_threads import DaemonThreads
 from diffusionlm.serving.engine import Engine
-from diffusionlm.serving.http.errors import RETRY_AFTER_SECONDS, ApiError
+from diffusionlm.serving.http.errors import RETRY_AFTER_SECONDS, ApiError, to_api_error
 from diffusionlm.serving.http.keys import ApiKeys
 from diffusionlm.serving.http.metrics import ServerMetrics
 from diffusionlm.serving.http.preparation import RequestPreparer
+from diffusionlm.serving.requests import QueueFullError
 
 T = TypeVar("T")
 
@@ -30,6 +32,8 @@ class Service:
         """No request is accepted anymore."""
         self.num_active = 0
         """Requests that decode, or wait for it."""
+        self.num_preparing = 0
+        """Those of them that the engine has not been given yet."""
         self._threads = DaemonThreads(_PREPARATION_THREADS, "diffusionlm-prepare")
         self._constraint_threads = DaemonThreads(_CONSTRAINT_THREADS, "diffusionlm-constrain")
 
@@ -45,6 +49,23 @@ class Service:
             raise ApiError(
                 503, "an error has ended the engine: the server has to be started again", code="engine_stopped"
             )
+
+    @contextmanager
+    def preparation(self) -> Iterator[None]:
+        """Context in which a request is prepared. Its body is in memory, so they are as many as the engine accepts.
+
+        Raises:
+            ApiError: there are as many already.
+        """
+        limit = self.limits.max_requests + self.limits.max_waiting
+        if self.num_preparing >= limit:
+            self.metrics.record_rejection(self.preparer.names[0])  # which one it names is not known yet
+            raise to_api_error(QueueFullError(f"{limit} requests are being prepared: try again later"))
+        self.num_preparing += 1
+        try:
+            yield
+        finally:
+            self.num_preparing -= 1
 
     def check_is_healthy(self) -> None:
         """

@@ -159,7 +159,7 @@ def test_constraints_of_a_request_are_limited_together(start_server: StartServer
 def test_constraints_that_are_compiled_hold_up_nobody_else(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = start_server()
+    server = start_server(max_requests=4, max_waiting=5)
     entered, release = threading.Semaphore(0), threading.Event()
 
     def wait(self: StructuredOutputs, response_format: Any, structured_outputs: Any, num_holes: Any) -> Any:
@@ -175,15 +175,24 @@ def test_constraints_that_are_compiled_hold_up_nobody_else(
         body = {"prompt": PROMPT, "max_tokens": 2, "structured_outputs": structured_outputs}
         results.append(server.request("POST", "/v1/completions", body)[0])
 
-    threads = [threading.Thread(target=ask, args=({"regex": "a"},)) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    while server.service.num_active < 8:
+    def start(count: int) -> list[threading.Thread]:
+        threads = [threading.Thread(target=ask, args=({"regex": "a"},)) for _ in range(count)]
+        for thread in threads:
+            thread.start()
+        return threads
+
+    threads = start(8)
+    while server.service.num_preparing < 8:
         time.sleep(0.001)
     assert entered.acquire(timeout=30)
     ask(None)
     assert results == [200]
+    threads += start(1)
+    while server.service.num_preparing < 9:
+        time.sleep(0.001)
+    ask(None)
+    assert results == [200, 429], "their bodies are in memory"
     release.set()
     for thread in threads:
         thread.join(30)
-    assert results == [200] * 9
+    assert results == [200, 429, *[200] * 9] and server.service.num_preparing == 0
