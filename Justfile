@@ -98,6 +98,10 @@ block-lengths *args:
 sweep config *args:
     uv run diffusionlm-sweep --config {{config}} {{args}}
 
+# On a machine with GPUs, in nine minutes: tests, training, resuming, ranks, decoding, speed; docs/results/gpu.md.
+gpu-check *args:
+    uv run --group bench python -m benchmarking.gpu.check --output docs/results/gpu.md {{args}}
+
 # Check this machine, and list what will be slow on it.
 doctor *args:
     uv run diffusionlm-doctor {{args}}

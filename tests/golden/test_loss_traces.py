@@ -36,7 +36,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 }
 
 
-def config_of(objective: dict[str, Any], directory: Path) -> TrainConfig:
+def config_of(objective: dict[str, Any], directory: Path, device: str = "cpu") -> TrainConfig:
     """A tiny run of fp32 on one thread. AdamW with a large eps: it answers rounding with rounding, where Muon, whose
     products are bfloat16, and an eps near zero would not."""
     is_autoregressive = objective["kind"] == "next_token"
@@ -47,7 +47,8 @@ def config_of(objective: dict[str, Any], directory: Path) -> TrainConfig:
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
     return TrainConfig.model_validate(
         {
-            "run": {"directory": str(directory / "run"), "device": "cpu", "threads": 1, "seed": 3},
+            "runtime": {"compile": "none"},
+            "run": {"directory": str(directory / "run"), "device": device, "threads": 1, "seed": 3},
             "model": {
                 **shape,
                 "head_dim": 16,
@@ -65,9 +66,9 @@ def config_of(objective: dict[str, Any], directory: Path) -> TrainConfig:
     )
 
 
-def trace(objective: dict[str, Any], directory: Path) -> list[float]:
+def trace(objective: dict[str, Any], directory: Path, device: str = "cpu") -> list[float]:
     """Losses, as Python writes fp32 numbers: nothing is lost."""
-    config = config_of(objective, directory)
+    config = config_of(objective, directory, device)
     with open_run_directory(config) as opened:
         run = build_run(config, opened)
         losses = []
@@ -105,6 +106,13 @@ def test_losses_are_those_of_the_record(name: str, tmp_path: Path) -> None:
         assert losses == record["losses"][name]
     else:
         assert losses == pytest.approx(record["losses"][name], rel=TOLERANCE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_losses_on_a_gpu_are_those_of_the_record(name: str, tmp_path: Path) -> None:
+    record = json.loads(TRACES.read_text(encoding="utf-8"))
+    assert trace(OBJECTIVES[name], tmp_path / "golden", "cuda") == pytest.approx(record["losses"][name], rel=1e-3)
 
 
 def remake() -> None:

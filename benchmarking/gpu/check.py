@@ -1,0 +1,167 @@
+"""Check a machine with GPUs in at most nine minutes: tests, training, resuming, ranks, decoding, speed.
+
+    python -m benchmarking.gpu.check --output docs/results/gpu.md
+
+Each part is a process with a time limit, so a failure, a hang or a crash of one hides nothing of the others. The report
+has for each part whether it passed, failed or took too long, and its result beside its goal. Ends with 1 if a part has
+not passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarking.gpu.parts import TOTAL_SECONDS, Part, PartVerdict, Site, build_parts
+from benchmarking.harness import Report, Table, collect_environment
+from files.atomic import write_text_atomic
+from files.terminal_text import print_line, print_message
+from profiling.cores import usable_cores
+
+SHOWN_LINES = 25
+"""Last lines of a failed part's output in the report."""
+
+
+@dataclass(frozen=True)
+class PartResult:
+    part: Part
+    status: str
+    """``passed``; ``goal missed``; ``failed``; ``too slow``; ``not run``: no time was left."""
+    result: str
+    seconds: float
+    output: str
+
+    @property
+    def has_passed(self) -> bool:
+        return self.status == "passed"
+
+
+def run_part(part: Part, limit: float) -> PartResult:
+    """Run a part in a new process group, which is killed after ``limit`` seconds; its output is kept."""
+    start = time.monotonic()
+
+    def finish(status: str, result: str, output: str = "") -> PartResult:
+        return PartResult(part, status, result, time.monotonic() - start, output)
+
+    try:
+        if part.prepare is not None:
+            part.prepare()
+        code, output = _run_process(part.command, limit)
+    except (OSError, ValueError) as error:
+        return finish("failed", str(error))
+    if code is None:
+        return finish("too slow", f"ended after {limit:.0f} s", output)
+    if code != 0:
+        return finish("failed", f"exit code {code}", output)
+    try:
+        verdict = part.judge(output)
+    except Exception as error:  # an output or a file that is not as expected: the part's failure
+        verdict = PartVerdict(False, f"unexpected output: {type(error).__name__}: {error}")
+    return finish("passed" if verdict.is_met else "goal missed", verdict.result, output)
+
+
+def _run_process(command: Sequence[str], limit: float) -> tuple[int | None, str]:
+    """Exit code, None after the limit, and output of a command."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as file:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        code: int | None
+        try:
+            code = process.wait(timeout=limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:  # also what the command left behind, such as ranks, and after Ctrl-C
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        file.seek(0)
+        return code, file.read()
+
+
+def run_parts(parts: Sequence[Part], total_seconds: float) -> list[PartResult]:
+    """Run all parts in order, each within its limit and within what is left of the total."""
+    deadline = time.monotonic() + total_seconds
+    results = []
+    for part in parts:
+        limit = min(float(part.seconds), deadline - time.monotonic())
+        if limit <= 0:
+            results.append(PartResult(part, "not run", "no time was left", 0.0, ""))
+        else:
+            print_message(f"{part.name}: at most {limit:.0f} s")
+            results.append(run_part(part, limit))
+        print_message(f"{part.name}: {results[-1].status}, {results[-1].result}")
+    return results
+
+
+def format_page(results: Sequence[PartResult], site: Site, environment: dict[str, str]) -> str:
+    """The page of the results: a table, and the last lines of what did not pass."""
+    rows = [[each.part.name, each.status, each.result, each.part.goal, f"{each.seconds:.0f}"] for each in results]
+    table = Table(["part", "status", "result", "goal", "seconds"], rows)
+    passed = sum(each.has_passed for each in results)
+    facts = {"device": f"{site.num_gpus} x {site.device_name}" if site.num_gpus else site.device_name}
+    page = ["# Check of a GPU machine", "    just gpu-check", f"{passed} of {len(results)} parts passed."]
+    if site.is_rehearsal:
+        page.append("A rehearsal without a GPU, with tiny models: it shows that the check works, and nothing of a GPU.")
+    page.append(Report([table], facts).to_markdown(environment))
+    for each in results:
+        if not each.has_passed and each.output:
+            lines = each.output.splitlines()[-SHOWN_LINES:]
+            page.append(f"## {each.part.name}\n\n    {shlex.join(each.part.command)}")
+            page.append("\n".join(["```text", *(line.replace("```", "'''") for line in lines), "```"]))
+    return "\n\n".join(page) + "\n"
+
+
+def read_site(directory: Path, device: str) -> Site:
+    """The devices of this machine.
+
+    Raises:
+        ValueError: ``cuda`` is asked for, and torch finds no device.
+    """
+    import torch
+
+    if device == "cpu":
+        return Site(directory, device, "cpu", 0)
+    if not torch.cuda.is_available():
+        raise ValueError("torch finds no CUDA device: run `diffusionlm-doctor`, or rehearse with --device cpu")
+    return Site(directory, device, torch.cuda.get_device_name(), torch.cuda.device_count())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the check and write its report. Returns 0 if all parts passed."""
+    parser = argparse.ArgumentParser(description="Check a machine with GPUs in nine minutes.", allow_abbrev=False)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal with tiny models")
+    parser.add_argument("--output", type=Path, help="Markdown file that gets the report")
+    parser.add_argument("--parts", nargs="+", help="names of the parts (default: all)")
+    arguments = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
+        try:
+            site = read_site(Path(scratch), arguments.device)
+        except ValueError as error:
+            parser.error(str(error))
+        parts = build_parts(site)
+        names = [part.name for part in parts]
+        unknown = [name for name in arguments.parts or () if name not in names]
+        if unknown:
+            parser.error(f"--parts: {unknown[0]!r} is not one of {', '.join(names)}")
+        chosen = [part for part in parts if arguments.parts is None or part.name in arguments.parts]
+        environment = collect_environment(threads=usable_cores(), packages=("torch", "triton"))
+        results = run_parts(chosen, TOTAL_SECONDS)
+    page = format_page(results, site, environment)
+    if arguments.output is not None:
+        write_text_atomic(arguments.output, page)
+    print_line(page)
+    return 0 if all(each.has_passed for each in results) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
