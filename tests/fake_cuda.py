@@ -96,6 +96,9 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        if torch.is_inference_mode_enabled() and func.namespace != "prim" and func._can_decompose():
+            with self:  # without autograd composite operators arrive here whole
+                return func.decompose(*args, **kwargs)
         if name == "_local_scalar_dense" and isinstance(args[0], FakeTensor):
             if args[0].is_cuda:
                 self.record.add_wait()
@@ -108,8 +111,9 @@ class _Recorder(TorchDispatchMode):
             indices = [index.flatten()[:1].long() if _is_mask(index) else index for index in args[1]]
             args = (args[0], indices, *args[2:])
         source: Any = args[1] if name == "copy_" else args[0] if args else None
-        if name == "_to_copy" and not isinstance(source, FakeTensor):
-            args = (self.mode.from_tensor(source), *args[1:])  # the mode itself would copy a tiny one to a real GPU
+        if name == "_to_copy":  # the mode itself would copy a tiny tensor, whose value it knows, to a real GPU
+            args = (source if isinstance(source, FakeTensor) else self.mode.from_tensor(source), *args[1:])
+            args[0].constant = None
         output = func(*args, **kwargs)
         inputs, outputs = _tensors((args, kwargs)), _tensors(output)
         if name in ("_to_copy", "copy_"):

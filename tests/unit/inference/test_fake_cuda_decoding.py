@@ -1,0 +1,76 @@
+"""Decoding on a GPU that computes nothing: where the host waits for it, and how much is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+from config.generation import GenerationConfig
+from config.model import ModelConfig
+from diffusionlm.inference import sampling
+from diffusionlm.inference.generate import generate
+from diffusionlm.models.transformer import Transformer
+from tests.fake_cuda import LaunchRecord, fake_cuda
+
+pytestmark = pytest.mark.slow
+
+MakeConfig = Callable[..., ModelConfig]
+
+PREDICTIONS = "diffusionlm/inference/sampling.py:sample_predictions"
+ALLOWED_WAITS = {
+    PREDICTIONS: "the strategy decides on the host which predictions are committed: once in a round",
+    "diffusionlm/inference/sampling.py:__init__": "token ids of a request's settings: once, when they are first used",
+    "diffusionlm/inference/sampling.py:keep_top_p": "whether the candidates contain the nucleus: once in a chunk",
+}
+"""Places where the host waits for the GPU, and why. Whatever is not listed is a mistake."""
+NUM_ROUNDS = 6
+
+
+def record_decoding(config: ModelConfig, **settings: Any) -> LaunchRecord:
+    """Decode two prompts of different lengths, a token in each round."""
+    with fake_cuda() as record:
+        with torch.device("cuda"):
+            model = Transformer(config)
+
+        def read_predictions(tensors: Sequence[torch.Tensor]) -> list[Any]:
+            record.add_wait()
+            return [np.full(tensor.shape, 3.0) for tensor in tensors]
+
+        record.clear()
+        generation = GenerationConfig(max_new_tokens=NUM_ROUNDS, block_length=4, steps=NUM_ROUNDS, **settings)
+        with patch.object(sampling, "_to_arrays", read_predictions):
+            generate(model, [[1, 2, 3], [1, 2, 3, 4, 5]], generation)
+    return record
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"attention": "block_causal"},
+        {"attention": "block_causal", "cache": "none"},
+        {"attention": "bidirectional", "cache": "dual"},
+        {"attention": "block_causal", "temperature": 1.0, "top_k": 5},
+        {"attention": "block_causal", "temperature": 1.0, "top_p": 0.9},
+    ],
+    ids=str,
+)
+def test_where_decoding_waits_for_the_gpu(settings: dict[str, Any], make_config: MakeConfig) -> None:
+    vocab_size = sampling.NUM_TOP_P_CANDIDATES + 1
+    record = record_decoding(make_config(vocab_size=vocab_size), **settings)
+    assert set(record.waits) <= set(ALLOWED_WAITS)
+    assert 0 < record.waits[PREDICTIONS] <= NUM_ROUNDS
+    assert ("diffusionlm/inference/sampling.py:keep_top_p" in record.waits) == ("top_p" in settings)
+
+
+def test_launches_of_a_round(make_config: MakeConfig) -> None:
+    """A budget for each layer of a round. Both prompts end their blocks in other rounds, so shapes differ."""
+    counts = []
+    for depth in (2, 3):
+        record = record_decoding(make_config(num_hidden_layers=depth), attention="block_causal")
+        counts.append(len(record.launches) / record.waits[PREDICTIONS])
+    assert counts[1] - counts[0] <= 49
