@@ -36,10 +36,12 @@ from diffusionlm.evaluation.likelihood.answers import BlockedAnswer
 from diffusionlm.evaluation.likelihood.copies import CopyTable
 from diffusionlm.evaluation.likelihood.masks import (
     WeightedMasks,
+    count_order_pair_masks,
     enumerate_masks,
     mean_cover_sets,
     sample_covers,
     sample_levels,
+    sample_order_pairs,
 )
 from diffusionlm.evaluation.likelihood.options import OptionsRequest, score_documents
 from diffusionlm.evaluation.likelihood.scoring import ScoringRequest, score_continuations
@@ -48,6 +50,7 @@ from diffusionlm.models.transformer import Transformer
 from files.terminal_text import print_message
 
 PUBLISHED_ROWS = 128
+OURS = ("orders", "covers")
 CONTEXT_TOKENS = 24
 NUM_OPTIONS = 4
 
@@ -89,9 +92,11 @@ def tabulate_masks(model: Transformer, context: Sequence[int], option: Sequence[
     return values
 
 
-def draw_covers(num_tokens: int, num_samples: int, seed: int) -> tuple[WeightedMasks, int]:
-    """Covers of about ``num_samples`` masks, and the number of draws."""
-    num_draws = max(1, int(num_samples / mean_cover_sets(num_tokens)))
+def draw_ours(num_tokens: int, name: str, seed: int) -> tuple[WeightedMasks, int]:
+    """Masks of an estimator and the number of draws."""
+    if name == "orders":
+        return sample_order_pairs(num_tokens, 0, 1, seed, ()), 1
+    num_draws = max(1, int(count_order_pair_masks(num_tokens) / mean_cover_sets(num_tokens)))
     levels_D = sample_levels(num_draws, num_draws, keyed_rng(seed, RngStream.ANSWER_LEVELS))
     return sample_covers(num_tokens, levels_D, 0, seed, ()), num_draws
 
@@ -112,30 +117,29 @@ def measure_errors(model: Transformer, items: Items, num_tokens: int, num_items:
     for item in range(num_items):
         request = items.draw(CONTEXT_TOKENS, [num_tokens] * 2, item)
         tables = [tabulate_masks(model, request.context, option) for option in request.options]
-        masks = enumerate_masks(num_tokens)
-        bounds = [sum_masks(table, masks.is_masked_Cn, masks.weights_Cn) for table in tables]
+        all_masks = enumerate_masks(num_tokens)
+        bounds = [sum_masks(table, all_masks.is_masked_Cn, all_masks.weights_Cn) for table in tables]
         exact = bounds[0] - bounds[1]
         for seed in range(num_seeds):
             for name, draw in DRAWS.items():
                 rng = np.random.default_rng((item, seed))
                 sums = [sum_masks(table, *draw(num_tokens, PUBLISHED_ROWS, rng)) for table in tables]
                 errors.setdefault(name, []).append((sums[0] - sums[1]) / PUBLISHED_ROWS - exact)
-            for num_samples in (16, 128):
-                covers, num_draws = draw_covers(num_tokens, num_samples, item * num_seeds + seed)
-                sums = [sum_masks(table, covers.is_masked_Cn, covers.weights_Cn) for table in tables]
-                errors.setdefault(f"covers {num_samples}", []).append((sums[0] - sums[1]) / num_draws - exact)
-                forwards.setdefault(f"covers {num_samples}", []).append(count_distinct(covers.is_masked_Cn))
+            for name in OURS:
+                masks, num_draws = draw_ours(num_tokens, name, item * num_seeds + seed)
+                sums = [sum_masks(table, masks.is_masked_Cn, masks.weights_Cn) for table in tables]
+                errors.setdefault(name, []).append((sums[0] - sums[1]) / num_draws - exact)
+                forwards.setdefault(name, []).append(count_distinct(masks.is_masked_Cn))
     rms = {name: math.sqrt(np.mean(np.square(values))) for name, values in errors.items()}
     means = {name: float(np.mean(values)) for name, values in forwards.items()}
-    ours = "covers 16"
-    cost = means[ours] * rms[ours] ** 2
+    cost = means["orders"] * rms["orders"] ** 2
     ratios = [PUBLISHED_ROWS * rms[name] ** 2 / cost for name in ("Bernoulli masks", "counts")]
     return [
         str(num_tokens),
-        *(f"{rms[name]:.3f}" for name in DRAWS),
-        *itertools.chain.from_iterable((f"{means[name]:.1f}", f"{rms[name]:.3f}") for name in means),
+        *(f"{rms[name]:.2f}" for name in DRAWS),
+        *itertools.chain.from_iterable((f"{means[name]:.0f}", f"{rms[name]:.2f}") for name in OURS),
         str(2**num_tokens - 1),
-        f"{PUBLISHED_ROWS / means[ours]:.1f}",
+        f"{PUBLISHED_ROWS / means['orders']:.1f}",
         *(f"{ratio:.0f}" for ratio in ratios),
     ]
 
@@ -149,12 +153,12 @@ def build_error_table(model: Transformer, items: Items, settings: Settings) -> T
     header = [
         "tokens",
         *(f"{name}, 128 forwards: error" for name in DRAWS),
-        "covers, 16: forwards",
+        "an order and its reverse: forwards",
         "error",
-        "covers, 128: forwards",
+        "covers: forwards",
         "error",
         "exact: forwards",
-        "fewer forwards (16)",
+        "fewer forwards (order)",
         "fewer at equal error, than Bernoulli",
         "than counts",
     ]
@@ -193,7 +197,7 @@ def build_time_table(model: Transformer, items: Items, settings: Settings, block
     forwards = {"published": float(PUBLISHED_ROWS * NUM_OPTIONS)}
     choices: dict[str, list[int]] = {}
     calls: dict[str, Callable[[], None]] = {"published": score_as_published}
-    calls |= {f"ours, {n}": functools.partial(score, n) for n in (128, 16)}
+    calls |= {f"ours, {n}": functools.partial(score, n) for n in (128, 48)}
     label = "bidirectional" if block_length is None else f"blocks of {block_length}"
     comparison = compare(calls, settings, label=label)
     rows = [

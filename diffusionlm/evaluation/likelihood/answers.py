@@ -18,12 +18,18 @@ from diffusionlm.evaluation.likelihood.copies import CopyHandle, CopyTable, Mask
 from diffusionlm.evaluation.likelihood.masks import (
     WeightedMasks,
     count_masks,
+    count_order_pair_masks,
     enumerate_masks,
+    independent_standard_error,
     mean_cover_sets,
     sample_covers,
     sample_levels,
+    sample_order_pairs,
     stratified_standard_error,
 )
+
+MIN_ORDER_PAIRS = 2
+"""Answers of which fewer orders fit into the samples are estimated from covers."""
 
 Key = tuple[int, ...]
 
@@ -97,6 +103,8 @@ class SamplingPlan:
     """How the answers of a document, or a single answer, are estimated."""
 
     is_exact: bool
+    draws_orders: bool = False
+    """Draws are orders with their reverses, else covers."""
     num_first: int = 1
     """Draws of the first stage; each stage after it doubles all draws."""
     num_stages: int = 1
@@ -112,11 +120,14 @@ class SamplingPlan:
         if max(answer.num_masks for answer in answers) <= limit:
             return cls(is_exact=True)
         longest = max(len(block.positions) for answer in answers for block in answer.blocks)
-        num_draws = max(1, int(config.num_mc_samples / mean_cover_sets(longest)))
+        num_draws = config.num_mc_samples // count_order_pair_masks(longest)
+        draws_orders = num_draws >= MIN_ORDER_PAIRS
+        if not draws_orders:
+            num_draws = max(1, int(config.num_mc_samples / mean_cover_sets(longest)))
         num_stages = 1
         while num_draws >> num_stages >= config.racing_first_draws:
             num_stages += 1
-        return cls(False, num_draws >> (num_stages - 1), num_stages)
+        return cls(False, draws_orders, num_draws >> (num_stages - 1), num_stages)
 
 
 class AnswerEstimate:
@@ -145,7 +156,7 @@ class AnswerEstimate:
     @property
     def standard_error(self) -> float:
         """Standard error of `log_likelihood`; 0 if it is exact."""
-        return 0.0 if self.plan.is_exact else _combined_error(self.levels_GD, self.values_GD)
+        return 0.0 if self.plan.is_exact else self._combine_errors(self.values_GD)
 
     def difference_error(self, other: AnswerEstimate) -> float:
         """Standard error of the difference of two log-likelihoods with common random numbers."""
@@ -154,7 +165,17 @@ class AnswerEstimate:
         longer, shorter = (self, other) if len(self.values_GD) >= len(other.values_GD) else (other, self)
         differences_GD = longer.values_GD.copy()
         differences_GD[: len(shorter.values_GD)] -= shorter.values_GD
-        return _combined_error(longer.levels_GD, differences_GD)
+        return longer._combine_errors(differences_GD)
+
+    def _combine_errors(self, values_GD: NDArray[np.float64]) -> float:
+        """Standard error of the sum over blocks of the means over draws; the draws of blocks are independent."""
+        errors = [
+            independent_standard_error(values_D)
+            if self.plan.draws_orders
+            else stratified_standard_error(levels_D[: len(values_D)], values_D)
+            for levels_D, values_D in zip(self.levels_GD, values_GD, strict=True)
+        ]
+        return float(np.sqrt(np.sum(np.square(errors))))
 
     @property
     def num_forwards(self) -> int:
@@ -201,18 +222,10 @@ class AnswerEstimate:
             return WeightedMasks(np.ones((1, size), dtype=np.bool_), np.ones((1, size)), np.zeros(1, dtype=np.int64))
         if self.plan.is_exact:
             return enumerate_masks(size)
-        levels_D, first = self.levels_GD[number, :num_draws], self.values_GD.shape[1]
-        return sample_covers(size, levels_D, first, self._seed, (*self._key, number))
-
-
-def _combined_error(levels_GD: NDArray[np.float64], values_GD: NDArray[np.float64]) -> float:
-    """Standard error of the sum over blocks; their draws are independent."""
-    num_draws = values_GD.shape[1]
-    errors = [
-        stratified_standard_error(levels_D[:num_draws], values_D)
-        for levels_D, values_D in zip(levels_GD, values_GD, strict=True)
-    ]
-    return float(np.sqrt(np.sum(np.square(errors))))
+        first, key = self.values_GD.shape[1], (*self._key, number)
+        if self.plan.draws_orders:
+            return sample_order_pairs(size, first, num_draws, self._seed, key)
+        return sample_covers(size, self.levels_GD[number, :num_draws], first, self._seed, key)
 
 
 def _check_answer(layout: InputLayout, context: Sequence[int], continuation: Sequence[int], name: str) -> None:

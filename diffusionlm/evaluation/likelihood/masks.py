@@ -2,7 +2,7 @@
 
 The bound of n tokens is the mean over counts k = 1 ... n and over sets S of k tokens of ``n / k`` times the sum over i
 in S of ``log p(x_i | the tokens outside of S)``. It equals the sum over tokens i of the mean over k of the mean over
-the sets of k tokens that contain i: this is what covers estimate.
+the sets of k tokens that contain i, which covers estimate, and the mean over all orders of the chain rule.
 
 Shapes: C masks, n tokens of the block, D draws.
 """
@@ -52,6 +52,39 @@ def enumerate_masks(num_tokens: int) -> WeightedMasks:
 # Sampling
 
 
+def sample_order_pairs(
+    num_tokens: int, first_draw: int, end_draw: int, seed: int, key: tuple[int, ...]
+) -> WeightedMasks:
+    """Sample orders of the tokens, one for each draw, each with its reverse: 2 n masks, of which one has all tokens.
+
+    Token j of an order is predicted while it and those after it are masked: the chain rule, whose mean over orders is
+    the bound. Of two tokens exactly one sees the other, so that what they say of each other counts once in every order;
+    a model whose conditional probabilities agree has no variance at all. The masks of the reverse are complements but
+    for the token itself, and the error of the pair is half that of two independent orders or less.
+
+    The order of the first tokens does not depend on how many follow: texts of different lengths share it.
+    """
+    masks, weights = [], []
+    for draw in range(first_draw, end_draw):
+        order_n = _draw_order(num_tokens, seed, key, draw)
+        for order in (order_n, order_n[::-1]):
+            rank_n = np.argsort(order)
+            steps_n1 = np.arange(num_tokens)[:, None]
+            masks.append(rank_n >= steps_n1)
+            weights.append(0.5 * (rank_n == steps_n1))
+    draws_C = np.repeat(np.arange(first_draw, end_draw), 2 * num_tokens)
+    return WeightedMasks(np.concatenate(masks), np.concatenate(weights), draws_C)
+
+
+def count_order_pair_masks(num_tokens: int) -> int:
+    """Different masks of a draw of `sample_order_pairs`."""
+    return 2 * num_tokens - 1
+
+
+def _draw_order(num_tokens: int, seed: int, key: tuple[int, ...], draw: int) -> NDArray[np.int64]:
+    return np.argsort(keyed_rng(seed, RngStream.ANSWER_MASKS, *key, draw).random(num_tokens), kind="stable")
+
+
 def sample_levels(num_first: int, num_draws: int, rng: np.random.Generator) -> NDArray[np.float64]:
     """Levels in [0, 1) of the draws, [D]: one in each of D strata, for D = ``num_first`` times a power of 2.
 
@@ -73,16 +106,17 @@ def sample_covers(
 
     The level of a draw gives k, uniform on 1 ... n. A random order of the tokens is cut into sets of k; the last one
     wraps around, and a token in two sets has weight 1/2 in both. Each token thus counts once with a uniform k and
-    uniform others, so the sum over a draw is unbiased, and the differences between tokens cancel, which in a single set
-    of k tokens, weighted with n / k, are most of the variance. Complementary masks are the cover for k = n / 2. A cover
-    of more than `MAX_COVER_SETS` sets is cut, and its weights multiplied by the share that is left out.
+    uniform others, so the sum over a draw is unbiased, and the differences between tokens cancel, which disturb a
+    single set of k tokens that is weighted with n / k. Complementary masks are the cover for k = n / 2. A cover of more
+    than `MAX_COVER_SETS` sets is cut, and its weights multiplied by the share that is left out. A draw takes about
+    ln(n) + 1 masks, fewer than an order, and has a larger error.
 
     The order of the first tokens does not depend on how many follow: texts of different lengths share it.
     """
     masks, weights, draws = [], [], []
     for draw, level in enumerate(levels_D[first_draw:].tolist(), start=first_draw):
         size = min(int(level * num_tokens), num_tokens - 1) + 1
-        order_n = np.argsort(keyed_rng(seed, RngStream.ANSWER_MASKS, *key, draw).random(num_tokens), kind="stable")
+        order_n = _draw_order(num_tokens, seed, key, draw)
         cover_Cn = build_cover(order_n, size)
         masks.append(cover_Cn)
         weights.append(cover_Cn * cover_weights(cover_Cn))
@@ -111,6 +145,11 @@ def mean_cover_sets(num_tokens: int) -> float:
     """Mean number of masks of a draw, over k = 1 ... n; about ln(n) + 1."""
     sizes_n = np.arange(1, num_tokens + 1)
     return float(np.minimum(-(-num_tokens // sizes_n), MAX_COVER_SETS).mean())
+
+
+def independent_standard_error(values_D: NDArray[np.float64]) -> float:
+    """Standard error of the mean of independent draws; infinite for a single one."""
+    return math.inf if len(values_D) < 2 else float(values_D.std(ddof=1)) / math.sqrt(len(values_D))
 
 
 def stratified_standard_error(levels_D: NDArray[np.float64], values_D: NDArray[np.float64]) -> float:

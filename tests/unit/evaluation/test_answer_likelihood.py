@@ -158,12 +158,14 @@ def test_enumeration_counts_its_forwards(
 # Sampled
 
 
-@pytest.mark.parametrize("block_length", [None, 4])
-def test_sampling_is_unbiased_and_knows_its_error(diffusion: Transformer, block_length: int | None) -> None:
-    """Over seeds: the mean is the exact value, and the spread is what the standard errors say."""
+@pytest.mark.parametrize(("block_length", "samples"), [(None, 36), (None, 16), (4, 24), (4, 10)])
+def test_sampling_is_unbiased_and_knows_its_error(
+    diffusion: Transformer, block_length: int | None, samples: int
+) -> None:
+    """Over seeds: the mean is the exact value, and the spread is what the standard errors say. Orders, then covers."""
     answer = (4, 3, 1, 1, 0, 2)
     exact = score(diffusion, CONTEXT, answer, AnswerLikelihoodConfig(block_length=block_length)).log_likelihood
-    config = SAMPLED.model_copy(update={"block_length": block_length})
+    config = SAMPLED.model_copy(update={"block_length": block_length, "num_mc_samples": samples})
     scores = [score(diffusion, CONTEXT, answer, config.model_copy(update={"seed": seed})) for seed in range(120)]
     values = np.array([item.log_likelihood for item in scores])
     spread = float(values.std(ddof=1))
@@ -171,7 +173,7 @@ def test_sampling_is_unbiased_and_knows_its_error(diffusion: Transformer, block_
     assert 0.0 < spread / math.sqrt(len(values)) < 0.01 * abs(exact), "too weak a test"
     reported = math.sqrt(float(np.mean([item.standard_error**2 for item in scores])))
     assert 0.75 < reported / spread < 1.5
-    assert not scores[0].is_exact and scores[0].num_forwards <= 45
+    assert not scores[0].is_exact and scores[0].num_forwards <= 2 * samples
 
 
 def test_common_draws_make_differences_precise(diffusion: Transformer) -> None:
@@ -200,11 +202,11 @@ def test_racing_decides_as_the_full_run(diffusion: Transformer) -> None:
         OptionsRequest(CONTEXT, tuple(tuple(rng.integers(0, 5, 9).tolist()) for _ in range(3)), key)
         for key in range(12)
     ]
-    config = AnswerLikelihoodConfig(num_mc_samples=96)
+    config = AnswerLikelihoodConfig(num_mc_samples=160)
     races = score_documents(diffusion, requests, config)
     full = score_documents(diffusion, requests, config.model_copy(update={"racing": False}))
     assert [race.chosen for race in races] == [item.chosen for item in full]
-    assert sum(race.num_forwards for race in races) < 0.7 * sum(item.num_forwards for item in full)
+    assert sum(race.num_forwards for race in races) < 0.85 * sum(item.num_forwards for item in full)
     undecided = [index for index, race in enumerate(races) if race.num_forwards == full[index].num_forwards]
     for index in undecided:
         assert races[index].log_likelihoods == pytest.approx(full[index].log_likelihoods, abs=1e-9)

@@ -12,11 +12,13 @@ from numpy.typing import NDArray
 from diffusionlm.evaluation.likelihood import masks as masks_module
 from diffusionlm.evaluation.likelihood.masks import (
     build_cover,
+    count_order_pair_masks,
     cover_weights,
     enumerate_masks,
     mean_cover_sets,
     sample_covers,
     sample_levels,
+    sample_order_pairs,
     stratified_standard_error,
 )
 
@@ -65,6 +67,29 @@ def test_covers_are_unbiased(num_tokens: int, max_sets: int, monkeypatch: pytest
         num_sets.append(len(cover_Cn))
     assert np.mean(totals) == pytest.approx(mean_over_orders(table, num_tokens), abs=1e-12)
     assert mean_cover_sets(num_tokens) == pytest.approx(np.mean(num_sets))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4])
+def test_orders_are_the_chain_rule(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean over all orders is the bound; a model whose conditional probabilities agree has no variance."""
+    joint = np.random.default_rng(1).dirichlet(np.ones(2**num_tokens)).reshape((2,) * num_tokens)
+    # The text is all zeros: p(x_i | the visible) is a ratio of sums over the masked.
+    consistent: Table = {}
+    for mask in itertools.product((False, True), repeat=num_tokens):
+        given = joint[tuple(slice(None) if is_masked else 0 for is_masked in mask)]
+        values, masked = np.zeros(num_tokens), np.flatnonzero(mask)
+        for axis, token in enumerate(masked):
+            values[token] = math.log(given.take(0, axis=axis).sum() / given.sum())
+        consistent[mask] = values
+    table, totals = build_table(num_tokens), []
+    for order in itertools.permutations(range(num_tokens)):
+        monkeypatch.setattr(masks_module, "_draw_order", lambda *args, order=order: np.array(order))
+        masks = sample_order_pairs(num_tokens, 0, 1, 0, ())
+        assert len(np.unique(masks.is_masked_Cn, axis=0)) == count_order_pair_masks(num_tokens)
+        totals.append(weighted_sum(table, masks.is_masked_Cn, masks.weights_Cn))
+        log_joint = math.log(joint[(0,) * num_tokens])
+        assert weighted_sum(consistent, masks.is_masked_Cn, masks.weights_Cn) == pytest.approx(log_joint)
+    assert np.mean(totals) == pytest.approx(mean_over_orders(table, num_tokens), abs=1e-12)
 
 
 def test_levels_are_one_in_each_stratum_at_every_stage() -> None:

@@ -216,7 +216,7 @@ def test_an_answer_of_several_tokens_is_unbiased(diffusion: Transformer) -> None
     assert 0.75 < reported / spread < 1.33
 
 
-@pytest.mark.parametrize(("tokens", "samples"), [(8, 22), (8, 128), (12, 100), (20, 30)])
+@pytest.mark.parametrize(("tokens", "samples"), [(8, 22), (8, 29), (12, 45), (20, 30)])
 def test_counts_of_masked_answer_tokens_are_uniform(
     diffusion: Transformer, monkeypatch: pytest.MonkeyPatch, tokens: int, samples: int
 ) -> None:
@@ -233,7 +233,7 @@ def test_counts_of_masked_answer_tokens_are_uniform(
         sizes.clear()
         conditional_likelihood(diffusion, PROMPT, answer, num_mc_samples=samples, seed=seed)
         histogram = np.bincount(sizes, minlength=tokens + 1)
-        assert histogram[0] == 0 and len(histogram) == tokens + 1
+        assert sizes and histogram[0] == 0 and len(histogram) == tokens + 1
         max_difference = 0 if len(sizes) % tokens == 0 else 2
         assert histogram[1:].max() - histogram[1:].min() <= max_difference
 
