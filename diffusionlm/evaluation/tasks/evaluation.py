@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -112,13 +115,24 @@ def _score_items(
     score_group = _score_words if isinstance(task.config, ClozeTask) else _score_options
     items = [item for item in task.items if item.id in pending]
     for start in range(0, len(items), DOCUMENTS_PER_GROUP):
-        yield from score_group(model, task, variant, items[start : start + DOCUMENTS_PER_GROUP])
+        group = items[start : start + DOCUMENTS_PER_GROUP]
+        started_at = time.perf_counter()
+        results = list(score_group(model, task, group))
+        seconds = round((time.perf_counter() - started_at) / len(group), 4)
+        for result in results:
+            yield replace(result, variant=variant, seconds=seconds)
 
 
-def _score_options(
-    model: Transformer, task: PreparedOptions, variant: str, items: Sequence[TaskItem]
-) -> Iterator[ItemResult]:
-    started_at = time.perf_counter()
+def _finite_or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _identify(task: PreparedOptions, item: TaskItem) -> dict[str, Any]:
+    """Fields of the result of an item that is scored once."""
+    return {"task": task.name, "variant": "", "id": item.id, "repeat": 0, "gold": item.gold}
+
+
+def _score_options(model: Transformer, task: PreparedOptions, items: Sequence[TaskItem]) -> Iterator[ItemResult]:
     requests, hashes = [], []
     for item in items:
         pairs, sha256 = task.encoder.encode_options(item, task.list_options(item))
@@ -126,7 +140,6 @@ def _score_options(
         requests.append(OptionsRequest(pairs[0].context_ids, tuple(pair.continuation_ids for pair in pairs), key))
         hashes.append(sha256)
     scores = score_documents(model, requests, task.config.likelihood)
-    seconds = (time.perf_counter() - started_at) / len(items)
     for item, score, sha256 in zip(items, scores, hashes, strict=True):
         options = task.list_options(item)
         log_likelihoods = np.array(score.log_likelihoods)
@@ -137,26 +150,18 @@ def _score_options(
         }
         chosen = {rule: int((log_likelihoods / length).argmax()) for rule, length in lengths.items()}
         yield ItemResult(
-            task=task.name,
-            variant=variant,
-            id=item.id,
-            repeat=0,
+            **_identify(task, item),
             prompt_sha256=sha256,
-            gold=item.gold,
             is_correct={rule: index == item.gold_index for rule, index in chosen.items()},
             num_tokens=sum(score.num_tokens),
             num_forwards=score.num_forwards,
-            seconds=round(seconds, 4),
             option_log_likelihoods=score.log_likelihoods,
-            option_standard_errors=score.standard_errors,
+            option_standard_errors=tuple(map(_finite_or_none, score.standard_errors)),
             chosen=chosen,
         )
 
 
-def _score_words(
-    model: Transformer, task: PreparedOptions, variant: str, items: Sequence[TaskItem]
-) -> Iterator[ItemResult]:
-    started_at = time.perf_counter()
+def _score_words(model: Transformer, task: PreparedOptions, items: Sequence[TaskItem]) -> Iterator[ItemResult]:
     requests, hashes = [], []
     for item in items:
         [pair], sha256 = task.encoder.encode_options(item, task.list_options(item))
@@ -164,21 +169,15 @@ def _score_words(
         hashes.append(sha256)
     scores = score_continuations(model, requests, task.config.likelihood)
     matches = greedy_matches(model, requests, task.config.likelihood)
-    seconds = (time.perf_counter() - started_at) / len(items)
     for item, score, is_match, sha256 in zip(items, scores, matches, hashes, strict=True):
         yield ItemResult(
-            task=task.name,
-            variant=variant,
-            id=item.id,
-            repeat=0,
+            **_identify(task, item),
             prompt_sha256=sha256,
-            gold=item.gold,
             is_correct={"acc": is_match},
             num_tokens=score.num_tokens,
             num_forwards=score.num_forwards,
-            seconds=round(seconds, 4),
             option_log_likelihoods=(score.log_likelihood,),
-            option_standard_errors=(score.standard_error,),
+            option_standard_errors=(_finite_or_none(score.standard_error),),
         )
 
 

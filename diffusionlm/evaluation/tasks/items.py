@@ -22,7 +22,7 @@ from diffusionlm.data.chat.formats import ChatRowParser, Conversation
 from diffusionlm.data.chat.reference_answers import ReferenceAnswer, last_answer
 from diffusionlm.data.file_formats import CorruptFileError, read_json_records, read_parquet_records
 from diffusionlm.data.local_files import detect_format
-from diffusionlm.data.record_source import BadRecord, ParsedRecord
+from diffusionlm.data.record_source import BadRecord, ParsedRecord, shorten_repr
 from diffusionlm.evaluation.grading.extraction import extract_boxed, gold_gsm8k
 
 ID_FIELDS = ("task_id", "id", "ind", "index")
@@ -217,7 +217,14 @@ def _read_gold_number(answer: str) -> str:
     Raises:
         ValueError: there is none.
     """
-    return gold_gsm8k(answer if "####" in answer else f"#### {extract_boxed(answer) or answer}")
+    if "####" in answer:
+        return gold_gsm8k(answer)
+    try:
+        return gold_gsm8k(f"#### {extract_boxed(answer) or answer}")
+    except ValueError:
+        raise ValueError(
+            f'the answer {shorten_repr(answer)} is no number, and has no "#### NUMBER" at its end'
+        ) from None
 
 
 def _parse_humaneval(task: HumanEvalTask, record: Mapping[str, Any]) -> _ItemParts:

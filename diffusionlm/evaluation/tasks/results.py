@@ -76,8 +76,8 @@ class ItemResult:
     """What grading says beside the verdict, such as the outcome of executed code."""
     option_log_likelihoods: tuple[float, ...] | None = None
     """Of each option, in nats."""
-    option_standard_errors: tuple[float, ...] | None = None
-    """Of the log-likelihoods; 0 for exact ones."""
+    option_standard_errors: tuple[float | None, ...] | None = None
+    """Of the log-likelihoods; 0 for exact ones. None: unknown, with fewer than three draws."""
     chosen: dict[str, int] | None = None
     """By rule: index of the chosen option."""
     metrics: dict[str, MetricValue] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import random
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import pytest
 from config.generation import GenerationConfig
 from diffusionlm.evaluation.tasks.evaluation import evaluate_task
 from diffusionlm.evaluation.tasks.items import draw_seed
-from diffusionlm.evaluation.tasks.results import ItemResult
+from diffusionlm.evaluation.tasks.results import ItemResult, format_item_line, parse_item_line
 from diffusionlm.evaluation.tasks.verdicts import build_grader, find_code_block, grade
 from diffusionlm.inference.generate import generate
 from diffusionlm.models.transformer import Transformer
@@ -73,6 +74,16 @@ def test_normalized_accuracy_divides_by_characters_or_bytes(make_task: MakeTask,
         "acc_bytes": int((values / [6, 2, 2]).argmax()),
     }
     assert len(set(result.chosen.values())) > 1
+
+
+def test_an_unknown_error_is_valid_json(make_task: MakeTask, random_model: Transformer) -> None:
+    items = [{"question": "q", "choices": ["long option", "other"], "gold": 0}]
+    task = make_task("multiple_choice", items, likelihood={"num_mc_samples": 1})
+    [result] = evaluate_task(random_model, task)
+    assert result.option_standard_errors == (None, None)
+    line = format_item_line(result)
+    json.loads(line, parse_constant=pytest.fail)
+    assert parse_item_line(line, "line") == result
 
 
 def test_letters(make_task: MakeTask, biased_model: BiasedModel) -> None:
