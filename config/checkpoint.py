@@ -21,7 +21,8 @@ class CheckpointConfig(Section):
     """Newest checkpoints to keep; older ones are removed when a newer one is complete, unless another key keeps them.
     With 1 there is no fallback if the newest is corrupt."""
     keep_best: bool = True
-    """Keep the checkpoint with the lowest validation bound at its step; the link `best` points to it."""
+    """Keep the checkpoint with the lowest validation bound at its step, or the highest accuracy by evaluation.best; the
+    link `best` points to it."""
     keep_every_steps: NonNegativeInt = 0
     """Keep checkpoints at multiples of this step for ever; 0: none."""
     resume: Literal["auto", "never"] = "auto"

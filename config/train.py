@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from config.base import Section
 from config.checkpoint import CheckpointConfig
 from config.data import DataConfig
+from config.evaluation.in_training import TrainingEvaluationConfig
 from config.finetune.lora import DEFAULT_LORA_OPTIMIZER, LoraTrainingConfig
 from config.finetune.preference import PreferenceConfig
 from config.logging import LoggingConfig
@@ -37,6 +38,7 @@ class TrainConfig(Section):
     schedule: LRScheduleConfig = LRScheduleConfig()
     validation: ValidationConfig = ValidationConfig()
     samples: SamplesConfig = SamplesConfig()
+    evaluation: TrainingEvaluationConfig = TrainingEvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     runtime: RuntimeConfig = RuntimeConfig()

@@ -133,6 +133,7 @@ def test_sections_of_a_training_config() -> None:
         "runtime",
         "parallel",
         "profiler",
+        "evaluation",
     }
 
 

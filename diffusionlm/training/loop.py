@@ -19,6 +19,7 @@ from diffusionlm.training.reporting import (
     describe_memory,
     log_data_sources,
     run_final_evaluation,
+    run_tasks,
     run_validation,
 )
 from diffusionlm.training.run import Run, build_run
@@ -152,6 +153,8 @@ def train_steps(
             log_step(run, logger, finished[-1], batch, with_metrics=due.log)
         if due.validate:
             run_validation(run, logger)
+        if due.evaluate:
+            run_tasks(run, logger)
         if due.sample:
             with run.evaluation_mode():
                 run.samples.log_samples(run.state.model, progress.step, logger)
@@ -170,6 +173,8 @@ class DueActions:
 
     log: bool
     validate: bool
+    evaluate: bool
+    """Evaluate on tasks."""
     sample: bool
     save: bool
     is_end: bool
@@ -178,7 +183,7 @@ class DueActions:
     @property
     def is_any(self) -> bool:
         """True if an action is due."""
-        return self.log or self.validate or self.sample or self.save or self.is_end
+        return self.log or self.validate or self.evaluate or self.sample or self.save or self.is_end
 
 
 def find_due_actions(run: Run, stop: StopRequest) -> DueActions:
@@ -193,6 +198,7 @@ def find_due_actions(run: Run, stop: StopRequest) -> DueActions:
     return DueActions(
         log=is_multiple(config.logging.every_steps) or is_multiple(config.logging.norms_every_steps) or is_last,
         validate=is_multiple(config.validation.every_steps) and not is_last,  # the final evaluation follows
+        evaluate=bool(config.evaluation.tasks) and (is_last or is_multiple(config.evaluation.every_steps)),
         sample=is_multiple(config.samples.every_steps) or (is_last and config.samples.every_steps > 0),
         save=is_multiple(config.checkpoint.every_steps) or is_end,
         is_end=is_end,

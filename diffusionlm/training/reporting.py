@@ -14,9 +14,11 @@ from diffusionlm.checkpoints.model_card import ValidationBound
 from diffusionlm.data.loader import LoaderMetrics
 from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.evaluation.evaluate import EvaluationResult, FillAccuracy
+from diffusionlm.evaluation.tasks.results import format_item_line
+from diffusionlm.evaluation.tasks.run_folder import to_file_name
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import Optimizers
-from diffusionlm.training.run import Run
+from diffusionlm.training.run import Run, TaskMetrics
 from diffusionlm.training.run_checkpoint import add_final_bound_to_card
 from diffusionlm.training.signals import StopRequest
 from diffusionlm.training.step_metrics import StepMetrics
@@ -176,6 +178,25 @@ def run_validation(run: Run, logger: RunLogger) -> None:
         f"step {step}: validation {result.nats_per_token:.3f} +- {result.standard_error:.3f} nats per token"
         + "".join(f", top-1 accuracy {fill.top1_accuracy:.1%} at {fill.fraction:.0%} masked" for fill in result.fills),
     )
+
+
+def run_tasks(run: Run, logger: RunLogger) -> None:
+    """Evaluate on the tasks of ``[evaluation]``, log the results, and write every answer to a file of the run."""
+    step = run.progress.step
+    with run.evaluation_mode():
+        outcomes = run.tasks.evaluate(run.state.model)
+    run.last_tasks = TaskMetrics(
+        step,
+        {f"{item.result.task}/{rule}": value.value for item in outcomes for rule, value in item.result.metrics.items()},
+    )
+    logger.metrics(step, {key: value for outcome in outcomes for key, value in outcome.metrics.items()})
+    for outcome in outcomes:
+        logger.event(step, "tasks", f"step {step}: {outcome.describe()}")
+        if run.world.is_first:
+            name = to_file_name(outcome.result.task)
+            path = run.directory.path / "evaluation" / f"step-{step:08d}-{name}.jsonl"
+            path.parent.mkdir(exist_ok=True)
+            write_text_atomic(path, "".join(format_item_line(item) + "\n" for item in outcome.items))
 
 
 def run_final_evaluation(run: Run, logger: RunLogger, stop: StopRequest) -> RunSummary:

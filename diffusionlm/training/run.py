@@ -22,6 +22,7 @@ from diffusionlm.data.reader import read_first_documents
 from diffusionlm.data.shards import ShardDocuments
 from diffusionlm.diffusion.objectives import build_objective, why_not_nelbo
 from diffusionlm.diffusion.preference_reference import PreferenceReference
+from diffusionlm.evaluation.tasks.live_evaluation import LiveEvaluation
 from diffusionlm.evaluation.validation import Validator
 from diffusionlm.models.lora import find_dropout
 from diffusionlm.models.transformer import Transformer
@@ -57,6 +58,15 @@ MAX_BYTES_PER_TOKEN = 16
 """A text with more bytes for each token of `FEW_ROWS` rows is not small: its rows are not counted."""
 
 
+@dataclass(frozen=True)
+class TaskMetrics:
+    """What the last evaluation on tasks has found."""
+
+    step: int
+    values: dict[str, float]
+    """Task and rule, such as gsm8k/flexible -> accuracy."""
+
+
 @dataclass
 class Run:
     """The parts of a run, as one rank has them."""
@@ -72,6 +82,7 @@ class Run:
     monitor: StepMonitor
     validator: Validator
     samples: Samples
+    tasks: LiveEvaluation
     example_input: str
     """Input to try the model with: a text with a masked span, a prompt, or a question."""
     checkpointer: AsyncCheckpointer
@@ -82,6 +93,7 @@ class Run:
     skipped_batches: SkippedBatches
     progress: TrainingProgress = field(default_factory=TrainingProgress)
     last_validation: ValidationBound | None = None
+    last_tasks: TaskMetrics | None = None
 
     @property
     def world(self) -> World:
@@ -152,6 +164,9 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
         monitor=StepMonitor(config.logging, max_steps, state.model, state.parallel, state.master_weights),
         validator=validator,
         samples=Samples.open(config, infills, tokenizer, state.model, is_sampling),
+        tasks=LiveEvaluation.open(
+            config.evaluation, tokenizer, state.model.config, world, is_collective=isinstance(config.parallel, FSDP)
+        ),
         example_input=choose_example_input(config, infills, state.model.config, tokenizer, validator.rows),
         checkpointer=AsyncCheckpointer(
             directory.store, SaveCoordinator.join(world, timeout), background=config.checkpoint.background

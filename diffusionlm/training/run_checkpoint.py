@@ -25,7 +25,13 @@ from diffusionlm.checkpoints.model_card import (
 from diffusionlm.data.hub import is_directory
 from diffusionlm.data.pipeline import MixtureComponent, compute_data_identity, hash_templates
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.training.checkpointing.staging import StagedCheckpoint, TensorShard, stage_checkpoint, to_shards
+from diffusionlm.training.checkpointing.staging import (
+    TASK_METRICS_KEY,
+    StagedCheckpoint,
+    TensorShard,
+    stage_checkpoint,
+    to_shards,
+)
 from diffusionlm.training.checkpointing.store import LoadedCheckpoint
 from diffusionlm.training.run import Run
 from diffusionlm.training.setup import only_on_first_rank
@@ -70,6 +76,7 @@ def stage_run(run: Run) -> StagedCheckpoint:
         "average_updates": state.ema.num_updates if state.ema else 0,
         "guard": state.spike_guard.state_dict(),
         "validated": last_validation and vars(last_validation),
+        TASK_METRICS_KEY: run.last_tasks.values if run.last_tasks and run.last_tasks.step == progress.step else {},
         "world_size": run.world.size,
         "torch": torch.__version__,
     }

@@ -40,6 +40,7 @@ class ChartSpec:
 CHART_SPECS = (
     ChartSpec("Balance loss of the routers", "with its weight", "balance_loss", is_smoothed=True),
     ChartSpec("Top-1 accuracy", "% of masked held-out tokens", r"val_top1_accuracy/(.+)", 100.0, from_zero=True),
+    ChartSpec("Accuracy on tasks", "%", r"tasks/(.+)", 100.0, from_zero=True),
     ChartSpec(
         "Loss by masked share, over the run",
         "nats per masked token",

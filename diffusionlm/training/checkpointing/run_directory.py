@@ -52,7 +52,13 @@ def open_run_directory(config: TrainConfig, world: World = SINGLE_PROCESS) -> It
         ValueError: it is in use or cannot be written.
     """
     path, section = config.run.directory, config.checkpoint
-    store = CheckpointStore(path / "checkpoints", section.keep_last, section.keep_best, section.keep_every_steps)
+    store = CheckpointStore(
+        path / "checkpoints",
+        section.keep_last,
+        section.keep_best,
+        section.keep_every_steps,
+        config.evaluation.best,
+    )
     run = RunDirectory(path, store)
     with contextlib.ExitStack() as stack:
         world.run_on_first(lambda: stack.enter_context(_lock_and_check(config, run)))

@@ -14,6 +14,8 @@ from torch import Tensor
 from ddp.parallelism import Parallelism
 
 VALIDATION_BOUND_KEY = "validation_bound"
+TASK_METRICS_KEY = "task_metrics"
+"""Key of the accuracies by task and rule, if the step was evaluated on tasks."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,12 @@ from diffusionlm.checkpoints.manifest import (
 )
 from diffusionlm.checkpoints.weights import read_weights
 from diffusionlm.training.checkpointing.save_coordinator import SINGLE_PROCESS_COORDINATOR, SaveCoordinator
-from diffusionlm.training.checkpointing.staging import VALIDATION_BOUND_KEY, StagedCheckpoint, TensorShard
+from diffusionlm.training.checkpointing.staging import (
+    TASK_METRICS_KEY,
+    VALIDATION_BOUND_KEY,
+    StagedCheckpoint,
+    TensorShard,
+)
 from files.atomic import remove_temporary_paths, replace_symlink, temporary_path
 from files.json_files import read_json_object
 
@@ -78,6 +83,8 @@ class CheckpointStore:
     keep_last: int
     keep_best: bool = True
     keep_every_steps: int = 0
+    best_task: str | None = None
+    """Task and rule whose accuracy selects the best checkpoint. None: the validation bound does."""
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, ascending."""
@@ -193,7 +200,11 @@ class CheckpointStore:
         self._update_best_link()
 
     def _update_best_link(self) -> None:
-        bounds = {step: bound for step in self.steps() if (bound := read_validation_bound(self.path(step))) is not None}
+        bounds = {
+            step: bound
+            for step in self.steps()
+            if (bound := read_selection_value(self.path(step), self.best_task)) is not None
+        }
         best = select_best(bounds) if self.keep_best else None
         if best is not None:
             replace_symlink(self.folder / BEST_LINK, self.path(best).name)
@@ -235,10 +246,14 @@ def select_best(bounds: Mapping[int, float]) -> int | None:
     return min(finite, key=lambda step: (finite[step], -step)) if finite else None
 
 
-def read_validation_bound(checkpoint: Path) -> float | None:
-    """Validation bound of the checkpoint's step in nats per token; None if it was not validated or cannot be read."""
+def read_selection_value(checkpoint: Path, task: str | None = None) -> float | None:
+    """What the best checkpoint has the least of: the validation bound of its step in nats per token, or minus the
+    accuracy on a task (``name/rule``). None: the step has none, or it cannot be read."""
     try:
-        bound = read_json_object(checkpoint / STATE_FILE).get(VALIDATION_BOUND_KEY)
+        state = read_json_object(checkpoint / STATE_FILE)
+        if task is not None:
+            return -float(state[TASK_METRICS_KEY][task])
+        bound = state.get(VALIDATION_BOUND_KEY)
         return None if bound is None else float(bound)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, KeyError):
         return None

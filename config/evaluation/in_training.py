@@ -1,0 +1,40 @@
+"""``[evaluation]`` of a training config: tasks that the model is evaluated on during the run."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from config.base import NonEmptyStr, NonNegativeInt, Section, TupleOf, check_distinct
+from config.evaluation.tasks import ClozeTask, ExactMatchTask, Gsm8kTask, HumanEvalTask, MultipleChoiceTask
+
+TaskInTraining = Annotated[
+    Gsm8kTask | HumanEvalTask | MultipleChoiceTask | ClozeTask | ExactMatchTask, Field(discriminator="kind")
+]
+
+
+class TrainingEvaluationConfig(Section):
+    """``[evaluation]``: tasks, as those of ``diffusionlm-eval``, on which the weights that would be saved are
+    evaluated."""
+
+    tasks: TupleOf[TaskInTraining] = ()
+    """`[[evaluation.tasks]]`, each with a `kind`. Set `limit`: the run waits for the answers."""
+    every_steps: NonNegativeInt = 0
+    """Steps between evaluations; 0: only after the last step."""
+    best: NonEmptyStr | None = None
+    """Task and rule, such as gsm8k/flexible: the link `best` points to the checkpoint with the highest accuracy by it,
+    among steps that were evaluated and saved. None: to that with the lowest validation bound."""
+
+    @model_validator(mode="after")
+    def _check_tasks(self) -> Self:
+        for key in ("every_steps", "best"):
+            if getattr(self, key) and not self.tasks:
+                raise ValueError(f"{key} has no effect without tasks: add [[evaluation.tasks]], or remove it")
+        names = [task.name or task.kind for task in self.tasks]
+        check_distinct({"the names of tasks": names})
+        if self.best is not None and self.best.rpartition("/")[0] not in names:
+            raise ValueError(
+                f'best = "{self.best}" names no task: write TASK/RULE, with one of the tasks {", ".join(names)}'
+            )
+        return self
