@@ -42,6 +42,8 @@ def one_step(config: TrainConfig) -> tuple[StepMetrics, dict[str, torch.Tensor],
         gradients: dict[str, torch.Tensor] = {}
 
         class Keep:
+            can_skip_on_device = True
+
             def step(self, factor: float, skip: torch.Tensor | None) -> None:
                 assert factor > 0 and skip is None
                 gradients.update(

@@ -99,6 +99,8 @@ def records(config: TrainConfig) -> list[dict[str, Any]]:
 class Keep:
     """In place of the optimizers: gradients as they are when the step would be made."""
 
+    can_skip_on_device = True
+
     def __init__(self, run: Run) -> None:
         self.parameters = dict(run.state.model.named_parameters())
         self.gradients: dict[str, torch.Tensor] = {}

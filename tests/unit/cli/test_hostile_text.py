@@ -10,7 +10,7 @@ import pytest
 from cli.commands import COMMANDS
 
 TITLE, CLEAR = "\x1b]0;x\x07", "\x1b[2J"
-WITH_CONFIG = [name for name in COMMANDS if name not in ("report", "doctor", "sweep")]
+WITH_CONFIG = [name for name in COMMANDS if name not in ("report", "doctor", "sweep", "lm-eval")]
 
 
 def error_of(capsys: pytest.CaptureFixture[str], name: str, *arguments: str) -> str:
