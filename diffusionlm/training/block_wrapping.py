@@ -85,12 +85,14 @@ def compile_blocks(model: Transformer, backend: str | Callable[..., Any] = "indu
 
 def _compile_forward(forward: Forward, backend: str | Callable[..., Any]) -> Forward:
     compiled = torch.compile(forward, backend=backend)
-    call_attention = _disable_compile(_call_attention)
+    call_attention, call_at_positions = _disable_compile(_call_attention), _disable_compile(_call_at_positions)
 
     def run(x_BLD: Tensor, rope: tuple[Tensor, Tensor], attention: Any, **options: Any) -> Tensor:
         if not torch.is_grad_enabled():  # validation has other shapes and few steps
             return forward(x_BLD, rope, attention, **options)
-        return compiled(x_BLD, rope, _UncompiledAttention(attention, call_attention), **options)
+        if options.get("output_positions") is not None:
+            torch._dynamo.maybe_mark_dynamic(options["output_positions"], 0)
+        return compiled(x_BLD, rope, _UncompiledAttention(attention, call_attention, call_at_positions), **options)
 
     return run
 
@@ -103,15 +105,28 @@ def _call_attention(attention: Any, q_BQNH: Tensor, k_BSKH: Tensor, v_BSKH: Tens
     return attention(q_BQNH, k_BSKH, v_BSKH)  # type: ignore[no-any-return]
 
 
+def _call_at_positions(
+    attention: Any, q_PNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, output_positions: Tensor
+) -> Tensor:
+    """The result is the input of other compiled code, which shall be compiled once for any number of positions."""
+    out_PNH: Tensor = attention.at_positions(q_PNH, k_BSKH, v_BSKH, output_positions)
+    torch._dynamo.maybe_mark_dynamic(out_PNH, 0)
+    return out_PNH
+
+
 @dataclass(frozen=True)
 class _UncompiledAttention(PreparedAttention):
     """A prepared attention whose call the compiler does not trace."""
 
     attention: Any
     call: Callable[..., Tensor]
+    call_at_positions: Callable[..., Tensor]
 
     def __call__(self, q_BQNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
         return self.call(self.attention, q_BQNH, k_BSKH, v_BSKH)
+
+    def at_positions(self, q_PNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, output_positions: Tensor) -> Tensor:
+        return self.call_at_positions(self.attention, q_PNH, k_BSKH, v_BSKH, output_positions)
 
 
 def checkpoint_activations(model: Transformer, mode: Literal["none", "selective", "full"]) -> None:
