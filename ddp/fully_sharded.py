@@ -195,6 +195,11 @@ class FullySharded:
         _, rows_per_rank = row_range_of_rank(shape[0], self.world.size, 0)  # rank 0 has the most
         padded = rows.new_zeros(rows_per_rank, *shape[1:])
         padded[: len(rows)] = rows
-        gathered = [torch.empty_like(padded) for _ in range(self.world.size)] if self.world.is_first else None
-        dist.gather(padded, gathered, dst=0)
-        return None if gathered is None else torch.cat(gathered)[: shape[0]].cpu()
+        if not self.world.is_first:
+            dist.gather(padded, None, dst=0)
+            return None
+        whole = rows.new_empty(self.world.size * rows_per_rank, *shape[1:])
+        dist.gather(
+            padded, list(torch.split(whole, rows_per_rank)), dst=0
+        )  # without a second copy of the largest parameter
+        return whole[: shape[0]].cpu()

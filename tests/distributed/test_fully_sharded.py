@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -407,3 +408,20 @@ def test_rows_are_cut_as_torch_cuts_them() -> None:
             chunks = [len(chunk) for chunk in torch.arange(total).chunk(world_size)]
             assert sizes == chunks + [0] * (world_size - len(chunks))
             assert [first for first, _ in cuts[1:]] == [end for _, end in cuts[:-1]] and cuts[-1][1] == total
+
+
+def test_a_whole_parameter_is_gathered_into_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest one, of gigabytes, is on the GPU of rank 0 once."""
+    parts = [torch.tensor([[0.0], [1.0]]), torch.tensor([[2.0], [-1.0]])]
+    addresses = set()
+
+    def gather(padded: torch.Tensor, gathered: list[torch.Tensor], dst: int) -> None:
+        for target, part in zip(gathered, parts, strict=True):
+            addresses.add(target.untyped_storage().data_ptr())
+            target.copy_(part)
+
+    monkeypatch.setattr("ddp.fully_sharded.dist.gather", gather)
+    rank: Any = SimpleNamespace(world=SimpleNamespace(size=2, is_first=True))
+    whole = FullySharded._gather(rank, parts[0], torch.Size((3, 1)))
+    assert whole is not None and whole.flatten().tolist() == [0.0, 1.0, 2.0]
+    assert len(addresses) == 1
