@@ -105,6 +105,8 @@ def record_graphs(checkpointing: str) -> list[Graph]:
     with (
         torch.autocast("cpu", torch.bfloat16),
         patch.object(attention, "attend_at_positions", _attend_at_all_positions),
+        # Graphs of one number of positions: symbolic sizes cannot be moved to another device.
+        patch.object(torch._dynamo, "maybe_mark_dynamic", lambda *_: None),
     ):
         output = model(tokens_BL, pattern=Bidirectional(), output_positions=positions, loss_inputs=loss_inputs)
         output.loss_sum.backward()
