@@ -25,6 +25,7 @@ from config.infer import InferInputConfig, InferModelConfig
 from config.objective import MaskedDiffusionConfig
 from config.tokenizer import TokenizerConfig
 from config.train import TrainConfig
+from files.hashing import hash_file
 
 FORMAT = 1
 """Version of the fingerprint. A change makes all stages stale."""
@@ -58,7 +59,6 @@ PATH_KEYS: dict[type[Section], tuple[str, ...]] = {
 """Keys of files whose contents decide a result, beside the model of the stage."""
 SPLITS: tuple[Literal["train", "validation"], ...] = ("train", "validation")
 MAX_REASONS = 3
-_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -166,22 +166,6 @@ def check_files_unchanged(plan: StagePlan, fingerprint: Fingerprint) -> None:
             f'stage "{plan.name}": the content of {", ".join(changed)} has changed since the pipeline began; run the '
             "same command again"
         )
-
-
-def hash_file(path: Path) -> str:
-    """SHA-256 of a file's content.
-
-    Raises:
-        ValueError: it cannot be read; names it.
-    """
-    digest = hashlib.sha256()
-    try:
-        with path.open("rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                digest.update(chunk)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror})") from error
-    return digest.hexdigest()
 
 
 def list_files(config: Section, prefix: str = "") -> Iterator[tuple[str, list[Path]]]:

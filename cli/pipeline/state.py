@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from cli.pipeline.fingerprint import Fingerprint, FingerprintBuilder, hash_file
+from cli.pipeline.fingerprint import Fingerprint, FingerprintBuilder
 from cli.pipeline.plan import ANSWERS, MODEL, RESULT, RUN, StagePlan
 from files.atomic import write_text_atomic
+from files.hashing import hash_file
 from files.json_files import read_json_object, read_text
 from files.lock import LOCK_FILE
 

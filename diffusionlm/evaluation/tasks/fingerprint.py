@@ -17,16 +17,27 @@ from diffusionlm.checkpoints.model_files import (
     find_weights_directory,
     list_weight_files,
 )
-from diffusionlm.data.local_files import FileFingerprint, find_files
+from diffusionlm.data.local_files import find_files
 from diffusionlm.evaluation.tasks.preparation import PreparedGeneration, PreparedOptions, PreparedTask, resolve_length
+from files.hashing import hash_file
 
 KEYS_WITHOUT_EFFECT = ("name", "data", "limit", "item_ids", "repeats", "batch_size")
 """Keys of a task that change no result of an item: which items there are, where they are, what is computed together."""
-CONFIG_FILES = ("config.json", "generation_config.json", "tokenizer.json", "vocab.json", "merges.txt")
+CONFIG_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "merges.txt",
+)
 
 
 def fingerprint_model(model: InferModelConfig, directory: Path) -> str:
-    """Hash a model: its configs and tokenizer, names, sizes and ends of its weight files, its adapter, its dtype.
+    """Hash a model: names and whole contents of its configs, tokenizer, weight files and adapter, and its dtype.
+
+    A checkpoint's weight files have the same size as those before, and mostly the same ends: only the whole content
+    tells them apart.
 
     Args:
         directory: of the model, resolved.
@@ -39,7 +50,7 @@ def fingerprint_model(model: InferModelConfig, directory: Path) -> str:
     paths += list_weight_files(folders[1])
     for folder in (directory, model.adapter):
         paths += [] if folder is None else [folder / ADAPTER_CONFIG, folder / ADAPTER_WEIGHTS]
-    lines = [FileFingerprint.read(path, "model.path").identity for path in dict.fromkeys(paths) if path.is_file()]
+    lines = [f"{path.name} {hash_file(path)}" for path in dict.fromkeys(paths) if path.is_file()]
     return _hash([*lines, model.dtype])
 
 
@@ -57,7 +68,7 @@ def fingerprint_data(task: AnyTask) -> str:
         files = [task.data]
         if not isinstance(task, ExactMatchTask) and task.prompt.shots_data is not None:
             files.append(task.prompt.shots_data)
-    return _hash([_hash_file(path) for path in files])
+    return _hash([hash_file(path) for path in files])
 
 
 def fingerprint_prompt(task: PreparedTask) -> str:
@@ -94,14 +105,6 @@ def fingerprint_task(task: PreparedTask, fingerprints: dict[str, str]) -> dict[s
         if isinstance(values.get(section), dict):
             values[section] = {name: value for name, value in values[section].items() if name != key}
     return {**json.loads(json.dumps(values)), "fingerprints": fingerprints}
-
-
-def _hash_file(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def _hash(lines: list[str]) -> str:

@@ -40,13 +40,15 @@ class PlannedVariant:
     """Of the model, resolved."""
     tasks: tuple[PreparedTask, ...]
 
-    def fingerprint(self) -> dict[str, dict[str, str]]:
+    def fingerprint(self, model: str) -> dict[str, dict[str, str]]:
         """Hashes by task.
+
+        Args:
+            model: hash of the model, which variants share.
 
         Raises:
             ValueError: a file cannot be read.
         """
-        model = fingerprint_model(self.model, self.directory)
         return {
             task.name: {"model": model, "data": fingerprint_data(task.config), "prompt": fingerprint_prompt(task)}
             for task in self.tasks
@@ -81,7 +83,11 @@ class TaskRun:
             ValueError: it holds another run, or a file cannot be read.
             OSError: it cannot be written.
         """
-        fingerprints = {variant.name: variant.fingerprint() for variant in variants}
+        models = {(variant.model, variant.directory) for variant in variants}
+        hashes = {key: fingerprint_model(*key) for key in models}  # variants of one model read its weights once
+        fingerprints = {
+            variant.name: variant.fingerprint(hashes[variant.model, variant.directory]) for variant in variants
+        }
         decisive = {
             variant.name: {
                 task.name: fingerprint_task(task, fingerprints[variant.name][task.name]) for task in variant.tasks
