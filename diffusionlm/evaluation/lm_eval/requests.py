@@ -54,6 +54,11 @@ class UniqueRequest:
         so not on limits, order, neighbors or ranks."""
         return _hash_key(self.instance.task_name, self.instance.doc or self.instance.args, self.repeat)
 
+    @property
+    def document_identity(self) -> tuple[int, int | None]:
+        """What the options of a document share, of this repeat, and another document with the same content does not."""
+        return self.document_key, getattr(self.instance, "doc_id", None)
+
     def answer_seed(self, seed: int) -> int:
         """Seed of the answer, which differs between the requests of a document."""
         return _hash_key(seed, self.document_key, self.instance.idx)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -114,17 +113,18 @@ class RequestRunner:
         """
         unique, places = find_unique_requests(instances)
         pairs = [self._encode_pair(request) for request in unique]
-        documents: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+        documents: dict[tuple[tuple[int, int | None], tuple[int, ...]], list[int]] = {}
+        continuations: dict[tuple[int, int | None], set[tuple[Any, ...]]] = {}
         for index, (request, pair) in enumerate(zip(unique, pairs, strict=True)):
-            documents.setdefault((request.document_key, pair.context_ids), []).append(index)
-        num_requests = Counter(request.document_key for request in unique)
+            documents.setdefault((request.document_identity, pair.context_ids), []).append(index)
+            continuations.setdefault(request.document_identity, set()).add(request.instance.args)
         results: dict[int, tuple[float, bool]] = {}
-        groups = [(key, indices) for (key, _), indices in documents.items()]
+        groups = [(unique[indices[0]].document_key, indices) for indices in documents.values()]
         for start in range(0, len(groups), DOCUMENTS_PER_CALL):
             part = groups[start : start + DOCUMENTS_PER_CALL]
             scores = self._score_documents([(key, [pairs[index] for index in indices]) for key, indices in part])
             log_likelihoods = dict(zip((index for _, indices in part for index in indices), scores, strict=True))
-            compared = [index for index in log_likelihoods if self._compares(num_requests[unique[index].document_key])]
+            compared = [i for i in log_likelihoods if self._compares(len(continuations[unique[i].document_identity]))]
             matches = dict(zip(compared, self._match_greedily([pairs[index] for index in compared]), strict=True))
             for index, log_likelihood in log_likelihoods.items():
                 results[index] = (log_likelihood, matches.get(index, False))
@@ -164,10 +164,10 @@ class RequestRunner:
             raise ValueError(f"{label}: {error}") from None
         return EncodedPair(context_ids, pair.continuation_ids)
 
-    def _compares(self, num_requests: int) -> bool:
-        """Whether the continuations of a document with so many requests are compared with greedy decoding."""
+    def _compares(self, num_continuations: int) -> bool:
+        """Whether the continuations of a document with so many different ones are compared with greedy decoding."""
         choice = self.config.is_greedy
-        return choice == "always" or (choice == "auto" and num_requests == 1)
+        return choice == "always" or (choice == "auto" and num_continuations == 1)
 
     def _score_documents(self, documents: Sequence[tuple[int, Sequence[EncodedPair]]]) -> list[float]:
         """Log-likelihoods of the options of documents, one after the other; each is a key and its options."""

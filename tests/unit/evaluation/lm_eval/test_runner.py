@@ -117,6 +117,22 @@ def test_a_single_continuation_is_compared_with_greedy_decoding(build: Callable[
     assert [is_greedy for _, is_greedy in build(is_greedy="never").score([right])] == [False]
 
 
+def test_documents_with_the_same_content_are_no_options_of_each_other(build: Callable[..., RequestRunner]) -> None:
+    """The same document twice, and a document whose only continuation is asked for twice."""
+    score = build().score
+    [(value, expected)] = score([FakeInstance((CONTEXT, ""), {"q": 1})])
+    assert expected
+    twice = [FakeInstance((CONTEXT, ""), {"q": 1}, doc_id=number) for number in (3, 8)]
+    assert score(twice) == [(value, True)] * 2
+    same = [FakeInstance((CONTEXT, ""), {"q": 1}, index, doc_id=3) for index in range(2)]
+    assert score(same) == [(value, True)] * 2
+    long = " is it blue? yes, maybe xyz"
+    sampled = build(likelihood={"num_mc_samples": 16}).score
+    [(value, _)] = sampled([FakeInstance((CONTEXT, long), {"q": 1})])
+    both = sampled([FakeInstance((CONTEXT, long), {"q": 1}, doc_id=number) for number in (3, 8)])
+    assert [other for other, _ in both] == pytest.approx([value] * 2, abs=1e-9)
+
+
 def test_rolling_windows_of_a_uniform_model(
     tokenizer: Tokenizer, tiny_model: Callable[..., Transformer], model: Transformer
 ) -> None:
