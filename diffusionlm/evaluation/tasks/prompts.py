@@ -6,8 +6,9 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count, islice
 from string import Formatter
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,7 +94,7 @@ class PromptBuilder:
         self.template = default_question if self.config.template is None else self.config.template
         self.answer_template = defaults.answer if self.config.answer_template is None else self.config.answer_template
         self.delimiter = defaults.delimiter if self.config.delimiter is None else self.config.delimiter
-        self._shots = _read_shots(task, self.config)
+        self._shots = ShotReader(task, self.config)
 
     def text(self, item: TaskItem) -> str:
         """The prompt as a text, with examples and the beginning of the answer.
@@ -127,8 +128,12 @@ class PromptBuilder:
         return fill_template(self.config.answer_prefix, item.fields, "prompt.answer_prefix")
 
     def select_shots(self, item: TaskItem) -> list[TaskItem]:
-        """The examples of an item: the first ones that are not the item itself."""
-        return [shot for shot in self._shots if shot.fields != item.fields][: self.config.shots]
+        """The examples of an item: the first ones that are neither the item nor a copy of it.
+
+        Raises:
+            ValueError: there are fewer than ``prompt.shots``.
+        """
+        return self._shots.select(item)
 
     def _join_examples(self, item: TaskItem) -> str:
         """Examples and question as one text."""
@@ -190,22 +195,56 @@ class PromptEncoder:
         return [self._encoder.encode_pair(text, f"{delimiter}{option}") for option in options], _hash(text)
 
 
-def _read_shots(task: ItemTask, config: PromptConfig) -> list[TaskItem]:
-    """Read one example more than needed, because an item is never its own example."""
-    if config.shots_data is None:
-        return []
-    shots: list[TaskItem] = []
-    for shot in read_items_of_file(task, config.shots_data):
-        shots.append(shot)
-        if len(shots) > config.shots:
-            break
-    has_items = config.shots_data.resolve() == task.data.resolve()
-    if len(shots) < config.shots + has_items:
+class ShotReader:
+    """Reads the examples of a task, as many as its items need.
+
+    An item is never its own example, nor is a copy of it.
+    """
+
+    def __init__(self, task: ItemTask, config: PromptConfig) -> None:
+        """
+        Raises:
+            ValueError: the file cannot be read, or has too few examples.
+        """
+        self.config = config
+        self._shots: list[TaskItem] = []
+        self._others = iter(()) if config.shots_data is None else read_items_of_file(task, config.shots_data)
+        if config.shots_data is None:
+            return
+        has_items = config.shots_data.resolve() == task.data.resolve()
+        self._shots = list(islice(self._others, config.shots + has_items))
+        if len(self._shots) < config.shots + has_items:
+            self._reject(len(self._shots), "")
+
+    def select(self, item: TaskItem) -> list[TaskItem]:
+        """The first examples that are not the item.
+
+        Raises:
+            ValueError: the file has too few, or cannot be read.
+        """
+        selected: list[TaskItem] = []
+        for index in count():
+            if len(selected) == self.config.shots:
+                break
+            if index == len(self._shots):
+                shot = next(self._others, None)
+                if shot is None:
+                    self._reject(len(selected), " besides the item and its copies")
+                self._shots.append(shot)
+            if _question_and_gold(self._shots[index]) != _question_and_gold(item):
+                selected.append(self._shots[index])
+        return selected
+
+    def _reject(self, num_examples: int, which: str) -> NoReturn:
         raise ValueError(
-            f"prompt.shots_data = {config.shots_data} has {len(shots)} examples, and prompt.shots = {config.shots}: "
-            "lower shots, or name a file with more"
+            f"prompt.shots_data = {self.config.shots_data} has {num_examples} examples{which}, and prompt.shots = "
+            f"{self.config.shots}: lower shots, or name a file with more"
         )
-    return shots
+
+
+def _question_and_gold(item: TaskItem) -> tuple[str, str]:
+    """What a copy of an item shares with it, whatever other fields it has."""
+    return str(item.fields.get("question", "")).strip(), item.gold
 
 
 def _hash(text: str) -> str:

@@ -113,3 +113,17 @@ def test_too_few_examples(path: Path) -> None:
     other = path.with_name("other.jsonl")
     other.write_text(path.read_text())
     build(path, shots=3, shots_data=other)
+
+
+def test_copies_of_an_item_are_no_examples_of_it(path: Path) -> None:
+    """Neither a copy with another field, nor several; as many further examples are read."""
+    copies = [{"question": "0 + 1?", "answer": "#### 1", "source": number} for number in range(3)]
+    shots = path.with_name("shots.jsonl")
+    shots.write_text("".join(json.dumps(record) + "\n" for record in copies) + path.read_text())
+    _, builder, items = build(path, shots=2, shots_data=shots)
+    assert [shot.fields["question"] for shot in builder.select_shots(items[0])] == ["1 + 1?", "2 + 1?"]
+    assert [shot.fields["question"] for shot in builder.select_shots(items[1])] == ["0 + 1?", "0 + 1?"]
+    _, builder, items = build(path, shots=4, shots_data=shots)
+    assert len(builder.select_shots(items[1])) == 4
+    with pytest.raises(ValueError, match=r"shots\.jsonl has 3 examples.*shots = 4"):
+        builder.select_shots(items[0])
