@@ -11,7 +11,8 @@ from typing import Any
 
 from config.dump import format_value, to_toml_values
 from config.eval import EvalConfig
-from config.evaluation.tasks import AnyTask
+from config.evaluation.presets import get_preset
+from config.evaluation.tasks import AnyTask, PerplexityTask
 from config.evaluation.variants import VariantConfig
 from config.infer import InferModelConfig
 from config.load import ConfigError, validate_config
@@ -92,6 +93,20 @@ def _resolve_model(variant: VariantConfig, model: InferModelConfig, name: str) -
     return model.model_copy(update={"path": path, "adapter": adapter})
 
 
+def _own_settings(task: AnyTask, section: str, table: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a section that do not come from the task's preset, which is applied anew: of keys that exclude
+    each other, those of the preset give way to the variant's."""
+    own: dict[str, Any] = dict(table.get(section, {}))
+    if isinstance(task, PerplexityTask) or task.preset is None:
+        return own
+    published = get_preset(task.preset).values.get(section, {})
+    return {
+        key: value
+        for key, value in own.items()
+        if key not in published or (list(value) if isinstance(value, tuple) else value) != published[key]
+    }
+
+
 def _apply_settings(config: EvalConfig, settings: Mapping[str, Mapping[str, Any]], name: str) -> tuple[AnyTask, ...]:
     """The tasks with the settings of a variant, where they have such a section."""
     if not any(settings.values()):
@@ -102,7 +117,7 @@ def _apply_settings(config: EvalConfig, settings: Mapping[str, Mapping[str, Any]
         table = copy.deepcopy(task.model_dump(exclude_unset=True))
         for section in is_used:
             if section in type(task).model_fields:
-                table[section] = {**table.get(section, {}), **settings[section]}
+                table[section] = {**_own_settings(task, section, table), **settings[section]}
                 is_used[section] = True
         tables.append(table)
     unused = next((section for section, used in is_used.items() if not used), None)

@@ -139,6 +139,32 @@ generation = {{temperature = 1.0}}
     assert "max_new_tokens: 4 -> 5" in message
 
 
+@pytest.mark.parametrize(
+    ("preset", "key", "values"),
+    [
+        ("fast-dllm/gsm8k-baseline", "denoising_steps", (1, 2)),
+        ("fast-dllm/gsm8k", "remasking_strategy", ("low_confidence", "entropy")),
+    ],
+)
+def test_a_preset_gives_way_to_varied_keys(
+    preset: str, key: str, values: tuple[Any, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--model", "m", "--preset", preset, "--data", "d.jsonl", "--shots-data", "s.jsonl"]
+    vary = f"generation.{key}={','.join(map(str, values))}"
+    variants = resolve_variants(print_config(capsys, *arguments, "--vary", vary))
+    generations = [variant.tasks[0].model_dump()["generation"] for variant in variants]
+    assert [generation[key] for generation in generations] == list(values)
+    assert all(generation["max_new_tokens"] == 256 for generation in generations)
+
+
+def test_a_setting_of_the_user_does_not_give_way(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", "m", "--preset", "fast-dllm/gsm8k-baseline", "--data", "d.jsonl", "--shots-data", "s.jsonl"]
+    arguments += ["--set", "tasks.0.generation.steps=7", "--vary", "generation.denoising_steps=1,2"]
+    config = print_config(capsys, *arguments)
+    with pytest.raises(ValueError, match="denoising_steps"):
+        resolve_variants(config)
+
+
 def test_wrong_input(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = str(write(tmp_path / "items.jsonl", GSM8K))
     task = ["--task", "gsm8k", "--data", data]
