@@ -98,7 +98,9 @@ def prepare_variants(config: EvalConfig) -> list[PlannedVariant]:
 
 
 def _print_results(config: EvalConfig, directory: Path, results: EvaluationResults) -> None:
-    text = json.dumps(json.loads(read_text(directory / RESULTS_FILE)), ensure_ascii=False)
+    values = json.loads(read_text(directory / RESULTS_FILE))
+    del values["item_ids"]  # as long as the data; the folder has them
+    text = json.dumps(values, ensure_ascii=False)
     if config.output.file is not None:
         write_text_atomic(config.output.file, text + "\n")
     if config.output.format == "json":

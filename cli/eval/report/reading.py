@@ -91,7 +91,7 @@ def read_evaluations(folders: Sequence[Path]) -> TaskReport:
         notes += [prefix + note for note in result.notes]
         items = _read_all_items(path)
         for variant in result.results:
-            own = tuple(item for item in items if (item.task, item.variant) == (variant.task, variant.variant))
+            own = _select_items(items, variant, result.item_ids.get(variant.task))
             if variant.kind != "perplexity" and len(own) != variant.num_items * variant.num_repeats:
                 expected = variant.num_items * variant.num_repeats
                 notes.append(
@@ -116,6 +116,23 @@ def _distinct_names(paths: Sequence[Path]) -> list[str]:
     """Return the last part of each path, or the whole path of those whose last part is not the only one."""
     last = [path.resolve().name for path in paths]
     return [name if last.count(name) == 1 else str(path) for name, path in zip(last, paths, strict=True)]
+
+
+def _select_items(
+    items: Sequence[ItemResult], variant: VariantResult, ids: Sequence[str] | None
+) -> tuple[ItemResult, ...]:
+    """The answers that a result is of: the folder keeps those of an earlier run with more items or repeats.
+
+    Args:
+        ids: of the items. None: unknown, as of results without them; then all.
+    """
+    selected = None if ids is None else frozenset(ids)
+    return tuple(
+        item
+        for item in items
+        if (item.task, item.variant) == (variant.task, variant.variant)
+        and (selected is None or (item.id in selected and item.repeat < variant.num_repeats))
+    )
 
 
 def _read_all_items(folder: Path) -> list[ItemResult]:

@@ -77,7 +77,7 @@ class ItemResult:
     option_log_likelihoods: tuple[float, ...] | None = None
     """Of each option, in nats."""
     option_standard_errors: tuple[float | None, ...] | None = None
-    """Of the log-likelihoods; 0 for exact ones. None: unknown, with fewer than three draws."""
+    """Of the log-likelihoods; 0 for exact ones. None: unknown, with fewer than two draws."""
     chosen: dict[str, int] | None = None
     """By rule: index of the chosen option."""
     metrics: dict[str, MetricValue] | None = None
@@ -171,6 +171,9 @@ class EvaluationResults:
     """Of each task and variant, in the order of the config."""
     comparisons: tuple[VariantComparison, ...] = ()
     """Of each pair of variants, for each task and rule."""
+    item_ids: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """By task: ids of the items that the results are of; the folder may hold answers of a larger run. A task without
+    items, such as a text, has none."""
     command: str = ""
     """The command line."""
     software: dict[str, str] = field(default_factory=dict)

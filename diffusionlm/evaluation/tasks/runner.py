@@ -22,7 +22,7 @@ from diffusionlm.evaluation.tasks.fingerprint import (
     fingerprint_prompt,
     fingerprint_task,
 )
-from diffusionlm.evaluation.tasks.preparation import PreparedTask
+from diffusionlm.evaluation.tasks.preparation import PreparedTask, PreparedText
 from diffusionlm.evaluation.tasks.results import EvaluationResults, write_results
 from diffusionlm.evaluation.tasks.run_folder import RunFolder
 from diffusionlm.evaluation.tasks.summary import TaskSummary, compare_variants
@@ -160,6 +160,11 @@ class TaskRun:
         return EvaluationResults(
             results=tuple(results),
             comparisons=compare_variants(summaries),
+            item_ids={
+                task.name: tuple(item.id for item in task.items)
+                for task in self.variants[0].tasks
+                if not isinstance(task, PreparedText)
+            },
             command=command,
             software={name: version(name) for name in ("diffusionlm", "torch")} | {"python": platform.python_version()},
             notes=tuple(notes),

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cli.eval.report.reading import read_evaluations
 from config.infer import InferModelConfig
 from diffusionlm.evaluation.grading.pass_at_k import pass_at_k
 from diffusionlm.evaluation.tasks import runner
@@ -147,3 +148,13 @@ def test_file_names_of_variants() -> None:
     files = [to_file_name(name) for name in names]
     assert len(set(files)) == len(names)
     assert all("/" not in file and not file.startswith(".") for file in files)
+
+
+def test_a_report_has_the_items_of_the_results(run_tasks: Any, tmp_path: Path) -> None:
+    """The folder keeps the answers of an earlier run with more items and repeats."""
+    run_tasks("run", {"a": {"repeats": 2}})
+    results = run_tasks("run", {"a": {"limit": 2}})
+    [variant] = read_evaluations([tmp_path / "run"]).tasks[0].variants
+    assert len(read_lines(tmp_path / "run" / "items" / "a.jsonl")) == 12
+    assert [(item.id, item.repeat) for item in variant.items] == [(id_, 0) for id_ in results.item_ids["gsm8k"]]
+    assert len(variant.items) == variant.result.num_items == 2
