@@ -13,7 +13,7 @@ from config.evaluation.text import EvalDataConfig, LikelihoodConfig, NelboConfig
 from config.finetune.chat import ChatRowsConfig
 from config.generation import GenerationConfig
 
-ExtractionRule = Literal["strict", "flexible", "boxed", "choice_letter"]
+ExtractionRule = Literal["strict", "flexible", "boxed"]
 
 
 class PromptConfig(Section):

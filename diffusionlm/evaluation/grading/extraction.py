@@ -17,8 +17,6 @@ _FLEXIBLE = re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+")
 _GOLD = re.compile(r"#### ?([^\n]*)\s*\Z")
 _PLAIN_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)")
 _BOX_PARTS = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
-_BRACKETS = r"[\s:*_$\"'(\[{]*"
-"""What may stand between "the answer is" and the letter."""
 
 
 @dataclass(frozen=True)
@@ -75,29 +73,6 @@ def numbers_equal(a: str, b: str) -> bool:
     return first.lower() == second.lower()
 
 
-def extract_choice_letter(text: str, num_options: int = 4) -> str | None:
-    """Return the letter of the option that a text chooses: A for the first option; None if it names none.
-
-    The first of these that the text has counts: a letter in ``\\boxed{}``; the last "answer is X" or "answer: X"; the
-    first capital letter of an option that stands alone. A letter before a lower-case word ("A dog") is an article.
-
-    Args:
-        text: an answer.
-        num_options: options are the letters from A on; at most 26.
-    """
-    letters = f"[A-{chr(ord('A') + num_options - 1)}]"
-    boxed = extract_boxed(text)
-    if boxed is not None:
-        inside = re.fullmatch(rf"(?:\\text)?{_BRACKETS}({letters})\W*", boxed)
-        if inside:
-            return inside[1]
-    named = re.findall(rf"(?i:answer(?:\s+is)?){_BRACKETS}(?:(?i:option|choice)\s+)?\(?({letters})(?![\w'])", text)
-    if named:
-        return str(named[-1])
-    alone = re.search(rf"(?<![\w'])({letters})(?![\w']|\s+[a-z])", text)
-    return alone[1] if alone else None
-
-
 def extract_boxed(text: str) -> str | None:
     """Return the content of the last ``\\boxed{}`` or ``\\fbox{}`` whose braces are balanced; None if there is none.
 
@@ -116,14 +91,9 @@ def extract_boxed(text: str) -> str | None:
     return text[slice(*last)].strip() if last else None
 
 
-def _texts_equal(a: str, b: str) -> bool:
-    return a.strip() == b.strip()
-
-
 EXTRACTION_RULES: dict[str, ExtractionRule] = {
     "strict": ExtractionRule(extract_gsm8k_strict, numbers_equal),
     "flexible": ExtractionRule(extract_gsm8k_flexible, numbers_equal),
     "boxed": ExtractionRule(extract_boxed, numbers_equal),
-    "choice_letter": ExtractionRule(extract_choice_letter, _texts_equal),
 }
 """Name -> rule."""

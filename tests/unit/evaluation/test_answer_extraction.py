@@ -7,7 +7,6 @@ import pytest
 from diffusionlm.evaluation.grading.extraction import (
     EXTRACTION_RULES,
     extract_boxed,
-    extract_choice_letter,
     gold_gsm8k,
     numbers_equal,
 )
@@ -110,33 +109,6 @@ def test_gold_numbers(answer: str, gold: str) -> None:
 def test_an_answer_without_a_gold_number_is_refused(answer: str) -> None:
     with pytest.raises(ValueError, match="####"):
         gold_gsm8k(answer)
-
-
-@pytest.mark.parametrize(
-    ("text", "letter"),
-    [
-        ("B", "B"),
-        ("(C) because", "C"),
-        ("D. A dog", "D"),
-        ("A dog barks, so B.", "B"),
-        ("The answer is (A).", "A"),
-        ("Answer: **C**", "C"),
-        ("The correct answer is option D", "D"),
-        ("The answer is A. No, the answer is B.", "B"),
-        ("I think \\boxed{\\text{C}}, the answer is A", "C"),
-        ("the answer is E", None),
-        ("a", None),
-        ("Apple", None),
-        ("", None),
-    ],
-)
-def test_choice_letters(text: str, letter: str | None) -> None:
-    assert extract_choice_letter(text) == letter
-
-
-def test_choice_letters_of_more_options() -> None:
-    assert extract_choice_letter("the answer is E", num_options=5) == "E"
-    assert extract_choice_letter("I'd say J", num_options=10) == "J"
 
 
 @pytest.mark.parametrize(
