@@ -35,6 +35,12 @@ class DecodingSettings:
         return self.config.attention == "prompt_and_own_block"
 
     @property
+    def is_random(self) -> bool:
+        """Another seed gives another answer."""
+        is_sampled = self.temperature > 0.0 and self.config.top_k != 1
+        return is_sampled or not self.strategy.is_deterministic
+
+    @property
     def placeholder_token_id(self) -> int:
         """Token at masked positions: the mask token. An autoregressive model never reads it and needs none.
 

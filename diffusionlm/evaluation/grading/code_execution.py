@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -42,6 +43,8 @@ REMEDY = (
     "Allow namespaces of users or a filter of system calls (Linux on x86-64 or 64-bit ARM), do not run as root, "
     "or run in a container"
 )
+BODY_INDENTATION = 64
+"""Blanks before the body that a prompt without one gets: more than before its last line."""
 GRACE_SECONDS = 5.0
 """Time for the supervisor to end after the time limit, before it is killed."""
 
@@ -193,13 +196,54 @@ def humaneval_candidate(prompt: str, completion: str, test: str, entry_point: st
     """Build the check of an item of HumanEval.
 
     Args:
-        prompt: the item's prompt, trusted: its helper functions are those that the tests use.
-        completion: what follows the prompt, of a base model, or a whole program that defines the function again.
+        prompt: the item's prompt, trusted: its helper functions are those that the tests use. It may end before the
+            body of its last function, such as ``def f():`` without a docstring.
+        completion: what follows the prompt, of a base model; or, after a line break and without indentation, code that
+            defines the function again.
         test: the item's tests, which define ``check``.
         entry_point: the item's function.
+
+    Raises:
+        ValueError: the prompt, with a body for its last function, or the tests are no valid code, or the entry point is
+            no name.
     """
+    setup = _complete_prompt(prompt)
+    if not entry_point.isidentifier():
+        raise ValueError(f"entry_point = {entry_point!r} is no name of a function: correct the item")
     tests = f"{test}\ncheck({entry_point})\n"
-    return CandidateProgram(prompt + completion, tests, (entry_point,), setup=prompt)
+    error = _find_syntax_error(tests)
+    if error is not None:
+        raise ValueError(f"its test is no valid code ({error}): correct the item")
+    code = completion.lstrip("\r\n")
+    is_program = completion != code and not code.startswith((" ", "\t"))
+    return CandidateProgram((setup if is_program else prompt) + completion, tests, (entry_point,), setup=setup)
+
+
+def _complete_prompt(prompt: str) -> str:
+    """The prompt as a program: with a body, if it ends with the first line of a function.
+
+    Raises:
+        ValueError: it is no beginning of a program.
+    """
+    error = _find_syntax_error(prompt)
+    if error is None:
+        return prompt
+    body = " " * BODY_INDENTATION + "pass\n"
+    for program in (f"{prompt}{body}", f"{prompt}\n{body}"):
+        if _find_syntax_error(program) is None:
+            return program
+    raise ValueError(f"its prompt is no valid code ({error}): correct the item, or name another field as prompt_field")
+
+
+def _find_syntax_error(code: str) -> str | None:
+    """Why trusted code is no program; None: it is one."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)
+            compile(code, "item", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        return str(error)
+    return None
 
 
 def _build_job(candidate: CandidateProgram, limits: ExecutionLimits, nonce: str, folder: str) -> dict[str, Any]:

@@ -74,9 +74,7 @@ class RequestRunner:
             ValueError: its arguments do not fit the model.
         """
         parsed = GenerationArguments.parse(instance.args[1], self.config.generation)
-        settings = self.resolve_generation(parsed.config)
-        is_sampled = settings.temperature > 0.0 and settings.config.top_k != 1
-        return is_sampled or not settings.strategy.is_deterministic
+        return self.resolve_generation(parsed.config).is_random
 
     def describe_generation(self, config: GenerationConfig) -> dict[str, Any]:
         """The settings with the defaults of the model, for results; without the ids that have no text."""

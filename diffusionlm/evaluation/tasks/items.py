@@ -28,6 +28,8 @@ from diffusionlm.evaluation.grading.extraction import extract_boxed, gold_gsm8k
 ID_FIELDS = ("task_id", "id", "ind", "index")
 QUESTION_FIELDS = ("question", "ctx", "goal", "sentence", "prompt")
 CHOICES_FIELDS = ("choices", "endings", "options")
+PAIRED_CHOICES_FIELDS = ("sol1", "sol2")
+"""Two fields in place of a list of options, as in PIQA."""
 GOLD_FIELDS = ("gold", "answerKey", "label", "answer")
 MAX_SHOWN_IDS = 5
 MAX_OPTIONS = 26
@@ -239,7 +241,11 @@ def _parse_humaneval(task: HumanEvalTask, record: Mapping[str, Any]) -> _ItemPar
 
 def _parse_multiple_choice(task: MultipleChoiceTask, record: Mapping[str, Any]) -> _ItemParts:
     question = _find_text(record, "question_field", task.question_field, QUESTION_FIELDS)
-    options, labels = _read_options(_find_field(record, "choices_field", task.choices_field, CHOICES_FIELDS))
+    if task.choices_field is None and all(name in record for name in PAIRED_CHOICES_FIELDS):
+        choices: Any = [record[name] for name in PAIRED_CHOICES_FIELDS]
+    else:
+        choices = _find_field(record, "choices_field", task.choices_field, CHOICES_FIELDS)
+    options, labels = _read_options(choices)
     gold = _find_gold(_find_field(record, "gold_field", task.gold_field, GOLD_FIELDS), options, labels)
     letters = [chr(ord("A") + index) for index in range(len(options))]
     fields = {

@@ -27,6 +27,7 @@ from diffusionlm.evaluation.pair_encoding import PairEncoder
 from diffusionlm.evaluation.plan import EvaluationPlan, plan_evaluation
 from diffusionlm.evaluation.tasks.items import TaskItem, draw_seed, read_task_items
 from diffusionlm.evaluation.tasks.prompts import EncodedItem, PromptBuilder, PromptEncoder
+from diffusionlm.evaluation.tasks.verdicts import build_candidate
 from diffusionlm.inference.requests import PreparedRequest, prepare_prompt
 from diffusionlm.inference.settings import DecodingSettings, resolve_settings
 from diffusionlm.inference.text import suppress_ids_without_text
@@ -133,12 +134,19 @@ def prepare_generation(
     """Encode the prompts of a generation task.
 
     Raises:
-        ValueError: code would be executed without ``run_code``, there is no chat template, the settings do not fit the
-            model, or a prompt does not fit its context.
+        ValueError: code would be executed without ``run_code``, an item's code is not valid, repeats would be equal,
+            there is no chat template, the settings do not fit the model, or a prompt does not fit its context.
     """
     check_code_permission(task)
+    if isinstance(task, HumanEvalTask):
+        _check_code(task, items)
     generation = suppress_ids_without_text(resolve_length(task), tokenizer, model.vocab_size)
     settings = resolve_settings(generation, model)
+    if task.repeats > 1 and not settings.is_random:
+        raise ValueError(
+            f"repeats = {task.repeats} would give equal answers, because decoding is deterministic: set "
+            "generation.temperature above 0 and generation.top_k other than 1, or repeats = 1"
+        )
     builder, template = PromptBuilder(task), _find_template(task, tokenizer)
     encoder = PromptEncoder(builder, PairEncoder.from_model(tokenizer, model), template, settings)
     prompts = []
@@ -204,6 +212,19 @@ def _prepare_text(name: str, task: PerplexityTask, model: InferModelConfig) -> P
     if task.data is not None:
         text = text.model_copy(update={"source": LocalFiles(paths=(str(task.data),)), "split": "all"})
     return PreparedText(name, task, plan_evaluation(EvalConfig(model=model, data=text, likelihood=task.likelihood)))
+
+
+def _check_code(task: HumanEvalTask, items: Sequence[TaskItem]) -> None:
+    """Check that the prompts and tests of all items are code.
+
+    Raises:
+        ValueError: those of an item are not.
+    """
+    for item in items:
+        try:
+            build_candidate(task, item, "")
+        except ValueError as error:
+            raise ValueError(f"{task.data}: item {item.id!r}: {error}") from None
 
 
 def _find_template(task: ItemTask, tokenizer: Tokenizer) -> ChatTemplate | None:

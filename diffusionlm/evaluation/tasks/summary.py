@@ -68,7 +68,9 @@ class TaskSummary:
         counts["forwards"] += result.num_forwards
         self._seconds += result.seconds
         self._text_metrics |= result.metrics or {}
-        if isinstance(self.task.config, ClozeTask) and result.option_log_likelihoods:
+        config = self.task.config
+        # Guided scores are not normalized, so there is no perplexity of them.
+        if isinstance(config, ClozeTask) and config.likelihood.cfg_scale == 0.0 and result.option_log_likelihoods:
             self._log_likelihoods += result.option_log_likelihoods
 
     def accuracies(self, rule: str) -> dict[str, float]:

@@ -7,7 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from config.evaluation.tasks import ExactMatchTask, GenerationTask, Gsm8kTask, HumanEvalTask
-from diffusionlm.evaluation.grading.code_execution import ExecutionLimits, humaneval_candidate, run_candidate
+from diffusionlm.evaluation.grading.code_execution import (
+    CandidateProgram,
+    ExecutionLimits,
+    humaneval_candidate,
+    run_candidate,
+)
 from diffusionlm.evaluation.grading.extraction import EXTRACTION_RULES
 from diffusionlm.evaluation.tasks.items import TaskItem
 
@@ -77,10 +82,19 @@ def _grade_number(task: Gsm8kTask, item: TaskItem, text: str) -> Verdict:
     return Verdict(is_correct, extracted)
 
 
-def _grade_code(task: HumanEvalTask, item: TaskItem, text: str) -> Verdict:
+def build_candidate(task: HumanEvalTask, item: TaskItem, text: str) -> CandidateProgram:
+    """The program of an answer with the tests of its item.
+
+    Raises:
+        ValueError: the item's prompt or tests are no valid code.
+    """
     completion = text if task.answer == "completion" else f"\n{find_code_block(text)}"
     fields = item.fields
-    candidate = humaneval_candidate(fields["prompt"], completion, fields["test"], fields["entry_point"])
+    return humaneval_candidate(fields["prompt"], completion, fields["test"], fields["entry_point"])
+
+
+def _grade_code(task: HumanEvalTask, item: TaskItem, text: str) -> Verdict:
+    candidate = build_candidate(task, item, text)
     result = run_candidate(candidate, ExecutionLimits(seconds=task.timeout_seconds))
     return Verdict({"passed": result.is_passed}, detail=f"{result.status}: {result.detail}".removesuffix(": "))
 

@@ -16,6 +16,7 @@ from config.generation import GenerationConfig
 from diffusionlm.evaluation.tasks.evaluation import evaluate_task
 from diffusionlm.evaluation.tasks.items import draw_seed
 from diffusionlm.evaluation.tasks.results import ItemResult, format_item_line, parse_item_line
+from diffusionlm.evaluation.tasks.summary import TaskSummary
 from diffusionlm.evaluation.tasks.verdicts import build_grader, find_code_block, grade
 from diffusionlm.inference.generate import generate
 from diffusionlm.models.transformer import Transformer
@@ -105,6 +106,30 @@ def test_cloze_is_right_if_greedy_decoding_yields_the_word(
     assert [results[(name, 0)].is_correct["acc"] for name in "ab"] == [True, False]
     log_normalizer = math.log(math.exp(8) + math.exp(7) + byte_tokenizer.vocab_size - 3)
     assert results[("a", 0)].option_log_likelihoods == pytest.approx([3 * (8 - log_normalizer)])
+
+
+def test_guided_scores_have_no_perplexity(make_task: MakeTask, random_model: Transformer) -> None:
+    """Without guidance it is exp of the mean negative log-likelihood."""
+    for cfg_scale, names in ((0.0, {"acc", "perplexity"}), (0.5, {"acc"})):
+        task = make_task("cloze", [{"text": "it is y"}], likelihood={"cfg_scale": cfg_scale})
+        summary = TaskSummary(task, "", "")
+        [result] = evaluate_task(random_model, task)
+        summary.add(result)
+        metrics = summary.build({}, {}).metrics
+        assert set(metrics) == names
+        if cfg_scale == 0.0:
+            assert result.option_log_likelihoods is not None
+            assert metrics["perplexity"].value == pytest.approx(math.exp(-result.option_log_likelihoods[0]))
+
+
+@pytest.mark.parametrize(
+    "generation", [{}, {"temperature": 0.0}, {"temperature": 1.0, "top_k": 1}], ids=["default", "T = 0", "top-k 1"]
+)
+def test_repeats_of_deterministic_answers_are_refused(make_task: MakeTask, generation: dict[str, Any]) -> None:
+    generation = {"max_new_tokens": 2, **generation}
+    with pytest.raises(ValueError, match=r"repeats = 2 .*generation\.temperature"):
+        make_task("gsm8k", QUESTIONS[:1], generation=generation, repeats=2)
+    assert make_task("gsm8k", QUESTIONS[:1], generation=generation).config.repeats == 1
 
 
 def test_answers_are_those_of_single_prompts(

@@ -21,6 +21,7 @@ ARC = {
     "choices": {"text": ["air", "tin", "slate"], "label": ["1", "2", "3"]},
 }  # fmt: skip
 HELLASWAG = {"ind": 24, "ctx": "A man is", "endings": ["up.", "down."], "label": "1"}
+PIQA = {"goal": "Boil eggs.", "sol1": "Use a pot.", "sol2": "Use a hat.", "label": 1}
 MMLU = {"question": "2 + 2?", "choices": ["3", "4", "5", "6"], "answer": 1}
 HUMANEVAL = {"task_id": "HumanEval/0", "prompt": "def f():\n", "test": "def check(f): pass", "entry_point": "f"}
 
@@ -56,10 +57,11 @@ def test_gsm8k(path: Path, answer: Any, gold: str) -> None:
 
 
 def test_multiple_choice_layouts(path: Path) -> None:
-    arc, hellaswag, mmlu = read(path, [ARC, HELLASWAG, MMLU], "multiple_choice")
+    arc, hellaswag, mmlu, piqa = read(path, [ARC, HELLASWAG, MMLU, PIQA], "multiple_choice")
     assert (arc.id, arc.options, arc.gold_index, arc.gold) == ("Mercury_7", ("air", "tin", "slate"), 2, "slate")
     assert (hellaswag.id, hellaswag.fields["question"], hellaswag.gold_index) == ("24", "A man is", 1)
     assert (mmlu.id, mmlu.gold_index, mmlu.fields["options"]) == ("2", 1, "A. 3\nB. 4\nC. 5\nD. 6")
+    assert (piqa.fields["question"], piqa.options, piqa.gold_index) == ("Boil eggs.", ("Use a pot.", "Use a hat."), 1)
 
 
 @pytest.mark.parametrize(("gold", "index"), [(0, 0), ("B", 1), ("down", 1), ("2", 2), (2, 2)])
@@ -88,6 +90,7 @@ def test_other_kinds(path: Path) -> None:
         ({"question": 7, "answer": "7"}, "gsm8k", ["question_field"]),
         ({**HUMANEVAL, "test": None}, "humaneval", ["HumanEval/0", "test_field"]),
         ({"question": "q", "choices": ["a", "b"]}, "multiple_choice", ["gold_field"]),
+        ({**PIQA, "sol2": None}, "multiple_choice", ["None", "list of texts"]),
         ({"question": "q", "choices": ["a", "b"], "gold": 2}, "multiple_choice", ["right option 2"]),
         ({"question": "q", "choices": ["a", "b"], "gold": True}, "multiple_choice", ["right option True"]),
         ({"question": "q", "choices": ["1", "0"], "gold": "1"}, "multiple_choice", ["ambiguous"]),
