@@ -32,7 +32,7 @@ class Preset:
     source: str
     """File of the publication's repository, or its table."""
     values: Mapping[str, Any]
-    """Keys of a task with its `kind`; without a kind those of its generation alone, for tasks of
+    """Keys of a task with its `kind`; without a kind those of its generation or likelihood alone, for tasks of
     lm-evaluation-harness."""
     score: float | None = None
     """Accuracy in percent that the source reports. None: none, or for another task."""
@@ -71,14 +71,19 @@ def _gsm8k(prompt: dict[str, Any], generation: dict[str, Any], **keys: Any) -> d
     return {"kind": "gsm8k", "prompt": prompt, "generation": generation, **keys}
 
 
-def _humaneval(generation: dict[str, Any], prompt: dict[str, Any] | None = None) -> dict[str, Any]:
-    answer = "completion" if prompt is None else "code_block"
-    return {"kind": "humaneval", "generation": generation, "answer": answer, "prompt": prompt or {}}
+def _humaneval(generation: dict[str, Any], prompt: dict[str, Any] | None = None, *stop: str) -> dict[str, Any]:
+    """A completion with the task's stops, or with a prompt the first code block of a chat's answer."""
+    if prompt is None:
+        return {"kind": "humaneval", "generation": generation, "answer": "completion", "prompt": {}}
+    return {"kind": "humaneval", "generation": generation, "answer": "code_block", "prompt": prompt, "stop": list(stop)}
 
 
-def _options(num_mc_samples: int, score: str = "texts", **prompt: Any) -> dict[str, Any]:
-    likelihood = {"num_mc_samples": num_mc_samples, "racing": False}
-    return {"kind": "multiple_choice", "score": score, "prompt": prompt, "likelihood": likelihood}
+def _draws(num_mc_samples: int, **keys: Any) -> dict[str, Any]:
+    return {"likelihood": {"num_mc_samples": num_mc_samples, "racing": False, **keys}}
+
+
+def _options(num_mc_samples: int, **keys: Any) -> dict[str, Any]:
+    return {"kind": "multiple_choice", "score": "texts", "prompt": {}, **_draws(num_mc_samples, **keys)}
 
 
 _BASE, _INSTRUCT = "GSAI-ML/LLaDA-8B-Base", "GSAI-ML/LLaDA-8B-Instruct"
@@ -90,6 +95,12 @@ _DREAM_HARNESS = "Dream: eval (lm-evaluation-harness)"
 _DREAM_CHAT = "Dream: eval_instruct (lm-evaluation-harness)"
 _SDAR_COMPASS = "SDAR: evaluation (OpenCompass)"
 _FAST = "Fast-dLLM: v1/llada (lm-evaluation-harness)"
+_HUMANEVAL_INSTRUCT = _chat(
+    "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{prompt}\n```\n",
+    answer_prefix="Here is the completed function:\n```python\n{prompt}\n",
+)
+"""Task humaneval_instruct of lm-evaluation-harness 0.4.13: the answer continues a code block with the prompt."""
+_HUMANEVAL_INSTRUCT_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint", "```")
 _DEFERRED: dict[str, Any] = {"defer_token_ids": [LLADA_EOS, LLADA_EOT]}
 """The confidence of the end of text is minus infinity: the cure of LLaDA's flood of <|endoftext|>."""
 
@@ -98,7 +109,7 @@ PRESETS: dict[str, Preset] = {
         "llada", _LLADA_BASE, _gsm8k({"shots": 5}, _generation(1024)), score=70.3, model=_BASE
     ),
     "llada-base/humaneval": Preset("llada", _LLADA_BASE, _humaneval(_generation(1024)), score=35.4, model=_BASE),
-    "llada-base/mmlu": Preset("llada", _LLADA_BASE, _options(1, "letters", shots=5), score=65.9, model=_BASE),
+    "llada-base/mmlu": Preset("llada", _LLADA_BASE, _draws(1), score=65.9, model=_BASE),
     "llada-base/arc-challenge": Preset("llada", _LLADA_BASE, _options(128), score=45.9, model=_BASE),
     "llada-base/piqa": Preset("llada", _LLADA_BASE, _options(128), score=73.6, model=_BASE),
     "llada-base/math": Preset("llada", _LLADA_BASE, {"generation": _generation(1024)}, score=31.4, model=_BASE),
@@ -150,7 +161,9 @@ PRESETS: dict[str, Preset] = {
         "Dream", _DREAM_HARNESS, {"generation": _dream(512, temperature=0.2, top_p=0.95)}, score=56.2,
         model=_DREAM_BASE,
     ),
-    "dream-base/arc-challenge": Preset("Dream", _DREAM_HARNESS, _options(128), score=59.9, model=_DREAM_BASE),
+    "dream-base/arc-challenge": Preset(
+        "Dream", _DREAM_HARNESS, _options(128, end_of_text="unscored"), score=59.9, model=_DREAM_BASE
+    ),
     "dream-instruct/gsm8k": Preset(
         "Dream",
         _DREAM_CHAT,
@@ -164,7 +177,10 @@ PRESETS: dict[str, Preset] = {
         model=_DREAM_INSTRUCT,
     ),
     "dream-instruct/humaneval": Preset(
-        "Dream", _DREAM_CHAT, _humaneval(_dream(768, temperature=0.1, top_p=0.9), _chat()), score=55.5,
+        "Dream",
+        _DREAM_CHAT,
+        _humaneval(_dream(768, temperature=0.1, top_p=0.9), _HUMANEVAL_INSTRUCT, *_HUMANEVAL_INSTRUCT_STOPS),
+        score=55.5,
         model=_DREAM_INSTRUCT,
     ),
     "dream-instruct/mmlu": Preset(

@@ -14,6 +14,8 @@ from config.finetune.chat import ChatRowsConfig
 from config.generation import GenerationConfig
 
 ExtractionRule = Literal["strict", "flexible", "boxed"]
+COMPLETION_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
+"""Beginnings of code that follows a function, as in lm-evaluation-harness 0.4."""
 
 
 class PromptConfig(Section):
@@ -138,14 +140,18 @@ class HumanEvalTask(TaskOptions):
     test_field: NonEmptyStr = "test"
     entry_point_field: NonEmptyStr = "entry_point"
     answer: Literal["completion", "code_block"] = "completion"
-    """completion: the prompt and the answer together are the program. code_block: the first fenced block of the answer
-    (or all of it, without one) is the program, after the prompt if it does not define the function."""
+    """completion: the prompt and the answer together are the program. code_block: the prompt and the first fenced block
+    of the answer (or all of it, without one) are, whether the block is the rest of the function or defines it again: it
+    may use the prompt's imports and helper functions."""
     timeout_seconds: Annotated[float, Field(gt=0.0, le=600.0)] = 5.0
     """Time of each program."""
     generation: GenerationConfig = GenerationConfig()
     """How answers are decoded. If neither max_new_tokens nor total_length is set: 512 new tokens."""
-    stop: TupleOf[NonEmptyStr] = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
-    """The answer ends before the first of these texts, wherever they lie in tokens."""
+    stop: TupleOf[NonEmptyStr] = Field(
+        default_factory=lambda values: () if values.get("answer") == "code_block" else COMPLETION_STOPS
+    )
+    """The answer ends before the first of these texts, wherever they lie in tokens. If it is not set: with answer =
+    "completion" those before which a function ends; with "code_block" none, for they also lie within a program."""
     repeats: PositiveInt = 1
     """Answers to each item, each with randomness of its own; pass@k is reported for k up to it."""
     batch_size: PositiveInt = 16
@@ -161,7 +167,8 @@ class MultipleChoiceTask(TaskOptions):
     question_field: NonEmptyStr | None = None
     """None: question, ctx, goal, sentence or prompt, the first that an item has."""
     choices_field: NonEmptyStr | None = None
-    """A list of texts, or an object of lists text and label (ARC). None: choices, endings or options."""
+    """A list of texts, or an object of lists text and label (ARC). None: choices, endings, options,
+    or the two fields sol1 and sol2 (PIQA)."""
     gold_field: NonEmptyStr | None = None
     """The right option: its index from 0, its letter or label, or its text. None: gold, answerKey, label or answer."""
     score: Literal["texts", "letters"] = "texts"
