@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from config.data import LocalFiles
 from config.eval import EvalConfig
+from config.evaluation.likelihood import AnswerLikelihoodConfig
 from config.evaluation.tasks import (
     AnyTask,
     ClozeTask,
@@ -23,7 +24,7 @@ from config.infer import InferModelConfig
 from config.model import ModelConfig
 from diffusionlm.checkpoints.model_files import ModelDescription
 from diffusionlm.data.chat.templates import resolve_chat_template
-from diffusionlm.evaluation.pair_encoding import PairEncoder
+from diffusionlm.evaluation.pair_encoding import EncodedPair, PairEncoder
 from diffusionlm.evaluation.plan import EvaluationPlan, plan_evaluation
 from diffusionlm.evaluation.tasks.items import TaskItem, draw_seed, read_task_items
 from diffusionlm.evaluation.tasks.prompts import EncodedItem, PromptBuilder, PromptEncoder
@@ -175,20 +176,37 @@ def prepare_options(
         _ = model.required_mask_token_id
     builder, template = PromptBuilder(task), _find_template(task, tokenizer)
     encoder = PromptEncoder(builder, PairEncoder.from_model(tokenizer, model), template)
+    if config.end_of_text != "none" and model.eos_token_id is None:
+        raise ValueError(
+            f'likelihood.end_of_text = "{config.end_of_text}" needs a token, and the model\'s config.json names no '
+            'eos_token_id: set it to "none"'
+        )
     for item in items:
-        longest = max(list_options(task, item), key=len)
         try:
-            [pair], _ = encoder.encode_options(item, [longest])
+            pairs, _ = encoder.encode_options(item, list_options(task, item))
+            for index, pair in enumerate(pairs):
+                _check_option(pair, f"option {index}", config, model)
         except ValueError as error:
             raise ValueError(f"item {item.id!r}: {error}") from None
-        length = len(pair.context_ids) + len(pair.continuation_ids)
-        if length > model.max_position_embeddings:
-            raise ValueError(
-                f"item {item.id!r}: {length} tokens of prompt and option are more than the model's context, "
-                f"max_position_embeddings = {model.max_position_embeddings}: lower prompt.shots or shorten "
-                "the template"
-            )
     return PreparedOptions(name, task, builder, encoder, items, template)
+
+
+def _check_option(pair: EncodedPair, name: str, config: AnswerLikelihoodConfig, model: ModelConfig) -> None:
+    """Check what scoring would reject once the model is loaded.
+
+    Raises:
+        ValueError: the option has no tokens or a mask token, or it is too long with its prompt.
+    """
+    if not pair.continuation_ids:
+        raise ValueError(f"{name} has no tokens, and so no likelihood: correct the file or prompt.delimiter")
+    if model.mask_token_id is not None and model.mask_token_id in pair.continuation_ids:
+        raise ValueError(f"{name} has the mask token {model.mask_token_id}, whose probability is zero: remove it")
+    length = len(pair.context_ids) + len(pair.continuation_ids) + (config.end_of_text != "none")
+    if length > model.max_position_embeddings:
+        raise ValueError(
+            f"{length} tokens of prompt and {name} are more than the model's context, max_position_embeddings = "
+            f"{model.max_position_embeddings}: lower prompt.shots or shorten the template"
+        )
 
 
 def list_options(task: MultipleChoiceTask | ClozeTask, item: TaskItem) -> tuple[str, ...]:

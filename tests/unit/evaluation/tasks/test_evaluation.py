@@ -235,6 +235,28 @@ def test_prompts_that_do_not_fit_are_named(make_task: MakeTask) -> None:
         make_task("multiple_choice", [{"question": "x" * 240, "choices": ["a", "b"], "gold": 0, "id": "long"}])
 
 
+def test_all_options_are_checked_with_the_end_of_text(make_task: MakeTask) -> None:
+    """The longest option in characters may be a short one in tokens; ö are two bytes, so two tokens."""
+    record = {"question": "q", "choices": ["a" * 130, "ö" * 120], "gold": 0, "id": "bytes"}
+    with pytest.raises(ValueError, match=r"item 'bytes': 2\d\d tokens of prompt and option 1"):
+        make_task("multiple_choice", [record])
+
+    def fits(length: int, **likelihood: Any) -> bool:
+        record = {"question": "q", "choices": ["a", "b" * length], "gold": 0}
+        try:
+            make_task("multiple_choice", [record], likelihood=likelihood)
+        except ValueError:
+            return False
+        return True
+
+    longest = max(length for length in range(200, 260) if fits(length))
+    for kind in ("scored", "unscored"):
+        assert fits(longest - 1, end_of_text=kind) and not fits(longest, end_of_text=kind)
+    masked = {"question": "q", "choices": ["a", "<|mask|>"], "gold": 0, "id": "masked"}
+    with pytest.raises(ValueError, match="item 'masked': option 1 has the mask token"):
+        make_task("multiple_choice", [masked])
+
+
 def test_code_needs_permission(make_task: MakeTask) -> None:
     record = {"prompt": "def f():\n", "test": "def check(f): pass", "entry_point": "f"}
     with pytest.raises(ValueError, match=r"run_code.*--run-code"):
