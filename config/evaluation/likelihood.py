@@ -19,8 +19,8 @@ class AnswerLikelihoodConfig(Section):
     """Enumerate answers of at most this many masks. None: num_mc_samples."""
     racing: bool = True
     """Compare the options of a document with few draws first, and double them until the best option leads every other
-    by racing_standard_errors. It changes the cost of sampled options only."""
-    racing_first_draws: PositiveInt = 4
+    by racing_standard_errors, by each rule that is reported. It changes the cost of sampled options only."""
+    racing_first_draws: PositiveInt = 8
     """Least number of draws before the first comparison."""
     racing_standard_errors: PositiveFloat = 3.0
     """Lead that ends a comparison, in standard errors of the difference."""

@@ -158,13 +158,15 @@ class AnswerEstimate:
         """Standard error of `log_likelihood`; 0 if it is exact."""
         return 0.0 if self.plan.is_exact else self._combine_errors(self.values_GD)
 
-    def difference_error(self, other: AnswerEstimate) -> float:
-        """Standard error of the difference of two log-likelihoods with common random numbers."""
+    def difference_error(self, other: AnswerEstimate, divisors: tuple[float, float] = (1.0, 1.0)) -> float:
+        """Standard error of the difference of two log-likelihoods with common random numbers, each divided first."""
         if self.plan.is_exact:
             return 0.0
-        longer, shorter = (self, other) if len(self.values_GD) >= len(other.values_GD) else (other, self)
-        differences_GD = longer.values_GD.copy()
-        differences_GD[: len(shorter.values_GD)] -= shorter.values_GD
+        longer, shorter = self, other
+        if len(self.values_GD) < len(other.values_GD):
+            longer, shorter, divisors = other, self, divisors[::-1]
+        differences_GD = longer.values_GD / divisors[0]
+        differences_GD[: len(shorter.values_GD)] -= shorter.values_GD / divisors[1]
         return longer._combine_errors(differences_GD)
 
     def _combine_errors(self, values_GD: NDArray[np.float64]) -> float:

@@ -24,6 +24,9 @@ class OptionsRequest:
     """Token ids of each option, at least one token; one option may be the beginning of another."""
     key: int | tuple[int, ...] = 0
     """Non-negative numbers from which the masks of all options are drawn, besides the seed."""
+    divisors: tuple[tuple[float, ...], ...] = ()
+    """By rule: what the log-likelihood of each option is divided by before options are compared, such as its length.
+    Racing ends once all rules are decided. Empty: one rule, without division."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,8 @@ def score_documents(
 
     All options of a document are exact, if each can be enumerated, or are sampled with common random numbers: the same
     shares of masked tokens, and the same order of the tokens by their index in the option. With `racing` the draws of a
-    document are doubled until the best option leads every other by ``racing_standard_errors`` of their difference.
+    document are doubled until, by each rule of `OptionsRequest.divisors`, the best option leads every other by
+    ``racing_standard_errors`` of their difference.
 
     Raises:
         ValueError: a document has no option, an option is empty, too long for the model's context, or has a token that
@@ -110,6 +114,7 @@ class _Race:
         ]
         self._config = config
         self._plan = SamplingPlan.from_answers(answers, config)
+        self._divisors = request.divisors or ((1.0,) * len(answers),)
         key = normalize_key(request.key)
         self._estimates = [AnswerEstimate(answer, self._plan, config.seed, key) for answer in answers]
         self._num_stages = 0
@@ -121,13 +126,17 @@ class _Race:
         return [estimate.add_copies(table, num_draws) for estimate in self._estimates]
 
     def is_decided(self) -> bool:
-        """The best option leads every other by enough, or all draws are made."""
-        if self._num_stages == self._plan.num_stages:
-            return True
-        values, best = self._log_likelihoods(), self._chosen()
+        """By each rule the best option leads every other by enough, or all draws are made."""
+        return self._num_stages == self._plan.num_stages or all(map(self._leads, self._divisors))
+
+    def _leads(self, divisors: Sequence[float]) -> bool:
+        """Whether one option leads every other by enough, if log-likelihoods are divided by these numbers."""
+        values = np.array(self._log_likelihoods()) / divisors
+        best = int(values.argmax())
+        errors = self._difference_errors(best, divisors)
         return all(
             values[best] - value > self._config.racing_standard_errors * error
-            for index, (value, error) in enumerate(zip(values, self._difference_errors(best), strict=True))
+            for index, (value, error) in enumerate(zip(values, errors, strict=True))
             if index != best
         )
 
@@ -137,10 +146,10 @@ class _Race:
     def _chosen(self) -> int:
         return int(np.argmax(self._log_likelihoods()))
 
-    def _difference_errors(self, chosen: int) -> list[float]:
+    def _difference_errors(self, chosen: int, divisors: Sequence[float]) -> list[float]:
         reference = self._estimates[chosen]
         return [
-            0.0 if index == chosen else estimate.difference_error(reference)
+            0.0 if index == chosen else estimate.difference_error(reference, (divisors[index], divisors[chosen]))
             for index, estimate in enumerate(self._estimates)
         ]
 
@@ -149,7 +158,7 @@ class _Race:
         return OptionScores(
             tuple(self._log_likelihoods()),
             tuple(estimate.standard_error for estimate in self._estimates),
-            tuple(self._difference_errors(chosen)),
+            tuple(self._difference_errors(chosen, (1.0,) * len(self._estimates))),
             chosen,
             tuple(estimate.answer.num_tokens for estimate in self._estimates),
             count_forwards([handle for estimate in self._estimates for handle in estimate.handles]),

@@ -132,22 +132,34 @@ def _identify(task: PreparedOptions, item: TaskItem) -> dict[str, Any]:
     return {"task": task.name, "variant": "", "id": item.id, "repeat": 0, "gold": item.gold}
 
 
+def _mask_key(task: PreparedOptions, item: TaskItem) -> int:
+    """Key of an item's masks: the same for two models with the same likelihood.seed, another one for the item of the
+    same number in another task."""
+    return draw_seed(0, f"{task.name} {item.id}", 0)
+
+
+def _measure_options(options: Sequence[str]) -> dict[str, tuple[float, ...]]:
+    """By rule: what the log-likelihoods of options are divided by."""
+    return {
+        "acc": (1.0,) * len(options),
+        "acc_norm": tuple(float(len(option)) for option in options),
+        "acc_bytes": tuple(float(len(option.encode())) for option in options),
+    }
+
+
 def _score_options(model: Transformer, task: PreparedOptions, items: Sequence[TaskItem]) -> Iterator[ItemResult]:
     requests, hashes = [], []
     for item in items:
-        pairs, sha256 = task.encoder.encode_options(item, task.list_options(item))
-        key = draw_seed(0, item.id, 0)  # the same masks for two models with the same likelihood.seed
-        requests.append(OptionsRequest(pairs[0].context_ids, tuple(pair.continuation_ids for pair in pairs), key))
+        options = task.list_options(item)
+        pairs, sha256 = task.encoder.encode_options(item, options)
+        continuations = tuple(pair.continuation_ids for pair in pairs)
+        divisors = tuple(_measure_options(options).values())
+        requests.append(OptionsRequest(pairs[0].context_ids, continuations, _mask_key(task, item), divisors))
         hashes.append(sha256)
     scores = score_documents(model, requests, task.config.likelihood)
     for item, score, sha256 in zip(items, scores, hashes, strict=True):
-        options = task.list_options(item)
         log_likelihoods = np.array(score.log_likelihoods)
-        lengths = {
-            "acc": np.ones(len(options)),
-            "acc_norm": np.array([len(option) for option in options]),
-            "acc_bytes": np.array([len(option.encode()) for option in options]),
-        }
+        lengths = _measure_options(task.list_options(item))
         chosen = {rule: int((log_likelihoods / length).argmax()) for rule, length in lengths.items()}
         yield ItemResult(
             **_identify(task, item),
@@ -165,7 +177,7 @@ def _score_words(model: Transformer, task: PreparedOptions, items: Sequence[Task
     requests, hashes = [], []
     for item in items:
         [pair], sha256 = task.encoder.encode_options(item, task.list_options(item))
-        requests.append(ScoringRequest(pair.context_ids, pair.continuation_ids, draw_seed(0, item.id, 0)))
+        requests.append(ScoringRequest(pair.context_ids, pair.continuation_ids, _mask_key(task, item)))
         hashes.append(sha256)
     scores = score_continuations(model, requests, task.config.likelihood)
     matches = greedy_matches(model, requests, task.config.likelihood)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -202,7 +203,7 @@ def test_racing_decides_as_the_full_run(diffusion: Transformer) -> None:
         OptionsRequest(CONTEXT, tuple(tuple(rng.integers(0, 5, 9).tolist()) for _ in range(3)), key)
         for key in range(12)
     ]
-    config = AnswerLikelihoodConfig(num_mc_samples=160)
+    config = AnswerLikelihoodConfig(num_mc_samples=160, racing_first_draws=4)
     races = score_documents(diffusion, requests, config)
     full = score_documents(diffusion, requests, config.model_copy(update={"racing": False}))
     assert [race.chosen for race in races] == [item.chosen for item in full]
@@ -212,6 +213,24 @@ def test_racing_decides_as_the_full_run(diffusion: Transformer) -> None:
         assert races[index].log_likelihoods == pytest.approx(full[index].log_likelihoods, abs=1e-9)
     assert score_documents(diffusion, requests[5:6], config)[0].chosen == races[5].chosen
     assert score_documents(diffusion, requests[5:6], config)[0].num_forwards == races[5].num_forwards
+
+
+def test_racing_decides_each_rule(diffusion: Transformer) -> None:
+    """Options of unequal lengths: the race ends once the quotients by length are decided too."""
+    rng = np.random.default_rng(2)
+    requests = [
+        OptionsRequest(CONTEXT, tuple(tuple(rng.integers(0, 5, size).tolist()) for size in (8, 10, 9)), key)
+        for key in range(12)
+    ]
+    lengths = (8.0, 10.0, 9.0)
+    both = [replace(request, divisors=((1.0,) * 3, lengths)) for request in requests]
+    config = AnswerLikelihoodConfig(num_mc_samples=160, racing_first_draws=4)
+    sums, races = score_documents(diffusion, requests, config), score_documents(diffusion, both, config)
+    full = score_documents(diffusion, both, config.model_copy(update={"racing": False}))
+    chosen = [[int((np.array(score.log_likelihoods) / lengths).argmax()) for score in run] for run in (races, full)]
+    assert chosen[0] == chosen[1] and [race.chosen for race in races] == [score.chosen for score in full]
+    costs = [sum(score.num_forwards for score in run) for run in (sums, races, full)]
+    assert costs[0] < costs[1] < costs[2]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
