@@ -15,6 +15,7 @@ from config.model import ModelConfig
 from diffusionlm.inference.generate import generate
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.serving.engine import Engine
+from diffusionlm.serving.openmp import release_team
 
 LENGTH_UNIT = 12
 """Lengths are multiples of it, so blocks of 3 and of 4 are whole and a longer answer begins like a shorter one."""
@@ -64,10 +65,12 @@ def block_settings(block_length: int, steps: int) -> GenerationConfig:
 
 
 def decode_one_by_one(model: Transformer, requests: Sequence[CallerRequest], config: GenerationConfig) -> Answers:
-    """One request at a time."""
-    return [
+    """One request at a time, in the calling thread."""
+    answers = [
         generate(model, [request.prompt], _with_length(config, request.new_tokens))[0].token_ids for request in requests
     ]
+    release_team()  # an engine that decodes next has a thread of its own
+    return answers
 
 
 def decode_by_engine(engine: Engine, requests: Sequence[CallerRequest], config: GenerationConfig) -> Answers:

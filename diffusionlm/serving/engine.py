@@ -25,6 +25,7 @@ from diffusionlm.inference.settings import MAX_KEPT_SETTINGS, DecodingSettings, 
 from diffusionlm.models.layers import compute_dtype
 from diffusionlm.models.row_adapters import ModelAdapter
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.serving.openmp import release_team
 from diffusionlm.serving.requests import (
     EngineError,
     EngineRequest,
@@ -131,6 +132,7 @@ class Engine:
         """None: no round is computed."""
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="diffusionlm-engine", daemon=True)
+        release_team()  # of the caller, who has loaded the model
         self._thread.start()
 
     @property

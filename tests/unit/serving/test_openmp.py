@@ -1,0 +1,43 @@
+"""Idle OpenMP threads are ended, and the results of what comes after are the same."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diffusionlm.serving.openmp import release_team
+
+CODE = """
+import os, torch
+from diffusionlm.serving.openmp import release_team
+
+torch.set_num_threads(2)
+num_threads = lambda: len(os.listdir("/proc/self/task"))
+x = torch.randn(600, 600)
+before, product = num_threads(), x @ x
+with_team = num_threads()
+is_released = release_team()
+print(before, with_team, is_released, num_threads(), torch.equal(x @ x, product), num_threads())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
+def test_the_team_of_a_thread_ends_and_begins_again() -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    result = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, env=environment, timeout=120)
+    assert result.returncode == 0, result.stderr
+    before, with_team, is_released, released, is_equal, again = result.stdout.split()
+    if is_released == "False":
+        pytest.skip("torch has another OpenMP runtime than GNU's")
+    assert is_equal == "True" and int(with_team) > int(released) >= int(before) and again == with_team
+
+
+def test_other_runtimes_and_systems_are_left_alone(tmp_path: Path) -> None:
+    maps = tmp_path / "maps"
+    assert not release_team(maps)
+    maps.write_text("7f00-7f01 r-xp 00000000 08:01 12 /usr/lib/libiomp5.so\n", encoding="utf-8")
+    assert not release_team(maps)
