@@ -60,5 +60,6 @@ class EvalConfig(Section):
                 raise ValueError("output.directory has no effect without tasks: use output.file, or add [[tasks]]")
         elif self.data.source is not None or self.exact_match is not None:
             raise ValueError("[data] and [exact_match] are evaluated without tasks: make them tasks, or remove them")
+        check_distinct({f"vary.{key}": values for key, values in self.vary.items()})
         check_distinct({"the names of tasks": [task.name or task.kind for task in self.tasks]})
         return self

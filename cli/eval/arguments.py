@@ -8,15 +8,16 @@ from typing import Any, get_args
 
 from cli.arguments import add_overrides, add_shorthand, toml_string
 from config.evaluation.presets import describe_kind, get_preset
-from config.evaluation.tasks import AnyTask
+from config.evaluation.tasks import AnyTask, PerplexityTask
 from files.toml_text import parse_toml
 
 TASK_KINDS = tuple(kind.model_fields["kind"].default for kind in get_args(AnyTask))
+PERPLEXITY = PerplexityTask.model_fields["kind"].default
 
 
 def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the shorthands."""
-    parser.set_defaults(models=[], task=None, data=None)
+    parser.set_defaults(models=[], task=None, data=None, limit=None)
     group = parser.add_argument_group("shorthands for --set")
     _add(group, "--model", _override_model, "DIR", "model, checkpoint or run, or org/name on the Hub; repeatable")
     add_shorthand(group, "--adapter", "model.adapter={string}", metavar="DIR", help="PEFT adapter (LoRA) of the model")
@@ -32,7 +33,7 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     text = "file of the examples before each question"
     add_shorthand(group, "--shots-data", "tasks.0.prompt.shots_data={string}", metavar="FILE", help=text)
     _add(group, "--vary", _override_vary, "SECTION.KEY=VALUE,VALUE...", "compare these values; repeatable")
-    add_shorthand(group, "--limit", "tasks.0.limit={text}", metavar="N", help="evaluate a random subset of N items")
+    _add(group, "--limit", _override_limit, "N", "evaluate a random subset of N items")
     add_shorthand(group, "--run-code", "tasks.0.run_code=true", help="allow to execute code that the model has written")
     add_shorthand(group, "--output", "output.directory={string}", metavar="DIR", help="folder of the results of tasks")
     add_shorthand(group, "--json", 'output.format="json"', help="one JSON object")
@@ -56,6 +57,8 @@ class _ShorthandOfOthers(argparse.Action):
 
 def _override_model(namespace: argparse.Namespace, path: str) -> None:
     """The first model is that of [model]; from the second on each is a variant."""
+    if path in namespace.models:
+        raise ValueError(f"{path} is named twice: remove one of them")
     namespace.models = [*namespace.models, path]
     if len(namespace.models) == 1:
         add_overrides(namespace, f"model.path={toml_string(path)}")
@@ -65,6 +68,7 @@ def _override_model(namespace: argparse.Namespace, path: str) -> None:
 
 def _override_task(namespace: argparse.Namespace, kind: str) -> None:
     namespace.task = kind
+    _check_limit(namespace)
     namespace.overrides = [text for text in namespace.overrides if text not in _text_overrides(namespace.data)]
     add_overrides(namespace, f"tasks.0.kind={toml_string(kind)}")
     if namespace.data is not None:
@@ -77,6 +81,20 @@ def _override_preset(namespace: argparse.Namespace, name: str) -> None:
         raise ValueError(f"{name}: {describe_kind(name)}")
     _override_task(namespace, kind)
     add_overrides(namespace, f"tasks.0.preset={toml_string(name)}")
+
+
+def _override_limit(namespace: argparse.Namespace, number: str) -> None:
+    namespace.limit = number
+    _check_limit(namespace)
+    add_overrides(namespace, f"tasks.0.limit={number}")
+
+
+def _check_limit(namespace: argparse.Namespace) -> None:
+    if namespace.limit is not None and namespace.task == PERPLEXITY:
+        raise ValueError(
+            f"--limit {namespace.limit} selects items, and --task {PERPLEXITY} reads a text: use --set "
+            f"tasks.0.text.max_rows={namespace.limit}"
+        )
 
 
 def _override_data(namespace: argparse.Namespace, path: str) -> None:

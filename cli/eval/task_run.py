@@ -47,7 +47,8 @@ def run_tasks(name: str, config: EvalConfig, argv: Sequence[str] | None) -> None
         exit_with_usage_error(name, "no folder for the results: add --output DIR, or directory to [output]")
     # Imported here, so that --help and config errors do not wait for torch.
     with usage_errors(name):
-        check_can_write(directory.parent, f"output.directory = {directory}")
+        existing = directory if directory.exists() else directory.parent
+        check_can_write(existing, f"output.directory (--output) = {directory}")
         variants = prepare_variants(config)
         from diffusionlm.evaluation.tasks.runner import TaskRun
 

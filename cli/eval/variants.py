@@ -57,7 +57,7 @@ def resolve_variants(config: EvalConfig) -> list[ResolvedVariant]:
     names = [variant.name for variant in resolved]
     duplicate = next((name for name in names if names.count(name) > 1), None)
     if duplicate is not None:
-        raise ValueError(f"two variants are named {duplicate!r}: set variants.N.name")
+        raise ValueError(f"two variants are named {duplicate!r}: remove one, or set variants.N.name in a config")
     return resolved
 
 

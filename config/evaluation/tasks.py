@@ -21,7 +21,7 @@ COMPLETION_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 class PromptConfig(Section):
     """``prompt``: the text or the chat that a model reads before its answer."""
 
-    template: str | None = None
+    template: NonEmptyStr | None = None
     """Text in which {name} stands for the field `name` of the item, and {{ and }} for braces. Besides its own fields an
     item has those of its kind: question, answer, choices, letters and options (each option on a line, with its letter).
     None: the task's default."""

@@ -229,7 +229,15 @@ def _prepare_text(name: str, task: PerplexityTask, model: InferModelConfig) -> P
     text = task.text
     if task.data is not None:
         text = text.model_copy(update={"source": LocalFiles(paths=(str(task.data),)), "split": "all"})
-    return PreparedText(name, task, plan_evaluation(EvalConfig(model=model, data=text, likelihood=task.likelihood)))
+    config = EvalConfig(model=model, data=text, likelihood=task.likelihood)
+    # A plan of its own, because a plan counts the documents that it skips.
+    rows, _ = plan_evaluation(config).reader.read(0, None, 1)
+    if not rows:
+        raise ValueError(
+            "there is no text in data or text.source: name other files or another split, and the field of the text as "
+            "text.source.text_field"
+        )
+    return PreparedText(name, task, plan_evaluation(config))
 
 
 def _check_code(task: HumanEvalTask, items: Sequence[TaskItem]) -> None:
