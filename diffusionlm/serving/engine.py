@@ -325,6 +325,8 @@ class Engine:
     def _take_commands(self) -> bool:
         """Wait for work, then add and remove requests; False: the thread ends."""
         with self._condition:
+            if not (self._submitted or self._decoder.has_work):
+                release_team()  # of this thread, while others compute
             self._condition.wait_for(
                 lambda: self._submitted or self._aborted or self._decoder.has_work or self._is_closing
             )

@@ -8,22 +8,32 @@ that has loaded the model makes the rounds of an engine on two cores a third lon
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 SOFT_PAUSE = 1
 """``omp_pause_soft`` of OpenMP 5.0: threads may be ended, and begin again with the next parallel region."""
 
 
-def release_team(maps: Path = Path("/proc/self/maps")) -> bool:
+def release_team() -> bool:
     """End the idle OpenMP threads of the calling thread. Returns whether the runtime has done it; others than GNU's,
     and other systems than Linux, are left alone."""
+    pause = _find_loaded_pause()
+    return pause is not None and pause(SOFT_PAUSE) == 0
+
+
+def find_pause(maps: Path) -> Callable[[int], int] | None:
+    """``omp_pause_resource_all`` of the GNU runtime in a list of mapped files; None: there is none."""
     try:
         paths = re.findall(r"\S*/libgomp[^/\s]*\.so[^/\s]*", maps.read_text(encoding="utf-8", errors="replace"))
     except OSError:
-        return False
-    for path in dict.fromkeys(paths):
-        pause = getattr(ctypes.CDLL(path), "omp_pause_resource_all", None)
-        if pause is not None:
-            return bool(pause(SOFT_PAUSE) == 0)
-    return False
+        return None
+    pauses = [getattr(ctypes.CDLL(path), "omp_pause_resource_all", None) for path in dict.fromkeys(paths)]
+    return next((pause for pause in pauses if pause is not None), None)
+
+
+@functools.cache
+def _find_loaded_pause() -> Callable[[int], int] | None:
+    return find_pause(Path("/proc/self/maps"))

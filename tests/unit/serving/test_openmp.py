@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from diffusionlm.serving.openmp import release_team
+from config.generation import GenerationConfig
+from diffusionlm.serving.engine import Engine
+from diffusionlm.serving.openmp import find_pause
+from tests.conftest import MakeModel
 
 CODE = """
 import os, torch
@@ -38,6 +42,17 @@ def test_the_team_of_a_thread_ends_and_begins_again() -> None:
 
 def test_other_runtimes_and_systems_are_left_alone(tmp_path: Path) -> None:
     maps = tmp_path / "maps"
-    assert not release_team(maps)
+    assert find_pause(maps) is None
     maps.write_text("7f00-7f01 r-xp 00000000 08:01 12 /usr/lib/libiomp5.so\n", encoding="utf-8")
-    assert not release_team(maps)
+    assert find_pause(maps) is None
+
+
+def test_an_idle_engine_has_no_team(tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    monkeypatch.setattr(
+        "diffusionlm.serving.engine.release_team", lambda: threads.append(threading.current_thread().name)
+    )
+    with Engine(tiny_model(vocab_size=19, mask_token_id=18), cache_bytes=1 << 16) as engine:
+        engine.submit([2, 3], GenerationConfig(max_new_tokens=4)).result()
+    assert threads[0] == threading.current_thread().name
+    assert threads[1:] and set(threads[1:]) == {"diffusionlm-engine"}
