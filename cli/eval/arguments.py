@@ -16,7 +16,7 @@ PERPLEXITY = PerplexityTask.model_fields["kind"].default
 
 
 def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the shorthands."""
+    """Add the options that stand for keys of the config, such as --task and --vary."""
     parser.set_defaults(models=[], task=None, data=None, limit=None)
     group = parser.add_argument_group("shorthands for --set")
     _add(group, "--model", _override_model, "DIR", "model, checkpoint or run, or org/name on the Hub; repeatable")

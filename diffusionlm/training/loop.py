@@ -174,7 +174,7 @@ class DueActions:
     log: bool
     validate: bool
     evaluate: bool
-    """Evaluate on tasks."""
+    """The tasks of ``[evaluation]`` are due."""
     sample: bool
     save: bool
     is_end: bool

@@ -24,7 +24,7 @@ class VariantPair:
     first: str
     second: str
     difference: PairedDifference
-    """Second minus first."""
+    """Accuracy of the second variant minus that of the first."""
     num_left_out: int
     """Items that only one of them has, or that have another right answer in the other."""
 

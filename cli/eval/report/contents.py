@@ -26,7 +26,7 @@ class TaskContents:
     """None: there are no two variants with items in common."""
     curves: TaskCurves | None
     points: ReportTable | None
-    """Of the curves."""
+    """Each point of the curves as a row, with its settings."""
     examples: list[ExampleGroup]
     settings: list[tuple[str, dict[str, Any]]]
     """Label of each variant, and its protocol, model and fingerprints by dotted key."""

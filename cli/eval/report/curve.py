@@ -21,7 +21,7 @@ class QualityPoint:
     label: str
     tokens_per_forward: float
     accuracy: float
-    """In percent."""
+    """Share of right answers, from 0 to 100."""
     standard_error: float | None
 
 
@@ -143,7 +143,7 @@ def _describe(key: str, value: Any) -> str:
 
 
 def draw_curves(curves: TaskCurves) -> Chart:
-    """Build the chart."""
+    """Chart of accuracy with error bars over tokens per forward."""
     lines = [
         Curve(
             curve.label,

@@ -54,7 +54,7 @@ class EvaluationOrigin:
     """How an evaluation was made."""
 
     name: str
-    """Of its folder."""
+    """Name of the folder that it was read from."""
     command: str
     software: dict[str, str]
     """Versions, and the device."""

@@ -96,4 +96,4 @@ EXTRACTION_RULES: dict[str, ExtractionRule] = {
     "flexible": ExtractionRule(extract_gsm8k_flexible, numbers_equal),
     "boxed": ExtractionRule(extract_boxed, numbers_equal),
 }
-"""Name -> rule."""
+"""Name in a task's `extraction` -> how the answer is found and compared."""

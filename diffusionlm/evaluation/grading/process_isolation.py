@@ -159,7 +159,7 @@ def filter_system_calls() -> bool:
 
 
 def control_process(option: int, value: int) -> bool:
-    """Call ``prctl``."""
+    """Set an option of this process by ``prctl``; False: the kernel refuses."""
     return _call("prctl", option, value, 0, 0, 0)
 
 

@@ -104,7 +104,7 @@ class OutcomeShares:
     length: float
     """Not ended when their canvas was full."""
     empty: float
-    """Without text."""
+    """Answers that are nothing but white space."""
     invalid: float
     """No rule finds an answer in them, or their grading has failed."""
 
@@ -175,7 +175,7 @@ class EvaluationResults:
     """By task: ids of the items that the results are of; the folder may hold answers of a larger run. A task without
     items, such as a text, has none."""
     command: str = ""
-    """The command line."""
+    """The command that made the results, as it was typed."""
     software: dict[str, str] = field(default_factory=dict)
     """Versions of diffusionlm, Python and torch, and the device."""
     notes: tuple[str, ...] = ()

@@ -94,7 +94,7 @@ class ItemWriter:
         self._file.close()
 
     def write(self, result: ItemResult) -> None:
-        """Append a result."""
+        """Append a line with a result, and flush it."""
         self._file.write(format_item_line(result).encode() + b"\n")
         self._file.flush()
 

@@ -56,7 +56,7 @@ class PlannedVariant:
 
 
 class RunProgress(Protocol):
-    """Follows a run."""
+    """Callback for the progress of a run."""
 
     def __call__(self, phase: str, unit: str, done: int, total: int | None) -> None:
         """``phase``: such as variant and task. ``done`` of ``total`` units (None: unknown) are finished."""

@@ -52,7 +52,7 @@ class TaskSummary:
         return ()
 
     def add(self, result: ItemResult) -> None:
-        """Count a result."""
+        """Add a result to the counts of its variant and task."""
         counts = self._counts
         correct = self.num_correct.setdefault(result.id, dict.fromkeys(self.rules, 0))
         for rule in self.rules:

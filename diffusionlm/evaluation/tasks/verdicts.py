@@ -24,7 +24,7 @@ class Verdict:
     """Whether an answer is right."""
 
     is_correct: dict[str, bool]
-    """By rule."""
+    """Name of each rule -> whether the answer is right by it."""
     extracted: dict[str, str | None] = field(default_factory=dict)
     detail: str | None = None
     error: str | None = None
