@@ -23,7 +23,7 @@ from benchmarking.harness import (
     describe_accelerator,
     main,
 )
-from config.runtime import AttentionBackend
+from config.training.runtime import AttentionBackend
 from diffusionlm.models.attention_backends import (
     BFLOAT16_TILED_MIN_LENGTH,
     EAGER_MAX_LENGTH,

@@ -20,8 +20,8 @@ from benchmarking.implementations.training import TrainCase, build_ours
 from config.bench.training import BenchShape
 from config.data import DataConfig, PythonStdlib, Shards, TextSource
 from config.make_data import MakeDataConfig, MakeDataOutputConfig
-from config.objective import MaskedDiffusionConfig
 from config.tokenizer import TokenizerConfig
+from config.training.objective import MaskedDiffusionConfig
 from diffusionlm.data.loader import LoaderSpec, WorkerLoader, collate_rows
 from diffusionlm.data.make_data import make_data
 from diffusionlm.data.pipeline import build_row_reader, open_components

@@ -35,7 +35,7 @@ from benchmarking.harness import (
     main,
 )
 from config.model import ModelConfig
-from config.parallel import DDP, FSDP, MultiProcessOptions
+from config.training.parallel import DDP, FSDP, MultiProcessOptions
 from ddp.launch import launch
 from ddp.parallelism import Parallelism, apply_parallelism, local_values
 from ddp.process_group import World, process_group

@@ -38,7 +38,7 @@ from config.evaluation.text import EvalDataConfig, NelboConfig
 from config.generation import GenerationConfig
 from config.infer import InferModelConfig
 from config.model import ModelConfig
-from config.runtime import AttentionBackend
+from config.training.runtime import AttentionBackend
 from diffusionlm.checkpoints.huggingface import DTYPES, load_configured_model
 from diffusionlm.checkpoints.model_files import load_tokenizer
 from diffusionlm.evaluation.plan import plan_evaluation

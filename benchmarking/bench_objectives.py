@@ -19,7 +19,7 @@ from benchmarking.harness import (
 )
 from benchmarking.implementations.training import TrainCase, build_ours
 from config.bench.training import BenchShape, Precision
-from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
+from config.training.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
 
 SHAPE = BenchShape(
     name="256 wide",

@@ -42,7 +42,7 @@ from benchmarking.implementations.training import (
     build_ours,
 )
 from config.bench.training import BenchShape, BenchTrainConfig, BenchTrainSection
-from config.runtime import RuntimeConfig
+from config.training.runtime import RuntimeConfig
 from files.terminal_text import print_message
 from profiling.cores import usable_cores
 from profiling.flops import peak_flops

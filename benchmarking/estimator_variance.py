@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from benchmarking.harness import Benchmark, Report, Settings, Table, main
 from config.model import ModelConfig
-from config.objective import BlockDiffusionConfig, Estimator, FixedCountMasking, IndependentMasking
+from config.training.objective import BlockDiffusionConfig, Estimator, FixedCountMasking, IndependentMasking
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoiseKey
 from diffusionlm.diffusion.objectives import build_objective
 from files.terminal_text import print_message

@@ -1,14 +1,15 @@
 """Configs: sections, loading and errors. Nothing here imports torch.
 
-``config/<section>.py`` holds ``[section]`` of a training config; ``config/<command>.py`` holds the whole config of
-``diffusionlm-<command>``. `config.train` lists the sections of a training run. Sections with another file:
+``config/training/<section>.py`` holds ``[section]`` of a training config; ``config/<command>.py`` holds the whole
+config of ``diffusionlm-<command>``. `config.train` lists the sections of a training run. Sections with another file:
 
-    [run]       training.py         [schedule]   optimizer.py       [source]   data.py
-    [samples]   validation.py       [profiler]   runtime.py         [model]    model_section.py
+    [run]       training/training.py        [schedule]   training/optimizer.py       [source]   data.py
+    [samples]   training/validation.py      [profiler]   training/runtime.py         [model]    model_section.py
+    [data]      data.py                     [tokenizer]  tokenizer.py
     diffusionlm-train-tokenizer     tokenizer.py
     diffusionlm-analyze             convert.py
-    diffusionlm-bench-train         benchmark.py
-    diffusionlm-bench-tokenizer     benchmark.py
+    diffusionlm-bench-train         bench/training.py
+    diffusionlm-bench-tokenizer     bench/training.py
 
 `config.model` is config.json of a model, and `config.families` reads it. `config.base` has the field types,
 `config.load` reads TOML and ``--set``, `config.schema` inspects field types, `config.dump` writes TOML.

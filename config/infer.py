@@ -8,7 +8,7 @@ from pydantic import model_validator
 
 from config.base import ConfigPath, NonNegativeInt, PositiveInt, Section, StrTuple
 from config.generation import GenerationConfig
-from config.runtime import AttentionBackend
+from config.training.runtime import AttentionBackend
 
 
 class InferModelConfig(Section):

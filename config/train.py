@@ -7,21 +7,21 @@ from typing import Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from config.base import Section
-from config.checkpoint import CheckpointConfig
 from config.data import DataConfig
 from config.evaluation.in_training import TrainingEvaluationConfig
 from config.finetune.lora import DEFAULT_LORA_OPTIMIZER, LoraTrainingConfig
 from config.finetune.preference import PreferenceConfig
-from config.logging import LoggingConfig
 from config.model import BlockOrigin
 from config.model_section import ModelSection
-from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
-from config.optimizer import LRScheduleConfig, MuonConfig, OptimizerConfig
-from config.parallel import DDP, FSDP, MultiProcessOptions, Parallel, SingleProcess
-from config.runtime import ProfilerConfig, RuntimeConfig
 from config.tokenizer import TokenizerConfig
-from config.training import RunConfig, TrainingConfig
-from config.validation import SamplesConfig, ValidationConfig
+from config.training.checkpoint import CheckpointConfig
+from config.training.logging import LoggingConfig
+from config.training.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
+from config.training.optimizer import LRScheduleConfig, MuonConfig, OptimizerConfig
+from config.training.parallel import DDP, FSDP, MultiProcessOptions, Parallel, SingleProcess
+from config.training.runtime import ProfilerConfig, RuntimeConfig
+from config.training.training import RunConfig, TrainingConfig
+from config.training.validation import SamplesConfig, ValidationConfig
 
 
 class TrainConfig(Section):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from config.parallel import DDP
+from config.training.parallel import DDP
 from ddp.buckets import Bucket, ParameterUnit, lay_out_buckets, reversed_units, trainable_by_unit
 from ddp.gradient_reducer import GradientReducer, scale_to_norm
 from ddp.process_group import World

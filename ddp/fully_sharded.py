@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from config.parallel import FSDP
+from config.training.parallel import FSDP
 from ddp.all_to_all_rows import AllToAllRows, row_range_of_rank
 from ddp.buckets import ParameterUnit
 from ddp.gradient_reducer import scale_to_norm

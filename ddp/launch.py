@@ -29,7 +29,7 @@ from pathlib import Path
 from types import FrameType
 from urllib.parse import quote
 
-from config.parallel import MultiProcessOptions
+from config.training.parallel import MultiProcessOptions
 from files.atomic import write_text_atomic
 from files.terminal_text import print_message
 from files.usage_error import UsageError

@@ -9,7 +9,7 @@ from typing import Any, Protocol, assert_never
 import torch
 from torch import Tensor, nn
 
-from config.parallel import DDP, FSDP, Parallel, SingleProcess
+from config.training.parallel import DDP, FSDP, Parallel, SingleProcess
 from ddp.all_to_all_rows import AllToAllRows
 from ddp.buckets import ParameterUnit
 from ddp.process_group import SINGLE_PROCESS, World

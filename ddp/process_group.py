@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from config.parallel import DDP, FSDP, Parallel, SingleProcess
+from config.training.parallel import DDP, FSDP, Parallel, SingleProcess
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from config.parallel import DDP
+from config.training.parallel import DDP
 from ddp.buckets import (
     Bucket,
     BucketSlice,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from config.logging import LoggingConfig, WandbConfig
+from config.training.logging import LoggingConfig, WandbConfig
 from logger import tensorboard, weights_and_biases
 from logger.background import BackgroundLogger, LogEvent
 from logger.run_logger import RunLogger

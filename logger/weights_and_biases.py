@@ -15,7 +15,7 @@ from typing import Any, Literal
 from urllib.parse import SplitResult, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from config.logging import WandbConfig
+from config.training.logging import WandbConfig
 from files.atomic import write_text_atomic
 from logger.jsonl import parse_record
 from logger.run_logger import Metrics, RunLogger

@@ -8,9 +8,9 @@ from typing import Literal
 from config.finetune.lora import LoraTrainingConfig
 from config.finetune.preference import PreferenceConfig
 from config.model import Architecture
-from config.objective import NextTokenConfig
-from config.parallel import DDP, FSDP
 from config.train import TrainConfig
+from config.training.objective import NextTokenConfig
+from config.training.parallel import DDP, FSDP
 from profiling.adapter_size import measure_adapter
 from profiling.flops import (
     AttentionKind,

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from config.runtime import ProfilerConfig
+from config.training.runtime import ProfilerConfig
 from profiling import nvtx
 
 ROWS = 40

@@ -22,7 +22,7 @@ from benchmarking.implementations.training import (
 from config.bench.training import BenchShape
 from config.data import DataConfig, LocalFiles
 from config.finetune.chat import ChatRowsConfig
-from config.runtime import RuntimeConfig
+from config.training.runtime import RuntimeConfig
 from diffusionlm.data.loader import LoaderSpec
 from diffusionlm.training.monitor import StepMonitor
 from diffusionlm.training.run import build_step_settings

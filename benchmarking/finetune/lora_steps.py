@@ -30,8 +30,8 @@ from benchmarking.implementations.training import (
     synchronize,
     train_config,
 )
-from config.optimizer import AdamWConfig
-from config.runtime import RuntimeConfig
+from config.training.optimizer import AdamWConfig
+from config.training.runtime import RuntimeConfig
 from diffusionlm.checkpoints.adapter_files import save_adapter
 from diffusionlm.data.loader import Loader
 from diffusionlm.training.run import build_step_settings

@@ -25,7 +25,7 @@ from benchmarking.implementations.training import (
     TrainImplementation,
     synchronize,
 )
-from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig
+from config.training.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig
 from diffusionlm.models.patterns import BlockDiffusion
 
 MIN_MASK_PROBABILITY = 1e-3

@@ -18,11 +18,11 @@ from config.bench.training import BenchShape, Precision
 from config.data import DataConfig, PythonStdlib
 from config.finetune.lora import LoraConfig
 from config.model_section import ModelSection
-from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
-from config.optimizer import AdamWConfig, LRScheduleConfig
-from config.runtime import RuntimeConfig
 from config.train import TrainConfig
-from config.training import RunConfig, TrainingConfig
+from config.training.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
+from config.training.optimizer import AdamWConfig, LRScheduleConfig
+from config.training.runtime import RuntimeConfig
+from config.training.training import RunConfig, TrainingConfig
 from ddp.parallelism import NoParallel
 from diffusionlm.data.loader import Loader, StepLoader
 from diffusionlm.data.packing import Row

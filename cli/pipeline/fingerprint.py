@@ -22,9 +22,9 @@ from config.finetune.chat import ChatRowsConfig
 from config.finetune.lora import LoraTrainingConfig
 from config.generation import GenerationConfig
 from config.infer import InferInputConfig, InferModelConfig
-from config.objective import MaskedDiffusionConfig
 from config.tokenizer import TokenizerConfig
 from config.train import TrainConfig
+from config.training.objective import MaskedDiffusionConfig
 from files.hashing import hash_file
 
 FORMAT = 1

@@ -19,9 +19,9 @@ from config.generation import GenerationConfig
 from config.infer import InferConfig
 from config.load import validate_config
 from config.model import Architecture, ModelConfig
-from config.objective import NextTokenConfig
-from config.parallel import SingleProcess
 from config.train import KEY_HINTS, TrainConfig
+from config.training.objective import NextTokenConfig
+from config.training.parallel import SingleProcess
 
 RUN, MODEL, RESULT, ANSWERS, REPLAY = "run", "model", "result.json", "answers.jsonl", "answers.html"
 """What a stage writes into its directory: of training, conversion, evaluation and sampling."""

@@ -18,8 +18,8 @@ from config.base import (
 )
 from config.data import PythonStdlib, TextSourceOrName
 from config.model import Architecture, ModelConfig
-from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
 from config.tokenizer import NUM_BYTES, SplitPattern
+from config.training.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
 
 Precision = Literal["float32", "bfloat16"]
 Peer = Literal["transformers", "liger"]

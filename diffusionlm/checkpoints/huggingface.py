@@ -19,7 +19,7 @@ from config.families.model_directory import (
 from config.families.registry import get_family
 from config.infer import InferModelConfig
 from config.model import ModelConfig
-from config.runtime import AttentionBackend
+from config.training.runtime import AttentionBackend
 from diffusionlm.checkpoints.adapter_files import load_adapter
 from diffusionlm.checkpoints.model_card import write_model_card
 from diffusionlm.checkpoints.model_files import find_weights_directory, verify_model_files

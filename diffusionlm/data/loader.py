@@ -24,7 +24,7 @@ from torch import Tensor
 
 from config.data import DataConfig
 from config.model import ModelConfig
-from config.objective import ObjectiveConfig
+from config.training.objective import ObjectiveConfig
 from diffusionlm.data.packing import Row, fill_to_longest, split_row_randomly
 from diffusionlm.data.pipeline import (
     MixtureComponent,

@@ -14,7 +14,7 @@ from typing import assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from config.objective import Estimator, FixedCountMasking, IndependentMasking, LossWeighting, NoiseGrouping
+from config.training.objective import Estimator, FixedCountMasking, IndependentMasking, LossWeighting, NoiseGrouping
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoiseKey
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from diffusionlm.diffusion.schedules import build_schedule
@@ -128,7 +128,7 @@ def sample_masks(group_ids_BL: Ints, key: NoiseKey, estimator: Estimator, weight
     Fixed-count masking: k is uniform on 1 ... n for a group of n target tokens, with weight n / k. The weighted sum of
     cross-entropies is an unbiased estimate of the continuous-time NELBO (Ou et al. 2024, lambda-DCE; Nie et al. 2025,
     eq. 6), with less variance than any estimator that samples times. Independent masking: see
-    `config.objective.IndependentMasking`.
+    `config.training.objective.IndependentMasking`.
 
     ``group_ids_BL`` is the result of `assign_noise_groups`. Weights "cart" are 1 here, and multiplied later by
     `context_adaptive_weights`.

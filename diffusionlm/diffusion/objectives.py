@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from config.finetune.preference import PreferenceConfig
 from config.model import ModelConfig
-from config.objective import (
+from config.training.objective import (
     BlockDiffusionConfig,
     FixedCountMasking,
     IndependentMasking,

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from config.finetune.preference import PreferenceConfig
-from config.objective import NoiseGrouping
+from config.training.objective import NoiseGrouping
 from diffusionlm.diffusion.corruption import assign_noise_groups, choose_masked_in_groups, masked_counts_at_levels
 from diffusionlm.diffusion.layout import InputLayout, target_positions
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey

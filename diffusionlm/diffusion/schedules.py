@@ -13,7 +13,7 @@ from typing import Protocol, assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from config.objective import (
+from config.training.objective import (
     CleanCosineScheduleConfig,
     CosineScheduleConfig,
     LinearScheduleConfig,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from config.parallel import FSDP
 from config.train import TrainConfig
+from config.training.parallel import FSDP
 from ddp.map_over_ranks import MapOverRanks
 from ddp.process_group import SINGLE_PROCESS, World
 from diffusionlm.data.packing import Row, fill_to_longest

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from config.runtime import AttentionBackend
+from config.training.runtime import AttentionBackend
 from diffusionlm.models.attention import PreparedAttention
 from diffusionlm.models.dense_attention import DEFAULT_SCALE, AttentionScale, DenseBackend, attend, mask_to_bias
 from diffusionlm.models.patterns import AttentionPattern, Intervals

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from config.runtime import AttentionBackend
+from config.training.runtime import AttentionBackend
 from diffusionlm.models.attention import PreparedAttention
 from diffusionlm.models.attention_backends import prepare_attention, select_cached_backend
 from diffusionlm.models.cache import PagedCache

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from config.model import ModelConfig
-from config.runtime import AttentionBackend
+from config.training.runtime import AttentionBackend
 from diffusionlm.kernels.cross_entropy import LossInputs, LossOutput, linear_cross_entropy
 from diffusionlm.kernels.precision import compute_dtype
 from diffusionlm.models.attention import Attention, PreparedAttention

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from config.optimizer import PARAMETER_GROUPS, AdamWConfig, LionConfig, MuonConfig, OptimizerSection
+from config.training.optimizer import PARAMETER_GROUPS, AdamWConfig, LionConfig, MuonConfig, OptimizerSection
 from ddp.all_to_all_rows import AllToAllRows
 from diffusionlm.optim import eight_bit
 from diffusionlm.optim.adamw import AdamW

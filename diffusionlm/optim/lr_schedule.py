@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from config.optimizer import LRScheduleConfig
+from config.training.optimizer import LRScheduleConfig
 
 
 def lr_factor(schedule: LRScheduleConfig, step: int, max_steps: int) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from config.runtime import RuntimeConfig
+from config.training.runtime import RuntimeConfig
 from diffusionlm.models.attention import PreparedAttention
 from diffusionlm.models.attention_backends import PatternAttention
 from diffusionlm.models.lora import find_dropout

@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass
 
 from config.families.model_directory import resolve_model_directory
-from config.runtime import ProfilerConfig
 from config.train import TrainConfig
+from config.training.runtime import ProfilerConfig
 from ddp.process_group import process_group
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
 from diffusionlm.training.garbage import GarbageCollection

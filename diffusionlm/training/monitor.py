@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from config.logging import LoggingConfig
+from config.training.logging import LoggingConfig
 from ddp.parallelism import Parallelism, local_values
 from ddp.process_group import World
 from diffusionlm.diffusion.layout import LogitAlignment, target_positions

@@ -10,9 +10,9 @@ import torch
 
 from config.data import LocalFiles
 from config.finetune.preference import PreferenceConfig
-from config.objective import NextTokenConfig
-from config.parallel import FSDP
 from config.train import TrainConfig
+from config.training.objective import NextTokenConfig
+from config.training.parallel import FSDP
 from ddp.process_group import SINGLE_PROCESS, World
 from diffusionlm.checkpoints.base_fingerprint import BaseFingerprint
 from diffusionlm.checkpoints.model_card import ValidationBound

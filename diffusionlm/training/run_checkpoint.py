@@ -11,8 +11,8 @@ from torch import Tensor
 from config.data import HubDataset, Source
 from config.dump import to_toml
 from config.families.hub import describe_origin
-from config.parallel import SingleProcess
 from config.train import TrainConfig
+from config.training.parallel import SingleProcess
 from diffusionlm.checkpoints.base_fingerprint import BaseFingerprint
 from diffusionlm.checkpoints.model_card import (
     CardAdapter,

@@ -14,8 +14,8 @@ import numpy as np
 from config.data import PythonStdlib, Shards
 from config.generation import GenerationConfig
 from config.model import ModelConfig
-from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, ObjectiveConfig
 from config.train import TrainConfig
+from config.training.objective import BlockDiffusionConfig, MaskedDiffusionConfig, ObjectiveConfig
 from diffusionlm.data.chat.reference_answers import read_reference_answers
 from diffusionlm.data.packing import Row
 from diffusionlm.inference.generate import Generation, decode

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from config.families.model_directory import read_model_config, resolve_model_directory
 from config.model import ModelConfig
-from config.objective import NextTokenConfig
-from config.runtime import AttentionBackend
 from config.tokenizer import TokenizerConfig
 from config.train import TrainConfig
-from config.training import RunConfig, TrainingConfig
+from config.training.objective import NextTokenConfig
+from config.training.runtime import AttentionBackend
+from config.training.training import RunConfig, TrainingConfig
 from ddp.buckets import ParameterUnit
 from ddp.parallelism import Parallelism, apply_parallelism
 from ddp.process_group import World

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from config.optimizer import LRScheduleConfig
+from config.training.optimizer import LRScheduleConfig
 from ddp.parallelism import Parallelism
 from ddp.process_group import World
 from diffusionlm.data.loader import StepLoader

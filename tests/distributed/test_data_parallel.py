@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from config.parallel import DDP, Parallel, SingleProcess
+from config.training.parallel import DDP, Parallel, SingleProcess
 from ddp.buckets import lay_out_buckets
 from ddp.parallelism import NoParallel, Parallelism, apply_parallelism
 from ddp.process_group import SINGLE_PROCESS, World

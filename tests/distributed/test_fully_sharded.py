@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from config.optimizer import AdamWConfig, LionConfig, MuonConfig
-from config.parallel import FSDP
+from config.training.optimizer import AdamWConfig, LionConfig, MuonConfig
+from config.training.parallel import FSDP
 from ddp.all_to_all_rows import AllToAllRows, row_range_of_rank
 from ddp.fully_sharded import FullySharded
 from ddp.process_group import World

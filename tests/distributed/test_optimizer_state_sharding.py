@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from config.parallel import DDP
+from config.training.parallel import DDP
 from ddp import sharded_data_parallel
 from ddp.buckets import Bucket, ParameterUnit
 from ddp.data_parallel import DataParallel

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from config.parallel import DDP, FSDP, SingleProcess
+from config.training.parallel import DDP, FSDP, SingleProcess
 from ddp.process_group import SINGLE_PROCESS, World, process_group, read_torchrun_environment
 from tests.distributed.forked import end_ranks, run_ranks, spawn_ranks
 

@@ -16,7 +16,7 @@ from config.eval import EvalConfig
 from config.generation import GenerationConfig
 from config.load import ConfigError, load_config
 from config.train import TrainConfig
-from config.validation import SamplesConfig
+from config.training.validation import SamplesConfig
 from diffusionlm import generate, load_model
 from diffusionlm.checkpoints.model_files import read_model_description
 from diffusionlm.data.pipeline import build_row_reader, open_components

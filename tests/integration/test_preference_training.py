@@ -16,8 +16,8 @@ import tomli_w
 import torch
 
 from config.load import ConfigError, load_config
-from config.objective import MaskedDiffusionConfig
 from config.train import TrainConfig
+from config.training.objective import MaskedDiffusionConfig
 from diffusionlm.checkpoints.huggingface import load_model, save_model
 from diffusionlm.data.loader import LoaderSpec
 from diffusionlm.training.loop import train

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from config.runtime import ProfilerConfig
 from config.train import TrainConfig
+from config.training.runtime import ProfilerConfig
 from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.training import step_metrics
 from diffusionlm.training.checkpointing.run_directory import open_run_directory

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig
+from config.training.objective import BlockDiffusionConfig, MaskedDiffusionConfig
 from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.diffusion.noised_batch import CleanBatch
 from diffusionlm.diffusion.objectives import build_objective

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from config.objective import (
+from config.training.objective import (
     BlockDiffusionConfig,
     FixedCountMasking,
     IndependentMasking,

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 
 from config.generation import GenerationConfig
 from config.load import ConfigError, load_config
-from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, ObjectiveConfig
 from config.train import TrainConfig
+from config.training.objective import BlockDiffusionConfig, MaskedDiffusionConfig, ObjectiveConfig
 from diffusionlm.diffusion.layout import find_prompts
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoiseKey
 from diffusionlm.diffusion.objectives import build_layout, build_objective

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from config.objective import BlockDiffusionConfig
+from config.training.objective import BlockDiffusionConfig
 from diffusionlm.diffusion import layout
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoiseKey
 from diffusionlm.diffusion.objectives import build_objective

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from config.objective import (
+from config.training.objective import (
     CleanCosineScheduleConfig,
     CosineScheduleConfig,
     FixedCountMasking,

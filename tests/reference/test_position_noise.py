@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from config.objective import CosineScheduleConfig, FixedCountMasking, IndependentMasking
+from config.training.objective import CosineScheduleConfig, FixedCountMasking, IndependentMasking
 from diffusionlm.diffusion.corruption import sample_masks
 from diffusionlm.diffusion.noised_batch import NoiseKey
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from config.objective import (
+from config.training.objective import (
     BlockDiffusionConfig,
     CosineScheduleConfig,
     IndependentMasking,

@@ -7,7 +7,7 @@ import torch
 
 from benchmarking.bench_attention import compare_dense, compare_tiled, pattern_step, prepare_step
 from benchmarking.harness import Settings
-from config.runtime import AttentionBackend
+from config.training.runtime import AttentionBackend
 from diffusionlm.models import attention_backends
 from diffusionlm.models.patterns import BlockDiffusion
 

@@ -17,7 +17,7 @@ from benchmarking.implementations import training as module
 from benchmarking.implementations.peers import IGNORE_INDEX, build_noise, build_transformers
 from benchmarking.implementations.training import OURS, TrainCase, TrainImplementation, build_ours
 from config.bench.training import Precision
-from config.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
+from config.training.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.patterns import BlockDiffusion as BlockDiffusionPattern
 from diffusionlm.training.step import DeviceStepMetrics, StepBatch, TrainState, train_step

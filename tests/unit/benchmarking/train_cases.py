@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarking.implementations.training import TrainCase
 from config.bench.training import BenchShape, Precision
-from config.objective import MaskedDiffusionConfig, ObjectiveConfig
+from config.training.objective import MaskedDiffusionConfig, ObjectiveConfig
 
 
 def make_shape(**changes: Any) -> BenchShape:

@@ -18,7 +18,7 @@ import pytest
 import ddp.launch as module
 from cli.train import main as train
 from cli.train_ddp import main
-from config.parallel import DDP
+from config.training.parallel import DDP
 from ddp.launch import Nodes, RankFailure, count_local_ranks, format_failures, launch, read_failures, run_rank
 from files.usage_error import UsageError
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from config.load import ConfigError, load_config
-from config.logging import LoggingConfig, WandbConfig
 from config.train import KEY_HINTS, TrainConfig
+from config.training.logging import LoggingConfig, WandbConfig
 from tests.tiny_run import REQUIRED_SECTIONS
 
 Load = Callable[[str], LoggingConfig]

@@ -9,7 +9,8 @@ import pytest
 from config.base import Section
 from config.dump import to_toml
 from config.load import ConfigError, load_config
-from config.objective import (
+from config.train import TrainConfig
+from config.training.objective import (
     BlockDiffusionConfig,
     BlockLengthStage,
     CleanCosineScheduleConfig,
@@ -22,7 +23,6 @@ from config.objective import (
     PowerScheduleConfig,
     SigmoidScheduleConfig,
 )
-from config.train import TrainConfig
 from tests.tiny_run import REQUIRED_SECTIONS
 
 LONG_ROWS = REQUIRED_SECTIONS.replace("max_position_embeddings = 16", "max_position_embeddings = 128")

@@ -8,7 +8,8 @@ import pytest
 
 from config.dump import to_toml
 from config.load import load_config
-from config.optimizer import (
+from config.train import TrainConfig
+from config.training.optimizer import (
     AdamWConfig,
     AdamWGroup,
     LionConfig,
@@ -17,7 +18,6 @@ from config.optimizer import (
     MuonConfig,
     MuonGroup,
 )
-from config.train import TrainConfig
 from tests.tiny_run import REQUIRED_SECTIONS
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from config.load import ConfigError, load_config
-from config.parallel import DDP, FSDP, SingleProcess
 from config.train import KEY_HINTS, DistributedTrainConfig, TrainConfig
+from config.training.parallel import DDP, FSDP, SingleProcess
 
 RESOURCES = Path(__file__).parents[3] / "config" / "resources"
 TRAIN = RESOURCES / "train.toml"

@@ -15,7 +15,7 @@ import pytest
 from config.data import DataConfig
 from config.make_data import MakeDataConfig
 from config.model import ModelConfig
-from config.objective import MaskedDiffusionConfig
+from config.training.objective import MaskedDiffusionConfig
 from diffusionlm.data.chat.encoder import ChatEncoder
 from diffusionlm.data.chat.texts import ConversationTexts
 from diffusionlm.data.loader import Loader

@@ -10,7 +10,7 @@ import pytest
 
 from config.data import DataConfig, LocalFiles, PythonStdlib
 from config.model import ModelConfig
-from config.objective import MaskedDiffusionConfig
+from config.training.objective import MaskedDiffusionConfig
 from diffusionlm.data.loader import Loader
 from diffusionlm.data.pipeline import MixtureComponent, build_row_reader
 from diffusionlm.data.sources import open_source

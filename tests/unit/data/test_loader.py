@@ -12,7 +12,7 @@ import torch
 
 from config.data import DataConfig, LocalFiles, PythonStdlib
 from config.model import ModelConfig
-from config.objective import MaskedDiffusionConfig
+from config.training.objective import MaskedDiffusionConfig
 from diffusionlm.data.loader import Loader, collate_rows, count_rows
 from diffusionlm.data.packing import Row
 from diffusionlm.data.pipeline import MixtureComponent, build_row_reader

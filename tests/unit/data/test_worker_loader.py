@@ -18,7 +18,7 @@ import torch
 
 from config.data import DataConfig, LocalFiles, MarkovChain, MixtureEntry
 from config.model import ModelConfig
-from config.objective import BlockDiffusionConfig
+from config.training.objective import BlockDiffusionConfig
 from diffusionlm.data import loader as loader_module
 from diffusionlm.data.loader import LoaderSpec, WorkerLoader
 from diffusionlm.diffusion.noised_batch import NoisedBatch

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from config.objective import Estimator, LossWeighting
+from config.training.objective import Estimator, LossWeighting
 from diffusionlm.diffusion.corruption import (
     MaskSample,
     sample_masks,

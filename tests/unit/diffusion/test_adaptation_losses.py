@@ -10,7 +10,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from config.objective import (
+from config.training.objective import (
     BlockDiffusionConfig,
     FixedCountMasking,
     IndependentMasking,

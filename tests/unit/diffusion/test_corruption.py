@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from config.objective import Estimator, FixedCountMasking, IndependentMasking, NoiseGrouping
+from config.training.objective import Estimator, FixedCountMasking, IndependentMasking, NoiseGrouping
 from diffusionlm.diffusion.corruption import (
     assign_noise_groups,
     choose_masked_in_groups,

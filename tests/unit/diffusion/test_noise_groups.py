@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from config.objective import NoiseGrouping
+from config.training.objective import NoiseGrouping
 from diffusionlm.diffusion.corruption import (
     assign_noise_groups,
     exclude_mask_tokens,

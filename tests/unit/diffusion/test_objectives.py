@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from config.model import ModelConfig
-from config.objective import BlockDiffusionConfig, FixedCountMasking, MaskedDiffusionConfig, NextTokenConfig
+from config.training.objective import BlockDiffusionConfig, FixedCountMasking, MaskedDiffusionConfig, NextTokenConfig
 from diffusionlm.diffusion.corruption import assign_noise_groups, sample_masks
 from diffusionlm.diffusion.layout import target_positions
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey

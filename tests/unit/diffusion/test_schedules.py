@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
-from config.objective import (
+from config.training.objective import (
     CleanCosineScheduleConfig,
     CosineScheduleConfig,
     LinearScheduleConfig,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from config.model import ModelConfig
-from config.objective import (
+from config.training.objective import (
     BlockDiffusionConfig,
     FixedCountMasking,
     IndependentMasking,

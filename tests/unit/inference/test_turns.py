@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from config.generation import GenerationConfig
-from config.objective import BlockDiffusionConfig
+from config.training.objective import BlockDiffusionConfig
 from diffusionlm.diffusion.noised_batch import CleanBatch
 from diffusionlm.diffusion.objectives import build_layout
 from diffusionlm.inference.blocks import WHOLE_TEXT, TextSegments, split_into_blocks

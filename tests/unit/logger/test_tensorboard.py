@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from config.logging import LoggingConfig, TensorBoardConfig
+from config.training.logging import LoggingConfig, TensorBoardConfig
 from logger import open_sinks
 from logger.tensorboard import TensorBoardLogger
 

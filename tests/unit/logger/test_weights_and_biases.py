@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from config.logging import LoggingConfig, WandbConfig
+from config.training.logging import LoggingConfig, WandbConfig
 from logger import open_sinks
 from logger.weights_and_biases import RUN_ID_FILE, choose_mode, get_run_id, has_key
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from config.runtime import AttentionBackend
+from config.training.runtime import AttentionBackend
 from diffusionlm.models import attention_backends
 from diffusionlm.models.attention_backends import prepare_attention
 from diffusionlm.models.patterns import (

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from config.model import LinearRope, Llama3Rope, ModelConfig
-from config.runtime import AttentionBackend
+from config.training.runtime import AttentionBackend
 from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.models.attention_backends import prepare_attention, select_backend
 from diffusionlm.models.dense_attention import AttentionScale, attend

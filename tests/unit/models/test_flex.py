@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from config.runtime import AttentionBackend
+from config.training.runtime import AttentionBackend
 from diffusionlm.models.attention_backends import prepare_attention
 from diffusionlm.models.flex import _compiled_flex_attention, build_block_mask, count_visible_by_tile
 from diffusionlm.models.patterns import (

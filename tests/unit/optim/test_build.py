@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from config.optimizer import AdamWConfig, AdamWGroup, LionConfig, LionGroup, MuonConfig, MuonGroup
+from config.training.optimizer import AdamWConfig, AdamWGroup, LionConfig, LionGroup, MuonConfig, MuonGroup
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import Optimizers, build_optimizers, requires_whole_matrix

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from config.optimizer import AdamWConfig, LionConfig, MuonConfig
+from config.training.optimizer import AdamWConfig, LionConfig, MuonConfig
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import Optimizers, build_optimizers
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from config.optimizer import LRScheduleConfig
+from config.training.optimizer import LRScheduleConfig
 from diffusionlm.optim.lr_schedule import lr_factor
 
 

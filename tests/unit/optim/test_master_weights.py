@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from config.optimizer import MuonConfig
+from config.training.optimizer import MuonConfig
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import build_optimizers
 from diffusionlm.optim.master_weights import MasterWeights, join_float32, select_block_matrices, split_float32

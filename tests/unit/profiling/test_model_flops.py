@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from config.finetune.lora import LoraConfig
 from config.model import ModelConfig
-from config.objective import BlockDiffusionConfig as BlockDiffusionObjective
 from config.train import TrainConfig
+from config.training.objective import BlockDiffusionConfig as BlockDiffusionObjective
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
 from diffusionlm.diffusion.objectives import build_objective
 from diffusionlm.diffusion.preference_reference import PreferenceReference

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from config.runtime import ProfilerConfig
+from config.training.runtime import ProfilerConfig
 from profiling import nvtx
 from profiling.trace import StepProfiler
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from config.training import RunConfig
+from config.training.training import RunConfig
 from diffusionlm.training.setup import set_up_device
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from config.logging import LoggingConfig
+from config.training.logging import LoggingConfig
 from ddp.parallelism import NoParallel
 from ddp.process_group import SINGLE_PROCESS
 from diffusionlm.diffusion.layout import InputLayout, LogitAlignment

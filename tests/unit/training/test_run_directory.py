@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from config.checkpoint import CheckpointConfig
 from config.train import TrainConfig
+from config.training.checkpoint import CheckpointConfig
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
 from files.usage_error import UsageError
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from config.optimizer import AdamWConfig, LionConfig, MuonConfig
-from config.runtime import RuntimeConfig
 from config.train import TrainConfig
+from config.training.optimizer import AdamWConfig, LionConfig, MuonConfig
+from config.training.runtime import RuntimeConfig
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import Optimizers, build_optimizers
 from diffusionlm.training.block_wrapping import should_compile_blocks

@@ -15,7 +15,7 @@ import pytest
 from cli.pipeline import main
 from cli.pipeline.fingerprint import list_files
 from config.generation import GenerationConfig
-from config.objective import MaskedDiffusionConfig
+from config.training.objective import MaskedDiffusionConfig
 from files.lock import lock_directory
 from tests.unit.cli.pipeline.small_stages import output_hashes, stage_of, write_pipeline
 
