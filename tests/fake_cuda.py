@@ -96,7 +96,7 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name, kwargs = func.overloadpacket.__name__, kwargs or {}
-        if torch.is_inference_mode_enabled() and func.namespace != "prim" and func._can_decompose():
+        if torch.is_inference_mode_enabled() and _is_composite(func):
             with self:  # without autograd composite operators arrive here whole
                 return func.decompose(*args, **kwargs)
         if name == "_local_scalar_dense" and isinstance(args[0], FakeTensor):
@@ -126,6 +126,13 @@ class _Recorder(TorchDispatchMode):
         if computes and any(tensor.is_cuda for tensor in (*inputs, *outputs)):
             self.record.launches.append(Launch(name, inputs, outputs))
         return output
+
+
+def _is_composite(func: Any) -> bool:
+    """Whether a GPU computes an operator by others: it has no kernel of its own, such as RMSNorm has."""
+    if func.namespace == "prim" or torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CUDA"):
+        return False
+    return bool(func._can_decompose())
 
 
 def _is_mask(index: Any) -> bool:

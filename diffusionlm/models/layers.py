@@ -72,7 +72,8 @@ class RMSNorm(nn.Module):
             return _RMSNorm.apply(x, gain, self.eps, dtype)  # type: ignore[no-any-return]
         if device == "cpu":
             return _normalize(x, gain, self.eps, dtype)[0]
-        wide = _at_least_fp32(x)
+        # A GPU's kernel computes in fp32, whatever the dtypes, and needs one for both.
+        wide = x if gain.dtype == x.dtype else _at_least_fp32(x)
         normed: Tensor = F.rms_norm(wide, gain.shape, gain.to(wide.dtype), self.eps)
         return normed.to(dtype)
 

@@ -180,8 +180,10 @@ class RaggedAttention(PreparedAttention):
     def __call__(self, q_1QNH: Tensor, k_1QKH: Tensor, v_1QKH: Tensor) -> Tensor:
         """Write keys and values of the inputs to their pages; attend, [1, Q, N, H]."""
         self._inputs.write(self._layer, k_1QKH[0], v_1QKH[0])
-        out_QNH = torch.empty_like(q_1QNH[0])
         with without_cudnn_attention():  # nearly every forward has other shapes
+            if len(self._parts) == 1:  # its rows are all, in their order
+                return self._parts[0].attend(self._layer, q_1QNH[0], k_1QKH[0], v_1QKH[0])[None]
+            out_QNH = torch.empty_like(q_1QNH[0])
             for part in self._parts:
                 out_QNH[part.rows.inputs] = part.attend(self._layer, q_1QNH[0], k_1QKH[0], v_1QKH[0])
         return out_QNH[None]

@@ -31,11 +31,13 @@ ALLOWED_WAITS = {
 NUM_ROUNDS = 6
 
 
-def record_decoding(config: ModelConfig, **settings: Any) -> LaunchRecord:
+def record_decoding(config: ModelConfig, dtype: torch.dtype = torch.float32, **settings: Any) -> LaunchRecord:
     """Decode two prompts of different lengths, a token in each round."""
     with fake_cuda() as record:
         with torch.device("cuda"):
             model = Transformer(config)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
 
         def read_predictions(tensors: Sequence[torch.Tensor]) -> list[Any]:
             record.add_wait()
@@ -67,10 +69,14 @@ def test_where_decoding_waits_for_the_gpu(settings: dict[str, Any], make_config:
     assert ("diffusionlm/inference/sampling.py:keep_top_p" in record.waits) == ("top_p" in settings)
 
 
-def test_launches_of_a_round(make_config: MakeConfig) -> None:
-    """A budget for each layer of a round. Both prompts end their blocks in other rounds, so shapes differ."""
-    counts = []
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_launches_of_a_round(dtype: torch.dtype, make_config: MakeConfig) -> None:
+    """A budget for each layer of a round, which casts nothing. Both prompts end their blocks in other rounds, so shapes
+    differ."""
+    counts, casts = [], []
     for depth in (2, 3):
-        record = record_decoding(make_config(num_hidden_layers=depth), attention="block_causal")
+        record = record_decoding(make_config(num_hidden_layers=depth), dtype, attention="block_causal")
         counts.append(len(record.launches) / record.waits[PREDICTIONS])
-    assert counts[1] - counts[0] <= 49
+        casts.append(record.count()["_to_copy"])
+    assert counts[1] - counts[0] <= 28.5
+    assert casts[0] == casts[1]
