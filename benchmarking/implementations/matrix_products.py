@@ -108,16 +108,29 @@ class MatrixProductRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in PRODUCT_OPERATORS:
-            at = PRODUCT_OPERATORS[func]
-            first, second = args[at], args[at + 1]
-            if first.shape[-2] == 1:  # a sum over rows, not a matrix product
-                return result
-            out = result.dtype if result.dtype != first.dtype else None
-            self.plain[MatrixProduct(MatrixSpec.of(first), MatrixSpec.of(second), at == 1, out)] += 1
-        elif func.namespace == "aten" and func.overloadpacket.__name__.startswith(FUSED_ATTENTION):
-            self.attention.update(_products_of_attention(func, args, kwargs or {}))
+        counter = self.attention if _is_fused_attention(func) else self.plain
+        counter.update(find_products(func, args, kwargs or {}, result))
         return result
+
+
+def _is_fused_attention(func: Any) -> bool:
+    name: str = func.overloadpacket.__name__
+    return func.namespace == "aten" and name.startswith(FUSED_ATTENTION)
+
+
+def find_products(func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> list[MatrixProduct]:
+    """Matrix products of one call of an operator: one, those of fused attention, or none. A sum over rows that is
+    written as a product is none."""
+    if _is_fused_attention(func):
+        return _products_of_attention(func, args, kwargs)
+    if func not in PRODUCT_OPERATORS:
+        return []
+    at = PRODUCT_OPERATORS[func]
+    first, second = args[at], args[at + 1]
+    if first.shape[-2] == 1:
+        return []
+    out_dtype = result.dtype if result.dtype != first.dtype else None
+    return [MatrixProduct(MatrixSpec.of(first), MatrixSpec.of(second), at == 1, out_dtype)]
 
 
 def _products_of_attention(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[MatrixProduct]:
