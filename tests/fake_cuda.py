@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarking.serving.count_kernels import WITHOUT_KERNELS
 from diffusionlm.kernels import chunked_loss
+from profiling import triton_setup
 
 PROJECT = Path(__file__).parents[1]
 FUSED_ATTENTION = "scaled_dot_product_attention"
@@ -169,6 +170,7 @@ def fake_cuda() -> Iterator[LaunchRecord]:
         for name in ("is_available", "is_bf16_supported"):
             stack.enter_context(patch.object(torch.cuda, name, lambda *_, **__: True))
         stack.enter_context(patch.object(torch.Tensor, "pin_memory", lambda tensor: record.pin_memory(tensor)))
+        stack.enter_context(patch.object(triton_setup, "find_triton_problem", lambda: None))
         stack.enter_context(patch.object(chunked_loss, "load_loss_backend", _load_fake_loss))
         stack.enter_context(patch.object(torch.nn.functional, FUSED_ATTENTION, record.attend))
         stack.enter_context(_Recorder(record, mode))

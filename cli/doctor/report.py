@@ -15,6 +15,7 @@ from cli.doctor.findings import Finding, find_problems, format_bytes
 from profiling.machine import Machine, read_machine
 from profiling.quick_checks import MeasuredSpeeds, measure_speeds
 from profiling.torch_setup import TorchInfo, drivers, installed_version, missing_packages, read_torch
+from profiling.triton_setup import find_triton_problem
 
 MachineFacts = dict[str, dict[str, str]]
 """Section -> name -> value."""
@@ -86,6 +87,11 @@ def _try_kernel(torch: TorchInfo, check_kernel: Callable[[], str]) -> tuple[str,
         remedy = "install it with torch's build for the GPU"
         why = "the loss of a large vocabulary runs in torch's operators"
         return "not installed", Finding("slow", "triton is missing", why, remedy) if torch.gpus else None
+    missing = find_triton_problem() if torch.gpus else None
+    if missing is not None:
+        why, _, remedy = missing.partition(": ")
+        finding = Finding("slow", "Triton cannot compile its kernels", f"it {why}", remedy)
+        return f"{version}, cannot compile", finding
     try:
         return f"{version}; {check_kernel()}", None
     except Exception as error:  # a compiler may raise anything

@@ -18,7 +18,8 @@ class RuntimeConfig(Section):
 
     compile: Literal["auto", "none", "blocks"] = "auto"
     """blocks: compile each transformer block with torch.compile. auto: blocks on CUDA; none on a CPU, where it is not
-    faster, and with selective activation checkpointing, which a compiled block does by itself."""
+    faster, with selective activation checkpointing, which a compiled block does by itself, and without the C compiler
+    that Triton needs."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Activations of a block that are recomputed in the backward. none: no recomputation. selective: all except the
     outputs of projections and of fused attention. full: all except the input of the block."""

@@ -7,10 +7,9 @@ Shapes: N positions, D hidden, V vocabulary, C positions of a chunk.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from diffusionlm.kernels import eager_cross_entropy
 from diffusionlm.kernels.loss_types import HeadRows, LossBackend, LossOptions
+from profiling import triton_setup
 
 CPU_CHUNK_BYTES = 32 << 20
 """Budget for the fp32 logits of one chunk: about the last-level cache of a CPU."""
@@ -29,11 +29,30 @@ CUDA_CHUNK_SIZE_RANGE = (1024, 8192)
 CUDA_TILE_SIZE = 128
 """Rows of a tile of a GPU's matrix products."""
 
+REDUCED_PRECISION_FLAGS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+"""Flags of `torch.backends.cuda.matmul`. By default partial sums of a product may be added in its narrow dtype."""
+
 ChunkLossFunction = Callable[[Tensor, Tensor, Tensor, LossOptions, bool], tuple[Tensor, Tensor]]
 """Losses of a chunk of logits, which are overwritten with their gradient: see the backends."""
 
 
+@contextlib.contextmanager
+def wide_reductions() -> Iterator[None]:
+    """Context in which a GPU adds the partial sums of products in fp32. It costs the host alone: the gradient of the
+    hidden states is a sum over the whole vocabulary."""
+    flags = torch.backends.cuda.matmul
+    before = {name: getattr(flags, name) for name in REDUCED_PRECISION_FLAGS}
+    try:
+        for name in before:
+            setattr(flags, name, False)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(flags, name, value)
+
+
 @torch.no_grad()
+@wide_reductions()
 def compute_loss_in_chunks(
     hidden_ND: Tensor,
     head_VD: Tensor,
@@ -204,7 +223,7 @@ def accumulate_product(total: Tensor, left: Tensor, right: Tensor, *, overwrite:
 
 
 def select_loss_backend(backend: LossBackend, device: str, dtype: torch.dtype) -> Literal["eager", "triton"]:
-    """Select the backend. ``auto`` is Triton on CUDA if it is installed and the dtype is not float64, else eager.
+    """Select the backend. ``auto`` is Triton on CUDA if it can run and the dtype is not float64, else eager.
 
     ``device`` is the type of the tensors' device, ``dtype`` that of the products.
 
@@ -228,6 +247,7 @@ def load_loss_backend(backend: Literal["eager", "triton"]) -> ChunkLossFunction:
     """Return the function of a backend; Triton is imported only when it is used."""
     if backend == "eager":
         return eager_cross_entropy.compute_chunk_loss
+    triton_setup.set_kernel_rounding()
     from diffusionlm.kernels.triton_cross_entropy import compute_chunk_loss
 
     return compute_chunk_loss
@@ -237,15 +257,10 @@ def _triton_problem(device: str, dtype: torch.dtype) -> str | None:
     """Why the Triton kernel cannot run, with a remedy. None: it can."""
     if dtype == torch.float64:
         return "computes in float32, and these products are in float64: use float32"
-    if not _is_triton_installed():
-        return "needs the package triton, which is not installed: install it"
-    if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+    if device == "cuda" or not triton_setup.is_triton_installed():
+        return triton_setup.find_triton_problem()
+    if os.environ.get("TRITON_INTERPRET") != "1":
         return (
             f"needs a CUDA device, and the tensors are on {device}: move them, set TRITON_INTERPRET=1 to try it slowly"
         )
     return None
-
-
-@functools.cache
-def _is_triton_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None

@@ -10,6 +10,8 @@
 | CPU, bf16, <= 512 queries                                                            | eager   |
 | else                                                                                 | sdpa    |
 
+On a GPU without a C compiler, which FlexAttention's kernels need, "auto" is never flex.
+
 `select_cached_backend`, with a cache:
 
 | with "auto"                                             | backend |
@@ -36,6 +38,7 @@ from diffusionlm.models.attention import PreparedAttention
 from diffusionlm.models.dense_attention import DEFAULT_SCALE, AttentionScale, DenseBackend, attend, mask_to_bias
 from diffusionlm.models.patterns import AttentionPattern, Intervals
 from diffusionlm.models.tiled import Tile, attend_tiled, build_tiles, tile_density
+from profiling import triton_setup
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -141,6 +144,8 @@ def prepare_attention(
     needs_intervals = backend in ("tiled", "flex")
     if backend != "auto":
         uses_intervals = needs_intervals
+    elif torch.device(device).type == "cuda" and triton_setup.find_triton_problem() is not None:
+        uses_intervals = False
     elif scale_options.softcap is not None:
         # Only FlexAttention can use intervals and cap scores.
         uses_intervals = torch.device(device).type == "cuda" and length >= FLEX_MIN_LENGTH

@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from diffusionlm.models.dense_attention import DEFAULT_SCALE, AttentionScale
 from diffusionlm.models.patterns import Intervals
+from profiling import triton_setup
 
 BLOCK_SIZE = 128
 """Queries and keys of a tile: the default of FlexAttention's kernels."""
@@ -89,6 +90,7 @@ def _build_mask_mod(starts_BQR: Tensor, ends_BQR: Tensor) -> Any:
 def _compiled_flex_attention() -> Any:
     # torch compiles eight versions of a function by default, and then runs the slow reference, which holds all scores.
     # Versions differ in the numbers of heads, ranges and sequences, width, dtype, soft cap and gradients.
+    triton_setup.set_kernel_rounding()
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_VERSIONS)
     return torch.compile(flex_attention)
 

@@ -19,7 +19,7 @@ from diffusionlm.models.lora import find_dropout
 from diffusionlm.models.moe import MoE
 from diffusionlm.models.transformer import Block, Transformer
 from diffusionlm.optim.master_weights import MasterWeights, select_block_matrices
-from profiling import nvtx
+from profiling import nvtx, triton_setup
 
 SAVED_OPERATORS = (
     "mm",
@@ -61,10 +61,11 @@ def prepare_model(
 
 
 def should_compile_blocks(config: RuntimeConfig, device: torch.device) -> bool:
-    """Resolve ``runtime.compile = "auto"``: compile on a GPU, unless checkpointing is selective."""
+    """Resolve ``runtime.compile = "auto"``: compile on a GPU where Triton can, unless checkpointing is selective."""
     if config.compile != "auto":
         return config.compile == "blocks"
-    return device.type == "cuda" and config.activation_checkpointing != "selective"
+    is_selective = config.activation_checkpointing == "selective"
+    return device.type == "cuda" and not is_selective and triton_setup.find_triton_problem() is None
 
 
 def compile_blocks(model: Transformer, backend: str | Callable[..., Any] = "inductor") -> None:
@@ -73,6 +74,7 @@ def compile_blocks(model: Transformer, backend: str | Callable[..., Any] = "indu
     Attention runs uncompiled: its masks are prepared outside, and FlexAttention is compiled by itself. Experts run
     uncompiled because their loop depends on the router's output.
     """
+    triton_setup.set_kernel_rounding()
     dropout = find_dropout(model)
     if dropout is not None:
         dropout.mask = _disable_compile(dropout.mask)  # type: ignore[method-assign,arg-type]

@@ -38,6 +38,7 @@ from diffusionlm.training.prefetch import Prefetcher
 from diffusionlm.training.samples import Samples, choose_example_input, choose_infills
 from diffusionlm.training.setup import (
     ModelBuilder,
+    check_triton,
     choose_precision,
     create_model_builder,
     only_on_first_rank,
@@ -127,6 +128,9 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
     """Build tokenizer, model, parallelism, optimizers and loader, in this order, and what observes them."""
     log_once = only_on_first_rank(world, print_message)
     device = set_up_device(config.run, config.runtime.keep_freed_memory)
+    warning = check_triton(config.runtime, device)
+    if warning is not None:
+        log_once(f"warning: {warning}")
     components = open_components(config.data, "train")
     tokenizer = world.run_on_first(
         lambda: prepare_tokenizer(

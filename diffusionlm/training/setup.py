@@ -16,7 +16,7 @@ from config.model import ModelConfig
 from config.tokenizer import TokenizerConfig
 from config.train import TrainConfig
 from config.training.objective import NextTokenConfig
-from config.training.runtime import AttentionBackend
+from config.training.runtime import AttentionBackend, RuntimeConfig
 from config.training.training import RunConfig, TrainingConfig
 from ddp.buckets import ParameterUnit
 from ddp.parallelism import Parallelism, apply_parallelism
@@ -35,7 +35,7 @@ from diffusionlm.models.init import init_weights, initial_value
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import requires_whole_matrix
 from diffusionlm.training.adapters.adapter_spec import AdapterSpec
-from profiling import memory
+from profiling import memory, triton_setup
 from profiling.cores import usable_cores
 from profiling.torch_setup import has_native_bfloat16, select_device
 from tokenizer import Tokenizer, save_tokenizer
@@ -56,6 +56,24 @@ def set_up_device(config: RunConfig, keep_freed_memory: bool) -> torch.device:
     if device == "cpu" and keep_freed_memory:
         memory.keep_freed_memory()
     return torch.device(device)
+
+
+def check_triton(config: RuntimeConfig, device: torch.device) -> str | None:
+    """Return a warning if Triton, which compiles what a GPU runs, cannot, so that ``auto`` does without it.
+
+    Raises:
+        ValueError: a key of ``[runtime]`` asks for compiled kernels, and Triton cannot compile them.
+    """
+    problem = triton_setup.find_triton_problem() if device.type == "cuda" else None
+    if problem is None:
+        return None
+    for key, value in (("compile", "blocks"), ("attention_backend", "flex")):
+        if getattr(config, key) == value:
+            raise ValueError(f'runtime.{key} = "{value}" {problem}, or set runtime.{key} = "auto"')
+    return (
+        f"Triton {problem}. Until then blocks are not compiled, and attention and the loss are computed by torch's "
+        "operators, which is slower and takes more memory"
+    )
 
 
 def _read_omp_threads(ranks_on_machine: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from diffusionlm.kernels import chunked_loss, cross_entropy, eager_cross_entropy
 from diffusionlm.kernels.chunked_loss import chunk_size
 from diffusionlm.kernels.cross_entropy import LossInputs, linear_cross_entropy
 from diffusionlm.kernels.loss_types import HeadRows
+from profiling import triton_setup
 from tests.fake_cuda import fake_cuda
 from tests.kernels.oracle import assert_loss_close, compute_expected, make_inputs
 
@@ -200,7 +202,7 @@ def test_huge_logits(softcap: float | None) -> None:
 def test_select_loss_backend(
     backend: Any, device: str, dtype: torch.dtype, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunked_loss, "_is_triton_installed", lambda: True)
+    monkeypatch.setattr(triton_setup, "find_triton_problem", lambda: None)
     assert chunked_loss.select_loss_backend(backend, device, dtype) == expected
 
 
@@ -211,13 +213,36 @@ def test_a_backend_that_cannot_run_is_an_error(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ValueError, match="use float32"):
         linear_cross_entropy(hidden, head, loss_inputs, backend="triton")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.setattr(chunked_loss, "_is_triton_installed", lambda: True)
+    monkeypatch.setattr(triton_setup, "is_triton_installed", lambda: True)
     with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
         linear_cross_entropy(hidden.float(), head.float(), loss_inputs, backend="triton")
-    monkeypatch.setattr(chunked_loss, "_is_triton_installed", lambda: False)
+    monkeypatch.setattr(triton_setup, "is_triton_installed", lambda: False)
     with pytest.raises(ValueError, match="install it"):
         linear_cross_entropy(hidden.float(), head.float(), loss_inputs, backend="triton")
     assert chunked_loss.select_loss_backend("auto", "cuda", torch.float32) == "eager"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_partial_sums_are_not_rounded(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flags of the GPU's products are off while the chunks are computed, and as before afterwards."""
+    flags = torch.backends.cuda.matmul
+    inside = []
+
+    def observe(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        inside.append([getattr(flags, name) for name in chunked_loss.REDUCED_PRECISION_FLAGS])
+        if fails:
+            raise RuntimeError("out of memory")
+        return eager_cross_entropy.compute_chunk_loss(*arguments)
+
+    monkeypatch.setattr(chunked_loss, "load_loss_backend", lambda backend: observe)
+    hidden, head, loss_inputs = make_inputs(3, 5, 2)
+    before = (flags.allow_bf16_reduced_precision_reduction, flags.allow_fp16_reduced_precision_reduction)
+    assert before == (True, True)
+    with pytest.raises(RuntimeError, match="out of memory") if fails else nullcontext():
+        linear_cross_entropy(hidden, head, loss_inputs)
+    assert inside == [[False, False]]
+    after = (flags.allow_bf16_reduced_precision_reduction, flags.allow_fp16_reduced_precision_reduction)
+    assert after == before
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
 
 from config.model import LinearRope, Llama3Rope, ModelConfig
 from config.training.runtime import AttentionBackend
@@ -28,6 +29,7 @@ from diffusionlm.models.patterns import (
     DenseBias,
 )
 from diffusionlm.models.transformer import Block, Transformer
+from profiling import triton_setup
 
 MakeConfig = Callable[..., ModelConfig]
 MakeModel = Callable[..., Transformer]
@@ -233,6 +235,15 @@ def test_auto_on_a_gpu(softcap: float | None, dense_backend: str) -> None:
     assert select(512, 8, torch.bfloat16) == dense_backend
     assert select(512, 16, torch.float64) == dense_backend
     assert select(512, 16, torch.bfloat16, has_intervals=False) == dense_backend
+
+
+@pytest.mark.parametrize("problem", [None, "needs a C compiler"])
+def test_auto_on_a_gpu_without_a_compiler(problem: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_setup, "find_triton_problem", lambda: problem)
+    with FakeTensorMode():
+        query = torch.zeros(1, 512, 1, 16, dtype=torch.bfloat16, device="cuda")
+        attention = prepare_attention(Causal(), 512, "cuda")
+        assert attention.backend_for(query) == ("flex" if problem is None else "sdpa")
 
 
 @pytest.mark.gpu

@@ -343,15 +343,30 @@ def test_it_needs_no_package() -> None:
 
 
 @pytest.mark.parametrize(("gpus", "weight"), [((GPU,), "broken"), ((), "note")])
-def test_a_kernel_that_fails(gpus: tuple[GpuInfo, ...], weight: str) -> None:
+def test_a_kernel_that_fails(gpus: tuple[GpuInfo, ...], weight: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> str:
         raise RuntimeError("no compiler\nlong trace")
 
+    monkeypatch.setattr(report, "find_triton_problem", lambda: None)
     line, finding = report._try_kernel(replace(TORCH, gpus=gpus), fail)
     assert finding is not None
     assert (finding.weight, finding.why) == (weight, "RuntimeError: no compiler")
     assert finding.remedy == "uv sync --reinstall-package triton, and a C compiler for it"
     assert line.endswith("does not work")
+
+
+def test_a_gpu_without_a_c_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "installed_version", lambda name: "3.9")
+    monkeypatch.setattr(report, "find_triton_problem", lambda: "needs a C compiler, and there is none: install one")
+    line, finding = report._try_kernel(replace(TORCH, gpus=(GPU,)), lambda: "not called")
+    assert line == "3.9, cannot compile"
+    assert finding is not None
+    assert (finding.weight, finding.why, finding.remedy) == (
+        "slow",
+        "it needs a C compiler, and there is none",
+        "install one",
+    )
+    assert report._try_kernel(replace(TORCH, gpus=()), lambda: "interpreted") == ("3.9; interpreted", None)
 
 
 def test_measured_speeds_are_listed_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

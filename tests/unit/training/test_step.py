@@ -21,9 +21,11 @@ from diffusionlm.training.block_wrapping import should_compile_blocks
 from diffusionlm.training.garbage import GarbageCollection
 from diffusionlm.training.prefetch import Prefetcher
 from diffusionlm.training.reporting import describe_memory
+from diffusionlm.training.setup import check_triton
 from diffusionlm.training.signals import StopRequest
 from diffusionlm.training.step import DeviceStepMetrics, load_step_batch, train_step
 from diffusionlm.training.step_metrics import StepMetrics, StepMetricsQueue
+from profiling import triton_setup
 from tests.tiny_run import build_changed_run
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -167,9 +169,35 @@ def test_garbage_collection_runs_at_loop_intervals() -> None:
         ("none", "none", CUDA, False),
     ],
 )
-def test_when_blocks_are_compiled(compile: Any, checkpointing: Any, device: torch.device, chosen: bool) -> None:
+def test_when_blocks_are_compiled(
+    compile: Any, checkpointing: Any, device: torch.device, chosen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = RuntimeConfig(compile=compile, activation_checkpointing=checkpointing)
+    monkeypatch.setattr(triton_setup, "find_triton_problem", lambda: None)
     assert should_compile_blocks(config, device) == chosen
+
+
+def test_a_gpu_without_a_c_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`auto` does without Triton and the run warns; what asks for it is refused before the run starts."""
+    problem = triton_setup.find_c_compiler_problem({"PATH": str(tmp_path)})
+    assert problem is not None and "gcc" in problem
+    wrong_name = triton_setup.find_c_compiler_problem({"PATH": str(tmp_path), "CC": "mycc"})
+    assert wrong_name is not None and 'CC = "mycc"' in wrong_name
+    for name in ("clang", "mycc"):
+        (tmp_path / name).write_text("")
+        (tmp_path / name).chmod(0o755)
+    assert triton_setup.find_c_compiler_problem({"PATH": str(tmp_path)}) is None
+    assert triton_setup.find_c_compiler_problem({"PATH": str(tmp_path), "CC": "mycc"}) is None
+
+    assert check_triton(RuntimeConfig(compile="blocks"), CPU) is None
+    monkeypatch.setattr(triton_setup, "is_triton_installed", lambda: True)
+    monkeypatch.setattr(triton_setup, "_find_own_compiler_problem", lambda: problem)
+    warning = check_triton(RuntimeConfig(), CUDA)
+    assert warning is not None and problem in warning
+    assert not should_compile_blocks(RuntimeConfig(), CUDA)
+    for key, value in (("compile", "blocks"), ("attention_backend", "flex")):
+        with pytest.raises(ValueError, match=rf'runtime\.{key} = "{value}".*C compiler.*"auto"'):
+            check_triton(RuntimeConfig(**{key: value}), CUDA)  # type: ignore[arg-type]
 
 
 def test_conflicting_activation_checkpointing_options_are_rejected() -> None:
