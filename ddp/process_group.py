@@ -216,7 +216,9 @@ def process_group(parallel: Parallel, device_type: str) -> Iterator[World]:
             )
         torch.cuda.set_device(world.local_rank)
     timeout = timedelta(seconds=parallel.timeout_seconds)
-    dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=timeout)
+    # With a device NCCL connects the ranks here, not in the first step, and its errors appear here.
+    device = torch.device("cuda", world.local_rank) if backend.endswith("nccl") else None
+    dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=timeout, device_id=device)
     # Not in a `finally`: destroying the group waits for pending collectives, which never end after a failure.
     yield world
     world.barrier()

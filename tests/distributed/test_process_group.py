@@ -112,6 +112,26 @@ def test_a_start_that_does_not_fit_is_refused(torchrun: pytest.MonkeyPatch) -> N
         assert world is SINGLE_PROCESS
 
 
+@pytest.mark.parametrize(
+    ("device_type", "backend", "expected"),
+    [
+        ("cuda", "auto", ("cpu:gloo,cuda:nccl", torch.device("cuda", 1))),
+        ("cuda", "gloo", ("cpu:gloo,cuda:gloo", None)),
+        ("cpu", "auto", ("gloo", None)),
+    ],
+)
+def test_nccl_connects_at_the_start(
+    device_type: str, backend: Any, expected: tuple[str, torch.device | None], torchrun: pytest.MonkeyPatch
+) -> None:
+    torchrun.setenv("LOCAL_RANK", "1")
+    torchrun.setattr(torch.cuda, "device_count", lambda: 2)
+    torchrun.setattr(torch.cuda, "set_device", lambda device: None)
+    calls: list[tuple[str, torch.device | None]] = []
+    torchrun.setattr(dist, "init_process_group", lambda name, **options: calls.append((name, options["device_id"])))
+    process_group(DDP(backend=backend), device_type).__enter__()
+    assert calls == [expected]
+
+
 def test_torchrun_group_is_created_and_destroyed(tmp_path: Path) -> None:
     def act(world: World) -> tuple[World, float, bool]:
         dist.destroy_process_group()
