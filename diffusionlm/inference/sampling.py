@@ -38,8 +38,10 @@ class TokenSampler:
         self._measure = strategy.measure
         self._can_remask = strategy.can_remask
         # The mask has probability zero, as in training (SUBS, Sahoo et al. 2024).
-        self._forbidden_token_ids = torch.tensor(settings.forbidden_token_ids, device=device, dtype=torch.long)
-        self._deferred_token_ids = torch.tensor(config.defer_token_ids, device=device, dtype=torch.long)
+        self._forbidden_token_ids, self._deferred_token_ids = (
+            copy_to_device(torch.tensor(token_ids, dtype=torch.long), device)
+            for token_ids in (settings.forbidden_token_ids, config.defer_token_ids)
+        )
         self._has_fast_path = (
             self._temperature == 0.0
             and config.top_k is None
@@ -48,13 +50,14 @@ class TokenSampler:
             and (strategy.measure is None or strategy.measure is TOKEN_PROBABILITY)
         )
 
-    def sample(self, logits_NV: Tensor, requests: Sequence[ActiveRequest]) -> Tensor:
+    def sample(self, logits_NV: Tensor, requests: Sequence[ActiveRequest], *, sorts_all: bool = False) -> Tensor:
         """Token, confidence and log-probability of each output position of the requests, and its T most probable tokens
         and their log-probabilities, [3 + 2 T, N] in fp64 (which holds token ids exactly). T is the most that one of the
-        requests keeps.
+        requests keeps. The token is -1 where `NUM_TOP_P_CANDIDATES` do not contain the nucleus.
 
         Args:
             logits_NV: logits of the output positions of all requests, in their order.
+            sorts_all: find each nucleus among all tokens.
         """
         output_positions = [request.output_positions for request in requests]
         uniforms_N = committed_N = None
@@ -78,6 +81,7 @@ class TokenSampler:
                 None if uniforms_N is None else uniforms_N[chunk],
                 None if committed_N is None else committed_N[chunk],
                 num_top,
+                sorts_all=sorts_all,
             )
             for chunk in iterate_chunks(logits_NV)
         ]
@@ -91,7 +95,13 @@ class TokenSampler:
         return copy_NV.index_fill_(1, self._forbidden_token_ids, float("-inf"))
 
     def _sample_chunk(
-        self, logits_NV: Tensor, uniforms_N: Tensor | None, committed_N: Tensor | None, num_top: int
+        self,
+        logits_NV: Tensor,
+        uniforms_N: Tensor | None,
+        committed_N: Tensor | None,
+        num_top: int,
+        *,
+        sorts_all: bool,
     ) -> Tensor:
         """Token, confidence, log-probability and ``num_top`` alternatives of each position, [3 + 2 T, N] in fp64.
 
@@ -105,7 +115,11 @@ class TokenSampler:
         config = self._config
         logprobs_NV = logits_NV.log_softmax(dim=1)
         unfiltered_probs_NV = logprobs_NV.exp()
-        filtered_NV = filter_logits(logits_NV, temperature=self._temperature, top_k=config.top_k, top_p=config.top_p)
+        filtered_NV = filter_logits(logits_NV, temperature=self._temperature, top_k=config.top_k, top_p=1.0)
+        is_complete_N = None
+        if config.top_p < 1.0:
+            num_candidates = logits_NV.shape[1] if sorts_all else NUM_TOP_P_CANDIDATES
+            filtered_NV, is_complete_N = keep_top_p_candidates(filtered_NV, config.top_p, num_candidates)
         probs_NV = unfiltered_probs_NV if filtered_NV is logits_NV else filtered_NV.softmax(dim=1)
         tokens_N = choose_tokens(probs_NV, uniforms_N)
         if committed_N is not None:
@@ -117,6 +131,8 @@ class TokenSampler:
             basis_NV = exclude_tokens(unfiltered_probs_NV if is_unfiltered else probs_NV, self._deferred_token_ids)
             confidence_N = self._measure.compute(basis_NV, tokens_N)
         logprobs_N = logprobs_NV.gather(1, tokens_N[:, None])[:, 0]
+        if is_complete_N is not None:  # the host repeats the others, so that it need not wait here
+            tokens_N = torch.where(is_complete_N, tokens_N, -1)
         samples_3N = torch.stack([tokens_N.double(), confidence_N, logprobs_N])
         if not num_top:
             return samples_3N
@@ -134,23 +150,33 @@ class BatchSampler:
         self._samplers = PerSettings(lambda settings: TokenSampler(settings, device))
 
     def sample_predictions(self, logits: LogitRows) -> list[Predictions | ValueError]:
-        """Predictions for each request, with one device synchronization; an error where the model's probabilities are
-        not finite."""
+        """Predictions for each request, with one device synchronization, and a second one if candidates do not contain
+        a nucleus; an error where the model's probabilities are not finite."""
+        predictions = self._sample(logits, logits.requests)
+        if incomplete := [request for request in logits.requests if predictions[id(request)] is None]:
+            predictions |= self._sample(logits, incomplete, sorts_all=True)
+        return [result for request in logits.requests if (result := predictions[id(request)]) is not None]
+
+    def _sample(
+        self, logits: LogitRows, requests: Sequence[ActiveRequest], *, sorts_all: bool = False
+    ) -> dict[int, Predictions | ValueError | None]:
+        """Predictions or the error of requests, by identity; None if candidates do not contain a nucleus."""
         groups: dict[object, list[ActiveRequest]] = {}
-        for request in logits.requests:
+        for request in requests:
             key = id(request) if self._samples_alone else self._keys.get(request.settings)
             groups.setdefault(key, []).append(request)
         samples = [
-            self._samplers.get(group[0].settings).sample(logits.select(group), group) for group in groups.values()
+            self._samplers.get(group[0].settings).sample(logits.select(group), group, sorts_all=sorts_all)
+            for group in groups.values()
         ]
-        predictions: dict[int, Predictions | ValueError] = {}
+        predictions: dict[int, Predictions | ValueError | None] = {}
         for group, samples_RN in zip(groups.values(), _to_arrays(samples), strict=True):
             first = 0
             for request in group:
                 end = first + len(request.output_positions)
                 predictions[id(request)] = _to_predictions(samples_RN[:, first:end])
                 first = end
-        return [predictions[id(request)] for request in logits.requests]
+        return predictions
 
 
 def _sampling_key(settings: DecodingSettings) -> tuple[object, ...]:
@@ -215,9 +241,11 @@ def _to_arrays(tensors: Sequence[Tensor]) -> list[NDArray[np.float64]]:
     return [part.reshape(tensor.shape) for part, tensor in zip(np.split(flat, ends), tensors, strict=True)]
 
 
-def _to_predictions(samples_RN: NDArray[np.float64]) -> Predictions | ValueError:
+def _to_predictions(samples_RN: NDArray[np.float64]) -> Predictions | ValueError | None:
     """Predictions of a request from the samples of its positions (`TokenSampler.sample`)."""
     tokens_N, confidence_N, logprobs_N = samples_RN[:3]
+    if (tokens_N < 0).any():
+        return None
     top_tokens_TN, top_logprobs_TN = np.split(samples_RN[3:], 2)
     try:
         check_finite(np.isfinite(logprobs_N))
@@ -358,16 +386,29 @@ def keep_top_p(logits_NV: Tensor, top_p: float) -> Tensor:
     The token that crosses top_p belongs to it, so it is never empty (Holtzman et al. 2019). Among equals the lowest ids
     come first. Only `NUM_TOP_P_CANDIDATES` tokens are sorted, and all of them if these do not contain the nucleus.
     """
+    filtered_NV, is_complete_N = keep_top_p_candidates(logits_NV, top_p, NUM_TOP_P_CANDIDATES)
+    if is_complete_N.all():
+        return filtered_NV
+    return keep_top_p_candidates(logits_NV, top_p, logits_NV.shape[1])[0]
+
+
+def keep_top_p_candidates(logits_NV: Tensor, top_p: float, num_candidates: int) -> tuple[Tensor, Tensor]:
+    """Like `keep_top_p`, with the nucleus among the most probable tokens alone. Nothing waits for the device.
+
+    Returns:
+        The logits, [N, V], and whether the candidates contain the nucleus, [N]; only then are the logits right.
+    """
     total_N1 = logits_NV.logsumexp(dim=1, keepdim=True)
-    if logits_NV.shape[1] > NUM_TOP_P_CANDIDATES:
-        ids_NC = logits_NV.topk(NUM_TOP_P_CANDIDATES, dim=1).indices.sort(dim=1).values
-        sorted_NC, order_NC = logits_NV.gather(1, ids_NC).sort(dim=1, descending=True, stable=True)
-        is_outside_NC = _is_outside_nucleus(sorted_NC, total_N1, top_p)
-        # Ties of the last candidate may be missing, so it must be outside.
-        if bool((is_outside_NC | (sorted_NC > sorted_NC[:, -1:])).all()):
-            return _mask_outside(logits_NV, ids_NC.gather(1, order_NC), is_outside_NC)
-    sorted_NV, order_NV = logits_NV.sort(dim=1, descending=True, stable=True)
-    return _mask_outside(logits_NV, order_NV, _is_outside_nucleus(sorted_NV, total_N1, top_p))
+    if num_candidates >= logits_NV.shape[1]:
+        sorted_NV, order_NV = logits_NV.sort(dim=1, descending=True, stable=True)
+        filtered_NV = _mask_outside(logits_NV, order_NV, _is_outside_nucleus(sorted_NV, total_N1, top_p))
+        return filtered_NV, torch.ones_like(total_N1[:, 0], dtype=torch.bool)
+    ids_NC = logits_NV.topk(num_candidates, dim=1).indices.sort(dim=1).values
+    sorted_NC, order_NC = logits_NV.gather(1, ids_NC).sort(dim=1, descending=True, stable=True)
+    is_outside_NC = _is_outside_nucleus(sorted_NC, total_N1, top_p)
+    # Ties of the last candidate may be missing, so it must be outside.
+    is_complete_N = (is_outside_NC | (sorted_NC > sorted_NC[:, -1:])).all(dim=1)
+    return _mask_outside(logits_NV, ids_NC.gather(1, order_NC), is_outside_NC), is_complete_N
 
 
 def _is_outside_nucleus(sorted_NC: Tensor, total_N1: Tensor, top_p: float) -> Tensor:

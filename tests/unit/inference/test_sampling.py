@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from config.generation import GenerationConfig
 from diffusionlm.inference import sampling
+from diffusionlm.inference.generate import generate
 from diffusionlm.inference.sampling import (
     choose_tokens,
     divide_by_temperature,
@@ -17,6 +22,7 @@ from diffusionlm.inference.sampling import (
     keep_top_k,
     keep_top_p,
 )
+from diffusionlm.models.transformer import Transformer
 
 INF = float("inf")
 
@@ -77,6 +83,26 @@ def test_top_p_with_few_candidates_is_the_same(
     assert torch.equal(keep_top_p(logits_NV, top_p), expected_NV)
     for row_1V, expected_1V in zip(logits_NV.split(1), expected_NV.split(1), strict=True):
         assert torch.equal(keep_top_p(row_1V, top_p), expected_1V)
+
+
+@pytest.mark.parametrize("num_candidates", [1, 3])
+def test_nuclei_outside_of_the_candidates_are_found_in_a_second_pass(
+    num_candidates: int, model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = GenerationConfig(max_new_tokens=6, steps=3, temperature=1.0, top_p=0.7, confidence_from="filtered")
+    prompts = [[1, 2, 3], [4, 5], [6]]
+    expected = generate(model, prompts, config)
+    monkeypatch.setattr(sampling, "NUM_TOP_P_CANDIDATES", num_candidates)
+    num_reads, read = 0, sampling._to_arrays
+
+    def count_reads(tensors: Sequence[Tensor]) -> list[NDArray[np.float64]]:
+        nonlocal num_reads
+        num_reads += 1
+        return read(tensors)
+
+    monkeypatch.setattr(sampling, "_to_arrays", count_reads)
+    assert generate(model, prompts, config) == expected
+    assert 3 < num_reads <= 6
 
 
 def test_temperature() -> None:
