@@ -51,7 +51,7 @@ from files.atomic import write_text_atomic
 from files.terminal_text import print_message
 from profiling.cores import usable_cores
 from profiling.memory import PeakGrowth, release_freed_memory
-from profiling.torch_setup import select_device
+from profiling.torch_setup import select_device, select_dtype
 
 WARMUP_TOKENS = 4
 """New tokens of the call before memory is measured, in which libraries allocate what they load at first use."""
@@ -174,7 +174,7 @@ def build_model(config: BenchModel) -> Transformer:
     assert config.shape is not None
     device = select_device(config.device, "model.device")
     model = random_model(config.shape.to_model_config(), config.seed, attention_backend=config.attention_backend)
-    return model.to(device, DTYPES[config.dtype])
+    return model.to(device, DTYPES[select_dtype(config.dtype, device)])
 
 
 def random_model(config: ModelConfig, seed: int, *, attention_backend: AttentionBackend = "auto") -> Transformer:
@@ -363,7 +363,7 @@ def _describe_conditions(config: BenchInferConfig, model: Transformer) -> dict[s
     return {
         "model": "random weights" if config.model.path is None else str(config.model.path),
         "shape": f"{describe_model(shape)}, vocabulary {shape.vocab_size:,}, {parameters:,} parameters, "
-        f"{config.model.dtype}",
+        f"{str(model.lm_head.weight.dtype).removeprefix('torch.')}",
         "requests": f"{prompts} and {bench.new_tokens} new ones each",
         **describe_accelerator(model.lm_head.weight.device.type),
         **collect_environment(threads=torch.get_num_threads(), packages=["torch"]),

@@ -21,8 +21,9 @@ class InferModelConfig(Section):
     """Directory of a PEFT adapter (LoRA) for the model."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA if it is available."""
-    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    """Dtype of weights and activations. Probabilities are float64 in decoding, and at least float32 elsewhere."""
+    dtype: Literal["auto", "float32", "float64", "bfloat16"] = "auto"
+    """Dtype of weights and activations. auto: bfloat16 on a GPU that multiplies it in hardware, else float32.
+    Probabilities are float64 in decoding, and at least float32 elsewhere."""
     attention_backend: AttentionBackend = "auto"
     """Implementation of attention. auto: the fastest for device, dtype, length and pattern. eager and sdpa use a dense
     mask. tiled (on a CPU) and flex (on CUDA) skip hidden keys and need generation.cache = "none"."""

@@ -119,6 +119,13 @@ def select_device(device: str, key: str) -> str:
     return device
 
 
+def select_dtype(dtype: str, device: str) -> str:
+    """Resolve ``auto`` to ``bfloat16`` on a GPU that multiplies it in hardware, else to ``float32``."""
+    if dtype != "auto":
+        return dtype
+    return "bfloat16" if device == "cuda" and has_native_bfloat16(device) else "float32"
+
+
 def _build(torch: Any) -> str:
     if torch.version.cuda:
         return f"CUDA {torch.version.cuda}"

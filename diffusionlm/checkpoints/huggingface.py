@@ -26,7 +26,7 @@ from diffusionlm.checkpoints.model_files import find_weights_directory, verify_m
 from diffusionlm.checkpoints.vocabulary import check_vocabulary, read_vocabulary
 from diffusionlm.checkpoints.weights import open_weights, read_saved_dtype, save_weights
 from diffusionlm.models.transformer import Transformer
-from profiling.torch_setup import select_device
+from profiling.torch_setup import select_device, select_dtype
 from tokenizer import Tokenizer, save_tokenizer
 
 DTYPES = {
@@ -97,7 +97,7 @@ def load_configured_model(config: InferModelConfig) -> Transformer:
     return load_model(
         config.path,
         device=device,
-        dtype=config.dtype,
+        dtype=select_dtype(config.dtype, device),
         attention_backend=config.attention_backend,
         adapter=config.adapter,
     )

@@ -1,4 +1,4 @@
-"""What decides the results of a task with a model, for resuming and for reports. No torch."""
+"""What decides the results of a task with a model, for resuming and for reports."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from diffusionlm.checkpoints.model_files import (
 from diffusionlm.data.local_files import find_files
 from diffusionlm.evaluation.tasks.preparation import PreparedGeneration, PreparedOptions, PreparedTask, resolve_length
 from files.hashing import hash_file
+from profiling.torch_setup import select_device, select_dtype
 
 KEYS_WITHOUT_EFFECT = ("name", "data", "limit", "item_ids", "repeats", "batch_size")
 """Keys of a task that change no result of an item: which items there are, where they are, what is computed together."""
@@ -43,7 +44,7 @@ def fingerprint_model(model: InferModelConfig, directory: Path) -> str:
         directory: of the model, resolved.
 
     Raises:
-        ValueError: a file cannot be read.
+        ValueError: a file cannot be read, or there is no CUDA device where one is required.
     """
     folders = [directory, find_weights_directory(directory)]
     paths = [folder / name for folder in folders for name in CONFIG_FILES]
@@ -51,7 +52,7 @@ def fingerprint_model(model: InferModelConfig, directory: Path) -> str:
     for folder in (directory, model.adapter):
         paths += [] if folder is None else [folder / ADAPTER_CONFIG, folder / ADAPTER_WEIGHTS]
     lines = [f"{path.name} {hash_file(path)}" for path in dict.fromkeys(paths) if path.is_file()]
-    return _hash([*lines, model.dtype])
+    return _hash([*lines, select_dtype(model.dtype, select_device(model.device, "model.device"))])
 
 
 def fingerprint_data(task: AnyTask) -> str:

@@ -20,6 +20,7 @@ from diffusionlm.training.run import Run, build_run
 from diffusionlm.training.samples import Samples
 from diffusionlm.training.signals import StopRequest
 from diffusionlm.training.step import load_step_batch, train_step
+from profiling import torch_setup
 
 
 def build(config: TrainConfig, tmp_path: Path, backend: str) -> Run:
@@ -75,6 +76,20 @@ def test_the_backend_of_a_command_reaches_the_model(tiny_model: Callable[..., Tr
         section = {"path": tmp_path, "device": "cpu", "attention_backend": backend}
         loaded = load_configured_model(InferConfig.model_validate({"model": section}).model)
         assert loaded.attention_backend == backend
+
+
+def test_the_dtype_of_a_command_reaches_the_model(
+    tiny_model: Callable[..., Transformer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_model(tiny_model(), tmp_path)
+    for section, dtype in (({}, torch.float32), ({"dtype": "bfloat16"}, torch.bfloat16)):
+        config = InferConfig.model_validate({"model": {"path": tmp_path, "device": "cpu", **section}}).model
+        assert load_configured_model(config).lm_head.weight.dtype == dtype
+    monkeypatch.setattr(torch_setup, "has_native_bfloat16", lambda device: True)
+    assert [torch_setup.select_dtype("auto", device) for device in ("cpu", "cuda")] == ["float32", "bfloat16"]
+    assert torch_setup.select_dtype("float64", "cuda") == "float64"
+    monkeypatch.setattr(torch_setup, "has_native_bfloat16", lambda device: False)
+    assert torch_setup.select_dtype("auto", "cuda") == "float32"
 
 
 def test_a_backend_that_cannot_run_is_an_error_of_the_config(config: TrainConfig, tmp_path: Path) -> None:
