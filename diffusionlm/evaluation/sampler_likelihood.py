@@ -24,6 +24,7 @@ from diffusionlm.inference.model_runner import build_pattern, masked_position_lo
 from diffusionlm.inference.sampling import check_finite, iterate_chunks
 from diffusionlm.inference.settings import DecodingSettings, resolve_settings
 from diffusionlm.inference.strategy import DecodeState, Strategy
+from diffusionlm.models.patterns import copy_to_device
 from diffusionlm.models.transformer import Transformer
 from profiling import nvtx
 
@@ -171,7 +172,7 @@ class _LogitReader:
         """Reveal tokens of each document, with one host-device synchronization. Returns their number."""
         ends = np.cumsum([0, *(len(document.masked_positions()) for document in documents)]).tolist()
         targets = np.concatenate([document.tokens_L[document.masked_positions()] for document in documents])
-        targets_N = torch.from_numpy(targets).to(logits_NV.device)
+        targets_N = copy_to_device(torch.from_numpy(targets), logits_NV.device)
         scores = [self._score_positions(logits_NV[chunk], targets_N[chunk]) for chunk in iterate_chunks(logits_NV)]
         confidence_N, nll_N = torch.cat(scores, dim=1).cpu().numpy()
         check_finite(~np.isnan(confidence_N) & ~np.isnan(nll_N))

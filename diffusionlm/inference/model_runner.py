@@ -25,8 +25,15 @@ from diffusionlm.diffusion.attention_bias import read_attention_bias
 from diffusionlm.inference.requests import ActiveRequest
 from diffusionlm.inference.settings import DecodingSettings, PerSettings
 from diffusionlm.models.cache import PagedCache
-from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, DenseBias, PromptAndOwnBlock
-from diffusionlm.models.ragged import RaggedBatch, SequenceSlice, copy_to_device
+from diffusionlm.models.patterns import (
+    AttentionPattern,
+    Bidirectional,
+    BlockCausal,
+    DenseBias,
+    PromptAndOwnBlock,
+    copy_to_device,
+)
+from diffusionlm.models.ragged import RaggedBatch, SequenceSlice
 from diffusionlm.models.row_adapters import AdapterRows
 from diffusionlm.models.transformer import Transformer
 from profiling import nvtx

@@ -17,7 +17,7 @@ from diffusionlm.diffusion.rng import RngStream
 from diffusionlm.inference.requests import ActiveRequest, LogitBias, Predictions
 from diffusionlm.inference.settings import DecodingSettings, PerSettings
 from diffusionlm.inference.strategy import TOKEN_PROBABILITY
-from diffusionlm.models.ragged import copy_to_device
+from diffusionlm.models.patterns import copy_to_device
 
 PROBABILITY_CHUNK_BYTES = 64 << 20
 """Budget for one [positions, V] array of fp64 probabilities."""

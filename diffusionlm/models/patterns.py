@@ -236,24 +236,25 @@ class CleanAndBlockCopies(_PatternBase):
 
     def intervals(self, length: int, device: torch.device | str = "cpu", window: int | None = None) -> Intervals:
         _check_window(window)
-        positions_S = torch.tensor(self.position_ids, device=device)
+        positions_S = torch.tensor(self.position_ids)
         if length != len(positions_S):
             raise ValueError(f"position_ids are for {len(positions_S)} positions, the sequence has {length}")
         num_clean = self.copy_bounds[0][0]
         block_starts_S = positions_S - positions_S % self.block_length
         clean_ends_S = block_starts_S.clone()
         clean_ends_S[:num_clean] = (block_starts_S[:num_clean] + self.block_length).clamp(max=num_clean)
-        bounds_C2 = torch.tensor(self.copy_bounds, device=device)
+        bounds_C2 = torch.tensor(self.copy_bounds)
         sizes_C = bounds_C2[:, 1] - bounds_C2[:, 0]
-        own_S2 = torch.zeros(length, 2, dtype=torch.int64, device=device)
+        own_S2 = torch.zeros(length, 2, dtype=torch.int64)
         own_S2[num_clean:] = bounds_C2.repeat_interleave(sizes_C, dim=0)
         clean_S2 = torch.stack([torch.zeros_like(clean_ends_S), clean_ends_S], dim=-1)
         if window is not None:
             # A clean key is its position; a key of a copy is as far from the query as in the text.
-            queries_S = torch.arange(length, device=device)
+            queries_S = torch.arange(length)
             clean_S2 = _clip_to_reach(clean_S2, positions_S, window)
             own_S2 = _clip_to_reach(own_S2, queries_S, window)
-        ranges_1SR2 = torch.stack([clean_S2, own_S2], dim=1)[None]
+        # Computed on the CPU: the copies are of different lengths, for which the host would wait.
+        ranges_1SR2 = copy_to_device(torch.stack([clean_S2, own_S2], dim=1)[None], torch.device(device))
         return ranges_1SR2[..., 0], ranges_1SR2[..., 1]
 
 
@@ -426,6 +427,13 @@ def _half_length(length: int) -> int:
 def _check_block_length(block_length: int) -> None:
     if block_length < 1:
         raise ValueError(f"block_length = {block_length} must be at least 1")
+
+
+def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy of a tensor on the CPU, without waiting for the device; on a CPU the tensor itself."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()  # a copy of pageable memory may wait for the device
+    return tensor.to(device, non_blocking=True)
 
 
 def _check_window(window: int | None) -> None:

@@ -23,7 +23,7 @@ from diffusionlm.models.attention import PreparedAttention
 from diffusionlm.models.attention_backends import prepare_attention, select_cached_backend
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.dense_attention import DEFAULT_SCALE, AttentionScale, attend_cached, without_cudnn_attention
-from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, Causal
+from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, Causal, copy_to_device
 
 
 @dataclass(frozen=True)
@@ -250,13 +250,6 @@ class _InputIndices:
             if self._cached_rows is not None:
                 new_QKH = new_QKH[self._cached_rows]
             storage[layer].index_copy_(1, self.slots_Q, new_QKH.transpose(0, 1))
-
-
-def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy of a tensor on the CPU, without waiting for the device; on a CPU the tensor itself."""
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()  # a copy of pageable memory may wait for the device
-    return tensor.to(device, non_blocking=True)
 
 
 def _key_limit(pattern: AttentionPattern, positions_Q: Tensor) -> Tensor:

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from diffusionlm.models.layers import Embedding, Linear
 from diffusionlm.models.lora import LoRALinear, TrainedRowsEmbedding, TrainedRowsLinear, adapter_modules
 from diffusionlm.models.moe import MoE
-from diffusionlm.models.ragged import RaggedBatch, copy_to_device
+from diffusionlm.models.patterns import copy_to_device
+from diffusionlm.models.ragged import RaggedBatch
 from diffusionlm.models.transformer import Transformer
 
 

@@ -23,8 +23,8 @@ from diffusionlm.models.attention_backends import prepare_attention
 from diffusionlm.models.dense_attention import AttentionScale
 from diffusionlm.models.layers import Embedding, Linear, RMSNorm, RotaryEmbedding, SwiGLU, soft_cap
 from diffusionlm.models.moe import MoE, Routing, compute_load_balancing_loss
-from diffusionlm.models.patterns import AttentionPattern
-from diffusionlm.models.ragged import RaggedBatch, copy_to_device, prepare_ragged_attention
+from diffusionlm.models.patterns import AttentionPattern, copy_to_device
+from diffusionlm.models.ragged import RaggedBatch, prepare_ragged_attention
 
 
 class Block(nn.Module):

@@ -22,8 +22,8 @@ from torch import Tensor
 from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.evaluation.statistics import MAX_LOGITS_BYTES
 from diffusionlm.inference.sampling import check_finite, iterate_chunks
-from diffusionlm.models.patterns import AttentionPattern, Bidirectional, Causal, CleanAndBlockCopies
-from diffusionlm.models.ragged import RaggedBatch, SequenceSlice, copy_to_device
+from diffusionlm.models.patterns import AttentionPattern, Bidirectional, Causal, CleanAndBlockCopies, copy_to_device
+from diffusionlm.models.ragged import RaggedBatch, SequenceSlice
 from diffusionlm.models.transformer import Transformer
 from profiling import nvtx
 

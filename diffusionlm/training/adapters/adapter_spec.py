@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from config.finetune.lora import LoraTrainingConfig
 from config.train import TrainConfig
@@ -54,7 +55,8 @@ class AdapterSpec:
             load_adapter_values(model, config, config.init_from)
         if config.base == "nf4":
             for module in adapted:
-                module.weight.data = module.weight.data.to(device, torch.float32)
+                weight = module.weight.detach().to(device, torch.float32)
+                module.weight = nn.Parameter(weight, requires_grad=False)
                 module.quantize()
         narrow = {module.weight for module in adapted}
         for parameter in model.parameters():
