@@ -1,7 +1,7 @@
 """A GPU that computes nothing: fake tensors on ``cuda``, and a record of the operators that would be launched.
 
-Shapes, dtypes, devices and the choice of code paths are those of a GPU. Values do not exist: where the host reads one,
-the place is recorded, and the value is 1.
+Shapes, dtypes, devices and the choice of code paths are those of a GPU. Its values do not exist: where the host reads
+one, the place is recorded, and the value is 1. Tensors on the CPU are real.
 """
 
 from __future__ import annotations
@@ -16,18 +16,22 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarking.serving.count_kernels import WITHOUT_KERNELS
 from diffusionlm.kernels import chunked_loss
+from diffusionlm.models import flex
 from profiling import triton_setup
 
 PROJECT = Path(__file__).parents[1]
 FUSED_ATTENTION = "scaled_dot_product_attention"
 """Name of the launch of torch's fused attention."""
+FLEX_ATTENTION = "flex_attention"
+"""Name of the launch of FlexAttention."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class Launch:
 
     @property
     def is_product(self) -> bool:
-        return self.name in ("mm", "addmm", "bmm", "baddbmm", FUSED_ATTENTION)
+        return self.name in ("mm", "addmm", "bmm", "baddbmm", FUSED_ATTENTION, FLEX_ATTENTION)
 
 
 @dataclass
@@ -53,7 +57,9 @@ class LaunchRecord:
     """``file:function`` of the project's innermost call -> values, indices or tensors that the host waited for. A copy
     of pageable memory counts: the driver may wait."""
     pinned: dict[int, Tensor] = field(default_factory=dict)
-    """Tensors in pinned memory, by identity."""
+    """Tensors in pinned memory, by address."""
+    shared: list[Tensor] = field(default_factory=list)
+    """Tensors that were made on one stream and are used on another."""
 
     def attend(
         self, q_BNQH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, attn_mask: Tensor | None = None, **_: Any
@@ -64,15 +70,26 @@ class LaunchRecord:
         self.launches.append(Launch(FUSED_ATTENTION, inputs, (out_BNQH,)))
         return out_BNQH
 
+    def attend_flex(self, q_BNQH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, *, block_mask: Any, **_: Any) -> Tensor:
+        """Record FlexAttention with the tables of its mask, and return a tensor of its shape."""
+        out_BNQH = torch.empty_like(q_BNQH)
+        tables = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks)
+        self.launches.append(Launch(FLEX_ATTENTION, (q_BNQH, k_BKSH, v_BKSH, *tables), (out_BNQH,)))
+        return out_BNQH
+
     def pin_memory(self, tensor: Tensor) -> Tensor:
         """Take the place of `torch.Tensor.pin_memory`, which looks for a GPU."""
-        self.pinned[id(tensor)] = tensor
+        self.pinned[tensor.data_ptr()] = tensor
         return tensor
 
     def add_wait(self) -> None:
         """Record that the host waits here."""
         if (place := find_place()) is not None:
             self.waits[place] += 1
+
+    def synchronize(self, *_: Any) -> None:
+        """Take the place of a function that waits for a stream or an event."""
+        self.add_wait()
 
     def clear(self) -> None:
         """Forget what was recorded."""
@@ -85,7 +102,21 @@ class LaunchRecord:
 
     def product_dtypes(self) -> set[torch.dtype]:
         """Dtypes of the factors of all matrix products."""
-        return {tensor.dtype for launch in self.launches if launch.is_product for tensor in launch.inputs}
+        inputs = [tensor for launch in self.launches if launch.is_product for tensor in launch.inputs]
+        return {tensor.dtype for tensor in inputs if tensor.is_floating_point()}
+
+
+class FakeStream:
+    """Takes the place of `torch.cuda.Stream` and of `torch.cuda.Event`."""
+
+    def __init__(self, record: LaunchRecord) -> None:
+        self.synchronize = record.synchronize
+
+    def wait_stream(self, stream: FakeStream) -> None:
+        """Nothing to wait for."""
+
+    def record(self) -> None:
+        """Nothing to record."""
 
 
 class _Recorder(TorchDispatchMode):
@@ -96,37 +127,60 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        name, kwargs = func.overloadpacket.__name__, dict(kwargs or {})
+        if not _is_on_gpu((args, kwargs)):
+            return self._compute_on_cpu(func, args, kwargs)
         if torch.is_inference_mode_enabled() and _is_composite(func):
             with self:  # without autograd composite operators arrive here whole
                 return func.decompose(*args, **kwargs)
-        if name == "_local_scalar_dense" and isinstance(args[0], FakeTensor):
-            if args[0].is_cuda:
-                self.record.add_wait()
-            return {True: 1.0, False: 1}[args[0].is_floating_point()] if args[0].dtype != torch.bool else True
-        if name == "nonzero" and args[0].is_cuda:
+        if name == "_local_scalar_dense":
+            self.record.add_wait()
+            return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+        if name == "nonzero":
             self.record.add_wait()
             return args[0].new_zeros(1, args[0].dim(), dtype=torch.int64)
         if name.startswith("index") and any(_is_mask(index) for index in tree_leaves(args[1:2])):
             self.record.add_wait()
             indices = [index.flatten()[:1].long() if _is_mask(index) else index for index in args[1]]
             args = (args[0], indices, *args[2:])
-        source: Any = args[1] if name == "copy_" else args[0] if args else None
-        if name == "_to_copy":  # the mode itself would copy a tiny tensor, whose value it knows, to a real GPU
-            args = (source if isinstance(source, FakeTensor) else self.mode.from_tensor(source), *args[1:])
-            args[0].constant = None
+        if name in ("_to_copy", "copy_"):
+            source, target = (args[0], None) if name == "_to_copy" else (args[1], args[0])
+            is_asynchronous = bool(kwargs.get("non_blocking")) or True in args[2:]
+            if not source.is_cuda:
+                self._record_copy(source, is_asynchronous)
+                source = self.mode.from_tensor(source)
+                args = (source, *args[1:]) if target is None else (target, source, *args[2:])
+            elif target is not None and not target.is_cuda:
+                self._record_copy(target, is_asynchronous)
+                return self._compute_on_cpu(target.fill_, (1,), {})
+            elif target is None and torch.device(kwargs.get("device") or "cuda").type == "cpu":
+                if source.dim() and source.numel():
+                    self.record.add_wait()
+                return self._compute_on_cpu(torch.ones, (source.shape,), {"dtype": kwargs.get("dtype", source.dtype)})
         output = func(*args, **kwargs)
         inputs, outputs = _tensors((args, kwargs)), _tensors(output)
-        if name in ("_to_copy", "copy_"):
-            target = outputs[0]
-            is_asynchronous = kwargs.get("non_blocking") or True in args[2:]
-            is_pageable = not source.is_cuda and id(source) not in self.record.pinned
-            if source.is_cuda != target.is_cuda and source.dim() and (is_pageable or not is_asynchronous):
-                self.record.add_wait()
-        computes = not func.is_view and name not in WITHOUT_KERNELS and func.namespace != "prim"
-        if computes and any(tensor.is_cuda for tensor in (*inputs, *outputs)):
+        if not func.is_view and name not in WITHOUT_KERNELS and func.namespace != "prim":
             self.record.launches.append(Launch(name, inputs, outputs))
         return output
+
+    def _compute_on_cpu(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        is_pinned = kwargs.get("pin_memory") and kwargs.pop("pin_memory")  # which would look for a GPU
+        with unset_fake_temporarily():
+            output = function(*args, **kwargs)
+        return self.record.pin_memory(output) if is_pinned else output
+
+    def _record_copy(self, cpu_tensor: Tensor, is_asynchronous: bool) -> None:
+        """Record that the host waits for a copy, unless it is an asynchronous one of pinned memory."""
+        is_pinned = cpu_tensor.data_ptr() in self.record.pinned
+        if cpu_tensor.dim() and cpu_tensor.numel() and not (is_asynchronous and is_pinned):
+            self.record.add_wait()
+
+
+def _is_on_gpu(tree: Any) -> bool:
+    return any(
+        isinstance(leaf, FakeTensor) or (isinstance(leaf, torch.device) and leaf.type == "cuda")
+        for leaf in tree_leaves(tree)
+    )
 
 
 def _is_composite(func: Any) -> bool:
@@ -157,24 +211,50 @@ def _tensors(tree: Any) -> tuple[Tensor, ...]:
 
 @contextlib.contextmanager
 def fake_cuda() -> Iterator[LaunchRecord]:
-    """Context in which tensors are fake, a GPU with bfloat16 seems to be there, and launches are recorded.
+    """Context in which tensors on ``cuda`` are fake, an H200 seems to be there, and launches are recorded.
 
     Stubs with the right shapes take the place of the loss kernel, which fake tensors cannot enter, and of fused
-    attention, which torch selects by the properties of a real GPU. Build in the context what is used in it.
+    attention and FlexAttention, which torch selects by the properties of a real GPU.
     """
     record = LaunchRecord()
+    stream = FakeStream(record)
+    replaced: list[tuple[Any, str, Any]] = [
+        (torch.cuda, "is_available", lambda: True),
+        (torch.cuda, "is_bf16_supported", lambda *_, **__: True),
+        (torch.cuda, "get_device_name", lambda *_: "NVIDIA H200"),
+        (torch.cuda, "stream", lambda _: contextlib.nullcontext()),
+        *((torch.cuda, name, lambda *_: stream) for name in ("Stream", "Event", "current_stream")),
+        (nn.Module, "to", _move_module),
+        (Tensor, "pin_memory", lambda tensor: record.pin_memory(tensor)),
+        (Tensor, "record_stream", lambda tensor, _: record.shared.append(tensor)),
+        (triton_setup, "find_triton_problem", lambda: None),
+        (chunked_loss, "load_loss_backend", _load_fake_loss),
+        (torch.nn.functional, FUSED_ATTENTION, record.attend),
+        (flex, "_compiled_flex_attention", lambda: record.attend_flex),
+    ]
     with contextlib.ExitStack() as stack:
-        mode = stack.enter_context(
-            FakeTensorMode(allow_non_fake_inputs=True)
-        )  # before a GPU seems to be there: it would initialize CUDA
-        for name in ("is_available", "is_bf16_supported"):
-            stack.enter_context(patch.object(torch.cuda, name, lambda *_, **__: True))
-        stack.enter_context(patch.object(torch.Tensor, "pin_memory", lambda tensor: record.pin_memory(tensor)))
-        stack.enter_context(patch.object(triton_setup, "find_triton_problem", lambda: None))
-        stack.enter_context(patch.object(chunked_loss, "load_loss_backend", _load_fake_loss))
-        stack.enter_context(patch.object(torch.nn.functional, FUSED_ATTENTION, record.attend))
+        # First, before a GPU seems to be there: it would initialize CUDA.
+        mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        for owner, name, function in replaced:
+            stack.enter_context(patch.object(owner, name, function))
         stack.enter_context(_Recorder(record, mode))
         yield record
+
+
+def _move_module(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """Take the place of `torch.nn.Module.to`, which cannot give a parameter fake values. Shared ones stay shared."""
+    device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    moved: dict[Tensor, Tensor] = {}
+    for part in module.modules():
+        groups: list[dict[str, Any]] = [part._parameters, part._buffers]
+        for tensors in groups:
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor not in moved:
+                    values = tensor.detach().to(device, dtype if tensor.is_floating_point() else None)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    moved[tensor] = nn.Parameter(values, tensor.requires_grad) if is_parameter else values
+                tensors[name] = None if tensor is None else moved[tensor]
+    return module
 
 
 def _load_fake_loss(backend: str) -> Callable[..., tuple[Tensor, Tensor]]:

@@ -178,7 +178,10 @@ def test_a_gpu_is_waited_for_once_in_a_layer(make_config: MakeConfig) -> None:
         mixture = MoE(make_config(**SPARSE))
         mixture(torch.ones(3, 24), routings)
         compute_load_balancing_loss(routings)
-    assert record.waits == {"diffusionlm/models/moe.py:from_experts": 6}
+        grouped = dict(record.waits)
+        moe.run_experts_one_by_one(mixture.experts, torch.ones(3, 24), torch.ones(3, 2), routings[0].experts_TK)
+    assert grouped == {"diffusionlm/models/moe.py:from_experts": 6}  # one copy of six numbers
+    assert record.waits == {"diffusionlm/models/moe.py:from_experts": 12}
 
 
 def test_balance_loss_by_hand() -> None:

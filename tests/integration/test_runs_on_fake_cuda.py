@@ -1,0 +1,177 @@
+"""Whole training runs on a GPU that computes nothing: the code that they take, and where the host waits for the GPU."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from config.load import load_config
+from config.train import TrainConfig
+from diffusionlm.models.moe import ExpertGroups
+from diffusionlm.training import run, step
+from diffusionlm.training.loop import train
+from diffusionlm.training.step import TrainState
+from tests.conftest import MakeModel
+from tests.fake_cuda import FLEX_ATTENTION, LaunchRecord, fake_cuda
+from tests.preference_run import configure_preferences, write_preferences
+from tests.tiny_run import write_train_config
+
+pytestmark = pytest.mark.slow
+
+Sections = dict[str, dict[str, Any]]
+
+ALLOWED_WAITS = {
+    # at the start
+    "diffusionlm/training/setup.py:build": "the weights are copied to the GPU",
+    "diffusionlm/training/adapters/adapter_spec.py:add_to": "weights are quantized on the GPU, one after the other",
+    "diffusionlm/checkpoints/base_fingerprint.py:_sample_values": "identity of the reference of preferences",
+    "diffusionlm/checkpoints/base_fingerprint.py:from_tensor": "identity of the reference of preferences",
+    # in logged steps
+    "diffusionlm/training/step_metrics.py:_pop": "loss and gradient norm",
+    "diffusionlm/training/step_metrics.py:compute_batch_flops": "scored positions, for the FLOPs",
+    "diffusionlm/models/patterns.py:_map_tensors": "documents, for the FLOPs",
+    "diffusionlm/training/monitor.py:metrics": "sums over scored positions",
+    # in validations, which read each forward
+    "diffusionlm/diffusion/noised_batch.py:_map_forward_tensors": "inputs",
+    "diffusionlm/evaluation/nelbo.py:compute_masked_nll": "losses",
+    "diffusionlm/evaluation/evaluate.py:count_hits": "hits",
+    # in checkpoints
+    "diffusionlm/training/checkpointing/staging.py:stage_checkpoint": "all copies: once",
+    "diffusionlm/optim/ema.py:num_updates": "number of updates of the averages",
+}
+"""Places where the host waits for the GPU, and for what."""
+EXPERTS = "diffusionlm/models/moe.py:from_experts"
+"""In each layer with experts: the number of tokens of each."""
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+ON_GPU: Sections = {
+    "run": {"device": "cuda"},
+    "training": {"max_steps": 4, "precision": "bfloat16"},
+    "logging": {"every_steps": 2},
+    "validation": {"every_steps": 2},
+    "checkpoint": {"every_steps": 3},
+    "runtime": {"compile": "none"},
+}
+RUNS: dict[str, Sections] = {
+    "masked diffusion": {"training": {"ema_decay": 0.9}},
+    "block diffusion": {"objective": {"kind": "block_diffusion", "block_length": 4}},
+    "next token": {"objective": {"kind": "next_token"}, "model": {"logit_alignment": "shifted"}},
+    "experts": {"model": MOE},
+    "bfloat16 weights": {"runtime": {"weights": "bfloat16_with_master"}},
+}
+
+
+def merge(*parts: Sections) -> Sections:
+    """Sections of a config; values of later parts replace those of earlier ones."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: {key: value for part in parts for key, value in part.get(name, {}).items()} for name in names}
+
+
+def train_on_fake_gpu(config: TrainConfig) -> LaunchRecord:
+    """Make a run as on a GPU. The backward, which fake tensors have not, only makes gradients."""
+    states: list[TrainState] = []
+    build_train_state, from_experts = run.build_train_state, ExpertGroups.from_experts
+
+    def build(*arguments: Any) -> TrainState:
+        states.append(build_train_state(*arguments))
+        return states[0]
+
+    def backward(loss: Tensor) -> None:
+        for parameter in states[0].model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+
+    def group_evenly(experts_TK: Tensor, num_experts: int) -> ExpertGroups:
+        groups = from_experts(experts_TK, num_experts)
+        size, rest = divmod(experts_TK.numel(), num_experts)
+        return replace(groups, counts=[size + (index < rest) for index in range(num_experts)])
+
+    with ExitStack() as stack:
+        record = stack.enter_context(fake_cuda())
+        stack.enter_context(patch.object(run, "build_train_state", build))
+        stack.enter_context(patch.object(Tensor, "backward", backward))
+        stack.enter_context(patch.object(ExpertGroups, "from_experts", group_evenly))
+        stack.enter_context(patch.object(step, "add_mask_noise", lambda *_: nullcontext()))  # needs a generator
+        result = train(config)
+    assert result.summary is not None and result.step == config.training.max_steps
+    return record
+
+
+def assert_waits_are_allowed(record: LaunchRecord) -> None:
+    assert not set(record.waits) - set(ALLOWED_WAITS) - {EXPERTS}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_on_a_gpu(name: str, tmp_path: Path) -> None:
+    """Prefetch, steps, metrics, validation and checkpoints; products have the precision of training."""
+    sections = merge(ON_GPU, RUNS[name])
+    record = train_on_fake_gpu(load_config(TrainConfig, write_train_config(tmp_path, "train", **sections)))
+    assert_waits_are_allowed(record)
+    assert (EXPERTS in record.waits) == (name == "experts")
+    num_steps = sections["training"]["max_steps"]
+    assert len(record.shared) >= 4 * num_steps, "tensors of a batch come from the stream of the prefetcher"
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+def test_long_sequences_use_flex_attention(tmp_path: Path) -> None:
+    """From 512 positions on, in training and validation, with one block mask for all layers."""
+    block_diffusion = {"objective": {"kind": "block_diffusion", "block_length": 4}}
+    model = {"model": {"max_position_embeddings": 512, "num_hidden_layers": 2}}
+    sections = merge(ON_GPU, block_diffusion, model, {"validation": {"every_steps": 0}})
+    record = train_on_fake_gpu(load_config(TrainConfig, write_train_config(tmp_path, "train", **sections)))
+    assert_waits_are_allowed(record)
+    launches = [launch for launch in record.launches if launch.name == FLEX_ATTENTION]
+    assert launches and len(launches) % 2 == 0
+    for first, last in zip(launches[::2], launches[1::2], strict=True):
+        assert first.inputs[0].shape[-2:] == (1024, 16) and last.inputs[0].shape[-1] == 16
+        assert first.inputs[0].dtype == torch.bfloat16
+    assert record.count()["scaled_dot_product_attention"] == 0
+
+
+@pytest.fixture
+def bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stub of the package that quantizes weights, with the shapes of its results."""
+
+    def quantize(weight: Tensor, *, blocksize: int, quant_type: str) -> tuple[Tensor, Tensor]:
+        assert weight.is_cuda and quant_type == "nf4"
+        return weight.new_empty(-(-weight.numel() // 2), 1, dtype=torch.uint8), weight.new_empty(weight.shape)
+
+    functional = SimpleNamespace(quantize_4bit=quantize, dequantize_4bit=lambda packed, state: state)
+    package = SimpleNamespace(functional=functional, __spec__=ModuleSpec("bitsandbytes", None))
+    monkeypatch.setitem(sys.modules, "bitsandbytes", package)
+    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", functional)
+
+
+@pytest.mark.parametrize(
+    ("model", "lora"),
+    [({}, {}), ({}, {"base": "nf4"}), (MOE, {"targets": ["q_proj", "gate_proj", "up_proj", "down_proj"]})],
+    ids=["LoRA", "QLoRA", "LoRA of experts"],
+)
+def test_adapters_on_a_gpu(model: dict[str, Any], lora: dict[str, Any], tmp_path: Path, bitsandbytes: None) -> None:
+    on_cpu = merge(ON_GPU, {"run": {"device": "cpu"}, "model": model, "training": {"precision": "float32"}})
+    train(
+        load_config(TrainConfig, write_train_config(tmp_path, "base", **merge(on_cpu, {"training": {"max_steps": 1}})))
+    )
+    changes: Sections = {
+        "run": {"directory": str(tmp_path / "adapted")},
+        "model": {"init_from": str(tmp_path / "run")},
+        "lora": {"rank": 2, **lora},
+    }
+    path = write_train_config(tmp_path, "adapted", **merge(ON_GPU, changes))
+    record = train_on_fake_gpu(load_config(TrainConfig, path))
+    assert_waits_are_allowed(record)
+
+
+def test_preferences_on_a_gpu(tmp_path: Path, tiny_model: MakeModel) -> None:
+    write_preferences(tmp_path, tiny_model)
+    record = train_on_fake_gpu(configure_preferences(tmp_path, "preferences", **ON_GPU))
+    assert_waits_are_allowed(record)
