@@ -111,6 +111,8 @@ class NoisedBatch:
     """Part of `denominator` that fill contributes."""
     is_auxiliary: bool = False
     """True for the forward of an auxiliary loss, which is not counted: no targets, no denominator."""
+    on_host: NoisedBatch | None = None
+    """The batch on the CPU that this one is a copy of. None: this one is on the CPU."""
 
     def number_rows(self, device: torch.device | str | None = None) -> Tensor:
         """Number of each row of the inputs, [B], int64: unique in the step, whatever its division into batches.
@@ -126,7 +128,7 @@ class NoisedBatch:
         if device.type == "cpu":
             return self
         tensors = self._map_forward_tensors(lambda tensor: tensor.to(device, non_blocking=True))
-        return replace(self, pattern=self.pattern.to(device), **tensors)
+        return replace(self, pattern=self.pattern.to(device), **tensors, on_host=self.on_host or self)
 
     def pin_memory(self) -> NoisedBatch:
         """Copy to pinned memory, from which a GPU copies asynchronously."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from config.families.model_directory import resolve_model_directory
@@ -12,6 +14,7 @@ from ddp.process_group import process_group
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
 from diffusionlm.training.garbage import GarbageCollection
 from diffusionlm.training.reporting import (
+    LaunchedStep,
     RunSummary,
     build_logger,
     collect_monitor_metrics,
@@ -28,7 +31,7 @@ from diffusionlm.training.run_events import record_run_events
 from diffusionlm.training.setup import set_up_device
 from diffusionlm.training.signals import StoppedError, StopRequest
 from diffusionlm.training.skipped_batches import count_step
-from diffusionlm.training.step import StepBatch, load_step_batch, train_step
+from diffusionlm.training.step import DeviceStepMetrics, StepBatch, load_step_batch, train_step
 from diffusionlm.training.step_metrics import StepMetrics, StepMetricsQueue
 from logger import RunLogger
 from profiling import memory, nvtx
@@ -130,27 +133,19 @@ def train_steps(
     run: Run, logger: RunLogger, stop: StopRequest, profiler: StepProfiler, garbage: GarbageCollection
 ) -> None:
     """Make steps until the last one or a signal; log, validate, sample and save when due."""
-    progress, settings = run.progress, run.settings
-    pending_metrics = StepMetricsQueue()
+    progress, settings, reader = run.progress, run.settings, StepReader(run, logger)
     while progress.step < settings.max_steps:
-        started = time.perf_counter()
-        with nvtx.annotate("step"):
+        reader.start_clock()
+        with reader.log_on_error(), nvtx.annotate("step"):
             with nvtx.annotate("data"):
                 batch = load_step_batch(run.loader, progress.step, run.world, stop)
             with run.monitor.step(progress.step + 1):
                 device_metrics = train_step(run.state, run.loader, batch, settings, run.monitor)
         progress.step += 1
         progress.tokens_seen += batch.num_target_tokens
-        pending_metrics.put(progress.step, device_metrics)
         run.skipped_batches.hold(progress.step, batch.noised_batches, run.loader.state_dict())
         due = find_due_actions(run, stop)
-        is_read = due.is_any or settings.reads_metrics_each_step
-        finished = pending_metrics.pop_all() if is_read else pending_metrics.pop_oldest()
-        progress.seconds += time.perf_counter() - started
-        for metrics in finished:
-            count_step(metrics, progress, run.skipped_batches, logger, run.config.training.max_nonfinite_steps)
-        if is_read:
-            log_step(run, logger, finished[-1], batch, with_metrics=due.log)
+        reader.add_step(device_metrics, batch, due)
         if due.validate:
             run_validation(run, logger)
         if due.evaluate:
@@ -169,7 +164,7 @@ def train_steps(
 
 @dataclass(frozen=True)
 class DueActions:
-    """The actions that follow a step. Before any of them the host reads the metrics of all steps so far."""
+    """The actions that follow a step. Before any of them but ``log`` the host reads the metrics of all steps so far."""
 
     log: bool
     validate: bool
@@ -181,9 +176,9 @@ class DueActions:
     """The last step, or the one after which a signal stops the run."""
 
     @property
-    def is_any(self) -> bool:
-        """True if an action is due."""
-        return self.log or self.validate or self.evaluate or self.sample or self.save or self.is_end
+    def needs_all_metrics(self) -> bool:
+        """True if an action other than logging is due, before which every step so far is read."""
+        return self.validate or self.evaluate or self.sample or self.save or self.is_end
 
 
 def find_due_actions(run: Run, stop: StopRequest) -> DueActions:
@@ -205,9 +200,69 @@ def find_due_actions(run: Run, stop: StopRequest) -> DueActions:
     )
 
 
-def log_step(run: Run, logger: RunLogger, metrics: StepMetrics, batch: StepBatch, *, with_metrics: bool) -> None:
-    """Show the progress of the run; with metrics, log those of this step."""
-    values = collect_step_metrics(run, metrics, batch.noised_batches)
-    logger.progress(run.progress.step, values)
-    if with_metrics:
-        logger.metrics(run.progress.step, {**values, **collect_monitor_metrics(run, metrics)})
+class StepReader:
+    """Reads the metrics of steps, counts them in the run's progress, and logs those of some steps.
+
+    On a GPU a step that is only logged is read when the next one is launched, so that the device never lacks work. The
+    log has the same numbers under the same steps.
+    """
+
+    def __init__(self, run: Run, logger: RunLogger) -> None:
+        self.run, self.logger = run, logger
+        self._pending = StepMetricsQueue()
+        self._waiting: LaunchedStep | None = None
+        """The step that is logged when the next one is launched."""
+        self._clock_start = 0.0
+
+    def start_clock(self) -> None:
+        """Begin to measure a step. Logging is not part of its duration, waiting for the device is."""
+        self._clock_start = time.perf_counter()
+
+    @contextlib.contextmanager
+    def log_on_error(self) -> Iterator[None]:
+        """Context of the launch of a step. If it fails, the step before is logged all the same, if it is to be."""
+        try:
+            yield
+        except Exception:
+            with contextlib.suppress(RuntimeError, ValueError):  # of a device that failed; the first error is raised
+                self._log_waiting()
+            raise
+
+    def add_step(self, device_metrics: DeviceStepMetrics, batch: StepBatch, due: DueActions) -> None:
+        """Add the step that was launched last, and read, count and log what is due.
+
+        Raises:
+            ValueError: too many steps in a row were skipped.
+        """
+        self._pending.put(self.run.progress.step, device_metrics)
+        self._log_waiting()
+        if due.needs_all_metrics or self.run.settings.reads_metrics_each_step:
+            launched = LaunchedStep.last(self.run, batch.noised_batches)
+            self._log(launched, self._count(self._pending.pop_all())[-1], with_metrics=due.log)
+        elif due.log:
+            self._waiting = LaunchedStep.last(self.run, batch.noised_batches)
+            self._count([])
+        else:
+            self._count(self._pending.pop_oldest())
+
+    def _log_waiting(self) -> None:
+        launched, self._waiting = self._waiting, None
+        if launched is not None:
+            self._log(launched, self._count(self._pending.pop_until(launched.step))[-1], with_metrics=True)
+            self.start_clock()
+
+    def _count(self, finished: list[StepMetrics]) -> list[StepMetrics]:
+        """Add the time since the clock was started, and count the steps that were read."""
+        run = self.run
+        run.progress.seconds += time.perf_counter() - self._clock_start
+        for metrics in finished:
+            count_step(metrics, run.progress, run.skipped_batches, self.logger, run.config.training.max_nonfinite_steps)
+        return finished
+
+    def _log(self, launched: LaunchedStep, metrics: StepMetrics, *, with_metrics: bool) -> None:
+        """Show the progress of the run; with metrics, log those of this step."""
+        values = collect_step_metrics(self.run, launched, metrics)
+        self.logger.progress(launched.step, values)
+        if with_metrics:
+            extra = collect_monitor_metrics(self.run, metrics, launched.monitor)
+            self.logger.metrics(launched.step, {**values, **extra})

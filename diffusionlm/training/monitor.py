@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -30,6 +31,65 @@ NormsByName = dict[str, Tensor]
 """Norms over all ranks, 0-d on the device."""
 
 
+class DeviceNumbers:
+    """Values on their way to the host: from a GPU they are copied asynchronously, through pinned memory."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values, self._event = values, None
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, dtype=values.dtype).pin_memory()
+            self._values.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def read(self) -> list[float]:
+        """Wait until the device has computed the values, which are one-dimensional, and return them. What was launched
+        later is not waited for."""
+        if self._event is not None:
+            self._event.synchronize()
+        numbers: list[float] = self._values.tolist()
+        return numbers
+
+
+@dataclass(frozen=True)
+class MonitorResults:
+    """What a `StepMonitor` has computed in a step."""
+
+    numbers: DeviceNumbers
+    """2 K + 1 + 6 + 3 sums, see `StepMonitor`, and the norms."""
+    norm_names: tuple[str, ...]
+    """``weight_norms/<parameter>`` and ``activation_norms/<module>``, in the order of the norms."""
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the step; waits until the device has made it.
+
+        ``mask_ratio``: masked tokens per target token. ``loss_by_masked_fraction/0.2-0.4``: unweighted nats per masked
+        token where more than 0.2 and at most 0.4 of the sequence, or block, was masked; left out if there was none.
+        ``loss_answer``, ``loss_fill``: the loss of answers and of the fill after them, each divided by its own part of
+        the denominator; left out if no answer has fill. ``loss_next_token``: the auxiliary loss, without its weight.
+        ``preference_accuracy``, ``preference_margin``: share of the preferences with a positive margin, and its mean
+        (`preference_margins`).
+        ``weight_norms/...`` and ``activation_norms/...``: see `summarize_norms`.
+        """
+        values = iter(self.numbers.read())
+        nll_K, count_K = list(islice(values, NUM_LOSS_BINS)), list(islice(values, NUM_LOSS_BINS))
+        num_targets = next(values)
+        metrics = {"mask_ratio": sum(count_K) / num_targets} if num_targets else {}
+        for index, (nll, count) in enumerate(zip(nll_K, count_K, strict=True)):
+            bin_name = f"{index / NUM_LOSS_BINS:g}-{(index + 1) / NUM_LOSS_BINS:g}"
+            if count:
+                metrics[f"loss_by_masked_fraction/{bin_name}"] = nll / count
+        (answer, fill, next_token), (num_answer, num_fill, num_next_token) = islice(values, 3), islice(values, 3)
+        if num_answer and num_fill:
+            metrics |= {"loss_answer": answer / num_answer, "loss_fill": fill / num_fill}
+        if num_next_token:
+            metrics["loss_next_token"] = next_token / num_next_token
+        num_pairs, num_right, margin = islice(values, 3)
+        if num_pairs:
+            metrics |= {"preference_accuracy": num_right / num_pairs, "preference_margin": margin / num_pairs}
+        return metrics | summarize_norms(dict(zip(self.norm_names, values, strict=True)))
+
+
 @dataclass
 class StepMonitor:
     """Computes the loss by masked fraction in logged steps, and norms every ``logging.norms_every_steps``.
@@ -49,8 +109,8 @@ class StepMonitor:
     """[2, 3], fp64: see `sum_loss_parts`. None: not a logged step."""
     _pair_sums: Tensor | None = None
     """[3], fp64: preferences, those with a positive margin, sum of the margins. None: not a logged step."""
-    _activations: NormsByName = field(default_factory=dict)
-    _weights: NormsByName = field(default_factory=dict)
+    results: MonitorResults | None = None
+    """Of the last step. None: it is not logged."""
 
     def should_record_norms(self, step: int) -> bool:
         """Return whether norms are recorded in a step; steps count from 1."""
@@ -60,26 +120,29 @@ class StepMonitor:
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
         """Context of the forwards, backwards and update of a step, from 1. All ranks enter it."""
-        self._sums, self._part_sums, self._pair_sums, self._activations, self._weights = None, None, None, {}, {}
+        self._sums, self._part_sums, self._pair_sums, self.results = None, None, None, None
         should_record_norms = self.should_record_norms(step)
         if step % self.config.every_steps and step != self.max_steps and not should_record_norms:
             yield
             return
         device = self.model.model.norm.weight.device
-        self._sums = torch.zeros(2 * NUM_LOSS_BINS + 1, dtype=torch.float64, device=device)
-        self._part_sums = torch.zeros(2, 3, dtype=torch.float64, device=device)
-        self._pair_sums = torch.zeros(3, dtype=torch.float64, device=device)
+        sums = torch.zeros(2 * NUM_LOSS_BINS + 1 + 6 + 3, dtype=torch.float64, device=device)
+        self._sums, part_sums, self._pair_sums = torch.split(sums, [2 * NUM_LOSS_BINS + 1, 6, 3])
+        self._part_sums = part_sums.view(2, 3)
         activations = ActivationNorms(self.model) if should_record_norms else None
         with activations.record_forwards() if activations is not None else contextlib.nullcontext():
             yield
-        self.parallel.world.all_reduce_on_device(self._sums)
-        self.parallel.world.all_reduce_on_device(self._part_sums)
-        self.parallel.world.all_reduce_on_device(self._pair_sums)
+        self.parallel.world.all_reduce_on_device(sums)
+        norms: NormsByName = {}
         if activations is not None:
-            self._activations = activations.result(self.parallel.world)
             self.parallel.wait_for_weights()
             with self.master_weights.as_float32():
-                self._weights = compute_weight_norms(self.model, self.parallel.world)
+                weight_norms = compute_weight_norms(self.model, self.parallel.world)
+            norms |= {f"weight_norms/{name}": norm for name, norm in weight_norms.items()}
+            activation_norms = activations.result(self.parallel.world)
+            norms |= {f"activation_norms/{name}": norm for name, norm in activation_norms.items()}
+        values = torch.cat([sums, torch.stack(list(norms.values()))]) if norms else sums
+        self.results = MonitorResults(DeviceNumbers(values), tuple(norms))
 
     def add_micro_batch(self, noised_batch: NoisedBatch, nll_N: Tensor) -> None:
         """Add the losses of a micro-batch, both on the device. Next-token prediction masks nothing and has no masked
@@ -97,38 +160,6 @@ class StepMonitor:
         if self._pair_sums is not None:
             values_3P = torch.stack([torch.ones_like(margins_P), (margins_P > 0).double(), margins_P])
             self._pair_sums += values_3P.sum(dim=1)
-
-    def metrics(self) -> dict[str, float]:
-        """Metrics of the last step; waits for the device.
-
-        ``mask_ratio``: masked tokens per target token. ``loss_by_masked_fraction/0.2-0.4``: unweighted nats per masked
-        token where more than 0.2 and at most 0.4 of the sequence, or block, was masked; left out if there was none.
-        ``loss_answer``, ``loss_fill``: the loss of answers and of the fill after them, each divided by its own part of
-        the denominator; left out if no answer has fill. ``loss_next_token``: the auxiliary loss, without its weight.
-        ``preference_accuracy``, ``preference_margin``: share of the preferences with a positive margin, and its mean
-        (`preference_margins`).
-        ``weight_norms/...`` and ``activation_norms/...``: see `summarize_norms`.
-        """
-        if self._sums is None or self._part_sums is None or self._pair_sums is None:
-            return {}
-        sums = self._sums.tolist()
-        nll_K, count_K, num_targets = sums[:NUM_LOSS_BINS], sums[NUM_LOSS_BINS:-1], sums[-1]
-        metrics = {"mask_ratio": sum(count_K) / num_targets} if num_targets else {}
-        for index, (nll, count) in enumerate(zip(nll_K, count_K, strict=True)):
-            bin_name = f"{index / NUM_LOSS_BINS:g}-{(index + 1) / NUM_LOSS_BINS:g}"
-            if count:
-                metrics[f"loss_by_masked_fraction/{bin_name}"] = nll / count
-        (answer, fill, next_token), (num_answer, num_fill, num_next_token) = self._part_sums.tolist()
-        if num_answer and num_fill:
-            metrics |= {"loss_answer": answer / num_answer, "loss_fill": fill / num_fill}
-        if num_next_token:
-            metrics["loss_next_token"] = next_token / num_next_token
-        num_pairs, num_right, margin = self._pair_sums.tolist()
-        if num_pairs:
-            metrics |= {"preference_accuracy": num_right / num_pairs, "preference_margin": margin / num_pairs}
-        for prefix, norms in (("weight_norms", self._weights), ("activation_norms", self._activations)):
-            metrics |= summarize_norms(prefix, norms) if norms else {}
-        return metrics
 
 
 def sum_loss_parts(noised_batch: NoisedBatch, nll_N: Tensor) -> Tensor:
@@ -235,8 +266,12 @@ def compute_weight_norms(model: Transformer, world: World) -> NormsByName:
     return dict(zip((name for name, _ in model.named_parameters()), norms, strict=True))
 
 
-def summarize_norms(prefix: str, norms: NormsByName) -> dict[str, float]:
-    """``prefix/<name>`` of each norm, and ``prefix/mean``, ``/min`` and ``/max`` over all; waits for the device."""
-    values = dict(zip(norms, torch.stack(list(norms.values())).tolist(), strict=True))
-    summary = {"mean": sum(values.values()) / len(values), "min": min(values.values()), "max": max(values.values())}
-    return {f"{prefix}/{name}": value for name, value in (summary | values).items()}
+def summarize_norms(norms: dict[str, float]) -> dict[str, float]:
+    """The norms by ``prefix/<name>``, and before those of each prefix their ``prefix/mean``, ``/min`` and ``/max``."""
+    metrics: dict[str, float] = {}
+    for prefix in dict.fromkeys(name.partition("/")[0] for name in norms):
+        values = {name: value for name, value in norms.items() if name.partition("/")[0] == prefix}
+        numbers = values.values()
+        metrics |= {f"{prefix}/mean": sum(numbers) / len(numbers)}
+        metrics |= {f"{prefix}/min": min(numbers), f"{prefix}/max": max(numbers), **values}
+    return metrics

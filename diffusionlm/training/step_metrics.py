@@ -13,6 +13,7 @@ from torch import Tensor
 from config.finetune.lora import LoraConfig
 from config.model import ModelConfig
 from diffusionlm.diffusion.noised_batch import NoisedBatch
+from diffusionlm.training.monitor import DeviceNumbers
 from diffusionlm.training.step import DeviceStepMetrics
 from profiling.adapter_size import measure_adapter
 from profiling.flops import peak_flops, step_flops
@@ -44,26 +45,23 @@ class StepMetricsQueue:
     """Metrics of past steps, in order, which the device may still be computing."""
 
     def __init__(self) -> None:
-        self._pending: list[tuple[int, Tensor, torch.cuda.Event | None]] = []
+        self._pending: list[tuple[int, DeviceNumbers]] = []
 
     def put(self, step: int, metrics: DeviceStepMetrics) -> None:
-        """Add the metrics of a step, from 1. From a GPU they are copied asynchronously, in one copy."""
+        """Add the metrics of a step, from 1."""
         loss = metrics.loss
         values_4 = torch.stack(
             [loss, metrics.grad_norm, metrics.load_balancing_loss, metrics.is_accepted.to(loss.dtype)]
         )
-        if loss.device.type != "cuda":
-            self._pending.append((step, values_4, None))
-            return
-        copy = torch.empty(4, dtype=values_4.dtype, pin_memory=True)
-        copy.copy_(values_4, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        self._pending.append((step, copy, event))
+        self._pending.append((step, DeviceNumbers(values_4)))
 
     def pop_all(self) -> list[StepMetrics]:
         """Remove and return all metrics; waits for the device."""
         return self._pop(len(self._pending))
+
+    def pop_until(self, last_step: int) -> list[StepMetrics]:
+        """Remove and return the metrics of steps up to ``last_step``; a device may still compute the later ones."""
+        return self._pop(sum(step <= last_step for step, _ in self._pending))
 
     def pop_oldest(self) -> list[StepMetrics]:
         """Of `MAX_PENDING_STEPS` or more steps remove and return the older half, which a device has long computed."""
@@ -71,10 +69,8 @@ class StepMetricsQueue:
 
     def _pop(self, count: int) -> list[StepMetrics]:
         finished = []
-        for step, values_4, event in self._pending[:count]:
-            if event is not None:
-                event.synchronize()
-            loss, grad_norm, load_balancing_loss, is_accepted = values_4.tolist()
+        for step, numbers in self._pending[:count]:
+            loss, grad_norm, load_balancing_loss, is_accepted = numbers.read()
             finished.append(StepMetrics(step, loss, grad_norm, load_balancing_loss, bool(is_accepted)))
         del self._pending[:count]
         return finished
@@ -94,10 +90,9 @@ class TrainingProgress:
     skipped_in_a_row: int = 0
     skipped: int = 0
 
-    @property
-    def smooth_loss(self) -> float:
-        """`loss_average` with bias correction."""
-        return self.loss_average / (1.0 - LOSS_AVERAGE_DECAY ** max(1, self.step - self.skipped))
+    def smooth_loss(self, last_step: int) -> float:
+        """`loss_average` with bias correction; ``last_step`` is the last step that was counted."""
+        return self.loss_average / (1.0 - LOSS_AVERAGE_DECAY ** max(1, last_step - self.skipped))
 
     def count(self, metrics: StepMetrics) -> None:
         """Update the loss average, or the numbers of skipped steps."""
@@ -136,15 +131,16 @@ class ThroughputMeter:
         """Set the totals of a resumed run."""
         self._last_reading = (step, seconds)
 
-    def metrics(self, noised_batches: Sequence[NoisedBatch], step_seconds: float) -> dict[str, float]:
-        """``mfu``: FLOPs of these batches per second, divided by the peak. Empty if the peak is unknown."""
+    def count_peak_seconds(self, noised_batches: Sequence[NoisedBatch]) -> float | None:
+        """Seconds that a step on these batches would take at the device's peak: the MFU is this, divided by the step's
+        duration. None: the peak is unknown. The device is not read."""
         if self.peak is None:
-            return {}
+            return None
         flops = sum(
             compute_batch_flops(self.model, batch, self.active_factors, has_reference=self.has_reference)
             for batch in noised_batches
         )
-        return {"mfu": flops / (step_seconds * self.peak)}
+        return flops / self.peak
 
 
 def compute_batch_flops(
@@ -155,9 +151,11 @@ def compute_batch_flops(
     has_reference: bool = False,
 ) -> float:
     """FLOPs of a batch's forward and backward: only visible keys count, and in the last layer only output positions.
+    They are counted on the host, from the batch that was copied to the device.
 
     ``active_factors``, ``has_reference``: see `step_flops`.
     """
+    noised_batch = noised_batch.on_host or noised_batch
     layer_types = model.layer_types or ["full_attention"] * model.num_hidden_layers
     windows = [model.sliding_window if kind == "sliding_attention" else None for kind in layer_types]
     counts = {window: count_visible_keys(noised_batch, window) for window in dict.fromkeys(windows)}

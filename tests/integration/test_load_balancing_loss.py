@@ -13,7 +13,7 @@ from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
 from diffusionlm.training.loop import train
-from diffusionlm.training.reporting import collect_step_metrics
+from diffusionlm.training.reporting import LaunchedStep, collect_step_metrics
 from diffusionlm.training.run import Run, build_run
 from diffusionlm.training.signals import StopRequest
 from diffusionlm.training.step import load_step_batch, train_step
@@ -99,7 +99,7 @@ def test_it_is_logged_where_it_is_trained(config: TrainConfig, tmp_path: Path) -
         numbers, _, draws, run = one_step(sparse(config, tmp_path / str(coefficient), coefficient))
         run.progress.step, run.progress.seconds = 1, 1.0
         run.state.optimizers.learning_rates = lambda: {"all": 1.0}  # type: ignore[method-assign]
-        values = collect_step_metrics(run, numbers, draws)
+        values = collect_step_metrics(run, LaunchedStep.last(run, draws), numbers)
         assert values.get("balance_loss", 0.0) == numbers.load_balancing_loss
         assert ("balance_loss" in values) == (coefficient > 0)
 

@@ -217,8 +217,8 @@ def test_the_copies_learn_how_the_run_ended(ending: str, config: TrainConfig, mo
 @pytest.mark.parametrize(("grad_norm", "ratio"), [(0.5, 1.0), (8.0, 0.25), (math.inf, math.nan), (math.nan, math.nan)])
 def test_gradient_clip_ratio_is_recorded(grad_norm: float, ratio: float) -> None:
     settings = SimpleNamespace(max_grad_norm=2.0, device=torch.device("cpu"))
-    run: Any = SimpleNamespace(settings=settings, monitor=SimpleNamespace(metrics=lambda: {}))
-    values = collect_monitor_metrics(run, StepMetrics(1, 2.0, grad_norm, 0.0, True))
+    run: Any = SimpleNamespace(settings=settings)
+    values = collect_monitor_metrics(run, StepMetrics(1, 2.0, grad_norm, 0.0, True), None)
     assert values["grad_clip_ratio"] == pytest.approx(ratio, rel=1e-5, nan_ok=True)
     assert values["memory/peak_resident"] > 2**20
 

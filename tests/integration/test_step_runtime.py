@@ -13,12 +13,14 @@ import torch
 from config.train import TrainConfig
 from config.training.runtime import ProfilerConfig
 from diffusionlm.diffusion.noised_batch import NoisedBatch
-from diffusionlm.training import step_metrics
+from diffusionlm.training import loop, step_metrics
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
 from diffusionlm.training.loop import train, train_remaining_steps
 from diffusionlm.training.run import Run, build_run
 from diffusionlm.training.signals import StopRequest
 from diffusionlm.training.spike_guard import SpikeGuard
+from diffusionlm.training.step import train_step
+from diffusionlm.training.step_metrics import StepMetrics, StepMetricsQueue
 from logger import LoggerGroup
 from logger.run_logger import Metrics
 from tests.tiny_run import build_changed_run
@@ -43,6 +45,18 @@ class Events(LoggerGroup):
         pass
 
 
+class Values(Events):
+    """Record what is logged, but for durations and memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[int, dict[str, Any]] = {}
+
+    def metrics(self, step: int, values: Any) -> None:
+        measured = ("tokens_per_second", "_seconds", "seconds_left", "memory/peak_resident")
+        self.values[step] = {key: value for key, value in values.items() if not key.endswith(measured)}
+
+
 def train_without_sync(run: Run) -> Events:
     """Make the steps as on a GPU, on this device: metrics are read only when an action needs them."""
     run.settings = replace(run.settings, reads_metrics_each_step=False)
@@ -64,6 +78,61 @@ def test_numbers_that_are_read_late_are_the_same(config: TrainConfig, tmp_path: 
     assert list(logger.losses) == [3, 6, 8]
     assert logger.losses == {step: expected.losses[step] for step in (3, 6, 8)}
     assert run.progress.loss_average == plain.progress.loss_average
+
+
+def test_a_logged_step_is_read_when_the_next_one_is_launched(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device has work while the host logs; before a checkpoint and at the end all steps are read. The log is that
+    of a run that reads each step at once."""
+    calls: list[Any] = []
+    original_pop = StepMetricsQueue._pop
+
+    def launch(state: Any, loader: Any, batch: Any, *rest: Any) -> Any:
+        calls.append(batch.step + 1)
+        return train_step(state, loader, batch, *rest)
+
+    def pop(queue: StepMetricsQueue, count: int) -> list[StepMetrics]:
+        finished = original_pop(queue, count)
+        calls.extend([[metrics.step for metrics in finished]] if finished else [])
+        return finished
+
+    monkeypatch.setattr(loop, "train_step", launch)
+    monkeypatch.setattr(StepMetricsQueue, "_pop", pop)
+    logs = []
+    for name in ("late", "at once"):
+        calls.clear()
+        changes: Any = {"logging": {"every_steps": 2, "norms_every_steps": 4}, "checkpoint": {"every_steps": 6}}
+        run = build_changed_run(config, tmp_path / name, **changes)
+        run.settings = replace(run.settings, reads_metrics_each_step=name == "at once")
+        logger = Values()
+        with StopRequest() as stop:
+            train_remaining_steps(run, logger, stop)
+        logs.append(logger.values)
+        if name == "late":
+            assert calls == [1, 2, 3, [1, 2], 4, 5, [3, 4], 6, [5, 6], 7, 8, [7, 8]]
+    assert list(logs[0]) == list(logs[1]) == [2, 4, 6, 8]
+    for step, values in logs[0].items():
+        assert values == logs[1][step]
+    assert logs[0][4].keys() > {"mask_ratio", "loss_smooth", "lr/embed", "weight_norms/mean", "activation_norms/norm"}
+
+
+def test_a_logged_step_is_not_lost_to_an_error_in_the_next(config: TrainConfig, tmp_path: Path) -> None:
+    run = build_changed_run(config, tmp_path / "run", logging={"every_steps": 3}, checkpoint={"every_steps": 100})
+    run.settings = replace(run.settings, reads_metrics_each_step=False)
+    original = run.loader.next_step
+
+    def next_step(step: int) -> Any:
+        if step == 3:
+            raise ValueError("a bad row")
+        return original(step)
+
+    run.loader.next_step = next_step  # type: ignore[method-assign]
+    logger = Values()
+    with StopRequest() as stop, pytest.raises(ValueError, match="a bad row"):
+        train_remaining_steps(run, logger, stop)
+    assert list(logger.values) == [3]
+    assert run.progress.step == 3
 
 
 def test_delayed_skip_events_have_their_step_numbers(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -136,9 +137,11 @@ def test_utilisation_where_a_peak_is_known(make_config: MakeConfig) -> None:
         CleanBatch(tokens, torch.ones_like(tokens, dtype=torch.bool)), NoiseKey(0, 0, 0, 2)
     )
     account = ThroughputMeter(config, torch.device("cpu"))
-    assert account.metrics([draw], 0.5) == {}
+    assert account.count_peak_seconds([draw]) is None
     account.peak = 1e9
-    assert account.metrics([draw, draw], 0.5) == {"mfu": 2 * compute_batch_flops(config, draw) / 0.5e9}
+    assert account.count_peak_seconds([draw, draw]) == 2 * compute_batch_flops(config, draw) / 1e9
+    on_device = replace(draw, positions_N=draw.positions_N[:0], on_host=draw)  # what it would have to wait for
+    assert compute_batch_flops(config, on_device) == compute_batch_flops(config, draw)
     account.resume_from(10, 3.0)
     assert account.mean_step_seconds(12, 4.0) == 0.5
     assert account.mean_step_seconds(13, 6.0) == 2.0

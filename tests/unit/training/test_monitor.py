@@ -129,7 +129,7 @@ def see(monitor: StepMonitor, step: int, masked_BL: np.ndarray[Any, Any]) -> dic
             draw.inputs_BS, pattern=draw.pattern, output_positions=draw.positions_N, loss_inputs=loss_inputs
         )
         monitor.add_micro_batch(draw, scored.nll_N)
-    return monitor.metrics()
+    return monitor.results.metrics() if monitor.results else {}
 
 
 def test_only_steps_that_are_logged_are_looked_at(tiny_model: MakeModel) -> None:
@@ -154,7 +154,8 @@ def test_sums_are_over_the_micro_batches_of_a_step(tiny_model: MakeModel) -> Non
     with monitor.step(1):
         for value in (1.0, 4.0):
             monitor.add_micro_batch(draw, torch.full((B,), value))
-    assert monitor.metrics() == {"mask_ratio": 0.1, "loss_by_masked_fraction/0-0.2": 2.5}
+    assert monitor.results is not None
+    assert monitor.results.metrics() == {"mask_ratio": 0.1, "loss_by_masked_fraction/0-0.2": 2.5}
 
 
 def test_norms_of_activations(tiny_model: MakeModel) -> None:
@@ -187,11 +188,12 @@ def test_norms_of_weights(tied: bool, tiny_model: MakeModel) -> None:
 
 
 def test_norm_statistics_have_mean_minimum_and_maximum() -> None:
-    named = {"a": torch.tensor(1.0), "b": torch.tensor(4.0)}
-    assert summarize_norms("weight_norms", named) == {
+    named = {"weight_norms/a": 1.0, "activation_norms/a.b": 7.0, "weight_norms/b": 4.0}
+    assert summarize_norms(named) == {
         "weight_norms/mean": 2.5,
         "weight_norms/min": 1.0,
         "weight_norms/max": 4.0,
         "weight_norms/a": 1.0,
         "weight_norms/b": 4.0,
+        **{f"activation_norms/{name}": 7.0 for name in ("mean", "min", "max", "a.b")},
     }
