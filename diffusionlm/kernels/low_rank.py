@@ -112,14 +112,14 @@ def hash_tokens(key: int, rows_B: Tensor, length: int) -> Tensor:
     return _mix(_mix(rows_B + key)[:, None] + positions_L * _GOLDEN_RATIO).flatten()
 
 
-def dropout_mask(tokens_T: Tensor, key: int, num_features: int, probability: float) -> Tensor:
+def dropout_mask(tokens_T: Tensor, key: int | Tensor, num_features: int, probability: float) -> Tensor:
     """Mask of dropout [T, I], true with 1 - probability: a function of token, key and feature alone.
 
     The masks of a token do not depend on the other tokens of the batch, and are the same on all devices.
 
     Args:
         tokens_T: hashes of `hash_tokens`.
-        key: of the module, 32 bits.
+        key: of the module, 32 bits; a tensor is 0-d int64, on the CPU or the device of the tokens.
         num_features: I.
         probability: of false.
     """

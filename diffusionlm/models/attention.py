@@ -6,6 +6,7 @@ output positions out of B * L.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from config.model import Architecture
@@ -23,6 +24,14 @@ class PreparedAttention:
         """Softmax attention at flat positions of B * S, [P, N, H]."""
         return attend_at_positions(self, q_PNH, k_BSKH, v_BSKH, output_positions)
 
+    def traceable(self, q_BQNH: Tensor, /) -> PreparedAttention | None:
+        """The same attention as tensors and constants only, which torch's compiler can trace. None: there is none.
+
+        Args:
+            q_BQNH: any tensor with the dtype, device, number and width of the queries.
+        """
+        return None
+
 
 def attend_at_positions(
     attention: PreparedAttention, q_PNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, output_positions: Tensor
@@ -30,11 +39,11 @@ def attend_at_positions(
     """Attention at flat positions, [P, N, H], for an attention that needs a [B, Q] rectangle of queries.
 
     The other queries are zero. Q is the last output position of any sequence plus one on a CPU, and the full length on
-    a GPU, where reading it would be a sync.
+    a GPU, where reading it would be a sync, and in a compiled graph.
     """
     B, L = k_BSKH.shape[:2]
     Q = L
-    if output_positions.device.type == "cpu":
+    if output_positions.device.type == "cpu" and not torch.compiler.is_compiling():
         Q = int((output_positions % L).max()) + 1 if len(output_positions) else 1
     flat_indices = output_positions // L * Q + output_positions % L
     q_BQNH = q_PNH.new_zeros(B * Q, *q_PNH.shape[1:]).index_copy_(0, flat_indices, q_PNH).view(B, Q, *q_PNH.shape[1:])

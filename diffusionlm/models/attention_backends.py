@@ -28,6 +28,7 @@ Shapes: B sequences, Q queries, S keys, N query heads, K key-value heads, H widt
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -189,14 +190,20 @@ class PatternAttention(PreparedAttention):
         self._block_masks: dict[int, BlockMask] = {}
 
     def __call__(self, q_BQNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
+        attention = self.traceable(q_BQNH)
+        if attention is not None:
+            return attention(q_BQNH, k_BSKH, v_BSKH)
+        return attend_tiled(q_BQNH, k_BSKH, v_BSKH, self._tiles_for(q_BQNH.dtype), scale=self._scale_options.scale)
+
+    def traceable(self, q_BQNH: Tensor) -> PreparedAttention | None:
+        """See `PreparedAttention`; None for tiles, which the host lists."""
         backend, num_queries = self.backend_for(q_BQNH), q_BQNH.shape[1]
         if backend == "tiled":
-            return attend_tiled(q_BQNH, k_BSKH, v_BSKH, self._tiles_for(q_BQNH.dtype), scale=self._scale_options.scale)
+            return None
         if backend == "flex":
-            return self._attend_flex(q_BQNH, k_BSKH, v_BSKH)
+            return _FlexAttention(self._block_mask_for(num_queries), self._scale_options)
         mask = self._dense_mask_for(q_BQNH.dtype if backend == "eager" else None)
-        mask = None if mask is None else mask[..., :num_queries, :]
-        return attend(q_BQNH, k_BSKH, v_BSKH, mask, backend, self._scale_options)
+        return _DenseAttention(None if mask is None else mask[..., :num_queries, :], backend, self._scale_options)
 
     def backend_for(self, q_BQNH: Tensor) -> Literal["eager", "sdpa", "tiled", "flex"]:
         """Backend for these queries: see `select_backend`."""
@@ -213,15 +220,14 @@ class PatternAttention(PreparedAttention):
             self._tiles[dtype] = build_tiles(self._intervals, self._pattern.positions_per_token, dtype)
         return self._tiles[dtype]
 
-    def _attend_flex(self, q_BQNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
+    def _block_mask_for(self, num_queries: int) -> BlockMask:
         # Imported here: it loads torch's compiler, which takes a second.
-        from diffusionlm.models.flex import attend_flex, build_block_mask
+        from diffusionlm.models.flex import build_block_mask
 
-        num_queries = q_BQNH.shape[1]
         if num_queries not in self._block_masks:
             assert self._intervals is not None
             self._block_masks[num_queries] = build_block_mask(self._intervals, num_queries)
-        return attend_flex(q_BQNH, k_BSKH, v_BSKH, self._block_masks[num_queries], self._scale_options)
+        return self._block_masks[num_queries]
 
     def _dense_mask_for(self, dtype: torch.dtype | None) -> Tensor | None:
         """The dense mask, or with a dtype its bias of that dtype. None: no mask is needed."""
@@ -234,3 +240,28 @@ class PatternAttention(PreparedAttention):
         if dtype not in self._biases:
             self._biases[dtype] = mask_to_bias(self._mask, dtype)
         return self._biases[dtype]
+
+
+@dataclass(frozen=True)
+class _DenseAttention(PreparedAttention):
+    """Attention with a dense mask for a known number of queries."""
+
+    mask: Tensor | None
+    backend: DenseBackend
+    scale_options: AttentionScale
+
+    def __call__(self, q_BQNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
+        return attend(q_BQNH, k_BSKH, v_BSKH, self.mask, self.backend, self.scale_options)
+
+
+@dataclass(frozen=True)
+class _FlexAttention(PreparedAttention):
+    """FlexAttention with a block mask for a known number of queries."""
+
+    mask: BlockMask
+    scale_options: AttentionScale
+
+    def __call__(self, q_BQNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
+        from diffusionlm.models.flex import attend_flex
+
+        return attend_flex(q_BQNH, k_BSKH, v_BSKH, self.mask, self.scale_options)

@@ -114,6 +114,8 @@ def attend_flex(
 ) -> Tensor:
     """Softmax attention with a block mask: compiled on a GPU, the slow reference on a CPU.
 
+    In a function that torch compiles it becomes a part of that function's graph.
+
     Returns:
         [B, Q, N, H]
 
@@ -122,15 +124,12 @@ def attend_flex(
     """
     q, k, v = (tensor.transpose(1, 2) for tensor in (q_BQNH, k_BSKH, v_BSKH))
     on_cpu = q.device.type == "cpu"
-    if on_cpu and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)):
-        raise ValueError(
-            'attention backend "flex" has no backward on the CPU: use "tiled" or "auto", or torch.no_grad() if no '
-            "gradients are needed"
-        )
     if on_cpu:
-        # Under no_grad a parameter still has requires_grad = True, which FlexAttention refuses.
-        q, k, v = q.detach(), k.detach(), v.detach()
-    attend = flex_attention if on_cpu else _compiled_flex_attention()
+        _check_backward(q, k, v)
+        if not torch.is_grad_enabled():
+            # A parameter still has requires_grad = True, which FlexAttention refuses.
+            q, k, v = q.detach(), k.detach(), v.detach()
+    attend = flex_attention if on_cpu or torch.compiler.is_compiling() else _compiled_flex_attention()
     out_BNQH: Tensor = attend(
         q,
         k,
@@ -141,3 +140,12 @@ def attend_flex(
         enable_gqa=q.shape[1] != k.shape[1],
     )
     return out_BNQH.transpose(1, 2)
+
+
+def _check_backward(*tensors: Tensor) -> None:
+    """Raise if a backward is needed, which FlexAttention does not have on a CPU."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise ValueError(
+            'attention backend "flex" has no backward on the CPU: use "tiled" or "auto", or torch.no_grad() if no '
+            "gradients are needed"
+        )

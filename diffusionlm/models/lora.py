@@ -39,7 +39,8 @@ class AdapterDropout:
     def __init__(self, probability: float) -> None:
         self.probability = probability
         self._tokens: Tensor | None = None
-        self._output_tokens: Tensor | None = None
+        self.output_tokens: Tensor | None = None
+        """Hashes of the tokens at the output positions of the current forward, [P]."""
 
     @contextmanager
     def forward_of(self, key: int, rows_B: Tensor, length: int, output_positions: Tensor) -> Iterator[None]:
@@ -52,15 +53,15 @@ class AdapterDropout:
             output_positions: as in `Transformer.forward`.
         """
         self._tokens = hash_tokens(key, rows_B, length)
-        self._output_tokens = self._tokens[output_positions]
+        self.output_tokens = self._tokens[output_positions]
         try:
             yield
         finally:
-            self._tokens = self._output_tokens = None
+            self._tokens = self.output_tokens = None
 
-    def mask(self, x: Tensor, key: int) -> Tensor | None:
+    def mask(self, x: Tensor, key: Tensor) -> Tensor | None:
         """Mask of a module's inputs, all [B, L, D] or those at the output positions [P, D]. None: dropout is off."""
-        tokens = self._tokens if x.dim() == 3 else self._output_tokens
+        tokens = self._tokens if x.dim() == 3 else self.output_tokens
         return None if tokens is None else dropout_mask(tokens, key, x.shape[-1], self.probability)
 
 
@@ -90,7 +91,9 @@ class LoRALinear(Linear):
         self.weight, self.bias = base.weight, base.bias
         self.quantized: NF4Weight | None = None
         self.scale, self.init, self.dropout = scale, config.init, dropout
-        self.dropout_key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
+        # A tensor, and on the CPU: the compiler would compile a number into the code, and so each module anew.
+        key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
+        self.dropout_key = torch.tensor(key, device="cpu")
         dtype = torch.promote_types(base.weight.dtype, torch.float32)
         self.lora_A = nn.Parameter(base.weight.new_empty(rank, base.in_features, dtype=dtype))
         self.lora_B = nn.Parameter(base.weight.new_empty(base.out_features, rank, dtype=dtype))

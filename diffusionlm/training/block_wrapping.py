@@ -13,9 +13,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from config.training.runtime import RuntimeConfig
+from diffusionlm.kernels.precision import compute_dtype
 from diffusionlm.models.attention import PreparedAttention
 from diffusionlm.models.attention_backends import PatternAttention
-from diffusionlm.models.lora import find_dropout
+from diffusionlm.models.lora import AdapterDropout, find_dropout
 from diffusionlm.models.moe import MoE
 from diffusionlm.models.transformer import Block, Transformer
 from diffusionlm.optim.master_weights import MasterWeights, select_block_matrices
@@ -71,30 +72,47 @@ def should_compile_blocks(config: RuntimeConfig, device: torch.device) -> bool:
 def compile_blocks(model: Transformer, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compile the forward of each block at its first call. All layers share the code, so it does not grow with depth.
 
-    Attention runs uncompiled: its masks are prepared outside, and FlexAttention is compiled by itself. Experts run
-    uncompiled because their loop depends on the router's output.
+    A block is one graph, with its attention; masks are prepared outside. Two parts run uncompiled and split it: tiled
+    attention, and experts, whose loop depends on the router's output.
     """
     triton_setup.set_kernel_rounding()
     dropout = find_dropout(model)
-    if dropout is not None:
-        dropout.mask = _disable_compile(dropout.mask)  # type: ignore[method-assign,arg-type]
     for block in model.model.layers:
         assert isinstance(block, Block)
         if isinstance(block.mlp, MoE):
             block.mlp.forward = _disable_compile(block.mlp.forward)  # type: ignore[method-assign]
-        block.forward = _compile_forward(block.forward, backend)  # type: ignore[method-assign]
+        block.forward = _compile_forward(block, backend, dropout)  # type: ignore[method-assign]
 
 
-def _compile_forward(forward: Forward, backend: str | Callable[..., Any]) -> Forward:
+def _compile_forward(block: Block, backend: str | Callable[..., Any], dropout: AdapterDropout | None) -> Forward:
+    forward, head_dim = block.forward, block.self_attn.head_dim
     compiled = torch.compile(forward, backend=backend)
     call_attention, call_at_positions = _disable_compile(_call_attention), _disable_compile(_call_at_positions)
 
-    def run(x_BLD: Tensor, rope: tuple[Tensor, Tensor], attention: Any, **options: Any) -> Tensor:
+    def run(
+        x_BLD: Tensor,
+        rope: tuple[Tensor, Tensor],
+        attention: PreparedAttention,
+        *,
+        output_positions: Tensor | None = None,
+        routings: list[Any] | None = None,
+    ) -> Tensor:
         if not torch.is_grad_enabled():  # validation has other shapes and few steps
-            return forward(x_BLD, rope, attention, **options)
-        if options.get("output_positions") is not None:
-            torch._dynamo.maybe_mark_dynamic(options["output_positions"], 0)
-        return compiled(x_BLD, rope, _UncompiledAttention(attention, call_attention, call_at_positions), **options)
+            return forward(x_BLD, rope, attention, output_positions=output_positions, routings=routings)
+        if output_positions is not None:
+            torch._dynamo.maybe_mark_dynamic(output_positions, 0)
+            if dropout is not None and dropout.output_tokens is not None:
+                torch._dynamo.maybe_mark_dynamic(dropout.output_tokens, 0)
+        q_0L1H = x_BLD.new_empty((0, x_BLD.shape[1], 1, head_dim), dtype=compute_dtype(x_BLD))
+        traceable = attention.traceable(q_0L1H)
+        if traceable is None:
+            traceable = _UncompiledAttention(attention, call_attention, call_at_positions)
+        # A new list: its length is a constant of the compiled code, which would be compiled anew for each layer.
+        block_routings: list[Any] | None = None if routings is None else []
+        output = compiled(x_BLD, rope, traceable, output_positions=output_positions, routings=block_routings)
+        if routings is not None and block_routings is not None:
+            routings += block_routings
+        return output
 
     return run
 
