@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from config.training.runtime import RuntimeConfig
-from diffusionlm.kernels.precision import compute_dtype
 from diffusionlm.models.attention import PreparedAttention
 from diffusionlm.models.attention_backends import PatternAttention
+from diffusionlm.models.layers import compute_dtype
 from diffusionlm.models.lora import AdapterDropout, find_dropout
 from diffusionlm.models.moe import MoE
 from diffusionlm.models.transformer import Block, Transformer
@@ -32,6 +32,9 @@ SAVED_OPERATORS = (
 )
 """Operators whose results selective checkpointing saves: projections and torch's fused attention. Not ``bmm``, the
 products of eager attention: their results are as large as the mask and modified in place. Not ``mm.out`` of experts."""
+
+MAX_VERSIONS = 64
+"""Versions of a block that a process may compile, with all models in it."""
 
 Forward = Callable[..., Tensor]
 """`Block.forward`: called with the hidden states, the rotary embedding, the prepared attention, and keyword options."""
@@ -76,6 +79,8 @@ def compile_blocks(model: Transformer, backend: str | Callable[..., Any] = "indu
     attention, and experts, whose loop depends on the router's output.
     """
     triton_setup.set_kernel_rounding()
+    # torch compiles eight versions of a function by default, and then runs it uncompiled with a warning.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_VERSIONS)
     dropout = find_dropout(model)
     for block in model.model.layers:
         assert isinstance(block, Block)

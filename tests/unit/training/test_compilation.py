@@ -107,6 +107,24 @@ def test_a_block_is_one_graph_for_any_rows_documents_and_blocks(tiny_model: Make
     assert has_breaks == (case in NUM_GRAPHS)
 
 
+def test_versions_of_a_block(tiny_model: MakeModel) -> None:
+    """Another batch size costs a version of each of both blocks, one row and no row a version each of the last one; all
+    of them and those of a frozen embedding are compiled."""
+    backend = CountingBackend()
+    model = tiny_model()
+    compile_blocks(model, backend)
+    counts = []
+    for is_frozen in (False, True):
+        model.model.embed_tokens.weight.requires_grad_(not is_frozen)
+        for batch, num_rows in ((4, 3), (3, 2), (2, 5), (2, 1), (2, 0), (1, 4)):
+            rows, tokens = torch.arange(num_rows), torch.zeros(batch, 6, dtype=torch.int64)
+            loss_inputs = LossInputs(rows, torch.ones(num_rows))
+            model(tokens, pattern=Causal(), output_positions=rows, loss_inputs=loss_inputs).total_loss.backward()
+            counts.append(backend.count)
+    assert counts[:6] == [2, 4, 4, 5, 6, 8]
+    assert counts[6:] == [9, 9, 9, 9, 9, 10]
+
+
 def test_adapters_with_dropout_are_compiled_once_for_all_layers(tiny_model: MakeModel) -> None:
     """But for the first one, whose input needs no gradient, and the last one, which has fewer rows."""
     tokens, backend = torch.arange(18).view(2, 9), CountingBackend()
