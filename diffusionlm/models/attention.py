@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from config.model import Architecture
-from diffusionlm.models.layers import Linear, RMSNorm, rotate
+from diffusionlm.models.layers import Linear, RMSNorm, normalize_and_rotate
 
 
 class PreparedAttention:
@@ -75,14 +75,14 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Attention output [B, L, D], or [P, D] at ``output_positions``; keys and values are those of all positions."""
         B = len(x_BLD)
-        k = rotate(self.k_norm(self.k_proj(x_BLD).unflatten(-1, (-1, self.head_dim))), rope)
+        k = normalize_and_rotate(self.k_proj(x_BLD).unflatten(-1, (-1, self.head_dim)), self.k_norm, rope)
         v = self.v_proj(x_BLD).unflatten(-1, (-1, self.head_dim))
         if output_positions is None:
-            q = rotate(self.q_norm(self.q_proj(x_BLD).unflatten(-1, (-1, self.head_dim))), rope)
+            q = normalize_and_rotate(self.q_proj(x_BLD).unflatten(-1, (-1, self.head_dim)), self.q_norm, rope)
             return self.o_proj(attention(q, k, v).flatten(2))  # type: ignore[no-any-return]
-        q_PNH = self.q_norm(self.q_proj(x_BLD.flatten(0, 1)[output_positions]).unflatten(-1, (-1, self.head_dim)))
+        q_PNH = self.q_proj(x_BLD.flatten(0, 1)[output_positions]).unflatten(-1, (-1, self.head_dim))
         cosines, sines = (_gather_positions(table, output_positions, B) for table in rope)
-        q_PNH = rotate(q_PNH, (cosines, sines))
+        q_PNH = normalize_and_rotate(q_PNH, self.q_norm, (cosines, sines))
         return self.o_proj(attention.at_positions(q_PNH, k, v, output_positions).flatten(1))  # type: ignore[no-any-return]
 
 

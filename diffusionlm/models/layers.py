@@ -6,6 +6,7 @@ Shapes: B sequences, L positions, D hidden, N heads, H width of a head.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -67,15 +68,19 @@ class RMSNorm(nn.Module):
         """Normalize the last dimension. The dtype is that of x, or of autocast, so that the projections after the norm
         share one cast."""
         device, dtype = x.device.type, compute_dtype(x)
-        gain = 1.0 + _at_least_fp32(self.weight) if self.offset else self.weight
+        gain = self.gain()
         if device == "cpu" and torch.is_grad_enabled():
             return _RMSNorm.apply(x, gain, self.eps, dtype)  # type: ignore[no-any-return]
         if device == "cpu":
-            return _normalize(x, gain, self.eps, dtype)[0]
+            return _normalize(x, gain, self.eps)[0].to(dtype)
         # A GPU's kernel computes in fp32, whatever the dtypes, and needs one for both.
         wide = x if gain.dtype == x.dtype else _at_least_fp32(x)
         normed: Tensor = F.rms_norm(wide, gain.shape, gain.to(wide.dtype), self.eps)
         return normed.to(dtype)
+
+    def gain(self) -> Tensor:
+        """Factor of each normalized channel."""
+        return 1.0 + _at_least_fp32(self.weight) if self.offset else self.weight
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -83,33 +88,42 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        normed, scale = _normalize(x, gain, eps, dtype)
+        normed, scale = _normalize(x, gain, eps)
         ctx.save_for_backward(x, gain, scale)
-        return normed
+        return normed.to(dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, gain, scale = ctx.saved_tensors
-        width = x.shape[-1]
-        wide = _at_least_fp32(x).reshape(-1, width)
-        grad = grads[0].to(wide.dtype).reshape(-1, width)
-        scale = scale.view(-1, 1)
-        # Both sums are matrix-vector products, which read the matrix once, at memory bandwidth.
-        product = grad * wide
-        grad_gain = (scale.mT @ product)[0].to(gain.dtype) if ctx.needs_input_grad[1] else None
-        if not ctx.needs_input_grad[0]:
-            return None, grad_gain, None, None
-        along = torch.mv(product, gain.to(wide.dtype)).unsqueeze(1).mul_(scale.square()).div_(-width)
-        grad_x = (grad * gain).addcmul_(wide, along).mul_(scale)
-        return grad_x.view(x.shape).to(x.dtype), grad_gain, None, None
+        grad_x, grad_gain = _normalize_backward(grads[0], x, gain, scale, ctx.needs_input_grad)
+        return grad_x, grad_gain, None, None
 
 
-def _normalize(x: Tensor, gain: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Normalized x, and its scale before the gain, [..., 1]."""
+def _normalize(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Normalized x in at least fp32, and its scale before the gain, [..., 1]."""
     wide = _at_least_fp32(x)
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    return (wide * scale).mul_(gain).to(dtype), scale
+    return (wide * scale).mul_(gain), scale
+
+
+def _normalize_backward(
+    grad: Tensor, x: Tensor, gain: Tensor, scale: Tensor, needs_input_grad: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of x and of the gain, from that of `_normalize`."""
+    width = x.shape[-1]
+    wide = _at_least_fp32(x).reshape(-1, width)
+    grad = grad.to(wide.dtype).reshape(-1, width)
+    scale = scale.view(-1, 1)
+    # Both sums are matrix-vector products, which read the matrix once, at memory bandwidth.
+    product = grad * wide
+    grad_gain = (scale.mT @ product)[0].to(gain.dtype) if needs_input_grad[1] else None
+    if not needs_input_grad[0]:
+        return None, grad_gain
+    along = torch.mv(product, gain.to(wide.dtype)).unsqueeze(1).mul_(scale.square()).div_(-width)
+    # Written over the product: a new tensor of this size would not be in the cache.
+    grad_x = torch.mul(grad, gain, out=product).addcmul_(wide, along).mul_(scale)
+    return grad_x.view(x.shape).to(x.dtype), grad_gain
 
 
 def _at_least_fp32(x: Tensor) -> Tensor:
@@ -219,6 +233,36 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     if torch.is_grad_enabled():
         return _Rotate.apply(x, cosines, sines)  # type: ignore[no-any-return]
     return _apply_rotation(x, cosines, sines, sign=1.0)
+
+
+class _NormalizedRotation(torch.autograd.Function):
+    """`_RMSNorm`, then `_Rotate`, in fewer passes over memory and without rounding between them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gain: Tensor, cosines: Tensor, sines: Tensor, eps: float, dtype: torch.dtype
+    ) -> Tensor:
+        normed, scale = _normalize(x, gain, eps)
+        cosines, sines = cosines.to(normed.dtype), sines.to(normed.dtype)
+        ctx.save_for_backward(x, gain, scale, cosines, sines)
+        swapped = normed.roll(x.shape[-1] // 2, dims=-1)
+        return normed.mul_(cosines).addcmul_(swapped, sines).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, gain, scale, cosines, sines = ctx.saved_tensors
+        # Attention's gradient has the layout of heads, in which the tables are not contiguous.
+        grad = grads[0].to(scale.dtype, memory_format=torch.contiguous_format)
+        grad = _apply_rotation(grad, cosines, sines, sign=-1.0)
+        return *_normalize_backward(grad, x, gain, scale, ctx.needs_input_grad), None, None, None, None
+
+
+def normalize_and_rotate(x: Tensor, norm: nn.Module, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """``rotate(norm(x), rope)`` for queries or keys x [..., N, H]; ``norm`` is a `RMSNorm` or does nothing."""
+    if x.device.type != "cpu" or not torch.is_grad_enabled() or not isinstance(norm, RMSNorm):
+        return rotate(norm(x), rope)
+    cosines, sines = (table[..., : x.shape[-2], :] for table in rope)
+    return _NormalizedRotation.apply(x, norm.gain(), cosines, sines, norm.eps, compute_dtype(x))  # type: ignore[no-any-return]
 
 
 class SwiGLU(nn.Module):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from diffusionlm.kernels import cpu_linear
-from diffusionlm.models.layers import Linear, RMSNorm, RotaryEmbedding, SwiGLU, rotate
+from diffusionlm.models.layers import Linear, RMSNorm, RotaryEmbedding, SwiGLU, normalize_and_rotate, rotate
 
 
 def naive_norm(x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
@@ -154,6 +154,41 @@ def test_rotation_gradient_of_a_view() -> None:
     rope = RotaryEmbedding(4, 10.0)(torch.arange(5)[None])
     torch.testing.assert_close(rotate(x, rope), rotate(x.contiguous(), rope))
     assert torch.autograd.gradcheck(lambda x: rotate(x, rope), (x,))
+
+
+def test_normalized_rotation_is_norm_then_rotation() -> None:
+    """Bit for bit, with gradients of x and of the gain; also where the gradient has the layout of heads."""
+    norm, rope = make_norm(8, 1e-3, torch.float32), RotaryEmbedding(8, 50.0)(torch.arange(9)[None])
+    x = torch.randn(2, 9, 3, 8, requires_grad=True)
+    grad = torch.randn(2, 3, 9, 8).transpose(1, 2)
+    both, one = rotate(norm(x), rope), normalize_and_rotate(x, norm, rope)
+    assert torch.equal(one, both)
+    expected = torch.autograd.grad(both, (x, norm.weight), grad)
+    for ours, theirs in zip(torch.autograd.grad(one, (x, norm.weight), grad), expected, strict=True):
+        assert torch.equal(ours, theirs)
+    with torch.no_grad():
+        assert torch.equal(normalize_and_rotate(x, norm, rope), both)
+    assert torch.equal(normalize_and_rotate(x, torch.nn.Identity(), rope), rotate(x, rope))
+
+
+def test_normalized_rotation_rounds_once() -> None:
+    """With bfloat16 autocast nothing is rounded between norm and rotation."""
+    norm, rope = make_norm(8, 1e-3, torch.float32), RotaryEmbedding(8, 50.0)(torch.arange(9)[None])
+    rope = (rope[0].bfloat16(), rope[1].bfloat16())
+    x = torch.randn(2, 9, 3, 8).bfloat16().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = normalize_and_rotate(x, norm, rope)
+    exact = rotate(norm(x.double().detach()), (rope[0].double(), rope[1].double()))
+    assert ours.dtype == torch.bfloat16
+    torch.testing.assert_close(ours.double(), exact, rtol=2.0**-8, atol=1e-5)
+    ours.sum().backward()
+    assert x.grad is not None and x.grad.dtype == torch.bfloat16
+
+
+def test_normalized_rotation_gradcheck() -> None:
+    norm, rope = make_norm(4, 1e-3, torch.float64), RotaryEmbedding(4, 10.0)(torch.arange(3)[None])
+    x = torch.randn(2, 3, 2, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, _: normalize_and_rotate(x, norm, rope), (x, norm.weight))
 
 
 def test_scores_depend_on_relative_positions_only() -> None:
