@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp.parallelism import local_values
-
-MAX_TOGETHER = 1 << 26
-"""Elements of the tensors that `lerp_together` computes with the same launches: it needs memory for their changes."""
+from diffusionlm.optim.chunks import split_by_elements
 
 
 class WeightAverage:
@@ -84,13 +82,7 @@ def lerp_together(starts: list[Tensor], ends: list[Tensor], weight: Tensor) -> N
     Args:
         weight: 0-d on their device. `torch._foreach_lerp_` takes none that is there.
     """
-    first = 0
-    while first < len(starts):
-        last, num_elements = first + 1, starts[first].numel()
-        while last < len(starts) and num_elements + starts[last].numel() <= MAX_TOGETHER:
-            num_elements += starts[last].numel()
-            last += 1
-        changes = torch._foreach_sub(ends[first:last], starts[first:last])
+    for chunk in split_by_elements(starts):
+        changes = torch._foreach_sub(ends[chunk], starts[chunk])
         torch._foreach_mul_(changes, weight)
-        torch._foreach_add_(starts[first:last], changes)
-        first = last
+        torch._foreach_add_(starts[chunk], changes)

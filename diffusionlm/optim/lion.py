@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diffusionlm.optim.chunks import split_by_elements
 from diffusionlm.optim.conditional_step import SkippableOptimizer
 
 
@@ -28,13 +29,13 @@ class Lion(SkippableOptimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """Update parameters one by one on a CPU, so that each stays in its cache, and all at once on a GPU."""
+        """Update parameters one by one on a CPU, so that each stays in its cache, and many at once on a GPU."""
         cpu_parameters = [parameter for parameter in parameters if parameter.device.type == "cpu"]
         gpu_parameters = [parameter for parameter in parameters if parameter.device.type != "cpu"]
         for parameter in cpu_parameters:
             self._update_together([parameter], group)
-        if gpu_parameters:
-            self._update_together(gpu_parameters, group)
+        for chunk in split_by_elements(gpu_parameters):
+            self._update_together(gpu_parameters[chunk], group)
 
     def _update_together(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         learning_rate, (beta_1, beta_2) = group["lr"], group["betas"]

@@ -10,6 +10,7 @@ import torch
 from config.model import ModelConfig
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim import ema
+from diffusionlm.optim.chunks import split_by_elements
 from diffusionlm.optim.ema import WeightAverage
 from tests.fake_cuda import fake_cuda
 
@@ -59,7 +60,13 @@ def test_applied_puts_the_weights_back(tiny_model: MakeModel) -> None:
 
 
 def test_parameters_together_move_as_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ema, "MAX_TOGETHER", 50)
+    assert list(split_by_elements([torch.empty(size) for size in (20, 30, 60, 10, 50)], 50)) == [
+        slice(0, 2),
+        slice(2, 3),
+        slice(3, 4),
+        slice(4, 5),
+    ]
+    monkeypatch.setattr(ema, "split_by_elements", lambda tensors: split_by_elements(tensors, 50))
     starts, ends = ([torch.randn(size, dtype=torch.float64) for size in (20, 30, 60, 10, 50)] for _ in range(2))
     expected = [start.lerp(end, 0.3) for start, end in zip(starts, ends, strict=True)]
     ema.lerp_together(starts, ends, torch.tensor(0.3, dtype=torch.float64))

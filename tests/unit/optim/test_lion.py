@@ -54,8 +54,7 @@ def test_groups_have_their_own_settings_and_gradients_may_be_missing() -> None:
     assert torch.equal(three, torch.ones(2)) and three not in optimizer.state
 
 
-def test_a_gpu_launches_once_for_each_parameter() -> None:
-    """To keep the moments of a step that is skipped; all else is launched for all parameters together."""
+def test_a_gpu_launches_for_all_parameters_together() -> None:
     counts = {}
     for number in (3, 10):
         with fake_cuda() as record:
@@ -68,5 +67,4 @@ def test_a_gpu_launches_once_for_each_parameter() -> None:
                 record.launches.clear()
                 optimizer.step()
             counts[number] = len(record.launches)
-    assert counts[10] - counts[3] == 7
-    assert counts[3] <= 3 + 14
+    assert counts[10] == counts[3] <= 20

@@ -102,4 +102,4 @@ def test_launches_of_a_step(train_config: TrainConfig, tmp_path: Path) -> None:
         for depth in (2, 3)
     ]
     per_layer = counts[1] - counts[0]
-    assert per_layer <= 83 and counts[0] - 2 * per_layer <= 194
+    assert per_layer <= 76 and counts[0] - 2 * per_layer <= 198
