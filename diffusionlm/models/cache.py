@@ -1,6 +1,6 @@
 """Paged key-value cache of sequences that are being decoded: a forward computes only new or changed inputs.
 
-Shapes: K key-value heads, T slots of all pages, S keys of a sequence, H width of a head.
+Shapes: Q inputs of a forward, K key-value heads, T slots of all pages, S keys of a sequence, H width of a head.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from config.model import ModelConfig
 
@@ -44,6 +45,20 @@ class PagedCache:
         """Keys of each layer, after the rotary embedding."""
         self.values_KTH = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
         """Values of each layer."""
+
+    def write(self, layer: int, slots_Q: Tensor, k_QKH: Tensor, v_QKH: Tensor) -> None:
+        """Write keys and values of a layer.
+
+        Raises:
+            ValueError: they have another dtype than the cache.
+        """
+        for storage, new_QKH in ((self.keys_KTH, k_QKH), (self.values_KTH, v_QKH)):
+            if new_QKH.dtype != self.dtype:
+                raise ValueError(
+                    f"the cache is {self.dtype} and the model's keys are {new_QKH.dtype}: create the cache with the "
+                    "dtype of the keys"
+                )
+            storage[layer].index_copy_(1, slots_Q, new_QKH.transpose(0, 1))
 
     def slots(self, pages: Sequence[int], start: int, end: int) -> NDArray[np.int64]:
         """Slots of the positions from ``start`` to ``end`` of a sequence with these pages."""

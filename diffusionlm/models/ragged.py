@@ -10,7 +10,7 @@ heads, H width of a head, T slots of a cache, P outputs out of Q.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -24,6 +24,9 @@ from diffusionlm.models.attention_backends import prepare_attention, select_cach
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.dense_attention import DEFAULT_SCALE, AttentionScale, attend_cached, without_cudnn_attention
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, Causal, copy_to_device
+
+CachedBackend = Literal["auto", "eager", "sdpa"]
+"""Attention backends that have a cached form."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +220,7 @@ class _InputIndices:
                 slots.append(torch.zeros_like(positions_Q))
             else:
                 assert batch.cache is not None
-                limit_Q = torch.minimum(limit_Q, _key_limit(part.pattern, positions_Q))
+                limit_Q = torch.minimum(limit_Q, find_key_limits(part.pattern, positions_Q))
                 slots.append(torch.from_numpy(batch.cache.slots(part.pages, part.start, part.end)))
                 cached_rows.append(first_input + torch.arange(part.num_inputs))
             limits.append(limit_Q)
@@ -234,25 +237,15 @@ class _InputIndices:
         self.device = device
 
     def write(self, layer: int, k_QKH: Tensor, v_QKH: Tensor) -> None:
-        """Write keys and values of the inputs with a cache.
-
-        Raises:
-            ValueError: they have another dtype than the cache.
-        """
+        """Write keys and values of the inputs with a cache."""
         if self.cache is None or not len(self.slots_Q):
             return
-        for storage, new_QKH in ((self.cache.keys_KTH, k_QKH), (self.cache.values_KTH, v_QKH)):
-            if new_QKH.dtype != self.cache.dtype:
-                raise ValueError(
-                    f"the cache is {self.cache.dtype} and the model's keys are {new_QKH.dtype}: create the cache with "
-                    "the dtype of the keys"
-                )
-            if self._cached_rows is not None:
-                new_QKH = new_QKH[self._cached_rows]
-            storage[layer].index_copy_(1, self.slots_Q, new_QKH.transpose(0, 1))
+        if self._cached_rows is not None:
+            k_QKH, v_QKH = k_QKH[self._cached_rows], v_QKH[self._cached_rows]
+        self.cache.write(layer, self.slots_Q, k_QKH, v_QKH)
 
 
-def _key_limit(pattern: AttentionPattern, positions_Q: Tensor) -> Tensor:
+def find_key_limits(pattern: AttentionPattern, positions_Q: Tensor) -> Tensor:
     """Last visible key of each input of a sequence with a cache, plus one.
 
     Raises:
@@ -349,89 +342,122 @@ class _CachedSequences:
         inputs: _InputIndices,
         group: Sequence[SequenceSlice],
         window: int | None,
-        requested: Literal["auto", "eager", "sdpa"],
+        requested: CachedBackend,
         scale_options: AttentionScale,
     ) -> None:
         assert inputs.cache is not None
-        self._cache, self._copies_keys, self._window = inputs.cache, inputs.copies_keys, window
-        self._requested: Literal["auto", "eager", "sdpa"] = requested
-        self._scale_options = scale_options
         self.rows = _Rows(inputs, group)
-        self._num_keys = max(part.num_visible for part in group)
-        """S: no query attends to keys from here on."""
-        self._limits_GQ = self.rows.select(inputs.limits_Q)
-        self._positions_GQ = self.rows.select(inputs.positions_Q)
-        self._needs_mask = self._hides_keys(inputs, group)
-        self._slots_GS = self._gathered_slots(group, inputs.device)
-        self._biases: dict[tuple[torch.dtype, bool], Tensor] = {}
-
-    def _hides_keys(self, inputs: _InputIndices, group: Sequence[SequenceSlice]) -> bool:
-        if self._window is not None:
+        num_keys = max(part.num_visible for part in group)
+        if window is not None:
             last, first = max(part.end for part in group) - 1, min(part.start for part in group)
-            if last >= self._window or self._num_keys - first > self._window:
-                return True
-            self._window = None
-        return any(int(limits.min()) < self._num_keys for limits in (inputs.limits[id(part)] for part in group))
-
-    def _gathered_slots(self, group: Sequence[SequenceSlice], device: torch.device) -> Tensor | slice:
-        """Slots of all keys, [G, S]; a slice for a single sequence whose pages are adjacent."""
-        size, num_pages = self._cache.page_size, -(-self._num_keys // self._cache.page_size)
-        if len(group) == 1:
-            pages = list(group[0].pages or ())[:num_pages]
-            if pages == list(range(pages[0], pages[0] + num_pages)):
-                return slice(pages[0] * size, pages[0] * size + self._num_keys)
-        tables = []
-        for part in group:
-            # Hidden keys are those of the sequence's first page: what other pages hold may not even be finite.
-            own = list(part.pages or ())[: -(-part.num_visible // size)]
-            tables.append(own + [own[0]] * (num_pages - len(own)))
-        tables_GP = copy_to_device(torch.tensor(tables), device)
-        slots_GPS = tables_GP[:, :, None] * size + torch.arange(size, device=device)
-        slots_GS = slots_GPS.flatten(1)[:, : self._num_keys]
-        visible_G1 = copy_to_device(torch.tensor([[part.num_visible] for part in group]), device)
-        return torch.where(torch.arange(self._num_keys, device=device) < visible_G1, slots_GS, slots_GS[:, :1])
+            window = window if last >= window or num_keys - first > window else None
+        limits = [inputs.limits[id(part)] for part in group]
+        self._attention = CachedAttention(
+            inputs.cache,
+            _gathered_slots(inputs.cache, group, num_keys, inputs.device),
+            num_keys,
+            self.rows.select(inputs.positions_Q),
+            self.rows.select(inputs.limits_Q),
+            needs_mask=window is not None or any(int(limit_Q.min()) < num_keys for limit_Q in limits),
+            window=window,
+            requested=requested,
+            scale_options=scale_options,
+            copies_keys=inputs.copies_keys,
+        )
 
     def attend(self, layer: int, q_QNH: Tensor, k_QKH: Tensor, v_QKH: Tensor) -> Tensor:
-        return self._attend(layer, self.rows.select(q_QNH), outputs_only=False).flatten(0, 1)
+        return self._attention.attend(layer, self.rows.select(q_QNH)).flatten(0, 1)
 
     def attend_outputs(self, layer: int, q_PNH: Tensor, k_QKH: Tensor, v_QKH: Tensor) -> Tensor:
         rows = self.rows
         if rows.num_sequences == 1:
-            return self._attend(layer, q_PNH[None, rows.outputs], outputs_only=True)[0]
+            return self._attention.attend(layer, q_PNH[None, rows.outputs], rows.output_offsets)[0]
         q_UNH = q_PNH.new_zeros(rows.num_sequences * rows.num_inputs, *q_PNH.shape[1:])
         q_UNH[rows.output_offsets] = q_PNH[rows.outputs]
         q_GQNH = q_UNH.view(rows.num_sequences, rows.num_inputs, *q_PNH.shape[1:])
-        return self._attend(layer, q_GQNH, outputs_only=False).flatten(0, 1)[rows.output_offsets]
+        return self._attention.attend(layer, q_GQNH).flatten(0, 1)[rows.output_offsets]
 
-    def _attend(self, layer: int, q_GQNH: Tensor, *, outputs_only: bool) -> Tensor:
+
+def _gathered_slots(
+    cache: PagedCache, group: Sequence[SequenceSlice], num_keys: int, device: torch.device
+) -> Tensor | slice:
+    """Slots of all keys, [G, S]; a slice for a single sequence whose pages are adjacent."""
+    size, num_pages = cache.page_size, -(-num_keys // cache.page_size)
+    if len(group) == 1:
+        pages = list(group[0].pages or ())[:num_pages]
+        if pages == list(range(pages[0], pages[0] + num_pages)):
+            return slice(pages[0] * size, pages[0] * size + num_keys)
+    tables = [pad_pages(part, size, num_pages) for part in group]
+    num_visible = [[part.num_visible] for part in group]
+    return find_key_slots(
+        copy_to_device(torch.tensor(tables), device), copy_to_device(torch.tensor(num_visible), device), size, num_keys
+    )
+
+
+def pad_pages(part: SequenceSlice, page_size: int, num_pages: int) -> list[int]:
+    """Pages of the visible keys of a sequence, and its first page for all others: what the pages of other sequences
+    hold may not even be finite."""
+    own = list(part.pages or ())[: -(-part.num_visible // page_size)]
+    return own + [own[0]] * (num_pages - len(own))
+
+
+def find_key_slots(tables_GP: Tensor, num_visible_G1: Tensor, page_size: int, num_keys: int) -> Tensor:
+    """Slots of all keys of sequences with these pages, [G, S]; of keys that are not visible the first slot."""
+    device = tables_GP.device
+    slots_GPS = tables_GP[:, :, None] * page_size + torch.arange(page_size, device=device)
+    slots_GS = slots_GPS.flatten(1)[:, :num_keys]
+    return torch.where(torch.arange(num_keys, device=device) < num_visible_G1, slots_GS, slots_GS[:, :1])
+
+
+@dataclass(frozen=True, eq=False)
+class CachedAttention:
+    """Attention of G sequences with Q inputs each to the S keys of each in a cache."""
+
+    cache: PagedCache
+    slots_GS: Tensor | slice
+    """Slots of the keys; a slice for a single sequence."""
+    num_keys: int
+    """S: no query attends to keys from here on."""
+    positions_GQ: Tensor
+    limits_GQ: Tensor
+    """Last visible key of each input, plus one."""
+    needs_mask: bool = True
+    window: int | None = None
+    requested: CachedBackend = "auto"
+    scale_options: AttentionScale = DEFAULT_SCALE
+    copies_keys: bool = False
+    _biases: dict[tuple[torch.dtype, bool], Tensor] = field(default_factory=dict)
+
+    def attend(self, layer: int, q_GQNH: Tensor, query_offsets: Tensor | None = None) -> Tensor:
+        """Attention of the queries, [G, Q, N, H]; of a single sequence at some of its inputs, if these are named."""
         keys_GKSH, values_GKSH = (
-            self._read(storage[layer]) for storage in (self._cache.keys_KTH, self._cache.values_KTH)
+            self._read(storage[layer]) for storage in (self.cache.keys_KTH, self.cache.values_KTH)
         )
         groups = keys_GKSH.shape[1]
         num_stacked = q_GQNH.shape[1] * q_GQNH.shape[2] // groups
         backend = select_cached_backend(
-            self._requested, num_stacked, q_GQNH.device.type, q_GQNH.dtype, self._scale_options.softcap
+            self.requested, num_stacked, q_GQNH.device.type, q_GQNH.dtype, self.scale_options.softcap
         )
-        bias = self._bias(q_GQNH, groups, outputs_only) if self._needs_mask else None
-        return attend_cached(q_GQNH, keys_GKSH, values_GKSH, bias, backend, self._scale_options)
+        bias = self._bias(q_GQNH, groups, query_offsets) if self.needs_mask else None
+        return attend_cached(q_GQNH, keys_GKSH, values_GKSH, bias, backend, self.scale_options)
 
     def _read(self, storage_KTH: Tensor) -> Tensor:
         """Keys or values, [G, K, S, H]."""
-        slots = self._slots_GS
+        slots = self.slots_GS
         keys = storage_KTH[None, :, slots] if isinstance(slots, slice) else storage_KTH[:, slots].transpose(0, 1)
-        return keys.clone(memory_format=torch.contiguous_format) if self._copies_keys else keys
+        return keys.clone(memory_format=torch.contiguous_format) if self.copies_keys else keys
 
-    def _bias(self, q_GQNH: Tensor, groups: int, outputs_only: bool) -> Tensor:
+    def _bias(self, q_GQNH: Tensor, groups: int, query_offsets: Tensor | None) -> Tensor:
         """Bias [G, 1, N / K * Q, S] in the dtype of the queries, shared by all layers."""
-        key = (q_GQNH.dtype, outputs_only)
+        key = (q_GQNH.dtype, query_offsets is not None)
         if key not in self._biases:
-            limits_GQ, positions_GQ = self._limits_GQ, self._positions_GQ
-            if outputs_only:
-                limits_GQ, positions_GQ = (table[:, self.rows.output_offsets] for table in (limits_GQ, positions_GQ))
-            keys_S = torch.arange(self._num_keys, device=limits_GQ.device)
+            limits_GQ, positions_GQ = self.limits_GQ, self.positions_GQ
+            if query_offsets is not None:
+                limits_GQ, positions_GQ = (table[:, query_offsets] for table in (limits_GQ, positions_GQ))
+            keys_S = torch.arange(self.num_keys, device=limits_GQ.device)
             mask_GQS = keys_S < limits_GQ[..., None]
-            if self._window is not None:
-                mask_GQS = mask_GQS & ((positions_GQ[..., None] - keys_S).abs() < self._window)
+            if self.window is not None:
+                mask_GQS = mask_GQS & ((positions_GQ[..., None] - keys_S).abs() < self.window)
             self._biases[key] = _build_stacked_bias(mask_GQS, q_GQNH, groups)
         return self._biases[key]
 
