@@ -22,6 +22,7 @@ from torch import Tensor
 
 from config.model import ModelConfig
 from diffusionlm.diffusion.attention_bias import read_attention_bias
+from diffusionlm.inference.graphs.graphed_forward import GraphedForward
 from diffusionlm.inference.requests import ActiveRequest
 from diffusionlm.inference.settings import DecodingSettings, PerSettings
 from diffusionlm.models.cache import PagedCache
@@ -115,9 +116,20 @@ class InputText:
 class ModelRunner:
     """Runs the model on requests, which own pages of a cache."""
 
-    def __init__(self, model: Transformer, cache: PagedCache | None, adapter_rows: AdapterRows | None = None) -> None:
-        """``adapter_rows``: of a model with adapters of single rows (`add_row_adapters`)."""
+    def __init__(
+        self,
+        model: Transformer,
+        cache: PagedCache | None,
+        adapter_rows: AdapterRows | None = None,
+        graphed_forward: GraphedForward | None = None,
+    ) -> None:
+        """
+        Args:
+            adapter_rows: of a model with adapters of single rows (`add_row_adapters`).
+            graphed_forward: computes the forwards that have a CUDA graph.
+        """
         self._model, self._cache, self._adapter_rows = model, cache, adapter_rows
+        self._graphed_forward = graphed_forward
         self._shift = _output_shift(model.config)
         self._patterns = PerSettings(build_pattern)
 
@@ -139,7 +151,10 @@ class ModelRunner:
 
     def _compute_logits(self, texts: Sequence[InputText]) -> Tensor:
         """Logits of the outputs of all texts, [N, V]."""
-        return self._forward(texts)
+        logits_NV = None
+        if self._graphed_forward is not None:
+            logits_NV = self._graphed_forward([(text.tokens_L, text.sequence) for text in texts])
+        return self._forward(texts) if logits_NV is None else logits_NV
 
     def _forward(self, texts: Sequence[InputText], *, copies_keys: bool = False) -> Tensor:
         """Logits of one forward: of the outputs of all texts [N, V], or of all inputs [1, Q, V]."""

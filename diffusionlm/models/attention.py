@@ -6,10 +6,14 @@ output positions out of B * L.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from config.model import Architecture
+from config.training.runtime import AttentionBackend
+from diffusionlm.models.dense_attention import AttentionScale
 from diffusionlm.models.layers import Linear, RMSNorm, normalize_and_rotate
 
 
@@ -31,6 +35,19 @@ class PreparedAttention:
             q_BQNH: any tensor with the dtype, device, number and width of the queries.
         """
         return None
+
+
+class PreparedBatch:
+    """Sequences in one row, like a `RaggedBatch`, whose inputs are on the device already."""
+
+    num_inputs: int
+    """Inputs of all sequences; outputs are computed for all of them."""
+
+    def prepare_attention(
+        self, windows: Sequence[int | None], backend: AttentionBackend, scale_options: AttentionScale
+    ) -> tuple[Sequence[PreparedAttention], Tensor]:
+        """The attention of each layer, and the position of each input, [1, Q]."""
+        raise NotImplementedError
 
 
 def attend_at_positions(

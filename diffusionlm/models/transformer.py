@@ -18,7 +18,7 @@ from config.model import ModelConfig
 from config.training.runtime import AttentionBackend
 from diffusionlm.kernels.cross_entropy import LossInputs, LossOutput, linear_cross_entropy
 from diffusionlm.kernels.precision import compute_dtype
-from diffusionlm.models.attention import Attention, PreparedAttention
+from diffusionlm.models.attention import Attention, PreparedAttention, PreparedBatch
 from diffusionlm.models.attention_backends import prepare_attention
 from diffusionlm.models.dense_attention import AttentionScale
 from diffusionlm.models.layers import Embedding, Linear, RMSNorm, RotaryEmbedding, SwiGLU, soft_cap
@@ -97,6 +97,8 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.attention_backend = attention_backend
+        self.uses_cuda_graphs = False
+        """Decoding on a GPU may record forwards: parameters stay where they are in memory."""
         self._build_attention_scale().check_backend(attention_backend)
         self.model = Backbone(config)
         self.rope = RotaryEmbedding(config.head_dim, config.rope_theta, config.rope_scaling)
@@ -121,7 +123,7 @@ class Transformer(nn.Module):
         self,
         tokens_BL: Tensor,
         *,
-        pattern: AttentionPattern | RaggedBatch,
+        pattern: AttentionPattern | RaggedBatch | PreparedBatch,
         positions: Tensor | None = ...,
         inputs_embeds_BLD: Tensor | None = ...,
         output_positions: Tensor | None = ...,
@@ -135,7 +137,7 @@ class Transformer(nn.Module):
         self,
         tokens_BL: Tensor,
         *,
-        pattern: AttentionPattern | RaggedBatch,
+        pattern: AttentionPattern | RaggedBatch | PreparedBatch,
         positions: Tensor | None = None,
         inputs_embeds_BLD: Tensor | None = None,
         output_positions: Tensor | None = None,
@@ -145,8 +147,8 @@ class Transformer(nn.Module):
 
         Args:
             tokens_BL: token ids, int64.
-            pattern: attention pattern; or a `RaggedBatch` of sequences that follow each other in one row, B = 1, with
-                positions and outputs of its own, without gradient.
+            pattern: attention pattern; or a `RaggedBatch` (or `PreparedBatch`) of sequences that follow each other in
+                one row, B = 1, with positions and outputs of its own, without gradient.
             positions: position ids, [L] or [B, L]. None: 0, 1, 2 ..., again in the second half of a two-stream
                 sequence.
             inputs_embeds_BLD: used in place of the token embeddings, without ``scale_embeddings``.
@@ -164,7 +166,7 @@ class Transformer(nn.Module):
         if loss_inputs is not None and output_positions is None:
             raise ValueError("loss_inputs need output_positions: flat indices into B * L")
         x = self._embed(tokens_BL) if inputs_embeds_BLD is None else inputs_embeds_BLD
-        if isinstance(pattern, RaggedBatch):
+        if isinstance(pattern, RaggedBatch | PreparedBatch):
             if positions is not None or output_positions is not None:
                 raise ValueError("a ragged batch has its own: pass neither positions nor output_positions, and no loss")
             attentions, positions, output_positions = self._prepare_ragged_attention(pattern, tokens_BL, x.device)
@@ -224,22 +226,23 @@ class Transformer(nn.Module):
         return [attention_of_window[window] for window in windows], positions
 
     def _prepare_ragged_attention(
-        self, batch: RaggedBatch, tokens_1Q: Tensor, device: torch.device
+        self, batch: RaggedBatch | PreparedBatch, tokens_1Q: Tensor, device: torch.device
     ) -> tuple[Sequence[PreparedAttention], Tensor, Tensor | None]:
         """Attention of each layer, position ids and output positions of sequences in one row."""
         if list(tokens_1Q.shape) != [1, batch.num_inputs]:
             raise ValueError(f"tokens {list(tokens_1Q.shape)} must be [1, {batch.num_inputs}], the inputs of the batch")
         if torch.is_grad_enabled():
             raise ValueError("a ragged batch has no gradient: call the model under torch.inference_mode() or no_grad()")
+        windows, scale_options = self._layer_windows(), self._build_attention_scale()
+        if isinstance(batch, PreparedBatch):
+            return *batch.prepare_attention(windows, self.attention_backend, scale_options), None
         length, context = max(part.num_positions for part in batch.sequences), self.config.max_position_embeddings
         if length > context:
             raise ValueError(
                 f"{length} tokens are more than the model's context, max_position_embeddings = {context}; shorten the "
                 "input"
             )
-        attentions, positions = prepare_ragged_attention(
-            batch, self._layer_windows(), device, self.attention_backend, self._build_attention_scale()
-        )
+        attentions, positions = prepare_ragged_attention(batch, windows, device, self.attention_backend, scale_options)
         output_positions = batch.output_positions()
         return (
             attentions,

@@ -1,0 +1,159 @@
+"""Forwards of decoding as CUDA graphs: all kernels of a forward are launched at once.
+
+A forward of decoding has few rows, and a GPU computes its kernels faster than the host launches them. A graph records
+the kernels of a forward once, with the addresses of all tensors, and launches them again. So shapes are rounded up to
+buckets, inputs are copied to fixed places, and the region that is recorded reads nothing on the host.
+
+Rounds in which each text reads one block or two of block-causal attention with a cache have a graph. Others, such as
+those that read a prompt, are computed without one.
+
+Shapes: N outputs of all texts, V vocabulary; G, Q and S as in `static_batch`.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from diffusionlm.inference.graphs.static_batch import ReadText, StaticBatch, StaticShape
+from diffusionlm.models.cache import PagedCache
+from diffusionlm.models.moe import MoE
+from diffusionlm.models.patterns import BlockCausal, copy_to_device
+from diffusionlm.models.ragged import SequenceSlice
+from diffusionlm.models.transformer import Transformer
+
+LOGGER = logging.getLogger(__name__)
+
+MAX_INPUTS = 512
+"""Inputs of the largest graph: beyond it the host launches kernels faster than a GPU computes them."""
+PART_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Numbers of parts."""
+MIN_KEYS = 64
+"""Keys of the smallest graphs; the others double them."""
+MAX_PADDED_KEYS = 4
+"""Keys of a forward at most, for each visible one: where one text is much longer than the others, no graph is used."""
+MIN_USES = 8
+"""Forwards of a shape that are computed without a graph before one is recorded, which takes as long as a few."""
+MAX_GRAPHS = 64
+"""Graphs that are kept; further shapes have none."""
+
+
+class ForwardGraph(Protocol):
+    """The kernels of a forward, which can be launched again."""
+
+    def capture(self, forward: Callable[[], None]) -> None:
+        """Record the kernels of a function, which need not be computed now."""
+
+    def replay(self) -> None:
+        """Launch them, with what is in their tensors now."""
+
+
+GraphFactory = Callable[[], ForwardGraph]
+
+
+class CudaGraph:
+    """A `torch.cuda.CUDAGraph`."""
+
+    def __init__(self, pool: Any) -> None:
+        """``pool``: memory that graphs share; nothing in it is read after a replay."""
+        self._graph, self._pool = torch.cuda.CUDAGraph(), pool
+
+    def capture(self, forward: Callable[[], None]) -> None:
+        """Record the kernels of a function on a stream of its own. Waits for the device."""
+        # Other threads, such as those of a server, may use the device meanwhile.
+        with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
+            forward()
+
+    def replay(self) -> None:
+        """Launch them on the current stream."""
+        self._graph.replay()
+
+
+def select_graph_factory(model: Transformer) -> GraphFactory | None:
+    """How graphs of a model's forwards are made; None: it has none, because they are off, it is not on a GPU, autocast
+    is on, its attention backend has no cached form, or experts make the host wait."""
+    device = model.lm_head.weight.device.type
+    if not model.uses_cuda_graphs or device != "cuda" or torch.is_autocast_enabled(device):
+        return None
+    if model.attention_backend in ("tiled", "flex") or any(isinstance(module, MoE) for module in model.modules()):
+        return None
+    pool = torch.cuda.graph_pool_handle()
+    return lambda: CudaGraph(pool)
+
+
+class GraphedForward:
+    """Computes forwards of a model by graphs, where a forward has one."""
+
+    def __init__(self, model: Transformer, cache: PagedCache, make_graph: GraphFactory) -> None:
+        """``cache``: its last page is for what pads."""
+        self._model, self._cache, self._make_graph = model, cache, make_graph
+        self._graphs: dict[StaticShape, tuple[ForwardGraph, StaticBatch]] = {}
+        self._num_uses: Counter[StaticShape] = Counter()
+        self._logits_QV: Tensor | None = None
+        """Logits of all inputs of the last forward, for all graphs."""
+        self._has_failed = False
+
+    def __call__(self, texts: Sequence[ReadText]) -> Tensor | None:
+        """Logits of the outputs of all texts, [N, V]; None: the forward has no graph."""
+        shape = find_shape([sequence for _, sequence in texts])
+        if shape is None or self._has_failed:
+            return None
+        if shape not in self._graphs:
+            self._num_uses[shape] += 1
+            if self._num_uses[shape] <= MIN_USES or len(self._graphs) == MAX_GRAPHS or not self._capture(shape, texts):
+                return None
+        graph, batch = self._graphs[shape]
+        places_N = copy_to_device(torch.from_numpy(batch.load(texts)), self._cache.keys_KTH[0].device)
+        graph.replay()
+        assert self._logits_QV is not None
+        return self._logits_QV[places_N]
+
+    def _capture(self, shape: StaticShape, texts: Sequence[ReadText]) -> bool:
+        """Record the forward of a shape. If that fails, no more graphs are used."""
+        weight = self._model.lm_head.weight
+        if self._logits_QV is None:
+            self._logits_QV = weight.new_empty(MAX_INPUTS, len(weight))
+        logits_QV, graph = self._logits_QV[: shape.num_parts * shape.num_queries], self._make_graph()
+        batch = StaticBatch(shape, self._cache, self._cache.num_pages - 1)
+        batch.load(texts)
+        try:
+            graph.capture(lambda: _compute_logits(self._model, batch, logits_QV))
+        except RuntimeError as error:
+            LOGGER.warning("decoding goes on without CUDA graphs, because recording one has failed: %r", error)
+            self._has_failed = True
+            return False
+        self._graphs[shape] = graph, batch
+        return True
+
+
+def _compute_logits(model: Transformer, batch: StaticBatch, logits_QV: Tensor) -> None:
+    """Write the logits of all inputs: the region that a graph records."""
+    logits_QV.copy_(model(batch.tokens_1Q, pattern=batch)[0])
+
+
+def find_shape(sequences: Sequence[SequenceSlice]) -> StaticShape | None:
+    """The bucket of a forward that reads these sequences; None: it has no graph."""
+    block_lengths = {
+        sequence.pattern.block_length
+        if sequence.pages is not None and isinstance(sequence.pattern, BlockCausal)
+        else None
+        for sequence in sequences
+    }
+    num_queries = block_lengths.pop()
+    if num_queries is None or block_lengths:
+        return None
+    num_parts = [-(-sequence.num_inputs // num_queries) for sequence in sequences]
+    bucket = bisect_left(PART_BUCKETS, sum(num_parts))
+    if max(num_parts) > 2 or bucket == len(PART_BUCKETS) or PART_BUCKETS[bucket] * num_queries > MAX_INPUTS:
+        return None
+    num_keys = max(MIN_KEYS, 1 << (max(sequence.num_visible for sequence in sequences) - 1).bit_length())
+    num_visible = sum(count * sequence.num_visible for count, sequence in zip(num_parts, sequences, strict=True))
+    if num_keys > MIN_KEYS and PART_BUCKETS[bucket] * num_keys > MAX_PADDED_KEYS * num_visible:
+        return None
+    return StaticShape(PART_BUCKETS[bucket], num_queries, num_keys)

@@ -1,0 +1,301 @@
+"""Forwards of decoding by graphs: answers are those without, whoever comes and goes."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+from config.generation import GenerationConfig
+from config.model import ModelConfig
+from diffusionlm.inference import decoder as decoder_module
+from diffusionlm.inference import sampling
+from diffusionlm.inference.decoder import Decoder, DecoderLimits
+from diffusionlm.inference.generate import Generation, decode, generate, to_generation
+from diffusionlm.inference.graphs import graphed_forward
+from diffusionlm.inference.graphs.graphed_forward import CudaGraph, GraphedForward, find_shape
+from diffusionlm.inference.graphs.static_batch import StaticShape
+from diffusionlm.inference.requests import ActiveRequest
+from diffusionlm.models.cache import PagedCache
+from diffusionlm.models.patterns import Bidirectional, BlockCausal
+from diffusionlm.models.ragged import SequenceSlice
+from diffusionlm.models.transformer import Transformer
+from diffusionlm.serving.engine import Engine
+from tests.conftest import MakeModel
+from tests.decoding_jobs import LIMITS, MASK, Job, make_jobs, run_all
+from tests.fake_cuda import LaunchRecord, fake_cuda
+from tests.recorded_graph import RecordedGraph
+
+OPTIONS: list[dict[str, Any]] = [
+    {"denoising_steps": 4},
+    {"temperature": 0.8, "top_k": 5},
+    {"remasking_strategy": "p2", "temperature": 1.0},
+    {"cfg_scale": 1.5, "denoising_steps": 3},
+]
+
+
+GRAPH_LIMITS = {**LIMITS, "everything": replace(LIMITS["everything"], num_pages=40)}
+
+
+def same(ours: Generation, expected: Generation) -> None:
+    assert (ours.token_ids, ours.step_map) == (expected.token_ids, expected.step_map)
+    assert ours.logprobs == pytest.approx(expected.logprobs, abs=1e-9, nan_ok=True)
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
+    """All graphs that are recorded, each in the first forward of its shape."""
+    graphs: list[RecordedGraph] = []
+
+    def make_graph() -> RecordedGraph:
+        graphs.append(RecordedGraph())
+        return graphs[-1]
+
+    monkeypatch.setattr(decoder_module, "select_graph_factory", lambda model: make_graph)
+    monkeypatch.setattr(graphed_forward, "MIN_USES", 0)
+    return graphs
+
+
+def check_answers(model: Transformer, jobs: list[Job], results: list[Generation]) -> None:
+    """Compare answers with those of the requests alone, without graphs."""
+    with patch.object(decoder_module, "select_graph_factory", lambda model: None):
+        for (prepared, settings), result in zip(jobs, results, strict=True):
+            same(result, decode(model, settings, [prepared])[0])
+
+
+@pytest.mark.parametrize("limits", GRAPH_LIMITS)
+@pytest.mark.parametrize("name", ["blocks", "shifted_blocks"])
+def test_answers_are_those_without_graphs(
+    name: str, limits: str, request: pytest.FixtureRequest, graphs: list[RecordedGraph]
+) -> None:
+    """Requests come and go, are preempted, share pages and have guidance."""
+    model: Transformer = request.getfixturevalue(name)
+    jobs = make_jobs(model, OPTIONS, 12)
+    arrivals = np.random.default_rng(1).integers(0, 6, len(jobs)).tolist()
+    decoder = Decoder(model, GRAPH_LIMITS[limits])
+    check_answers(model, jobs, run_all(decoder, jobs, arrivals))
+    assert len(graphs) > 1
+    assert sum(graph.num_replays for graph in graphs) > decoder.counts.num_rounds / 5
+    if name == "blocks":
+        assert (decoder.counts.num_preemptions > 0) == (limits in ("few pages", "everything"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6},
+        {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 7.0, "scale_embeddings": True, "norm_offset": True},
+    ],
+    ids=["window", "soft cap"],
+)
+def test_windows_and_soft_caps(options: dict[str, Any], tiny_model: MakeModel, graphs: list[RecordedGraph]) -> None:
+    model = tiny_model(torch.float64, vocab_size=23, mask_token_id=MASK, block_length=4, **options).eval()
+    jobs = make_jobs(model, OPTIONS[:1], 4)
+    check_answers(model, jobs, run_all(Decoder(model, LIMITS["plenty"]), jobs, [0, 0, 2, 5]))
+    assert sum(graph.num_replays for graph in graphs) > 3
+
+
+def test_what_other_pages_hold_has_no_effect(blocks: Transformer, graphs: list[RecordedGraph]) -> None:
+    """Neither pages without an owner nor the page of what pads."""
+    jobs = make_jobs(blocks, OPTIONS[:1], 5)
+    decoder = Decoder(blocks, DecoderLimits(num_pages=60, page_size=4))
+    requests = [ActiveRequest(prepared, settings) for prepared, settings in jobs]
+    for active in requests:
+        decoder.add(active)
+    cache = decoder.cache
+    assert cache is not None and cache.num_pages == 61
+    while decoder.has_work:
+        decoder.run_round()
+        owned = {page for active in requests for pages in active.pages for page in pages}
+        free = np.array(sorted(set(range(cache.num_pages)) - owned))
+        slots = torch.from_numpy((free[:, None] * cache.page_size + np.arange(cache.page_size)).ravel())
+        for storage in (*cache.keys_KTH, *cache.values_KTH):
+            storage[:, slots] = torch.nan
+    check_answers(blocks, jobs, [to_generation(active) for active in requests])
+    assert sum(graph.num_replays for graph in graphs) > 3
+
+
+def test_an_engine_whose_requests_are_aborted(blocks: Transformer, graphs: list[RecordedGraph]) -> None:
+    config = GenerationConfig(max_new_tokens=20, denoising_steps=4, stop_token_ids=())
+    prompts = [[1, 2, 3], [4] * 9, [5, 6], [7]]  # the last one takes the place of the one that is aborted
+    with Engine(blocks, max_requests=3) as engine:
+        handles = [engine.submit(prompt, config, seed) for seed, prompt in enumerate(prompts)]
+        while handles[1].wait_for_change(handles[1].state.version, 60).num_forwards < 6:
+            pass
+        engine.abort(handles[1])
+        answers = [handles[index].result(60) for index in (0, 2, 3)]
+    assert sum(graph.num_replays for graph in graphs) > 5
+    with patch.object(decoder_module, "select_graph_factory", lambda model: None):
+        expected = generate(blocks, prompts, config)
+    for answer, index in zip(answers, (0, 2, 3), strict=True):
+        same(answer, expected[index])
+
+
+def test_a_graph_that_cannot_be_recorded_ends_their_use(
+    blocks: Transformer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(RecordedGraph):
+        def capture(self, forward: Callable[[], None]) -> None:
+            raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(decoder_module, "select_graph_factory", lambda model: Broken)
+    monkeypatch.setattr(graphed_forward, "MIN_USES", 1)
+    jobs = make_jobs(blocks, OPTIONS[:1], 4)
+    check_answers(blocks, jobs, run_all(Decoder(blocks, LIMITS["plenty"]), jobs, [0] * 4))
+    assert [
+        record.message for record in caplog.records if "CUDA graphs" in record.message and "no memory" in record.message
+    ]
+    assert len(caplog.records) == 1
+
+
+def sequence(num_inputs: int, num_visible: int, pattern: Any = None, pages: Any = range(999)) -> SequenceSlice:
+    start = num_visible - num_inputs
+    return SequenceSlice(start, num_visible, num_visible, pattern or BlockCausal(4), pages=pages)
+
+
+def test_shapes_of_graphs() -> None:
+    block = sequence(4, 40)
+    for sequences, expected in (
+        ([block], StaticShape(1, 4, 64)),
+        ([block] * 5, StaticShape(6, 4, 64)),
+        ([block, sequence(8, 100)], StaticShape(3, 4, 128)),
+        ([sequence(5, 40), sequence(1, 65)], StaticShape(3, 4, 128)),
+        ([block] * 128, StaticShape(128, 4, 64)),
+        ([block] * 129, None),
+        ([sequence(9, 40)], None),
+        ([block, sequence(4, 40, BlockCausal(2))], None),
+        ([block, sequence(4, 40, Bidirectional())], None),
+        ([block, sequence(40, 40, pages=None)], None),
+        ([block] * 7 + [sequence(4, 300)], None),
+        ([sequence(4, 200)] * 7 + [sequence(4, 300)], StaticShape(8, 4, 512)),
+    ):
+        assert find_shape(sequences) == expected
+
+
+def test_another_round_of_a_shape_records_the_same_operators(blocks: Transformer) -> None:
+    """So nothing in a graph depends on what is in its tensors."""
+    cache = PagedCache(blocks.config, 9, 4, "cpu", torch.float64)
+    recorded = []
+    for lengths, outputs in (((4, 8), 1), ((36, 20), 3)):
+        graph = RecordedGraph()
+        forward = GraphedForward(blocks, cache, partial(copy.copy, graph))
+        texts = [
+            (
+                np.arange(40) % 20,
+                replace(sequence(4, length, pages=range(9)), outputs=np.arange(length - outputs, length)),
+            )
+            for length in lengths
+        ]
+        with torch.inference_mode(), patch.object(graphed_forward, "MIN_USES", 0):
+            logits_NV = forward(texts)
+        assert logits_NV is not None and len(logits_NV) == 2 * outputs
+        recorded.append([operator.describe() for operator in graph.operators])
+    assert recorded[0] == recorded[1]
+
+
+@pytest.mark.parametrize("read", [lambda x: x.item(), lambda x: x[x > 0], lambda x: x.nonzero(), lambda x: x and x])
+def test_reads_of_the_host_cannot_be_recorded(read: Callable[[torch.Tensor], None]) -> None:
+    with torch.inference_mode(), pytest.raises(AssertionError, match=r"cannot record|index"):
+        RecordedGraph().capture(partial(read, torch.ones(1)))
+
+
+def decode_on_fake_gpu(config: ModelConfig) -> tuple[LaunchRecord, list[FakeGraph], int]:
+    """Decode two prompts of different lengths; the launches, the graphs and the number of rounds."""
+    graphs: list[FakeGraph] = []
+    num_rounds = 0
+    with fake_cuda() as record:
+        with torch.device("cuda"):
+            model = Transformer(config)
+
+        def make_graph() -> FakeGraph:
+            graphs.append(FakeGraph(record))
+            return graphs[-1]
+
+        def read_predictions(tensors: Sequence[torch.Tensor]) -> list[Any]:
+            nonlocal num_rounds
+            num_rounds += 1
+            return [np.full(tensor.shape, 3.0) for tensor in tensors]
+
+        record.clear()
+        generation = GenerationConfig(max_new_tokens=8, block_length=4, steps=8, attention="block_causal")
+        with (
+            patch.object(graphed_forward, "MIN_USES", 0),
+            patch.object(decoder_module, "select_graph_factory", lambda model: make_graph),
+            patch.object(sampling, "_to_arrays", read_predictions),
+        ):
+            generate(model, [[1, 2, 3], [1, 2, 3, 4, 5]], generation)
+    return record, graphs, num_rounds
+
+
+@pytest.mark.slow
+def test_a_recorded_forward_never_waits_for_the_gpu(make_config: Callable[..., ModelConfig]) -> None:
+    """Nothing in it comes from the host. Beside it a round launches as much, however many layers there are."""
+    num_launches = []
+    for depth in (2, 3):
+        record, graphs, num_rounds = decode_on_fake_gpu(make_config(num_hidden_layers=depth))
+        assert len(graphs) > 1 and not record.waits
+        assert sum(graph.num_replays for graph in graphs) == num_rounds
+        num_allocations = 2 * depth  # of the cache, once
+        num_recorded = sum(graph.num_launches for graph in graphs)
+        num_launches.append((len(record.launches) - num_allocations - num_recorded) / num_rounds)
+    assert num_launches[0] == num_launches[1] <= 25
+
+
+class FakeGraph:
+    """A graph on a GPU that computes nothing."""
+
+    def __init__(self, record: LaunchRecord) -> None:
+        self._record = record
+        self.num_launches = self.num_replays = 0
+
+    def capture(self, forward: Callable[[], None]) -> None:
+        first = len(self._record.launches)
+        forward()
+        launches = self._record.launches[first:]
+        self.num_launches += len(launches)
+        inputs = [tensor for launch in launches for tensor in launch.inputs]
+        assert all(tensor.is_cuda for tensor in inputs), "a copy from the host would be repeated with old values"
+
+    def replay(self) -> None:
+        self.num_replays += 1
+
+
+def test_which_models_have_graphs(make_config: Callable[..., ModelConfig]) -> None:
+    with fake_cuda(), patch.object(torch.cuda, "graph_pool_handle", lambda: (0, 1)):
+        with torch.device("cuda"):
+            model, other = Transformer(make_config()), Transformer(make_config(), attention_backend="flex")
+            experts = Transformer(make_config(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8))
+        assert graphed_forward.select_graph_factory(model) is None, "they are off unless a model is loaded to decode"
+        on_cpu = Transformer(make_config())
+        for each in (model, other, experts, on_cpu):
+            each.uses_cuda_graphs = True
+        assert graphed_forward.select_graph_factory(model) is not None
+        assert [graphed_forward.select_graph_factory(each) for each in (other, experts, on_cpu)] == [None] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("name", ["blocks", "shifted_blocks"])
+def test_cuda_graphs(name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphed_forward, "MIN_USES", 1)
+    model: Transformer = copy.deepcopy(request.getfixturevalue(name)).cuda()
+    model.uses_cuda_graphs = True
+    jobs = make_jobs(model, OPTIONS, 12)
+    replays = Counter[str]()
+    replay = CudaGraph.replay
+
+    def count(graph: CudaGraph) -> None:
+        replays["all"] += 1
+        replay(graph)
+
+    monkeypatch.setattr(CudaGraph, "replay", count)
+    check_answers(model, jobs, run_all(Decoder(model, GRAPH_LIMITS["everything"]), jobs, [*range(12)]))
+    assert replays["all"] > 10
