@@ -27,6 +27,8 @@ class InferModelConfig(Section):
     attention_backend: AttentionBackend = "auto"
     """Implementation of attention. auto: the fastest for device, dtype, length and pattern. eager and sdpa use a dense
     mask. tiled (on a CPU) and flex (on CUDA) skip hidden keys and need generation.cache = "none"."""
+    cuda_graphs: Literal["auto", "off"] = "auto"
+    """auto: on a GPU launch the kernels of a decoding forward at once where its kind and size allow it."""
     threads: PositiveInt | None = None
     """CPU threads of torch. None: the default of torch."""
 

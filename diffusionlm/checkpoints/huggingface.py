@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -44,6 +44,7 @@ def load_model(
     dtype: str = "float32",
     attention_backend: AttentionBackend = "auto",
     adapter: str | Path | None = None,
+    cuda_graphs: Literal["auto", "off"] = "auto",
 ) -> Transformer:
     """Load a model directory, a checkpoint, the newest checkpoint of a run directory, or a model of the Hugging Face
     Hub, for inference.
@@ -55,6 +56,7 @@ def load_model(
         dtype: of the parameters. ``keep``: that of the files; of several, the narrowest that holds all of them.
         attention_backend: how attention is computed.
         adapter: directory of a PEFT adapter (LoRA), which is put on the model.
+        cuda_graphs: ``auto``: decoding on a GPU records forwards and repeats them (`inference.graphs`).
 
     Raises:
         ValueError: there is no model, the dtype is unknown, config.json is not supported, the tokenizer does not fit
@@ -80,6 +82,7 @@ def load_model(
     adapter = own_adapter or adapter
     if adapter is not None:
         load_adapter(model, Path(adapter))
+    model.uses_cuda_graphs = cuda_graphs == "auto"
     return model
 
 
@@ -100,6 +103,7 @@ def load_configured_model(config: InferModelConfig) -> Transformer:
         dtype=select_dtype(config.dtype, device),
         attention_backend=config.attention_backend,
         adapter=config.adapter,
+        cuda_graphs=config.cuda_graphs,
     )
 
 

@@ -78,6 +78,15 @@ def test_the_backend_of_a_command_reaches_the_model(tiny_model: Callable[..., Tr
         assert loaded.attention_backend == backend
 
 
+def test_cuda_graphs_are_on_unless_a_command_says_otherwise(
+    tiny_model: Callable[..., Transformer], tmp_path: Path
+) -> None:
+    save_model(tiny_model(), tmp_path)
+    for section, is_on in (({}, True), ({"cuda_graphs": "off"}, False)):
+        config = InferConfig.model_validate({"model": {"path": tmp_path, "device": "cpu", **section}}).model
+        assert load_configured_model(config).uses_cuda_graphs == is_on
+
+
 def test_the_dtype_of_a_command_reaches_the_model(
     tiny_model: Callable[..., Transformer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
