@@ -191,9 +191,12 @@ def _measure_peak_in_process(case: HeadCase, name: str, compiles: bool) -> int:
     return peak.bytes() - sum(gradient.numel() * gradient.element_size() for gradient in gradients)
 
 
-def compare_losses(case: HeadCase, settings: Settings, *, compiles: bool) -> list[list[str]]:
-    """Compare time, memory and error of all implementations; one table row for each."""
+def compare_losses(
+    case: HeadCase, settings: Settings, *, compiles: bool, names: Sequence[str] | None = None
+) -> list[list[str]]:
+    """Compare time, memory and error of implementations, by default of all; one table row for each."""
     losses = build_losses(case.device, compiles=compiles)
+    losses = {name: loss for name, loss in losses.items() if names is None or name in names}
     inputs = make_inputs(case)
     steps = {name: partial(step, loss, inputs) for name, loss in losses.items()}
     times = compare(steps, settings, label=str(case))
@@ -208,10 +211,12 @@ def compare_losses(case: HeadCase, settings: Settings, *, compiles: bool) -> lis
     return rows
 
 
-def default_cases(device: str, threads: int) -> Sequence[HeadCase]:
-    if device == "cuda":
-        return [HeadCase(16384, 8192, 2048, 151936, torch.bfloat16, device, threads)]
-    return [HeadCase(4096, 4096, 256, 32768, dtype, device, threads) for dtype in (torch.float32, torch.bfloat16)]
+def build_cases(device: str, threads: int, shape: Sequence[int] | None) -> Sequence[HeadCase]:
+    """The cases of the device. ``shape``: positions, masked positions, hidden and vocabulary instead of its own."""
+    dtypes = [torch.bfloat16] if device == "cuda" else [torch.float32, torch.bfloat16]
+    sizes = shape or ((16384, 8192, 2048, 151936) if device == "cuda" else (4096, 4096, 256, 32768))
+    positions, masked, width, vocab = sizes
+    return [HeadCase(positions, masked, width, vocab, dtype, device, threads) for dtype in dtypes]
 
 
 def run(settings: Settings) -> Report:
@@ -220,10 +225,12 @@ def run(settings: Settings) -> Report:
     compiles = device == "cuda" or settings.options.compile
     # On a CPU, CPU time: other processes on the machine affect it less.
     clocked = settings if device == "cuda" else replace(settings, clock="process")
-    cases = default_cases(device, settings.threads)
+    cases = build_cases(device, settings.threads, settings.options.shape)
     header = ["masked of positions x hidden x vocabulary", "implementation", "ms", "useful TFLOP/s"]
     header += [f"speedup over {BASELINE} [quartiles]", "peak MiB", "error of gradients"]
-    table = Table(header, [row for case in cases for row in compare_losses(case, clocked, compiles=compiles)])
+    names = (OURS, BASELINE) if settings.options.baseline_only else None
+    rows = [row for case in cases for row in compare_losses(case, clocked, compiles=compiles, names=names)]
+    table = Table(header, rows)
     clock = "CPU time of all threads" if device == "cpu" else "wall time"
     facts = {
         "each call": f"forward and backward, sum over the masked positions; {clock}",
@@ -234,8 +241,18 @@ def run(settings: Settings) -> Report:
     return Report([table], facts | describe_accelerator(device))
 
 
+def check_arguments(options: argparse.Namespace) -> str | None:
+    """Error of ``--shape``; None: there is none."""
+    if options.shape is None or (min(options.shape) >= 1 and options.shape[1] <= options.shape[0]):
+        return None
+    return f"--shape {' '.join(map(str, options.shape))}: numbers must be at least 1, and MASKED at most POSITIONS"
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compile", action="store_true", help="measure torch.compile on a CPU as well (minutes)")
+    parser.add_argument("--baseline-only", action="store_true", help=f"compare with {BASELINE!r} alone")
+    names = ("POSITIONS", "MASKED", "HIDDEN", "VOCABULARY")
+    parser.add_argument("--shape", type=int, nargs=len(names), metavar=names, help="default: that of the device")
 
 
 BENCHMARK = Benchmark(
@@ -245,6 +262,7 @@ BENCHMARK = Benchmark(
     warmup=2,
     packages=("torch", "triton", "liger_kernel"),
     add_arguments=add_arguments,
+    check_arguments=check_arguments,
 )
 
 if __name__ == "__main__":

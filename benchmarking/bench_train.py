@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,7 +65,10 @@ METHOD_OF_PRODUCTS = """\
 Matrix products alone: those that torch computes in one of our steps, forward and backward, replayed in the same turns \
 on new tensors with their shapes, layouts and dtypes; those inside fused attention as batched products, of half the \
 heads if it is causal; those inside FlexAttention are not recorded. Share: median and quartiles of their time over the \
-step's, within a round. GFLOP: of the products that shape and noise require, two operations for each multiplication \
+step's, within a round."""
+
+METHOD_OF_RATES = """\
+GFLOP: of the products that shape and noise require, two operations for each multiplication \
 and addition; MFU: GFLOP by the median step and the vendor's peak for bfloat16."""
 
 METHOD_OF_MEMORY = f"""\
@@ -86,10 +89,11 @@ class TrainMeasurement:
     times: Comparison
     """Measurements of the implementations and of the matrix products."""
     memory: Mapping[str, dict[str, int]]
-    """Bytes of each of `MEMORY_PARTS`, by implementation."""
+    """Bytes of each of `MEMORY_PARTS`, by implementation; empty without details."""
     parameters: Mapping[str, int]
     """Number of parameters, by implementation; ours first."""
-    products: StepProducts
+    products: StepProducts | None
+    """None: without details."""
     flops: float
     """Floating-point operations of one of our steps."""
 
@@ -101,25 +105,23 @@ class TrainMeasurement:
         records: list[dict[str, Any]] = []
         for name, seconds in self.times.seconds.items():
             values: dict[str, Any] = {"seconds": [round(value, 6) for value in seconds]}
-            if name == MATRIX_PRODUCTS:
+            if self.products is not None and name == MATRIX_PRODUCTS:
                 values |= {"count": self.products.count, "flops": self.products.flops}
             else:
-                values |= {"parameters": self.parameters[name], "bytes": self.memory[name]}
+                values |= {"parameters": self.parameters[name], "bytes": self.memory.get(name, {})}
             if name == OURS:
                 values["flops"] = self.flops
             records.append({"implementation": name, **facts, **values})
         return records
 
 
-def measure_case(case: TrainCase, names: Sequence[str], settings: Settings) -> TrainMeasurement:
-    """Measure speed in this process, then memory in fresh ones."""
+def measure_case(
+    case: TrainCase, names: Sequence[str], settings: Settings, *, has_details: bool = True
+) -> TrainMeasurement:
+    """Measure speed in this process, then memory in fresh ones. Without details speed alone."""
     forget_compiled_code()
     print_message(f"{case.label}: warm-up")
-    # Recorded without torch.compile, which is the default on CUDA: compiled code hides its products.
-    uncompiled = build_ours(case, runtime=RuntimeConfig(compile="none"))
-    uncompiled.step()
-    products = StepProducts.of(uncompiled.step)
-    del uncompiled
+    products = record_products(case) if has_details else None
     implementations: dict[str, TrainImplementation] = {name: BUILDERS[name](case) for name in names}
     parameters = {
         name: sum(parameter.numel() for parameter in implementation.model.parameters())
@@ -127,16 +129,27 @@ def measure_case(case: TrainCase, names: Sequence[str], settings: Settings) -> T
     }
     flops = implementations[OURS].flops
     assert flops is not None
-    calls = {name: implementation.step for name, implementation in implementations.items()}
+    calls: dict[str, Callable[[], object]] = {
+        name: implementation.step for name, implementation in implementations.items()
+    }
+    if products is not None:
+        calls[MATRIX_PRODUCTS] = products.replay(case.device)
     work = dict.fromkeys(names, float(case.shape.tokens))
-    times = compare({**calls, MATRIX_PRODUCTS: products.replay(case.device)}, settings, label=case.label, work=work)
+    times = compare(calls, settings, label=case.label, work=work)
     del implementations, calls
     gc.collect()
     memory = {}
-    for name in names:
+    for name in names if has_details else ():
         memory[name] = measure_memory(case, name)
         print_message(f"{case.label}: peak memory of {name} {_format_mebibytes(memory[name]['peak'])}")
     return TrainMeasurement(case, times, memory, parameters, products, flops)
+
+
+def record_products(case: TrainCase) -> StepProducts:
+    """Record the matrix products of one of our steps, without torch.compile: compiled code hides them."""
+    uncompiled = build_ours(case, runtime=RuntimeConfig(compile="none"))
+    uncompiled.step()
+    return StepProducts.of(uncompiled.step)
 
 
 def forget_compiled_code() -> None:
@@ -220,7 +233,8 @@ def bench_train(config: BenchTrainConfig) -> Report:
     files = ResultFiles(config.output.directory, "training_speed")
     results = []
     for case in cases:
-        results.append(measure_case(case, names, Settings(bench.rounds, bench.warmup, threads)))
+        settings = Settings(bench.rounds, bench.warmup, threads)
+        results.append(measure_case(case, names, settings, has_details=bench.details))
         files.append(results[-1].to_records())
     report = build_report(results, skipped_peers, environment)
     files.write_report(report)
@@ -253,14 +267,11 @@ def build_report(
     results: Sequence[TrainMeasurement], skipped_peers: Mapping[str, str], environment: Mapping[str, str]
 ) -> Report:
     """Build the tables of speed, matrix products and memory, with their methods and conditions."""
-    parts: list[Table | str] = [
-        _build_speed_table(results),
-        METHOD,
-        _build_product_table(results),
-        METHOD_OF_PRODUCTS,
-        _build_memory_table(results),
-        METHOD_OF_MEMORY,
-    ]
+    has_details = results[0].products is not None
+    parts: list[Table | str] = [_build_speed_table(results), METHOD, _build_product_table(results)]
+    parts += [METHOD_OF_PRODUCTS] if has_details else []
+    parts += [METHOD_OF_RATES]
+    parts += [_build_memory_table(results), METHOD_OF_MEMORY] if has_details else []
     methods = {OURS: METHOD_OF_OURS, **METHODS_OF_PEERS}
     facts = {name: methods[name] for name in results[0].parameters} | dict(skipped_peers)
     facts |= {result.case.shape.name: _describe_shape(result) for result in results}
@@ -284,16 +295,19 @@ def _build_speed_table(results: Sequence[TrainMeasurement]) -> Table:
 
 
 def _build_product_table(results: Sequence[TrainMeasurement]) -> Table:
+    has_products = results[0].products is not None
     rows = []
     for result in results:
         case, times = result.case, result.times
         flops_per_second = result.flops / times.median(OURS)
-        # The speedup of the step over its products is the share of the products in its time.
-        share = times.speedup(OURS, MATRIX_PRODUCTS).format_ratio()
-        row = [*_case_cells(case), times.format_ms(OURS), times.format_ms(MATRIX_PRODUCTS), share]
+        row = [*_case_cells(case), times.format_ms(OURS)]
+        if has_products:
+            # The speedup of the step over its products is the share of the products in its time.
+            row += [times.format_ms(MATRIX_PRODUCTS), times.speedup(OURS, MATRIX_PRODUCTS).format_ratio()]
         row += [f"{result.flops / 1e9:,.1f}", f"{flops_per_second / 1e9:,.0f}", _format_mfu(case, flops_per_second)]
         rows.append(row)
-    header = [*COLUMNS_OF_CASE, "step, ms", "matrix products alone, ms", "share per round [quartiles]"]
+    header = [*COLUMNS_OF_CASE, "step, ms"]
+    header += ["matrix products alone, ms", "share per round [quartiles]"] if has_products else []
     return Table([*header, "GFLOP", "GFLOP/s", "MFU"], rows)
 
 

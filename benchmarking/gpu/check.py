@@ -16,12 +16,13 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarking.gpu.parts import TOTAL_SECONDS, Part, PartVerdict, Site, build_parts
+from benchmarking.gpu.judges import PartVerdict
+from benchmarking.gpu.parts import REHEARSAL_FACTOR, TOTAL_SECONDS, Part, Site, build_parts
 from benchmarking.harness import Report, Table, collect_environment
 from files.atomic import write_text_atomic
 from files.terminal_text import print_line, print_message
@@ -88,18 +89,25 @@ def _run_process(command: Sequence[str], limit: float) -> tuple[int | None, str]
         return code, file.read()
 
 
-def run_parts(parts: Sequence[Part], total_seconds: float) -> list[PartResult]:
-    """Run all parts in order, each within its limit and within what is left of the total."""
+def run_parts(
+    parts: Sequence[Part], total_seconds: float, on_result: Callable[[Sequence[PartResult]], None] | None = None
+) -> list[PartResult]:
+    """Run all parts in order, each within its limit and within what is left of the total.
+
+    ``on_result`` is called after each part with the results of all, so that those of an interrupted check are kept.
+    """
     deadline = time.monotonic() + total_seconds
-    results = []
-    for part in parts:
+    results = [PartResult(part, "not run", "the check was interrupted", 0.0, "") for part in parts]
+    for index, part in enumerate(parts):
         limit = min(float(part.seconds), deadline - time.monotonic())
         if limit <= 0:
-            results.append(PartResult(part, "not run", "no time was left", 0.0, ""))
+            results[index] = PartResult(part, "not run", "no time was left", 0.0, "")
         else:
             print_message(f"{part.name}: at most {limit:.0f} s")
-            results.append(run_part(part, limit))
-        print_message(f"{part.name}: {results[-1].status}, {results[-1].result}")
+            results[index] = run_part(part, limit)
+        print_message(f"{part.name}: {results[index].status}, {results[index].result}")
+        if on_result is not None:
+            on_result(results)
     return results
 
 
@@ -110,6 +118,9 @@ def format_page(results: Sequence[PartResult], site: Site, environment: dict[str
     passed = sum(each.has_passed for each in results)
     facts = {"device": f"{site.num_gpus} x {site.device_name}" if site.num_gpus else site.device_name}
     page = ["# Check of a GPU machine", "    just gpu-check", f"{passed} of {len(results)} parts passed."]
+    left_out = [part.name for part in build_parts(site) if part.name not in {each.part.name for each in results}]
+    if left_out:
+        page.append(f"Not asked for: {', '.join(left_out)}.")
     if site.is_rehearsal:
         page.append("A rehearsal without a GPU, with tiny models: it shows that the check works, and nothing of a GPU.")
     page.append(Report([table], facts).to_markdown(environment))
@@ -155,11 +166,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"--parts: {unknown[0]!r} is not one of {', '.join(names)}")
         chosen = [part for part in parts if arguments.parts is None or part.name in arguments.parts]
         environment = collect_environment(threads=usable_cores(), packages=("torch", "triton"))
-        results = run_parts(chosen, TOTAL_SECONDS)
-    page = format_page(results, site, environment)
-    if arguments.output is not None:
-        write_text_atomic(arguments.output, page)
-    print_line(page)
+
+        def write_page(results: Sequence[PartResult]) -> None:
+            if arguments.output is not None:
+                write_text_atomic(arguments.output, format_page(results, site, environment))
+
+        total_seconds = TOTAL_SECONDS * (REHEARSAL_FACTOR if site.is_rehearsal else 1)
+        results = run_parts(chosen, total_seconds, write_page)
+        print_line(format_page(results, site, environment))
     return 0 if all(each.has_passed for each in results) else 1
 
 

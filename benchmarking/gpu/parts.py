@@ -2,44 +2,40 @@
 
 from __future__ import annotations
 
-import json
-import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
+from benchmarking.gpu import judges
+from benchmarking.gpu.judges import PartVerdict
 from profiling.flops import peak_flops
 
 TOTAL_SECONDS = 540
-"""The parts' limits together, so that the whole check takes at most nine minutes."""
+"""The parts' limits together on a GPU machine, so that the whole check takes at most nine minutes."""
+REHEARSAL_FACTOR = 5
+"""Limits of a rehearsal over those of a GPU machine."""
 RESOURCES = Path("config/resources")
-HEAD_SHARE = 0.70
-"""Goal: useful FLOPs of head and loss, as a share of the peak of the GPU (docs/performance.md)."""
-MFU_GOALS = {"124m": 0.45, "qwen3-0.6b": 0.43, "qwen3-1.7b": 0.50}
-"""Goal for a step of training, by shape."""
-MAX_RESUME_DIFFERENCE = 0.02
-"""Relative, between the last losses of a run and of one that resumed: fused attention adds in any order on a GPU."""
-MAX_DECODING_DIFFERENCE = 0.01
-"""Nats, between mean log-probabilities of greedy tokens in float32 on the GPU and on the CPU."""
 
 TINY_RUN = (
     "model.num_hidden_layers=1", "model.hidden_size=32", "model.intermediate_size=32", "tokenizer.vocab_size=300",
-    "training.batch_size=4", "validation.final_rows=8", "validation.ngrams=false", "samples.infills=[]",
+    "training.batch_size=4", "validation.final_rows=8", "samples.infills=[]",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class PartVerdict:
-    """What a part that ended in order has shown."""
-
-    is_met: bool
-    """Whether its goal is met."""
-    result: str
+"""Settings of the trainings of a rehearsal."""
+TINY_DECODING = (
+    "model.device=cpu", "model.shape.num_hidden_layers=1", "model.shape.hidden_size=32", "bench.new_tokens=8",
+    "model.shape.num_attention_heads=2", "model.shape.num_key_value_heads=1", "model.shape.head_dim=16",
+    "model.shape.intermediate_size=32", "model.shape.vocab_size=64", "bench.prompt_length=16", "bench.rounds=2",
+)  # fmt: skip
+TINY_SHAPE = {
+    "num_hidden_layers": 1, "hidden_size": 32, "vocab_size": 64, "batch_size": 2, "intermediate_size": 32,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64,
+}  # fmt: skip
+TINY_HEAD = ("64", "32", "16", "97")
 
 
 @dataclass(frozen=True)
@@ -79,32 +75,44 @@ class Site:
 def build_parts(site: Site) -> list[Part]:
     """All parts, those first that show most: a later one may find no time left.
 
-    A rehearsal has other tests, tiny models and no benchmark of the head, which has no tiny case.
+    A rehearsal has the same parts with tiny models, and tests of the CPU in place of those that need a GPU. Its limits
+    are longer: a processor may be slow or busy.
     """
     parts = [
-        Part(
-            "doctor", [_program("doctor")], 20, "no problem that stops a run", lambda _: PartVerdict(True, "no problem")
-        ),
-        _tests("kernels against eager", 55, ["tests/kernels"], site),
+        _doctor(site),
+        _tests("kernels against eager", 45, ["tests/kernels"], site),
         _tests("losses against the golden record", 25, ["tests/golden"], site),
-        _training("training", "train", 90, site),
+        _training("training", "train", 70, site),
         _resume(site),
-        _training("ranks", "train-ddp", 65, site),
         _decoding("decoding on the CPU", "cpu", site),
         _decoding("decoding", site.device, site),
-        _tests("other GPU tests", 65, ["tests", "--ignore=tests/kernels", "--ignore=tests/golden"], site),
-        _training_benchmark(site),
+        _head_benchmark(site),
+        _training_benchmark("speed of training", "124m", "masked_diffusion", 50, site),
+        _decoding_benchmark(site),
+        _training("ranks", "train-ddp", 40, site),
+        _training_benchmark("speed of training with blocks", "qwen3-1.7b", "block_diffusion", 69, site),
+        _tests("other GPU tests", 55, ["tests", "--ignore=tests/kernels", "--ignore=tests/golden"], site),
     ]
-    return parts if site.is_rehearsal else [*parts, _head_benchmark(site)]
+    factor = REHEARSAL_FACTOR if site.is_rehearsal else 1
+    return [replace(part, seconds=factor * part.seconds) for part in parts]
 
 
-def _program(name: str) -> str:
-    """A command of the project in the environment of this Python."""
-    return str(Path(sys.executable).with_name(f"diffusionlm-{name}"))
+def _program(name: str) -> list[str]:
+    """A command of the project, which needs no installed scripts."""
+    return [sys.executable, "-m", "cli", name]
 
 
 def _settings(*values: str) -> list[str]:
     return [word for value in values for word in ("--set", value)]
+
+
+def _doctor(site: Site) -> Part:
+    name = "none" if site.is_rehearsal else site.device_name
+
+    def judge(output: str) -> PartVerdict:
+        return judges.judge_doctor(output, name)
+
+    return Part("doctor", _program("doctor"), 15, "no problem that stops a run", judge)
 
 
 def _tests(name: str, seconds: int, paths: list[str], site: Site) -> Part:
@@ -112,15 +120,9 @@ def _tests(name: str, seconds: int, paths: list[str], site: Site) -> Part:
         marker, paths = "not gpu and not slow", ["tests/kernels/test_triton_check.py"]
     else:
         marker = "gpu"
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", marker, *paths]
-    return Part(name, command, seconds, "all pass, none is skipped", judge_tests)
-
-
-def judge_tests(output: str) -> PartVerdict:
-    """Read the last line of pytest: passed tests, and none that was skipped."""
-    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|skipped|failed|errors?)", output)}
-    is_met = counts.get("passed", 0) > 0 and set(counts) == {"passed"}
-    return PartVerdict(is_met, ", ".join(f"{number} {word}" for word, number in counts.items()) or "no tests")
+    options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib"]  # needs no plugins of pytest
+    command = [sys.executable, "-m", "pytest", *options, "-m", marker, *paths]
+    return Part(name, command, seconds, "all pass, none is skipped", judges.judge_tests)
 
 
 def _training(name: str, program: str, seconds: int, site: Site) -> Part:
@@ -130,39 +132,23 @@ def _training(name: str, program: str, seconds: int, site: Site) -> Part:
     steps, interval = (12, 6) if site.is_rehearsal else (300, 150)
     values = [f"run.directory={directory}", f"run.device={site.device}", f"training.max_steps={steps}"]
     values += [f"checkpoint.every_steps={interval}", "logging.every_steps=2", "samples.every_steps=0"]
+    values += ["validation.ngrams=false"]
     if program == "train-ddp":
         values.append(f"parallel.local_ranks={max(1, site.num_gpus)}")
-    command = [
-        _program(program),
-        "--config",
-        str(config),
-        *_settings(*values, *(TINY_RUN if site.is_rehearsal else ())),
-    ]
+    command = [*_program(program), "--config", str(config)]
+    command += _settings(*values, *(TINY_RUN if site.is_rehearsal else ()))
     ranks = f"{max(1, site.num_gpus)} rank(s): " if program == "train-ddp" else ""
 
     def judge(output: str) -> PartVerdict:
-        verdict = judge_training(directory)
+        verdict = judges.judge_training(directory)
         return PartVerdict(verdict.is_met, ranks + verdict.result)
 
     return Part(name, command, seconds, "the loss falls by a tenth", judge)
 
 
-def read_losses(path: Path) -> dict[int, float]:
-    """Step -> loss, from a run's metrics.jsonl."""
-    records = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    return {record["step"]: record["metrics"]["loss"] for record in records if "loss" in record.get("metrics", {})}
-
-
-def judge_training(directory: Path) -> PartVerdict:
-    """Compare the mean of the last three losses with the first."""
-    losses = list(read_losses(directory / "metrics.jsonl").values())
-    last = sum(losses[-3:]) / 3
-    return PartVerdict(last < 0.9 * losses[0], f"loss {losses[0]:.3f} -> {last:.3f}")
-
-
 def _resume(site: Site) -> Part:
     """The training again, without its last checkpoint: the second half is computed anew."""
-    part = _training("resume", "train", 40, site)
+    part = _training("resume", "train", 30, site)
     directory = site.run_directory("train")
     metrics, copy = directory / "metrics.jsonl", directory.with_name("before-resume.jsonl")
 
@@ -174,116 +160,64 @@ def _resume(site: Site) -> Part:
         shutil.rmtree(checkpoints[-1])
 
     def judge(output: str) -> PartVerdict:
-        return judge_resume(read_losses(copy), read_losses(metrics), output)
+        return judges.judge_resume(judges.read_losses(copy), judges.read_losses(metrics), output)
 
-    goal = f"resumes; the last loss differs by at most {MAX_RESUME_DIFFERENCE:.0%}"
+    goal = f"resumes; the last loss differs by at most {judges.MAX_RESUME_DIFFERENCE:.0%}"
     return Part(part.name, part.command, part.seconds, goal, judge, prepare)
-
-
-def judge_resume(before: dict[int, float], after: dict[int, float], output: str) -> PartVerdict:
-    """Compare the last losses; the output must say that the run resumed."""
-    last = max(before)
-    if "going on from" not in output or last not in after:
-        return PartVerdict(False, "the run did not resume")
-    difference = abs(after[last] / before[last] - 1.0)
-    return PartVerdict(difference <= MAX_RESUME_DIFFERENCE, f"{before[last]:.4f}, resumed {after[last]:.4f}")
 
 
 def _decoding(name: str, device: str, site: Site) -> Part:
     """Greedy continuations in float32 by the model that the training left."""
     output = site.directory / f"decoded-{device}.jsonl"
     reference = site.directory / "decoded-cpu.jsonl"
-    command = [
-        _program("infer"),
-        "--model",
-        str(site.run_directory("train")),
-        "--prompt",
-        "def ",
-        "--prompt",
-        "import ",
-    ]
-    command += ["--max-new-tokens", "32", "--output", str(output)]
+    command = [*_program("infer"), "--model", str(site.run_directory("train")), "--prompt", "def "]
+    command += ["--prompt", "import ", "--max-new-tokens", "32", "--output", str(output)]
     command += _settings(f"model.device={device}", "model.dtype=float32", "generation.block_length=8")
 
     def judge(_: str) -> PartVerdict:
-        return judge_decoding(read_logprobs(output), read_logprobs(reference))
+        return judges.judge_decoding(judges.read_logprobs(output), judges.read_logprobs(reference))
 
-    goal = f"mean log-probabilities within {MAX_DECODING_DIFFERENCE} nats of the CPU's"
-    return Part(name, command, 15, goal, judge, lambda: output.unlink(missing_ok=True))
-
-
-def read_logprobs(path: Path) -> list[float]:
-    """Mean log-probability of each answer in a file of diffusionlm-infer."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["metrics"]["mean_logprob"] for line in lines]
-
-
-def judge_decoding(values: list[float], reference: list[float]) -> PartVerdict:
-    """Compare answers with those of the CPU."""
-    difference = max(abs(value - expected) for value, expected in zip(values, reference, strict=True))
-    return PartVerdict(
-        difference <= MAX_DECODING_DIFFERENCE, f"{len(values)} answers, difference {difference:.1e} nats"
-    )
+    goal = f"mean log-probabilities within {judges.MAX_DECODING_DIFFERENCE} nats of the CPU's"
+    return Part(name, command, 13, goal, judge, lambda: output.unlink(missing_ok=True))
 
 
 def _head_benchmark(site: Site) -> Part:
-    command = [sys.executable, "-m", "benchmarking.bench_kernels", "--rounds", "5"]
+    """Head and loss of a model of 1.7 B parameters, half of 16,384 positions masked."""
+    command = [sys.executable, "-m", "benchmarking.bench_kernels", "--rounds", "5", "--baseline-only"]
+    command += ["--shape", *TINY_HEAD] if site.is_rehearsal else []
+    goal, peak = (0.0, None) if site.is_rehearsal else (judges.HEAD_SHARE, peak_flops(site.device_name))
 
     def judge(output: str) -> PartVerdict:
-        return judge_head(output, peak_flops(site.device_name))
+        return judges.judge_head(output, peak, goal)
 
-    return Part("head and loss", command, 50, f"{HEAD_SHARE:.0%} of the peak in useful FLOPs", judge)
-
-
-def read_table(output: str, column: str) -> list[dict[str, str]]:
-    """Rows of the first Markdown table that has a column, by header."""
-    header: list[str] = []
-    rows = []
-    for line in output.splitlines():
-        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        if column in cells:
-            header = cells
-        elif header and len(cells) == len(header) and not cells[0].startswith("---"):
-            rows.append(dict(zip(header, cells, strict=True)))
-        elif header and not line.startswith("|"):
-            break
-    return rows
+    return Part("head and loss", command, 55, f"{goal:.0%} of the peak in useful FLOPs" if goal else "none", judge)
 
 
-def judge_head(output: str, peak: float | None) -> PartVerdict:
-    """Compare the rate of the project's head and loss with the peak of the GPU."""
-    rows = [row for row in read_table(output, "useful TFLOP/s") if row["implementation"] == "diffusionlm"]
-    if not rows or peak is None:
-        return PartVerdict(
-            False, "not measured" if not rows else f"{rows[0]['ms']} ms; the peak of this GPU is not known"
-        )
-    share = float(rows[0]["useful TFLOP/s"].replace(",", "")) * 1e12 / peak
-    return PartVerdict(share >= HEAD_SHARE, f"{rows[0]['ms']} ms, {share:.0%} of the peak, {rows[0]['peak MiB']} MiB")
-
-
-def _training_benchmark(site: Site) -> Part:
-    path = site.directory / "bench_train.toml"
-    shape: dict[str, Any] = {"shape": "tiny" if site.is_rehearsal else "124m"}
-    if site.is_rehearsal:
-        shape |= {"num_hidden_layers": 1, "hidden_size": 32, "vocab_size": 64, "batch_size": 2, "intermediate_size": 32}
-    bench = {"precisions": ["bfloat16"], "objectives": ["masked_diffusion"], "device": site.device, "warmup": 3}
-    config = {"bench": {**bench, "rounds": 2 if site.is_rehearsal else 10}, "shapes": [shape]}
+def _training_benchmark(name: str, preset: str, objective: str, seconds: int, site: Site) -> Part:
+    """Steps of a preset of the training benchmark."""
+    path = site.directory / f"bench-{preset}.toml"
+    shape: dict[str, Any] = {"shape": preset, **(TINY_SHAPE if site.is_rehearsal else {})}
+    bench = {"precisions": ["bfloat16"], "objectives": [objective], "device": site.device, "details": False}
+    bench |= {"warmup": 3, "rounds": 2 if site.is_rehearsal else 10}
+    goals = {} if site.is_rehearsal else {preset: judges.MFU_GOALS[preset]}
 
     def prepare() -> None:
-        path.write_text(tomli_w.dumps(config), encoding="utf-8")
+        path.write_text(tomli_w.dumps({"bench": bench, "shapes": [shape]}), encoding="utf-8")
 
     def judge(output: str) -> PartVerdict:
-        return judge_speed(output, {} if site.is_rehearsal else MFU_GOALS)
+        return judges.judge_mfu(output, goals)
 
-    command = [_program("bench-train"), "--config", str(path)]
-    goals = ", ".join(f"{name} {goal:.0%}" for name, goal in MFU_GOALS.items() if name == shape["shape"]) or "none"
-    return Part("speed of training", command, 100, f"MFU of {goals}", judge, prepare)
+    goal = ", ".join(f"MFU of {preset} {goal:.0%}" for preset, goal in goals.items()) or "none"
+    return Part(name, [*_program("bench-train"), "--config", str(path)], seconds, goal, judge, prepare)
 
 
-def judge_speed(output: str, goals: Mapping[str, float]) -> PartVerdict:
-    """Compare the MFU of each shape with its goal; a shape that has a goal needs one."""
-    rows = read_table(output, "MFU")
-    shares = {row["shape"]: float(row["MFU"].rstrip("%")) / 100 for row in rows if row["MFU"].endswith("%")}
-    is_met = bool(rows) and all(shares.get(row["shape"], 0.0) >= goals.get(row["shape"], 0.0) for row in rows)
-    texts = [f"{row['shape']}: {row['step, ms']} ms, MFU {row['MFU']}" for row in rows]
-    return PartVerdict(is_met, "; ".join(texts) or "not measured")
+def _decoding_benchmark(site: Site) -> Part:
+    """128 requests, by random weights of the shape of SDAR-4B."""
+    command = [*_program("bench-infer"), "--config", str(RESOURCES / "bench_infer_gpu.toml")]
+    command += _settings(*(TINY_DECODING if site.is_rehearsal else ()))
+    goal = 0.0 if site.is_rehearsal else judges.DECODING_GOAL
+
+    def judge(output: str) -> PartVerdict:
+        return judges.judge_throughput(output, goal)
+
+    return Part("speed of decoding", command, 60, f"{goal:,.0f} tokens per second" if goal else "none", judge)

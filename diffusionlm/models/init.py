@@ -40,6 +40,12 @@ def init_weights(model: Transformer, seed: int) -> None:
         parameter.copy_(initial_value(name, parameter.shape, model.config, seed))
 
 
+def initial_std(name: str, shape: torch.Size, config: ModelConfig) -> float:
+    """Standard deviation of the initial values of a matrix that is not zero."""
+    table = name.endswith(("embed_tokens.weight", "lm_head.weight"))
+    return config.initializer_range if table else float(shape[1] ** -0.5)
+
+
 def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) -> Tensor:
     """Initial value of a parameter, on the CPU: see `init_weights`."""
     if name.endswith("norm.weight"):
@@ -47,7 +53,6 @@ def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) 
         return torch.full(shape, gain - config.norm_offset)
     if name.endswith(".bias") or (name.endswith(OUTPUT_PROJECTIONS) and not config.sandwich_norms):
         return torch.zeros(shape)
-    table = name.endswith(("embed_tokens.weight", "lm_head.weight"))
-    std = config.initializer_range if table else shape[1] ** -0.5
+    std = initial_std(name, shape, config)
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return torch.randn(shape, generator=torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))) * std

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 import pytest
 import torch
 
 from benchmarking import bench_kernels
 from benchmarking.bench_kernels import (
+    BASELINE,
     IGNORE_INDEX,
     OURS,
     HeadCase,
+    build_cases,
     build_losses,
+    check_arguments,
     compare_losses,
     make_inputs,
     measure_error,
@@ -37,5 +42,23 @@ def test_a_row_for_each_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_kernels, "measure_peak", lambda case, name, compiles: 3 << 20)
     rows = compare_losses(CASE, Settings(2), compiles=False)
     assert [row[1] for row in rows] == list(build_losses("cpu", compiles=False))
+    names = (OURS, BASELINE)
+    assert [row[1] for row in compare_losses(CASE, Settings(2), compiles=False, names=names)] == list(names)
     assert {row[0] for row in rows} == {"5 of 12 x 4 x 31 float32"} and {row[5] for row in rows} == {"3"}
     assert CASE.teraflops == pytest.approx(6 * 5 * 4 * 31 / 1e12)
+
+
+@pytest.mark.parametrize(
+    ("shape", "error"),
+    [
+        ([64, 32, 16, 97], None),
+        ([64, 65, 16, 97], "--shape 64 65 16 97: numbers must be at least 1, and MASKED at most POSITIONS"),
+        ([0, 0, 16, 97], "--shape 0 0 16 97: numbers must be at least 1, and MASKED at most POSITIONS"),
+    ],
+)
+def test_shape_of_the_command_line(shape: list[int], error: str | None) -> None:
+    assert check_arguments(Namespace(shape=shape)) == error
+    if error is None:
+        [case] = build_cases("cuda", 1, shape)
+        assert str(case) == "32 of 64 x 16 x 97 bfloat16" and case.device == "cuda"
+        assert [case.masked for case in build_cases("cuda", 1, None)] == [8192]

@@ -22,6 +22,7 @@ from benchmarking.bench_train import (
     measure_memory,
     measure_memory_in_process,
 )
+from benchmarking.harness import Settings
 from benchmarking.implementations.training import OURS, TrainCase
 from config.bench.training import BenchOutputSection, BenchShape, BenchTrainConfig, BenchTrainSection
 from config.dump import to_toml
@@ -148,6 +149,17 @@ def test_compiled_code_is_forgotten_between_cases() -> None:
         forget_compiled_code()
         compiled(torch.ones(length))
     assert shapes == [(True,)] * 12
+
+
+def test_speed_without_details() -> None:
+    measurement = module.measure_case(make_case(), [OURS], Settings(2, 0), has_details=False)
+    tables = module.build_report([measurement], {}, {}).tables
+    assert [table.header[3:] for table in tables] == [
+        [f"{OURS} tok/s"],
+        ["step, ms", "GFLOP", "GFLOP/s", "MFU"],
+    ]
+    [record] = measurement.to_records()
+    assert record["bytes"] == {} and len(record["seconds"]) == 2
 
 
 def test_memory_by_part() -> None:
