@@ -175,6 +175,7 @@ def build_model(config: BenchModel) -> Transformer:
     device = select_device(config.device, "model.device")
     shape = config.shape.to_model_config()
     model = random_model(shape, config.seed, attention_backend=config.attention_backend, device=device)
+    model.uses_cuda_graphs = config.cuda_graphs == "auto"
     return model.to(DTYPES[select_dtype(config.dtype, device)])
 
 

@@ -6,14 +6,13 @@ The path of a GPU is forced (sequences with equally many inputs share their atte
 counted that computes something: views, and tensors without content, are not. A GPU launches at least one kernel for
 each. Bytes: inputs and outputs of each operator; of tables that are indexed, the rows that are read or written.
 
-A CUDA graph has fixed shapes, so rounds would be padded to a bucket of query rows. The second table counts the rounds
-of a closed loop by bucket.
+A CUDA graph has a fixed shape, to which rounds are padded. The second table counts the rounds of a closed loop whose
+kind and size have a graph, and those that come when it is recorded.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -31,7 +30,10 @@ from benchmarking.harness import MEBIBYTE, Benchmark, Report, Settings, Table, d
 from benchmarking.serving.bench_engine import LONGEST
 from benchmarking.serving.bench_first_text import SHAPE as SMALL_SHAPE
 from benchmarking.serving.callers import block_settings, draw_requests
+from diffusionlm.inference import decoder as decoder_module
 from diffusionlm.inference.decoder import Decoder, DecoderLimits
+from diffusionlm.inference.graphs.graphed_forward import MIN_USES, find_shape
+from diffusionlm.inference.graphs.static_batch import ReadText, StaticShape
 from diffusionlm.inference.requests import ActiveRequest, prepare_prompt
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models import transformer
@@ -45,7 +47,6 @@ WITHOUT_KERNELS = {
     "promote_types",
 }  # fmt: skip
 ATTENTION = "scaled_dot_product"
-BUCKETS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
 
 class KernelCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base class
@@ -128,29 +129,58 @@ def _fill(model: Transformer, num_requests: int) -> Decoder:
     return decoder
 
 
-def count_row_buckets(model: Transformer, concurrency: int, num_requests: int) -> list[int]:
-    """Query rows of each round of a closed loop."""
-    decoder = Decoder(
-        model, DecoderLimits(num_pages=-(-2 * LONGEST // 16) * concurrency, max_requests=concurrency, max_rows=2048)
-    )
+@dataclass(frozen=True)
+class RoundShape:
+    """A round of a closed loop."""
+
+    num_rows: int
+    shape: StaticShape | None
+    """Shape of its graph; None: it has none."""
+
+
+def list_round_shapes(model: Transformer, concurrency: int, num_requests: int) -> list[RoundShape]:
+    """The rounds of a closed loop."""
+    rounds: list[RoundShape] = []
+
+    def add_round(texts: Sequence[ReadText]) -> None:
+        sequences = [sequence for _, sequence in texts]
+        rounds.append(RoundShape(sum(sequence.num_inputs for sequence in sequences), find_shape(sequences)))
+
+    with (
+        patch.object(decoder_module, "select_graph_factory", lambda model: add_round),
+        patch.object(decoder_module, "GraphedForward", lambda *_: add_round),
+    ):
+        decoder = Decoder(
+            model, DecoderLimits(num_pages=-(-2 * LONGEST // 16) * concurrency, max_requests=concurrency, max_rows=2048)
+        )
     for request in draw_requests(model.config, num_requests, LONGEST, seed=0):
         config = block_settings(4, 4).model_copy(update={"max_new_tokens": request.new_tokens})
         settings = resolve_settings(config, model.config)
         decoder.add(ActiveRequest(prepare_prompt(settings, request.prompt), settings))
-    rows = [0]
     while decoder.has_work:
         decoder.run_round()
-        rows.append(decoder.counts.num_rows)
-    return [after - before for before, after in itertools.pairwise(rows)]
+    return rounds
 
 
-def find_bucket(num_rows: int) -> int | None:
-    """The smallest bucket that holds a round; None: it is decoded without a graph."""
-    return next((bucket for bucket in BUCKETS if bucket >= num_rows), None)
+def describe_rounds(rounds: Sequence[RoundShape]) -> list[str]:
+    """Cells of a table: rounds, rows of a round, rounds by graphs, graphs, rows that pad them."""
+    uses = Counter(one.shape for one in rounds if one.shape is not None)
+    num_replayed = sum(max(0, count - MIN_USES) for count in uses.values())
+    padded = [one for one in rounds if one.shape is not None]
+    num_inputs = sum(one.shape.num_parts * one.shape.num_queries for one in padded if one.shape is not None)
+    num_rows = sum(one.num_rows for one in padded)
+    return [
+        str(len(rounds)),
+        f"{statistics.fmean(one.num_rows for one in rounds):.1f}",
+        f"{uses.total() / len(rounds):.0%}",
+        f"{num_replayed / len(rounds):.0%}",
+        str(sum(count > MIN_USES for count in uses.values())),
+        f"{num_inputs / num_rows - 1.0:.0%}" if num_rows else "",
+    ]
 
 
 def run(settings: Settings) -> Report:
-    """Count rounds, and buckets of rows."""
+    """Count kernels of rounds, and rounds by graphs."""
     options = settings.options
     model = random_model(SHAPE.model_copy(update={"max_position_embeddings": 2 * LONGEST}), seed=0)
     # The rows that are read of an input embedding are few; a tied one is the head as well.
@@ -174,17 +204,21 @@ def run(settings: Settings) -> Report:
             ]
         )
     small = random_model(SMALL_SHAPE, seed=0)
-    buckets = []
+    graphs = []
     for concurrency in options.concurrency:
-        sizes = count_row_buckets(small, concurrency, 3 * concurrency)
-        counts = Counter(find_bucket(size) for size in sizes)
-        padded = sum(find_bucket(size) or size for size in sizes) / sum(sizes) - 1.0
-        shares = "; ".join(f"{bucket}: {counts[bucket] / len(sizes):.0%}" for bucket in BUCKETS if counts[bucket])
-        buckets.append([str(concurrency), str(len(sizes)), f"{statistics.fmean(sizes):.1f}", shares, f"{padded:.0%}"])
+        graphs.append([str(concurrency), *describe_rounds(list_round_shapes(small, concurrency, 3 * concurrency))])
     kernels = ["requests", "rows", "operators", "of attention", "MiB moved", "MiB of weights"]
-    graphs = ["concurrency", "rounds", "rows per round", "rounds by bucket of rows", "rows of padding"]
+    columns = [
+        "concurrency",
+        "rounds",
+        "rows per round",
+        "rounds with a graph",
+        "by a graph",
+        "graphs",
+        "rows of padding",
+    ]
     facts = {"model": f"{describe_model(SHAPE)}, vocabulary {SHAPE.vocab_size:,}, float32, random weights"}
-    return Report([Table(kernels, rows), "Buckets of a CUDA graph:", Table(graphs, buckets)], facts)
+    return Report([Table(kernels, rows), "Rounds that a CUDA graph computes:", Table(columns, graphs)], facts)
 
 
 def _format_range(values: Any) -> str:

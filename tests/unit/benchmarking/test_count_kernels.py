@@ -6,7 +6,15 @@ import torch
 
 from benchmarking.bench_infer import random_model
 from benchmarking.serving.bench_first_text import SHAPE
-from benchmarking.serving.count_kernels import KernelCounter, count_rounds, count_row_buckets, find_bucket
+from benchmarking.serving.count_kernels import (
+    KernelCounter,
+    RoundShape,
+    count_rounds,
+    describe_rounds,
+    list_round_shapes,
+)
+from diffusionlm.inference.graphs.graphed_forward import MIN_USES
+from diffusionlm.inference.graphs.static_batch import StaticShape
 
 
 def test_operators_and_bytes() -> None:
@@ -38,7 +46,11 @@ def test_kernels_depend_on_the_number_of_shapes_and_not_of_requests() -> None:
     assert max(counts.num_kernels for counts in many) <= 1.3 * max(counts.num_kernels for counts in few)
 
 
-def test_buckets() -> None:
-    assert [find_bucket(rows) for rows in (1, 8, 9, 2048, 2049)] == [8, 8, 16, 2048, None]
-    rows = count_row_buckets(random_model(SHAPE, seed=0), 2, 3)
-    assert sum(rows) > 0 and min(rows) >= 4
+def test_rounds_by_graphs() -> None:
+    rounds = list_round_shapes(random_model(SHAPE, seed=0), 2, 3)
+    assert min(one.num_rows for one in rounds) >= 4
+    for one in rounds:
+        assert one.shape is None or one.num_rows <= one.shape.num_parts * one.shape.num_queries
+    shape, other = StaticShape(3, 4, 64), StaticShape(1, 4, 64)
+    few = [RoundShape(8, shape)] * (MIN_USES + 2) + [RoundShape(4, other)] * 2 + [RoundShape(300, None)] * 3
+    assert describe_rounds(few) == ["15", "65.9", "80%", "13%", "1", "45%"]
