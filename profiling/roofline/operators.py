@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from benchmarking.implementations.matrix_products import MatrixProduct, find_products
 from benchmarking.serving.count_kernels import WITHOUT_KERNELS
@@ -48,6 +49,73 @@ class TensorUse:
     dtype: torch.dtype
 
 
+def read_clock() -> float:
+    """Seconds of an arbitrary clock: CPU time of this thread, which other processes affect less, if torch has no other
+    thread."""
+    return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape, strides, dtype and device of a tensor."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+    @staticmethod
+    def of(tensor: Tensor) -> TensorSpec:
+        return TensorSpec(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device.type)
+
+    @property
+    def is_contiguous(self) -> bool:
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
+    def make(self) -> Tensor:
+        """Allocate such a tensor of ones, or if it is one of integers, which may be indices, of zeros."""
+        tensor = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+        return (
+            tensor.as_strided((_extent(self),), (1,))
+            .fill_(1 if self.dtype.is_floating_point else 0)
+            .as_strided(self.shape, self.strides)
+        )
+
+
+def _extent(spec: TensorSpec) -> int:
+    """Elements between the first and the last one of a tensor in memory, both included."""
+    if 0 in spec.shape:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(spec.shape, spec.strides, strict=True))
+
+
+@dataclass(frozen=True)
+class OperatorCall:
+    """An operator and its arguments, with a `TensorSpec` in place of each tensor."""
+
+    function: Any
+    args: Any
+    kwargs: Any
+
+    @staticmethod
+    def of(function: Any, args: Any, kwargs: Any) -> OperatorCall:
+        return OperatorCall(function, *tree_map_only(Tensor, TensorSpec.of, (tuple(args), dict(kwargs))))
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        return tuple(leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, TensorSpec))
+
+    def prepare(self) -> Callable[[], object]:
+        """Build a call with new tensors."""
+        args, kwargs = tree_map_only(TensorSpec, TensorSpec.make, (self.args, self.kwargs))
+        return lambda: self.function(*args, **kwargs)
+
+
 @dataclass(frozen=True)
 class Operator:
     """One call of an operator."""
@@ -63,8 +131,10 @@ class Operator:
     """One, those of fused attention, or none. A sum over rows that is written as a product does not count."""
     reads: tuple[TensorUse, ...]
     writes: tuple[TensorUse, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    """Shapes of the tensors that are read."""
+    call: OperatorCall | None
+    """What `calibration` repeats. None: a stand-in for a kernel of a GPU."""
+    seconds: float
+    """Duration of the call where it was recorded."""
 
     @property
     def flops(self) -> int:
@@ -131,6 +201,10 @@ class PartTracker:
         for optimizer in optimizers:
             self._handles += [optimizer.register_step_pre_hook(begin), optimizer.register_step_post_hook(end)]
 
+    def begin_step(self) -> None:
+        """Let what runs from now on belong to the batch of a step."""
+        self._outside = _PartOfLayer("batch")
+
     def remove(self) -> None:
         """Remove all hooks."""
         for handle in self._handles:
@@ -194,12 +268,10 @@ def _part_of(module: nn.Module, inside: str) -> str | None:
 class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base class
     """Records the operators that run in its context, the backward included."""
 
-    def __init__(self, tracker: PartTracker, *, keeps_tensors: bool = False) -> None:
-        """``keeps_tensors``: for fake tensors, which take no memory."""
+    def __init__(self, tracker: PartTracker) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.tracker, self.keeps_tensors = tracker, keeps_tensors
+        self.tracker = tracker
         self.operators: list[Operator] = []
-        self._kept: list[Tensor] = []  # their memory is given to no others, so that identities are unique
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -207,18 +279,31 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         if torch.is_inference_mode_enabled() and func.namespace != "prim" and func._can_decompose():
             with self:  # without autograd composite operators arrive here whole
                 return func.decompose(*args, **(kwargs or {}))
+        start = read_clock()
         output = func(*args, **(kwargs or {}))
-        if not (func.is_view or func.namespace == "prim" or func.overloadpacket.__name__ in WITHOUT_KERNELS):
-            self.add(func, args, kwargs or {}, output)
+        seconds = read_clock() - start
+        if not (
+            func.is_view or func.namespace in ("prim", "profiler") or func.overloadpacket.__name__ in WITHOUT_KERNELS
+        ):
+            reads, writes = find_uses(func, args, kwargs or {}, output)
+            products = find_products(func, args, kwargs or {}, output)
+            call = OperatorCall.of(func, args, kwargs or {})
+            self.add(func.overloadpacket.__name__, products, reads, writes, call, seconds)
         return output
 
-    def add(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
-        """Add the call of an operator to the record."""
-        reads, writes = find_uses(func, args, kwargs, output)
-        self.append(func.overloadpacket.__name__, find_products(func, args, kwargs, output), reads, writes)
+    def clear(self) -> None:
+        """Forget what was recorded."""
+        self.operators.clear()
+        self.tracker.begin_step()
 
-    def append(
-        self, name: str, products: Sequence[MatrixProduct], reads: Sequence[Tensor], writes: Sequence[Tensor]
+    def add(
+        self,
+        name: str,
+        products: Sequence[MatrixProduct],
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        call: OperatorCall | None = None,
+        seconds: float = 0.0,
     ) -> None:
         """Add an operator to the record."""
         part, phase, layer = self.tracker.locate()
@@ -232,12 +317,9 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
             uses_written[0] = TensorUse(uses_written[0].storage, uses_read[-1].num_bytes, uses_written[0].dtype)
             num_bytes_read = uses_read[-1].num_bytes if name in ADDING_SCATTERS else 0
             uses_read[0] = TensorUse(uses_read[0].storage, num_bytes_read, uses_read[0].dtype)
-        shapes = tuple(tuple(tensor.shape) for tensor in reads)
         self.operators.append(
-            Operator(name, part, phase, layer, tuple(products), tuple(uses_read), tuple(uses_written), shapes)
+            Operator(name, part, phase, layer, tuple(products), tuple(uses_read), tuple(uses_written), call, seconds)
         )
-        if self.keeps_tensors:
-            self._kept += (*reads, *writes)
 
 
 def find_uses(
@@ -273,13 +355,13 @@ def _use_of(tensor: Tensor) -> TensorUse:
 def record_operators(
     model: Transformer,
     optimizers: Iterable[torch.optim.Optimizer] = (),
-    make_recorder: Callable[[PartTracker], OperatorRecorder] = OperatorRecorder,
+    recorder_class: type[OperatorRecorder] = OperatorRecorder,
 ) -> Iterator[OperatorRecorder]:
     """Record the operators that run in the context."""
     tracker = PartTracker(model)
     tracker.follow_optimizers(optimizers)
     try:
-        with make_recorder(tracker) as recorder:
+        with recorder_class(tracker) as recorder:
             yield recorder
     finally:
         tracker.remove()
