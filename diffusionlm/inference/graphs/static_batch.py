@@ -65,24 +65,27 @@ class StaticBatch(PreparedBatch):
         Returns:
             The place of each output of the texts among the G * Q inputs.
         """
-        G, Q = self._shape.num_parts, self._shape.num_queries
+        G, Q, size = self._shape.num_parts, self._shape.num_queries, self._cache.page_size
+        sequences = [sequence for _, sequence in texts]
+        num_parts = [-(-sequence.num_inputs // Q) for sequence in sequences]
+        firsts = np.cumsum([0, *num_parts[:-1]])
+        starts_G, ends_G, num_visible_G = np.zeros(G, np.int64), np.zeros(G, np.int64), np.ones(G, np.int64)
+        tables_GP = np.full((G, self._num_pages), self._scratch_page)
+        for sequence, first, count in zip(sequences, firsts.tolist(), num_parts, strict=True):
+            parts = slice(first, first + count)
+            starts_G[parts] = np.arange(sequence.start, sequence.end, Q)
+            ends_G[parts], num_visible_G[parts] = sequence.end, sequence.num_visible
+            tables_GP[parts] = pad_pages(sequence, size, self._num_pages)
         tokens_GQ, positions_GQ, slots_GQ, limits_GQ = inputs_4GQ = np.zeros((4, G, Q), np.int64)
-        slots_GQ[:] = self._scratch_page * self._cache.page_size
+        all_positions_GQ = starts_G[:, None] + np.arange(Q)
+        is_input_GQ = all_positions_GQ < ends_G[:, None]
+        positions_GQ[is_input_GQ] = all_positions_GQ[is_input_GQ]
+        tokens_GQ[is_input_GQ] = np.concatenate([tokens_L[part.start : part.end] for tokens_L, part in texts])
+        slots_GQ[:] = np.take_along_axis(tables_GP, positions_GQ // size, axis=1) * size + positions_GQ % size
+        slots_GQ[~is_input_GQ] = self._scratch_page * size
         limits_GQ[:] = 1
-        num_visible_G, tables_GP = np.ones(G, np.int64), np.full((G, self._num_pages), self._scratch_page)
-        places, index = [], 0
-        for tokens_L, sequence in texts:
-            places.append(index * Q + sequence.output_offsets)
-            for start in range(sequence.start, sequence.end, Q):
-                end = min(start + Q, sequence.end)
-                positions, filled = np.arange(start, end), (index, slice(end - start))
-                tokens_GQ[filled], positions_GQ[filled] = tokens_L[start:end], positions
-                slots_GQ[filled] = self._cache.slots(sequence.pages or (), start, end)
-                limits = find_key_limits(sequence.pattern, torch.from_numpy(positions)).numpy()
-                limits_GQ[filled] = np.minimum(limits, sequence.num_visible)
-                num_visible_G[index] = sequence.num_visible
-                tables_GP[index] = pad_pages(sequence, self._cache.page_size, self._num_pages)
-                index += 1
+        limits_GQ[is_input_GQ] = _find_limits(sequences)
+        places = [first * Q + part.output_offsets for first, part in zip(firsts.tolist(), sequences, strict=True)]
         values = torch.from_numpy(np.concatenate([inputs_4GQ.ravel(), num_visible_G, tables_GP.ravel()]))
         if self._inputs.is_cuda:
             values = values.pin_memory()  # a copy of pageable memory may wait for the device
@@ -105,6 +108,19 @@ class StaticBatch(PreparedBatch):
         }  # fmt: skip
         attentions = [_StaticAttention(layer, self._slots_Q, attention_of_window[w]) for layer, w in enumerate(windows)]
         return attentions, self._positions_GQ.view(1, -1)
+
+
+def _find_limits(sequences: Sequence[SequenceSlice]) -> NDArray[np.int64]:
+    """Last visible key of all inputs, plus one: with one computation for sequences that share their pattern."""
+    counts = [sequence.num_inputs for sequence in sequences]
+    positions = np.concatenate([np.arange(sequence.start, sequence.end) for sequence in sequences])
+    limits = np.repeat([sequence.num_visible for sequence in sequences], counts)
+    numbers = np.repeat([id(sequence.pattern) for sequence in sequences], counts)
+    for pattern in {id(sequence.pattern): sequence.pattern for sequence in sequences}.values():
+        own = numbers == id(pattern)
+        ends = find_key_limits(pattern, torch.from_numpy(positions[own])).numpy()
+        limits[own] = np.minimum(limits[own], ends)
+    return limits
 
 
 class _StaticAttention(PreparedAttention):

@@ -23,7 +23,8 @@ from diffusionlm.inference.generate import Generation, decode, generate, to_gene
 from diffusionlm.inference.graphs import graphed_forward
 from diffusionlm.inference.graphs.graphed_forward import CudaGraph, GraphedForward, find_shape
 from diffusionlm.inference.graphs.static_batch import StaticShape
-from diffusionlm.inference.requests import ActiveRequest
+from diffusionlm.inference.requests import ActiveRequest, prepare_prompt
+from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.patterns import Bidirectional, BlockCausal
 from diffusionlm.models.ragged import SequenceSlice
@@ -100,6 +101,15 @@ def test_windows_and_soft_caps(options: dict[str, Any], tiny_model: MakeModel, g
     model = tiny_model(torch.float64, vocab_size=23, mask_token_id=MASK, block_length=4, **options).eval()
     jobs = make_jobs(model, OPTIONS[:1], 4)
     check_answers(model, jobs, run_all(Decoder(model, LIMITS["plenty"]), jobs, [0, 0, 2, 5]))
+    assert sum(graph.num_replays for graph in graphs) > 3
+
+
+def test_turns_of_chats(blocks: Transformer, graphs: list[RecordedGraph]) -> None:
+    """Blocks are counted anew in each turn, so texts of a round have patterns of their own."""
+    settings = resolve_settings(GenerationConfig(max_new_tokens=10, denoising_steps=4), blocks.config)
+    chats = (([1] * 9, (3, 6)), ([2] * 5, ()), ([3] * 14, (10,)), ([4] * 7, (7,)))
+    jobs = [(prepare_prompt(settings, prompt, segment_starts=starts), settings) for prompt, starts in chats]
+    check_answers(blocks, jobs, run_all(Decoder(blocks, LIMITS["plenty"]), jobs, [0, 0, 1, 3]))
     assert sum(graph.num_replays for graph in graphs) > 3
 
 
