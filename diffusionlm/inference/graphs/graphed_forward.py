@@ -4,8 +4,8 @@ A forward of decoding has few rows, and a GPU computes its kernels faster than t
 the kernels of a forward once, with the addresses of all tensors, and launches them again. So shapes are rounded up to
 buckets, inputs are copied to fixed places, and the region that is recorded reads nothing on the host.
 
-Rounds in which each text reads one block or two of block-causal attention with a cache have a graph. Others, such as
-those that read a prompt, are computed without one.
+Rounds have a graph if all texts have a cache, and read one or two blocks of block-causal attention each, or parts of
+similar length with bidirectional attention. Others, such as those that read a prompt, are computed without one.
 
 Shapes: N outputs of all texts, V vocabulary; G, Q and S as in `static_batch`.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 from diffusionlm.inference.graphs.static_batch import ReadText, StaticBatch, StaticShape
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.moe import MoE
-from diffusionlm.models.patterns import BlockCausal, copy_to_device
+from diffusionlm.models.patterns import Bidirectional, BlockCausal, copy_to_device
 from diffusionlm.models.ragged import SequenceSlice
 from diffusionlm.models.transformer import Transformer
 
@@ -34,6 +34,9 @@ MAX_INPUTS = 512
 """Inputs of the largest graph: beyond it the host launches kernels faster than a GPU computes them."""
 PART_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Numbers of parts."""
+MIN_INPUTS = 64
+MAX_PADDED_INPUTS = 2
+"""A graph has at most as many inputs for each that is read, or `MIN_INPUTS`."""
 MIN_KEYS = 64
 """Keys of the smallest graphs; the others double them."""
 MAX_PADDED_KEYS = 4
@@ -139,21 +142,31 @@ def _compute_logits(model: Transformer, batch: StaticBatch, logits_QV: Tensor) -
 
 def find_shape(sequences: Sequence[SequenceSlice]) -> StaticShape | None:
     """The bucket of a forward that reads these sequences; None: it has no graph."""
-    block_lengths = {
-        sequence.pattern.block_length
-        if sequence.pages is not None and isinstance(sequence.pattern, BlockCausal)
-        else None
-        for sequence in sequences
-    }
-    num_queries = block_lengths.pop()
-    if num_queries is None or block_lengths:
+    num_queries = _find_num_queries(sequences)
+    if num_queries is None:
         return None
     num_parts = [-(-sequence.num_inputs // num_queries) for sequence in sequences]
     bucket = bisect_left(PART_BUCKETS, sum(num_parts))
-    if max(num_parts) > 2 or bucket == len(PART_BUCKETS) or PART_BUCKETS[bucket] * num_queries > MAX_INPUTS:
+    if max(num_parts) > 2 or bucket == len(PART_BUCKETS):
+        return None
+    num_inputs = sum(sequence.num_inputs for sequence in sequences)
+    if PART_BUCKETS[bucket] * num_queries > min(MAX_INPUTS, max(MIN_INPUTS, MAX_PADDED_INPUTS * num_inputs)):
         return None
     num_keys = max(MIN_KEYS, 1 << (max(sequence.num_visible for sequence in sequences) - 1).bit_length())
     num_visible = sum(count * sequence.num_visible for count, sequence in zip(num_parts, sequences, strict=True))
     if num_keys > MIN_KEYS and PART_BUCKETS[bucket] * num_keys > MAX_PADDED_KEYS * num_visible:
         return None
     return StaticShape(PART_BUCKETS[bucket], num_queries, num_keys)
+
+
+def _find_num_queries(sequences: Sequence[SequenceSlice]) -> int | None:
+    """Inputs of a part: a block of block-causal attention, and with bidirectional attention what the longest text
+    reads. None: the sequences have no graph."""
+    if any(sequence.pages is None for sequence in sequences):
+        return None
+    if all(isinstance(sequence.pattern, Bidirectional) for sequence in sequences):
+        return max(sequence.num_inputs for sequence in sequences)
+    block_lengths = {
+        sequence.pattern.block_length if isinstance(sequence.pattern, BlockCausal) else None for sequence in sequences
+    }
+    return block_lengths.pop() if len(block_lengths) == 1 else None

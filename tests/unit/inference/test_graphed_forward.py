@@ -89,6 +89,17 @@ def test_answers_are_those_without_graphs(
         assert (decoder.counts.num_preemptions > 0) == (limits in ("few pages", "everything"))
 
 
+@pytest.mark.parametrize("cache", ["dual", "prefix"])
+def test_bidirectional_attention_with_a_cache(
+    cache: str, model: Transformer, graphs: list[RecordedGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"cache": cache, "block_length": 4, "denoising_steps": 4}
+    jobs = make_jobs(model, [options, {**options, "cfg_scale": 1.0}], 6)
+    arrivals = [0, 0, 1, 2, 9, 9]
+    check_answers(model, jobs, run_all(Decoder(model, LIMITS["plenty"]), jobs, arrivals))
+    assert sum(graph.num_replays for graph in graphs) > 5
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -184,6 +195,9 @@ def test_shapes_of_graphs() -> None:
         ([block, sequence(4, 40, BlockCausal(2))], None),
         ([block, sequence(4, 40, Bidirectional())], None),
         ([block, sequence(40, 40, pages=None)], None),
+        ([sequence(4, 40, Bidirectional()), sequence(5, 30, Bidirectional())], StaticShape(2, 5, 64)),
+        ([sequence(513, 600, Bidirectional())], None),
+        ([sequence(100, 100, Bidirectional())] + [sequence(9, 40, Bidirectional())] * 3, None),
         ([block] * 7 + [sequence(4, 300)], None),
         ([sequence(4, 200)] * 7 + [sequence(4, 300)], StaticShape(8, 4, 512)),
     ):
