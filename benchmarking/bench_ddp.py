@@ -44,6 +44,7 @@ from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.checkpointing.async_checkpointer import AsyncCheckpointer
 from diffusionlm.training.checkpointing.save_coordinator import SaveCoordinator
+from diffusionlm.training.checkpointing.snapshot_memory import SnapshotMemory
 from diffusionlm.training.checkpointing.staging import StagedCheckpoint, stage_checkpoint, to_shards
 from diffusionlm.training.checkpointing.store import CheckpointStore
 from diffusionlm.training.setup import parameter_units
@@ -239,19 +240,20 @@ def measure_checkpoint_stall(implementation: DistributedImplementation, world: W
     shapes = world.run_on_first(lambda: {name: parameter.shape for name, parameter in whole_parameters.items()})
     names: dict[Tensor, str] = {parameter: name for name, parameter in parallel.trainable_parameters().items()}
 
-    def stage(step: int) -> StagedCheckpoint:
+    def stage(step: int, memory: SnapshotMemory) -> StagedCheckpoint:
         state = {
             f"{names[parameter]}.{key}": value
             for parameter, values in implementation.optimizer.state.items()
             for key, value in values.items()
         }
         weights = dict(parallel.iterate_whole_parameters())
-        return stage_checkpoint(step, _write_weights, {}, weights, to_shards(state, parallel, shapes))
+        shards = to_shards(state, parallel, shapes)
+        return stage_checkpoint(step, _write_weights, {}, weights, shards, memory=memory)
 
     def measure_save(checkpointer: AsyncCheckpointer, step: int) -> tuple[float, float]:
         world.barrier()
         start = time.perf_counter()
-        staged = stage(step)
+        staged = stage(step, checkpointer.reserve_memory())
         copy_end = time.perf_counter()
         checkpointer.start(staged)
         end = time.perf_counter()

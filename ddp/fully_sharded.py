@@ -31,6 +31,8 @@ class FullySharded:
     Every rank must run the same number of forwards and backwards, also without data.
     """
 
+    has_all_weights, has_all_updates = False, False
+
     def __init__(
         self,
         model: nn.Module,

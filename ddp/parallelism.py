@@ -38,6 +38,14 @@ class Parallelism(Protocol):
     def row_exchange(self) -> AllToAllRows | None:
         """Gathers matrices for an optimizer that updates them whole; None: `trainable_parameters` holds them whole."""
 
+    @property
+    def has_all_weights(self) -> bool:
+        """True if every rank has all weights."""
+
+    @property
+    def has_all_updates(self) -> bool:
+        """True if every rank makes all updates, so that all have the same state of the optimizer."""
+
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters that optimizers update, by the model's names.
 

@@ -19,6 +19,7 @@ class Replicated:
     """Base of a `parallelism.Parallelism` in which every rank has all weights and, by default, updates all of them."""
 
     row_exchange = None
+    has_all_weights, has_all_updates = True, True
 
     def __init__(self, model: nn.Module, world: World) -> None:
         self.model = model

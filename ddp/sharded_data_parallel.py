@@ -111,6 +111,8 @@ class ShardedDataParallel(Replicated):
     size. Each rank's shard is authoritative; the model's parameters are refreshed from the shards after each step.
     """
 
+    has_all_updates = False
+
     def __init__(
         self,
         model: nn.Module,

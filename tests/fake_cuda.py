@@ -58,6 +58,8 @@ class LaunchRecord:
     of pageable memory counts: the driver may wait."""
     pinned: dict[int, Tensor] = field(default_factory=dict)
     """Tensors in pinned memory, by address."""
+    registered: dict[int, int] = field(default_factory=dict)
+    """Memory that was pinned afterwards: its address and bytes."""
     shared: list[Tensor] = field(default_factory=list)
     """Tensors that were made on one stream and are used on another."""
 
@@ -81,6 +83,23 @@ class LaunchRecord:
         """Take the place of `torch.Tensor.pin_memory`, which looks for a GPU."""
         self.pinned[tensor.data_ptr()] = tensor
         return tensor
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Whether a CPU tensor is in pinned memory."""
+        address = tensor.data_ptr()
+        return address in self.pinned or any(
+            start <= address < start + num_bytes for start, num_bytes in self.registered.items()
+        )
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        """Take the place of CUDA's function."""
+        self.registered[address] = num_bytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        """Take the place of CUDA's function."""
+        del self.registered[address]
+        return 0
 
     def add_wait(self) -> None:
         """Record that the host waits here."""
@@ -171,7 +190,7 @@ class _Recorder(TorchDispatchMode):
 
     def _record_copy(self, cpu_tensor: Tensor, is_asynchronous: bool) -> None:
         """Record that the host waits for a copy, unless it is an asynchronous one of pinned memory."""
-        is_pinned = cpu_tensor.data_ptr() in self.record.pinned
+        is_pinned = self.record.is_pinned(cpu_tensor)
         if cpu_tensor.dim() and cpu_tensor.numel() and not (is_asynchronous and is_pinned):
             self.record.add_wait()
 
@@ -224,6 +243,7 @@ def fake_cuda() -> Iterator[LaunchRecord]:
         (torch.cuda, "get_device_name", lambda *_: "NVIDIA H200"),
         (torch.cuda, "stream", lambda _: contextlib.nullcontext()),
         *((torch.cuda, name, lambda *_: stream) for name in ("Stream", "Event", "current_stream")),
+        (torch.cuda, "cudart", lambda: record),
         (nn.Module, "to", _move_module),
         (Tensor, "pin_memory", lambda tensor: record.pin_memory(tensor)),
         (Tensor, "record_stream", lambda tensor, _: record.shared.append(tensor)),

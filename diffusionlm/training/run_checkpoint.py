@@ -29,6 +29,7 @@ from diffusionlm.training.checkpointing.staging import (
     TASK_METRICS_KEY,
     StagedCheckpoint,
     TensorShard,
+    divide_over_ranks,
     stage_checkpoint,
     to_shards,
 )
@@ -96,9 +97,14 @@ def stage_run(run: Run) -> StagedCheckpoint:
     with state.master_weights.as_float32():
         average = state.ema.averages if state.ema else None
         weights = dict(state.parallel.iterate_whole_parameters(average or model_files.saved_values()))
-        live_weights = _shard_live_weights(state) if average else None
+        live_weights = _shard_live_weights(state) if average else {}
         optimizer = to_shards(state.optimizers.state_dict(), state.parallel, parameter_shapes(model))
-        return stage_checkpoint(progress.step, write_model, json_state, weights, optimizer, live_weights, bound)
+        if state.parallel.has_all_weights:
+            live_weights = divide_over_ranks(live_weights, run.world)
+        if state.parallel.has_all_updates:
+            optimizer = divide_over_ranks(optimizer, run.world)
+        memory = run.checkpointer.reserve_memory()
+        return stage_checkpoint(progress.step, write_model, json_state, weights, optimizer, live_weights, bound, memory)
 
 
 def resume_run(run: Run) -> None:

@@ -37,16 +37,14 @@ ALLOWED_WAITS = {
     "diffusionlm/checkpoints/base_fingerprint.py:_sample_values": "identity of the reference of preferences",
     "diffusionlm/checkpoints/base_fingerprint.py:from_tensor": "identity of the reference of preferences",
     # in logged steps
-    "diffusionlm/training/step_metrics.py:_pop": "loss and gradient norm",
-    "diffusionlm/training/step_metrics.py:compute_batch_flops": "scored positions, for the FLOPs",
-    "diffusionlm/models/patterns.py:_map_tensors": "documents, for the FLOPs",
-    "diffusionlm/training/monitor.py:metrics": "sums over scored positions",
+    "diffusionlm/training/monitor.py:read": "loss, gradient norm and sums over scored positions of a step before",
     # in validations, which read each forward
+    "diffusionlm/models/patterns.py:_map_tensors": "documents",
     "diffusionlm/diffusion/noised_batch.py:_map_forward_tensors": "inputs",
     "diffusionlm/evaluation/nelbo.py:compute_masked_nll": "losses",
     "diffusionlm/evaluation/evaluate.py:count_hits": "hits",
     # in checkpoints
-    "diffusionlm/training/checkpointing/staging.py:stage_checkpoint": "all copies: once",
+    "diffusionlm/training/checkpointing/snapshot_memory.py:copy": "all copies: once",
     "diffusionlm/optim/ema.py:num_updates": "number of updates of the averages",
 }
 """Places where the host waits for the GPU, and for what."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from diffusionlm.training.checkpointing.save_coordinator import SINGLE_PROCESS_COORDINATOR, SaveCoordinator
+from diffusionlm.training.checkpointing.snapshot_memory import SnapshotMemory
 from diffusionlm.training.checkpointing.staging import StagedCheckpoint
 from diffusionlm.training.checkpointing.store import CheckpointStore
 
@@ -29,6 +30,13 @@ class AsyncCheckpointer:
         self._thread: threading.Thread | None = None
         self._last_error: Exception | None = None
         self._unreported_failures: list[str] = []
+        self._memory = SnapshotMemory()
+
+    def reserve_memory(self) -> SnapshotMemory:
+        """Wait for the previous checkpoint, whose copies are in this memory, and return it for the next one: there are
+        never two snapshots in memory."""
+        self._join()
+        return self._memory
 
     def start(self, checkpoint: StagedCheckpoint) -> None:
         """Wait for the previous checkpoint, then start to write this one; in the background if enabled."""
@@ -63,8 +71,9 @@ class AsyncCheckpointer:
             raise error
 
     def close(self) -> None:
-        """Wait for the thread and destroy the process group; `pop_failures` still reports failures."""
+        """Wait for the thread, free the memory and destroy the process group; `pop_failures` still reports failures."""
         self._join()
+        self._memory.close()
         self.coordinator.close()
 
     def _write(self, checkpoint: StagedCheckpoint) -> None:

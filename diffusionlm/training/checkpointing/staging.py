@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from ddp.parallelism import Parallelism
+from ddp.process_group import World
+from diffusionlm.training.checkpointing.snapshot_memory import SnapshotMemory
 
 VALIDATION_BOUND_KEY = "validation_bound"
 TASK_METRICS_KEY = "task_metrics"
@@ -61,6 +63,19 @@ def to_shards(
     return shards
 
 
+def divide_over_ranks(shards: Mapping[str, TensorShard], world: World) -> dict[str, TensorShard]:
+    """Of shards that all ranks have, those that this rank writes, about the same bytes on each: the others would copy
+    theirs to the CPU for nothing. All ranks divide alike."""
+    num_bytes = {key: shard.values.numel() * shard.values.element_size() for key, shard in shards.items()}
+    loads, own = [0] * world.size, {}
+    for key in sorted(shards, key=lambda key: (-num_bytes[key], key)):
+        rank = loads.index(min(loads))
+        loads[rank] += num_bytes[key]
+        if rank == world.rank:
+            own[key] = shards[key]
+    return own
+
+
 @dataclass(frozen=True)
 class StagedCheckpoint:
     """A checkpoint in CPU memory, before it is written. Training does not change it."""
@@ -88,8 +103,9 @@ def stage_checkpoint(
     optimizer: Mapping[str, TensorShard],
     live_weights: Mapping[str, TensorShard] | None = None,
     bound: float | None = None,
+    memory: SnapshotMemory | None = None,
 ) -> StagedCheckpoint:
-    """Copy tensors to CPU memory, pinned if they are on a GPU, and wait until the copies are done.
+    """Copy tensors to CPU memory, and wait until the copies are done.
 
     Args:
         write_model: writes a model directory with the copies of ``weights``. It is called later from another thread, so
@@ -99,24 +115,18 @@ def stage_checkpoint(
         optimizer: ``parameter.key`` -> shard.
         live_weights: parameter -> shard of the weights being trained, if ``weights`` are their average.
         bound: validation bound of this step in nats per token, if it was validated; selects the best checkpoint.
+        memory: what the tensors are copied to (`AsyncCheckpointer.reserve_memory`). None: to new memory,
+            which is not pinned.
 
     Raises:
         TypeError: the state is not JSON.
     """
     shards = {f"optimizer.{key}": shard for key, shard in optimizer.items()}
     shards |= {f"weights.{name}": shard for name, shard in (live_weights or {}).items()}
-    sources = [*weights.values(), *(shard.values for shard in shards.values())]
-    shard_copies = {
-        key: replace(shard, values=_copy_to_cpu(shard.values)) for key, shard in shards.items() if not shard.is_empty
-    }
-    weight_copies = {name: _copy_to_cpu(values) for name, values in weights.items()}
+    shards = {key: shard for key, shard in shards.items() if not shard.is_empty}
+    sources = {f"model.{name}": values for name, values in weights.items()}
+    copies = (memory or SnapshotMemory(pins=False)).copy(sources | {key: shard.values for key, shard in shards.items()})
+    shard_copies = {key: replace(shard, values=copies[key]) for key, shard in shards.items()}
+    weight_copies = {name: copies[f"model.{name}"] for name in weights}
     json_state = dict(state) if bound is None else {**state, VALIDATION_BOUND_KEY: bound}
-    if any(values.is_cuda for values in sources):
-        torch.cuda.current_stream().synchronize()  # the copies are asynchronous
     return StagedCheckpoint(step, json.dumps(json_state, indent=1) + "\n", weight_copies, shard_copies, write_model)
-
-
-def _copy_to_cpu(values: Tensor) -> Tensor:
-    values = values.detach()
-    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-    return copy.copy_(values, non_blocking=True)
