@@ -138,6 +138,13 @@ class FakeStream:
         """Nothing to record."""
 
 
+class _CPUGenerator(torch.Generator):
+    """A generator on the CPU, whichever device is asked for."""
+
+    def __new__(cls, device: torch.device | str = "cpu") -> _CPUGenerator:
+        return super().__new__(cls, "cpu")  # type: ignore[call-arg]
+
+
 class _Recorder(TorchDispatchMode):
     def __init__(self, record: LaunchRecord, mode: FakeTensorMode) -> None:
         super().__init__()
@@ -242,6 +249,8 @@ def fake_cuda() -> Iterator[LaunchRecord]:
         (torch.cuda, "is_bf16_supported", lambda *_, **__: True),
         (torch.cuda, "get_device_name", lambda *_: "NVIDIA H200"),
         (torch.cuda, "stream", lambda _: contextlib.nullcontext()),
+        (torch.cuda, "synchronize", record.synchronize),
+        (torch, "Generator", _CPUGenerator),
         *((torch.cuda, name, lambda *_: stream) for name in ("Stream", "Event", "current_stream")),
         (torch.cuda, "cudart", lambda: record),
         (nn.Module, "to", _move_module),

@@ -337,3 +337,14 @@ def test_wrong_command_lines(
         with pytest.raises(SystemExit) as ended:
             main(arguments)
         assert ended.value.code == 2 and problem in capsys.readouterr().err
+
+
+def test_each_rank_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(adapter.dist, "init_process_group", lambda backend, **ranks: calls.append((backend, ranks)))
+    adapter._join_torchrun()
+    assert calls == [1, ("gloo", {"rank": 3, "world_size": 4})]

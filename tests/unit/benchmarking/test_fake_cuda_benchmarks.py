@@ -1,0 +1,76 @@
+"""Benchmarks on a GPU that computes nothing: they take the code of a GPU, and wait for it at the end of each call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from benchmarking import bench_attention, bench_infer, bench_kernels, bench_train
+from benchmarking.harness import Settings
+from benchmarking.implementations.training import OURS
+from config.bench.inference import BenchInferConfig
+from config.load import load_config
+from tests.fake_cuda import FLEX_ATTENTION, fake_cuda
+from tests.unit.benchmarking.train_cases import make_case
+
+RESOURCE = Path(__file__).parents[3] / "config" / "resources" / "bench_infer_gpu.toml"
+SETTINGS = Settings(2, 0)
+
+
+def differentiate(output: Tensor, inputs: Sequence[Tensor], *_: Any) -> tuple[Tensor, ...]:
+    """Take the place of `torch.autograd.grad`, which fake tensors have not."""
+    return tuple(torch.empty_like(tensor) for tensor in inputs)
+
+
+def test_head_and_loss() -> None:
+    [case] = bench_kernels.build_cases("cuda", 1, [64, 32, 16, 97])
+    with fake_cuda() as record, patch.object(torch.autograd, "grad", differentiate):
+        inputs = bench_kernels.make_inputs(case)
+        record.clear()
+        bench_kernels.step(bench_kernels.fused_loss, inputs)
+    assert dict(record.waits) == {"benchmarking/bench_kernels.py:step": 1}
+    assert {launch.inputs[1].dtype for launch in record.launches if launch.is_product} == {torch.bfloat16}
+
+
+def test_attention() -> None:
+    with fake_cuda() as record, patch.object(torch.autograd, "grad", differentiate):
+        table = bench_attention.compare_flex([4], SETTINGS, length=512)
+    assert len(table.rows) == len(bench_attention.PATTERNS)
+    assert record.count()[FLEX_ATTENTION] >= 2 * len(table.rows)
+
+
+def test_training() -> None:
+    """Speed with the matrix products; memory is measured in another process."""
+    memory = dict.fromkeys(bench_train.MEMORY_PARTS, 1 << 20)
+    with (
+        fake_cuda() as record,
+        patch.object(Tensor, "backward", lambda loss: None),
+        patch.object(bench_train, "measure_memory", lambda case, name: memory),
+    ):
+        case = replace(make_case("bfloat16"), device="cuda")
+        measurement = bench_train.measure_case(case, [OURS], SETTINGS)
+        report = bench_train.build_report([measurement], {}, {})
+    assert len(measurement.times.seconds[OURS]) == SETTINGS.rounds
+    assert report.tables[1].column("MFU")[0].endswith("%")
+    assert record.waits["benchmarking/implementations/training.py:synchronize"] == SETTINGS.rounds + 2
+    assert record.waits["benchmarking/implementations/matrix_products.py:run"] == SETTINGS.rounds
+
+
+def test_decoding() -> None:
+    settings = [
+        "model.shape.hidden_size=32", "model.shape.num_hidden_layers=1", "model.shape.intermediate_size=32",
+        "model.shape.num_attention_heads=2", "model.shape.num_key_value_heads=1", "model.shape.head_dim=16",
+        "model.shape.vocab_size=64", "bench.prompt_length=8", "bench.new_tokens=4", "bench.rounds=2",
+        "grid.batch_sizes=[2]",
+    ]  # fmt: skip
+    with fake_cuda() as record:
+        report = bench_infer.bench_infer(load_config(BenchInferConfig, RESOURCE, settings))
+    assert report.facts["accelerator"] == "NVIDIA H200"
+    assert report.tables[0].column("batch") == ["2"]
+    assert record.product_dtypes() == {torch.bfloat16}

@@ -1,0 +1,78 @@
+"""Measurements on a GPU, with functions of `torch.cuda` replaced: no test here needs one."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from config.training.runtime import ProfilerConfig
+from profiling import memory, nvtx, torch_setup
+from profiling.torch_setup import GpuInfo
+from profiling.trace import StepProfiler
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A GPU that has 100 bytes in use, and 170 at its peak; the calls that change its records."""
+    recorded: list[Any] = []
+    replaced: dict[str, Any] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "is_bf16_supported": lambda including_emulation: True,
+        "memory_allocated": lambda: 100,
+        "max_memory_allocated": lambda: 170,
+        "max_memory_reserved": lambda: 200,
+        "reset_peak_memory_stats": lambda: recorded.append("reset"),
+        "memory_summary": lambda: "CUDA memory",
+        "device_count": lambda: 1,
+        "get_device_properties": lambda index: SimpleNamespace(name="NVIDIA H200", major=9, minor=0),
+        "device": lambda index: contextlib.nullcontext(),
+        "mem_get_info": lambda: (60, 80),
+    }
+    for name, function in replaced.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: recorded.append(options))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: recorded.append(path))
+    return recorded
+
+
+def test_allocated_memory(calls: list[Any]) -> None:
+    growth = memory.PeakGrowth("cuda")
+    assert growth.bytes() == 70 and calls == ["reset"]
+    assert memory.peak_memory("cuda") == memory.peak_memory() == {"peak_allocated": 170, "peak_reserved": 200}
+    memory.reset_peak_memory()
+    assert calls == ["reset", "reset"]
+    assert memory.summary() == "CUDA memory"
+
+
+def test_history_of_allocations(calls: list[Any], tmp_path: Path) -> None:
+    assert memory.start_history(7) and memory.dump_snapshot(tmp_path / "snapshot")
+    assert calls == [{"max_entries": 7}, str(tmp_path / "snapshot"), {"enabled": None}]
+
+
+def test_gpus_of_the_doctor(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    info = torch_setup.read_torch()
+    assert info.gpus == (GpuInfo("NVIDIA H200", 80, 60, (9, 0), True),) and not info.gpu_problem
+
+    def fail() -> None:
+        raise RuntimeError("out of memory\nmore")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", fail)
+    assert torch_setup.read_torch().gpu_problem == "out of memory"
+
+
+def test_a_profile_of_a_gpu_is_sorted_by_its_time(tmp_path: Path) -> None:
+    """Torch records the operators of the host also where it finds no GPU."""
+    messages: list[str] = []
+    config = ProfilerConfig(active=1, wait=0, warmup=1)
+    with StepProfiler(config, tmp_path, "cuda", log=messages.append) as profiler:
+        for _ in range(2):
+            with nvtx.annotate("step"):
+                torch.ones(2).add(1)
+            profiler.step()
+    assert len(messages) == 1 and "aten::add" in (tmp_path / "table-2.txt").read_text(encoding="utf-8")
