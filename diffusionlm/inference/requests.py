@@ -445,8 +445,8 @@ class ActiveRequest:
             end = int(np.searchsorted(self.answer_positions, positions[is_open_M.argmax()]))
         if end == self._num_final:
             return
-        new_tokens = self.tokens_L[self.answer_positions[self._num_final : end]]
-        stop_indices = np.flatnonzero(np.isin(new_tokens, list(self._stop_token_ids)))
-        if len(stop_indices):
-            self.stop_index = self._num_final + int(stop_indices[0])
+        new_tokens: list[int] = self.tokens_L[self.answer_positions[self._num_final : end]].tolist()
+        stops = (index for index, token in enumerate(new_tokens) if token in self._stop_token_ids)
+        if (first_stop := next(stops, None)) is not None:
+            self.stop_index = self._num_final + first_stop
         self._num_final = end

@@ -246,7 +246,8 @@ def _to_predictions(samples_RN: NDArray[np.float64]) -> Predictions | ValueError
     tokens_N, confidence_N, logprobs_N = samples_RN[:3]
     if (tokens_N < 0).any():
         return None
-    top_tokens_TN, top_logprobs_TN = np.split(samples_RN[3:], 2)
+    num_top = (len(samples_RN) - 3) // 2
+    top_tokens_TN, top_logprobs_TN = samples_RN[3 : 3 + num_top], samples_RN[3 + num_top :]
     try:
         check_finite(np.isfinite(logprobs_N))
     except ValueError as error:
