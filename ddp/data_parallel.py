@@ -30,7 +30,6 @@ class DataParallel(Replicated):
         parameters = reversed_units(trainable_by_unit(model, units))
         layouts = lay_out_buckets(parameters, 1, config.bucket_mib * 2**20)
         self.reducer = GradientReducer([Bucket(layout, parameters, device) for layout in layouts], self._reduce)
-        self.on_gradient_ready = self.reducer.on_gradient_ready
 
     @staticmethod
     def _reduce(bucket: Bucket) -> None:

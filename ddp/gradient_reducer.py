@@ -56,7 +56,7 @@ class GradientReducer:
         self._used = torch.zeros(len(self._names), dtype=torch.int32)
         self._used_work: dist.Work | None = None
         for parameter in self._bucket_of_parameter:
-            parameter.register_post_accumulate_grad_hook(self.on_gradient_ready)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(self._on_gradient_ready)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def backward(self, is_last: bool) -> Iterator[None]:
@@ -67,10 +67,10 @@ class GradientReducer:
         if is_last:
             self._launch_remaining()
 
-    def on_gradient_ready(self, parameter: nn.Parameter) -> None:
+    def _on_gradient_ready(self, parameter: nn.Parameter) -> None:
         """Move a parameter's gradient of this micro-batch into its bucket, and launch the buckets that are complete.
 
-        An autograd hook calls this. Code that computes a gradient without autograd calls it once for the parameter.
+        An autograd hook calls this.
         """
         index, name = self._bucket_of_parameter[parameter]
         assert index >= self._next_bucket, f"{name} has a second gradient, but its bucket was launched in this backward"

@@ -152,7 +152,6 @@ class ShardedDataParallel(Replicated):
             lambda bucket: shard_of_bucket[id(bucket)].reduce_scatter(),
             before_first_gradient=self.wait_for_weights,
         )
-        self.on_gradient_ready = self.reducer.on_gradient_ready
         # Parameters of which this rank has no row are left out.
         own = {name: rows for shard in self.shards for name, rows in shard.trainable_parameters.items()}
         self._trainable = {name: own[name] for name, _ in model.named_parameters() if name in own}

@@ -87,7 +87,12 @@ def _is_last_backward() -> bool:
 
 
 class _PrecomputedGradients(torch.autograd.Function):
-    """Return the gradients computed in the forward, multiplied by the incoming gradient."""
+    """Return the gradients computed in the forward, multiplied by the incoming gradient.
+
+    The gradient of the head becomes ``.grad`` of its parameter without a copy. In a later micro-batch both exist from
+    the forward on. Adding to ``.grad`` in the forward would save one, but the hooks that reduce gradients over ranks
+    would miss it, the incoming gradient could not scale it, and a forward without a backward would leave it.
+    """
 
     @staticmethod
     def forward(

@@ -232,25 +232,6 @@ def test_rows_that_were_exchanged_are_another_weight(tmp_path: Path) -> None:
     run_ranks(act, tmp_path)
 
 
-@both
-def test_a_gradient_made_without_autograd_is_marked(tmp_path: Path, config: DDP) -> None:
-    def act(world: World) -> Any:
-        model = tower(is_tied=False)
-        parallelism = parallel(model, config, world)
-        for index in range(2):
-            with parallelism.backward(is_last=index == 1):
-                hidden = model.norm(model.embed(torch.arange(3)))
-                (hidden @ model.head.weight.detach().T).sum().backward()
-                model.head.weight.grad = torch.full_like(model.head.weight, world.rank + index + 1.0)
-                parallelism.on_gradient_ready(model.head.weight)  # type: ignore[attr-defined]
-        parallelism.clip(1e9)
-        return gradients(parallelism)
-
-    for gradients_of_rank in run_ranks(act, tmp_path):
-        gradient = gradients_of_rank["head.weight"][2]
-        assert gradient is not None and torch.equal(gradient, torch.full_like(gradient, 1.0 + 2.0 + 2.0 + 3.0))
-
-
 def test_a_gradient_that_comes_too_late_is_an_error(tmp_path: Path) -> None:
     """Its bucket has gone: it would be lost."""
 

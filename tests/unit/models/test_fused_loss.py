@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
 
 from diffusionlm.kernels import chunked_loss
 from diffusionlm.kernels.chunked_loss import chunk_size
-from diffusionlm.kernels.cross_entropy import LossInputs, LossOutput
+from diffusionlm.kernels.cross_entropy import LossInputs, LossOutput, linear_cross_entropy
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
 
@@ -100,3 +101,28 @@ def test_gradient_accumulation_adds_up(tiny_model: MakeModel) -> None:
     halves = [torch.autograd.grad(fused(model, 18, weights).loss_sum, parameters) for weights in (first, second)]
     for total, one, two in zip(whole, *halves, strict=True):
         torch.testing.assert_close(one + two, total, rtol=1e-4, atol=1e-5 * float(total.abs().max()))
+
+
+@pytest.mark.parametrize(("is_tied", "expected"), [(False, [1, 2, 2]), (True, [2, 3, 3])], ids=["untied", "tied"])
+def test_memory_of_the_gradients_of_the_head(is_tied: bool, expected: list[int]) -> None:
+    """Tensors of the size of the head, beside its weights, in each of three micro-batches. The gradient that the
+    forward makes becomes that of the parameter without a copy; a later micro-batch has one to add, and a tied embedding
+    one more. All are added in place."""
+    vocab, width = 5000, 64
+    head = torch.nn.Parameter(torch.randn(vocab, width, generator=torch.Generator().manual_seed(0)))
+    counts = []
+    for micro_batch in range(3):
+        tokens = torch.arange(4) + micro_batch
+        live_bytes = peak = 0 if head.grad is None else head.grad.nbytes
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            hidden = torch.tanh(F.embedding(tokens, head) if is_tied else torch.ones(4, width, requires_grad=True))
+            loss_inputs = LossInputs(tokens, torch.ones(4, dtype=torch.float64))
+            linear_cross_entropy(hidden, head, loss_inputs).loss_sum.backward()
+        timeline: Any = profiler.profiler  # the public events are not in the order of allocations
+        for event in timeline.kineto_results.events():
+            if event.name() == "[memory]":
+                live_bytes += event.nbytes()
+                peak = max(peak, live_bytes)
+        assert peak % head.nbytes < head.nbytes // 4, "logits and hidden states are small"
+        counts.append(peak // head.nbytes)
+    assert counts == expected
