@@ -20,6 +20,9 @@ from ddp.gradient_reducer import scale_to_norm
 from ddp.process_group import World
 from ddp.replicas import check_names
 
+MAX_GATHER_BYTES = 64 << 20
+"""Bytes of a whole parameter that are on the GPU of rank 0 at a time."""
+
 
 class FullySharded:
     """A `parallelism.Parallelism` whose parameters are gathered only while their module runs.
@@ -193,15 +196,24 @@ class FullySharded:
             raise
 
     def _gather(self, rows: Tensor, shape: torch.Size) -> Tensor | None:
-        """Gather a whole parameter on the CPU of rank 0; return None on other ranks."""
+        """Gather a whole parameter on the CPU of rank 0; return None on other ranks.
+
+        Some rows of all ranks are gathered at a time: the largest parameter, of gigabytes, is never whole on a GPU.
+        """
         _, rows_per_rank = row_range_of_rank(shape[0], self.world.size, 0)  # rank 0 has the most
-        padded = rows.new_zeros(rows_per_rank, *shape[1:])
-        padded[: len(rows)] = rows
-        if not self.world.is_first:
-            dist.gather(padded, None, dst=0)
-            return None
-        whole = rows.new_empty(self.world.size * rows_per_rank, *shape[1:])
-        dist.gather(
-            padded, list(torch.split(whole, rows_per_rank)), dst=0
-        )  # without a second copy of the largest parameter
-        return whole[: shape[0]].cpu()
+        row_bytes = max(1, rows.element_size() * shape[1:].numel())
+        step = max(1, MAX_GATHER_BYTES // (row_bytes * self.world.size))
+        whole = torch.empty(shape, dtype=rows.dtype) if self.world.is_first else None
+        for first in range(0, rows_per_rank, step):
+            padded = rows.new_zeros(min(step, rows_per_rank - first), *shape[1:])
+            own = rows[first : first + len(padded)]
+            padded[: len(own)] = own
+            parts = padded.new_empty(self.world.size, *padded.shape) if whole is not None else None
+            dist.gather(padded, None if parts is None else list(parts), dst=0)
+            for rank, part in enumerate(() if parts is None else parts.cpu()):
+                start = rank * rows_per_rank + first
+                _, end = row_range_of_rank(shape[0], self.world.size, rank)
+                stop = min(end, start + len(part))
+                if whole is not None and start < stop:
+                    whole[start:stop] = part[: stop - start]
+        return whole

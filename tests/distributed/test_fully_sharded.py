@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from config.training.optimizer import AdamWConfig, LionConfig, MuonConfig
 from config.training.parallel import FSDP
+from ddp import fully_sharded
 from ddp.all_to_all_rows import AllToAllRows, row_range_of_rank
 from ddp.fully_sharded import FullySharded
 from ddp.process_group import World
@@ -410,18 +411,25 @@ def test_rows_are_cut_as_torch_cuts_them() -> None:
             assert [first for first, _ in cuts[1:]] == [end for _, end in cuts[:-1]] and cuts[-1][1] == total
 
 
-def test_a_whole_parameter_is_gathered_into_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest one, of gigabytes, is on the GPU of rank 0 once."""
-    parts = [torch.tensor([[0.0], [1.0]]), torch.tensor([[2.0], [-1.0]])]
-    addresses = set()
+@pytest.mark.parametrize(("num_rows", "world_size"), [(3, 2), (8, 2), (7, 3), (10, 4), (1, 3), (5, 1)])
+def test_a_whole_parameter_is_gathered_a_few_rows_at_a_time(
+    num_rows: int, world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest one, of gigabytes, is never whole on the GPU of rank 0."""
+    value = torch.arange(num_rows * 3.0).view(num_rows, 3)
+    parts = [value[slice(*row_range_of_rank(num_rows, world_size, rank))] for rank in range(world_size)]
+    sizes: list[int] = []
+    monkeypatch.setattr(fully_sharded, "MAX_GATHER_BYTES", 2 * 12 * world_size)  # two rows of each rank
 
     def gather(padded: torch.Tensor, gathered: list[torch.Tensor], dst: int) -> None:
+        first = sum(sizes)
+        sizes.append(len(padded))
         for target, part in zip(gathered, parts, strict=True):
-            addresses.add(target.untyped_storage().data_ptr())
-            target.copy_(part)
+            target.fill_(-1.0)
+            target[: len(part[first : first + len(target)])] = part[first : first + len(target)]
 
     monkeypatch.setattr("ddp.fully_sharded.dist.gather", gather)
-    rank: Any = SimpleNamespace(world=SimpleNamespace(size=2, is_first=True))
-    whole = FullySharded._gather(rank, parts[0], torch.Size((3, 1)))
-    assert whole is not None and whole.flatten().tolist() == [0.0, 1.0, 2.0]
-    assert len(addresses) == 1
+    rank: Any = SimpleNamespace(world=SimpleNamespace(size=world_size, is_first=True))
+    whole = FullySharded._gather(rank, parts[0], value.shape)
+    assert whole is not None and torch.equal(whole, value)
+    assert sum(sizes) == len(parts[0]) and max(sizes) <= 2
