@@ -38,12 +38,13 @@ MIN_INPUTS = 64
 MAX_PADDED_INPUTS = 2
 """A graph has at most as many inputs for each that is read, or `MIN_INPUTS`."""
 MIN_KEYS = 64
-"""Keys of the smallest graphs; the others double them."""
+"""Keys of a graph are a multiple of this, and from 512 on of an eighth of the next power of two: each layer copies
+them, so what pads costs time."""
 MAX_PADDED_KEYS = 4
 """Keys of a forward at most, for each visible one: where one text is much longer than the others, no graph is used."""
 MIN_USES = 8
 """Forwards of a shape that are computed without a graph before one is recorded, which takes as long as a few."""
-MAX_GRAPHS = 64
+MAX_GRAPHS = 128
 """Graphs that are kept; further shapes have none."""
 
 
@@ -152,7 +153,9 @@ def find_shape(sequences: Sequence[SequenceSlice]) -> StaticShape | None:
     num_inputs = sum(sequence.num_inputs for sequence in sequences)
     if PART_BUCKETS[bucket] * num_queries > min(MAX_INPUTS, max(MIN_INPUTS, MAX_PADDED_INPUTS * num_inputs)):
         return None
-    num_keys = max(MIN_KEYS, 1 << (max(sequence.num_visible for sequence in sequences) - 1).bit_length())
+    longest = max(sequence.num_visible for sequence in sequences)
+    step = max(MIN_KEYS, 1 << max(0, (longest - 1).bit_length() - 3))
+    num_keys = -(-longest // step) * step
     num_visible = sum(count * sequence.num_visible for count, sequence in zip(num_parts, sequences, strict=True))
     if num_keys > MIN_KEYS and PART_BUCKETS[bucket] * num_keys > MAX_PADDED_KEYS * num_visible:
         return None

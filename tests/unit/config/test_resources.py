@@ -37,6 +37,7 @@ OTHERS: dict[str, type[Section]] = {
     "make_data.toml": MakeDataConfig,
     "pipeline.toml": PipelineConfig,
     "bench_infer.toml": BenchInferConfig,
+    "bench_infer_gpu.toml": BenchInferConfig,
     "bench_serve.toml": BenchServeConfig,
     "bench_train.toml": BenchTrainConfig,
     "bench_train_gpu.toml": BenchTrainConfig,

@@ -199,7 +199,8 @@ def test_shapes_of_graphs() -> None:
         ([sequence(513, 600, Bidirectional())], None),
         ([sequence(100, 100, Bidirectional())] + [sequence(9, 40, Bidirectional())] * 3, None),
         ([block] * 7 + [sequence(4, 300)], None),
-        ([sequence(4, 200)] * 7 + [sequence(4, 300)], StaticShape(8, 4, 512)),
+        ([sequence(4, 200)] * 7 + [sequence(4, 300)], StaticShape(8, 4, 320)),
+        ([sequence(4, 520)], StaticShape(1, 4, 640)),
     ):
         assert find_shape(sequences) == expected
 
