@@ -134,8 +134,14 @@ class FakeStream:
     def wait_stream(self, stream: FakeStream) -> None:
         """Nothing to wait for."""
 
-    def record(self) -> None:
+    wait_event = wait_stream
+
+    def record(self, stream: FakeStream | None = None) -> None:
         """Nothing to record."""
+
+    def record_event(self) -> FakeStream:
+        """An event that has passed."""
+        return self
 
 
 class _CPUGenerator(torch.Generator):
@@ -251,7 +257,7 @@ def fake_cuda() -> Iterator[LaunchRecord]:
         (torch.cuda, "stream", lambda _: contextlib.nullcontext()),
         (torch.cuda, "synchronize", record.synchronize),
         (torch, "Generator", _CPUGenerator),
-        *((torch.cuda, name, lambda *_: stream) for name in ("Stream", "Event", "current_stream")),
+        *((torch.cuda, name, lambda *_, **__: stream) for name in ("Stream", "Event", "current_stream")),
         (torch.cuda, "cudart", lambda: record),
         (nn.Module, "to", _move_module),
         (Tensor, "pin_memory", lambda tensor: record.pin_memory(tensor)),

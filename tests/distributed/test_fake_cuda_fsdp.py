@@ -1,0 +1,65 @@
+"""FSDP on a GPU that computes nothing: what its forward gathers, and that the host never waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from config.training.parallel import FSDP
+from ddp.fully_sharded import FullySharded
+from ddp.process_group import World
+from diffusionlm.models.patterns import Bidirectional
+from diffusionlm.models.transformer import Transformer
+from tests.conftest import MakeConfig
+from tests.distributed.toys import units_of_transformer
+from tests.fake_cuda import fake_cuda
+
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process group of two ranks whose collectives do nothing."""
+    fake_pg = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    dist.init_process_group("fake", rank=0, world_size=2, store=fake_pg.FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("has_gradient", [True, False])
+def test_a_forward(has_gradient: bool, make_config: MakeConfig) -> None:
+    """Each block and the rest are gathered once; after a forward without gradients nothing stays whole."""
+    with fake_cuda() as record:
+        with CUDA:
+            model = Transformer(make_config())
+        sharded = FullySharded(model, FSDP(), World(0, 2, 0), CUDA, units_of_transformer(model), dtype=torch.bfloat16)
+        record.clear()
+        with torch.set_grad_enabled(has_gradient), torch.autocast("cuda", torch.bfloat16):
+            for _ in range(2):
+                model(torch.ones(2, 16, dtype=torch.int64, device=CUDA), pattern=Bidirectional())
+    num_blocks = len(sharded.blocks)
+    gathers = record.count()["_allgather_base_"]
+    assert not record.waits
+    assert gathers == (2 * num_blocks + 1 if has_gradient else 2 * (num_blocks + 1))
+    assert record.product_dtypes() == {torch.bfloat16}
+
+
+@pytest.mark.usefixtures("group")
+def test_clipping(make_config: MakeConfig) -> None:
+    with fake_cuda() as record:
+        with CUDA:
+            model = Transformer(make_config())
+        sharded = FullySharded(model, FSDP(), World(0, 2, 0), CUDA, units_of_transformer(model))
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        record.clear()
+        norm = sharded.clip(1.0)
+    assert not record.waits and norm.is_cuda
+    assert all(parameter.grad is not None for parameter in sharded.trainable_parameters().values())
