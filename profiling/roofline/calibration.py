@@ -38,16 +38,18 @@ class _Sampler:
     """Seconds of a call, one value for each sample."""
 
     def sample(self) -> None:
-        """Call it several times, each on tensors that are not in the caches. A product reads each value many times, so
-        one call is enough."""
+        """Call it several times, each on tensors that are not in the caches; the sample is the median call. A product
+        reads each value many times, so one call is enough."""
         assert self.operator.call is not None
         num_bytes = 0 if self.operator.products else self.operator.num_bytes
         num_calls = max(2, min(100, COLD_BYTES // num_bytes)) if num_bytes else 1
         calls = [self.operator.call.prepare() for _ in range(num_calls)]
-        start = read_clock()
+        times = []
         for call in calls:
+            start = read_clock()
             call()
-        self.seconds.append((read_clock() - start) / num_calls)
+            times.append(read_clock() - start)
+        self.seconds.append(statistics.median(times))
 
     def predict(self, num_bytes: int, overhead: float, sample: int | None) -> float:
         """Seconds of a call that moves so many bytes."""

@@ -30,6 +30,9 @@ operators are timed one by one (the parts) alternate. Error: median of predicted
 round, with quartiles; the goal is {GOAL:.0%} at most."""
 
 
+TITLE_OF_PARTS = "Predicted / measured milliseconds of each part:"
+
+
 @dataclass(frozen=True)
 class Validation:
     """Predictions and measurements of a case, in seconds."""
@@ -121,7 +124,7 @@ def validate(config: BenchTrainConfig) -> Report:
     parts = [part for part in (*PARTS, HOST) if any(result.predicted.get(part) for result in results)]
     clock = "CPU time of the thread" if threads == 1 else "wall time"
     environment["rounds"] = f"{bench.rounds} after {bench.warmup} of warm-up; {clock}"
-    return Report([_build_table(results), METHOD, _build_part_table(results, parts)], environment)
+    return Report([_build_table(results), METHOD, TITLE_OF_PARTS, _build_part_table(results, parts)], environment)
 
 
 def _build_table(results: Sequence[Validation]) -> Table:
@@ -148,7 +151,7 @@ def _build_part_table(results: Sequence[Validation], parts: Sequence[str]) -> Ta
         ]
         for result in results
     ]
-    return Table(["shape", "objective", "precision", *(f"{part}, predicted / measured ms" for part in parts)], rows)
+    return Table(["shape", "objective", "precision", *parts], rows)
 
 
 def _case_cells(result: Validation) -> list[str]:
