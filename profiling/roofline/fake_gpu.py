@@ -19,7 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _foreach_utils
+from torch.utils._pytree import tree_leaves
 
 from benchmarking.implementations.matrix_products import MatrixProduct, MatrixSpec
 from diffusionlm.kernels import chunked_loss
@@ -48,8 +50,11 @@ class FakeGpuRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]  # tor
         if func is torch.ops.prim.device.default:
             return torch.device("cpu")
         kwargs = dict(kwargs or {})
-        if kwargs.get("device") == torch.device("cpu") and torch._C._current_autograd_node() is not None:
-            kwargs["device"] = torch.device("cuda")  # the backward is told the device by C++
+        if not _is_on_gpu((args, kwargs)) and torch._C._current_autograd_node() is None:
+            with unset_fake_temporarily():  # what the host computes has values
+                return func(*args, **kwargs)
+        if kwargs.get("device") == torch.device("cpu"):
+            kwargs["device"] = torch.device("cuda")  # C++ asked for the device of a tensor
         if func is torch.ops.aten._to_copy.default and not isinstance(args[0], FakeTensor):
             # Of a small tensor with values the mode itself would make a copy on a real GPU.
             return torch.empty(args[0].shape, dtype=kwargs.get("dtype", args[0].dtype), device=kwargs.get("device"))
@@ -104,10 +109,7 @@ class _FakeAttention(PreparedAttention):
     ) -> None:
         """Add an operator of ``num_products`` products for each pair of a query and a key."""
         q_BQNH = reads[0]
-        heads, width = len(q_BQNH) * q_BQNH.shape[2], q_BQNH.shape[3]
-        product = MatrixProduct(
-            MatrixSpec((heads, pairs, 1), False, q_BQNH.dtype), MatrixSpec((heads, 1, width), False, q_BQNH.dtype)
-        )
+        product = _product_of_pairs(len(q_BQNH) * q_BQNH.shape[2], pairs, q_BQNH.shape[3], q_BQNH.dtype)
         self._recorder().add(name, [product] * num_products, reads, writes)
 
 
@@ -123,8 +125,29 @@ def count_tile_pairs(pattern: AttentionPattern, length: int, tile: int = TILE) -
         return int(tiles.any(dim=3).any(dim=1).sum()) * tile * tile
 
 
-def _is_on_gpu(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda"
+def _is_on_gpu(tree: Any) -> bool:
+    """Whether a tensor or device among values is the GPU."""
+    return any(
+        isinstance(leaf, FakeTensor) or (isinstance(leaf, torch.device) and leaf.type == "cuda")
+        for leaf in tree_leaves(tree)
+    )
+
+
+def _attend_without_gradient(
+    record: Callable[..., None], q_BNQH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, attn_mask: Tensor | None
+) -> Tensor:
+    """Stands for torch's fused attention over all keys."""
+    out_BNQH = torch.empty_like(q_BNQH)
+    reads = (q_BNQH, k_BKSH, v_BKSH) if attn_mask is None else (q_BNQH, k_BKSH, v_BKSH, attn_mask)
+    heads, width = q_BNQH.shape[0] * q_BNQH.shape[1], q_BNQH.shape[3]
+    product = _product_of_pairs(heads, q_BNQH.shape[2] * k_BKSH.shape[2], width, q_BNQH.dtype)
+    record(ATTENTION, [product] * 2, reads, (out_BNQH,))
+    return out_BNQH
+
+
+def _product_of_pairs(heads: int, pairs: int, width: int, dtype: torch.dtype) -> MatrixProduct:
+    """A product that has the FLOPs of so many pairs of a query and a key in each head."""
+    return MatrixProduct(MatrixSpec((heads, pairs, 1), False, dtype), MatrixSpec((heads, 1, width), False, dtype))
 
 
 @contextlib.contextmanager
@@ -149,6 +172,9 @@ def fake_gpu(get_recorder: Callable[[], OperatorRecorder]) -> Iterator[None]:
 
         return compute_chunk_loss
 
+    def attend(q_BNQH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, attn_mask: Tensor | None = None, **_: Any) -> Tensor:
+        return _attend_without_gradient(get_recorder().add, q_BNQH, k_BKSH, v_BKSH, attn_mask)
+
     with contextlib.ExitStack() as stack:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         for name in ("is_available", "is_bf16_supported"):
@@ -158,5 +184,7 @@ def fake_gpu(get_recorder: Callable[[], OperatorRecorder]) -> Iterator[None]:
         stack.enter_context(patch.object(transformer, "prepare_attention", prepare_attention))
         stack.enter_context(patch.object(chunked_loss, "load_loss_backend", load_loss_backend))
         stack.enter_context(patch.object(F, "linear", _cast_and_multiply))
+        stack.enter_context(patch.object(F, "scaled_dot_product_attention", attend))
+        stack.enter_context(patch.object(Tensor, "pin_memory", lambda tensor: tensor))
         stack.enter_context(patch.object(FakeTensor, "is_cuda", property(_is_on_gpu), create=True))
         yield

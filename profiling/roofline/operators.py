@@ -163,7 +163,9 @@ class PartTracker:
     """Knows the part of a step that runs: in the forward by hooks of the model's modules, in the backward by the number
     that autograd gave to the node when the forward created it."""
 
-    def __init__(self, model: Transformer) -> None:
+    def __init__(self, model: Transformer, after_forward: str = "clipping") -> None:
+        """``after_forward``: part of what runs outside of the model once it has been called."""
+        self._after_forward = after_forward
         self._stack: list[_PartOfLayer] = []
         self._outside = _PartOfLayer("batch")
         self._numbers: list[int] = []
@@ -217,7 +219,7 @@ class PartTracker:
     def _leave(self) -> None:
         self._stack.pop()
         if not self._stack:
-            self._outside = _PartOfLayer("clipping")
+            self._outside = _PartOfLayer(self._after_forward)
         self._note()
 
     def _replace(self, place: _PartOfLayer) -> None:
@@ -238,7 +240,7 @@ class PartTracker:
             place = self._stack[-1]
             return place.part, "forward" if node is None else "recomputed", place.layer
         if node is None:
-            return self._outside.part, "update" if self._outside.part != "batch" else "forward", None
+            return self._outside.part, "forward" if self._outside.part in ("batch", "sampling") else "update", None
         number = node._sequence_nr()
         index = bisect_right(self._numbers, number) - 1
         if index < 0 or number > self._numbers[-1]:  # it adds a gradient to that of a parameter
@@ -276,7 +278,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if torch.is_inference_mode_enabled() and func.namespace != "prim" and func._can_decompose():
+        if torch.is_inference_mode_enabled() and _is_composite(func):
             with self:  # without autograd composite operators arrive here whole
                 return func.decompose(*args, **(kwargs or {}))
         start = read_clock()
@@ -322,6 +324,13 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         )
 
 
+def _is_composite(func: Any) -> bool:
+    """Whether an operator is computed by others: a GPU has no kernel of its own for it, as it has for RMSNorm."""
+    if func.namespace == "prim" or torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CUDA"):
+        return False
+    return bool(func._can_decompose())
+
+
 def find_uses(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
 ) -> tuple[list[Tensor], list[Tensor]]:
@@ -356,9 +365,11 @@ def record_operators(
     model: Transformer,
     optimizers: Iterable[torch.optim.Optimizer] = (),
     recorder_class: type[OperatorRecorder] = OperatorRecorder,
+    *,
+    after_forward: str = "clipping",
 ) -> Iterator[OperatorRecorder]:
     """Record the operators that run in the context."""
-    tracker = PartTracker(model)
+    tracker = PartTracker(model, after_forward)
     tracker.follow_optimizers(optimizers)
     try:
         with recorder_class(tracker) as recorder:

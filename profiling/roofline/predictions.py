@@ -21,14 +21,17 @@ from profiling.roofline.steps import CUDA, RecordedStep, record_gpu_step
 
 PHASES: Sequence[Phase] = ("forward", "recomputed", "backward", "update")
 
+METHOD_OF_KERNELS = f"""\
+A kernel takes the longest of three times: its FLOPs at {gpus.LARGE_PRODUCT_SHARE:.0%} of the dense bfloat16 peak (all \
+sides of the product {gpus.LARGE_SIDE:,} or more), {gpus.PRODUCT_SHARE:.0%} (other products) or \
+{gpus.ATTENTION_SHARE:.0%} (fused attention, over whole tiles); its bytes at {gpus.BANDWIDTH_SHARE:.0%} of the data \
+sheet's bandwidth; {1e6 * gpus.KERNEL_SECONDS:g} µs."""
+
 METHOD = f"""\
 A step is recorded on tensors without values: every operator, its matrix products and the bytes that it reads and \
-writes. A kernel takes the longest of three times: its FLOPs at {gpus.LARGE_PRODUCT_SHARE:.0%} of the dense bfloat16 \
-peak (all sides of the product {gpus.LARGE_SIDE:,} or more), {gpus.PRODUCT_SHARE:.0%} (other products) or \
-{gpus.ATTENTION_SHARE:.0%} (fused attention, over whole tiles); its bytes at {gpus.BANDWIDTH_SHARE:.0%} of the data \
-sheet's bandwidth; {1e6 * gpus.KERNEL_SECONDS:g} µs. A step takes the sum, or the host's {1e6 * LAUNCH_SECONDS:g} µs \
-for each launch if they are more. MFU: FLOPs that shape and noise require (`profiling/flops.py`), over step and peak. \
-The goal for head and loss is {HEAD_SHARE:.0%} at hidden 2,048 and a vocabulary of 151,936."""
+writes. {METHOD_OF_KERNELS} A step takes the sum, or the host's {1e6 * LAUNCH_SECONDS:g} µs for each launch if they \
+are more. MFU: FLOPs that shape and noise require (`profiling/flops.py`), over step and peak. The goal for head and \
+loss is {HEAD_SHARE:.0%} at hidden 2,048 and a vocabulary of 151,936."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ def predict(config: BenchTrainConfig, device: str, options: StepOptions) -> Repo
     for prediction in predictions:
         parts += [
             f"### {prediction.case.label}, {GPUS[device].accelerator.name}",
-            build_part_table(prediction, GPUS[device]),
+            build_part_table(prediction.kernels, GPUS[device]),
         ]
     facts = {"command": f"`{format_command_line()}`", "software": f"torch {version('torch')}"}
     return Report(parts, facts)
@@ -129,16 +132,17 @@ def build_summary(predictions: Sequence[Prediction]) -> Table:
     return Table([*header, "kernels", "host, ms"], rows)
 
 
-def build_part_table(prediction: Prediction, gpu: GpuModel) -> Table:
+def build_part_table(kernels: Sequence[Kernel], gpu: GpuModel) -> Table:
     """FLOPs, bytes, kernels and milliseconds of each part of a step."""
-    total = sum(gpu.seconds(kernel) for kernel in prediction.kernels)
-    rows = []
-    for part in PARTS:
-        kernels = [kernel for kernel in prediction.kernels if kernel.part == part]
-        if kernels:
-            rows.append([part, *_count_cells(kernels), *_time_cells(kernels, gpu, total)])
-    rows.append(["all", *_count_cells(prediction.kernels), *_time_cells(prediction.kernels, gpu, total)])
-    return Table(["part", "TFLOP", "GB", "kernels", *(f"{phase}, ms" for phase in PHASES), "share", "bound by"], rows)
+    total = sum(map(gpu.seconds, kernels))
+    phases = [phase for phase in PHASES if any(kernel.phase == phase for kernel in kernels)]
+    groups = {part: [kernel for kernel in kernels if kernel.part == part] for part in PARTS}
+    rows = [
+        [part, *_count_cells(group), *_time_cells(group, gpu, phases, total)]
+        for part, group in {**groups, "all": kernels}.items()
+        if group
+    ]
+    return Table(["part", "TFLOP", "GB", "kernels", *(f"{phase}, ms" for phase in phases), "share", "bound by"], rows)
 
 
 def _count_cells(kernels: Sequence[Kernel]) -> list[str]:
@@ -146,8 +150,8 @@ def _count_cells(kernels: Sequence[Kernel]) -> list[str]:
     return [f"{1e-12 * flops:,.2f}", f"{1e-9 * num_bytes:,.1f}", f"{len(kernels):,}"]
 
 
-def _time_cells(kernels: Sequence[Kernel], gpu: GpuModel, total: float) -> list[str]:
-    seconds = {phase: sum(gpu.seconds(each) for each in kernels if each.phase == phase) for phase in PHASES}
+def _time_cells(kernels: Sequence[Kernel], gpu: GpuModel, phases: Sequence[Phase], total: float) -> list[str]:
+    seconds = {phase: sum(gpu.seconds(each) for each in kernels if each.phase == phase) for phase in phases}
     cells = [f"{1e3 * value:,.2f}" if value else "" for value in seconds.values()]
     return [*cells, f"{sum(seconds.values()) / total:.0%}", _format_bounds(gpu.time_by_bound(kernels))]
 
