@@ -64,31 +64,40 @@ GraphFactory = Callable[[], ForwardGraph]
 class CudaGraph:
     """A `torch.cuda.CUDAGraph`."""
 
-    def __init__(self, pool: Any) -> None:
-        """``pool``: memory that graphs share; nothing in it is read after a replay."""
-        self._graph, self._pool = torch.cuda.CUDAGraph(), pool
+    def __init__(self, stream: torch.cuda.Stream, pool: Any) -> None:
+        """
+        Args:
+            stream: on which kernels are recorded, of the device of all tensors.
+            pool: memory that graphs share; nothing in it is read after a replay.
+        """
+        self._graph, self._stream, self._pool = torch.cuda.CUDAGraph(), stream, pool
 
     def capture(self, forward: Callable[[], None]) -> None:
-        """Record the kernels of a function on a stream of its own. Waits for the device."""
-        # Other threads, such as those of a server, may use the device meanwhile.
-        with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
+        """Record the kernels of a function. Waits for the device."""
+        graph, mode = self._graph, "thread_local"  # other threads, such as those of a server, may use the device
+        with (
+            torch.cuda.device(self._stream.device),  # the thread may have another current device
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode),
+        ):
             forward()
 
     def replay(self) -> None:
-        """Launch them on the current stream."""
-        self._graph.replay()
+        """Launch them on the current stream of the device."""
+        with torch.cuda.device(self._stream.device):
+            self._graph.replay()
 
 
 def select_graph_factory(model: Transformer) -> GraphFactory | None:
     """How graphs of a model's forwards are made; None: it has none, because they are off, it is not on a GPU, autocast
     is on, its attention backend has no cached form, or experts make the host wait."""
-    device = model.lm_head.weight.device.type
-    if not model.uses_cuda_graphs or device != "cuda" or torch.is_autocast_enabled(device):
+    device = model.lm_head.weight.device
+    if not model.uses_cuda_graphs or device.type != "cuda" or torch.is_autocast_enabled(device.type):
         return None
     if model.attention_backend in ("tiled", "flex") or any(isinstance(module, MoE) for module in model.modules()):
         return None
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     pool = torch.cuda.graph_pool_handle()
-    return lambda: CudaGraph(pool)
+    return lambda: CudaGraph(stream, pool)
 
 
 class GraphedForward:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -294,7 +294,11 @@ class FakeGraph:
 
 
 def test_which_models_have_graphs(make_config: Callable[..., ModelConfig]) -> None:
-    with fake_cuda(), patch.object(torch.cuda, "graph_pool_handle", lambda: (0, 1)):
+    with (
+        fake_cuda(),
+        patch.object(torch.cuda, "Stream", lambda device: None),
+        patch.object(torch.cuda, "graph_pool_handle", lambda: (0, 1)),
+    ):
         with torch.device("cuda"):
             model, other = Transformer(make_config()), Transformer(make_config(), attention_backend="flex")
             experts = Transformer(make_config(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8))
@@ -304,6 +308,23 @@ def test_which_models_have_graphs(make_config: Callable[..., ModelConfig]) -> No
             each.uses_cuda_graphs = True
         assert graphed_forward.select_graph_factory(model) is not None
         assert [graphed_forward.select_graph_factory(each) for each in (other, experts, on_cpu)] == [None] * 3
+
+
+def test_a_cuda_graph_is_recorded_on_the_device_of_its_tensors() -> None:
+    """Called as torch's functions allow, whose signatures the mocks have."""
+    stream, pool, calls = Mock(device=torch.device("cuda:1")), (0, 1), []
+    with (
+        patch.object(torch.cuda, "CUDAGraph", autospec=True) as recorded,
+        patch.object(torch.cuda, "graph", autospec=True) as record,
+        patch.object(torch.cuda, "device", autospec=True) as device,
+    ):
+        graph = CudaGraph(stream, pool)
+        graph.capture(lambda: calls.append(record.return_value.__enter__.call_count))
+        graph.replay()
+    assert calls == [1], "within the recording"
+    record.assert_called_once_with(recorded.return_value, pool=pool, stream=stream, capture_error_mode="thread_local")
+    recorded.return_value.replay.assert_called_once_with()
+    assert [call.args for call in device.call_args_list] == [(stream.device,)] * 2
 
 
 @pytest.mark.gpu
