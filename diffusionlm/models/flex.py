@@ -73,14 +73,19 @@ def _list_tiles(table_BIJ: Tensor) -> tuple[Tensor, Tensor]:
 
 def _build_mask_mod(starts_BQR: Tensor, ends_BQR: Tensor) -> Any:
     """``mask_mod`` of FlexAttention: True where a query attends to a key."""
-    num_ranges = starts_BQR.shape[-1]
+    # One tensor for each range: a kernel reads the bounds of neighboring queries at once.
+    ranges = [
+        (starts_BQ.contiguous(), ends_BQ.contiguous())
+        for starts_BQ, ends_BQ in zip(starts_BQR.unbind(-1), ends_BQR.unbind(-1), strict=True)
+    ]
     is_shared = starts_BQR.shape[0] == 1
 
     def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         batch = torch.zeros_like(batch) if is_shared else batch
-        visible = (key >= starts_BQR[batch, query, 0]) & (key < ends_BQR[batch, query, 0])
-        if num_ranges == 2:
-            visible = visible | ((key >= starts_BQR[batch, query, 1]) & (key < ends_BQR[batch, query, 1]))
+        starts_BQ, ends_BQ = ranges[0]
+        visible = (key >= starts_BQ[batch, query]) & (key < ends_BQ[batch, query])
+        for starts_BQ, ends_BQ in ranges[1:]:
+            visible = visible | ((key >= starts_BQ[batch, query]) & (key < ends_BQ[batch, query]))
         return visible
 
     return is_visible
@@ -138,6 +143,7 @@ def attend_flex(
         block_mask=mask,
         scale=scale_options.scale,
         enable_gqa=q.shape[1] != k.shape[1],
+        kernel_options=_choose_kernel_options(q),
     )
     return out_BNQH.transpose(1, 2)
 
@@ -149,3 +155,10 @@ def _check_backward(*tensors: Tensor) -> None:
             'attention backend "flex" has no backward on the CPU: use "tiled" or "auto", or torch.no_grad() if no '
             "gradients are needed"
         )
+
+
+def _choose_kernel_options(q_BNQH: Tensor) -> Any:
+    """Options of the kernels, where torch's default spills registers: the forward at width 64 in half precision, whose
+    tile of 128 queries and 128 keys is too much for 4 warps."""
+    is_half = q_BNQH.dtype in (torch.bfloat16, torch.float16)
+    return {"fwd_num_warps": 8} if q_BNQH.shape[-1] == 64 and is_half else None
