@@ -1,9 +1,7 @@
 """The kernels that torch's compiler generates for the blocks of a training step on an H100, without a GPU.
 
-    python -m tests.inductor_cuda
-
-The blocks run on the CPU, where their graphs, forward and backward, are recorded; then each graph is moved to fake
-tensors on ``cuda`` and lowered with the properties of an H100. Nothing is executed there, and nothing is measured.
+Graphs of `tests.training_graphs`, recorded on the CPU, are moved to fake tensors on ``cuda`` and lowered with the
+properties of an H100. Nothing is executed there, and nothing is measured.
 
 It replaces private parts of torch, so it works with `TORCH_VERSION` alone. The parts stay replaced: run it in a process
 of its own, without TRITON_INTERPRET.
@@ -12,23 +10,16 @@ of its own, without TRITON_INTERPRET.
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
-from config.model import ModelConfig
-from diffusionlm.kernels.cross_entropy import LossInputs
-from diffusionlm.models import attention
-from diffusionlm.models.init import init_weights
-from diffusionlm.models.patterns import Bidirectional
-from diffusionlm.models.transformer import Transformer
-from diffusionlm.training.block_wrapping import checkpoint_activations, compile_blocks
+from tests.training_graphs import Graph
 
 TORCH_VERSION = "2.15"
 H100 = SimpleNamespace(
@@ -50,87 +41,18 @@ H100 = SimpleNamespace(
     memory_clock_rate=2_619_000,
     memory_bus_width=5120,
 )
-SHAPE = {
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "intermediate_size": 512,
-    "max_position_embeddings": 256,
-    "qk_norm": True,
-}
-BATCH, LENGTH = 2, 256
-
-
-@dataclass(frozen=True)
-class Graph:
-    """A graph that the compiler got, with its fake inputs."""
-
-    is_backward: bool
-    module: torch.fx.GraphModule
-    inputs: Sequence[Any]
-
-
-def record_graphs(checkpointing: str) -> list[Graph]:
-    """Graphs of the blocks in a step of masked diffusion with bfloat16 autocast: two layers, the last at every second
-    position."""
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-    from torch._inductor.decomposition import select_decomp_table
-
-    graphs: list[Graph] = []
-
-    def record(is_backward: bool) -> Callable[..., Any]:
-        def compile_graph(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            graphs.append(Graph(is_backward, module, inputs))
-            return module.forward
-
-        return compile_graph
-
-    backend = aot_autograd(
-        fw_compiler=record(False),
-        bw_compiler=record(True),
-        partition_fn=min_cut_rematerialization_partition,
-        decompositions=select_decomp_table(),
-    )
-    model = Transformer(ModelConfig.model_validate(SHAPE))
-    init_weights(model, seed=0)
-    compile_blocks(model, backend)
-    checkpoint_activations(model, checkpointing)  # type: ignore[arg-type]
-    positions = torch.arange(0, BATCH * LENGTH, 2)
-    loss_inputs = LossInputs(torch.zeros_like(positions), torch.ones(len(positions)))
-    tokens_BL = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
-    with (
-        torch.autocast("cpu", torch.bfloat16),
-        patch.object(attention, "attend_at_positions", _attend_at_all_positions),
-        # Graphs of one number of positions: symbolic sizes cannot be moved to another device.
-        patch.object(torch._dynamo, "maybe_mark_dynamic", lambda *_: None),
-    ):
-        output = model(tokens_BL, pattern=Bidirectional(), output_positions=positions, loss_inputs=loss_inputs)
-        output.loss_sum.backward()
-    return graphs
-
-
-def _attend_at_all_positions(
-    attend: attention.PreparedAttention, q_PNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, positions: Tensor
-) -> Tensor:
-    """`attend_at_positions` as on a GPU: queries of all positions, whose number the host knows."""
-    B, L = k_BSKH.shape[:2]
-    q_BQNH = q_PNH.new_zeros(B * L, *q_PNH.shape[1:]).index_copy_(0, positions, q_PNH).unflatten(0, (B, L))
-    return attend(q_BQNH, k_BSKH, v_BSKH).flatten(0, 1)[positions]
 
 
 @contextlib.contextmanager
 def pretend_h100() -> Iterator[list[tuple[str, str]]]:
-    """Let torch's compiler find an H100; name and source of each kernel are collected, and not compiled."""
+    """Let torch's compiler find an H100; name and source of each kernel are collected in place of its compilation."""
     import torch._inductor.scheduler as scheduler
     import torch.utils._triton as triton_support
     import triton  # type: ignore[import-untyped,import-not-found,unused-ignore]
     from torch._dynamo import device_interface
     from torch._inductor import config
     from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.runtime import triton_helpers
     from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
     kernels: list[tuple[str, str]] = []
@@ -179,6 +101,7 @@ def pretend_h100() -> Iterator[list[tuple[str, str]]]:
             stack.enter_context(patch.object(module, "get_rng_state", lambda device="cuda": torch.zeros(16).byte()))
             stack.enter_context(patch.object(module, "set_rng_state", lambda state, device="cuda": None))
         stack.enter_context(patch.object(AsyncCompile, "triton", collect))
+        stack.enter_context(patch.object(triton_helpers, "set_driver_to_gpu", lambda: None))
         stack.enter_context(config.patch(compile_threads=1, fx_graph_cache=False))
         yield kernels
 
@@ -193,38 +116,24 @@ def lower(graph: Graph) -> None:
 
     modes = [value.fake_mode for value in graph.inputs if isinstance(value, FakeTensor)]
     mode = modes[0] if modes else FakeTensorMode()
-    with patch.object(type(mode), "avoid_device_init", True):
+
+    def move(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
         with mode:
-            inputs = [
-                torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
-                if isinstance(value, Tensor)
-                else value
-                for value in graph.inputs
-            ]
-        for node in graph.module.graph.nodes:
-            if "device" in node.kwargs:
-                node.update_kwarg("device", torch.device("cuda", 0))
-        graph.module.recompile()
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
+
+    with patch.object(type(mode), "avoid_device_init", True):
+        inputs = [move(value) for value in graph.inputs]
+        for module in graph.module.modules():
+            if not isinstance(module, torch.fx.GraphModule):
+                continue
+            for node in module.graph.nodes:
+                if "device" in node.kwargs:
+                    node.update_kwarg("device", torch.device("cuda", 0))
+                if module is not graph.module:  # of FlexAttention: the propagation below does not enter it
+                    node.meta["val"] = tree_map(move, node.meta.get("val"))
+            module.recompile()
         FakeTensorProp(graph.module, mode=mode).propagate_dont_convert_inputs(*inputs)
         with tracing(TracingContext(mode)), V.set_fake_mode(mode):
             compile_fx_inner(graph.module, inputs, is_backward=graph.is_backward, static_input_idxs=[])
-
-
-def main() -> None:
-    """Print as JSON the kernels of each graph of a step with their atomics, and the number of graphs of a step with
-    checkpointing."""
-    records = []
-    graphs = record_graphs("none")
-    with pretend_h100() as kernels:
-        for graph in graphs:
-            kernels.clear()
-            lower(graph)
-            atomics = [name for name, source in kernels if "tl.atomic" in source]
-            names = [name for name, _ in kernels]
-            records.append({"is_backward": graph.is_backward, "kernels": names, "atomics": atomics})
-    torch._dynamo.reset()
-    print(json.dumps({"graphs": records, "graphs_with_checkpointing": len(record_graphs("full"))}))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,164 @@
+"""Registers, spills, shared memory and atomics of the kernels that torch's compiler generates for a training step.
+
+    python -m tests.inductor_kernels
+    python -m tests.inductor_kernels --output docs/results/kernels_of_blocks.md
+
+The kernels are generated as in `tests.inductor_cuda`, for an H100, and compiled by Triton and its ptxas for sm_90. No
+GPU is needed, and nothing is executed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarking.gpu.ahead_of_time import LAUNCH_OPTIONS, CompiledKernel, KernelLaunch, compile_launch
+from benchmarking.harness import Table, version
+from files.atomic import write_text_atomic
+from tests.inductor_cuda import lower, pretend_h100
+from tests.training_graphs import CASES, record_graphs
+
+TARGET = "sm_90"
+NUM_OUTPUTS = (256, 100)
+"""Output positions of two steps, which share their graphs."""
+ATOMICS = re.compile(r"^\s*(?:@\S+\s+)?(?:atom|red)\.(?!async)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class BlockKernel:
+    """A compiled kernel of a training step."""
+
+    case: str
+    """Of `tests.training_graphs.CASES`."""
+    graph: str
+    """``block`` or ``last block``, which computes the output positions only; forward or backward."""
+    name: str
+    threads: int
+    registers: int
+    shared_bytes: int
+    spill_bytes: int
+    has_atomics: bool
+
+    @property
+    def is_attention(self) -> bool:
+        """True for a kernel of FlexAttention, from a template of torch."""
+        return self.name.startswith("triton_tem")
+
+
+GRAPHS = ("block, forward", "last block, forward", "last block, backward", "block, backward")
+"""Graphs of two steps, in the order in which they are compiled."""
+
+
+def compile_case(case: str) -> list[BlockKernel]:
+    """Generate and compile the kernels of two training steps."""
+    graphs = record_graphs(CASES[case], num_outputs=NUM_OUTPUTS, is_dynamic=True)
+    kernels = []
+    with pretend_h100() as sources:
+        for name, graph in zip(GRAPHS, graphs, strict=True):
+            assert graph.is_backward == name.endswith("backward")
+            sources.clear()
+            lower(graph)
+            for kernel_name, source in sources:
+                kernel = compile_source(kernel_name, source)
+                kernels.append(
+                    BlockKernel(
+                        case,
+                        name,
+                        kernel_name,
+                        kernel.num_threads,
+                        kernel.registers,
+                        kernel.shared_bytes,
+                        kernel.spill_bytes,
+                        ATOMICS.search(kernel.assembly) is not None,
+                    )
+                )
+    return kernels
+
+
+def compile_source(name: str, source: str) -> CompiledKernel:
+    """Compile a generated module in its first configuration; inside of `pretend_h100`."""
+    from torch._inductor.codecache import PyCodeCache
+
+    tuner: Any = getattr(PyCodeCache.load(source), name)
+    config, meta = tuner.configs[0], tuner.triton_meta
+    constants = {**meta["constants"], **config.kwargs}
+    signature = {key: "constexpr" if key in constants else meta["signature"][key] for key in tuner.fn.arg_names}
+    constants = {key: value for key, value in constants.items() if key in signature}
+    aligned = tuple(tuner.fn.arg_names[index] for (index,) in meta["configs"][0])
+    options = {key: getattr(config, key) for key in LAUNCH_OPTIONS if getattr(config, key, None) is not None}
+    return compile_launch(KernelLaunch(tuner.fn, signature, constants, aligned, options, 1), TARGET)
+
+
+def format_table(kernels: Sequence[BlockKernel]) -> str:
+    """A row for each graph: its own kernels, then that of attention."""
+    rows = []
+    for case, graph in dict.fromkeys((kernel.case, kernel.graph) for kernel in kernels):
+        members = [kernel for kernel in kernels if (kernel.case, kernel.graph) == (case, graph)]
+        own = [kernel for kernel in members if not kernel.is_attention]
+        attention = next((kernel for kernel in members if kernel.is_attention), None)
+        rows.append(
+            [
+                case,
+                graph,
+                str(len(own)),
+                str(max(kernel.registers for kernel in own)),
+                str(max(kernel.spill_bytes for kernel in own)),
+                str(sum(kernel.has_atomics for kernel in own)),
+                "SDPA" if attention is None else f"{attention.threads}",
+                "" if attention is None else f"{attention.registers}",
+                "" if attention is None else f"{attention.shared_bytes:,}",
+                "" if attention is None else f"{attention.spill_bytes}",
+            ]
+        )
+    header = ["step", "graph", "kernels", "registers at most", "spilled bytes", "kernels with atomics"]
+    header += ["threads of attention", "its registers", "its shared bytes", "its spilled bytes"]
+    return Table(header, rows).to_markdown()
+
+
+def format_page(kernels: Sequence[BlockKernel]) -> str:
+    """The page of the documentation."""
+    text = f"""# Compiled kernels of blocks
+
+    uv run python -m tests.inductor_kernels --output docs/results/kernels_of_blocks.md
+
+The Triton kernels that torch's compiler generates for the blocks of a training step on an H100 (bfloat16 autocast),
+compiled for {TARGET} without a GPU. Nothing was executed. A model of two layers has four graphs, for any
+number of output positions. Matrix products and SDPA are not Triton's and not counted; kernels beside attention are
+norms, rotations, activations, casts of weights, gathers and sums. Registers and spills are those of a thread.
+`tests/unit/training/test_inductor_kernels.py` holds the numbers to budgets."""
+    limits = f"""- Software: torch {torch.__version__}, triton {version("triton")}. Kernels are in torch's first
+  configuration.
+- Atomics add the gradients of gathered positions. These are distinct, so the sums have one order.
+- FlexAttention at head width 64 is launched with 8 warps in the forward: with torch's default of 4 a thread spills
+  1,140 to 1,192 bytes. Its backward at width 128 spills with torch's default, which is kept: smaller tiles spill
+  nothing, and which is faster can only be measured.
+- `ROWS_GUARANTEED_SAFE` of FlexAttention is not set: a query that sees no key of the first tile would be NaN."""
+    return "\n\n".join([text, format_table(kernels), limits]) + "\n"
+
+
+def main() -> None:
+    """Print the table, or as JSON the kernels and the number of graphs with activation checkpointing."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--output", type=Path, help="Markdown file that gets the table")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    arguments = parser.parse_args()
+    kernels = [kernel for case in CASES for kernel in compile_case(case)]
+    if arguments.output is not None:
+        write_text_atomic(arguments.output, format_page(kernels))
+    if arguments.json:
+        case = CASES["block diffusion"]
+        num_graphs = len(record_graphs(case, "full", NUM_OUTPUTS, is_dynamic=True))
+        print(json.dumps({"kernels": [asdict(kernel) for kernel in kernels], "graphs_with_checkpointing": num_graphs}))
+    else:
+        print(format_table(kernels))
+
+
+if __name__ == "__main__":
+    main()
