@@ -209,10 +209,12 @@ def test_activation_checkpointing_keeps_gradients_equal(choice: Any, tiny_model:
 
 
 def test_products_in_bfloat16_are_near_those_of_autocast(tiny_model: MakeModel, tmp_path: Path) -> None:
-    """Weights of blocks travel in bfloat16, gradients and updates are float32."""
+    """Weights of blocks travel in bfloat16, gradients and updates are float32. The gradient is as near to that of
+    float32 as autocast's; single parameters of the tiny model vary by 5 % to 13 % with the order of roundings."""
 
     def act(world: World) -> None:
-        models = tiny_model(), tiny_model()
+        models = tiny_model(), tiny_model(), tiny_model()
+        loss_of(models[2], of_rank(0, 0)[1], DENOMINATOR / world.size).backward()
         parts = cut(models[0], world, dtype=torch.bfloat16)
         assert {part.dtype for part in parts.trainable_parameters().values()} == {torch.float32}
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -224,11 +226,16 @@ def test_products_in_bfloat16_are_near_those_of_autocast(tiny_model: MakeModel, 
         assert sizes["gather"].count(2 * block) == 4 and sizes["reduce"].count(4 * block) == 2
         parts.clip(1e9)
         own = {name: slice(*parts.row_range(name)) for name in parts.trainable_parameters()}
+        squares = torch.zeros(3, dtype=torch.float64)  # of the gradient, and of the errors of FSDP and of autocast
         for name, part in parts.trainable_parameters().items():
-            expected = models[1].get_parameter(name).grad
-            assert part.grad is not None and expected is not None and part.grad.dtype == torch.float32
-            difference = (part.grad - expected[own[name]]).norm()
-            assert float(difference) < 0.1 * float(expected.norm()), name
+            autocast, exact = (model.get_parameter(name).grad for model in models[1:])
+            assert part.grad is not None and autocast is not None and exact is not None
+            assert part.grad.dtype == torch.float32
+            exact, errors = exact[own[name]], (part.grad - exact[own[name]], (autocast - exact)[own[name]])
+            squares += torch.stack([value.double().square().sum() for value in (exact, *errors)])
+            assert float(errors[0].norm()) < 0.15 * float(exact.norm()), name
+        size, error, error_of_autocast = squares.sqrt().tolist()
+        assert error < 0.05 * size and error < 2 * error_of_autocast
 
     run_ranks(act, tmp_path)
 
