@@ -20,6 +20,8 @@ TOTAL_SECONDS = 540
 REHEARSAL_FACTOR = 5
 """Limits of a rehearsal over those of a GPU machine."""
 RESOURCES = Path("config/resources")
+TESTS = Path("tests")
+GPU_MARK = "pytest.mark.gpu"
 
 TINY_RUN = (
     "model.num_hidden_layers=1", "model.hidden_size=32", "model.intermediate_size=32", "tokenizer.vocab_size=300",
@@ -78,10 +80,11 @@ def build_parts(site: Site) -> list[Part]:
     A rehearsal has the same parts with tiny models, and tests of the CPU in place of those that need a GPU. Its limits
     are longer: a processor may be slow or busy.
     """
+    gpu_tests = find_gpu_tests()
     parts = [
         _doctor(site),
-        _tests("kernels against eager", 45, ["tests/kernels"], site),
-        _tests("losses against the golden record", 25, ["tests/golden"], site),
+        _tests("kernels against eager", 45, gpu_tests["kernels"], site),
+        _tests("losses against the golden record", 25, gpu_tests["golden"], site),
         _training("training", "train", 70, site),
         _resume(site),
         _decoding("decoding on the CPU", "cpu", site),
@@ -91,7 +94,7 @@ def build_parts(site: Site) -> list[Part]:
         _decoding_benchmark(site),
         _training("ranks", "train-ddp", 40, site),
         _training_benchmark("speed of training with blocks", "qwen3-1.7b", "block_diffusion", 69, site),
-        _tests("other GPU tests", 55, ["tests", "--ignore=tests/kernels", "--ignore=tests/golden"], site),
+        _tests("other GPU tests", 55, gpu_tests["unit"] + gpu_tests["integration"], site),
     ]
     factor = REHEARSAL_FACTOR if site.is_rehearsal else 1
     return [replace(part, seconds=factor * part.seconds) for part in parts]
@@ -115,9 +118,18 @@ def _doctor(site: Site) -> Part:
     return Part("doctor", _program("doctor"), 15, "no problem that stops a run", judge)
 
 
+def find_gpu_tests() -> dict[str, list[str]]:
+    """Folder below tests -> files with tests that need a GPU. Others may need packages that a machine does not have."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(TESTS.rglob("test_*.py")):
+        if GPU_MARK in path.read_text(encoding="utf-8"):
+            found.setdefault(path.relative_to(TESTS).parts[0], []).append(str(path))
+    return found
+
+
 def _tests(name: str, seconds: int, paths: list[str], site: Site) -> Part:
-    if site.is_rehearsal:  # a test that needs no GPU, in place of those that do
-        marker, paths = "not gpu and not slow", ["tests/kernels/test_triton_check.py"]
+    if site.is_rehearsal:  # tests that need no GPU, in place of those that do
+        marker, paths = "not gpu and not slow", ["tests/unit/models/test_init.py"]
     else:
         marker = "gpu"
     options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib"]  # needs no plugins of pytest

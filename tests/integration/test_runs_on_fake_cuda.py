@@ -43,6 +43,8 @@ ALLOWED_WAITS = {
     "diffusionlm/diffusion/noised_batch.py:_map_forward_tensors": "inputs",
     "diffusionlm/evaluation/nelbo.py:compute_masked_nll": "losses",
     "diffusionlm/evaluation/evaluate.py:count_hits": "hits",
+    # in samples
+    "diffusionlm/inference/sampling.py:_to_arrays": "predictions: once in a round",
     # in checkpoints
     "diffusionlm/training/checkpointing/snapshot_memory.py:copy": "all copies: once",
     "diffusionlm/optim/ema.py:num_updates": "number of updates of the averages",
@@ -62,6 +64,7 @@ ON_GPU: Sections = {
 RUNS: dict[str, Sections] = {
     "masked diffusion": {"training": {"ema_decay": 0.9}, "objective": {"mask_noise_steps": 2, "mask_noise_std": 0.1}},
     "block diffusion": {"objective": {"kind": "block_diffusion", "block_length": 4}},
+    "infills": {"samples": {"every_steps": 2, "infills": ["the cat [MASK:2] on"]}},
     "next token": {"objective": {"kind": "next_token"}, "model": {"logit_alignment": "shifted"}},
     "experts": {"model": MOE},
     "bfloat16 weights": {"runtime": {"weights": "bfloat16_with_master"}},

@@ -127,6 +127,16 @@ def test_parts_of_a_machine_and_of_a_rehearsal(device: str, tmp_path: Path) -> N
     assert len(configs) >= 4 and all((ROOT / path).is_file() for path in configs)
 
 
+def test_all_tests_that_need_a_gpu_are_run(tmp_path: Path) -> None:
+    """Files by name: to collect all tests takes long, and some need packages that a GPU machine may not have."""
+    built = build_parts(Site(tmp_path, "cuda", "NVIDIA H200", 1))
+    named = [word for each in built for word in each.command if word.startswith("tests/")]
+    mark = "pytest.mark." + "gpu"
+    marked = [path for path in (ROOT / "tests").rglob("test_*.py") if mark in path.read_text(encoding="utf-8")]
+    assert sorted(named) == sorted(str(path.relative_to(ROOT)) for path in marked)
+    assert len(named) >= 8
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("output", GARBAGE)
 def test_no_part_passes_with_garbage(output: str, device: str, tmp_path: Path) -> None:
