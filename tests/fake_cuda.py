@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode, fake_tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -176,24 +176,36 @@ class _Recorder(TorchDispatchMode):
             indices = [index.flatten()[:1].long() if _is_mask(index) else index for index in args[1]]
             args = (args[0], indices, *args[2:])
         if name in ("_to_copy", "copy_"):
-            source, target = (args[0], None) if name == "_to_copy" else (args[1], args[0])
-            is_asynchronous = bool(kwargs.get("non_blocking")) or True in args[2:]
-            if not source.is_cuda:
-                self._record_copy(source, is_asynchronous)
-                source = self.mode.from_tensor(source)
-                args = (source, *args[1:]) if target is None else (target, source, *args[2:])
-            elif target is not None and not target.is_cuda:
-                self._record_copy(target, is_asynchronous)
-                return self._compute_on_cpu(target.fill_, (1,), {})
-            elif target is None and torch.device(kwargs.get("device") or "cuda").type == "cpu":
-                if source.dim() and source.numel():
-                    self.record.add_wait()
-                return self._compute_on_cpu(torch.ones, (source.shape,), {"dtype": kwargs.get("dtype", source.dtype)})
-        output = func(*args, **kwargs)
+            args, copy_on_cpu = self._record_transfer(name, args, kwargs)
+            if copy_on_cpu is not None:
+                return copy_on_cpu
+        # Fake tensors of torch 2.11 have no product with an output dtype.
+        output = kwargs["out"] if func is torch.ops.aten.addmm.dtype_out else func(*args, **kwargs)
         inputs, outputs = _tensors((args, kwargs)), _tensors(output)
         if not func.is_view and name not in WITHOUT_KERNELS and func.namespace != "prim":
             self.record.launches.append(Launch(name, inputs, outputs))
         return output
+
+    def _record_transfer(
+        self, name: str, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Sequence[Any], Tensor | None]:
+        """Record a copy between the CPU and the GPU. Returns arguments with a fake source, and the copy if it is on the
+        CPU."""
+        source, target = (args[0], None) if name == "_to_copy" else (args[1], args[0])
+        is_asynchronous = bool(kwargs.get("non_blocking")) or True in args[2:]
+        if not source.is_cuda:
+            self._record_copy(source, is_asynchronous)
+            source = self.mode.from_tensor(source)
+            return ((source, *args[1:]) if target is None else (target, source, *args[2:])), None
+        if target is not None and not target.is_cuda:
+            self._record_copy(target, is_asynchronous)
+            return args, self._compute_on_cpu(target.fill_, (1,), {})
+        if target is None and torch.device(kwargs.get("device") or "cuda").type == "cpu":
+            if source.dim() and source.numel():
+                self.record.add_wait()
+            dtype = kwargs.get("dtype", source.dtype)
+            return args, self._compute_on_cpu(torch.ones, (source.shape,), {"dtype": dtype})
+        return args, None
 
     def _compute_on_cpu(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         is_pinned = kwargs.get("pin_memory") and kwargs.pop("pin_memory")  # which would look for a GPU
@@ -256,9 +268,11 @@ def fake_cuda() -> Iterator[LaunchRecord]:
         (torch.cuda, "get_device_name", lambda *_: "NVIDIA H200"),
         (torch.cuda, "stream", lambda _: contextlib.nullcontext()),
         (torch.cuda, "synchronize", record.synchronize),
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch, "Generator", _CPUGenerator),
         *((torch.cuda, name, lambda *_, **__: stream) for name in ("Stream", "Event", "current_stream")),
         (torch.cuda, "cudart", lambda: record),
+        (fake_tensor, "init_gpu_context", lambda *_: None),
         (nn.Module, "to", _move_module),
         (Tensor, "pin_memory", lambda tensor: record.pin_memory(tensor)),
         (Tensor, "record_stream", lambda tensor, _: record.shared.append(tensor)),
