@@ -1,0 +1,74 @@
+"""Every call that makes the host wait for a GPU, if its tensor is on one, is listed with its reason."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+READS = {"argwhere", "bincount", "cpu", "item", "masked_select", "nonzero", "synchronize", "unique"}
+"""Methods and functions of torch that read values, or make tensors whose sizes depend on them. Not tolist and numpy,
+which arrays have as well: what they read on a GPU, the tests on a fake one find (docs/cuda.md)."""
+ALLOWED = {
+    # files and identities of weights
+    "diffusionlm/checkpoints/adapter_files.py:save_adapter": "weights that are written",
+    "diffusionlm/checkpoints/base_fingerprint.py:from_tensor": "weights that are hashed, part by part",
+    "diffusionlm/checkpoints/weights.py:save_weights": "weights that are written",
+    "diffusionlm/training/checkpointing/snapshot_memory.py:copy": "all copies of a checkpoint: once",
+    "ddp/fully_sharded.py:_gather": "a whole parameter that is written",
+    "ddp/replicas.py:check_replicas_equal": "hashes of all parameters: once in a checkpoint",
+    # tensors on the CPU
+    "diffusionlm/diffusion/layout.py:build_noised_batch": "batches are noised on the CPU",
+    "diffusionlm/inference/unmasking_schedules.py:dream_tokens_per_step": "a schedule of a request",
+    "diffusionlm/models/tiled.py:build_tiles": "tiles are for the CPU",
+    # results
+    "diffusionlm/evaluation/likelihood/copies.py:_read_logits": "log-probabilities: once in a forward",
+    "diffusionlm/evaluation/lm_eval/adapter.py:all_gather": "results of the harness",
+    "diffusionlm/evaluation/nelbo.py:nelbo": "inputs of the caller, which are noised on the CPU",
+    "diffusionlm/evaluation/nelbo.py:compute_masked_nll": "losses: once in a forward",
+    "diffusionlm/evaluation/sampler_likelihood.py:reveal_tokens": "confidences: once in a forward",
+    "diffusionlm/evaluation/sampler_likelihood.py:_split_into_documents": "inputs of the caller",
+    "diffusionlm/kernels/triton_check.py:max_difference_to_eager": "losses of the doctor's check",
+    "diffusionlm/training/monitor.py:read": "metrics of a logged step, when the next one is launched",
+    "diffusionlm/training/skipped_batches.py:_write": "a batch that was skipped",
+    "diffusionlm/training/skipped_batches.py:_decode_first_sequences": "a batch that was skipped",
+    # decoding
+    "diffusionlm/inference/constraints/sampler.py:_compute_logprobs": "constraints are computed on the CPU",
+    "diffusionlm/inference/decoder.py:_check_model": "one forward after an error",
+    "diffusionlm/inference/sampling.py:_to_arrays": "predictions: once in a round",
+    "diffusionlm/models/row_adapters.py:select": "experts of a batch with several adapters: rows of each",
+}
+"""``file:function`` -> what is read."""
+
+
+def find_reads(node: ast.AST, function: str = "") -> Iterator[str]:
+    """Names of the functions that have such a call; arrays of NumPy are told apart by `np`."""
+    for child in ast.iter_child_nodes(node):
+        is_definition = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+        yield from find_reads(child, child.name if is_definition else function)  # type: ignore[attr-defined]
+        match child:
+            case ast.Call(func=ast.Attribute(attr=name, value=owner)) if name in READS and ast.unparse(owner) != "np":
+                yield function
+
+
+def test_reads_are_found() -> None:
+    code = """
+class A:
+    def f(self, x):
+        return [np.unique(x), x.sum().item()]
+def g(x):
+    return np.nonzero(x)
+"""
+    assert list(find_reads(ast.parse(code))) == ["f"]
+
+
+def test_every_read_has_its_reason() -> None:
+    found = set()
+    for package in ("diffusionlm", "ddp"):
+        for path in (ROOT / package).rglob("*.py"):
+            text = path.read_text(encoding="utf-8")
+            if "import torch" in text or "from torch" in text:
+                found |= {f"{path.relative_to(ROOT)}:{name}" for name in find_reads(ast.parse(text))}
+    assert found - set(ALLOWED) == set(), "the host may wait for a GPU here: avoid it, or list it with its reason"
+    assert set(ALLOWED) - found == set(), "these read nothing any more: take them out of the list"
