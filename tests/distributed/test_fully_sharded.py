@@ -24,7 +24,7 @@ from diffusionlm.models.init import init_weights, initial_value
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import Optimizers, build_optimizers
 from diffusionlm.optim.ema import WeightAverage
-from diffusionlm.training.block_wrapping import checkpoint_activations
+from diffusionlm.training.block_wrapping import checkpoint_activations, compile_blocks
 from diffusionlm.training.checkpointing.staging import to_shards
 from tests.conftest import MakeConfig, MakeModel
 from tests.distributed.forked import run_ranks
@@ -206,6 +206,37 @@ def test_activation_checkpointing_keeps_gradients_equal(choice: Any, tiny_model:
         )
 
     run_ranks(act, tmp_path)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_are_compiled_once_and_train_as_others(tiny_model: MakeModel, tmp_path: Path) -> None:
+    """Also when they are recomputed, and after weights were gathered for a validation. The three graphs are the block,
+    the last block, and the last block with a single output position, which each rank has once."""
+
+    def act(world: World) -> int:
+        num_graphs = 0
+
+        def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+            nonlocal num_graphs
+            num_graphs += 1
+            return graph.forward
+
+        models = [tiny_model(torch.float64, num_hidden_layers=3) for _ in range(2)]
+        compile_blocks(models[0], backend)
+        checkpoint_activations(models[0], "full")
+        sharded = [cut(model, world) for model in models]
+        for parts in sharded:
+            optimizers = build_optimizers(AdamWConfig(eps=1e-3), parts.trainable_parameters())
+            for _ in range(2):
+                train_parts(parts, optimizers, 1)
+                with torch.no_grad():
+                    loss_of(parts.model, of_rank(5, world.rank)[1], DENOMINATOR)
+        compiled, plain = (parts.trainable_parameters() for parts in sharded)
+        for name, value in plain.items():
+            torch.testing.assert_close(compiled[name], value, rtol=1e-9, atol=1e-9)
+        return num_graphs
+
+    assert run_ranks(act, tmp_path, timeout=120) == [3, 3]
 
 
 def test_products_in_bfloat16_are_near_those_of_autocast(tiny_model: MakeModel, tmp_path: Path) -> None:
