@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import weakref
 from collections.abc import Mapping
 from itertools import accumulate
@@ -9,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+LOGGER = logging.getLogger(__name__)
 
 ALIGNMENT = 64
 """Copies begin at multiples of this many bytes: a cache line."""
@@ -57,9 +61,22 @@ class SnapshotMemory:
             self.close()
             buffer = torch.empty(num_bytes, dtype=torch.uint8)
             cuda: Any = torch.cuda
-            cuda.check_error(int(cuda.cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0)))
+            if code := int(cuda.cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0)):
+                LOGGER.warning(
+                    "checkpoints are copied to memory that is not pinned, which is slower: CUDA cannot pin %.1f GB "
+                    "(error %d)", num_bytes / 1e9, code
+                )  # fmt: skip
+                self._pins = False
+                _clear_cuda_error()
+                return buffer
             self._pinned, self._unpin = buffer, weakref.finalize(self, _unpin, buffer)
         return self._pinned
+
+
+def _clear_cuda_error() -> None:
+    """Let torch report the last error of CUDA, which the next kernel would raise."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
 
 
 def _unpin(buffer: Tensor) -> None:

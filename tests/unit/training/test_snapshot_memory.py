@@ -6,7 +6,9 @@ import gc
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -57,6 +59,18 @@ def test_memory_of_a_gpu_is_pinned_once() -> None:
         assert record.registered == {}, "before the memory is freed"
         SnapshotMemory(pins=False).copy({"a": torch.empty(8, device="cuda")})
         assert record.registered == {}
+
+
+def test_memory_that_cannot_be_pinned_is_used_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    with fake_cuda() as record, patch.object(record, "cudaHostRegister", lambda *_: 2):
+        memory = SnapshotMemory()
+        for _ in range(2):
+            copies = memory.copy({"a": torch.empty(8, device="cuda")})
+            assert copies["a"].shape == (8,) and record.registered == {}
+        memory.close()
+    assert [record.message for record in caplog.records] == [
+        "checkpoints are copied to memory that is not pinned, which is slower: CUDA cannot pin 0.0 GB (error 2)"
+    ]
 
 
 def test_memory_is_not_overwritten_while_it_is_written(tmp_path: Path) -> None:
