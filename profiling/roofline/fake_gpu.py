@@ -58,6 +58,8 @@ class FakeGpuRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]  # tor
         if func is torch.ops.aten._to_copy.default and not isinstance(args[0], FakeTensor):
             # Of a small tensor with values the mode itself would make a copy on a real GPU.
             return torch.empty(args[0].shape, dtype=kwargs.get("dtype", args[0].dtype), device=kwargs.get("device"))
+        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") in (None, args[0].dtype):
+            func, kwargs = torch.ops.aten.alias.default, {}  # C++ took it for a copy to another device
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def add(self, name: str, products: Any, reads: Sequence[Tensor], writes: Sequence[Tensor], *call: Any) -> None:

@@ -21,6 +21,9 @@ from profiling.roofline.steps import CUDA, RecordedStep, record_gpu_step
 
 PHASES: Sequence[Phase] = ("forward", "recomputed", "backward", "update")
 
+OBJECTIVES_OF_GOALS = {"124m": "masked_diffusion", "qwen3-0.6b": "block_diffusion", "qwen3-1.7b": "block_diffusion"}
+"""Shape -> objective that its goal is for."""
+
 METHOD_OF_KERNELS = f"""\
 A kernel takes the longest of three times: its FLOPs at {gpus.LARGE_PRODUCT_SHARE:.0%} of the dense bfloat16 peak (all \
 sides of the product {gpus.LARGE_SIDE:,} or more), {gpus.PRODUCT_SHARE:.0%} (other products) or \
@@ -114,14 +117,14 @@ def build_summary(predictions: Sequence[Prediction]) -> Table:
     for prediction in predictions:
         shape = prediction.case.shape
         seconds = [prediction.seconds(gpu) for gpu in GPUS.values()]
-        goal = MFU_GOALS.get(shape.name)
+        has_goal = OBJECTIVES_OF_GOALS.get(shape.name) == prediction.case.objective.kind
         rows.append(
             [
                 f"{shape.name}, {prediction.case.objective_label}",
                 " / ".join(f"{1e3 * value:,.0f}" for value in seconds),
                 " / ".join(f"{1e-3 * shape.tokens / value:,.0f}" for value in seconds),
                 " / ".join(f"{prediction.mfu(gpu):.0%}" for gpu in GPUS.values()),
-                "" if goal is None else f"{goal:.0%}",
+                f"{MFU_GOALS[shape.name]:.0%}" if has_goal else "",
                 " / ".join(f"{prediction.head_share(gpu):.0%}" for gpu in GPUS.values()),
                 f"{len(prediction.kernels):,}",
                 f"{1e3 * prediction.host_seconds:,.1f}",

@@ -98,6 +98,13 @@ def test_backward_makes_each_gradient_once(step: RecordedStep) -> None:
     assert not [op for op in step.operators if op.part == "gradients"]
 
 
+def test_update_is_launched_together(step: RecordedStep) -> None:
+    """Clipping takes all gradients at once, and so does AdamW those of a group."""
+    counts = Counter(operator.name for operator in step.operators if operator.phase == "update")
+    assert counts["_foreach_norm"] == counts["_foreach_mul_"] == 1 and counts["_fused_adamw_"] <= 3
+    assert counts.total() < 40
+
+
 def test_options_of_a_step(step: RecordedStep) -> None:
     flops = count_flops(record(RuntimeConfig(activation_checkpointing="full")).operators)
     assert flops["projections", "recomputed"] == flops["projections", "forward"]
