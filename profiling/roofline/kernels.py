@@ -1,8 +1,8 @@
 """The kernels of a recorded step: one for each operator, or fused as torch.compile does in the blocks.
 
-The compiler's own choice is not computed. The rule: between two matrix products, everything of a block is one kernel,
-which reads what it needs from outside once and writes what others read. What only the backward needs is not written:
-there it is computed again from what the forward's kernel read.
+The compiler's own choice is not computed. The rule: operators of a block that share a tensor are one kernel, until a
+matrix product reads what they have written. It reads what it needs from outside once and writes what others read. What
+only the backward needs is not written: there it is computed again from what the forward's kernel read.
 """
 
 from __future__ import annotations
@@ -31,11 +31,17 @@ class Kernel:
         return sum(product.flops for product in self.products)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Run:
     """Operators of a block that become one kernel."""
 
     operators: list[Operator] = field(default_factory=list)
+    """In the order of the record."""
+
+    def shares_tensor(self, operator: Operator) -> bool:
+        """Whether an operator reads what the run reads or writes, or writes it in place."""
+        own = {use.storage for each in self.operators for use in (*each.reads, *each.writes)}
+        return not own.isdisjoint(use.storage for use in (*operator.reads, *operator.writes))
 
     @property
     def is_backward(self) -> bool:
@@ -83,20 +89,25 @@ def _is_fused(operator: Operator) -> bool:
 
 
 def _split(operators: Sequence[Operator]) -> list[Operator | _Run]:
-    """Operators that stay alone, and runs of others between two matrix products of the same block."""
+    """Operators that stay alone, and runs of the others."""
+    order = {id(operator): index for index, operator in enumerate(operators)}
     steps: list[Operator | _Run] = []
-    run: _Run | None = None
+    open_runs: list[_Run] = []
+    place: tuple[int | None, Phase] | None = None
     for operator in operators:
+        if operator.layer is not None and (operator.layer, operator.phase) != place:
+            open_runs, place = [], (operator.layer, operator.phase)
         if not _is_fused(operator):
-            if operator.layer is not None:  # what belongs to no block, such as an added gradient, separates nothing
-                run = None
+            read = {use.storage for use in operator.reads}
+            open_runs = [run for run in open_runs if read.isdisjoint(run.writes())]
             steps.append(operator)
             continue
-        last = None if run is None else run.operators[-1]
-        if run is None or last is None or (last.layer, last.phase) != (operator.layer, operator.phase):
-            run = _Run()
-            steps.append(run)
-        run.operators.append(operator)
+        joined = [run for run in open_runs if run.shares_tensor(operator)]
+        merged = _Run(
+            sorted([*(each for run in joined for each in run.operators), operator], key=lambda each: order[id(each)])
+        )
+        open_runs = [run for run in open_runs if run not in joined] + [merged]
+        steps = [step for step in steps if not any(step is run for run in joined)] + [merged]
     return steps
 
 

@@ -157,6 +157,22 @@ class TestFusion:
         kernels = list_kernels([forward, product, backward, last], is_compiled=True)
         assert [kernel.num_bytes for kernel in kernels] == [100 + 7, 8, 100 + 7 + 1 + 9, 9]
 
+    def test_a_product_separates_what_it_reads(self) -> None:
+        """As in SwiGLU: the activation of 1 waits for the product 4, and is multiplied with it in one kernel. The cast
+        5 is a kernel before the product that reads it."""
+        activation = operator([use(1, 20)], [use(2, 20)])
+        cast = operator([use(3, 8)], [use(5, 4)])
+        up = operator([use(5, 4)], [use(4, 20)], is_product=True)
+        multiplied = operator([use(2, 20), use(4, 20)], [use(6, 20)])
+        down = operator([use(6, 20)], [use(7, 9)], is_product=True)
+        kernels = list_kernels([activation, cast, up, multiplied, down], is_compiled=True)
+        assert [(kernel.is_compiled, kernel.num_bytes) for kernel in kernels] == [
+            (True, 12),
+            (False, 24),
+            (True, 60),
+            (False, 29),
+        ]
+
     def test_a_step_moves_less(self, step: RecordedStep) -> None:
         eager, compiled = (list_kernels(step.operators, is_compiled=value) for value in (False, True))
         assert sum(kernel.flops for kernel in eager) == sum(kernel.flops for kernel in compiled)
