@@ -39,10 +39,10 @@ class _Sampler:
 
     def sample(self) -> None:
         """Call it several times, each on tensors that are not in the caches; the sample is the median call. A product
-        reads each value many times, so one call is enough."""
+        reads each value many times, so few calls are enough."""
         assert self.operator.call is not None
         num_bytes = 0 if self.operator.products else self.operator.num_bytes
-        num_calls = max(2, min(100, COLD_BYTES // num_bytes)) if num_bytes else 1
+        num_calls = max(3, min(100, COLD_BYTES // num_bytes)) if num_bytes else 3
         calls = [self.operator.call.prepare() for _ in range(num_calls)]
         times = []
         for call in calls:
