@@ -91,7 +91,7 @@ def select_graph_factory(model: Transformer) -> GraphFactory | None:
     """How graphs of a model's forwards are made; None: it has none, because they are off, it is not on a GPU, autocast
     is on, its attention backend has no cached form, or experts make the host wait."""
     device = model.lm_head.weight.device
-    if not model.uses_cuda_graphs or device.type != "cuda" or torch.is_autocast_enabled(device.type):
+    if device.type != "cuda" or not model.uses_cuda_graphs or torch.is_autocast_enabled(device.type):
         return None
     if model.attention_backend in ("tiled", "flex") or any(isinstance(module, MoE) for module in model.modules()):
         return None
