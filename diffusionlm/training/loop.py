@@ -82,15 +82,13 @@ def run_to_end(run: Run, stop: StopRequest) -> TrainResult:
     """Make the remaining steps and the final evaluation, and record how the run ended."""
     logger = build_logger(run)
     log_data_sources(run, logger)
-    with record_run_events(run, logger):
+    with record_run_events(run, logger), contextlib.ExitStack() as closing:  # each is closed, even if another fails
         exit_code = 1
-        try:
-            summary = train_and_evaluate(run, logger, stop)
-            exit_code = 0 if summary is not None else 128 + (stop.signal or 0)
-        finally:
-            run.checkpointer.close()
-            logger.close(exit_code)
-            run.loader.close()
+        closing.callback(run.loader.close)
+        closing.callback(lambda: logger.close(exit_code))
+        closing.callback(run.checkpointer.close)
+        summary = train_and_evaluate(run, logger, stop)
+        exit_code = 0 if summary is not None else 128 + (stop.signal or 0)
     stop_signal = None if summary is not None else stop.signal
     return TrainResult(run.progress.step, summary, stop_signal, run.example_input)
 

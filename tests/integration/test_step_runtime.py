@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -235,3 +236,24 @@ def test_a_run_on_a_gpu_learns_as_on_a_cpu(config: TrainConfig, tmp_path: Path, 
         runs.append(TrainConfig.model_validate(values))
         train(runs[-1])
     assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=1e-3)
+
+
+def test_all_parts_of_a_run_are_closed_although_one_fails(train_config: TrainConfig, tmp_path: Path) -> None:
+    run, closed = build_changed_run(train_config, tmp_path / "run"), []
+    logger = MagicMock()
+
+    def fail() -> None:
+        closed.append("checkpointer")
+        raise RuntimeError("cannot be closed")
+
+    with (
+        StopRequest() as stop,
+        patch.object(loop, "build_logger", lambda run: logger),
+        patch.object(loop, "train_and_evaluate", lambda *_: None),
+        patch.object(run.checkpointer, "close", fail),
+        patch.object(run.loader, "close", lambda: closed.append("loader")),
+        pytest.raises(RuntimeError, match="cannot be closed"),
+    ):
+        loop.run_to_end(run, stop)
+    assert closed == ["checkpointer", "loader"]
+    logger.close.assert_called_once_with(128)

@@ -81,4 +81,6 @@ def _clear_cuda_error() -> None:
 
 def _unpin(buffer: Tensor) -> None:
     cuda: Any = torch.cuda
-    cuda.check_error(int(cuda.cudart().cudaHostUnregister(buffer.data_ptr())))
+    if code := int(cuda.cudart().cudaHostUnregister(buffer.data_ptr())):
+        # Not raised: after an error that stays, each call returns it again, and the first one is what a user needs.
+        LOGGER.warning("CUDA cannot unpin the memory of checkpoints (error %d)", code)
