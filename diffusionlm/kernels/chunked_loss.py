@@ -41,14 +41,20 @@ def wide_reductions() -> Iterator[None]:
     """Context in which a GPU adds the partial sums of products in fp32. It costs the host alone: the gradient of the
     hidden states is a sum over the whole vocabulary."""
     flags = torch.backends.cuda.matmul
+    # Setting a flag alone would also set whether a sum may be split (torch 2.10 and later).
+    splits = {name: getattr(flags, f"{name}_split_k", None) for name in REDUCED_PRECISION_FLAGS}
     before = {name: getattr(flags, name) for name in REDUCED_PRECISION_FLAGS}
+
+    def set_flag(name: str, value: bool) -> None:
+        setattr(flags, name, value if splits[name] is None else (value, splits[name]))
+
     try:
         for name in before:
-            setattr(flags, name, False)
+            set_flag(name, False)
         yield
     finally:
         for name, value in before.items():
-            setattr(flags, name, value)
+            set_flag(name, value)
 
 
 @torch.no_grad()

@@ -245,6 +245,23 @@ def test_partial_sums_are_not_rounded(fails: bool, monkeypatch: pytest.MonkeyPat
     assert after == before
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction_split_k"),
+    reason="this version of torch has no setting of split sums",
+)
+def test_the_setting_of_split_sums_is_left_alone() -> None:
+    flags = torch.backends.cuda.matmul
+    flags.allow_bf16_reduced_precision_reduction = (False, False)
+    try:
+        for _ in range(2):
+            with chunked_loss.wide_reductions():
+                assert not flags.allow_bf16_reduced_precision_reduction_split_k
+        assert not flags.allow_bf16_reduced_precision_reduction_split_k
+        assert not flags.allow_bf16_reduced_precision_reduction
+    finally:
+        flags.allow_bf16_reduced_precision_reduction = (True, True)
+
+
 @pytest.mark.parametrize(
     ("num_positions", "vocab", "options", "expected"),
     [
