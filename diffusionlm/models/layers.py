@@ -242,27 +242,38 @@ class _NormalizedRotation(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, gain: Tensor, cosines: Tensor, sines: Tensor, eps: float, dtype: torch.dtype
     ) -> Tensor:
-        normed, scale = _normalize(x, gain, eps)
-        cosines, sines = cosines.to(normed.dtype), sines.to(normed.dtype)
+        rotated, scale = _normalize_and_rotate(x, gain, cosines, sines, eps)
         ctx.save_for_backward(x, gain, scale, cosines, sines)
-        swapped = normed.roll(x.shape[-1] // 2, dims=-1)
-        return normed.mul_(cosines).addcmul_(swapped, sines).to(dtype)
+        return rotated.to(dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, gain, scale, cosines, sines = ctx.saved_tensors
         # Attention's gradient has the layout of heads, in which the tables are not contiguous.
         grad = grads[0].to(scale.dtype, memory_format=torch.contiguous_format)
-        grad = _apply_rotation(grad, cosines, sines, sign=-1.0)
+        grad = _apply_rotation(grad, cosines.to(grad.dtype), sines.to(grad.dtype), sign=-1.0)
         return *_normalize_backward(grad, x, gain, scale, ctx.needs_input_grad), None, None, None, None
 
 
+def _normalize_and_rotate(x: Tensor, gain: Tensor, cosines: Tensor, sines: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Normalized and rotated x in at least fp32, and the scale of the norm."""
+    normed, scale = _normalize(x, gain, eps)
+    swapped = normed.roll(x.shape[-1] // 2, dims=-1)
+    return normed.mul_(cosines.to(normed.dtype)).addcmul_(swapped, sines.to(normed.dtype)), scale
+
+
 def normalize_and_rotate(x: Tensor, norm: nn.Module, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """``rotate(norm(x), rope)`` for queries or keys x [..., N, H]; ``norm`` is a `RMSNorm` or does nothing."""
-    if x.device.type != "cpu" or not torch.is_grad_enabled() or not isinstance(norm, RMSNorm):
+    """``rotate(norm(x), rope)`` for queries or keys x [..., N, H]; ``norm`` is a `RMSNorm` or does nothing.
+
+    On a CPU nothing is rounded between norm and rotation, and hooks of the norm do not run.
+    """
+    if x.device.type != "cpu" or not isinstance(norm, RMSNorm):
         return rotate(norm(x), rope)
     cosines, sines = (table[..., : x.shape[-2], :] for table in rope)
-    return _NormalizedRotation.apply(x, norm.gain(), cosines, sines, norm.eps, compute_dtype(x))  # type: ignore[no-any-return]
+    gain, dtype = norm.gain(), compute_dtype(x)
+    if torch.is_grad_enabled():
+        return _NormalizedRotation.apply(x, gain, cosines, sines, norm.eps, dtype)  # type: ignore[no-any-return]
+    return _normalize_and_rotate(x, gain, cosines, sines, norm.eps)[0].to(dtype)
 
 
 class SwiGLU(nn.Module):

@@ -178,6 +178,8 @@ def test_normalized_rotation_rounds_once() -> None:
     x = torch.randn(2, 9, 3, 8).bfloat16().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         ours = normalize_and_rotate(x, norm, rope)
+        with torch.no_grad():
+            assert torch.equal(normalize_and_rotate(x, norm, rope), ours), "in validation as in training"
     exact = rotate(norm(x.double().detach()), (rope[0].double(), rope[1].double()))
     assert ours.dtype == torch.bfloat16
     torch.testing.assert_close(ours.double(), exact, rtol=2.0**-8, atol=1e-5)
