@@ -63,21 +63,21 @@ def move(x, device):
     if device == "cuda" and not x.is_cuda and torch.cuda.is_available():
         torch.empty(1, pin_memory=True)
 '''
-    found = sorted(set(find_markers(ast.parse(code))))
+    markers = sorted(set(find_markers(ast.parse(code))))
     library = "torch.nn.attention.flex_attention"
     expected = ["cuda", "pin_memory", "torch.cuda", "torch.cuda.is_available", library, "triton.language", "x.is_cuda"]
-    assert found == expected
+    assert markers == expected
 
 
 def test_every_module_that_asks_for_cuda_has_a_proof() -> None:
     paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
-    found = {
+    modules = {
         str(path.relative_to(ROOT)) for path in paths if any(find_markers(ast.parse(path.read_text(encoding="utf-8"))))
     }
     listed = [name for row in read_table("## CUDA-only branches") for name in names_in(row[0])]
     assert len(set(listed)) == len(listed)
-    assert found - set(listed) == set(), "these ask for CUDA: add them to the table with a test that needs no GPU"
-    assert set(listed) - found == set(), "these do not ask for CUDA any more: take them out of the table"
+    assert modules - set(listed) == set(), "these ask for CUDA: add them to the table with a test that needs no GPU"
+    assert set(listed) - modules == set(), "these do not ask for CUDA any more: take them out of the table"
 
 
 def test_every_proof_exists() -> None:

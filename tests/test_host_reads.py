@@ -64,11 +64,11 @@ def g(x):
 
 
 def test_every_read_has_its_reason() -> None:
-    found = set()
+    places = set()
     for package in ("diffusionlm", "ddp"):
         for path in (ROOT / package).rglob("*.py"):
             text = path.read_text(encoding="utf-8")
             if "import torch" in text or "from torch" in text:
-                found |= {f"{path.relative_to(ROOT)}:{name}" for name in find_reads(ast.parse(text))}
-    assert found - set(ALLOWED) == set(), "the host may wait for a GPU here: avoid it, or list it with its reason"
-    assert set(ALLOWED) - found == set(), "these read nothing any more: take them out of the list"
+                places |= {f"{path.relative_to(ROOT)}:{name}" for name in find_reads(ast.parse(text))}
+    assert places - set(ALLOWED) == set(), "the host may wait for a GPU here: avoid it, or list it with its reason"
+    assert set(ALLOWED) - places == set(), "these read nothing any more: take them out of the list"

@@ -103,9 +103,10 @@ class MasterWeights:
             gradients = [parameter.grad for parameter in used if parameter.grad is not None]
             wide = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]
             torch._foreach_copy_(wide, gradients)
-            known = [index for index, parameter in enumerate(used) if parameter in self._grads]
-            if known:
-                torch._foreach_add_([self._grads[used[index]] for index in known], [wide[index] for index in known])
+            indices_with_sum = [index for index, parameter in enumerate(used) if parameter in self._grads]
+            if indices_with_sum:
+                sums = [self._grads[used[index]] for index in indices_with_sum]
+                torch._foreach_add_(sums, [wide[index] for index in indices_with_sum])
             for parameter, gradient in zip(used, wide, strict=True):
                 self._grads.setdefault(parameter, gradient)
                 parameter.grad = None

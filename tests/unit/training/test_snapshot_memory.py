@@ -92,9 +92,9 @@ def test_memory_is_not_overwritten_while_it_is_written(tmp_path: Path) -> None:
         save_file(weights, folder / "model.safetensors")
 
     saves = AsyncCheckpointer(CheckpointStore(tmp_path, keep_last=3))
-    kept = torch.empty(1 << 16, dtype=torch.uint8)
+    buffer = torch.empty(1 << 16, dtype=torch.uint8)
     kept_memory: Any = saves.reserve_memory()
-    kept_memory._allocate = lambda num_bytes, is_pinned: kept[:num_bytes]
+    kept_memory._allocate = lambda num_bytes, is_pinned: buffer[:num_bytes]
     for step in (1, 2, 3):
         timer = threading.Timer(0.05, may_write.set)
         timer.start()
