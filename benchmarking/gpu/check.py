@@ -16,18 +16,23 @@ import signal
 import subprocess
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarking.gpu.judges import PartVerdict
-from benchmarking.gpu.parts import REHEARSAL_FACTOR, TOTAL_SECONDS, Part, Site, build_parts
+from benchmarking.gpu.parts import REHEARSAL_FACTOR, ROOT, TOTAL_SECONDS, Part, Site, build_parts
 from benchmarking.harness import Report, Table, collect_environment
 from files.atomic import write_text_atomic
 from files.terminal_text import print_line, print_message
 from profiling.cores import usable_cores
 
+MARK_VARIABLE = "GPU_CHECK_PART"
+"""Environment variable of all processes of a part, with another value for each part."""
+TERMINATION_SECONDS = 3.0
+"""From asking a command to end until it is killed: a launcher ends its ranks in this time."""
 SHOWN_LINES = 25
 """Last lines of a failed part's output in the report."""
 
@@ -47,7 +52,7 @@ class PartResult:
 
 
 def run_part(part: Part, limit: float) -> PartResult:
-    """Run a part in a new process group, which is killed after ``limit`` seconds; its output is kept."""
+    """Run a part in the root of the repository and end it after ``limit`` seconds; its output is kept."""
     start = time.monotonic()
 
     def finish(status: str, result: str, output: str = "") -> PartResult:
@@ -57,8 +62,8 @@ def run_part(part: Part, limit: float) -> PartResult:
         if part.prepare is not None:
             part.prepare()
         code, output = _run_process(part.command, limit)
-    except (OSError, ValueError) as error:
-        return finish("failed", str(error))
+    except Exception as error:  # what a part needs may be missing or broken in any way: the part's failure
+        return finish("failed", f"{type(error).__name__}: {error}")
     if code is None:
         return finish("too slow", f"ended after {limit:.0f} s", output)
     if code != 0:
@@ -72,21 +77,57 @@ def run_part(part: Part, limit: float) -> PartResult:
 
 def _run_process(command: Sequence[str], limit: float) -> tuple[int | None, str]:
     """Exit code, None after the limit, and output of a command."""
+    mark = f"{MARK_VARIABLE}={uuid.uuid4()}"
+    name, _, value = mark.partition("=")
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as file:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            cwd=ROOT,
+            env={**os.environ, name: value},
         )
         code: int | None
         try:
             code = process.wait(timeout=limit)
         except subprocess.TimeoutExpired:
             code = None
-        finally:  # also what the command left behind, such as ranks, and after Ctrl-C
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        finally:  # also after Ctrl-C
+            _end_process(process, mark)
         file.seek(0)
         return code, file.read()
+
+
+def _end_process(process: subprocess.Popen[bytes], mark: str) -> None:
+    """Ask a command to end, then kill it and all processes that it left behind.
+
+    Ranks have sessions of their own, and the launcher's end orphans them: they are found by their environment.
+    """
+    if process.poll() is None:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=TERMINATION_SECONDS)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    deadline = time.monotonic() + TERMINATION_SECONDS
+    while (left := find_processes(mark)) and time.monotonic() < deadline:  # again, for those that they had just started
+        for number in left:
+            with suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def find_processes(mark: str) -> list[int]:
+    """Numbers of this user's processes that were started with ``NAME=value`` in their environment (Linux)."""
+    numbers = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended, or belongs to another user
+            if mark.encode() in path.read_bytes().split(b"\0"):
+                numbers.append(int(path.parent.name))
+    return numbers
 
 
 def run_parts(

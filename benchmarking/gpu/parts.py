@@ -19,8 +19,10 @@ TOTAL_SECONDS = 540
 """The parts' limits together on a GPU machine, so that the whole check takes at most nine minutes."""
 REHEARSAL_FACTOR = 5
 """Limits of a rehearsal over those of a GPU machine."""
+ROOT = Path(__file__).parents[2]
+"""Root of the repository. All commands run there, and their paths are relative to it."""
 RESOURCES = Path("config/resources")
-TESTS = Path("tests")
+TESTS = ROOT / "tests"
 GPU_MARK = "pytest.mark.gpu"
 
 TINY_RUN = (
@@ -120,11 +122,11 @@ def _doctor(site: Site) -> Part:
 
 def find_gpu_tests() -> dict[str, list[str]]:
     """Folder below tests -> files with tests that need a GPU. Others may need packages that a machine does not have."""
-    found: dict[str, list[str]] = {}
+    files: dict[str, list[str]] = {}
     for path in sorted(TESTS.rglob("test_*.py")):
         if GPU_MARK in path.read_text(encoding="utf-8"):
-            found.setdefault(path.relative_to(TESTS).parts[0], []).append(str(path))
-    return found
+            files.setdefault(path.relative_to(TESTS).parts[0], []).append(str(path.relative_to(ROOT)))
+    return files
 
 
 def _tests(name: str, seconds: int, paths: list[str], site: Site) -> Part:

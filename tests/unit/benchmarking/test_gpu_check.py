@@ -81,6 +81,38 @@ time.sleep(60)"""
     assert not path.exists()
 
 
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds processes in /proc")
+@pytest.mark.parametrize("hangs", [True, False])
+def test_no_process_of_a_part_lives_on(hangs: bool) -> None:
+    """Also not one in a session of its own that ignores signals, as a rank that finishes its step."""
+    child = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
+    )
+    code = f"""import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-I", "-c", {child!r}], start_new_session=True, stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep({60 if hangs else 0})"""
+    done = run_part(part(code), 2.0)
+    assert done.status == ("too slow" if hangs else "passed")
+    assert not Path("/proc", done.output.strip() or done.result, "exe").exists()
+
+
+def test_a_part_that_hangs_is_asked_to_end_first() -> None:
+    """A launcher of ranks ends them in order, and says why."""
+    code = """import signal, time
+signal.signal(signal.SIGTERM, lambda *_: print("asked", flush=True) or exit(0))
+time.sleep(60)"""
+    assert run_part(part(code), 1.0).output == "asked\n"
+
+
+def test_the_check_starts_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = parts.find_gpu_tests()
+    monkeypatch.chdir(tmp_path)
+    assert parts.find_gpu_tests() == files and len(files["unit"]) > 2
+    assert run_part(part("import os; print(os.getcwd())"), 20.0).result == str(ROOT)
+
+
 def test_what_a_part_left_behind_is_a_failure_of_that_part_alone() -> None:
     def refuse(output: str) -> PartVerdict:
         raise KeyError("loss")
@@ -88,12 +120,17 @@ def test_what_a_part_left_behind_is_a_failure_of_that_part_alone() -> None:
     def fail() -> None:
         raise ValueError("no checkpoint")
 
+    def break_off() -> None:
+        raise KeyError("rows")
+
     missing = Part("missing", ["/nonexistent/program"], 5, "", accept)
     unprepared = Part("unprepared", [sys.executable], 5, "", accept, fail)
+    broken = Part("broken", [sys.executable], 5, "", accept, break_off)
     missed = part("", judge=lambda output: PartVerdict(False, "40%"))
-    results = run_parts([missing, unprepared, part("", judge=refuse), missed, part("print(1)")], 60.0)
-    assert [each.status for each in results] == ["failed", "failed", "goal missed", "goal missed", "passed"]
-    assert "program" in results[0].result and results[1].result == "no checkpoint" and "loss" in results[2].result
+    results = run_parts([missing, unprepared, broken, part("", judge=refuse), missed, part("print(1)")], 60.0)
+    assert [each.status for each in results] == ["failed"] * 3 + ["goal missed"] * 2 + ["passed"]
+    assert "program" in results[0].result and results[1].result == "ValueError: no checkpoint"
+    assert results[2].result == "KeyError: 'rows'" and "loss" in results[3].result
 
 
 def test_no_part_runs_after_the_total_time() -> None:
