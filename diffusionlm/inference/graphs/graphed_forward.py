@@ -128,18 +128,20 @@ class GraphedForward:
         return self._logits_QV[places_N]
 
     def _capture(self, shape: StaticShape, texts: Sequence[ReadText]) -> bool:
-        """Record the forward of a shape. If that fails, no more graphs are used."""
+        """Record the forward of a shape. If that fails, no more graphs are used and all their memory is free again."""
         weight = self._model.lm_head.weight
-        if self._logits_QV is None:
-            self._logits_QV = weight.new_empty(MAX_INPUTS, len(weight))
-        logits_QV, graph = self._logits_QV[: shape.num_parts * shape.num_queries], self._make_graph()
-        batch = StaticBatch(shape, self._cache, self._cache.num_pages - 1)
-        batch.load(texts)
         try:
+            if self._logits_QV is None:
+                self._logits_QV = weight.new_empty(MAX_INPUTS, len(weight))
+            logits_QV, graph = self._logits_QV[: shape.num_parts * shape.num_queries], self._make_graph()
+            batch = StaticBatch(shape, self._cache, self._cache.num_pages - 1)
+            batch.load(texts)
             graph.capture(lambda: _compute_logits(self._model, batch, logits_QV))
         except RuntimeError as error:
-            LOGGER.warning("decoding goes on without CUDA graphs, because recording one has failed: %r", error)
+            LOGGER.warning("decoding goes on without CUDA graphs, because recording one has failed: %s", repr(error))
             self._has_failed = True
+            self._graphs.clear()
+            self._logits_QV = None
             return False
         self._graphs[shape] = graph, batch
         return True

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,7 +24,7 @@ from diffusionlm.inference.decoder import Decoder, DecoderLimits
 from diffusionlm.inference.generate import Generation, decode, generate, to_generation
 from diffusionlm.inference.graphs import graphed_forward
 from diffusionlm.inference.graphs.graphed_forward import CudaGraph, GraphedForward, find_shape
-from diffusionlm.inference.graphs.static_batch import StaticShape
+from diffusionlm.inference.graphs.static_batch import StaticBatch, StaticShape
 from diffusionlm.inference.requests import ActiveRequest, prepare_prompt
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.cache import PagedCache
@@ -175,6 +177,34 @@ def test_a_graph_that_cannot_be_recorded_ends_their_use(
         record.message for record in caplog.records if "CUDA graphs" in record.message and "no memory" in record.message
     ]
     assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("name", ["StaticBatch", "new_empty"])
+def test_without_memory_for_a_graph_forwards_go_on(
+    name: str, blocks: Transformer, graphs: list[RecordedGraph], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither is the forward repeated in halves, nor does the memory of earlier graphs stay occupied."""
+    jobs = make_jobs(blocks, OPTIONS[:1], 4)
+    decoder = Decoder(blocks, LIMITS["plenty"])
+    num_batches = 0
+
+    def fail(*args: Any) -> Any:
+        nonlocal num_batches
+        num_batches += 1
+        if name == "new_empty" or num_batches > 1:
+            raise torch.OutOfMemoryError("no memory")
+        return StaticBatch(*args)
+
+    target: Any = graphed_forward if name == "StaticBatch" else torch.Tensor
+    with patch.object(target, name, fail):
+        results = run_all(decoder, jobs, [0, 0, 2, 5])
+    assert num_batches == (2 if name == "StaticBatch" else 1)
+    assert [record.message.count("without CUDA graphs") for record in caplog.records] == [1]
+    check_answers(blocks, jobs, results)
+    kept = [weakref.ref(graph) for graph in graphs]
+    graphs.clear()
+    gc.collect()
+    assert not any(graph() for graph in kept)
 
 
 def sequence(num_inputs: int, num_visible: int, pattern: Any = None, pages: Any = range(999)) -> SequenceSlice:
