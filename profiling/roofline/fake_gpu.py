@@ -1,8 +1,6 @@
 """A training step on a GPU that is not there: shapes, dtypes and operators of its forward and backward, no values.
 
-Tensors are torch's fake ones on ``cuda``. Their backward needs a trick: torch's engine looks for a queue of each
-device, and there is none for a GPU without a driver, so C++ is told that they are on the CPU. Python sees ``cuda``, so
-the project's code takes the paths of a GPU.
+Tensors are torch's fake ones on ``cuda``, so the project's code takes the paths of a GPU.
 
 Shapes: B sequences, Q queries, S keys, N query heads, K key-value heads, H width of a head, C positions of a chunk, V
 vocabulary.
@@ -28,11 +26,13 @@ from diffusionlm.kernels import chunked_loss
 from diffusionlm.models import transformer
 from diffusionlm.models.attention import PreparedAttention
 from diffusionlm.models.patterns import AttentionPattern
+from profiling.roofline.backward import python_backward
 from profiling.roofline.operators import OperatorRecorder, PartTracker
 
 ATTENTION = "fused_attention"
 ATTENTION_BACKWARD = "fused_attention_backward"
 LOSS = "loss_kernel"
+RecordAttention = Callable[[Sequence[Tensor], Sequence[Tensor], bool], None]
 TILE = 128
 """Queries and keys of a tile of fused attention, which is computed whole if it has a visible pair."""
 
@@ -47,19 +47,13 @@ class FakeGpuRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]  # tor
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.prim.device.default:
-            return torch.device("cpu")
         kwargs = dict(kwargs or {})
-        if not _is_on_gpu((args, kwargs)) and torch._C._current_autograd_node() is None:
+        if not _is_on_gpu((args, kwargs)):
             with unset_fake_temporarily():  # what the host computes has values
                 return func(*args, **kwargs)
-        if kwargs.get("device") == torch.device("cpu"):
-            kwargs["device"] = torch.device("cuda")  # C++ asked for the device of a tensor
         if func is torch.ops.aten._to_copy.default and not isinstance(args[0], FakeTensor):
             # Of a small tensor with values the mode itself would make a copy on a real GPU.
             return torch.empty(args[0].shape, dtype=kwargs.get("dtype", args[0].dtype), device=kwargs.get("device"))
-        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") in (None, args[0].dtype):
-            func, kwargs = torch.ops.aten.alias.default, {}  # C++ took it for a copy to another device
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def add(self, name: str, products: Any, reads: Sequence[Tensor], writes: Sequence[Tensor], *call: Any) -> None:
@@ -67,32 +61,27 @@ class FakeGpuRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]  # tor
         super().add(name, products, reads, writes, *call)
 
 
-def _cast_and_multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A linear layer that casts as autocast does: torch's own asks C++ for the device of a tensor."""
-    if torch.is_autocast_enabled("cuda"):
-        dtype = torch.get_autocast_dtype("cuda")
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    return torch._C._nn.linear(x, weight, bias)
+class FusedAttention(torch.autograd.Function):
+    """Stands for torch's fused attention or FlexAttention. Queries, keys and values have the width of a head last.
 
-
-class _FusedAttention(torch.autograd.Function):
-    """Stands for torch's fused attention or FlexAttention."""
+    ``record`` is called with the tensors that are read and written, and whether by the backward.
+    """
 
     @staticmethod
-    def forward(ctx: Any, q_BQNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, pairs: int, record: Any) -> Tensor:
-        out_BQNH = torch.empty_like(q_BQNH)
-        lse_BNQ = q_BQNH.new_empty(len(q_BQNH), q_BQNH.shape[2], q_BQNH.shape[1], dtype=torch.float32)
-        ctx.save_for_backward(q_BQNH, k_BSKH, v_BSKH, out_BQNH, lse_BNQ)
-        ctx.pairs, ctx.record = pairs, record
-        record(ATTENTION, 2, pairs, (q_BQNH, k_BSKH, v_BSKH), (out_BQNH, lse_BNQ))
-        return out_BQNH
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, record: RecordAttention) -> Tensor:
+        out = torch.empty_like(q)
+        log_sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, log_sums)
+        ctx.record = record
+        record((q, k, v), (out, log_sums), False)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
         gradients = tuple(torch.empty_like(tensor) for tensor in saved[:3])
-        ctx.record(ATTENTION_BACKWARD, 5, ctx.pairs, (*saved, *grads), gradients)
-        return (*gradients, None, None)
+        ctx.record((*saved, *grads), gradients, True)
+        return (*gradients, None)
 
 
 class _FakeAttention(PreparedAttention):
@@ -101,17 +90,14 @@ class _FakeAttention(PreparedAttention):
 
     def __call__(self, q_BQNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else q_BQNH.dtype
-        out: Tensor = _FusedAttention.apply(
-            q_BQNH.to(dtype), k_BSKH.to(dtype), v_BSKH.to(dtype), self._pairs, self._record
-        )
+        out: Tensor = FusedAttention.apply(q_BQNH.to(dtype), k_BSKH.to(dtype), v_BSKH.to(dtype), self._record)
         return out
 
-    def _record(
-        self, name: str, num_products: int, pairs: int, reads: Sequence[Tensor], writes: Sequence[Tensor]
-    ) -> None:
-        """Add an operator of ``num_products`` products for each pair of a query and a key."""
+    def _record(self, reads: Sequence[Tensor], writes: Sequence[Tensor], is_backward: bool) -> None:
+        """Add an operator with the products of each pair of a query and a key."""
         q_BQNH = reads[0]
-        product = _product_of_pairs(len(q_BQNH) * q_BQNH.shape[2], pairs, q_BQNH.shape[3], q_BQNH.dtype)
+        product = _product_of_pairs(len(q_BQNH) * q_BQNH.shape[2], self._pairs, q_BQNH.shape[3], q_BQNH.dtype)
+        name, num_products = (ATTENTION_BACKWARD, 5) if is_backward else (ATTENTION, 2)
         self._recorder().add(name, [product] * num_products, reads, writes)
 
 
@@ -179,14 +165,13 @@ def fake_gpu(get_recorder: Callable[[], OperatorRecorder]) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(python_backward())
         for name in ("is_available", "is_bf16_supported"):
             stack.enter_context(patch.object(torch.cuda, name, lambda *_, **__: True))
         # Else gradients would be clipped one by one.
         stack.enter_context(patch.object(_foreach_utils, "_foreach_supported_types", [Tensor, FakeTensor]))
         stack.enter_context(patch.object(transformer, "prepare_attention", prepare_attention))
         stack.enter_context(patch.object(chunked_loss, "load_loss_backend", load_loss_backend))
-        stack.enter_context(patch.object(F, "linear", _cast_and_multiply))
         stack.enter_context(patch.object(F, "scaled_dot_product_attention", attend))
         stack.enter_context(patch.object(Tensor, "pin_memory", lambda tensor: tensor))
-        stack.enter_context(patch.object(FakeTensor, "is_cuda", property(_is_on_gpu), create=True))
         yield
