@@ -11,6 +11,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,12 +27,17 @@ from benchmarking.serving.count_kernels import WITHOUT_KERNELS
 from diffusionlm.kernels import chunked_loss
 from diffusionlm.models import flex
 from profiling import triton_setup
+from profiling.roofline import backward
+from profiling.roofline.fake_gpu import FusedAttention
 
 PROJECT = Path(__file__).parents[1]
+ENGINE = Path(backward.__file__)
 FUSED_ATTENTION = "scaled_dot_product_attention"
 """Name of the launch of torch's fused attention."""
 FLEX_ATTENTION = "flex_attention"
 """Name of the launch of FlexAttention."""
+BACKWARD = "_backward"
+"""End of the name of the launch of an attention's backward."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,8 @@ class Launch:
     """Without its namespace and overload."""
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
+    is_backward: bool
+    """Whether a backward pass runs, also if it recomputes an activation."""
 
     @property
     def is_product(self) -> bool:
@@ -63,21 +71,33 @@ class LaunchRecord:
     shared: list[Tensor] = field(default_factory=list)
     """Tensors that were made on one stream and are used on another."""
 
+    def add(self, name: str, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
+        """Record a launch."""
+        self.launches.append(Launch(name, inputs, outputs, torch._C._current_autograd_node() is not None))
+
     def attend(
         self, q_BNQH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, attn_mask: Tensor | None = None, **_: Any
     ) -> Tensor:
-        """Record fused attention, and return a tensor of its shape."""
-        out_BNQH = torch.empty_like(q_BNQH)
-        inputs = (q_BNQH, k_BKSH, v_BKSH) if attn_mask is None else (q_BNQH, k_BKSH, v_BKSH, attn_mask)
-        self.launches.append(Launch(FUSED_ATTENTION, inputs, (out_BNQH,)))
-        return out_BNQH
+        """Record fused attention and its backward, and return a tensor of its shape."""
+        add = partial(self._add_attention, FUSED_ATTENTION, () if attn_mask is None else (attn_mask,))
+        out: Tensor = FusedAttention.apply(q_BNQH, k_BKSH, v_BKSH, add)
+        return out
 
     def attend_flex(self, q_BNQH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, *, block_mask: Any, **_: Any) -> Tensor:
-        """Record FlexAttention with the tables of its mask, and return a tensor of its shape."""
-        out_BNQH = torch.empty_like(q_BNQH)
+        """Record FlexAttention and its backward with the tables of its mask, and return a tensor of its shape."""
         tables = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks)
-        self.launches.append(Launch(FLEX_ATTENTION, (q_BNQH, k_BKSH, v_BKSH, *tables), (out_BNQH,)))
-        return out_BNQH
+        out: Tensor = FusedAttention.apply(q_BNQH, k_BKSH, v_BKSH, partial(self._add_attention, FLEX_ATTENTION, tables))
+        return out
+
+    def _add_attention(
+        self,
+        name: str,
+        mask: Sequence[Tensor],
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        is_backward: bool,
+    ) -> None:
+        self.add(name + BACKWARD * is_backward, (*reads, *mask), tuple(writes))
 
     def pin_memory(self, tensor: Tensor) -> Tensor:
         """Take the place of `torch.Tensor.pin_memory`, which looks for a GPU."""
@@ -115,9 +135,9 @@ class LaunchRecord:
         self.launches.clear()
         self.waits.clear()
 
-    def count(self) -> Counter[str]:
-        """Number of launches of each operator."""
-        return Counter(launch.name for launch in self.launches)
+    def count(self, *, of_backward: bool = False) -> Counter[str]:
+        """Number of launches of each operator, all or those of backward passes."""
+        return Counter(launch.name for launch in self.launches if launch.is_backward or not of_backward)
 
     def product_dtypes(self) -> set[torch.dtype]:
         """Dtypes of the factors of all matrix products."""
@@ -183,7 +203,7 @@ class _Recorder(TorchDispatchMode):
         output = kwargs["out"] if func is torch.ops.aten.addmm.dtype_out else func(*args, **kwargs)
         inputs, outputs = _tensors((args, kwargs)), _tensors(output)
         if not func.is_view and name not in WITHOUT_KERNELS and func.namespace != "prim":
-            self.record.launches.append(Launch(name, inputs, outputs))
+            self.record.add(name, inputs, outputs)
         return output
 
     def _record_transfer(
@@ -243,7 +263,7 @@ def find_place() -> str | None:
     for frame in reversed(traceback.extract_stack()):
         path = Path(frame.filename)
         if path.is_relative_to(PROJECT) and not path.is_relative_to(PROJECT / "tests") and ".venv" not in path.parts:
-            if frame.name.startswith("<"):  # a comprehension
+            if frame.name.startswith("<") or path == ENGINE:  # a comprehension; torch's engine has no place in Python
                 continue
             return f"{path.relative_to(PROJECT)}:{frame.name}"
     return None
@@ -258,7 +278,8 @@ def fake_cuda() -> Iterator[LaunchRecord]:
     """Context in which tensors on ``cuda`` are fake, an H200 seems to be there, and launches are recorded.
 
     Stubs with the right shapes take the place of the loss kernel, which fake tensors cannot enter, and of fused
-    attention and FlexAttention, which torch selects by the properties of a real GPU.
+    attention and FlexAttention and their backward, which torch selects by the properties of a real GPU. Backward passes
+    run every node of their graph.
     """
     record = LaunchRecord()
     stream = FakeStream(record)
@@ -286,6 +307,7 @@ def fake_cuda() -> Iterator[LaunchRecord]:
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         for owner, name, function in replaced:
             stack.enter_context(patch.object(owner, name, function))
+        stack.enter_context(backward.python_backward())
         stack.enter_context(_Recorder(record, mode))
         yield record
 

@@ -18,11 +18,9 @@ from torch import Tensor
 from config.load import load_config
 from config.train import TrainConfig
 from diffusionlm.models.moe import ExpertGroups
-from diffusionlm.training import run
 from diffusionlm.training.loop import train
-from diffusionlm.training.step import TrainState
 from tests.conftest import MakeModel
-from tests.fake_cuda import FLEX_ATTENTION, LaunchRecord, fake_cuda
+from tests.fake_cuda import BACKWARD, FLEX_ATTENTION, LaunchRecord, fake_cuda
 from tests.preference_run import configure_preferences, write_preferences
 from tests.tiny_run import write_train_config
 
@@ -68,6 +66,10 @@ RUNS: dict[str, Sections] = {
     "next token": {"objective": {"kind": "next_token"}, "model": {"logit_alignment": "shifted"}},
     "experts": {"model": MOE},
     "bfloat16 weights": {"runtime": {"weights": "bfloat16_with_master"}},
+    "recomputed activations": {
+        "runtime": {"activation_checkpointing": "selective"},
+        "training": {"micro_batch_size": 2},
+    },
 }
 
 
@@ -78,18 +80,8 @@ def merge(*parts: Sections) -> Sections:
 
 
 def train_on_fake_gpu(config: TrainConfig) -> LaunchRecord:
-    """Make a run as on a GPU. The backward, which fake tensors have not, only makes gradients."""
-    states: list[TrainState] = []
-    build_train_state, from_experts = run.build_train_state, ExpertGroups.from_experts
-
-    def build(*arguments: Any) -> TrainState:
-        states.append(build_train_state(*arguments))
-        return states[0]
-
-    def backward(loss: Tensor) -> None:
-        for parameter in states[0].model.parameters():
-            if parameter.requires_grad:
-                parameter.grad = torch.empty_like(parameter)
+    """Make a run as on a GPU."""
+    from_experts = ExpertGroups.from_experts
 
     def group_evenly(experts_TK: Tensor, num_experts: int) -> ExpertGroups:
         groups = from_experts(experts_TK, num_experts)
@@ -98,11 +90,10 @@ def train_on_fake_gpu(config: TrainConfig) -> LaunchRecord:
 
     with ExitStack() as stack:
         record = stack.enter_context(fake_cuda())
-        stack.enter_context(patch.object(run, "build_train_state", build))
-        stack.enter_context(patch.object(Tensor, "backward", backward))
         stack.enter_context(patch.object(ExpertGroups, "from_experts", group_evenly))
         result = train(config)
     assert result.summary is not None and result.step == config.training.max_steps
+    assert record.count(of_backward=True)["mm"] >= 2 * config.training.max_steps
     return record
 
 
@@ -136,6 +127,7 @@ def test_long_sequences_use_flex_attention(tmp_path: Path) -> None:
         assert first.inputs[0].shape[-2:] == (1024, 16) and last.inputs[0].shape[-1] == 16
         assert first.inputs[0].dtype == torch.bfloat16
     assert record.count()["scaled_dot_product_attention"] == 0
+    assert record.count()[FLEX_ATTENTION + BACKWARD] == 2 * sections["training"]["max_steps"]
 
 
 @pytest.fixture

@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
 
 from benchmarking import bench_attention, bench_infer, bench_kernels, bench_objectives, bench_train
 from benchmarking.harness import Settings
 from benchmarking.implementations.training import OURS
 from config.bench.inference import BenchInferConfig
 from config.load import load_config
-from tests.fake_cuda import FLEX_ATTENTION, fake_cuda
+from tests.fake_cuda import BACKWARD, FLEX_ATTENTION, fake_cuda
 from tests.unit.benchmarking.train_cases import make_case, make_shape
 
 RESOURCE = Path(__file__).parents[3] / "config" / "resources" / "bench_infer_gpu.toml"
 SETTINGS = Settings(2, 0)
 
 
-def differentiate(output: Tensor, inputs: Sequence[Tensor], *_: Any) -> tuple[Tensor, ...]:
-    """Take the place of `torch.autograd.grad`, which fake tensors have not."""
-    return tuple(torch.empty_like(tensor) for tensor in inputs)
-
-
 def test_head_and_loss() -> None:
     [case] = bench_kernels.build_cases("cuda", 1, [64, 32, 16, 97])
-    with fake_cuda() as record, patch.object(torch.autograd, "grad", differentiate):
+    with fake_cuda() as record:
         inputs = bench_kernels.make_inputs(case)
         record.clear()
         bench_kernels.step(bench_kernels.fused_loss, inputs)
@@ -41,10 +33,12 @@ def test_head_and_loss() -> None:
 
 
 def test_attention() -> None:
-    with fake_cuda() as record, patch.object(torch.autograd, "grad", differentiate):
+    with fake_cuda() as record:
         table = bench_attention.compare_flex([4], SETTINGS, length=512)
     assert len(table.rows) == len(bench_attention.PATTERNS)
-    assert record.count()[FLEX_ATTENTION] >= 2 * len(table.rows)
+    counts = record.count()
+    assert counts[FLEX_ATTENTION] >= 2 * len(table.rows)
+    assert counts[FLEX_ATTENTION + BACKWARD] >= len(table.rows)
 
 
 def test_training() -> None:
@@ -52,7 +46,6 @@ def test_training() -> None:
     memory = dict.fromkeys(bench_train.MEMORY_PARTS, 1 << 20)
     with (
         fake_cuda() as record,
-        patch.object(Tensor, "backward", lambda loss: None),
         patch.object(bench_train, "measure_memory", lambda case, name: memory),
     ):
         case = replace(make_case("bfloat16"), device="cuda")
@@ -68,7 +61,7 @@ def test_objectives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_objectives, "SHAPE", make_shape())
     names = (bench_objectives.BASELINE, "block diffusion, 4")
     monkeypatch.setattr(bench_objectives, "OBJECTIVES", {name: bench_objectives.OBJECTIVES[name] for name in names})
-    with fake_cuda() as record, patch.object(Tensor, "backward", lambda loss: None):
+    with fake_cuda() as record:
         report = bench_objectives.run(replace(SETTINGS, options=Namespace(device="cuda")))
     assert report.tables[0].column("objective") == [*names, *names] and report.facts["accelerator"] == "NVIDIA H200"
     assert record.product_dtypes() == {torch.float32, torch.bfloat16}

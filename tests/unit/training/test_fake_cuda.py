@@ -13,13 +13,14 @@ import torch
 
 from config.model import ModelConfig
 from config.train import TrainConfig
+from diffusionlm.kernels import cross_entropy
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.monitor import StepMonitor
 from diffusionlm.training.run import build_train_state
 from diffusionlm.training.signals import StopRequest
 from diffusionlm.training.step import load_step_batch, train_step
-from tests.fake_cuda import LaunchRecord, fake_cuda
+from tests.fake_cuda import BACKWARD, FUSED_ATTENTION, LaunchRecord, fake_cuda
 from tests.tiny_run import build_changed_run
 
 CUDA = torch.device("cuda")
@@ -58,8 +59,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 def record_step(config: TrainConfig, directory: Path, **changes: dict[str, Any]) -> LaunchRecord:
-    """Make a step of a run as on a GPU, with all its metrics. The backward, which fake tensors have not, only makes
-    gradients."""
+    """Make a step of a run as on a GPU, with all its metrics."""
     changes["runtime"] = {"compile": "none", **changes.get("runtime", {})}
     run = build_changed_run(config, directory, **changes)
     with StopRequest() as stop:
@@ -70,17 +70,9 @@ def record_step(config: TrainConfig, directory: Path, **changes: dict[str, Any])
         state = build_train_state(run.config, builder, run.world, CUDA, torch.bfloat16)
         monitor = StepMonitor(run.config.logging, settings.max_steps, state.model, state.parallel, state.master_weights)
 
-        def backward(loss: torch.Tensor) -> None:
-            for parameter in state.model.parameters():
-                if parameter.requires_grad:
-                    parameter.grad = torch.empty_like(parameter)
-
         record.clear()
         noised_batches = [noised_batch.pin_memory().to(CUDA) for noised_batch in batch.noised_batches]
-        with (
-            monitor.step(settings.max_steps),
-            patch.object(torch.Tensor, "backward", backward),
-        ):
+        with monitor.step(settings.max_steps):
             train_step(state, run.loader, replace(batch, noised_batches=noised_batches), settings, monitor)
     return record
 
@@ -89,14 +81,35 @@ def record_step(config: TrainConfig, directory: Path, **changes: dict[str, Any])
 def test_a_step_does_not_wait_for_the_gpu(name: str, train_config: TrainConfig, tmp_path: Path) -> None:
     record = record_step(train_config, tmp_path / "run", **RUNS[name])
     assert not record.waits
-    assert record.count()["mm"] > 8
+    products = [launch for launch in record.launches if launch.is_backward and launch.name == "mm"]
+    assert len(products) == 2 * 7 and {launch.outputs[0].dtype for launch in products} == {torch.bfloat16}
 
 
 def test_launches_of_a_step(train_config: TrainConfig, tmp_path: Path) -> None:
-    """A budget for each layer of forward and update, and for the rest of the step."""
-    counts = [
-        len(record_step(train_config, tmp_path / str(depth), model={"num_hidden_layers": depth}).launches)
-        for depth in (2, 3)
-    ]
-    per_layer = counts[1] - counts[0]
-    assert per_layer <= 76 and counts[0] - 2 * per_layer <= 198
+    """Budgets for each layer of the first step and of its backward, and for the rest of the step."""
+    records = [record_step(train_config, tmp_path / str(depth), model={"num_hidden_layers": depth}) for depth in (2, 3)]
+    counts = [len(record.launches) for record in records]
+    counts_of_backward = [record.count(of_backward=True).total() for record in records]
+    per_layer, per_layer_of_backward = counts[1] - counts[0], counts_of_backward[1] - counts_of_backward[0]
+    assert per_layer <= 124 and counts[0] - 2 * per_layer <= 212
+    assert per_layer_of_backward <= 48 and counts_of_backward[0] - 2 * per_layer_of_backward <= 13
+
+
+def test_recomputed_activations(train_config: TrainConfig, tmp_path: Path) -> None:
+    """In each of two micro-batches the backward of the layer multiplies twice for each of 7 projections, and once more
+    for those that are recomputed, all but the last. The head's gradients are computed by the forward."""
+    changes: dict[str, Any] = {"training": {"micro_batch_size": 2}, "runtime": {"activation_checkpointing": "full"}}
+    record = record_step(train_config, tmp_path / "run", **changes)
+    counts = record.count(of_backward=True)
+    assert not record.waits
+    assert counts["mm"] == 2 * (2 * 7 + 6)
+    assert counts[FUSED_ATTENTION] == counts[FUSED_ATTENTION + BACKWARD] == 2
+
+
+def test_waits_of_a_backward(train_config: TrainConfig, tmp_path: Path) -> None:
+    def read_tensor() -> bool:
+        return bool(torch.ones((), device=CUDA))
+
+    with patch.object(cross_entropy, "_is_last_backward", read_tensor):
+        record = record_step(train_config, tmp_path / "run")
+    assert record.waits == {"diffusionlm/kernels/cross_entropy.py:backward": 1}
