@@ -21,6 +21,7 @@ from diffusionlm.diffusion.preference_reference import PairLosses, PreferenceRef
 from diffusionlm.models.lora import add_adapter
 from diffusionlm.models.patterns import Causal
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.training.block_wrapping import compile_blocks
 from tests.conftest import MakeModel
 
 MASK = 18
@@ -77,6 +78,38 @@ def log_likelihood(model: Transformer, prompt: list[int], answer: list[int]) -> 
         logits = logits.masked_fill(torch.arange(len(logits)) == MASK, -math.inf)
         total = total + F.log_softmax(logits, dim=-1)[token]
     return total
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_adapters", [False, True])
+def test_compiled_blocks_compute_the_same(has_adapters: bool, tiny_model: MakeModel) -> None:
+    """The forwards without gradients run uncompiled, in between those that are compiled; the adapters are off in some
+    of them. The noise of each step has other positions."""
+    results: list[Any] = []
+    for is_compiled in (False, True):
+        model, reference = (tiny_model(torch.float64, seed=seed, num_hidden_layers=3) for seed in (1, 2))
+        if has_adapters:
+            add_adapter(model, LoraConfig(rank=2))
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if name.endswith("lora_B"):
+                        parameter.fill_(0.1)
+        if is_compiled:
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+            compile_blocks(model, "aot_eager")
+        preferences = PreferenceReference(None if has_adapters else reference, 0.3)
+        objective = build(model, block_length=2, beta=0.3)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for step in range(3):
+            noised_batch = objective.build_noised_batch(pair_batch(), NoiseKey(0, step, 0, 4))
+            losses = backward(model, preferences, noised_batch, objective)
+            results += [losses.losses_P, losses.margins_P]
+        results += [parameter.grad for parameter in trained]
+    half = len(results) // 2
+    assert all(gradient.abs().max() > 1e-6 for gradient in results[6:half])
+    torch.testing.assert_close(results[half:], results[:half], rtol=1e-10, atol=1e-10)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2
 
 
 @pytest.mark.parametrize("alignment", ["shifted", "same_position"])

@@ -30,6 +30,7 @@ CASES: dict[str, tuple[AttentionPattern, dict[str, Any]]] = {
     "two streams, flex": (BlockDiffusion(2), {"backend": "flex"}),
     "experts": (Bidirectional(), EXPERTS),
     "soft caps": (Causal(), CAPS),
+    "soft caps, documents": (Causal(DOCUMENTS), {"backend": "eager", **CAPS}),
     "soft caps, flex": (Causal(DOCUMENTS), {"backend": "flex", **CAPS}),
 }
 NUM_GRAPHS = {"two streams, tiled": 8, "experts": 4}
@@ -57,7 +58,9 @@ def gradients(model: Transformer, pattern: AttentionPattern, rows: torch.Tensor)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-@pytest.mark.parametrize("case", ["no mask", "two streams, tiled", "two streams, flex", "experts"])
+@pytest.mark.parametrize(
+    "case", ["no mask", "soft caps, documents", "two streams, tiled", "two streams, flex", "experts"]
+)
 def test_numbers_are_the_same(tiny_model: MakeModel, case: str, checkpointing: Any) -> None:
     pattern, overrides = CASES[case]
     plain, model = (tiny_model(torch.float64, **overrides) for _ in range(2))
