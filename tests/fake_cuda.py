@@ -286,6 +286,7 @@ def fake_cuda() -> Iterator[LaunchRecord]:
     replaced: list[tuple[Any, str, Any]] = [
         (torch.cuda, "is_available", lambda: True),
         (torch.cuda, "is_bf16_supported", lambda *_, **__: True),
+        (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
         (torch.cuda, "get_device_name", lambda *_: "NVIDIA H200"),
         (torch.cuda, "stream", lambda _: contextlib.nullcontext()),
         (torch.cuda, "synchronize", record.synchronize),

@@ -201,7 +201,10 @@ class PatternAttention(PreparedAttention):
         if backend == "tiled":
             return None
         if backend == "flex":
-            return _FlexAttention(self._block_mask_for(num_queries), self._scale_options)
+            from diffusionlm.models.flex import is_hopper
+
+            # Found out here, because the compiler cannot trace it.
+            return _FlexAttention(self._block_mask_for(num_queries), self._scale_options, is_hopper(q_BQNH.device))
         mask = self._dense_mask_for(q_BQNH.dtype if backend == "eager" else None)
         return _DenseAttention(None if mask is None else mask[..., :num_queries, :], backend, self._scale_options)
 
@@ -260,8 +263,9 @@ class _FlexAttention(PreparedAttention):
 
     mask: BlockMask
     scale_options: AttentionScale
+    is_on_hopper: bool
 
     def __call__(self, q_BQNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
         from diffusionlm.models.flex import attend_flex
 
-        return attend_flex(q_BQNH, k_BSKH, v_BSKH, self.mask, self.scale_options)
+        return attend_flex(q_BQNH, k_BSKH, v_BSKH, self.mask, self.scale_options, is_on_hopper=self.is_on_hopper)

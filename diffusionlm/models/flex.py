@@ -26,6 +26,33 @@ BLOCK_SIZE = 128
 MAX_VERSIONS = 64
 """Versions of FlexAttention that a process may compile."""
 
+HALF_PRECISION_OPTIONS = {
+    64: {"fwd_num_warps": 8},
+    256: {"bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 32, "bwd_BLOCK_M2": 32, "bwd_BLOCK_N2": 32, "bwd_num_warps": 8},
+}
+"""Head width -> options of the kernels, where torch's default spills registers.
+
+Width 64: the forward's tile of 128 queries and 128 keys is too much for 4 warps. Width 256: the backward holds the
+gradients of a tile's keys and values, which are too much with 64 keys."""
+HOPPER_OPTIONS = {
+    128: {"bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 128, "bwd_BLOCK_M2": 128, "bwd_BLOCK_N2": 32, "bwd_num_warps": 8},
+}
+"""The same for H100 and H200 alone, in half precision: torch's tile of the backward, with half the queries in a step.
+
+No GPU has timed it. The estimate counts cycles of a multiprocessor in torch's step of 64 queries and 128 keys: the
+four products are 8.4 MFLOP, 2,048 cycles at the peak of the tensor cores. They read 192 KB of shared memory, 256 KB
+with half the queries, at 128 bytes a cycle: 1,536 or 2,048 cycles, so the products remain the limit. The 172 to 464
+bytes that 256 threads spill with torch's options take 690 to 1,856 more cycles of the same memory if they are written
+and read in each step, and none if they are not used in the loop. What comes from the L2 cache is the same, as the
+keys of a tile are. Both run one program on a multiprocessor, of 256 threads with 255 registers. 116 KB of shared
+memory is more than some other GPUs have."""
+FLOAT32_OPTIONS = {
+    64: {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 32, "fwd_num_warps": 8},
+    128: {"fwd_num_warps": 8, "bwd_num_warps": 8},
+    256: {"fwd_num_warps": 8, "bwd_num_warps": 8},
+}
+"""The same for float32, whose products do not run on tensor cores and hold their factors in registers."""
+
 
 def build_block_mask(intervals: Intervals, num_queries: int) -> BlockMask:
     """Block mask of the first ``num_queries`` positions, with the same tiles as `create_block_mask`."""
@@ -115,11 +142,20 @@ def _build_score_mod(cap: float, q_BNQH: Tensor) -> Any:
 
 
 def attend_flex(
-    q_BQNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask: BlockMask, scale_options: AttentionScale = DEFAULT_SCALE
+    q_BQNH: Tensor,
+    k_BSKH: Tensor,
+    v_BSKH: Tensor,
+    mask: BlockMask,
+    scale_options: AttentionScale = DEFAULT_SCALE,
+    *,
+    is_on_hopper: bool = False,
 ) -> Tensor:
     """Softmax attention with a block mask: compiled on a GPU, the slow reference on a CPU.
 
     In a function that torch compiles it becomes a part of that function's graph.
+
+    Args:
+        is_on_hopper: kernels are those for H100 and H200: see `is_hopper`.
 
     Returns:
         [B, Q, N, H]
@@ -143,7 +179,7 @@ def attend_flex(
         block_mask=mask,
         scale=scale_options.scale,
         enable_gqa=q.shape[1] != k.shape[1],
-        kernel_options=_choose_kernel_options(q),
+        kernel_options=_choose_kernel_options(q, is_on_hopper),
     )
     return out_BNQH.transpose(1, 2)
 
@@ -157,8 +193,15 @@ def _check_backward(*tensors: Tensor) -> None:
         )
 
 
-def _choose_kernel_options(q_BNQH: Tensor) -> Any:
-    """Options of the kernels, where torch's default spills registers: the forward at width 64 in half precision, whose
-    tile of 128 queries and 128 keys is too much for 4 warps."""
-    is_half = q_BNQH.dtype in (torch.bfloat16, torch.float16)
-    return {"fwd_num_warps": 8} if q_BNQH.shape[-1] == 64 and is_half else None
+def is_hopper(device: torch.device) -> bool:
+    """True for H100 and H200, whose kernels have options of their own."""
+    return (
+        device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) == (9, 0)
+    )
+
+
+def _choose_kernel_options(q_BNQH: Tensor, is_on_hopper: bool) -> dict[str, int] | None:
+    width = q_BNQH.shape[-1]
+    if q_BNQH.dtype not in (torch.bfloat16, torch.float16):
+        return FLOAT32_OPTIONS.get(width)
+    return (HALF_PRECISION_OPTIONS | (HOPPER_OPTIONS if is_on_hopper else {})).get(width)

@@ -12,7 +12,14 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from config.training.runtime import AttentionBackend
 from diffusionlm.models.attention_backends import prepare_attention
-from diffusionlm.models.flex import _compiled_flex_attention, build_block_mask, count_visible_by_tile
+from diffusionlm.models.flex import (
+    BLOCK_SIZE,
+    _choose_kernel_options,
+    _compiled_flex_attention,
+    build_block_mask,
+    count_visible_by_tile,
+    is_hopper,
+)
 from diffusionlm.models.patterns import (
     AttentionPattern,
     Bidirectional,
@@ -147,3 +154,21 @@ def test_cuda_forward_and_backward(pattern: AttentionPattern, window: int | None
     gradients = torch.autograd.grad(out, ours, cotangent.to(out))
     for our, their in zip((out, *gradients), (expected, *theirs), strict=True):
         assert (our.cpu().double() - their).norm() < 5e-3 * their.norm()
+
+
+def test_kernel_options_divide_the_tiles_of_a_mask() -> None:
+    """The backward's tiles must also divide each other. Options that need the shared memory of an H100 are for it."""
+    found = set()
+    for width, dtype, on_hopper in itertools.product(
+        (32, 64, 128, 256), (torch.bfloat16, torch.float32), (False, True)
+    ):
+        options = _choose_kernel_options(torch.zeros(1, 4, 2, width, dtype=dtype), on_hopper)
+        if options is None:
+            continue
+        found.add((width, dtype, on_hopper))
+        assert all(BLOCK_SIZE % tile == 0 for name, tile in options.items() if "BLOCK" in name)
+        if "bwd_BLOCK_M1" in options:
+            assert options["bwd_BLOCK_N1"] % options["bwd_BLOCK_M1"] == 0
+            assert options["bwd_BLOCK_M2"] % options["bwd_BLOCK_N2"] == 0
+    assert (128, torch.bfloat16, True) in found and (128, torch.bfloat16, False) not in found
+    assert not is_hopper(torch.device("cpu"))
