@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from benchmarking.gpu.ahead_of_time import LAUNCH_OPTIONS, CompiledKernel, KernelLaunch, compile_launch
 from tests.training_graphs import Graph
 
 TORCH_VERSION = "2.15"
@@ -44,8 +45,12 @@ H100 = SimpleNamespace(
 
 
 @contextlib.contextmanager
-def pretend_h100() -> Iterator[list[tuple[str, str]]]:
-    """Let torch's compiler find an H100; name and source of each kernel are collected in place of its compilation."""
+def pretend_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[list[tuple[str, str]]]:
+    """Let torch's compiler find an H100; name and source of each kernel are collected in place of its compilation.
+
+    Args:
+        capability: of another GPU, for which torch has other tiles; the other properties remain.
+    """
     import torch._inductor.scheduler as scheduler
     import torch.utils._triton as triton_support
     import triton  # type: ignore[import-untyped,import-not-found,unused-ignore]
@@ -56,6 +61,7 @@ def pretend_h100() -> Iterator[list[tuple[str, str]]]:
     from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
     kernels: list[tuple[str, str]] = []
+    properties = SimpleNamespace(**{**vars(H100), "major": capability[0], "minor": capability[1]})
 
     def collect(self: Any, kernel_name: str, source_code: str, device_str: str = "cuda", **_: Any) -> Any:
         kernels.append((kernel_name, source_code))
@@ -66,8 +72,8 @@ def pretend_h100() -> Iterator[list[tuple[str, str]]]:
         "is_initialized": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
-        "get_device_properties": lambda device=None: H100,
-        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_properties": lambda device=None: properties,
+        "get_device_capability": lambda device=None: capability,
         "get_device_name": lambda device=None: H100.name,
         "is_bf16_supported": lambda including_emulation=True: True,
         "synchronize": lambda device=None: None,
@@ -77,13 +83,13 @@ def pretend_h100() -> Iterator[list[tuple[str, str]]]:
         "device": lambda *args: contextlib.nullcontext(),
     }
     driver = SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_target=lambda: GPUTarget("cuda", 10 * capability[0] + capability[1], 32),
         get_current_device=lambda: 0,
         get_device_interface=lambda: torch.cuda,
         get_active_torch_device=lambda: torch.device("cuda", 0),
     )
     triton.runtime.driver.set_active(driver)
-    device_interface.caching_worker_device_properties["cuda"] = [H100]
+    device_interface.caching_worker_device_properties["cuda"] = [properties]
     device_interface.caching_worker_current_devices["cuda"] = 0
     interface = device_interface.CudaInterface
     with contextlib.ExitStack() as stack:
@@ -107,7 +113,7 @@ def pretend_h100() -> Iterator[list[tuple[str, str]]]:
 
 
 def lower(graph: Graph) -> None:
-    """Lower a graph with its inputs on ``cuda``; inside of `pretend_h100`."""
+    """Lower a graph with its inputs on ``cuda``; inside of `pretend_gpu`."""
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
@@ -137,3 +143,17 @@ def lower(graph: Graph) -> None:
         FakeTensorProp(graph.module, mode=mode).propagate_dont_convert_inputs(*inputs)
         with tracing(TracingContext(mode)), V.set_fake_mode(mode):
             compile_fx_inner(graph.module, inputs, is_backward=graph.is_backward, static_input_idxs=[])
+
+
+def compile_source(name: str, source: str, target: str) -> CompiledKernel:
+    """Compile a generated module in its first configuration; inside of `pretend_gpu`."""
+    from torch._inductor.codecache import PyCodeCache
+
+    tuner: Any = getattr(PyCodeCache.load(source), name)
+    config, meta = tuner.configs[0], tuner.triton_meta
+    constants = {**meta["constants"], **config.kwargs}
+    signature = {key: "constexpr" if key in constants else meta["signature"][key] for key in tuner.fn.arg_names}
+    constants = {key: value for key, value in constants.items() if key in signature}
+    aligned = tuple(tuner.fn.arg_names[index] for (index,) in meta["configs"][0])
+    options = {key: getattr(config, key) for key in LAUNCH_OPTIONS if getattr(config, key, None) is not None}
+    return compile_launch(KernelLaunch(tuner.fn, signature, constants, aligned, options, 1), target)

@@ -15,14 +15,21 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from benchmarking.gpu.ahead_of_time import LAUNCH_OPTIONS, CompiledKernel, KernelLaunch, compile_launch
 from benchmarking.harness import Table, version
 from files.atomic import write_text_atomic
-from tests.inductor_cuda import lower, pretend_h100
+from tests.flex_kernels import (
+    CASES_OF_ALL_GPUS,
+    FLEX_CASES,
+    SHARED_BYTES,
+    TESTED_CASES,
+    FlexKernel,
+    compile_flex,
+    format_flex_table,
+)
+from tests.inductor_cuda import compile_source, lower, pretend_gpu
 from tests.training_graphs import CASES, record_graphs
 
 TARGET = "sm_90"
@@ -60,13 +67,13 @@ def compile_case(case: str) -> list[BlockKernel]:
     """Generate and compile the kernels of two training steps."""
     graphs = record_graphs(CASES[case], num_outputs=NUM_OUTPUTS, is_dynamic=True)
     kernels = []
-    with pretend_h100() as sources:
+    with pretend_gpu() as sources:
         for name, graph in zip(GRAPHS, graphs, strict=True):
             assert graph.is_backward == name.endswith("backward")
             sources.clear()
             lower(graph)
             for kernel_name, source in sources:
-                kernel = compile_source(kernel_name, source)
+                kernel = compile_source(kernel_name, source, TARGET)
                 kernels.append(
                     BlockKernel(
                         case,
@@ -80,20 +87,6 @@ def compile_case(case: str) -> list[BlockKernel]:
                     )
                 )
     return kernels
-
-
-def compile_source(name: str, source: str) -> CompiledKernel:
-    """Compile a generated module in its first configuration; inside of `pretend_h100`."""
-    from torch._inductor.codecache import PyCodeCache
-
-    tuner: Any = getattr(PyCodeCache.load(source), name)
-    config, meta = tuner.configs[0], tuner.triton_meta
-    constants = {**meta["constants"], **config.kwargs}
-    signature = {key: "constexpr" if key in constants else meta["signature"][key] for key in tuner.fn.arg_names}
-    constants = {key: value for key, value in constants.items() if key in signature}
-    aligned = tuple(tuner.fn.arg_names[index] for (index,) in meta["configs"][0])
-    options = {key: getattr(config, key) for key in LAUNCH_OPTIONS if getattr(config, key, None) is not None}
-    return compile_launch(KernelLaunch(tuner.fn, signature, constants, aligned, options, 1), TARGET)
 
 
 def format_table(kernels: Sequence[BlockKernel]) -> str:
@@ -122,7 +115,7 @@ def format_table(kernels: Sequence[BlockKernel]) -> str:
     return Table(header, rows).to_markdown()
 
 
-def format_page(kernels: Sequence[BlockKernel]) -> str:
+def format_page(kernels: Sequence[BlockKernel], flex_kernels: Sequence[FlexKernel]) -> str:
     """The page of the documentation."""
     text = f"""# Compiled kernels of blocks
 
@@ -133,31 +126,51 @@ compiled for {TARGET} without a GPU. Nothing was executed. A model of two layers
 number of output positions. Matrix products and SDPA are not Triton's and not counted; kernels beside attention are
 norms, rotations, activations, casts of weights, gathers and sums. Registers and spills are those of a thread.
 `tests/unit/training/test_inductor_kernels.py` holds the numbers to budgets."""
+    flex = f"""## FlexAttention alone
+
+What other models, float32 and forwards without gradients (validation, samples) run; options that the model sets for any
+GPU are compiled for {", ".join(SHARED_BYTES)}, where a program may have
+{" / ".join(f"{number:,}" for number in SHARED_BYTES.values())} bytes of shared memory."""
     limits = f"""- Software: torch {torch.__version__}, triton {version("triton")}. Kernels are in torch's first
   configuration.
 - Atomics add the gradients of gathered positions. These are distinct, so the sums have one order.
-- FlexAttention at head width 64 is launched with 8 warps in the forward: with torch's default of 4 a thread spills
-  1,140 to 1,192 bytes. Its backward at width 128 spills with torch's default, which is kept: smaller tiles spill
-  nothing, and which is faster can only be measured.
+- Kernels of FlexAttention have options of their own where torch's default spills (`diffusionlm/models/flex.py`, with
+  the reasons). Bytes that a thread spills with torch's default for an H100: 1,140 to 1,192 in the forward at width 64;
+  172 to 464 in the backward at width 128; 3,672 there at width 256 with a soft cap; in float32 3,064 in the forward at
+  width 64, in the backward 472 at width 128 and 2,896 at width 256, of which 428 remain. None of it was timed.
 - `ROWS_GUARANTEED_SAFE` of FlexAttention is not set: a query that sees no key of the first tile would be NaN."""
-    return "\n\n".join([text, format_table(kernels), limits]) + "\n"
+    return "\n\n".join([text, format_table(kernels), flex, format_flex_table(flex_kernels), "## Limits", limits]) + "\n"
 
 
 def main() -> None:
     """Print the table, or as JSON the kernels and the number of graphs with activation checkpointing."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--output", type=Path, help="Markdown file that gets the table")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON, with `TESTED_CASES` of FlexAttention alone")
     arguments = parser.parse_args()
     kernels = [kernel for case in CASES for kernel in compile_case(case)]
+    if arguments.json:
+        pairs = [(name, TARGET) for name in TESTED_CASES]
+    else:
+        pairs = [
+            (name, target)
+            for name in FLEX_CASES
+            for target in (SHARED_BYTES if name in CASES_OF_ALL_GPUS else (TARGET,))
+        ]
+    flex_kernels = [kernel for name, target in pairs for kernel in compile_flex(name, target)]
     if arguments.output is not None:
-        write_text_atomic(arguments.output, format_page(kernels))
+        write_text_atomic(arguments.output, format_page(kernels, flex_kernels))
     if arguments.json:
         case = CASES["block diffusion"]
         num_graphs = len(record_graphs(case, "full", NUM_OUTPUTS, is_dynamic=True))
-        print(json.dumps({"kernels": [asdict(kernel) for kernel in kernels], "graphs_with_checkpointing": num_graphs}))
+        results = {
+            "kernels": [asdict(kernel) for kernel in kernels],
+            "flex_kernels": [asdict(kernel) for kernel in flex_kernels],
+            "graphs_with_checkpointing": num_graphs,
+        }
+        print(json.dumps(results))
     else:
-        print(format_table(kernels))
+        print(format_table(kernels), format_flex_table(flex_kernels), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -89,24 +89,12 @@ class Graph:
     inputs: Sequence[Any]
 
 
-def record_graphs(
-    case: StepCase, checkpointing: str = "none", num_outputs: Sequence[int] = (256,), *, is_dynamic: bool = False
-) -> list[Graph]:
-    """Graphs of the blocks in steps with bfloat16 autocast.
-
-    Args:
-        case: pattern and model.
-        checkpointing: ``runtime.activation_checkpointing``.
-        num_outputs: number of output positions of each step.
-        is_dynamic: the graph of the last block is for any number of output positions, as in training; else its sizes
-            are those of the step.
-    """
+def make_recorder(graphs: list[Graph]) -> Callable[..., Any]:
+    """A backend of ``torch.compile`` that appends the graphs it gets, with torch's decompositions, and runs them."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.compile_fx import _recursive_joint_graph_passes
     from torch._inductor.decomposition import select_decomp_table
-
-    graphs: list[Graph] = []
 
     def record(is_backward: bool) -> Callable[..., Any]:
         def compile_graph(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -119,12 +107,28 @@ def record_graphs(
         _recursive_joint_graph_passes(module)
         return min_cut_rematerialization_partition(module, inputs, **options)
 
-    backend = aot_autograd(
+    return aot_autograd(
         fw_compiler=record(False),
         bw_compiler=record(True),
         partition_fn=partition,
         decompositions=select_decomp_table(),
     )
+
+
+def record_graphs(
+    case: StepCase, checkpointing: str = "none", num_outputs: Sequence[int] = (256,), *, is_dynamic: bool = False
+) -> list[Graph]:
+    """Graphs of the blocks in steps with bfloat16 autocast.
+
+    Args:
+        case: pattern and model.
+        checkpointing: ``runtime.activation_checkpointing``.
+        num_outputs: number of output positions of each step.
+        is_dynamic: the graph of the last block is for any number of output positions, as in training; else its sizes
+            are those of the step.
+    """
+    graphs: list[Graph] = []
+    backend = make_recorder(graphs)
     torch._dynamo.reset()
     model = Transformer(ModelConfig.model_validate({**SHAPE, **case.options}), attention_backend=case.backend)
     init_weights(model, seed=0)
@@ -144,10 +148,7 @@ def record_graphs(
 
 @contextlib.contextmanager
 def _computed_as_on_a_gpu() -> Iterator[None]:
-    """bfloat16 autocast, the norm and the rotary tables of a GPU, and FlexAttention with a backward."""
-    from torch._C import DispatchKey
-    from torch._higher_order_ops.flex_attention import flex_attention_backward
-    from torch.nn.attention.flex_attention import _apply_kernel_options as apply_kernel_options
+    """bfloat16 autocast, the norm and the rotary tables of a GPU, and FlexAttention as there."""
 
     def normalize(x: Tensor, gain: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
         wide = x if gain.dtype == x.dtype else x.float()
@@ -157,8 +158,28 @@ def _computed_as_on_a_gpu() -> Iterator[None]:
         tables: tuple[Tensor, Tensor] = self.rope(positions, heads=1, dtype=compute_dtype(x))
         return tables
 
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        flex_as_on_a_gpu(),
+        patch.object(layers, "_RMSNorm", SimpleNamespace(apply=normalize)),
+        patch.object(attention, "normalize_and_rotate", lambda x, norm, rope: layers.rotate(norm(x), rope)),
+        patch.object(Transformer, "_build_rotary_tables", build_rotary_tables),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def flex_as_on_a_gpu() -> Iterator[None]:
+    """FlexAttention with the options of an H100 and a backward.
+
+    Its forward keeps what the backward needs if gradients are enabled.
+    """
+    from torch._C import DispatchKey
+    from torch._higher_order_ops.flex_attention import flex_attention_backward
+    from torch.nn.attention.flex_attention import _apply_kernel_options as apply_kernel_options
+
     def choose_kernel_options(*args: Any, **named: Any) -> Any:
-        return {**apply_kernel_options(*args, **named), "OUTPUT_LOGSUMEXP": True}
+        return {**apply_kernel_options(*args, **named), "OUTPUT_LOGSUMEXP": torch.is_grad_enabled()}
 
     def skip_flex_backward(*args: Any) -> tuple[Any, ...]:
         *tensors, score_buffers, mask_buffers = args
@@ -167,13 +188,10 @@ def _computed_as_on_a_gpu() -> Iterator[None]:
     # Its gradients on the CPU take minutes under a soft cap, and are not needed.
     skipped = {DispatchKey.CompositeExplicitAutograd: skip_flex_backward}
     with (
-        torch.autocast("cpu", torch.bfloat16),
         patch.dict(flex_attention_backward.py_kernels, skipped),
         patch.dict(flex_attention_backward._dispatch_cache, clear=True),
         patch("torch.nn.attention.flex_attention._apply_kernel_options", choose_kernel_options),
-        patch.object(layers, "_RMSNorm", SimpleNamespace(apply=normalize)),
-        patch.object(attention, "normalize_and_rotate", lambda x, norm, rope: layers.rotate(norm(x), rope)),
-        patch.object(Transformer, "_build_rotary_tables", build_rotary_tables),
+        patch.object(flex, "is_hopper", lambda device: True),
         patch.object(flex, "_check_backward", lambda *tensors: None),
         patch("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None),
     ):

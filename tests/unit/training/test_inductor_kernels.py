@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.flex_kernels import SHARED_BYTES, TESTED_CASES, FlexKernel
 from tests.inductor_cuda import H100, TORCH_VERSION
 from tests.inductor_kernels import GRAPHS, BlockKernel
 from tests.training_graphs import CASES
@@ -19,11 +20,6 @@ from tests.training_graphs import CASES
 ROOT = Path(__file__).parents[3]
 MAX_KERNELS = dict(zip(GRAPHS, (10, 14, 23, 17), strict=True))
 """Budgets beside matrix products and attention."""
-MAX_ATTENTION_SPILLS = {
-    ("block diffusion, segments, width 128", "backward"): 192,
-    ("next token, soft cap, windows, width 128", "backward"): 480,
-}
-"""Bytes per thread that FlexAttention spills at most; 0 elsewhere."""
 
 
 @pytest.mark.slow
@@ -57,7 +53,11 @@ def test_kernels_of_blocks_stay_within_budgets_on_an_h100() -> None:
     assert Counter((kernel.case, kernel.graph) for kernel in attention) == Counter(
         (case, graph) for case in uses_flex for graph in GRAPHS
     )
-    for kernel in attention:
-        direction = kernel.graph.rpartition(" ")[2]
-        assert kernel.spill_bytes <= MAX_ATTENTION_SPILLS.get((kernel.case, direction), 0), kernel
+    flex_kernels = [FlexKernel(**values) for values in results["flex_kernels"]]
+    assert Counter((kernel.case, kernel.direction) for kernel in flex_kernels) == Counter(
+        (case, direction) for case in TESTED_CASES for direction in ("forward", "backward")
+    )
+    assert not [kernel for kernel in attention if kernel.spill_bytes]
+    assert not [kernel for kernel in flex_kernels if kernel.spill_bytes]
+    assert not [kernel for kernel in flex_kernels if kernel.shared_bytes > SHARED_BYTES[kernel.target]]
     assert results["graphs_with_checkpointing"] == len(GRAPHS)
