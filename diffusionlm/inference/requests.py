@@ -230,6 +230,9 @@ class Predictions:
 class ActiveRequest:
     """The state of a request that is being decoded."""
 
+    num_full_sorts = 0
+    """Rounds in which the sampler still looks for each nucleus among all tokens at once."""
+
     def __init__(self, request: PreparedRequest, settings: DecodingSettings) -> None:
         masked_positions = request.masked_positions
         self.settings, self.prepared = settings, request

@@ -26,6 +26,9 @@ CPU_CHUNK_BYTES = 4 << 20
 
 NUM_TOP_P_CANDIDATES = 1024
 """Most probable tokens that are sorted first; a nucleus is rarely larger."""
+NUM_FULL_SORTS = 8
+"""Rounds in which all tokens of a request are sorted at once after candidates did not contain one of its nuclei: the
+next nuclei are likely to be as large."""
 
 
 class TokenSampler:
@@ -153,21 +156,26 @@ class BatchSampler:
         """Predictions for each request, with one device synchronization, and a second one if candidates do not contain
         a nucleus; an error where the model's probabilities are not finite."""
         predictions = self._sample(logits, logits.requests)
-        if incomplete := [request for request in logits.requests if predictions[id(request)] is None]:
-            predictions |= self._sample(logits, incomplete, sorts_all=True)
+        incomplete = [request for request in logits.requests if predictions[id(request)] is None]
+        for request in logits.requests:
+            request.num_full_sorts = max(0, request.num_full_sorts - 1)
+        for request in incomplete:
+            request.num_full_sorts = NUM_FULL_SORTS
+        if incomplete:
+            predictions |= self._sample(logits, incomplete)
         return [result for request in logits.requests if (result := predictions[id(request)]) is not None]
 
     def _sample(
-        self, logits: LogitRows, requests: Sequence[ActiveRequest], *, sorts_all: bool = False
+        self, logits: LogitRows, requests: Sequence[ActiveRequest]
     ) -> dict[int, Predictions | ValueError | None]:
         """Predictions or the error of requests, by identity; None if candidates do not contain a nucleus."""
-        groups: dict[object, list[ActiveRequest]] = {}
+        groups: dict[tuple[object, bool], list[ActiveRequest]] = {}
         for request in requests:
             key = id(request) if self._samples_alone else self._keys.get(request.settings)
-            groups.setdefault(key, []).append(request)
+            groups.setdefault((key, request.num_full_sorts > 0), []).append(request)
         samples = [
             self._samplers.get(group[0].settings).sample(logits.select(group), group, sorts_all=sorts_all)
-            for group in groups.values()
+            for (_, sorts_all), group in groups.items()
         ]
         predictions: dict[int, Predictions | ValueError | None] = {}
         for group, samples_RN in zip(groups.values(), _to_arrays(samples), strict=True):

@@ -89,10 +89,12 @@ def test_top_p_with_few_candidates_is_the_same(
 def test_nuclei_outside_of_the_candidates_are_found_in_a_second_pass(
     num_candidates: int, model: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = GenerationConfig(max_new_tokens=6, steps=3, temperature=1.0, top_p=0.7, confidence_from="filtered")
+    """And at once in the next rounds of the same request, of which every third one tries the candidates again."""
+    config = GenerationConfig(max_new_tokens=6, steps=6, temperature=1.0, top_p=0.9, confidence_from="filtered")
     prompts = [[1, 2, 3], [4, 5], [6]]
     expected = generate(model, prompts, config)
     monkeypatch.setattr(sampling, "NUM_TOP_P_CANDIDATES", num_candidates)
+    monkeypatch.setattr(sampling, "NUM_FULL_SORTS", 2)
     num_reads, read = 0, sampling._to_arrays
 
     def count_reads(tensors: Sequence[Tensor]) -> list[NDArray[np.float64]]:
@@ -102,7 +104,7 @@ def test_nuclei_outside_of_the_candidates_are_found_in_a_second_pass(
 
     monkeypatch.setattr(sampling, "_to_arrays", count_reads)
     assert generate(model, prompts, config) == expected
-    assert 3 < num_reads <= 6
+    assert num_reads == 6 + 2
 
 
 def test_temperature() -> None:
