@@ -16,11 +16,12 @@ import logging
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from diffusionlm.inference.graphs.cuda_graph import CudaGraphFactory
 from diffusionlm.inference.graphs.static_batch import ReadText, StaticBatch, StaticShape
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.moe import MoE
@@ -43,7 +44,11 @@ them, so what pads costs time."""
 MAX_PADDED_KEYS = 4
 """Keys of a forward at most, for each visible one: where one text is much longer than the others, no graph is used."""
 MIN_USES = 8
-"""Forwards of a shape that are computed without a graph before one is recorded, which takes as long as a few."""
+"""Forwards of a shape that are computed without a graph before one is recorded, so that shapes that come a few times
+are not. What a recording costs beside a forward has not been measured on a GPU."""
+MAX_FAILURES = 2
+"""Recordings without memory after which no more are tried. A recording cannot take what torch keeps for eager forwards,
+so this is given back to the driver before the second one."""
 MAX_GRAPHS = 128
 """Graphs that are kept; further shapes have none."""
 
@@ -61,32 +66,6 @@ class ForwardGraph(Protocol):
 GraphFactory = Callable[[], ForwardGraph]
 
 
-class CudaGraph:
-    """A `torch.cuda.CUDAGraph`."""
-
-    def __init__(self, stream: torch.cuda.Stream, pool: Any) -> None:
-        """
-        Args:
-            stream: on which kernels are recorded, of the device of all tensors.
-            pool: memory that graphs share; nothing in it is read after a replay.
-        """
-        self._graph, self._stream, self._pool = torch.cuda.CUDAGraph(), stream, pool
-
-    def capture(self, forward: Callable[[], None]) -> None:
-        """Record the kernels of a function. Waits for the device."""
-        graph, mode = self._graph, "thread_local"  # other threads, such as those of a server, may use the device
-        with (
-            torch.cuda.device(self._stream.device),  # the thread may have another current device
-            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode),
-        ):
-            forward()
-
-    def replay(self) -> None:
-        """Launch them on the current stream of the device."""
-        with torch.cuda.device(self._stream.device):
-            self._graph.replay()
-
-
 def select_graph_factory(model: Transformer) -> GraphFactory | None:
     """How graphs of a model's forwards are made; None: it has none, because they are off, it is not on a GPU, autocast
     is on, its attention backend has no cached form, or experts make the host wait."""
@@ -95,9 +74,7 @@ def select_graph_factory(model: Transformer) -> GraphFactory | None:
         return None
     if model.attention_backend in ("tiled", "flex") or any(isinstance(module, MoE) for module in model.modules()):
         return None
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    pool = torch.cuda.graph_pool_handle()
-    return lambda: CudaGraph(stream, pool)
+    return CudaGraphFactory(device)
 
 
 class GraphedForward:
@@ -110,12 +87,12 @@ class GraphedForward:
         self._num_uses: Counter[StaticShape] = Counter()
         self._logits_QV: Tensor | None = None
         """Logits of all inputs of the last forward, for all graphs."""
-        self._has_failed = False
+        self._num_failures = 0
 
     def __call__(self, texts: Sequence[ReadText]) -> Tensor | None:
         """Logits of the outputs of all texts, [N, V]; None: the forward has no graph."""
         shape = find_shape([sequence for _, sequence in texts])
-        if shape is None or self._has_failed:
+        if shape is None or self._num_failures == MAX_FAILURES:
             return None
         if shape not in self._graphs:
             self._num_uses[shape] += 1
@@ -128,9 +105,11 @@ class GraphedForward:
         return self._logits_QV[places_N]
 
     def _capture(self, shape: StaticShape, texts: Sequence[ReadText]) -> bool:
-        """Record the forward of a shape. If that fails, no more graphs are used and all their memory is free again."""
+        """Record the forward of a shape. If that fails, the memory of all graphs is free again."""
         weight = self._model.lm_head.weight
         try:
+            if self._num_failures:
+                torch.cuda.empty_cache()
             if self._logits_QV is None:
                 self._logits_QV = weight.new_empty(MAX_INPUTS, len(weight))
             logits_QV, graph = self._logits_QV[: shape.num_parts * shape.num_queries], self._make_graph()
@@ -138,8 +117,13 @@ class GraphedForward:
             batch.load(texts)
             graph.capture(lambda: _compute_logits(self._model, batch, logits_QV))
         except RuntimeError as error:
-            LOGGER.warning("decoding goes on without CUDA graphs, because recording one has failed: %s", repr(error))
-            self._has_failed = True
+            self._num_failures += 1
+            if not isinstance(error, torch.OutOfMemoryError):
+                self._num_failures = MAX_FAILURES
+            if self._num_failures == MAX_FAILURES:
+                LOGGER.warning(
+                    "decoding goes on without CUDA graphs, because recording one has failed: %s", repr(error)
+                )
             self._graphs.clear()
             self._logits_QV = None
             return False

@@ -7,10 +7,12 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import Mock, call, patch
 
 import numpy as np
 import pytest
@@ -22,8 +24,9 @@ from diffusionlm.inference import decoder as decoder_module
 from diffusionlm.inference import sampling
 from diffusionlm.inference.decoder import Decoder, DecoderLimits
 from diffusionlm.inference.generate import Generation, decode, generate, to_generation
-from diffusionlm.inference.graphs import graphed_forward
-from diffusionlm.inference.graphs.graphed_forward import CudaGraph, GraphedForward, find_shape
+from diffusionlm.inference.graphs import cuda_graph, graphed_forward
+from diffusionlm.inference.graphs.cuda_graph import CudaGraph, CudaGraphFactory
+from diffusionlm.inference.graphs.graphed_forward import GraphedForward, find_shape
 from diffusionlm.inference.graphs.static_batch import StaticBatch, StaticShape
 from diffusionlm.inference.requests import ActiveRequest, prepare_prompt
 from diffusionlm.inference.settings import resolve_settings
@@ -183,7 +186,8 @@ def test_a_graph_that_cannot_be_recorded_ends_their_use(
 def test_without_memory_for_a_graph_forwards_go_on(
     name: str, blocks: Transformer, graphs: list[RecordedGraph], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Neither is the forward repeated in halves, nor does the memory of earlier graphs stay occupied."""
+    """Neither is the forward repeated in halves, nor does the memory of earlier graphs stay occupied. Before the second
+    attempt torch's cache is emptied."""
     jobs = make_jobs(blocks, OPTIONS[:1], 4)
     decoder = Decoder(blocks, LIMITS["plenty"])
     num_batches = 0
@@ -196,9 +200,10 @@ def test_without_memory_for_a_graph_forwards_go_on(
         return StaticBatch(*args)
 
     target: Any = graphed_forward if name == "StaticBatch" else torch.Tensor
-    with patch.object(target, name, fail):
+    with patch.object(target, name, fail), patch.object(torch.cuda, "empty_cache") as empty_cache:
         results = run_all(decoder, jobs, [0, 0, 2, 5])
-    assert num_batches == (2 if name == "StaticBatch" else 1)
+    assert num_batches == (3 if name == "StaticBatch" else 2)
+    empty_cache.assert_called_once_with()
     assert [record.message.count("without CUDA graphs") for record in caplog.records] == [1]
     check_answers(blocks, jobs, results)
     kept = [weakref.ref(graph) for graph in graphs]
@@ -326,8 +331,6 @@ class FakeGraph:
 def test_which_models_have_graphs(make_config: Callable[..., ModelConfig]) -> None:
     with (
         fake_cuda(),
-        patch.object(torch.cuda, "Stream", lambda device: None),
-        patch.object(torch.cuda, "graph_pool_handle", lambda: (0, 1)),
     ):
         with torch.device("cuda"):
             model, other = Transformer(make_config()), Transformer(make_config(), attention_backend="flex")
@@ -340,21 +343,98 @@ def test_which_models_have_graphs(make_config: Callable[..., ModelConfig]) -> No
         assert [graphed_forward.select_graph_factory(each) for each in (other, experts, on_cpu)] == [None] * 3
 
 
-def test_a_cuda_graph_is_recorded_on_the_device_of_its_tensors() -> None:
-    """Called as torch's functions allow, whose signatures the mocks have."""
-    stream, pool, calls = Mock(device=torch.device("cuda:1")), (0, 1), []
+class FakeStream:
+    """Streams of two devices, which are returned in turn."""
+
+    num_calls = 0
+
+    def __init__(self, device: torch.device) -> None:
+        index = FakeStream.num_calls % cuda_graph.NUM_STREAMS
+        FakeStream.num_calls += 1
+        self.device, self.cuda_stream = device, 1000 * (device.index + 1) + index
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", count(1).__next__)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Mock)
+
+
+@pytest.mark.usefixtures("streams")
+def test_decoders_never_share_a_stream() -> None:
+    """Also if streams are taken elsewhere, and from the moment on when all graphs of a decoder are gone."""
+    device, other_device = torch.device("cuda", 0), torch.device("cuda", 1)
+    factories = [CudaGraphFactory(device) for _ in range(cuda_graph.NUM_STREAMS)]
+    made = []
+    for number, factory in enumerate(factories):
+        made.append([factory(), factory()])
+        for _ in range(31 * (number % 2)):
+            torch.cuda.Stream(device)
+    pools = [graph._pool for graph, _ in made]
+    assert [other._pool for _, other in made] == pools, "graphs of a decoder share memory"
+    assert len({pool.stream.cuda_stream for pool in pools}) == cuda_graph.NUM_STREAMS
+    with pytest.raises(RuntimeError, match="32 streams of cuda:0 are used by graphs of other decoders"):
+        CudaGraphFactory(device)()
+    assert CudaGraphFactory(other_device)()._pool.stream.device == other_device
+    handle, stream = pools[7].handle, pools[7].stream.cuda_stream
+    del pools
+    made[7].pop()
+    with pytest.raises(RuntimeError, match="32 streams"):
+        CudaGraphFactory(device)()
+    made[7].clear()
+    pool = factories[7]()._pool
+    assert pool.stream.cuda_stream == stream
+    assert pool.handle != handle, "torch accepts no pool whose graphs are gone"
+
+
+def test_a_stream_is_free_only_when_the_graph_is_destroyed(streams: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, destroying it would free the workspace of the stream's next user."""
+    used: list[set[int]] = []
+
+    class Graph:
+        def __del__(self) -> None:
+            used.append(set(cuda_graph._used_streams))
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    graph = CudaGraphFactory(torch.device("cuda", 0))()
+    stream = graph._pool.stream.cuda_stream
+    del graph
+    assert [stream in streams for streams in used] == [True]
+    assert stream not in cuda_graph._used_streams
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_cuda_graph_is_recorded_on_the_device_of_its_tensors(*, fails: bool) -> None:
+    """Called as torch's functions allow, whose signatures the mocks have; without waiting, or emptying torch's cache.
+    The recording also ends if the function fails."""
+    pool = Mock(stream=Mock(device=torch.device("cuda:1")), handle=(0, 1))
+    calls = Mock()
+
+    def forward() -> None:
+        calls.forward()
+        if fails:
+            raise torch.OutOfMemoryError("no memory")
+
     with (
         patch.object(torch.cuda, "CUDAGraph", autospec=True) as recorded,
-        patch.object(torch.cuda, "graph", autospec=True) as record,
+        patch.object(torch.cuda, "stream", autospec=True) as stream,
         patch.object(torch.cuda, "device", autospec=True) as device,
+        patch.object(torch.cuda, "synchronize") as synchronize,
+        patch.object(torch.cuda, "empty_cache") as empty_cache,
     ):
-        graph = CudaGraph(stream, pool)
-        graph.capture(lambda: calls.append(record.return_value.__enter__.call_count))
+        calls.attach_mock(recorded.return_value.capture_begin, "begin")
+        calls.attach_mock(recorded.return_value.capture_end, "end")
+        graph = CudaGraph(pool)
+        with pytest.raises(torch.OutOfMemoryError) if fails else nullcontext():
+            graph.capture(forward)
         graph.replay()
-    assert calls == [1], "within the recording"
-    record.assert_called_once_with(recorded.return_value, pool=pool, stream=stream, capture_error_mode="thread_local")
+    begin = call.begin(pool=(0, 1), capture_error_mode="thread_local")
+    assert calls.mock_calls == [begin, call.forward(), call.end()]
+    stream.assert_called_once_with(pool.stream)
     recorded.return_value.replay.assert_called_once_with()
-    assert [call.args for call in device.call_args_list] == [(stream.device,)] * 2
+    assert [each.args for each in device.call_args_list] == [(pool.stream.device,)] * 2
+    assert not synchronize.called and not empty_cache.called
 
 
 @pytest.mark.gpu
@@ -368,10 +448,10 @@ def test_cuda_graphs(name: str, request: pytest.FixtureRequest, monkeypatch: pyt
     replays = Counter[str]()
     replay = CudaGraph.replay
 
-    def count(graph: CudaGraph) -> None:
+    def count_replays(graph: CudaGraph) -> None:
         replays["all"] += 1
         replay(graph)
 
-    monkeypatch.setattr(CudaGraph, "replay", count)
+    monkeypatch.setattr(CudaGraph, "replay", count_replays)
     check_answers(model, jobs, run_all(Decoder(model, GRAPH_LIMITS["everything"]), jobs, [*range(12)]))
     assert replays["all"] > 10
