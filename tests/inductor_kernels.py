@@ -15,10 +15,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
 from benchmarking.harness import Table, version
+from diffusionlm.models import flex
 from files.atomic import write_text_atomic
 from tests.flex_kernels import (
     CASES_OF_ALL_GPUS,
@@ -126,7 +128,7 @@ compiled for {TARGET} without a GPU. Nothing was executed. A model of two layers
 number of output positions. Matrix products and SDPA are not Triton's and not counted; kernels beside attention are
 norms, rotations, activations, casts of weights, gathers and sums. Registers and spills are those of a thread.
 `tests/unit/training/test_inductor_kernels.py` holds the numbers to budgets."""
-    flex = f"""## FlexAttention alone
+    flex_text = f"""## FlexAttention alone
 
 What other models, float32 and forwards without gradients (validation, samples) run; options that the model sets for any
 GPU are compiled for {", ".join(SHARED_BYTES)}, where a program may have
@@ -135,19 +137,35 @@ GPU are compiled for {", ".join(SHARED_BYTES)}, where a program may have
   configuration.
 - Atomics add the gradients of gathered positions. These are distinct, so the sums have one order.
 - Kernels of FlexAttention have options of their own where torch's default spills (`diffusionlm/models/flex.py`, with
-  the reasons). Bytes that a thread spills with torch's default for an H100: 1,140 to 1,192 in the forward at width 64;
+  the reasons). Bytes that a thread spills with torch's default for an H100 (`uv run python -m tests.inductor_kernels
+  --default-options`): 1,140 to 1,192 in the forward at width 64;
   172 to 464 in the backward at width 128; 3,672 there at width 256 with a soft cap; in float32 3,064 in the forward at
   width 64, in the backward 472 at width 128 and 2,896 at width 256, of which 428 remain. None of it was timed.
+- Left in float32: 256 bytes in the forward at width 128 and 8 in the backward at width 64 on an A100, and 400 to 492 in
+  the backward at width 256 on each.
 - `ROWS_GUARANTEED_SAFE` of FlexAttention is not set: a query that sees no key of the first tile would be NaN."""
-    return "\n\n".join([text, format_table(kernels), flex, format_flex_table(flex_kernels), "## Limits", limits]) + "\n"
+    return (
+        "\n\n".join([text, format_table(kernels), flex_text, format_flex_table(flex_kernels), "## Limits", limits])
+        + "\n"
+    )
 
 
 def main() -> None:
-    """Print the table, or as JSON the kernels and the number of graphs with activation checkpointing."""
+    """Print the tables, or as JSON the kernels and the number of graphs with activation checkpointing."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--output", type=Path, help="Markdown file that gets the table")
     parser.add_argument("--json", action="store_true", help="print JSON, with `TESTED_CASES` of FlexAttention alone")
+    parser.add_argument("--default-options", action="store_true", help="FlexAttention with torch's options, not ours")
     arguments = parser.parse_args()
+    if arguments.default_options:
+        with patch.object(flex, "_choose_kernel_options", lambda *_: None):
+            report(arguments)
+    else:
+        report(arguments)
+
+
+def report(arguments: argparse.Namespace) -> None:
+    """Compile all cases, and print or write them as the arguments say."""
     kernels = [kernel for case in CASES for kernel in compile_case(case)]
     if arguments.json:
         pairs = [(name, TARGET) for name in TESTED_CASES]
