@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,13 @@ from benchmarking.gpu import check, judges, parts
 from benchmarking.gpu.check import PartResult, format_page, run_part, run_parts
 from benchmarking.gpu.judges import PartVerdict
 from benchmarking.gpu.parts import Part, Site, build_parts
+from config.generation import GenerationConfig
+from diffusionlm.inference import decoder
+from diffusionlm.inference.generate import decode
+from diffusionlm.inference.requests import prepare_prompt
+from diffusionlm.inference.settings import resolve_settings
+from tests.conftest import MakeModel
+from tests.recorded_graph import RecordedGraph
 
 ROOT = Path(__file__).parents[3]
 HEAD_TABLE = """| implementation | ms | useful TFLOP/s | peak MiB |
@@ -160,6 +168,8 @@ def test_parts_of_a_machine_and_of_a_rehearsal(device: str, tmp_path: Path) -> N
     names = [each.name for each in built]
     assert len(set(names)) == len(names)
     assert names == [each.name for each in build_parts(Site(tmp_path, "cuda", "NVIDIA H200", 1))]
+    strategies = [word for each in built for word in each.command if word.startswith("parallel.strategy=")]
+    assert strategies == ["parallel.strategy=ddp", "parallel.strategy=fsdp"]
     configs = [Path(word) for each in built for word in each.command if word.startswith("config/")]
     assert len(configs) >= 4 and all((ROOT / path).is_file() for path in configs)
 
@@ -211,6 +221,38 @@ def test_a_resumed_run_must_end_where_the_first_did() -> None:
     assert not judges.judge_resume(before, {2: 5.0, 4: 4.4}, "going on from step-2").is_met
     assert not judges.judge_resume(before, {2: 5.0, 4: 4.0}, "is complete").is_met
     assert not judges.judge_resume(before, {2: 5.0}, "going on from step-2").is_met
+
+
+def test_decoding_uses_graphs(
+    tmp_path: Path, tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the settings of the check most rounds of a bidirectional model have a graph; the CPU has the same settings.
+
+    A graph that cannot be recorded fails the part: the answers alone would not tell.
+    """
+    built = {each.name: each for each in build_parts(Site(tmp_path, "cuda", "NVIDIA H200", 1))}
+    words = built["decoding"].command
+    on_cpu = [word.replace("decoded-cpu", "decoded-cuda") for word in built["decoding on the CPU"].command]
+    assert [word.replace("=cpu", "=cuda") for word in on_cpu] == list(words)
+    options = dict(word.removeprefix("generation.").split("=") for word in words if word.startswith("generation."))
+    options["max_new_tokens"] = words[words.index("--max-new-tokens") + 1]
+    model = tiny_model(vocab_size=23, mask_token_id=22, max_position_embeddings=128).eval()
+    settings = resolve_settings(GenerationConfig.model_validate_strings(options), model.config)
+    graphs: list[RecordedGraph] = []
+
+    def make_graph() -> RecordedGraph:
+        graphs.append(RecordedGraph())
+        return graphs[-1]
+
+    def decode_two() -> None:
+        decode(model, settings, [prepare_prompt(settings, [1] * length) for length in (1, 2)])
+
+    monkeypatch.setattr(decoder, "select_graph_factory", lambda model: make_graph)
+    decode_two()
+    assert len(graphs) > 0 and sum(graph.num_replays for graph in graphs) > 30
+    monkeypatch.setattr(RecordedGraph, "capture", Mock(side_effect=RuntimeError("no memory")))
+    decode_two()
+    assert not built["decoding"].judge(caplog.text).is_met
 
 
 def test_decoding_must_agree_with_the_cpu() -> None:

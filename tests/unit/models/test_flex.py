@@ -172,3 +172,26 @@ def test_kernel_options_divide_the_tiles_of_a_mask() -> None:
             assert options["bwd_BLOCK_M2"] % options["bwd_BLOCK_N2"] == 0
     assert (128, torch.bfloat16, True) in found and (128, torch.bfloat16, False) not in found
     assert not is_hopper(torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize(
+    ("width", "dtype", "limit"), [(64, torch.bfloat16, 2e-2), (128, torch.bfloat16, 2e-2), (128, torch.float32, 5e-3)]
+)
+def test_cuda_at_widths_with_kernel_options(width: int, dtype: torch.dtype, limit: float) -> None:
+    """Those of models, which have options for a GPU that the small heads of the other tests have not."""
+    pattern = BlockDiffusion(16, DOCUMENTS)
+    length = LENGTH * pattern.positions_per_token
+    ours: list[Any] = [
+        torch.randn(2, length, heads, width, device="cuda", dtype=dtype).requires_grad_() for heads in (4, 2, 2)
+    ]
+    wide: list[Any] = [tensor.detach().cpu().double().requires_grad_() for tensor in ours]
+    out = prepare_attention(pattern.to("cuda"), length, "cuda", "flex")(*ours)
+    expected = prepare_attention(pattern, length, "cpu", "eager")(*wide)
+    cotangent = torch.randn_like(out)
+    gradients = torch.autograd.grad(out, ours, cotangent)
+    theirs = torch.autograd.grad(expected, wide, cotangent.cpu().double())
+    for our, their in zip((out, *gradients), (expected, *theirs), strict=True):
+        assert our.dtype == dtype
+        assert (our.detach().cpu().double() - their).norm() < limit * their.norm()
