@@ -10,7 +10,7 @@ import contextlib
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarking.serving.count_kernels import WITHOUT_KERNELS
 from diffusionlm.kernels import chunked_loss
 from diffusionlm.models import flex
+from diffusionlm.models.moe import ExpertGroups
 from profiling import triton_setup
 from profiling.roofline import backward
 from profiling.roofline.fake_gpu import FusedAttention
@@ -311,6 +312,20 @@ def fake_cuda() -> Iterator[LaunchRecord]:
         stack.enter_context(backward.python_backward())
         stack.enter_context(_Recorder(record, mode))
         yield record
+
+
+@contextlib.contextmanager
+def even_experts() -> Iterator[None]:
+    """Context in which each expert computes as many tokens as the others: on a fake GPU the counts have no values."""
+    from_experts = ExpertGroups.from_experts
+
+    def group_evenly(experts_TK: Tensor, num_experts: int) -> ExpertGroups:
+        groups = from_experts(experts_TK, num_experts)
+        size, rest = divmod(experts_TK.numel(), num_experts)
+        return replace(groups, counts=[size + (index < rest) for index in range(num_experts)])
+
+    with patch.object(ExpertGroups, "from_experts", group_evenly):
+        yield
 
 
 def _move_module(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
-from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,10 +14,9 @@ from torch import Tensor
 
 from config.load import load_config
 from config.train import TrainConfig
-from diffusionlm.models.moe import ExpertGroups
 from diffusionlm.training.loop import train
 from tests.conftest import MakeModel
-from tests.fake_cuda import BACKWARD, FLEX_ATTENTION, LaunchRecord, fake_cuda
+from tests.fake_cuda import BACKWARD, FLEX_ATTENTION, LaunchRecord, even_experts, fake_cuda
 from tests.preference_run import configure_preferences, write_preferences
 from tests.tiny_run import write_train_config
 
@@ -49,7 +45,7 @@ ALLOWED_WAITS = {
 }
 """Places where the host waits for the GPU, and for what."""
 EXPERTS = "diffusionlm/models/moe.py:from_experts"
-"""In each layer with experts: the number of tokens of each."""
+"""In each layer with experts: the number of tokens of each; again if the backward recomputes the layer."""
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 ON_GPU: Sections = {
     "run": {"device": "cuda"},
@@ -81,16 +77,7 @@ def merge(*parts: Sections) -> Sections:
 
 def train_on_fake_gpu(config: TrainConfig) -> LaunchRecord:
     """Make a run as on a GPU."""
-    from_experts = ExpertGroups.from_experts
-
-    def group_evenly(experts_TK: Tensor, num_experts: int) -> ExpertGroups:
-        groups = from_experts(experts_TK, num_experts)
-        size, rest = divmod(experts_TK.numel(), num_experts)
-        return replace(groups, counts=[size + (index < rest) for index in range(num_experts)])
-
-    with ExitStack() as stack:
-        record = stack.enter_context(fake_cuda())
-        stack.enter_context(patch.object(ExpertGroups, "from_experts", group_evenly))
+    with fake_cuda() as record, even_experts():
         result = train(config)
     assert result.summary is not None and result.step == config.training.max_steps
     assert record.count(of_backward=True)["mm"] >= 2 * config.training.max_steps

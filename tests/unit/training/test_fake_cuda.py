@@ -20,7 +20,7 @@ from diffusionlm.training.monitor import StepMonitor
 from diffusionlm.training.run import build_train_state
 from diffusionlm.training.signals import StopRequest
 from diffusionlm.training.step import load_step_batch, train_step
-from tests.fake_cuda import BACKWARD, FUSED_ATTENTION, LaunchRecord, fake_cuda
+from tests.fake_cuda import BACKWARD, FUSED_ATTENTION, LaunchRecord, even_experts, fake_cuda
 from tests.tiny_run import build_changed_run
 
 CUDA = torch.device("cuda")
@@ -104,6 +104,14 @@ def test_recomputed_activations(train_config: TrainConfig, tmp_path: Path) -> No
     assert not record.waits
     assert counts["mm"] == 2 * (2 * 7 + 6)
     assert counts[FUSED_ATTENTION] == counts[FUSED_ATTENTION + BACKWARD] == 2
+
+
+def test_recomputed_experts(train_config: TrainConfig, tmp_path: Path) -> None:
+    """The backward reads the number of tokens of each of 4 experts again, which is one copy."""
+    model = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    with even_experts():
+        record = record_step(train_config, tmp_path / "run", model=model, runtime={"activation_checkpointing": "full"})
+    assert record.waits == {"diffusionlm/models/moe.py:from_experts": 2 * 4}
 
 
 def test_waits_of_a_backward(train_config: TrainConfig, tmp_path: Path) -> None:
