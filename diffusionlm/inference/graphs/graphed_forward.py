@@ -33,8 +33,9 @@ LOGGER = logging.getLogger(__name__)
 
 MAX_INPUTS = 512
 """Inputs of the largest graph: beyond it the host launches kernels faster than a GPU computes them."""
-PART_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Numbers of parts."""
+BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Numbers of parts, and with bidirectional attention of the inputs of a part, which are few more than the longest text
+reads: with a cache for the prefix alone, each block of a text reads another number."""
 MIN_INPUTS = 64
 MAX_PADDED_INPUTS = 2
 """A graph has at most as many inputs for each that is read, or `MIN_INPUTS`."""
@@ -50,7 +51,11 @@ MAX_FAILURES = 2
 """Recordings without memory after which no more are tried. A recording cannot take what torch keeps for eager forwards,
 so this is given back to the driver before the second one."""
 MAX_GRAPHS = 128
-"""Graphs that are kept; further shapes have none."""
+"""Graphs at a time; further shapes have none."""
+PERIOD = 2048
+"""Forwards with a shape after which uses are counted anew, so that rare shapes have no graph and are forgotten. If more
+than half of them found the table full of other shapes, all graphs are dropped. Single ones must not be (`cuda_graph`).
+"""
 
 
 class ForwardGraph(Protocol):
@@ -85,6 +90,11 @@ class GraphedForward:
         self._model, self._cache, self._make_graph = model, cache, make_graph
         self._graphs: dict[StaticShape, tuple[ForwardGraph, StaticBatch]] = {}
         self._num_uses: Counter[StaticShape] = Counter()
+        """Forwards of each shape in this period."""
+        self._num_forwards = 0
+        """Forwards of all shapes in this period."""
+        self._num_misses = 0
+        """Those of them that found `MAX_GRAPHS` graphs of other shapes."""
         self._logits_QV: Tensor | None = None
         """Logits of all inputs of the last forward, for all graphs."""
         self._num_failures = 0
@@ -94,15 +104,29 @@ class GraphedForward:
         shape = find_shape([sequence for _, sequence in texts])
         if shape is None or self._num_failures == MAX_FAILURES:
             return None
-        if shape not in self._graphs:
-            self._num_uses[shape] += 1
-            if self._num_uses[shape] <= MIN_USES or len(self._graphs) == MAX_GRAPHS or not self._capture(shape, texts):
-                return None
+        self._count(shape)
+        if shape not in self._graphs and not (self._may_capture(shape) and self._capture(shape, texts)):
+            return None
         graph, batch = self._graphs[shape]
         places_N = copy_to_device(torch.from_numpy(batch.load(texts)), self._cache.keys_KTH[0].device)
         graph.replay()
         assert self._logits_QV is not None
         return self._logits_QV[places_N]
+
+    def _count(self, shape: StaticShape) -> None:
+        """Count a forward, and at the end of a period drop graphs of shapes that no longer come."""
+        if self._num_forwards == PERIOD:
+            if 2 * self._num_misses > PERIOD:
+                self._graphs.clear()
+            self._num_uses.clear()
+            self._num_forwards = self._num_misses = 0
+        self._num_forwards += 1
+        self._num_uses[shape] += 1
+        self._num_misses += shape not in self._graphs and len(self._graphs) == MAX_GRAPHS
+
+    def _may_capture(self, shape: StaticShape) -> bool:
+        """Whether a shape comes often enough for a graph, and there is room for one."""
+        return self._num_uses[shape] > MIN_USES and len(self._graphs) < MAX_GRAPHS
 
     def _capture(self, shape: StaticShape, texts: Sequence[ReadText]) -> bool:
         """Record the forward of a shape. If that fails, the memory of all graphs is free again."""
@@ -142,28 +166,29 @@ def find_shape(sequences: Sequence[SequenceSlice]) -> StaticShape | None:
     if num_queries is None:
         return None
     num_parts = [-(-sequence.num_inputs // num_queries) for sequence in sequences]
-    bucket = bisect_left(PART_BUCKETS, sum(num_parts))
-    if max(num_parts) > 2 or bucket == len(PART_BUCKETS):
+    bucket = bisect_left(BUCKETS, sum(num_parts))
+    if max(num_parts) > 2 or bucket == len(BUCKETS):
         return None
     num_inputs = sum(sequence.num_inputs for sequence in sequences)
-    if PART_BUCKETS[bucket] * num_queries > min(MAX_INPUTS, max(MIN_INPUTS, MAX_PADDED_INPUTS * num_inputs)):
+    if BUCKETS[bucket] * num_queries > min(MAX_INPUTS, max(MIN_INPUTS, MAX_PADDED_INPUTS * num_inputs)):
         return None
     longest = max(sequence.num_visible for sequence in sequences)
     step = max(MIN_KEYS, 1 << max(0, (longest - 1).bit_length() - 3))
     num_keys = -(-longest // step) * step
     num_visible = sum(count * sequence.num_visible for count, sequence in zip(num_parts, sequences, strict=True))
-    if num_keys > MIN_KEYS and PART_BUCKETS[bucket] * num_keys > MAX_PADDED_KEYS * num_visible:
+    if num_keys > MIN_KEYS and BUCKETS[bucket] * num_keys > MAX_PADDED_KEYS * num_visible:
         return None
-    return StaticShape(PART_BUCKETS[bucket], num_queries, num_keys)
+    return StaticShape(BUCKETS[bucket], num_queries, num_keys)
 
 
 def _find_num_queries(sequences: Sequence[SequenceSlice]) -> int | None:
-    """Inputs of a part: a block of block-causal attention, and with bidirectional attention what the longest text
-    reads. None: the sequences have no graph."""
+    """Inputs of a part: a block of block-causal attention, and with bidirectional attention the bucket of what the
+    longest text reads. None: the sequences have no graph."""
     if any(sequence.pages is None for sequence in sequences):
         return None
     if all(isinstance(sequence.pattern, Bidirectional) for sequence in sequences):
-        return max(sequence.num_inputs for sequence in sequences)
+        bucket = bisect_left(BUCKETS, max(sequence.num_inputs for sequence in sequences))
+        return BUCKETS[bucket] if bucket < len(BUCKETS) else None
     block_lengths = {
         sequence.pattern.block_length if isinstance(sequence.pattern, BlockCausal) else None for sequence in sequences
     }

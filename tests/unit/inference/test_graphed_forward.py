@@ -230,7 +230,8 @@ def test_shapes_of_graphs() -> None:
         ([block, sequence(4, 40, BlockCausal(2))], None),
         ([block, sequence(4, 40, Bidirectional())], None),
         ([block, sequence(40, 40, pages=None)], None),
-        ([sequence(4, 40, Bidirectional()), sequence(5, 30, Bidirectional())], StaticShape(2, 5, 64)),
+        ([sequence(4, 40, Bidirectional()), sequence(5, 30, Bidirectional())], StaticShape(2, 6, 64)),
+        ([sequence(300, 300, Bidirectional())], StaticShape(1, 384, 320)),
         ([sequence(513, 600, Bidirectional())], None),
         ([sequence(100, 100, Bidirectional())] + [sequence(9, 40, Bidirectional())] * 3, None),
         ([block] * 7 + [sequence(4, 300)], None),
@@ -238,6 +239,43 @@ def test_shapes_of_graphs() -> None:
         ([sequence(4, 520)], StaticShape(1, 4, 640)),
     ):
         assert find_shape(sequences) == expected
+
+
+def test_bidirectional_texts_of_any_lengths_have_few_shapes() -> None:
+    shapes = {find_shape([sequence(length, 512, Bidirectional())]) for length in range(1, 513)}
+    assert len(shapes) == len(graphed_forward.BUCKETS) and None not in shapes
+
+
+def test_graphs_of_shapes_that_no_longer_come_are_dropped(blocks: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All at once, and only if they are in the way of many forwards."""
+    for name, value in {"MIN_USES": 1, "MAX_GRAPHS": 2, "PERIOD": 8}.items():
+        monkeypatch.setattr(graphed_forward, name, value)
+    cache = PagedCache(blocks.config, 9, 4, "cpu", torch.float64)
+    graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    class EmptyGraph:
+        def capture(self, forward: Callable[[], None]) -> None:
+            graphs.add(self)
+
+        def replay(self) -> None:
+            pass
+
+    forward = GraphedForward(blocks, cache, EmptyGraph)
+
+    def read(*numbers: int) -> list[bool]:
+        """Whether forwards of so many texts have a graph."""
+        part = replace(sequence(4, 4, pages=range(9)), outputs=np.arange(1))
+        return [forward([(np.arange(4), part)] * number) is not None for number in numbers]
+
+    assert read(1, 1, 2, 2, 3, 3, 3, 3) == [False, True, False, True] + [False] * 4
+    assert read(3, 1, 3, 2, 3, 1, 3, 2) == [False, True] * 4
+    assert len(graphs) == 2
+    assert read(3, 3, 3, 3, 3, 1, 2, 1) == [False] * 5 + [True] * 3
+    assert read(3, 3, 1, 3) == [False, True, False, True]
+    assert len(graphs) == 1
+    for number in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) * 2:
+        read(number)
+    assert len(forward._num_uses) <= 8
 
 
 def test_another_round_of_a_shape_records_the_same_operators(blocks: Transformer) -> None:
