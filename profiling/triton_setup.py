@@ -6,7 +6,9 @@ import functools
 import importlib.util
 import os
 import shutil
+import sysconfig
 from collections.abc import Mapping
+from pathlib import Path
 
 FUSION_VARIABLE = "TRITON_DEFAULT_FP_FUSION"
 """Triton fuses a multiplication and an addition, which are then rounded once, if it is 1. Its default changes with
@@ -27,7 +29,7 @@ def is_triton_installed() -> bool:
 
 @functools.cache
 def _find_own_compiler_problem() -> str | None:
-    return find_c_compiler_problem(os.environ)
+    return find_c_compiler_problem(os.environ) or find_header_problem(os.environ)
 
 
 def find_c_compiler_problem(environment: Mapping[str, str]) -> str | None:
@@ -42,6 +44,29 @@ def find_c_compiler_problem(environment: Mapping[str, str]) -> str | None:
     elif not any(shutil.which(name, path=path) for name in ("gcc", "clang")):
         return "needs a C compiler, and there is neither gcc nor clang: install one, or name another in CC"
     return None
+
+
+def python_include_folder() -> Path:
+    """Folder in which Triton looks for Python's headers: Debian's own scheme would name one below /usr/local."""
+    scheme = sysconfig.get_default_scheme()
+    return Path(sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme))
+
+
+def find_header_problem(environment: Mapping[str, str]) -> str | None:
+    """Why the compiler finds no Python.h, which the code that launches Triton's kernels includes, with a remedy.
+
+    None: it is where Triton looks, or in a folder that ``CPATH`` or ``C_INCLUDE_PATH`` names.
+    """
+    own = python_include_folder()
+    folders = [own]
+    for name in ("CPATH", "C_INCLUDE_PATH"):
+        folders += [Path(folder) for folder in environment.get(name, "").split(os.pathsep)]
+    if any((folder / "Python.h").is_file() for folder in folders):
+        return None
+    return (
+        f"needs Python.h, which is not in {own}: install Python's headers (python3-dev, python3-devel), or use uv's "
+        "Python, which has them (uv sync --managed-python)"
+    )
 
 
 def set_kernel_rounding() -> None:

@@ -96,7 +96,7 @@ def _try_kernel(torch: TorchInfo, check_kernel: Callable[[], str]) -> tuple[str,
         return f"{version}; {check_kernel()}", None
     except Exception as error:  # a compiler may raise anything
         why = f"{type(error).__name__}: {error}".splitlines()[0]
-        remedy = "uv sync --reinstall-package triton, and a C compiler for it"
+        remedy = "uv sync --reinstall-package triton, and a C compiler and Python.h for it"
         weight = "broken" if torch.gpus else "note"
         return f"{version}, does not work", Finding(weight, "Triton's kernel does not work", why, remedy)  # type: ignore[arg-type]
 

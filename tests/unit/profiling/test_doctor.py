@@ -351,7 +351,7 @@ def test_a_kernel_that_fails(gpus: tuple[GpuInfo, ...], weight: str, monkeypatch
     line, finding = report._try_kernel(replace(TORCH, gpus=gpus), fail)
     assert finding is not None
     assert (finding.weight, finding.why) == (weight, "RuntimeError: no compiler")
-    assert finding.remedy == "uv sync --reinstall-package triton, and a C compiler for it"
+    assert finding.remedy == "uv sync --reinstall-package triton, and a C compiler and Python.h for it"
     assert line.endswith("does not work")
 
 

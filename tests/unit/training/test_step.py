@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -175,6 +178,44 @@ def test_when_blocks_are_compiled(
     config = RuntimeConfig(compile=compile, activation_checkpointing=checkpointing)
     monkeypatch.setattr(triton_setup, "find_triton_problem", lambda: None)
     assert should_compile_blocks(config, device) == chosen
+
+
+def test_a_gpu_without_pythons_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A compiler alone is not enough: what launches Triton's kernels includes Python.h, as of Debian's python3-dev."""
+    include = tmp_path / "include"
+    include.mkdir()
+    (tmp_path / "gcc").write_text("")
+    (tmp_path / "gcc").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("CC", "CPATH", "C_INCLUDE_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(triton_setup, "is_triton_installed", lambda: True)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name, scheme: str(include))
+    triton_setup._find_own_compiler_problem.cache_clear()
+    try:
+        warning = check_triton(RuntimeConfig(), CUDA)
+        assert warning is not None and f"Python.h, which is not in {include}" in warning and "python3-dev" in warning
+        assert not should_compile_blocks(RuntimeConfig(), CUDA)
+        triton_setup._find_own_compiler_problem.cache_clear()
+        monkeypatch.setenv("CPATH", f"/nonexistent{os.pathsep}{tmp_path / 'own'}")
+        (tmp_path / "own").mkdir()
+        (tmp_path / "own" / "Python.h").write_text("")
+        assert triton_setup.find_triton_problem() is None
+        monkeypatch.delenv("CPATH")
+        (include / "Python.h").write_text("")
+        triton_setup._find_own_compiler_problem.cache_clear()
+        assert check_triton(RuntimeConfig(), CUDA) is None
+    finally:
+        triton_setup._find_own_compiler_problem.cache_clear()
+
+
+@pytest.mark.skipif(not triton_setup.is_triton_installed(), reason="needs triton")
+def test_headers_are_sought_where_triton_seeks_them() -> None:
+    from triton.runtime import build  # type: ignore[import-untyped]
+
+    with patch("subprocess.check_call") as call:
+        build._build("name", "source.c", ".", [], [], [], [])
+    assert f"-I{triton_setup.python_include_folder()}" in call.call_args.args[0]
 
 
 def test_a_gpu_without_a_c_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
