@@ -12,14 +12,15 @@ from profiling.roofline.fake_gpu import ATTENTION, ATTENTION_BACKWARD
 from profiling.roofline.kernels import Kernel
 
 LARGE_PRODUCT_SHARE = 0.80
-"""Share of the peak in products whose sides all have `LARGE_SIDE` or more: 790 of 989 TFLOP/s, measured on an H200."""
+"""Share of the peak in products whose sides all have `LARGE_SIDE` or more: 790 of an H200's 989 TFLOP/s, an
+assumption."""
 LARGE_SIDE = 2048
 PRODUCT_SHARE = 0.70
 """Share of the peak in other products: 690 of 989 TFLOP/s, an assumption."""
 ATTENTION_SHARE = 0.30
 """Share of the peak in fused attention, over forward and backward: 300 of 989 TFLOP/s, an assumption."""
 BANDWIDTH_SHARE = 0.90
-"""Share of the data sheet's bandwidth: 4.3 of 4.8 TB/s, a measured copy on an H200."""
+"""Share of the data sheet's bandwidth: 4.3 of an H200's 4.8 TB/s, an assumption."""
 KERNEL_SECONDS = 2e-6
 """Shortest time from the start of a kernel to that of the next one."""
 LAUNCH_SECONDS = 5e-6
