@@ -18,9 +18,11 @@ from profiling.roofline.rounds import RecordedDecoding, Rounds, record_decoding
 METHOD = f"""\
 The rounds of the first block, and of one in the middle of the answers, are recorded on tensors without values; the \
 other blocks are like the latter. {METHOD_OF_KERNELS} A round takes the sum of its kernels, or the host's \
-{1e6 * LAUNCH_SECONDS:g} µs for each launch if they are more and no CUDA graph launches them. Python's work between \
-two rounds is left out. Weights count in each product that reads them. The goal for the shape of SDAR-4B with blocks \
-of 4 and 128 requests is {DECODING_GOAL:,.0f} tokens per second on an H200."""
+{1e6 * LAUNCH_SECONDS:g} µs for each launch if they are more and no CUDA graph launches them. Kernels are those \
+without graphs. A graph has more work, which is left out: the head for all of its inputs instead of the masked ones, \
+padded sequences and keys, a mask in each attention; so where the GPU is the limit, tokens per second with graphs are \
+probably lower. Python's work between two rounds is left out. Weights count in each product that reads them. The goal \
+for the shape of SDAR-4B with blocks of 4 and 128 requests is {DECODING_GOAL:,.0f} tokens per second on an H200."""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,8 @@ def record_decoding(config: BenchInferConfig, cell: BenchCell) -> RecordedDecodi
     """Decode the requests of a cell in bfloat16. The config must have a shape in place of a directory.
 
     Answers of several blocks are recorded by their first block, and by one in the middle, before which the rest of the
-    answer is part of the prompt.
+    answer is part of the prompt. Rounds are recorded without CUDA graphs, which pad sequences and keys and compute the
+    head for all inputs.
     """
     bench, shape = config.bench, config.model.shape
     assert shape is not None
@@ -82,7 +83,7 @@ def _record(
             model = Transformer(model_config, attention_backend=config.model.attention_backend).eval()
         for parameter in model.parameters():
             parameter.data = parameter.data.to(torch.bfloat16)
-        model.uses_cuda_graphs = False  # a graph has the same kernels
+        model.uses_cuda_graphs = False  # what a graph computes in addition is not predicted
         with (
             record_operators(model, (), FakeGpuRecorder, after_forward="sampling") as recorder,
             patch.object(sampling, "_to_arrays", read_predictions),
