@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 
 from cli.arguments import parse_command
 from cli.entry import exit_with_usage_error, friendly_errors, path_argument, usage_errors
@@ -31,11 +32,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     runtime = RuntimeConfig(compile=arguments.compile, activation_checkpointing=arguments.checkpointing)
     is_default = runtime == RuntimeConfig() and arguments.optimizer == "adamw" and not arguments.ema
+    is_default = is_default and arguments.attention_share is None
     if arguments.device == "cpu" and not is_default:
         exit_with_usage_error(
             NAME,
             "--device cpu measures the steps of diffusionlm-bench-train: remove --compile, --checkpointing, "
-            "--optimizer and --ema",
+            "--optimizer, --ema and --attention-share",
         )
     # Only now, so that --help and config errors do not wait for torch.
     from profiling.roofline.predictions import StepOptions, predict
@@ -46,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             report = validate(config)
         else:
             options = StepOptions(runtime, OPTIMIZERS[arguments.optimizer](), arguments.ema)
+            if arguments.attention_share is not None:
+                options = replace(options, attention_share=arguments.attention_share)
             report = predict(config, arguments.device, options)
     text = report.to_markdown()
     print_line(text)
@@ -66,7 +70,28 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="default: adamw")
     parser.add_argument("--ema", action="store_true", help="average the weights")
+    parser.add_argument(
+        "--attention-share",
+        metavar="SHARE",
+        type=_share_argument,
+        help="share of a GPU's peak that fused attention is assumed to reach, such as 0.4 (default: 0.3)",
+    )
     parser.add_argument("--output", metavar="FILE.md", type=path_argument, help="Markdown file that gets the tables")
+
+
+def _share_argument(text: str) -> float:
+    """A share of a peak.
+
+    Raises:
+        argparse.ArgumentTypeError: not a number, or not above 0 and at most 1.
+    """
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0.0 < share <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share: give a number above 0 and at most 1, such as 0.4")
+    return share
 
 
 def _format_page(device: str, text: str) -> str:

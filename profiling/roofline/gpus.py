@@ -34,6 +34,8 @@ class GpuModel:
     accelerator: Accelerator
     peak: float
     """Dense bfloat16 FLOPs per second."""
+    attention_share: float = ATTENTION_SHARE
+    """Share of the peak in fused attention."""
 
     @property
     def bandwidth(self) -> float:
@@ -42,10 +44,17 @@ class GpuModel:
     def bounds(self, kernel: Kernel) -> Mapping[str, float]:
         """Seconds that the products, the memory and the launch of a kernel take at least."""
         return {
-            "products": kernel.flops / (self.peak * product_share(kernel)),
+            "products": kernel.flops / (self.peak * self.product_share(kernel)),
             "memory": kernel.num_bytes / self.bandwidth,
             "launch": KERNEL_SECONDS,
         }
+
+    def product_share(self, kernel: Kernel) -> float:
+        """Share of the peak that the products of a kernel are assumed to reach."""
+        if kernel.name in (ATTENTION, ATTENTION_BACKWARD):
+            return self.attention_share
+        sides = [side for product in kernel.products for side in (*product.first.shape[-2:], product.second.shape[-1])]
+        return LARGE_PRODUCT_SHARE if min(sides, default=0) >= LARGE_SIDE else PRODUCT_SHARE
 
     def seconds(self, kernel: Kernel) -> float:
         """Duration of a kernel."""
@@ -58,14 +67,6 @@ class GpuModel:
             bounds = self.bounds(kernel)
             seconds[max(bounds, key=lambda name: bounds[name])] += self.seconds(kernel)  # type: ignore[assignment]
         return seconds
-
-
-def product_share(kernel: Kernel) -> float:
-    """Share of the peak that the products of a kernel are assumed to reach."""
-    if kernel.name in (ATTENTION, ATTENTION_BACKWARD):
-        return ATTENTION_SHARE
-    sides = [side for product in kernel.products for side in (*product.first.shape[-2:], product.second.shape[-1])]
-    return LARGE_PRODUCT_SHARE if min(sides, default=0) >= LARGE_SIDE else PRODUCT_SHARE
 
 
 GPUS: Mapping[str, GpuModel] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarking.gpu.judges import HEAD_SHARE, MFU_GOALS
 from benchmarking.harness import Report, Table, format_command_line, version
@@ -27,8 +27,10 @@ OBJECTIVES_OF_GOALS = {"124m": "masked_diffusion", "qwen3-0.6b": "block_diffusio
 METHOD_OF_KERNELS = f"""\
 A kernel takes the longest of three times: its FLOPs at {gpus.LARGE_PRODUCT_SHARE:.0%} of the dense bfloat16 peak (all \
 sides of the product {gpus.LARGE_SIDE:,} or more), {gpus.PRODUCT_SHARE:.0%} (other products) or \
-{gpus.ATTENTION_SHARE:.0%} (fused attention, over whole tiles); its bytes at {gpus.BANDWIDTH_SHARE:.0%} of the data \
+{{attention_share:.0%}} (fused attention, over whole tiles); its bytes at {gpus.BANDWIDTH_SHARE:.0%} of the data \
 sheet's bandwidth; {1e6 * gpus.KERNEL_SECONDS:g} µs."""
+
+"""Text with the key attention_share."""
 
 METHOD = f"""\
 A step is recorded on tensors without values: every operator, its matrix products and the bytes that it reads and \
@@ -44,6 +46,8 @@ class StepOptions:
     runtime: RuntimeConfig
     optimizer: AdamWConfig | MuonConfig
     has_average: bool = False
+    attention_share: float = gpus.ATTENTION_SHARE
+    """Share of the peak that fused attention is assumed to reach."""
 
     @property
     def is_compiled(self) -> bool:
@@ -100,32 +104,34 @@ def predict(config: BenchTrainConfig, device: str, options: StepOptions) -> Repo
             case = TrainCase(shape, "bfloat16", "cuda", 1, bench.seed, bench.objective(name))
             print_message(f"{case.label}: recording a step")
             predictions.append(predict_case(case, options))
-    parts: list[Table | str] = [build_summary(predictions), METHOD]
+    models = {name: replace(gpu, attention_share=options.attention_share) for name, gpu in GPUS.items()}
+    method = METHOD.format(attention_share=options.attention_share)
+    parts: list[Table | str] = [build_summary(predictions, list(models.values())), method]
     for prediction in predictions:
         parts += [
-            f"### {prediction.case.label}, {GPUS[device].accelerator.name}",
-            build_part_table(prediction.kernels, GPUS[device]),
+            f"### {prediction.case.label}, {models[device].accelerator.name}",
+            build_part_table(prediction.kernels, models[device]),
         ]
     facts = {"command": f"`{format_command_line()}`", "software": f"torch {version('torch')}"}
     return Report(parts, facts)
 
 
-def build_summary(predictions: Sequence[Prediction]) -> Table:
+def build_summary(predictions: Sequence[Prediction], models: Sequence[GpuModel]) -> Table:
     """Step, tokens per second and MFU of each case on each GPU, beside the goals."""
-    names = [gpu.accelerator.name for gpu in GPUS.values()]
+    names = [gpu.accelerator.name for gpu in models]
     rows = []
     for prediction in predictions:
         shape = prediction.case.shape
-        seconds = [prediction.seconds(gpu) for gpu in GPUS.values()]
+        seconds = [prediction.seconds(gpu) for gpu in models]
         has_goal = OBJECTIVES_OF_GOALS.get(shape.name) == prediction.case.objective.kind
         rows.append(
             [
                 f"{shape.name}, {prediction.case.objective_label}",
                 " / ".join(f"{1e3 * value:,.0f}" for value in seconds),
                 " / ".join(f"{1e-3 * shape.tokens / value:,.0f}" for value in seconds),
-                " / ".join(f"{prediction.mfu(gpu):.0%}" for gpu in GPUS.values()),
+                " / ".join(f"{prediction.mfu(gpu):.0%}" for gpu in models),
                 f"{MFU_GOALS[shape.name]:.0%}" if has_goal else "",
-                " / ".join(f"{prediction.head_share(gpu):.0%}" for gpu in GPUS.values()),
+                " / ".join(f"{prediction.head_share(gpu):.0%}" for gpu in models),
                 f"{len(prediction.kernels):,}",
                 f"{1e3 * prediction.host_seconds:,.1f}",
             ]

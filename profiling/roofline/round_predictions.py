@@ -68,7 +68,7 @@ def predict_decoding(config: BenchInferConfig, device: str) -> Report:
         print_message(f"{cell.label}: recording rounds")
         predictions.append(DecodingPrediction(cell, record_decoding(config, cell)))
     gpu = GPUS[device]
-    parts: list[Table | str] = [_build_summary(predictions), METHOD]
+    parts: list[Table | str] = [_build_summary(predictions), METHOD.format(attention_share=gpu.attention_share)]
     for prediction in predictions:
         rounds = prediction.typical_rounds
         parts += [

@@ -213,6 +213,14 @@ class TestCommand:
         assert len(rows) == 1
         assert "small, masked diffusion" in text and "H100 / H200 / B200" in text
 
+    def test_attention_share(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        """It is in the text, and attention that its products bound takes longer at a lower share."""
+        main([*self.write_config(tmp_path), "--attention-share", "0.4"])
+        assert "40% (fused attention" in capsys.readouterr().out
+        kernel = Kernel(ATTENTION, "attention", "forward", (), 0)
+        assert GpuModel(H200, 1e12).product_share(kernel) == 0.3
+        assert GpuModel(H200, 1e12, 0.4).product_share(kernel) == 0.4
+
     @pytest.mark.parametrize(
         ("extra", "arguments", "remedy"),
         [
@@ -220,6 +228,9 @@ class TestCommand:
             ("", ["--set", 'bench.precisions=["float32"]'], "--device cpu"),
             ("", ["--device", "cpu", "--optimizer", "muon"], "--optimizer"),
             ("", ["--device", "tpu"], "h100"),
+            ("", ["--attention-share", "40"], "'40' is no share: give a number above 0 and at most 1"),
+            ("", ["--attention-share", "nan"], "'nan' is no share"),
+            ("", ["--device", "cpu", "--attention-share", "0.4"], "--attention-share"),
         ],
     )
     def test_errors(
