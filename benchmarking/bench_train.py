@@ -93,7 +93,7 @@ class TrainMeasurement:
     parameters: Mapping[str, int]
     """Number of parameters, by implementation; ours first."""
     products: StepProducts | None
-    """None: without details."""
+    """Matrix products of a step. None: without details."""
     flops: float
     """Floating-point operations of one of our steps."""
 

@@ -73,7 +73,7 @@ class LaunchRecord:
     """Tensors that were made on one stream and are used on another."""
 
     def add(self, name: str, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
-        """Record a launch."""
+        """Record a launch, and whether it belongs to a backward."""
         self.launches.append(Launch(name, inputs, outputs, torch._C._current_autograd_node() is not None))
 
     def attend(
@@ -153,12 +153,12 @@ class FakeStream:
         self.synchronize = record.synchronize
 
     def wait_stream(self, stream: FakeStream) -> None:
-        """Nothing to wait for."""
+        """Do nothing: operators of all streams run in the order of the calls."""
 
     wait_event = wait_stream
 
     def record(self, stream: FakeStream | None = None) -> None:
-        """Nothing to record."""
+        """Do nothing: what an event would wait for has run already."""
 
     def record_event(self) -> FakeStream:
         """An event that has passed."""

@@ -26,7 +26,7 @@ TWO_STREAMS = BlockDiffusion(16, DOCUMENTS, SEGMENTS)
 
 @dataclass(frozen=True)
 class FlexCase:
-    """Attention of a model."""
+    """What decides the kernels of a model's FlexAttention: head width, dtype, pattern and soft cap."""
 
     head_dim: int
     dtype: torch.dtype = torch.bfloat16

@@ -65,7 +65,7 @@ class StepCase:
 
     @property
     def length(self) -> int:
-        """Positions of a sequence."""
+        """Positions of a sequence, those of both streams in block diffusion."""
         return LENGTH * self.pattern.positions_per_token
 
 

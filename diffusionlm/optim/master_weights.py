@@ -52,14 +52,14 @@ class _MasterChunk:
         self.split()
 
     def join(self) -> None:
-        """Make the parameters float32."""
+        """Replace both 16-bit halves of the parameters by float32 values."""
         assert self._high_E is not None and self._low_E is not None, "the parameters are float32 already"
         self._wide_E = join_float32(self._high_E, self._low_E)
         self._assign(self._wide_E)
         self._high_E = self._low_E = None
 
     def split(self) -> None:
-        """Make the parameters bfloat16."""
+        """Replace the float32 values of the parameters by bfloat16, and keep the other 16 bits beside them."""
         assert self._wide_E is not None, "the parameters are bfloat16 already"
         self._high_E, self._low_E = split_float32(self._wide_E)
         self._assign(self._high_E)

@@ -129,12 +129,12 @@ class LaunchedStep:
     """What is logged of a step and known when it is launched. The device may compute it later."""
 
     step: int
-    """From 1."""
+    """Number of the step, from 1."""
     tokens_seen: int
     learning_rates: dict[str, float]
     loader: LoaderMetrics
     peak_seconds: float | None
-    """See `ThroughputMeter.count_peak_seconds`."""
+    """Seconds at the peak of the device: see `ThroughputMeter.count_peak_seconds`."""
     monitor: MonitorResults | None
 
     @staticmethod

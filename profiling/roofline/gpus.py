@@ -57,7 +57,7 @@ class GpuModel:
         return LARGE_PRODUCT_SHARE if min(sides, default=0) >= LARGE_SIDE else PRODUCT_SHARE
 
     def seconds(self, kernel: Kernel) -> float:
-        """Duration of a kernel."""
+        """Predicted duration of a kernel: the longest of its bounds."""
         return max(self.bounds(kernel).values())
 
     def time_by_bound(self, kernels: Iterable[Kernel]) -> Mapping[str, float]:

@@ -208,7 +208,7 @@ class PartTracker:
         self._outside = _PartOfLayer("batch")
 
     def remove(self) -> None:
-        """Remove all hooks."""
+        """Remove the hooks from the modules of the model."""
         for handle in self._handles:
             handle.remove()
 
@@ -294,7 +294,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         return output
 
     def clear(self) -> None:
-        """Forget what was recorded."""
+        """Forget all operators that were recorded, as between two steps."""
         self.operators.clear()
         self.tracker.begin_step()
 

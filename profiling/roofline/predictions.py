@@ -63,7 +63,7 @@ class Prediction:
     step: RecordedStep
 
     def seconds(self, gpu: GpuModel) -> float:
-        """Duration of the step."""
+        """Predicted duration of the step: of its kernels, or of the host that launches them if that is longer."""
         return max(sum(gpu.seconds(kernel) for kernel in self.kernels), self.host_seconds)
 
     @property

@@ -38,7 +38,7 @@ class RecordedDecoding:
     """Of a later block, in the middle of the answer; empty if there is one block."""
     num_later_blocks: int
     new_tokens: int
-    """Of all requests."""
+    """Tokens that all requests get together."""
 
     @property
     def num_rounds(self) -> int:

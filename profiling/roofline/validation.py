@@ -41,7 +41,7 @@ class Validation:
     predicted: Mapping[str, float]
     """By part, `HOST` included; from the medians of all rounds."""
     measured: Mapping[str, float]
-    """Medians by part."""
+    """Seconds of each part: medians of all rounds."""
     predicted_steps: Sequence[float]
     """The prediction of each round alone."""
     steps: Sequence[float]

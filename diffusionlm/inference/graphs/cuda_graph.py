@@ -36,7 +36,7 @@ class CapturePool:
 
 
 def _take_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream of no pool."""
+    """Take a stream that no `CapturePool` has, and mark it as used."""
     with _lock:
         for _ in range(2 * NUM_STREAMS):  # other threads may take streams in between
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -47,7 +47,7 @@ def _take_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class CudaGraph:
-    """A `torch.cuda.CUDAGraph`."""
+    """Kernels of a forward on a GPU, recorded once as a `torch.cuda.CUDAGraph` and launched together by `replay`."""
 
     def __init__(self, pool: CapturePool) -> None:
         """``pool``: nothing in its memory is read after a replay."""

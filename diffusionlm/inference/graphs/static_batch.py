@@ -29,14 +29,14 @@ ReadText = tuple[NDArray[np.int64], SequenceSlice]
 
 @dataclass(frozen=True)
 class StaticShape:
-    """Shape of a forward."""
+    """Numbers of parts, inputs and keys to which a forward is padded; each shape has a graph of its own."""
 
     num_parts: int
-    """G."""
+    """G, parts into which the texts of a round are divided."""
     num_queries: int
-    """Q."""
+    """Q, inputs of a part."""
     num_keys: int
-    """S."""
+    """S, keys that each part attends to."""
 
 
 class StaticBatch(PreparedBatch):
@@ -124,7 +124,7 @@ def _find_limits(sequences: Sequence[SequenceSlice]) -> NDArray[np.int64]:
 
 
 class _StaticAttention(PreparedAttention):
-    """Attention of one layer."""
+    """Attention of one layer: stores the keys and values of the inputs in the cache, and then reads it."""
 
     def __init__(self, layer: int, slots_Q: Tensor, attention: CachedAttention) -> None:
         self._layer, self._slots_Q, self._attention = layer, slots_Q, attention
