@@ -34,6 +34,8 @@ class HealedText:
     the first new token."""
     repeated_bytes: bytes = b""
     """The end of a prompt, which the first new token repeats."""
+    num_removed_tokens: int = 0
+    """How many more tokens the text has without healing."""
 
     @property
     def num_repeated_bytes(self) -> int:
@@ -82,12 +84,12 @@ class TokenHealer:
         Args:
             prefix_ids: tokens before the text, which stay.
         """
-        kept_ids, start = self._split_end(text)
+        text_ids, kept_ids, start = self._split_end(text)
         allowed_ids = self._allowed_token_ids(start, is_alone=self._max_new_tokens == 1)
         if allowed_ids is None or not (prefix_ids or kept_ids):
-            return HealedText((*prefix_ids, *self._tokenizer.encode(text)))
+            return HealedText((*prefix_ids, *text_ids))
         token_ids = (*prefix_ids, *kept_ids)
-        return HealedText(token_ids, {len(token_ids): allowed_ids}, start)
+        return HealedText(token_ids, {len(token_ids): allowed_ids}, start, len(text_ids) - len(kept_ids))
 
     def heal_infill(self, text: str, prefix_ids: Sequence[int] = (), mask_token_id: int | None = None) -> HealedText:
         """Encode a text with masked spans, like `parse_infill`, and take back the space before each span.
@@ -108,33 +110,35 @@ class TokenHealer:
             pieces: each with the number of masked tokens after it; 0 after the last one alone.
         """
         mask = required_mask_token_id(self._tokenizer, mask_token_id)
-        token_ids, allowed_token_ids = list(prefix_ids), {}
+        token_ids, allowed_token_ids, num_removed = list(prefix_ids), {}, 0
         for piece, num_masked in pieces[:-1]:
-            kept_ids, start = self._split_end(piece)
+            piece_ids, kept_ids, start = self._split_end(piece)
             allowed_ids = self._allowed_token_ids(start, is_alone=num_masked == 1) if start == SPACE else None
             if allowed_ids is None or not (token_ids or kept_ids):
-                token_ids += self._tokenizer.encode(piece)
+                token_ids += piece_ids
             else:
                 token_ids += kept_ids
+                num_removed += len(piece_ids) - len(kept_ids)
                 allowed_token_ids[len(token_ids)] = allowed_ids
             token_ids += [mask] * num_masked
         token_ids += self._tokenizer.encode(pieces[-1][0])
-        return HealedText(tuple(token_ids), allowed_token_ids)
+        return HealedText(tuple(token_ids), allowed_token_ids, num_removed_tokens=num_removed)
 
-    def _split_end(self, text: str) -> tuple[list[int], bytes]:
-        """Ids of a text without its end, and the bytes of that end: the last token, or of white space the last space.
+    def _split_end(self, text: str) -> tuple[list[int], list[int], bytes]:
+        """Ids of a text, its ids without its end, and the bytes of that end: the last token, or of white space the last
+        space.
 
         There are no bytes if the text cannot be split so.
         """
         token_ids = self._tokenizer.encode(text)
         if not token_ids:
-            return [], b""
+            return [], [], b""
         last = self._tokenizer.token_bytes(token_ids[-1])
         if not (last.isspace() and last.endswith(SPACE)):
-            return token_ids[:-1], last
+            return token_ids, token_ids[:-1], last
         kept_ids = self._tokenizer.encode(text[:-1])
         is_same_text = self._tokenizer.decode_bytes(kept_ids) + SPACE == self._tokenizer.decode_bytes(token_ids)
-        return (kept_ids, SPACE) if is_same_text else ([], b"")
+        return (token_ids, kept_ids, SPACE) if is_same_text else (token_ids, [], b"")
 
     def _allowed_token_ids(self, start: bytes, *, is_alone: bool) -> NDArray[np.int64] | None:
         """Tokens that a position after ``start`` allows; None: nothing can be healed.

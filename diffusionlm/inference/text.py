@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from config.generation import GenerationConfig
@@ -122,6 +122,10 @@ class AnswerToken:
     """Characters of the answer before it."""
     logprob: float
     top_logprobs: tuple[tuple[int, float], ...]
+    num_repeated_bytes: int = 0
+    """Its first bytes that belong to the text before the answer."""
+    text: str = ""
+    """What it adds to the answer (`AnswerText.visible_tokens`)."""
 
 
 class AnswerText:
@@ -158,17 +162,28 @@ class AnswerText:
         return len(self.text)
 
     def visible_tokens(self, first: int = 0) -> list[AnswerToken]:
-        """Tokens of the text from a number on, without those of a stop string."""
-        return [token for token in self.tokens[first:] if not self.is_stopped or token.start < len(self.text)]
+        """Tokens of the text from a number on, without those of a stop string. Their texts joined are the text: a
+        character of several tokens is in the last of them."""
+        tokens = [token for token in self.tokens[first:] if not self.is_stopped or token.start < len(self.text)]
+        ends = [*(token.start for token in tokens), len(self.text)][1:]
+        return [replace(token, text=self.text[token.start : end]) for token, end in zip(tokens, ends, strict=True)]
+
+    def sendable_tokens(self, first: int = 0) -> list[AnswerToken]:
+        """Tokens from a number on whose text no later token changes."""
+        tokens, end = self.visible_tokens(first), self.sendable_length
+        if not self.is_complete and self._decoder.getstate()[0]:  # an incomplete character may end the last token
+            end = min(end, len(self.text) - 1)
+        return [token for token in tokens if self.is_complete or token.start + len(token.text) <= end]
 
     def push(self, token_id: int, logprob: float, top_logprobs: tuple[tuple[int, float], ...] = ()) -> None:
         """Add a token; nothing happens after a stop string."""
         if self.is_complete:
             return
-        self.tokens.append(AnswerToken(token_id, len(self.text), logprob, top_logprobs))
         data = self._tokenizer.token_bytes(token_id)
-        skipped, self._num_skipped = data[: self._num_skipped], max(0, self._num_skipped - len(data))
-        self._append(self._decoder.decode(data[len(skipped) :]))
+        num_repeated = min(self._num_skipped, len(data))
+        self._num_skipped -= num_repeated
+        self.tokens.append(AnswerToken(token_id, len(self.text), logprob, top_logprobs, num_repeated))
+        self._append(self._decoder.decode(data[num_repeated:]))
 
     def finish(self) -> None:
         """End the text; an incomplete character becomes U+FFFD."""

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from diffusionlm.inference.text import AnswerText, AnswerToken
 from diffusionlm.serving.engine import Engine
@@ -144,11 +144,7 @@ class Choice:
             if self._is_sent[number]:
                 continue
             self._is_sent[number] = hole.is_complete
-            end, tokens = hole.sendable_length, hole.visible_tokens(self._num_sent_tokens[number])
-            if not hole.is_complete:
-                # A token goes out with its last character.
-                starts = [token.start for token in tokens] + [len(hole.text)]
-                tokens = [token for token, (_, stop) in zip(tokens, pairwise(starts), strict=True) if stop <= end]
+            end, tokens = hole.sendable_length, hole.sendable_tokens(self._num_sent_tokens[number])
             text = hole.text[self._num_sent[number] : end]
             if text or tokens:
                 pieces.append(TextPiece(number, text, tuple(tokens)))
@@ -161,22 +157,27 @@ class Choice:
         return ChoiceUpdate(self, tuple(pieces), is_first, canvas)
 
     def _canvas(self) -> tuple[str | None, ...] | None:
-        """Text of each new token, None where it is masked."""
+        """What each new token adds to the text, None where it is masked."""
         snapshot = None if self.state is None else self.state.canvas
         if snapshot is None:
             return None
+        if self.finish_reason is not None:
+            return tuple(token.text for token in self.visible_tokens)
         positions = self.submission.hole_positions or range(len(self.submission.token_ids), len(snapshot.token_ids))
-        if not self.submission.hole_positions and self.finish_reason is not None:
-            positions = positions[: self.num_tokens]
-        return tuple(
-            None if snapshot.is_masked[position] else token_text(self._tokenizer, snapshot.token_ids[position])
-            for position in positions
-        )
-
-
-def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """Text of one token; parts of characters become U+FFFD."""
-    return tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+        texts: list[str | None] = []
+        hole_bounds = pairwise([0, *(self._hole_ends or [len(positions)])])
+        for (start, end), num_repeated in zip(hole_bounds, self.submission.repeated_bytes, strict=True):
+            for is_masked, group in groupby(positions[start:end], snapshot.is_masked.__getitem__):
+                run = list(group)
+                if is_masked:
+                    texts += [None] * len(run)
+                    continue
+                text = AnswerText(self._tokenizer, (), num_repeated if run[0] == positions[start] else 0)
+                for position in run:
+                    text.push(snapshot.token_ids[position], 0.0)
+                text.finish()
+                texts += [token.text for token in text.visible_tokens()]
+        return tuple(texts)
 
 
 class Call:

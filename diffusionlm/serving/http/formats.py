@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from diffusionlm.inference.text import AnswerToken
-from diffusionlm.serving.http.calls import Choice, ChoiceUpdate, TextPiece, token_text
+from diffusionlm.serving.http.calls import Choice, ChoiceUpdate, TextPiece
 from diffusionlm.serving.http.json_text import to_json
 from diffusionlm.serving.http.preparation import PreparedCall
 from tokenizer import Tokenizer
@@ -74,8 +74,13 @@ class AnswerFormat:
     def _chunk_choice(self, update: ChoiceUpdate) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _text(self, token_id: int) -> str:
-        return token_text(self.tokenizer, token_id)
+    def _bytes(self, token: AnswerToken, token_id: int) -> bytes:
+        """What a token, or an alternative in its place, adds to the answer."""
+        return self.tokenizer.token_bytes(token_id)[token.num_repeated_bytes :]
+
+    def _text(self, token: AnswerToken, token_id: int) -> str:
+        """Text of a token; parts of characters in an alternative become U+FFFD."""
+        return token.text if token_id == token.token_id else self._bytes(token, token_id).decode("utf-8", "replace")
 
 
 class CompletionFormat(AnswerFormat):
@@ -101,7 +106,7 @@ class CompletionFormat(AnswerFormat):
         if self.prepared.num_alternatives is None:
             return None
         return {
-            "tokens": [self._text(token.token_id) for token in tokens],
+            "tokens": [token.text for token in tokens],
             "token_logprobs": [to_finite(token.logprob) for token in tokens],
             "top_logprobs": [self._alternatives(token) for token in tokens],
             "text_offset": [token.start for token in tokens],
@@ -111,8 +116,8 @@ class CompletionFormat(AnswerFormat):
         """Alternatives by their text, of equal texts the most probable one, and the token itself."""
         alternatives: dict[str, float] = {}
         for token_id, logprob in token.top_logprobs:
-            alternatives.setdefault(self._text(token_id), to_finite(logprob))
-        return alternatives | {self._text(token.token_id): to_finite(token.logprob)}
+            alternatives.setdefault(self._text(token, token_id), to_finite(logprob))
+        return alternatives | {token.text: to_finite(token.logprob)}
 
 
 class ChatFormat(AnswerFormat):
@@ -149,12 +154,12 @@ class ChatFormat(AnswerFormat):
         return {"content": [self._entry(token) for token in tokens], "refusal": None}
 
     def _entry(self, token: AnswerToken) -> dict[str, Any]:
-        alternatives = [self._token(token_id, logprob) for token_id, logprob in token.top_logprobs]
-        return {**self._token(token.token_id, token.logprob), "top_logprobs": alternatives}
+        alternatives = [self._token(token, token_id, logprob) for token_id, logprob in token.top_logprobs]
+        return {**self._token(token, token.token_id, token.logprob), "top_logprobs": alternatives}
 
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        data = self.tokenizer.token_bytes(token_id)
-        return {"token": self._text(token_id), "bytes": list(data), "logprob": to_finite(logprob)}
+    def _token(self, token: AnswerToken, token_id: int, logprob: float) -> dict[str, Any]:
+        text, data = self._text(token, token_id), self._bytes(token, token_id)
+        return {"token": text, "bytes": list(data), "logprob": to_finite(logprob)}
 
 
 class InfillFormat(ChatFormat):

@@ -115,7 +115,8 @@ class _Encoded:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return len(self.text.token_ids) - len(self.hole_positions)
+        """Tokens of the text as it was sent, whatever token healing takes back."""
+        return len(self.text.token_ids) + self.text.num_removed_tokens - len(self.hole_positions)
 
 
 class RequestPreparer:

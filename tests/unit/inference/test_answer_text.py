@@ -17,14 +17,18 @@ def words() -> Tokenizer:
 
 def push_all(text: AnswerText, ids: list[int]) -> str:
     """Push tokens one by one; returns what was sendable on the way, which must never shrink or change."""
-    sent = ""
+    sent, sent_tokens = "", []
     for token in ids:
         text.push(token, -1.0)
         sendable = text.text[: text.sendable_length]
         assert sendable.startswith(sent)
         sent = sendable
+        sent_tokens += text.sendable_tokens(len(sent_tokens))
     text.finish()
     assert text.text.startswith(sent) and text.sendable_length == len(text.text)
+    tokens = text.visible_tokens()
+    assert sent_tokens + text.sendable_tokens(len(sent_tokens)) == tokens
+    assert "".join(token.text for token in tokens) == text.text
     return sent
 
 
@@ -78,6 +82,17 @@ def test_incomplete_characters(words: Tokenizer, stop: list[str]) -> None:
     text.push(first, 0.0)
     text.finish()
     assert text.text == "é\ufffd" and [token.start for token in text.tokens] == [0, 0, 1]
+    assert [token.text for token in text.visible_tokens()] == ["", "é", "\ufffd"]
+
+
+def test_a_token_that_begins_a_character_waits_for_its_end(words: Tokenizer) -> None:
+    byte = words.vocab[b"a"], words.vocab["é".encode()[:1]]
+    text = AnswerText(words)
+    assert push_all(text, [*byte, byte[1], byte[1]]) == "a\ufffd\ufffd"
+    text = AnswerText(words)
+    for token, num_sendable in ((byte[0], 1), (byte[1], 0), (byte[0], 3)):
+        text.push(token, 0.0)
+        assert len(text.sendable_tokens()) == num_sendable
 
 
 def test_repeated_bytes_belong_to_the_prompt(words: Tokenizer) -> None:
@@ -86,3 +101,6 @@ def test_repeated_bytes_belong_to_the_prompt(words: Tokenizer) -> None:
     for token in ids:
         text.push(token, 0.0)
     assert text.text == "e cat"
+    first, *others = text.visible_tokens()
+    assert words.token_bytes(first.token_id)[first.num_repeated_bytes :] == first.text.encode()
+    assert first.num_repeated_bytes == 2 and {token.num_repeated_bytes for token in others} == {0}

@@ -75,6 +75,7 @@ def test_what_is_taken_back(code: Tokenizer, text: str, kept: str, start: str) -
     healed = TokenHealer(code).heal_prompt(text)
     assert list(healed.token_ids) == code.encode(kept)
     assert healed.num_repeated_bytes == len(start)
+    assert len(healed.token_ids) + healed.num_removed_tokens == len(code.encode(text))
     allowed = {position: set(ids.tolist()) for position, ids in healed.allowed_token_ids.items()}
     assert allowed == ({len(healed.token_ids): tokens_from(code, start.encode())} if start else {})
 

@@ -11,7 +11,11 @@ import openai
 import pytest
 
 from config.generation import GenerationConfig
+from config.infer import InferInputConfig
+from config.serving.server import ServeSection
 from diffusionlm.inference.generate import Generation, generate, infill
+from diffusionlm.inference.healing import TokenHealer
+from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.inference.text import AnswerToken, suppress_ids_without_text
 from diffusionlm.serving.http.formats import CompletionFormat
 from tests.unit.serving.http.conftest import NAME, RunningServer
@@ -56,6 +60,17 @@ def test_settings_of_a_request(server: RunningServer, settings: dict[str, Any]) 
     answer = complete(server, return_token_ids=True, **settings)["choices"][0]
     assert tuple(answer["token_ids"]) == expected.token_ids
     assert (answer["num_forwards"], answer["seed"]) == (expected.num_forwards, 7)
+
+
+def test_a_text_is_healed_as_by_the_other_commands(server: RunningServer) -> None:
+    assert ServeSection().token_healing == InferInputConfig().token_healing
+    settings = config(server, max_new_tokens=12, temperature=1.0)
+    healer = TokenHealer.from_settings(server.tokenizer, resolve_settings(settings, server.model.config))
+    healed = healer.heal_prompt("the cat s")
+    assert healed.repeated_bytes
+    [expected] = generate(server.model, [healed.token_ids], settings, [7], allowed_token_ids=[healed.allowed_token_ids])
+    answer = complete(server, prompt="the cat s", token_healing=None, return_token_ids=True)["choices"][0]
+    assert tuple(answer["token_ids"]) == expected.token_ids
 
 
 def test_prompts_times_choices(server: RunningServer) -> None:
@@ -137,7 +152,7 @@ def test_logprobs(server: RunningServer) -> None:
     answer = complete(server, logprobs=3)["choices"][0]
     logprobs = answer["logprobs"]
     assert logprobs["token_logprobs"] == pytest.approx(expected.logprobs, abs=1e-4)
-    assert "".join(logprobs["tokens"]).isascii() is False or "".join(logprobs["tokens"]) == answer["text"]
+    assert "".join(logprobs["tokens"]) == answer["text"]
     for token, logprob, top in zip(
         logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
     ):
@@ -152,6 +167,7 @@ def test_chat_logprobs(server: RunningServer, client: openai.OpenAI) -> None:
     ).choices[0]
     assert choice.logprobs is not None and choice.logprobs.content is not None
     assert len(choice.logprobs.content) == 6
+    assert "".join(token.token for token in choice.logprobs.content) == choice.message.content
     data = bytes(byte for token in choice.logprobs.content for byte in token.bytes or ())
     assert data.decode(errors="replace") == choice.message.content
     assert all(len(token.top_logprobs) == 2 for token in choice.logprobs.content)
@@ -221,9 +237,69 @@ def test_a_stream_of_the_canvas(server: RunningServer) -> None:
     assert done == "[DONE]" and all(len(canvas) >= 10 for canvas in canvases)
     for before, after in pairwise(canvases):
         kept = [(old, new) for old, new in zip(before, after, strict=False) if old is not None]
-        assert all(old == new for old, new in kept)
+        assert all(old == new or "\ufffd" in old for old, new in kept)
     assert None not in canvases[-1] and len(canvases[-1]) == 10
     assert any(None in canvas for canvas in canvases)
+    assert "".join(canvases[-1]) == "".join(chunk["choices"][0]["text"] for chunk in chunks)
+
+
+HEALED_PROMPTS = ("the cat s", "the cat ", "the dog sat on th", "flat mat.\nthe ")
+
+
+@pytest.mark.parametrize("prompt", HEALED_PROMPTS)
+def test_a_healed_prompt_is_in_no_part_of_the_answer(server: RunningServer, prompt: str) -> None:
+    """The text, the log-probabilities and the canvas have each character once, whole and as a stream alike."""
+    body = {"prompt": prompt, "max_tokens": 10, "seed": 3, "temperature": 1.0, "logprobs": 5, "return_token_ids": True}
+    _, _, whole = server.request("POST", "/v1/completions", body)
+    [choice] = whole["choices"]
+    ids = server.tokenizer.encode(prompt)
+    assert choice["prompt_token_ids"] != ids  # it is healed
+    text = server.tokenizer.decode_bytes(choice["prompt_token_ids"] + choice["token_ids"]).decode(errors="replace")
+    assert text == prompt + choice["text"]
+    logprobs = choice["logprobs"]
+    assert "".join(logprobs["tokens"]) == choice["text"]
+    assert [top[token] for top, token in zip(logprobs["top_logprobs"], logprobs["tokens"], strict=True)] == (
+        logprobs["token_logprobs"]
+    )
+    repeated = prompt.encode()[len(server.tokenizer.decode_bytes(choice["prompt_token_ids"])) :]
+    assert all(repeated + text.encode() in server.tokenizer.vocab for text in logprobs["top_logprobs"][0])
+    assert whole["usage"]["prompt_tokens"] == len(ids)
+    *chunks, last, _ = server.events(
+        "/v1/completions", {**body, "diffusing": True, "stream_options": {"include_usage": True}}
+    )
+    parts = [chunk["choices"][0] for chunk in chunks]
+    assert "".join(part["text"] for part in parts) == choice["text"] == "".join(parts[-1]["canvas"])
+    for key in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
+        assert [value for part in parts for value in part["logprobs"][key]] == logprobs[key]
+    assert next(part["canvas"][0] for part in parts if part["canvas"][0] is not None) == logprobs["tokens"][0]
+    assert last["usage"] == whole["usage"] | {"prompt_tokens_details": last["usage"]["prompt_tokens_details"]}
+
+
+def test_a_stop_string_is_not_in_the_canvas(server: RunningServer) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 12, "seed": 7, "temperature": 1.0, "token_healing": False}
+    text = complete(server)["choices"][0]["text"]
+    *chunks, _ = server.events("/v1/completions", {**body, "diffusing": True, "stop": text[6:9]})
+    parts = [chunk["choices"][0] for chunk in chunks]
+    assert parts[-1]["finish_reason"] == "stop"
+    assert "".join(parts[-1]["canvas"]) == "".join(part["text"] for part in parts) == text[: text.find(text[6:9])]
+
+
+def test_healed_holes(server: RunningServer) -> None:
+    segments = ["the ", 3, 2, " on the ", 4, "."]
+    body = {"segments": segments, "temperature": 1.0, "seed": 4, "logprobs": 1, "diffusing": True}
+    _, _, whole = server.request("POST", "/v1/infill", {**body, "diffusing": False})
+    [choice] = whole["choices"]
+    entries = choice["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in entries) == "".join(choice["holes"])
+    for hole, part in zip(choice["holes"], (entries[:3], entries[3:5], entries[5:]), strict=True):
+        assert bytes(byte for entry in part for byte in entry["bytes"]).decode(errors="replace") == hole
+    assert whole["usage"]["prompt_tokens"] == sum(
+        len(server.tokenizer.encode(segment)) for segment in segments if isinstance(segment, str)
+    )
+    *chunks, _ = server.events("/v1/infill", body)
+    parts = [chunk["choices"][0] for chunk in chunks]
+    assert list(parts[-1]["canvas"]) == [entry["token"] for entry in entries]
+    assert [entry for part in parts for entry in part["logprobs"]["content"]] == entries
 
 
 def test_a_mask_token_in_a_text_is_text(server: RunningServer) -> None:
