@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 from diffusionlm.serving.http.errors import ApiError
 from diffusionlm.serving.http.json_text import to_json
 
-_DISCARD_SECONDS, _DISCARD_PAUSE_SECONDS = 2.0, 0.1
+DISCARD_SECONDS, _DISCARD_PAUSE_SECONDS = 2.0, 0.1
 """Time to read the rest of a refused body, and of it between two parts."""
 STATE_KEY = "exchange"
 CLIENT_GONE = 499
@@ -45,11 +45,11 @@ def get_exchange(scope: Scope) -> Exchange:
     return exchange
 
 
-async def read_body(scope: Scope, receive: Receive, max_bytes: int, seconds: float) -> bytes:
+async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
     """Read the body of a request.
 
     Raises:
-        ApiError: it is larger than ``max_bytes``, or was not complete after ``seconds``.
+        ApiError: it is larger than ``max_bytes``.
         ClientGoneError: the client has left.
     """
     too_large = ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
@@ -57,20 +57,16 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, seconds: flo
     if length.isdigit() and int(length[:18]) > max_bytes:
         raise too_large
     body = bytearray()
-    try:
-        async with asyncio.timeout(seconds):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGoneError
-                body += message.get("body", b"")
-                if len(body) > max_bytes:
-                    raise too_large
-                if not message.get("more_body", False):
-                    get_exchange(scope).is_body_read = True
-                    return bytes(body)
-    except TimeoutError:
-        raise ApiError(408, f"the body was not complete after {seconds:g} s", code="body_timeout") from None
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        body += message.get("body", b"")
+        if len(body) > max_bytes:
+            raise too_large
+        if not message.get("more_body", False):
+            get_exchange(scope).is_body_read = True
+            return bytes(body)
 
 
 async def discard_body(scope: Scope, receive: Receive, max_bytes: int) -> bool:
@@ -84,7 +80,7 @@ async def discard_body(scope: Scope, receive: Receive, max_bytes: int) -> bool:
         return exchange.is_body_read
     num_bytes = 0
     try:
-        async with asyncio.timeout(_DISCARD_SECONDS):
+        async with asyncio.timeout(DISCARD_SECONDS):
             while num_bytes <= max_bytes:
                 message = await asyncio.wait_for(receive(), _DISCARD_PAUSE_SECONDS)
                 num_bytes += len(message.get("body", b""))

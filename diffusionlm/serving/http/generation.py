@@ -72,7 +72,8 @@ class GenerationEndpoint:
         content_type = Headers(scope=scope).get("content-type", "").partition(";")[0].strip().lower()
         if content_type != "application/json":
             raise ApiError(415, "the Content-Type must be application/json", code="unsupported_media_type")
-        body = await read_body(scope, receive, limits.max_body, limits.body_timeout_seconds)
+        async with service.upload():
+            body = await read_body(scope, receive, limits.max_body)
         await run_until_gone(receive, self._respond(get_exchange(scope), body, send))
 
     async def _respond(self, exchange: Exchange, body: bytes, send: Send) -> None:

@@ -16,6 +16,7 @@ from typing import Any, cast
 import uvicorn
 
 from diffusionlm.serving.http.app import ServerApp
+from diffusionlm.serving.http.exchange import DISCARD_SECONDS
 from diffusionlm.serving.http.guarded_protocol import GuardedProtocol
 from diffusionlm.serving.http.listening import BACKLOG
 from diffusionlm.serving.http.service import Service
@@ -64,7 +65,7 @@ class ApiServer:
             proxy_headers=False,
             backlog=BACKLOG,
             h11_max_incomplete_event_size=limits.max_header,
-            timeout_graceful_shutdown=max(1, round(_LAST_WORDS_SECONDS)),
+            timeout_graceful_shutdown=max(1, round(_LAST_WORDS_SECONDS + DISCARD_SECONDS)),
         )
         # It writes tracebacks and texts of clients; the application has its own log.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
@@ -105,7 +106,7 @@ class ApiServer:
 
     def _begin_to_drain(self) -> None:
         if self._drain_task is None:
-            self._service.is_draining = True
+            self._service.begin_to_drain()
             self._drain_task = asyncio.get_running_loop().create_task(self._drain())
 
     async def _drain(self) -> None:

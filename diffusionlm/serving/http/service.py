@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
 from config.serving.server import ServeSection
@@ -34,8 +35,17 @@ class Service:
         """Requests that decode, or wait for it."""
         self.num_preparing = 0
         """Those of them that the engine has not been given yet."""
+        self.uploads: set[asyncio.Timeout] = set()
+        """Times of the bodies that are being read."""
         self._threads = DaemonThreads(_PREPARATION_THREADS, "diffusionlm-prepare")
         self._constraint_threads = DaemonThreads(_CONSTRAINT_THREADS, "diffusionlm-constrain")
+
+    def begin_to_drain(self) -> None:
+        """Accept no more requests, also none whose body is being read."""
+        self.is_draining = True
+        for timeout in self.uploads:
+            if not timeout.expired():
+                timeout.reschedule(0.0)
 
     def check_is_ready(self) -> None:
         """
@@ -49,6 +59,25 @@ class Service:
             raise ApiError(
                 503, "an error has ended the engine: the server has to be started again", code="engine_stopped"
             )
+
+    @asynccontextmanager
+    async def upload(self) -> AsyncIterator[None]:
+        """Context in which the body of a request is read.
+
+        Raises:
+            ApiError: it was not complete in time, or before the server began to end.
+        """
+        seconds = self.limits.body_timeout_seconds
+        try:
+            async with asyncio.timeout(seconds) as timeout:
+                self.uploads.add(timeout)
+                try:
+                    yield
+                finally:
+                    self.uploads.remove(timeout)
+        except TimeoutError:
+            self.check_is_ready()
+            raise ApiError(408, f"the body was not complete after {seconds:g} s", code="body_timeout") from None
 
     @contextmanager
     def preparation(self) -> Iterator[None]:

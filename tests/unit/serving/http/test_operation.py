@@ -295,6 +295,23 @@ def test_the_end(start_server: StartServer, gate: ModelGate, seconds: float) -> 
         server.connect()
 
 
+def test_the_end_during_an_upload(start_server: StartServer) -> None:
+    """What is still being sent was not accepted: the client may send it to another server."""
+    server = start_server()
+    with server.connect() as connection:
+        lines = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection.sendall(f'{lines}Content-Length: 1000\r\n\r\n{{"prompt": '.encode())
+        while not any(protocol.cycle for protocol in [*server.server.connections]):
+            time.sleep(0.001)
+        server.server.stop()
+        response = http.client.HTTPResponse(connection)
+        response.begin()
+        error = json.loads(response.read())["error"]
+    assert (response.status, error["code"], response.headers["retry-after"]) == (503, "draining", "1")
+    server.thread.join(30)
+    assert not server.thread.is_alive()
+
+
 def test_a_call_is_accepted_whole_or_not(small: RunningServer, gate: ModelGate) -> None:
     """A refused call has prepared nothing and takes no place; one that could never be accepted is another error."""
     client = openai.OpenAI(base_url=small.url, api_key=KEY, max_retries=0)
