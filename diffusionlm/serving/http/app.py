@@ -73,6 +73,7 @@ class ServerApp:
         is_gone = False
         try:
             try:
+                self._check_headers(scope)
                 self._check_host(scope)
                 self._check_key(scope, exchange)
                 await self._router(scope, receive, send)
@@ -100,6 +101,17 @@ class ServerApp:
         is_read = await discard_body(scope, receive, self._service.limits.max_body)
         headers = problem.headers if is_read else {**problem.headers, "Connection": "close"}
         await send_json(send, problem.status, problem.body, headers)
+
+    def _check_headers(self, scope: Scope) -> None:
+        """Refuse what h11 lets through: headers that are too long but arrive at once, and two lengths of a body, which
+        a proxy may read otherwise."""
+        headers, limit = scope["headers"], self._service.limits.max_header
+        size = len(scope["raw_path"]) + len(scope["query_string"])
+        if size + sum(len(name) + len(value) + len(": \r\n") for name, value in headers) > limit:
+            raise ApiError(400, f"the request line and the headers are longer than {limit} bytes")
+        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in headers}:
+            text = "Content-Length and Transfer-Encoding exclude each other: send one"
+            raise ApiError(400, text, headers={"Connection": "close"})
 
     def _check_host(self, scope: Scope) -> None:
         """Refuse names of other hosts, so that no page of the web reaches this machine through a name of its own."""

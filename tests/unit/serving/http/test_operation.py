@@ -101,6 +101,9 @@ def test_keys_do_not_share_cached_texts(small: RunningServer) -> None:
     [
         (b"nonsense\r\n\r\n", b"", 400),
         (b"GET / HTTP/1.1\r\nHost: x\r\nx: " + b"y" * 3000, b"", 400),
+        (head("/health", "x: " + "y" * 3000, method="GET"), b"", 400),
+        (head("/health", *["x: y"] * 400, method="GET"), b"", 400),
+        (head("/health?" + "y" * 3000, method="GET"), b"", 400),
         (b"GET /health HT", b"", 408),
         (b"GET /health HT", b"TP/1.1\r\n" * 9, 408),
         (head("/v1/completions", "Content-Length: 20") + b"{", b"", 408),
@@ -117,6 +120,15 @@ def test_bodies_and_headers(small: RunningServer, data: bytes, more: bytes, stat
     answer, body = send_raw(small, data, more=more, pause=0.03)
     assert answer == status and body["error"].keys() == {"message", "type", "param", "code"}
     small.wait_until_idle()
+
+
+def test_two_lengths_of_a_body(server: RunningServer) -> None:
+    """One of them may hide a second request from a proxy, so nothing more is read from the connection."""
+    body = b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    lines = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    request = f"{lines}Content-Length: {len(body)}\r\nTransfer-Encoding: chunked\r\n\r\n".encode() + body
+    status, answer = send_raw(server, request)
+    assert status == 400 and "exclude each other" in answer["error"]["message"]
 
 
 def test_content_types(server: RunningServer) -> None:
