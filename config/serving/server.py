@@ -89,13 +89,16 @@ class ServeSection(Section):
     max_header: ByteSize = 1 << 16
     """Largest request line and headers together, as bytes or as a text."""
     max_connections: PositiveInt = 1024
-    """Connections at a time; the next one is refused (503)."""
+    """Connections at a time; beyond them only /health and /metrics are answered, all else is refused (503)."""
+    keep_alive_seconds: PositiveFloat = 5.0
+    """Time that a connection stays open for the next request. Longer than that of a proxy before the server, which
+    otherwise sends requests over connections that are being closed."""
     header_timeout_seconds: PositiveFloat = 10.0
     """Time for the headers of a request."""
     body_timeout_seconds: PositiveFloat = 60.0
     """Time for the body of a request."""
     write_timeout_seconds: PositiveFloat = 60.0
-    """Time for a client to read what is ready for it; then its request ends."""
+    """Time in which a client has to read something of what is ready for it; otherwise its request ends."""
     drain_timeout_seconds: PositiveFloat = 30.0
     """After SIGTERM or Ctrl-C: time for the requests that were accepted. Those that are not done end with an error."""
     stall_seconds: PositiveFloat = 300.0

@@ -26,6 +26,7 @@ from diffusionlm.serving.http.exchange import (
     send_json,
 )
 from diffusionlm.serving.http.generation import CHAT, COMPLETION, INFILL, GenerationEndpoint
+from diffusionlm.serving.http.guarded_protocol import IS_PROBE_KEY, PROBE_PATHS, too_many_connections
 from diffusionlm.serving.http.json_text import to_json
 from diffusionlm.serving.http.listening import is_loopback
 from diffusionlm.serving.http.metrics import CONTENT_TYPE
@@ -73,6 +74,8 @@ class ServerApp:
         is_gone = False
         try:
             try:
+                if scope["state"][IS_PROBE_KEY] and scope["path"] not in PROBE_PATHS:
+                    raise too_many_connections()
                 self._check_headers(scope)
                 self._check_host(scope)
                 self._check_key(scope, exchange)

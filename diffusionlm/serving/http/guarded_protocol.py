@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any
 
 import h11
@@ -11,6 +12,19 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from config.serving.server import ServeSection
 from diffusionlm.serving.http.errors import RETRY_AFTER_SECONDS, ApiError
 from diffusionlm.serving.http.json_text import to_json
+
+PROBE_PATHS = frozenset({"/health", "/metrics"})
+"""Paths that are answered beyond ``max_connections``, so that a full server does not look like a dead one."""
+MAX_PROBES = 32
+"""Connections for them."""
+IS_PROBE_KEY = "is_probe"
+_SEND_BUFFER_BYTES = 1 << 17
+"""Of the system, which makes room known by thirds: the larger it is, the longer a slow reader seems to stand still."""
+
+
+def too_many_connections() -> ApiError:
+    headers = {"Retry-After": str(RETRY_AFTER_SECONDS), "Connection": "close"}
+    return ApiError(503, "too many connections", code="too_many_connections", headers=headers)
 
 
 class GuardedProtocol(H11Protocol):
@@ -26,9 +40,11 @@ class GuardedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)  # so that `pause_writing` is called whenever something waits
-        if len(self.connections) > self._limits.max_connections:
-            retry = {"Retry-After": str(RETRY_AFTER_SECONDS)}
-            self._refuse(ApiError(503, "too many connections", code="too_many_connections", headers=retry))
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        num_probes = len(self.connections) - self._limits.max_connections
+        self.app_state = {**self.app_state, IS_PROBE_KEY: num_probes > 0}
+        if num_probes > MAX_PROBES:
+            self._refuse(too_many_connections())
         else:
             self._watch_headers()
 
@@ -39,8 +55,7 @@ class GuardedProtocol(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        # `close` would wait for a client that does not read.
-        self._write_timer = self.loop.call_later(self._limits.write_timeout_seconds, self.transport.abort)
+        self._watch_reader()
 
     def resume_writing(self) -> None:
         self._stop_write_timer()
@@ -60,6 +75,17 @@ class GuardedProtocol(H11Protocol):
 
     def _watch_headers(self) -> None:
         self._header_timer = self.loop.call_later(self._limits.header_timeout_seconds, self._refuse_slow_headers)
+
+    def _watch_reader(self) -> None:
+        size = self.transport.get_write_buffer_size()
+        self._write_timer = self.loop.call_later(self._limits.write_timeout_seconds, self._check_reader, size)
+
+    def _check_reader(self, size: int) -> None:
+        """End the connection if nothing was read of so many bytes."""
+        if self.transport.get_write_buffer_size() < size:
+            self._watch_reader()
+        else:
+            self.transport.abort()  # `close` would wait for the client
 
     def _stop_timer(self) -> None:
         if self._header_timer is not None:
@@ -82,7 +108,7 @@ class GuardedProtocol(H11Protocol):
             return
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = to_json(error.body)
-            headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+            headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close"}
             response = h11.Response(
                 status_code=error.status,
                 headers=[*(headers | error.headers).items()],

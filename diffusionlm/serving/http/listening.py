@@ -11,7 +11,7 @@ from files.usage_error import UsageError
 BACKLOG = 512
 """Connections that wait to be accepted. All of them can be accepted at once, before the first one is refused."""
 _OTHER_DESCRIPTORS = 128
-"""Open files besides connections."""
+"""Open files besides connections, and connections beyond the limit that ask only whether the server lives."""
 
 
 def fit_connections(max_connections: int) -> int:

@@ -65,6 +65,7 @@ class ApiServer:
             proxy_headers=False,
             backlog=BACKLOG,
             h11_max_incomplete_event_size=limits.max_header,
+            timeout_keep_alive=cast("int", limits.keep_alive_seconds),  # for `call_later`, which takes any number
             timeout_graceful_shutdown=max(1, round(_LAST_WORDS_SECONDS + DISCARD_SECONDS)),
         )
         # It writes tracebacks and texts of clients; the application has its own log.

@@ -225,13 +225,42 @@ def test_a_slow_reader_costs_the_engine_nothing(start_server: StartServer) -> No
         server.wait_until_idle()
 
 
-def test_too_many_connections(start_server: StartServer) -> None:
+def test_too_many_connections(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the limit the server still says that it lives, on some connections."""
+    monkeypatch.setattr("diffusionlm.serving.http.guarded_protocol.MAX_PROBES", 1)
     server = start_server(max_connections=2)
+    connections = server.server.connections
+
+    def wait_for(count: int) -> None:
+        while len(connections) != count:
+            time.sleep(0.001)
+
     with server.connect(), server.connect():
-        time.sleep(0.05)
-        assert send_raw(server, b"")[0] == 503
-    time.sleep(0.05)
-    assert server.request("GET", "/health")[0] == 200
+        wait_for(2)
+        for path in ("/health", "/metrics"):
+            assert server.request("GET", path)[0] == 200
+            wait_for(2)
+        for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions"), ("GET", "/health/")):
+            status, headers, body = server.request(method, path, BODY if method == "POST" else None)
+            assert (status, body["error"]["code"]) == (503, "too_many_connections")
+            assert (headers["retry-after"], headers["connection"]) == ("1", "close")
+            wait_for(2)
+        with server.connect():
+            wait_for(3)
+            assert send_raw(server, b"")[0] == 503
+    wait_for(0)
+    assert server.request("GET", "/v1/models")[0] == 200
+
+
+def test_keep_alive(start_server: StartServer) -> None:
+    server = start_server(keep_alive_seconds=1000.5)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection.request("GET", "/health")
+    connection.getresponse().read()
+    [protocol] = server.server.connections
+    timer = protocol.timeout_keep_alive_task
+    assert timer.when() - protocol.loop.time() > 900
+    connection.close()
 
 
 def test_an_error_of_the_engine(start_server: StartServer, tiny_model: MakeModel, served_model: Transformer) -> None:
