@@ -7,10 +7,11 @@ null stands for an absent field, as clients send it.
 from __future__ import annotations
 
 import difflib
+import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -74,6 +75,8 @@ class StreamOptions(Section):
 class GenerationBody(Section):
     """Fields of every endpoint that decodes."""
 
+    text_key: ClassVar[str]
+    """The field with the text."""
     model: NonEmptyStr | None = None
     n: PositiveInt = 1
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
@@ -98,6 +101,7 @@ class GenerationBody(Section):
 class CompletionBody(GenerationBody):
     """Fields of a request that continues prompts (``/v1/completions``), or fills a hole before a suffix."""
 
+    text_key = "prompt"
     prompt: Any = None
     suffix: str | None = None
     max_tokens: PositiveInt | None = None
@@ -110,6 +114,7 @@ class CompletionBody(GenerationBody):
 class ChatBody(GenerationBody):
     """Fields of a request that answers a chat (``/v1/chat/completions``)."""
 
+    text_key = "messages"
     messages: Any = None
     max_tokens: PositiveInt | None = None
     max_completion_tokens: PositiveInt | None = None
@@ -121,6 +126,7 @@ class ChatBody(GenerationBody):
 class InfillBody(GenerationBody):
     """Fields of a request that fills the holes of a text (``/v1/infill``, not of OpenAI)."""
 
+    text_key = "segments"
     segments: Any = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
@@ -146,8 +152,9 @@ def parse_body(values: Mapping[str, Any], kind: type[Body]) -> ParsedBody[Body]:
     values = {key: value for key, value in values.items() if value is not None}
     fields = {key: value for key, value in values.items() if key in kind.model_fields}
     overrides = {key: value for key, value in values.items() if key in GenerationConfig.model_fields}
-    for key in values.keys() - fields.keys() - overrides.keys():
-        _check_other_key(key, values[key], kind)
+    for key, value in values.items():
+        if key not in fields and key not in overrides:
+            _check_other_key(key, value, kind)
     for key in SERVER_KEYS.keys() & overrides.keys():
         raise ApiError(400, f"{key} cannot be set by a request: {SERVER_KEYS[key]}", param=key)
     try:
@@ -178,12 +185,12 @@ def _check_other_key(key: str, value: Any, kind: type[GenerationBody]) -> None:
 def validation_error(error: ValidationError) -> ApiError:
     """Describe the first problem of a validation."""
     problem = error.errors(include_url=False, include_context=False)[0]
-    location = [str(part) for part in problem["loc"]]
-    param = ".".join(location) if location else None
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]]
     message = str(problem["msg"]).removeprefix("Value error, ")
-    if param is None:
+    if not parts:
         return ApiError(400, message)
-    return ApiError(400, f"{param} = {_describe(problem['input'])}: {message}", param=location[0])
+    param = shorten("".join(parts).removeprefix("."))
+    return ApiError(400, f"{param} = {_describe(problem['input'])}: {message}", param=param)
 
 
 def _describe(value: Any) -> str:
@@ -231,9 +238,10 @@ def build_generation_config(
         ) from None
 
 
-def find_key(message: str, keys: Mapping[str, Any]) -> str | None:
-    """Find the key that a message is about."""
-    return next((key for key in keys if key in message), None)
+def find_key(message: str, keys: Iterable[str]) -> str | None:
+    """Find the key that a message is about: the first one that it names."""
+    words = re.findall(r"\w+", message)
+    return min((key for key in keys if key in words), key=words.index, default=None)
 
 
 def parse_prompts(value: Any, limits: ServeSection) -> list[str | list[int]]:
@@ -372,6 +380,23 @@ def check_choice_limits(fields: GenerationBody, limits: ServeSection) -> None:
     """
     if fields.n > limits.max_choices:
         raise ApiError(400, f"n = {fields.n}: this server allows at most {limits.max_choices}", param="n")
+
+
+def count_choices(fields: GenerationBody, num_prompts: int, limits: ServeSection) -> int:
+    """Return the number of choices of a request.
+
+    Raises:
+        ApiError: the server never accepts so many at a time.
+    """
+    count, limit = fields.n * num_prompts, limits.max_requests + limits.max_waiting
+    if count > limit:
+        raise ApiError(
+            400,
+            f"{num_prompts} prompts x n = {fields.n} are {count} choices, more than the server accepts at a time "
+            f"(serve.max_requests + max_waiting = {limit}): send fewer",
+            param="n" if fields.n > 1 else fields.text_key,
+        )
+    return count
 
 
 def choose_seed(fields: GenerationBody, num_choices: int) -> int:

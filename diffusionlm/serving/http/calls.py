@@ -17,7 +17,7 @@ from itertools import groupby, pairwise
 
 from diffusionlm.inference.text import AnswerText, AnswerToken
 from diffusionlm.serving.engine import Engine
-from diffusionlm.serving.http.bodies import GenerationBody
+from diffusionlm.serving.http.bodies import find_key
 from diffusionlm.serving.http.errors import ApiError, to_api_error
 from diffusionlm.serving.http.preparation import PreparedCall, Submission
 from diffusionlm.serving.requests import EngineRequest, RequestState
@@ -229,7 +229,7 @@ class Call:
                 handle.add_listener(self._wake)
         except ValueError as error:
             self.abort()
-            raise _describe_refusal(error, self.prepared.fields) from None
+            raise _describe_refusal(error, self.prepared) from None
         except Exception as error:
             self.abort()
             raise to_api_error(error) from error
@@ -286,10 +286,12 @@ class Call:
             self._changed.clear()
 
 
-def _describe_refusal(error: ValueError, fields: GenerationBody) -> ApiError:
-    message = str(error)
-    is_too_long = "max_position_embeddings" in message or "pages of" in message
-    param = next((key for key in ("logit_bias", "seed") if key in message), None)
+def _describe_refusal(error: ValueError, prepared: PreparedCall) -> ApiError:
+    message, fields = str(error), prepared.fields
+    if "max_position_embeddings" in message or "pages of" in message:
+        return ApiError(400, message, param=fields.text_key, code="context_length_exceeded")
     if "constraint" in message:
         param = "structured_outputs" if fields.response_format is None else "response_format"
-    return ApiError(400, message, param=param, code="context_length_exceeded" if is_too_long else None)
+    else:
+        param = find_key(message.removeprefix("the canvas"), prepared.overrides) or fields.text_key
+    return ApiError(400, message, param=param)

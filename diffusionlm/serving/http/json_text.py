@@ -16,7 +16,10 @@ def parse_object(body: bytes) -> dict[str, Any]:
         ApiError: it is not a JSON object, or names a key twice.
     """
     try:
-        value = json.loads(body, object_pairs_hook=_to_object, parse_constant=_reject_constant)
+        encoding = json.detect_encoding(body)
+        if not encoding.startswith("utf-8"):
+            raise ValueError(f"it is {encoding.upper()}, encode it as UTF-8")
+        value = json.loads(body.decode(encoding), object_pairs_hook=_to_object, parse_constant=_reject_constant)
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply", code="invalid_json") from None
     except ValueError as error:

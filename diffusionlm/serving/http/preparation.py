@@ -29,6 +29,7 @@ from diffusionlm.serving.http.bodies import (
     check_choice_limits,
     choose_seed,
     combine_max_tokens,
+    count_choices,
     find_key,
     parse_logit_bias,
     parse_messages,
@@ -81,6 +82,8 @@ class PreparedCall:
     """Name of the model in the response."""
     submissions: tuple[Submission, ...]
     fields: GenerationBody
+    overrides: Mapping[str, Any]
+    """Of the request (`ParsedBody.overrides`)."""
     stop: tuple[str, ...] = ()
     segments: tuple[str | int, ...] = ()
     """Of an infill: texts, and holes as their numbers of tokens."""
@@ -287,6 +290,7 @@ class RequestPreparer:
         max_tokens: int | None,
     ) -> _Encoded:
         """Encode a prompt and a suffix, with the masks of the new tokens between them."""
+        mask, suffix_ids = self._mask_token_id("suffix"), self._encode_text(suffix, "suffix")
         if max_tokens is None:
             raise ApiError(400, "suffix needs max_tokens, the length of the hole", param="max_tokens")
         for key in ("total_length", "stop_token_ids"):
@@ -300,14 +304,18 @@ class RequestPreparer:
         if isinstance(prompt, str):
             self._check_text_length(len(prompt) + len(suffix), "prompt")
             return self._encode_segments([prompt, max_tokens, suffix], body, config, "prompt")
-        if self._mask_token_id("suffix") in prompt:
+        if mask in prompt:
             raise ApiError(400, "with suffix the ids of prompt must not have the mask token", param="prompt")
-        try:
-            ids = (*prompt, *[self._mask_token_id("suffix")] * max_tokens, *self.tokenizer.encode(suffix))
-        except ValueError as error:
-            raise ApiError(400, str(error), param="suffix") from None
+        ids = (*prompt, *[mask] * max_tokens, *suffix_ids)
         positions = tuple(range(len(prompt), len(prompt) + max_tokens))
         return _Encoded(HealedText(ids), hole_positions=positions, hole_lengths=(max_tokens,))
+
+    def _encode_text(self, text: str, param: str) -> list[int]:
+        self._check_text_length(len(text), param)
+        try:
+            return self.tokenizer.encode(text)
+        except ValueError as error:
+            raise ApiError(400, str(error), param=param) from None
 
     def _encode_segments(
         self, segments: Sequence[str | int], body: ParsedBody[Any], config: GenerationConfig, param: str
@@ -355,13 +363,7 @@ class RequestPreparer:
     ) -> PreparedCall:
         fields: GenerationBody = body.fields
         name = self.find_model(fields.model)
-        num_choices, limit = fields.n * len(encoded), self.limits.max_requests + self.limits.max_waiting
-        if num_choices > limit:
-            raise ApiError(
-                400, f"{len(encoded)} prompts x n = {fields.n} are {num_choices} choices, more than the server accepts "
-                f"at a time (serve.max_requests + max_waiting = {limit}): send fewer", param="n"
-            )  # fmt: skip
-        seed = choose_seed(fields, num_choices)
+        seed = choose_seed(fields, count_choices(fields, len(encoded), self.limits))
         logit_bias = parse_logit_bias(fields, self.model.vocab_size)
         submissions: list[Submission] = []
         num_holes = len(encoded[0].hole_lengths) if encoded[0].is_infill else None
@@ -383,7 +385,7 @@ class RequestPreparer:
                 ],
                 span_lengths=item.hole_lengths,
             )
-            choice_config = config if item.is_infill else self._set_length(config, len(ids), max_tokens)
+            choice_config = config if item.is_infill else self._set_length(config, len(ids), max_tokens, fields)
             submissions += [
                 Submission(
                     ids,
@@ -398,12 +400,12 @@ class RequestPreparer:
                 for choice in range(fields.n)
             ]
         for submission in submissions[:: fields.n]:
-            self._check_work(submission, max_tokens)
+            self._check_work(submission, body, max_tokens)
         num_alternatives = options.get("num_alternatives") or 0
         check_alternatives(fields, num_alternatives * sum(item.num_new_tokens for item in submissions), self.limits)
-        return PreparedCall(name, tuple(submissions), fields, **options)
+        return PreparedCall(name, tuple(submissions), fields, body.overrides, **options)
 
-    def _check_work(self, submission: Submission, max_tokens: int | None) -> None:
+    def _check_work(self, submission: Submission, body: ParsedBody[Any], max_tokens: int | None) -> None:
         """
         Raises:
             ApiError: a choice may have more new tokens or steps than the server allows.
@@ -426,7 +428,7 @@ class RequestPreparer:
             raise ApiError(
                 400, f"denoising_steps = {steps_per_block} in up to {num_blocks} blocks are {num_steps} steps: "
                 f"this server allows at most {self.limits.max_total_steps} in all (serve.max_total_steps)",
-                param="denoising_steps",
+                param="denoising_steps" if "denoising_steps" in body.overrides else body.fields.text_key,
             )  # fmt: skip
 
     def _compile_constraints(self, fields: GenerationBody, num_holes: int | None) -> list[TokenConstraint | None]:
@@ -437,7 +439,9 @@ class RequestPreparer:
             param = "response_format" if message.startswith("response_format") else "structured_outputs"
             raise ApiError(400, message, param=param) from None
 
-    def _set_length(self, config: GenerationConfig, prompt_length: int, max_tokens: int | None) -> GenerationConfig:
+    def _set_length(
+        self, config: GenerationConfig, prompt_length: int, max_tokens: int | None, fields: GenerationBody
+    ) -> GenerationConfig:
         if config.total_length is not None:
             return config
         if max_tokens is None:
@@ -445,7 +449,7 @@ class RequestPreparer:
             if room < 1:
                 raise ApiError(
                     400, f"the prompt's {prompt_length} tokens leave no room in the model's context of "
-                    f"{self.model.max_position_embeddings}", param="prompt", code="context_length_exceeded",
+                    f"{self.model.max_position_embeddings}", param=fields.text_key, code="context_length_exceeded",
                 )  # fmt: skip
             max_tokens = min(self.limits.default_max_tokens, self.limits.max_tokens or room, room)
         return config.model_copy(update={"max_new_tokens": max_tokens})

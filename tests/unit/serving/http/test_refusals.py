@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +13,16 @@ import pytest
 from config.generation import GenerationConfig
 from config.serving.server import ServeSection
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.serving.http.bodies import NEUTRAL_VALUES, ChatBody, CompletionBody, InfillBody, parse_body
+from diffusionlm.serving.http.bodies import (
+    NEUTRAL_VALUES,
+    ChatBody,
+    CompletionBody,
+    InfillBody,
+    find_key,
+    parse_body,
+)
 from diffusionlm.serving.http.errors import ApiError, to_api_error
-from diffusionlm.serving.http.json_text import parse_object
+from diffusionlm.serving.http.json_text import parse_object, shorten
 from diffusionlm.serving.http.preparation import RequestPreparer
 from tests.unit.serving.http.conftest import NAME, RunningServer
 from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer
@@ -84,7 +92,7 @@ def preparer(served_model: Transformer, words: Tokenizer) -> RequestPreparer:
 
 @pytest.mark.parametrize("path", ENDPOINTS)
 def test_any_value_of_any_field(preparer: RequestPreparer, path: str) -> None:
-    """It is prepared, or refused with the name of the field."""
+    """It is prepared, or refused with the name of the field, or of one that it contradicts."""
     kind, prepare, valid = ENDPOINTS[path]
     errors = {}
     for field in FIELDS:
@@ -97,6 +105,9 @@ def test_any_value_of_any_field(preparer: RequestPreparer, path: str) -> None:
                 assert call.submissions, (field, value)
     for case, refusal in errors.items():
         assert refusal.status in (400, 404) and refusal.param is not None, (case, refusal)
+        root, field = re.split(r"[.\[]", refusal.param)[0], case[0]
+        is_of_another = root in valid and re.search(rf"\b{field}\b", refusal.message)  # the two exclude each other
+        assert root == field or refusal.param == shorten(field) or is_of_another, (case, refusal.param, refusal)
         assert len(json.dumps(refusal.body)) < 8000
     assert len(errors) > 1000
 
@@ -153,7 +164,15 @@ def test_any_value_of_any_field_over_a_socket(server: RunningServer, path: str, 
         ("/v1/completions", {"stop": "a" * 1025}, "stop"),
         ("/v1/completions", {"seed": 2**63 - 2, "n": 3}, "seed"),
         ("/v1/chat/completions", {"n": 16, "max_tokens": 1000, "logprobs": True, "top_logprobs": 20}, "top_logprobs"),
-        ("/v1/completions", {"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options"),
+        ("/v1/completions", {"stream": True, "stream_options": {"include_obfuscation": True}},
+         "stream_options.include_obfuscation"),
+        ("/v1/completions", {"logit_bias": {"7": 101}}, "logit_bias.7"),
+        ("/v1/completions", {"stop_token_ids": [3, "a"]}, "stop_token_ids[1]"),
+        ("/v1/completions", {"suffix": "\ud800"}, "suffix"),
+        ("/v1/completions", {"suffix": "x" * 5000}, "suffix"),
+        ("/v1/completions", {"attention": "block_causal", "cache": "dual"}, "cache"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "the " * 300}], "max_tokens": None},
+         "messages"),
         ("/v1/completions", {"denoising_steps": 4000, "max_tokens": 200, "block_length": 4, "attention": None},
          "denoising_steps"),
         ("/v1/infill", {"segments": ["a", 100] * 2, "denoising_steps": 4096}, "denoising_steps"),
@@ -172,6 +191,50 @@ def test_refused_fields(preparer: RequestPreparer, path: str, fields: dict[str, 
     with pytest.raises(ApiError) as caught:
         prepare(preparer, parse_body({**valid, **fields}, kind), "")
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_a_message_names_its_first_key_as_a_whole_word() -> None:
+    message = "denoising_steps = 3 has no effect with cache: remove it"
+    assert find_key(message, ["steps", "cache", "denoising_steps"]) == "denoising_steps"
+    assert find_key(message, ["steps", "step"]) is None
+
+
+def test_too_many_prompts_for_the_queue(served_model: Transformer, words: Tokenizer) -> None:
+    limits = ServeSection(max_requests=1, max_waiting=1)
+    preparer = RequestPreparer(served_model.config, words, None, GenerationConfig(), limits, [NAME])
+    kind, prepare, valid = ENDPOINTS["/v1/completions"]
+    for fields, param in (({"prompt": ["a"] * 3}, "prompt"), ({"n": 3}, "n")):
+        with pytest.raises(ApiError, match="at a time") as caught:
+            prepare(preparer, parse_body({**valid, **fields}, kind), "")
+        assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "code", "param"),
+    [
+        ("/v1/completions", {"prompt": [1] * 250, "max_tokens": 50}, "context_length_exceeded", "prompt"),
+        ("/v1/chat/completions", {"max_tokens": 1000}, "context_length_exceeded", "messages"),
+        ("/v1/infill", {"segments": ["a " * 200, 100]}, "context_length_exceeded", "segments"),
+        ("/v1/completions", {"steps": 1, "max_tokens": 40}, None, "steps"),
+        ("/v1/infill", {"segments": ["a", 40], "steps": 1, "canvas": "fixed"}, None, "steps"),
+        ("/v1/completions", {"structured_outputs": {"choice": ["the cat sat"]}, "max_tokens": 1}, None,
+         "structured_outputs"),
+    ],
+)  # fmt: skip
+def test_fields_that_the_engine_refuses(
+    server: RunningServer, path: str, fields: dict[str, Any], code: str | None, param: str
+) -> None:
+    status, _, body = server.request("POST", path, {**ENDPOINTS[path][2], **fields})
+    assert (status, body["error"]["code"], body["error"]["param"]) == (400, code, param), body
+
+
+def test_a_model_without_a_mask_token_refuses_the_suffix(served_model: Transformer, words: Tokenizer) -> None:
+    config = served_model.config.model_copy(update={"mask_token_id": None, "block_length": 1})
+    preparer = RequestPreparer(config, words, None, GenerationConfig(), ServeSection(), [NAME])
+    kind, prepare, valid = ENDPOINTS["/v1/completions"]
+    with pytest.raises(ApiError, match="no mask token") as caught:
+        prepare(preparer, parse_body({**valid, "suffix": "x"}, kind), "")
+    assert caught.value.param == "suffix"
 
 
 def test_no_way_around_the_limit_of_new_tokens(served_model: Transformer, words: Tokenizer) -> None:
@@ -210,7 +273,12 @@ def test_values_that_ask_for_nothing(preparer: RequestPreparer, field: str) -> N
         (b"", "not valid JSON"),
         (b"{", "not valid JSON"),
         (b"[]", "must be a JSON object"),
-        (b"\xff\xfe", "not valid JSON"),
+        (b"\xff\xfe", "it is UTF-16, encode it as UTF-8"),
+        ('{"prompt": "é"}'.encode("utf-16"), "it is UTF-16, encode it as UTF-8"),
+        ('{"prompt": "a"}'.encode("utf-16-le"), "it is UTF-16-LE, encode it as UTF-8"),
+        ('{"prompt": "a"}'.encode("utf-32-be"), "it is UTF-32-BE, encode it as UTF-8"),
+        (b'{"prompt": "\xed\xa0\x80"}', "not valid JSON"),
+        ('{"prompt": "é"}'.encode("latin-1"), "not valid JSON"),
         (b'{"n": NaN}', "not a JSON number"),
         (b'{"n": 1, "n": 2}', "given twice"),
         (b"[" * 100_000, "nested too deeply"),
@@ -224,6 +292,11 @@ def test_bodies_that_are_no_objects(text: bytes, message: str) -> None:
     assert caught.value.status == 400
 
 
+def test_bodies_in_utf_8() -> None:
+    for encoding in ("utf-8", "utf-8-sig"):
+        assert parse_object('{"prompt": "é"}'.encode(encoding)) == {"prompt": "é"}
+
+
 def test_many_keys_are_read_once() -> None:
     """Comparing each key with all others takes minutes here."""
     keys = ",".join(f'"{number}": 0' for number in range(100_000))
@@ -233,9 +306,7 @@ def test_many_keys_are_read_once() -> None:
     assert time.process_time() - start < 5
 
 
-def test_what_the_engine_refuses(server: RunningServer) -> None:
-    status, _, body = server.request("POST", "/v1/completions", {"prompt": [1] * 250, "max_tokens": 50})
-    assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+def test_another_model(server: RunningServer) -> None:
     status, _, body = server.request("POST", "/v1/completions", {"prompt": "a", "model": "other"})
     assert (status, body["error"]["param"]) == (404, "model")
     server.wait_until_idle()
