@@ -19,7 +19,7 @@ MAX_PROBES = 32
 """Connections for them."""
 IS_PROBE_KEY = "is_probe"
 _SEND_BUFFER_BYTES = 1 << 17
-"""Of the system, which makes room known by thirds: the larger it is, the longer a slow reader seems to stand still."""
+"""Of the system, which reports room by thirds of it: a large one hides for long what a slow reader has read."""
 
 
 def too_many_connections() -> ApiError:

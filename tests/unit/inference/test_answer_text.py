@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from diffusionlm.inference.text import AnswerText
+from diffusionlm.inference.text import AnswerText, AnswerToken
 from tokenizer import Tokenizer, train_bpe
 
 
@@ -17,7 +17,8 @@ def words() -> Tokenizer:
 
 def push_all(text: AnswerText, ids: list[int]) -> str:
     """Push tokens one by one; returns what was sendable on the way, which must never shrink or change."""
-    sent, sent_tokens = "", []
+    sent = ""
+    sent_tokens: list[AnswerToken] = []
     for token in ids:
         text.push(token, -1.0)
         sendable = text.text[: text.sendable_length]

@@ -258,8 +258,9 @@ def test_keep_alive(start_server: StartServer) -> None:
     connection.request("GET", "/health")
     connection.getresponse().read()
     [protocol] = server.server.connections
-    timer = protocol.timeout_keep_alive_task
-    assert timer.when() - protocol.loop.time() > 900
+    while protocol.timeout_keep_alive_task is None:
+        time.sleep(0.001)
+    assert protocol.timeout_keep_alive_task.when() - protocol.loop.time() > 900
     connection.close()
 
 
