@@ -90,11 +90,18 @@ receive() {
     keep_edited # of a copy that was interrupted
 }
 
+# Replace the shell by rsync, which follows links to folders of other disks; since 3.5 it needs an option for that.
+exec_rsync() {
+    local options=()
+    [[ $(rsync --help </dev/null) != *--insecure-links* ]] || options=(--insecure-links)
+    exec rsync "${options[@]}" "$@"
+}
+
 # The remote end of a copy from or to a folder. What it replaces is moved to .remote/edited/.new.
 serve() {
     local replaced=$PWD/.remote/edited/.new/$1
     cd -- "${1:-.}"
-    exec rsync --backup-dir="$replaced" "${@:2}"
+    exec_rsync --backup-dir="$replaced" "${@:2}"
 }
 
 # Delete the replaced files that were sent here once, and links; keep and list the others, which were edited here.
@@ -143,8 +150,8 @@ install() {
         (umask 077 && mkdir -p -- "$replaced/${path%/*}")
         mv -fT -- "$path" "$replaced/$path"
     done < <(comm -z -13 .remote/files.new .remote/files)
-    rsync --recursive --links --executability --times --omit-dir-times --checksum --keep-dirlinks --force \
-        --backup --backup-dir="$replaced" "$staged/" ./ >&2 ||
+    (exec_rsync --recursive --links --executability --times --omit-dir-times --checksum --keep-dirlinks --force \
+        --backup --backup-dir="$replaced" "$staged/" ./ >&2) ||
         fail "the tree in $root is not complete: see to that, and run the same again"
     mv -- .remote/files.new .remote/files
     printf '%s\n' "$1" >.remote/tree

@@ -35,9 +35,11 @@ SECRET = re.compile(r"(^|/)env(/|$)")
 NOT_FETCHED = (".lock", ".fetched.json", "*.tmp-old", f"*.tmp-{'[0-9a-f]' * 8}")
 """Locks, the record of fetched files, and what is written aside before it is renamed."""
 
-# Two slashes end a name, because it may contain a line break.
-LOG_FORMAT = "%i %l %n//"
-LOGGED = re.compile(rb"\[\d+\] (?:[<>]f|cL)\S* (\d+) (.*?)//\n", re.DOTALL)
+# Two slashes end a name, because it may contain a line break. The last character shows whether rsync escapes control
+# characters (since 3.5) or writes them as they are.
+LOG_FORMAT = "%i %l %n//\x01"
+LOGGED = re.compile(rb"\[\d+\] (?:[<>]f|cL)\S* (\d+) (.*?)//(\x01|\\#001)\n", re.DOTALL)
+ESCAPE = re.compile(rb"\\#([0-7]{3})")
 LEFT_OUT = re.compile(rb"ignoring (unsafe symlink .*)\n")
 
 
@@ -87,7 +89,8 @@ def copy(host: Host, folder: str, source: str, target: str, names: list[str] | N
     output = sys.stderr if "--info=progress2" in options else subprocess.DEVNULL
     pipe = subprocess.PIPE
     try:
-        process = subprocess.Popen([*command, source, target], stdin=pipe, stdout=output, stderr=pipe)
+        command += [*find_link_options(), source, target]
+        process = subprocess.Popen(command, stdin=pipe, stdout=output, stderr=pipe)
     except FileNotFoundError as error:
         raise CommandError("rsync is not here: install it (sudo apt-get install rsync, brew install rsync)") from error
     with process:
@@ -99,10 +102,25 @@ def copy(host: Host, folder: str, source: str, target: str, names: list[str] | N
             raise
     messages = [line for line in stderr.decode(errors="replace").splitlines() if line]
     text = log.read_bytes() if log.exists() else b""
-    sizes = {posixpath.normpath(os.fsdecode(name)): int(size) for size, name in LOGGED.findall(text)}
     left_out = [os.fsdecode(line) for line in LEFT_OUT.findall(text)]
     is_connected = process.returncode == 0 or host.control_connection("check")
-    return Copy(process.returncode, messages, sizes, left_out, is_connected)
+    return Copy(process.returncode, messages, read_sizes(text), left_out, is_connected)
+
+
+def read_sizes(log: bytes) -> dict[str, int]:
+    """Read the sizes of the copied files by name from a log of rsync."""
+    sizes = {}
+    for size, name, end in LOGGED.findall(log):
+        if end != b"\x01":
+            name = ESCAPE.sub(lambda digits: bytes([int(digits[1], 8)]), name)
+        sizes[posixpath.normpath(os.fsdecode(name))] = int(size)
+    return sizes
+
+
+def find_link_options() -> list[str]:
+    """Find the option with which rsync follows a link to a folder of another disk; before 3.5 it needed none."""
+    text = subprocess.run(["rsync", "--help"], stdin=subprocess.DEVNULL, capture_output=True, check=False).stdout
+    return ["--insecure-links"] if b"--insecure-links" in text else []
 
 
 def push(host: Host, source: Path, folder: str, names: list[str], *options: str) -> int:

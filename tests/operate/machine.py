@@ -228,11 +228,16 @@ def cut(machine: Remote, which: str, size: int) -> Path:
 
 @contextlib.contextmanager
 def stand_in(machine: Remote, text: str) -> Iterator[None]:
-    """A program in the place of rsync there."""
+    """A program in the place of rsync there, for all but its help, which names the options of its version."""
     path = machine.root / ".tools" / "bin" / "rsync"
-    path.write_text(text, encoding="utf-8")
+    program = path.with_name("stand-in")
+    choice = f'[ "$1" != --help ] || exec {shutil.which("rsync")} --help'
+    path.write_text(f'#!/bin/sh\n{choice}\nexec "$(dirname "$0")/stand-in" "$@"\n', encoding="utf-8")
+    program.write_text(text, encoding="utf-8")
     path.chmod(0o755)
+    program.chmod(0o755)
     try:
         yield
     finally:
         path.unlink()
+        program.unlink()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 import random
 import re
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.operate.machine import Remote, cut, stand_in, until
+from tests.operate.machine import TREE, Remote, cut, stand_in, until
 
 pytestmark = pytest.mark.operate
 
@@ -152,6 +153,14 @@ def test_names_links_and_places(ready: Remote, folder: Path) -> None:
     assert (here / "empty").read_text(encoding="utf-8") == "1"
     ready.works("fetch", "any_file=runs/a b/latest")
     assert not (here / "latest").is_symlink()
+
+
+@pytest.mark.parametrize("line", [rb"\#134#012 line\#012break//\#001", b"\\#012 line\nbreak//\x01"], ids=["3.5", "3.4"])
+def test_names_in_the_log_of_rsync(line: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Since version 3.5 rsync escapes control characters in its log."""
+    monkeypatch.syspath_prepend(str(TREE / "scripts" / "remote"))
+    log = b"1 [2] building file list\n1 [2] >f+++++++++ 7 " + line + b"\n1 [2] sent 1 bytes\n"
+    assert importlib.import_module("transfer").read_sizes(log) == {"\\#012 line\nbreak": 7}
 
 
 def test_links_to_folders_of_other_disks_stay(ready: Remote, folder: Path, tmp_path: Path) -> None:
