@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 import tomllib
@@ -14,6 +15,9 @@ import pytest
 import diffusionlm
 from cli import commands
 from config.train import TrainConfig
+from diffusionlm.checkpoints.huggingface import save_model_directory
+from tests.conftest import MakeModel
+from tokenizer import train_bpe
 
 ROOT = Path(__file__).parents[1]
 
@@ -143,3 +147,18 @@ def test_importing_the_package_does_not_import_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
+def test_example_of_the_readme(
+    tiny_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It runs, and its evaluation has the rows that a standard error needs."""
+    monkeypatch.chdir(ROOT)
+    tokenizer = train_bpe(["if x is not None:\n    return x\n"], vocab_size=270)
+    ids = {"mask_token_id": tokenizer.mask_token_id, "eos_token_id": tokenizer.eos_token_id}
+    model = tiny_model(vocab_size=tokenizer.vocab_size, pad_token_id=None, max_position_embeddings=128, **ids)
+    save_model_directory(model, tokenizer, tmp_path / "model")
+    section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## From Python")[2]
+    (example,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    exec(example.replace("runs/quickstart", str(tmp_path / "model")), {})
+    assert re.search(r"\n\d+\.\d+ \+- \d+\.\d+\n$", capsys.readouterr().out)
