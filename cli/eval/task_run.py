@@ -26,6 +26,7 @@ from diffusionlm.evaluation.tasks.results import CONFIG_FILE, RESULTS_FILE, Eval
 from files.atomic import write_text_atomic
 from files.json_files import read_text
 from files.output_paths import check_can_write
+from files.terminal_text import print_message
 from logger.progress import ProgressMeter
 
 if TYPE_CHECKING:
@@ -63,8 +64,10 @@ def run_tasks(name: str, config: EvalConfig, argv: Sequence[str] | None) -> None
             meter.set(done)
 
         results = run.run(show_progress, command)
-    write_evaluation_report([directory], directory / REPORT_FILE)
+    page = directory / REPORT_FILE
+    write_evaluation_report([directory], page)
     _print_results(config, directory, results)
+    print_message(f"report: {page}")
 
 
 def prepare_variants(config: EvalConfig) -> list[PlannedVariant]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from cli.arguments import parse_command
 from cli.entry import exit_with_usage_error, friendly_errors, print_error, usage_errors
-from config.finetune.pipeline import PipelineConfig
+from config.finetune.pipeline import PAGE, PipelineConfig
 from files.lock import DirectoryInUseError, lock_directory
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             states = select_states(read_states(plans), arguments)
             print_parts(describe_states(states))
             return 0
+    page = config.directory / PAGE
     try:
         with lock_directory(config.directory, LOCK_TIMEOUT_SECONDS) as lock:
             with usage_errors(NAME):
@@ -59,10 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             try:
                 run_stages(states, lock, lambda: write_report(config.directory, plans))
             except StageFailedError as error:
-                print_error(NAME, f"{error}; the same command goes on from there")
+                print_error(NAME, f"{error}; the same command goes on from there. Results so far: {page}")
                 return 1
             except PipelineStoppedError as stopped:
-                print_error(NAME, "stopped; the same command goes on from there")
+                print_error(NAME, f"stopped; the same command goes on from there. Results so far: {page}")
                 return 128 + stopped.number
             report = write_report(config.directory, plans)
     except DirectoryInUseError:

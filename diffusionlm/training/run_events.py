@@ -89,9 +89,12 @@ def _append_event(run: Run, kind: str, text: str) -> None:
 def _write_report_page(run: Run) -> None:
     if not run.world.is_first:
         return
+    page = run.directory.path / "report.html"
     try:
-        write_report([run.directory.path], run.directory.path / "report.html")
+        write_report([run.directory.path], page)
     except Exception as error:
         text = f"report.html could not be written: {type(error).__name__}: {error}"
         run.log(text)
         _append_event(run, "report", text)
+    else:
+        run.log(f"report: {page}")

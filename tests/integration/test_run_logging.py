@@ -54,6 +54,7 @@ def test_standard_output_has_the_metrics_alone(config: TrainConfig, capsys: pyte
     out, err = capsys.readouterr()
     assert [json.loads(line) for line in out.splitlines()] == records(config, "metrics")
     assert "nats per token" in err and "next: uv run diffusionlm-infer" in err
+    assert f"report: {config.run.directory / 'report.html'}\n" in err
     *steps, final = [record["metrics"] for record in records(config, "metrics")]
     assert len(steps) == 8
     summary_file = config.run.directory / "summary.json"

@@ -116,7 +116,8 @@ generation = {{temperature = 1.0}}
     output = tmp_path / "out"
     arguments = ["--config", str(config), "--model", str(model), "--output", str(output)]
     main(arguments)
-    table = capsys.readouterr().out
+    table, messages = capsys.readouterr()
+    assert messages.endswith(f"report: {output / 'report.html'}\n")
     assert all(word in table for word in ("gsm8k", "letters", "nats_per_token", "hot - plain", "tokens/forward"))
     results = read_results(output)
     assert [(result.task, result.variant) for result in results.results] == [

@@ -146,7 +146,8 @@ def test_a_failed_stage_leaves_the_others(
 ) -> None:
     monkeypatch.setenv("FAILING", "tune")
     assert run(pipeline) == 1
-    assert 'stage "tune" failed with exit code 1' in capsys.readouterr().err
+    errors = capsys.readouterr().err
+    assert 'stage "tune" failed with exit code 1' in errors and "out/report.html" in errors
     assert take_log() == ["base", "tune"] and list(output_hashes()) == ["base"]
     monkeypatch.delenv("FAILING")
     assert run(pipeline) == 0 and take_log() == ["tune", "after", "before"]
@@ -188,7 +189,8 @@ def test_a_signal_reaches_the_stage_once_and_the_same_command_goes_on(
     thread.start()
     assert run(pipeline) == 128 + number
     thread.join()
-    assert "stopped; the same command goes on" in capsys.readouterr().err
+    errors = capsys.readouterr().err
+    assert "stopped; the same command goes on" in errors and "out/report.html" in errors
     assert Path("out/tune/run/saved").read_text() == "half"
     monkeypatch.delenv("WAITING")
     assert actions(pipeline, capsys)["tune"] == "resume interrupted"
