@@ -41,7 +41,7 @@ from diffusionlm.serving.http.bodies import (
 from diffusionlm.serving.http.errors import ApiError
 from diffusionlm.serving.requests import RequestOptions
 from diffusionlm.serving.structured_outputs import StructuredOutputs
-from tokenizer import ChatTemplate, Tokenizer
+from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer
 
 _KEPT_HEALERS = 8
 
@@ -192,7 +192,8 @@ class RequestPreparer:
         if self._template is None:
             raise ApiError(
                 400,
-                "the model has no chat template: use /v1/completions, or start the server with one",
+                "the model has no chat template: use /v1/completions, or start the server with --set "
+                f"serve.chat_template=NAME, one of {', '.join(CHAT_TEMPLATES)}",
                 param="messages",
             )
         config, max_tokens = self._build_config(

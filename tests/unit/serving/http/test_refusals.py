@@ -328,6 +328,7 @@ def test_a_template_that_fails_ends_its_request_alone(
     with pytest.raises(ApiError) as caught:
         prepare(preparer, parse_body(valid, kind), "")
     assert (caught.value.status, caught.value.param) == (400, "messages")
+    assert template is not None or "--set serve.chat_template=" in str(caught.value)
 
 
 def test_a_failed_decoding_is_not_repeated() -> None:
