@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests.unit.cli.pipeline.small_stages import stage_of, train_settings, write
 from tokenizer import train_bpe
 from tokenizer.files import save_tokenizer
 
+ROOT = Path(__file__).parents[4]
 Change = Callable[[dict[str, Any]], object]
 
 
@@ -193,3 +195,14 @@ def test_decoding_must_fit_the_model_of_the_stage_before(
     with pytest.raises(SystemExit):
         main(["--config", write_pipeline(pipeline)])
     assert 'stage "before": block_length = 99 is more than the model\'s context' in capsys.readouterr().err
+
+
+def test_the_example_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that it reads exists."""
+    guide = (ROOT / "docs/operate.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"## Pipelines\n.*?```toml\n(.*?)```", guide, re.DOTALL)
+    path = tmp_path / "pipeline.toml"
+    path.write_text(example.replace("runs/mine", str(tmp_path / "mine")), encoding="utf-8")
+    monkeypatch.chdir(ROOT)
+    plans = plan_pipeline(load_config(PipelineConfig, path))
+    assert [plan.name for plan in plans] == ["pretrain", "more", "text"]
