@@ -49,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         shown = [row_to_json(row, settings.tokenizer) for row in rows]
         print(json.dumps({"rows": shown, "counts": counts.to_json()}, ensure_ascii=False))
         return
-    parts = [part for number, row in enumerate(rows, 1) for part in format_row(row, number, settings)]
+    parts = [
+        part for number, row in enumerate(rows, 1) for part in format_row(row, number, settings, is_full=arguments.full)
+    ]
     print_parts([*parts, *format_counts(counts, settings)])
 
 
@@ -120,6 +122,7 @@ def _build_parser() -> argparse.ArgumentParser:
         help="split (default: train, which is everything in files)",
     )
     parser.add_argument("--rows", metavar="N", type=_count, default=3, help="rows to show (default: 3)")
+    parser.add_argument("--full", action="store_true", help="show all tokens of these rows; without it some of each")
     parser.add_argument("--json", action="store_true", help="one JSON object: rows and counts")
     group = parser.add_argument_group("for files")
     group.add_argument("--tokenizer", metavar="DIR", help="tokenizer, model or run, with its chat template")

@@ -24,6 +24,11 @@ STYLES = {"context": "dim", "answer": "green", "stop": "bold reverse green", "fi
 
 LEGEND = "prompts as they are, [[learned tokens]], {fill}, | begins a block"
 
+MAX_SEGMENTS = 3
+"""Segments of a shortened row."""
+MAX_TOKENS = 160
+"""Tokens of a shortened row, about."""
+
 
 @dataclass(frozen=True)
 class _Segment:
@@ -48,49 +53,66 @@ def _split_row(row: Row) -> Iterator[_Segment]:
             yield _Segment(document, index, row.tokens_L[part], row.loss_mask_L[part], is_fill_L[part])
 
 
-def format_row(row: Row, number: int, settings: RowSettings) -> list[RenderableType]:
-    """Format the segments of a row, each below a line with its numbers."""
+def format_row(row: Row, number: int, settings: RowSettings, *, is_full: bool) -> list[RenderableType]:
+    """Format the segments of a row, each below a line with its numbers; without ``is_full`` in some 20 lines."""
     from rich.text import Text
 
     num_tokens = int((row.document_ids_L >= 0).sum())
     parts: list[RenderableType] = []
     if number == 1:
-        parts.append(f"{LEGEND}\n")
+        parts.append(f"{LEGEND}{'' if is_full else '; --full shows rows in full'}\n")
     parts.append(
         Text(
             f"row {number}: {num_tokens:,} of {len(row.tokens_L):,} positions, {row.loss_mask_L.sum():,} learned",
             "bold",
         )
     )
-    for segment in _split_row(row):
+    segments = list(_split_row(row))
+    shown = segments if is_full else segments[:MAX_SEGMENTS]
+    for segment in shown:
         num_fill = int(segment.is_fill.sum())
         num_answer = int(segment.loss_mask.sum()) - num_fill
         name = f"document {segment.document + 1}, segment {segment.number + 1}"
         numbers = f"{len(segment.tokens) - num_answer - num_fill:,} context, {num_answer:,} learned, {num_fill:,} fill"
         parts.append(Text(f"- {name}: {numbers}", "bold"))
-        parts.append(_format_segment(segment, settings))
+        parts.append(_format_segment(segment, settings, None if is_full else MAX_TOKENS // len(shown)))
+    if len(shown) < len(segments):
+        parts.append(Text(f"- {len(segments) - len(shown):,} more segments", "bold"))
     return [*parts, ""]
 
 
-def _format_segment(segment: _Segment, settings: RowSettings) -> Text:
+def _format_segment(segment: _Segment, settings: RowSettings, max_tokens: int | None) -> Text:
     from rich.text import Text
 
-    tokenizer, block_length = settings.tokenizer, settings.block_length
-    text = Text()
+    tokenizer, text = settings.tokenizer, Text()
     kinds = [
         "fill" if is_fill else "answer" if is_target else "context"
         for is_target, is_fill in zip(segment.loss_mask, segment.is_fill, strict=True)
     ]
-    blocks = [0 if block_length in (None, 1) else index // block_length for index in range(len(kinds))]
-    previous_kind, previous_block = "", 0
-    for (kind, block), group in groupby(range(len(kinds)), key=lambda index: (kinds[index], blocks[index])):
+    hidden = set[int]() if max_tokens is None else _find_hidden(kinds, max_tokens)
+    length = len(kinds) if settings.block_length in (None, 1) else settings.block_length
+    previous_kind = ""
+    for (kind, is_hidden, _), group in groupby(
+        range(len(kinds)), key=lambda index: (kinds[index], index in hidden, index not in hidden and index // length)
+    ):
+        indices = list(group)
         text.append(CLOSING[previous_kind] if kind != previous_kind else "", STYLES.get(previous_kind, ""))
-        text.append("|" if block != previous_block else "", STYLES["block"])
+        text.append("|" if indices[0] and indices[0] % length == 0 else "", STYLES["block"])
         text.append(OPENING[kind] if kind != previous_kind else "", STYLES[kind])
-        _append_tokens(text, [int(segment.tokens[index]) for index in group], kind, tokenizer)
-        previous_kind, previous_block = kind, block
+        if is_hidden:
+            text.append(f" <... {len(indices):,} tokens ...> ", STYLES["block"])
+        else:
+            _append_tokens(text, segment.tokens[indices].tolist(), kind, tokenizer)
+        previous_kind = kind
     text.append(CLOSING[previous_kind], STYLES[previous_kind])
     return text
+
+
+def _find_hidden(kinds: Sequence[str], max_tokens: int) -> set[int]:
+    """Find the tokens to leave out: the middle of long contexts and answers. Fill is short as it is."""
+    runs = [list(group) for _, group in groupby(range(len(kinds)), key=lambda index: kinds[index])]
+    half = max(4, max_tokens // len(runs) // 2)
+    return {index for run in runs if kinds[run[0]] != "fill" and len(run) > 3 * half for index in run[half:-half]}
 
 
 OPENING = {"context": "", "answer": "[[", "fill": "{"}

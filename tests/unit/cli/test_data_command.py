@@ -24,7 +24,7 @@ from tokenizer import save_tokenizer
 LONG_ROWS = [chat(letter * 200, "z") for letter in "abc"]
 
 EXPECTED = """\
-prompts as they are, [[learned tokens]], {fill}, | begins a block
+prompts as they are, [[learned tokens]], {fill}, | begins a block; --full shows rows in full
 
 row 1: 56 of 70 positions, 13 learned
 - document 1, segment 1: 21 context, 3 learned, 0 fill
@@ -65,6 +65,23 @@ def test_rows_are_shown_with_their_targets(files: tuple[str, str], capsys: pytes
     assert "longer than a row" in counts and "1                  no messages" in counts
 
 
+def test_long_rows_are_shortened_unless_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They fit a terminal; beginnings and ends are there, and numbers of what is between."""
+    lengths = (9, 200, 150, 120, 300)
+    rows = [chat(f"begin {'q ' * length}end", f"first {'a ' * length}last", "r", "b") for length in lengths]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    save_tokenizer(chat_tokenizer(), tmp_path / "tokenizer")
+    arguments = [str(path), "--tokenizer", str(tmp_path / "tokenizer"), "--row-length", "9000", "--rows", "1"]
+    main(arguments)
+    short = capsys.readouterr().out
+    assert len(short) < 2500 and "tokens ...>" in short and "more segments" in short
+    assert all(word in short for word in ("begin", "end", "first", "last<|im_end|>]]"))
+    main([*arguments, "--full"])
+    full = capsys.readouterr().out
+    assert "tokens ...>" not in full and "more segments" not in full and "a " * 300 in full
+
+
 def test_json_agrees_with_the_rows(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     path, tokenizer = files
     main([path, "--tokenizer", tokenizer, "--row-length", "100", "--json", "--rows", "1000"])
@@ -98,7 +115,9 @@ def test_tokens_are_colored(files: tuple[str, str]) -> None:
     source = {"kind": "files", "paths": [path], "chat": {}, "on_bad_row": "skip"}
     settings = settings_of_data(DataConfig.model_validate({"source": source}), tokenizer, 70, None, "train")
     text = next(
-        part for part in format_row(next(read_rows(settings)), 1, settings) if "[[" in getattr(part, "plain", "")
+        part
+        for part in format_row(next(read_rows(settings)), 1, settings, is_full=True)
+        if "[[" in getattr(part, "plain", "")
     )
     assert isinstance(text, Text)
     styled = {str(span.style): text.plain[span.start : span.end] for span in text.spans}
