@@ -95,7 +95,7 @@ class GenerationConfig(StrategyOptions):
     """Forwards per block, at most 100,000. If neither this nor `steps` is set: one per position. Forwards that would
     commit nothing are skipped."""
     steps: StepCount | None = None
-    """Forwards over all blocks, at most 100,000, distributed evenly, the surplus to the first blocks."""
+    """Forwards of the whole answer, at most 100,000, divided evenly among its blocks, the surplus to the first ones."""
     temperature: NonNegativeFloat | None = None
     """Temperature of token sampling. 0: the most probable token, the lowest id among equals. None: 1 for the strategies
     of MDLM and ReMDM, 0 for all others."""
@@ -131,7 +131,7 @@ class GenerationConfig(StrategyOptions):
             )
         if self.steps is not None and self.denoising_steps is not None:
             raise ValueError(
-                f"steps = {self.steps} (over all blocks) and denoising_steps = {self.denoising_steps} (per block) "
+                f"steps = {self.steps} (of the whole answer) and denoising_steps = {self.denoising_steps} (per block) "
                 "both set the number of forwards: remove one"
             )
         check_attention_fits(self.attention, self.cache, self.canvas)

@@ -41,7 +41,7 @@ _SHORTHANDS = (
     ("batch-size", "N", "input.batch_size={text}", "requests that are decoded together"),
     ("max-new-tokens", "N", "generation.max_new_tokens={text}", "new tokens of a prompt or chat"),
     ("temperature", "X", "generation.temperature={text}", "temperature of token sampling; 0 is greedy"),
-    ("steps", "N", "generation.steps={text}", "forwards over all blocks"),
+    ("steps", "N", "generation.steps={text}", "forwards of the whole answer, divided among its blocks"),
     ("block-length", "N", "generation.block_length={text}", "tokens per block"),
     (
         "strategy",

@@ -415,7 +415,7 @@ def test_usage_errors_exit_with_2(capsys: pytest.CaptureFixture[str], model_dir:
     assert "--set generation.steps=1.5: expected an integer" in failure(capsys, 2, "--steps", "1.5")
     assert "remasking_strategy" in failure(capsys, 2, "--strategy", "best")
     message = failure(capsys, 2, "--set", "generation.steps=2", "--set", "generation.denoising_steps=2")
-    assert "steps = 2 (over all blocks) and denoising_steps = 2 (per block)" in message
+    assert "steps = 2 (of the whole answer) and denoising_steps = 2 (per block)" in message
 
 
 def test_errors_of_model_and_inputs_exit_with_2(
