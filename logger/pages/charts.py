@@ -79,6 +79,8 @@ class Chart:
     log: bool | None = None
     """True if the logarithmic scale is on at first; None: there is no switch."""
     from_zero: bool = False
+    y_least: float = -math.inf
+    """Smallest possible value, below which no margin or error bar extends the linear axis."""
     marks: list[tuple[str, Floats]] = field(default_factory=list)
     """Names of marks and their positions on the horizontal axis."""
 
@@ -240,7 +242,8 @@ def _vertical(plot: Chart) -> dict[str, AxisScale]:
     if plot.from_zero:
         low, high = min(0.0, low), max(0.0, high)
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-    scales = {"linear": AxisScale(low if plot.from_zero and low == 0.0 else low - margin, high + margin)}
+    bottom = 0.0 if plot.from_zero and low == 0.0 else plot.y_least
+    scales = {"linear": AxisScale(max(low - margin, bottom), high + margin)}
     least, greatest = float(values_N.min()), float(values_N.max())
     if plot.log is not None and least > 1e-100:
         ratio = max((greatest / least) ** 0.05, 1.02)

@@ -8,7 +8,7 @@ from typing import Any
 from cli.eval.report.comparing import ExampleGroup, compare_pairs, select_examples
 from cli.eval.report.curve import TaskCurves, build_curves, flatten_settings
 from cli.eval.report.reading import ReportedTask, ReportedVariant
-from cli.eval.report.tables import ReportTable, tabulate_curves, tabulate_pairs, tabulate_results
+from cli.eval.report.tables import ReportTable, tabulate_answers, tabulate_curves, tabulate_pairs, tabulate_results
 from diffusionlm.evaluation.tasks.results import ItemResult
 from files.terminal_text import escape_control_characters
 
@@ -22,6 +22,7 @@ class TaskContents:
 
     task: ReportedTask
     results: ReportTable
+    answers: ReportTable
     pairs: ReportTable | None
     """None: there are no two variants with items in common."""
     curves: TaskCurves | None
@@ -38,6 +39,7 @@ def build_contents(task: ReportedTask) -> TaskContents:
     return TaskContents(
         task,
         tabulate_results(task),
+        tabulate_answers(task),
         tabulate_pairs(pairs) if pairs else None,
         curves,
         None if curves is None else tabulate_curves(curves),

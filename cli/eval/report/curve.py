@@ -165,5 +165,6 @@ def draw_curves(curves: TaskCurves) -> Chart:
         lines,
         note="Bars: one standard error over items. Tokens count up to the stop, forwards as the decoder counts them.",
         x_name="tokens per forward",
+        y_least=0.0,
         x_end=1.05 * max(point.tokens_per_forward for curve in curves.curves for point in curve.points),
     )

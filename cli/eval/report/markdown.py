@@ -35,6 +35,7 @@ def render_markdown(report: TaskReport, tasks: Sequence[TaskContents]) -> str:
 
 def _render_task(contents: TaskContents) -> Iterator[str]:
     yield from _render_table(contents.results)
+    yield from _render_table(contents.answers)
     for title, content in (("Comparisons", contents.pairs), ("Speed and quality", contents.points)):
         if content is not None:
             yield f"### {title}"

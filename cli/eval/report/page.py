@@ -35,7 +35,7 @@ def render_page(report: TaskReport, tasks: Sequence[TaskContents]) -> str:
         return join(_titled(contents, part(contents), len(tasks)) for contents in tasks)
 
     sections = {
-        "Results": render(lambda contents: render_table(contents.results)),
+        "Results": render(lambda contents: render_table(contents.results) + render_table(contents.answers)),
         "Comparisons": render(lambda contents: render_table(contents.pairs) if contents.pairs else Markup("")),
         "Speed and quality": render(lambda contents: _render_curves(contents, charts)),
         "Answers": render(lambda contents: join(map(_render_group, contents.examples))),

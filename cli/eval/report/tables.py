@@ -27,23 +27,28 @@ class ReportTable:
 
 
 def tabulate_results(task: ReportedTask) -> ReportTable:
-    """Accuracy by rule, pass@k, how answers ended and what they cost; a row for each variant."""
+    """Accuracy by rule and pass@k, which for one sample is the accuracy; a row for each variant."""
     results = [variant.result for variant in task.variants]
     columns: list[tuple[str, list[str]]] = [
         (name, [format_metric(result.metrics.get(name), name in task.rules) for result in results])
         for name in task.metrics
     ]
     samples = dict.fromkeys(
-        (rule, k) for result in results for rule in result.pass_at_k for k in result.pass_at_k[rule]
+        (rule, k) for result in results for rule in result.pass_at_k for k in result.pass_at_k[rule] if k > 1
     )
     for rule, k in samples:
         values = [result.pass_at_k.get(rule, {}).get(k) for result in results]
         name = f"pass@{k}" if len({rule for rule, _ in samples}) == 1 else f"pass@{k}, {rule}"
         columns.append((name, [format_metric(value, is_accuracy=True) for value in values]))
-    columns += [
-        ("tokens per forward", [_format_speed(result.tokens_per_forward) for result in results]),
-        ("items", [_count_items(result) for result in results]),
-    ]
+    columns.append(("items", [_count_items(result) for result in results]))
+    note = "± is one standard error over items, whose repeats are averaged first." if task.rules else ""
+    return _build_table(task, columns, note)
+
+
+def tabulate_answers(task: ReportedTask) -> ReportTable:
+    """How answers ended and what they cost; a row for each variant."""
+    results = [variant.result for variant in task.variants]
+    columns = [("tokens per forward", [_format_speed(result.tokens_per_forward) for result in results])]
     for name in ("stopped", "length", "empty", "invalid"):
         shares = [None if result.shares is None else float(getattr(result.shares, name)) for result in results]
         columns.append((SHARE_NAMES[name], [format_share(share) for share in shares]))
@@ -56,9 +61,13 @@ def tabulate_results(task: ReportedTask) -> ReportTable:
         ("forwards", [format_number(result.num_forwards) if result.num_forwards else "" for result in results]),
         ("time", [format_duration(result.seconds) if result.seconds else "" for result in results]),
     ]
+    return _build_table(task, columns)
+
+
+def _build_table(task: ReportedTask, columns: Sequence[tuple[str, list[str]]], note: str = "") -> ReportTable:
+    """Build a table of the columns that have a value."""
     columns = [column for column in columns if any(column[1])]
     rows = [(variant.label, [cells[index] for _, cells in columns]) for index, variant in enumerate(task.variants)]
-    note = "± is one standard error over items, whose repeats are averaged first." if task.rules else ""
     return ReportTable("variant", tuple(name for name, _ in columns), tuple(rows), note)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 
 from cli.eval.report.comparing import compare_pairs, select_examples
 from cli.eval.report.contents import build_contents, cut_text
-from cli.eval.report.curve import build_curves, name_curves
+from cli.eval.report.curve import build_curves, draw_curves, name_curves
 from cli.eval.report.markdown import render_markdown
 from cli.eval.report.page import render_page
 from cli.eval.report.reading import ReportedTask, TaskReport, read_evaluations
@@ -27,6 +29,7 @@ from diffusionlm.evaluation.tasks.results import (
     read_results,
     write_results,
 )
+from logger.pages.charts import draw_charts
 
 HOSTILE = "</pre><script>alert(1)</script>\u202e|`````\x1b[31m\0 *b* ﷽ שלום"
 
@@ -85,6 +88,27 @@ def test_the_page_shows_metrics_shares_costs_protocol_and_command(tmp_path: Path
         assert part.replace("&lt;", r"\<") in text
     for part in ("generation.threshold", "0.9", "abc", "diffusionlm-eval --model", "tokens per forward", "gsm8k"):
         assert part in page and part in text.replace("\\", "")
+
+
+def test_rows_of_samples_leave_out_what_the_accuracy_says(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", {"base": [True, False]})
+    results = read_results(folder)
+    samples = {"strict": {1: MetricValue(0.5), 4: MetricValue(0.75)}}
+    changed = tuple(replace(result, pass_at_k=samples) for result in results.results)
+    write_results(folder, replace(results, results=changed))
+    contents = build_contents(read_task(folder))
+    assert contents.results.heads == ("strict", "pass@4", "items")
+    assert contents.answers.heads[0] == "tokens per forward" and contents.answers.heads[-1] == "time"
+
+
+def test_accuracies_have_no_axis_below_zero(tmp_path: Path) -> None:
+    """Neither by a margin around zeros, nor by an error bar of a small accuracy."""
+    for name, flags in (("none", [False] * 2), ("few", [True, *[False] * 99])):
+        curves = build_contents(read_task(write_run(tmp_path / name, {"base": flags, "fast": flags}))).curves
+        assert curves is not None
+        html = draw_charts([draw_curves(curves)], [])
+        labels = re.findall(r">(-?[\d.]+)</span>", html)
+        assert labels and "0" in labels and not any(label.startswith("-") for label in labels)
 
 
 def test_pairs_have_the_numbers_of_the_paired_test(tmp_path: Path) -> None:
