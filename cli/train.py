@@ -30,6 +30,25 @@ if TYPE_CHECKING:
 
 NAME = "diffusionlm-train"
 
+KEYS = """keys of the config:
+--print-config prints all with their values, --schema what they mean; config/resources/ has configs to begin with.
+Common ones:
+  run.directory              what the run writes; the same command continues it
+  run.device                 cpu or cuda
+  model.init_from            model or run to start from, in place of random weights
+  tokenizer.path             tokenizer, in place of one that is trained on the data
+  data.source                such as {kind = "files", paths = ["my.txt"]}
+  data.row_length            tokens of a row
+  objective.kind             masked_diffusion, block_diffusion, next_token or preference
+  training.max_steps         optimizer steps; or training.epochs
+  training.batch_size        rows of a step
+  training.micro_batch_size  rows of a forward: fewer need less memory
+  optimizer.learning_rate    size of an update
+  validation.every_steps     steps between results on held-out data
+  samples.every_steps        steps between samples
+  checkpoint.every_steps     steps between checkpoints
+  parallel.strategy          ddp or fsdp, for several ranks"""
+
 LOCAL_SOURCES = ("files", "shards", "chat_tasks")
 """Kinds of sources that are opened before torch is loaded; others need a network or seconds."""
 
@@ -49,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 TrainConfig,
                 name=NAME,
                 description="Train a masked diffusion language model.",
-                example=f"{NAME} --config config/resources/train.toml --set training.max_steps=200",
+                example=f"{NAME} --config config/resources/train.toml --set training.max_steps=200\n\n{KEYS}",
                 key_hints=KEY_HINTS,
                 add_arguments=add_arguments,
                 argv=argv,

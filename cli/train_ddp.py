@@ -10,14 +10,16 @@ from functools import partial
 from cli.arguments import parse_command
 from cli.entry import friendly_errors, usage_errors
 from cli.tables import print_parts
-from cli.train import add_arguments, check_files, format_run_estimate, train_as_rank
+from cli.train import KEYS, add_arguments, check_files, format_run_estimate, train_as_rank
 from config.train import KEY_HINTS, DistributedTrainConfig
 
 NAME = "diffusionlm-train-ddp"
 
 EXAMPLE = f"""  {NAME} --config config/resources/train_ddp.toml
   {NAME} --config config/resources/train_ddp.toml --set parallel.strategy=fsdp --set parallel.local_ranks=8
-  {NAME} --config train.toml --nodes 4 --rendezvous node1:29400      # on each of four machines"""
+  {NAME} --config train.toml --nodes 4 --rendezvous node1:29400      # on each of four machines
+
+{KEYS}"""
 
 
 @friendly_errors(NAME)
