@@ -267,6 +267,13 @@ def test_models_of_the_harness_stay_known() -> None:
     assert entry.load() is adapter.DiffusionLM
 
 
+def test_the_harness_alone_does_not_know_the_model() -> None:
+    """Version 0.4.13 reads no entry points, as docs/evaluation.md says: change that if this fails with a later one."""
+    code = "from lm_eval.api.registry import get_model; get_model('diffusionlm')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "no model for this name found" in done.stderr
+
+
 def test_wrong_arguments(model: Transformer, tokenizer: Tokenizer) -> None:
     with pytest.raises(ValueError, match="stepss"):
         adapter.DiffusionLM(model, tokenizer, **{"generation.stepss": 4})
