@@ -106,6 +106,16 @@ gpu-check *args:
 doctor *args:
     uv run diffusionlm-doctor {{args}}
 
+# Compiled against plain gradients with other versions of torch, each in an environment of its own: gigabytes of packages.
+check-torch-versions *versions="2.9.1 2.11.0 2.13.0":
+    #!/usr/bin/env bash
+    set -uo pipefail
+    for version in {{versions}}; do
+        echo "torch $version"
+        uv run --isolated --with "torch==$version" pytest -n 0 -q -m slow tests/unit/training/test_compiled_gradients.py
+    done
+    uv run pytest -n 0 -q -m slow tests/unit/training/test_compiled_gradients.py
+
 # All checks that must pass before a commit lands.
 check:
     bash .ci/run

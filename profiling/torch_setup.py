@@ -101,6 +101,16 @@ def has_native_bfloat16(device_type: str) -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
+def find_compile_problem(version: str, device_type: str) -> str | None:
+    """Why compiled blocks are wrong on a device type with a version of torch, with a remedy. None: they are right."""
+    if device_type != "cpu" or version.split(".")[:2] != ["2", "11"]:
+        return None
+    return (
+        f"computes wrong gradients on a CPU with torch {version}, whose compiler loses in-place operations of norms: "
+        "install another version of torch"
+    )
+
+
 def select_device(device: str, key: str) -> str:
     """Resolve ``auto`` to ``cuda`` if torch finds a CUDA device, else to ``cpu``.
 

@@ -149,9 +149,16 @@ def record_graphs(
 @contextlib.contextmanager
 def _computed_as_on_a_gpu() -> Iterator[None]:
     """bfloat16 autocast, the norm and the rotary tables of a GPU, and FlexAttention as there."""
+    with torch.autocast("cpu", torch.bfloat16), flex_as_on_a_gpu(), norms_as_on_a_gpu():
+        yield
+
+
+@contextlib.contextmanager
+def norms_as_on_a_gpu() -> Iterator[None]:
+    """The norm, the rotation and the rotary tables of a GPU."""
 
     def normalize(x: Tensor, gain: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        wide = x if gain.dtype == x.dtype else x.float()
+        wide = x if gain.dtype == x.dtype else x.to(torch.promote_types(x.dtype, torch.float32))
         return F.rms_norm(wide, gain.shape, gain.to(wide.dtype), eps).to(dtype)
 
     def build_rotary_tables(self: Transformer, positions: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,8 +166,6 @@ def _computed_as_on_a_gpu() -> Iterator[None]:
         return tables
 
     with (
-        torch.autocast("cpu", torch.bfloat16),
-        flex_as_on_a_gpu(),
         patch.object(layers, "_RMSNorm", SimpleNamespace(apply=normalize)),
         patch.object(attention, "normalize_and_rotate", lambda x, norm, rope: layers.rotate(norm(x), rope)),
         patch.object(Transformer, "_build_rotary_tables", build_rotary_tables),

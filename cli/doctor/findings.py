@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from profiling.machine import Machine
 from profiling.nvtx import NVTX_VARIABLE, Level
 from profiling.quick_checks import MeasuredSpeeds
-from profiling.torch_setup import TorchInfo
+from profiling.torch_setup import TorchInfo, find_compile_problem
 
 Severity = Literal["broken", "slow", "note"]
 
@@ -72,6 +72,9 @@ def _check_software(machine: Machine, torch: TorchInfo, missing: list[str]) -> I
     elif torch.version is None:
         remedy = "uv sync --reinstall-package torch; --reinstall also replaces what torch needs"
         yield Finding("broken", "torch cannot be used", torch.problem, remedy)
+    if torch.version is not None and (problem := find_compile_problem(torch.version, "cpu")):
+        why, _, remedy = problem.partition(": ")
+        yield Finding("note", 'runtime.compile = "blocks" is refused on the CPU', f"it {why}", remedy)
     packages = [name for name in missing if name != "torch"]
     if packages:
         yield Finding("broken", f"missing: {', '.join(packages)}", "the project depends on them", "uv sync")

@@ -221,7 +221,8 @@ class _Rotate(torch.autograd.Function):
 
 def _apply_rotation(x: Tensor, cosines: Tensor, sines: Tensor, *, sign: float) -> Tensor:
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
-    return torch.mul(x, cosines).addcmul_(swapped, sines, value=sign)
+    # Out of place: the compiler of torch 2.11 loses the gradient of an in-place result.
+    return torch.addcmul(x * cosines, swapped, sines, value=sign)
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:

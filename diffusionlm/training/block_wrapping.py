@@ -21,6 +21,7 @@ from diffusionlm.models.moe import MoE
 from diffusionlm.models.transformer import Block, Transformer
 from diffusionlm.optim.master_weights import MasterWeights, select_block_matrices
 from profiling import nvtx, triton_setup
+from profiling.torch_setup import find_compile_problem
 
 SAVED_OPERATORS = (
     "mm",
@@ -65,9 +66,17 @@ def prepare_model(
 
 
 def should_compile_blocks(config: RuntimeConfig, device: torch.device) -> bool:
-    """Resolve ``runtime.compile = "auto"``: compile on a GPU where Triton can, unless checkpointing is selective."""
-    if config.compile != "auto":
-        return config.compile == "blocks"
+    """Resolve ``runtime.compile = "auto"``: compile on a GPU where Triton can, unless checkpointing is selective.
+
+    Raises:
+        ValueError: ``runtime.compile = "blocks"``, and this version of torch compiles them wrongly.
+    """
+    if config.compile == "none":
+        return False
+    if config.compile == "blocks":
+        if problem := find_compile_problem(torch.__version__, device.type):
+            raise ValueError(f'runtime.compile = "blocks" {problem}, or set runtime.compile = "none"')
+        return True
     is_selective = config.activation_checkpointing == "selective"
     return device.type == "cuda" and not is_selective and triton_setup.find_triton_problem() is None
 

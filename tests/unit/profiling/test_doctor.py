@@ -161,6 +161,7 @@ ON_CPU = replace(TORCH, gpus=())
             "torch cannot be used",
             "uv sync --reinstall-package",
         ),
+        ({"torch": replace(TORCH, version="2.11.0+cu130")}, "note", "runtime.compile", "another version of torch"),
         ({"missing": ("torch", "numpy")}, "broken", "missing: numpy", "uv sync"),
         ({"machine": variables(DIFFUSIONLM_NVTX="loud")}, "broken", "DIFFUSIONLM_NVTX = 'loud'", "coarse, fine, verb"),
         ({"torch": replace(TORCH, gpus=(), gpu_problem="driver too old")}, "broken", "torch cannot use", "nvidia-smi"),

@@ -180,6 +180,16 @@ def test_when_blocks_are_compiled(
     assert should_compile_blocks(config, device) == chosen
 
 
+def test_a_torch_whose_compiler_is_wrong_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its users get an error instead of queries and keys that never learn; a GPU has other norms."""
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+    monkeypatch.setattr(triton_setup, "find_triton_problem", lambda: None)
+    with pytest.raises(ValueError, match=r'runtime\.compile.*torch 2\.11\.0\+cu130.*set runtime\.compile = "none"'):
+        should_compile_blocks(RuntimeConfig(compile="blocks"), CPU)
+    assert should_compile_blocks(RuntimeConfig(compile="blocks"), CUDA)
+    assert not should_compile_blocks(RuntimeConfig(), CPU)
+
+
 def test_a_gpu_without_pythons_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A compiler alone is not enough: what launches Triton's kernels includes Python.h, as of Debian's python3-dev."""
     include = tmp_path / "include"
