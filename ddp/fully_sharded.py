@@ -67,6 +67,7 @@ class FullySharded:
 
         self.world = world
         self.model: Any = model
+        self.model.has_collective_forwards = True
         self.device = device
         self.reshards_after_forward = parallel.reshard_after_forward
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}

@@ -7,7 +7,7 @@ later takes the same step again: its tokens, step map and number of forwards do 
 
 An error ends the requests that cause it. A forward that fails is repeated with each half of its requests, down to a
 request alone; if even that one fails and no other has succeeded, a forward of two tokens decides whether the model can
-still be computed.
+still be computed. A forward in which other ranks take part is not repeated: the decoder fails.
 """
 
 from __future__ import annotations
@@ -221,10 +221,15 @@ class Decoder:
 
         A forward that fails is repeated with each half of the requests, so that only those fail that cannot be computed
         alone. Keys and values are written again, to the same places.
+
+        Raises:
+            Exception: the forward failed, and other ranks take part in it, which would not repeat it.
         """
         try:
             logits_NV = self._runner(scheduled)
         except Exception as error:
+            if self._model.has_collective_forwards:
+                raise
             if len(scheduled) == 1:
                 return [error]
             LOGGER.warning("a forward of %d requests has failed (%r): each half is repeated", len(scheduled), error)

@@ -99,6 +99,8 @@ class Transformer(nn.Module):
         self.attention_backend = attention_backend
         self.uses_cuda_graphs = False
         """Decoding on a GPU may record forwards: parameters stay where they are in memory."""
+        self.has_collective_forwards = False
+        """Whether all ranks take part in each forward, so that none may repeat one alone."""
         self._build_attention_scale().check_backend(attention_backend)
         self.model = Backbone(config)
         self.rope = RotaryEmbedding(config.head_dim, config.rope_theta, config.rope_scaling)

@@ -44,6 +44,7 @@ def test_a_forward(has_gradient: bool, make_config: MakeConfig) -> None:
         with torch.set_grad_enabled(has_gradient), torch.autocast("cuda", torch.bfloat16):
             for _ in range(2):
                 model(torch.ones(2, 16, dtype=torch.int64, device=CUDA), pattern=Bidirectional())
+    assert model.has_collective_forwards
     num_blocks = len(sharded.blocks)
     gathers = record.count()["_allgather_base_"]
     assert not record.waits

@@ -189,6 +189,22 @@ def test_a_model_that_cannot_be_computed_is_no_fault_of_a_request(
         generate(broken, [[1, 2], [3]], GenerationConfig(max_new_tokens=4))
 
 
+def test_a_forward_of_several_ranks_is_not_repeated(blocks: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks would wait for ever for a rank that computes one alone."""
+    calls = []
+
+    def fail_to_compute(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        raise InjectedError("rank 0 alone")
+
+    model = Transformer(blocks.config)
+    monkeypatch.setattr(model, "forward", fail_to_compute)
+    model.has_collective_forwards = True
+    with pytest.raises(InjectedError):
+        generate(model, [[1, 2], [3], [4]], GenerationConfig(max_new_tokens=4))
+    assert len(calls) == 1
+
+
 def test_a_request_that_fails_alone_is_no_fault_of_the_model(
     blocks: Transformer, jobs: tuple[list[Job], list[Generation]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
