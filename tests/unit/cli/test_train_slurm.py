@@ -46,14 +46,16 @@ def submit(cluster: dict[str, str], *arguments: str, **more: str) -> tuple[int, 
 
 
 def test_launched_command(cluster: dict[str, str]) -> None:
-    code, calls, _ = submit(cluster, "train.toml", "--set", "run.seed=1")
+    """The launcher gets all cores that the job has asked for; a job without a number of cores names none."""
     folder = cluster["SLURM_SUBMIT_DIR"]
-    assert code == 0
-    assert calls == [
-        "scontrol show hostnames n[7-8]",
-        f"srun --kill-on-bad-exit=1 {folder}/bin/diffusionlm-train-ddp --config train.toml --nodes 2 "
-        "--rendezvous n7:20123 --set parallel.max_restarts=3 --set run.seed=1",
-    ]
+    for index, (cores, option) in enumerate((("64", "--cpus-per-task=64 "), ("", ""))):
+        code, calls, _ = submit(cluster, "train.toml", "--set", "run.seed=1", SLURM_CPUS_PER_TASK=cores)
+        assert code == 0
+        assert calls[2 * index :] == [
+            "scontrol show hostnames n[7-8]",
+            f"srun --kill-on-bad-exit=1 {option}{folder}/bin/diffusionlm-train-ddp --config train.toml --nodes 2 "
+            "--rendezvous n7:20123 --set parallel.max_restarts=3 --set run.seed=1",
+        ]
     assert (Path(folder) / "setting").read_text(encoding="utf-8") == "WARN\n"
 
 
