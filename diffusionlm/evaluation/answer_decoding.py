@@ -76,6 +76,7 @@ def decode_answers(
                 decoder.remove(request)
                 del open_answers[id(request)]
                 yield answer.index, answer.build()
+    decoder.keep_graphs()
 
 
 def _count_pages(request: ActiveRequest) -> int:

@@ -24,7 +24,7 @@ import torch
 
 from diffusionlm.inference.constraints.sampler import constrain_predictions
 from diffusionlm.inference.fixed_shapes import FixedShapeRunner, prepare_for_tiles
-from diffusionlm.inference.graphs.graphed_forward import GraphedForward, select_graph_factory
+from diffusionlm.inference.graphs.graphed_forward import GraphedForward, keep_graphs, select_graph_factory, take_graphs
 from diffusionlm.inference.model_runner import ModelRunner, ScheduledRequest, masked_position_logits
 from diffusionlm.inference.pages import PagePool, page_digests
 from diffusionlm.inference.requests import ActiveRequest, Predictions
@@ -122,18 +122,21 @@ class Decoder:
         if adapters:
             model, adapter_rows = add_row_adapters(model, adapters)
         weight = model.lm_head.weight
-        make_graph = None if deterministic or adapters else select_graph_factory(model)
+        make_graph = None if deterministic else select_graph_factory(self._model)
         self.cache: PagedCache | None = None
-        graphed_forward = None
-        if limits.num_pages:
-            num_pages = limits.num_pages + (make_graph is not None)  # one for what pads a graph
-            self.cache = PagedCache(model.config, num_pages, limits.page_size, weight.device, compute_dtype(weight))
-            graphed_forward = None if make_graph is None else GraphedForward(model, self.cache, make_graph)
+        self._graphed_forward: GraphedForward | None = None
+        if limits.num_pages and make_graph is not None:
+            self._graphed_forward = take_graphs(self._model, limits.num_pages, limits.page_size, make_graph)
+            self.cache = self._graphed_forward.cache
+        elif limits.num_pages:
+            self.cache = PagedCache(
+                model.config, limits.num_pages, limits.page_size, weight.device, compute_dtype(weight)
+            )
         self.limits = limits
         self.counts = DecoderCounts()
         self.pool = PagePool(limits.num_pages)
         build_runner = FixedShapeRunner if deterministic else ModelRunner
-        self._runner = build_runner(model, self.cache, adapter_rows, graphed_forward)
+        self._runner = build_runner(model, self.cache, adapter_rows, self._graphed_forward)
         self._sampler = BatchSampler(weight.device, samples_alone=deterministic)
         self._waiting: list[ActiveRequest] = []
         self._active: list[ActiveRequest] = []
@@ -141,6 +144,12 @@ class Decoder:
         self._failed: list[ActiveRequest] = []
         """Requests that an error has ended since the round began, outside of their step."""
         self._num_arrivals = 0
+
+    def keep_graphs(self) -> None:
+        """Leave the CUDA graphs and the cache to the next decoder of the model: the last call of a decoder without
+        work, none of whose forwards has failed."""
+        if self._graphed_forward is not None:
+            keep_graphs(self._model, self._graphed_forward)
 
     @property
     def has_work(self) -> bool:

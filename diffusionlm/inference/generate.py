@@ -199,6 +199,7 @@ def decode_rounds(model: Transformer, requests: Sequence[ActiveRequest]) -> Iter
             raise error
         if result.has_forward:
             yield decoder.counts.num_rounds
+    decoder.keep_graphs()
 
 
 def _check_counts(num_requests: int, **lists: Sequence[object] | None) -> None:

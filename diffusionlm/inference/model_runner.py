@@ -126,7 +126,7 @@ class ModelRunner:
         """
         Args:
             adapter_rows: of a model with adapters of single rows (`add_row_adapters`).
-            graphed_forward: computes the forwards that have a CUDA graph.
+            graphed_forward: computes the forwards without adapters that have a CUDA graph.
         """
         self._model, self._cache, self._adapter_rows = model, cache, adapter_rows
         self._graphed_forward = graphed_forward
@@ -152,7 +152,7 @@ class ModelRunner:
     def _compute_logits(self, texts: Sequence[InputText]) -> Tensor:
         """Logits of the outputs of all texts, [N, V]."""
         logits_NV = None
-        if self._graphed_forward is not None:
+        if self._graphed_forward is not None and all(text.adapter is None for text in texts):
             logits_NV = self._graphed_forward([(text.tokens_L, text.sequence) for text in texts])
         return self._forward(texts) if logits_NV is None else logits_NV
 

@@ -7,12 +7,15 @@ buckets, inputs are copied to fixed places, and the region that is recorded read
 Rounds have a graph if all texts have a cache, and read one or two blocks of block-causal attention each, or parts of
 similar length with bidirectional attention. Others, such as those that read a prompt, are computed without one.
 
+A decoder that is done leaves its graphs with the model, for the next one: `keep_graphs`, `take_graphs`.
+
 Shapes: N outputs of all texts, V vocabulary; G, Q and S as in `static_batch`.
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,6 +27,7 @@ from torch import Tensor
 from diffusionlm.inference.graphs.cuda_graph import CudaGraphFactory
 from diffusionlm.inference.graphs.static_batch import ReadText, StaticBatch, StaticShape
 from diffusionlm.models.cache import PagedCache
+from diffusionlm.models.layers import compute_dtype
 from diffusionlm.models.moe import MoE
 from diffusionlm.models.patterns import Bidirectional, BlockCausal, copy_to_device
 from diffusionlm.models.ragged import SequenceSlice
@@ -56,6 +60,8 @@ PERIOD = 2048
 """Forwards with a shape after which uses are counted anew, so that rare shapes have no graph and are forgotten. If more
 than half of them found the table full of other shapes, all graphs are dropped. Single ones must not be (`cuda_graph`).
 """
+MAX_KEPT_BYTES = 2 << 30
+"""Keys and values of the largest cache whose graphs are kept: it occupies memory until the model is gone."""
 
 
 class ForwardGraph(Protocol):
@@ -87,7 +93,10 @@ class GraphedForward:
 
     def __init__(self, model: Transformer, cache: PagedCache, make_graph: GraphFactory) -> None:
         """``cache``: its last page is for what pads."""
-        self._model, self._cache, self._make_graph = model, cache, make_graph
+        # A graph that is kept with its model must not keep the model.
+        self._model: Transformer = weakref.proxy(model)
+        self.cache, self._make_graph = cache, make_graph
+        self._recorded_model = _describe_model(model)
         self._graphs: dict[StaticShape, tuple[ForwardGraph, StaticBatch]] = {}
         self._num_uses: Counter[StaticShape] = Counter()
         """Forwards of each shape in this period."""
@@ -108,10 +117,20 @@ class GraphedForward:
         if shape not in self._graphs and not (self._may_capture(shape) and self._capture(shape, texts)):
             return None
         graph, batch = self._graphs[shape]
-        places_N = copy_to_device(torch.from_numpy(batch.load(texts)), self._cache.keys_KTH[0].device)
+        places_N = copy_to_device(torch.from_numpy(batch.load(texts)), self.cache.keys_KTH[0].device)
         graph.replay()
         assert self._logits_QV is not None
         return self._logits_QV[places_N]
+
+    def may_be_kept(self) -> bool:
+        """Whether another decoder may use the graphs, and is worth their memory."""
+        num_bytes = sum(storage.nbytes for storage in (*self.cache.keys_KTH, *self.cache.values_KTH))
+        return not self._num_failures and num_bytes <= MAX_KEPT_BYTES
+
+    def fits(self, num_pages: int, page_size: int) -> bool:
+        """Whether the cache has so many pages, and the model is the one whose kernels were recorded."""
+        has_pages = self.cache.num_pages >= num_pages and self.cache.page_size == page_size
+        return has_pages and self._recorded_model == _describe_model(self._model)
 
     def _count(self, shape: StaticShape) -> None:
         """Count a forward, and at the end of a period drop graphs of shapes that no longer come."""
@@ -137,7 +156,7 @@ class GraphedForward:
             if self._logits_QV is None:
                 self._logits_QV = weight.new_empty(MAX_INPUTS, len(weight))
             logits_QV, graph = self._logits_QV[: shape.num_parts * shape.num_queries], self._make_graph()
-            batch = StaticBatch(shape, self._cache, self._cache.num_pages - 1)
+            batch = StaticBatch(shape, self.cache, self.cache.num_pages - 1)
             batch.load(texts)
             graph.capture(lambda: _compute_logits(self._model, batch, logits_QV))
         except RuntimeError as error:
@@ -153,6 +172,42 @@ class GraphedForward:
             return False
         self._graphs[shape] = graph, batch
         return True
+
+
+_kept_graphs: weakref.WeakKeyDictionary[Transformer, GraphedForward] = weakref.WeakKeyDictionary()
+"""Of each model those that no decoder uses now: graphs write to fixed places, so two decoders never have the same."""
+
+
+def take_graphs(model: Transformer, num_pages: int, page_size: int, make_graph: GraphFactory) -> GraphedForward:
+    """The graphs that are kept with a model, with their cache, if they fit; else new ones, without a graph so far.
+
+    Args:
+        num_pages: pages of the cache at least, besides the one for what pads.
+    """
+    kept = _kept_graphs.pop(model, None)
+    if kept is not None and kept.fits(num_pages + 1, page_size):
+        return kept
+    del kept  # its memory is free for the new cache
+    weight = model.lm_head.weight
+    cache = PagedCache(model.config, num_pages + 1, page_size, weight.device, compute_dtype(weight))
+    return GraphedForward(model, cache, make_graph)
+
+
+def keep_graphs(model: Transformer, graphed_forward: GraphedForward) -> None:
+    """Keep graphs with their model until it is gone. All their forwards must have ended."""
+    if graphed_forward.may_be_kept():
+        _kept_graphs[model] = graphed_forward
+
+
+def _describe_model(model: Transformer) -> list[object]:
+    """What recorded kernels depend on: places of all tensors and options of all modules, but no values of tensors."""
+    tensors = [(value.data_ptr(), value.dtype, value.shape) for value in (*model.parameters(), *model.buffers())]
+    modules = []
+    for module in model.modules():
+        options = [(name, value) for name, value in vars(module).items() if isinstance(value, int | float | str)]
+        hooks = (*module._forward_hooks, *module._forward_pre_hooks, id(vars(module).get("forward")))
+        modules.append((type(module), options, hooks))
+    return [tensors, modules, model.config, torch.get_float32_matmul_precision()]
 
 
 def _compute_logits(model: Transformer, batch: StaticBatch, logits_QV: Tensor) -> None:

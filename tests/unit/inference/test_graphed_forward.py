@@ -17,13 +17,15 @@ from unittest.mock import Mock, call, patch
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from config.finetune.lora import LoraConfig
 from config.generation import GenerationConfig
 from config.model import ModelConfig
 from diffusionlm.inference import decoder as decoder_module
 from diffusionlm.inference import sampling
 from diffusionlm.inference.decoder import Decoder, DecoderLimits
-from diffusionlm.inference.generate import Generation, decode, generate, to_generation
+from diffusionlm.inference.generate import Generation, decode, decode_rounds, generate, to_generation
 from diffusionlm.inference.graphs import cuda_graph, graphed_forward
 from diffusionlm.inference.graphs.cuda_graph import CudaGraph, CudaGraphFactory
 from diffusionlm.inference.graphs.graphed_forward import GraphedForward, find_shape
@@ -31,8 +33,10 @@ from diffusionlm.inference.graphs.static_batch import StaticBatch, StaticShape
 from diffusionlm.inference.requests import ActiveRequest, prepare_prompt
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.cache import PagedCache
+from diffusionlm.models.lora import LoRALinear, add_adapter
 from diffusionlm.models.patterns import Bidirectional, BlockCausal
 from diffusionlm.models.ragged import SequenceSlice
+from diffusionlm.models.row_adapters import ModelAdapter
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.serving.engine import Engine
 from tests.conftest import MakeModel
@@ -67,6 +71,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
 
     monkeypatch.setattr(decoder_module, "select_graph_factory", lambda model: make_graph)
     monkeypatch.setattr(graphed_forward, "MIN_USES", 0)
+    graphed_forward._kept_graphs.clear()
     return graphs
 
 
@@ -163,6 +168,136 @@ def test_an_engine_whose_requests_are_aborted(blocks: Transformer, graphs: list[
         expected = generate(blocks, prompts, config)
     for answer, index in zip(answers, (0, 2, 3), strict=True):
         same(answer, expected[index])
+
+
+GENERATION = GenerationConfig(max_new_tokens=12, denoising_steps=4, stop_token_ids=())
+PROMPTS = [[1, 2, 3], [4] * 9]
+
+
+def check_generate(model: Transformer, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[Generation]:
+    """Generate, and compare with the answers without graphs."""
+    answers = generate(model, prompts, GENERATION)
+    with patch.object(decoder_module, "select_graph_factory", lambda model: None):
+        expected = generate(model, prompts, GENERATION)
+    for answer, other in zip(answers, expected, strict=True):
+        same(answer, other)
+    return answers
+
+
+def add_to_weights(model: Transformer) -> None:
+    """As an optimizer does."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3
+
+
+def replace_weights(model: Transformer) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data + 0.3
+
+
+def add_hook(model: Transformer) -> None:
+    model.model.layers[0].register_forward_hook(lambda module, inputs, output: output * 3)
+
+
+def change_option(model: Transformer) -> None:
+    model.model.layers[0].input_layernorm.eps = 3.0  # type: ignore[union-attr, assignment]
+
+
+def adapt_model(model: Transformer) -> None:
+    add_adapter(model, LoraConfig(rank=2))
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora_B"):
+            nn.init.normal_(parameter)
+
+
+def test_graphs_are_recorded_once_for_many_calls(blocks: Transformer, graphs: list[RecordedGraph]) -> None:
+    """With other prompts too; a larger cache needs new ones."""
+    check_generate(blocks)
+    num_graphs = len(graphs)
+    assert num_graphs > 0
+    check_generate(blocks)
+    check_generate(blocks, [[3] * 5, [1, 2]])
+    assert len(graphs) == num_graphs
+    check_generate(blocks, [[3] * 5] * 9)
+    assert len(graphs) > num_graphs
+
+
+@pytest.mark.parametrize("change", [add_to_weights, replace_weights, add_hook, change_option, adapt_model])
+def test_graphs_of_a_model_that_has_changed(
+    change: Callable[[Transformer], None], tiny_model: MakeModel, graphs: list[RecordedGraph]
+) -> None:
+    """New values in the same place are read; other changes have graphs of their own."""
+    model = tiny_model(torch.float64, vocab_size=23, mask_token_id=MASK, block_length=4).eval()
+    before = check_generate(model)
+    num_graphs = len(graphs)
+    change(model)
+    after = check_generate(model)
+    assert [answer.logprobs for answer in after] != [answer.logprobs for answer in before]
+    assert (len(graphs) > num_graphs) == (change is not add_to_weights)
+
+
+def test_two_decoders_of_a_model_at_a_time(blocks: Transformer, graphs: list[RecordedGraph]) -> None:
+    """As in two threads: the graphs that are kept belong to the first one."""
+    check_generate(blocks)
+    settings = resolve_settings(GENERATION, blocks.config)
+    requests = [[ActiveRequest(prepare_prompt(settings, prompt), settings)] for prompt in PROMPTS]
+    rounds = [decode_rounds(blocks, own) for own in requests]
+    while sum(next(own, None) is not None for own in rounds):
+        pass
+    with patch.object(decoder_module, "select_graph_factory", lambda model: None):
+        for [request], prompt in zip(requests, PROMPTS, strict=True):
+            same(to_generation(request), generate(blocks, [prompt], GENERATION)[0])
+    assert len(graphed_forward._kept_graphs) == 1
+
+
+def test_graphs_are_gone_with_their_model(tiny_model: MakeModel, graphs: list[RecordedGraph]) -> None:
+    model = tiny_model(torch.float64, vocab_size=23, mask_token_id=MASK, block_length=4).eval()
+    check_generate(model)
+    kept = [weakref.ref(graph) for graph in graphs]
+    graphs.clear()
+    gc.collect()
+    assert any(graph() for graph in kept)
+    del model
+    gc.collect()
+    assert not any(graph() for graph in kept) and not graphed_forward._kept_graphs
+
+
+def test_large_caches_are_not_kept(
+    blocks: Transformer, graphs: list[RecordedGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphed_forward, "MAX_KEPT_BYTES", 1000)
+    check_generate(blocks)
+    assert graphs and not graphed_forward._kept_graphs
+
+
+def test_rounds_without_adapters_have_graphs_beside_adapters(
+    tiny_model: MakeModel, graphs: list[RecordedGraph]
+) -> None:
+    """One request of a server with an adapter costs the others their graphs only while it is decoded."""
+    model, adapted = (
+        tiny_model(torch.float64, vocab_size=23, mask_token_id=MASK, block_length=4).eval() for _ in range(2)
+    )
+    adapt_model(adapted)
+    expected = generate(adapted, PROMPTS[:1], GENERATION)[0]
+    for module in adapted.modules():
+        if isinstance(module, LoRALinear):
+            module.weight = model.get_parameter(f"{find_name(adapted, module)}.weight")
+    settings = resolve_settings(GENERATION, model.config)
+    plain = [prepare_prompt(settings, prompt) for prompt in PROMPTS]
+    jobs = [(request, settings) for request in (*plain, replace(plain[0], adapter="own"))]
+    decoder = Decoder(model, LIMITS["plenty"], {"own": ModelAdapter.from_model(adapted)})
+    check_answers(model, jobs[:2], run_all(decoder, jobs[:2], [0, 0]))
+    num_replays = sum(graph.num_replays for graph in graphs)
+    assert num_replays > 3
+    *answers, with_adapter = run_all(decoder, jobs, [0, 0, 0])
+    same(with_adapter, expected)
+    check_answers(model, jobs[:2], answers)
+    assert sum(graph.num_replays for graph in graphs) == num_replays
+
+
+def find_name(model: Transformer, module: nn.Module) -> str:
+    return next(name for name, other in model.named_modules() if other is module)
 
 
 def test_a_graph_that_cannot_be_recorded_ends_their_use(
@@ -334,6 +469,7 @@ def decode_on_fake_gpu(config: ModelConfig) -> tuple[LaunchRecord, list[FakeGrap
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_a_recorded_forward_never_waits_for_the_gpu(make_config: Callable[..., ModelConfig]) -> None:
     """Nothing in it comes from the host. Beside it a round launches as much, however many layers there are."""
     num_launches = []
