@@ -177,7 +177,9 @@ class FullySharded:
         return {name: tensor[slice(*self.row_range(name))] for name, tensor in whole.items()}
 
     @torch.no_grad()
-    def iterate_whole_parameters(self, values: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def iterate_whole_parameters(
+        self, values: Mapping[str, Tensor] | None = None, destinations: Mapping[str, Tensor] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """The parameters are float32, on the CPU. A rank that stops early still takes part in the remaining gathers."""
         own_rows = (
             {name: parameter.detach() for name, parameter in self._local_parameters.items()}
@@ -187,8 +189,9 @@ class FullySharded:
         remaining = list(own_rows)
         try:
             while remaining:
-                whole = self._gather(own_rows[remaining[0]], self.shapes[remaining[0]])
-                name = remaining.pop(0)
+                name = remaining[0]
+                whole = self._gather(own_rows[name], self.shapes[name], (destinations or {}).get(name))
+                remaining.pop(0)
                 if whole is not None:
                     yield name, whole
         except GeneratorExit:
@@ -196,7 +199,7 @@ class FullySharded:
                 self._gather(own_rows[name], self.shapes[name])
             raise
 
-    def _gather(self, rows: Tensor, shape: torch.Size) -> Tensor | None:
+    def _gather(self, rows: Tensor, shape: torch.Size, destination: Tensor | None = None) -> Tensor | None:
         """Gather a whole parameter on the CPU of rank 0; return None on other ranks.
 
         Some rows of all ranks are gathered at a time: the largest parameter, of gigabytes, is never whole on a GPU.
@@ -204,17 +207,21 @@ class FullySharded:
         _, rows_per_rank = row_range_of_rank(shape[0], self.world.size, 0)  # rank 0 has the most
         row_bytes = max(1, rows.element_size() * shape[1:].numel())
         step = max(1, MAX_GATHER_BYTES // (row_bytes * self.world.size))
-        whole = torch.empty(shape, dtype=rows.dtype) if self.world.is_first else None
+        whole = None
+        if self.world.is_first:
+            whole = torch.empty(shape, dtype=rows.dtype) if destination is None else destination
         for first in range(0, rows_per_rank, step):
             padded = rows.new_zeros(min(step, rows_per_rank - first), *shape[1:])
             own = rows[first : first + len(padded)]
             padded[: len(own)] = own
             parts = padded.new_empty(self.world.size, *padded.shape) if whole is not None else None
             dist.gather(padded, None if parts is None else list(parts), dst=0)
-            for rank, part in enumerate(() if parts is None else parts.cpu()):
+            for rank, part in enumerate(() if parts is None else parts):
                 start = rank * rows_per_rank + first
                 _, end = row_range_of_rank(shape[0], self.world.size, rank)
                 stop = min(end, start + len(part))
                 if whole is not None and start < stop:
-                    whole[start:stop] = part[: stop - start]
+                    whole[start:stop].copy_(part[: stop - start], non_blocking=True)
+        if whole is not None and rows.is_cuda:
+            torch.cuda.current_stream().synchronize()
         return whole

@@ -83,12 +83,16 @@ class Parallelism(Protocol):
             ValueError: the names are not those of the trained parameters.
         """
 
-    def iterate_whole_parameters(self, values: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def iterate_whole_parameters(
+        self, values: Mapping[str, Tensor] | None = None, destinations: Mapping[str, Tensor] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Iterate over whole parameters on rank 0, and over nothing on other ranks. All ranks iterate.
 
         Args:
             values: tensors to use in place of the parameters, by name, in this rank's form (averages, for example), of
                 all or some of the parameters.
+            destinations: where rank 0 gathers parameters that no rank has whole, by name, on the CPU. None: in new
+                memory.
         """
 
     def slice_own_rows(self, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -54,7 +54,9 @@ class Replicated:
             parameter.copy_(whole[name])
         self.on_weights_replaced()
 
-    def iterate_whole_parameters(self, values: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def iterate_whole_parameters(
+        self, values: Mapping[str, Tensor] | None = None, destinations: Mapping[str, Tensor] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         self.wait_for_weights()
         if self.world.is_first:
             parameters: Mapping[str, Tensor] = dict(self.model.named_parameters())

@@ -96,7 +96,14 @@ def stage_run(run: Run) -> StagedCheckpoint:
     state.parallel.check_replicas_equal()
     with state.master_weights.as_float32():
         average = state.ema.averages if state.ema else None
-        weights = dict(state.parallel.iterate_whole_parameters(average or model_files.saved_values()))
+        values = average or model_files.saved_values()
+        if state.parallel.has_all_weights:
+            weights = dict(state.parallel.iterate_whole_parameters(values))
+        else:  # gathered below, straight to where the others are copied
+            shapes = parameter_shapes(model) if run.world.is_first else {}
+            weights = {
+                name: torch.empty(shapes[name], device="meta") for name in shapes if values is None or name in values
+            }
         live_weights = _shard_live_weights(state) if average else {}
         optimizer = to_shards(state.optimizers.state_dict(), state.parallel, parameter_shapes(model))
         if state.parallel.has_all_weights:
@@ -104,7 +111,13 @@ def stage_run(run: Run) -> StagedCheckpoint:
         if state.parallel.has_all_updates:
             optimizer = divide_over_ranks(optimizer, run.world)
         memory = run.checkpointer.reserve_memory()
-        return stage_checkpoint(progress.step, write_model, json_state, weights, optimizer, live_weights, bound, memory)
+        staged = stage_checkpoint(
+            progress.step, write_model, json_state, weights, optimizer, live_weights, bound, memory
+        )
+        if not state.parallel.has_all_weights:
+            for _ in state.parallel.iterate_whole_parameters(values, staged.weights):
+                pass
+        return staged
 
 
 def resume_run(run: Run) -> None:

@@ -13,6 +13,7 @@ from ddp.fully_sharded import FullySharded
 from ddp.process_group import World
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.training.checkpointing.snapshot_memory import SnapshotMemory
 from tests.conftest import MakeConfig
 from tests.distributed.toys import units_of_transformer
 from tests.fake_cuda import fake_cuda
@@ -50,6 +51,24 @@ def test_a_forward(has_gradient: bool, make_config: MakeConfig) -> None:
     assert not record.waits
     assert gathers == (2 * num_blocks + 1 if has_gradient else 2 * (num_blocks + 1))
     assert record.product_dtypes() == {torch.bfloat16}
+
+
+@pytest.mark.usefixtures("group")
+def test_a_checkpoint_gathers_into_pinned_memory(make_config: MakeConfig) -> None:
+    """The host waits once for each parameter, and for no copy to memory that is not pinned."""
+    with fake_cuda() as record:
+        with CUDA:
+            model = Transformer(make_config())
+        sharded = FullySharded(model, FSDP(), World(0, 2, 0), CUDA, units_of_transformer(model))
+        sources = {name: torch.empty(shape, device="meta") for name, shape in sharded.shapes.items()}
+        memory = SnapshotMemory()
+        copies = memory.copy({**sources, "optimizer": torch.empty(3, device=CUDA)})
+        record.clear()
+        gathered = dict(sharded.iterate_whole_parameters(None, copies))
+        memory.close()
+    assert gathered.keys() == sources.keys()
+    assert all(whole is copies[name] for name, whole in gathered.items())
+    assert record.waits == {"ddp/fully_sharded.py:_gather": len(sources)}
 
 
 @pytest.mark.usefixtures("group")

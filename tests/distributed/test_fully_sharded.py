@@ -104,10 +104,12 @@ def train_whole(model: Transformer, config: Kind, world: World, steps: int, max_
 
 def assert_close(parts: FullySharded, model: Transformer, rtol: float = 1e-4, atol: float = 1e-5) -> None:
     """On the first rank, which gets the whole parameters."""
-    parameters = dict(parts.iterate_whole_parameters())
+    destinations = {name: torch.empty(shape) for name, shape in parts.shapes.items()}
+    parameters = dict(parts.iterate_whole_parameters(None, destinations))
     if not parts.world.is_first:
         assert not parameters
         return
+    assert all(whole is destinations[name] for name, whole in parameters.items())
     assert parameters.keys() == dict(model.named_parameters()).keys()
     for name, expected in model.named_parameters():
         torch.testing.assert_close(

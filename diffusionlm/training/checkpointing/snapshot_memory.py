@@ -34,7 +34,7 @@ class SnapshotMemory:
 
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy tensors, and wait until the copies are done. Those of a GPU overwrite the ones of the call before, so
-        what they were made for must have ended."""
+        what they were made for must have ended. A tensor on ``meta`` gets its memory, which the caller fills."""
         sizes = [values.numel() * values.element_size() for values in tensors.values()]
         *offsets, num_bytes = accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0)
         has_gpu = any(values.is_cuda for values in tensors.values())
@@ -42,7 +42,8 @@ class SnapshotMemory:
         copies = {}
         for (name, values), offset, size in zip(tensors.items(), offsets, sizes, strict=True):
             copies[name] = buffer[offset : offset + size].view(values.dtype).view(values.shape)
-            copies[name].copy_(values.detach(), non_blocking=True)
+            if not values.is_meta:
+                copies[name].copy_(values.detach(), non_blocking=True)
         if has_gpu:
             torch.cuda.current_stream().synchronize()
         return copies

@@ -111,7 +111,8 @@ def stage_checkpoint(
         write_model: writes a model directory with the copies of ``weights``. It is called later from another thread, so
             it must not use anything that training changes.
         state: contents of state.json.
-        weights: whole weights of the model directory. Only the first rank needs them.
+        weights: whole weights of the model directory. Only the first rank needs them. The copies of those on ``meta``
+            are filled by the caller.
         optimizer: ``parameter.key`` -> shard.
         live_weights: parameter -> shard of the weights being trained, if ``weights`` are their average.
         bound: validation bound of this step in nats per token, if it was validated; selects the best checkpoint.
