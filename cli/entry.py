@@ -22,6 +22,8 @@ from files.terminal_text import escape_control_characters, print_message
 from files.usage_error import UsageError
 
 TRACEBACK_VARIABLE = "DIFFUSIONLM_TRACEBACK"
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Settings of torch's allocator for GPUs; the others are older names of the first."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT."""
 STANDARD_OUTPUT = "standard output"
@@ -98,6 +100,7 @@ def friendly_errors(name: str) -> Iterator[None]:
     the environment, all errors keep it. Also works as a decorator.
     """
     _replace_closed_streams(name)
+    _set_allocator()
     output = NamedStream(sys.stdout, STANDARD_OUTPUT)
     with (
         redirect_stdout(cast("IO[str]", output)),
@@ -166,6 +169,13 @@ def _interrupt_handler(name: str) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _set_allocator() -> None:
+    """Let memory of GPUs grow in place, unless the user has set the allocator: tensors of each step have other sizes,
+    which would leave gaps. Torch, which is imported later, reads it once."""
+    if not any(variable in os.environ for variable in ALLOCATOR_VARIABLES):
+        os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
 
 
 def _replace_closed_streams(name: str) -> None:

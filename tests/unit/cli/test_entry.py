@@ -63,6 +63,16 @@ def test_bugs_keep_their_traceback(error: Exception) -> None:
         raise error
 
 
+@pytest.mark.parametrize("name", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_memory_of_gpus_grows_in_place_unless_the_user_says_otherwise(
+    name: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {} if name is None else {name: "max_split_size_mb:64"}
+    monkeypatch.setattr(os, "environ", dict(own))
+    with friendly_errors("dlm-run"):
+        assert os.environ == (own or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+
+
 def test_exit_codes_pass_through() -> None:
     with pytest.raises(SystemExit) as caught, friendly_errors("dlm-run"):
         sys.exit(3)
