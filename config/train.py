@@ -194,12 +194,6 @@ class TrainConfig(Section):
                 f'objective.kind = "preference" and runtime.weights = "{self.runtime.weights}" do not combine: set '
                 'runtime.weights = "float32"'
             )
-        if isinstance(self.parallel, FSDP) and self.lora is None:
-            raise ValueError(
-                'objective.kind = "preference" keeps a whole copy of the model as its reference, and parallel.strategy '
-                '= "fsdp" divides models: set [lora], whose reference is the model without adapters, or '
-                'parallel.strategy = "ddp"'
-            )
 
     @model_validator(mode="after")
     def _check_attention(self) -> Self:

@@ -74,7 +74,7 @@ def estimate_run(config: TrainConfig, ranks: int = 1) -> ResourceEstimate:
     )
     estimate = replace(estimate, flops_per_token=_count_flops_per_token(config))
     if isinstance(config.objective, PreferenceConfig):
-        estimate = _add_reference(estimate, config.objective, has_copy=config.lora is None)
+        estimate = _add_reference(estimate, config, config.objective)
     if config.lora is not None:
         estimate = _freeze_base(estimate, config, config.lora)
     if ranks == 1:
@@ -130,12 +130,15 @@ def _num_draws(objective: PreferenceConfig) -> int:
     return 1 if objective.block_length == 1 else objective.num_draws
 
 
-def _add_reference(estimate: ResourceEstimate, objective: PreferenceConfig, *, has_copy: bool) -> ResourceEstimate:
-    """The memory of preference training: the draws of a micro-batch, and a copy of the weights. The forwards without
-    gradients keep no activations."""
+def _add_reference(estimate: ResourceEstimate, config: TrainConfig, objective: PreferenceConfig) -> ResourceEstimate:
+    """The memory of preference training: the draws of a micro-batch, and without adapters a copy of the weights, whose
+    blocks are bfloat16 if their products are. The forwards without gradients keep no activations."""
+    copy_bytes = estimate.bytes_weights if config.lora is None else 0
+    if copy_bytes and config.training.precision == "bfloat16" and not isinstance(config.parallel, FSDP):
+        copy_bytes -= 2 * (estimate.parameters - estimate.embedding_parameters)
     return replace(
         estimate,
-        bytes_weights=estimate.bytes_weights * (2 if has_copy else 1),
+        bytes_weights=estimate.bytes_weights + copy_bytes,
         bytes_activations=estimate.bytes_activations * _num_draws(objective),
     )
 

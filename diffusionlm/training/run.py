@@ -28,6 +28,7 @@ from diffusionlm.models.lora import find_dropout
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import build_optimizers
 from diffusionlm.optim.ema import WeightAverage
+from diffusionlm.optim.master_weights import select_block_matrices
 from diffusionlm.training.adapters.checkpoint_files import ModelFiles
 from diffusionlm.training.block_wrapping import prepare_model
 from diffusionlm.training.checkpointing.async_checkpointer import AsyncCheckpointer
@@ -177,7 +178,7 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
         ),
         throughput=ThroughputMeter(state.model.config, device, config.lora, has_reference=state.reference is not None),
         model_files=ModelFiles(state.model, config, world.run_on_first(model_builder.fingerprint_base)),
-        reference_fingerprint=world.run_on_first(lambda: _fingerprint_reference(state)),
+        reference_fingerprint=world.run_on_first(lambda: _fingerprint_reference(state, model_builder)),
         skipped_batches=SkippedBatches(directory.path / "skipped", tokenizer.decode, config.run.seed, world.rank),
     )
 
@@ -204,22 +205,38 @@ def build_train_state(
     with master_weights.as_float32():
         ema = WeightAverage(model, config.training.ema_decay) if config.training.ema_decay else None
     guard = SpikeGuard(config.training.max_spike_deviations, config.training.spike_window, device)
-    reference = build_reference(config, builder, device)
+    reference = build_reference(config, builder, world, device, precision)
     return TrainState(model, parallel, optimizers, master_weights, ema, guard, find_dropout(model), reference)
 
 
-def build_reference(config: TrainConfig, builder: ModelBuilder, device: torch.device) -> PreferenceReference | None:
-    """The reference of preference training: the model before it, or without its adapters. None: another objective."""
+def build_reference(
+    config: TrainConfig, builder: ModelBuilder, world: World, device: torch.device, precision: torch.dtype
+) -> PreferenceReference | None:
+    """The reference of preference training: the model before it, or without its adapters. None: another objective.
+
+    Its matrices have the dtype of their products, in which it computes what the float32 model does. Under FSDP it is
+    divided like the model.
+    """
     objective = config.objective
     if not isinstance(objective, PreferenceConfig):
         return None
-    model = None if config.lora is not None else builder.build(device).requires_grad_(requires_grad=False)
+    if config.lora is not None:
+        return PreferenceReference(None, objective.beta)
+    is_sharded = isinstance(config.parallel, FSDP)
+    model = builder.build_on_meta() if is_sharded else builder.build(torch.device("cpu"))
+    if is_sharded:
+        parallelize(model.requires_grad_(requires_grad=False), config, world, device, precision).materialize(
+            builder.values
+        )
+    else:
+        for matrix in select_block_matrices(model).values():
+            matrix.data = matrix.data.to(precision)
+        model.requires_grad_(requires_grad=False).to(device)
     return PreferenceReference(model, objective.beta)
 
 
-def _fingerprint_reference(state: TrainState) -> BaseFingerprint | None:
-    model = None if state.reference is None else state.reference.model
-    return None if model is None else BaseFingerprint.from_model(model)
+def _fingerprint_reference(state: TrainState, builder: ModelBuilder) -> BaseFingerprint | None:
+    return None if state.reference is None or state.reference.model is None else builder.fingerprint_directory()
 
 
 def build_step_settings(

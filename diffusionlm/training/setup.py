@@ -187,7 +187,11 @@ class ModelBuilder:
 
     def fingerprint_base(self) -> BaseFingerprint | None:
         """Describe the weights that the adapter is for. None: there is no adapter."""
-        if self.adapter is None or self.directory is None:
+        return None if self.adapter is None else self.fingerprint_directory()
+
+    def fingerprint_directory(self) -> BaseFingerprint | None:
+        """Describe the weights of the model directory, in whatever form ranks have them. None: there is none."""
+        if self.directory is None:
             return None
         return BaseFingerprint.from_model(load_model_with_config(self.config, self.directory, dtype="keep"))
 

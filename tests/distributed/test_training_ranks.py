@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,11 +18,14 @@ from config.train import TrainConfig
 from ddp.process_group import World
 from diffusionlm.data.loader import StepLoader
 from diffusionlm.training import loop
+from diffusionlm.training import run as run_module
 from diffusionlm.training.run import Run
 from diffusionlm.training.signals import StopRequest
 from diffusionlm.training.step import DeviceStepMetrics, StepBatch, TrainState, load_step_batch, train_step
 from profiling.trace import StepProfiler
+from tests.conftest import MakeModel
 from tests.distributed.forked import run_ranks, spawn_ranks
+from tests.preference_run import configure_preferences, write_preferences
 
 REPLACEABLE: Any = loop
 """The module of the training loop, untyped: tests assign other functions to names that it imports."""
@@ -109,6 +113,25 @@ def test_two_ranks_match_a_single_process(
     two = in_directory(config, tmp_path / "two", **sections, parallel=STRATEGIES[strategy])
     assert train_on(two, tmp_path) == [8, 8]
     check_equal(two, one, 2e-5)
+
+
+@pytest.mark.slow
+def test_the_reference_of_preferences_is_divided_like_the_model(tmp_path: Path, tiny_model: MakeModel) -> None:
+    write_preferences(tmp_path, tiny_model)
+    alone = configure_preferences(tmp_path, "alone")
+    together = configure_preferences(tmp_path, "together", parallel={"strategy": "fsdp"})
+    build = run_module.build_reference
+
+    def build_divided(*args: Any) -> Any:
+        reference = build(*args)
+        assert reference is not None and reference.model is not None
+        assert all(value.to_local().numel() < value.numel() for value in reference.model.parameters())
+        return reference
+
+    loop.train(alone)
+    with patch.object(run_module, "build_reference", build_divided):
+        train_on(together, tmp_path)
+    check_equal(together, alone, 1e-4)
 
 
 @pytest.mark.slow

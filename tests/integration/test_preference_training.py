@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import tomli_w
@@ -20,6 +21,7 @@ from config.train import TrainConfig
 from config.training.objective import MaskedDiffusionConfig
 from diffusionlm.checkpoints.huggingface import load_model, save_model
 from diffusionlm.data.loader import LoaderSpec
+from diffusionlm.training import run as run_module
 from diffusionlm.training.loop import train
 from profiling.adapter_size import measure_adapter
 from profiling.estimate import estimate_run
@@ -75,6 +77,30 @@ def test_training_starts_at_ln_2_and_learns(lora: dict[str, Any] | None, configu
     assert result.summary is not None and result.summary.evaluation.num_tokens > 0
 
 
+def test_the_reference_has_the_dtype_of_products(configure: Configure) -> None:
+    """It computes the same bits as the model, and takes half the memory."""
+    config = configure("run", training={"precision": "bfloat16", "max_steps": 1})
+    references = []
+    build = run_module.build_reference
+
+    def build_and_keep(*args: Any) -> Any:
+        references.append(build(*args))
+        return references[-1]
+
+    with patch.object(run_module, "build_reference", build_and_keep):
+        train(config)
+    [reference] = references
+    dtypes = {name: parameter.dtype for name, parameter in reference.model.named_parameters()}
+    assert dtypes["model.layers.0.mlp.up_proj.weight"] == dtypes["model.layers.1.self_attn.q_proj.weight"]
+    assert dtypes["model.layers.0.mlp.up_proj.weight"] == torch.bfloat16
+    assert dtypes["model.embed_tokens.weight"] == dtypes["model.layers.0.input_layernorm.weight"] == torch.float32
+    assert metrics(config, "preference_margin")[0] == 0.0
+    plain = estimate_run(config.model_copy(update={"objective": MaskedDiffusionConfig()}))
+    estimate = estimate_run(config)
+    saved = 2 * (plain.parameters - plain.embedding_parameters)
+    assert estimate.bytes_weights == 2 * plain.bytes_weights - saved
+
+
 @pytest.mark.slow
 def test_resuming_is_exact(configure: Configure) -> None:
     whole, parts = configure("whole"), configure("parts")
@@ -113,7 +139,6 @@ def test_resuming_refuses_another_reference(configure: Configure, tmp_path: Path
             'set chat.fill = "length:N" or "none"',
         ),
         ({"objective": {"num_draws": 3}}, "num_draws = 3 must be 1 or even"),
-        ({"parallel": {"strategy": "fsdp"}}, "set [lora], whose reference is the model without adapters"),
         ({"objective": {"beta": 0.0}}, "objective.beta = 0.0: must be greater than 0"),
     ],
 )
