@@ -3,8 +3,8 @@
     python -m benchmarking.gpu.check --output docs/results/gpu.md
 
 Each part is a process with a time limit, so a failure, a hang or a crash of one hides nothing of the others. The report
-has for each part whether it passed, failed or took too long, and its result beside its goal. Ends with 1 if a part has
-not passed.
+has for each part whether it passed or failed, and its result beside its goal. A limit is no verdict: it includes cold
+imports and compiling, so a part that it ends has shown nothing. Ends with 1 if a part has not passed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SHOWN_LINES = 25
 class PartResult:
     part: Part
     status: str
-    """``passed``; ``goal missed``; ``failed``; ``too slow``; ``not run``: no time was left."""
+    """``passed``; ``goal missed``; ``failed``; ``no verdict``: its limit ended it; ``not run``: no time was left."""
     result: str
     seconds: float
     output: str
@@ -65,7 +65,7 @@ def run_part(part: Part, limit: float) -> PartResult:
     except Exception as error:  # what a part needs may be missing or broken in any way: the part's failure
         return finish("failed", f"{type(error).__name__}: {error}")
     if code is None:
-        return finish("too slow", f"ended after {limit:.0f} s", output)
+        return finish("no verdict", f"ended after {limit:.0f} s, with imports and compiling: run it alone", output)
     if code != 0:
         return finish("failed", f"exit code {code}", output)
     try:

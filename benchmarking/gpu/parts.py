@@ -86,8 +86,9 @@ def build_parts(site: Site) -> list[Part]:
     gpu_tests = find_gpu_tests()
     parts = [
         _doctor(site),
-        _tests("kernels against eager", 43, gpu_tests["kernels"], site),
-        _tests("losses against the golden record", 25, gpu_tests["golden"], site),
+        _tests("compiled against plain", 60, gpu_tests["integration"], site),
+        _tests("losses against the golden record", 20, gpu_tests["golden"], site),
+        _tests("kernels against eager", 38, gpu_tests["kernels"], site),
         _training("training", site.run_directory("train"), 63, site),
         _resume(site),
         _decoding("decoding on the CPU", "cpu", site),
@@ -97,8 +98,8 @@ def build_parts(site: Site) -> list[Part]:
         _decoding_benchmark(site),
         _training("ranks", site.run_directory("ranks"), 36, site, strategy="ddp"),
         _training("ranks with FSDP", site.run_directory("fsdp"), 32, site, strategy="fsdp", steps=100),
-        _training_benchmark("speed of training with blocks", "qwen3-1.7b", "block_diffusion", 58, site),
-        _tests("other GPU tests", 50, gpu_tests["unit"] + gpu_tests["integration"], site),
+        _training_benchmark("speed of training with blocks", "qwen3-1.7b", "block_diffusion", 48, site),
+        _tests("other GPU tests", 30, gpu_tests["unit"], site),
     ]
     factor = REHEARSAL_FACTOR if site.is_rehearsal else 1
     return [replace(part, seconds=factor * part.seconds) for part in parts]
@@ -214,7 +215,7 @@ def _head_benchmark(site: Site) -> Part:
     def judge(output: str) -> PartVerdict:
         return judges.judge_head(output, peak, goal)
 
-    return Part("head and loss", command, 53, f"{goal:.0%} of the peak in useful FLOPs" if goal else "none", judge)
+    return Part("head and loss", command, 43, f"{goal:.0%} of the peak in useful FLOPs" if goal else "none", judge)
 
 
 def _training_benchmark(name: str, preset: str, objective: str, seconds: int, site: Site) -> Part:
@@ -244,4 +245,4 @@ def _decoding_benchmark(site: Site) -> Part:
     def judge(output: str) -> PartVerdict:
         return judges.judge_throughput(output, goal)
 
-    return Part("speed of decoding", command, 60, f"{goal:,.0f} tokens per second" if goal else "none", judge)
+    return Part("speed of decoding", command, 50, f"{goal:,.0f} tokens per second" if goal else "none", judge)

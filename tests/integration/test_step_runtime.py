@@ -14,7 +14,10 @@ import torch
 from config.train import TrainConfig
 from config.training.runtime import ProfilerConfig
 from diffusionlm.diffusion.noised_batch import NoisedBatch
+from diffusionlm.kernels.cross_entropy import LossInputs
+from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.training import loop, step_metrics
+from diffusionlm.training.block_wrapping import compile_blocks
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
 from diffusionlm.training.loop import train, train_remaining_steps
 from diffusionlm.training.run import Run, build_run
@@ -24,6 +27,7 @@ from diffusionlm.training.step import train_step
 from diffusionlm.training.step_metrics import StepMetrics, StepMetricsQueue
 from logger import LoggerGroup
 from logger.run_logger import Metrics
+from tests.conftest import MakeModel
 from tests.tiny_run import build_changed_run
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -221,6 +225,26 @@ def test_a_level_of_ranges_that_there_is_not_is_refused_first(
 def losses(config: TrainConfig) -> list[float]:
     lines = (config.run.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["metrics"]["loss"] for line in lines if '"loss"' in line]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("qk_norm", [True, False])
+def test_gradients_of_compiled_blocks_on_a_gpu(qk_norm: bool, tiny_model: MakeModel) -> None:
+    """Those of plain blocks, of every parameter: with a gradient that is lost the loss still falls."""
+    gradients = []
+    for is_compiled in (False, True):
+        model = tiny_model(qk_norm=qk_norm).to(CUDA)
+        if is_compiled:
+            compile_blocks(model)
+        positions_N = torch.tensor([0, 3, 5, 17], device=CUDA)
+        loss_inputs = LossInputs(torch.arange(4, device=CUDA), torch.ones(4, device=CUDA))
+        tokens_BL = (torch.arange(20, device=CUDA) % 19).view(2, 10)
+        output = model(tokens_BL, pattern=Bidirectional(), output_positions=positions_N, loss_inputs=loss_inputs)
+        output.total_loss.backward()  # type: ignore[no-untyped-call]
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, expected in gradients[0].items():
+        assert expected is not None and expected.abs().max() > 0, name
+        torch.testing.assert_close(gradients[1][name], expected, rtol=1e-3, atol=1e-5, msg=name)
 
 
 @pytest.mark.gpu
