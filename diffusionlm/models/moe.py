@@ -198,7 +198,8 @@ class _GroupedExperts(torch.autograd.Function):
     ) -> Tensor:
         groups, dtype, needs_grad = options
         # Experts without tokens need no cast.
-        matrices = [weight.to(dtype) if groups.counts[index // 3] else weight for index, weight in enumerate(weights)]
+        dtypes = [dtype if groups.counts[index // 3] else weight.dtype for index, weight in enumerate(weights)]
+        matrices = _cast_together(weights, dtypes)
         x_SD = groups.repeat_tokens(x_TD.to(dtype))
         gate_SI = x_SD.new_empty(len(x_SD), weights[0].shape[0])
         up_SI = torch.empty_like(gate_SI)
@@ -230,19 +231,35 @@ class _GroupedExperts(torch.autograd.Function):
             torch.zeros_like(matrix, dtype=weight_dtype) if is_needed and not groups.counts[index // 3] else None
             for index, (matrix, weight_dtype, is_needed) in enumerate(zip(matrices, ctx.dtypes, needed, strict=True))
         ]
+        products: dict[int, Tensor] = {}
         for first, grad, weighted, out in groups.iterate_active_experts(grad_SD, weighted_SI, grad_inner_SI):
             torch.mm(grad, matrices[first + 2], out=out)
             if needed[first + 2]:
-                grad_weights[first + 2] = (grad.T @ weighted).to(ctx.dtypes[first + 2])
+                products[first + 2] = grad.T @ weighted
         grad_factor_S = (grad_inner_SI * inner_SI).sum(dim=1, dtype=factor_S1.dtype)
         grad_inner_SI.mul_(factor_S1)
         grad_up_SI = activated_SI.mul_(grad_inner_SI)
         grad_gate_SI = torch.ops.aten.silu_backward(grad_inner_SI.mul_(up_SI), gate_SI)
         for first, x, grad_gate, grad_up, out in groups.iterate_active_experts(x_SD, grad_gate_SI, grad_up_SI, grad_SD):
             if needed[first]:
-                grad_weights[first] = (grad_gate.T @ x).to(ctx.dtypes[first])
+                products[first] = grad_gate.T @ x
             if needed[first + 1]:
-                grad_weights[first + 1] = (grad_up.T @ x).to(ctx.dtypes[first + 1])
+                products[first + 1] = grad_up.T @ x
             torch.mm(grad_gate, matrices[first], out=out).addmm_(grad_up, matrices[first + 1])
+        casts = _cast_together(list(products.values()), [ctx.dtypes[index] for index in products])
+        for index, grad_weight in zip(products, casts, strict=True):
+            grad_weights[index] = grad_weight
         grad_x_TD = groups.sum_by_token(grad_SD).to(x_TD.dtype)
         return grad_x_TD, grad_factor_S[groups.pair_index_TK], None, *grad_weights
+
+
+def _cast_together(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Cast each tensor to its dtype, on a GPU with a few launches for all of them."""
+    casts = [
+        tensor if tensor.dtype == dtype else torch.empty_like(tensor, dtype=dtype)
+        for tensor, dtype in zip(tensors, dtypes, strict=True)
+    ]
+    changed = [index for index, tensor in enumerate(tensors) if casts[index] is not tensor]
+    if changed:
+        torch._foreach_copy_([casts[index] for index in changed], [tensors[index] for index in changed])
+    return casts

@@ -20,7 +20,7 @@ from diffusionlm.models.moe import MoE, Routing, compute_load_balancing_loss
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
 from profiling.flops import count_idle_parameters, count_parameters, flops_per_token
-from tests.fake_cuda import fake_cuda
+from tests.fake_cuda import even_experts, fake_cuda
 
 MakeConfig = Callable[..., ModelConfig]
 MakeModel = Callable[..., Transformer]
@@ -348,3 +348,20 @@ def test_parameters_of_qwen3_30b_a3b(make_config: MakeConfig) -> None:
     total, _ = count_parameters(config, 151_936)
     assert total == 30_532_122_624
     assert total - count_idle_parameters(config) == pytest.approx(3.35e9, rel=2e-3)
+
+
+def test_weights_and_gradients_are_cast_together_on_a_gpu(make_config: MakeConfig) -> None:
+    """Twice the experts have twice the products, and as many casts."""
+    counts = []
+    for num_experts in (4, 8):
+        with fake_cuda() as record, even_experts():
+            with torch.device("cuda"):
+                mixture = MoE(make_config(**{**SPARSE, "num_experts": num_experts}))
+            x = torch.empty(2, 8, 24, device="cuda", requires_grad=True)
+            with torch.autocast("cuda", torch.bfloat16):
+                mixture(x).sum().backward()
+        counts.append(record.count())
+    few, many = counts
+    assert many["mm"] - few["mm"] == 4 * 8
+    assert few["_to_copy"] == many["_to_copy"]
+    assert few["_foreach_copy_"] == many["_foreach_copy_"] == 2
