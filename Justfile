@@ -110,11 +110,13 @@ doctor *args:
 check-torch-versions *versions="2.9.1 2.11.0 2.13.0":
     #!/usr/bin/env bash
     set -uo pipefail
+    code=0
     for version in {{versions}}; do
         echo "torch $version"
-        uv run --isolated --with "torch==$version" pytest -n 0 -q -m slow tests/unit/training/test_compiled_gradients.py
+        uv run --isolated --with "torch==$version" pytest -n 0 -q -m slow tests/unit/training/test_compiled_gradients.py || code=1
     done
-    uv run pytest -n 0 -q -m slow tests/unit/training/test_compiled_gradients.py
+    uv run pytest -n 0 -q -m slow tests/unit/training/test_compiled_gradients.py || code=1
+    exit $code
 
 # All checks that must pass before a commit lands.
 check:

@@ -49,7 +49,8 @@ def prepare_model(
     Returns the float32 copies of weights that are stored in bfloat16, none by default.
 
     Raises:
-        ValueError: bfloat16 weights with matrix products of another precision.
+        ValueError: bfloat16 weights with matrix products of another precision, or blocks that this version of torch
+            compiles wrongly.
     """
     has_bfloat16_weights = config.weights == "bfloat16_with_master"
     if has_bfloat16_weights and precision != torch.bfloat16:

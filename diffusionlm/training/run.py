@@ -222,17 +222,14 @@ def build_reference(
         return None
     if config.lora is not None:
         return PreferenceReference(None, objective.beta)
-    is_sharded = isinstance(config.parallel, FSDP)
-    model = builder.build_on_meta() if is_sharded else builder.build(torch.device("cpu"))
-    if is_sharded:
-        parallelize(model.requires_grad_(requires_grad=False), config, world, device, precision).materialize(
-            builder.values
-        )
-    else:
-        for matrix in select_block_matrices(model).values():
-            matrix.data = matrix.data.to(precision)
-        model.requires_grad_(requires_grad=False).to(device)
-    return PreferenceReference(model, objective.beta)
+    if isinstance(config.parallel, FSDP):
+        model = builder.build_on_meta().requires_grad_(requires_grad=False)
+        parallelize(model, config, world, device, precision).materialize(builder.values)
+        return PreferenceReference(model, objective.beta)
+    model = builder.build(torch.device("cpu"))
+    for matrix in select_block_matrices(model).values():
+        matrix.data = matrix.data.to(precision)
+    return PreferenceReference(model.requires_grad_(requires_grad=False).to(device), objective.beta)
 
 
 def _fingerprint_reference(state: TrainState, builder: ModelBuilder) -> BaseFingerprint | None:
