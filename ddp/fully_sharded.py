@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -67,7 +67,7 @@ class FullySharded:
 
         self.world = world
         self.model: Any = model
-        self.model.has_collective_forwards = True
+        cast(Any, model).has_collective_forwards = True
         self.device = device
         self.reshards_after_forward = parallel.reshard_after_forward
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}

@@ -80,7 +80,7 @@ def test_training_starts_at_ln_2_and_learns(lora: dict[str, Any] | None, configu
 def test_the_reference_has_the_dtype_of_products(configure: Configure) -> None:
     """It computes the same bits as the model, and takes half the memory."""
     config = configure("run", training={"precision": "bfloat16", "max_steps": 1})
-    references = []
+    references: list[Any] = []
     build = run_module.build_reference
 
     def build_and_keep(*args: Any) -> Any:

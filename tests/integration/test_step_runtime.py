@@ -240,7 +240,7 @@ def test_gradients_of_compiled_blocks_on_a_gpu(qk_norm: bool, tiny_model: MakeMo
         loss_inputs = LossInputs(torch.arange(4, device=CUDA), torch.ones(4, device=CUDA))
         tokens_BL = (torch.arange(20, device=CUDA) % 19).view(2, 10)
         output = model(tokens_BL, pattern=Bidirectional(), output_positions=positions_N, loss_inputs=loss_inputs)
-        output.total_loss.backward()  # type: ignore[no-untyped-call]
+        output.total_loss.backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     for name, expected in gradients[0].items():
         assert expected is not None and expected.abs().max() > 0, name

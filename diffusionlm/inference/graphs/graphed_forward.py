@@ -19,7 +19,7 @@ import weakref
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -94,7 +94,7 @@ class GraphedForward:
     def __init__(self, model: Transformer, cache: PagedCache, make_graph: GraphFactory) -> None:
         """``cache``: its last page is for what pads."""
         # A graph that is kept with its model must not keep the model.
-        self._model: Transformer = weakref.proxy(model)
+        self._model = cast(Transformer, weakref.proxy(model))
         self.cache, self._make_graph = cache, make_graph
         self._recorded_model = _describe_model(model)
         self._graphs: dict[StaticShape, tuple[ForwardGraph, StaticBatch]] = {}

@@ -188,7 +188,7 @@ def add_to_weights(model: Transformer) -> None:
     """As an optimizer does."""
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 0.3
+            parameter.add_(0.3)
 
 
 def replace_weights(model: Transformer) -> None:
@@ -201,7 +201,7 @@ def add_hook(model: Transformer) -> None:
 
 
 def change_option(model: Transformer) -> None:
-    model.model.layers[0].input_layernorm.eps = 3.0  # type: ignore[union-attr, assignment]
+    model.model.layers[0].input_layernorm.eps = 3.0  # type: ignore[union-attr]
 
 
 def adapt_model(model: Transformer) -> None:

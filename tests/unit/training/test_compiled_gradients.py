@@ -99,7 +99,7 @@ def check_gradients(plain: Transformer, compiled: Transformer, pattern: Attentio
         compute_gradients(plain, pattern).items(), compute_gradients(compiled, pattern).values(), strict=True
     ):
         assert expected.abs().max() > 0, f"{name}: the comparison would show nothing"
-        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12, msg=name)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
