@@ -32,7 +32,7 @@ from benchmarking.serving.bench_first_text import SHAPE as SMALL_SHAPE
 from benchmarking.serving.callers import block_settings, draw_requests
 from diffusionlm.inference import decoder as decoder_module
 from diffusionlm.inference.decoder import Decoder, DecoderLimits
-from diffusionlm.inference.graphs.graphed_forward import MIN_USES, find_shape
+from diffusionlm.inference.graphs.graphed_forward import MIN_USES, GraphedForward, find_shape
 from diffusionlm.inference.graphs.static_batch import ReadText, StaticShape
 from diffusionlm.inference.requests import ActiveRequest, prepare_prompt
 from diffusionlm.inference.settings import resolve_settings
@@ -142,23 +142,23 @@ def list_round_shapes(model: Transformer, concurrency: int, num_requests: int) -
     """The rounds of a closed loop."""
     rounds: list[RoundShape] = []
 
-    def add_round(texts: Sequence[ReadText]) -> None:
+    def add_round(self: GraphedForward, texts: Sequence[ReadText]) -> None:
         sequences = [sequence for _, sequence in texts]
         rounds.append(RoundShape(sum(sequence.num_inputs for sequence in sequences), find_shape(sequences)))
 
     with (
-        patch.object(decoder_module, "select_graph_factory", lambda model: add_round),
-        patch.object(decoder_module, "GraphedForward", lambda *_: add_round),
+        patch.object(decoder_module, "select_graph_factory", lambda model: RuntimeError),  # nothing is recorded
+        patch.object(GraphedForward, "__call__", add_round),
     ):
         decoder = Decoder(
             model, DecoderLimits(num_pages=-(-2 * LONGEST // 16) * concurrency, max_requests=concurrency, max_rows=2048)
         )
-    for request in draw_requests(model.config, num_requests, LONGEST, seed=0):
-        config = block_settings(4, 4).model_copy(update={"max_new_tokens": request.new_tokens})
-        settings = resolve_settings(config, model.config)
-        decoder.add(ActiveRequest(prepare_prompt(settings, request.prompt), settings))
-    while decoder.has_work:
-        decoder.run_round()
+        for request in draw_requests(model.config, num_requests, LONGEST, seed=0):
+            config = block_settings(4, 4).model_copy(update={"max_new_tokens": request.new_tokens})
+            settings = resolve_settings(config, model.config)
+            decoder.add(ActiveRequest(prepare_prompt(settings, request.prompt), settings))
+        while decoder.has_work:
+            decoder.run_round()
     return rounds
 
 
