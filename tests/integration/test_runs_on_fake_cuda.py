@@ -28,8 +28,7 @@ ALLOWED_WAITS = {
     # at the start
     "diffusionlm/training/setup.py:build": "the weights are copied to the GPU",
     "diffusionlm/training/adapters/adapter_spec.py:add_to": "weights are quantized on the GPU, one after the other",
-    "diffusionlm/checkpoints/base_fingerprint.py:_sample_values": "identity of the reference of preferences",
-    "diffusionlm/checkpoints/base_fingerprint.py:from_tensor": "identity of the reference of preferences",
+    "diffusionlm/training/run.py:build_reference": "the weights of the reference of preferences are copied to the GPU",
     # in logged steps
     "diffusionlm/training/monitor.py:read": "loss, gradient norm and sums over scored positions of a step before",
     # in validations, which read each forward
