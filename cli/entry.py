@@ -22,8 +22,11 @@ from files.terminal_text import escape_control_characters, print_message
 from files.usage_error import UsageError
 
 TRACEBACK_VARIABLE = "DIFFUSIONLM_TRACEBACK"
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Settings of torch's allocator for GPUs; the others are older names of the first."""
+TORCH_VARIABLES = {
+    ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"): "expandable_segments:True",
+    ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"): "0",
+}
+"""Variables that commands set for torch: a name, others that also set it, and the value."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT."""
 STANDARD_OUTPUT = "standard output"
@@ -100,7 +103,7 @@ def friendly_errors(name: str) -> Iterator[None]:
     the environment, all errors keep it. Also works as a decorator.
     """
     _replace_closed_streams(name)
-    _set_allocator()
+    _set_up_torch()
     output = NamedStream(sys.stdout, STANDARD_OUTPUT)
     with (
         redirect_stdout(cast("IO[str]", output)),
@@ -171,11 +174,15 @@ def _interrupt_handler(name: str) -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _set_allocator() -> None:
-    """Let memory of GPUs grow in place, unless the user has set the allocator: tensors of each step have other sizes,
-    which would leave gaps. Torch, which is imported later, reads it once."""
-    if not any(variable in os.environ for variable in ALLOCATOR_VARIABLES):
-        os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+def _set_up_torch() -> None:
+    """Set the variables that torch reads when it is imported, unless the user has set them.
+
+    Memory of GPUs grows in place: tensors of each step have other sizes, which would leave gaps. OpenMP's threads sleep
+    while they wait for each other, instead of spinning on a core that another one needs.
+    """
+    for variables, value in TORCH_VARIABLES.items():
+        if not any(variable in os.environ for variable in variables):
+            os.environ[variables[0]] = value
 
 
 def _replace_closed_streams(name: str) -> None:

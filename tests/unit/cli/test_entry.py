@@ -63,14 +63,20 @@ def test_bugs_keep_their_traceback(error: Exception) -> None:
         raise error
 
 
-@pytest.mark.parametrize("name", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_memory_of_gpus_grows_in_place_unless_the_user_says_otherwise(
-    name: str | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("own", "added"),
+    [
+        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "GOMP_SPINCOUNT": "0"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, {"GOMP_SPINCOUNT": "0"}),
+        ({"OMP_WAIT_POLICY": "active", "PYTORCH_ALLOC_CONF": "backend:native"}, {}),
+    ],
+)
+def test_what_torch_reads_is_set_unless_the_user_has_set_it(
+    own: dict[str, str], added: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = {} if name is None else {name: "max_split_size_mb:64"}
     monkeypatch.setattr(os, "environ", dict(own))
     with friendly_errors("dlm-run"):
-        assert os.environ == (own or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+        assert os.environ == own | added
 
 
 def test_exit_codes_pass_through() -> None:
