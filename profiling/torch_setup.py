@@ -97,8 +97,15 @@ def has_native_bfloat16(device_type: str) -> bool:
 
     if device_type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return bool(torch.cpu._is_avx512_bf16_supported()) or has_amx()
+
+
+def has_amx() -> bool:
+    """Return whether the CPU multiplies tiles of bfloat16 matrices: Intel's AMX."""
+    import torch
+
     # torch.cpu.get_capabilities(), the public way, is newer than torch 2.9.
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return bool(torch.cpu._is_amx_tile_supported())
 
 
 def find_compile_problem(version: str, device_type: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Whether Triton can compile kernels here, and how they round. Triton itself is not imported."""
+"""Whether Triton and torch can compile kernels here, and how they round. Triton itself is not imported."""
 
 from __future__ import annotations
 
@@ -30,6 +30,13 @@ def is_triton_installed() -> bool:
 @functools.cache
 def _find_own_compiler_problem() -> str | None:
     return find_c_compiler_problem(os.environ) or find_header_problem(os.environ)
+
+
+def find_cpp_problem() -> str | None:
+    """Why torch cannot compile for a CPU, with a remedy: it needs a C++ compiler and Python.h. None: it can."""
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        return "needs a C++ compiler, and there is no g++: install it, or name another in CXX"
+    return find_header_problem(os.environ)
 
 
 def find_c_compiler_problem(environment: Mapping[str, str]) -> str | None:

@@ -21,7 +21,7 @@ from diffusionlm.models.moe import MoE
 from diffusionlm.models.transformer import Block, Transformer
 from diffusionlm.optim.master_weights import MasterWeights, select_block_matrices
 from profiling import nvtx, triton_setup
-from profiling.torch_setup import find_compile_problem
+from profiling.torch_setup import find_compile_problem, has_amx
 
 SAVED_OPERATORS = (
     "mm",
@@ -34,6 +34,8 @@ SAVED_OPERATORS = (
 """Operators whose results selective checkpointing saves: projections and torch's fused attention. Not ``bmm``, the
 products of eager attention: their results are as large as the mask and modified in place. Not ``mm.out`` of experts."""
 
+MIN_CPU_FLOPS = 1e14
+"""A run of fewer is over on a CPU before the 25 seconds of compiling pay."""
 MAX_VERSIONS = 64
 """Versions of a block that a process may compile, with all models in it."""
 
@@ -42,9 +44,12 @@ Forward = Callable[..., Tensor]
 
 
 def prepare_model(
-    model: Transformer, config: RuntimeConfig, precision: torch.dtype, device: torch.device
+    model: Transformer, config: RuntimeConfig, precision: torch.dtype, device: torch.device, num_tokens: int = 0
 ) -> MasterWeights:
     """Apply ``[runtime]`` to a model, in place, before its optimizers are built.
+
+    Args:
+        num_tokens: of the whole run; 0: unknown.
 
     Returns the float32 copies of weights that are stored in bfloat16, none by default.
 
@@ -59,15 +64,19 @@ def prepare_model(
             f'{str(precision).removeprefix("torch.")} on this processor: set training.precision = "bfloat16", which it '
             'may compute slowly, or runtime.weights = "float32"'
         )
-    if should_compile_blocks(config, device):
+    run_flops = 6.0 * num_tokens * sum(parameter.numel() for parameter in model.model.layers.parameters())
+    if should_compile_blocks(config, device, precision, run_flops):
         compile_blocks(model)
     checkpoint_activations(model, config.activation_checkpointing)
     _add_nvtx_ranges(model)
     return MasterWeights(select_block_matrices(model) if has_bfloat16_weights else {})
 
 
-def should_compile_blocks(config: RuntimeConfig, device: torch.device) -> bool:
-    """Resolve ``runtime.compile = "auto"``: compile on a GPU where Triton can, unless checkpointing is selective.
+def should_compile_blocks(
+    config: RuntimeConfig, device: torch.device, precision: torch.dtype = torch.float32, run_flops: float = 0.0
+) -> bool:
+    """Resolve ``runtime.compile = "auto"``: compile where a compiler is found, unless checkpointing is selective, on a
+    GPU, and on a CPU with AMX for long runs in bfloat16, whose products are so fast there that the rest takes longer.
 
     Raises:
         ValueError: ``runtime.compile = "blocks"``, and this version of torch compiles them wrongly.
@@ -78,8 +87,13 @@ def should_compile_blocks(config: RuntimeConfig, device: torch.device) -> bool:
         if problem := find_compile_problem(torch.__version__, device.type):
             raise ValueError(f'runtime.compile = "blocks" {problem}, or set runtime.compile = "none"')
         return True
-    is_selective = config.activation_checkpointing == "selective"
-    return device.type == "cuda" and not is_selective and triton_setup.find_triton_problem() is None
+    if config.activation_checkpointing == "selective":
+        return False
+    if device.type == "cuda":
+        return triton_setup.find_triton_problem() is None
+    is_fast_and_long = has_amx() and precision == torch.bfloat16 and run_flops >= MIN_CPU_FLOPS
+    problem = find_compile_problem(torch.__version__, device.type) or triton_setup.find_cpp_problem()
+    return is_fast_and_long and problem is None
 
 
 def compile_blocks(model: Transformer, backend: str | Callable[..., Any] = "inductor") -> None:

@@ -192,7 +192,8 @@ def build_train_state(
         ValueError: weights do not fit, or the parallel strategy or the optimizer is not available.
     """
     model = builder.build_on_meta() if isinstance(config.parallel, FSDP) else builder.build(device)
-    master_weights = prepare_model(model, config.runtime, precision, device)
+    num_tokens = (config.training.max_steps or 0) * config.training.batch_size * config.row_length
+    master_weights = prepare_model(model, config.runtime, precision, device, num_tokens)
     parallel = parallelize(model, config, world, device, precision)
     parallel.materialize(builder.values)
     optimizers = build_optimizers(

@@ -20,7 +20,8 @@ from config.training.optimizer import AdamWConfig, LionConfig, MuonConfig
 from config.training.runtime import RuntimeConfig
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import Optimizers, build_optimizers
-from diffusionlm.training.block_wrapping import should_compile_blocks
+from diffusionlm.training import block_wrapping
+from diffusionlm.training.block_wrapping import MIN_CPU_FLOPS, should_compile_blocks
 from diffusionlm.training.garbage import GarbageCollection
 from diffusionlm.training.prefetch import Prefetcher
 from diffusionlm.training.reporting import describe_memory
@@ -178,6 +179,23 @@ def test_when_blocks_are_compiled(
     config = RuntimeConfig(compile=compile, activation_checkpointing=checkpointing)
     monkeypatch.setattr(triton_setup, "find_triton_problem", lambda: None)
     assert should_compile_blocks(config, device) == chosen
+
+
+def test_long_runs_on_a_cpu_with_amx_compile_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There products in bfloat16 take about a quarter of a step, and compiling shortens the rest."""
+    monkeypatch.setattr(block_wrapping, "has_amx", lambda: True)
+    monkeypatch.setattr(triton_setup, "find_cpp_problem", lambda: None)
+    auto, bfloat16 = RuntimeConfig(), torch.bfloat16
+    assert should_compile_blocks(auto, CPU, bfloat16, MIN_CPU_FLOPS)
+    assert not should_compile_blocks(auto, CPU, bfloat16, MIN_CPU_FLOPS / 2)
+    assert not should_compile_blocks(auto, CPU, torch.float32, MIN_CPU_FLOPS)
+    selective = RuntimeConfig(activation_checkpointing="selective")
+    assert not should_compile_blocks(selective, CPU, bfloat16, MIN_CPU_FLOPS)
+    monkeypatch.setattr(triton_setup, "find_cpp_problem", lambda: "needs g++")
+    assert not should_compile_blocks(auto, CPU, bfloat16, MIN_CPU_FLOPS)
+    monkeypatch.setattr(block_wrapping, "has_amx", lambda: False)
+    monkeypatch.setattr(triton_setup, "find_cpp_problem", lambda: None)
+    assert not should_compile_blocks(auto, CPU, bfloat16, MIN_CPU_FLOPS)
 
 
 def test_a_torch_whose_compiler_is_wrong_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
