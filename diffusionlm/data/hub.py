@@ -52,7 +52,7 @@ def open_hub(config: HubDataset, split: Split, key: str) -> RecordSource:
     document_split: DocumentSplit = WholeSource()
     if validation_fraction is not None:
         texts = read_texts(records, config.on_bad_row)
-        document_split = choose_split(texts, validation_fraction, is_validation, split_key, can_cut=not is_chat)
+        document_split = choose_split(texts, validation_fraction, is_validation, split_key, is_chat=is_chat)
     options: list[object] = [validation_fraction, max_documents, config.on_bad_row, config.text_field]
     options += [] if config.chat is None else [config.chat.model_dump_json()]
     title = portable_path(config.dataset) if is_directory(config) else config.dataset

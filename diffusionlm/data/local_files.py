@@ -188,7 +188,7 @@ def open_local_files(config: LocalFiles, split: Split, key: str) -> RecordSource
     document_split: DocumentSplit = WholeSource()
     if validation_fraction is not None:
         texts = read_texts(records, config.on_bad_row)
-        document_split = choose_split(texts, validation_fraction, is_validation, f"{key}.{name}", can_cut=not is_chat)
+        document_split = choose_split(texts, validation_fraction, is_validation, f"{key}.{name}", is_chat=is_chat)
     options: list[object] = [validation_fraction, max_documents, config.on_bad_row, config.text_field, config.sample_by]
     options += [] if config.chat is None else [config.chat.model_dump_json()]
     provenance = _describe_files(files, patterns)

@@ -8,6 +8,7 @@ that no text is in both splits.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -42,9 +43,10 @@ class HashSplit:
 
     validation_fraction: float
     is_validation: bool
+    is_chat: bool = False
 
     def select(self, text: str) -> list[str]:
-        is_selected = _is_below(hashlib.sha256(text.encode()).digest(), self.validation_fraction)
+        is_selected = _is_below(hash_document(text, is_chat=self.is_chat), self.validation_fraction)
         return [text] if is_selected == self.is_validation else []
 
 
@@ -66,15 +68,15 @@ class EndSplit:
 
 @dataclass(frozen=True)
 class SmallestHashSplit:
-    """The documents with the smallest hashes are for validation."""
+    """The conversations with the smallest hashes are for validation."""
 
     validation_digests: frozenset[bytes]
-    """SHA-256 of their texts."""
+    """Their hashes, of `hash_document`."""
     is_validation: bool
     description: str
 
     def select(self, text: str) -> list[str]:
-        is_selected = hashlib.sha256(text.encode()).digest() in self.validation_digests
+        is_selected = hash_document(text, is_chat=True) in self.validation_digests
         return [text] if is_selected == self.is_validation else []
 
 
@@ -84,7 +86,7 @@ in the split, in order."""
 
 
 def choose_split(
-    texts: Iterable[str], validation_fraction: float, is_validation: bool, key: str, *, can_cut: bool = True
+    texts: Iterable[str], validation_fraction: float, is_validation: bool, key: str, *, is_chat: bool = False
 ) -> DocumentSplit:
     """Select whole documents by hash if there are enough of them, else divide the documents.
 
@@ -93,7 +95,7 @@ def choose_split(
     Args:
         texts: all documents; read up to the one that decides.
         key: the config key of the source, for errors.
-        can_cut: False: documents are not divided; those with the smallest hashes are for validation.
+        is_chat: the texts are conversations, which are not divided; those with the smallest hashes are for validation.
 
     Raises:
         ValueError: the text is too short to be divided, or there is a single document that must not be cut.
@@ -102,17 +104,16 @@ def choose_split(
     sizes: dict[bytes, tuple[int, int]] = {}
     num_validation = 0
     for count, text in enumerate(texts, 1):
-        content = text.encode()
-        digest = hashlib.sha256(content).digest()
+        digest = hash_document(text, is_chat=is_chat)
         if digest not in sizes:
-            sizes[digest] = len(text), len(content)
+            sizes[digest] = len(text), len(text.encode())
             num_validation += _is_below(digest, validation_fraction)
         is_enough = len(sizes) >= min_documents and 0 < num_validation < len(sizes)
         if is_enough or count == MAX_READ_DOCUMENTS:
-            return HashSplit(validation_fraction, is_validation)
+            return HashSplit(validation_fraction, is_validation, is_chat)
     if not sizes:  # the reader of the documents has the reason
-        return HashSplit(validation_fraction, is_validation)
-    if not can_cut:
+        return HashSplit(validation_fraction, is_validation, is_chat)
+    if is_chat:
         return _select_smallest_hashes(sizes, validation_fraction, is_validation, key)
     return _divide_documents(sizes, validation_fraction, is_validation, key)
 
@@ -187,6 +188,13 @@ def find_boundary(text: str, target: int, slack: int) -> int:
         if index >= 0:
             return index + len(separator)
     return target
+
+
+def hash_document(text: str, *, is_chat: bool) -> bytes:
+    """Hash a text with SHA-256. The order of keys does not change the hash of a conversation."""
+    if is_chat:
+        text = json.dumps(json.loads(text), ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).digest()
 
 
 def _is_below(digest: bytes, fraction: float) -> bool:

@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from config.finetune.chat import ChatRowsConfig
+from diffusionlm.data.chat.encoder import ChatEncoder, ChatRecords
+from diffusionlm.data.chat.formats import ChatRowParser
 from tokenizer import (
     CHAT_TEMPLATES,
     Tokenizer,
@@ -249,6 +252,34 @@ def test_tools_and_calls(family: tuple[Path, Any]) -> None:
     text = theirs_of(theirs, chat, chat_template=QWEN3, **options)
     assert render_chat(QWEN3, chat, **options) == text
     assert "a sum" in text and '"é<", "b": [1, 2.5, null, true]' in text
+
+
+@pytest.mark.parametrize("family", ["qwen3"], indirect=True)
+def test_training_keeps_the_order_of_tools_and_arguments(family: tuple[Path, Any]) -> None:
+    """The context of a training document is the sampler's prompt and what transformers renders; so is the call."""
+    folder, theirs = family
+    ours = load_tokenizer(folder)
+    call = {
+        "type": "function",
+        "function": {"name": "add", "arguments": {"y": 2, "x": {"d": 1, "c": [{"b": 1, "a": 2}]}}},
+    }
+    function = {"name": "add", "parameters": {"type": "object", "properties": {"y": {}, "x": {}}, "required": ["y"]}}
+    tools = [{"type": "function", "function": function}]
+    question = {"role": "user", "content": "2 + 2"}
+    row = {"messages": [question, {"role": "assistant", "content": "", "tool_calls": [call]}], "tools": tools}
+    config = ChatRowsConfig(turns="last", fill="none")
+    encoder = ChatEncoder(ChatRecords(config, "data.source.chat", "raise"), ours, 1_000)
+    for source in (row, row | {"tools": json.dumps(tools)}):
+        text = ChatRowParser(config)(source)
+        assert isinstance(text, str), text
+        (document,) = encoder.encode(text)
+        prompt = ours.decode(document.tokens[~document.loss_mask].tolist())
+        assert ours.chat_template is not None
+        sampled = encode_chat(ours, ours.chat_template, [question], tools=tools, add_generation_prompt=True)
+        assert document.tokens[~document.loss_mask].tolist() == sampled
+        assert prompt == theirs_of(theirs, [question], tools=tools, add_generation_prompt=True)
+        whole = theirs_of(theirs, row["messages"], tools=tools)
+        assert ours.decode(document.tokens.tolist()) == whole.removesuffix("\n")
 
 
 def test_answers_end_as_transformers_renders_them(family: tuple[Path, Any]) -> None:

@@ -1,13 +1,13 @@
 """Read conversations from the rows of data sets: messages, ShareGPT, Alpaca, prompt and completion, preferences.
 
-Whatever its format, a conversation becomes the same canonical JSON text, so that shuffling, the validation split and
-checkpoints treat it as any other text.
+Whatever its format, a conversation becomes the same JSON text, so that shuffling, the validation split and checkpoints
+treat it as any other text.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -40,7 +40,7 @@ class Conversation:
 
     @classmethod
     def from_text(cls, text: str) -> Conversation:
-        """Read the canonical text."""
+        """Read the text that `to_text` has written."""
         value = json.loads(text)
         tools = value.get("tools")
         if "chosen" in value:
@@ -49,7 +49,7 @@ class Conversation:
         return cls(tuple(value["messages"]), tools and tuple(tools), task=value.get("task"))
 
     def to_text(self) -> str:
-        """Format the canonical text: equal conversations have equal texts."""
+        """Format as JSON. Keys of tools and arguments keep their order: templates write them in it."""
         value: dict[str, Any] = {} if self.tools is None else {"tools": self.tools}
         if self.rejected is None:
             value["messages"] = self.messages
@@ -61,7 +61,7 @@ class Conversation:
                 "chosen": self.messages[self.prompt_length :],
                 "rejected": self.rejected[self.prompt_length :],
             }
-        return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"), default=_refuse_value)
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_refuse_value)
 
 
 class _InvalidRowError(Exception):
@@ -77,7 +77,7 @@ def _refuse_value(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class ChatRowParser:
-    """Turns a row into the canonical text of its conversation, or says why it cannot."""
+    """Turns a row into the text of its conversation, or says why it cannot."""
 
     config: ChatRowsConfig
 
@@ -271,7 +271,7 @@ def _parse_json(text: str, name: str) -> Any:
 
 
 def _parse_tool_calls(value: Any) -> list[dict[str, Any]]:
-    """Calls as `{"type": "function", "function": {name, arguments}}`, with arguments as an object."""
+    """Calls as `{"type": "function", "function": {name, arguments}}`, with arguments as an object, in the row's order."""
     if isinstance(value, str):
         value = _parse_json(value, "function_call")
     calls = value if isinstance(value, Sequence) else [value]
@@ -283,10 +283,16 @@ def _parse_tool_calls(value: Any) -> list[dict[str, Any]]:
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             arguments = _parse_json(arguments, "arguments of a tool call")
-        entry: dict[str, Any] = {"function": {"name": function["name"], "arguments": arguments or {}}}
+        values = {"name": function["name"], "arguments": arguments or {}}
+        entry: dict[str, Any] = {"type": "function", "function": _order_keys(values, function)}
         identifier = call.get("id")
-        parsed.append({"type": "function", **entry} | ({"id": identifier} if isinstance(identifier, str) else {}))
+        parsed.append(_order_keys(entry | ({"id": identifier} if isinstance(identifier, str) else {}), call))
     return parsed
+
+
+def _order_keys(values: dict[str, Any], order: Iterable[str]) -> dict[str, Any]:
+    """Return the values with their keys in this order; others follow."""
+    return {key: values[key] for key in order if key in values} | values
 
 
 def _parse_tools(value: Any) -> tuple[Any, ...] | None:

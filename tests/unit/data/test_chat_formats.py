@@ -104,6 +104,17 @@ def test_tools_and_reasoning() -> None:
         assert json.loads(text) == {"messages": expected, "tools": [tool]}
 
 
+def test_tools_and_calls_keep_the_order_of_their_keys() -> None:
+    call = {"id": "7", "function": {"arguments": {"z": 1, "a": {"y": 2, "b": 3}}, "name": "f"}, "type": "function"}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"z": {}, "a": {}}, "description": "d"}}
+    row = {"messages": [turn("user", "q"), turn("assistant", "", tool_calls=[call])], "tools": [tool]}
+    text = parse(row)
+    assert isinstance(text, str), text
+    conversation = Conversation.from_text(text)
+    assert json.dumps(conversation.tools) == json.dumps([tool])
+    assert json.dumps(conversation.messages[1]["tool_calls"]) == json.dumps([call])
+
+
 def test_preferences() -> None:
     expected = parse({"prompt": "q", "chosen": "good", "rejected": "bad"})
     assert isinstance(expected, str)

@@ -148,3 +148,17 @@ def test_text_that_is_too_short_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"data\.source\.paths: .*validation_fraction = 0\.05.*add text"):
         choose_split(["a"], 0.05, False, KEY)
     assert choose_split([], 0.05, False, KEY) == HashSplit(0.05, False)
+
+
+def test_the_order_of_keys_does_not_move_a_conversation_between_the_splits() -> None:
+    texts = ['{"tools":[{"name":"%d","b":1}],"messages":[]}' % index for index in range(200)]
+    reordered = ['{"messages": [], "tools": [{"b": 1, "name": "%d"}]}' % index for index in range(200)]
+    sorted_texts = ['{"messages":[],"tools":[{"b":1,"name":"%d"}]}' % index for index in range(200)]
+    split = choose_split(texts, 0.2, True, KEY, is_chat=True)
+    assert split == HashSplit(0.2, True, is_chat=True)
+    selected = [bool(split.select(text)) for text in texts]
+    assert selected == [bool(split.select(text)) for text in reordered] and any(selected)
+    of_sorted_text = HashSplit(0.2, True)  # that of checkpoints whose texts were sorted
+    assert selected == [bool(of_sorted_text.select(text)) for text in sorted_texts]
+    few = choose_split(texts[:10], 0.2, True, KEY, is_chat=True)
+    assert [bool(few.select(text)) for text in texts[:10]] == [bool(few.select(text)) for text in reordered[:10]]
