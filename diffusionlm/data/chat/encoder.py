@@ -163,7 +163,7 @@ class ChatEncoder:
     ) -> list[list[Turn]]:
         """Encode the selected answers: the turns of each document."""
         messages = conversation.messages
-        positions = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        positions = conversation.learned_answers
         if positions[-1] + 1 < len(messages):
             reasons.append(UNANSWERED)
         match selection:

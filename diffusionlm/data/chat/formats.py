@@ -21,6 +21,8 @@ RowFormatName = Literal["messages", "conversations", "alpaca", "prompt_completio
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 MESSAGE_KEYS = ("name", "tool_call_id")
 """Keys of a message that templates may read, beside role, content, reasoning and tool calls."""
+TRAINING_KEYS = ("weight", "train")
+"""Keys of an answer that say with 0 or false that it is context and not learned: OpenAI's, and Axolotl's."""
 
 MAX_SHOWN_COLUMNS = 20
 
@@ -37,6 +39,14 @@ class Conversation:
     """Messages of the prompt that the chosen and the rejected answer have in common."""
     task: str | None = None
     """Group of the conversation in tables of results: the column `task`."""
+    context_answers: tuple[int, ...] = ()
+    """Indices of answers that are not learned."""
+
+    @property
+    def learned_answers(self) -> list[int]:
+        """Indices of the other answers."""
+        answers = (index for index, message in enumerate(self.messages) if message["role"] == "assistant")
+        return [index for index in answers if index not in self.context_answers]
 
     @classmethod
     def from_text(cls, text: str) -> Conversation:
@@ -46,7 +56,12 @@ class Conversation:
         if "chosen" in value:
             prompt, chosen, rejected = (tuple(value[key]) for key in ("prompt", "chosen", "rejected"))
             return cls(prompt + chosen, tools and tuple(tools), prompt + rejected, len(prompt))
-        return cls(tuple(value["messages"]), tools and tuple(tools), task=value.get("task"))
+        return cls(
+            tuple(value["messages"]),
+            tools and tuple(tools),
+            task=value.get("task"),
+            context_answers=tuple(value.get("context_answers", ())),
+        )
 
     def to_text(self) -> str:
         """Format as JSON. Keys of tools and arguments keep their order: templates write them in it."""
@@ -55,6 +70,8 @@ class Conversation:
             value["messages"] = self.messages
             if self.task is not None:
                 value["task"] = self.task
+            if self.context_answers:
+                value["context_answers"] = self.context_answers
         else:
             value |= {
                 "prompt": self.messages[: self.prompt_length],
@@ -114,6 +131,7 @@ class ChatRowParser:
         if missing is not None:
             columns = ", ".join(map(repr, list(row)[:MAX_SHOWN_COLUMNS]))
             raise _InvalidRowError(f"no column {self.column(missing)!r}", f"its columns are {columns}")
+        _check_label(name, row)
         tools = _parse_tools(row.get(self.column("tools")))
         rejected: tuple[Message, ...] | None = None
         prompt_length: int | None = None
@@ -129,11 +147,17 @@ class ChatRowParser:
                 prompt, chosen, worse = self._parse_preference(value)
                 messages, rejected = prompt + chosen, self._complete(prompt + worse, row)
                 prompt_length = len(rejected) - 1
-        messages = self._complete(messages, row)
+        messages, context_answers = _remove_training_keys(self._complete(messages, row))
         if rejected is not None:
+            rejected, _ = _remove_training_keys(rejected)
             _check_preference(messages, rejected, len(rejected) - 1)
         task = row.get(self.column("task"))
-        return Conversation(messages, tools, rejected, prompt_length, task if isinstance(task, str) else None)
+        task = task if isinstance(task, str) else None
+        conversation = Conversation(messages, tools, rejected, prompt_length, task, context_answers)
+        learned = conversation.learned_answers
+        if not learned or (rejected is not None and learned[-1] != prompt_length):
+            raise _InvalidRowError("no answer to learn", "weight or train of the answer is 0 or false")
+        return conversation
 
     def _complete(self, messages: tuple[Message, ...], row: Mapping[str, Any]) -> tuple[Message, ...]:
         """Add the system message if there is none, and check the order of roles."""
@@ -162,15 +186,16 @@ class ChatRowParser:
             problem = f"{name!r}; name it in chat.roles if it stands for a role"
             raise _InvalidRowError("unknown role" if name is not None else "message without role", problem)
         content = _first_of(value, self.config.columns.get("content"), "content", "value")
+        marks = _parse_training_keys(value) if role in ("assistant", "function_call") else {}
         if role == "function_call":
-            return {"role": "assistant", "content": "", "tool_calls": _parse_tool_calls(content)}
+            return {"role": "assistant", "content": "", "tool_calls": _parse_tool_calls(content), **marks}
         message: Message = {"role": role, "content": _parse_content(content, has_calls=bool(value.get("tool_calls")))}
         reasoning = _first_of(value, *REASONING_KEYS)
         if isinstance(reasoning, str) and reasoning:
             message["reasoning_content"] = reasoning
         if value.get("tool_calls"):
             message["tool_calls"] = _parse_tool_calls(value["tool_calls"])
-        return message | {key: value[key] for key in MESSAGE_KEYS if isinstance(value.get(key), str)}
+        return message | marks | {key: value[key] for key in MESSAGE_KEYS if isinstance(value.get(key), str)}
 
     def _parse_alpaca(self, value: Mapping[str, Any]) -> tuple[Message, ...]:
         """The prompt is instruction and input on lines of their own, as in LLaMA-Factory."""
@@ -237,6 +262,36 @@ def _first_of(value: Mapping[str, Any], *keys: str | None) -> Any:
     return next((value[key] for key in keys if key is not None and value.get(key) is not None), None)
 
 
+def _parse_training_keys(value: Mapping[str, Any]) -> Message:
+    """Return the keys of an answer that say that it is not learned."""
+    values = {key: value[key] for key in TRAINING_KEYS if value.get(key) is not None}
+    for key, number in values.items():
+        if number not in (0, 1):
+            raise _InvalidRowError(
+                f"{key} is neither 0 nor 1",
+                f"{shorten_repr(number)}: write 1 (the answer is learned) or 0 (it is context), or remove the key",
+            )
+    return {key: number for key, number in values.items() if not number}
+
+
+def _remove_training_keys(messages: Sequence[Message]) -> tuple[tuple[Message, ...], tuple[int, ...]]:
+    """Return the messages as templates see them, and the indices of answers that are not learned."""
+    indices = tuple(index for index, message in enumerate(messages) if any(key in message for key in TRAINING_KEYS))
+    plain = ({key: value for key, value in message.items() if key not in TRAINING_KEYS} for message in messages)
+    return tuple(plain), indices
+
+
+def _check_label(name: RowFormatName, row: Mapping[str, Any]) -> None:
+    """Refuse an answer with a label, TRL's unpaired preference: a rejected one would be learned."""
+    label = row.get("label")
+    if isinstance(label, bool) and name != "preference":
+        raise _InvalidRowError(
+            "unpaired preference",
+            f"its key 'label' is {str(label).lower()}; write rows with prompt, chosen and rejected, or remove the rows "
+            "with label = false, and then the key",
+        )
+
+
 def _check_text(value: Any, name: str) -> str:
     if not isinstance(value, str):
         raise _InvalidRowError(f"{name} is not text", shorten_repr(value))
@@ -271,7 +326,7 @@ def _parse_json(text: str, name: str) -> Any:
 
 
 def _parse_tool_calls(value: Any) -> list[dict[str, Any]]:
-    """Calls as `{"type": "function", "function": {name, arguments}}`, with arguments as an object, in the row's order."""
+    """Calls as `{"type": "function", "function": {name, arguments}}`, in the row's order; arguments are an object."""
     if isinstance(value, str):
         value = _parse_json(value, "function_call")
     calls = value if isinstance(value, Sequence) else [value]

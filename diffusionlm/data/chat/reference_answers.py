@@ -53,7 +53,6 @@ def read_reference_answers(config: TextSource, split: Split, key: str, limit: in
 
 
 def last_answer(conversation: Conversation) -> ReferenceAnswer:
-    """Split a conversation before its last answer."""
-    messages = conversation.messages
-    last = max(index for index, message in enumerate(messages) if message["role"] == "assistant")
+    """Split a conversation before its last learned answer."""
+    messages, last = conversation.messages, conversation.learned_answers[-1]
     return ReferenceAnswer(messages[:last], messages[last]["content"], conversation.task or "", conversation.tools)

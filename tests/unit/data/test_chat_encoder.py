@@ -107,6 +107,21 @@ def test_one_turn_is_random_per_epoch_and_reproducible(tokenizer: Tokenizer, lis
     assert spell(encode(last, chat("q1", "a1", "q2", "a2"))[0], tokenizer)[0][1] == f"a2{STOP}"
 
 
+@pytest.mark.parametrize("turns", ["all", "expand", "last", "one"])
+def test_an_answer_with_weight_0_is_context(turns: str, tokenizer: Tokenizer) -> None:
+    row = chat("q1", "a1", "q2", "wrong", "q3", "a3")
+    row["messages"][3]["weight"] = 0
+    encoder = make_encoder(tokenizer, turns=turns, fill="none")
+    learned = set()
+    for seed in range(20):
+        for document in encode(encoder, row, np.random.default_rng(seed)):
+            segments = spell(document, tokenizer)
+            learned.update(answer.removesuffix(STOP) for _, answer, _ in segments)
+            context = "".join(context for context, _, _ in segments)
+            assert "wrong" in context or segments[-1][1] == f"a1{STOP}"
+    assert learned == ({"a3"} if turns == "last" else {"a1", "a3"})
+
+
 def test_fill(tokenizer: Tokenizer) -> None:
     row = chat("q", "abc")  # an answer of 4 tokens
     (plain,) = encode(make_encoder(tokenizer, fill="none"), row)

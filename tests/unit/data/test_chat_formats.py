@@ -51,6 +51,7 @@ EQUAL_ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "roles": {"s": "system", "q": "user", "a": "assistant"},
         },
     ),
+    "weights of 1": ({"messages": [m | {"weight": 1, "train": True} for m in CANONICAL], "label": "good"}, {}),
     "system of the config": ({"messages": CANONICAL[1:]}, {"system": SYSTEM}),
 }
 
@@ -156,6 +157,20 @@ BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "number as output": ({"instruction": "x", "output": 4}, "output is not text"),
     "equal preference": ({"prompt": "x", "chosen": "y", "rejected": "y"}, "chosen and rejected are equal"),
     "surrogate": ({"prompt": "x", "completion": "\ud800"}, "lone surrogate"),
+    "weight between": ({"messages": [turn("user", "x"), turn("assistant", "y", weight=0.5)]}, "weight is neither 0"),
+    "train as text": ({"messages": [turn("user", "x"), turn("assistant", "y", train="no")]}, "train is neither 0"),
+    "nothing to learn": ({"messages": [turn("user", "x"), turn("assistant", "y", weight=0)]}, "no answer to learn"),
+    "chosen is no target": (
+        {"prompt": "x", "chosen": [turn("assistant", "y", train=False)], "rejected": "z"},
+        "no answer to learn",
+    ),
+    "rejected": ({"prompt": "x", "completion": "y", "label": False}, "unpaired preference"),
+    "accepted": ({"prompt": "x", "completion": "y", "label": True}, "unpaired preference"),
+    "rejected chat": ({"messages": CANONICAL, "label": False}, "unpaired preference"),
+    "rejected messages": (
+        {"prompt": CANONICAL[:2], "completion": CANONICAL[2:3], "label": False},
+        "unpaired preference",
+    ),
     "system is a number": ({"system": 1, "prompt": "x", "completion": "y"}, "system is not text"),
 }
 
@@ -166,6 +181,30 @@ def test_irregular_rows_have_a_reason(row: dict[str, Any], reason: str) -> None:
     assert isinstance(record, BadRecord), record
     assert record.reason.startswith(reason) and record.detail
     assert record.repaired_text is None
+
+
+def test_bad_labels_and_weights_name_key_and_remedy() -> None:
+    label = parse({"prompt": "x", "completion": "y", "label": False})
+    assert isinstance(label, BadRecord)
+    assert "'label'" in label.detail and "chosen and rejected" in label.detail and "label = false" in label.detail
+    weight = parse({"messages": [turn("user", "x"), turn("assistant", "y", weight=2)]})
+    assert isinstance(weight, BadRecord) and weight.reason.startswith("weight") and "write 1" in weight.detail
+
+
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"weight": 1, "train": 0}])
+@pytest.mark.parametrize("answer", ["messages", "conversations", "call"])
+def test_answers_with_weight_0_are_context(mark: dict[str, Any], answer: str) -> None:
+    first: dict[str, Any] = turn("assistant", "no")
+    if answer == "call":
+        first = {"from": "function_call", "value": '{"name": "f"}'}
+    elif answer == "conversations":
+        first = shared("gpt", "no")
+    messages = [turn("user", "x"), first | mark, turn("tool" if answer == "call" else "user", "y")]
+    text = parse({"messages": [*messages, turn("assistant", "z", weight=1, train=True)]})
+    assert isinstance(text, str), text
+    conversation = Conversation.from_text(text)
+    assert conversation.learned_answers == [3] and conversation.to_text() == text
+    assert all(key not in message for message in conversation.messages for key in ("weight", "train"))
 
 
 def test_options_of_the_section() -> None:

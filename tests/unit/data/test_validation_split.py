@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -151,9 +152,9 @@ def test_text_that_is_too_short_is_an_error() -> None:
 
 
 def test_the_order_of_keys_does_not_move_a_conversation_between_the_splits() -> None:
-    texts = ['{"tools":[{"name":"%d","b":1}],"messages":[]}' % index for index in range(200)]
-    reordered = ['{"messages": [], "tools": [{"b": 1, "name": "%d"}]}' % index for index in range(200)]
-    sorted_texts = ['{"messages":[],"tools":[{"b":1,"name":"%d"}]}' % index for index in range(200)]
+    texts = [json.dumps({"tools": [{"name": str(index), "b": 1}], "messages": []}) for index in range(200)]
+    reordered = [json.dumps({"messages": [], "tools": [{"b": 1, "name": str(index)}]}) for index in range(200)]
+    sorted_texts = [json.dumps(json.loads(text), sort_keys=True, separators=(",", ":")) for text in texts]
     split = choose_split(texts, 0.2, True, KEY, is_chat=True)
     assert split == HashSplit(0.2, True, is_chat=True)
     selected = [bool(split.select(text)) for text in texts]
