@@ -163,7 +163,10 @@ def format_counts(counts: RowCounts, settings: RowSettings) -> list[RenderableTy
         ("blocks", blocks),
         ("left out or mended", "nothing" if not counts.skipped else ""),
     ]
-    lines += [(f"  {count:,}", reason) for reason, count in sorted(counts.skipped.items())]
+    lines += [
+        (f"  {count:,}", f"{reason}; the first: {counts.examples[reason]}" if reason in counts.examples else reason)
+        for reason, count in sorted(counts.skipped.items())
+    ]
     return [make_table(lines)]
 
 

@@ -389,7 +389,7 @@ def _read_json_array(path: Path, field: TextField, offset: int, line: int) -> It
             value, offset = parse(text, start)
         except (ValueError, RecursionError) as error:
             excerpt = shorten_repr(text[start : start + MAX_SHOWN_CHARACTERS])
-            yield BadRecord("malformed JSON", f"{error}: {excerpt}; the rest of the array is lost"), len(text), line
+            yield BadRecord("malformed JSON", f"{error}: {excerpt}; the rest of the array is lost"), len(text) + 1, line
             return
         line = max(1, line) + text.count("\n", previous_offset, offset)
         record: str | BadRecord | None

@@ -1,6 +1,6 @@
 """Build the noised micro-batches of each optimizer step, in this process or ahead of time in workers.
 
-The first worker runs the loader; further ones tokenize for it. Batches and states do not depend on the number of
+The first worker runs the loader; further ones tokenize for it. Batches and positions do not depend on the number of
 workers. The state of a loader is small and resumes exactly.
 """
 
@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
@@ -84,7 +84,7 @@ class LoaderMetrics:
     padding_share: float
     """Share of the positions so far that hold padding."""
     skipped: int
-    """Documents this process left out so far; a resumed run counts some again."""
+    """Documents left out so far."""
     skipped_by_reason: Mapping[str, int]
     """The same by reason, with documents that were changed; metrics ``data/skipped/REASON``."""
     tokens_per_second: float
@@ -231,11 +231,15 @@ class Loader:
             "position": self.position,
             "places": self._num_positions,
             "padding": self._num_padding,
+            "skip_logs": [[asdict(log) for log in component.skip_logs] for component in self.components],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch, self.position = state["epoch"], state["position"]
         self._num_positions, self._num_padding = state["places"], state["padding"]
+        for component, saved in zip(self.components, state.get("skip_logs", ()), strict=False):  # absent in older ones
+            for log, log_state in zip(component.skip_logs, saved, strict=False):
+                log.load_state_dict(log_state)
 
     def close(self) -> None:
         """Do nothing: there are no workers."""

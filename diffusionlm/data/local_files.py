@@ -23,7 +23,7 @@ from diffusionlm.data.file_formats import (
     read_parquet_records,
     read_plain_records,
 )
-from diffusionlm.data.reader import ReaderPosition, Split
+from diffusionlm.data.reader import ReaderPosition, SkipLog, Split
 from diffusionlm.data.record_source import (
     BadRecord,
     ParsedRecord,
@@ -177,6 +177,9 @@ def open_local_files(config: LocalFiles, split: Split, key: str) -> RecordSource
         names = ", ".join(str(file.path) for file in empty[:5])
         raise ValueError(f"{key}.{name}: empty file {names}; remove it, name other files{remedy}")
     files = [file for file in files if file not in invalid]
+    skip_log = SkipLog()
+    for file in invalid:
+        skip_log.add("empty file", str(file.path))
     validation_fraction = None if has_own_paths else config.validation_fraction
     max_documents = None if is_validation else config.max_documents
     is_chat = config.chat is not None
@@ -205,7 +208,7 @@ def open_local_files(config: LocalFiles, split: Split, key: str) -> RecordSource
         on_bad_row=config.on_bad_row,
         max_documents=max_documents,
         split=document_split,
-        skipped={"empty file": len(invalid)} if invalid else {},
+        skip_log=skip_log,
         is_located=is_chat,
     )
 

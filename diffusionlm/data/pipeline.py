@@ -29,10 +29,12 @@ from diffusionlm.data.reader import (
     DocumentSource,
     ReaderPosition,
     ResumableReader,
+    SkipLog,
     Split,
     Tokens,
     shuffle_windows,
 )
+from diffusionlm.data.record_source import RecordSource
 from diffusionlm.data.shards import ShardDocuments, ShardReader
 from diffusionlm.data.sources import open_source
 from diffusionlm.data.tokenization import InlineTextEncoder, TextEncoder, tokenize_reader
@@ -58,15 +60,46 @@ class MixtureComponent:
     """None: the documents are text."""
 
     @property
+    def skip_logs(self) -> list[SkipLog]:
+        """Of the source and of the encoder of its conversations, if they leave out records."""
+        logs = [self.source.skip_log] if isinstance(self.source, RecordSource) else []
+        return logs if self.chat is None else [*logs, self.chat.skip_log]
+
+    @property
     def skipped(self) -> dict[str, int]:
         """Number of records left out or repaired so far, by reason."""
         records = {} if isinstance(self.source, ShardDocuments) else self.source.skipped
-        return records if self.chat is None else records | self.chat.counts
+        return records if self.chat is None else records | self.chat.skip_log.counts
 
     @property
     def num_skipped(self) -> int:
         """Number of records left out so far."""
         return sum(count for reason, count in self.skipped.items() if not reason.startswith(REPAIRED_PREFIX))
+
+
+@dataclass(frozen=True)
+class SkippedRecords:
+    """Records of a source that were left out or repaired for one reason."""
+
+    source: str
+    reason: str
+    count: int
+    total: int
+    """Records that were read."""
+    example: str
+    """Place of the first one, and what is wrong with it."""
+
+    def __str__(self) -> str:
+        return f"{self.source}: {self.count:,} of {self.total:,} records {self.reason}; the first: {self.example}"
+
+
+def list_skipped(name: str, logs: Sequence[SkipLog]) -> list[SkippedRecords]:
+    """List what the stages of a source have left out or repaired."""
+    return [
+        SkippedRecords(name, reason, count, log.total, log.examples[reason])
+        for log in logs
+        for reason, count in log.counts.items()
+    ]
 
 
 def count_skipped(components: Sequence[MixtureComponent]) -> dict[str, int]:
@@ -80,7 +113,10 @@ def count_skipped(components: Sequence[MixtureComponent]) -> dict[str, int]:
 def describe_skipped(components: Sequence[MixtureComponent]) -> str:
     """Format the numbers of records left out or repaired so far, for the end of a clause; empty if there are none."""
     listed = ", ".join(f"{count:,} {reason}" for reason, count in count_skipped(components).items())
-    return f" (left out: {listed})" if listed else ""
+    examples = [
+        f"; the first: {text}" for item in components for log in item.skip_logs for text in log.examples.values()
+    ]
+    return f" (left out: {listed}{''.join(examples[:1])})" if listed else ""
 
 
 def open_components(config: DataConfig, split: Split, kinds: Collection[str] | None = None) -> list[MixtureComponent]:

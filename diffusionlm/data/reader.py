@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
@@ -28,6 +28,40 @@ REPAIRED_PREFIX = "mended: "
 """Prefix of the skip reasons of records that were repaired, not left out. Stored in index.json."""
 
 DOCUMENTS_PER_READ = 64
+
+
+@dataclass
+class SkipLog:
+    """Records that one stage left out or changed in the first epoch: numbers and first examples, by reason."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, str] = field(default_factory=dict)
+    """Place of the first record, and what is wrong with it."""
+    total: int = 0
+    """Records that the stage has read."""
+    last: list[int] = field(default_factory=list)
+    """Sort key of the last of them."""
+
+    def is_new(self, epoch: int, sort_key: tuple[int, ...]) -> bool:
+        """Return whether a record is to be counted: once, however often the first epoch is read."""
+        if epoch or list(sort_key) <= self.last:
+            return False
+        self.last, self.total = list(sort_key), self.total + 1
+        return True
+
+    def add(self, reason: str, example: str) -> None:
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+        self.examples.setdefault(reason, example)
+
+    @property
+    def num_left_out(self) -> int:
+        """Number of records that were left out, not repaired."""
+        return sum(count for reason, count in self.counts.items() if not reason.startswith(REPAIRED_PREFIX))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from the state (`dataclasses.asdict`) of an interrupted run."""
+        vars(self).update(state)
+
 
 ReaderPosition = Any
 """A JSON value that says where to continue reading; stored in checkpoints. None: the start of an epoch."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from config.data import OnBadRow
-from diffusionlm.data.reader import REPAIRED_PREFIX, ReaderPosition
+from diffusionlm.data.reader import REPAIRED_PREFIX, ReaderPosition, SkipLog
 from diffusionlm.data.validation_split import DocumentSplit, EndSplit
 
 MAX_SHOWN_CHARACTERS = 60
@@ -103,15 +103,17 @@ class RecordSource:
     """Number of records with text in the split that are read at most. None: all."""
     split: DocumentSplit
     """Selects the text of the split from each record."""
-    skipped: dict[str, int] = field(default_factory=dict)
-    """Records left out or repaired in the first epoch, by reason."""
+    skip_log: SkipLog = field(default_factory=SkipLog)
     is_located: bool = False
     """Documents are `LocatedText`."""
 
     def __post_init__(self) -> None:
         self._seek(None)
         self._next_position: ReaderPosition = None
-        self._last_counted: tuple[int, ...] = ()
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        return self.skip_log.counts
 
     def read(self, epoch: int, position: ReaderPosition, limit: int) -> tuple[list[str], ReaderPosition]:
         """Read documents. Continuing at the last returned position costs no seek.
@@ -161,31 +163,26 @@ class RecordSource:
                 return False
             if isinstance(self.split, EndSplit):
                 self._place, self._next_place = self._next_place, self._cursor.position()
-            text = record if isinstance(record, str) else self._handle_bad_record(record, epoch)
-            if text == "":
-                self._count_skipped("empty", epoch)
-            elif text is not None:
+            is_new = self.skip_log.is_new(epoch, self._cursor.sort_key())
+            text = record if isinstance(record, str) else self._handle_bad_record(record, is_new=is_new)
+            if text == "" and is_new:
+                self.skip_log.add("empty", f"{self._cursor.location()}: it has no text")
+            elif text:
                 self._parts = self.split.select(text)
         if self.is_located:
             self._parts = [LocatedText(part, self._cursor.location()) for part in self._parts]
         return True
 
-    def _handle_bad_record(self, record: BadRecord, epoch: int) -> str | None:
+    def _handle_bad_record(self, record: BadRecord, *, is_new: bool) -> str | None:
         """Return the repaired text, or None to leave the record out."""
         if self.on_bad_row == "raise":
             raise bad_record_error(record, self.records, self._cursor, self.key)
-        if self.on_bad_row == "skip" or record.repaired_text is None:
-            self._count_skipped(record.reason, epoch)
-            return None
-        self._count_skipped(f"{REPAIRED_PREFIX}{record.reason}", epoch)
-        return record.repaired_text
-
-    def _count_skipped(self, reason: str, epoch: int) -> None:
-        """Count a record once, however often the first epoch is read."""
-        sort_key = self._cursor.sort_key()
-        if epoch == 0 and sort_key > self._last_counted:
-            self._last_counted = sort_key
-            self.skipped[reason] = self.skipped.get(reason, 0) + 1
+        is_left_out = self.on_bad_row == "skip" or record.repaired_text is None
+        if is_new:
+            remedy = f"; mend or remove such records{_other_remedy(record)}" if is_left_out else ""
+            reason = record.reason if is_left_out else f"{REPAIRED_PREFIX}{record.reason}"
+            self.skip_log.add(reason, f"{self._cursor.location()}: {record.detail}{remedy}")
+        return None if is_left_out else record.repaired_text
 
 
 def bad_record_error(record: BadRecord, records: RecordStore, cursor: RecordCursor, key: str) -> ValueError:
@@ -195,13 +192,14 @@ def bad_record_error(record: BadRecord, records: RecordStore, cursor: RecordCurs
         cursor: is at the record.
         key: config key of the source's section.
     """
-    remedy = f'set {key}.on_bad_row = "skip" to leave such records out and count them'
-    if record.repaired_text is not None:
-        remedy += ', or "replace" to repair them'
-    if record.reason == NOT_UTF8:
-        remedy += "; text in another encoding can be converted with iconv"
+    remedy = f'set {key}.on_bad_row = "skip" to leave such records out and count them{_other_remedy(record)}'
     setting = records.error_key(is_field_error=record.is_field_error)
     return ValueError(f"{setting}: {cursor.location()}: {record.reason}: {record.detail}; {remedy}")
+
+
+def _other_remedy(record: BadRecord) -> str:
+    remedy = "" if record.repaired_text is None else ', or on_bad_row = "replace" to repair them'
+    return f"{remedy}; text in another encoding can be converted with iconv" if record.reason == NOT_UTF8 else remedy
 
 
 def read_texts(records: RecordStore, on_bad_row: OnBadRow) -> Iterator[str]:

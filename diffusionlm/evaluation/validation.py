@@ -14,8 +14,10 @@ from ddp.process_group import SINGLE_PROCESS, World
 from diffusionlm.data.packing import Row, fill_to_longest
 from diffusionlm.data.pipeline import (
     MixtureComponent,
+    SkippedRecords,
     build_row_reader,
     describe_skipped,
+    list_skipped,
     open_components,
     read_training_tokens,
 )
@@ -54,10 +56,10 @@ def read_validation_rows(
     )
     rows, _ = reader.read(0, None, max(config.validation.rows, config.validation.final_rows))
     if not rows:
-        raise ValueError(
-            f"[data]: the sources have no validation text{describe_skipped(components)}; name other "
-            "validation_paths or another validation_split, or without these raise validation_fraction"
-        )
+        remedy = "name other validation_paths or another validation_split, or without these raise validation_fraction"
+        if any(component.num_skipped for component in components):
+            remedy = "mend such records"
+        raise ValueError(f"[data]: the sources have no validation text{describe_skipped(components)}; {remedy}")
     if not config.data.fills_to_longest:
         return rows
     size = config.training.batch_size
@@ -73,6 +75,8 @@ class Validator:
     training_components: list[MixtureComponent]
     rows: list[Row]
     world: World = SINGLE_PROCESS
+    skipped_records: tuple[SkippedRecords, ...] = ()
+    """Validation records that were left out or repaired."""
 
     @classmethod
     def open(
@@ -87,8 +91,10 @@ class Validator:
         Raises:
             ValueError: there is no validation text.
         """
-        rows = read_validation_rows(config, tokenizer, open_components(config.data, "validation"))
-        return cls(config, tokenizer, training_components, rows, world)
+        components = open_components(config.data, "validation")
+        rows = read_validation_rows(config, tokenizer, components)
+        skipped = [entry for component in components for entry in list_skipped(component.name, component.skip_logs)]
+        return cls(config, tokenizer, training_components, rows, world, tuple(skipped))
 
     @property
     def block_lengths(self) -> list[int | None]:

@@ -20,7 +20,9 @@ from diffusionlm.training.reporting import (
     collect_monitor_metrics,
     collect_step_metrics,
     describe_memory,
+    find_large_loss,
     log_data_sources,
+    log_skipped_records,
     run_final_evaluation,
     run_tasks,
     run_validation,
@@ -96,6 +98,7 @@ def run_to_end(run: Run, stop: StopRequest) -> TrainResult:
 def train_and_evaluate(run: Run, logger: RunLogger, stop: StopRequest) -> RunSummary | None:
     """Make the remaining steps and the final evaluation. Returns None if a signal stopped it."""
     train_remaining_steps(run, logger, stop)
+    log_skipped_records(run, logger)
     if stop.signal is not None and run.progress.step < run.settings.max_steps:
         run.log(f"stopped after step {run.progress.step} and saved; the same command goes on from there")
         return None
@@ -211,6 +214,7 @@ class StepReader:
         self._waiting: LaunchedStep | None = None
         """The step that is logged when the next one is launched."""
         self._clock_start = 0.0
+        self._has_warned = False
 
     def start_clock(self) -> None:
         """Begin to measure a step. Logging is not part of its duration, waiting for the device is."""
@@ -264,3 +268,7 @@ class StepReader:
         if with_metrics:
             extra = collect_monitor_metrics(self.run, metrics, launched.monitor)
             self.logger.metrics(launched.step, {**values, **extra})
+            warning = None if self._has_warned else find_large_loss(self.run)
+            if warning is not None:
+                self.logger.event(launched.step, "data", warning)
+                self._has_warned = True

@@ -134,6 +134,42 @@ def test_what_is_left_out_is_counted_in_the_metrics(tmp_path: Path) -> None:
     assert last["data/skipped"] == last["data/skipped/longer than a row"] == 1
 
 
+def read_events(config: TrainConfig, kind: str) -> list[str]:
+    lines = map(json.loads, (config.run.directory / "metrics.jsonl").read_text().splitlines())
+    return [record["text"] for record in lines if record.get("event") == kind]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_is_left_out_is_told_once_and_in_the_summary(workers: int, tmp_path: Path) -> None:
+    """Also if the run was interrupted: it reads some records again, and counts each once."""
+    rows = [row if index % 4 else {"prompt": "x"} for index, row in enumerate(FORMATS["alpaca"])]
+
+    def config_of(name: str, max_steps: int) -> TrainConfig:
+        plain = chat_config(tmp_path, name, rows)
+        source = to_toml_values(plain.data.source, "source") | {"on_bad_row": "skip"}
+        data = {"source": source, "document_shuffle_window": 16, "workers": workers}
+        changes = {"data": data, "training": {"batch_size": 2, "max_steps": max_steps}}
+        return chat_config(tmp_path, name, rows, **changes, checkpoint={"config_change": "accept"})
+
+    summaries = []
+    for name, steps in (("whole", (40,)), ("resumed", (7, 40))):
+        for max_steps in steps:
+            config = config_of(name, max_steps)
+            (config.run.directory / "summary.json").unlink(missing_ok=True)
+            train(config)
+        assert any("warning: many records" in text and "line 1:" in text for text in read_events(config, "data"))
+        summary = json.loads((config.run.directory / "summary.json").read_text())["skipped_records"]
+        (entry,) = summary
+        assert (entry["reason"], entry["count"], entry["total"]) == ("no conversation", 25, 100)
+        assert f"{name}.jsonl, line 1: " in entry["example"] and "chat.columns" in entry["example"]
+        lines = [text for text in read_events(config, "data") if "25 of 100 records no conversation" in text]
+        assert any(entry["example"] in text for text in lines)
+        assert any(text.startswith("validation data: ") for text in read_events(config, "data"))
+        summaries.append((entry["count"], entry["total"]))
+    assert summaries[0] == summaries[1]
+
+
 @pytest.mark.slow
 def test_workers_change_nothing(tmp_path: Path) -> None:
     config = chat_config(tmp_path, "plain", FORMATS["messages"])
@@ -243,8 +279,9 @@ def test_samples_are_answers_to_held_out_prompts_with_the_attention_of_training(
 def test_nothing_left_says_why(tmp_path: Path) -> None:
     rows = [{"prompt": "x" * 100, "completion": str(index)} for index in range(120)]
     config = chat_config(tmp_path, "short", rows)
-    with pytest.raises(ValueError, match=r"no validation text \(left out: 20 longer than a row\)"):
+    with pytest.raises(ValueError, match=r"no validation text \(left out: 20 longer than a row;.*line \d+: ") as error:
         train(config)
+    assert "data.row_length" in str(error.value) and "validation_fraction" not in str(error.value)
 
 
 @pytest.mark.slow

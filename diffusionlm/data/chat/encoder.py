@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
+from unicodedata import normalize
 
 import numpy as np
 
 from config.data import OnBadRow
 from config.finetune.chat import ChatRowsConfig, TurnSelection
 from diffusionlm.data.chat.formats import Conversation, Message
-from diffusionlm.data.chat.templates import resolve_chat_template
+from diffusionlm.data.chat.templates import QUESTION, resolve_chat_template
 from diffusionlm.data.packing import Document
-from diffusionlm.data.reader import REPAIRED_PREFIX, ItemsFuture, ResumableReader, WindowedReader
-from diffusionlm.data.record_source import LocatedText
+from diffusionlm.data.reader import REPAIRED_PREFIX, ItemsFuture, ResumableReader, SkipLog, WindowedReader
+from diffusionlm.data.record_source import LocatedText, shorten_repr
 from diffusionlm.data.tokenization import CHUNK_DOCUMENTS
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
-from tokenizer import EncodedAnswer, Tokenizer, encode_answer, find_answer_ends
+from tokenizer import EncodedAnswer, Tokenizer, encode_answer, find_answer_ends, render_chat
 
 Encoded = TypeVar("Encoded")
+
+THOUGHTS_END = "</think>"
 
 TOO_LONG = "longer than a row"
 PROMPT_TOO_LONG = "prompt as long as a row"
@@ -29,6 +32,9 @@ CUT = f"{REPAIRED_PREFIX}cut to a row"
 EXPANDED = f"{REPAIRED_PREFIX}turns expanded"
 """Because the chat template changes earlier answers."""
 UNANSWERED = f"{REPAIRED_PREFIX}unanswered end left out"
+THOUGHTS = "thoughts, which the chat template ends before answers"
+NO_THOUGHTS = f"{REPAIRED_PREFIX}thoughts left out"
+"""Because the chat template writes none."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +47,22 @@ class ChatRecords:
     on_bad_row: OnBadRow
     template_hash: str | None = None
     """Of the files of the section's template, as the run opened them (`hash_template_files`)."""
-    counts: dict[str, int] = field(default_factory=dict)
-    """Conversations left out or changed by the encoder in the first epoch, by reason."""
+    skip_log: SkipLog = field(default_factory=SkipLog)
+    """Of the encoder. A conversation that becomes several documents counts as that many."""
+
+
+class _ClosedThoughtsError(ValueError):
+    """An answer has thoughts, and its prompt ends them."""
+
+
+@dataclass(frozen=True)
+class Skip:
+    """Why something was left out or changed."""
+
+    reason: str
+    """Skipped documents are counted by it."""
+    detail: str
+    """What is wrong with this one, and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +95,8 @@ class ChatEncoder:
             raise ValueError(
                 f'{records.key}.fill = "block" needs blocks: set "length:N", or objective.kind = "block_diffusion"'
             )
+        header = render_chat(self._template, [QUESTION], add_generation_prompt=True)
+        self._has_closed_thoughts = header.rstrip().endswith(THOUGHTS_END)
         assert tokenizer.eos_token_id is not None, "build_row_reader has checked it"
         self._fill_token_id = tokenizer.eos_token_id
 
@@ -92,16 +114,39 @@ class ChatEncoder:
         selection = self.config.turns if conversation.rejected is None else "last"
         documents, reasons = self._encode_conversation(text, conversation, selection, rng)
         if is_counted:
-            self._count(reasons)
+            self._count(text, reasons, len(documents))
         return documents
 
-    def _count(self, reasons: Sequence[str]) -> None:
-        for reason in reasons:
-            self.records.counts[reason] = self.records.counts.get(reason, 0) + 1
+    def _count(self, text: str, reasons: Sequence[Skip], num_documents: int) -> None:
+        log = self.records.skip_log
+        place = f"{text.location}: " if isinstance(text, LocatedText) else ""
+        num_left_out = log.num_left_out
+        for skip in reasons:
+            log.add(skip.reason, f"{place}{skip.detail}")
+        log.total += max(0, num_documents + log.num_left_out - num_left_out - 1)
 
-    def _encode_answer(self, messages: Sequence[Message], tools: Sequence[object] | None) -> EncodedAnswer | None:
-        """Encode the last message as the answer to those before it."""
-        return encode_answer(self._tokenizer, self._template, messages, tools=tools)  # type: ignore[arg-type]
+    def _encode_answer(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, reasons: list[Skip]
+    ) -> EncodedAnswer | None:
+        """Encode the last message as the answer to those before it.
+
+        Raises:
+            ValueError: the template refuses it, or has it begin after the end of thoughts that the message has.
+        """
+        thoughts = find_thoughts(messages[-1])
+        if thoughts and self._has_closed_thoughts:
+            raise _ClosedThoughtsError(
+                f"the answer has thoughts, {shorten_repr(thoughts)}, and the chat template ends them before answers: "
+                "set template_variables.enable_thinking = true to learn them, or remove them from the data "
+                "(reasoning_content, or <think> in content)"
+            )
+        answer = encode_answer(self._tokenizer, self._template, messages, tools=tools)
+        if thoughts and answer is not None:
+            written = self._tokenizer.decode(answer.answer_ids)
+            if normalize("NFC", thoughts) not in normalize("NFC", written):
+                detail = f"{shorten_repr(thoughts)}; name a chat.template that writes reasoning_content"
+                reasons.append(Skip(NO_THOUGHTS, detail))
+        return answer
 
     def encode_preference(self, text: str, *, is_counted: bool = False) -> tuple[Document, Document] | None:
         """Encode the chosen and the rejected answer with their prompt; None if one of them is left out.
@@ -121,14 +166,14 @@ class ChatEncoder:
                 'objective.kind = "preference" needs: set format = "preference", and name its columns'
             )
         pair: list[Document] = []
-        reasons: list[str] = []
+        reasons: list[Skip] = []
         for messages in (conversation.messages, conversation.rejected):
             chat = Conversation(messages, conversation.tools)
             documents, new_reasons = self._encode_conversation(text, chat, "last", None)
             pair += documents
             reasons += new_reasons
         if is_counted:
-            self._count(reasons[:1])
+            self._count(text, reasons[:1], len(pair) // 2)
         return (pair[0], pair[1]) if len(pair) == 2 else None
 
     def _encode_conversation(
@@ -137,9 +182,9 @@ class ChatEncoder:
         conversation: Conversation,
         selection: TurnSelection | None,
         rng: np.random.Generator | None,
-    ) -> tuple[list[Document], list[str]]:
+    ) -> tuple[list[Document], list[Skip]]:
         """Return the documents, and the reasons why something was left out or changed."""
-        reasons: list[str] = []
+        reasons: list[Skip] = []
         try:
             chains = self._encode_turns(conversation, selection, rng, reasons)
         except ValueError as error:
@@ -150,7 +195,7 @@ class ChatEncoder:
                     f'{self.records.key}: {place}{template}{error}; set on_bad_row = "skip" beside chat to leave such '
                     "conversations out and count them"
                 ) from error
-            return [], [REFUSED]
+            return [], [Skip(THOUGHTS if isinstance(error, _ClosedThoughtsError) else REFUSED, str(error))]
         documents = [self._build_document(turns, reasons) for turns in chains]
         return [document for document in documents if document is not None], reasons
 
@@ -159,13 +204,13 @@ class ChatEncoder:
         conversation: Conversation,
         selection: TurnSelection | None,
         rng: np.random.Generator | None,
-        reasons: list[str],
+        reasons: list[Skip],
     ) -> list[list[Turn]]:
         """Encode the selected answers: the turns of each document."""
         messages = conversation.messages
         positions = conversation.learned_answers
         if positions[-1] + 1 < len(messages):
-            reasons.append(UNANSWERED)
+            reasons.append(Skip(UNANSWERED, "messages after the last answer"))
         match selection:
             case "last":
                 positions = positions[-1:]
@@ -174,21 +219,21 @@ class ChatEncoder:
         answers = [
             answer
             for position in positions
-            if (answer := self._encode_answer(messages[: position + 1], conversation.tools)) is not None
+            if (answer := self._encode_answer(messages[: position + 1], conversation.tools, reasons)) is not None
         ]
         if not answers:
-            reasons.append(NOT_LEARNED)
+            reasons.append(Skip(NOT_LEARNED, "the template marks the answers to learn, and none of these"))
             return []
         chains = [[Turn(answer.prompt_ids, answer.answer_ids)] for answer in answers]
         if selection == "all" and len(answers) > 1:
             joined = _join_turns(answers)
             if joined is None:
-                reasons.append(EXPANDED)
+                reasons.append(Skip(EXPANDED, "the template writes earlier answers otherwise than the last one"))
             else:
                 chains = [joined]
         return chains
 
-    def _build_document(self, turns: Sequence[Turn], reasons: list[str]) -> Document | None:
+    def _build_document(self, turns: Sequence[Turn], reasons: list[Skip]) -> Document | None:
         """Concatenate the turns and add the fill; None if they do not fit."""
         tokens = [token for turn in turns for token in (*turn.context, *turn.answer)]
         is_answer = [kind for turn in turns for kind in (*[False] * len(turn.context), *[True] * len(turn.answer))]
@@ -196,10 +241,13 @@ class ChatEncoder:
         num_fill = 0
         if len(tokens) > self.row_length:
             end = next((index for index in range(self.row_length, 0, -1) if is_answer[index - 1]), 0)
-            if self.config.truncate_mode == "drop" or not end:
-                reasons.append(TOO_LONG if self.config.truncate_mode == "drop" else PROMPT_TOO_LONG)
+            detail = f"{len(tokens):,} tokens in rows of {self.row_length:,}; raise data.row_length"
+            if self.config.truncate_mode == "drop":
+                reasons.append(Skip(TOO_LONG, f'{detail}, or set {self.records.key}.truncate_mode = "cut"'))
                 return None
-            reasons.append(CUT)
+            reasons.append(Skip(CUT if end else PROMPT_TOO_LONG, detail))
+            if not end:
+                return None
             tokens, is_answer = tokens[:end], is_answer[:end]  # ends with an answer: a context alone teaches nothing
         else:
             num_fill = min(self._count_fill(turns[-1]), self.row_length - len(tokens))
@@ -218,6 +266,13 @@ class ChatEncoder:
             return -(len(turn.context) + len(turn.answer)) % self.block_length
         length = self.config.fill_length
         return 0 if length is None else max(0, length - len(turn.answer))
+
+
+def find_thoughts(message: Message) -> str:
+    """Return the reasoning of an answer: `reasoning_content`, or what its content has before `</think>`."""
+    before, end, _ = message["content"].partition(THOUGHTS_END)
+    thoughts: str = message.get("reasoning_content") or (before.rpartition("<think>")[2] if end else "")
+    return thoughts.strip()
 
 
 def _join_turns(answers: Sequence[EncodedAnswer]) -> list[Turn] | None:
@@ -244,7 +299,7 @@ def encode_reader(
         rng = keyed_rng(seed, RngStream.ANSWER, *key, *place) if is_random else None
         return encoder.encode(text, rng, is_counted=is_counted)
 
-    return _encode_windows(upstream, encode)
+    return _encode_windows(upstream, encode, encoder.records.skip_log)
 
 
 def encode_pairs(
@@ -256,11 +311,13 @@ def encode_pairs(
         pair = encoder.encode_preference(text, is_counted=is_counted)
         return [] if pair is None else [pair]
 
-    return _encode_windows(upstream, encode)
+    return _encode_windows(upstream, encode, encoder.records.skip_log)
 
 
 def _encode_windows(
-    upstream: ResumableReader[str], encode: Callable[[str, tuple[int, int, int], bool], list[Encoded]]
+    upstream: ResumableReader[str],
+    encode: Callable[[str, tuple[int, int, int], bool], list[Encoded]],
+    skip_log: SkipLog,
 ) -> WindowedReader[str, Encoded]:
     """Encode window by window.
 
@@ -268,15 +325,12 @@ def _encode_windows(
         encode: called with a text, its place (epoch, window, index in it), and whether it is counted what is left out:
             once, in the first epoch.
     """
-    last_counted = -1
 
     def encode_window(epoch: int, index: int, texts: list[str]) -> list[Encoded]:
-        nonlocal last_counted
-        is_counted = epoch == 0 and index > last_counted
-        if is_counted:
-            last_counted = index
         return [
-            item for position, text in enumerate(texts) for item in encode(text, (epoch, index, position), is_counted)
+            item
+            for position, text in enumerate(texts)
+            for item in encode(text, (epoch, index, position), skip_log.is_new(epoch, (index, position)))
         ]
 
     def transform(epoch: int, index: int, texts: list[str]) -> ItemsFuture[Encoded]:

@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 
 from config.finetune.chat import ChatRowsConfig
-from diffusionlm.data.chat.encoder import CUT, EXPANDED, PROMPT_TOO_LONG, TOO_LONG, UNANSWERED, ChatEncoder, ChatRecords
+from diffusionlm.data.chat.encoder import (
+    CUT,
+    EXPANDED,
+    NO_THOUGHTS,
+    PROMPT_TOO_LONG,
+    THOUGHTS,
+    TOO_LONG,
+    UNANSWERED,
+    ChatEncoder,
+    ChatRecords,
+)
 from diffusionlm.data.chat.encoder import encode_reader as read_documents
 from diffusionlm.data.chat.formats import ChatRowParser
 from diffusionlm.data.chat.templates import find_stop_token, resolve_chat_template
@@ -156,14 +166,14 @@ def test_truncation(row_length: int, tokenizer: Tokenizer) -> None:
     whole = encode(make_encoder(tokenizer, turns="all", fill="none"), row)[0]
     drop = make_encoder(tokenizer, row_length, 4, turns="all")
     assert not encode(drop, row)
-    assert drop.records.counts == {TOO_LONG: 1}
+    assert drop.records.skip_log.counts == {TOO_LONG: 1}
     cut = make_encoder(tokenizer, row_length, 4, turns="all", truncate_mode="cut")
     documents = encode(cut, row)
     if not documents:
-        assert cut.records.counts == {PROMPT_TOO_LONG: 1}
+        assert cut.records.skip_log.counts == {PROMPT_TOO_LONG: 1}
         assert not whole.loss_mask[:row_length].any()
         return
-    assert cut.records.counts == {CUT: 1}
+    assert cut.records.skip_log.counts == {CUT: 1}
     (document,) = documents
     size = len(document)
     assert size <= row_length and not document.is_fill.any() and document.loss_mask[-1]
@@ -184,16 +194,50 @@ def test_a_conversation_that_the_template_rewrites_is_expanded() -> None:
         f"<think>\nr1\n</think>\n\na1{STOP}",
         f"<think>\n\n</think>\n\na2{STOP}",
     ]
-    assert encoder.records.counts == {EXPANDED: 1}
+    assert encoder.records.skip_log.counts == {EXPANDED: 1}
     short = make_encoder(tokenizer, template="chatml", block_length=4)
-    assert len(encode(short, row)) == 1 and not short.records.counts
+    assert len(encode(short, row)) == 1 and short.records.skip_log.counts == {NO_THOUGHTS: 1}
+
+
+REASONED = [{"content": "<think>\nwhy\n</think>\n\na"}, {"content": "a", "reasoning_content": "why"}]
+
+
+@pytest.mark.parametrize("answer", REASONED, ids=["content", "reasoning_content"])
+def test_thoughts_are_refused_where_prompts_end_them(answer: dict[str, str]) -> None:
+    tokenizer = chat_tokenizer("qwen3")
+    row = chat("q", "a")
+    row["messages"][1] |= answer
+    thinking = make_encoder(tokenizer, fill="none")
+    assert spell(encode(thinking, row)[0], tokenizer)[0][1] == f"<think>\nwhy\n</think>\n\na{STOP}"
+    options: dict[str, Any] = {"template_variables": {"enable_thinking": False}, "fill": "none"}
+    skipping = make_encoder(tokenizer, **options)
+    assert not encode(skipping, row)
+    assert skipping.records.skip_log.counts == {THOUGHTS: 1}
+    assert "enable_thinking = true" in skipping.records.skip_log.examples[THOUGHTS]
+    records = ChatRecords(skipping.config, "data.source.chat", "raise")
+    with pytest.raises(ValueError, match=r"data\.source\.chat: .*'why'.*enable_thinking = true.*reasoning_content"):
+        encode(ChatEncoder(records, tokenizer, LONG), row)
+    row["messages"][1] = {"role": "assistant", "content": "<think>\n\n</think>\n\na"}
+    assert spell(encode(skipping, row)[0], tokenizer)[0][1] == f"a{STOP}", "no thoughts are no loss"
+
+
+def test_thoughts_that_a_template_does_not_write_are_counted(tokenizer: Tokenizer) -> None:
+    row = chat("q", "a")
+    row["messages"][1]["reasoning_content"] = "why"
+    encoder = make_encoder(tokenizer, fill="none")
+    assert spell(encode(encoder, row)[0], tokenizer)[0][1] == f"a{STOP}"
+    assert encoder.records.skip_log.counts == {NO_THOUGHTS: 1}
+    row["messages"][1] = {"role": "assistant", "content": "<think>why</think>a"}
+    plain = make_encoder(tokenizer, fill="none")
+    assert spell(encode(plain, row)[0], tokenizer)[0][1] == f"<think>why</think>a{STOP}"
+    assert not plain.records.skip_log.counts
 
 
 def test_messages_after_the_last_answer_are_left_out_and_counted(tokenizer: Tokenizer) -> None:
     encoder = make_encoder(tokenizer, turns="all", fill="none")
     (document,) = encode(encoder, chat("q1", "a1", "q2"))
     assert [answer for _, answer, _ in spell(document, tokenizer)] == [f"a1{STOP}"]
-    assert encoder.records.counts == {UNANSWERED: 1}
+    assert encoder.records.skip_log.counts == {UNANSWERED: 1}
 
 
 def test_what_the_template_refuses_names_its_place(tokenizer: Tokenizer) -> None:
@@ -202,11 +246,11 @@ def test_what_the_template_refuses_names_its_place(tokenizer: Tokenizer) -> None
     tokenizer = tokenizer.with_chat_template(type(tokenizer.chat_template)(template + tokenizer.chat_template.source))
     skipping = make_encoder(tokenizer)
     assert not encode(skipping, chat("a table", "x"))
-    assert skipping.records.counts == {"refused by the chat template": 1}
+    assert skipping.records.skip_log.counts == {"refused by the chat template": 1}
     pair = ChatRowParser(ChatRowsConfig())({"prompt": "a table", "chosen": "x", "rejected": "y"})
     assert isinstance(pair, str)
     assert skipping.encode_preference(pair, is_counted=True) is None
-    assert skipping.records.counts == {"refused by the chat template": 2}
+    assert skipping.records.skip_log.counts == {"refused by the chat template": 2}
     strict = ChatEncoder(ChatRecords(ChatRowsConfig(), "data.source.chat", "raise"), tokenizer, LONG)
     text = ChatRowParser(ChatRowsConfig())(chat("a table", "x"))
     assert isinstance(text, str)

@@ -100,6 +100,51 @@ def test_bad_rows_name_file_and_line_or_are_counted(tmp_path: Path) -> None:
     reasons = ("unknown role", "empty answer", "no conversation", "not an object", "malformed JSON")
     assert component.skipped == dict.fromkeys(reasons, 1)
     assert component.num_skipped == len(reasons) and len(rows) > 50
+    log = component.skip_logs[0]
+    assert log.total == len(ROWS) + len(reasons) and set(log.examples) == set(reasons)
+    assert "a.jsonl, line 61: 'wizard'; name it in chat.roles" in log.examples["unknown role"]
+
+
+@pytest.mark.parametrize("turns", ["expand", "all"])
+def test_a_resumed_loader_counts_each_record_once(
+    turns: str, tmp_path: Path, make_config: Callable[..., ModelConfig]
+) -> None:
+    """Of the source and of the encoder, although their windows are read again."""
+    rows = [
+        *ROWS[:30],
+        chat("a", " "),
+        chat("q" * 200, "a"),
+        *ROWS[30:80],
+        {"text": "x"},
+        chat("q" * 200, "b"),
+        *ROWS[80:],
+    ]
+    path = write(tmp_path / "a.jsonl", rows)
+    objective = build_objective(MaskedDiffusionConfig(), make_config(vocab_size=260, mask_token_id=257))
+    values = config_of(path, {"turns": turns, "fill": "none"}, on_bad_row="skip").model_dump()
+    config = DataConfig.model_validate(values | {"document_shuffle_window": 16, "row_shuffle_window": 7})
+
+    def make() -> Loader:
+        components = open_components(config, "train")
+        return Loader(
+            build_row_reader(components, config, chat_tokenizer(), 80, 0), objective, 4, 4, 0, components=components
+        )
+
+    loader, states = make(), []
+    while loader.epoch < 2:
+        states.append(json.loads(json.dumps(loader.state_dict())))
+        loader.next_step(len(states))
+    (expected,) = loader.state_dict()["skip_logs"]
+    assert [sum(log["counts"].values()) for log in expected] == [2, 2] and expected[0]["total"] == len(rows)
+    for start in range(0, len(states), 7):
+        resumed = make()
+        resumed.load_state_dict(states[start])
+        for step in range(start, len(states)):
+            resumed.next_step(step)
+        assert resumed.state_dict()["skip_logs"] == [expected]
+    older = make()
+    older.load_state_dict({key: value for key, value in states[3].items() if key != "skip_logs"})
+    older.next_step(3)
 
 
 def test_a_map_that_fits_nothing_says_what_is_there(tmp_path: Path) -> None:
@@ -116,10 +161,13 @@ def test_too_long_conversations_are_counted_and_none_left_is_an_error(
     tokenizer = chat_tokenizer()
     rows, _ = build_row_reader(components, config, tokenizer, 70, 0).read(0, None, 1000)
     assert rows and components[0].skipped == {"longer than a row": 1}
+    components = open_components(config, "train")
     reader = build_row_reader(components, config, tokenizer, 20, 0)
     objective = build_objective(MaskedDiffusionConfig(), make_config(vocab_size=260, mask_token_id=257))
     loader = Loader(reader, objective, 4, 4, 0, components=components)
-    with pytest.raises(ValueError, match=r"no documents to train on \(left out: \d+ longer than a row\)"):
+    with pytest.raises(
+        ValueError, match=r"no documents to train on \(left out: \d+ longer than a row; the first: .*a.jsonl, line"
+    ):
         loader.next_step(0)
     assert describe_skipped(components).startswith(" (left out: ")
 
