@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import bz2
 import codecs
 import io
 import json
-import lzma
-import os
 import re
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
-
-import zstandard
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from config.data import SampleBy
 from diffusionlm.data.record_source import (
@@ -30,20 +24,14 @@ from diffusionlm.data.record_source import (
     shorten_repr,
     validate_text,
 )
+from files.compressed import CorruptFileError, open_bytes
 
 if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-BUFFER_BYTES = 1 << 20
 FIRST_BYTES = 1 << 16
 """Bytes by which a binary file is recognized."""
-COMPRESSED_BLOCK = 1 << 16
-"""Compressed bytes per read. It decides how many lines before a corrupt place are still read."""
-
-MAX_ZSTD_WINDOW = 1 << 31
-"""Memory limit of a .zst file, for archives made with `zstd --long=31`."""
-
 PARQUET_BATCH_BYTES = 4 << 20
 """Text that is decoded at once, if all rows of a row group have the same size."""
 MAX_PARQUET_BATCH_ROWS = 1_024
@@ -52,120 +40,6 @@ BYTE_ORDER_MARK = "\ufeff"
 WHITESPACE = re.compile(r"[ \t\n\r]*")
 MAX_SHOWN_FIELDS = 20
 """Number of field names in an error message."""
-
-
-class CorruptFileError(Exception):
-    """The rest of a file cannot be read. All records before the corrupt place were returned."""
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(f"{reason}: {detail}")
-        self.reason = reason
-        self.detail = detail
-
-
-class Decompressor(Protocol):
-    """The common interface of zlib, bz2, lzma and zstandard."""
-
-    @property
-    def eof(self) -> bool: ...
-
-    @property
-    def unused_data(self) -> bytes: ...
-
-    def decompress(self, data: bytes, /) -> bytes: ...
-
-
-DECOMPRESSORS: dict[str, Callable[[], Decompressor]] = {
-    ".gz": lambda: zlib.decompressobj(wbits=zlib.MAX_WBITS | 16),
-    ".bz2": bz2.BZ2Decompressor,
-    ".xz": lzma.LZMADecompressor,
-    ".zst": lambda: zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW).decompressobj(),
-}
-"""File name extension -> decompressor."""
-
-
-def detect_compression(path: Path) -> str | None:
-    """Return the extension that names the compression of a file; None: it is not compressed."""
-    extension = path.suffix.lower()
-    return extension if extension in DECOMPRESSORS else None
-
-
-def open_bytes(path: Path, offset: int = 0) -> BinaryIO:
-    """Open a file for reading from ``offset``, which counts decompressed bytes. Archives are decompressed up to there.
-
-    Raises:
-        ValueError: the file is shorter than ``offset``.
-        CorruptFileError: (while reading) the archive is truncated or damaged.
-    """
-    extension = detect_compression(path)
-    if extension is None:
-        file = path.open("rb", buffering=BUFFER_BYTES)
-        if offset > file.seek(0, os.SEEK_END):
-            raise _offset_beyond_end_error(path, offset)
-        file.seek(offset)
-        return file
-    stream = io.BufferedReader(_DecompressedFile(path, DECOMPRESSORS[extension]), BUFFER_BYTES)
-    num_left = offset
-    while num_left > 0:
-        num_skipped = len(stream.read(min(BUFFER_BYTES, num_left)))
-        if not num_skipped:
-            raise _offset_beyond_end_error(path, offset)
-        num_left -= num_skipped
-    return stream
-
-
-def _offset_beyond_end_error(path: Path, offset: int) -> ValueError:
-    return ValueError(
-        f"{path} has no byte {offset:,}, where reading continues: it is not the file that was read before; restore "
-        "that file, or start a new run"
-    )
-
-
-class _DecompressedFile(io.RawIOBase):
-    """Decompresses a file while it is read. Data before a corrupt place is returned before the error is raised."""
-
-    def __init__(self, path: Path, open_decompressor: Callable[[], Decompressor]) -> None:
-        self._file = path.open("rb")
-        self._chunks = _decompress(self._file, open_decompressor)
-        self._chunk = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any, /) -> int:
-        while not self._chunk:
-            chunk = next(self._chunks, None)
-            if chunk is None:
-                return 0
-            self._chunk = memoryview(chunk)
-        size = min(len(buffer), len(self._chunk))
-        buffer[:size] = self._chunk[:size]
-        self._chunk = self._chunk[size:]
-        return size
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-
-def _decompress(file: BinaryIO, open_decompressor: Callable[[], Decompressor]) -> Iterator[bytes]:
-    """Decompress all members or frames of an archive, ignoring zero bytes between them."""
-    decompressor = open_decompressor()
-    while block := file.read(COMPRESSED_BLOCK):
-        while block:
-            if decompressor.eof:
-                block = block.lstrip(b"\0")
-                if not block:
-                    break
-                decompressor = open_decompressor()
-            try:
-                chunk = decompressor.decompress(block)
-            except (zlib.error, lzma.LZMAError, zstandard.ZstdError, OSError) as error:
-                raise CorruptFileError("damaged archive", f"{error}; download or copy it again") from error
-            yield chunk
-            block = decompressor.unused_data
-    if not decompressor.eof:
-        raise CorruptFileError("truncated archive", "it ends in the middle; download or copy it again")
 
 
 def read_plain_records(path: Path, sample_by: SampleBy, offset: int, line: int) -> Iterator[ParsedRecord]:

@@ -15,10 +15,7 @@ from typing import Literal
 from config.data import LocalFiles, PythonStdlib, SampleBy
 from diffusionlm.data.chat.formats import ChatRowParser
 from diffusionlm.data.file_formats import (
-    DECOMPRESSORS,
-    CorruptFileError,
     check_first_bytes,
-    detect_compression,
     read_json_records,
     read_parquet_records,
     read_plain_records,
@@ -33,6 +30,7 @@ from diffusionlm.data.record_source import (
     read_texts,
 )
 from diffusionlm.data.validation_split import DocumentSplit, HashSplit, WholeSource, choose_split
+from files.compressed import DECOMPRESSORS, CorruptFileError, detect_compression
 from files.portable_path import portable_path
 
 FINGERPRINT_BYTES = 1 << 16

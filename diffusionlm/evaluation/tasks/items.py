@@ -20,10 +20,11 @@ from config.evaluation.tasks import (
 )
 from diffusionlm.data.chat.formats import ChatRowParser, Conversation
 from diffusionlm.data.chat.reference_answers import ReferenceAnswer, last_answer
-from diffusionlm.data.file_formats import CorruptFileError, read_json_records, read_parquet_records
+from diffusionlm.data.file_formats import read_json_records, read_parquet_records
 from diffusionlm.data.local_files import detect_format
 from diffusionlm.data.record_source import BadRecord, ParsedRecord, shorten_repr
 from diffusionlm.evaluation.grading.extraction import extract_boxed, gold_gsm8k
+from files.compressed import CorruptFileError
 
 ID_FIELDS = ("task_id", "id", "ind", "index")
 QUESTION_FIELDS = ("question", "ctx", "goal", "sentence", "prompt")

@@ -115,8 +115,8 @@ def options_of(form: str) -> dict[str, Any]:
 @pytest.fixture
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks end in the middle of lines, of characters and of row groups."""
-    monkeypatch.setattr(file_formats, "BUFFER_BYTES", 61)
-    monkeypatch.setattr(file_formats, "COMPRESSED_BLOCK", 37)
+    monkeypatch.setattr("files.compressed.BUFFER_BYTES", 61)
+    monkeypatch.setattr("files.compressed.COMPRESSED_BLOCK", 37)
     monkeypatch.setattr(file_formats, "MAX_PARQUET_BATCH_ROWS", 3)
 
 

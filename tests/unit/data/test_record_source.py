@@ -279,7 +279,7 @@ ARCHIVES: dict[str, Callable[[bytes], bytes]] = {
 @pytest.mark.parametrize("ending", ARCHIVES)
 def test_truncated_archive(ending: str, tmp_path: Path, drain: Drain, monkeypatch: pytest.MonkeyPatch) -> None:
     """All whole records before the end are read; the number of lost ones is unknown."""
-    monkeypatch.setattr("diffusionlm.data.file_formats.BUFFER_BYTES", 100)
+    monkeypatch.setattr("files.compressed.BUFFER_BYTES", 100)
     texts = [f"{number}" for number in range(200)]
     rows = [f'{{"text": "{text}"}}\n'.encode() for text in texts]
     first, second = ARCHIVES[ending](b"".join(rows[:150])), ARCHIVES[ending](b"".join(rows[150:]))
