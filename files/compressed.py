@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import errno
 import io
 import lzma
 import os
@@ -57,13 +58,25 @@ def detect_compression(path: Path) -> str | None:
     return extension if extension in DECOMPRESSORS else None
 
 
+def check_regular_file(path: Path) -> None:
+    """Check that opening a path cannot wait, as for a named pipe.
+
+    Raises:
+        OSError: it is neither a regular file nor missing.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is no regular file, and data is read several times: name a file", str(path))
+
+
 def open_bytes(path: Path, offset: int = 0) -> BinaryIO:
     """Open a file for reading from ``offset``, which counts decompressed bytes. Archives are decompressed up to there.
 
     Raises:
         ValueError: the file is shorter than ``offset``.
+        OSError: it is no regular file, or cannot be opened.
         CorruptFileError: (while reading) the archive is truncated or damaged.
     """
+    check_regular_file(path)
     extension = detect_compression(path)
     if extension is None:
         file = path.open("rb", buffering=BUFFER_BYTES)

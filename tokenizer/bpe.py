@@ -24,6 +24,8 @@ Normalization = Literal["NFC"] | None
 _NO_RANK = 1 << 62
 # Above this many bytes the linked list is faster than the quadratic loop, most of which runs in C.
 _LONG_WORD = 50
+# Longer words are encoded in parts, as by Llama 3's tokenizer: time and memory of a word stay bounded.
+_LONGEST_WORD = 1 << 16
 _CACHED_WORDS = 1 << 18
 _LONGEST_CACHED_WORD = 512
 _LARGEST_ID = (1 << 24) - 1
@@ -397,6 +399,9 @@ class Tokenizer:
             raise surrogate_error(text) from None
 
     def _encode_word(self, word: str) -> tuple[int, ...]:
+        if len(word) > _LONGEST_WORD:
+            parts = (word[start : start + _LONGEST_WORD] for start in range(0, len(word), _LONGEST_WORD))
+            return tuple(chain.from_iterable(map(self._encode_word, parts)))
         data = word.encode()
         if self.options.ignore_merges and data in self._vocab:
             return (self._vocab[data],)

@@ -10,6 +10,7 @@ import functools
 import json
 import pickle
 import re
+import zipfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -198,8 +199,12 @@ def _open_safetensors(path: Path, stack: ExitStack) -> Iterator[StoredTensor]:
 def _open_pickle(path: Path) -> Iterator[StoredTensor]:
     """Open a pickle without running code in it (``weights_only``) and without reading tensors (``mmap``)."""
     try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                    raise ValueError("its entries are compressed, which torch.save never does: save it again")
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError, ValueError) as error:
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError, ValueError, zipfile.BadZipFile) as error:
         lines = str(error).strip().splitlines()
         raise ValueError(f"{path}: cannot be read as weights: {lines[0] if lines else error!r}") from error
     if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):

@@ -24,7 +24,7 @@ from diffusionlm.data.record_source import (
     shorten_repr,
     validate_text,
 )
-from files.compressed import CorruptFileError, open_bytes
+from files.compressed import CorruptFileError, check_regular_file, open_bytes
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 FIRST_BYTES = 1 << 16
 """Bytes by which a binary file is recognized."""
+MAX_RECORD_BYTES = 1 << 28
+"""Default of `max_record_bytes`."""
 PARQUET_BATCH_BYTES = 4 << 20
 """Text that is decoded at once, if all rows of a row group have the same size."""
 MAX_PARQUET_BATCH_ROWS = 1_024
@@ -42,16 +44,33 @@ MAX_SHOWN_FIELDS = 20
 """Number of field names in an error message."""
 
 
-def read_plain_records(path: Path, sample_by: SampleBy, offset: int, line: int) -> Iterator[ParsedRecord]:
+def read_plain_records(
+    path: Path, sample_by: SampleBy, offset: int, line: int, max_bytes: int = MAX_RECORD_BYTES
+) -> Iterator[ParsedRecord]:
     """Read the documents of a plain-text file; offsets are bytes.
 
     Paragraphs are separated by blank lines; blank lines are no documents. The line break at the end of a line or
     paragraph is removed, ``\\r\\n`` becomes ``\\n``, and a byte order mark at the start of the file is removed.
     """
+    if sample_by == "document":
+        max_bytes = _limit_of_whole_file(path, max_bytes)
     with open_bytes(path, offset) as stream:
-        for content, next_offset, next_line in DOCUMENT_SPLITTERS[sample_by](stream, offset, line):
+        for content, next_offset, next_line in DOCUMENT_SPLITTERS[sample_by](stream, offset, line, max_bytes):
             yield _parse_plain_text(content, is_first=offset == 0), next_offset, next_line
             offset = next_offset
+
+
+def _limit_of_whole_file(path: Path, max_bytes: int) -> int:
+    """Return the limit of a file that is one record: at least its size on the disk, so it concerns archives only."""
+    return max(max_bytes, path.stat().st_size)
+
+
+def _check_size(size: int, max_bytes: int) -> None:
+    if size > max_bytes:
+        raise CorruptFileError(
+            "record too large",
+            f"more bytes than max_record_bytes = {max_bytes:,}; raise it, or shorten the record: reading ends here",
+        )
 
 
 def check_first_bytes(path: Path, sample_by: SampleBy) -> tuple[BadRecord, int] | None:
@@ -68,7 +87,7 @@ def check_first_bytes(path: Path, sample_by: SampleBy) -> tuple[BadRecord, int] 
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         decoder.decode(content)
         content = content[: FIRST_BYTES - len(decoder.getstate()[0])]
-    for first, _, line in DOCUMENT_SPLITTERS[sample_by](io.BytesIO(content), 0, 0):
+    for first, _, line in DOCUMENT_SPLITTERS[sample_by](io.BytesIO(content), 0, 0, FIRST_BYTES):
         text = _parse_plain_text(first, is_first=True)
         return (text, line) if isinstance(text, BadRecord) else None
     return None
@@ -94,28 +113,38 @@ DocumentBytes = tuple[bytes, int, int]
 """(bytes of a document, next offset, number of lines up to there)."""
 
 
-def _read_whole_file(stream: BinaryIO, offset: int, line: int) -> Iterator[DocumentBytes]:
-    content = stream.read()
+def _read_raw_lines(stream: BinaryIO, max_bytes: int) -> Iterator[bytes]:
+    while raw_line := stream.readline(max_bytes + 1):
+        _check_size(len(raw_line), max_bytes)
+        yield raw_line
+
+
+def _read_whole_file(stream: BinaryIO, offset: int, line: int, max_bytes: int) -> Iterator[DocumentBytes]:
+    content = stream.read(max_bytes + 1)
+    _check_size(len(content), max_bytes)
     if content or offset == 0:
         yield content, offset + len(content), line
 
 
-def _read_paragraphs(stream: BinaryIO, offset: int, line: int) -> Iterator[DocumentBytes]:
+def _read_paragraphs(stream: BinaryIO, offset: int, line: int, max_bytes: int) -> Iterator[DocumentBytes]:
     lines: list[bytes] = []
-    for raw_line in stream:
+    num_bytes = 0
+    for raw_line in _read_raw_lines(stream, max_bytes):
         offset += len(raw_line)
         line += 1
         if raw_line.strip():
             lines.append(raw_line)
+            num_bytes += len(raw_line)
+            _check_size(num_bytes, max_bytes)
         elif lines:
             yield _strip_line_break(b"".join(lines)), offset, line
-            lines = []
+            lines, num_bytes = [], 0
     if lines:
         yield _strip_line_break(b"".join(lines)), offset, line
 
 
-def _read_lines(stream: BinaryIO, offset: int, line: int) -> Iterator[DocumentBytes]:
-    for raw_line in stream:
+def _read_lines(stream: BinaryIO, offset: int, line: int, max_bytes: int) -> Iterator[DocumentBytes]:
+    for raw_line in _read_raw_lines(stream, max_bytes):
         offset += len(raw_line)
         line += 1
         if raw_line.strip():
@@ -126,32 +155,35 @@ def _strip_line_break(content: bytes) -> bytes:
     return content.removesuffix(b"\n").removesuffix(b"\r")
 
 
-DOCUMENT_SPLITTERS: dict[SampleBy, Callable[[BinaryIO, int, int], Iterator[DocumentBytes]]] = {
+DOCUMENT_SPLITTERS: dict[SampleBy, Callable[[BinaryIO, int, int, int], Iterator[DocumentBytes]]] = {
     "document": _read_whole_file,
     "paragraph": _read_paragraphs,
     "line": _read_lines,
 }
 
 
-def read_json_records(path: Path, field: TextField, offset: int, line: int) -> Iterator[ParsedRecord]:
+def read_json_records(
+    path: Path, field: TextField, offset: int, line: int, max_bytes: int = MAX_RECORD_BYTES
+) -> Iterator[ParsedRecord]:
     """Read the texts of JSON objects: one object per line, one array of objects, or one object.
 
     Offsets are bytes if each line is an object, else characters. Only a file that is one JSON value is held in memory.
     If an object has a field twice, the last one counts.
     """
-    if not _has_json_lines(path):
-        return _read_json_array(path, field, offset, line)
+    whole_bytes = _limit_of_whole_file(path, max_bytes)
+    if not _has_json_lines(path, whole_bytes):
+        return _read_json_array(path, field, offset, line, whole_bytes)
     if isinstance(field, str):
-        return _read_json_lines(path, field, offset, line)
-    return _read_json_rows(path, field, offset, line)
+        return _read_json_lines(path, field, offset, line, max_bytes)
+    return _read_json_rows(path, field, offset, line, max_bytes)
 
 
-def _has_json_lines(path: Path) -> bool:
+def _has_json_lines(path: Path, max_bytes: int) -> bool:
     """Decide by the file name or the first line whether each line is a JSON value of its own."""
     if {".jsonl", ".ndjson"} & {suffix.lower() for suffix in path.suffixes}:
         return True
     with open_bytes(path) as stream:
-        text = next((text for text in map(_decode_and_strip, stream) if text), "")
+        text = next((text for text in map(_decode_and_strip, _read_raw_lines(stream, max_bytes)) if text), "")
     if text.startswith("["):
         return False
     try:
@@ -168,11 +200,11 @@ def _decode_and_strip(line: bytes) -> str:
     return line.decode("utf-8", "replace").removeprefix(BYTE_ORDER_MARK).strip()
 
 
-def _read_json_lines(path: Path, field: str, offset: int, line: int) -> Iterator[ParsedRecord]:
+def _read_json_lines(path: Path, field: str, offset: int, line: int, max_bytes: int) -> Iterator[ParsedRecord]:
     parse = json.JSONDecoder().raw_decode
     content: Any
     with open_bytes(path, offset) as stream:
-        for raw_line in stream:
+        for raw_line in _read_raw_lines(stream, max_bytes):
             offset += len(raw_line)
             line += 1
             try:
@@ -189,9 +221,9 @@ def _read_json_lines(path: Path, field: str, offset: int, line: int) -> Iterator
                 yield content, offset, line
 
 
-def _read_json_rows(path: Path, parse_row: RowParser, offset: int, line: int) -> Iterator[ParsedRecord]:
+def _read_json_rows(path: Path, parse_row: RowParser, offset: int, line: int, max_bytes: int) -> Iterator[ParsedRecord]:
     with open_bytes(path, offset) as stream:
-        for raw_line in stream:
+        for raw_line in _read_raw_lines(stream, max_bytes):
             offset += len(raw_line)
             line += 1
             content = parse_json_text(raw_line, parse_row)
@@ -241,10 +273,11 @@ def _text_of_field(value: Any, field: str) -> str | BadRecord:
     return validate_text(text)
 
 
-def _read_json_array(path: Path, field: TextField, offset: int, line: int) -> Iterator[ParsedRecord]:
+def _read_json_array(path: Path, field: TextField, offset: int, line: int, max_bytes: int) -> Iterator[ParsedRecord]:
     """Read the objects of an array; a single object is read as an array of one."""
     with open_bytes(path) as stream:
-        content = stream.read()
+        content = stream.read(max_bytes + 1)
+    _check_size(len(content), max_bytes)
     text = content.decode("utf-8-sig", "surrogateescape").rstrip()
     is_utf8 = SURROGATES.search(text) is None
     if not text.startswith("[", _skip_whitespace(text, 0)):
@@ -281,7 +314,9 @@ def _skip_whitespace(text: str, start: int) -> int:
     return match.end()
 
 
-def read_parquet_records(path: Path, column: TextField, start_row: int, column_setting: str) -> Iterator[ParsedRecord]:
+def read_parquet_records(
+    path: Path, column: TextField, start_row: int, column_setting: str, max_bytes: int = MAX_RECORD_BYTES
+) -> Iterator[ParsedRecord]:
     """Read the cells of one column from ``start_row`` on; other columns are not read. Offsets are rows.
 
     Args:
@@ -296,6 +331,7 @@ def read_parquet_records(path: Path, column: TextField, start_row: int, column_s
     import pyarrow.parquet as pq
 
     row = start_row
+    check_regular_file(path)
     try:
         with pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
@@ -303,16 +339,19 @@ def read_parquet_records(path: Path, column: TextField, start_row: int, column_s
                 raise ValueError(
                     f"{column_setting} is no column of {path}; its columns are {', '.join(map(repr, names))}"
                 )
-            for value in _read_cells(file, column if isinstance(column, str) else None, start_row):
+            for value in _read_cells(path, file, column if isinstance(column, str) else None, start_row, max_bytes):
                 row += 1
+                _check_size(len(value) if isinstance(value, bytes) else 0, max_bytes)
                 yield validate_text(value) if isinstance(column, str) else parse_arrow_row(column, value), row, row
     except (FileNotFoundError, PermissionError):
         raise
+    except (pa.ArrowCapacityError, pa.ArrowMemoryError, pa.ArrowNotImplementedError) as error:
+        raise CorruptFileError("Parquet that cannot be read", f"{error}; write it with smaller row groups") from error
     except (pa.ArrowException, OSError) as error:
         raise CorruptFileError("damaged Parquet", f"{error}; download or copy it again") from error
 
 
-def _read_cells(file: pq.ParquetFile, column: str | None, start_row: int) -> Iterator[Any]:
+def _read_cells(path: Path, file: pq.ParquetFile, column: str | None, start_row: int, max_bytes: int) -> Iterator[Any]:
     """Yield the cells of a column from ``start_row`` on; None: whole rows, or the error of decoding one.
 
     Text of a column is bytes, because Parquet does not check that it is UTF-8.
@@ -321,7 +360,7 @@ def _read_cells(file: pq.ParquetFile, column: str | None, start_row: int) -> Ite
     for group in range(file.metadata.num_row_groups):
         num_rows = file.metadata.row_group(group).num_rows
         if start_row < first_row + num_rows:
-            batch_rows = _choose_batch_rows(file, column, group)
+            batch_rows = _choose_batch_rows(path, file, column, group, max_bytes)
             num_skipped = max(0, start_row - first_row)
             columns = None if column is None else [column]
             for batch in file.iter_batches(batch_rows, [group], columns, use_threads=False):
@@ -332,12 +371,39 @@ def _read_cells(file: pq.ParquetFile, column: str | None, start_row: int) -> Ite
         first_row += num_rows
 
 
-def _choose_batch_rows(file: pq.ParquetFile, column: str | None, group: int) -> int:
+def _choose_batch_rows(path: Path, file: pq.ParquetFile, column: str | None, group: int, max_bytes: int) -> int:
     metadata = file.metadata.row_group(group)
-    chunks = [metadata.column(index) for index in range(metadata.num_columns)]
-    sizes = (chunk.total_uncompressed_size for chunk in chunks if column in (None, chunk.path_in_schema.split(".")[0]))
-    num_rows: int = PARQUET_BATCH_BYTES * metadata.num_rows // max(1, sum(sizes))
+    columns = (metadata.column(index) for index in range(metadata.num_columns))
+    chunks = [chunk for chunk in columns if column in (None, chunk.path_in_schema.split(".")[0])]
+    size = sum(chunk.total_uncompressed_size for chunk in chunks)
+    _check_size(size // max(1, metadata.num_rows), max_bytes)
+    for chunk in chunks:
+        num_bytes = _read_dictionary_size(path, chunk.dictionary_page_offset) if chunk.has_dictionary_page else 0
+        if num_bytes > max_bytes:
+            raise CorruptFileError(
+                "dictionary too large",
+                f"the dictionary page of {chunk.path_in_schema} has {num_bytes:,} bytes, more than max_record_bytes = "
+                f"{max_bytes:,}; raise it, or write the file without a dictionary for this column",
+            )
+    num_rows: int = PARQUET_BATCH_BYTES * metadata.num_rows // max(1, size)
     return max(1, min(MAX_PARQUET_BATCH_ROWS, num_rows))
+
+
+def _read_dictionary_size(path: Path, offset: int) -> int:
+    """Return the bytes of a dictionary page by its header; 0: the header is damaged.
+
+    In Thrift's compact protocol it begins with two fields of the type int32: the kind of page, and its uncompressed
+    size, each a byte 0x15 and a zigzag varint.
+    """
+    with path.open("rb") as file:
+        file.seek(offset)
+        header = file.read(8)
+    size = 0
+    for index, byte in enumerate(header[3:] if header.startswith(b"\x15\x04\x15") else b""):
+        size |= (byte & 0x7F) << 7 * index
+        if byte < 0x80:
+            break
+    return size >> 1
 
 
 def _rows_to_python(batch: pa.RecordBatch) -> Iterator[Any]:

@@ -30,7 +30,7 @@ from diffusionlm.data.record_source import (
     read_texts,
 )
 from diffusionlm.data.validation_split import DocumentSplit, HashSplit, WholeSource, choose_split
-from files.compressed import DECOMPRESSORS, CorruptFileError, detect_compression
+from files.compressed import DECOMPRESSORS, CorruptFileError, check_regular_file, detect_compression
 from files.portable_path import portable_path
 
 FINGERPRINT_BYTES = 1 << 16
@@ -101,6 +101,7 @@ class FileFingerprint:
             ValueError: the file cannot be read; names ``key``.
         """
         try:
+            check_regular_file(path)
             with path.open("rb") as file:
                 status = os.fstat(file.fileno())
                 ends_sha256 = hashlib.sha256(file.read(FINGERPRINT_BYTES))
@@ -183,7 +184,7 @@ def open_local_files(config: LocalFiles, split: Split, key: str) -> RecordSource
     is_chat = config.chat is not None
     field: TextField = config.text_field if config.chat is None else ChatRowParser(config.chat)
     field_setting = f"{key}.chat" if is_chat else f"{key}.text_field = {config.text_field!r}"
-    records = LocalFileRecords(files, f"{key}.{name}", field_setting, field, config.sample_by)
+    records = LocalFileRecords(files, f"{key}.{name}", field_setting, field, config.sample_by, config.max_record_bytes)
     if config.on_bad_row == "raise":
         records.check_first_bytes(key)
     document_split: DocumentSplit = WholeSource()
@@ -267,6 +268,7 @@ class LocalFileRecords:
     """Config key of the text field, and its value, for errors."""
     field: TextField
     sample_by: SampleBy
+    max_record_bytes: int
 
     def cursor(self, position: dict[str, int] | None) -> LocalFileCursor:
         return LocalFileCursor(self, **(position or {}))
@@ -288,13 +290,14 @@ class LocalFileRecords:
 
     def read_file(self, file: DataFile, offset: int, line: int) -> Iterator[ParsedRecord]:
         """Read the records of one file from an offset on."""
+        max_bytes = self.max_record_bytes
         match file.format:
             case "json":
-                return read_json_records(file.path, self.field, offset, line)
+                return read_json_records(file.path, self.field, offset, line, max_bytes)
             case "text":
-                return read_plain_records(file.path, self.sample_by, offset, line)
+                return read_plain_records(file.path, self.sample_by, offset, line, max_bytes)
             case "parquet":
-                return read_parquet_records(file.path, self.field, offset, self.field_setting)
+                return read_parquet_records(file.path, self.field, offset, self.field_setting, max_bytes)
 
 
 @dataclass

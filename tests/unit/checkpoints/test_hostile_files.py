@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,24 @@ def test_shapes_are_compared_before_memory_is_allocated(
     monkeypatch.setattr(huggingface, "_allocate_parameters", refuse)
     with pytest.raises(ValueError, match=r"has shape \[.*\], the model has"):
         load_model(tmp_path)
+
+
+def test_a_pickle_with_compressed_entries_is_refused_unread(
+    tiny_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_model(tiny_model(), tmp_path)
+    path = tmp_path / "pytorch_model.bin"
+    torch.save(read_weights(tmp_path), path)
+    (tmp_path / "model.safetensors").unlink()
+    assert read_weights(tmp_path)
+    with zipfile.ZipFile(path) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in entries.items():
+            archive.writestr(name, content)
+    monkeypatch.setattr(torch, "load", refuse)
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin: .*entries are compressed.*save it again"):
+        read_weights(tmp_path)
 
 
 @pytest.mark.parametrize(("key", "value"), [("num_hidden_layers", 9999), ("num_experts", 9999)])

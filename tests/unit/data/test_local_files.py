@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import bz2
+import contextlib
 import gzip
 import hashlib
 import json
 import lzma
 import os
+import signal
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -257,6 +259,32 @@ def count_calls(opens: list[Path], open_bytes: Callable[..., Any]) -> Callable[.
         return open_bytes(path, offset)
 
     return open_and_count
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.parquet", "a.jsonl.gz"])
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_named_pipe_is_refused_at_once(name: str, is_folder: bool, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    path = tmp_path / "data" / name
+    os.mkfifo(path)
+    with end_of_waiting(), pytest.raises(ValueError, match=rf"data\.source\.paths: {path} .*no regular file"):
+        open_documents(path.parent if is_folder else path)
+
+
+@contextlib.contextmanager
+def end_of_waiting() -> Iterator[None]:
+    """Fail where something would wait for ever."""
+
+    def fail(*_: object) -> None:
+        raise AssertionError("it waits")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(60)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 # Splits

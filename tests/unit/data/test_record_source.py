@@ -363,6 +363,73 @@ def test_parquet_columns(policy: str, tmp_path: Path, drain: Drain) -> None:
         assert drain(lists) == [] and lists.skipped == {"list instead of text": 2}
 
 
+LARGE = b"x" * 500
+LARGE_ROWS: dict[str, tuple[str, bytes, dict[str, Any], list[str]]] = {
+    "lines of JSON": ("a.jsonl.gz", b'{"text": "a"}\n{"text": "%s"}\n' % LARGE, {}, ["a"]),
+    "first line": ("a.json.gz", b'{"text": "%s"}\n' % LARGE, {}, []),
+    "array": ("a.json.gz", b'[{"text": "%s"}]' % LARGE, {}, []),
+    "conversation": ("a.jsonl", b'{"prompt": "%s", "completion": "y"}\n' % LARGE, {"chat": {}}, []),
+    "line": ("a.txt", b"a\n%s\n" % LARGE, {"sample_by": "line"}, ["a"]),
+    "paragraph": ("a.txt", b"a\n\n" + b"b\n" * 100, {"sample_by": "paragraph"}, ["a"]),
+    "document": ("a.txt.gz", LARGE, {"sample_by": "document"}, []),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "options", "before"), LARGE_ROWS.values(), ids=LARGE_ROWS)
+def test_records_are_read_up_to_a_size(
+    name: str, content: bytes, options: dict[str, Any], before: list[str], tmp_path: Path, drain: Drain
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    options = options | {"max_record_bytes": 100}
+    with pytest.raises(ValueError, match=r"a\..*record too large: .*max_record_bytes = 100; raise it"):
+        drain(open_documents(path, "raise", **options))
+    source = open_documents(path, "skip", **options)
+    assert drain(source) == before and source.skipped == {"record too large": 1}
+    assert len(drain(open_documents(path, "raise", **options | {"max_record_bytes": 10_000}))) == len(before) + 1
+
+
+def test_a_file_that_is_one_record_may_be_as_large_as_on_the_disk(tmp_path: Path, drain: Drain) -> None:
+    (tmp_path / "a.txt").write_bytes(LARGE)
+    (tmp_path / "a.json").write_bytes(b'[{"text": "%s"}]' % LARGE)
+    for name in ("a.txt", "a.json"):
+        assert drain(open_documents(tmp_path / name, "raise", max_record_bytes=100)) == [LARGE.decode()]
+
+
+@pytest.mark.parametrize(("is_dictionary", "texts"), [(True, ["x" * 500] * 100), (False, ["x" * 500, "y" * 500])])
+def test_large_values_of_parquet_are_named_as_what_they_are(
+    is_dictionary: bool, texts: list[str], tmp_path: Path, drain: Drain
+) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": texts}), path, use_dictionary=is_dictionary)
+    problem = "dictionary too large: the dictionary page of text has 504 bytes" if is_dictionary else "record too large"
+    with pytest.raises(ValueError, match=rf"a\.parquet.*{problem}.*max_record_bytes = 300"):
+        drain(open_documents(path, "raise", max_record_bytes=300))
+    assert drain(open_documents(path, "raise")) == texts
+
+
+def test_one_large_value_among_small_ones_of_parquet(tmp_path: Path, drain: Drain) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["a"] * 100 + ["x" * 500]}), path, use_dictionary=False)
+    source = open_documents(path, "skip", max_record_bytes=300)
+    assert drain(source) == ["a"] * 100 and source.skipped == {"record too large": 1}
+
+
+@pytest.mark.parametrize("error", [pa.ArrowNotImplementedError, pa.ArrowMemoryError, pa.ArrowCapacityError])
+def test_what_cannot_be_read_of_parquet_is_not_called_damaged(
+    error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drain: Drain
+) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["a"]}), path)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error("dictionaries of lists")
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", fail)
+    with pytest.raises(ValueError, match="Parquet that cannot be read: dictionaries of lists; write it"):
+        drain(open_documents(path, "raise"))
+
+
 def test_corrupt_parquet(tmp_path: Path, drain: Drain) -> None:
     path = tmp_path / "a.parquet"
     texts = [f"{number} {number**7}" for number in range(400)]

@@ -133,6 +133,21 @@ def test_long_runs_complete(tokenizer: Tokenizer, unit: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+@pytest.mark.parametrize("unit", ["a", "ab", "é", " "])
+def test_long_words_are_encoded_in_parts(unit: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+    merge_long = Tokenizer._merge_long
+
+    def record(self: Tokenizer, ids: list[int]) -> tuple[int, ...]:
+        lengths.append(len(ids))
+        return merge_long(self, ids)
+
+    monkeypatch.setattr(Tokenizer, "_merge_long", record)
+    text = unit * (150_000 // len(unit))
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert max(lengths) <= 1 << 18
+
+
 def test_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tokenizer.bpe._CACHED_WORDS", 10)
     tok = tiny([], "qwen")
