@@ -163,10 +163,9 @@ def format_counts(counts: RowCounts, settings: RowSettings) -> list[RenderableTy
         ("blocks", blocks),
         ("left out or mended", "nothing" if not counts.skipped else ""),
     ]
-    lines += [
-        (f"  {count:,}", f"{reason}; the first: {counts.examples[reason]}" if reason in counts.examples else reason)
-        for reason, count in sorted(counts.skipped.items())
-    ]
+    logs = [log for component in settings.components for log in component.skip_logs]
+    examples = {reason: f"; the first: {text}" for log in logs for reason, text in log.examples.items()}
+    lines += [(f"  {count:,}", reason + examples.get(reason, "")) for reason, count in sorted(counts.skipped.items())]
     return [make_table(lines)]
 
 

@@ -67,8 +67,6 @@ class RowCounts:
     """Targets of each segment, without fill."""
     skipped: dict[str, int] = field(default_factory=dict)
     """Records left out or repaired, by reason."""
-    examples: dict[str, str] = field(default_factory=dict)
-    """The first of them: its place, and what is wrong with it."""
 
     def add(self, row: Row) -> None:
         """Add the tokens of a row."""
@@ -192,6 +190,4 @@ def count_rows(rows: Iterator[Row], settings: RowSettings, num_kept: int, max_ro
         if len(kept) < num_kept:
             kept.append(row)
     counts.skipped = count_skipped(settings.components)
-    for log in (log for component in settings.components for log in component.skip_logs):
-        counts.examples = log.examples | counts.examples
     return kept, counts

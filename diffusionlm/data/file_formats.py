@@ -65,11 +65,11 @@ def _limit_of_whole_file(path: Path, max_bytes: int) -> int:
     return max(max_bytes, path.stat().st_size)
 
 
-def _check_size(size: int, max_bytes: int) -> None:
+def _check_size(size: int, max_bytes: int, name: str = "record") -> None:
     if size > max_bytes:
         raise CorruptFileError(
-            "record too large",
-            f"more bytes than max_record_bytes = {max_bytes:,}; raise it, or shorten the record: reading ends here",
+            f"{name} too large",
+            f"more bytes than max_record_bytes = {max_bytes:,}; raise it, or write a smaller one: reading ends here",
         )
 
 
@@ -345,9 +345,10 @@ def read_parquet_records(
                 yield validate_text(value) if isinstance(column, str) else parse_arrow_row(column, value), row, row
     except (FileNotFoundError, PermissionError):
         raise
-    except (pa.ArrowCapacityError, pa.ArrowMemoryError, pa.ArrowNotImplementedError) as error:
-        raise CorruptFileError("Parquet that cannot be read", f"{error}; write it with smaller row groups") from error
     except (pa.ArrowException, OSError) as error:
+        is_limit = isinstance(error, pa.ArrowCapacityError | pa.ArrowMemoryError | pa.ArrowNotImplementedError)
+        if is_limit or "Not yet implemented" in str(error):
+            raise CorruptFileError("unsupported Parquet", f"{error}; write it with smaller row groups") from error
         raise CorruptFileError("damaged Parquet", f"{error}; download or copy it again") from error
 
 
@@ -378,13 +379,9 @@ def _choose_batch_rows(path: Path, file: pq.ParquetFile, column: str | None, gro
     size = sum(chunk.total_uncompressed_size for chunk in chunks)
     _check_size(size // max(1, metadata.num_rows), max_bytes)
     for chunk in chunks:
-        num_bytes = _read_dictionary_size(path, chunk.dictionary_page_offset) if chunk.has_dictionary_page else 0
-        if num_bytes > max_bytes:
-            raise CorruptFileError(
-                "dictionary too large",
-                f"the dictionary page of {chunk.path_in_schema} has {num_bytes:,} bytes, more than max_record_bytes = "
-                f"{max_bytes:,}; raise it, or write the file without a dictionary for this column",
-            )
+        if chunk.has_dictionary_page:
+            size_of_dictionary = _read_dictionary_size(path, chunk.dictionary_page_offset)
+            _check_size(size_of_dictionary, max_bytes, f"dictionary page of {chunk.path_in_schema}")
     num_rows: int = PARQUET_BATCH_BYTES * metadata.num_rows // max(1, size)
     return max(1, min(MAX_PARQUET_BATCH_ROWS, num_rows))
 

@@ -239,7 +239,7 @@ class Loader:
         self._num_positions, self._num_padding = state["places"], state["padding"]
         for component, saved in zip(self.components, state.get("skip_logs", ()), strict=False):  # absent in older ones
             for log, log_state in zip(component.skip_logs, saved, strict=False):
-                log.load_state_dict(log_state)
+                vars(log).update(log_state)
 
     def close(self) -> None:
         """Do nothing: there are no workers."""

@@ -77,26 +77,10 @@ class MixtureComponent:
         return sum(count for reason, count in self.skipped.items() if not reason.startswith(REPAIRED_PREFIX))
 
 
-@dataclass(frozen=True)
-class SkippedRecords:
-    """Records of a source that were left out or repaired for one reason."""
-
-    source: str
-    reason: str
-    count: int
-    total: int
-    """Records that were read."""
-    example: str
-    """Place of the first one, and what is wrong with it."""
-
-    def __str__(self) -> str:
-        return f"{self.source}: {self.count:,} of {self.total:,} records {self.reason}; the first: {self.example}"
-
-
-def list_skipped(name: str, logs: Sequence[SkipLog]) -> list[SkippedRecords]:
-    """List what the stages of a source have left out or repaired."""
+def list_skipped(name: str, logs: Sequence[SkipLog]) -> list[str]:
+    """Format a line for each reason why the stages of a source have left out or repaired records."""
     return [
-        SkippedRecords(name, reason, count, log.total, log.examples[reason])
+        f"{name}: {count:,} of {log.total:,} records: {reason}; the first: {log.examples[reason]}"
         for log in logs
         for reason, count in log.counts.items()
     ]

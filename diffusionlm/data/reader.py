@@ -58,10 +58,6 @@ class SkipLog:
         """Number of records that were left out, not repaired."""
         return sum(count for reason, count in self.counts.items() if not reason.startswith(REPAIRED_PREFIX))
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the state (`dataclasses.asdict`) of an interrupted run."""
-        vars(self).update(state)
-
 
 ReaderPosition = Any
 """A JSON value that says where to continue reading; stored in checkpoints. None: the start of an epoch."""

@@ -14,7 +14,6 @@ from ddp.process_group import SINGLE_PROCESS, World
 from diffusionlm.data.packing import Row, fill_to_longest
 from diffusionlm.data.pipeline import (
     MixtureComponent,
-    SkippedRecords,
     build_row_reader,
     describe_skipped,
     list_skipped,
@@ -75,8 +74,8 @@ class Validator:
     training_components: list[MixtureComponent]
     rows: list[Row]
     world: World = SINGLE_PROCESS
-    skipped_records: tuple[SkippedRecords, ...] = ()
-    """Validation records that were left out or repaired."""
+    skipped_records: tuple[str, ...] = ()
+    """Lines on validation records that were left out or repaired."""
 
     @classmethod
     def open(
@@ -93,7 +92,7 @@ class Validator:
         """
         components = open_components(config.data, "validation")
         rows = read_validation_rows(config, tokenizer, components)
-        skipped = [entry for component in components for entry in list_skipped(component.name, component.skip_logs)]
+        skipped = (line for component in components for line in list_skipped(component.name, component.skip_logs))
         return cls(config, tokenizer, training_components, rows, world, tuple(skipped))
 
     @property

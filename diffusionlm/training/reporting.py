@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ from typing import Any
 from config.dump import to_toml_values
 from diffusionlm.checkpoints.model_card import ValidationBound
 from diffusionlm.data.loader import LoaderMetrics
-from diffusionlm.data.pipeline import SkippedRecords, list_skipped
-from diffusionlm.data.reader import REPAIRED_PREFIX, SkipLog
+from diffusionlm.data.pipeline import list_skipped
+from diffusionlm.data.reader import SkipLog
 from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.evaluation.evaluate import EvaluationResult, FillAccuracy
 from diffusionlm.evaluation.tasks.results import format_item_line
@@ -60,8 +61,8 @@ class RunSummary:
     seconds: float
     padding_share: float
     """Fraction of the positions of training sequences that were padding."""
-    skipped_records: tuple[SkippedRecords, ...] = ()
-    """Training records that were left out or repaired."""
+    skipped_records: Sequence[str] = ()
+    """A line for each reason why training records were left out or repaired."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -85,12 +86,7 @@ class RunSummary:
         """The inverse of `to_json`."""
         other_results = tuple(_read_evaluation(evaluation) for evaluation in values["other_block_lengths"])
         return cls(
-            **{
-                **values,
-                "evaluation": _read_evaluation(values["evaluation"]),
-                "other_block_lengths": other_results,
-                "skipped_records": tuple(SkippedRecords(**entry) for entry in values.get("skipped_records", ())),
-            }
+            **{**values, "evaluation": _read_evaluation(values["evaluation"]), "other_block_lengths": other_results}
         )
 
 
@@ -129,8 +125,8 @@ def log_data_sources(run: Run, logger: RunLogger) -> None:
         skipped = "".join(f"; {count:,} {reason}" for reason, count in component.skipped.items())
         text = f"data: {component.name}, {component.source.provenance} ({component.source.identity}){skipped}"
         logger.event(run.progress.step, "data", text)
-    for entry in run.validator.skipped_records:
-        logger.event(run.progress.step, "data", f"validation data: {entry}")
+    for line in run.validator.skipped_records:
+        logger.event(run.progress.step, "data", f"validation data: {line}")
 
 
 def read_skip_logs(run: Run) -> list[tuple[str, list[SkipLog]]]:
@@ -142,24 +138,20 @@ def read_skip_logs(run: Run) -> list[tuple[str, list[SkipLog]]]:
     ]
 
 
-def list_skipped_records(run: Run) -> tuple[SkippedRecords, ...]:
-    """What the training sources have left out or repaired since the run began."""
-    return tuple(entry for name, logs in read_skip_logs(run) for entry in list_skipped(name, logs))
-
-
 def log_skipped_records(run: Run, logger: RunLogger) -> None:
-    """Log a line for each reason why records were left out or repaired."""
-    for entry in list_skipped_records(run):
-        logger.event(run.progress.step, "data", f"data: {entry}")
+    """Log a line for each reason why training records were left out or repaired."""
+    for name, logs in read_skip_logs(run):
+        for line in list_skipped(name, logs):
+            logger.event(run.progress.step, "data", f"data: {line}")
 
 
 def find_large_loss(run: Run) -> str | None:
     """Describe the first source that leaves out more than `MAX_LEFT_OUT_SHARE` of its records; None: there is none."""
     for name, logs in read_skip_logs(run):
-        shares = [log.num_left_out / max(1, log.total) for log in logs]
-        if 1.0 - math.prod(1.0 - share for share in shares) > MAX_LEFT_OUT_SHARE:
-            lines = [entry for entry in list_skipped(name, logs) if not entry.reason.startswith(REPAIRED_PREFIX)]
-            return f"warning: many records are left out so far: {max(lines, key=lambda entry: entry.count)}"
+        share = 1.0 - math.prod(1.0 - log.num_left_out / max(1, log.total) for log in logs)
+        if share > MAX_LEFT_OUT_SHARE:
+            lines = "; ".join(list_skipped(name, logs))
+            return f"warning: {share:.0%} of the records are left out so far: {lines}"
     return None
 
 
@@ -288,7 +280,7 @@ def run_final_evaluation(run: Run, logger: RunLogger, stop: StopRequest) -> RunS
         tokens_seen=run.progress.tokens_seen,
         seconds=run.progress.seconds,
         padding_share=loader_state["padding"] / max(1, loader_state["places"]),
-        skipped_records=list_skipped_records(run),
+        skipped_records=[line for name, logs in read_skip_logs(run) for line in list_skipped(name, logs)],
     )
     if run.world.is_first:
         write_text_atomic(run.directory.summary, json.dumps(summary.to_json(), indent=1) + "\n")

@@ -266,7 +266,8 @@ def test_training_keeps_the_order_of_tools_and_arguments(family: tuple[Path, Any
     function = {"name": "add", "parameters": {"type": "object", "properties": {"y": {}, "x": {}}, "required": ["y"]}}
     tools = [{"type": "function", "function": function}]
     question = {"role": "user", "content": "2 + 2"}
-    row = {"messages": [question, {"role": "assistant", "content": "", "tool_calls": [call]}], "tools": tools}
+    messages: Chat = [question, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    row: dict[str, Any] = {"messages": messages, "tools": tools}
     config = ChatRowsConfig(turns="last", fill="none")
     encoder = ChatEncoder(ChatRecords(config, "data.source.chat", "raise"), ours, 1_000)
     for source in (row, row | {"tools": json.dumps(tools)}):
@@ -278,7 +279,7 @@ def test_training_keeps_the_order_of_tools_and_arguments(family: tuple[Path, Any
         sampled = encode_chat(ours, ours.chat_template, [question], tools=tools, add_generation_prompt=True)
         assert document.tokens[~document.loss_mask].tolist() == sampled
         assert prompt == theirs_of(theirs, [question], tools=tools, add_generation_prompt=True)
-        whole = theirs_of(theirs, row["messages"], tools=tools)
+        whole = theirs_of(theirs, messages, tools=tools)
         assert ours.decode(document.tokens.tolist()) == whole.removesuffix("\n")
 
 

@@ -22,6 +22,9 @@ from tokenizer import EncodedAnswer, Tokenizer, encode_answer, find_answer_ends,
 
 Encoded = TypeVar("Encoded")
 
+Skip = tuple[str, str]
+"""Reason why something was left out or changed, by which it is counted; what is wrong with it, and the remedy."""
+
 THOUGHTS_END = "</think>"
 
 TOO_LONG = "longer than a row"
@@ -53,16 +56,6 @@ class ChatRecords:
 
 class _ClosedThoughtsError(ValueError):
     """An answer has thoughts, and its prompt ends them."""
-
-
-@dataclass(frozen=True)
-class Skip:
-    """Why something was left out or changed."""
-
-    reason: str
-    """Skipped documents are counted by it."""
-    detail: str
-    """What is wrong with this one, and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +114,8 @@ class ChatEncoder:
         log = self.records.skip_log
         place = f"{text.location}: " if isinstance(text, LocatedText) else ""
         num_left_out = log.num_left_out
-        for skip in reasons:
-            log.add(skip.reason, f"{place}{skip.detail}")
+        for reason, detail in reasons:
+            log.add(reason, f"{place}{detail}")
         log.total += max(0, num_documents + log.num_left_out - num_left_out - 1)
 
     def _encode_answer(
@@ -145,7 +138,7 @@ class ChatEncoder:
             written = self._tokenizer.decode(answer.answer_ids)
             if normalize("NFC", thoughts) not in normalize("NFC", written):
                 detail = f"{shorten_repr(thoughts)}; name a chat.template that writes reasoning_content"
-                reasons.append(Skip(NO_THOUGHTS, detail))
+                reasons.append((NO_THOUGHTS, detail))
         return answer
 
     def encode_preference(self, text: str, *, is_counted: bool = False) -> tuple[Document, Document] | None:
@@ -195,7 +188,7 @@ class ChatEncoder:
                     f'{self.records.key}: {place}{template}{error}; set on_bad_row = "skip" beside chat to leave such '
                     "conversations out and count them"
                 ) from error
-            return [], [Skip(THOUGHTS if isinstance(error, _ClosedThoughtsError) else REFUSED, str(error))]
+            return [], [(THOUGHTS if isinstance(error, _ClosedThoughtsError) else REFUSED, str(error))]
         documents = [self._build_document(turns, reasons) for turns in chains]
         return [document for document in documents if document is not None], reasons
 
@@ -210,7 +203,7 @@ class ChatEncoder:
         messages = conversation.messages
         positions = conversation.learned_answers
         if positions[-1] + 1 < len(messages):
-            reasons.append(Skip(UNANSWERED, "messages after the last answer"))
+            reasons.append((UNANSWERED, "messages after the last answer"))
         match selection:
             case "last":
                 positions = positions[-1:]
@@ -222,13 +215,13 @@ class ChatEncoder:
             if (answer := self._encode_answer(messages[: position + 1], conversation.tools, reasons)) is not None
         ]
         if not answers:
-            reasons.append(Skip(NOT_LEARNED, "the template marks the answers to learn, and none of these"))
+            reasons.append((NOT_LEARNED, "the template marks the answers to learn, and none of these"))
             return []
         chains = [[Turn(answer.prompt_ids, answer.answer_ids)] for answer in answers]
         if selection == "all" and len(answers) > 1:
             joined = _join_turns(answers)
             if joined is None:
-                reasons.append(Skip(EXPANDED, "the template writes earlier answers otherwise than the last one"))
+                reasons.append((EXPANDED, "the template writes earlier answers otherwise than the last one"))
             else:
                 chains = [joined]
         return chains
@@ -243,9 +236,9 @@ class ChatEncoder:
             end = next((index for index in range(self.row_length, 0, -1) if is_answer[index - 1]), 0)
             detail = f"{len(tokens):,} tokens in rows of {self.row_length:,}; raise data.row_length"
             if self.config.truncate_mode == "drop":
-                reasons.append(Skip(TOO_LONG, f'{detail}, or set {self.records.key}.truncate_mode = "cut"'))
+                reasons.append((TOO_LONG, f'{detail}, or set {self.records.key}.truncate_mode = "cut"'))
                 return None
-            reasons.append(Skip(CUT if end else PROMPT_TOO_LONG, detail))
+            reasons.append((CUT if end else PROMPT_TOO_LONG, detail))
             if not end:
                 return None
             tokens, is_answer = tokens[:end], is_answer[:end]  # ends with an answer: a context alone teaches nothing

@@ -122,7 +122,7 @@ def test_an_answer_with_weight_0_is_context(turns: str, tokenizer: Tokenizer) ->
     row = chat("q1", "a1", "q2", "wrong", "q3", "a3")
     row["messages"][3]["weight"] = 0
     encoder = make_encoder(tokenizer, turns=turns, fill="none")
-    learned = set()
+    learned: set[str] = set()
     for seed in range(20):
         for document in encode(encoder, row, np.random.default_rng(seed)):
             segments = spell(document, tokenizer)
