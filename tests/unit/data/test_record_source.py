@@ -426,7 +426,7 @@ def test_what_cannot_be_read_of_parquet_is_not_called_damaged(
         raise error("Not yet implemented: dictionaries")
 
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", fail)
-    with pytest.raises(ValueError, match="unsupported Parquet: .*dictionaries; write it"):
+    with pytest.raises(ValueError, match=r"unsupported Parquet: .*dictionaries; write it"):
         drain(open_documents(path, "raise"))
 
 
