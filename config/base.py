@@ -19,7 +19,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 _Item = TypeVar("_Item")
 
@@ -72,10 +72,20 @@ def _check_path_is_not_empty(value: Any) -> Any:
     return value
 
 
-NonEmptyStr = Annotated[str, Field(min_length=1)]
+def _check_has_no_nul(value: Any) -> Any:
+    """Reject the character NUL, which no path of a system has."""
+    if "\0" in str(value):
+        raise ValueError("contains the character NUL (\\u0000): remove it")
+    return value
+
+
+NonEmptyStr = Annotated[str, Field(min_length=1), AfterValidator(_check_has_no_nul)]
+"""A name or a path as text."""
 
 # `strict=False` below applies to the container; its items are strict, as the section is.
-ConfigPath = Annotated[Path, Field(strict=False), BeforeValidator(_check_path_is_not_empty)]
+ConfigPath = Annotated[
+    Path, Field(strict=False), BeforeValidator(_check_path_is_not_empty), AfterValidator(_check_has_no_nul)
+]
 """A path, written as a string in TOML."""
 
 TupleOf = Annotated[tuple[_Item, ...], Field(strict=False)]

@@ -20,10 +20,20 @@ def temporary_path(path: Path) -> Path:
 def remove_temporary_paths(folder: Path) -> None:
     """Remove the temporary files, links and directories that interrupted writers left in ``folder``."""
     for path in folder.glob("*.tmp-*"):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            remove_path(path)
+
+
+def remove_path(path: Path) -> None:
+    """Remove a file or a directory; of a symbolic link the link alone.
+
+    Raises:
+        OSError: it cannot be removed, or only in part.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def sync_to_disk(path: Path) -> None:

@@ -31,7 +31,7 @@ from diffusionlm.training.checkpointing.staging import (
     StagedCheckpoint,
     TensorShard,
 )
-from files.atomic import remove_temporary_paths, replace_symlink, temporary_path
+from files.atomic import remove_path, remove_temporary_paths, replace_symlink, temporary_path
 from files.json_files import read_json_object
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ class CheckpointStore:
                 # Rename first: a process killed while removing must not leave half a checkpoint under a valid name.
                 expired = self.path(step).with_name(f"{self.path(step).name}.tmp-old")
                 os.rename(self.path(step), expired)
-                shutil.rmtree(expired)
+                remove_path(expired)
         except OSError as error:
             raise ValueError(f"{target} was written, but the folder around it could not be changed: {error}") from error
 

@@ -1,4 +1,4 @@
-"""An empty path would be the working directory: no key takes it."""
+"""An empty path would be the working directory, and none has the character NUL: no key takes them."""
 
 from __future__ import annotations
 
@@ -49,6 +49,8 @@ def test_no_path_may_be_empty() -> None:
         for text in ("", " "):
             with pytest.raises(ValidationError, match="is empty: name a path"):
                 adapter.validate_python(text)
+        with pytest.raises(ValidationError, match="contains the character NUL"):
+            adapter.validate_python("runs/a\0b", strict=False)
         assert adapter.validate_python(".", strict=False) == Path()
 
 
@@ -62,4 +64,11 @@ def test_no_pattern_may_be_empty(key: str) -> None:
 def test_the_message_names_the_key(key: str) -> None:
     overrides = ["model={}", "tokenizer={}", f"{key}="]
     with pytest.raises(ConfigError, match=f"{key}=?: .*empty"):
+        load_config(TrainConfig, ROOT / "config/resources/train.toml", overrides)
+
+
+@pytest.mark.parametrize("key", ["run.directory", "data.source.paths.0", "tokenizer.path"])
+def test_a_nul_in_a_path_names_the_key(key: str) -> None:
+    overrides = ["model={}", 'data.source={kind="files", paths=["a.txt"]}', "tokenizer={}", f'{key}="a\\u0000b"']
+    with pytest.raises(ConfigError, match=f"{key}.*contains the character NUL"):
         load_config(TrainConfig, ROOT / "config/resources/train.toml", overrides)

@@ -204,6 +204,17 @@ def test_link_target_is_not_removed(store: CheckpointStore) -> None:
     assert store.steps() == [1, 5, 6]
 
 
+def test_an_expired_checkpoint_that_was_moved_and_linked_loses_its_link(store: CheckpointStore, tmp_path: Path) -> None:
+    """Its files, which may be on another disk, stay."""
+    save(store, 1)
+    archive = store.path(1).rename(tmp_path / "archive")
+    store.path(1).symlink_to(archive)
+    for step in range(2, 6):
+        save(store, step)
+    assert 1 not in store.steps() and 5 in store.steps() and not leftovers(store)
+    assert (archive / MANIFEST).is_file()
+
+
 def damage(path: Path, damage_kind: str) -> None:
     content = path.read_bytes()
     if damage_kind == "truncated":
