@@ -31,12 +31,11 @@ from urllib.parse import quote
 
 from config.training.parallel import MultiProcessOptions
 from files.atomic import write_text_atomic
+from files.stop_signals import STOP_SIGNALS
 from files.terminal_text import print_message
 from files.usage_error import UsageError
 from profiling.cores import usable_cores
 
-FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Signals that ask a run to save and end: Ctrl-C, a batch system, Slurm's warning."""
 EXIT_CODE_UNKNOWN = -1
 """Value of the shared exit code while the run goes on."""
 
@@ -132,10 +131,10 @@ def run_rank(function: RankFunction, shared_exit_code: Synchronized[int], folder
     # In a session of its own: Ctrl-C of the terminal reaches the launcher alone, which forwards it.
     with suppress(PermissionError):
         os.setsid()
-    pending = [number for number in FORWARDED_SIGNALS if number in signal.sigpending()]
+    pending = [number for number in STOP_SIGNALS if number in signal.sigpending()]
     if pending or shared_exit_code.value != EXIT_CODE_UNKNOWN:
         return shared_exit_code.value if shared_exit_code.value != EXIT_CODE_UNKNOWN else 128 + pending[0]
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     rank, attempt = int(os.environ["RANK"]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if attempt and os.environ["LOCAL_RANK"] == "0":
         before = [failure for failure in read_failures(Path(folder)) if failure.attempt == attempt - 1]
@@ -194,7 +193,7 @@ def _forward_signals(shared_exit_code: Synchronized[int]) -> Iterator[None]:
     They inherit the mask of the main thread. Another thread that only waits receives the signals; Python then calls the
     handlers in the main thread.
     """
-    forwarded = [number for number in FORWARDED_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    forwarded = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
 
     def forward(number: int, frame: FrameType | None) -> None:
         if shared_exit_code.value == EXIT_CODE_UNKNOWN:

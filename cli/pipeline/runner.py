@@ -125,10 +125,9 @@ def _run_process(plan: StagePlan, lock: int, signals: SignalQueue) -> int:
         while process.poll() is None:
             number = signals.take()
             if number is not None:
-                # Training saves at all of these but SIGHUP; the other commands end in order at SIGINT.
-                handles_signal = plan.is_training and number != signal.SIGHUP
+                # Training saves at all of these; the other commands end in order at SIGINT.
                 with suppress(ProcessLookupError):
-                    os.kill(process.pid, number if handles_signal else signal.SIGINT)
+                    os.kill(process.pid, number if plan.is_training else signal.SIGINT)
             time.sleep(POLL_SECONDS)
     finally:
         if process.poll() is None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import config
+from files.stop_signals import list_stop_signals
 from profiling.torch_setup import drivers
 
 VISIBLE_DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -113,9 +114,7 @@ def visible_gpus() -> list[str]:
 
 
 class SignalQueue:
-    """A context that queues SIGINT, SIGTERM, SIGHUP and SIGUSR1."""
-
-    HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    """A context that queues the stop signals."""
 
     def __init__(self) -> None:
         self.first: int | None = None
@@ -124,7 +123,7 @@ class SignalQueue:
         self._original_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> SignalQueue:
-        self._original_handlers = {number: signal.signal(number, self._enqueue) for number in self.HANDLED}
+        self._original_handlers = {number: signal.signal(number, self._enqueue) for number in list_stop_signals()}
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -15,6 +15,7 @@ from cli.sweep.results import EVALUATION_KEYS, TRAIN_COLUMNS, format_measurement
 from cli.sweep.study import ClaimedRun, SweepStudy
 from config.dump import to_toml
 from files.atomic import write_text_atomic
+from files.stop_signals import STOP_SIGNALS
 from logger import format_duration
 from logger.jsonl import RecordReader
 from logger.progress import ProgressMeter
@@ -23,7 +24,7 @@ from profiling.cores import usable_cores
 POLL_SECONDS = 0.2
 SAVE_TIMEOUT_SECONDS = 120.0
 """Time for the runs to save after an error in the sweep itself."""
-STOPPED_EXIT_CODES = (130, 138, 143, -2, -10, -15)
+STOPPED_EXIT_CODES = (*(128 + number for number in STOP_SIGNALS), *(-number for number in STOP_SIGNALS))
 """Exit codes of runs that a signal ended."""
 ERROR_LINES = 5
 
@@ -170,10 +171,9 @@ class SweepRunner:
         is_training = self._plan.sweep_command.name == "train"
         action = "finish their step and save" if is_training else "stop"
         self._progress.log(f"stopping: active runs {action}; a second signal ends them immediately")
-        # Training handles the other signals itself. After SIGINT, inference writes the page of its answers so far.
-        handles_signal = is_training and number != signal.SIGHUP
+        # Training handles all of them itself. After SIGINT, inference writes the page of its answers so far.
         for active in self._active:
-            active.process.send_signal(number if handles_signal else signal.SIGINT)
+            active.process.send_signal(number if is_training else signal.SIGINT)
 
     def _stop_all(self) -> None:
         """Stop all active runs, and wait until they have saved."""

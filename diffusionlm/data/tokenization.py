@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from config.tokenizer import TokenizerConfig
 from diffusionlm.data.reader import ItemsFuture, ResumableReader, Tokens, WindowedReader
+from files.stop_signals import STOP_SIGNALS
 from tokenizer import Tokenizer, train_bpe
 
 CHUNK_DOCUMENTS = 64
@@ -184,13 +185,13 @@ def _encode_flat(tokenizer: Tokenizer, texts: list[str]) -> tuple[Tokens, NDArra
 
 @contextlib.contextmanager
 def block_signals() -> Iterator[None]:
-    """Block SIGINT, SIGTERM and SIGUSR1 while child processes start; they inherit the mask.
+    """Block the stop signals while child processes start; they inherit the mask.
 
     These signals reach the whole process group, but the parent decides when its children end. The parent receives
     signals after the block.
     """
     resource_tracker.ensure_running()  # started with the first process, it would unblock the signals
-    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGUSR1, signal.SIGTERM})
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:

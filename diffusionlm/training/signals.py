@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGUSR1 stop a run after its step, which it saves; a second signal ends it at once.
+"""The first of `STOP_SIGNALS` stops a run after its step, which it saves; a second signal ends it at once.
 
 Slurm sends SIGUSR1 before a job's time is over (``sbatch --signal=USR1@120``).
 """
@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
-HANDLED_SIGNALS = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
-"""In ascending order of their numbers."""
+from files.stop_signals import STOP_SIGNALS, list_stop_signals
 
 DUPLICATE_SIGNAL_SECONDS = 1.0
 """A signal so soon after the first one is the same request: batch systems and `timeout` signal all processes of a job,
@@ -45,7 +44,9 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            self._previous_handlers = {number: signal.signal(number, self._handle_signal) for number in HANDLED_SIGNALS}
+            self._previous_handlers = {
+                number: signal.signal(number, self._handle_signal) for number in list_stop_signals()
+            }
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -69,12 +70,12 @@ class StopRequest:
             self._is_interruptible = False
 
     def flags(self) -> list[float]:
-        """For each of `HANDLED_SIGNALS` 1.0 if this process received it, else 0.0."""
-        return [float(self.received_signal == number) for number in HANDLED_SIGNALS]
+        """For each of `STOP_SIGNALS` 1.0 if this process received it, else 0.0."""
+        return [float(self.received_signal == number) for number in STOP_SIGNALS]
 
     def stop_for_any_rank(self, counts: Sequence[float]) -> None:
         """Set `signal` to the largest signal that any rank received; ``counts`` are the flags, summed over ranks."""
-        for number, count in zip(HANDLED_SIGNALS, counts, strict=True):
+        for number, count in zip(STOP_SIGNALS, counts, strict=True):
             if count:
                 self.signal = int(number)
 

@@ -110,11 +110,12 @@ def test_the_guide(folder: Path, server: ServerProcess) -> None:
     assert "__init__" not in errors and "import" not in errors and "Traceback" not in errors
 
 
-def test_sigterm_lets_requests_end(server: ServerProcess) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_lets_requests_end(number: signal.Signals, server: ServerProcess) -> None:
     stream = server.start_stream(max_tokens=100)
-    code, errors = server.end()
+    code, errors = server.end(number)
     text = stream.communicate(timeout=30)[0]
-    assert code == 0 and text.endswith("data: [DONE]\n\n") and "SIGTERM" in errors
+    assert code == 0 and text.endswith("data: [DONE]\n\n") and number.name in errors
 
 
 @pytest.mark.parametrize("seconds", [30.0, 0.5])

@@ -20,6 +20,7 @@ from diffusionlm.serving.http.exchange import DISCARD_SECONDS
 from diffusionlm.serving.http.guarded_protocol import GuardedProtocol
 from diffusionlm.serving.http.listening import BACKLOG
 from diffusionlm.serving.http.service import Service
+from files.stop_signals import list_stop_signals
 
 LOGGER = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class ApiServer:
         return self._server.server_state.connections
 
     def run(self, bound: socket.socket) -> None:
-        """Serve at a bound socket until the end, which SIGTERM and SIGINT begin; the second one ends the process."""
+        """Serve at a bound socket until the end, which a stop signal begins; the second one ends the process."""
         asyncio.run(self._run(bound))
 
     def stop(self) -> None:
@@ -92,7 +93,7 @@ class ApiServer:
     async def _run(self, bound: socket.socket) -> None:
         self._loop = asyncio.get_running_loop()
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in list_stop_signals():
                 self._loop.add_signal_handler(number, self._handle_signal, number)
         try:
             await self._server.serve([bound])

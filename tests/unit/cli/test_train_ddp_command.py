@@ -233,11 +233,12 @@ def test_exit_codes_are_those_of_the_ranks(monkeypatch: pytest.MonkeyPatch, caps
 def test_signals_are_passed_on_to_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = [SimpleNamespace(pid=-11), SimpleNamespace(pid=-12)]
     passed: list[tuple[int, int]] = []
-    before = signal.getsignal(signal.SIGUSR1)
+    before, hangup = signal.getsignal(signal.SIGUSR1), signal.signal(signal.SIGHUP, signal.SIG_DFL)
     monkeypatch.setattr("multiprocessing.active_children", lambda: ranks)
     monkeypatch.setattr(os, "kill", lambda pid, number: passed.append((pid, number)))
     verdict: Any = Verdict(value=-1)
     with module._forward_signals(verdict):
+        assert signal.SIGHUP in signal.pthread_sigmask(signal.SIG_BLOCK, []), "a hangup is forwarded too"
         # Blocked in this thread, as its processes inherit it; a thread that waits takes it.
         assert signal.SIGUSR1 in signal.pthread_sigmask(signal.SIG_BLOCK, [])
         signal.pthread_kill(_waiting_thread(), signal.SIGUSR1)
@@ -252,6 +253,10 @@ def test_signals_are_passed_on_to_each_rank(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(SystemExit) as caught:
         _stopped_before_ranks(verdict)
     assert caught.value.code == 143
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with module._forward_signals(verdict):
+        assert signal.SIGHUP not in signal.pthread_sigmask(signal.SIG_BLOCK, []), "nohup: no rank sees one"
+    signal.signal(signal.SIGHUP, hangup)
 
 
 def _stopped_before_ranks(verdict: Any) -> None:

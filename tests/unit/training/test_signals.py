@@ -5,22 +5,42 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 
 import pytest
 
-from diffusionlm.training.signals import HANDLED_SIGNALS, StoppedError, StopRequest
+from diffusionlm.training.signals import StoppedError, StopRequest
+from files.stop_signals import STOP_SIGNALS
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.fixture(autouse=True)
+def default_hangup() -> Iterator[None]:
+    """SIGHUP as outside of nohup."""
+    previous = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, previous)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_the_first_is_remembered_and_the_second_ends(number: int) -> None:
-    before = [signal.getsignal(signal_number) for signal_number in HANDLED_SIGNALS]
+    before = [signal.getsignal(signal_number) for signal_number in STOP_SIGNALS]
     with StopRequest() as stop:
         assert (stop.signal, stop.received_signal) == (None, None)
         os.kill(os.getpid(), number)
         assert (stop.signal, stop.received_signal) == (number, number)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-    assert [signal.getsignal(signal_number) for signal_number in HANDLED_SIGNALS] == before
+    assert [signal.getsignal(signal_number) for signal_number in STOP_SIGNALS] == before
+
+
+def test_under_nohup_a_hangup_is_ignored() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.received_signal is None
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.signal == signal.SIGTERM and len(stop.flags()) == len(STOP_SIGNALS), "the same on all ranks"
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
 def test_a_signal_that_is_passed_on_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,13 +77,13 @@ def test_signal_to_one_rank_stops_all_ranks(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_largest_of_different_signals_counts() -> None:
     stop = StopRequest(is_distributed=True)
-    stop.stop_for_any_rank([0.0, 0.0, 0.0])
+    stop.stop_for_any_rank([0.0, 0.0, 0.0, 0.0])
     assert stop.signal is None
-    stop.stop_for_any_rank([1.0, 3.0, 0.0])
+    stop.stop_for_any_rank([1.0, 1.0, 3.0, 0.0])
     assert stop.signal == signal.SIGUSR1 == max(signal.SIGINT, signal.SIGUSR1)
-    stop.stop_for_any_rank([1.0, 3.0, 1.0])
+    stop.stop_for_any_rank([1.0, 1.0, 3.0, 1.0])
     assert stop.signal == signal.SIGTERM
-    assert sorted(HANDLED_SIGNALS) == list(HANDLED_SIGNALS)
+    assert sorted(STOP_SIGNALS) == list(STOP_SIGNALS)
 
 
 def test_restartable_work_ends_at_the_first_signal() -> None:

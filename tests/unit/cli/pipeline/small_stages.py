@@ -27,10 +27,10 @@ if "run" in config:
     (run / "config.toml").write_bytes(path.read_bytes())
     if name == os.environ.get("WAITING"):
         def stop(number, frame):
-            (run / "saved").write_text("half")
+            (run / "saved").write_text(f"half, {signal.Signals(number).name}")
             sys.exit(128 + number)
-        signal.signal(signal.SIGINT, stop)
-        signal.signal(signal.SIGTERM, stop)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, stop)
         (run / "ready").write_text(str(os.getpid()))
         while os.read(0, 1):
             pass

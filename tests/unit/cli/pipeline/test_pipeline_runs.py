@@ -169,7 +169,7 @@ def test_a_file_that_changes_in_the_middle_is_noticed(
     assert run(pipeline, "--force") == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_reaches_the_stage_once_and_the_same_command_goes_on(
     pipeline: dict[str, Any],
     number: signal.Signals,
@@ -177,7 +177,7 @@ def test_a_signal_reaches_the_stage_once_and_the_same_command_goes_on(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("WAITING", "tune")
-    ready = Path("out/tune/run/ready")
+    ready, hangup = Path("out/tune/run/ready"), signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
     def interrupt() -> None:
         deadline = time.monotonic() + 60
@@ -191,7 +191,8 @@ def test_a_signal_reaches_the_stage_once_and_the_same_command_goes_on(
     thread.join()
     errors = capsys.readouterr().err
     assert "stopped; the same command goes on" in errors and "out/report.html" in errors
-    assert Path("out/tune/run/saved").read_text() == "half"
+    signal.signal(signal.SIGHUP, hangup)
+    assert Path("out/tune/run/saved").read_text() == f"half, {number.name}"
     monkeypatch.delenv("WAITING")
     assert actions(pipeline, capsys)["tune"] == "resume interrupted"
     assert run(pipeline) == 0 and Path("out/tune/run/saved").exists()
