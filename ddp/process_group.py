@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +19,9 @@ from config.training.parallel import DDP, FSDP, Parallel, SingleProcess
 
 T = TypeVar("T")
 
+HEARTBEAT_SECONDS = 1.0
+"""Time between two heartbeats of a rank that the others wait for."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -30,6 +35,8 @@ class World:
     size: int = 1
     local_rank: int = 0
     """Rank among the processes on this machine."""
+    timeout_seconds: float = 600.0
+    """Limit of a collective, and of the silence of the rank that the others wait for."""
 
     @property
     def is_first(self) -> bool:
@@ -77,19 +84,28 @@ class World:
     def run_on_first(self, function: Callable[[], T]) -> T:
         """Call ``function`` on rank 0 and broadcast its result, pickled, to all ranks.
 
+        The function may take any time: the broadcast, which has a limit, begins when it has returned. Until then the
+        other ranks wait on the store of the process group, as long as rank 0 lives.
+
         Raises:
             Exception: ``function`` raised it, on rank 0.
             ValueError: it raised on rank 0; on the other ranks, with the same text.
+            RuntimeError: rank 0 died, or it has been silent for `timeout_seconds`.
         """
         if self.is_single_process:
             return function()
         message: list[tuple[T | None, str | None]] = [(None, None)]
+        store = dist.distributed_c10d._get_default_store()
+        key = f"run_on_first/call-{store.add(f'run_on_first/calls-{self.rank}', 1)}"
         if self.is_first:
             try:
-                message = [(function(), None)]
+                with _heartbeat(store, key):
+                    message = [(function(), None)]
             except Exception as error:
                 dist.broadcast_object_list([(None, _error_text(error))], src=0)
                 raise
+        else:
+            _wait_for_heartbeat_to_end(store, key, self.timeout_seconds)
         dist.broadcast_object_list(message, src=0)
         result, problem = message[0]
         if problem is not None:
@@ -145,6 +161,42 @@ class World:
 
 
 SINGLE_PROCESS = World()
+
+
+@contextmanager
+def _heartbeat(store: dist.Store, key: str) -> Iterator[None]:
+    """Count up ``key``/beats in the store from a thread during the block, and set ``key`` at its end."""
+    is_done = threading.Event()
+
+    def beat() -> None:
+        while not is_done.wait(HEARTBEAT_SECONDS):
+            store.add(f"{key}/beats", 1)
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        thread.join()
+        store.set(key, "done")
+
+
+def _wait_for_heartbeat_to_end(store: dist.Store, key: str, timeout_seconds: float) -> None:
+    """Wait until `_heartbeat` has set ``key``.
+
+    Raises:
+        RuntimeError: there was no heartbeat for ``timeout_seconds``, or the store is gone.
+    """
+    beats, last_beat, pause = 0, time.monotonic(), 0.001
+    while not store.check([key]):  # `wait` would log a warning at each timeout
+        previous, beats = beats, store.add(f"{key}/beats", 0)
+        if beats != previous:
+            last_beat = time.monotonic()
+        elif time.monotonic() > last_beat + timeout_seconds:
+            raise RuntimeError(f"rank 0 has been silent for {timeout_seconds:g} s: it died or hangs")
+        time.sleep(pause)
+        pause = min(2 * pause, HEARTBEAT_SECONDS)
 
 
 def _error_text(error: Exception) -> str:
@@ -205,7 +257,7 @@ def process_group(parallel: Parallel, device_type: str) -> Iterator[World]:
             f'parallel.strategy = "{parallel.strategy}" in a single process: start with diffusionlm-train-ddp or '
             'torchrun, or set parallel.strategy = "single"'
         )
-    world = World(*environment)
+    world = World(*environment, parallel.timeout_seconds)
     backend = _backend(parallel, device_type)
     if device_type == "cuda":
         gpus = torch.cuda.device_count()

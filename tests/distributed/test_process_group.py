@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from config.training.parallel import DDP, FSDP, SingleProcess
+from ddp import process_group as module
 from ddp.process_group import SINGLE_PROCESS, World, process_group, read_torchrun_environment
 from tests.distributed.forked import end_ranks, run_ranks, spawn_ranks
 
@@ -65,6 +67,69 @@ def test_any_error_of_the_first_rank_reaches_the_others(tmp_path: Path) -> None:
         world.barrier()
 
     run_ranks(act, tmp_path)
+
+
+def test_no_collective_waits_while_the_first_rank_works(tmp_path: Path) -> None:
+    """A collective has a limit, and the work of the first rank, such as counting the rows of an epoch, has none."""
+
+    def act(world: World) -> bool:
+        store = dist.distributed_c10d._get_default_store()
+        broadcast, wait = dist.broadcast_object_list, module._wait_for_heartbeat_to_end
+
+        def enter(*args: Any, **options: Any) -> None:
+            store.set(f"rank {world.rank} is in a collective", "")
+            broadcast(*args, **options)
+
+        def announce(*args: Any) -> None:
+            store.set("rank 1 waits", "")
+            wait(*args)
+
+        dist.broadcast_object_list, module._wait_for_heartbeat_to_end = enter, announce  # type: ignore[assignment]
+
+        def work() -> bool:
+            store.wait(["rank 1 waits"])
+            return store.check(["rank 1 is in a collective"])
+
+        was_in_collective = world.run_on_first(work)
+        assert world.run_on_first(lambda: 7) == 7, "each call has its own key"
+        return was_in_collective
+
+    assert run_ranks(act, tmp_path) == [False, False]
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_the_first_rank_may_take_any_time_but_not_be_silent(is_alive: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    class Store:
+        beats = 0
+
+        def check(self, keys: list[str]) -> bool:
+            return clock[0] > 1000.0
+
+        def add(self, key: str, amount: int) -> int:
+            self.beats += is_alive
+            return self.beats
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "sleep", sleep)
+    store: Any = Store()
+    with nullcontext() if is_alive else pytest.raises(RuntimeError, match="rank 0 has been silent for 30 s"):
+        module._wait_for_heartbeat_to_end(store, "key", 30.0)
+    assert (clock[0] > 1000.0) == is_alive and clock[0] > 30.0
+
+
+def test_heartbeats_are_counted_while_the_block_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.001)
+    store = dist.HashStore()
+    with module._heartbeat(store, "key"):
+        while store.add("key/beats", 0) < 3:
+            time.sleep(0.001)
+        assert not store.check(["key"])
+    assert store.check(["key"])
 
 
 def test_single_process_needs_no_group() -> None:
@@ -147,7 +212,7 @@ def test_torchrun_group_is_created_and_destroyed(tmp_path: Path) -> None:
             total = joined.sum(joined.rank + 1)[0]
         return joined, total, dist.is_initialized()
 
-    assert run_ranks(act, tmp_path) == [(World(rank, 2, 0), 3.0, False) for rank in range(2)]
+    assert run_ranks(act, tmp_path) == [(World(rank, 2, 0, 20), 3.0, False) for rank in range(2)]
 
 
 def test_the_death_of_a_rank_is_noticed_at_once(tmp_path: Path) -> None:
