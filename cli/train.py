@@ -28,6 +28,8 @@ from profiling.torch_setup import drivers
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from tokenizer import Tokenizer
+
 NAME = "diffusionlm-train"
 
 KEYS = """keys of the config:
@@ -75,7 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         if arguments.dry_run:
             if is_first_rank():
-                print_parts([format_run_estimate(config)])
+                with usage_errors(NAME):
+                    table = format_run_estimate(config)
+                print_parts([table])
             return 0
         if is_first_rank():
             with usage_errors(NAME):
@@ -98,33 +102,62 @@ def check_files(config: TrainConfig) -> None:
     from diffusionlm.data.chat.templates import check_template_name, resolve_chat_template
     from diffusionlm.data.pipeline import open_components
 
-    directory, init_from, path = config.run.directory, config.model.init_from, config.tokenizer.path
+    directory, init_from = config.run.directory, config.model.init_from
     check_can_write(directory, f"run.directory = {directory}")
     is_new = not (directory / "tokenizer").is_dir()
-    tokenizer = None
+    config, tokenizer = check_model(config)
     if init_from is not None:
         with _errors_name(f"model.init_from = {init_from}"):
-            model_directory = resolve_model_directory(init_from)
-            list_weight_files(model_directory)
-            model_config = read_model_config(model_directory)
-            if path is None and is_new:
-                tokenizer = load_tokenizer(init_from)
-        if config.lora is not None:
-            config.lora.check_token_ids(model_config.vocab_size)
-    if path is not None and is_new:
-        with _errors_name(f"tokenizer.path = {path}"):
-            tokenizer = load_tokenizer(path)
-    check_adapter(config)
+            list_weight_files(resolve_model_directory(init_from))
+            tokenizer = tokenizer or load_tokenizer(init_from)
     components = open_components(config.data, "train", LOCAL_SOURCES)
-    trains_tokenizer = (
-        is_new and tokenizer is None and not any(item.source.kind == "shards" for item in config.data.components)
-    )
-    for chat in (component.chat for component in components if component.chat is not None):
-        if tokenizer is not None:
-            resolve_chat_template(chat.config, tokenizer, chat.key)
-        elif trains_tokenizer:
+    for chat in (component.chat for component in components if component.chat is not None and is_new):
+        if tokenizer is None:  # it is trained
             check_template_name(chat.config, chat.key)
+        else:
+            resolve_chat_template(chat.config, tokenizer, chat.key)
     warn_about_memory(config)
+
+
+def check_model(config: TrainConfig) -> tuple[TrainConfig, Tokenizer | None]:
+    """Check the model by the config, its base's config.json and the tokenizer, before torch is loaded.
+
+    Returns:
+        The config with the size of the model's vocabulary as `tokenizer.vocab_size`, and the tokenizer of the run
+        directory, of `tokenizer.path` or of the shards. None: it is the base's, or will be trained and may get fewer
+        tokens.
+
+    Raises:
+        ValueError: base, tokenizer, adapter and config do not fit, or one cannot be read; names the key.
+    """
+    from diffusionlm.checkpoints.model_files import load_tokenizer
+    from diffusionlm.data.pipeline import open_components
+    from diffusionlm.data.shards import ShardDocuments
+
+    init_from, run_tokenizer, tokenizer = config.model.init_from, config.run.directory / "tokenizer", None
+    is_new = not run_tokenizer.is_dir()
+    if not is_new:
+        tokenizer = load_tokenizer(run_tokenizer)
+    elif config.tokenizer.path is not None:
+        with _errors_name(f"tokenizer.path = {config.tokenizer.path}"):
+            tokenizer = load_tokenizer(config.tokenizer.path)
+    elif init_from is None:
+        for component in open_components(config.data, "train", ("shards",)):
+            if isinstance(component.source, ShardDocuments):
+                tokenizer = tokenizer or load_tokenizer(component.source.tokenizer_directory)
+    size = config.tokenizer.vocab_size if tokenizer is None else tokenizer.vocab_size
+    if init_from is not None:
+        with _errors_name(f"model.init_from = {init_from}"):
+            base = read_model_config(resolve_model_directory(init_from, needs_weights=False))
+        config.model.check_same_architecture(base)
+        if is_new and tokenizer is not None:
+            config.model.check_vocab_size(base, size)
+        size = base.vocab_size
+        if config.lora is not None:
+            config.lora.check_token_ids(size)
+    resolved = config.model_copy(update={"tokenizer": config.tokenizer.model_copy(update={"vocab_size": size})})
+    check_adapter(resolved)
+    return resolved, tokenizer
 
 
 def check_adapter(config: TrainConfig) -> None:
@@ -208,18 +241,20 @@ def format_run_estimate(config: TrainConfig, ranks: int = 1) -> RenderableType:
     """Format a table of parameters, tokens, FLOPs and memory for ``--dry-run``.
 
     Raises:
-        ValueError: `training.batch_size` is not a multiple of ``ranks``.
+        ValueError: `training.batch_size` is not a multiple of ``ranks``, or `check_model` refuses the config.
     """
+    config, tokenizer = check_model(config)
+    is_vocab_known = tokenizer is not None or config.model.init_from is not None
+    assumed = "" if is_vocab_known else " assumed; the tokenizer that is trained decides"
     training, row_length, vocab_size = config.training, config.row_length, config.tokenizer.vocab_size
     estimate = estimate_run(config, ranks)
     tokens = estimate.tokens
-    is_vocab_known = config.tokenizer.path is None and config.model.init_from is None
     per_step = training.batch_size * row_length
     lines = [
         ("parameters", f"{estimate.parameters:,} ({estimate.embedding_parameters:,} in embedding and head)"),
         *([("trained", _format_trained(estimate))] if config.lora else []),
         *([("of them active", f"{estimate.active_parameters:,} for each token")] if config.model.num_experts else []),
-        ("vocabulary", f"{vocab_size:,} tokens" + ("" if is_vocab_known else " assumed; the tokenizer decides")),
+        ("vocabulary", f"{vocab_size:,} tokens{assumed}"),
         ("tokens per step", f"{per_step:,} ({training.batch_size} sequences of {row_length})"),
         ("tokens", "by the data: epochs are counted first" if tokens is None else f"{tokens:,}"),
         ("FLOPs per token", f"{estimate.flops_per_token / 1e6:,.1f} M, forward and backward"),

@@ -39,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.dry_run:
         # Two, where only torch knows how many GPUs there are.
         local_ranks = 2 if config.parallel.local_ranks == "auto" else config.parallel.local_ranks
-        print_parts([format_run_estimate(config.to_train_config(), local_ranks * arguments.nodes)])
+        with usage_errors(NAME):
+            table = format_run_estimate(config.to_train_config(), local_ranks * arguments.nodes)
+        print_parts([table])
         return 0
     with usage_errors(NAME):
         check_files(config.to_train_config())

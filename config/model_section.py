@@ -60,6 +60,19 @@ class ModelSection(Architecture):
                 f"{'; '.join(differing)}; remove these keys"
             )
 
+    def check_vocab_size(self, checkpoint_config: ModelConfig, tokenizer_size: int) -> None:
+        """Check that a checkpoint has a row for each token of the tokenizer; it may have more.
+
+        Raises:
+            ValueError: it has fewer.
+        """
+        if checkpoint_config.vocab_size < tokenizer_size:
+            raise ValueError(
+                f"model.init_from = {self.init_from} has {checkpoint_config.vocab_size} rows in its embedding, the "
+                f"tokenizer {tokenizer_size} tokens: add the missing rows with diffusionlm-convert, or use its own "
+                "tokenizer"
+            )
+
     def to_model_config(self, **vocabulary: Any) -> ModelConfig:
         """Build the complete model config, with the options that only `ModelConfig` has."""
         return ModelConfig(**self.model_dump(exclude={"init_from"}), **vocabulary)

@@ -11,6 +11,7 @@ from cli.sweep.page import render_page
 from cli.sweep.plan import SweepPlan, SweepRun
 from cli.sweep.table import SweepTable, build_table, render_json_lines, render_markdown, text_parts
 from cli.tables import make_table, print_parts
+from cli.train import check_model
 from config.base import Section
 from config.train import TrainConfig
 from files.atomic import write_text_atomic
@@ -101,6 +102,6 @@ def _format_plan(config: Section) -> list[str]:
     """Estimate parameters, tokens and memory of a training run."""
     if not isinstance(config, TrainConfig):
         return []
-    plan: Any = estimate_run(config)
+    plan: Any = estimate_run(check_model(config)[0])
     tokens = "by the data" if plan.tokens is None else f"{plan.tokens:,}"
     return [f"{plan.parameters:,}", tokens, f"{plan.bytes_total / 2**20:,.0f} MiB"]

@@ -246,7 +246,8 @@ def create_model_builder(
     stop_token_ids: tuple[int, ...] = ()
     if source_config is not None:
         section.check_same_architecture(source_config)
-        vocab_size = _check_vocab_size(source_config, section.init_from, tokenizer)
+        section.check_vocab_size(source_config, vocab_size)
+        vocab_size = source_config.vocab_size
         stop_token_ids = _merge_stop_tokens(source_config, tokenizer)
     if config.data.chats:
         stop_token_ids = _add_chat_stop(stop_token_ids, tokenizer)
@@ -271,20 +272,6 @@ def create_model_builder(
         config.runtime.attention_backend,
         AdapterSpec.from_config(config, precision),
     )
-
-
-def _check_vocab_size(source_config: ModelConfig, init_from: Path | None, tokenizer: Tokenizer) -> int:
-    """The vocabulary size of ``init_from``, which may be larger than the tokenizer's.
-
-    Raises:
-        ValueError: it is smaller.
-    """
-    if source_config.vocab_size < tokenizer.vocab_size:
-        raise ValueError(
-            f"model.init_from = {init_from} has {source_config.vocab_size} rows in its embedding, the tokenizer "
-            f"{tokenizer.vocab_size} tokens: add the missing rows with diffusionlm-convert, or use its own tokenizer"
-        )
-    return source_config.vocab_size
 
 
 def _merge_stop_tokens(source_config: ModelConfig, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -1,0 +1,114 @@
+"""``--dry-run``: the model of the run, and the errors of the run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cli.train import main
+from tests.unit.data.chat_cases import chat_tokenizer
+from tokenizer import save_tokenizer
+
+QWEN3_06B = {
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": True,
+    "vocab_size": 151936,
+}
+
+CONFIG = """
+[run]
+directory = "run"
+[model]
+{model}
+[data]
+source = "python-stdlib"
+row_length = 64
+[training]
+batch_size = 4
+max_steps = 10
+"""
+
+SMALL = """hidden_size = 16
+num_hidden_layers = 1
+num_attention_heads = 1
+num_key_value_heads = 1
+head_dim = 16
+intermediate_size = 16
+max_position_embeddings = 64
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Has a base without weights and tokenizer, and configs that start from it and from random weights."""
+    monkeypatch.chdir(tmp_path)
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps(QWEN3_06B))
+    (tmp_path / "adapted.toml").write_text(CONFIG.format(model='init_from = "base"'))
+    (tmp_path / "new.toml").write_text(CONFIG.format(model=SMALL))
+    return tmp_path
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, str]:
+    assert main([*arguments, "--dry-run"]) == 0
+    lines = (line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    return {name: value.strip() for name, value in lines}
+
+
+def test_parameters_and_vocabulary_are_those_of_the_base(capsys: pytest.CaptureFixture[str]) -> None:
+    values = plan(capsys, "--config", "adapted.toml")
+    assert values["parameters"].startswith("596,049,920 ")
+    assert values["vocabulary"] == "151,936 tokens"
+
+
+def test_the_vocabulary_is_that_of_the_tokenizer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a new run that of `tokenizer.path`, of one that is resumed that of its directory."""
+    assert plan(capsys, "--config", "new.toml")["vocabulary"].startswith("4,096 tokens assumed; the tokenizer that is")
+    tokenizer = chat_tokenizer()
+    for path in ("own", "run/tokenizer"):
+        (folder / path).mkdir(parents=True)
+        save_tokenizer(tokenizer, folder / path)
+        arguments = ["--set", "tokenizer={path='own'}"] if path == "own" else []
+        values = plan(capsys, "--config", "new.toml", *arguments)
+        assert values["vocabulary"] == f"{tokenizer.vocab_size} tokens"
+        assert f"({16 * tokenizer.vocab_size:,} in embedding" in values["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("lora.trainable_tokens=[151936]", "151936 is not in the model's vocabulary of 151,936 tokens"),
+        ('lora.targets=["x_proj"]', "the model has down_proj, gate_proj"),
+        ("tokenizer={path='missing'}", "tokenizer.path = missing: "),
+    ],
+)
+def test_what_the_run_refuses_is_refused(override: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    errors = []
+    for arguments in (["--dry-run"], []):
+        with pytest.raises(SystemExit) as caught:
+            main(["--config", "adapted.toml", "--set", override, *arguments])
+        assert caught.value.code == 2
+        errors.append(capsys.readouterr().err)
+    assert errors[0] == errors[1] and message in errors[0]
+
+
+def test_a_tokenizer_with_more_tokens_than_the_base_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "base" / "config.json").write_text(json.dumps(QWEN3_06B | {"vocab_size": 20}))
+    save_tokenizer(chat_tokenizer(), folder)
+    with pytest.raises(SystemExit):
+        main(["--config", "adapted.toml", "--set", "tokenizer={path='.'}", "--dry-run"])
+    assert "model.init_from = base has 20 rows in its embedding" in capsys.readouterr().err
