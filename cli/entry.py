@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 import threading
@@ -31,6 +32,9 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT."""
 STANDARD_OUTPUT = "standard output"
 """``filename`` of the errors of standard output."""
+MEMORY_REMEDY = "use a smaller model or input, or a machine with more memory"
+_MEMORY_ERROR = re.compile("out of memory|can't allocate memory|not enough memory|CUBLAS_STATUS_ALLOC_FAILED")
+"""Texts of the RuntimeErrors of torch's allocators."""
 _IMPORT_SYSTEM = "<frozen importlib._bootstrap>"
 """File name of the code of Python's import system."""
 
@@ -93,14 +97,35 @@ def usage_errors(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def friendly_errors(name: str) -> Iterator[None]:
+def memory_errors(remedy: str) -> Iterator[None]:
+    """Name a remedy where memory runs out, of the machine or of a GPU.
+
+    Raises:
+        MemoryError: it ran out; one line.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and _MEMORY_ERROR.search(str(error)) is None:
+            raise
+        size = re.search(r"allocate (\d[\d.]* \w+)", str(error))
+        amount = "" if size is None else f", {size[1]} more were needed"
+        raise MemoryError(f"out of memory{amount}: {remedy}") from error
+
+
+@contextmanager
+def friendly_errors(name: str, memory_remedy: str = MEMORY_REMEDY) -> Iterator[None]:
     """End the command with a message instead of a traceback, for errors of the user or the system.
 
     UsageError (wrong input that was found before the work began) exits with 2. Any other ValueError and OSError (a
-    missing file, no permission, a full disk) exit with 1, and so does a standard output that is closed or on a full
-    disk, or whose reader has ended (as in ``| head``), which is not reported; Ctrl-C exits with 130. A standard error
-    that cannot be written is ignored. Other errors are bugs and keep their traceback. With DIFFUSIONLM_TRACEBACK=1 in
-    the environment, all errors keep it. Also works as a decorator.
+    missing file, no permission, a full disk) and missing memory exit with 1, and so does a standard output that is
+    closed or on a full disk, or whose reader has ended (as in ``| head``), which is not reported; Ctrl-C exits with
+    130. A standard error that cannot be written is ignored. Other errors are bugs and keep their traceback. With
+    DIFFUSIONLM_TRACEBACK=1 in the environment, all errors keep it. Also works as a decorator.
+
+    Args:
+        name: of the command.
+        memory_remedy: what to do where memory runs out.
     """
     _replace_closed_streams(name)
     _set_up_torch()
@@ -112,7 +137,8 @@ def friendly_errors(name: str) -> Iterator[None]:
     ):
         try:
             try:
-                yield
+                with memory_errors(memory_remedy):
+                    yield
             except SystemExit as ended:
                 if not ended.code:
                     output.flush()
@@ -124,7 +150,7 @@ def friendly_errors(name: str) -> Iterator[None]:
                 raise
             print(f"{name}: interrupted", file=sys.stderr)
             raise SystemExit(INTERRUPTED) from None
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, MemoryError) as error:
             if _wants_traceback():
                 raise
             if isinstance(error, BrokenPipeError) and error.filename == STANDARD_OUTPUT:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -17,11 +18,12 @@ from cli.entry import friendly_errors, usage_errors
 from cli.tables import make_table, print_parts
 from config.families.model_directory import read_model_config, resolve_model_directory
 from config.train import KEY_HINTS, TrainConfig
+from config.training.parallel import SingleProcess
 from files.output_paths import check_can_write
 from files.resilient_stream import resilient
 from files.terminal_text import print_message
 from profiling.adapter_size import check_targets
-from profiling.estimate import ResourceEstimate, estimate_run, parallel_strategy
+from profiling.estimate import ResourceEstimate, estimate_run, least_memory, parallel_strategy
 from profiling.machine import read_memory
 from profiling.torch_setup import drivers
 
@@ -54,6 +56,13 @@ Common ones:
 LOCAL_SOURCES = ("files", "shards", "chat_tasks")
 """Kinds of sources that are opened before torch is loaded; others need a network or seconds."""
 
+MEMORY_REMEDY = (
+    "lower training.micro_batch_size, training.batch_size or data.row_length, or set "
+    'runtime.activation_checkpointing = "full"; --dry-run shows the parts'
+)
+REFUSED_MEMORY_RATIO = 3
+"""A run that needs so many times the memory of the machine at least is refused; one that only may not fit is not."""
+
 RANK_ZERO_HEAD_START_SECONDS = 2.0
 """Time that other ranks wait for rank 0 to report an error that all have."""
 
@@ -64,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Under torchrun this is one rank of several. Only rank 0 reports errors of the command line, and a run that a signal
     stopped returns 0, since torchrun would restart a failed one.
     """
-    with friendly_errors(NAME if is_first_rank() else f"{NAME}, rank {os.environ['RANK']}"):
+    with friendly_errors(NAME if is_first_rank() else f"{NAME}, rank {os.environ['RANK']}", MEMORY_REMEDY):
         with redirect_stderr(sys.stderr if is_first_rank() else StringIO()):
             config, arguments = parse_command(
                 TrainConfig,
@@ -116,7 +125,7 @@ def check_files(config: TrainConfig) -> None:
             check_template_name(chat.config, chat.key)
         else:
             resolve_chat_template(chat.config, tokenizer, chat.key)
-    warn_about_memory(config)
+    check_memory(config)
 
 
 def check_model(config: TrainConfig) -> tuple[TrainConfig, Tokenizer | None]:
@@ -178,15 +187,25 @@ def check_adapter(config: TrainConfig) -> None:
             read_adapter_config(lora.init_from)
 
 
-def warn_about_memory(config: TrainConfig) -> None:
-    """Warn before the work if a run of one process on the CPU is estimated to need more memory than is free."""
+def check_memory(config: TrainConfig) -> None:
+    """Warn before the work if a run on the CPU is estimated to need more memory than is free.
+
+    Raises:
+        ValueError: a run of one process needs several times what the machine has.
+    """
     if "WORLD_SIZE" in os.environ or config.run.device == "cuda" or (config.run.device == "auto" and drivers()):
         return
-    free, needed = read_memory(Path("/")).free, estimate_run(config).bytes_total
-    if free is not None and needed > free:
+    memory, needed, least = read_memory(Path("/")), estimate_run(config).bytes_total, least_memory(config)
+    total = min(memory.total or math.inf, memory.limit or math.inf)
+    if isinstance(config.parallel, SingleProcess) and least > REFUSED_MEMORY_RATIO * total:
+        raise ValueError(
+            f"training.batch_size = {config.training.batch_size:,} needs at least {_format_bytes(least)} of memory, "
+            f"and this machine has {_format_bytes(total)}: {MEMORY_REMEDY}"
+        )
+    if memory.free is not None and needed > memory.free:
         print_message(
-            f"{NAME}: warning: the run needs about {_format_bytes(needed)} of memory, and {_format_bytes(free)} are "
-            "free: lower training.micro_batch_size or data.row_length; --dry-run shows the parts"
+            f"{NAME}: warning: the run needs about {_format_bytes(needed)} of memory, and {_format_bytes(memory.free)} "
+            f"are free: {MEMORY_REMEDY}"
         )
 
 

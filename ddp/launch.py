@@ -153,6 +153,8 @@ def run_rank(function: RankFunction, shared_exit_code: Synchronized[int], folder
         shared_exit_code.value = 2 if is_usage_error else 1
         text = traceback.format_exc() if os.environ.get("DIFFUSIONLM_TRACEBACK") == "1" else str(error)
         failure = RankFailure(rank, attempt, True, text, time.time(), is_usage_error)
+    except MemoryError as error:
+        failure = RankFailure(rank, attempt, False, str(error), time.time())
     except Exception:
         failure = RankFailure(rank, attempt, False, traceback.format_exc(), time.time())
     write_text_atomic(Path(folder) / f"{attempt}-{rank}.json", json.dumps(asdict(failure)))

@@ -38,7 +38,7 @@ PROGRESS_DELAY_SECONDS = 3.0
 UNITS_OF_PHASES = {"reading": "rows", "scoring": "forwards", "decoding": "tokens", "answering": "prompts"}
 
 
-@friendly_errors(NAME)
+@friendly_errors(NAME, "lower batch_size of the task, of [likelihood] or of [exact_match]")
 def main(argv: Sequence[str] | None = None) -> None:
     config, _ = parse_command(
         EvalConfig,

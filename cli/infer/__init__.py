@@ -65,7 +65,7 @@ _ESCAPE = re.compile(r"\\([nt\\])")
 _ESCAPED_CHARACTERS = {"n": "\n", "t": "\t", "\\": "\\"}
 
 
-@friendly_errors(NAME)
+@friendly_errors(NAME, "lower input.batch_size or generation.max_new_tokens")
 def main(argv: Sequence[str] | None = None) -> None:
     config, _ = parse_command(
         InferConfig,

@@ -32,7 +32,7 @@ _SHORTHANDS = (
 """Argument, metavar, override and help; see `add_shorthand`."""
 
 
-@friendly_errors(NAME)
+@friendly_errors(NAME, "lower serve.cache_memory or serve.max_rows")
 def main(argv: Sequence[str] | None = None) -> None:
     config, _ = parse_command(
         ServeConfig,

@@ -57,6 +57,28 @@ def test_friendly_errors(
         run()
 
 
+@pytest.mark.parametrize(
+    ("error", "amount"),
+    [
+        (MemoryError(), ""),
+        (RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has 80 GiB."), ", 20.00 GiB"),
+        (
+            RuntimeError("[x.cpp:1] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes."),
+            ", 64 bytes",
+        ),
+    ],
+)
+def test_missing_memory_is_one_line(error: Exception, amount: str, capsys: pytest.CaptureFixture[str]) -> None:
+    @friendly_errors("dlm-run", "lower run.size")
+    def run() -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as caught:
+        run()
+    more = f"{amount} more were needed" if amount else ""
+    assert (caught.value.code, capsys.readouterr().err) == (1, f"dlm-run: error: out of memory{more}: lower run.size\n")
+
+
 @pytest.mark.parametrize("error", [AssertionError("bug"), RuntimeError("bug"), TypeError("bug"), KeyError("bug")])
 def test_bugs_keep_their_traceback(error: Exception) -> None:
     with pytest.raises(type(error)), friendly_errors("dlm-run"):
