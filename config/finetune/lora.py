@@ -145,8 +145,8 @@ class LoraTrainingConfig(LoraConfig):
     [optimizer] table the optimizer is AdamW with learning rate 2e-4 and no weight decay."""
 
     init_from: ConfigPath | None = None
-    """Directory of a PEFT adapter, or run directory, whose values the adapter starts from. It must have the ranks,
-    scales and modules of this section."""
+    """Directory of a PEFT adapter, or run directory, whose values the adapter starts from, and with preferences the
+    reference's adapter. It must have the ranks, scales and modules of this section."""
     lr_ratio_b: PositiveFloat = 1.0
     """Learning rate of B over that of A; 16 is LoRA+ (Hayou et al. 2024)."""
     base: Literal["auto", "float32", "bfloat16", "nf4"] = "auto"

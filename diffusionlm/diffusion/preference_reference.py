@@ -11,7 +11,7 @@ from torch import Tensor
 from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.diffusion.preference import preference_margins, sum_by_answer, weigh_answers
 from diffusionlm.kernels.loss_types import LossInputs
-from diffusionlm.models.lora import without_adapter
+from diffusionlm.models.lora import before_training
 from diffusionlm.models.transformer import Transformer
 
 
@@ -29,7 +29,7 @@ class PreferenceReference:
     """The model before preference training, on the noise of the model that is trained."""
 
     model: Transformer | None
-    """None: the trained model without its adapters."""
+    """None: the trained model as its adapter was at the start, or without it (`before_training`)."""
     beta: float
 
     @torch.no_grad()
@@ -43,7 +43,7 @@ class PreferenceReference:
         """
         nelbo_P2 = sum_by_answer(noised_batch, _compute_nll(model, noised_batch, loss_inputs))
         reference = model if self.model is None else self.model
-        with without_adapter(model) if self.model is None else nullcontext():
+        with before_training(model) if self.model is None else nullcontext():
             reference_P2 = sum_by_answer(noised_batch, _compute_nll(reference, noised_batch, loss_inputs))
         losses_P, factors_N = weigh_answers(noised_batch, nelbo_P2, reference_P2, self.beta)
         margins_P = preference_margins(nelbo_P2, reference_P2, self.beta)

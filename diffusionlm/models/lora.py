@@ -12,6 +12,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,10 @@ from diffusionlm.models.transformer import Transformer
 
 FACTOR_INITS = ("pissa", "olora")
 """Initial values that are a part of the weight."""
+AdapterValues = Literal["trained", "start", "none"]
+"""What a module computes with: its parameters, the values of `keep_start`, or its base alone (`before_training`)."""
+_START = "start_"
+"""Begins the names of the buffers of `keep_start`."""
 
 
 class AdapterDropout:
@@ -72,8 +77,7 @@ class LoRALinear(Linear):
     the weight never changes.
     """
 
-    is_adapted = True
-    """False: compute what the base does (`without_adapter`)."""
+    adapter_values: AdapterValues = "trained"
 
     def __init__(
         self,
@@ -125,10 +129,11 @@ class LoRALinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
-        if not self.is_adapted:
+        if self.adapter_values == "none":
             return self._project(x)
         A, B = self.factors()
-        keep = None if self.dropout is None else self.dropout.mask(x, self.dropout_key)
+        has_dropout = self.adapter_values == "trained"
+        keep = self.dropout.mask(x, self.dropout_key) if self.dropout is not None and has_dropout else None
         scale = self.scale if keep is None or self.dropout is None else self.scale / (1 - self.dropout.probability)
         low_dtype = compute_dtype(x) if torch.is_autocast_enabled(x.device.type) else A.dtype
         if self._is_fused(x, low_dtype):
@@ -176,7 +181,7 @@ class LoRALinear(Linear):
     def factors(self) -> tuple[Tensor, Tensor]:
         """A [r, in] and B [out, r], or of rank 2 r with the subtracted product."""
         if self.first_A is None or self.first_B is None:
-            return self.lora_A, self.lora_B
+            return _current_value(self, "lora_A"), _current_value(self, "lora_B")
         return torch.cat([self.lora_A, self.first_A]), torch.cat([self.lora_B, -self.first_B], dim=1)
 
     def effective_weight(self) -> Tensor:
@@ -187,17 +192,15 @@ class LoRALinear(Linear):
 
     def row_factor(self) -> Tensor:
         """DoRA: trained norm over the norm of each row of W + s B A, which has no gradient (Liu et al. 2024, 4.3)."""
-        assert self.lora_magnitude is not None
         A, B = self.factors()
         norm: Tensor = (self.frozen_weight.to(A.dtype) + self.scale * (B @ A)).detach().norm(dim=1)
-        return torch.where(norm > 0, self.lora_magnitude / norm, 1.0)
+        return torch.where(norm > 0, _current_value(self, "lora_magnitude") / norm, 1.0)
 
 
 class TrainedRowsEmbedding(Embedding):
     """An embedding whose rows of some tokens are trained."""
 
-    is_adapted = True
-    """False: compute what the base does (`without_adapter`)."""
+    adapter_values: AdapterValues = "trained"
 
     def __init__(self, base: Embedding, token_ids: Sequence[int]) -> None:
         with torch.device("meta"):
@@ -209,10 +212,11 @@ class TrainedRowsEmbedding(Embedding):
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids [...] to rows [..., D]."""
         rows = super().forward(tokens)
-        if not self.is_adapted:
+        if self.adapter_values == "none":
             return rows
         is_trained, index = (tokens[..., None] == self.trained_token_ids).max(dim=-1)
-        return torch.where(is_trained[..., None], self.trained_rows.to(rows.dtype)[index], rows)
+        trained_rows = _current_value(self, "trained_rows")
+        return torch.where(is_trained[..., None], trained_rows.to(rows.dtype)[index], rows)
 
     def effective_weight(self) -> Tensor:
         """All rows [V, D]."""
@@ -222,8 +226,7 @@ class TrainedRowsEmbedding(Embedding):
 class TrainedRowsLinear(Linear):
     """A head whose rows of some tokens are trained; with a tied embedding they are the embedding's."""
 
-    is_adapted = True
-    """False: compute what the base does (`without_adapter`)."""
+    adapter_values: AdapterValues = "trained"
 
     def __init__(self, base: Linear, token_ids: Tensor, rows: nn.Parameter | None) -> None:
         with torch.device("meta"):
@@ -238,13 +241,14 @@ class TrainedRowsLinear(Linear):
 
     def effective_weight(self) -> Tensor:
         """All rows [V, D]."""
-        if not self.is_adapted:
-            return self.weight
-        return replace_rows(self.weight, self.trained_token_ids, self.trained_rows)
+        rows = self.head_rows()
+        return self.weight if rows is None else replace_rows(self.weight, rows.indices_K, rows.rows_KD)
 
     def head_rows(self) -> HeadRows | None:
         """Rows that replace those of the head, with their token ids. None: the adapter is switched off."""
-        return HeadRows(self.trained_token_ids, self.trained_rows) if self.is_adapted else None
+        if self.adapter_values == "none":
+            return None
+        return HeadRows(self.trained_token_ids, _current_value(self, "trained_rows"))
 
 
 def replace_rows(weight: Tensor, indices: Tensor, rows: Tensor) -> Tensor:
@@ -332,17 +336,37 @@ def adapter_modules(model: nn.Module) -> Iterator[tuple[str, LoRALinear | Traine
             yield name, module
 
 
+def keep_start(model: nn.Module) -> None:
+    """Keep the values that a model's adapter has now, for `before_training`."""
+    for _, module in adapter_modules(model):
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                module.register_buffer(_START + name, parameter.detach().clone(), persistent=False)
+
+
+def start_values(model: nn.Module) -> dict[str, Tensor]:
+    """The values of `keep_start`, by name; none if it was not called."""
+    return {name: value for name, value in model.named_buffers() if name.rpartition(".")[2].startswith(_START)}
+
+
+def _current_value(module: nn.Module, name: str) -> Tensor:
+    """A trained parameter of an adapter, or in `before_training` its first value."""
+    value: Tensor = getattr(module, name if module.adapter_values == "trained" else _START + name)
+    return value
+
+
 @contextmanager
-def without_adapter(model: nn.Module) -> Iterator[None]:
-    """Context in which a model computes what its base does."""
+def before_training(model: nn.Module) -> Iterator[None]:
+    """Context in which a model computes what it did at `keep_start`, or if that was not called, what its base does."""
     modules = [module for _, module in adapter_modules(model)]
+    has_start = bool(start_values(model))
     for module in modules:
-        module.is_adapted = False
+        module.adapter_values = "start" if has_start else "none"
     try:
         yield
     finally:
         for module in modules:
-            module.is_adapted = True
+            module.adapter_values = "trained"
 
 
 def find_dropout(model: nn.Module) -> AdapterDropout | None:

@@ -14,7 +14,7 @@ from config.train import TrainConfig
 from config.training.objective import NextTokenConfig
 from config.training.parallel import FSDP
 from ddp.process_group import SINGLE_PROCESS, World
-from diffusionlm.checkpoints.base_fingerprint import BaseFingerprint
+from diffusionlm.checkpoints.base_fingerprint import BaseFingerprint, TensorDigest
 from diffusionlm.checkpoints.model_card import ValidationBound
 from diffusionlm.data.loader import LoaderSpec, StepLoader, WorkerLoader, count_rows
 from diffusionlm.data.pipeline import MixtureComponent, build_row_reader, open_components
@@ -24,7 +24,7 @@ from diffusionlm.diffusion.objectives import build_objective, why_not_nelbo
 from diffusionlm.diffusion.preference_reference import PreferenceReference
 from diffusionlm.evaluation.tasks.live_evaluation import LiveEvaluation
 from diffusionlm.evaluation.validation import Validator
-from diffusionlm.models.lora import find_dropout
+from diffusionlm.models.lora import find_dropout, start_values
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import build_optimizers
 from diffusionlm.optim.ema import WeightAverage
@@ -91,7 +91,7 @@ class Run:
     throughput: ThroughputMeter
     model_files: ModelFiles
     reference_fingerprint: BaseFingerprint | None
-    """Of the frozen copy that preferences are compared with. None: there is none."""
+    """Of the frozen copy, or start of the adapter, that preferences are compared with. None: there is none."""
     skipped_batches: SkippedBatches
     progress: TrainingProgress = field(default_factory=TrainingProgress)
     last_validation: ValidationBound | None = None
@@ -213,7 +213,7 @@ def build_train_state(
 def build_reference(
     config: TrainConfig, builder: ModelBuilder, world: World, device: torch.device, precision: torch.dtype
 ) -> PreferenceReference | None:
-    """The reference of preference training: the model before it, or without its adapters. None: another objective.
+    """The reference of preference training: the model before it. None: another objective.
 
     Its matrices have the dtype of their products, in which it computes what the float32 model does. Under FSDP it is
     divided like the model.
@@ -234,7 +234,10 @@ def build_reference(
 
 
 def _fingerprint_reference(state: TrainState, builder: ModelBuilder) -> BaseFingerprint | None:
-    return None if state.reference is None or state.reference.model is None else builder.fingerprint_directory()
+    if state.reference is not None and state.reference.model is not None:
+        return builder.fingerprint_directory()
+    digests = {name: TensorDigest.from_tensor(value) for name, value in start_values(state.model).items()}
+    return BaseFingerprint("", digests) if digests else None
 
 
 def build_step_settings(

@@ -171,14 +171,19 @@ def _check_same_data(run: Run, checkpoint: LoadedCheckpoint) -> None:
 
 
 def _check_same_reference(run: Run, checkpoint: LoadedCheckpoint) -> None:
-    metadata = checkpoint.state.get("reference")  # absent in older checkpoints
-    stored = BaseFingerprint.from_metadata(metadata or {})
-    current = run.reference_fingerprint
-    if stored is None or current is None or stored == current or run.config.checkpoint.config_change == "accept":
+    state, current, config = checkpoint.state, run.reference_fingerprint, run.config
+    stored = BaseFingerprint.from_metadata(state.get("reference") or {})
+    is_older = "reference" not in state
+    if is_older or current is None or stored == current or config.checkpoint.config_change == "accept":
         return
-    difference = stored.find_difference(current) or "its weights were rounded"
+    difference = "it was the model without an adapter"
+    if stored is not None:
+        difference = stored.find_difference(current) or "its weights were rounded"
+    source = f"model.init_from = {config.model.init_from}"
+    if config.lora is not None:
+        source = f"lora.init_from = {config.lora.init_from}"
     raise ValueError(
-        f"the reference of preferences, model.init_from = {run.config.model.init_from}, is not that of "
+        f"the reference of preferences, {source}, is not that of "
         f"{checkpoint.path}: {difference}. Restore it, name another run.directory, or set "
         'checkpoint.config_change = "accept"'
     )

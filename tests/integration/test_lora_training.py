@@ -28,7 +28,7 @@ from diffusionlm.checkpoints.convert import convert
 from diffusionlm.checkpoints.huggingface import load_model, save_model, save_model_directory
 from diffusionlm.checkpoints.model_files import load_tokenizer
 from diffusionlm.models.init import init_weights
-from diffusionlm.models.lora import LoRALinear, adapter_modules, without_adapter
+from diffusionlm.models.lora import LoRALinear, adapter_modules, before_training
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
@@ -249,7 +249,7 @@ def test_base_in_four_bits(configure: Configure, base: Path) -> None:
     run = build(configs[1])
     module = run.state.model.get_submodule("model.layers.0.mlp.up_proj")
     assert isinstance(module, LoRALinear) and module.quantized is not None
-    with torch.no_grad(), without_adapter(run.state.model):
+    with torch.no_grad(), before_training(run.state.model):
         approximate = run.state.model(TOKENS, pattern=Bidirectional())
         torch.testing.assert_close(approximate, logits(base), atol=0.5, rtol=0.1)
     resume_run(run)

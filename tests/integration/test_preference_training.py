@@ -130,6 +130,53 @@ def test_resuming_refuses_another_reference(configure: Configure, tmp_path: Path
     train(configure("run", training=steps, checkpoint={"config_change": "accept"}))
 
 
+LORA = {"lora": {"rank": 2}, "optimizer": {"learning_rate": 2e-2}}
+
+
+@pytest.fixture
+def adapter(configure: Configure) -> dict[str, Any]:
+    """Sections of a run that goes on with the adapter of a finished run."""
+    first = configure("first", **LORA)
+    train(first)
+    return LORA | {"lora": {"rank": 2, "init_from": str(first.run.directory)}}
+
+
+def test_training_starts_at_ln_2_from_an_adapter(adapter: dict[str, Any], configure: Configure) -> None:
+    """The reference is the start of the run, not the bare base, from which the adapter is 0.1 away and more."""
+    config = configure("second", **adapter)
+    train(config)
+    assert metrics(config, "preference_margin")[0] == 0.0
+    assert metrics(config, "loss")[0] == pytest.approx(math.log(2), abs=1e-6)
+    assert metrics(config, "preference_margin")[-1] > 0.1
+
+
+def test_a_resumed_run_has_the_start_of_its_adapter_as_reference(
+    adapter: dict[str, Any], configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit; another adapter in its place is refused, and so is a run whose reference was the base."""
+    whole, parts = configure("whole", **adapter), configure("parts", **adapter)
+    for config in (whole, parts):
+        train(config)
+    checkpoints = parts.run.directory / "checkpoints"
+    shutil.rmtree(checkpoints / "step-00000006")
+    (checkpoints / "latest").unlink()
+    (parts.run.directory / "summary.json").unlink()
+    train(parts)
+    assert metrics(parts, "loss")[-3:] == metrics(whole, "loss")[-3:]
+    weights = "checkpoints/latest/adapter_model.safetensors"
+    assert (parts.run.directory / weights).read_bytes() == (whole.run.directory / weights).read_bytes()
+    stored = tmp_path / "first" / "checkpoints" / "latest" / "adapter_model.safetensors"
+    stored.write_bytes((whole.run.directory / weights).read_bytes())
+    with pytest.raises(ValueError, match=r"lora\.init_from = .*first, is not that of .*q_proj.start_lora_A has other"):
+        train(whole)
+    older = configure("older", **adapter)
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "_fingerprint_reference", lambda *_: None)  # as before adapters were references
+        train(older)
+    with pytest.raises(ValueError, match="it was the model without an adapter"):
+        train(older)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

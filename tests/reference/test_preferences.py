@@ -18,7 +18,7 @@ from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
 from diffusionlm.diffusion.objectives import build_objective
 from diffusionlm.diffusion.preference import PreferenceObjective, sum_by_answer
 from diffusionlm.diffusion.preference_reference import PairLosses, PreferenceReference
-from diffusionlm.models.lora import add_adapter
+from diffusionlm.models.lora import adapter_modules, add_adapter, keep_start
 from diffusionlm.models.patterns import Causal
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.block_wrapping import compile_blocks
@@ -168,6 +168,43 @@ def test_an_adapter_is_compared_with_its_base(tiny_model: MakeModel) -> None:
     )
     torch.testing.assert_close(losses.margins_P, expected.margins_P)
     assert losses.margins_P.abs().min() > 0.01
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"dora": True}, {"trainable_tokens": (4, MASK)}, {"dropout": 0.3, "targets": ("q_proj", "up_proj")}]
+)
+@pytest.mark.parametrize("ties", [False, True])
+def test_an_adapter_that_goes_on_is_compared_with_its_start(
+    options: dict[str, Any], ties: bool, tiny_model: MakeModel
+) -> None:
+    """The same as with a whole copy of the model at the start, whose weights have the adapter in them."""
+    model = tiny_model(torch.float64, tie_word_embeddings=ties)
+    add_adapter(model, LoraConfig(rank=2, **options))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with torch.no_grad():
+        for parameter in trained:
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    keep_start(model)
+    copied = tiny_model(torch.float64, tie_word_embeddings=ties)
+    with torch.no_grad():
+        for name, module in adapter_modules(model):
+            copied.get_submodule(name).weight.copy_(module.effective_weight())  # type: ignore[operator, union-attr]
+    objective = build(model, num_draws=2)
+    noised_batch = objective.build_noised_batch(pair_batch(), NoiseKey(0, 3, 0, 4))
+    first = backward(model, PreferenceReference(None, 0.2), noised_batch, objective)
+    assert first.margins_P.tolist() == [0.0, 0.0]
+    gradients = []
+    with torch.no_grad():
+        for parameter in trained:
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    margins = []
+    for reference in (None, copied):
+        model.zero_grad()
+        margins.append(backward(model, PreferenceReference(reference, 0.2), noised_batch, objective).margins_P)
+        gradients.append([parameter.grad for parameter in trained])
+    assert margins[0].abs().min() > 0.01
+    torch.testing.assert_close(margins[0], margins[1], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(("block_length", "num_draws"), [(None, 1), (None, 2), (None, 6), (2, 4)])

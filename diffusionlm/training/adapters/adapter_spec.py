@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from config.finetune.lora import LoraTrainingConfig
+from config.finetune.preference import PreferenceConfig
 from config.train import TrainConfig
 from diffusionlm.checkpoints.adapter_files import load_adapter_values, stored_module_names
-from diffusionlm.models.lora import LoRALinear, adapter_modules, add_adapter
+from diffusionlm.models.lora import LoRALinear, adapter_modules, add_adapter, keep_start
 from diffusionlm.models.transformer import Transformer
 
 
@@ -21,6 +22,8 @@ class AdapterSpec:
     config: LoraTrainingConfig
     base_dtype: torch.dtype
     """Dtype of the frozen weights of adapted projections; all other parameters are float32."""
+    keeps_start: bool = False
+    """The adapter of `lora.init_from` is a part of the reference of preferences."""
 
     @classmethod
     def from_config(cls, config: TrainConfig, precision: torch.dtype) -> AdapterSpec | None:
@@ -33,7 +36,8 @@ class AdapterSpec:
             return None
         config.lora.check_packages()
         dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-        return cls(config.lora, dtypes.get(config.lora.base, precision))
+        keeps_start = config.lora.init_from is not None and isinstance(config.objective, PreferenceConfig)
+        return cls(config.lora, dtypes.get(config.lora.base, precision), keeps_start)
 
     def add_to(self, model: Transformer, seed: int, device: torch.device | None = None) -> None:
         """Freeze a model and put the adapter on it, in place. On ``meta`` it gets no values.
@@ -53,6 +57,8 @@ class AdapterSpec:
             )
         if config.init_from is not None and not model.model.norm.weight.is_meta:
             load_adapter_values(model, config, config.init_from)
+        if self.keeps_start:
+            keep_start(model)
         if config.base == "nf4":
             for module in adapted:
                 weight = module.weight.detach().to(device, torch.float32)
