@@ -9,13 +9,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from config.training.parallel import DDP, FSDP, Parallel, SingleProcess
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 T = TypeVar("T")
 
@@ -164,7 +167,7 @@ SINGLE_PROCESS = World()
 
 
 @contextmanager
-def _heartbeat(store: dist.Store, key: str) -> Iterator[None]:
+def _heartbeat(store: Store, key: str) -> Iterator[None]:
     """Count up ``key``/beats in the store from a thread during the block, and set ``key`` at its end."""
     is_done = threading.Event()
 
@@ -182,7 +185,7 @@ def _heartbeat(store: dist.Store, key: str) -> Iterator[None]:
         store.set(key, "done")
 
 
-def _wait_for_heartbeat_to_end(store: dist.Store, key: str, timeout_seconds: float) -> None:
+def _wait_for_heartbeat_to_end(store: Store, key: str, timeout_seconds: float) -> None:
     """Wait until `_heartbeat` has set ``key``.
 
     Raises:

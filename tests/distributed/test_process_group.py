@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from config.training.parallel import DDP, FSDP, SingleProcess
 from ddp import process_group as module
@@ -124,7 +125,7 @@ def test_the_first_rank_may_take_any_time_but_not_be_silent(is_alive: bool, monk
 
 def test_heartbeats_are_counted_while_the_block_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.001)
-    store = dist.HashStore()
+    store = HashStore()
     with module._heartbeat(store, "key"):
         while store.add("key/beats", 0) < 3:
             time.sleep(0.001)

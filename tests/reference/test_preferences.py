@@ -188,7 +188,7 @@ def test_an_adapter_that_goes_on_is_compared_with_its_start(
     copied = tiny_model(torch.float64, tie_word_embeddings=ties)
     with torch.no_grad():
         for name, module in adapter_modules(model):
-            copied.get_submodule(name).weight.copy_(module.effective_weight())  # type: ignore[operator, union-attr]
+            copied.get_submodule(name).weight.copy_(module.effective_weight())  # type: ignore[operator]
     objective = build(model, num_draws=2)
     noised_batch = objective.build_noised_batch(pair_batch(), NoiseKey(0, 3, 0, 4))
     first = backward(model, PreferenceReference(None, 0.2), noised_batch, objective)
