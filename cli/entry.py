@@ -98,7 +98,7 @@ def usage_errors(name: str) -> Iterator[None]:
 
 @contextmanager
 def memory_errors(remedy: str) -> Iterator[None]:
-    """Name a remedy where memory runs out, of the machine or of a GPU.
+    """Name a remedy where memory runs out, of the machine or of a GPU; the innermost one counts.
 
     Raises:
         MemoryError: it ran out; one line.
@@ -106,7 +106,8 @@ def memory_errors(remedy: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and _MEMORY_ERROR.search(str(error)) is None:
+        has_remedy = isinstance(error, MemoryError) and error.__cause__ is not None
+        if has_remedy or (isinstance(error, RuntimeError) and _MEMORY_ERROR.search(str(error)) is None):
             raise
         size = re.search(r"allocate (\d[\d.]* \w+)", str(error))
         amount = "" if size is None else f", {size[1]} more were needed"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cli.arguments import parse_command
-from cli.entry import friendly_errors, usage_errors
+from cli.entry import friendly_errors, memory_errors, usage_errors
 from cli.tables import make_table, print_parts
 from config.families.model_directory import read_model_config, resolve_model_directory
 from config.train import KEY_HINTS, TrainConfig
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Under torchrun this is one rank of several. Only rank 0 reports errors of the command line, and a run that a signal
     stopped returns 0, since torchrun would restart a failed one.
     """
-    with friendly_errors(NAME if is_first_rank() else f"{NAME}, rank {os.environ['RANK']}", MEMORY_REMEDY):
+    with friendly_errors(NAME if is_first_rank() else f"{NAME}, rank {os.environ['RANK']}"):
         with redirect_stderr(sys.stderr if is_first_rank() else StringIO()):
             config, arguments = parse_command(
                 TrainConfig,
@@ -199,8 +199,8 @@ def check_memory(config: TrainConfig) -> None:
     total = min(memory.total or math.inf, memory.limit or math.inf)
     if isinstance(config.parallel, SingleProcess) and least > REFUSED_MEMORY_RATIO * total:
         raise ValueError(
-            f"training.batch_size = {config.training.batch_size:,} needs at least {_format_bytes(least)} of memory, "
-            f"and this machine has {_format_bytes(total)}: {MEMORY_REMEDY}"
+            f"the run needs at least {_format_bytes(least)} of memory, and this machine has {_format_bytes(total)}: "
+            f"{MEMORY_REMEDY}"
         )
     if memory.free is not None and needed > memory.free:
         print_message(
@@ -228,7 +228,7 @@ def train_as_rank(config: TrainConfig) -> int:
     from cli.train_summary import format_summary
     from diffusionlm.training.loop import train
 
-    with redirect_stderr(resilient(sys.stderr)):
+    with memory_errors(MEMORY_REMEDY), redirect_stderr(resilient(sys.stderr)):
         result = train(config)
         if result.summary is not None and is_first_rank():
             # With logging.console = "json" standard output is for programs.

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from functools import partial
 
 from cli.arguments import parse_command
-from cli.entry import friendly_errors, memory_errors, usage_errors
+from cli.entry import friendly_errors, usage_errors
 from cli.tables import print_parts
-from cli.train import KEYS, MEMORY_REMEDY, add_arguments, check_files, format_run_estimate, train_as_rank
-from config.train import KEY_HINTS, DistributedTrainConfig, TrainConfig
+from cli.train import KEYS, add_arguments, check_files, format_run_estimate, train_as_rank
+from config.train import KEY_HINTS, DistributedTrainConfig
 
 NAME = "diffusionlm-train-ddp"
 
@@ -53,13 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         local_ranks = count_local_ranks(config.parallel, config.run.device)
         config.sequences_per_rank(local_ranks * nodes.count)
     restarts = config.parallel.max_restarts
-    act = partial(_train_as_rank, config.to_train_config())
+    act = partial(train_as_rank, config.to_train_config())
     return launch(act, local_ranks, name=NAME, max_restarts=restarts, nodes=nodes)
-
-
-def _train_as_rank(config: TrainConfig) -> int:
-    with memory_errors(MEMORY_REMEDY):
-        return train_as_rank(config)
 
 
 def check_nodes(arguments: Namespace) -> None:

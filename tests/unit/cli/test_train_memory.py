@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from cli import train, train_ddp
+from cli import train
 from config.train import TrainConfig
 from ddp import launch
 from diffusionlm.training import loop
@@ -44,7 +44,7 @@ def test_missing_memory_of_a_rank_is_one_line_and_no_reason_against_a_restart(
     monkeypatch.setattr("os.setsid", lambda: None)
     exit_code = get_context("spawn").Value("i", launch.EXIT_CODE_UNKNOWN)
     with pytest.raises(SystemExit):
-        launch.run_rank(partial(train_ddp._train_as_rank, train_config), exit_code, str(tmp_path), "run")
+        launch.run_rank(partial(train.train_as_rank, train_config), exit_code, str(tmp_path), "run")
     (failure,) = launch.read_failures(tmp_path)
     assert failure.text.startswith("out of memory, ") and "lower training.micro_batch_size" in failure.text
     assert exit_code.value == launch.EXIT_CODE_UNKNOWN, "only errors that the user must mend prevent restarts"
@@ -76,7 +76,7 @@ def test_a_run_that_needs_several_times_the_memory_is_refused(
     monkeypatch.setattr(train, "drivers", list)
     monkeypatch.setattr(train, "read_memory", lambda root: memory)
     huge = train_config.training.model_copy(update={"batch_size": 100_000_000, "micro_batch_size": None})
-    with pytest.raises(ValueError, match=r"training\.batch_size = 100,000,000 needs at least .*has 16\.0 GiB: lower"):
+    with pytest.raises(ValueError, match=r"needs at least .*has 16\.0 GiB: lower training\.micro_batch_size"):
         train.check_memory(train_config.model_copy(update={"training": huge}))
     # The scores of attention are the largest part of the estimate, but no backend of a CPU keeps them.
     long = train_config.model_copy(
