@@ -25,7 +25,7 @@ _NO_RANK = 1 << 62
 # Above this many bytes the linked list is faster than the quadratic loop, most of which runs in C.
 _LONG_WORD = 50
 # Longer words are encoded in parts, as by Llama 3's tokenizer: time and memory of a word stay bounded.
-_LONGEST_WORD = 1 << 16
+_LONGEST_WORD = 1 << 20
 _CACHED_WORDS = 1 << 18
 _LONGEST_CACHED_WORD = 512
 _LARGEST_ID = (1 << 24) - 1
