@@ -383,10 +383,7 @@ def keep_top_k(logits_NV: Tensor, top_k: int) -> Tensor:
     """Set all but the k highest logits to -inf: exactly k stay, the lowest ids among equals."""
     if top_k >= logits_NV.shape[1]:
         return logits_NV
-    kth_N1 = logits_NV.topk(top_k, dim=1).values[:, -1:]
-    is_above_NV, is_tie_NV = logits_NV > kth_N1, logits_NV == kth_N1
-    num_ties_N1 = top_k - is_above_NV.sum(dim=1, keepdim=True)
-    return logits_NV.masked_fill(~(is_above_NV | is_tie_NV & (is_tie_NV.cumsum(dim=1) <= num_ties_N1)), float("-inf"))
+    return _keep_highest(logits_NV, _sort_highest(logits_NV, top_k)[:, -1:], top_k)
 
 
 def keep_top_p(logits_NV: Tensor, top_p: float) -> Tensor:
@@ -407,29 +404,35 @@ def keep_top_p_candidates(logits_NV: Tensor, top_p: float, num_candidates: int) 
     Returns:
         The logits, [N, V], and whether the candidates contain the nucleus, [N]; only then are the logits right.
     """
-    total_N1 = logits_NV.logsumexp(dim=1, keepdim=True)
-    if num_candidates >= logits_NV.shape[1]:
-        sorted_NV, order_NV = logits_NV.sort(dim=1, descending=True, stable=True)
-        filtered_NV = _mask_outside(logits_NV, order_NV, _is_outside_nucleus(sorted_NV, total_N1, top_p))
-        return filtered_NV, torch.ones_like(total_N1[:, 0], dtype=torch.bool)
-    ids_NC = logits_NV.topk(num_candidates, dim=1).indices.sort(dim=1).values
-    sorted_NC, order_NC = logits_NV.gather(1, ids_NC).sort(dim=1, descending=True, stable=True)
-    is_outside_NC = _is_outside_nucleus(sorted_NC, total_N1, top_p)
-    # Ties of the last candidate may be missing, so it must be outside.
-    is_complete_N = (is_outside_NC | (sorted_NC > sorted_NC[:, -1:])).all(dim=1)
-    return _mask_outside(logits_NV, ids_NC.gather(1, order_NC), is_outside_NC), is_complete_N
+    sorted_NC = _sort_highest(logits_NV, min(num_candidates, logits_NV.shape[1]))
+    probs_NC = (sorted_NC - logits_NV.logsumexp(dim=1, keepdim=True)).exp_()
+    is_inside_NC = probs_NC.cumsum(dim=1).sub_(probs_NC) < top_p  # the more probable tokens do not sum to top_p yet
+    size_N1 = is_inside_NC.sum(dim=1, keepdim=True).clamp_min(1)
+    is_complete_N = ~is_inside_NC[:, -1] | (num_candidates >= logits_NV.shape[1])
+    return _keep_highest(logits_NV, sorted_NC.gather(1, size_N1 - 1), size_N1), is_complete_N
 
 
-def _is_outside_nucleus(sorted_NC: Tensor, total_N1: Tensor, top_p: float) -> Tensor:
-    """True where the more probable tokens sum to top_p already."""
-    probs_NC = (sorted_NC - total_N1).exp()
-    return probs_NC.cumsum(dim=1) - probs_NC >= top_p
+def _sort_highest(logits_NV: Tensor, count: int) -> Tensor:
+    """The highest logits of each row without their ids, the highest first, [N, count]."""
+    if logits_NV.device.type != "cpu":
+        return logits_NV.topk(count, dim=1).values
+    # torch sorts ids along; numpy sorts values alone, with vector instructions.
+    negated_NC = -logits_NV.numpy()
+    if count < negated_NC.shape[1]:
+        negated_NC.partition(count - 1, axis=1)
+        negated_NC = negated_NC[:, :count]
+    negated_NC.sort(axis=1)
+    return torch.from_numpy(np.negative(negated_NC, out=negated_NC))
 
 
-def _mask_outside(logits_NV: Tensor, ids_NC: Tensor, is_outside_NC: Tensor) -> Tensor:
-    """Set logits to -inf where an id is outside the nucleus or no candidate."""
-    is_outside_NV = torch.ones_like(logits_NV, dtype=torch.bool).scatter(1, ids_NC, is_outside_NC)
-    return logits_NV.masked_fill(is_outside_NV, float("-inf"))
+def _keep_highest(logits_NV: Tensor, lowest_N1: Tensor, count_N1: Tensor | int) -> Tensor:
+    """Set all but the ``count_N1`` highest logits, the last of which is ``lowest_N1``, to -inf; among equals the lowest
+    ids stay."""
+    is_above_NV, is_tie_NV = logits_NV > lowest_N1, logits_NV == lowest_N1
+    num_ties_N1 = count_N1 - is_above_NV.sum(dim=1, keepdim=True)
+    return logits_NV.masked_fill(
+        ~(is_above_NV | is_tie_NV & (is_tie_NV.cumsum(dim=1, dtype=torch.int32) <= num_ties_N1)), float("-inf")
+    )
 
 
 def choose_tokens(probs_NV: Tensor, uniforms_N: Tensor | None) -> Tensor:

@@ -85,6 +85,22 @@ def test_top_p_with_few_candidates_is_the_same(
         assert torch.equal(keep_top_p(row_1V, top_p), expected_1V)
 
 
+@pytest.mark.parametrize("top_p", [1e-9, 0.5, 0.999])
+def test_a_cpu_sorts_no_ids(top_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch sorts ids with the values, which takes longer than all else that top-p computes."""
+    logits_NV = torch.cat([random_logits(), random_logits().round(), torch.zeros(1, 13, dtype=torch.float64)])
+    expected = [naive_top_p(row, top_p) for row in logits_NV.tolist()]
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("ids are sorted")
+
+    monkeypatch.setattr(Tensor, "sort", refuse)
+    monkeypatch.setattr(Tensor, "topk", refuse)
+    for num_candidates in (5, 13, 1024):
+        monkeypatch.setattr(sampling, "NUM_TOP_P_CANDIDATES", num_candidates)
+        assert keep_top_p(logits_NV, top_p).tolist() == expected
+
+
 @pytest.mark.parametrize("num_candidates", [1, 3])
 def test_nuclei_outside_of_the_candidates_are_found_in_a_second_pass(
     num_candidates: int, model: Transformer, monkeypatch: pytest.MonkeyPatch
