@@ -26,6 +26,10 @@ PATTERNS: dict[str, str] = {
 
 Splitter = Callable[[str], list[str]]
 
+_SPLIT_SECONDS = 30.0
+_SPLIT_SECONDS_PER_CHARACTER = 1e-4
+"""Time to split a text by a pattern of a file, a hundred times what usual ones take."""
+
 
 def pattern_name(expression: str) -> str:
     """Return the name of a regular expression in PATTERNS, or the expression itself if it has none."""
@@ -50,29 +54,35 @@ def make_splitter(pattern: str) -> Splitter:
         raise ValueError(f"pattern {pattern!r} is unknown: use one of {', '.join(PATTERNS)}, or a regular expression")
     try:
         compiled = regex.compile(pattern_regex(pattern), regex.MULTILINE)
-    except regex.error as error:
-        raise ValueError(f"pattern {pattern!r} is not a valid regular expression: {error}") from error
+    except (regex.error, RecursionError) as error:
+        raise ValueError(f"pattern {pattern[:200]!r} is not a valid regular expression: {error}") from error
 
     if pattern_name(pattern) in PATTERNS:
         return _make_ascii_splitter(pattern_regex(pattern), compiled.findall)
 
-    def with_gaps(text: str) -> list[str]:
+    def with_gaps(text: str, seconds: float) -> list[str]:
         words: list[str] = []
         end = 0
-        for match in compiled.finditer(text):
+        for match in compiled.finditer(text, timeout=seconds):
             words.append(text[end : match.start()])
             words.append(match.group())
             end = match.end()
         words.append(text[end:])
         return [word for word in words if word]
 
-    if compiled.groups:
-        return with_gaps  # findall would return the groups
-    find_all = compiled.findall
-
     def split(text: str) -> list[str]:
-        words: list[str] = find_all(text)
-        return words if sum(map(len, words)) == len(text) and all(words) else with_gaps(text)
+        seconds = _SPLIT_SECONDS + len(text) * _SPLIT_SECONDS_PER_CHARACTER
+        try:
+            if compiled.groups:  # findall would return the groups
+                return with_gaps(text, seconds)
+            words: list[str] = compiled.findall(text, timeout=seconds)
+            return words if sum(map(len, words)) == len(text) and all(words) else with_gaps(text, seconds)
+        except TimeoutError:
+            raise ValueError(
+                f"the tokenizer's pattern {pattern[:200]!r} takes more than {seconds:.0f} s for a text of {len(text)} "
+                "characters: correct it in the tokenizer's file (pre_tokenizer in tokenizer.json, pattern in "
+                "special_tokens.json), without repetitions within repetitions, such as (a|aa)+"
+            ) from None
 
     return split
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, Self, TypeVar
 
@@ -26,6 +25,8 @@ ALL_LINEAR = "all-linear"
 HEAD = "lm_head"
 ROUTER_SUFFIX = ".mlp.gate"
 """End of a router's name, which "all-linear" leaves out."""
+MATCH_SECONDS = 0.2
+"""Time to match a pattern, which may come from anybody's adapter_config.json, with one name: usually microseconds."""
 _Value = TypeVar("_Value", int, float)
 
 
@@ -87,7 +88,7 @@ class LoraConfig(Section):
         if self.targets == ALL_LINEAR:
             return True
         if isinstance(self.targets, str):
-            return re.fullmatch(self.targets, module_name) is not None
+            return _matches(self.targets, module_name, "targets")
         return any(is_module(module_name, name) for name in self.targets)
 
     def excludes(self, module_name: str) -> bool:
@@ -114,7 +115,7 @@ class LoraConfig(Section):
                     yield key, name
         for key in ("rank_patterns", "alpha_patterns"):
             for pattern, value in getattr(self, key).items():
-                if not any(_first_match({pattern: value}, module_name) for module_name in module_names):
+                if not any(_first_match({pattern: value}, module_name, key) for module_name in module_names):
                     yield key, pattern
 
     def check_token_ids(self, vocab_size: int) -> None:
@@ -131,11 +132,11 @@ class LoraConfig(Section):
 
     def rank_of(self, module_name: str) -> int:
         """Rank of a module's adapter."""
-        return _first_match(self.rank_patterns, module_name) or self.rank
+        return _first_match(self.rank_patterns, module_name, "rank_patterns") or self.rank
 
     def scale_of(self, module_name: str) -> float:
         """The factor s of a module's adapter."""
-        alpha = _first_match(self.alpha_patterns, module_name) or self.alpha
+        alpha = _first_match(self.alpha_patterns, module_name, "alpha_patterns") or self.alpha
         rank = self.rank_of(module_name)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
@@ -187,14 +188,33 @@ def is_module(module_name: str, name: str) -> bool:
 
 
 def _check_pattern(pattern: str) -> None:
+    import regex  # type: ignore[import-untyped, unused-ignore]  # here, so that --help does not wait for it
+
     try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+        regex.compile(pattern)
+    except (regex.error, RecursionError) as error:
+        raise ValueError(f"{pattern[:200]!r} is no regular expression: {error}") from error
 
 
-def _first_match(patterns: Mapping[str, _Value], module_name: str) -> _Value | None:
+def _matches(pattern: str, module_name: str, key: str) -> bool:
+    """Whether a pattern of a key matches a whole name.
+
+    Raises:
+        ValueError: that takes longer than `MATCH_SECONDS`.
+    """
+    import regex  # type: ignore[import-untyped, unused-ignore]
+
+    try:
+        return regex.fullmatch(pattern, module_name, timeout=MATCH_SECONDS) is not None
+    except TimeoutError:
+        raise ValueError(
+            f"lora.{key}: the regular expression {pattern[:200]!r} takes more than {MATCH_SECONDS:g} s for the name "
+            f"{module_name!r}: avoid repetitions within repetitions, such as (a|aa)+, or list names"
+        ) from None
+
+
+def _first_match(patterns: Mapping[str, _Value], module_name: str, key: str) -> _Value | None:
     """As in PEFT: a pattern matches the end of a name, after a dot."""
     return next(
-        (value for pattern, value in patterns.items() if re.fullmatch(rf"(.*\.)?({pattern})", module_name)), None
+        (value for pattern, value in patterns.items() if _matches(rf"(.*\.)?({pattern})", module_name, key)), None
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ def load_adapter(model: Transformer, directory: Path) -> LoraConfig:
         _check_base(directory, fingerprint, BaseFingerprint.from_model(model))
     with torch.device("meta"):
         probe = Transformer(model.config)
-    add_adapter(probe, config, names=names)
+    with _errors_name(directory / ADAPTER_CONFIG):
+        add_adapter(probe, config, names=names)
     _check_tensors(probe, tensors, directory)
     add_adapter(model, config, names=names)
     _copy_tensors(model, tensors)
@@ -80,13 +82,23 @@ def load_adapter_values(model: Transformer, config: LoraConfig, directory: Path)
     _check_tensors(model, tensors, directory)
     names = stored_module_names(model)
     adapted = [names[name] for name, module in adapter_modules(model) if isinstance(module, LoRALinear)]
-    differing = [name for name in adapted if stored.scale_of(name) != config.scale_of(name)]
+    with _errors_name(directory / ADAPTER_CONFIG):
+        differing = [name for name in adapted if stored.scale_of(name) != config.scale_of(name)]
     if differing:
         raise ValueError(
             f"{directory / ADAPTER_CONFIG}: the scale of {differing[0]} is {stored.scale_of(differing[0]):g}, that of "
             f"[lora] is {config.scale_of(differing[0]):g}: set lora.rank, lora.alpha and lora.rslora as there"
         )
     _copy_tensors(model, tensors)
+
+
+@contextmanager
+def _errors_name(path: Path) -> Iterator[None]:
+    """Prefix the message of a ValueError with a file."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _check_tensors(model: Transformer, tensors: Mapping[str, Tensor], directory: Path) -> None:

@@ -14,10 +14,14 @@ from safetensors.torch import save_file
 
 from config.families.model_directory import read_model_config
 from config.families.registry import FAMILIES
+from config.finetune import lora
+from config.finetune.lora import LoraConfig
 from diffusionlm.checkpoints import huggingface
+from diffusionlm.checkpoints.adapter_files import load_adapter, save_adapter
 from diffusionlm.checkpoints.analyze import analyze
 from diffusionlm.checkpoints.huggingface import load_model, save_model
 from diffusionlm.checkpoints.weights import read_weights
+from diffusionlm.models.lora import add_adapter
 from diffusionlm.models.transformer import Transformer
 
 MakeModel = Callable[..., Transformer]
@@ -182,3 +186,26 @@ def test_nested_json_names_the_file(name: str, tiny_model: MakeModel, tmp_path: 
     if name == "config.json":
         with pytest.raises(ValueError, match=rf"{name}: is not valid JSON .nested too deeply"):
             analyze(tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "option"),
+    [
+        ("target_modules", "(?:.|..|...)+(?<=z)", "lora.targets"),
+        ("rank_pattern", {"(?:.|..|...)+(?<=z)": 2}, "lora.rank_patterns"),
+        ("alpha_pattern", {"(?:.|..|...)+(?<=z)": 2}, "lora.alpha_patterns"),
+    ],
+)
+def test_a_pattern_that_takes_forever_names_the_file(
+    key: str, value: Any, option: str, tiny_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, config = tiny_model(), LoraConfig(rank=1)
+    add_adapter(model, config)
+    save_adapter(model, config, tmp_path)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    monkeypatch.setattr(lora, "MATCH_SECONDS", 0.01)
+    with pytest.raises(ValueError, match="takes more than") as error:
+        load_adapter(tiny_model(), tmp_path)
+    message = str(error.value)
+    assert str(path) in message and option in message and "(?<=z)" in message and "list names" in message

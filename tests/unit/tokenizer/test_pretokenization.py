@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import regex
 
-from tokenizer import PATTERNS
+from tokenizer import PATTERNS, patterns
 from tokenizer.patterns import make_splitter
 
 SOME_PATTERNS = [pytest.param(name, marks=[] if name == "qwen" else pytest.mark.slow) for name in PATTERNS]
@@ -46,3 +46,13 @@ def test_the_expression_of_a_named_pattern_is_that_pattern() -> None:
     assert make_splitter("gpt4")(text)[:4] == ["It", "'S", " ", "123"]
     assert make_splitter("qwen")(text)[:4] == ["It", "'S", " ", "1"]
     assert make_splitter("gpt2")(text)[:4] == ["It", "'", "S", " 1234"]
+
+
+def test_a_pattern_that_takes_forever_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without groups, which have splitters of their own."""
+    monkeypatch.setattr(patterns, "_SPLIT_SECONDS", 0.01)
+    for expression in ("(?:.|..|...)+(?<=z)", "(.|..|...)+(?<=z)"):
+        split = make_splitter(expression)
+        assert split("xz") == ["xz"]
+        with pytest.raises(ValueError, match=r"pattern .* takes more than .* special_tokens\.json"):
+            split("x" * 60)
