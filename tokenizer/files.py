@@ -3,9 +3,10 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 from files.atomic import write_text_atomic
 from files.json_files import read_json_object, read_text
@@ -15,6 +16,7 @@ from tokenizer.chat_templates import load_chat_template, save_chat_template
 from tokenizer.huggingface import (
     build_slow_tokenizer_json,
     from_huggingface,
+    read_added_tokens,
     read_id,
     read_merge,
     read_token,
@@ -105,7 +107,47 @@ def _load_huggingface(folder: Path) -> Tokenizer:
     with _errors_name_file(path):
         if is_sentencepiece(contents):
             return SentencePieceTokenizer(contents, config)
-        return from_huggingface(contents, config)
+        tokenizer = from_huggingface(contents, config)
+    if path != folder:
+        _check_agreement(folder, contents, config, None)
+    return tokenizer
+
+
+def _check_agreement(
+    folder: Path, contents: Mapping[str, Any], config: Mapping[str, Any], special_tokens: Mapping[str, int] | None
+) -> None:
+    """Check that tokenizer.json has the tokens and merges of vocab.json and merges.txt beside it: another program may
+    read the other ones. Added tokens may be in any of them.
+
+    Args:
+        special_tokens: of special_tokens.json, text to id; None: there is no such file.
+
+    Raises:
+        ValueError: they differ; names the files.
+    """
+    path = folder / HUGGINGFACE_FILE
+    with _errors_name_file(path):
+        added = {text: token["id"] for text, token in read_added_tokens(contents, config).items()}
+        vocab = contents["model"]["vocab"]
+        merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in contents["model"]["merges"]]
+    added_ids = set(added.values())
+
+    def drop_added(vocab: Mapping[str, Any]) -> dict[str, Any]:
+        return {text: id_ for text, id_ in vocab.items() if id_ not in added_ids and text not in added}
+
+    differing = []
+    if (folder / VOCAB_FILE).is_file() and drop_added(read_json_object(folder / VOCAB_FILE)) != drop_added(vocab):
+        differing.append(VOCAB_FILE)
+    if (folder / MERGES_FILE).is_file() and _split_merges(read_text(folder / MERGES_FILE)) != merges:
+        differing.append(MERGES_FILE)
+    if special_tokens is not None and special_tokens != added:
+        differing.append(SPECIAL_FILE)
+    if differing:
+        raise ValueError(
+            f"{path} and {', '.join(differing)} beside it are of different tokenizers (edited, or of two downloads?): "
+            f"correct one of them, or delete the wrong one: {HUGGINGFACE_FILE}, or all of {VOCAB_FILE}, {MERGES_FILE} "
+            f"and {SPECIAL_FILE}"
+        )
 
 
 def _load_own(folder: Path) -> Tokenizer:
@@ -135,6 +177,10 @@ def _load_own(folder: Path) -> Tokenizer:
                 f"{MERGES_FILE} and itself: the files are of different tokenizers (an interrupted save?). If you "
                 "edited them, remove fingerprint"
             )
+    if (folder / HUGGINGFACE_FILE).is_file():
+        config_path = folder / HUGGINGFACE_CONFIG_FILE
+        config = read_json_object(config_path) if config_path.is_file() else {}
+        _check_agreement(folder, read_json_object(folder / HUGGINGFACE_FILE), config, special)
     return tokenizer
 
 

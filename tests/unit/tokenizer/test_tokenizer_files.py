@@ -94,6 +94,52 @@ def test_old_spellings_load(foreign: Path, tokenizer: Tokenizer) -> None:
     assert (loaded.mask_token, loaded.eos_token) == ("<|mask|>", "<|endoftext|>")
 
 
+@pytest.mark.parametrize(
+    ("change", "name", "is_own"),
+    [
+        (lambda c: c["model"]["vocab"].update({"Ġnew": 4321}), "vocab.json", True),
+        (lambda c: c["model"]["vocab"].update({"Ġnew": 4321}), "vocab.json", False),
+        (lambda c: c["model"]["merges"].reverse(), "merges.txt", True),
+        (lambda c: c["model"]["merges"].reverse(), "merges.txt", False),
+        (lambda c: c["added_tokens"][0].update(content="<new>"), "special_tokens.json", True),
+    ],
+)
+def test_forms_of_different_tokenizers_are_refused(saved: Path, change: Edit, name: str, is_own: bool) -> None:
+    if not is_own:
+        (saved / "special_tokens.json").unlink()
+    edit(saved / "tokenizer.json", change)
+    with pytest.raises(ValueError, match="delete the wrong one") as error:
+        load_tokenizer(saved)
+    assert str(saved / "tokenizer.json") in str(error.value) and name in str(error.value)
+
+
+def test_a_corrupt_tokenizer_json_beside_own_files_is_refused(saved: Path) -> None:
+    for text, problem in (("{", "is not valid JSON"), ("{}", "unexpected structure")):
+        (saved / "tokenizer.json").write_text(text)
+        with pytest.raises(ValueError, match=rf"tokenizer\.json: .*{problem}"):
+            load_tokenizer(saved)
+
+
+def test_both_forms_of_published_directories_load(saved: Path, tokenizer: Tokenizer) -> None:
+    """vocab.json with and without the added tokens, merges as text, added tokens in tokenizer_config.json alone, a mask
+    token that it spells anew (SDAR)."""
+    (saved / "special_tokens.json").unlink()
+
+    def publish(contents: dict[str, Any]) -> None:
+        contents["model"]["merges"] = [" ".join(merge) for merge in contents["model"]["merges"]]
+        contents["added_tokens"] = [token for token in contents["added_tokens"] if token["content"] != "<|mask|>"]
+        del contents["model"]["vocab"]["<|mask|>"]
+
+    id_ = str(tokenizer.special_tokens["<|mask|>"])
+    edit(saved / "tokenizer.json", publish)
+    for text in ("<|mask|>", "<|MASK|>"):
+        added = {id_: {"content": text, "special": True}}
+        edit(saved / "tokenizer_config.json", lambda c, t=text, a=added: c.update(added_tokens_decoder=a, mask_token=t))
+        assert load_tokenizer(saved).mask_token == text
+    edit(saved / "vocab.json", lambda c: c.update(tokenizer.special_tokens))
+    assert load_tokenizer(saved).vocab == tokenizer.vocab
+
+
 def test_a_file_trained_by_tokenizers_loads(tmp_path: Path, sources: list[str]) -> None:
     """Special tokens first, inside the vocabulary, with holes in no other place."""
     theirs = tokenizers.Tokenizer(tokenizers.models.BPE())
