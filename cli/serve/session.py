@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 from functools import partial
@@ -48,6 +49,7 @@ def serve(prepared: PreparedServer) -> None:
         deterministic=limits.deterministic,
         adapters={adapter.name: read_adapter(model, adapter.path) for adapter in config.adapters},
     )
+    gc.freeze()  # collections that a large constraint causes hold up the decoding: let them skip what stays
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     url = format_url(limits.host, prepared.bound.getsockname()[1])
     line = (
