@@ -41,6 +41,8 @@ PAGE_SIZE = 16
 """Default number of positions of a page."""
 ROW_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Inputs of a round, by which rounds are counted (`DecoderCounts.rounds_by_rows`)."""
+SLOW_CONSTRAINT_SECONDS = 0.02
+"""Time of a request's constraint in a round, beyond which the others then go ahead for about as long."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +214,12 @@ class Decoder:
         results = self._predict(scheduled)
         if all(isinstance(result, Exception) for result in results):
             self._check_model()
-        self.counts.model_seconds += time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self.counts.model_seconds += seconds
+        served = {id(item.request) for item in scheduled}
+        for request in self._active:
+            if id(request) not in served:
+                request.constraint_seconds -= seconds
         num_rows = sum(item.num_rows for item in scheduled)
         self.counts.num_rounds += 1
         self.counts.num_rows += num_rows
@@ -367,9 +374,7 @@ class Decoder:
         """Requests of the next forward, in order of arrival, with pages for what they read."""
         short: list[ScheduledRequest] = []
         long: list[ScheduledRequest] = []
-        for request in self._active:
-            if not request.is_prepared:
-                continue
+        for request in self._take_turns():
             try:
                 item = ScheduledRequest(request, self._runner.input_slice(request))
             except Exception as error:
@@ -385,6 +390,11 @@ class Decoder:
             if item.request in self._active and self._make_room(item.request, item.part.num_visible):
                 served.append(item)
         return served
+
+    def _take_turns(self) -> list[ActiveRequest]:
+        """Requests that may take a step: those whose constraint has just taken long only if there are no others."""
+        prepared = [request for request in self._active if request.is_prepared]
+        return [item for item in prepared if item.constraint_seconds <= SLOW_CONSTRAINT_SECONDS] or prepared
 
     def _take_within_budget(self, scheduled: Sequence[ScheduledRequest], num_rows: int) -> list[ScheduledRequest]:
         """Those within the budget, the least recently served first; a long prompt is read in parts."""

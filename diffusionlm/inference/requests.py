@@ -232,6 +232,8 @@ class ActiveRequest:
 
     num_full_sorts = 0
     """Rounds in which the sampler still looks for each nucleus among all tokens at once."""
+    constraint_seconds = 0.0
+    """Time that its constraints took in its last step, less that of the rounds since then, in which it paused."""
 
     def __init__(self, request: PreparedRequest, settings: DecodingSettings) -> None:
         masked_positions = request.masked_positions

@@ -5,6 +5,7 @@ Shapes: N output positions of a request, P positions of a span in the current bl
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -46,10 +47,12 @@ def constrain_predictions(
     for request, predicted in zip(logits.requests, predictions, strict=True):
         result: Predictions | Exception = predicted
         if request.span_cursors and isinstance(predicted, Predictions):
+            start = time.perf_counter()
             try:
                 result = _constrain_request(logits.logits_of(request), request, predicted)
             except Exception as error:  # whatever it is, the others' requests go on
                 result = error
+            request.constraint_seconds = time.perf_counter() - start
         results.append(result)
     return results
 

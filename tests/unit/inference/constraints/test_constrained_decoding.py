@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,12 +13,17 @@ import pytest
 from numpy.typing import NDArray
 
 from config.generation import GenerationConfig
+from diffusionlm.inference import decoder as decoder_module
 from diffusionlm.inference.constraints.byte_automaton import compile_expression
-from diffusionlm.inference.constraints.compiler import TokenConstraint
+from diffusionlm.inference.constraints.compiler import TokenConstraint, constrain_prompt
 from diffusionlm.inference.constraints.regex_parser import parse_regex
+from diffusionlm.inference.constraints.sampler import constrain_predictions
 from diffusionlm.inference.constraints.token_trie import TokenTrie
-from diffusionlm.inference.generate import Generation, generate, infill
+from diffusionlm.inference.decoder import Decoder, DecoderLimits
+from diffusionlm.inference.generate import Generation, generate, infill, to_generation
 from diffusionlm.inference.healing import HealedText
+from diffusionlm.inference.requests import ActiveRequest, prepare_prompt
+from diffusionlm.inference.sampling import LogitRows
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.inference.strategies import STRATEGIES
 from diffusionlm.inference.streaming import stream
@@ -199,6 +206,37 @@ def test_unconstrained_neighbors_and_engine(blocks: Transformer) -> None:
         for other in (together[index], served[index], *([free[index]] if constraint is None else [])):
             assert _without_logprobs(other) == _without_logprobs(alone)
             assert other.logprobs == pytest.approx(alone.logprobs, abs=1e-9)
+
+
+def test_a_slow_constraint_lets_others_go_ahead(blocks: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For as long as its own round took, and not once it is alone; its answer stays the same."""
+    constraint, config = make_constraint("[abd]+"), GenerationConfig(max_new_tokens=9)
+    [expected] = generate(blocks, [[1]], config, constraints=[constraint])
+    clock = itertools.count()
+    monkeypatch.setattr(decoder_module, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+
+    def constrain_slowly(logits: LogitRows, predictions: Any) -> Any:
+        results = constrain_predictions(logits, predictions)
+        for request in logits.requests:
+            request.constraint_seconds = 2.5 if request.span_cursors else 0.0  # and each round takes a second
+        return results
+
+    monkeypatch.setattr(decoder_module, "constrain_predictions", constrain_slowly)
+    settings = resolve_settings(config, blocks.config)
+    slow = ActiveRequest(constrain_prompt(prepare_prompt(settings, [1]), settings, constraint), settings)
+    other = ActiveRequest(prepare_prompt(settings, [1]), settings)
+    decoder = Decoder(blocks, DecoderLimits(num_pages=20))
+    decoder.add(slow)
+    decoder.add(other)
+    turns = []
+    while decoder.has_work:
+        turns.append("".join("s" if request is slow else "o" for request in decoder.run_round().decoded))
+    assert "".join(turns).count("o") == other.num_forwards
+    first = next(index for index, turn in enumerate(turns) if "s" in turn)
+    assert turns[first : first + 5] == ["so", "o", "o", "o", "so"]
+    last = max(index for index, turn in enumerate(turns) if "o" in turn)
+    assert set(turns[last + 1 :]) == {"s"}
+    assert _without_logprobs(to_generation(slow)) == _without_logprobs(expected)
 
 
 def test_a_failure_in_a_constraint_ends_its_request_alone(
