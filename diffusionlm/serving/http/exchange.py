@@ -35,6 +35,10 @@ class Exchange:
     status: int | None = None
     """Of the response; None: not sent."""
     is_body_read: bool = False
+    body_size: int = 0
+    """Bytes of the body, once it is read."""
+    owner: str = ""
+    """The key of the request; without keys the address of its client."""
     details: dict[str, Any] = field(default_factory=dict)
     """For the log: counts, names, never a text of a client."""
 

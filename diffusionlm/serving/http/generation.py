@@ -74,16 +74,19 @@ class GenerationEndpoint:
             raise ApiError(415, "the Content-Type must be application/json", code="unsupported_media_type")
         async with service.upload():
             body = await read_body(scope, receive, limits.max_body)
-        await run_until_gone(receive, self._respond(get_exchange(scope), body, send))
+        exchange = get_exchange(scope)
+        exchange.owner = exchange.cache_salt or (scope.get("client") or [""])[0]
+        exchange.body_size = len(body)
+        await run_until_gone(receive, self._respond(exchange, body, send))
 
     async def _respond(self, exchange: Exchange, body: bytes, send: Send) -> None:
         service = self._service
         service.num_active += 1
         try:
             with service.preparation():
-                parsed = await service.run_in_thread(partial(self._parse, body))
+                parsed = await service.run_in_thread(partial(self._parse, body), exchange)
                 prepare = partial(self._prepare, parsed, exchange.cache_salt)
-                prepared = await service.run_in_thread(prepare, has_constraint=parsed.fields.has_constraint)
+                prepared = await service.run_in_thread(prepare, exchange, has_constraint=parsed.fields.has_constraint)
             exchange.details["model"] = prepared.model
             service.check_is_ready()
             await self._decode(Call(service.engine, prepared, service.preparer.tokenizer), exchange, send)
@@ -108,7 +111,7 @@ class GenerationEndpoint:
         service, prepared = self._service, call.prepared
         answer_format = self._kind.format_class(prepared, service.preparer.tokenizer, exchange.request_id)
         try:
-            await service.run_in_thread(call.submit, has_constraint=prepared.fields.has_constraint)
+            await service.run_in_thread(call.submit, exchange, has_constraint=prepared.fields.has_constraint)
             if prepared.fields.stream:
                 await self._stream(call, answer_format, exchange, send)
             else:

@@ -11,6 +11,7 @@ from config.serving.server import ServeSection
 from diffusionlm.serving.daemon_threads import DaemonThreads
 from diffusionlm.serving.engine import Engine
 from diffusionlm.serving.http.errors import RETRY_AFTER_SECONDS, ApiError, to_api_error
+from diffusionlm.serving.http.exchange import Exchange
 from diffusionlm.serving.http.keys import ApiKeys
 from diffusionlm.serving.http.metrics import ServerMetrics
 from diffusionlm.serving.http.preparation import RequestPreparer
@@ -109,9 +110,18 @@ class Service:
                 code="engine_stalled",
             )  # fmt: skip
 
-    async def run_in_thread(self, function: Callable[[], T], *, has_constraint: bool = False) -> T:
-        """Run what takes long beside the event loop; requests with constraints have threads of their own."""
-        return await (self._constraint_threads if has_constraint else self._threads).run(function)
+    async def run_in_thread(
+        self, function: Callable[[], T], exchange: Exchange | None = None, *, has_constraint: bool = False
+    ) -> T:
+        """Run what takes long beside the event loop; requests with constraints have threads of their own.
+
+        Args:
+            exchange: the request, whose owner takes turns with the others'.
+        """
+        threads = self._constraint_threads if has_constraint else self._threads
+        if exchange is None:
+            return await threads.run(function)
+        return await threads.run(function, owner=exchange.owner, size=exchange.body_size)
 
     def close(self) -> None:
         """End the engine at once, and the threads without a wait; requests that are not done end with an error."""

@@ -6,6 +6,8 @@ import asyncio
 import subprocess
 import sys
 import threading
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -45,6 +47,24 @@ def test_results_errors_and_cancelled_functions() -> None:
     asyncio.run(run())
     threads.close()
     assert calls == [3]
+
+
+def test_owners_take_turns_and_small_functions_come_first() -> None:
+    threads, gate, order = DaemonThreads(1, "test"), threading.Event(), list[str]()
+
+    async def run() -> None:
+        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(threads.run(gate.wait))]
+        await asyncio.sleep(0)
+        for owner, size in [*[("a", 9)] * 3, ("a", 1), ("b", 99), ("c", 50), ("b", 98)]:
+            function = partial(order.append, f"{owner}{size}")
+            tasks.append(asyncio.create_task(threads.run(function, owner=owner, size=size)))
+            await asyncio.sleep(0)
+        gate.set()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(run())
+    threads.close()
+    assert order == ["a1", "b98", "c50", "a9", "b99", "a9", "a9"]
 
 
 def test_the_process_ends_while_a_thread_works() -> None:
