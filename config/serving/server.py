@@ -80,8 +80,8 @@ class ServeSection(Section):
     """Largest number of holes of a request."""
     max_constraints: PositiveInt = 32
     """Largest number of different constraints of a request with holes."""
-    max_constraint_states: PositiveInt = 32768
-    """Largest number of states of their automata together; one of a constraint alone is limited as well."""
+    max_constraint_states: PositiveInt = 8192
+    """Largest number of states of the automaton of a constraint, and of those of all holes together."""
     max_stop_strings: PositiveInt = 16
     """Largest number of stop strings of a request."""
     max_body: ByteSize = 4 << 20

@@ -19,7 +19,7 @@ class StructuredOutputs:
 
     Args:
         max_constraints: different ones of a request.
-        max_states: of the automata of these together.
+        max_states: of the automaton of each, and of the automata of these together.
     """
 
     def __init__(self, tokenizer: Tokenizer, max_constraints: int, max_states: int) -> None:
@@ -28,7 +28,7 @@ class StructuredOutputs:
     @cached_property
     def _compiler(self) -> ConstraintCompiler:
         """Made at the first request that needs it: it takes a fraction of a second."""
-        return ConstraintCompiler(self._tokenizer)
+        return ConstraintCompiler(self._tokenizer, self._max_states)
 
     def compile(
         self, response_format: Any, structured_outputs: Any, num_holes: int | None
@@ -81,7 +81,8 @@ class StructuredOutputs:
         try:
             return self._compiler.compile_structured_outputs(value)
         except ValueError as error:
-            raise ValueError(f"{field}: {error}") from None
+            hint = " (serve.max_constraint_states)" if f"more than {self._max_states:,} states" in str(error) else ""
+            raise ValueError(f"{field}: {error}{hint}") from None
 
 
 def _convert_response_format(value: Any) -> dict[str, Any] | None:

@@ -36,7 +36,13 @@ MAX_NONDETERMINISTIC_EDGES = 1 << 18
 MAX_WORK = 1 << 21
 """Steps of the construction, about 2 s."""
 
-TOO_LARGE = "the constraint is too large: use fewer alternatives, lower counts, or no upper limit of a count"
+
+def too_large_error(limit: int, unit: str) -> ValueError:
+    """The error of a constraint beyond a limit."""
+    return ValueError(
+        f"the constraint is too large, more than {limit:,} {unit}: use fewer alternatives, lower counts, or no upper "
+        "limit of a count"
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,8 +79,11 @@ class ByteAutomaton:
         return ByteAutomaton(np.ascontiguousarray(columns), byte_classes.reshape(-1).astype(np.int32), is_accepting_S)
 
 
-def compile_expression(expression: Expression) -> ByteAutomaton:
+def compile_expression(expression: Expression, max_states: int = MAX_STATES) -> ByteAutomaton:
     """The automaton of the texts of an expression.
+
+    Args:
+        max_states: of the deterministic automaton.
 
     Raises:
         ValueError: no text matches, or the automaton is too large.
@@ -82,10 +91,10 @@ def compile_expression(expression: Expression) -> ByteAutomaton:
     graph = _Graph()
     start, end = graph.add_state(), graph.add_state()
     graph.connect(expression, start, end)
-    return _SubsetConstruction(graph, end).run(start)
+    return _SubsetConstruction(graph, end, max_states).run(start)
 
 
-def compile_choices(choices: Iterable[str]) -> ByteAutomaton:
+def compile_choices(choices: Iterable[str], max_states: int = MAX_STATES) -> ByteAutomaton:
     """The automaton of exactly these texts.
 
     Raises:
@@ -94,7 +103,7 @@ def compile_choices(choices: Iterable[str]) -> ByteAutomaton:
     texts = tuple(map(LiteralText, choices))
     if not texts:
         raise ValueError("there are no choices: name at least one text")
-    return compile_expression(Alternation(texts))
+    return compile_expression(Alternation(texts), max_states)
 
 
 def encode_text(text: str) -> bytes:
@@ -125,7 +134,7 @@ class _Graph:
 
     def add_state(self) -> int:
         if len(self.empty_edges) >= MAX_NONDETERMINISTIC_STATES:
-            raise ValueError(TOO_LARGE)
+            raise too_large_error(MAX_NONDETERMINISTIC_STATES, "states of its nondeterministic automaton")
         self.empty_edges.append([])
         self.byte_edges.append([])
         return len(self.empty_edges) - 1
@@ -141,7 +150,7 @@ class _Graph:
     def _count_edge(self) -> None:
         self._num_edges += 1
         if self._num_edges > MAX_NONDETERMINISTIC_EDGES:
-            raise ValueError(TOO_LARGE)
+            raise too_large_error(MAX_NONDETERMINISTIC_EDGES, "transitions of its nondeterministic automaton")
 
     def _encode(self, expression: Expression, code_points: CodePoints) -> list[tuple[tuple[int, int], ByteRanges]]:
         """First and further bytes of a set of characters; computed once, however often the set is repeated."""
@@ -235,8 +244,8 @@ class _Graph:
 class _SubsetConstruction:
     """Makes an automaton deterministic (Rabin and Scott 1959)."""
 
-    def __init__(self, graph: _Graph, end: int) -> None:
-        self._graph, self._end = graph, end
+    def __init__(self, graph: _Graph, end: int, max_states: int) -> None:
+        self._graph, self._end, self._max_states = graph, end, max_states
         self._byte_classes = _classify_bytes(graph)
         self._edges = [
             [(int(self._byte_classes[low]), int(self._byte_classes[high]), target) for low, high, target in edges]
@@ -275,8 +284,8 @@ class _SubsetConstruction:
         if states not in self._known_targets:
             subset = frozenset[int]().union(*map(self._close, states))
             if subset not in self._numbers:
-                if len(self._numbers) >= MAX_STATES:
-                    raise ValueError(TOO_LARGE)
+                if len(self._numbers) >= self._max_states:
+                    raise too_large_error(self._max_states, "states")
                 self._numbers[subset] = len(self._numbers)
                 self._pending.append(subset)
             self._known_targets[states] = self._numbers[subset]
@@ -301,7 +310,7 @@ class _SubsetConstruction:
     def _count_work(self, num_steps: int) -> None:
         self._work += num_steps
         if self._work > MAX_WORK:
-            raise ValueError(TOO_LARGE)
+            raise too_large_error(MAX_WORK, "steps of its construction")
 
 
 def _classify_bytes(graph: _Graph) -> NDArray[np.int32]:

@@ -10,7 +10,12 @@ from types import MappingProxyType
 
 import numpy as np
 
-from diffusionlm.inference.constraints.byte_automaton import ByteAutomaton, compile_choices, compile_expression
+from diffusionlm.inference.constraints.byte_automaton import (
+    MAX_STATES,
+    ByteAutomaton,
+    compile_choices,
+    compile_expression,
+)
 from diffusionlm.inference.constraints.json_schema import Schema, compile_json_schema
 from diffusionlm.inference.constraints.regex_parser import parse_regex
 from diffusionlm.inference.constraints.spans import ConstrainedSpan
@@ -68,9 +73,14 @@ class TokenConstraint:
 
 class ConstraintCompiler:
     """Compiles constraints for the tokens of a tokenizer. Recent ones are kept, and its methods may be called from any
-    thread."""
+    thread.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    Args:
+        max_states: of the automaton of a constraint, at most `MAX_STATES`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, max_states: int = MAX_STATES) -> None:
+        self._max_states = min(max_states, MAX_STATES)
         self._trie = TokenTrie.from_tokenizer(tokenizer)
         self._compile_regex = lru_cache(MAX_CACHED_CONSTRAINTS)(self._compile_new_regex)
         self._compile_schema = lru_cache(MAX_CACHED_CONSTRAINTS)(self._compile_new_schema)
@@ -133,13 +143,15 @@ class ConstraintCompiler:
         raise ValueError(f"{key}: expected {_STRUCTURED_OUTPUTS[key]}")
 
     def _compile_new_schema(self, schema: str) -> TokenConstraint:
-        return TokenConstraint(compile_expression(compile_json_schema(json.loads(schema))), self._trie)
+        return TokenConstraint(
+            compile_expression(compile_json_schema(json.loads(schema)), self._max_states), self._trie
+        )
 
     def _compile_new_regex(self, pattern: str) -> TokenConstraint:
-        return TokenConstraint(compile_expression(parse_regex(pattern).expression), self._trie)
+        return TokenConstraint(compile_expression(parse_regex(pattern).expression, self._max_states), self._trie)
 
     def _compile_new_choices(self, choices: tuple[str, ...]) -> TokenConstraint:
-        return TokenConstraint(compile_choices(choices), self._trie)
+        return TokenConstraint(compile_choices(choices, self._max_states), self._trie)
 
 
 def constrain_prompt(

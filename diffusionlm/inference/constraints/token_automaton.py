@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from diffusionlm.inference.constraints.byte_automaton import DEAD, TOO_LARGE, ByteAutomaton
+from diffusionlm.inference.constraints.byte_automaton import DEAD, ByteAutomaton, too_large_error
 from diffusionlm.inference.constraints.token_trie import TokenTrie
 
 MAX_TRANSITIONS = 1 << 20
@@ -128,7 +128,8 @@ class TokenAutomaton:
             ValueError: automaton and length together are too large.
         """
         if length * len(self._edge_sources) > MAX_STEPS and not self._has_settled:
-            raise ValueError(f"{TOO_LARGE}, or a shorter answer")
+            error = too_large_error(MAX_STEPS, f"transitions times the {length:,} tokens of the answer")
+            raise ValueError(f"{error}, or a shorter answer")
         while len(self._completable) <= length and not self._has_settled:
             with self._lock:
                 self._extend_completable(length)
@@ -206,7 +207,7 @@ def _classify_tokens(automaton: ByteAutomaton, trie: TokenTrie) -> tuple[list[_F
             product = _Function(function.sources[is_live], targets[is_live].astype(np.int64))
             work += len(targets)
             if work > MAX_TRANSITIONS:
-                raise ValueError(TOO_LARGE)
+                raise too_large_error(MAX_TRANSITIONS, "transitions")
             number = -1
             if len(product.sources):
                 number = numbers.setdefault(_identity(product), len(functions))

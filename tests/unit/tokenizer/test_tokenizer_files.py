@@ -133,8 +133,9 @@ def test_both_forms_of_published_directories_load(saved: Path, tokenizer: Tokeni
     id_ = str(tokenizer.special_tokens["<|mask|>"])
     edit(saved / "tokenizer.json", publish)
     for text in ("<|mask|>", "<|MASK|>"):
-        added = {id_: {"content": text, "special": True}}
-        edit(saved / "tokenizer_config.json", lambda c, t=text, a=added: c.update(added_tokens_decoder=a, mask_token=t))
+        declared = {"added_tokens_decoder": {id_: {"content": text, "special": True}}, "mask_token": text}
+        path = saved / "tokenizer_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | declared))
         assert load_tokenizer(saved).mask_token == text
     edit(saved / "vocab.json", lambda c: c.update(tokenizer.special_tokens))
     assert load_tokenizer(saved).vocab == tokenizer.vocab

@@ -156,6 +156,67 @@ def test_constraints_of_a_request_are_limited_together(start_server: StartServer
     assert status == 400 and "61 states or more" in message and "serve.max_constraint_states" in message
 
 
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"regex": "[a-z ]{0,60}"},
+        {"choice": ["a" * 30, "b" * 30]},
+        {"json": {"type": "string", "maxLength": 50}},
+        {"json_object": True},
+    ],
+)
+def test_the_states_of_any_constraint_are_limited(start_server: StartServer, constraint: dict[str, Any]) -> None:
+    server = start_server(max_constraint_states=40)
+    status, _, body = server.request("POST", "/v1/completions", {"prompt": PROMPT, "structured_outputs": constraint})
+    assert (status, body["error"]["param"]) == (400, "structured_outputs")
+    words = (f"structured_outputs: {next(iter(constraint))}: ", "more than 40 states", "serve.max_constraint_states")
+    assert all(word in body["error"]["message"] for word in words), body
+
+
+@pytest.mark.parametrize("has_keys", [True, False])
+def test_many_large_constraints_hold_up_no_small_one(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch, has_keys: bool
+) -> None:
+    """Neither one of another key, which is as large here, nor without keys one of the same client."""
+    keys = ("first key of sixteen".replace(" ", "-"), "second key of sixteen".replace(" ", "-")) if has_keys else ()
+    server = start_server(keys=keys)
+    entered, release, order = threading.Semaphore(0), threading.Event(), list[str]()
+
+    def wait(self: StructuredOutputs, response_format: Any, structured_outputs: Any, num_holes: Any) -> Any:
+        entered.release()
+        assert release.wait(30)
+        order.append(structured_outputs["regex"])
+        return []
+
+    monkeypatch.setattr(StructuredOutputs, "compile", wait)
+
+    def ask(regex: str, key: int) -> threading.Thread:
+        body = {"prompt": PROMPT, "max_tokens": 2, "structured_outputs": {"regex": regex}}
+        headers = {"Authorization": f"Bearer {keys[key]}"} if keys else {}
+        num_preparing = server.service.num_preparing
+        thread = threading.Thread(target=server.request, args=("POST", "/v1/completions", body, headers))
+        thread.start()
+        while server.service.num_preparing == num_preparing:
+            time.sleep(0.001)
+        return thread
+
+    threads = [ask("a" * 100, 0) for _ in range(2)]
+    for _ in threads:
+        assert entered.acquire(timeout=30)
+    threads += [ask("a" * 100, 0) for _ in range(6)]
+    queue = server.service._constraint_threads
+    while sum(map(len, queue._tasks.values())) < 6:
+        time.sleep(0.001)
+    threads.append(ask("b" * (100 if has_keys else 1), 1))
+    while sum(map(len, queue._tasks.values())) < 7:
+        time.sleep(0.001)
+    release.set()
+    for thread in threads:
+        thread.join(30)
+    # Two were being prepared, and with keys one more of the first key may be before it.
+    assert [regex[0] for regex in order].index("b") <= 4, order
+
+
 def test_constraints_that_are_compiled_hold_up_nobody_else(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
