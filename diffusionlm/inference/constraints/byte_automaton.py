@@ -100,10 +100,22 @@ def compile_choices(choices: Iterable[str], max_states: int = MAX_STATES) -> Byt
     Raises:
         ValueError: there is none, or they are too many.
     """
-    texts = tuple(map(LiteralText, choices))
-    if not texts:
+    graph = _Graph()
+    start, end = graph.add_state(), graph.add_state()
+    following: dict[tuple[int, int], int] = {}
+    """State and byte -> next state: a prefix tree, which has as many states as the result."""
+    for text in choices:
+        state = start
+        for byte in encode_text(text):
+            if (state, byte) not in following:
+                following[state, byte] = graph.add_bytes(state, bytes((byte,)))
+                if len(following) >= max_states:
+                    raise too_large_error(max_states, "states")
+            state = following[state, byte]
+        graph.add_empty_edge(state, end)
+    if not graph.empty_edges[start] and not following:
         raise ValueError("there are no choices: name at least one text")
-    return compile_expression(Alternation(texts), max_states)
+    return _SubsetConstruction(graph, end, max_states).run(start)
 
 
 def encode_text(text: str) -> bytes:
@@ -139,7 +151,7 @@ class _Graph:
         self.byte_edges.append([])
         return len(self.empty_edges) - 1
 
-    def _add_empty_edge(self, start: int, end: int) -> None:
+    def add_empty_edge(self, start: int, end: int) -> None:
         self._count_edge()
         self.empty_edges[start].append(end)
 
@@ -182,11 +194,11 @@ class _Graph:
                 for (low, high), rest in self._encode(expression, code_points):
                     self._add_byte_edge(start, low, high, self._add_ranges(rest, states))
             case LiteralText(text):
-                self._add_empty_edge(self.add_bytes(start, encode_text(text)), end)
+                self.add_empty_edge(self.add_bytes(start, encode_text(text)), end)
             case Concatenation(parts):
                 for part in parts:
                     start = self._append(part, start)
-                self._add_empty_edge(start, end)
+                self.add_empty_edge(start, end)
             case Alternation(options):
                 for option in options:
                     self.connect(option, start, end)
@@ -203,7 +215,7 @@ class _Graph:
     def _connect_repetition(self, repetition: Repetition, start: int, end: int) -> None:
         part, separator = repetition.part, repetition.separator
         if repetition.minimum == 0:
-            self._add_empty_edge(start, end)
+            self.add_empty_edge(start, end)
         if repetition.maximum is None:
             num_copies = max(repetition.minimum, 1)
         elif repetition.maximum == 0:
@@ -211,11 +223,11 @@ class _Graph:
         else:
             num_copies = repetition.maximum
         state = self.add_state()
-        self._add_empty_edge(start, state)
+        self.add_empty_edge(start, state)
         for index in range(1, num_copies + 1):
             last, state = state, self._append(part, state)
             if index >= repetition.minimum:
-                self._add_empty_edge(state, end)
+                self.add_empty_edge(state, end)
             if index < num_copies:
                 state = self._append(separator, state)
         if repetition.maximum is None:
@@ -228,17 +240,17 @@ class _Graph:
         for item, is_required in items.items:
             item_start, item_end = self.add_state(), self.add_state()
             if without is not None:
-                self._add_empty_edge(without, item_start)
+                self.add_empty_edge(without, item_start)
             if some is not None:
                 self.connect(items.separator, some, item_start)
             self.connect(item, item_start, item_end)
             if not is_required and some is not None:
-                self._add_empty_edge(some, item_end)
+                self.add_empty_edge(some, item_end)
             some = item_end
             without = None if is_required else without
         for state in (without, some):
             if state is not None:
-                self._add_empty_edge(state, end)
+                self.add_empty_edge(state, end)
 
 
 class _SubsetConstruction:

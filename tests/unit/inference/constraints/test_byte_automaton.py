@@ -170,3 +170,12 @@ def test_hostile_patterns_end_in_an_error(pattern: str) -> None:
     with pytest.raises(ValueError, match=r"too large|no text matches"):
         compile_regex(pattern)
     assert time.process_time() - start < 10.0
+
+
+def test_choices_are_read_as_far_as_their_states_are_allowed() -> None:
+    """Common beginnings count once, and what is beyond the limit is not built."""
+    texts = (f"{number:05d}" for number in range(100_000))
+    with pytest.raises(ValueError, match="more than 500 states"):
+        compile_choices(texts, 500)
+    assert next(texts) == "00448"
+    assert compile_choices([f"{number:05d}" for number in range(400)], 500).num_states <= 500
