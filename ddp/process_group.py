@@ -197,7 +197,10 @@ def _wait_for_heartbeat_to_end(store: Store, key: str, timeout_seconds: float) -
         if beats != previous:
             last_beat = time.monotonic()
         elif time.monotonic() > last_beat + timeout_seconds:
-            raise RuntimeError(f"rank 0 has been silent for {timeout_seconds:g} s: it died or hangs")
+            raise RuntimeError(
+                f"rank 0 has been silent for {timeout_seconds:g} s: it has died or hangs; its output says more, and "
+                "parallel.timeout_seconds is the limit"
+            )
         time.sleep(pause)
         pause = min(2 * pause, HEARTBEAT_SECONDS)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
-"""A terminal or an SSH connection that is gone, Ctrl-C, Slurm's warning, a batch system. In ascending order."""
+"""A terminal or an SSH connection that is gone, Ctrl-C, Slurm's warning, a batch system."""
 
 
 def list_stop_signals() -> list[signal.Signals]:

@@ -28,7 +28,7 @@ Splitter = Callable[[str], list[str]]
 
 _SPLIT_SECONDS = 30.0
 _SPLIT_SECONDS_PER_CHARACTER = 1e-4
-"""Time to split a text by a pattern of a file, a hundred times what usual ones take."""
+"""CPU time of the process to split a text by a pattern of a file, a hundred times what usual ones take."""
 
 
 def pattern_name(expression: str) -> str:

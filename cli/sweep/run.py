@@ -102,6 +102,9 @@ def _format_plan(config: Section) -> list[str]:
     """Estimate parameters, tokens and memory of a training run."""
     if not isinstance(config, TrainConfig):
         return []
-    plan: Any = estimate_run(check_model(config)[0])
+    try:
+        plan: Any = estimate_run(check_model(config)[0])
+    except (ValueError, OSError) as error:
+        return ["refused", "", str(error)]
     tokens = "by the data" if plan.tokens is None else f"{plan.tokens:,}"
     return [f"{plan.parameters:,}", tokens, f"{plan.bytes_total / 2**20:,.0f} MiB"]

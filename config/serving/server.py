@@ -80,7 +80,7 @@ class ServeSection(Section):
     """Largest number of holes of a request."""
     max_constraints: PositiveInt = 32
     """Largest number of different constraints of a request with holes."""
-    max_constraint_states: PositiveInt = 8192
+    max_constraint_states: PositiveInt = 16384
     """Largest number of states of the automaton of a constraint, and of those of all holes together."""
     max_stop_strings: PositiveInt = 16
     """Largest number of stop strings of a request."""
@@ -98,7 +98,7 @@ class ServeSection(Section):
     body_timeout_seconds: PositiveFloat = 60.0
     """Time for the body of a request."""
     write_timeout_seconds: PositiveFloat = 60.0
-    """Time in which a client has to read something of what is ready for it; otherwise its request ends."""
+    """Time in which a client has to read some 100 kB of what is ready for it, or all; otherwise its request ends."""
     drain_timeout_seconds: PositiveFloat = 30.0
     """After SIGTERM or Ctrl-C: time for the requests that were accepted. Those that are not done end with an error."""
     stall_seconds: PositiveFloat = 300.0

@@ -18,8 +18,8 @@ class RuntimeConfig(Section):
 
     compile: Literal["auto", "none", "blocks"] = "auto"
     """blocks: compile each transformer block with torch.compile. auto: blocks on CUDA, and on a CPU with AMX in
-    bfloat16 if the run has 1e14 FLOPs or more; none on other CPUs, where it is not faster, with selective activation
-    checkpointing, which a compiled block does by itself, and without the compiler that it needs."""
+    bfloat16 if `training.max_steps` make 1e14 FLOPs or more; none on other CPUs, where it is not faster, with selective
+    activation checkpointing, which a compiled block does by itself, and without the compiler that it needs."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Activations of a block that are recomputed in the backward. none: no recomputation. selective: all except the
     outputs of projections and of fused attention. full: all except the input of the block."""

@@ -60,6 +60,8 @@ class DecoderLimits:
     least one. None: no limit."""
     has_prefix_cache: bool = False
     """Share pages between requests whose texts begin alike."""
+    pauses_slow_constraints: bool = False
+    """A request whose constraint takes long lets others go ahead. Its forwards then depend on the clock."""
 
 
 @dataclass
@@ -259,10 +261,16 @@ class Decoder:
         return [*self._predict(scheduled[:half]), *self._predict(scheduled[half:])]
 
     def _sample(self, logits: LogitRows) -> list[Predictions | Exception]:
-        """Predictions for each request, or its error; requests are sampled one by one if this fails together."""
+        """Predictions for each request, or its error; requests are sampled one by one if this fails together.
+
+        Raises:
+            Exception: the sampling failed, and the next forward needs the same requests on other ranks.
+        """
         try:
             return constrain_predictions(logits, self._sampler.sample_predictions(logits))
         except Exception as error:
+            if self._model.has_collective_forwards:
+                raise
             if len(logits.requests) == 1:
                 return [error]
             _free_frames(error)
@@ -392,8 +400,11 @@ class Decoder:
         return served
 
     def _take_turns(self) -> list[ActiveRequest]:
-        """Requests that may take a step: those whose constraint has just taken long only if there are no others."""
+        """Requests that may take a step: with `pauses_slow_constraints` those whose constraint has just taken long only
+        if there are no others."""
         prepared = [request for request in self._active if request.is_prepared]
+        if not self.limits.pauses_slow_constraints:
+            return prepared
         return [item for item in prepared if item.constraint_seconds <= SLOW_CONSTRAINT_SECONDS] or prepared
 
     def _take_within_budget(self, scheduled: Sequence[ScheduledRequest], num_rows: int) -> list[ScheduledRequest]:

@@ -12,18 +12,20 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+OVERTAKING_SIZE = 16
+
 
 class DaemonThreads:
     """Runs functions in a fixed number of threads, which the end of the process does not wait for.
 
-    Owners take turns, and of one owner's functions the smallest is next, so that many large ones hold up nobody else's
-    and no small one.
+    Owners take turns, and of one owner's functions small ones overtake larger ones, so that many large ones hold up
+    nobody else's and no small one. A function is overtaken by at most one for each `OVERTAKING_SIZE` of its own size.
     """
 
     def __init__(self, count: int, name: str) -> None:
         self._condition = threading.Condition()
         self._tasks: dict[str, list[tuple[int, int, Future[Any], Callable[[], Any]]]] = {}
-        """Owner -> heap of size, number, result and function. The owner whose turn it is comes first."""
+        """Owner -> heap of place, number, result and function. The owner whose turn it is comes first."""
         self._numbers = itertools.count()
         self._is_closed = False
         for number in range(count):
@@ -38,7 +40,9 @@ class DaemonThreads:
         """
         future: Future[T] = Future()
         with self._condition:
-            heappush(self._tasks.setdefault(owner, []), (size, next(self._numbers), future, function))
+            number = next(self._numbers)
+            place = number + size // OVERTAKING_SIZE
+            heappush(self._tasks.setdefault(owner, []), (place, number, future, function))
             self._condition.notify()
         return await asyncio.wrap_future(future)
 

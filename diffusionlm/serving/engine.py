@@ -116,6 +116,7 @@ class Engine:
             max_requests,
             limits.get("max_rows", MAX_ROWS),
             has_prefix_cache=limits.get("has_prefix_cache", True),
+            pauses_slow_constraints=True,
         )
         self._decoder = Decoder(model, decoder_limits, adapters, deterministic=deterministic)
         self._resolve_settings = lru_cache(MAX_KEPT_SETTINGS)(self._resolve_settings_from_json)

@@ -111,7 +111,7 @@ class ServerApp:
         headers, limit = scope["headers"], self._service.limits.max_header
         size = len(scope["raw_path"]) + len(scope["query_string"])
         if size + sum(len(name) + len(value) + len(": \r\n") for name, value in headers) > limit:
-            raise ApiError(400, f"the request line and the headers are longer than {limit} bytes")
+            raise ApiError(400, f"the request line and the headers are longer than {limit} bytes (serve.max_header)")
         if {b"content-length", b"transfer-encoding"} <= {name for name, _ in headers}:
             text = "Content-Length and Transfer-Encoding exclude each other: send one"
             raise ApiError(400, text, headers={"Connection": "close"})

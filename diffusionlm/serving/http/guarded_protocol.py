@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from contextlib import suppress
 from typing import Any
 
 import h11
@@ -40,9 +41,10 @@ class GuardedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)  # so that `pause_writing` is called whenever something waits
-        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         num_probes = len(self.connections) - self._limits.max_connections
         self.app_state = {**self.app_state, IS_PROBE_KEY: num_probes > 0}
+        with suppress(OSError):  # macOS: the client has left already
+            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         if num_probes > MAX_PROBES:
             self._refuse(too_many_connections())
         else:

@@ -13,6 +13,7 @@ from diffusionlm.inference.decoder import Decoder, DecoderLimits
 from diffusionlm.inference.generate import Generation, decode, generate, to_generation
 from diffusionlm.inference.model_runner import InputText
 from diffusionlm.inference.requests import ActiveRequest
+from diffusionlm.inference.sampling import BatchSampler
 from diffusionlm.models.transformer import Transformer
 from tests.decoding_jobs import BLOCKS, LIMITS, Job, check_pages, make_jobs
 
@@ -189,8 +190,11 @@ def test_a_model_that_cannot_be_computed_is_no_fault_of_a_request(
         generate(broken, [[1, 2], [3]], GenerationConfig(max_new_tokens=4))
 
 
-def test_a_forward_of_several_ranks_is_not_repeated(blocks: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other ranks would wait for ever for a rank that computes one alone."""
+@pytest.mark.parametrize("owner", [Transformer, BatchSampler])
+def test_a_forward_of_several_ranks_is_not_repeated(
+    owner: type, blocks: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks would wait for ever for a rank that computes one alone, or that goes on with fewer requests."""
     calls = []
 
     def fail_to_compute(*args: Any, **options: Any) -> Any:
@@ -198,7 +202,7 @@ def test_a_forward_of_several_ranks_is_not_repeated(blocks: Transformer, monkeyp
         raise InjectedError("rank 0 alone")
 
     model = Transformer(blocks.config)
-    monkeypatch.setattr(model, "forward", fail_to_compute)
+    monkeypatch.setattr(owner, "forward" if owner is Transformer else "sample_predictions", fail_to_compute)
     model.has_collective_forwards = True
     with pytest.raises(InjectedError):
         generate(model, [[1, 2], [3], [4]], GenerationConfig(max_new_tokens=4))
