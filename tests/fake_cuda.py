@@ -23,22 +23,48 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarking.serving.count_kernels import WITHOUT_KERNELS
 from diffusionlm.kernels import chunked_loss
 from diffusionlm.models import flex
 from diffusionlm.models.moe import ExpertGroups
 from profiling import triton_setup
-from profiling.roofline import backward
-from profiling.roofline.fake_gpu import FusedAttention
+from tests.python_backward import python_backward
 
 PROJECT = Path(__file__).parents[1]
-ENGINE = Path(backward.__file__)
 FUSED_ATTENTION = "scaled_dot_product_attention"
 """Name of the launch of torch's fused attention."""
 FLEX_ATTENTION = "flex_attention"
 """Name of the launch of FlexAttention."""
 BACKWARD = "_backward"
 """End of the name of the launch of an attention's backward."""
+WITHOUT_KERNELS = {
+    "empty", "empty_like", "new_empty", "empty_strided", "_unsafe_view", "detach", "lift_fresh", "_local_scalar_dense",
+    "promote_types",
+}  # fmt: skip
+"""Operators that compute nothing."""
+RecordAttention = Callable[[Sequence[Tensor], Sequence[Tensor], bool], None]
+
+
+class FusedAttention(torch.autograd.Function):
+    """Stands for torch's fused attention or FlexAttention. Queries, keys and values have the width of a head last.
+
+    ``record`` is called with the tensors that are read and written, and whether by the backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, record: RecordAttention) -> Tensor:
+        out = torch.empty_like(q)
+        log_sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, log_sums)
+        ctx.record = record
+        record((q, k, v), (out, log_sums), False)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors
+        gradients = tuple(torch.empty_like(tensor) for tensor in saved[:3])
+        ctx.record((*saved, *grads), gradients, True)
+        return (*gradients, None)
 
 
 @dataclass(frozen=True)
@@ -264,7 +290,7 @@ def find_place() -> str | None:
     for frame in reversed(traceback.extract_stack()):
         path = Path(frame.filename)
         if path.is_relative_to(PROJECT) and not path.is_relative_to(PROJECT / "tests") and ".venv" not in path.parts:
-            if frame.name.startswith("<") or path == ENGINE:  # a comprehension; torch's engine has no place in Python
+            if frame.name.startswith("<"):  # a comprehension
                 continue
             return f"{path.relative_to(PROJECT)}:{frame.name}"
     return None
@@ -309,7 +335,7 @@ def fake_cuda() -> Iterator[LaunchRecord]:
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         for owner, name, function in replaced:
             stack.enter_context(patch.object(owner, name, function))
-        stack.enter_context(backward.python_backward())
+        stack.enter_context(python_backward())
         stack.enter_context(_Recorder(record, mode))
         yield record
 

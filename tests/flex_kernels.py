@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarking.gpu.ahead_of_time import CompiledKernel
 from benchmarking.harness import Table
 from diffusionlm.models.dense_attention import AttentionScale
 from diffusionlm.models.flex import attend_flex, build_block_mask
 from diffusionlm.models.patterns import AttentionPattern, BlockDiffusion, Causal
 from tests.inductor_cuda import compile_source, lower, pretend_gpu
+from tests.kernels.ahead_of_time import CompiledKernel
 from tests.training_graphs import BATCH, DOCUMENTS, LENGTH, SEGMENTS, Graph, flex_as_on_a_gpu, make_recorder
 
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from benchmarking.gpu.ahead_of_time import LAUNCH_OPTIONS, CompiledKernel, KernelLaunch, compile_launch
+from tests.kernels.ahead_of_time import LAUNCH_OPTIONS, CompiledKernel, KernelLaunch, compile_launch
 from tests.training_graphs import Graph
 
 TORCH_VERSION = "2.15"

@@ -19,8 +19,6 @@ CORE_NAMES = (
     "checkpoints", "data", "diffusion", "evaluation", "inference", "kernels", "models", "optim", "serving", "training",
 )  # fmt: skip
 CORE = {f"diffusionlm.{name}" for name in CORE_NAMES}
-PROGRAMS = {"profiling.roofline"}
-"""Packages that are commands: nobody imports them."""
 EVERYTHING = CORE | set(TOP_LEVEL)
 EVERYBODY_MAY_IMPORT = {"profiling", "files"}
 
@@ -54,7 +52,6 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "diffusionlm": CORE | {"tokenizer"},
     "benchmarking": CORE | {"config", "ddp", "diffusionlm", "logger", "tokenizer"},
     "cli": EVERYTHING - {"cli"},
-    "profiling.roofline": EVERYTHING,
 }
 """Package -> packages it may import, beside itself, config's sections and ``EVERYBODY_MAY_IMPORT``."""
 
@@ -91,7 +88,7 @@ def parse_modules() -> dict[str, ast.Module]:
 
 def package_of(module: str) -> str:
     first_two = ".".join(module.split(".")[:2])
-    return first_two if first_two in CORE | PROGRAMS else module.split(".")[0]
+    return first_two if first_two in CORE else module.split(".")[0]
 
 
 def imports_of(module: str) -> Iterator[str]:

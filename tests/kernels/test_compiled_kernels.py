@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarking.gpu import ahead_of_time, compiled_kernels
-from benchmarking.gpu.ahead_of_time import CompiledKernel, KernelLaunch, parse_ptxas_log, read_launch
-from benchmarking.gpu.compiled_kernels import KernelVariant, find_violations, widest_vector_load
-from profiling.accelerators import A100, H100, occupancy
+from tests.kernels import ahead_of_time, compiled_kernels
+from tests.kernels.accelerators import A100, H100, occupancy
+from tests.kernels.ahead_of_time import CompiledKernel, KernelLaunch, parse_ptxas_log, read_launch
+from tests.kernels.compiled_kernels import KernelVariant, find_violations, widest_vector_load
 
 ROOT = Path(__file__).parents[2]
 PTX = """
@@ -40,7 +40,7 @@ def compile_kernels(*arguments: str) -> list[list[str]]:
         problem = ahead_of_time.find_compiler_problem()
     if problem is not None:
         pytest.skip(problem)
-    command = [sys.executable, "-m", "benchmarking.gpu.compiled_kernels", *arguments]
+    command = [sys.executable, "-m", "tests.kernels.compiled_kernels", *arguments]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=280)
     assert result.returncode == 0, result.stderr
     return [line.split(" | ") for line in result.stdout.splitlines() if line.startswith("| ") and line[2].isdigit()]

@@ -12,8 +12,8 @@ from diffusionlm.kernels.cross_entropy import linear_cross_entropy
 from diffusionlm.kernels.loss_types import LossInputs
 from diffusionlm.models.patterns import Causal
 from diffusionlm.training.block_wrapping import checkpoint_activations
-from profiling.roofline.backward import python_backward
 from tests.conftest import MakeModel
+from tests.python_backward import python_backward
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 

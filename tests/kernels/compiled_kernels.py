@@ -1,6 +1,6 @@
 """Registers, shared memory, spills and occupancy of the project's Triton kernels on GPUs, without a GPU.
 
-python -m benchmarking.gpu.compiled_kernels --output docs/results/kernels_compiled.md
+python -m tests.kernels.compiled_kernels --output docs/results/kernels_compiled.md
 
 Each variant that can run is compiled ahead of time, and held to budgets: see `find_violations`. Nothing is executed, so
 the only times are bounds: the bytes that a kernel must move, divided by the bandwidth of the GPU's memory.
@@ -18,7 +18,12 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarking.gpu.ahead_of_time import (
+from benchmarking.harness import Benchmark, Report, Settings, Table, format_command_line, main, version
+from diffusionlm.kernels.loss_types import LossOptions
+from files.atomic import write_text_atomic
+from files.terminal_text import print_message
+from tests.kernels.accelerators import A100, B200, H100, H200, occupancy
+from tests.kernels.ahead_of_time import (
     AMD_TARGETS,
     TARGETS,
     CompiledKernel,
@@ -27,11 +32,6 @@ from benchmarking.gpu.ahead_of_time import (
     find_compiler_problem,
     record_launches,
 )
-from benchmarking.harness import Benchmark, Report, Settings, Table, format_command_line, main, version
-from diffusionlm.kernels.loss_types import LossOptions
-from files.atomic import write_text_atomic
-from files.terminal_text import print_message
-from profiling.accelerators import A100, B200, H100, H200, occupancy
 
 LOSS_MODULE, LOSS_KERNEL = "diffusionlm.kernels.triton_cross_entropy", "_loss_kernel"
 KERNELS = ((LOSS_MODULE, LOSS_KERNEL),)
