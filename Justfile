@@ -18,7 +18,7 @@ fmt:
 lint:
     uv run ruff format --check .
     uv run ruff check .
-    uv run shellcheck --external-sources .ci/run scripts/train.slurm scripts/remote/there.sh
+    uv run shellcheck --external-sources .ci/run scripts/train.slurm scripts/gpu_check.sh scripts/remote/there.sh
 
 # Check types.
 types:
@@ -98,9 +98,9 @@ block-lengths *args:
 sweep config *args:
     uv run diffusionlm-sweep --config {{config}} {{args}}
 
-# On a machine with GPUs, in nine minutes: tests, training, resuming, ranks, decoding, speed; docs/results/gpu.md.
+# On a machine with GPUs: what only a GPU shows, the gravest first; prints and writes docs/results/gpu.md.
 gpu-check *args:
-    uv run --group bench python -m benchmarking.gpu.check --output docs/results/gpu.md {{args}}
+    bash scripts/gpu_check.sh {{args}}
 
 # Check this machine, and list what will be slow on it.
 doctor *args:
