@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -221,3 +222,9 @@ def test_test_files_have_different_names() -> None:
     names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
     assert not [name for name, count in names.items() if count > 1]
     assert not list((ROOT / "tests").rglob("__init__.py"))
+
+
+def test_paths_of_the_architecture_page_exist() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    paths = set(re.findall(r"`((?:[\w.]+/)+[\w.]*)`", page))
+    assert len(paths) > 80 and sorted(path for path in paths if not (ROOT / path).exists()) == []
