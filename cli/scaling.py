@@ -1,6 +1,6 @@
 """Print tables of memory and step time for training on many GPUs, estimated by `profiling.scaling`.
 
-python -m cli.scaling                    # the tables of docs/scaling.md
+python -m cli.scaling                    # the table of docs/distributed.md, in full
 python -m cli.scaling --ranks 16 --row-length 2048
 """
 
