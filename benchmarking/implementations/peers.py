@@ -34,10 +34,10 @@ IGNORE_INDEX = -100
 """Label of tokens that are not in the peers' losses."""
 
 METHODS_OF_PEERS = {
-    "transformers": "Qwen3ForCausalLM (sdpa attention, no cache); bidirectional with a 4-D additive mask of zeros, "
-    "block diffusion as [noisy | clean] with such a mask and logits of the noisy half, next token causal; otherwise "
-    "logits of all positions; cross-entropy of `logits.float()` with `ignore_index`, noise and weights of LLaDA; "
-    "`torch.optim.AdamW` at its defaults (neither foreach nor fused on a CPU)",
+    "transformers": "Qwen3ForCausalLM, with experts Qwen3MoeForCausalLM (sdpa attention, no cache); bidirectional with "
+    "a 4-D additive mask of zeros, block diffusion as [noisy | clean] with such a mask and logits of the noisy half, "
+    "next token causal; otherwise logits of all positions; cross-entropy of `logits.float()` with `ignore_index`; "
+    "noise and weights of LLaDA; `torch.optim.AdamW` at its defaults (neither foreach nor fused on a CPU)",
     "liger": "the same model with `apply_liger_kernel_to_qwen3`; head and loss in its fused kernel, which has no token "
     "weights at full speed: the mean over the masked tokens; `torch.optim.AdamW`, fused",
 }
@@ -93,9 +93,10 @@ def build_noise(case: TrainCase, tokens_BL: Tensor) -> Callable[[], PeerInputs]:
 def _build_qwen3(case: TrainCase) -> Any:
     transformers: Any = importlib.import_module("transformers")
     torch.manual_seed(case.seed)
-    settings = case.shape.model_dump(exclude={"shape", "name", "batch_size", "qk_norm", "logit_alignment"})
-    config = transformers.Qwen3Config(**settings, attn_implementation="sdpa")
-    return transformers.Qwen3ForCausalLM(config).to(case.device).train()
+    settings = case.shape.model_dump(mode="json", exclude={"shape", "name", "batch_size", "qk_norm", "logit_alignment"})
+    family = "Qwen3Moe" if case.shape.num_experts else "Qwen3"
+    config = getattr(transformers, f"{family}Config")(**settings, attn_implementation="sdpa")
+    return getattr(transformers, f"{family}ForCausalLM")(config).to(case.device).train()
 
 
 def build_transformers(case: TrainCase) -> TrainImplementation:

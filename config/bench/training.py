@@ -150,6 +150,16 @@ class BenchTrainConfig(Section):
     output: BenchOutputSection = BenchOutputSection()
 
     @model_validator(mode="after")
+    def _check_peers(self) -> Self:
+        for shape in self.shapes if "liger" in self.bench.peers else ():
+            if shape.num_experts:
+                raise ValueError(
+                    f'bench.peers has "liger", which has no experts, but the shape {shape.name!r} has num_experts = '
+                    f"{shape.num_experts}: remove the peer or the shape"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _check_block_length(self) -> Self:
         for shape in self.shapes if "block_diffusion" in self.bench.objectives else ():
             if self.bench.block_length > shape.max_position_embeddings:

@@ -57,6 +57,15 @@ def test_a_step_trains(name: str, precision: Precision, objective: ObjectiveConf
         assert not torch.equal(parameter, before[key]), key
 
 
+def test_a_peer_has_the_experts_of_the_shape() -> None:
+    pytest.importorskip("transformers")
+    case = make_case(shape=make_shape(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8))
+    ours, theirs = build_ours(case), build_transformers(case)
+    sizes = [sum(parameter.numel() for parameter in peer.model.parameters()) for peer in (ours, theirs)]
+    assert sizes[0] == sizes[1]
+    assert theirs.step().item() == pytest.approx(math.log(64), rel=0.2)
+
+
 def test_our_step_is_that_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[int] = []
 
