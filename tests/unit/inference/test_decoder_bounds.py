@@ -61,6 +61,36 @@ def test_each_request_ends_within_a_number_of_rounds(blocks: Transformer, name: 
     assert (decoder.counts.num_preemptions > 0) == (name != "few rows")
 
 
+def test_a_long_prompt_does_not_hold_up_its_neighbors(blocks: Transformer) -> None:
+    """A limit of rows splits it: others decode in every round, and a short prompt behind it waits for one part only."""
+    config = GenerationConfig(max_new_tokens=8, denoising_steps=4, stop_token_ids=())
+
+    def add(length: int) -> ActiveRequest:
+        settings = resolve_settings(config, blocks.config)
+        request = ActiveRequest(prepare_prompt(settings, [1] * length), settings)
+        decoder.add(request)
+        return request
+
+    def count_rounds(request: ActiveRequest) -> int:
+        rounds = 0
+        while not request.final_token_ids():
+            decoded = {id(other) for other in decoder.run_round().decoded}
+            assert id(neighbor) in decoded
+            rounds += 1
+        return rounds
+
+    decoder = Decoder(blocks, DecoderLimits(num_pages=60, page_size=4, max_rows=12))
+    neighbor = add(4)
+    decoder.run_round()
+    rounds_alone = count_rounds(add(4))
+    decoder = Decoder(blocks, DecoderLimits(num_pages=60, page_size=4, max_rows=12))
+    neighbor = add(4)
+    decoder.run_round()
+    long = add(32)
+    assert count_rounds(add(4)) <= rounds_alone + 1
+    assert not long.final_token_ids()
+
+
 @pytest.mark.parametrize("cache_bytes", [1 << 14, 100_000, 1 << 17])
 def test_keys_and_values_are_within_their_memory(blocks: Transformer, cache_bytes: int) -> None:
     """What is allocated, once, is at most the budget and less than a page below it."""
