@@ -44,18 +44,6 @@ bench-ddp *args:
 scaling *args:
     uv run python -m cli.scaling {{args}}
 
-# The mixture of experts, compared with transformers.
-bench-moe *args:
-    uv run --group bench python -m benchmarking.bench_moe {{args}}
-
-# Loading a checkpoint, compared with transformers: time and memory.
-bench-load *args:
-    uv run --group bench python -m benchmarking.bench_load {{args}}
-
-# Throughput of the loader: from text, with workers, from shards.
-bench-data *args:
-    uv run --group bench python -m benchmarking.bench_data {{args}}
-
 # Speed of the tokenizer, compared with tokenizers and tiktoken.
 bench-tokenizer *args:
     uv run --group bench diffusionlm-bench-tokenizer --config config/resources/bench_tokenizer.toml {{args}}

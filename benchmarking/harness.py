@@ -32,13 +32,12 @@ from profiling.machine import read_processor
 
 Measurement = TypeVar("Measurement")
 
-Clock = Literal["wall", "process", "thread"]
+Clock = Literal["wall", "process"]
 CLOCKS: dict[Clock, Callable[[], float]] = {
     "wall": time.perf_counter,
     "process": time.process_time,
-    "thread": time.thread_time,
 }
-"""Wall time, or CPU time of the process or of the calling thread, which other processes on the machine affect less."""
+"""Wall time, or CPU time of the process, which other processes on the machine affect less."""
 
 MEBIBYTE = 1 << 20
 SPEEDUP_COLUMN = "per round [quartiles]"

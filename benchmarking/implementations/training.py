@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from config.bench.training import BenchShape, Precision
 from config.data import DataConfig, PythonStdlib
-from config.finetune.lora import LoraConfig
 from config.model_section import ModelSection
 from config.train import TrainConfig
 from config.training.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
@@ -28,7 +27,6 @@ from diffusionlm.data.loader import Loader, StepLoader
 from diffusionlm.data.packing import Row
 from diffusionlm.data.reader import ReaderPosition
 from diffusionlm.models.init import init_weights
-from diffusionlm.models.lora import add_adapter
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import build_optimizers
 from diffusionlm.training.block_wrapping import prepare_model
@@ -39,7 +37,6 @@ from diffusionlm.training.signals import StopRequest
 from diffusionlm.training.spike_guard import SpikeGuard
 from diffusionlm.training.step import TrainState, load_step_batch, train_step
 from diffusionlm.training.step_metrics import compute_batch_flops
-from profiling.adapter_size import measure_adapter
 
 OURS = "diffusionlm"
 PRECISIONS: Mapping[Precision, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -65,8 +62,6 @@ class TrainCase:
     threads: int
     seed: int
     objective: ObjectiveConfig = field(default_factory=MaskedDiffusionConfig)
-    adapter: LoraConfig | None = None
-    """Adapter that is trained in place of the weights. None: all weights are."""
 
     @property
     def objective_label(self) -> str:
@@ -145,8 +140,6 @@ def build_train_state(case: TrainCase, config: TrainConfig) -> TrainState:
     model_config = case.shape.to_model_config().model_copy(update={"logit_alignment": config.model.logit_alignment})
     model = Transformer(model_config, attention_backend=config.runtime.attention_backend)
     init_weights(model, case.seed)
-    if case.adapter is not None:
-        add_adapter(model, case.adapter, seed=case.seed)
     model.to(device)
     master_weights = prepare_model(model, config.runtime, PRECISIONS[case.precision], device)
     parallel = NoParallel(model)
@@ -155,12 +148,8 @@ def build_train_state(case: TrainCase, config: TrainConfig) -> TrainState:
     return TrainState(model, parallel, optimizers, master_weights, None, guard)
 
 
-def build_ours(
-    case: TrainCase, objective: ObjectiveConfig | None = None, runtime: RuntimeConfig | None = None
-) -> TrainImplementation:
-    """Build this project's training step; ``objective`` replaces that of the case."""
-    if objective is not None:
-        case = replace(case, objective=objective)
+def build_ours(case: TrainCase, runtime: RuntimeConfig | None = None) -> TrainImplementation:
+    """Build this project's training step."""
     config, device = train_config(case, runtime or RuntimeConfig()), torch.device(case.device)
     state = build_train_state(case, config)
     settings = build_step_settings(config, state.model, device, PRECISIONS[case.precision], UNBOUNDED_STEPS)
@@ -181,8 +170,7 @@ def build_ours(
 
     # The FLOPs are those of another batch: batches differ by a few masked positions at most.
     [noised_batch] = build_loader().next_step(0)
-    factors = None if case.adapter is None else measure_adapter(case.adapter, state.model.config).active_factors
-    flops = compute_batch_flops(state.model.config, noised_batch, factors)
+    flops = compute_batch_flops(state.model.config, noised_batch)
     return TrainImplementation(state.model, state.optimizers.optimizers, step, flops)
 
 

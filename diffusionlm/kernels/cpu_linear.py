@@ -1,6 +1,6 @@
 """Matrix products with weights on a CPU, without gradients: the fastest of torch's ways for a few rows.
 
-The ways differ in rounding alone. `benchmarking.serving.bench_linear` compares them.
+The ways differ in rounding alone.
 
 Shapes: T rows, I input features, O output features.
 """

@@ -7,16 +7,28 @@ from typing import Any
 
 import pytest
 
-from benchmarking.bench_infer import random_model
 from benchmarking.harness import Settings
-from benchmarking.serving import bench_autoregressive, bench_engine, bench_linear
-from benchmarking.serving.bench_first_text import SHAPE, count_rounds, run
+from benchmarking.serving import bench_autoregressive, bench_engine
 from benchmarking.serving.callers import (
     CallerRequest,
     count_equal,
     draw_requests,
     split_batches,
     static_limit,
+)
+from config.model import ModelConfig
+
+SHAPE = ModelConfig(
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    intermediate_size=128,
+    max_position_embeddings=512,
+    vocab_size=128,
+    mask_token_id=127,
+    block_length=4,
 )
 
 
@@ -75,29 +87,3 @@ def test_autoregressive_answers_are_those_of_transformers(monkeypatch: pytest.Mo
     assert speeds.column("equal answers") == ["8 of 8", ""]
     next_tokens, three = (int(cell.replace(",", "")) for cell in rounds.column("rounds"))
     assert three < next_tokens
-
-
-def test_rounds_until_the_first_text() -> None:
-    """Beside a prompt of 400 tokens a request is at most two rounds late, also where the prompt is read in parts."""
-    model = random_model(SHAPE, seed=0)
-    alone = count_rounds(model, None, has_neighbors=False, has_long=False)
-    for max_rows in (None, 256, 96):
-        busy = count_rounds(model, max_rows, has_neighbors=True)
-        assert busy.short - alone.short <= 2 and busy.stalled_rounds == 0
-        assert max_rows is None or busy.max_rows <= max_rows
-        # In each round but one, the long prompt gets the rows that the neighbors leave: 12 at least.
-        assert busy.long <= 4 + (0 if max_rows is None else 1 + 400 // (max_rows - 7 * 8))
-
-
-def test_the_table_of_rounds() -> None:
-    [table] = run(settings(max_rows=[96])).tables
-    assert table.column("rows per round") == ["no limit", "96"]
-
-
-def test_products_of_weights_are_compared_by_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_linear, "SHAPE", SHAPE)
-    (table,) = bench_linear.run(settings(rows=[1, 3])).tables
-    assert table.column("rows") == ["1", "3"] and len(table.header) == 5
-    monkeypatch.setitem(bench_linear.WAYS, "chosen", lambda x, weight: x @ weight.T + 1.0)
-    with pytest.raises(ValueError, match=r"chosen: its products are not those of F\.linear"):
-        bench_linear.run(settings(rows=[1]))

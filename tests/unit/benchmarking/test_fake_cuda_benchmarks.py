@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
-import pytest
 import torch
 
-from benchmarking import bench_attention, bench_infer, bench_kernels, bench_objectives, bench_train
+from benchmarking import bench_attention, bench_infer, bench_kernels, bench_train
 from benchmarking.harness import Settings
 from benchmarking.implementations.training import OURS
 from config.bench.inference import BenchInferConfig
 from config.load import load_config
 from tests.fake_cuda import BACKWARD, FLEX_ATTENTION, fake_cuda
-from tests.unit.benchmarking.train_cases import make_case, make_shape
+from tests.unit.benchmarking.train_cases import make_case
 
 RESOURCE = Path(__file__).parents[3] / "config" / "resources" / "bench_infer_gpu.toml"
 SETTINGS = Settings(2, 0)
@@ -55,16 +53,6 @@ def test_training() -> None:
     assert report.tables[1].column("MFU")[0].endswith("%")
     assert record.waits["benchmarking/implementations/training.py:synchronize"] == SETTINGS.rounds + 2
     assert record.waits["benchmarking/implementations/matrix_products.py:run"] == SETTINGS.rounds
-
-
-def test_objectives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_objectives, "SHAPE", make_shape())
-    names = (bench_objectives.BASELINE, "block diffusion, 4")
-    monkeypatch.setattr(bench_objectives, "OBJECTIVES", {name: bench_objectives.OBJECTIVES[name] for name in names})
-    with fake_cuda() as record:
-        report = bench_objectives.run(replace(SETTINGS, options=Namespace(device="cuda")))
-    assert report.tables[0].column("objective") == [*names, *names] and report.facts["accelerator"] == "NVIDIA H200"
-    assert record.product_dtypes() == {torch.float32, torch.bfloat16}
 
 
 def test_decoding() -> None:
