@@ -56,13 +56,13 @@ bench-kernels *args:
 bench-infer *args:
     uv run diffusionlm-bench-infer --config config/resources/bench_infer.toml {{args}}
 
+# The engine, compared with one request at a time, static batches and transformers.
+compare-engine *args:
+    uv run --group bench python -m benchmarking.serving.compare_engine {{args}}
+
 # Load for a server that runs already: latencies, goodput and a check of the answers.
 bench-serve *args:
     uv run diffusionlm-bench-serve --config config/resources/bench_serve.toml {{args}}
-
-# Decoding speed, compared with decoding without a cache and with autoregression in transformers.
-bench-decoding-peers *args:
-    uv run --group bench python -m benchmarking.bench_decoding_peers {{args}}
 
 # Sources of known entropy: the bound of a trained model and the exact value (docs/results/truth.md).
 truth:

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import json
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,12 +26,14 @@ from benchmarking.harness import (
     Report,
     Settings,
     Table,
+    check_installed,
     collect_environment,
     compare,
     describe_accelerator,
     describe_model,
     run_in_fresh_process,
 )
+from benchmarking.implementations.decoding import build_autoregressive_call, convert_to_qwen3
 from config.bench.inference import BenchCell, BenchInferConfig, BenchInferSection, BenchModel, BenchValidationSection
 from config.eval import EvalConfig
 from config.evaluation.text import EvalDataConfig, NelboConfig
@@ -53,6 +55,7 @@ from profiling.cores import usable_cores
 from profiling.memory import PeakGrowth, release_freed_memory
 from profiling.torch_setup import select_device, select_dtype
 
+PEER = "transformers, next tokens"
 WARMUP_TOKENS = 4
 """New tokens of the call before memory is measured, in which libraries allocate what they load at first use."""
 
@@ -64,7 +67,8 @@ Latency: of a call, median [quartiles]. tok/s: new tokens of all requests by the
 tok/forward: new tokens of a request by the forwards that it took part in, mean over requests; the forwards of the \
 prompt and of caches are included. Mask ratio: masked share of the current block when a forward reads it, mean over \
 forwards and requests. Over the first: speed over that of the first row of the batch size, median and quartiles of the \
-ratios within a round. \
+ratios within a round; over transformers likewise: greedy decoding of the same weights as a causal Qwen3, with its KV \
+cache, one token per forward. \
 Peak: in a fresh process, the rise of the resident set (on CUDA, of allocated memory) in one call above the loaded \
 model."""
 
@@ -94,6 +98,8 @@ class CellResult:
     seconds: list[float]
     speed_over_first: str
     """Speed over the first cell of the batch size, within rounds."""
+    speed_over_peer: str | None
+    """Speed over autoregressive decoding of the same batch, within rounds; None without a peer."""
     peak_bytes: int | None
     bits_per_byte: float | None
     """Upper bound on the bits per byte of the validation text; None without one."""
@@ -308,13 +314,14 @@ def bench_infer(config: BenchInferConfig) -> Report:
         if path.is_dir():
             raise ValueError(f"output.path = {path} is a directory: name a file in it")
         path.parent.mkdir(parents=True, exist_ok=True)
+    check_installed(config.bench.peers)
     model = build_model(config.model)
     if config.model.path is not None and config.model.shape is not None:
         print_message(f"model: {config.model.path}; model.shape is ignored")
     cells = _with_model_defaults(config.cells(), model.config)
     facts = _describe_conditions(config, model)
     prompts = {size: build_prompts(config, model.config, size) for size in config.grid.batch_sizes}
-    counts, calls = {}, {}
+    counts, calls = {}, dict[str, Callable[[], object]]()
     for number, cell in enumerate(cells, 1):
         print_message(f"counting {number}/{len(cells)}: {cell.label}")
         arguments = (model, prompts[cell.batch_size], cell.generation, _seeds(config.bench, cell.batch_size))
@@ -323,6 +330,11 @@ def bench_infer(config: BenchInferConfig) -> Report:
         # A call returns Python numbers, so the device is done when it returns.
         calls[cell.label] = functools.partial(generate, *arguments)
     work = {label: float(count.new_tokens) for label, count in counts.items()}
+    if config.bench.peers:
+        qwen3 = convert_to_qwen3(model)
+        for size, batch in prompts.items():
+            calls[_peer_label(size)] = build_autoregressive_call(qwen3, batch, config.bench.new_tokens)
+            work[_peer_label(size)] = float(size * config.bench.new_tokens)
     times = compare(calls, Settings(config.bench.rounds, config.bench.warmup), label="decoding", work=work)
     peaks: list[int | None] = [None] * len(cells)
     for index, cell in enumerate(cells if config.bench.memory else []):
@@ -331,12 +343,8 @@ def bench_infer(config: BenchInferConfig) -> Report:
     bounds: list[float | None] = [None] * len(cells)
     if config.validation is not None:
         bounds = [*measure_bounds(config.model, config.validation, cells)]
-    results = [
-        CellResult(
-            cell, counts[cell.label], times.seconds[cell.label], _speed_over_first(cells, cell, times), peak, bound
-        )
-        for cell, peak, bound in zip(cells, peaks, bounds, strict=True)
-    ]
+    results = _build_results(cells, counts, times, peaks, bounds)
+    facts |= {label: f"{work[label] / times.median(label):,.1f} tok/s" for label in calls if label not in counts}
     if path is not None:
         record = {
             "config": config.model_dump(mode="json", exclude_none=True),
@@ -345,6 +353,26 @@ def bench_infer(config: BenchInferConfig) -> Report:
         }
         write_text_atomic(path, json.dumps(record, indent=2) + "\n")
     return Report([build_table(results), METHOD], facts)
+
+
+def _build_results(
+    cells: Sequence[BenchCell],
+    counts: Mapping[str, DecodingCounts],
+    times: Comparison,
+    peaks: Sequence[int | None],
+    bounds: Sequence[float | None],
+) -> list[CellResult]:
+    results = []
+    for cell, peak, bound in zip(cells, peaks, bounds, strict=True):
+        seconds, peer = times.seconds[cell.label], _peer_label(cell.batch_size)
+        over_first = _speed_over_first(cells, cell, times)
+        over_peer = times.speedup(cell.label, peer).format_ratio() if peer in times.seconds else None
+        results.append(CellResult(cell, counts[cell.label], seconds, over_first, over_peer, peak, bound))
+    return results
+
+
+def _peer_label(batch_size: int) -> str:
+    return f"{PEER}, batch {batch_size}"
 
 
 def _with_model_defaults(cells: Sequence[BenchCell], model: ModelConfig) -> list[BenchCell]:
@@ -405,6 +433,8 @@ def build_table(results: Sequence[CellResult]) -> Table:
         "tok/forward": lambda result: f"{result.counts.tokens_per_forward:.2f}",
         "mask ratio": lambda result: f"{result.counts.mask_ratio:.2f}",
     }
+    if results[0].speed_over_peer is not None:
+        columns[f"over {PEER}"] = lambda result: str(result.speed_over_peer)
     if results[0].peak_bytes is not None:
         columns["peak"] = lambda result: f"{(result.peak_bytes or 0) / MEBIBYTE:,.1f} MiB"
     if results[0].bits_per_byte is not None:

@@ -17,16 +17,15 @@ from itertools import count
 from typing import Any
 
 from benchmarking.harness import (
-    INSTALL_HINT,
     SPEEDUP_COLUMN,
     Comparison,
     Report,
     ResultFiles,
     Settings,
     Table,
+    check_installed,
     collect_environment,
     compare,
-    is_installed,
 )
 from config.bench.training import BenchTokenizerConfig, BenchTokenizerSection
 from diffusionlm.data.reader import read_first_documents
@@ -242,7 +241,7 @@ def bench_tokenizer(config: BenchTokenizerConfig) -> Report:
         ValueError: a peer is not installed, there is no text, or the implementations returned different outputs.
     """
     bench = config.bench
-    check_peers(bench.peers)
+    check_installed(bench.peers)
     os.environ.update(ONE_THREAD)
     corpus = Corpus.read(config)
     environment = collect_environment(threads=1, packages=["regex", *bench.peers])
@@ -262,20 +261,6 @@ def bench_tokenizer(config: BenchTokenizerConfig) -> Report:
     report = Report([*parts, METHOD], facts)
     files.write_report(report)
     return report
-
-
-def check_peers(peers: Sequence[str]) -> None:
-    """Check that the peers are installed.
-
-    Raises:
-        ValueError: one is not.
-    """
-    for peer in peers:
-        if not is_installed(peer):
-            raise ValueError(
-                f'bench.peers has "{peer}", which is not installed; {INSTALL_HINT}, or measure without it: '
-                "--set bench.peers=[]"
-            )
 
 
 def build_table(results: Sequence[TokenizerSpeed], names: Sequence[str]) -> Table:

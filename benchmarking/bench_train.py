@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from benchmarking.harness import (
-    INSTALL_HINT,
     MEBIBYTE,
     SPEEDUP_COLUMN,
     Comparison,
@@ -24,6 +23,7 @@ from benchmarking.harness import (
     ResultFiles,
     Settings,
     Table,
+    check_installed,
     collect_environment,
     compare,
     describe_accelerator,
@@ -213,7 +213,7 @@ def bench_train(config: BenchTrainConfig) -> Report:
         ValueError: a peer or a device does not exist.
     """
     bench = config.bench
-    check_peers(bench)
+    check_installed(["transformers"] if bench.peers else [])
     device = select_device(bench.device, "bench.device")
     threads = bench.threads or usable_cores()
     skipped_peers = find_skipped_peers(bench, device)
@@ -239,19 +239,6 @@ def bench_train(config: BenchTrainConfig) -> Report:
     report = build_report(results, skipped_peers, environment)
     files.write_report(report)
     return report
-
-
-def check_peers(bench: BenchTrainSection) -> None:
-    """Check that the peers are installed.
-
-    Raises:
-        ValueError: one is not.
-    """
-    if bench.peers and not is_installed("transformers"):
-        raise ValueError(
-            f'bench.peers has "{bench.peers[0]}", which needs transformers, and that is not installed; {INSTALL_HINT}, '
-            "or measure without it: --set bench.peers=[]"
-        )
 
 
 def find_skipped_peers(bench: BenchTrainSection, device: str) -> dict[str, str]:

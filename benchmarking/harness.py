@@ -288,6 +288,20 @@ def is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
+def check_installed(packages: Iterable[str]) -> None:
+    """Check that the packages of ``bench.peers`` are installed.
+
+    Raises:
+        ValueError: one is not.
+    """
+    for package in packages:
+        if not is_installed(package):
+            raise ValueError(
+                f"bench.peers need {package}, which is not installed; {INSTALL_HINT}, or measure without them: "
+                "--set bench.peers=[]"
+            )
+
+
 def version(package: str) -> str:
     """Version of an installed package; an imported one states its build as well, as in 2.9.0+cpu."""
     return getattr(sys.modules.get(package), "__version__", None) or importlib.metadata.version(package)

@@ -50,6 +50,9 @@ class BenchInferSection(Section):
     """Tokens of a random prompt."""
     new_tokens: PositiveInt = 128
     """Tokens that are decoded for each request; fewer only if a strategy sets stop_token_ids."""
+    peers: TupleOf[Literal["transformers"]] = ()
+    """Autoregressive decoding to compare with: the same random weights as a Qwen3 of transformers, from the dependency
+    group `bench`; greedy, with its KV cache, one token per forward."""
     rounds: Annotated[int, Field(ge=2)] = 5
     """Measured calls of each cell; the cells take turns."""
     warmup: NonNegativeInt = 1
@@ -129,6 +132,8 @@ class BenchInferConfig(Section):
     @model_validator(mode="after")
     def _check_model(self) -> Self:
         if self.model.path is not None:
+            if self.bench.peers:
+                raise ValueError("bench.peers decode random weights: remove them, or set [model.shape] without a path")
             return self
         shape, length = self.model.shape, self.bench.prompt_length + self.bench.new_tokens
         if shape is None:

@@ -45,10 +45,9 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 EAGER_MAX_LENGTH = 512
-"""Up to this number of queries eager attention is faster than SDPA for bf16 on a CPU
-(benchmarking/bench_attention.py)."""
+"""Up to this number of queries eager attention is faster than SDPA for bf16 on a CPU."""
 TILED_MIN_LENGTH = 256
-"""On a CPU, shorter sequences use a dense mask (benchmarking/bench_attention.py)."""
+"""On a CPU, shorter sequences use a dense mask."""
 BFLOAT16_TILED_MIN_LENGTH = 512
 """The same limit for bf16, where eager attention is fast for short sequences."""
 TILED_MAX_DENSITY = 0.75

@@ -25,7 +25,7 @@ from torch import Tensor
 from diffusionlm.models.patterns import Intervals
 
 TILE_LENGTH = 64
-"""Approximate number of queries of a tile (benchmarking/bench_attention.py)."""
+"""Approximate number of queries of a tile."""
 BFLOAT16_TILE_LENGTH = 128
 """The same for bf16: its products are so fast that fewer, larger ones win, although they compute more hidden pairs."""
 MAX_SAVED_BYTES = 64 << 20

@@ -21,6 +21,7 @@ from benchmarking.harness import (
     ResultFiles,
     Settings,
     Table,
+    check_installed,
     collect_environment,
     compare,
     format_command_line,
@@ -215,3 +216,10 @@ def test_a_killed_measurement_names_the_key(monkeypatch: pytest.MonkeyPatch) -> 
 def test_peak_growth_includes_freed_memory() -> None:
     """In a process of its own: the system may take back memory of a large one meanwhile."""
     subprocess.run([sys.executable, "-c", GROW_AND_FREE], check=True, timeout=60)
+
+
+def test_a_missing_peer_names_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "is_installed", lambda package: package != "tiktoken")
+    check_installed(["tokenizers"])
+    with pytest.raises(ValueError, match=r"tiktoken.*group bench.*bench.peers="):
+        check_installed(["tokenizers", "tiktoken"])

@@ -1,4 +1,4 @@
-"""The decoding benchmark: its config, what it counts, its report; and the peers of the other one."""
+"""The decoding benchmark: its config, what it counts, its report and its peer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from config.evaluation.text import NelboConfig
 from config.generation import GenerationConfig
 from config.load import ConfigError, load_config
 from config.model import ModelConfig
-from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep, Generation, generate
+from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep, Generation
 from diffusionlm.models.init import OUTPUT_PROJECTIONS
 from diffusionlm.models.patterns import Causal
 from diffusionlm.models.transformer import Transformer
@@ -101,6 +101,11 @@ def test_config_errors_name_the_problem_and_the_remedy(override: str, message: s
     with pytest.raises(ConfigError) as caught:
         load_config(BenchInferConfig, RESOURCE, [override])
     assert message in str(caught.value)
+
+
+def test_a_peer_decodes_random_weights_alone() -> None:
+    with pytest.raises(ConfigError, match="peers decode random weights"):
+        load_config(BenchInferConfig, RESOURCE, ["model.path=runs/model", "bench.peers=[transformers]"])
 
 
 def test_a_config_without_a_model_is_an_error() -> None:
@@ -218,33 +223,6 @@ def test_a_bound_is_measured_once_for_each_attention_pattern(monkeypatch: pytest
     assert {config.data.max_rows for config in configs} == {64} and configs[0].model.path == tmp_path
 
 
-@pytest.mark.parametrize("steps", [1, 3, 4])
-def test_decoding_without_a_cache_gives_the_same_tokens(model: Transformer, steps: int) -> None:
-    prompts = random_prompts(model.config, 8, 3, seed=0)
-    expected = decoding.decode_without_cache(model, prompts, 12, 4, steps)
-    assert decoding.build_block_cache_call(model, prompts, 12, 4, steps, forwards=3 * steps)() == expected
-    config = GenerationConfig(max_new_tokens=12, remasking_strategy="low_confidence_static", denoising_steps=steps)
-    uncached = generate(model, prompts, config.model_copy(update={"cache": "none"}))
-    assert [list(result.token_ids) for result in uncached] == expected
-    assert len({tuple(tokens) for tokens in expected}) == 3
-
-
-def test_every_forward_commits_three_tokens(model: Transformer) -> None:
-    # 4 + 14 tokens as 64 + 128: 1 modulo 3, then a block with 2 modulo 3 open positions and full ones.
-    prompts = random_prompts(model.config, 4, 1, seed=0)
-    for length in (3, 6):
-        config = GenerationConfig(
-            max_new_tokens=14,
-            attention="block_causal",
-            block_length=length,
-            denoising_steps=length // 3,
-            remasking_strategy="low_confidence_static",
-        )
-        [result] = generate(model, prompts, config)
-        committed = [result.step_map.count(forward) for forward in range(1, result.num_forwards + 1)]
-        assert sorted(committed) == [2, 3, 3, 3, 3]
-
-
 @pytest.mark.slow
 def test_the_causal_peer_is_the_same_model(model: Transformer) -> None:
     pytest.importorskip("transformers")
@@ -257,3 +235,27 @@ def test_the_causal_peer_is_the_same_model(model: Transformer) -> None:
             logits_BLV = model(texts_BL, pattern=Causal())
         assert torch.equal(logits_BLV[:, -1].argmax(dim=1), tokens_BL[:, index])
         texts_BL = torch.cat([texts_BL, tokens_BL[:, index : index + 1]], dim=1)
+
+
+def test_speed_over_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build_call(peer: Any, prompts: list[list[int]], new_tokens: int) -> Any:
+        return lambda: [[0] * new_tokens for _ in prompts]
+
+    monkeypatch.setattr(module, "check_installed", lambda packages: None)
+    monkeypatch.setattr(module, "convert_to_qwen3", lambda model: None)
+    monkeypatch.setattr(module, "build_autoregressive_call", build_call)
+    config = make_config()
+    bench = config.bench.model_copy(update={"peers": ("transformers",)})
+    threads = torch.get_num_threads()
+    report = bench_infer(config.model_copy(update={"bench": bench}))
+    torch.set_num_threads(threads)
+    assert all("[" in cell for cell in report.tables[0].column("over transformers, next tokens"))
+    assert report.facts["transformers, next tokens, batch 2"].endswith(" tok/s")
+
+
+@pytest.mark.slow
+def test_a_model_of_another_family_has_no_peer() -> None:
+    pytest.importorskip("transformers")
+    model = random_model(ModelConfig(**SHAPE, qk_norm=False, mask_token_id=47), seed=0)
+    with pytest.raises(ValueError, match=r'"transformers", which decodes a Qwen3'):
+        decoding.convert_to_qwen3(model)

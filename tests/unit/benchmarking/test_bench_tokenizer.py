@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarking import bench_tokenizer as module
 from benchmarking.bench_tokenizer import (
     ONE_THREAD,
     OURS,
@@ -19,7 +18,6 @@ from benchmarking.bench_tokenizer import (
     bench_tokenizer,
     build_table,
     check_equal_outputs,
-    check_peers,
     extract_merges,
     load,
     measure_task,
@@ -84,13 +82,6 @@ def test_help_and_config_errors_answer_at_once() -> None:
     )
     assert done.stdout.endswith("set()\n")
     assert "missing.toml" in done.stderr
-
-
-def test_a_missing_peer_names_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "is_installed", lambda package: package != "tiktoken")
-    check_peers(["tokenizers"])
-    with pytest.raises(ValueError, match=r"tiktoken.*group bench.*bench.peers="):
-        check_peers(["tokenizers", "tiktoken"])
 
 
 @pytest.mark.parametrize("name", [OURS, "tokenizers", "tiktoken"])

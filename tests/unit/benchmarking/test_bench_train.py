@@ -16,7 +16,6 @@ from benchmarking.bench_train import (
     MATRIX_PRODUCTS,
     MEMORY_PARTS,
     bench_train,
-    check_peers,
     find_skipped_peers,
     forget_compiled_code,
     measure_memory,
@@ -84,12 +83,6 @@ def test_config_errors_and_help_do_not_import_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["2", "False"]
     assert "missing.toml" in done.stderr
-
-
-def test_a_missing_peer_names_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "is_installed", lambda package: False)
-    with pytest.raises(ValueError, match=r"transformers.*group bench.*bench.peers="):
-        check_peers(BenchTrainSection(peers=("transformers",)))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -8,12 +8,12 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarking import bench_attention, bench_infer, bench_kernels, bench_train
+from benchmarking import bench_infer, bench_kernels, bench_train
 from benchmarking.harness import Settings
 from benchmarking.implementations.training import OURS
 from config.bench.inference import BenchInferConfig
 from config.load import load_config
-from tests.fake_cuda import BACKWARD, FLEX_ATTENTION, fake_cuda
+from tests.fake_cuda import fake_cuda
 from tests.unit.benchmarking.train_cases import make_case
 
 RESOURCE = Path(__file__).parents[3] / "config" / "resources" / "bench_infer_gpu.toml"
@@ -28,15 +28,6 @@ def test_head_and_loss() -> None:
         bench_kernels.step(bench_kernels.fused_loss, inputs)
     assert dict(record.waits) == {"benchmarking/bench_kernels.py:step": 1}
     assert {launch.inputs[1].dtype for launch in record.launches if launch.is_product} == {torch.bfloat16}
-
-
-def test_attention() -> None:
-    with fake_cuda() as record:
-        table = bench_attention.compare_flex([4], SETTINGS, length=512)
-    assert len(table.rows) == len(bench_attention.PATTERNS)
-    counts = record.count()
-    assert counts[FLEX_ATTENTION] >= 2 * len(table.rows)
-    assert counts[FLEX_ATTENTION + BACKWARD] >= len(table.rows)
 
 
 def test_training() -> None:

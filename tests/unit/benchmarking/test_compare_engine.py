@@ -1,0 +1,78 @@
+"""The comparison of the engine: its requests, and equal answers on tiny models."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+
+import pytest
+
+from benchmarking.harness import Settings
+from benchmarking.serving import compare_engine
+from benchmarking.serving.compare_engine import (
+    CallerRequest,
+    count_equal,
+    draw_requests,
+    run,
+    split_batches,
+)
+
+SHAPE = compare_engine.SHAPE.model_copy(
+    update={
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 128,
+        "vocab_size": 128,
+        "mask_token_id": 127,
+    }
+)
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare_engine, "SHAPE", SHAPE)
+    monkeypatch.setattr(compare_engine, "LONGEST", 12)
+
+
+def settings(*peers: str) -> Settings:
+    options = argparse.Namespace(concurrency=[2], requests=3, alone=1, peers=list(peers))
+    return Settings(rounds=2, options=options)
+
+
+def test_requests_have_unequal_lengths_of_whole_blocks() -> None:
+    requests = draw_requests(SHAPE, 200, 48, seed=3)
+    assert requests[:7] == draw_requests(SHAPE, 7, 48, seed=3)
+    for lengths in ({len(request.prompt) for request in requests}, {request.new_tokens for request in requests}):
+        assert lengths == {12, 24, 36, 48}
+    assert all(max(request.prompt) < 127 for request in requests)
+
+
+def test_static_batches_and_equal_answers() -> None:
+    requests = [CallerRequest([1], length) for length in (10, 30, 20, 20, 5)]
+    assert [len(batch) for batch in split_batches(requests, 2)] == [2, 2, 1]
+    assert count_equal([(1, 2), (3,)], [(1, 2), (4,), (5,)]) == 1
+
+
+def test_the_engine_is_compared_with_equal_answers() -> None:
+    [table] = run(settings()).tables
+    assert table.column("against") == ["one at a time", "static, leave", "static, padded"]
+    assert table.column("equal answers") == ["2 of 2", "6 of 6", "6 of 6"]
+
+
+def test_without_transformers_its_rows_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compare_engine, "is_installed", lambda package: False)
+    [table] = run(settings("transformers")).tables
+    assert len(table.rows) == 3 and "uv sync --group bench" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
+def test_autoregressive_answers_are_those_of_transformers() -> None:
+    [table] = run(settings("transformers")).tables
+    assert table.column("against")[3:] == ["transformers, next tokens"] * 2
+    assert table.column("equal answers")[3:] == ["6 of 6", ""]
