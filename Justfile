@@ -67,7 +67,7 @@ bench-serve *args:
 # Sources of known entropy: the bound of a trained model and the exact value (docs/results/truth.md).
 truth:
     uv run diffusionlm-train --config config/resources/shidoku.toml
-    uv run python -m benchmarking.eval_shidoku --model runs/shidoku
+    uv run python -m tests.reference.decoding.shidoku_puzzles --model runs/shidoku
     uv run diffusionlm-train --config config/resources/markov.toml
 
 # From next-token prediction to diffusion of the whole sequence, on one text with one budget.

@@ -1,6 +1,6 @@
 """The accuracy of a model of 4x4 Sudoku grids on empty grids and on puzzles, by decoding order.
 
-python -m benchmarking.eval_shidoku --model runs/shidoku
+python -m tests.reference.decoding.shidoku_puzzles --model runs/shidoku
 """
 
 from __future__ import annotations
