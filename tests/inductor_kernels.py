@@ -1,7 +1,6 @@
 """Registers, spills, shared memory and atomics of the kernels that torch's compiler generates for a training step.
 
     python -m tests.inductor_kernels
-    python -m tests.inductor_kernels --output docs/results/kernels_of_blocks.md
 
 The kernels are generated as in `tests.inductor_cuda`, for an H100, and compiled by Triton and its ptxas for sm_90. No
 GPU is needed, and nothing is executed.
@@ -14,20 +13,15 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from unittest.mock import patch
 
-import torch
-
-from benchmarking.harness import Table, version
+from benchmarking.harness import Table
 from diffusionlm.models import flex
-from files.atomic import write_text_atomic
 from tests.flex_kernels import (
     CASES_OF_ALL_GPUS,
     FLEX_CASES,
     SHARED_BYTES,
     TESTED_CASES,
-    FlexKernel,
     compile_flex,
     format_flex_table,
 )
@@ -117,43 +111,9 @@ def format_table(kernels: Sequence[BlockKernel]) -> str:
     return Table(header, rows).to_markdown()
 
 
-def format_page(kernels: Sequence[BlockKernel], flex_kernels: Sequence[FlexKernel]) -> str:
-    """The page of the documentation."""
-    text = f"""# Compiled kernels of blocks
-
-    uv run python -m tests.inductor_kernels --output docs/results/kernels_of_blocks.md
-
-The Triton kernels that torch's compiler generates for the blocks of a training step on an H100 (bfloat16 autocast),
-compiled for {TARGET} without a GPU. Nothing was executed. A model of two layers has four graphs, for any
-number of output positions. Matrix products and SDPA are not Triton's and not counted; kernels beside attention are
-norms, rotations, activations, casts of weights, gathers and sums. Registers and spills are those of a thread.
-`tests/unit/training/test_inductor_kernels.py` holds the numbers to budgets."""
-    flex_text = f"""## FlexAttention alone
-
-What other models, float32 and forwards without gradients (validation, samples) run; options that the model sets for any
-GPU are compiled for {", ".join(SHARED_BYTES)}, where a program may have
-{" / ".join(f"{number:,}" for number in SHARED_BYTES.values())} bytes of shared memory."""
-    limits = f"""- Software: torch {torch.__version__}, triton {version("triton")}. Kernels are in torch's first
-  configuration.
-- Atomics add the gradients of gathered positions. These are distinct, so the sums have one order.
-- Kernels of FlexAttention have options of their own where torch's default spills (`diffusionlm/models/flex.py`, with
-  the reasons). Bytes that a thread spills with torch's default for an H100 (`uv run python -m tests.inductor_kernels
-  --default-options`): 1,140 to 1,192 in the forward at width 64;
-  172 to 464 in the backward at width 128; 3,672 there at width 256 with a soft cap; in float32 3,064 in the forward at
-  width 64, in the backward 472 at width 128 and 2,896 at width 256, of which 428 remain. None of it was timed.
-- Left in float32: 256 bytes in the forward at width 128 and 8 in the backward at width 64 on an A100, and 400 to 492 in
-  the backward at width 256 on each.
-- `ROWS_GUARANTEED_SAFE` of FlexAttention is not set: a query that sees no key of the first tile would be NaN."""
-    return (
-        "\n\n".join([text, format_table(kernels), flex_text, format_flex_table(flex_kernels), "## Limits", limits])
-        + "\n"
-    )
-
-
 def main() -> None:
     """Print the tables, or as JSON the kernels and the number of graphs with activation checkpointing."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--output", type=Path, help="Markdown file that gets the table")
     parser.add_argument("--json", action="store_true", help="print JSON, with `TESTED_CASES` of FlexAttention alone")
     parser.add_argument("--default-options", action="store_true", help="FlexAttention with torch's options, not ours")
     arguments = parser.parse_args()
@@ -165,7 +125,7 @@ def main() -> None:
 
 
 def report(arguments: argparse.Namespace) -> None:
-    """Compile all cases, and print or write them as the arguments say."""
+    """Compile all cases, and print them as the arguments say."""
     kernels = [kernel for case in CASES for kernel in compile_case(case)]
     if arguments.json:
         pairs = [(name, TARGET) for name in TESTED_CASES]
@@ -176,8 +136,6 @@ def report(arguments: argparse.Namespace) -> None:
             for target in (SHARED_BYTES if name in CASES_OF_ALL_GPUS else (TARGET,))
         ]
     flex_kernels = [kernel for name, target in pairs for kernel in compile_flex(name, target)]
-    if arguments.output is not None:
-        write_text_atomic(arguments.output, format_page(kernels, flex_kernels))
     if arguments.json:
         case = CASES["block diffusion"]
         num_graphs = len(record_graphs(case, "full", NUM_OUTPUTS, is_dynamic=True))

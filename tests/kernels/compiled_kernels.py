@@ -1,6 +1,6 @@
 """Registers, shared memory, spills and occupancy of the project's Triton kernels on GPUs, without a GPU.
 
-python -m tests.kernels.compiled_kernels --output docs/results/kernels_compiled.md
+python -m tests.kernels.compiled_kernels
 
 Each variant that can run is compiled ahead of time, and held to budgets: see `find_violations`. Nothing is executed, so
 the only times are bounds: the bytes that a kernel must move, divided by the bandwidth of the GPU's memory.
@@ -13,14 +13,12 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from unittest.mock import patch
 
 import torch
 
-from benchmarking.harness import Benchmark, Report, Settings, Table, format_command_line, main, version
+from benchmarking.harness import Benchmark, Report, Settings, Table, main
 from diffusionlm.kernels.loss_types import LossOptions
-from files.atomic import write_text_atomic
 from files.terminal_text import print_message
 from tests.kernels.accelerators import A100, B200, H100, H200, occupancy
 from tests.kernels.ahead_of_time import (
@@ -175,32 +173,7 @@ def run(settings: Settings) -> Report:
     header = ["vocabulary", "logits", "soft cap", "gradient", "threads", f"registers, {' / '.join(options.targets)}"]
     header += ["shared bytes", "spilled bytes", "logits per load", "occupancy, A100 / H100 / B200"]
     header += [f"µs per {TIMED_ROWS:,} rows at least, H100 / H200 / B200"]
-    report = Report([Table(header, rows)])
-    if options.output is not None:
-        write_text_atomic(options.output, format_page(report))
-    return report
-
-
-def format_page(report: Report) -> str:
-    """The page of the documentation."""
-    text = f"""# Compiled kernels
-
-    uv run {format_command_line()}
-
-The Triton kernel of the loss (`diffusionlm/kernels/triton_cross_entropy.py`), compiled without a GPU by Triton and its
-ptxas. Nothing was executed. A vocabulary stands for its class: the size of a block, one pass or two (above 16,384
-logits; above 8,192 under a soft cap), a multiple of 16 or not.
-
-The command fails if a register spills, a program has more than {MAX_THREADS:,} threads or {MAX_SHARED_BYTES:,} bytes of
-shared memory, arithmetic is narrower than fp32, an atomic appears, or aligned logits are read by fewer than 16 bytes
-per thread."""
-    limits = f"""- Software: torch {version("torch")}, triton {version("triton")}.
-- A vocabulary that is no multiple of 16 is read one logit at a time.
-- Times are bytes divided by the bandwidth of the data sheet (3.35, 4.8 and 8 TB/s): a bound, not a measurement. Each
-  logit is read once and its gradient written once; a second read of a long row comes from the L2 cache.
-- Registers and spills are those of a thread; of gfx942, vector registers. Occupancy is the share of a multiprocessor's
-  2,048 threads that can be resident."""
-    return "\n\n".join([text, report.to_markdown(), limits]) + "\n"
+    return Report([Table(header, rows)])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -211,7 +184,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="of the logits (default: all)"
     )
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=TARGETS, help="GPUs (default: all)")
-    parser.add_argument("--output", type=Path, help="Markdown file that gets the table")
 
 
 BENCHMARK = Benchmark(
