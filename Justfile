@@ -32,7 +32,7 @@ test *args:
 test-all *args:
     uv run pytest -m "" {{args}}
 
-# Training speed, the share of matrix products, and memory, compared with transformers.
+# Training speed and memory, compared with transformers.
 bench *args:
     uv run --group bench diffusionlm-bench-train --config config/resources/bench_train.toml {{args}}
 

@@ -1,15 +1,14 @@
 """Training speed and memory, against peers that train the same shapes.
 
-Speed is measured in one process, one optimizer step of each implementation in turn, and with them the matrix products
-of our step alone. Memory is measured in a fresh process for each implementation and case, because allocators keep freed
-memory.
+Speed is measured in one process, one optimizer step of each implementation in turn. Memory is measured in a fresh
+process for each implementation and case, because allocators keep freed memory.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +30,6 @@ from benchmarking.harness import (
     is_installed,
     run_in_fresh_process,
 )
-from benchmarking.implementations.matrix_products import StepProducts
 from benchmarking.implementations.peers import METHODS_OF_PEERS, PEER_BUILDERS
 from benchmarking.implementations.training import (
     MAX_GRAD_NORM,
@@ -42,15 +40,12 @@ from benchmarking.implementations.training import (
     build_ours,
 )
 from config.bench.training import BenchShape, BenchTrainConfig, BenchTrainSection
-from config.training.runtime import RuntimeConfig
 from files.terminal_text import print_message
 from profiling.cores import usable_cores
 from profiling.flops import peak_flops
 from profiling.memory import PeakGrowth, count_tensor_bytes, keep_freed_memory, release_freed_memory
 from profiling.torch_setup import select_device
 
-MATRIX_PRODUCTS = "matrix products"
-"""Name of the replayed matrix products among the implementations."""
 MEMORY_STEPS = 3
 """The first step creates the optimizer state, the others reach their peak with it."""
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "peak")
@@ -60,12 +55,6 @@ One step is noise, forward, backward, clipping to {MAX_GRAD_NORM:g} and the upda
 float32, bfloat16 is autocast. Reading, tokenizing and packing text is not part of it. The implementations take turns, \
 step by step, in one process. tok/s: tokens of the sequences by the median step (block diffusion computes each of them \
 twice). Speedup: ratio of the median steps, then median and quartiles of the ratios within a round."""
-
-METHOD_OF_PRODUCTS = """\
-Matrix products alone: those that torch computes in one of our steps, forward and backward, replayed in the same turns \
-on new tensors with their shapes, layouts and dtypes; those inside fused attention as batched products, of half the \
-heads if it is causal; those inside FlexAttention are not recorded. Share: median and quartiles of their time over the \
-step's, within a round."""
 
 METHOD_OF_RATES = """\
 GFLOP: of the products that shape and noise require, two operations for each multiplication \
@@ -87,28 +76,22 @@ class TrainMeasurement:
 
     case: TrainCase
     times: Comparison
-    """Measurements of the implementations and of the matrix products."""
     memory: Mapping[str, dict[str, int]]
     """Bytes of each of `MEMORY_PARTS`, by implementation; empty without details."""
     parameters: Mapping[str, int]
     """Number of parameters, by implementation; ours first."""
-    products: StepProducts | None
-    """Matrix products of a step. None: without details."""
     flops: float
     """Floating-point operations of one of our steps."""
 
     def to_records(self) -> list[dict[str, Any]]:
-        """One record for each implementation, and one for the matrix products."""
+        """One record for each implementation."""
         case = self.case
         facts = {"shape": case.shape.model_dump(), "objective": case.objective.model_dump()}
         facts |= {name: getattr(case, name) for name in ("precision", "device", "threads")}
         records: list[dict[str, Any]] = []
         for name, seconds in self.times.seconds.items():
             values: dict[str, Any] = {"seconds": [round(value, 6) for value in seconds]}
-            if self.products is not None and name == MATRIX_PRODUCTS:
-                values |= {"count": self.products.count, "flops": self.products.flops}
-            else:
-                values |= {"parameters": self.parameters[name], "bytes": self.memory.get(name, {})}
+            values |= {"parameters": self.parameters[name], "bytes": self.memory.get(name, {})}
             if name == OURS:
                 values["flops"] = self.flops
             records.append({"implementation": name, **facts, **values})
@@ -121,7 +104,6 @@ def measure_case(
     """Measure speed in this process, then memory in fresh ones. Without details speed alone."""
     forget_compiled_code()
     print_message(f"{case.label}: warm-up")
-    products = record_products(case) if has_details else None
     implementations: dict[str, TrainImplementation] = {name: BUILDERS[name](case) for name in names}
     parameters = {
         name: sum(parameter.numel() for parameter in implementation.model.parameters())
@@ -129,11 +111,7 @@ def measure_case(
     }
     flops = implementations[OURS].flops
     assert flops is not None
-    calls: dict[str, Callable[[], object]] = {
-        name: implementation.step for name, implementation in implementations.items()
-    }
-    if products is not None:
-        calls[MATRIX_PRODUCTS] = products.replay(case.device)
+    calls = {name: implementation.step for name, implementation in implementations.items()}
     work = dict.fromkeys(names, float(case.shape.tokens))
     times = compare(calls, settings, label=case.label, work=work)
     del implementations, calls
@@ -142,14 +120,7 @@ def measure_case(
     for name in names if has_details else ():
         memory[name] = measure_memory(case, name)
         print_message(f"{case.label}: peak memory of {name} {_format_mebibytes(memory[name]['peak'])}")
-    return TrainMeasurement(case, times, memory, parameters, products, flops)
-
-
-def record_products(case: TrainCase) -> StepProducts:
-    """Record the matrix products of one of our steps, without torch.compile: compiled code hides them."""
-    uncompiled = build_ours(case, runtime=RuntimeConfig(compile="none"))
-    uncompiled.step()
-    return StepProducts.of(uncompiled.step)
+    return TrainMeasurement(case, times, memory, parameters, flops)
 
 
 def forget_compiled_code() -> None:
@@ -253,12 +224,9 @@ def find_skipped_peers(bench: BenchTrainSection, device: str) -> dict[str, str]:
 def build_report(
     results: Sequence[TrainMeasurement], skipped_peers: Mapping[str, str], environment: Mapping[str, str]
 ) -> Report:
-    """Build the tables of speed, matrix products and memory, with their methods and conditions."""
-    has_details = results[0].products is not None
-    parts: list[Table | str] = [_build_speed_table(results), METHOD, _build_product_table(results)]
-    parts += [METHOD_OF_PRODUCTS] if has_details else []
-    parts += [METHOD_OF_RATES]
-    parts += [_build_memory_table(results), METHOD_OF_MEMORY] if has_details else []
+    """Build the tables of speed and memory, with their methods and conditions."""
+    parts: list[Table | str] = [_build_speed_table(results), METHOD, _build_rate_table(results), METHOD_OF_RATES]
+    parts += [_build_memory_table(results), METHOD_OF_MEMORY] if results[0].memory else []
     methods = {OURS: METHOD_OF_OURS, **METHODS_OF_PEERS}
     facts = {name: methods[name] for name in results[0].parameters} | dict(skipped_peers)
     facts |= {result.case.shape.name: _describe_shape(result) for result in results}
@@ -281,21 +249,14 @@ def _build_speed_table(results: Sequence[TrainMeasurement]) -> Table:
     return Table(header, rows)
 
 
-def _build_product_table(results: Sequence[TrainMeasurement]) -> Table:
-    has_products = results[0].products is not None
+def _build_rate_table(results: Sequence[TrainMeasurement]) -> Table:
     rows = []
     for result in results:
         case, times = result.case, result.times
         flops_per_second = result.flops / times.median(OURS)
-        row = [*_case_cells(case), times.format_ms(OURS)]
-        if has_products:
-            # The speedup of the step over its products is the share of the products in its time.
-            row += [times.format_ms(MATRIX_PRODUCTS), times.speedup(OURS, MATRIX_PRODUCTS).format_ratio()]
-        row += [f"{result.flops / 1e9:,.1f}", f"{flops_per_second / 1e9:,.0f}", _format_mfu(case, flops_per_second)]
-        rows.append(row)
-    header = [*COLUMNS_OF_CASE, "step, ms"]
-    header += ["matrix products alone, ms", "share per round [quartiles]"] if has_products else []
-    return Table([*header, "GFLOP", "GFLOP/s", "MFU"], rows)
+        row = [*_case_cells(case), times.format_ms(OURS), f"{result.flops / 1e9:,.1f}"]
+        rows.append([*row, f"{flops_per_second / 1e9:,.0f}", _format_mfu(case, flops_per_second)])
+    return Table([*COLUMNS_OF_CASE, "step, ms", "GFLOP", "GFLOP/s", "MFU"], rows)
 
 
 def _format_mfu(case: TrainCase, flops_per_second: float) -> str:

@@ -20,7 +20,6 @@ from config.model_section import ModelSection
 from config.train import TrainConfig
 from config.training.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
 from config.training.optimizer import AdamWConfig, LRScheduleConfig
-from config.training.runtime import RuntimeConfig
 from config.training.training import RunConfig, TrainingConfig
 from ddp.parallelism import NoParallel
 from diffusionlm.data.loader import Loader, StepLoader
@@ -111,7 +110,7 @@ class FixedRowReader:
         ], None
 
 
-def train_config(case: TrainCase, runtime: RuntimeConfig) -> TrainConfig:
+def train_config(case: TrainCase) -> TrainConfig:
     """Build the config of the run that the steps of a case belong to; its data and its directory are not used."""
     shape = case.shape
     model = {name: getattr(shape, name) for name in ModelSection.model_fields if name != "init_from"}
@@ -130,7 +129,6 @@ def train_config(case: TrainCase, runtime: RuntimeConfig) -> TrainConfig:
         objective=case.objective,
         optimizer=AdamWConfig(learning_rate=LEARNING_RATE),
         schedule=LRScheduleConfig(kind="constant", warmup_steps=0),
-        runtime=runtime,
     )
 
 
@@ -148,9 +146,9 @@ def build_train_state(case: TrainCase, config: TrainConfig) -> TrainState:
     return TrainState(model, parallel, optimizers, master_weights, None, guard)
 
 
-def build_ours(case: TrainCase, runtime: RuntimeConfig | None = None) -> TrainImplementation:
+def build_ours(case: TrainCase) -> TrainImplementation:
     """Build this project's training step."""
-    config, device = train_config(case, runtime or RuntimeConfig()), torch.device(case.device)
+    config, device = train_config(case), torch.device(case.device)
     state = build_train_state(case, config)
     settings = build_step_settings(config, state.model, device, PRECISIONS[case.precision], UNBOUNDED_STEPS)
     monitor = StepMonitor(config.logging, UNBOUNDED_STEPS, state.model, state.parallel, state.master_weights)

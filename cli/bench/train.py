@@ -1,4 +1,4 @@
-"""``diffusionlm-bench-train``: training speed, its matrix products and memory, beside those of peers."""
+"""``diffusionlm-bench-train``: training speed and memory, beside those of peers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config, _ = parse_command(
         BenchTrainConfig,
         name=NAME,
-        description="Measure training tokens per second, the share of matrix products, and memory, in turn with peers.",
+        description="Measure training tokens per second and memory, in turn with peers.",
         example=f"  {NAME} --config config/resources/bench_train.toml --set output.directory=runs/bench_train",
         argv=argv,
     )

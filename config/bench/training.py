@@ -118,8 +118,7 @@ class BenchTrainSection(Section):
     """On a CPU, `runtime.keep_freed_memory` for all implementations, which share a process and its allocator. false:
     the defaults of glibc, which a script that trains with transformers has."""
     details: bool = True
-    """Measure the matrix products of a step and the memory as well. false: speed and MFU alone, in a third of the
-    time."""
+    """Measure the memory as well. false: speed and MFU alone."""
     rounds: Annotated[int, Field(ge=2)] = 12
     """Measured steps of each implementation in each case."""
     warmup: NonNegativeInt = 2

@@ -13,7 +13,6 @@ import torch
 
 from benchmarking import bench_train as module
 from benchmarking.bench_train import (
-    MATRIX_PRODUCTS,
     MEMORY_PARTS,
     bench_train,
     find_skipped_peers,
@@ -208,13 +207,10 @@ def test_without_peers_end_to_end(
     assert output.out == "" and "tiny, next token, float32: round 2/2" in output.err
     lines = (tmp_path / "out" / "training_speed.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
-    assert [record["implementation"] for record in records] == [OURS, MATRIX_PRODUCTS] * 3
-    assert [record["objective"]["kind"] for record in records[::2]] == list(config.bench.objectives)
+    assert [record["implementation"] for record in records] == [OURS] * 3
+    assert [record["objective"]["kind"] for record in records] == list(config.bench.objectives)
     assert all(len(record["seconds"]) == 2 and min(record["seconds"]) > 0 for record in records)
-    for ours, products in zip(records[::2], records[1::2], strict=True):
-        assert ours["bytes"] == fake_memory(make_case(), OURS)
-        # Computed are the products that shape and noise require, and masked pairs of attention in so short a sequence.
-        assert ours["flops"] <= 1.01 * products["flops"] < 2 * ours["flops"]
+    assert all(record["bytes"] == fake_memory(make_case(), OURS) and record["flops"] > 0 for record in records)
 
 
 @pytest.mark.slow
@@ -226,9 +222,9 @@ def test_with_transformers_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
         bench=BenchTrainSection(peers=("transformers", "liger"), rounds=2, warmup=0, threads=1, device="cpu"),
     )
     report = bench_train(config)
-    speed, products, memory = report.tables
+    speed, rates, memory = report.tables
     assert list(speed.header[3:6]) == ["diffusionlm tok/s", "transformers tok/s", "speedup over transformers"]
-    assert speed.column("precision") == products.column("precision") == ["float32", "bfloat16"]
+    assert speed.column("precision") == rates.column("precision") == ["float32", "bfloat16"]
     assert [row[3:] for row in memory.rows[:2]] == [
         [OURS, "10 MiB", "11 MiB", "12 MiB", "13 MiB", "14 MiB"],
         ["transformers", "20 MiB", "21 MiB", "22 MiB", "23 MiB", "24 MiB"],
