@@ -36,7 +36,7 @@ test-all *args:
 bench *args:
     uv run --group bench diffusionlm-bench-train --config config/resources/bench_train.toml {{args}}
 
-# Two ranks compared with torch's DistributedDataParallel and FSDP2: speed, sent bytes, checkpoint stalls.
+# Two ranks compared with torch's DistributedDataParallel and FSDP2: speed, sent bytes, losses.
 bench-ddp *args:
     uv run python -m benchmarking.bench_ddp {{args}}
 

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import pickle
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -37,16 +35,11 @@ from benchmarking.harness import (
 from config.model import ModelConfig
 from config.training.parallel import DDP, FSDP, MultiProcessOptions
 from ddp.launch import launch
-from ddp.parallelism import Parallelism, apply_parallelism, local_values
+from ddp.parallelism import apply_parallelism, local_values
 from ddp.process_group import World, process_group
 from diffusionlm.models.init import init_weights
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.training.checkpointing.async_checkpointer import AsyncCheckpointer
-from diffusionlm.training.checkpointing.save_coordinator import SaveCoordinator
-from diffusionlm.training.checkpointing.snapshot_memory import SnapshotMemory
-from diffusionlm.training.checkpointing.staging import StagedCheckpoint, stage_checkpoint, to_shards
-from diffusionlm.training.checkpointing.store import CheckpointStore
 from diffusionlm.training.setup import parameter_units
 from profiling.memory import count_tensor_bytes
 
@@ -108,7 +101,6 @@ class DistributedImplementation:
     finish: Callable[[], None]
     """Waits for communication."""
     optimizer: torch.optim.Optimizer
-    parallel: Parallelism | None = None
 
     def turn(self, steps: int) -> Tensor:
         """Take some steps, wait for communication and return the last loss."""
@@ -154,7 +146,7 @@ def build_ours(
         parallel.start_weight_gather()
         return loss.detach()
 
-    return DistributedImplementation(step, parallel.wait_for_weights, optimizer, parallel)
+    return DistributedImplementation(step, parallel.wait_for_weights, optimizer)
 
 
 def build_torch(case: DistributedCase, name: str, world: World, tokens_BL: Tensor) -> DistributedImplementation:
@@ -219,64 +211,8 @@ def minimum_sent_bytes(parameters: int, ranks: int) -> float:
     return 2 * 4 * parameters * (ranks - 1) / ranks
 
 
-@dataclass(frozen=True)
-class CheckpointStall:
-    """Seconds for which training stops to save a checkpoint."""
-
-    copy: float
-    """Time to copy the state, which both ways of saving need."""
-    background: float
-    """Total stall when a thread writes the files."""
-    foreground: float
-    """Total stall when training waits for the files."""
-
-
-def measure_checkpoint_stall(implementation: DistributedImplementation, world: World, folder: Path) -> CheckpointStall:
-    """Measure the medians of three saves."""
-    parallel = implementation.parallel
-    assert parallel is not None
-    coordinator = SaveCoordinator.join(world, 60.0)
-    whole_parameters = dict(parallel.iterate_whole_parameters())  # on the first rank only
-    shapes = world.run_on_first(lambda: {name: parameter.shape for name, parameter in whole_parameters.items()})
-    names: dict[Tensor, str] = {parameter: name for name, parameter in parallel.trainable_parameters().items()}
-
-    def stage(step: int, memory: SnapshotMemory) -> StagedCheckpoint:
-        state = {
-            f"{names[parameter]}.{key}": value
-            for parameter, values in implementation.optimizer.state.items()
-            for key, value in values.items()
-        }
-        weights = dict(parallel.iterate_whole_parameters())
-        shards = to_shards(state, parallel, shapes)
-        return stage_checkpoint(step, _write_weights, {}, weights, shards, memory=memory)
-
-    def measure_save(checkpointer: AsyncCheckpointer, step: int) -> tuple[float, float]:
-        world.barrier()
-        start = time.perf_counter()
-        staged = stage(step, checkpointer.reserve_memory())
-        copy_end = time.perf_counter()
-        checkpointer.start(staged)
-        end = time.perf_counter()
-        checkpointer.wait()
-        return copy_end - start, end - start
-
-    saves = {}
-    for index, background in enumerate((True, False)):
-        checkpointer = AsyncCheckpointer(CheckpointStore(folder / str(index), 1), coordinator, background=background)
-        saves[background] = [measure_save(checkpointer, step) for step in range(1, 4)]
-    copies = [copy for times in saves.values() for copy, _ in times]
-    stalls = {background: statistics.median(total for _, total in times) for background, times in saves.items()}
-    return CheckpointStall(statistics.median(copies), stalls[True], stalls[False])
-
-
-def _write_weights(folder: Path, weights: dict[str, Tensor]) -> None:
-    from safetensors.torch import save_file
-
-    save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / "model.safetensors")
-
-
-def measure(case: DistributedCase, settings: Settings, world: World, folder: Path) -> Report:
-    """Compare all implementations; a collective call of all ranks. ``folder`` receives checkpoints."""
+def measure(case: DistributedCase, settings: Settings, world: World) -> Report:
+    """Compare all implementations; a collective call of all ranks."""
     implementations = build_all(case, world)
 
     def turn(implementation: DistributedImplementation) -> None:
@@ -299,17 +235,7 @@ def measure(case: DistributedCase, settings: Settings, world: World, folder: Pat
         sizes = [f"{size / MEBIBYTE:.2f}" for size in (state_bytes, sent)]
         rows.append([name, f"{tokens / times.median(name):,.0f}", ratio, *sizes, f"{losses[name]:.6f}"])
     header = ["implementation", "tok/s", "speedup over torch's [quartiles]", "optimizer MiB per rank", "sent MiB"]
-    stalls = []
-    for index, name in enumerate(OURS):
-        stall = measure_checkpoint_stall(implementations[name], world, folder / str(index))
-        stalls.append([name, *(f"{1e3 * value:.1f}" for value in vars(stall).values())])
-    return Report(
-        [
-            _describe_case(case, world),
-            Table([*header, "loss"], rows),
-            Table(["checkpoint", "copy ms", "stall ms, background", "stall ms, foreground"], stalls),
-        ]
-    )
+    return Report([_describe_case(case, world), Table([*header, "loss"], rows)])
 
 
 def _describe_case(case: DistributedCase, world: World) -> str:
@@ -326,7 +252,7 @@ def run_rank(case: DistributedCase, settings: Settings, report_file: Path) -> in
     """Run one rank; the first one writes the report."""
     torch.set_num_threads(settings.threads)
     with process_group(DDP(backend="gloo"), "cpu") as world:
-        report = measure(case, settings, world, report_file.parent)
+        report = measure(case, settings, world)
         if world.is_first:
             report_file.write_bytes(pickle.dumps(report))
         world.barrier()

@@ -1,6 +1,6 @@
 """Decoding speed, forwards and memory over a grid of strategies, block lengths, caches and batch sizes.
 
-Speed is measured in one process, one call of each cell in turn. Forwards, tokens per forward and mask ratio are counted
+Speed is measured in one process, one call of each cell in turn. Forwards and tokens per forward are counted
 in a call that is not timed; peak memory in a fresh process for each cell, because allocators keep freed memory.
 
 Shapes: P tokens of a prompt, N new positions of a request.
@@ -13,12 +13,11 @@ import functools
 import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from benchmarking.harness import (
     MEBIBYTE,
@@ -45,7 +44,7 @@ from diffusionlm.checkpoints.huggingface import DTYPES, load_configured_model
 from diffusionlm.checkpoints.model_files import load_tokenizer
 from diffusionlm.evaluation.plan import plan_evaluation
 from diffusionlm.evaluation.text_likelihood import evaluate_likelihood
-from diffusionlm.inference.generate import DecodingStep, Generation, generate
+from diffusionlm.inference.generate import generate
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.init import initial_std, initial_value
 from diffusionlm.models.transformer import Transformer
@@ -65,10 +64,9 @@ METHOD = """\
 A call decodes the whole batch; the cells take turns, call by call, in one process. \
 Latency: of a call, median [quartiles]. tok/s: new tokens of all requests by the median call; forwards/s likewise. \
 tok/forward: new tokens of a request by the forwards that it took part in, mean over requests; the forwards of the \
-prompt and of caches are included. Mask ratio: masked share of the current block when a forward reads it, mean over \
-forwards and requests. Over the first: speed over that of the first row of the batch size, median and quartiles of the \
-ratios within a round; over transformers likewise: greedy decoding of the same weights as a causal Qwen3, with its KV \
-cache, one token per forward. \
+prompt and of caches are included. Over the first: speed over that of the first row of the batch size, median and \
+quartiles of the ratios within a round; over transformers: over greedy decoding of the same weights as a causal Qwen3, \
+with its KV cache, one token per forward. \
 Peak: in a fresh process, the rise of the resident set (on CUDA, of allocated memory) in one call above the loaded \
 model."""
 
@@ -85,8 +83,6 @@ class DecodingCounts:
     """Forwards that each request took part in."""
     tokens_per_forward: float
     """Mean over requests."""
-    mask_ratio: float
-    """Mean masked share of the current block before each forward of each request."""
 
 
 @dataclass(frozen=True)
@@ -130,42 +126,6 @@ class CellResult:
             "peak_bytes": self.peak_bytes,
             "bits_per_byte_bound": self.bits_per_byte,
         }
-
-
-@dataclass
-class MaskRatioRecorder:
-    """Records the masked share of each request's current block before each forward; a callback of `generate`."""
-
-    prompt_lengths: Sequence[int]
-    new_tokens: int
-    block_length: int | None
-    """None: one block."""
-    is_block_causal: bool
-    """True if blocks are counted from the start of the text instead of from the first new position."""
-    shares: list[list[float]] = field(init=False)
-    """Masked shares of each request, one for each forward."""
-
-    def __post_init__(self) -> None:
-        self.shares = [[1.0] for _ in self.prompt_lengths]
-
-    def __call__(self, step: DecodingStep) -> None:
-        for shares, prompt_length, canvas in zip(self.shares, self.prompt_lengths, step.canvases, strict=True):
-            is_masked = canvas.is_masked[prompt_length:]
-            # Positions that a growing canvas does not contain yet are masked as well.
-            missing = max(0, self.new_tokens - len(is_masked))
-            shares.append(self._share(np.array([*is_masked, *[True] * missing]), prompt_length))
-
-    def _share(self, is_masked_N: NDArray[np.bool_], prompt_length: int) -> float:
-        if not is_masked_N.any():
-            return 0.0
-        positions_N = np.arange(len(is_masked_N)) + (prompt_length if self.is_block_causal else 0)
-        blocks_N = positions_N // (self.block_length or len(is_masked_N))
-        return float(is_masked_N[blocks_N == blocks_N[is_masked_N.argmax()]].mean())
-
-    def mean(self, generations: Sequence[Generation]) -> float:
-        """Mean over the forwards that each request took part in."""
-        pairs = zip(self.shares, generations, strict=True)
-        return statistics.fmean(share for shares, result in pairs for share in shares[: result.num_forwards])
 
 
 def build_model(config: BenchModel) -> Transformer:
@@ -233,19 +193,11 @@ def _seeds(bench: BenchInferSection, batch_size: int) -> list[int]:
 
 
 def count(model: Transformer, prompts: Prompts, generation: GenerationConfig, seeds: Sequence[int]) -> DecodingCounts:
-    """Decode once without timing, and count forwards, tokens and masks."""
-    settings = resolve_settings(generation, model.config)
-    assert settings.config.max_new_tokens is not None
-    recorder = MaskRatioRecorder(
-        [len(prompt) for prompt in prompts],
-        settings.config.max_new_tokens,
-        settings.config.block_length,
-        is_block_causal=settings.block_causal_length is not None,
-    )
+    """Decode once without timing, and count forwards and tokens."""
     forwards: list[None] = []
     hook = model.register_forward_hook(lambda *_: forwards.append(None))
     try:
-        results = generate(model, prompts, generation, seeds, recorder)
+        results = generate(model, prompts, generation, seeds)
     finally:
         hook.remove()
     return DecodingCounts(
@@ -253,7 +205,6 @@ def count(model: Transformer, prompts: Prompts, generation: GenerationConfig, se
         new_tokens=sum(len(result.token_ids) for result in results),
         request_forwards=tuple(result.num_forwards for result in results),
         tokens_per_forward=statistics.fmean(result.tokens_per_forward for result in results),
-        mask_ratio=recorder.mean(results),
     )
 
 
@@ -431,7 +382,6 @@ def build_table(results: Sequence[CellResult]) -> Table:
         "forwards": lambda result: f"{result.counts.forwards:,}",
         "forwards/s": lambda result: f"{result.counts.forwards / result.latency:,.1f}",
         "tok/forward": lambda result: f"{result.counts.tokens_per_forward:.2f}",
-        "mask ratio": lambda result: f"{result.counts.mask_ratio:.2f}",
     }
     if results[0].speed_over_peer is not None:
         columns[f"over {PEER}"] = lambda result: str(result.speed_over_peer)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -76,8 +75,6 @@ class Benchmark:
     clock: Clock = "wall"
     packages: tuple[str, ...] = ("torch",)
     """Packages whose versions the report states, where they are installed."""
-    required_packages: tuple[str, ...] = ()
-    """Packages without which the benchmark cannot run; they are in the dependency group bench."""
     add_arguments: Callable[[argparse.ArgumentParser], None] | None = None
     check_arguments: Callable[[argparse.Namespace], str | None] | None = None
     """Returns an error message for options that are out of range."""
@@ -147,29 +144,6 @@ class ResultFiles:
         return self.directory / f"{self.name}.{suffix}"
 
 
-def run_in_turns(
-    calls: Mapping[str, Callable[[], Measurement]],
-    *,
-    rounds: int,
-    warmup: int,
-    after_round: Callable[[int, Mapping[str, Measurement]], None] | None = None,
-) -> dict[str, list[Measurement]]:
-    """Call A B A B ... and return what each call measured, round by round.
-
-    Interleaving makes noise on the machine affect all implementations alike. The first ``warmup`` rounds are
-    discarded; ``after_round`` gets the number of each measured round, from 1, and its measurements.
-    """
-    measurements: dict[str, list[Measurement]] = {name: [] for name in calls}
-    for index in range(warmup + rounds):
-        for name, call in calls.items():
-            measurement = call()
-            if index >= warmup:
-                measurements[name].append(measurement)
-        if index >= warmup and after_round is not None:
-            after_round(index - warmup + 1, {name: values[-1] for name, values in measurements.items()})
-    return measurements
-
-
 def compare(
     implementations: Mapping[str, Callable[[], object]],
     settings: Settings,
@@ -187,31 +161,31 @@ def compare(
         check: gets the outputs of each measured round, outside the clock, and raises if they are not equal. Without
             it no output is kept.
     """
-    clock, outputs = CLOCKS[settings.clock], {}
+    clock = CLOCKS[settings.clock]
+    seconds: dict[str, list[float]] = {name: [] for name in implementations}
     last_line = -MIN_SECONDS_BETWEEN_LINES
-
-    def measure(name: str) -> float:
-        start = clock()
-        output = implementations[name]()
-        elapsed = clock() - start
-        if check is not None:
-            outputs[name] = output
-        return elapsed
-
-    def after_round(number: int, seconds: Mapping[str, float]) -> None:
-        nonlocal last_line
+    for number in range(1 - settings.warmup, settings.rounds + 1):
+        outputs: dict[str, Any] = {}
+        for name, call in implementations.items():
+            start = clock()
+            output = call()
+            elapsed = clock() - start
+            if number >= 1:
+                seconds[name].append(elapsed)
+            if check is not None:
+                outputs[name] = output
+        if number < 1:
+            continue
         if check is not None:
             check(outputs)
         now = time.monotonic()
         if label and (number == settings.rounds or now - last_line >= MIN_SECONDS_BETWEEN_LINES):
             last_line = now
-            paces = {name: f"{value:.3g} s" for name, value in seconds.items()}
-            paces |= {name: f"{amount / seconds[name]:,.0f} tok/s" for name, amount in (work or {}).items()}
+            paces = {name: f"{values[-1]:.3g} s" for name, values in seconds.items()}
+            paces |= {name: f"{amount / seconds[name][-1]:,.0f} tok/s" for name, amount in (work or {}).items()}
             text = ", ".join(f"{name} {pace}" for name, pace in paces.items())
             print_message(f"{label}: round {number}/{settings.rounds}: {text}")
-
-    calls = {name: functools.partial(measure, name) for name in implementations}
-    return Comparison(run_in_turns(calls, rounds=settings.rounds, warmup=settings.warmup, after_round=after_round))
+    return Comparison(seconds)
 
 
 @dataclass(frozen=True)
@@ -378,7 +352,4 @@ def _parse_settings(benchmark: Benchmark, argv: Sequence[str] | None) -> Setting
     problem = benchmark.check_arguments(options) if benchmark.check_arguments is not None else None
     if problem is not None:
         parser.error(problem)
-    missing = [package for package in benchmark.required_packages if not is_installed(package)]
-    if missing:
-        parser.error(f"{', '.join(missing)} is not installed; {INSTALL_HINT}")
     return Settings(rounds, benchmark.warmup, options.threads, benchmark.clock, options)

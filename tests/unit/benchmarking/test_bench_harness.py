@@ -27,7 +27,6 @@ from benchmarking.harness import (
     format_command_line,
     main,
     run_in_fresh_process,
-    run_in_turns,
     speedup,
 )
 from profiling.cores import usable_cores
@@ -89,15 +88,6 @@ def test_implementations_take_turns_and_warmup_is_not_measured(monkeypatch: pyte
     assert times.median("a") == 1.5 and times.format_ms("b") == "4,000.00"
     assert times.speedup_cells("a", "b") == ["2.67", "2.75 [2.62, 2.88]"]
     assert outputs == [{"a": "A", "b": "B"}] * 2
-
-
-def test_measurements_of_any_kind_are_collected_by_round() -> None:
-    rounds: list[tuple[int, dict[str, int]]] = []
-    values = iter(range(6))
-    calls = {"a": lambda: next(values), "b": lambda: -next(values)}
-    measurements = run_in_turns(calls, rounds=2, warmup=1, after_round=lambda n, last: rounds.append((n, dict(last))))
-    assert measurements == {"a": [2, 4], "b": [-3, -5]}
-    assert rounds == [(1, {"a": 2, "b": -3}), (2, {"a": 4, "b": -5})]
 
 
 def test_speedup_of_medians_and_within_rounds() -> None:
@@ -187,11 +177,7 @@ def test_main_rejects_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
         assert caught.value.code == 2 and option in capsys.readouterr().err
 
 
-def test_main_names_missing_packages_and_failures(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(make_benchmark(lambda settings: REPORT, required_packages=("no_such_package",)), [])
-    assert "no_such_package" in capsys.readouterr().err
-
+def test_main_names_failures(capsys: pytest.CaptureFixture[str]) -> None:
     def fail(settings: Settings) -> Report:
         raise ValueError("results differ")
 

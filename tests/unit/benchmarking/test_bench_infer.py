@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarking import bench_infer as module
-from benchmarking.bench_infer import MaskRatioRecorder, bench_infer, count, measure_bounds, random_model, random_prompts
+from benchmarking.bench_infer import bench_infer, count, measure_bounds, random_model, random_prompts
 from benchmarking.implementations import decoding
 from config.bench.inference import BenchInferConfig, BenchModel, BenchValidationSection
 from config.eval import EvalConfig
@@ -18,7 +18,6 @@ from config.evaluation.text import NelboConfig
 from config.generation import GenerationConfig
 from config.load import ConfigError, load_config
 from config.model import ModelConfig
-from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep, Generation
 from diffusionlm.models.init import OUTPUT_PROJECTIONS
 from diffusionlm.models.patterns import Causal
 from diffusionlm.models.transformer import Transformer
@@ -113,39 +112,13 @@ def test_a_config_without_a_model_is_an_error() -> None:
         make_config(model={})
 
 
-def step(*masked: list[bool]) -> DecodingStep:
-    canvases = tuple(
-        CanvasSnapshot((0,) * len(is_masked), tuple(is_masked), (0.0,) * len(is_masked)) for is_masked in masked
-    )
-    return DecodingStep(1, canvases)
-
-
-def generation(num_forwards: int) -> Generation:
-    return Generation((), "length", num_forwards, (), ())
-
-
-@pytest.mark.parametrize(
-    ("is_block_causal", "shares"),
-    # A prompt of 1 and 4 new positions, in blocks of 2: [1 2] [3 4], or those of the text, [0 1] [2 3] [4].
-    [(False, [1.0, 0.5, 0.5]), (True, [1.0, 1.0, 0.5])],
-)
-def test_mask_ratio_is_that_of_the_current_block_before_each_forward(
-    is_block_causal: bool, shares: list[float]
-) -> None:
-    recorder = MaskRatioRecorder([1, 1], 4, 2, is_block_causal)
-    for masked in ([False, False, True, True, False], [False, False, False, True, False], [False] * 5):
-        recorder(step(masked, [False] * 5))
-    # The second request took part in one forward.
-    assert recorder.mean([generation(3), generation(1)]) == (sum(shares) + 1.0) / 4
-
-
 def test_counts_are_exact(model: Transformer) -> None:
     prompts = random_prompts(model.config, 4, 2, seed=0)
     config = GenerationConfig(max_new_tokens=8, remasking_strategy="low_confidence_static", denoising_steps=2)
     counts = count(model, prompts, config, [0, 1])
-    # Two blocks of four, two tokens per forward: all or half of the block is masked.
+    # Two blocks of four, two tokens per forward.
     assert (counts.forwards, counts.request_forwards, counts.new_tokens) == (4, (4, 4), 16)
-    assert (counts.tokens_per_forward, counts.mask_ratio) == (2.0, 0.75)
+    assert counts.tokens_per_forward == 2.0
 
 
 def test_random_prompts_have_no_mask_and_do_not_depend_on_the_batch() -> None:
@@ -171,7 +144,7 @@ def test_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert [cell == "1" for cell in table.column("over the first")] == [True, False, True, False]
     assert table.column("forwards") == ["4"] * 4
-    assert table.column("tok/forward") == ["2.00"] * 4 and table.column("mask ratio") == ["0.75"] * 4
+    assert table.column("tok/forward") == ["2.00"] * 4
     assert report.facts["model"] == "random weights" and report.facts["threads"].startswith("1 of torch")
     output = capsys.readouterr()
     assert output.out == "" and "static, block 4, cache block, batch 2" in output.err
