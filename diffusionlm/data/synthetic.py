@@ -9,7 +9,6 @@ import functools
 import hashlib
 import itertools
 import math
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -31,7 +30,6 @@ OPERATORS = ("+", "*")
 NESTING_PROBABILITY = 0.6
 """Probability that an expression is nested, where the depth permits it."""
 
-EMPTY_CELL = "."
 """A cell of a Shidoku puzzle without a given digit."""
 
 
@@ -230,36 +228,6 @@ def _can_append_row(grid: str, row: str) -> bool:
     # After an odd number of rows, the last one and this one complete two boxes.
     boxes_differ = len(grid) % 8 == 0 or not set(grid[-4:-2]) & set(row[:2])
     return columns_differ and boxes_differ
-
-
-def is_shidoku(text: str) -> bool:
-    return text in shidoku_grids()
-
-
-def make_puzzle(grid: str, num_givens: int, rng: np.random.Generator) -> str:
-    """Replace all but ``num_givens`` random cells of a grid by ``.``; the puzzle may have several solutions.
-
-    Raises:
-        ValueError: the text is not a grid, or ``num_givens`` is not 0 to 16.
-    """
-    if not is_shidoku(grid):
-        raise ValueError(f"{grid!r} is not a 4x4 Sudoku grid: 16 digits 1 to 4, once in each row, column and 2x2 box")
-    if not 0 <= num_givens <= 16:
-        raise ValueError(f"num_givens = {num_givens}: expected 0 to 16")
-    givens = set(rng.permutation(16)[:num_givens].tolist())
-    return "".join(digit if cell in givens else EMPTY_CELL for cell, digit in enumerate(grid))
-
-
-def find_solutions(puzzle: str) -> list[str]:
-    """Return the grids that agree with a puzzle of 16 cells, each 1 to 4 or ``.``, sorted.
-
-    Raises:
-        ValueError: the text is not a puzzle.
-    """
-    if re.fullmatch(r"[1-4.]{16}", puzzle) is None:
-        raise ValueError(f"{puzzle!r} is not a 4x4 puzzle: 16 cells row by row, each 1 to 4, or {EMPTY_CELL}")
-    matches = re.compile(puzzle).fullmatch
-    return [grid for grid in shidoku_grids() if matches(grid)]
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from benchmarking.harness import Benchmark, Report, Settings, Table, main
 from config.generation import GenerationConfig
 from diffusionlm.checkpoints.huggingface import load_model
 from diffusionlm.checkpoints.model_files import load_tokenizer
-from diffusionlm.data.synthetic import EMPTY_CELL, find_solutions, is_shidoku, make_puzzle, shidoku_grids
+from diffusionlm.data.synthetic import shidoku_grids
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from diffusionlm.inference.generate import infill
 from diffusionlm.models.transformer import Transformer
@@ -23,6 +26,37 @@ from tokenizer import Tokenizer
 
 ORDERS = ("low_confidence", "random")
 CELLS, BATCH_SIZE = 16, 256
+EMPTY_CELL = "."
+
+
+def is_shidoku(text: str) -> bool:
+    return text in shidoku_grids()
+
+
+def make_puzzle(grid: str, num_givens: int, rng: np.random.Generator) -> str:
+    """Replace all but ``num_givens`` random cells of a grid by ``.``; the puzzle may have several solutions.
+
+    Raises:
+        ValueError: the text is not a grid, or ``num_givens`` is not 0 to 16.
+    """
+    if not is_shidoku(grid):
+        raise ValueError(f"{grid!r} is not a 4x4 Sudoku grid: 16 digits 1 to 4, once in each row, column and 2x2 box")
+    if not 0 <= num_givens <= 16:
+        raise ValueError(f"num_givens = {num_givens}: expected 0 to 16")
+    givens = set(rng.permutation(16)[:num_givens].tolist())
+    return "".join(digit if cell in givens else EMPTY_CELL for cell, digit in enumerate(grid))
+
+
+def find_solutions(puzzle: str) -> list[str]:
+    """Return the grids that agree with a puzzle of 16 cells, each 1 to 4 or ``.``, sorted.
+
+    Raises:
+        ValueError: the text is not a puzzle.
+    """
+    if re.fullmatch(r"[1-4.]{16}", puzzle) is None:
+        raise ValueError(f"{puzzle!r} is not a 4x4 puzzle: 16 cells row by row, each 1 to 4, or {EMPTY_CELL}")
+    matches = re.compile(puzzle).fullmatch
+    return [grid for grid in shidoku_grids() if matches(grid)]
 
 
 @dataclass(frozen=True)

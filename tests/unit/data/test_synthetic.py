@@ -39,13 +39,11 @@ from diffusionlm.data.synthetic import (
     SyntheticSource,
     TextDistribution,
     build_distribution,
-    find_solutions,
-    is_shidoku,
-    make_puzzle,
     shidoku_grids,
 )
 from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.models.patterns import Bidirectional
+from tests.reference.decoding.shidoku_puzzles import find_solutions, is_shidoku, make_puzzle
 from tokenizer import train_bpe
 from tokenizer.patterns import PATTERNS
 
