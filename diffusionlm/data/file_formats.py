@@ -24,7 +24,7 @@ from diffusionlm.data.record_source import (
     shorten_repr,
     validate_text,
 )
-from files.compressed import CorruptFileError, check_regular_file, open_bytes
+from files.compressed import BUFFER_BYTES, CorruptFileError, check_regular_file, open_bytes
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -67,10 +67,13 @@ def _limit_of_whole_file(path: Path, max_bytes: int) -> int:
 
 def _check_size(size: int, max_bytes: int, name: str = "record") -> None:
     if size > max_bytes:
-        raise CorruptFileError(
-            f"{name} too large",
-            f"more bytes than max_record_bytes = {max_bytes:,}; raise it, or write a smaller one: reading ends here",
-        )
+        record = _too_large_record(max_bytes)
+        raise CorruptFileError(f"{name} too large", f"{record.detail}: reading ends here")
+
+
+def _too_large_record(max_bytes: int) -> BadRecord:
+    detail = f"more bytes than max_record_bytes = {max_bytes:,}; raise it, or write a smaller one"
+    return BadRecord("record too large", detail)
 
 
 def check_first_bytes(path: Path, sample_by: SampleBy) -> tuple[BadRecord, int] | None:
@@ -93,7 +96,9 @@ def check_first_bytes(path: Path, sample_by: SampleBy) -> tuple[BadRecord, int] 
     return None
 
 
-def _parse_plain_text(content: bytes, *, is_first: bool) -> str | BadRecord:
+def _parse_plain_text(content: bytes | BadRecord, *, is_first: bool) -> str | BadRecord:
+    if isinstance(content, BadRecord):
+        return content
     if b"\0" in content:
         return BadRecord("binary data", f"a byte 0 in {shorten_repr(content)}; plain text in UTF-8 has none")
     text = decode_utf8(content)
@@ -109,14 +114,22 @@ def _normalize_line_breaks(text: str, *, is_first: bool) -> str:
     return text.replace("\r\n", "\n") if "\r" in text else text
 
 
-DocumentBytes = tuple[bytes, int, int]
-"""(bytes of a document, next offset, number of lines up to there)."""
+DocumentBytes = tuple[bytes | BadRecord, int, int]
+"""(bytes of a document or line, next offset, number of lines up to there)."""
 
 
-def _read_raw_lines(stream: BinaryIO, max_bytes: int) -> Iterator[bytes]:
+def _read_raw_lines(stream: BinaryIO, offset: int, line: int, max_bytes: int) -> Iterator[DocumentBytes]:
+    """Read lines with their line breaks; one that is too large is a bad record, and reading continues after it."""
     while raw_line := stream.readline(max_bytes + 1):
-        _check_size(len(raw_line), max_bytes)
-        yield raw_line
+        content: bytes | BadRecord = raw_line
+        offset += len(raw_line)
+        line += 1
+        if len(raw_line) > max_bytes:
+            content = _too_large_record(max_bytes)
+            while raw_line and not raw_line.endswith(b"\n"):
+                raw_line = stream.readline(BUFFER_BYTES)
+                offset += len(raw_line)
+        yield content, offset, line
 
 
 def _read_whole_file(stream: BinaryIO, offset: int, line: int, max_bytes: int) -> Iterator[DocumentBytes]:
@@ -129,26 +142,32 @@ def _read_whole_file(stream: BinaryIO, offset: int, line: int, max_bytes: int) -
 def _read_paragraphs(stream: BinaryIO, offset: int, line: int, max_bytes: int) -> Iterator[DocumentBytes]:
     lines: list[bytes] = []
     num_bytes = 0
-    for raw_line in _read_raw_lines(stream, max_bytes):
-        offset += len(raw_line)
-        line += 1
-        if raw_line.strip():
-            lines.append(raw_line)
-            num_bytes += len(raw_line)
-            _check_size(num_bytes, max_bytes)
-        elif lines:
-            yield _strip_line_break(b"".join(lines)), offset, line
+    for raw_line, next_offset, next_line in _read_raw_lines(stream, offset, line, max_bytes):
+        if isinstance(raw_line, BadRecord) or raw_line.strip():
+            num_bytes += next_offset - offset
+            if isinstance(raw_line, BadRecord) or num_bytes > max_bytes:
+                lines.clear()
+            else:
+                lines.append(raw_line)
+        elif num_bytes:
+            yield _join_paragraph(lines, max_bytes), next_offset, next_line
             lines, num_bytes = [], 0
-    if lines:
-        yield _strip_line_break(b"".join(lines)), offset, line
+        offset, line = next_offset, next_line
+    if num_bytes:
+        yield _join_paragraph(lines, max_bytes), offset, line
+
+
+def _join_paragraph(lines: list[bytes], max_bytes: int) -> bytes | BadRecord:
+    """Join the lines of a paragraph; none are kept of one that is too large."""
+    return _strip_line_break(b"".join(lines)) if lines else _too_large_record(max_bytes)
 
 
 def _read_lines(stream: BinaryIO, offset: int, line: int, max_bytes: int) -> Iterator[DocumentBytes]:
-    for raw_line in _read_raw_lines(stream, max_bytes):
-        offset += len(raw_line)
-        line += 1
-        if raw_line.strip():
-            yield _strip_line_break(raw_line), offset, line
+    for raw_line, next_offset, next_line in _read_raw_lines(stream, offset, line, max_bytes):
+        if isinstance(raw_line, BadRecord):
+            yield raw_line, next_offset, next_line
+        elif raw_line.strip():
+            yield _strip_line_break(raw_line), next_offset, next_line
 
 
 def _strip_line_break(content: bytes) -> bytes:
@@ -183,9 +202,13 @@ def _has_json_lines(path: Path, max_bytes: int) -> bool:
     if {".jsonl", ".ndjson"} & {suffix.lower() for suffix in path.suffixes}:
         return True
     with open_bytes(path) as stream:
-        text = next((text for text in map(_decode_and_strip, _read_raw_lines(stream, max_bytes)) if text), "")
+        lines = iter(lambda: stream.readline(max_bytes + 1), b"")
+        found = ((line, text) for line in lines if (text := _decode_and_strip(line)))
+        line, text = next(found, (b"", ""))
     if text.startswith("["):
         return False
+    if len(line) > max_bytes:
+        return True
     try:
         json.loads(text)
     except json.JSONDecodeError as error:
@@ -204,9 +227,10 @@ def _read_json_lines(path: Path, field: str, offset: int, line: int, max_bytes: 
     parse = json.JSONDecoder().raw_decode
     content: Any
     with open_bytes(path, offset) as stream:
-        for raw_line in _read_raw_lines(stream, max_bytes):
-            offset += len(raw_line)
-            line += 1
+        for raw_line, next_offset, next_line in _read_raw_lines(stream, offset, line, max_bytes):
+            if isinstance(raw_line, BadRecord):
+                yield raw_line, next_offset, next_line
+                continue
             try:
                 text = raw_line.decode()
                 value, end = parse(text)
@@ -218,17 +242,15 @@ def _read_json_lines(path: Path, field: str, offset: int, line: int, max_bytes: 
             if not is_text:  # the slow path finds the reason
                 content = parse_json_text(raw_line, field)
             if content is not None:
-                yield content, offset, line
+                yield content, next_offset, next_line
 
 
 def _read_json_rows(path: Path, parse_row: RowParser, offset: int, line: int, max_bytes: int) -> Iterator[ParsedRecord]:
     with open_bytes(path, offset) as stream:
-        for raw_line in _read_raw_lines(stream, max_bytes):
-            offset += len(raw_line)
-            line += 1
-            content = parse_json_text(raw_line, parse_row)
+        for raw_line, next_offset, next_line in _read_raw_lines(stream, offset, line, max_bytes):
+            content = raw_line if isinstance(raw_line, BadRecord) else parse_json_text(raw_line, parse_row)
             if content is not None:
-                yield content, offset, line
+                yield content, next_offset, next_line
 
 
 class _NumberText(str):
@@ -341,8 +363,13 @@ def read_parquet_records(
                 )
             for value in _read_cells(path, file, column if isinstance(column, str) else None, start_row, max_bytes):
                 row += 1
-                _check_size(len(value) if isinstance(value, bytes) else 0, max_bytes)
-                yield validate_text(value) if isinstance(column, str) else parse_arrow_row(column, value), row, row
+                if isinstance(value, bytes) and len(value) > max_bytes:
+                    value = _too_large_record(max_bytes)
+                elif isinstance(column, str):
+                    value = validate_text(value)
+                else:
+                    value = parse_arrow_row(column, value)
+                yield value, row, row
     except (FileNotFoundError, PermissionError):
         raise
     except (pa.ArrowException, OSError) as error:
