@@ -132,9 +132,19 @@ def _read_raw_lines(stream: BinaryIO, offset: int, line: int, max_bytes: int) ->
         yield content, offset, line
 
 
+def _read_whole(stream: BinaryIO, max_bytes: int) -> bytes:
+    """Read the rest of a stream in pieces: one `read` reserves the memory of its limit, however small the file is."""
+    pieces: list[bytes] = []
+    num_bytes = 0
+    while piece := stream.read(min(BUFFER_BYTES, max_bytes + 1 - num_bytes)):
+        pieces.append(piece)
+        num_bytes += len(piece)
+    _check_size(num_bytes, max_bytes)
+    return b"".join(pieces)
+
+
 def _read_whole_file(stream: BinaryIO, offset: int, line: int, max_bytes: int) -> Iterator[DocumentBytes]:
-    content = stream.read(max_bytes + 1)
-    _check_size(len(content), max_bytes)
+    content = _read_whole(stream, max_bytes)
     if content or offset == 0:
         yield content, offset + len(content), line
 
@@ -298,8 +308,7 @@ def _text_of_field(value: Any, field: str) -> str | BadRecord:
 def _read_json_array(path: Path, field: TextField, offset: int, line: int, max_bytes: int) -> Iterator[ParsedRecord]:
     """Read the objects of an array; a single object is read as an array of one."""
     with open_bytes(path) as stream:
-        content = stream.read(max_bytes + 1)
-    _check_size(len(content), max_bytes)
+        content = _read_whole(stream, max_bytes)
     text = content.decode("utf-8-sig", "surrogateescape").rstrip()
     is_utf8 = SURROGATES.search(text) is None
     if not text.startswith("[", _skip_whitespace(text, 0)):

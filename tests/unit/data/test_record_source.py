@@ -456,6 +456,20 @@ def test_a_line_that_is_too_large_is_read_in_bounded_memory(tmp_path: Path, drai
     assert documents == ["a", "b"] and peak < 16 << 20
 
 
+@pytest.mark.parametrize(("name", "content"), [("a.txt", b"a"), ("a.txt.gz", b"a"), ("a.json", b'[{"text": "a"}]')])
+def test_small_files_reserve_little_memory(name: str, content: bytes, tmp_path: Path, drain: Drain) -> None:
+    path = tmp_path / name
+    path.write_bytes(compress(name, content))
+    source = open_documents(path, "raise")
+    tracemalloc.start()
+    try:
+        documents = drain(source)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert documents == ["a"] and peak < 16 << 20
+
+
 def test_a_file_that_is_one_record_may_be_as_large_as_on_the_disk(tmp_path: Path, drain: Drain) -> None:
     (tmp_path / "a.txt").write_bytes(LARGE)
     (tmp_path / "a.json").write_bytes(b'[{"text": "%s"}]' % LARGE)
