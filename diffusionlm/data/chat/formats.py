@@ -131,7 +131,8 @@ class ChatRowParser:
         if missing is not None:
             columns = ", ".join(map(repr, list(row)[:MAX_SHOWN_COLUMNS]))
             raise _InvalidRowError(f"no column {self.column(missing)!r}", f"its columns are {columns}")
-        _check_label(name, row)
+        if name == "prompt_completion":
+            _check_label(row.get("label"))
         tools = _parse_tools(row.get(self.column("tools")))
         rejected: tuple[Message, ...] | None = None
         prompt_length: int | None = None
@@ -281,14 +282,13 @@ def _remove_training_keys(messages: Sequence[Message]) -> tuple[tuple[Message, .
     return tuple(plain), indices
 
 
-def _check_label(name: RowFormatName, row: Mapping[str, Any]) -> None:
-    """Refuse an answer with a label, TRL's unpaired preference: a rejected one would be learned."""
-    label = row.get("label")
-    if isinstance(label, bool) and name != "preference":
+def _check_label(label: Any) -> None:
+    """Refuse a completion with a label, TRL's unpaired preference: a rejected one would be learned."""
+    if label in (0, 1):  # also false and true
         raise _InvalidRowError(
             "unpaired preference",
             f"its key 'label' is {str(label).lower()}; write rows with prompt, chosen and rejected, or remove the rows "
-            "with label = false, and then the key",
+            "with label = false or 0, and then the key",
         )
 
 

@@ -166,7 +166,8 @@ BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "rejected": ({"prompt": "x", "completion": "y", "label": False}, "unpaired preference"),
     "accepted": ({"prompt": "x", "completion": "y", "label": True}, "unpaired preference"),
-    "rejected chat": ({"messages": CANONICAL, "label": False}, "unpaired preference"),
+    "rejected by a number": ({"prompt": "x", "completion": "y", "label": 0}, "unpaired preference"),
+    "accepted by a number": ({"prompt": "x", "completion": "y", "label": 1}, "unpaired preference"),
     "rejected messages": (
         {"prompt": CANONICAL[:2], "completion": CANONICAL[2:3], "label": False},
         "unpaired preference",
@@ -183,10 +184,29 @@ def test_irregular_rows_have_a_reason(row: dict[str, Any], reason: str) -> None:
     assert record.repaired_text is None
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": CANONICAL, "label": False},
+        {"conversations": [shared("human", "x"), shared("gpt", "y")], "label": 1},
+        {"instruction": "x", "output": "y", "label": True},
+        {"prompt": "x", "chosen": "y", "rejected": "z", "label": False},
+        {"prompt": "x", "completion": "y", "label": 2},
+        {"prompt": "x", "completion": "y", "label": None},
+        {"prompt": "x", "completion": "y", "label": "0"},
+    ],
+)
+def test_other_columns_named_label_mean_nothing(row: dict[str, Any]) -> None:
+    assert parse(row) == parse({key: value for key, value in row.items() if key != "label"})
+    assert isinstance(parse(row), str)
+
+
 def test_bad_labels_and_weights_name_key_and_remedy() -> None:
-    label = parse({"prompt": "x", "completion": "y", "label": False})
-    assert isinstance(label, BadRecord)
-    assert "'label'" in label.detail and "chosen and rejected" in label.detail and "label = false" in label.detail
+    for value in (False, 0):
+        label = parse({"prompt": "x", "completion": "y", "label": value})
+        assert isinstance(label, BadRecord)
+        assert "'label'" in label.detail and "chosen and rejected" in label.detail
+        assert "label = false or 0" in label.detail
     weight = parse({"messages": [turn("user", "x"), turn("assistant", "y", weight=2)]})
     assert isinstance(weight, BadRecord) and weight.reason.startswith("weight") and "write 1" in weight.detail
 
