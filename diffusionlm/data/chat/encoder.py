@@ -202,7 +202,7 @@ class ChatEncoder:
         """Encode the selected answers: the turns of each document."""
         messages = conversation.messages
         positions = conversation.learned_answers
-        if positions[-1] + 1 < len(messages):
+        if messages[-1]["role"] != "assistant":
             reasons.append((UNANSWERED, "messages after the last answer"))
         match selection:
             case "last":

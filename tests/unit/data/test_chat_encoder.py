@@ -240,6 +240,18 @@ def test_messages_after_the_last_answer_are_left_out_and_counted(tokenizer: Toke
     assert encoder.records.skip_log.counts == {UNANSWERED: 1}
 
 
+def test_a_last_answer_with_weight_0_is_no_unanswered_end(tokenizer: Tokenizer) -> None:
+    row = chat("q1", "a1", "q2", "a2")
+    row["messages"][-1]["weight"] = 0
+    encoder = make_encoder(tokenizer, turns="all", fill="none")
+    (document,) = encode(encoder, row)
+    assert [answer for _, answer, _ in spell(document, tokenizer)] == [f"a1{STOP}"]
+    assert not encoder.records.skip_log.counts
+    row["messages"].append({"role": "user", "content": "q3"})
+    encode(encoder, row)
+    assert encoder.records.skip_log.counts == {UNANSWERED: 1}
+
+
 def test_what_the_template_refuses_names_its_place(tokenizer: Tokenizer) -> None:
     template = "{{ raise_exception('no tables, please') if 'table' in messages[0].content else '' }}"
     assert tokenizer.chat_template is not None
