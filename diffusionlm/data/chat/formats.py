@@ -157,7 +157,10 @@ class ChatRowParser:
         conversation = Conversation(messages, tools, rejected, prompt_length, task, context_answers)
         learned = conversation.learned_answers
         if not learned or (rejected is not None and learned[-1] != prompt_length):
-            raise _InvalidRowError("no answer to learn", "weight or train of the answer is 0 or false")
+            raise _InvalidRowError(
+                "no answer to learn",
+                "weight or train of the answer is 0 or false; remove the key of an answer to learn, or remove the row",
+            )
         return conversation
 
     def _complete(self, messages: tuple[Message, ...], row: Mapping[str, Any]) -> tuple[Message, ...]:
