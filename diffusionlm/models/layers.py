@@ -222,7 +222,7 @@ class _Rotate(torch.autograd.Function):
 def _apply_rotation(x: Tensor, cosines: Tensor, sines: Tensor, *, sign: float) -> Tensor:
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
     # Out of place: the compiler of torch 2.11 loses the gradient of an in-place result.
-    return torch.addcmul(x * cosines, swapped, sines, value=sign)
+    return torch.addcmul(x * cosines, swapped, sines.expand_as(x), value=sign)  # expanded: for symbolic sizes
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:

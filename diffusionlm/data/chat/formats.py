@@ -131,7 +131,8 @@ class ChatRowParser:
         if missing is not None:
             columns = ", ".join(map(repr, list(row)[:MAX_SHOWN_COLUMNS]))
             raise _InvalidRowError(f"no column {self.column(missing)!r}", f"its columns are {columns}")
-        if name == "prompt_completion":
+        # Of a conversation only false can be nothing else.
+        if name == "prompt_completion" or (name != "preference" and row.get("label") is False):
             _check_label(row.get("label"))
         tools = _parse_tools(row.get(self.column("tools")))
         rejected: tuple[Message, ...] | None = None

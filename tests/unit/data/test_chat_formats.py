@@ -166,6 +166,7 @@ BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "rejected": ({"prompt": "x", "completion": "y", "label": False}, "unpaired preference"),
     "accepted": ({"prompt": "x", "completion": "y", "label": True}, "unpaired preference"),
+    "rejected chat": ({"messages": [turn("user", "x"), turn("assistant", "y")], "label": False}, "unpaired preference"),
     "rejected by a number": ({"prompt": "x", "completion": "y", "label": 0}, "unpaired preference"),
     "accepted by a number": ({"prompt": "x", "completion": "y", "label": 1}, "unpaired preference"),
     "rejected messages": (
@@ -187,7 +188,7 @@ def test_irregular_rows_have_a_reason(row: dict[str, Any], reason: str) -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        {"messages": CANONICAL, "label": False},
+        {"messages": CANONICAL, "label": True},
         {"conversations": [shared("human", "x"), shared("gpt", "y")], "label": 1},
         {"instruction": "x", "output": "y", "label": True},
         {"prompt": "x", "chosen": "y", "rejected": "z", "label": False},
