@@ -36,6 +36,7 @@ from config.train import TrainConfig
 from diffusionlm.models.init import init_weights
 from diffusionlm.models.transformer import Transformer
 from tests.tiny_run import write_train_config
+from tokenizer import Tokenizer, train_bpe
 
 MakeConfig = Callable[..., ModelConfig]
 MakeModel = Callable[..., Transformer]
@@ -159,6 +160,12 @@ def tiny_model(make_config: MakeConfig) -> MakeModel:
         return model.to(dtype)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    """270 ids: bytes, a few words, end of text and mask."""
+    return train_bpe(["the cat sat on the mat and the dog sat too"] * 2, vocab_size=270)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from diffusionlm.training.checkpointing.store import read_selection_value
 from diffusionlm.training.loop import train
 from tests.distributed.forked import run_ranks
 from tests.tiny_run import write_train_config
-from tokenizer import train_bpe
+from tokenizer import Tokenizer
 
 
 @pytest.fixture
@@ -94,9 +94,8 @@ def test_the_best_checkpoint_by_a_task(
 
 
 def test_ranks_share_the_answers(
-    tasks: list[dict[str, Any]], tiny_model: Callable[..., Transformer], tmp_path: Path
+    tasks: list[dict[str, Any]], tokenizer: Tokenizer, tiny_model: Callable[..., Transformer], tmp_path: Path
 ) -> None:
-    tokenizer = train_bpe(["the cat sat on a mat 0 1 2 3 4"] * 4, vocab_size=270)
     model = tiny_model(
         vocab_size=tokenizer.vocab_size,
         mask_token_id=tokenizer.mask_token_id,

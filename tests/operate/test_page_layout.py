@@ -31,7 +31,7 @@ from diffusionlm.evaluation.tasks.results import (
 from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep, Generation
 from logger.report import write_report
 from tests.operate.chromium import Page, Picture, chromium
-from tokenizer import train_bpe
+from tokenizer import Tokenizer
 
 pytestmark = pytest.mark.operate
 
@@ -64,9 +64,8 @@ def write_run(folder: Path) -> Path:
     return folder
 
 
-def write_replay(path: Path) -> None:
+def write_replay(path: Path, tokenizer: Tokenizer) -> None:
     """A replay of many prompts: each committed its tokens with probabilities of all levels, and left one masked."""
-    tokenizer = train_bpe(["the cat sat on the mat"] * 3, vocab_size=270)
     text = f"\n{HOSTILE} \u05e9\u05dc\u05d5\u05dd"
     ids = tuple(tokenizer.encode(text))
     levels = (0.2, 0.4, 0.6, 0.8, 0.95)
@@ -144,7 +143,7 @@ def write_evaluation(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def pages(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The pages by name."""
     folder = tmp_path_factory.mktemp("pages")
     paths = {name: folder / f"{name}.html" for name in ("run", "runs", "replay", "sweep", "answers", "evaluation")}
@@ -152,7 +151,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     runs = [write_run(folder / str(index) / f"{name[: 200 if index == 0 else 20]}{index}") for index in range(NUM_RUNS)]
     write_report(runs[:1], paths["run"])
     write_report(runs, paths["runs"])
-    write_replay(paths["replay"])
+    write_replay(paths["replay"], tokenizer)
     write_sweep(paths["sweep"], folder / "sweep", "train")
     write_sweep(paths["answers"], folder / "answers", "infer")
     write_evaluation(folder / "evaluation")

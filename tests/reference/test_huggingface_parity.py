@@ -14,7 +14,7 @@ from diffusionlm.checkpoints.huggingface import load_model, save_model_directory
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, Causal
 from diffusionlm.models.transformer import Transformer
 from tests.reference.family_cases import BOUNDS, difference
-from tokenizer import Tokenizer, train_bpe
+from tokenizer import Tokenizer
 
 transformers = pytest.importorskip("transformers")
 
@@ -53,11 +53,6 @@ def test_unsupported_config_is_rejected(
     path.write_text(json.dumps(values))
     with pytest.raises(ValueError, match=key):
         load_model(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return train_bpe(["some words and some more words"], vocab_size=280)
 
 
 OURS = [

@@ -29,7 +29,7 @@ from diffusionlm.checkpoints.model_card import (
 )
 from files.atomic import write_text_atomic
 from tests.conftest import MakeModel
-from tokenizer import Tokenizer, train_bpe
+from tokenizer import Tokenizer
 
 TRAINING = CardTraining(
     name="first_try",
@@ -48,11 +48,6 @@ TRAINING = CardTraining(
     tokenizer_fingerprint="f00d",
     bound=ValidationBound(3.98765, 0.0184, 40),
 )
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return train_bpe(["the cat sat on the mat"], vocab_size=260)
 
 
 def card_of(model: Any, folder: Path, training: CardTraining | None = None) -> str:

@@ -19,7 +19,7 @@ from diffusionlm.checkpoints.huggingface import build_config_json, load_model, s
 from diffusionlm.checkpoints.model_files import load_tokenizer
 from diffusionlm.checkpoints.weights import parse_byte_size, read_weights, save_weights
 from diffusionlm.models.transformer import Transformer
-from tokenizer import Tokenizer, train_bpe
+from tokenizer import Tokenizer
 
 MakeConfig = Callable[..., ModelConfig]
 MakeModel = Callable[..., Transformer]
@@ -79,11 +79,6 @@ MODELS = [
         {**LLADA, "tie_word_embeddings": False, "pad_token_id": None, "block_origin": "turn"}, "llada", id="llada"
     ),
 ]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return train_bpe(["some words and some more words"], vocab_size=280)
 
 
 @pytest.mark.parametrize("size", ["5GB", "6KB"])

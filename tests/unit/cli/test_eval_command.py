@@ -32,7 +32,7 @@ from diffusionlm.evaluation.statistics import bits_per_byte, count_row_bytes
 from diffusionlm.evaluation.text_likelihood import evaluate_likelihood
 from diffusionlm.models.init import init_weights
 from diffusionlm.models.transformer import Transformer
-from tokenizer import Tokenizer, load_tokenizer, save_tokenizer, train_bpe
+from tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 
 ROOT = Path(__file__).parents[3]
 RESOURCE = ROOT / "config" / "resources" / "eval.toml"
@@ -44,11 +44,6 @@ TEXTS = [
     "x",
 ]
 MakeDirectory = Callable[..., Path]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return train_bpe(["the cat sat on the mat and the dog sat too"] * 2, vocab_size=270)
 
 
 @pytest.fixture(scope="module")

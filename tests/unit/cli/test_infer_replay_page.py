@@ -18,45 +18,42 @@ from cli.infer.answers import Answer, build_answers
 from cli.infer.inputs import EncodedInput, Input
 from cli.infer.replay_page import ReplayFrame, ReplayRecorder, RequestReplay, render_page, write_page
 from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep, Generation
-from tokenizer import Tokenizer, train_bpe
+from tokenizer import Tokenizer
 
 NAN = math.nan
-
-
-@pytest.fixture(scope="module")
-def words() -> Tokenizer:
-    return train_bpe(["the cat sat"] * 2, vocab_size=262)
 
 
 def request_of(ids: Sequence[int], *, text: str = "", number: int = 1, hidden: int = 0) -> EncodedInput:
     return EncodedInput(Input("prompt", text), number, text, tuple(ids), frozenset(), hidden, 5)
 
 
-def recorded(words: Tokenizer, request: EncodedInput, canvases: Sequence[CanvasSnapshot], result: Generation) -> Any:
+def recorded(
+    tokenizer: Tokenizer, request: EncodedInput, canvases: Sequence[CanvasSnapshot], result: Generation
+) -> Any:
     recorder = ReplayRecorder([request])
     for number, canvas in enumerate(canvases, 1):
         recorder(DecodingStep(number, (canvas,)))
-    return recorder.replays[0], build_answers(words, [request], [result], 0.5)[0]
+    return recorder.replays[0], build_answers(tokenizer, [request], [result], 0.5)[0]
 
 
 @pytest.fixture(scope="module")
-def replay(words: Tokenizer) -> tuple[RequestReplay, Answer]:
+def replay(tokenizer: Tokenizer) -> tuple[RequestReplay, Answer]:
     """``a`` was given. Forwards: é's first byte and a newline; the newline becomes a mask; é's other byte and <."""
-    (a, first, second, line, end) = (words.vocab[bytes([byte])] for byte in b"a\xc3\xa9\n<")
-    mask = words.mask_token_id or 0
+    (a, first, second, line, end) = (tokenizer.vocab[bytes([byte])] for byte in b"a\xc3\xa9\n<")
+    mask = tokenizer.mask_token_id or 0
     canvases = [
         CanvasSnapshot((a, first, mask, line), (False, False, True, False), (NAN, math.log(0.25), NAN, math.log(0.5))),
         CanvasSnapshot((a, first, mask, mask), (False, False, True, True), (NAN, math.log(0.25), NAN, NAN)),
         CanvasSnapshot((a, first, second, end), (False,) * 4, (NAN, math.log(0.25), math.log(0.95), 0.0)),
     ]
     result = Generation((first, second), "stop", 3, (math.log(0.25), math.log(0.95)), (1, 3))
-    replay: tuple[RequestReplay, Answer] = recorded(words, request_of([a], text="a"), canvases, result)
+    replay: tuple[RequestReplay, Answer] = recorded(tokenizer, request_of([a], text="a"), canvases, result)
     return replay
 
 
-def test_frames_have_the_changes_of_each_forward(replay: tuple[RequestReplay, Answer], words: Tokenizer) -> None:
+def test_frames_have_the_changes_of_each_forward(replay: tuple[RequestReplay, Answer], tokenizer: Tokenizer) -> None:
     recording, _ = replay
-    first, second, line, end = (words.vocab[bytes([byte])] for byte in b"\xc3\xa9\n<")
+    first, second, line, end = (tokenizer.vocab[bytes([byte])] for byte in b"\xc3\xa9\n<")
     assert recording.frames == [
         ReplayFrame(4, ((1, first, math.log(0.25)), (3, line, math.log(0.5))), ()),
         ReplayFrame(4, (), (3,)),
@@ -115,10 +112,10 @@ class Reader(HTMLParser):
         return "".join(self.texts.get(name, []))
 
 
-def test_the_page_is_whole_without_a_script(words: Tokenizer, replay: tuple[RequestReplay, Answer]) -> None:
+def test_the_page_is_whole_without_a_script(tokenizer: Tokenizer, replay: tuple[RequestReplay, Answer]) -> None:
     settings = {"remasking_strategy": "p2", "temperature": 0.5, "top_k": None, "stop_token_ids": [1, 2]}
-    other = recorded(words, request_of(words.encode("<b>&"), number=2), [], Generation((), "length", 0, (), ()))
-    reader = Reader(render_page(words, "<i>name</i>", settings, [replay, other]))
+    other = recorded(tokenizer, request_of(tokenizer.encode("<b>&"), number=2), [], Generation((), "length", 0, (), ()))
+    reader = Reader(render_page(tokenizer, "<i>name</i>", settings, [replay, other]))
     assert reader.text("h1") == "<i>name</i>"
     assert reader.texts["title"][0] == "<i>name</i>: a replay"
     assert "strategyp2" in reader.text("header") and "top k" not in reader.text("header")
@@ -136,8 +133,8 @@ def test_the_page_is_whole_without_a_script(words: Tokenizer, replay: tuple[Requ
     assert reader.texts["title"][1:] == titles, "of the bars"
 
 
-def test_page_is_self_contained(words: Tokenizer, replay: tuple[RequestReplay, Answer]) -> None:
-    page = render_page(words, "model", {}, [replay])
+def test_page_is_self_contained(tokenizer: Tokenizer, replay: tuple[RequestReplay, Answer]) -> None:
+    page = render_page(tokenizer, "model", {}, [replay])
     reader = Reader(page)
     assert not re.search(r"https?:|//[a-z]|@import|url\(", page)
     assert not [tag for tag, _ in reader.seen if tag in ("img", "iframe", "object", "base", "form")]
@@ -149,20 +146,20 @@ def test_page_is_self_contained(words: Tokenizer, replay: tuple[RequestReplay, A
     assert 'role="tablist"' not in page, "one request has no tabs"
 
 
-def test_the_numbers_cannot_end_their_script(words: Tokenizer) -> None:
+def test_the_numbers_cannot_end_their_script(tokenizer: Tokenizer) -> None:
     text = "</script><!--<script>&amp;<!--slot:data-->\u2028"
-    replay = recorded(words, request_of(words.encode(text), text=text), [], Generation((), "length", 0, (), ()))
-    reader = Reader(render_page(words, text, {"x": text}, [replay]))
+    replay = recorded(tokenizer, request_of(tokenizer.encode(text), text=text), [], Generation((), "length", 0, (), ()))
+    reader = Reader(render_page(tokenizer, text, {"x": text}, [replay]))
     assert (reader.text("h1"), reader.texts["given"]) == (text, ["given", text])
     data = json.loads(reader.text("data"))
     start = data["requests"][0]["start"]
-    assert words.decode(start) == text
+    assert tokenizer.decode(start) == text
     assert [data["tokens"][str(token)] for token in start[:3]] == ["<", "/", "s"]
 
 
-def test_script_input(words: Tokenizer, replay: tuple[RequestReplay, Answer]) -> None:
-    data = json.loads(Reader(render_page(words, "m", {}, [replay])).text("data"))
-    a, first, second, line, end = (words.vocab[bytes([byte])] for byte in b"a\xc3\xa9\n<")
+def test_script_input(tokenizer: Tokenizer, replay: tuple[RequestReplay, Answer]) -> None:
+    data = json.loads(Reader(render_page(tokenizer, "m", {}, [replay])).text("data"))
+    a, first, second, line, end = (tokenizer.vocab[bytes([byte])] for byte in b"a\xc3\xa9\n<")
     assert data["tokens"] == {
         str(a): "a",
         str(first): {"bytes": "c3"},
@@ -179,34 +176,34 @@ def test_script_input(words: Tokenizer, replay: tuple[RequestReplay, Answer]) ->
     ]
 
 
-def test_hidden_tokens_and_special_ones(words: Tokenizer) -> None:
-    eos, mask = words.eos_token_id or 0, words.mask_token_id or 0
-    a = words.vocab[b"a"]
+def test_hidden_tokens_and_special_ones(tokenizer: Tokenizer) -> None:
+    eos, mask = tokenizer.eos_token_id or 0, tokenizer.mask_token_id or 0
+    a = tokenizer.vocab[b"a"]
     canvases = [CanvasSnapshot((eos, mask, a, eos), (False,) * 4, (NAN, NAN, NAN, -1.0))]
     request = request_of([eos, mask, a], hidden=1)
-    replay = recorded(words, request, canvases, Generation((eos,), "length", 1, (-1.0,), (1,)))
-    [data] = json.loads(Reader(render_page(words, "m", {}, [replay])).text("data"))["requests"]
+    replay = recorded(tokenizer, request, canvases, Generation((eos,), "length", 1, (-1.0,), (1,)))
+    [data] = json.loads(Reader(render_page(tokenizer, "m", {}, [replay])).text("data"))["requests"]
     assert (data["start"], data["new"], data["end"]) == ([mask, a, -1], [0, 0, 1], 3), "a mask in a prompt is text"
     assert data["frames"][0]["committed"] == [[2, eos, 0.36788]]
 
 
-def test_it_is_written_aside(words: Tokenizer, replay: tuple[RequestReplay, Answer], tmp_path: Path) -> None:
+def test_it_is_written_aside(tokenizer: Tokenizer, replay: tuple[RequestReplay, Answer], tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     path.write_text("old")
-    write_page(path, words, "m", {}, [replay])
-    assert path.read_text(encoding="utf-8") == render_page(words, "m", {}, [replay])
+    write_page(path, tokenizer, "m", {}, [replay])
+    assert path.read_text(encoding="utf-8") == render_page(tokenizer, "m", {}, [replay])
     path.unlink()
     path.mkdir()
     with pytest.raises(OSError):
-        write_page(path, words, "m", {}, [replay])
+        write_page(path, tokenizer, "m", {}, [replay])
     assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
-def test_the_script_replays(words: Tokenizer, replay: tuple[RequestReplay, Answer], tmp_path: Path) -> None:
+def test_the_script_replays(tokenizer: Tokenizer, replay: tuple[RequestReplay, Answer], tmp_path: Path) -> None:
     page, shim = tmp_path / "page.html", Path(__file__).with_name("infer_replay_page.js")
-    other = recorded(words, request_of(words.encode("the"), number=2), [], Generation((), "length", 0, (), ()))
-    page.write_text(render_page(words, "m", {}, [replay, other]), encoding="utf-8")
+    other = recorded(tokenizer, request_of(tokenizer.encode("the"), number=2), [], Generation((), "length", 0, (), ()))
+    page.write_text(render_page(tokenizer, "m", {}, [replay, other]), encoding="utf-8")
     done = subprocess.run(["node", shim, page], capture_output=True, text=True, check=True, timeout=60)
     replayed = json.loads(done.stdout)
     prompt_token, half = ["token given", "a"], "\ufffd"
@@ -221,9 +218,9 @@ def test_the_script_replays(words: Tokenizer, replay: tuple[RequestReplay, Answe
     assert [part for part in replayed["mask"] if isinstance(part, str)] == ["mask", "not committed yet"]
     assert [part for part in replayed["token"] if isinstance(part, str)] == [
         '"<"',
-        f"token {words.vocab[b'<']}",
+        f"token {tokenizer.vocab[b'<']}",
         "forward 3",
         "probability over 99.9%",
         "after the end",
     ]
-    assert [text for _, text in replayed["last"]] == [words.decode([token]) for token in words.encode("the")]
+    assert [text for _, text in replayed["last"]] == [tokenizer.decode([token]) for token in tokenizer.encode("the")]

@@ -17,17 +17,14 @@ from config.generation import GenerationConfig
 from config.infer import InferConfig, InferInputConfig, InferOutputConfig
 from diffusionlm.inference.generate import decode
 from diffusionlm.models.transformer import Transformer
-from tokenizer import Tokenizer, train_bpe
+from tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
-def words() -> Tokenizer:
-    return train_bpe(["a"], vocab_size=258)
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model: Callable[..., Transformer], words: Tokenizer) -> Transformer:
-    return tiny_model(vocab_size=words.vocab_size, mask_token_id=words.mask_token_id, max_position_embeddings=40)
+def model(tiny_model: Callable[..., Transformer], tokenizer: Tokenizer) -> Transformer:
+    return tiny_model(
+        vocab_size=tokenizer.vocab_size, mask_token_id=tokenizer.mask_token_id, max_position_embeddings=40
+    )
 
 
 class DecodeCalls:
@@ -51,26 +48,26 @@ def settings(**output: Any) -> InferConfig:
 
 
 def test_complete_batches_are_written_if_decoding_fails(
-    model: Transformer, words: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    model: Transformer, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     calls = DecodeCalls(monkeypatch, failing=1)
     config = settings(file=tmp_path / "a.jsonl", html=tmp_path / "a.html")
     with pytest.raises(ValueError, match="not finite"):
-        answer(model, prepare_inputs([Input("prompt")] * 3, words, model.config, config), config)
+        answer(model, prepare_inputs([Input("prompt")] * 3, tokenizer, model.config, config), config)
     assert calls.seeds == [[0, 1]]
     lines = (tmp_path / "a.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["params"]["seed"] for line in lines] == [0, 1]
     assert (tmp_path / "a.html").read_text(encoding="utf-8").count('<section class="request card"') == 2
 
 
-def test_all_inputs_are_checked_at_once(model: Transformer, words: Tokenizer) -> None:
+def test_all_inputs_are_checked_at_once(model: Transformer, tokenizer: Tokenizer) -> None:
     config = settings()
-    long = Input("prompt", "a" * 38, location="prompts.txt:7")
+    long = Input("prompt", "z" * 38, location="prompts.txt:7")
     message = r"^prompts.txt:7 \(38 tokens\) and max_new_tokens = 3: 41 tokens are more than the model's context"
     with pytest.raises(ValueError, match=message):
-        prepare_inputs([Input("prompt"), Input("prompt"), long], words, model.config, config)
+        prepare_inputs([Input("prompt"), Input("prompt"), long], tokenizer, model.config, config)
     whole = config.model_copy(update={"generation": GenerationConfig(total_length=38)})
     with pytest.raises(ValueError, match=r"prompts.txt:7: 38 tokens.*total_length = 38"):
-        prepare_inputs([Input("prompt"), long], words, model.config, whole)
+        prepare_inputs([Input("prompt"), long], tokenizer, model.config, whole)
     with pytest.raises(ValueError, match="has no masked span"):
-        prepare_inputs([Input("prompt"), Input("infill", "x")], words, model.config, config)
+        prepare_inputs([Input("prompt"), Input("infill", "x")], tokenizer, model.config, config)

@@ -23,12 +23,7 @@ from cli.infer.terminal import (
 )
 from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep, Generation
 from diffusionlm.inference.text import parse_infill
-from tokenizer import Tokenizer, train_bpe
-
-
-@pytest.fixture(scope="module")
-def words() -> Tokenizer:
-    return train_bpe(["the cat sat"] * 2, vocab_size=260)
+from tokenizer import Tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -61,23 +56,23 @@ class Screen(io.StringIO):
         return "\n".join(rows).rstrip("\n").split("\n")
 
 
-def request_of(words: Tokenizer, text: str, kind: InputKind = "prompt", number: int = 1) -> EncodedInput:
-    return EncodedInput(Input(kind, text), number, text, tuple(words.encode(text)), frozenset(), 0, 0)
+def request_of(tokenizer: Tokenizer, text: str, kind: InputKind = "prompt", number: int = 1) -> EncodedInput:
+    return EncodedInput(Input(kind, text), number, text, tuple(tokenizer.encode(text)), frozenset(), 0, 0)
 
 
-def canvas(words: Tokenizer, text: str) -> CanvasSnapshot:
+def canvas(tokenizer: Tokenizer, text: str) -> CanvasSnapshot:
     """``_`` is a mask."""
-    mask = words.mask_token_id or 0
-    ids = [mask if char == "_" else words.vocab[char.encode()] for char in text]
+    mask = tokenizer.mask_token_id or 0
+    ids = [mask if char == "_" else tokenizer.vocab[char.encode()] for char in text]
     return CanvasSnapshot(tuple(ids), tuple(char == "_" for char in text), (math.nan,) * len(ids))
 
 
-def test_one_line_per_changed_canvas(words: Tokenizer) -> None:
+def test_one_line_per_changed_canvas(tokenizer: Tokenizer) -> None:
     stream = io.StringIO()
-    view = LiveView(words, [request_of(words, "a"), request_of(words, "b", number=2)], stream)
-    view(DecodingStep(1, (canvas(words, "a_x"), canvas(words, "b_"))))
-    view(DecodingStep(2, (canvas(words, "ay_"), canvas(words, "b_"))))
-    view(DecodingStep(3, (canvas(words, "ay_"), canvas(words, "bz"))))
+    view = LiveView(tokenizer, [request_of(tokenizer, "a"), request_of(tokenizer, "b", number=2)], stream)
+    view(DecodingStep(1, (canvas(tokenizer, "a_x"), canvas(tokenizer, "b_"))))
+    view(DecodingStep(2, (canvas(tokenizer, "ay_"), canvas(tokenizer, "b_"))))
+    view(DecodingStep(3, (canvas(tokenizer, "ay_"), canvas(tokenizer, "bz"))))
     view.close()
     assert stream.getvalue().splitlines() == [
         'prompt 1, forward 1: "a░x"',
@@ -87,14 +82,14 @@ def test_one_line_per_changed_canvas(words: Tokenizer) -> None:
     ]
 
 
-def test_a_drawing_takes_the_place_of_the_last(words: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drawing_takes_the_place_of_the_last(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "4")
     screen = Screen()
     screen.write("before\n")
-    view = LiveView(words, [request_of(words, "ab")], screen)
-    view(DecodingStep(1, (canvas(words, "ab_xy_"),)))
+    view = LiveView(tokenizer, [request_of(tokenizer, "ab")], screen)
+    view(DecodingStep(1, (canvas(tokenizer, "ab_xy_"),)))
     assert screen.lines == ["before", "forw", "ard ", "1", "ab░x", "y░"]
-    view(DecodingStep(2, (canvas(words, "ab__y"),)))
+    view(DecodingStep(2, (canvas(tokenizer, "ab__y"),)))
     assert screen.lines == ["before", "forw", "ard ", "2", "ab░░", "y"], (
         "a token may be a mask again, and a canvas change its length"
     )
@@ -103,25 +98,25 @@ def test_a_drawing_takes_the_place_of_the_last(words: Tokenizer, monkeypatch: py
     assert screen.getvalue().count("\x1b[?25l\x1b[?25h") == screen.getvalue().count("\x1b[?25l") == 1
 
 
-def test_several_requests_are_named_and_the_end_is_shown(words: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = [request_of(words, "a"), request_of(words, "bc", "chat")]
-    step = DecodingStep(7, (canvas(words, "a_"), canvas(words, "bcd_")))
+def test_several_requests_are_named_and_the_end_is_shown(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [request_of(tokenizer, "a"), request_of(tokenizer, "bc", "chat")]
+    step = DecodingStep(7, (canvas(tokenizer, "a_"), canvas(tokenizer, "bcd_")))
     expected = ["forward 7", "[prompt 1]", "a░", "[chat 1]", "d░"]
     for height, num_lines in ((30, 5), (3, 2), (1, 1)):
         monkeypatch.setenv("LINES", str(height))
         screen = Screen()
-        LiveView(words, requests, screen)(step)
+        LiveView(tokenizer, requests, screen)(step)
         assert screen.lines == expected[-num_lines:]
 
 
 @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
 def test_lines_without_escapes_if_wanted(
-    name: str, value: str, words: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    name: str, value: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
     screen = Screen()
-    view = LiveView(words, [request_of(words, "a")], screen)
-    view(DecodingStep(1, (canvas(words, "a_"),)))
+    view = LiveView(tokenizer, [request_of(tokenizer, "a")], screen)
+    view(DecodingStep(1, (canvas(tokenizer, "a_"),)))
     view.close()
     assert screen.getvalue() == 'prompt 1, forward 1: "a░"\n'
 
@@ -149,43 +144,43 @@ def test_given_text_is_dimmed() -> None:
     [("prompt", False, "abc\n"), ("prompt", True, "[prompt 1]\nabc\n"), ("chat", False, "bc\n")],
 )
 def test_answers(
-    words: Tokenizer, capsys: pytest.CaptureFixture[str], kind: InputKind, many: bool, expected: str
+    tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str], kind: InputKind, many: bool, expected: str
 ) -> None:
-    new = tuple(words.vocab[char] for char in (b"b", b"c"))
+    new = tuple(tokenizer.vocab[char] for char in (b"b", b"c"))
     result = Generation(new, "length", 2, (-1.0, -1.0), (1, 2))
-    [answer] = build_answers(words, [request_of(words, "a", kind)], [result], 1.0)
-    print_answer(words, answer, shows_name=many)
+    [answer] = build_answers(tokenizer, [request_of(tokenizer, "a", kind)], [result], 1.0)
+    print_answer(tokenizer, answer, shows_name=many)
     assert capsys.readouterr().out == expected
 
 
-def test_answers_in_a_terminal_are_harmless(words: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    new = tuple(words.encode("\x1b]0;x\x07[red]" + "b " * 30))
+def test_answers_in_a_terminal_are_harmless(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    new = tuple(tokenizer.encode("\x1b]0;x\x07[red]" + "b " * 30))
     result = Generation(new, "length", 2, (-1.0,) * len(new), (1,) * len(new))
-    [answer] = build_answers(words, [request_of(words, "a\x1b[2J")], [result], 1.0)
+    [answer] = build_answers(tokenizer, [request_of(tokenizer, "a\x1b[2J")], [result], 1.0)
     monkeypatch.setattr(sys, "stdout", screen := Screen())
-    print_answer(words, answer, shows_name=True)
+    print_answer(tokenizer, answer, shows_name=True)
     assert screen.lines == ["[prompt 1]", r"a\x1b[2J\x1b]0;x\x07[red]" + "b " * 30], (
         "the terminal wraps: nothing is cut"
     )
     assert "\x1b[2ma\\x1b[2J\x1b[0m" in screen.getvalue() and "\x07" not in screen.getvalue()
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setattr(sys, "stdout", screen := Screen())
-    print_answer(words, answer, shows_name=False)
+    print_answer(tokenizer, answer, shows_name=False)
     assert screen.getvalue() == r"a\x1b[2J\x1b]0;x\x07[red]" + "b " * 30 + "\n"
     monkeypatch.setattr(sys, "stdout", pipe := io.StringIO())
-    print_answer(words, answer, shows_name=False)
+    print_answer(tokenizer, answer, shows_name=False)
     assert pipe.getvalue() == "a\x1b[2J\x1b]0;x\x07[red]" + "b " * 30 + "\n", "a pipe gets the exact text"
 
 
-def test_rendering(words: Tokenizer) -> None:
-    ids = parse_infill("the [MASK:2] sat", words)
-    masked = [token == words.mask_token_id for token in ids]
-    assert render_canvas(ids, masked, words) == f"the {MASK_GLYPH}{MASK_GLYPH} sat"
+def test_rendering(tokenizer: Tokenizer) -> None:
+    ids = parse_infill("the [MASK:2] sat", tokenizer)
+    masked = [token == tokenizer.mask_token_id for token in ids]
+    assert render_canvas(ids, masked, tokenizer) == f"the {MASK_GLYPH}{MASK_GLYPH} sat"
     first = masked.index(True)
-    ids[first], still = words.encode("c")[0], list(masked)
+    ids[first], still = tokenizer.encode("c")[0], list(masked)
     still[first] = False
-    assert render_canvas(ids, still, words) == f"the c{MASK_GLYPH} sat"
-    assert canvas_text_pieces(ids, still, masked, words) == [
+    assert render_canvas(ids, still, tokenizer) == f"the c{MASK_GLYPH} sat"
+    assert canvas_text_pieces(ids, still, masked, tokenizer) == [
         ("the ", False),
         ("c", True),
         (MASK_GLYPH, True),
@@ -193,6 +188,6 @@ def test_rendering(words: Tokenizer) -> None:
     ]
 
 
-def test_final_mask_token_is_printed_as_text(words: Tokenizer) -> None:
-    assert words.mask_token_id is not None
-    assert render_canvas([words.mask_token_id] * 2, [False, True], words) == f"<|mask|>{MASK_GLYPH}"
+def test_final_mask_token_is_printed_as_text(tokenizer: Tokenizer) -> None:
+    assert tokenizer.mask_token_id is not None
+    assert render_canvas([tokenizer.mask_token_id] * 2, [False, True], tokenizer) == f"<|mask|>{MASK_GLYPH}"

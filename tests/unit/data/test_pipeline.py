@@ -22,11 +22,6 @@ TEXTS = [f"{index}: " + "the cat sat on the mat " * (1 + index % 5) for index in
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return train_bpe(TEXTS, vocab_size=270)
-
-
-@pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> LocalFiles:
     path = tmp_path_factory.mktemp("files") / "a.jsonl"
     path.write_text("\n".join(json.dumps({"text": text}) for text in TEXTS), encoding="utf-8")

@@ -22,16 +22,11 @@ from config.training.objective import BlockDiffusionConfig
 from diffusionlm.data import loader as loader_module
 from diffusionlm.data.loader import LoaderSpec, WorkerLoader
 from diffusionlm.diffusion.noised_batch import NoisedBatch
-from tokenizer import Tokenizer, train_bpe
+from tokenizer import Tokenizer
 
 LENGTH = 16
 NUM_STEPS = 30
 """Several epochs."""
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return train_bpe(["the cat sat on the mat"], vocab_size=262)
 
 
 @pytest.fixture(scope="module")

@@ -23,14 +23,9 @@ from diffusionlm.inference.generate import Generation, generate
 from diffusionlm.inference.requests import PreparedRequest
 from tests.conftest import MakeModel
 from tests.unit.data.chat_cases import chat_tokenizer
-from tokenizer import CHAT_TEMPLATES, Tokenizer, encode_chat, train_bpe
+from tokenizer import CHAT_TEMPLATES, Tokenizer, encode_chat
 
 TEMPLATE = CHAT_TEMPLATES["chatml"]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return train_bpe(["copy abc user assistant system"] * 4, vocab_size=280)
 
 
 def exact_match_config(**options: Any) -> ExactMatchConfig:

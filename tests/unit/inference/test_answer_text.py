@@ -7,12 +7,7 @@ import random
 import pytest
 
 from diffusionlm.inference.text import AnswerText, AnswerToken
-from tokenizer import Tokenizer, train_bpe
-
-
-@pytest.fixture(scope="module")
-def words() -> Tokenizer:
-    return train_bpe(["the cat sat on the mat. the dog sat on the cat, and the mat was flat.\n"] * 4, vocab_size=300)
+from tokenizer import Tokenizer
 
 
 def push_all(text: AnswerText, ids: list[int]) -> str:
@@ -33,10 +28,10 @@ def push_all(text: AnswerText, ids: list[int]) -> str:
     return sent
 
 
-def reference(words: Tokenizer, ids: list[int], stop: list[str]) -> tuple[str, int]:
+def reference(tokenizer: Tokenizer, ids: list[int], stop: list[str]) -> tuple[str, int]:
     """Text and number of tokens: after each token the whole text is searched."""
     for length in range(1, len(ids) + 1):
-        text = words.decode_bytes(ids[:length])
+        text = tokenizer.decode_bytes(ids[:length])
         try:
             decoded = text.decode()
         except UnicodeDecodeError as error:
@@ -44,38 +39,38 @@ def reference(words: Tokenizer, ids: list[int], stop: list[str]) -> tuple[str, i
         starts = [decoded.find(item) for item in stop if item in decoded]
         if starts:
             return decoded[: min(starts)], length
-    return words.decode_bytes(ids).decode(errors="replace"), len(ids)
+    return tokenizer.decode_bytes(ids).decode(errors="replace"), len(ids)
 
 
-def test_any_stop_strings_of_any_texts(words: Tokenizer) -> None:
+def test_any_stop_strings_of_any_texts(tokenizer: Tokenizer) -> None:
     rng = random.Random(0)
     num_stopped = 0
     for _ in range(300):
         data = "".join(rng.choice(["the ", "cat", "ab", "a", "é", "日本", "."]) for _ in range(rng.randrange(1, 9)))
-        ids = words.encode(data)
+        ids = tokenizer.encode(data)
         stop = ["".join(rng.choice("abt e日é.") for _ in range(rng.randrange(1, 4))) for _ in range(rng.randrange(3))]
-        text = AnswerText(words, stop)
+        text = AnswerText(tokenizer, stop)
         push_all(text, ids)
-        assert (text.text, len(text.tokens)) == reference(words, ids, stop), (data, stop)
+        assert (text.text, len(text.tokens)) == reference(tokenizer, ids, stop), (data, stop)
         assert not any(item in text.text for item in stop)
         num_stopped += text.is_stopped
         assert all(token.start < len(text.text) for token in text.visible_tokens()) or not text.is_stopped
     assert 50 < num_stopped < 250
 
 
-def test_the_beginning_of_a_stop_string_is_held_back(words: Tokenizer) -> None:
-    text = AnswerText(words, ["abcd", "bx"])
+def test_the_beginning_of_a_stop_string_is_held_back(tokenizer: Tokenizer) -> None:
+    text = AnswerText(tokenizer, ["abcd", "bx"])
     for character, sendable in (("a", ""), ("b", ""), ("c", ""), ("b", "abc"), ("y", "abcby"), ("a", "abcby")):
-        text.push(words.vocab[character.encode()], 0.0)
+        text.push(tokenizer.vocab[character.encode()], 0.0)
         assert text.text[: text.sendable_length] == sendable
     text.finish()
     assert text.text == "abcbya" and text.sendable_length == 6
 
 
 @pytest.mark.parametrize("stop", [[], ["zz"]])
-def test_incomplete_characters(words: Tokenizer, stop: list[str]) -> None:
-    first, second = (words.vocab[bytes([byte])] for byte in "é".encode())
-    text = AnswerText(words, stop)
+def test_incomplete_characters(tokenizer: Tokenizer, stop: list[str]) -> None:
+    first, second = (tokenizer.vocab[bytes([byte])] for byte in "é".encode())
+    text = AnswerText(tokenizer, stop)
     text.push(first, 0.0)
     assert text.text == ""
     text.push(second, 0.0)
@@ -86,22 +81,22 @@ def test_incomplete_characters(words: Tokenizer, stop: list[str]) -> None:
     assert [token.text for token in text.visible_tokens()] == ["", "é", "\ufffd"]
 
 
-def test_a_token_that_begins_a_character_waits_for_its_end(words: Tokenizer) -> None:
-    byte = words.vocab[b"a"], words.vocab["é".encode()[:1]]
-    text = AnswerText(words)
+def test_a_token_that_begins_a_character_waits_for_its_end(tokenizer: Tokenizer) -> None:
+    byte = tokenizer.vocab[b"a"], tokenizer.vocab["é".encode()[:1]]
+    text = AnswerText(tokenizer)
     assert push_all(text, [*byte, byte[1], byte[1]]) == "a\ufffd\ufffd"
-    text = AnswerText(words)
+    text = AnswerText(tokenizer)
     for token, num_sendable in ((byte[0], 1), (byte[1], 0), (byte[0], 3)):
         text.push(token, 0.0)
         assert len(text.sendable_tokens()) == num_sendable
 
 
-def test_repeated_bytes_belong_to_the_prompt(words: Tokenizer) -> None:
-    text = AnswerText(words, num_repeated_bytes=2)
-    ids = words.encode("the cat")
+def test_repeated_bytes_belong_to_the_prompt(tokenizer: Tokenizer) -> None:
+    text = AnswerText(tokenizer, num_repeated_bytes=2)
+    ids = tokenizer.encode("the cat")
     for token in ids:
         text.push(token, 0.0)
     assert text.text == "e cat"
     first, *others = text.visible_tokens()
-    assert words.token_bytes(first.token_id)[first.num_repeated_bytes :] == first.text.encode()
+    assert tokenizer.token_bytes(first.token_id)[first.num_repeated_bytes :] == first.text.encode()
     assert first.num_repeated_bytes == 2 and {token.num_repeated_bytes for token in others} == {0}

@@ -17,16 +17,11 @@ from diffusionlm.inference.streaming import stream
 from diffusionlm.inference.text import decode_continuation
 from diffusionlm.models.init import init_weights
 from diffusionlm.models.transformer import Transformer
-from tokenizer import Tokenizer, train_bpe
+from tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
-def words() -> Tokenizer:
-    return train_bpe(["a"], vocab_size=258)
-
-
-@pytest.fixture(scope="module")
-def model(words: Tokenizer) -> Transformer:
+def model(tokenizer: Tokenizer) -> Transformer:
     """Of a tokenizer of bytes, so that nearly all that it says is parts of characters."""
     config = ModelConfig(
         hidden_size=16,
@@ -36,9 +31,9 @@ def model(words: Tokenizer) -> Transformer:
         head_dim=8,
         intermediate_size=16,
         max_position_embeddings=64,
-        vocab_size=words.vocab_size,
-        mask_token_id=words.mask_token_id,
-        eos_token_id=words.eos_token_id,
+        vocab_size=tokenizer.vocab_size,
+        mask_token_id=tokenizer.mask_token_id,
+        eos_token_id=tokenizer.eos_token_id,
     )
     model = Transformer(config)
     init_weights(model, seed=1)
@@ -51,23 +46,23 @@ def settings(**keys: Any) -> GenerationConfig:
 
 @pytest.mark.parametrize("strategy", ["low_confidence", "threshold", "p2", "remdm_loop"])
 @pytest.mark.parametrize("attention", ["bidirectional", "block_causal"])
-def test_the_pieces_are_the_text(model: Transformer, words: Tokenizer, strategy: str, attention: Any) -> None:
+def test_the_pieces_are_the_text(model: Transformer, tokenizer: Tokenizer, strategy: str, attention: Any) -> None:
     config = settings(remasking_strategy=strategy, attention=attention)
-    prompt = words.encode("abc")
+    prompt = tokenizer.encode("abc")
     [whole] = generate(model, [prompt], config, [3])
-    pieces = list(stream(model, words, prompt, config, 3))
-    assert "".join(pieces) == decode_continuation(words, whole.token_ids)
+    pieces = list(stream(model, tokenizer, prompt, config, 3))
+    assert "".join(pieces) == decode_continuation(tokenizer, whole.token_ids)
     assert all(pieces) and len(pieces) > 1
 
 
 @pytest.mark.parametrize("stop", [1, 6])
-def test_no_text_follows_a_stop_token(model: Transformer, words: Tokenizer, stop: int) -> None:
+def test_no_text_follows_a_stop_token(model: Transformer, tokenizer: Tokenizer, stop: int) -> None:
     free = settings(remasking_strategy="low_confidence", stop_token_ids=())
     [whole] = generate(model, [[5]], free, [0])
     token = whole.token_ids[stop]
     first = whole.token_ids.index(token)
     config = free.model_copy(update={"stop_token_ids": (token,)})
-    assert "".join(stream(model, words, [5], config)) == decode_continuation(words, whole.token_ids[:first])
+    assert "".join(stream(model, tokenizer, [5], config)) == decode_continuation(tokenizer, whole.token_ids[:first])
 
 
 FINAL_AT_ONCE = ["xa__a____", "xa_\xa9a____", "xa\xc3\xa9a____", "xa\xc3\xa9ab___", "xa\xc3\xa9abcde"]
@@ -84,7 +79,7 @@ TAKEN_BACK = ["xa\xc3\xa9_____", "xa_\xa9a____", "xa\xc3\xa9a____", "xa\xc3\xa9a
 )
 def test_final_text_is_emitted_immediately(
     model: Transformer,
-    words: Tokenizer,
+    tokenizer: Tokenizer,
     monkeypatch: pytest.MonkeyPatch,
     strategy: str,
     canvases: list[str],
@@ -95,13 +90,13 @@ def test_final_text_is_emitted_immediately(
     def fake(model: Any, requests: list[ActiveRequest]) -> Iterator[int]:
         [request] = requests
         assert (request.tokens_L.tolist(), request.prepared.seed) == (
-            [*words.encode("x"), *[words.mask_token_id] * 8],
+            [*tokenizer.encode("x"), *[tokenizer.mask_token_id] * 8],
             7,
         )
         blocks = request.blocks
         for number, text in enumerate(canvases, 1):
             request.is_masked_L[:] = [byte == "_" for byte in text]
-            request.tokens_L[:] = [words.vocab[byte.encode("latin-1")] for byte in text]
+            request.tokens_L[:] = [tokenizer.vocab[byte.encode("latin-1")] for byte in text]
             if strategy == "p2":
                 num_complete = sum(not set(part) <= {"_"} for part in (text[5:], text[8:]))
             else:
@@ -110,20 +105,20 @@ def test_final_text_is_emitted_immediately(
             yield number
 
     monkeypatch.setattr(streaming, "decode_rounds", fake)
-    assert list(stream(model, words, words.encode("x"), settings(remasking_strategy=strategy), 7)) == pieces
+    assert list(stream(model, tokenizer, tokenizer.encode("x"), settings(remasking_strategy=strategy), 7)) == pieces
 
 
-def test_closing_ends_the_decoding(model: Transformer, words: Tokenizer) -> None:
+def test_closing_ends_the_decoding(model: Transformer, tokenizer: Tokenizer) -> None:
     before = threading.active_count()
-    pieces = stream(model, words, [5], settings(remasking_strategy="sequential", top_k=1))
+    pieces = stream(model, tokenizer, [5], settings(remasking_strategy="sequential", top_k=1))
     assert threading.active_count() == before, "nothing begins before it is asked for"
     next(pieces)
     pieces.close()  # type: ignore[attr-defined]
     assert threading.active_count() == before
 
 
-def test_errors_come_to_the_reader(model: Transformer, words: Tokenizer) -> None:
+def test_errors_come_to_the_reader(model: Transformer, tokenizer: Tokenizer) -> None:
     with pytest.raises(ValueError, match="more than the model's context"):
-        list(stream(model, words, [5] * 60, settings()))
+        list(stream(model, tokenizer, [5] * 60, settings()))
     with pytest.raises(ValueError, match='cache = "block" is for block-causal'):
-        list(stream(model, words, [5], settings(cache="block", attention="bidirectional")))
+        list(stream(model, tokenizer, [5], settings(cache="block", attention="bidirectional")))

@@ -11,55 +11,50 @@ from diffusionlm.inference.text import parse_infill, suppress_ids_without_text, 
 from tokenizer import Tokenizer, train_bpe
 
 
-@pytest.fixture(scope="module")
-def words() -> Tokenizer:
-    return train_bpe(["the cat sat on the mat, and the dog sat too. äöü [MASK:3]"] * 3, vocab_size=280)
-
-
-def test_spans_become_masks(words: Tokenizer) -> None:
-    mask = words.mask_token_id
+def test_spans_become_masks(tokenizer: Tokenizer) -> None:
+    mask = tokenizer.mask_token_id
     assert mask is not None
-    expected = [*words.encode("the "), *[mask] * 3, *words.encode(" sat"), mask, mask]
-    assert parse_infill("the [MASK:3] sat[MASK:1][MASK:1]", words) == expected
-    assert parse_infill("[MASK:2]", words, mask_token_id=7) == [7, 7]
+    expected = [*tokenizer.encode("the "), *[mask] * 3, *tokenizer.encode(" sat"), mask, mask]
+    assert parse_infill("the [MASK:3] sat[MASK:1][MASK:1]", tokenizer) == expected
+    assert parse_infill("[MASK:2]", tokenizer, mask_token_id=7) == [7, 7]
 
 
-def test_special_tokens_written_in_a_text_stay_text(words: Tokenizer) -> None:
-    ids = parse_infill("<|mask|> [MASK] <|endoftext|>[MASK:2]", words)
-    assert [token for token in ids if token in words.special_tokens.values()] == [words.mask_token_id] * 2
-    assert words.decode(ids[:-2]) == "<|mask|> [MASK] <|endoftext|>"
+def test_special_tokens_written_in_a_text_stay_text(tokenizer: Tokenizer) -> None:
+    ids = parse_infill("<|mask|> [MASK] <|endoftext|>[MASK:2]", tokenizer)
+    assert [token for token in ids if token in tokenizer.special_tokens.values()] == [tokenizer.mask_token_id] * 2
+    assert tokenizer.decode(ids[:-2]) == "<|mask|> [MASK] <|endoftext|>"
 
 
 @pytest.mark.parametrize("number", ["0", "00", "-1", "", "x", "1.5", " 2", "70000", "9" * 5000, "٣"])
-def test_spans_without_a_valid_number(words: Tokenizer, number: str) -> None:
+def test_spans_without_a_valid_number(tokenizer: Tokenizer, number: str) -> None:
     with pytest.raises(ValueError, match=r"is not a masked span: write \[MASK:n\] with n from 1 to 65536") as caught:
-        parse_infill(f"a [MASK:1] b [MASK:{number}]", words)
+        parse_infill(f"a [MASK:1] b [MASK:{number}]", tokenizer)
     assert len(str(caught.value)) < 140
 
 
-def test_no_span_and_no_mask_token(words: Tokenizer) -> None:
+def test_no_span_and_no_mask_token(tokenizer: Tokenizer) -> None:
     with pytest.raises(ValueError, match=r"'abc' has no masked span: write \[MASK:n\]"):
-        parse_infill("abc", words)
+        parse_infill("abc", tokenizer)
     plain = train_bpe(["abc"], vocab_size=257, special_tokens=["<e>"], mask_token=None, eos_token="<e>")
     with pytest.raises(ValueError, match="no mask token"):
         parse_infill("[MASK:1]", plain)
 
 
-def test_ids_without_text_are_suppressed(words: Tokenizer) -> None:
-    size, config = words.vocab_size, GenerationConfig(suppress_token_ids=(2,))
-    assert suppress_ids_without_text(config, words, size) == config
-    assert suppress_ids_without_text(config, words, size + 2).suppress_token_ids == (2, size, size + 1)
+def test_ids_without_text_are_suppressed(tokenizer: Tokenizer) -> None:
+    size, config = tokenizer.vocab_size, GenerationConfig(suppress_token_ids=(2,))
+    assert suppress_ids_without_text(config, tokenizer, size) == config
+    assert suppress_ids_without_text(config, tokenizer, size + 2).suppress_token_ids == (2, size, size + 1)
 
 
-def test_the_text_of_each_token(words: Tokenizer) -> None:
-    ids = words.encode("the cat äö")
-    texts = token_texts(words, ids)
+def test_the_text_of_each_token(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("the cat äö")
+    texts = token_texts(tokenizer, ids)
     assert len(texts) == len(ids) and "".join(texts) == "the cat äö"
-    assert token_texts(words, []) == []
+    assert token_texts(tokenizer, []) == []
 
 
-def test_texts_of_tokens_are_the_decoded_text_whatever_the_bytes(words: Tokenizer) -> None:
+def test_texts_of_tokens_are_the_decoded_text_whatever_the_bytes(tokenizer: Tokenizer) -> None:
     rng = random.Random(0)
     for _ in range(200):
-        ids = [rng.randrange(words.vocab_size) for _ in range(rng.randrange(12))]
-        assert "".join(token_texts(words, ids)) == words.decode(ids)
+        ids = [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randrange(12))]
+        assert "".join(token_texts(tokenizer, ids)) == tokenizer.decode(ids)

@@ -15,14 +15,9 @@ from diffusionlm.evaluation.lm_eval.runner import RequestRunner
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
 from tests.unit.evaluation.lm_eval.fake_instance import FakeInstance
-from tokenizer import Tokenizer, train_bpe
+from tokenizer import Tokenizer
 
 CONTEXT = "Question: is it blue?\nAnswer:"
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return train_bpe(["Question: is it blue?\nAnswer: yes no maybe"] * 4, vocab_size=290)
 
 
 @pytest.fixture(scope="module")
