@@ -1,10 +1,15 @@
-"""Loss and gradient of a step do not know how it was cut into ranks and micro-batches, nor of padding. fp64."""
+"""Loss and gradient of a step do not depend on ranks, micro-batches or padding: every objective, text and chats, fp64.
+
+`integration/test_objectives_of_runs.py` repeats it for the micro-batches of a real training step, and
+`distributed/test_training_ranks.py` for processes that reduce their gradients.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,6 +23,9 @@ from config.training.objective import (
     NextTokenConfig,
     ObjectiveConfig,
 )
+from diffusionlm.data.loader import Loader
+from diffusionlm.data.packing import Row
+from diffusionlm.data.reader import ReaderPosition
 from diffusionlm.diffusion.layout import target_positions
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
 from diffusionlm.diffusion.objectives import build_objective
@@ -54,6 +62,15 @@ OBJECTIVES: dict[str, ObjectiveConfig] = {
     ),
     "next-token": NextTokenConfig(label_smoothing=0.1),
 }
+CHAT_OBJECTIVES: dict[str, ObjectiveConfig] = {
+    "masked": MaskedDiffusionConfig(fill_weight=0.5),
+    "per answer": MaskedDiffusionConfig(loss="guidelines", estimator=IndependentMasking(), fill_weight=0.5),
+    "blocks": BlockDiffusionConfig(block_length=3, fill_weight=0.5),
+    "next token, too": BlockDiffusionConfig(block_length=3, loss="guidelines", next_token_weight=0.3),
+    "pairs": BlockDiffusionConfig(block_length=2, loss="guidelines", estimator=FixedCountMasking(complementary=True)),
+}
+CHAT_SEGMENTS = [[(3, 2), (1, 4)], [(1, 1)], [(10, 0)], [(2, 3), (0, 4)]]
+"""By row: (tokens of the prompt, of the answer) of each segment; the third row has no target."""
 
 
 @pytest.fixture(scope="module")
@@ -106,25 +123,72 @@ def assert_same(one: tuple[Tensor, list[Tensor]], other: tuple[Tensor, list[Tens
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-13)
 
 
+class FixedRows:
+    """A reader of the same rows in each epoch."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        self.rows = rows
+
+    def read(self, epoch: int, position: ReaderPosition, limit: int) -> tuple[list[Row], ReaderPosition]:
+        return self.rows, None
+
+
+def chat_rows() -> list[Row]:
+    rows = []
+    for number, segments in enumerate(CHAT_SEGMENTS):
+        targets = [flag for before, answer in segments for flag in [False] * before + [True] * answer]
+        ids = [index for index, sizes in enumerate(segments) for _ in range(sum(sizes))]
+        padding = L - len(targets)
+        rows.append(
+            Row(
+                np.random.default_rng(number).integers(0, MASK, L).astype(np.int32),
+                np.array([0] * len(ids) + [-1] * padding, dtype=np.int32),
+                np.array(targets + [False] * padding),
+                np.array(ids + [-1] * padding, dtype=np.int32),
+                np.array([position == len(targets) - 1 and targets[-1] for position in range(L)]),
+            )
+        )
+    return rows
+
+
+def assert_partition_is_not_seen(model: Transformer, config: ObjectiveConfig, rows: list[Row]) -> None:
+    """One batch of all rows, halves, and single rows, on one, two and four ranks."""
+    objective = build_objective(config, model.config)
+
+    def load(micro_batch_size: int, world_size: int) -> list[NoisedBatch]:
+        loaders = [
+            Loader(FixedRows(rows), objective, len(rows), micro_batch_size, 3, rank=rank, world_size=world_size)
+            for rank in range(world_size)
+        ]
+        return [draw for loader in loaders for draw in loader.next_step(5)]
+
+    def sums(draws: list[NoisedBatch]) -> list[float]:
+        return [
+            sum(getattr(draw, name) for draw in draws) for name in ("num_targets", "denominator", "fill_denominator")
+        ]
+
+    whole = load(len(rows), 1)
+    expected = step(model, objective, whole)
+    assert sums(whole)[1] > 0 and any(g.abs().max() > 1e-3 for g in expected[1])
+    for micro_batch_size, world_size in ((len(rows) // 2, 1), (1, 1), (len(rows) // 2, 2), (1, 2), (1, 4)):
+        parts = load(micro_batch_size, world_size)
+        assert len(parts) >= len(rows) // micro_batch_size
+        assert sums(parts) == pytest.approx(sums(whole), rel=1e-14)
+        assert_same(step(model, objective, parts), expected)
+
+
 @pytest.mark.parametrize(("name", "alignment"), CASES)
 def test_parts_make_the_whole(models: dict[str, Transformer], batch: CleanBatch, name: str, alignment: str) -> None:
-    """One batch of eight rows, two ranks of four, micro-batches of three, and single rows."""
-    model = models[alignment]
-    objective = build_objective(OBJECTIVES[name], model.config)
-    whole = [objective.build_noised_batch(batch, NoiseKey(first_sequence=0, **KEY))]
-    assert whole[0].denominator > 0
-    expected = step(model, objective, whole)
-    assert any(g.abs().max() > 1e-3 for g in expected[1])
-    for size in (4, 3, 1):
-        parts = [
-            objective.build_noised_batch(
-                batch.select(slice(first, first + size)), NoiseKey(first_sequence=first, **KEY)
-            )
-            for first in range(0, ROWS, size)
-        ]
-        assert sum(part.denominator for part in parts) == whole[0].denominator
-        assert sum(part.num_targets for part in parts) == whole[0].num_targets
-        assert_same(step(model, objective, parts), expected)
+    assert batch.document_BL is not None
+    columns = (batch.tokens_BL.int(), batch.document_BL.int(), batch.loss_mask_BL)
+    rows = [Row(*(column[row].numpy() for column in columns)) for row in range(ROWS)]
+    assert_partition_is_not_seen(models[alignment], OBJECTIVES[name], rows)
+
+
+@pytest.mark.parametrize("name", CHAT_OBJECTIVES)
+def test_parts_of_conversations_make_the_whole(models: dict[str, Transformer], name: str) -> None:
+    """Answers of 0 to 7 tokens: some micro-batches have no target."""
+    assert_partition_is_not_seen(models["same_position"], CHAT_OBJECTIVES[name], chat_rows())
 
 
 @pytest.mark.parametrize(("name", "alignment"), CASES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -117,36 +116,6 @@ def test_losses_have_their_denominators(
         expected = by_plain_loops(loss, config, batch, key, costs)
         assert weighted_sum(draw, costs) == pytest.approx(expected, rel=1e-12)
         assert draw.num_targets == int(batch.loss_mask_BL.sum())
-
-
-@pytest.mark.parametrize("estimator", ESTIMATORS, ids=str)
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("kind", ["masked_diffusion", "block_diffusion"])
-def test_micro_batches_are_the_whole_batch(
-    build: Callable[[Any], Objective], kind: str, loss: str, estimator: dict[str, Any]
-) -> None:
-    """Denominators add up, and every token is scored with the same weight. Complements come right after their own
-    micro-batch, so that the order of the scored tokens differs."""
-    objective = build(parse(kind, loss=loss, estimator=with_kind(estimator)))
-    batch, key = batch_of(10), NoiseKey(3, 1, 0, 10)
-    whole = objective.build_noised_batch(batch, key)
-    parts = [
-        objective.build_noised_batch(
-            batch.select(slice(first, first + 2)), dataclasses.replace(key, first_sequence=first)
-        )
-        for first in range(0, 10, 2)
-    ]
-    assert sum(part.denominator for part in parts) == whole.denominator
-    assert sum(part.num_targets for part in parts) == whole.num_targets
-
-    def scored(draw: NoisedBatch, first: int, rows: int) -> list[tuple[int, int, float]]:
-        positions = target_positions(draw, "same_position") % (rows * LENGTH) + first * LENGTH
-        return list(zip(positions.tolist(), draw.targets_N.tolist(), draw.weights_N.tolist(), strict=True))
-
-    together = [entry for index, part in enumerate(parts) for entry in scored(part, 2 * index, 2)]
-    assert sorted(together) == sorted(scored(whole, 0, 10))
-    rows = [tuple(row) for part in parts for row in part.inputs_BS[:, :LENGTH].tolist()]
-    assert sorted(rows) == sorted(tuple(row) for row in whole.inputs_BS[:, :LENGTH].tolist())
 
 
 @pytest.mark.parametrize("kind", ["masked_diffusion", "block_diffusion"])
