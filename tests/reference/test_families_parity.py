@@ -1,25 +1,31 @@
 """Each family's tiny random checkpoint gives the same logits here and in transformers, or in a plain reference.
 
 Files are sharded, and what is written here is read there again. The cases and their measures are in `family_cases`; the
-table of docs/checkpoints.md has a line for each case.
+table of docs/checkpoints.md has a line for each case. Then: which options the logits see, gradients, other spellings of
+files, and whole directories of ours in transformers.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
 from config.families.model_directory import read_model_config
 from config.families.registry import FAMILIES
-from diffusionlm.checkpoints.huggingface import load_model
-from diffusionlm.models.patterns import Causal
+from config.model import ModelConfig
+from diffusionlm.checkpoints.huggingface import load_model, save_model_directory
+from diffusionlm.kernels.cross_entropy import LossInputs
+from diffusionlm.models.patterns import Bidirectional, BlockCausal, Causal
+from diffusionlm.models.transformer import Transformer
 from tests.reference.family_cases import (
     ATTENTIONS,
     BOUNDS,
@@ -36,8 +42,11 @@ from tests.reference.family_cases import (
     measure,
 )
 from tests.reference.family_table import format_case
+from tokenizer import Tokenizer
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
+
+MakeModel = Callable[..., Transformer]
 
 GUIDE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 THEIR_NAMES = [name for name, case in CASES.items() if isinstance(case, Case)]
@@ -114,9 +123,6 @@ def test_measures_see_a_difference() -> None:
     assert math.isclose(difference(logits + torch.tensor([0.0, 0.0, -0.2]), logits), 0.05, rel_tol=1e-6)
 
 
-# Other spellings of config.json, and other files.
-
-
 def case(name: str) -> Case:
     case = CASES[name]
     assert isinstance(case, Case)
@@ -126,6 +132,97 @@ def case(name: str) -> Case:
 def foreign(name: str) -> Foreign:
     with torch.no_grad():
         return case(name).peer()
+
+
+# What the logits see, and gradients.
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("gemma2", {"query_pre_attn_scalar": None}),
+        ("gemma2", {"attn_logit_softcapping": None}),
+        ("gemma2", {"final_logit_softcapping": None}),
+        ("gemma2", {"hidden_act": "silu"}),
+        ("gemma2", {"norm_offset": False}),
+        ("gemma2", {"scale_embeddings": False}),
+        ("gemma2", {"layer_types": ("full_attention", "sliding_attention", "full_attention")}),
+        ("gemma2", {"sliding_window": 5}),
+        ("qwen2-sliding", {"layer_types": None, "sliding_window": None}),
+        ("llama3", {"rope_scaling": None}),
+        ("llama3", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+        ("llama-biases", {"rope_scaling": None}),
+    ],
+    ids=str,
+)
+def test_each_option_is_seen_in_the_logits(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """Otherwise the parity would say nothing of it."""
+    theirs = foreign(name)
+    theirs.save(tmp_path)
+    right = load_model(tmp_path)
+    wrong = Transformer(ModelConfig(**{**right.config.model_dump(), **changes}))
+    wrong.load_state_dict(right.state_dict())
+    with torch.no_grad():
+        expected = theirs.logits("causal")
+        assert difference(right(TOKENS, pattern=Causal()), expected) <= BOUNDS["float32"]
+        assert difference(wrong(TOKENS, pattern=Causal()), expected) > 1e-3
+
+
+@pytest.mark.parametrize(("smoothing", "z_loss", "excluded"), [(0.0, 0.0, None), (0.1, 0.02, 39)])
+@pytest.mark.parametrize(
+    "name", ["gemma2-biases", "llama3", "qwen3-moe", "qwen3-moe-every-second", "qwen3-moe-mlp-only"]
+)
+def test_gradients_of_the_scored_loss(
+    name: str, smoothing: float, z_loss: float, excluded: int | None, tmp_path: Path
+) -> None:
+    """The chunked loss, cap and balance of experts and all, against autograd through their logits, in double."""
+    peer = case(name).peer()
+    peer.save(tmp_path)
+    theirs, ours = peer.model.double(), load_model(tmp_path, dtype="float64").train()
+    is_sparse = "moe" in name
+    # With experts all rows: the balance of the last layer is over the tokens that it computes.
+    rows = torch.arange(0, TOKENS.numel(), 1 if is_sparse else 2)
+    targets = TOKENS.flatten().roll(3)[rows].clamp(max=38)
+    weights = torch.rand(len(rows), dtype=torch.float64)
+    coefficient = 0.3 if is_sparse else 0.0
+    loss_inputs = LossInputs(
+        targets, weights, excluded, label_smoothing=smoothing, z_loss=z_loss, load_balancing_weight=coefficient
+    )
+    total = ours(TOKENS, pattern=Causal(), output_positions=rows, loss_inputs=loss_inputs).total_loss
+    output = theirs(TOKENS, **({"output_router_logits": True} if is_sparse else {}))
+    logits = output.logits.flatten(0, 1)[rows]
+    allowed = logits if excluded is None else logits[:, :excluded]
+    loss = F.cross_entropy(allowed, targets, reduction="none", label_smoothing=smoothing)
+    expected = ((loss + z_loss * allowed.logsumexp(-1).square()) * weights).sum()
+    expected = expected + (coefficient * output.aux_loss if is_sparse else 0.0)
+    # They take norms, rotations and softmax in fp32 whatever the dtype.
+    torch.testing.assert_close(total, expected, rtol=1e-5, atol=0.0)
+    total.backward()
+    expected.backward()
+    their_gradients = gradients_by_file_name(theirs)
+    assert their_gradients.keys() == dict(ours.named_parameters()).keys()
+    for parameter_name, parameter in ours.named_parameters():
+        their = their_gradients[parameter_name]
+        assert parameter.grad is not None
+        assert (parameter.grad - their).norm() <= 1e-4 * their.norm() + 1e-7, parameter_name
+
+
+def gradients_by_file_name(model: Any) -> dict[str, Tensor]:
+    """Gradients of transformers' parameters; a stacked one is cut into those of the experts."""
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        stem, _, kind = name.rpartition(".")
+        if kind not in ("gate_up_proj", "down_proj"):
+            gradients[name] = parameter.grad
+            continue
+        for expert, grad in enumerate(parameter.grad):
+            halves = {"gate_proj": grad.chunk(2)[0], "up_proj": grad.chunk(2)[1]}
+            parts = {"down_proj": grad} if kind == "down_proj" else halves
+            gradients |= {f"{stem}.{expert}.{part}.weight": value for part, value in parts.items()}
+    return gradients
+
+
+# Other spellings of config.json, and other files.
 
 
 @pytest.mark.parametrize("name", THEIR_NAMES)
@@ -185,3 +282,72 @@ def test_stacked_experts_are_read(tmp_path: Path) -> None:
     assert "model.layers.0.mlp.experts.gate_up_proj" in state
     save_file(state, tmp_path / "model.safetensors")
     assert_read(tmp_path, theirs)
+
+
+# Whole directories of ours in transformers, which adds its own attention: config.json and the tokenizer are enough.
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param({"tie_word_embeddings": False, "num_key_value_heads": 1}, id="qwen3"),
+        pytest.param({"qk_norm": False, "attention_bias": True, "attention_output_bias": True}, id="llama"),
+        pytest.param({"qk_norm": False, "attention_bias": True, "attention_output_bias": False}, id="qwen2"),
+        pytest.param({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}, id="moe"),
+        pytest.param(
+            {"qk_norm": False, "sandwich_norms": True, "norm_offset": True, "scale_embeddings": True}
+            | {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+            id="gemma2",
+        ),
+    ],
+)
+def test_bidirectional_model_in_transformers(
+    overrides: dict[str, Any], tiny_model: MakeModel, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """config.json alone makes transformers compute our attention: without a mask, in each of its implementations."""
+    ours = tiny_model(vocab_size=tokenizer.vocab_size, mask_token_id=tokenizer.mask_token_id, **overrides)
+    save_model_directory(ours, tokenizer, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["is_causal"] is False
+    for implementation in ("eager",) if "sandwich_norms" in overrides else ("eager", "sdpa"):
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path, attn_implementation=implementation, dtype=torch.float32
+        )
+        with torch.no_grad():
+            logits, their_logits = ours(TOKENS, pattern=Bidirectional()), theirs.eval()(TOKENS).logits
+        assert difference(logits, their_logits) <= BOUNDS["float32"]
+    assert load_model(tmp_path).config == ours.config
+
+
+@pytest.mark.parametrize("block_length", [1, 4])
+def test_block_diffusion_model_in_transformers(
+    block_length: int, tiny_model: MakeModel, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Blocks of one token are causal attention; longer ones need a mask, as the model card says."""
+    ours = tiny_model(vocab_size=tokenizer.vocab_size, mask_token_id=tokenizer.mask_token_id, block_length=block_length)
+    save_model_directory(ours, tokenizer, tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    pattern = BlockCausal(block_length)
+    mask = None if block_length == 1 else pattern.dense_mask(TOKENS.shape[1]).expand(2, 1, -1, -1)
+    with torch.no_grad():
+        logits, their_logits = ours(TOKENS, pattern=pattern), theirs(TOKENS, attention_mask=mask).logits
+    assert difference(logits, their_logits) <= BOUNDS["float32"]
+    card = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert ("block-causal `attention_mask`" in card) == (block_length > 1) and "is_causal" not in card
+    words = "the cat sat"
+    their_ids = transformers.AutoTokenizer.from_pretrained(tmp_path)(words)["input_ids"]
+    assert their_ids == tokenizer.encode(words)
+
+
+def test_bidirectional_sliding_layers_in_transformers(
+    tiny_model: MakeModel, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Their window counts the positions on each side, ours also the query itself, as the model card says."""
+    layer_types = ("sliding_attention", "full_attention")
+    vocabulary = {"vocab_size": tokenizer.vocab_size, "mask_token_id": tokenizer.mask_token_id}
+    ours = tiny_model(layer_types=layer_types, sliding_window=4, **vocabulary)
+    save_model_directory(ours, tokenizer, tmp_path)
+    with torch.no_grad():
+        expected = ours(TOKENS, pattern=Bidirectional())
+        for window, is_same in ((3, True), (4, False)):
+            theirs = transformers.Qwen3ForCausalLM.from_pretrained(tmp_path, sliding_window=window, dtype=torch.float32)
+            assert (difference(theirs.eval()(TOKENS).logits, expected) < 1e-3) == is_same

@@ -33,6 +33,12 @@ BASE: dict[str, Any] = {
     "max_position_embeddings": 64,
     "vocab_size": 200_000,
 }
+SLIDING_LAYERS: dict[str, Any] = {
+    "model_type": "qwen3",
+    "use_sliding_window": True,
+    "sliding_window": 4,
+    "layer_types": [FULL, SLIDING, FULL, SLIDING],
+}
 LLAMA3: dict[str, Any] = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -227,6 +233,17 @@ def test_small_things(tmp_path: Path) -> None:
         ({"model_type": "llada", "block_type": "sequential"}, "block_type = 'sequential'"),
         ({"model_type": "llada", "alibi": True}, "alibi = True"),
         ({"model_type": "llama", "hidden_size": "wide"}, "hidden_size"),
+        ({"model_type": "qwen3", "rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "rope_parameters"),
+        ({"model_type": "qwen3", "hidden_act": "gelu"}, "hidden_act"),
+        ({"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 8}, "sliding_window"),
+        ({**SLIDING_LAYERS, "use_sliding_window": False}, "use_sliding_window"),
+        ({**SLIDING_LAYERS, "use_sliding_window": None}, "use_sliding_window"),
+        ({**SLIDING_LAYERS, "model_type": "llama"}, "use_sliding_window|layer_types"),
+        (
+            {"model_type": "qwen3", "block_length": 4, "mask_token_id": 18, "is_causal": False},
+            "is_causal = False contradicts block_length = 4",
+        ),
+        ({"model_type": "qwen3", "is_causal": False}, "is_causal = False contradicts block_length = 1"),
     ],
 )
 def test_unsupported_options_are_named(values: dict[str, Any], named: str, tmp_path: Path) -> None:

@@ -217,6 +217,7 @@ def test_a_block_model_in_sdars_words(make_config: MakeConfig) -> None:
         ({"query_pre_attn_scalar": 3.0}, "model_type = 'qwen3'.*.*query_pre_attn_scalar = 3.0"),
         ({"hidden_act": "gelu_pytorch_tanh"}, "model_type = 'qwen3'.*.*hidden_act = 'gelu_pytorch_tanh'"),
         ({**EXPERTS, "layer_types": [FULL, SLIDING], "sliding_window": 3}, "sliding_attention.*qwen3_moe"),
+        ({"qk_norm": False, "layer_types": [FULL, SLIDING], "sliding_window": 4}, "sliding_attention.*llama.*qk_norm"),
     ],
 )
 def test_config_without_matching_family_is_rejected(
@@ -224,6 +225,11 @@ def test_config_without_matching_family_is_rejected(
 ) -> None:
     with pytest.raises(ValueError, match=rf"(?s){named}"):
         build_config_json(make_config(**overrides), torch.float32)
+
+
+def test_a_window_that_no_layer_has_is_not_written(make_config: MakeConfig) -> None:
+    values = build_config_json(make_config(layer_types=(FULL, FULL), sliding_window=4), torch.float32)
+    assert not values.keys() & {"layer_types", "sliding_window", "use_sliding_window"}
 
 
 def test_llada_name_maps_are_inverses(tiny_model: MakeModel) -> None:
