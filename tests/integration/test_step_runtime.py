@@ -16,6 +16,7 @@ from config.training.runtime import ProfilerConfig
 from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.models.patterns import Bidirectional
+from diffusionlm.optim.build import Optimizers
 from diffusionlm.training import loop, step_metrics
 from diffusionlm.training.block_wrapping import compile_blocks
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
@@ -23,7 +24,7 @@ from diffusionlm.training.loop import train, train_remaining_steps
 from diffusionlm.training.run import Run, build_run
 from diffusionlm.training.signals import StopRequest
 from diffusionlm.training.spike_guard import SpikeGuard
-from diffusionlm.training.step import train_step
+from diffusionlm.training.step import load_step_batch, train_step
 from diffusionlm.training.step_metrics import StepMetrics, StepMetricsQueue
 from logger import LoggerGroup
 from logger.run_logger import Metrics
@@ -120,6 +121,31 @@ def test_a_logged_step_is_read_when_the_next_one_is_launched(
     for step, values in logs[0].items():
         assert values == logs[1][step]
     assert logs[0][4].keys() > {"mask_ratio", "loss_smooth", "lr/embed", "weight_norms/mean", "activation_norms/norm"}
+
+
+@pytest.mark.parametrize("can_skip", [True, False])
+def test_next_batch_is_loaded_while_the_device_has_work(
+    can_skip: bool, config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the update is launched; before it, where the host waits for the device to decide on the update."""
+    run, calls = build_changed_run(config, tmp_path / "run"), []
+    update, prefetch = run.state.optimizers.step, run.loader.prefetch
+    monkeypatch.setattr(Optimizers, "can_skip_on_device", can_skip)
+
+    def recorded(name: str, function: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            calls.append(name)
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(run.state.optimizers, "step", recorded("update", update))
+    monkeypatch.setattr(run.loader, "prefetch", recorded("prefetch", prefetch))
+    with StopRequest() as stop:
+        batch = load_step_batch(run.loader, 0, run.world, stop)
+    with run.monitor.step(1):
+        train_step(run.state, run.loader, batch, run.settings, run.monitor)
+    assert calls == (["update", "prefetch"] if can_skip else ["prefetch", "update"])
 
 
 def test_a_logged_step_is_not_lost_to_an_error_in_the_next(config: TrainConfig, tmp_path: Path) -> None:

@@ -26,8 +26,7 @@ from diffusionlm.training.garbage import GarbageCollection
 from diffusionlm.training.prefetch import Prefetcher
 from diffusionlm.training.reporting import describe_memory
 from diffusionlm.training.setup import check_triton
-from diffusionlm.training.signals import StopRequest
-from diffusionlm.training.step import DeviceStepMetrics, load_step_batch, train_step
+from diffusionlm.training.step import DeviceStepMetrics
 from diffusionlm.training.step_metrics import StepMetrics, StepMetricsQueue
 from profiling import triton_setup
 from tests.tiny_run import build_changed_run
@@ -93,31 +92,6 @@ def test_many_unread_numbers_are_read_from_the_oldest_on() -> None:
             counts.append([metrics.step for metrics in finished])
     assert counts == [list(range(first, first + 8)) for first in (1, 9, 17, 25)]
     assert [metrics.step for metrics in queue.pop_all()] == list(range(33, 41))
-
-
-@pytest.mark.parametrize("can_skip", [True, False])
-def test_next_batch_is_loaded_while_the_device_has_work(
-    can_skip: bool, config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After the update is launched; before it, where the host waits for the device to decide on the update."""
-    run, calls = build_changed_run(config, tmp_path / "run"), []
-    update, prefetch = run.state.optimizers.step, run.loader.prefetch
-    monkeypatch.setattr(Optimizers, "can_skip_on_device", can_skip)
-
-    def recorded(name: str, function: Any) -> Any:
-        def call(*arguments: Any) -> Any:
-            calls.append(name)
-            return function(*arguments)
-
-        return call
-
-    monkeypatch.setattr(run.state.optimizers, "step", recorded("update", update))
-    monkeypatch.setattr(run.loader, "prefetch", recorded("prefetch", prefetch))
-    with StopRequest() as stop:
-        batch = load_step_batch(run.loader, 0, run.world, stop)
-    with run.monitor.step(1):
-        train_step(run.state, run.loader, batch, run.settings, run.monitor)
-    assert calls == (["update", "prefetch"] if can_skip else ["prefetch", "update"])
 
 
 def test_prefetcher_state_matches_the_consumed_step(config: TrainConfig, tmp_path: Path) -> None:
