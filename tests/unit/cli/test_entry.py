@@ -88,8 +88,8 @@ def test_bugs_keep_their_traceback(error: Exception) -> None:
 @pytest.mark.parametrize(
     ("own", "added"),
     [
-        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "GOMP_SPINCOUNT": "0"}),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, {"GOMP_SPINCOUNT": "0"}),
+        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "GOMP_SPINCOUNT": "1000"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, {"GOMP_SPINCOUNT": "1000"}),
         ({"OMP_WAIT_POLICY": "active", "PYTORCH_ALLOC_CONF": "backend:native"}, {}),
     ],
 )
