@@ -42,7 +42,7 @@ def chat_config(folder: Path, objective: dict[str, Any]) -> TrainConfig:
         "training": {"batch_size": 4, "max_steps": 3},
         "validation": {"every_steps": 2, "rows": 4, "final_rows": 4, "ngrams": True},
     }
-    return load_config(TrainConfig, write_train_config(folder, **sections))
+    return load_config(TrainConfig, write_train_config(folder, "train", **sections))
 
 
 def metrics_of(config: TrainConfig) -> list[dict[str, Any]]:
