@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import shlex
 import shutil
@@ -15,6 +16,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+BIG = random.Random(0).randbytes(2_000_000)  # not compressible, and longer than what is read at once
 
 TREE = Path(__file__).parents[2]
 # Of this process, since another on this machine may test the same.
@@ -241,3 +244,8 @@ def stand_in(machine: Remote, text: str) -> Iterator[None]:
     finally:
         path.unlink()
         program.unlink()
+
+
+def partial_files(folder: Path) -> list[Path]:
+    """Files that rsync keeps of interrupted transfers into a folder."""
+    return sorted(path for path in folder.rglob(".rsync-partial/*") if path.is_file())

@@ -23,7 +23,6 @@ import zstandard
 
 from config.data import LocalFiles
 from diffusionlm.data import file_formats
-from diffusionlm.data.local_files import detect_format, find_files
 from diffusionlm.data.reader import DocumentSource, Split
 from diffusionlm.data.sources import open_source
 from files.compressed import open_bytes
@@ -446,39 +445,11 @@ def test_unknown_and_mixed_formats(tmp_path: Path) -> None:
     assert open_documents(tmp_path / "a.jsonl", tmp_path / "b.txt", format="text").read(0, None, 3)[0][1] == "b"
 
 
-def test_find_files_sorts_and_does_not_repeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("b/2.txt", "a/1.txt", "a/.hidden", ".git/x.txt", "c.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("x")
-    monkeypatch.chdir(tmp_path)
-    paths = find_files((str(tmp_path / "**" / "*.txt"), str(tmp_path / "a"), "c.txt", "./c.txt"), "key")
-    assert [path.relative_to(tmp_path).as_posix() for path in paths] == ["a/1.txt", "b/2.txt", "c.txt"]
-    assert find_files((".",), "key") == paths
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert find_files(("~/a",), "key") == paths[:1]
-
-
 def test_name_with_glob_characters(tmp_path: Path, drain: Drain) -> None:
     """A file that exists is read, whatever its name."""
     path = tmp_path / "part[1].jsonl"
     path.write_text(json_lines(["a"]))
     assert drain(open_documents(path)) == ["a"]
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("a.jsonl", "json"),
-        ("a.json.zst", "json"),
-        ("a.b.TXT.gz", "text"),
-        ("a.parquet", "parquet"),
-        ("a.gz", None),
-        ("a", None),
-        ("a.py", "text"),
-    ],
-)
-def test_format_by_extension(name: str, expected: str | None) -> None:
-    assert detect_format(Path(name)) == expected
 
 
 # Memory

@@ -6,7 +6,6 @@ import bz2
 import gzip
 import json
 import lzma
-import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,22 +16,14 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from config.data import LocalFiles
 from diffusionlm.data.file_formats import FIRST_BYTES
 from diffusionlm.data.reader import DocumentSource
-from diffusionlm.data.sources import open_source
+from tests.unit.data.record_documents import open_documents
 
 Drain = Callable[..., list[Any]]
 
 GOOD = b'{"text": "a"}\n%s\n{"text": "b"}\n'
 FFFD = "\ufffd"
-
-
-def open_documents(path: Path, on_bad_row: str, **options: Any) -> DocumentSource:
-    config = LocalFiles.model_validate(
-        {"paths": (str(path),), "validation_paths": ("unused",), "on_bad_row": on_bad_row, **options}
-    )
-    return open_source(config, "train", "data.source")
 
 
 @dataclass(frozen=True)
@@ -362,140 +353,6 @@ def test_parquet_columns(policy: str, tmp_path: Path, drain: Drain) -> None:
     else:
         assert drain(numbers) == ([] if policy == "skip" else ["1", "2"])
         assert drain(lists) == [] and lists.skipped == {"list instead of text": 2}
-
-
-LARGE = b"x" * 500
-LARGE_ROWS: dict[str, tuple[str, bytes, dict[str, Any], list[str]]] = {
-    "lines of JSON": ("a.jsonl.gz", b'{"text": "a"}\n{"text": "%s"}\n' % LARGE, {}, ["a"]),
-    "first line": ("a.json.gz", b'{"text": "%s"}\n' % LARGE, {}, []),
-    "array": ("a.json.gz", b'[{"text": "%s"}]' % LARGE, {}, []),
-    "conversation": ("a.jsonl", b'{"prompt": "%s", "completion": "y"}\n' % LARGE, {"chat": {}}, []),
-    "line": ("a.txt", b"a\n%s\n" % LARGE, {"sample_by": "line"}, ["a"]),
-    "paragraph": ("a.txt", b"a\n\n" + b"b\n" * 100, {"sample_by": "paragraph"}, ["a"]),
-    "document": ("a.txt.gz", LARGE, {"sample_by": "document"}, []),
-}
-
-
-@pytest.mark.parametrize(("name", "content", "options", "before"), LARGE_ROWS.values(), ids=LARGE_ROWS)
-def test_records_are_read_up_to_a_size(
-    name: str, content: bytes, options: dict[str, Any], before: list[str], tmp_path: Path, drain: Drain
-) -> None:
-    path = tmp_path / name
-    path.write_bytes(compress(name, content))
-    options = options | {"max_record_bytes": 100}
-    with pytest.raises(ValueError, match=r"a\..*record too large: .*max_record_bytes = 100; raise it"):
-        drain(open_documents(path, "raise", **options))
-    source = open_documents(path, "skip", **options)
-    assert drain(source) == before and source.skipped == {"record too large": 1}
-    assert len(drain(open_documents(path, "raise", **options | {"max_record_bytes": 10_000}))) == len(before) + 1
-
-
-ROW = b'{"text": "%s"}\n'
-CHAT_ROW = b'{"prompt": "%s", "completion": "%s"}\n'
-AMONG_SMALL: dict[str, tuple[str, tuple[bytes, bytes, bytes], dict[str, Any], str]] = {
-    "lines of JSON": ("a.jsonl", (ROW % b"a", ROW % LARGE, ROW % b"b"), {}, "line 3"),
-    "lines of JSON in an archive": ("a.json.gz", (ROW % b"a", ROW % LARGE, ROW % b"b"), {}, "line 3"),
-    "conversations": (
-        "a.jsonl",
-        (CHAT_ROW % (b"x", b"a"), CHAT_ROW % (LARGE, b"y"), CHAT_ROW % (b"x", b"b")),
-        {"chat": {}},
-        "line 3",
-    ),
-    "lines": ("a.txt", (b"a\n", LARGE + b"\n", b"b\n"), LINE, "line 3"),
-    "one byte too large": ("a.txt", (b"a\n", b"x" * 100 + b"\n", b"b\n"), LINE, "line 3"),
-    "paragraphs": ("a.txt", (b"a\n\n", b"c\n" * 100 + b"\n", b"b\n\n"), {"sample_by": "paragraph"}, "line 105"),
-    "line of a paragraph": (
-        "a.txt",
-        (b"a\n\n", b"c\n%s\nd\n\n" % LARGE, b"b\n\n"),
-        {"sample_by": "paragraph"},
-        "line 8",
-    ),
-}
-
-
-@pytest.mark.parametrize(("name", "records", "options", "place"), AMONG_SMALL.values(), ids=AMONG_SMALL)
-def test_a_record_that_is_too_large_is_left_out_alone(
-    name: str,
-    records: tuple[bytes, bytes, bytes],
-    options: dict[str, Any],
-    place: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    drain: Drain,
-) -> None:
-    first, large, last = records
-    monkeypatch.setattr("diffusionlm.data.file_formats.BUFFER_BYTES", 7)  # the rest of the line is read in pieces
-    path = tmp_path / name
-    (path_of_small := tmp_path / f"small-{name}").write_bytes(compress(name, first * 2 + last * 2))
-    path.write_bytes(compress(name, first * 2 + large + last * 2))
-    options = options | {"max_record_bytes": 100}
-    expected = drain(open_documents(path_of_small, "raise", **options))
-    assert len(expected) == 4
-    source = open_documents(path, "skip", **options)
-    assert drain(source, (1,)) == expected and source.skipped == {"record too large": 1}
-    for num_read in (1, 2, 3):  # continues exactly, before and after the large one
-        _, position = open_documents(path, "skip", **options).read(0, None, num_read)
-        assert open_documents(path, "skip", **options).read(0, position, 9)[0] == expected[num_read:]
-    with pytest.raises(ValueError, match=rf"{name}, {place}: record too large: .*on_bad_row = \"skip\""):
-        drain(open_documents(path, "raise", **options))
-
-
-def compress(name: str, content: bytes) -> bytes:
-    return gzip.compress(content) if name.endswith(".gz") else content
-
-
-def test_a_line_that_is_too_large_is_read_in_bounded_memory(tmp_path: Path, drain: Drain) -> None:
-    path = tmp_path / "a.txt"
-    path.write_bytes(b"a\n" + b"x" * (64 << 20) + b"\nb\n")
-    tracemalloc.start()
-    try:
-        documents = drain(open_documents(path, "skip", sample_by="line", max_record_bytes=1_000))
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert documents == ["a", "b"] and peak < 16 << 20
-
-
-@pytest.mark.parametrize(("name", "content"), [("a.txt", b"a"), ("a.txt.gz", b"a"), ("a.json", b'[{"text": "a"}]')])
-def test_small_files_reserve_little_memory(name: str, content: bytes, tmp_path: Path, drain: Drain) -> None:
-    path = tmp_path / name
-    path.write_bytes(compress(name, content))
-    source = open_documents(path, "raise")
-    tracemalloc.start()
-    try:
-        documents = drain(source)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert documents == ["a"] and peak < 16 << 20
-
-
-def test_a_file_that_is_one_record_may_be_as_large_as_on_the_disk(tmp_path: Path, drain: Drain) -> None:
-    (tmp_path / "a.txt").write_bytes(LARGE)
-    (tmp_path / "a.json").write_bytes(b'[{"text": "%s"}]' % LARGE)
-    for name in ("a.txt", "a.json"):
-        assert drain(open_documents(tmp_path / name, "raise", max_record_bytes=100)) == [LARGE.decode()]
-
-
-@pytest.mark.parametrize(("is_dictionary", "texts"), [(True, ["x" * 500] * 100), (False, ["x" * 500, "y" * 500])])
-def test_large_values_of_parquet_are_named_as_what_they_are(
-    is_dictionary: bool, texts: list[str], tmp_path: Path, drain: Drain
-) -> None:
-    path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"text": texts}), path, use_dictionary=is_dictionary)
-    problem = "dictionary page of text too large" if is_dictionary else "record too large"
-    with pytest.raises(ValueError, match=rf"a\.parquet.*{problem}.*max_record_bytes = 300"):
-        drain(open_documents(path, "raise", max_record_bytes=300))
-    assert drain(open_documents(path, "raise")) == texts
-
-
-def test_one_large_value_among_small_ones_of_parquet(tmp_path: Path, drain: Drain) -> None:
-    path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"text": ["a"] * 100 + ["x" * 500, "b"]}), path, use_dictionary=False)
-    source = open_documents(path, "skip", max_record_bytes=300)
-    assert drain(source) == ["a"] * 100 + ["b"] and source.skipped == {"record too large": 1}
-    with pytest.raises(ValueError, match=r"a\.parquet, row 101: record too large"):
-        drain(open_documents(path, "raise", max_record_bytes=300))
 
 
 @pytest.mark.parametrize("error", [pa.ArrowNotImplementedError, pa.ArrowMemoryError, pa.ArrowCapacityError, OSError])
