@@ -68,16 +68,16 @@ def format_row(row: Row, number: int, settings: RowSettings, *, is_full: bool) -
         )
     )
     segments = list(_split_row(row))
-    shown = segments if is_full else segments[:MAX_SEGMENTS]
-    for segment in shown:
+    first_segments = segments if is_full else segments[:MAX_SEGMENTS]
+    for segment in first_segments:
         num_fill = int(segment.is_fill.sum())
         num_answer = int(segment.loss_mask.sum()) - num_fill
         name = f"document {segment.document + 1}, segment {segment.number + 1}"
         numbers = f"{len(segment.tokens) - num_answer - num_fill:,} context, {num_answer:,} learned, {num_fill:,} fill"
         parts.append(Text(f"- {name}: {numbers}", "bold"))
-        parts.append(_format_segment(segment, settings, None if is_full else MAX_TOKENS // len(shown)))
-    if len(shown) < len(segments):
-        parts.append(Text(f"- {len(segments) - len(shown):,} more segments", "bold"))
+        parts.append(_format_segment(segment, settings, None if is_full else MAX_TOKENS // len(first_segments)))
+    if len(first_segments) < len(segments):
+        parts.append(Text(f"- {len(segments) - len(first_segments):,} more segments", "bold"))
     return [*parts, ""]
 
 

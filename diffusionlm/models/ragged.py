@@ -117,7 +117,7 @@ class RaggedBatch:
 
     @property
     def num_inputs(self) -> int:
-        """Q."""
+        """Number of inputs of all sequences together, Q."""
         return sum(part.num_inputs for part in self.sequences)
 
     def positions(self) -> Tensor:

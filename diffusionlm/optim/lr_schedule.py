@@ -1,4 +1,4 @@
-"""Learning-rate schedules."""
+"""Learning-rate schedules: the factor of each step, from warmup to decay."""
 
 from __future__ import annotations
 

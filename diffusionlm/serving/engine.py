@@ -138,7 +138,7 @@ class Engine:
 
     @property
     def is_alive(self) -> bool:
-        """Requests are decoded."""
+        """Whether the thread decodes requests: no error and no `close` has ended it."""
         return self._thread.is_alive() and self._error is None
 
     @property

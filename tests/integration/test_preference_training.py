@@ -101,19 +101,25 @@ def test_the_reference_has_the_dtype_of_products(configure: Configure) -> None:
     assert estimate.bytes_weights == 2 * plain.bytes_weights - saved
 
 
-@pytest.mark.slow
-def test_resuming_is_exact(configure: Configure) -> None:
-    whole, parts = configure("whole"), configure("parts")
-    for config in (whole, parts):
-        train(config)
+def check_resumed_run(parts: TrainConfig, whole: TrainConfig, weights: str) -> bytes:
+    """Resume ``parts`` without its last checkpoint: numbers and weights are those of ``whole``. Returns the weights."""
     checkpoints = parts.run.directory / "checkpoints"
     shutil.rmtree(checkpoints / "step-00000006")
     (checkpoints / "latest").unlink()
     (parts.run.directory / "summary.json").unlink()
     train(parts)
     assert metrics(parts, "loss")[-3:] == metrics(whole, "loss")[-3:]
-    weights = "checkpoints/latest/model.safetensors"
-    assert (parts.run.directory / weights).read_bytes() == (whole.run.directory / weights).read_bytes()
+    content = (whole.run.directory / "checkpoints" / "latest" / weights).read_bytes()
+    assert (checkpoints / "latest" / weights).read_bytes() == content
+    return content
+
+
+@pytest.mark.slow
+def test_resuming_is_exact(configure: Configure) -> None:
+    whole, parts = configure("whole"), configure("parts")
+    for config in (whole, parts):
+        train(config)
+    check_resumed_run(parts, whole, "model.safetensors")
 
 
 def test_resuming_refuses_another_reference(configure: Configure, tmp_path: Path) -> None:
@@ -157,16 +163,8 @@ def test_a_resumed_run_has_the_start_of_its_adapter_as_reference(
     whole, parts = configure("whole", **adapter), configure("parts", **adapter)
     for config in (whole, parts):
         train(config)
-    checkpoints = parts.run.directory / "checkpoints"
-    shutil.rmtree(checkpoints / "step-00000006")
-    (checkpoints / "latest").unlink()
-    (parts.run.directory / "summary.json").unlink()
-    train(parts)
-    assert metrics(parts, "loss")[-3:] == metrics(whole, "loss")[-3:]
-    weights = "checkpoints/latest/adapter_model.safetensors"
-    assert (parts.run.directory / weights).read_bytes() == (whole.run.directory / weights).read_bytes()
-    stored = tmp_path / "first" / "checkpoints" / "latest" / "adapter_model.safetensors"
-    stored.write_bytes((whole.run.directory / weights).read_bytes())
+    weights = check_resumed_run(parts, whole, "adapter_model.safetensors")
+    (tmp_path / "first" / "checkpoints" / "latest" / "adapter_model.safetensors").write_bytes(weights)
     with pytest.raises(ValueError, match=r"lora\.init_from = .*first, is not that of .*q_proj.start_lora_A has other"):
         train(whole)
     older = configure("older", **adapter)

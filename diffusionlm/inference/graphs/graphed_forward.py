@@ -174,7 +174,7 @@ class GraphedForward:
         return True
 
 
-_kept_graphs: weakref.WeakKeyDictionary[Transformer, GraphedForward] = weakref.WeakKeyDictionary()
+_idle_graphs: weakref.WeakKeyDictionary[Transformer, GraphedForward] = weakref.WeakKeyDictionary()
 """Of each model those that no decoder uses now: graphs write to fixed places, so two decoders never have the same."""
 
 
@@ -184,10 +184,10 @@ def take_graphs(model: Transformer, num_pages: int, page_size: int, make_graph: 
     Args:
         num_pages: pages of the cache at least, besides the one for what pads.
     """
-    kept = _kept_graphs.pop(model, None)
-    if kept is not None and kept.fits(num_pages + 1, page_size):
-        return kept
-    del kept  # its memory is free for the new cache
+    graphs = _idle_graphs.pop(model, None)
+    if graphs is not None and graphs.fits(num_pages + 1, page_size):
+        return graphs
+    del graphs  # its memory is free for the new cache
     weight = model.lm_head.weight
     cache = PagedCache(model.config, num_pages + 1, page_size, weight.device, compute_dtype(weight))
     return GraphedForward(model, cache, make_graph)
@@ -196,7 +196,7 @@ def take_graphs(model: Transformer, num_pages: int, page_size: int, make_graph: 
 def keep_graphs(model: Transformer, graphed_forward: GraphedForward) -> None:
     """Keep graphs with their model until it is gone. All their forwards must have ended."""
     if graphed_forward.may_be_kept():
-        _kept_graphs[model] = graphed_forward
+        _idle_graphs[model] = graphed_forward
 
 
 def _describe_model(model: Transformer) -> list[object]:

@@ -66,7 +66,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
 
     monkeypatch.setattr(decoder_module, "select_graph_factory", lambda model: make_graph)
     monkeypatch.setattr(graphed_forward, "MIN_USES", 0)
-    graphed_forward._kept_graphs.clear()
+    graphed_forward._idle_graphs.clear()
     return graphs
 
 
@@ -243,7 +243,7 @@ def test_two_decoders_of_a_model_at_a_time(blocks: Transformer, graphs: list[Rec
     with patch.object(decoder_module, "select_graph_factory", lambda model: None):
         for [request], prompt in zip(requests, PROMPTS, strict=True):
             same(to_generation(request), generate(blocks, [prompt], GENERATION)[0])
-    assert len(graphed_forward._kept_graphs) == 1
+    assert len(graphed_forward._idle_graphs) == 1
 
 
 def test_graphs_are_gone_with_their_model(tiny_model: MakeModel, graphs: list[RecordedGraph]) -> None:
@@ -255,7 +255,7 @@ def test_graphs_are_gone_with_their_model(tiny_model: MakeModel, graphs: list[Re
     assert any(graph() for graph in kept)
     del model
     gc.collect()
-    assert not any(graph() for graph in kept) and not graphed_forward._kept_graphs
+    assert not any(graph() for graph in kept) and not graphed_forward._idle_graphs
 
 
 def test_large_caches_are_not_kept(
@@ -263,7 +263,7 @@ def test_large_caches_are_not_kept(
 ) -> None:
     monkeypatch.setattr(graphed_forward, "MAX_KEPT_BYTES", 1000)
     check_generate(blocks)
-    assert graphs and not graphed_forward._kept_graphs
+    assert graphs and not graphed_forward._idle_graphs
 
 
 def test_rounds_without_adapters_have_graphs_beside_adapters(
