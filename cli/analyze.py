@@ -61,8 +61,8 @@ def _check_model(path: Path) -> None:
     Raises:
         ValueError: there is not; names the directory or the file.
     """
-    from config.families.model_directory import resolve_model_directory
     from diffusionlm.checkpoints.model_files import list_safetensors_files
+    from diffusionlm.families.model_directory import resolve_model_directory
 
     directory = resolve_model_directory(path)
     read_json_object(directory / "config.json")
@@ -81,8 +81,8 @@ def _add_shorthands(parser: argparse.ArgumentParser) -> None:
 
 def format_directory(directory: Path, max_rows: int) -> list[RenderableType]:
     """Format a table of a directory's tensors. ``max_rows`` 0: all of them."""
-    from config.families.model_directory import resolve_model_directory
     from diffusionlm.checkpoints.analyze import list_tensors
+    from diffusionlm.families.model_directory import resolve_model_directory
 
     tensors = list(list_tensors(resolve_model_directory(directory)).values())
     num_values = sum(info.num_elements for info in tensors)

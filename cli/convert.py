@@ -55,8 +55,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def describe_plan(plan: ConversionPlan) -> list[str]:
     """Describe the steps of a conversion, one line each, in order."""
-    from config.families.registry import get_family
     from diffusionlm.checkpoints.model_files import is_adapter_checkpoint
+    from diffusionlm.families.registry import get_family
 
     config, source, target = plan.config, plan.source_config, plan.target_config
     lines = [f"read {plan.source}: {source.num_hidden_layers} layers, {source.vocab_size:,} rows of the embedding"]

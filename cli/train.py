@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 from cli.arguments import parse_command
 from cli.entry import friendly_errors, memory_errors, usage_errors
 from cli.tables import make_table, print_parts
-from config.families.model_directory import read_model_config, resolve_model_directory
 from config.train import KEY_HINTS, TrainConfig
 from config.training.parallel import SingleProcess
+from diffusionlm.families.model_directory import read_model_config, resolve_model_directory
 from files.output_paths import check_can_write
 from files.resilient_stream import resilient
 from files.terminal_text import print_message

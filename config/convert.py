@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import field_validator
 
 from config.base import ConfigPath, NonEmptyStr, NonNegativeInt, PositiveFloat, PositiveInt, Section
-from config.families.registry import FAMILIES
+from diffusionlm.families.registry import FAMILIES
 
 
 class DiffusionSection(Section):

@@ -207,8 +207,8 @@ class ModelConfig(Architecture):
     vocab_size: Size
     """Rows of the embedding, with special tokens."""
     model_type: str | None = None
-    """Model family, whose config keys and tensor names are used to write the model (`config.families.registry`). None:
-    the transformers family that the options describe."""
+    """Model family, whose config keys and tensor names are used to write the model (`diffusionlm.families.registry`).
+    None: the transformers family that the options describe."""
     mask_token_id: NonNegativeInt | None = None
     """Id of the mask token. None: an autoregressive model."""
     block_length: PositiveInt | None = None

@@ -8,9 +8,9 @@ from typing import Any, Self
 from pydantic import ModelWrapValidatorHandler, model_validator
 
 from config.base import ConfigPath
-from config.families.model_directory import read_model_config, resolve_model_directory
-from config.families.registry import get_family
 from config.model import Architecture, ModelConfig
+from diffusionlm.families.model_directory import read_model_config, resolve_model_directory
+from diffusionlm.families.registry import get_family
 
 CHANGEABLE_OPTIONS = ("max_position_embeddings", "initializer_range", "logit_alignment", "router_aux_loss_coef")
 """Options that may differ from those of the model whose weights training starts from."""

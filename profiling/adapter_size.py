@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from config.families.registry import get_family
 from config.finetune.lora import LoraConfig
 from config.model import ModelConfig
+from diffusionlm.families.registry import get_family
 
 
 @dataclass(frozen=True)

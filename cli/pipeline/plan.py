@@ -13,7 +13,6 @@ from config.convert import ConvertConfig
 from config.data import DataConfig
 from config.dump import to_toml_values
 from config.eval import EvalConfig
-from config.families.model_directory import read_model_config, resolve_model_directory
 from config.finetune.pipeline import CheckpointChoice, PipelineConfig, StageConfig
 from config.generation import GenerationConfig
 from config.infer import InferConfig
@@ -22,6 +21,7 @@ from config.model import Architecture, ModelConfig
 from config.train import KEY_HINTS, TrainConfig
 from config.training.objective import NextTokenConfig
 from config.training.parallel import SingleProcess
+from diffusionlm.families.model_directory import read_model_config, resolve_model_directory
 
 RUN, MODEL, RESULT, ANSWERS, REPLAY = "run", "model", "result.json", "answers.jsonl", "answers.html"
 """What a stage writes into its directory: of training, conversion, evaluation and sampling."""

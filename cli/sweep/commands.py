@@ -9,9 +9,9 @@ from typing import Any
 
 from cli.arguments import toml_string
 from config.base import Section
-from config.families.model_directory import resolve_model_directory
 from config.infer import InferConfig
 from config.train import KEY_HINTS, TrainConfig
+from diffusionlm.families.model_directory import resolve_model_directory
 
 
 @dataclass(frozen=True)

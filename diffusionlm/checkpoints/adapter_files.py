@@ -13,12 +13,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from config.families.hub import is_hub_name
-from config.families.registry import get_family
 from config.finetune.lora import LoraConfig, is_module
 from diffusionlm.checkpoints.adapter_config import read_adapter_config, resolve_adapter_directory
 from diffusionlm.checkpoints.base_fingerprint import BaseFingerprint
 from diffusionlm.checkpoints.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, join_problems
+from diffusionlm.families.hub import is_hub_name
+from diffusionlm.families.registry import get_family
 from diffusionlm.models.layers import Linear
 from diffusionlm.models.lora import (
     LoRALinear,

@@ -14,9 +14,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from config.families.model_directory import resolve_model_directory
 from diffusionlm.checkpoints.model_files import list_safetensors_files
 from diffusionlm.checkpoints.weights import COMPARE_CHUNK_ELEMENTS
+from diffusionlm.families.model_directory import resolve_model_directory
 from files.json_files import read_json_object
 
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from config.convert import ConvertConfig, DiffusionSection
-from config.families.model_directory import read_model_config, resolve_model_directory
-from config.families.registry import FAMILIES, get_family, infer_model_type
 from config.model import ModelConfig
 from diffusionlm.checkpoints.adapter_config import read_adapter_config
 from diffusionlm.checkpoints.model_files import load_tokenizer
 from diffusionlm.checkpoints.vocabulary import Vocabulary, check_vocabulary
+from diffusionlm.families.model_directory import read_model_config, resolve_model_directory
+from diffusionlm.families.registry import FAMILIES, get_family, infer_model_type
 from files.output_paths import check_can_write
 from tokenizer import SentencePieceTokenizer, Tokenizer
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from config.convert import DiffusionSection
-from config.families.model_directory import resolve_model_directory
 from diffusionlm.checkpoints.adapter_files import load_adapter
 from diffusionlm.checkpoints.conversion_plan import ConversionPlan
 from diffusionlm.checkpoints.huggingface import DTYPES, load_model_with_config, save_model_directory
 from diffusionlm.checkpoints.manifest import write_directory_atomically
 from diffusionlm.checkpoints.model_files import find_weights_directory, verify_model_files
 from diffusionlm.checkpoints.weights import EMBEDDING_WEIGHT, HEAD_WEIGHT, read_saved_dtype
+from diffusionlm.families.model_directory import resolve_model_directory
 from diffusionlm.models.lora import merge_adapter
 from diffusionlm.models.transformer import Transformer
 

@@ -9,14 +9,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from config.families.key_readers import list_eos_token_ids
-from config.families.model_directory import (
-    GENERATION_CONFIG_FILE,
-    read_generation_config,
-    read_model_config,
-    resolve_model_directory,
-)
-from config.families.registry import get_family
 from config.infer import InferModelConfig
 from config.model import ModelConfig
 from config.training.runtime import AttentionBackend
@@ -25,6 +17,14 @@ from diffusionlm.checkpoints.model_card import write_model_card
 from diffusionlm.checkpoints.model_files import find_weights_directory, verify_model_files
 from diffusionlm.checkpoints.vocabulary import check_vocabulary, read_vocabulary
 from diffusionlm.checkpoints.weights import open_weights, read_saved_dtype, save_weights
+from diffusionlm.families.key_readers import list_eos_token_ids
+from diffusionlm.families.model_directory import (
+    GENERATION_CONFIG_FILE,
+    read_generation_config,
+    read_model_config,
+    resolve_model_directory,
+)
+from diffusionlm.families.registry import get_family
 from diffusionlm.models.transformer import Transformer
 from profiling.torch_setup import select_device, select_dtype
 from tokenizer import Tokenizer, save_tokenizer

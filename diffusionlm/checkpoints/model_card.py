@@ -10,12 +10,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from config.families.hub import describe_origin
-from config.families.key_readers import SLIDING
-from config.families.registry import get_family
 from config.generation import DEFAULT_NEW_TOKENS
 from config.model import ModelConfig
 from diffusionlm.checkpoints.manifest import MANIFEST, ManifestEntries, format_manifest, make_manifest_entries
+from diffusionlm.families.hub import describe_origin
+from diffusionlm.families.key_readers import SLIDING
+from diffusionlm.families.registry import get_family
 from files.atomic import write_text_atomic
 from files.json_files import read_json_object
 from profiling.flops import count_idle_parameters

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from config.families.model_directory import GENERATION_CONFIG_FILE, read_model_config, resolve_model_directory
 from config.model import ModelConfig
 from diffusionlm.checkpoints.manifest import verify_directory
 from diffusionlm.checkpoints.vocabulary import Vocabulary, check_vocabulary
+from diffusionlm.families.model_directory import GENERATION_CONFIG_FILE, read_model_config, resolve_model_directory
 from files.json_files import read_json_object
 from tokenizer import Tokenizer
 from tokenizer import load_tokenizer as load_tokenizer_files

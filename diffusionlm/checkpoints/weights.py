@@ -22,9 +22,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from config.families.registry import parameter_name
 from config.model import ModelConfig
 from diffusionlm.checkpoints.model_files import INDEX, WEIGHTS, join_problems, list_weight_files, read_weight_index
+from diffusionlm.families.registry import parameter_name
 
 HEAD_WEIGHT, EMBEDDING_WEIGHT = "lm_head.weight", "model.embed_tokens.weight"
 COMPARE_CHUNK_ELEMENTS = 1 << 24

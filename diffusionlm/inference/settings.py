@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from config.families.registry import get_family
 from config.generation import DEFAULT_NEW_TOKENS, GenerationConfig, check_attention_fits
 from config.model import ModelConfig
+from diffusionlm.families.registry import get_family
 from diffusionlm.inference.strategy import Strategy
 
 T = TypeVar("T")

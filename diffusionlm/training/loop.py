@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from config.families.model_directory import resolve_model_directory
 from config.train import TrainConfig
 from config.training.runtime import ProfilerConfig
 from ddp.process_group import process_group
+from diffusionlm.families.model_directory import resolve_model_directory
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
 from diffusionlm.training.garbage import GarbageCollection
 from diffusionlm.training.reporting import (

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from config.data import HubDataset, Source
 from config.dump import to_toml
-from config.families.hub import describe_origin
 from config.train import TrainConfig
 from config.training.parallel import SingleProcess
 from diffusionlm.checkpoints.base_fingerprint import BaseFingerprint
@@ -24,6 +23,7 @@ from diffusionlm.checkpoints.model_card import (
 )
 from diffusionlm.data.hub import is_directory
 from diffusionlm.data.pipeline import MixtureComponent, compute_data_identity, hash_templates
+from diffusionlm.families.hub import describe_origin
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.checkpointing.staging import (
     TASK_METRICS_KEY,

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from config.families.model_directory import read_model_config, resolve_model_directory
 from config.model import ModelConfig
 from config.tokenizer import TokenizerConfig
 from config.train import TrainConfig
@@ -31,6 +30,7 @@ from diffusionlm.data.pipeline import MixtureComponent, check_shard_tokenizer
 from diffusionlm.data.reader import read_first_documents
 from diffusionlm.data.shards import ShardDocuments
 from diffusionlm.data.tokenization import train_tokenizer
+from diffusionlm.families.model_directory import read_model_config, resolve_model_directory
 from diffusionlm.models.init import init_weights, initial_value
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import requires_whole_matrix

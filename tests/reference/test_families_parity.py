@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from config.families.model_directory import read_model_config
-from config.families.registry import FAMILIES
 from config.model import ModelConfig
 from diffusionlm.checkpoints.huggingface import load_model, save_model_directory
+from diffusionlm.families.model_directory import read_model_config
+from diffusionlm.families.registry import FAMILIES
 from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.models.patterns import Bidirectional, BlockCausal, Causal
 from diffusionlm.models.transformer import Transformer

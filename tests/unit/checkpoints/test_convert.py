@@ -12,7 +12,6 @@ import torch
 
 from cli.convert import main
 from config.convert import ConvertConfig
-from config.families.hub import download_description, download_model
 from config.finetune.lora import LoraConfig
 from config.model import ModelConfig
 from diffusionlm.checkpoints.adapter_files import save_adapter
@@ -22,6 +21,7 @@ from diffusionlm.checkpoints.convert import convert
 from diffusionlm.checkpoints.huggingface import load_model, save_model_directory
 from diffusionlm.checkpoints.model_files import load_tokenizer
 from diffusionlm.evaluation.nelbo import nelbo
+from diffusionlm.families.hub import download_description, download_model
 from diffusionlm.models.init import init_weights
 from diffusionlm.models.lora import adapter_modules, add_adapter
 from diffusionlm.models.patterns import Bidirectional, Causal

@@ -12,8 +12,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from config.families.model_directory import read_model_config
-from config.families.registry import FAMILIES
 from config.finetune import lora
 from config.finetune.lora import LoraConfig
 from diffusionlm.checkpoints import huggingface
@@ -21,6 +19,8 @@ from diffusionlm.checkpoints.adapter_files import load_adapter, save_adapter
 from diffusionlm.checkpoints.analyze import analyze
 from diffusionlm.checkpoints.huggingface import load_model, save_model
 from diffusionlm.checkpoints.weights import read_weights
+from diffusionlm.families.model_directory import read_model_config
+from diffusionlm.families.registry import FAMILIES
 from diffusionlm.models.lora import add_adapter
 from diffusionlm.models.transformer import Transformer
 

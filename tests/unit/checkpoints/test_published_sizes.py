@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from config.families.model_directory import read_model_config
+from diffusionlm.families.model_directory import read_model_config
 from diffusionlm.models.transformer import Transformer
 
 LLAMA3 = {

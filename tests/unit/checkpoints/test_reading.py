@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from config.families.model_directory import read_model_config
-from config.families.registry import get_family
 from config.model import LinearRope, Llama3Rope, YarnRope
 from diffusionlm.checkpoints.huggingface import load_model, save_model
 from diffusionlm.checkpoints.manifest import write_directory_atomically
 from diffusionlm.checkpoints.model_files import MAX_LISTED_PROBLEMS
 from diffusionlm.checkpoints.weights import open_weights, read_saved_dtype, read_weights
+from diffusionlm.families.model_directory import read_model_config
+from diffusionlm.families.registry import get_family
 from diffusionlm.models.patterns import Causal
 from diffusionlm.models.transformer import Transformer
 

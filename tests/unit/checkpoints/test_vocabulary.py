@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from config.families.model_directory import read_model_config
 from config.model import ModelConfig
 from diffusionlm.checkpoints.huggingface import load_model, save_model
+from diffusionlm.families.model_directory import read_model_config
 from diffusionlm.models.transformer import Transformer
 
 MakeConfig = Callable[..., ModelConfig]

@@ -12,12 +12,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from config.families.model_directory import read_model_config
-from config.families.registry import FAMILIES, parameter_name
 from config.model import ModelConfig
 from diffusionlm.checkpoints.huggingface import build_config_json, load_model, save_model, save_model_directory
 from diffusionlm.checkpoints.model_files import load_tokenizer
 from diffusionlm.checkpoints.weights import parse_byte_size, read_weights, save_weights
+from diffusionlm.families.model_directory import read_model_config
+from diffusionlm.families.registry import FAMILIES, parameter_name
 from diffusionlm.models.transformer import Transformer
 from tokenizer import Tokenizer
 

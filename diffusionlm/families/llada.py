@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 import re
 
-from config.families.family import DENSE_OPTIONS, ModelFamily
-from config.families.key_readers import JsonObject, Options
 from config.model import ModelConfig
+from diffusionlm.families.family import DENSE_OPTIONS, ModelFamily
+from diffusionlm.families.key_readers import JsonObject, Options
 
 FIXED_OPTIONS: Options = {
     "qk_norm": False,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from config.families.family import ModelFamily
-from config.families.key_readers import FULL, SLIDING, JsonObject, Options, read_layer_type_list, sliding_options
 from config.model import MAX_MODULES, ModelConfig
+from diffusionlm.families.family import ModelFamily
+from diffusionlm.families.key_readers import FULL, SLIDING, JsonObject, Options, read_layer_type_list, sliding_options
 
 FIXED_OPTIONS: Options = {
     "sandwich_norms": True,

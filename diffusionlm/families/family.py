@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from config.families.key_readers import (
+from config.model import MAX_MODULES, ModelConfig
+from diffusionlm.families.key_readers import (
     FULL,
     SLIDING,
     JsonObject,
@@ -18,7 +19,6 @@ from config.families.key_readers import (
     read_stop_tokens,
     sliding_options,
 )
-from config.model import MAX_MODULES, ModelConfig
 
 AUTOREGRESSIVE_OPTIONS: Options = {"logit_alignment": "shifted", "block_length": 1}
 GEMMA_OPTIONS_OFF: Options = {

@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from config.families.hub import download_description, download_model, is_hub_name
-from config.families.registry import FAMILIES, infer_model_type
 from config.model import ModelConfig
+from diffusionlm.families.hub import download_description, download_model, is_hub_name
+from diffusionlm.families.registry import FAMILIES, infer_model_type
 from files.json_files import read_json_object
 
 GENERATION_CONFIG_FILE = "generation_config.json"

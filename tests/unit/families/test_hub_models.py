@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
 
-from config.families import hub
-from config.families.hub import describe_origin, is_hub_name
-from config.families.model_directory import resolve_model_directory
+from diffusionlm.families import hub
+from diffusionlm.families.hub import describe_origin, is_hub_name
+from diffusionlm.families.model_directory import resolve_model_directory
 
 COMMITS = {"main": "a" * 40, "v1": "b" * 40}
 FILES = {
@@ -86,7 +86,7 @@ def endpoint() -> Iterator[str]:
 
 RESOLVE = """
 import json, sys
-from config.families.model_directory import resolve_model_directory
+from diffusionlm.families.model_directory import resolve_model_directory
 for name, needs_weights in json.loads(sys.argv[1]):
     try:
         folder = resolve_model_directory(name, needs_weights=needs_weights)
@@ -159,7 +159,7 @@ def test_paths_that_are_no_hub_names(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return tmp_path / "snapshot"
 
     for function in (hub.download_description, hub.download_model):
-        monkeypatch.setattr(f"config.families.model_directory.{function.__name__}", download)
+        monkeypatch.setattr(f"diffusionlm.families.model_directory.{function.__name__}", download)
     for folder in ("snapshot", "Qwen/local", "Qwen/local@main"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "config.json").write_text("{}")

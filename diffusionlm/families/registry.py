@@ -15,7 +15,7 @@
 Keys in config.json override this table. A key that changes the computation and is not supported is an error.
 
 To add a family with the same keys and tensor names, add a row to `FAMILIES`. For other keys or names, subclass
-`ModelFamily` in a file of its own, as `config.families.llada` does.
+`ModelFamily` in a file of its own, as `diffusionlm.families.llada` does.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from config.families.family import DENSE_OPTIONS, GEMMA_OPTIONS_OFF, ModelFamily
-from config.families.gemma2 import DEFAULT_OPTIONS as GEMMA2_DEFAULTS
-from config.families.gemma2 import FIXED_OPTIONS as GEMMA2_OPTIONS
-from config.families.gemma2 import Gemma2Family
-from config.families.key_readers import Options
-from config.families.llada import DEFAULT_OPTIONS as LLADA_DEFAULTS
-from config.families.llada import DIFFUSION_DEFAULTS as LLADA_DIFFUSION
-from config.families.llada import FIXED_OPTIONS as LLADA_OPTIONS
-from config.families.llada import STOP_TOKEN_IDS as LLADA_STOP_TOKEN_IDS
-from config.families.llada import LLaDAFamily
 from config.model import ModelConfig
+from diffusionlm.families.family import DENSE_OPTIONS, GEMMA_OPTIONS_OFF, ModelFamily
+from diffusionlm.families.gemma2 import DEFAULT_OPTIONS as GEMMA2_DEFAULTS
+from diffusionlm.families.gemma2 import FIXED_OPTIONS as GEMMA2_OPTIONS
+from diffusionlm.families.gemma2 import Gemma2Family
+from diffusionlm.families.key_readers import Options
+from diffusionlm.families.llada import DEFAULT_OPTIONS as LLADA_DEFAULTS
+from diffusionlm.families.llada import DIFFUSION_DEFAULTS as LLADA_DIFFUSION
+from diffusionlm.families.llada import FIXED_OPTIONS as LLADA_OPTIONS
+from diffusionlm.families.llada import STOP_TOKEN_IDS as LLADA_STOP_TOKEN_IDS
+from diffusionlm.families.llada import LLaDAFamily
 
 _QWEN2: Options = {**DENSE_OPTIONS, "qk_norm": False, "attention_bias": True, "attention_output_bias": False}
 _QWEN3: Options = {**DENSE_OPTIONS, "qk_norm": True}
