@@ -18,7 +18,7 @@ from files.output_paths import check_can_write
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from diffusionlm.data.shard_index import ShardIndex
+    from diffusionlm.data.shard_files import ShardIndex
 
 NAME = "diffusionlm-make-data"
 
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def format_summary(index: ShardIndex, directory: Path) -> list[RenderableType]:
     """Format a table of the splits, and the command that trains on them."""
     from diffusionlm.data.make_data import format_skip_counts
-    from diffusionlm.data.shard_index import INDEX_FILE
+    from diffusionlm.data.shard_files import INDEX_FILE
 
     rows = [["", "documents", "tokens", "bytes of text", "bytes/token", "files", "MiB"]]
     skipped = []
@@ -70,8 +70,7 @@ def format_summary(index: ShardIndex, directory: Path) -> list[RenderableType]:
     return [
         make_table(rows, right=range(1, len(rows[0])), has_header=True),
         *skipped,
-        f"written to {directory}: {index.format}, {index.dtype}, {index.vocab_size:,} ids; {INDEX_FILE} lists "
-        "the files",
+        f"written to {directory}: {index.dtype}, {index.vocab_size:,} ids; {INDEX_FILE} lists the files",
         "next: uv run diffusionlm-train --config config/resources/train.toml --set data.source.kind=shards \\",
         f"    --set {shlex.quote(f'data.source.path={directory}')} "
         f"--set {shlex.quote(f'run.directory=runs/{directory.name}')}",

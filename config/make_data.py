@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Self
 
 from pydantic import model_validator
 
@@ -10,25 +10,32 @@ from config.base import ConfigPath, NonNegativeInt, PositiveInt, Section
 from config.data import TextSourceOrName
 from config.tokenizer import TokenizerConfig
 
-ShardFormat = Literal["bin", "parquet", "dat"]
-
 
 class MakeDataOutputConfig(Section):
-    """``[output]``: directory, format, size of files, workers."""
+    """``[output]``: directory, size of files, workers."""
 
     directory: ConfigPath
     """Output directory for the tokens, their tokenizer and an index. If it holds a part of the same data, the command
     continues."""
-    format: ShardFormat = "bin"
-    """bin: flat files of token ids with the documents' offsets beside them, for training. parquet: a column
-    `input_ids`, for other programs; training reads it into memory. dat: one flat file per split, each document followed
-    by end-of-text."""
     shard_tokens: PositiveInt = 100_000_000
     """A shard, and so a file, ends with the document that reaches this many tokens. After an interruption the finished
-    shards are kept. (For dat, a shard is a part of the one file.)"""
+    shards are kept."""
     workers: NonNegativeInt | None = None
     """Processes that tokenize; 0: this one. None: one per usable core, if there are several. The output does not depend
     on it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_format(cls, values: Any) -> Any:
+        """Accept the only value that is left of a removed key."""
+        if not isinstance(values, dict) or "format" not in values:
+            return values
+        if values["format"] != "bin":
+            raise ValueError(
+                f"format = {values['format']!r} is no longer written: remove the key; files are arrays of token ids "
+                "(train-00000.bin, dtype in index.json) with the offsets of documents beside them (train-00000.idx)"
+            )
+        return {key: value for key, value in values.items() if key != "format"}
 
 
 class MakeDataConfig(Section):

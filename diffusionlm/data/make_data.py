@@ -10,12 +10,16 @@ import contextlib
 import os
 import re
 import shutil
+import signal
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import NonNegativeInt
 
 from config.dump import list_differences, to_toml_values
 from config.make_data import MakeDataConfig
@@ -27,28 +31,22 @@ from diffusionlm.data.reader import (
     Tokens,
     read_first_documents,
 )
-from diffusionlm.data.shard_index import (
+from diffusionlm.data.shard_files import (
+    FORMAT_VERSION,
     INDEX_FILE,
+    PARTIAL_SUFFIX,
     PROGRESS_FILE,
     TOKENIZER_DIRECTORY,
-    MakeDataProgress,
     ShardDtype,
-    ShardEntry,
     ShardIndex,
+    ShardWriter,
     SplitIndex,
-    SplitProgress,
+    StrictModel,
     check_checksums,
     check_sizes,
+    partial_path,
     read_index,
     read_json_model,
-)
-from diffusionlm.data.shard_writers import (
-    PARTIAL_SUFFIX,
-    ShardWriter,
-    open_writer,
-    partial_path,
-    protect_write,
-    rename_dat_file,
 )
 from diffusionlm.data.sources import open_source
 from diffusionlm.data.tokenization import TextEncoder, open_text_encoder, train_tokenizer
@@ -60,7 +58,7 @@ from tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 SPLITS: tuple[Split, ...] = ("validation", "train")
 """The small split first: its problems show at once."""
 
-SHARD_FILE_PATTERN = re.compile(r"(train|validation)(-\d{5,}\.(bin|idx|parquet)|\.dat)(\.tmp)?")
+SHARD_FILE_PATTERN = re.compile(r"(train|validation)-\d{5,}\.(bin|idx)(\.tmp)?")
 """Names of the files of shards, complete or partial."""
 
 CHUNK_CHARACTERS = 1 << 18
@@ -73,6 +71,28 @@ Log = Callable[[str], None]
 
 OnProgress = Callable[[Split, int, int, int], None]
 """(split, documents, tokens, bytes of text): what this call has tokenized of a split so far."""
+
+
+class SplitProgress(StrictModel):
+    """The finished part of a split."""
+
+    index: SplitIndex
+    """The finished shards, and the records skipped before ``position``."""
+    position: ReaderPosition = None
+    """Position at which to continue reading the source."""
+    past: NonNegativeInt = 0
+    """Number of documents after ``position`` that are in finished shards already."""
+    done: bool = False
+
+
+class MakeDataProgress(StrictModel):
+    """``progress.json``, replaced after each shard."""
+
+    version: Literal[1] = FORMAT_VERSION
+    config: dict[str, Any]
+    tokenizer_fingerprint: str | None = None
+    """None: there is no tokenizer yet."""
+    splits: dict[Split, SplitProgress]
 
 
 def make_data(config: MakeDataConfig, log: Log, on_progress: OnProgress | None = None) -> ShardIndex:
@@ -89,10 +109,18 @@ def make_data(config: MakeDataConfig, log: Log, on_progress: OnProgress | None =
     directory = config.output.directory
     sources = {split: open_source(config.source, split, "source") for split in SPLITS}
     provided_tokenizer = None if config.tokenizer.path is None else _load_tokenizer(config.tokenizer.path)
-    with _lock_output_directory(directory):
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(lock_directory(directory))
+        except DirectoryInUseError as error:
+            raise ValueError(
+                f"output.directory = {directory} is in use by another process; wait for it or stop it"
+            ) from error
+        except OSError as error:
+            raise ValueError(f"output.directory = {directory} cannot be written: {error.strerror}") from error
         if (directory / INDEX_FILE).is_file():
             return _check_complete(config, sources, provided_tokenizer, log)
-        with protect_write(directory):
+        with _protect_write(directory):
             progress = _load_or_create_progress(config, sources, provided_tokenizer)
         job = _MakeDataJob(config, sources, progress, log, on_progress)
         try:
@@ -103,22 +131,24 @@ def make_data(config: MakeDataConfig, log: Log, on_progress: OnProgress | None =
 
 
 @contextlib.contextmanager
-def _lock_output_directory(directory: Path) -> Iterator[None]:
-    """Create and lock the directory.
-
-    Raises:
-        ValueError: it cannot be created, or another process holds the lock.
-    """
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(lock_directory(directory))
-        except DirectoryInUseError as error:
-            raise ValueError(
-                f"output.directory = {directory} is in use by another process; wait for it or stop it"
-            ) from error
-        except OSError as error:
-            raise ValueError(f"output.directory = {directory} cannot be written: {error.strerror}") from error
+def _protect_write(directory: Path) -> Iterator[None]:
+    """Delay Ctrl-C until the block ends, so that no unknown file is left behind, and name the directory in errors."""
+    pending: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()  # only this thread is interrupted
+    previous = signal.signal(signal.SIGINT, lambda number, _frame: pending.append(number)) if is_main else None
+    try:
         yield
+    except OSError as error:
+        free_mib = shutil.disk_usage(directory).free / 2**20
+        raise ValueError(
+            f"output.directory = {directory} could not be written: {error.strerror or error} ({free_mib:,.0f} MiB are "
+            "free there). Finished shards are kept: free some space, and repeat the command"
+        ) from error
+    finally:
+        if is_main:
+            signal.signal(signal.SIGINT, previous)
+        if pending:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _check_complete(
@@ -171,9 +201,8 @@ def _load_or_create_progress(
         is_finished = not finished_files.isdisjoint({file.name, file.name.removesuffix(PARTIAL_SUFFIX)})
         if SHARD_FILE_PATTERN.fullmatch(file.name) and not is_finished:
             file.unlink()
-    if config.output.format != "dat":  # the size of a dat file is checked when it is opened for writing
-        for state in progress.splits.values():
-            check_sizes(directory, state.index)
+    for state in progress.splits.values():
+        check_sizes(directory, state.index)
     if progress.tokenizer_fingerprint is None:
         shutil.rmtree(directory / TOKENIZER_DIRECTORY, ignore_errors=True)
     return progress
@@ -203,7 +232,10 @@ def _check_same_inputs(
     Raises:
         ValueError: lists the differences.
     """
-    differences = list_differences(saved_config, _content_config(config))
+    values = _content_config(config)
+    if saved_config["output"].get("format") == "bin":  # older versions had other formats too
+        values["output"]["format"] = "bin"
+    differences = list_differences(saved_config, values)
     for split, source in sources.items():
         if saved_identities.get(split) != source.identity:
             differences.append(f"the {split} documents: {saved_identities.get(split)} -> {source.identity}")
@@ -279,34 +311,6 @@ def _tokenize_chunks(
         yield first, future()
 
 
-class _ShardBuilder:
-    def __init__(self, writer: ShardWriter, target_tokens: int) -> None:
-        self.writer = writer
-        self._target_tokens = target_tokens
-        self._num_documents = self._num_tokens = self._text_bytes = 0
-
-    @property
-    def is_full(self) -> bool:
-        return self._num_tokens >= self._target_tokens
-
-    def add_documents(self, documents: list[Tokens], text_bytes: list[int]) -> int:
-        """Write the first documents, up to the one that fills the shard, and return their number."""
-        count = 0
-        while count < len(documents) and not self.is_full:
-            self._num_tokens += len(documents[count])
-            count += 1
-        self._num_documents += count
-        self._text_bytes += sum(text_bytes[:count])
-        self.writer.add(documents[:count])
-        return count
-
-    def finish(self) -> ShardEntry:
-        parts = self.writer.finish()
-        return ShardEntry(
-            documents=self._num_documents, tokens=self._num_tokens, text_bytes=self._text_bytes, parts=parts
-        )
-
-
 class _MakeDataJob:
     """Tokenizes the documents of all splits into the shards of one directory."""
 
@@ -328,11 +332,8 @@ class _MakeDataJob:
 
     def run(self, provided_tokenizer: Tokenizer | None) -> ShardIndex:
         tokenizer = self._prepare_tokenizer(provided_tokenizer)
-        eos_token_id = tokenizer.eos_token_id
-        assert eos_token_id is not None, "_prepare_tokenizer rejects tokenizers without it"
+        assert tokenizer.eos_token_id is not None, "_prepare_tokenizer rejects tokenizers without it"
         dtype: ShardDtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-        if self._config.output.format == "parquet":
-            dtype = "int32"
         if self.num_shards:
             self._log(f"{self._directory}: continuing after {self.num_shards} complete shards")
         open_splits = [split for split in SPLITS if not self._progress.splits[split].done]
@@ -341,19 +342,17 @@ class _MakeDataJob:
             num_processes = usable_cores() if usable_cores() > 1 else 0
         with open_text_encoder(tokenizer, num_processes if open_splits else 0) as encoder:
             for split in open_splits:
-                self._make_split(split, encoder, dtype, eos_token_id)
+                self._make_split(split, encoder, dtype)
         index = ShardIndex(
-            format=self._config.output.format,
             dtype=dtype,
             vocab_size=tokenizer.vocab_size,
-            eos_token_id=eos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
             tokenizer_fingerprint=tokenizer.fingerprint,
             config=self._progress.config,
             splits={split: state.index for split, state in self._progress.splits.items()},
         )
-        with protect_write(self._directory):
-            for split, split_index in index.splits.items():
-                rename_dat_file(self._directory, split)
+        with _protect_write(self._directory):
+            for split_index in index.splits.values():
                 check_sizes(self._directory, split_index)
             write_text_atomic(self._directory / INDEX_FILE, index.model_dump_json(indent=1) + "\n")
             (self._directory / PROGRESS_FILE).unlink()
@@ -375,7 +374,7 @@ class _MakeDataJob:
                 f"tokenizer.path = {self._config.tokenizer.path}: the tokenizer has no end-of-text token, which "
                 "ends documents; name one in its special_tokens.json or tokenizer_config.json"
             )
-        with protect_write(self._directory):
+        with _protect_write(self._directory):
             shutil.rmtree(partial_path(folder), ignore_errors=True)
             save_tokenizer(tokenizer, partial_path(folder))
             sync_to_disk(partial_path(folder))
@@ -384,10 +383,10 @@ class _MakeDataJob:
             self._save(self._progress.model_copy(update={"tokenizer_fingerprint": tokenizer.fingerprint}))
         return tokenizer
 
-    def _make_split(self, split: Split, encoder: TextEncoder, dtype: ShardDtype, eos_token_id: int) -> None:
+    def _make_split(self, split: Split, encoder: TextEncoder, dtype: ShardDtype) -> None:
         """Write the remaining shards of a split."""
         source = _ResumedSource(self._sources[split], self._progress.splits[split])
-        shard: _ShardBuilder | None = None
+        shard: ShardWriter | None = None
         totals = (0, 0, 0)
         self._on_progress(split, *totals)
         try:
@@ -395,8 +394,10 @@ class _MakeDataJob:
                 text_bytes = [len(text.encode()) for text in chunk.texts]
                 num_written = 0
                 while num_written < len(documents):
-                    with protect_write(self._directory):
-                        shard = shard or self._open_shard(split, dtype, eos_token_id)
+                    with _protect_write(self._directory):
+                        index = len(self._progress.splits[split].index.shards)
+                        target = self._config.output.shard_tokens
+                        shard = shard or ShardWriter(self._directory, split, index, dtype, target)
                         num_written += shard.add_documents(documents[num_written:], text_bytes[num_written:])
                         if shard.is_full:
                             resume_point = {"position": chunk.position, "past": chunk.num_past + num_written}
@@ -405,22 +406,15 @@ class _MakeDataJob:
                 num_tokens = sum(map(len, documents))
                 totals = (totals[0] + len(documents), totals[1] + num_tokens, totals[2] + sum(text_bytes))
                 self._on_progress(split, *totals)
-            with protect_write(self._directory):
+            with _protect_write(self._directory):
                 self._commit_shard(split, shard, source.skipped(), {"done": True})
         except BaseException:
             if shard is not None:
-                shard.writer.discard()
+                shard.discard()
             raise
 
-    def _open_shard(self, split: Split, dtype: ShardDtype, eos_token_id: int) -> _ShardBuilder:
-        index = self._progress.splits[split].index
-        output = self._config.output
-        start = index.bytes_on_disk if output.format == "dat" else 0
-        writer = open_writer(output.format, self._directory, split, len(index.shards), start, dtype, eos_token_id)
-        return _ShardBuilder(writer, output.shard_tokens)
-
     def _commit_shard(
-        self, split: Split, shard: _ShardBuilder | None, skipped: dict[str, int], update: dict[str, object]
+        self, split: Split, shard: ShardWriter | None, skipped: dict[str, int], update: dict[str, object]
     ) -> None:
         """Finish a shard (None: the last one was full) and record it and the new progress of its split."""
         state = self._progress.splits[split]

@@ -1,6 +1,6 @@
 """Read the documents that ``diffusionlm-make-data`` tokenized: memory-mapped, in any order.
 
-`diffusionlm.data.shard_index` describes the files.
+`diffusionlm.data.shard_files` describes the files.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 
 from config.data import Shards
 from diffusionlm.data.reader import ReaderPosition, Split, Tokens
-from diffusionlm.data.shard_index import (
+from diffusionlm.data.shard_files import (
     OFFSET_DTYPE,
-    PARQUET_COLUMN,
     TOKENIZER_DIRECTORY,
     ShardEntry,
     ShardIndex,
@@ -38,12 +37,6 @@ from files.portable_path import portable_path
 LOOK_AHEAD_DOCUMENTS = 1_024
 LOOK_AHEAD_TOKENS = 1 << 20
 """`ShardReader` fetches about this much at once, the smaller of the two: one by one costs ten times as much."""
-
-MAX_PARQUET_TOKENS = 1 << 30
-"""Parquet is read into memory, 4 bytes per token, in each process that reads."""
-
-SCAN_TOKENS = 1 << 24
-"""Tokens per step when a ``dat`` file is searched for document ends."""
 
 FEISTEL_ROUNDS = 16
 """4 are enough for large sets (Luby and Rackoff 1988); small sets mix more slowly. It must be even, so that both halves
@@ -79,8 +72,6 @@ class ShardDocuments:
     _files: list[_ShardFile]
     _first_document_F: NDArray[np.int64]
     """Index of the first document of each of the F files."""
-    _num_separator_tokens: int
-    """Tokens between two documents: the end-of-text token of ``dat``."""
 
     @classmethod
     def open(cls, config: Shards, split: Split, key: str) -> ShardDocuments:
@@ -90,7 +81,7 @@ class ShardDocuments:
             key: the config key of the section, for errors.
 
         Raises:
-            ValueError: the directory is missing, incomplete or damaged, or too large to be read as Parquet.
+            ValueError: the directory is missing, incomplete or damaged, or has a format of former versions.
         """
         directory = config.path
         setting = f"{key}.path = {directory}"
@@ -101,27 +92,24 @@ class ShardDocuments:
         check_sizes(directory, split_index)
         if not (directory / TOKENIZER_DIRECTORY).is_dir():
             raise ValueError(f"{directory / TOKENIZER_DIRECTORY} is missing; copy it again, or make the data again")
-        files = _open_shard_files(directory, index, split_index, setting)
+        files = [_open_shard(directory, shard, index) for shard in split_index.shards]
         limit = config.max_documents if split == "train" else None
         first_documents = np.cumsum([0, *(len(file.offsets) - 1 for file in files)])
         num_documents = min(int(first_documents[-1]), limit or sys.maxsize)
-        num_separators = int(index.format == "dat")
         prefix = "" if num_documents == split_index.documents else f"the first {num_documents:,} of "
-        on_disk = f"{split_index.bytes_on_disk / 2**20:,.1f} MiB of {index.format}"
-        in_memory = f", {split_index.tokens * 4 / 2**20:,.1f} MiB in memory" if index.format == "parquet" else ""
         return cls(
             identity=_compute_identity(index, split_index, split, num_documents),
-            provenance=f"{prefix}{split_index.documents:,} documents, {split_index.tokens:,} tokens, {on_disk} in "
-            f"{portable_path(directory)}{in_memory}, made from {split_index.provenance}",
+            provenance=f"{prefix}{split_index.documents:,} documents, {split_index.tokens:,} tokens, "
+            f"{split_index.bytes_on_disk / 2**20:,.1f} MiB of bin in {portable_path(directory)}, made from "
+            f"{split_index.provenance}",
             tokenizer_directory=directory / TOKENIZER_DIRECTORY,
             tokenizer_fingerprint=index.tokenizer_fingerprint,
-            num_tokens=_count_tokens(files, first_documents, num_documents, num_separators),
+            num_tokens=_count_tokens(files, first_documents, num_documents),
             num_documents=num_documents,
             vocab_size=index.vocab_size,
             _setting=setting,
             _files=files,
             _first_document_F=first_documents[:-1],
-            _num_separator_tokens=num_separators,
         )
 
     def __len__(self) -> int:
@@ -138,11 +126,10 @@ class ShardDocuments:
         assert 0 <= int(indices.min()) <= int(indices.max()) < len(self), "document indices are 0 to len - 1"
         file_of = np.searchsorted(self._first_document_F, indices, side="right") - 1
         index_in_file = indices - self._first_document_F[file_of]
-        files, num_separators = self._files, self._num_separator_tokens
         pieces = []
         for file_index, document in zip(file_of.tolist(), index_in_file.tolist(), strict=True):
-            file = files[file_index]
-            pieces.append(file.token_ids[file.offsets[document] : file.offsets[document + 1] - num_separators])
+            file = self._files[file_index]
+            pieces.append(file.token_ids[file.offsets[document] : file.offsets[document + 1]])
         tokens: Tokens = np.concatenate(pieces, dtype=np.int32, casting="same_kind")
         # Viewed as unsigned, an id of 2 ** 31 or more is too large, not negative.
         if tokens.size and int(tokens.view(np.uint32).max()) >= self.vocab_size:
@@ -247,25 +234,7 @@ def _compute_identity(index: ShardIndex, split_index: SplitIndex, split: Split, 
     return f"shards/{split}/{digest[:16]}"
 
 
-def _open_shard_files(directory: Path, index: ShardIndex, split_index: SplitIndex, setting: str) -> list[_ShardFile]:
-    paths = [directory / name for name in split_index.file_sizes]
-    match index.format:
-        case "bin":
-            return [_open_bin(directory, shard, index) for shard in split_index.shards]
-        case "dat":
-            return [_open_dat(path, index, split_index) for path in paths]
-        case "parquet":
-            if split_index.tokens > MAX_PARQUET_TOKENS:
-                raise ValueError(
-                    f"{setting} is Parquet, whose {split_index.tokens:,} tokens would take "
-                    f"{split_index.tokens * 4 / 2**30:.1f} GiB in memory; the limit is "
-                    f'{MAX_PARQUET_TOKENS * 4 / 2**30:.0f}: make the data with output.format = "bin", which is for '
-                    "training"
-                )
-            return [_read_parquet(path, shard) for path, shard in zip(paths, split_index.shards, strict=True)]
-
-
-def _open_bin(directory: Path, shard: ShardEntry, index: ShardIndex) -> _ShardFile:
+def _open_shard(directory: Path, shard: ShardEntry, index: ShardIndex) -> _ShardFile:
     ids_path, offsets_path = (directory / part.file for part in shard.parts)
     offsets = _memory_map(offsets_path, np.dtype(OFFSET_DTYPE))
     is_valid = len(offsets) == shard.documents + 1 and offsets[0] == 0 and offsets[-1] == shard.tokens
@@ -274,28 +243,8 @@ def _open_bin(directory: Path, shard: ShardEntry, index: ShardIndex) -> _ShardFi
             f"{offsets_path} is damaged: it does not split {shard.tokens:,} tokens into {shard.documents:,} documents; "
             "copy it again, or make the data again"
         )
-    return _ShardFile(_memory_map(ids_path, little_endian_dtype(index.dtype)), _as_int_sequence(offsets))
-
-
-def _open_dat(path: Path, index: ShardIndex, split_index: SplitIndex) -> _ShardFile:
-    """Open a ``dat`` file. It is read once to find the ends of the documents, 8 bytes of memory each."""
-    token_ids = _memory_map(path, little_endian_dtype(index.dtype))
-    ends = [
-        np.flatnonzero(token_ids[start : start + SCAN_TOKENS] == index.eos_token_id) + start + 1
-        for start in range(0, len(token_ids), SCAN_TOKENS)
-    ]
-    offsets = np.concatenate([[0], *ends])
-    if len(offsets) != split_index.documents + 1 or offsets[-1] != len(token_ids):
-        raise ValueError(
-            f"{path} is damaged: it has {len(offsets) - 1:,} documents, not {split_index.documents:,}, or data after "
-            "the last one; copy it again, or make the data again"
-        )
-    return _ShardFile(token_ids, _as_int_sequence(offsets))
-
-
-def _as_int_sequence(offsets: NDArray[np.int64]) -> Sequence[int]:
-    """View the array as Python integers: access is several times faster than to an array's elements."""
-    return memoryview(offsets)  # type: ignore[arg-type]
+    # As Python integers, access is several times faster than to an array's elements.
+    return _ShardFile(_memory_map(ids_path, little_endian_dtype(index.dtype)), memoryview(offsets))  # type: ignore[arg-type]
 
 
 def _memory_map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -312,36 +261,9 @@ def _memory_map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
         raise ValueError(f"{path} cannot be read: {error.strerror}{hint}") from error
 
 
-def _read_parquet(path: Path, shard: ShardEntry) -> _ShardFile:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    token_ids, offsets = np.empty(shard.tokens, np.int32), np.zeros(shard.documents + 1, np.int64)
-    num_documents = num_tokens = 0
-    try:
-        for batch in pq.ParquetFile(path, page_checksum_verification=True).iter_batches(columns=[PARQUET_COLUMN]):
-            lists = batch.column(0)
-            values, lengths = lists.flatten().to_numpy(), lists.value_lengths().to_numpy()
-            token_ids[num_tokens : num_tokens + len(values)] = values
-            offsets[num_documents + 1 : num_documents + 1 + len(lengths)] = lengths
-            num_documents, num_tokens = num_documents + len(lengths), num_tokens + len(values)
-    except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: more rows or ids than in the index
-        raise ValueError(f"{path} is damaged ({error}); copy it again, or make the data again") from error
-    np.cumsum(offsets, out=offsets)
-    if (num_documents, num_tokens, offsets[-1]) != (shard.documents, shard.tokens, shard.tokens):
-        raise ValueError(
-            f"{path} is damaged: it has {num_documents:,} documents of {num_tokens:,} tokens, not "
-            f"{shard.documents:,} of {shard.tokens:,}; copy it again, or make the data again"
-        )
-    return _ShardFile(token_ids, _as_int_sequence(offsets))
-
-
-def _count_tokens(
-    files: list[_ShardFile], first_documents: NDArray[np.int64], num_documents: int, num_separators: int
-) -> int:
+def _count_tokens(files: list[_ShardFile], first_documents: NDArray[np.int64], num_documents: int) -> int:
     """Count the tokens of the first ``num_documents`` documents."""
     total = 0
     for file, first in zip(files, first_documents.tolist(), strict=False):
-        count = min(len(file.offsets) - 1, max(0, num_documents - first))
-        total += file.offsets[count] - num_separators * count
+        total += file.offsets[min(len(file.offsets) - 1, max(0, num_documents - first))]
     return total

@@ -68,7 +68,7 @@ def digest(directory: Path) -> dict[str, bytes]:
 def test_the_shipped_config() -> None:
     config = load_config(MakeDataConfig, RESOURCES / "make_data.toml")
     assert config.source == PythonStdlib()
-    assert (config.output.format, config.output.shard_tokens, config.output.workers) == ("bin", 100_000_000, None)
+    assert (config.output.shard_tokens, config.output.workers) == (100_000_000, None)
 
 
 def test_output(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,7 @@ def test_output(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     assert lines[1].split() == ["train", "300", "9,600", "9,600", "1.00", "2", "0.0"]
     assert lines[2].split() == ["validation", "40", "1,280", "1,280", "1.00", "2", "0.0"]
     assert lines[3:5] == ["left out or mended, train: nothing", "left out or mended, validation: nothing"]
-    assert lines[5] == f"written to {directory}: bin, uint16, 258 ids; index.json lists the files"
+    assert lines[5] == f"written to {directory}: uint16, 258 ids; index.json lists the files"
     progress = output.err.splitlines()
     assert progress[0] == "training a byte-level BPE tokenizer of 258 tokens ..."
     assert progress[1].startswith("validation: 1,280 bytes, ") and progress[1].endswith(", 40 documents, 1,280 tokens")
@@ -104,7 +104,7 @@ def test_output(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     [
         (["source=shards"], 2, 'kind = "shards" has tokens, not text'),
         (["source=nothing"], 2, '"python-stdlib", "files", "hub", "markov"'),
-        (["output.format=arrow"], 2, '"bin", "parquet" or "dat"'),
+        (["output.format=parquet"], 2, "is no longer written: remove the key"),
         (["output.shard_tokens=0"], 2, "must be greater than 0"),
         (["output.workers=-1"], 2, "output.workers=-1"),
         (["tokenizer.path=nowhere"], 1, "nowhere: "),

@@ -1,6 +1,6 @@
 """A program that makes data and is killed at one step after the other. The continuation must give the same files.
 
-Arguments: the config as JSON, a directory for the reference, the stride of the steps.
+Arguments: the config as JSON, a directory for the reference.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 
 from config.make_data import MakeDataConfig
 from diffusionlm.data import make_data as module
-from diffusionlm.data.shard_writers import HashedFile
+from diffusionlm.data.shard_files import HashedFile
 
 values, reference = json.loads(sys.argv[1]), Path(sys.argv[2])
 module.CHUNK_CHARACTERS, module.CHUNK_READ_DOCUMENTS = 700, 3
@@ -63,7 +63,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 expected, num_kills = contents(reference), 0
-for kill_at in range(1, 1000, int(sys.argv[3])):
+for kill_at in range(1, 1000):
     shutil.rmtree(directory, ignore_errors=True)
     status = attempt(kill_at)
     if status == 0:

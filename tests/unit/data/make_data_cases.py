@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 
 from config.data import LocalFiles, Shards
-from config.make_data import MakeDataConfig, MakeDataOutputConfig, ShardFormat
+from config.make_data import MakeDataConfig, MakeDataOutputConfig
 from config.tokenizer import TokenizerConfig
 from diffusionlm.data.make_data import make_data
 from diffusionlm.data.reader import Split
 from diffusionlm.data.shards import ShardDocuments
 
-FORMATS: tuple[ShardFormat, ...] = ("bin", "parquet", "dat")
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "naïve", "日本", "<|mask|>", "<|endoftext|>", "🙂"]
 
 

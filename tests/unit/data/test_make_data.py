@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 
 from config.data import LocalFiles
-from config.make_data import ShardFormat
 from diffusionlm.data import make_data as module
 from diffusionlm.data.make_data import make_data
 from diffusionlm.data.reader import Split
 from tests.unit.data.make_data_cases import (
-    FORMATS,
     TRAIN,
     VALIDATION,
     config_of,
@@ -29,10 +27,9 @@ from tokenizer import Tokenizer, load_tokenizer, save_tokenizer, train_bpe
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
-@pytest.mark.parametrize("shard_format", FORMATS)
-def test_every_document_in_order(text_folder: Path, tmp_path: Path, shard_format: ShardFormat) -> None:
+def test_every_document_in_order(text_folder: Path, tmp_path: Path) -> None:
     directory = tmp_path / "made"
-    index = make_data(config_of(text_folder, directory, format=shard_format), ignore)
+    index = make_data(config_of(text_folder, directory), ignore)
     tokenizer = load_tokenizer(directory / "tokenizer")
     assert tokenizer.fingerprint == load_tokenizer(text_folder / "tokenizer").fingerprint == index.tokenizer_fingerprint
     splits: tuple[tuple[Split, list[str]], ...] = (("train", TRAIN), ("validation", VALIDATION))
@@ -81,28 +78,21 @@ def test_ids_that_need_more_than_16_bits(text_folder: Path, tmp_path: Path) -> N
         eos_token=plain.eos_token,
     )
     save_tokenizer(moved, tmp_path / "tokenizer")
-    for shard_format in FORMATS:
-        config = config_of(tmp_path, tmp_path / shard_format, format=shard_format).model_copy(
-            update=source_of(text_folder)
-        )
-        index = make_data(config, ignore)
-        assert index.dtype == ("int32" if shard_format == "parquet" else "uint32")
-        ids = read(tmp_path / shard_format, "train")
-        assert ids == [[number + 70_000 for number in plain.encode(text)] for text in TRAIN]
+    config = config_of(tmp_path, tmp_path / "made").model_copy(update=source_of(text_folder))
+    assert make_data(config, ignore).dtype == "uint32"
+    assert read(tmp_path / "made", "train") == [[number + 70_000 for number in plain.encode(text)] for text in TRAIN]
 
 
-@pytest.mark.parametrize(("shard_format", "workers"), [("bin", 2), ("parquet", 0), ("dat", 0)])
 def test_files_do_not_depend_on_workers_or_chunks(
-    text_folder: Path, tmp_path: Path, shard_format: ShardFormat, workers: int, monkeypatch: pytest.MonkeyPatch
+    text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Workers give the same tokens, whatever the format; so one format with workers is enough."""
     digests: list[Any] = []
     for characters, documents in ((700, 3), (90, 1), (1 << 18, 16)):
         monkeypatch.setattr(module, "CHUNK_CHARACTERS", characters)
         monkeypatch.setattr(module, "CHUNK_READ_DOCUMENTS", documents)
         directory = tmp_path / str(len(digests))
-        num_workers = workers if characters == 90 else 0
-        make_data(config_of(text_folder, directory, format=shard_format, workers=num_workers), ignore)
+        num_workers = 2 if characters == 90 else 0
+        make_data(config_of(text_folder, directory, workers=num_workers), ignore)
         digests.append(digest(directory))
     assert digests[0] == digests[1] == digests[2]
     assert len(digests[0]) > 6

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 
 from config.data import LocalFiles, MarkovChain
-from config.make_data import MakeDataConfig, ShardFormat
+from config.make_data import MakeDataConfig, MakeDataOutputConfig
 from diffusionlm.data import make_data as module
-from diffusionlm.data import shard_writers
 from diffusionlm.data.make_data import make_data
+from diffusionlm.data.shard_files import HashedFile
 from tests.unit.data.make_data_cases import (
-    FORMATS,
     TRAIN,
     VALIDATION,
     Stopped,
@@ -37,12 +36,9 @@ ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
-@pytest.mark.parametrize("shard_format", FORMATS)
-def test_an_interruption_after_any_chunk(
-    text_folder: Path, tmp_path: Path, shard_format: ShardFormat, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interruption_after_any_chunk(text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reference = tmp_path / "reference"
-    make_data(config_of(text_folder, reference, format=shard_format), ignore)
+    make_data(config_of(text_folder, reference), ignore)
     tokenize_chunks = module._tokenize_chunks
 
     def stop_after(count: int) -> Callable[..., Any]:
@@ -58,7 +54,7 @@ def test_an_interruption_after_any_chunk(
         return generate
 
     directory = tmp_path / "made"
-    config = config_of(text_folder, directory, format=shard_format)
+    config = config_of(text_folder, directory)
     interruptions = 0
     for count in range(1, 100):
         monkeypatch.setattr(module, "_tokenize_chunks", stop_after(count))
@@ -79,29 +75,18 @@ def test_an_interruption_after_any_chunk(
 KILLED = Path(__file__).with_name("killed_make_data.py")
 
 
-@pytest.mark.parametrize(
-    ("shard_format", "stride"),
-    [
-        pytest.param("bin", 3, marks=pytest.mark.slow),
-        pytest.param("bin", 1, marks=pytest.mark.slow),
-        pytest.param("parquet", 3, marks=pytest.mark.slow),  # it writes in small pieces
-        pytest.param("dat", 1, marks=pytest.mark.slow),
-    ],
-)
-def test_sigkill_at_every_step(text_folder: Path, tmp_path: Path, shard_format: ShardFormat, stride: int) -> None:
-    """Kill before each write, fsync, rename and removal (or each third one); kill the continuation as well."""
+@pytest.mark.slow
+def test_sigkill_at_every_step(tmp_path: Path) -> None:
+    """Kill before each write, fsync, rename and removal; kill the continuation as well."""
     texts = tmp_path / "texts"
     texts.mkdir()
     jsonl(texts / "train.jsonl", TRAIN[:15])
     jsonl(texts / "validation.jsonl", VALIDATION[:3])
-    tokenizer = None if shard_format == "bin" else "tokenizer"
-    if tokenizer is not None:
-        save_tokenizer(load_tokenizer(text_folder / tokenizer), texts / tokenizer)
-    config = config_of(texts, tmp_path / "made", tokenizer, format=shard_format, shard_tokens=250)
+    config = config_of(texts, tmp_path / "made", None, shard_tokens=250)
     values = json.loads(config.model_dump_json(exclude_unset=True))
     values["source"]["kind"] = "files"
     result = subprocess.run(
-        [sys.executable, KILLED, json.dumps(values), str(tmp_path / "reference"), str(stride)],
+        [sys.executable, KILLED, json.dumps(values), str(tmp_path / "reference")],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -163,6 +148,12 @@ def test_a_complete_directory_is_checked(text_folder: Path, tmp_path: Path) -> N
     (tmp_path / "made/progress.json").write_text("{}")
     make_data(config, ignore)
     assert digest(tmp_path / "made") == before
+    # Made by a version with other formats.
+    saved = json.loads((tmp_path / "made/index.json").read_text())
+    saved["config"]["output"]["format"] = "bin"
+    (tmp_path / "made/index.json").write_text(json.dumps(saved))
+    with_format = {"directory": tmp_path / "made", "shard_tokens": 500, "format": "bin"}
+    make_data(config.model_copy(update={"output": MakeDataOutputConfig.model_validate(with_format)}), ignore)
     path = tmp_path / "made/train-00001.bin"
     data = bytearray(path.read_bytes())
     data[0] ^= 1
@@ -188,7 +179,7 @@ def test_a_directory_from_other_inputs_is_rejected(
         make_data(config, ignore)
     else:
         with monkeypatch.context() as patch:
-            patch.setattr(module, "rename_dat_file", stop)  # before the index is written
+            patch.setattr(module, "check_sizes", stop)  # before the index is written
             with pytest.raises(Stopped):
                 make_data(config, ignore)
     before = digest(directory)
@@ -200,7 +191,6 @@ def test_a_directory_from_other_inputs_is_rejected(
         assert f"\n  {line}" in message
         assert digest(directory) == before
 
-    assert_difference(config_of(text, directory, format="dat"), 'output.format: "bin" -> "dat"\n')
     assert_difference(config_of(text, directory, shard_tokens=501), "output.shard_tokens: 500 -> 501\n")
     assert_difference(
         config_of(text, directory, tokenizer=None), f'tokenizer.path: "{text / "tokenizer"}" -> (not set)\n'
@@ -243,44 +233,34 @@ def test_one_process_at_a_time(text_folder: Path, tmp_path: Path) -> None:
 def test_a_missing_shard_and_a_replaced_tokenizer(
     text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for shard_format, name in (
-        ("bin", "train-00000.idx"),
-        ("parquet", "train-00000.parquet"),
-        ("dat", "train.dat.tmp"),
-    ):
-        config = config_of(text_folder, tmp_path / shard_format, format=shard_format)
-        with monkeypatch.context() as patch:
-            patch.setattr(module, "rename_dat_file", stop)
-            with pytest.raises(Stopped):
-                make_data(config, ignore)
-        (tmp_path / shard_format / name).unlink()
-        assert f"{tmp_path / shard_format / name.removesuffix('.tmp')} is missing" in error_of(config)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "rename_dat_file", stop)
+        patch.setattr(module, "check_sizes", stop)
         with pytest.raises(Stopped):
             make_data(config_of(text_folder, tmp_path / "made"), ignore)
+    path = tmp_path / "made/train-00000.idx"
+    offsets = path.read_bytes()
+    path.unlink()
+    assert f"{path} is missing" in error_of(config_of(text_folder, tmp_path / "made"))
+    path.write_bytes(offsets)
     save_tokenizer(train_bpe(["other"], vocab_size=260), tmp_path / "made/tokenizer")
     assert "is not the tokenizer that was used so far" in error_of(config_of(text_folder, tmp_path / "made"))
 
 
-@pytest.mark.parametrize("shard_format", FORMATS)
 @pytest.mark.parametrize("free_bytes", [0, 1_500, 6_000])
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
-def test_a_full_disk(
-    text_folder: Path, tmp_path: Path, shard_format: ShardFormat, free_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_data(config_of(text_folder, tmp_path / "reference", format=shard_format), ignore)
-    config = config_of(text_folder, tmp_path / "made", format=shard_format)
-    write, num_left = shard_writers.HashedFile.write, [free_bytes]
+def test_a_full_disk(text_folder: Path, tmp_path: Path, free_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_data(config_of(text_folder, tmp_path / "reference"), ignore)
+    config = config_of(text_folder, tmp_path / "made")
+    write, num_left = HashedFile.write, [free_bytes]
 
-    def write_on_small_disk(self: shard_writers.HashedFile, data: Any) -> int:
+    def write_on_small_disk(self: HashedFile, data: Any) -> None:
         num_left[0] -= memoryview(data).nbytes
         if num_left[0] < 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(self, data)
+        write(self, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(shard_writers.HashedFile, "write", write_on_small_disk)
+        patch.setattr(HashedFile, "write", write_on_small_disk)
         message = error_of(config)
     assert f"output.directory = {tmp_path / 'made'}" in message and "No space left on device" in message
     assert "repeat the command" in message

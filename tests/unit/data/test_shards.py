@@ -1,34 +1,22 @@
-"""Shards: tokens are read back in every format; order, resuming, damaged files."""
+"""Shards: tokens are read back; order, resuming, damaged files."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
 from config.data import Shards
-from config.make_data import ShardFormat
 from diffusionlm.data import shards as shards_module
 from diffusionlm.data.reader import Split, Tokens
-from diffusionlm.data.shard_index import (
-    ShardDtype,
-    ShardEntry,
-    ShardIndex,
-    SplitIndex,
-    check_checksums,
-    read_index,
-)
-from diffusionlm.data.shard_writers import open_writer, rename_dat_file
+from diffusionlm.data.shard_files import ShardDtype, ShardIndex, ShardWriter, SplitIndex, check_checksums, read_index
 from diffusionlm.data.shards import KeyedPermutation, ShardDocuments, ShardReader
 from diffusionlm.diffusion.rng import RngStream
 
 EOS = 3
-FORMATS: tuple[ShardFormat, ...] = ("bin", "parquet", "dat")
 Drain = Callable[..., list[Any]]
 
 
@@ -41,26 +29,19 @@ def random_documents(seed: int, count: int, vocab_size: int, longest: int = 60) 
     return [np.where(rng.random(len(tokens)) < 0.1, 1, tokens).astype(np.int32) for tokens in ids]
 
 
-def write_shards(
-    folder: Path, shards: list[list[Tokens]], kind: ShardFormat = "bin", vocab_size: int = 1_000, split: Split = "train"
-) -> Path:
+def write_shards(folder: Path, shards: list[list[Tokens]], vocab_size: int = 1_000, split: Split = "train") -> Path:
     """Write a complete directory with these documents in its shards."""
-    dtype: ShardDtype = "int32" if kind == "parquet" else "uint16" if vocab_size <= 1 << 16 else "uint32"
+    dtype: ShardDtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
     (folder / "tokenizer").mkdir(parents=True, exist_ok=True)
-    entries: list[ShardEntry] = []
+    entries = []
     for number, documents in enumerate(shards):
-        start = sum(part.bytes for shard in entries for part in shard.parts)
-        writer = open_writer(kind, folder, split, number, start, dtype, EOS)
+        writer = ShardWriter(folder, split, number, dtype, 1 << 40)
         for first in range(0, len(documents), 7):
-            writer.add(documents[first : first + 7])
-        tokens = sum(map(len, documents))
-        entries.append(
-            ShardEntry(documents=len(documents), tokens=tokens, text_bytes=3 * tokens, parts=writer.finish())
-        )
-    rename_dat_file(folder, split)
+            part = documents[first : first + 7]
+            writer.add_documents(part, [3 * len(tokens) for tokens in part])
+        entries.append(writer.finish())
     split_index = SplitIndex(identity="source/1", provenance="7 files of 1,234 bytes", shards=tuple(entries))
     index = ShardIndex(
-        format=kind,
         dtype=dtype,
         vocab_size=vocab_size,
         eos_token_id=EOS,
@@ -91,15 +72,14 @@ def three(tmp_path: Path) -> tuple[Path, list[Tokens]]:
     return write_shards(tmp_path / "made", [documents[:40], documents[40:41], documents[41:]]), documents
 
 
-@pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("vocab_size", [1_000, 1 << 16, 200_000])
-def test_tokens_are_read_back(tmp_path: Path, kind: ShardFormat, vocab_size: int) -> None:
+def test_tokens_are_read_back(tmp_path: Path, vocab_size: int) -> None:
     documents = random_documents(vocab_size, 300, vocab_size)
     documents[7] = np.random.default_rng(0).integers(4, vocab_size, 1_000_000, dtype=np.int32)
     documents[8] = np.array([vocab_size - 1, 0, 4], dtype=np.int32)
     documents[299] = np.array([], dtype=np.int32)
     cuts = [documents[:1], documents[1:7], documents[7:8], documents[8:250], documents[250:]]
-    actual = open_shards(write_shards(tmp_path, cuts, kind, vocab_size))
+    actual = open_shards(write_shards(tmp_path, cuts, vocab_size))
     assert len(actual) == 300
     assert actual.num_tokens == sum(map(len, documents))
     assert same(actual.documents(np.arange(300)), documents)
@@ -115,17 +95,16 @@ def test_tokens_are_read_back(tmp_path: Path, kind: ShardFormat, vocab_size: int
         read_document(actual, -1)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_documents_without_any_token(tmp_path: Path, kind: ShardFormat) -> None:
+def test_documents_without_any_token(tmp_path: Path) -> None:
     empty = np.array([], dtype=np.int32)
-    actual = open_shards(write_shards(tmp_path, [[empty], [empty, empty]], kind))
+    actual = open_shards(write_shards(tmp_path, [[empty], [empty, empty]]))
     assert (len(actual), actual.num_tokens) == (3, 0)
     assert same(actual.documents(np.arange(3)), [empty] * 3)
     read, position = ShardReader(actual, 0, True).read(0, None, 5)
     assert same(read, [empty] * 3) and position is None
 
 
-def test_the_documented_file_formats(tmp_path: Path) -> None:
+def test_the_documented_files(tmp_path: Path) -> None:
     documents = [np.array(ids, dtype=np.int32) for ids in ([5, 600], [], [7], [8, 9, 10])]
     folder = write_shards(tmp_path / "bin", [documents[:3], documents[3:]])
     assert (folder / "train-00000.bin").read_bytes() == bytes([5, 0, 600 % 256, 600 // 256, 7, 0])
@@ -133,27 +112,6 @@ def test_the_documented_file_formats(tmp_path: Path) -> None:
     assert np.fromfile(folder / "train-00001.bin", "<u2").tolist() == [8, 9, 10]
     wide = write_shards(tmp_path / "wide", [[np.array([70_000, 1], dtype=np.int32)]], vocab_size=70_001)
     assert np.fromfile(wide / "train-00000.bin", "<u4").tolist() == [70_000, 1]
-    dat = write_shards(tmp_path / "dat", [documents[:3], documents[3:]], "dat")
-    dtype = json.loads((dat / "index.json").read_text())["dtype"]
-    ids = np.memmap(dat / "train.dat", dtype=dtype, mode="r")
-    assert ids.tolist() == [5, 600, EOS, EOS, 7, EOS, 8, 9, 10, EOS]
-    assert sorted(path.name for path in dat.iterdir()) == ["index.json", "tokenizer", "train.dat"]
-    parquet = write_shards(tmp_path / "parquet", [documents[:3], documents[3:]], "parquet")
-    table = pq.read_table(parquet / "train-00000.parquet")
-    assert table.column_names == ["input_ids"]
-    assert table.column("input_ids").to_pylist() == [[5, 600], [], [7]]
-    assert str(table.schema.field("input_ids").type) == "list<element: int32 not null>"
-    metadata = pq.ParquetFile(parquet / "train-00001.parquet").metadata
-    assert metadata.row_group(0).column(0).compression == "ZSTD"
-
-
-def test_row_groups_are_cut_by_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diffusionlm.data.shard_writers.ROW_GROUP_TOKENS", 10)
-    documents = [np.arange(4, 8, dtype=np.int32)] * 20
-    folder = write_shards(tmp_path, [documents], "parquet")
-    file = pq.ParquetFile(folder / "train-00000.parquet")
-    assert [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)] == [3] * 6 + [2]
-    assert same(open_shards(folder).documents(np.arange(20)), documents)
 
 
 def test_identity_and_provenance(tmp_path: Path, three: tuple[Path, list[Tokens]]) -> None:
@@ -179,14 +137,10 @@ def test_identity_and_provenance(tmp_path: Path, three: tuple[Path, list[Tokens]
         "made from 7 files of 1,234 bytes"
     )
     assert fewer.provenance.startswith("the first 99 of 100 documents")
-    parquet = open_shards(write_shards(tmp_path / "parquet", [documents], "parquet"))
-    assert "MiB in memory" in parquet.provenance
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_max_documents(tmp_path: Path, kind: ShardFormat) -> None:
-    documents = random_documents(2, 100, 1_000)
-    folder = write_shards(tmp_path / kind, [documents[:40], documents[40:41], documents[41:]], kind)
+def test_max_documents(tmp_path: Path, three: tuple[Path, list[Tokens]]) -> None:
+    folder, documents = three
     for count in (1, 39, 40, 41, 42, 99):
         actual = open_shards(folder, count)
         assert len(actual) == count
@@ -195,7 +149,7 @@ def test_max_documents(tmp_path: Path, kind: ShardFormat) -> None:
         with pytest.raises(AssertionError):
             read_document(actual, count)
     assert len(open_shards(folder, 1_000)) == 100
-    held_out = write_shards(tmp_path / "validation", [documents], kind, split="validation")
+    held_out = write_shards(tmp_path / "validation", [documents], split="validation")
     assert len(open_shards(held_out, 5, "validation")) == 100  # it limits training documents only
 
 
@@ -291,10 +245,18 @@ def test_invalid_directories(tmp_path: Path, three: tuple[Path, list[Tokens]]) -
     assert f"{folder / 'tokenizer'} is missing" in error_of(folder)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_missing_and_short_files(tmp_path: Path, kind: ShardFormat) -> None:
-    documents = random_documents(3, 50, 1_000)
-    folder = write_shards(tmp_path, [documents[:20], documents[20:]], kind)
+@pytest.mark.parametrize("former", ["parquet", "dat"])
+def test_former_formats_name_the_command_that_makes_them_again(three: tuple[Path, list[Tokens]], former: str) -> None:
+    folder, _ = three
+    path = folder / "index.json"
+    path.write_text(path.read_text().replace('"format":"bin"', f'"format": "{former}"').replace("uint16", "int32"))
+    message = error_of(folder)
+    assert f'data.source.path = {folder} has the format "{former}"' in message
+    assert f"--set 'tokenizer={{path=\"{folder / 'tokenizer'}\"}}' --set output.directory={folder}-bin" in message
+
+
+def test_missing_and_short_files(three: tuple[Path, list[Tokens]]) -> None:
+    folder, _ = three
     for path in sorted(folder.glob("train*")):
         whole = path.read_bytes()
         path.write_bytes(whole[:-1])
@@ -306,7 +268,7 @@ def test_missing_and_short_files(tmp_path: Path, kind: ShardFormat) -> None:
         path.unlink()
         assert error_of(folder).startswith(f"{path} is missing, though index.json names it")
         path.write_bytes(whole)
-        assert len(open_shards(folder)) == 50
+        assert len(open_shards(folder)) == 100
 
 
 def flip(path: Path, place: int) -> None:
@@ -317,19 +279,12 @@ def flip(path: Path, place: int) -> None:
 
 def test_damage_of_the_same_length(tmp_path: Path) -> None:
     documents = [np.full(5, 7, dtype=np.int32)] * 10
-    for kind, name, place, words in (
-        ("bin", "train-00000.idx", 0, "does not split 50 tokens into 10 documents"),
-        ("bin", "train-00000.idx", 24, "does not split"),
-        ("bin", "train-00000.idx", -8, "does not split"),
-        ("dat", "train.dat", -2, "it has 9 documents, not 10"),
-        ("parquet", "train-00000.parquet", -1, "is damaged"),
-        ("parquet", "train-00000.parquet", 30, "is damaged"),
-    ):
-        folder = write_shards(tmp_path / f"{kind}{place}", [documents], kind)  # type: ignore[arg-type]
-        flip(folder / name, place)
+    for place in (0, 24, -8):
+        folder = write_shards(tmp_path / str(place), [documents])
+        path = folder / "train-00000.idx"
+        flip(path, place)
         message = error_of(folder)
-        assert message.startswith(f"{folder / name} is damaged")
-        assert words in message
+        assert message.startswith(f"{path} is damaged") and "does not split 50 tokens into 10 documents" in message
         with pytest.raises(ValueError, match=r"its checksum is not the one in index\.json"):
             check_checksums(folder, read_index(folder, "key").splits["train"])
 
@@ -345,28 +300,16 @@ def test_ids_outside_the_vocabulary_are_errors(tmp_path: Path) -> None:
             read_document(damaged, 1)
 
 
-def test_checksums_detect_damage(tmp_path: Path) -> None:
-    documents = random_documents(5, 30, 1_000)
-    for kind in FORMATS:
-        folder = write_shards(tmp_path / kind, [documents[:10], documents[10:]], kind)
-        split_index = read_index(folder, "key").splits["train"]
-        check_checksums(folder, split_index)
-        for path in sorted(folder.glob("train*")):
-            flip(path, 40)
-            with pytest.raises(ValueError, match=f"{path.name} is damaged: its checksum is not the one in index.json"):
-                check_checksums(folder, split_index)
-            flip(path, 40)
-        check_checksums(folder, split_index)
-
-
-def test_too_much_parquet_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write_shards(tmp_path, [[np.full(6, 7, dtype=np.int32)] * 10], "parquet")
-    monkeypatch.setattr(shards_module, "MAX_PARQUET_TOKENS", 59)
-    message = error_of(folder)
-    assert "is Parquet, whose 60 tokens would take" in message
-    assert 'make the data with output.format = "bin", which is for training' in message
-    monkeypatch.setattr(shards_module, "MAX_PARQUET_TOKENS", 60)
-    assert len(open_shards(folder)) == 10
+def test_checksums_detect_damage(three: tuple[Path, list[Tokens]]) -> None:
+    folder, _ = three
+    split_index = read_index(folder, "key").splits["train"]
+    check_checksums(folder, split_index)
+    for path in sorted(folder.glob("train*")):
+        flip(path, 0)
+        with pytest.raises(ValueError, match=f"{path.name} is damaged: its checksum is not the one in index.json"):
+            check_checksums(folder, split_index)
+        flip(path, 0)
+    check_checksums(folder, split_index)
 
 
 def test_too_many_open_files_are_explained(three: tuple[Path, list[Tokens]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,22 +318,3 @@ def test_too_many_open_files_are_explained(three: tuple[Path, list[Tokens]], mon
 
     monkeypatch.setattr("mmap.mmap", full)
     assert "ulimit -n" in error_of(three[0])
-
-
-def test_a_dat_file_is_truncated_to_its_last_shard(tmp_path: Path) -> None:
-    """Data after the last complete shard is removed; a shorter file is an error."""
-    first = open_writer("dat", tmp_path, "train", 0, 0, "uint16", EOS)
-    first.add([np.array([5, 6], dtype=np.int32)])
-    [part] = first.finish()
-    path = tmp_path / "train.dat.tmp"
-    path.write_bytes(path.read_bytes() + b"rubbish")
-    second = open_writer("dat", tmp_path, "train", 1, part.bytes, "uint16", EOS)
-    second.add([np.array([7], dtype=np.int32)])
-    second.finish()
-    assert np.fromfile(path, "<u2").tolist() == [5, 6, EOS, 7, EOS]
-    third = open_writer("dat", tmp_path, "train", 2, 10, "uint16", EOS)
-    third.add([np.array([8], dtype=np.int32)])
-    third.discard()
-    assert path.stat().st_size == 10
-    with pytest.raises(ValueError, match=r"train\.dat\.tmp is shorter than the 12 bytes"):
-        open_writer("dat", tmp_path, "train", 2, 12, "uint16", EOS)

@@ -1,39 +1,42 @@
-"""The JSON files of a directory of tokens: ``index.json`` of a complete one, ``progress.json`` until then.
+"""The files of a directory of tokens: their index, their checks, and the writer of a shard.
 
-The directory holds for each split, by format:
+The directory holds for each split:
 
-* ``bin``: ``train-00000.bin``, ...: the token ids of consecutive documents, little-endian unsigned integers of the
-  index's dtype. Beside each ``train-00000.idx``: the start of each document and the end of the last one, in tokens,
-  little-endian 64-bit integers.
-* ``parquet``: ``train-00000.parquet``, ...: one row per document; column ``input_ids``, a list of int32.
-* ``dat``: ``train.dat``: ids as in ``bin``, each document followed by the end-of-text token:
-  ``np.memmap("train.dat", dtype=..., mode="r")``.
+* ``train-00000.bin``, ...: the token ids of consecutive documents, little-endian unsigned integers of the index's
+  dtype: ``np.fromfile("train-00000.bin", "<u2")``.
+* ``train-00000.idx``, ...: the start of each document and the end of the last one, in tokens, little-endian 64-bit
+  integers.
 
-Documents have no end-of-text tokens (except in ``dat``). ``tokenizer/`` holds the tokenizer. The index is written last:
-a directory without it is incomplete.
+Documents have no end-of-text tokens. ``tokenizer/`` holds the tokenizer. ``index.json`` is written last: a directory
+without it is incomplete, and ``progress.json`` says how far it is.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
+import re
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError, computed_field
 
-from config.make_data import ShardFormat
-from diffusionlm.data.reader import ReaderPosition, Split
+from diffusionlm.data.reader import Split, Tokens
+from files.atomic import sync_to_disk
 
 INDEX_FILE = "index.json"
 PROGRESS_FILE = "progress.json"
 TOKENIZER_DIRECTORY = "tokenizer"
 FORMAT_VERSION: Literal[1] = 1
+PARTIAL_SUFFIX = ".tmp"
 
 OFFSET_DTYPE = "<i8"
-PARQUET_COLUMN = "input_ids"
 
-ShardDtype = Literal["uint16", "uint32", "int32"]
+ShardDtype = Literal["uint16", "uint32"]
+
+FORMER_FORMATS = re.compile(rb'"format": ?"(parquet|dat)"')
 
 
 class StrictModel(BaseModel):
@@ -46,12 +49,10 @@ class StrictModel(BaseModel):
 StrictModelT = TypeVar("StrictModelT", bound=StrictModel)
 
 
-class FileRange(StrictModel):
-    """The bytes of one shard in a file: all of it, or for ``dat`` a part."""
+class ShardPart(StrictModel):
+    """One file of a shard."""
 
     file: str
-    start: NonNegativeInt = 0
-    """First byte."""
     bytes: NonNegativeInt
     """Number of bytes."""
     sha256: str
@@ -64,7 +65,7 @@ class ShardEntry(StrictModel):
     tokens: NonNegativeInt
     text_bytes: NonNegativeInt
     """UTF-8 bytes of the text."""
-    parts: tuple[FileRange, ...]
+    parts: tuple[ShardPart, ...]
 
 
 class SplitIndex(StrictModel):
@@ -101,44 +102,22 @@ class SplitIndex(StrictModel):
     @property
     def file_sizes(self) -> dict[str, int]:
         """File name -> bytes."""
-        return {part.file: part.start + part.bytes for shard in self.shards for part in shard.parts}
+        return {part.file: part.bytes for shard in self.shards for part in shard.parts}
 
 
 class ShardIndex(StrictModel):
     """The contents of ``index.json``."""
 
     version: Literal[1] = FORMAT_VERSION
-    format: ShardFormat
+    format: Literal["bin"] = "bin"
     dtype: ShardDtype
-    """Dtype of the ids: int32 in Parquet, else uint16 if the vocabulary fits, else uint32."""
+    """Dtype of the ids: uint16 if the vocabulary fits, else uint32."""
     vocab_size: PositiveInt
     eos_token_id: NonNegativeInt
     tokenizer_fingerprint: str
     config: dict[str, Any]
     """The resolved config without the directory and the number of workers, which do not change the data."""
     splits: dict[Split, SplitIndex]
-
-
-class SplitProgress(StrictModel):
-    """The finished part of a split."""
-
-    index: SplitIndex
-    """The finished shards, and the records skipped before ``position``."""
-    position: ReaderPosition = None
-    """Position at which to continue reading the source."""
-    past: NonNegativeInt = 0
-    """Number of documents after ``position`` that are in finished shards already."""
-    done: bool = False
-
-
-class MakeDataProgress(StrictModel):
-    """``progress.json``, replaced after each shard."""
-
-    version: Literal[1] = FORMAT_VERSION
-    config: dict[str, Any]
-    tokenizer_fingerprint: str | None = None
-    """None: there is no tokenizer yet."""
-    splits: dict[Split, SplitProgress]
 
 
 def read_index(directory: Path, key: str) -> ShardIndex:
@@ -148,7 +127,7 @@ def read_index(directory: Path, key: str) -> ShardIndex:
         key: config key of the directory, for errors.
 
     Raises:
-        ValueError: there is no index, or it is damaged or of another version.
+        ValueError: there is no index, or it is damaged or of another version or format.
     """
     path = directory / INDEX_FILE
     setting = f"{key} = {directory}"
@@ -158,6 +137,14 @@ def read_index(directory: Path, key: str) -> ShardIndex:
         if (directory / PROGRESS_FILE).is_file():
             raise ValueError(f"{setting} is incomplete; repeat the diffusionlm-make-data command, which continues it")
         raise ValueError(f"{setting} has no {INDEX_FILE}; name a directory that diffusionlm-make-data wrote")
+    former_format = FORMER_FORMATS.search(path.read_bytes())
+    if former_format is not None:
+        tokenizer = f"--set 'tokenizer={{path=\"{directory / TOKENIZER_DIRECTORY}\"}}'"
+        raise ValueError(
+            f'{setting} has the format "{former_format[1].decode()}", which is no longer read. Make the same tokens '
+            f"again: uv run diffusionlm-make-data --config FILE {tokenizer} --set output.directory={directory}-bin; "
+            'a run resumes with them and checkpoint.config_change = "accept"'
+        )
     return read_json_model(ShardIndex, path, "make the data again, or with the version that wrote it")
 
 
@@ -201,23 +188,95 @@ def check_checksums(directory: Path, split: SplitIndex) -> None:
     check_sizes(directory, split)
     for part in (part for shard in split.shards for part in shard.parts):
         path = directory / part.file
-        if compute_sha256(path, part.start, part.bytes) != part.sha256:
+        with path.open("rb") as file:
+            checksum = hashlib.file_digest(file, "sha256").hexdigest()
+        if checksum != part.sha256:
             raise ValueError(
                 f"{path} is damaged: its checksum is not the one in {INDEX_FILE}; copy it again, or make it again"
             )
 
 
-def compute_sha256(path: Path, start: int, size: int) -> str:
-    """Hash ``size`` bytes of a file from ``start`` on."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        file.seek(start)
-        while size > 0 and (block := file.read(min(size, 1 << 22))):
-            digest.update(block)
-            size -= len(block)
-    return digest.hexdigest()
-
-
 def little_endian_dtype(dtype: ShardDtype) -> np.dtype[Any]:
     """Return the dtype of ids on disk, which is little-endian on every machine."""
     return np.dtype(dtype).newbyteorder("<")
+
+
+def partial_path(path: Path) -> Path:
+    """Return the path under which a file is written until it is complete."""
+    return path.with_name(path.name + PARTIAL_SUFFIX)
+
+
+class HashedFile:
+    """A file that is hashed while it is written, fsynced and renamed when it is complete."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = partial_path(path).open("wb")
+        self._digest = hashlib.sha256()
+
+    def write(self, data: memoryview) -> None:
+        self._file.write(data)
+        self._digest.update(data)
+
+    def finish(self) -> ShardPart:
+        """Make the file durable under its name."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        size = self._file.tell()
+        self._file.close()
+        os.replace(partial_path(self._path), self._path)
+        sync_to_disk(self._path.parent)
+        return ShardPart(file=self._path.name, bytes=size, sha256=self._digest.hexdigest())
+
+    def discard(self) -> None:
+        with contextlib.suppress(OSError):  # closing flushes, which fails again on a full disk
+            self._file.close()
+        partial_path(self._path).unlink(missing_ok=True)
+
+
+class ShardWriter:
+    """Writes one shard. The files do not depend on how the documents are grouped into calls.
+
+    Args:
+        target_tokens: the shard ends with the document that reaches this many.
+    """
+
+    def __init__(self, directory: Path, split: Split, index: int, dtype: ShardDtype, target_tokens: int) -> None:
+        self._path = directory / f"{split}-{index:05}"
+        self._dtype, self._target_tokens = little_endian_dtype(dtype), target_tokens
+        self._ids = HashedFile(self._path.with_suffix(".bin"))
+        self._lengths: list[int] = []
+        self._num_tokens = self._text_bytes = 0
+
+    @property
+    def is_full(self) -> bool:
+        return self._num_tokens >= self._target_tokens
+
+    def add_documents(self, documents: list[Tokens], text_bytes: list[int]) -> int:
+        """Write the first documents, up to the one that fills the shard, and return their number."""
+        count = 0
+        while count < len(documents) and not self.is_full:
+            self._num_tokens += len(documents[count])
+            count += 1
+        self._lengths += map(len, documents[:count])
+        self._text_bytes += sum(text_bytes[:count])
+        self._ids.write(np.concatenate(documents[:count]).astype(self._dtype).data)
+        return count
+
+    def finish(self) -> ShardEntry:
+        """Make the shard durable and return its entry in the index."""
+        ids = self._ids.finish()
+        offsets = HashedFile(self._path.with_suffix(".idx"))
+        try:
+            offsets.write(np.cumsum([0, *self._lengths]).astype(OFFSET_DTYPE).data)
+            parts = (ids, offsets.finish())
+        except BaseException:
+            offsets.discard()
+            raise
+        return ShardEntry(
+            documents=len(self._lengths), tokens=self._num_tokens, text_bytes=self._text_bytes, parts=parts
+        )
+
+    def discard(self) -> None:
+        """Remove an unfinished shard."""
+        self._ids.discard()
