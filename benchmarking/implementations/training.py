@@ -29,13 +29,13 @@ from diffusionlm.models.init import init_weights
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import build_optimizers
 from diffusionlm.training.block_wrapping import prepare_model
+from diffusionlm.training.metrics import compute_batch_flops
 from diffusionlm.training.monitor import StepMonitor
 from diffusionlm.training.prefetch import Prefetcher
 from diffusionlm.training.run import build_step_settings
 from diffusionlm.training.signals import StopRequest
 from diffusionlm.training.spike_guard import SpikeGuard
 from diffusionlm.training.step import TrainState, load_step_batch, train_step
-from diffusionlm.training.step_metrics import compute_batch_flops
 
 OURS = "diffusionlm"
 PRECISIONS: Mapping[Precision, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -164,7 +164,7 @@ def build_ours(case: TrainCase) -> TrainImplementation:
 
     def step() -> Tensor:
         batch = load_step_batch(loader, next(steps), state.parallel.world, stop)
-        return synchronize(train_step(state, loader, batch, settings, monitor).loss)
+        return synchronize(train_step(state, loader, batch, settings, monitor).results_4[0])
 
     # The FLOPs are those of another batch: batches differ by a few masked positions at most.
     [noised_batch] = build_loader().next_step(0)

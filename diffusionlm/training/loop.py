@@ -13,10 +13,11 @@ from ddp.process_group import process_group
 from diffusionlm.families.model_directory import resolve_model_directory
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
 from diffusionlm.training.garbage import GarbageCollection
+from diffusionlm.training.metrics import StepMetrics, TrainingProgress
 from diffusionlm.training.reporting import (
-    LaunchedStep,
     RunSummary,
     build_logger,
+    collect_launch_metrics,
     collect_monitor_metrics,
     collect_step_metrics,
     describe_memory,
@@ -32,9 +33,8 @@ from diffusionlm.training.run_checkpoint import log_failed_saves, resume_run, sa
 from diffusionlm.training.run_events import record_run_events
 from diffusionlm.training.setup import set_up_device
 from diffusionlm.training.signals import StoppedError, StopRequest
-from diffusionlm.training.skipped_batches import count_step
-from diffusionlm.training.step import DeviceStepMetrics, StepBatch, load_step_batch, train_step
-from diffusionlm.training.step_metrics import StepMetrics, StepMetricsQueue
+from diffusionlm.training.skipped_batches import SkippedBatches
+from diffusionlm.training.step import StepBatch, load_step_batch, train_step
 from logger import RunLogger
 from profiling import memory, nvtx
 from profiling.estimate import estimate_run
@@ -134,19 +134,19 @@ def train_steps(
     run: Run, logger: RunLogger, stop: StopRequest, profiler: StepProfiler, garbage: GarbageCollection
 ) -> None:
     """Make steps until the last one or a signal; log, validate, sample and save when due."""
-    progress, settings, reader = run.progress, run.settings, StepReader(run, logger)
+    progress, settings, tracker = run.progress, run.settings, MetricsTracker(run, logger)
     while progress.step < settings.max_steps:
-        reader.start_clock()
-        with reader.log_on_error(), nvtx.annotate("step"):
+        tracker.start_clock()
+        with tracker.log_on_error(), nvtx.annotate("step"):
             with nvtx.annotate("data"):
                 batch = load_step_batch(run.loader, progress.step, run.world, stop)
             with run.monitor.step(progress.step + 1):
-                device_metrics = train_step(run.state, run.loader, batch, settings, run.monitor)
+                metrics = train_step(run.state, run.loader, batch, settings, run.monitor)
         progress.step += 1
         progress.tokens_seen += batch.num_target_tokens
         run.skipped_batches.hold(progress.step, batch.noised_batches, run.loader.state_dict())
         due = find_due_actions(run, stop)
-        reader.add_step(device_metrics, batch, due)
+        tracker.add_step(metrics, batch, due)
         if due.validate:
             run_validation(run, logger)
         if due.evaluate:
@@ -201,7 +201,11 @@ def find_due_actions(run: Run, stop: StopRequest) -> DueActions:
     )
 
 
-class StepReader:
+MAX_UNREAD_STEPS = 16
+"""Steps whose metrics are not read: their batches are held, in case that they were skipped."""
+
+
+class MetricsTracker:
     """Reads the metrics of steps, counts them in the run's progress, and logs those of some steps.
 
     On a GPU a step that is only logged is read when the next one is launched, so that the device never lacks work. The
@@ -210,8 +214,9 @@ class StepReader:
 
     def __init__(self, run: Run, logger: RunLogger) -> None:
         self.run, self.logger = run, logger
-        self._pending = StepMetricsQueue()
-        self._waiting: LaunchedStep | None = None
+        self._unread: list[StepMetrics] = []
+        """In order; the device may still be computing them."""
+        self._waiting: StepMetrics | None = None
         """The step that is logged when the next one is launched."""
         self._clock_start = 0.0
         self._has_warned = False
@@ -230,45 +235,87 @@ class StepReader:
                 self._log_waiting()
             raise
 
-    def add_step(self, device_metrics: DeviceStepMetrics, batch: StepBatch, due: DueActions) -> None:
+    def add_step(self, metrics: StepMetrics, batch: StepBatch, due: DueActions) -> None:
         """Add the step that was launched last, and read, count and log what is due.
 
         Raises:
             ValueError: too many steps in a row were skipped.
         """
-        self._pending.put(self.run.progress.step, device_metrics)
+        self._unread.append(metrics)
         self._log_waiting()
-        if due.needs_all_metrics or self.run.settings.reads_metrics_each_step:
-            launched = LaunchedStep.last(self.run, batch.noised_batches)
-            self._log(launched, self._count(self._pending.pop_all())[-1], with_metrics=due.log)
+        is_read_now = due.needs_all_metrics or self.run.settings.reads_metrics_each_step
+        if is_read_now or due.log:
+            collect_launch_metrics(self.run, metrics, batch.noised_batches)
+        if is_read_now:
+            self._count(len(self._unread))
+            self._log(metrics, with_metrics=due.log)
         elif due.log:
-            self._waiting = LaunchedStep.last(self.run, batch.noised_batches)
-            self._count([])
-        else:
-            self._count(self._pending.pop_oldest())
+            self._waiting = metrics
+            self._count(0)
+        else:  # the older half, which a device has long computed
+            self._count(MAX_UNREAD_STEPS // 2 if len(self._unread) >= MAX_UNREAD_STEPS else 0)
 
     def _log_waiting(self) -> None:
-        launched, self._waiting = self._waiting, None
-        if launched is not None:
-            self._log(launched, self._count(self._pending.pop_until(launched.step))[-1], with_metrics=True)
+        metrics, self._waiting = self._waiting, None
+        if metrics is not None:
+            self._count(self._unread.index(metrics) + 1)
+            self._log(metrics, with_metrics=True)
             self.start_clock()
 
-    def _count(self, finished: list[StepMetrics]) -> list[StepMetrics]:
-        """Add the time since the clock was started, and count the steps that were read."""
-        run = self.run
+    def _count(self, num_steps: int) -> None:
+        """Read and count the oldest steps, and add the time since the clock was started, with that of waiting."""
+        run, steps = self.run, self._unread[:num_steps]
+        del self._unread[:num_steps]
+        for metrics in steps:
+            metrics.wait()
         run.progress.seconds += time.perf_counter() - self._clock_start
-        for metrics in finished:
-            count_step(metrics, run.progress, run.skipped_batches, self.logger, run.config.training.max_nonfinite_steps)
-        return finished
+        for metrics in steps:
+            update_progress(
+                metrics, run.progress, run.skipped_batches, self.logger, run.config.training.max_nonfinite_steps
+            )
 
-    def _log(self, launched: LaunchedStep, metrics: StepMetrics, *, with_metrics: bool) -> None:
-        """Show the progress of the run; with metrics, log those of this step."""
-        values = collect_step_metrics(self.run, launched, metrics)
-        self.logger.progress(launched.step, values)
+    def _log(self, metrics: StepMetrics, *, with_metrics: bool) -> None:
+        """Log the progress of the run; with metrics, also those of this step."""
+        values = collect_step_metrics(self.run, metrics)
+        self.logger.progress(metrics.step, values)
         if with_metrics:
-            extra = collect_monitor_metrics(self.run, metrics, launched.monitor)
-            self.logger.metrics(launched.step, {**values, **extra})
+            self.logger.metrics(metrics.step, {**values, **collect_monitor_metrics(self.run, metrics)})
             warning = None if self._has_warned else find_large_loss(self.run)
             if warning is not None:
-                self.logger.event(launched.step, "data", warning)
+                self.logger.event(metrics.step, "data", warning)
                 self._has_warned = True
+
+
+def update_progress(
+    metrics: StepMetrics,
+    progress: TrainingProgress,
+    skipped_batches: SkippedBatches,
+    logger: RunLogger,
+    max_consecutive_skips: int,
+) -> None:
+    """Count a step in ``progress``. If it was skipped, record its batch and log an event.
+
+    Raises:
+        ValueError: ``max_consecutive_skips`` (``training.max_nonfinite_steps``) steps in a row were skipped.
+    """
+    progress.count(metrics)
+    if metrics.is_accepted:
+        skipped_batches.release(metrics.step)
+        return
+    text = f"step {metrics.step}: skipped, loss {metrics.loss}, gradient norm {metrics.grad_norm}"
+    if metrics.is_finite:
+        text += ", a spike (training.max_spike_deviations)"
+    logger.event(metrics.step, "skipped", f"{text}; {skipped_batches.record(metrics)}")
+    if progress.skipped_in_a_row < max_consecutive_skips:
+        return
+    if metrics.is_finite:
+        reason = "spikes or not finite"
+        remedy = (
+            "if the loss rose for good, lower optimizer.learning_rate; otherwise raise training.max_spike_deviations"
+        )
+    else:
+        reason, remedy = "not finite", 'lower optimizer.learning_rate or set training.precision = "float32"'
+    raise ValueError(
+        f"{text}; the last {max_consecutive_skips} steps were {reason} (training.max_nonfinite_steps). The last "
+        f"checkpoint is intact; {remedy}"
+    )

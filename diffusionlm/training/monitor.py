@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -23,71 +22,10 @@ from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.models.patterns import BlockDiffusion, Causal, copy_to_device, document_offsets
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.master_weights import MasterWeights
-
-NUM_LOSS_BINS = 5
-"""Bins of equal width for the masked fraction: (0, 0.2], (0.2, 0.4] and so on."""
+from diffusionlm.training.metrics import NUM_LOSS_BINS, AsyncHostCopy, MonitorResults
 
 NormsByName = dict[str, Tensor]
 """Norms over all ranks, 0-d on the device."""
-
-
-class DeviceNumbers:
-    """Values on their way to the host: from a GPU they are copied asynchronously, through pinned memory."""
-
-    def __init__(self, values: Tensor) -> None:
-        self._values, self._event = values, None
-        if values.is_cuda:
-            self._values = torch.empty(values.shape, dtype=values.dtype).pin_memory()
-            self._values.copy_(values, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
-
-    def read(self) -> list[float]:
-        """Wait until the device has computed the values, which are one-dimensional, and return them. What was launched
-        later is not waited for."""
-        if self._event is not None:
-            self._event.synchronize()
-        numbers: list[float] = self._values.tolist()
-        return numbers
-
-
-@dataclass(frozen=True)
-class MonitorResults:
-    """What a `StepMonitor` has computed in a step."""
-
-    numbers: DeviceNumbers
-    """2 K + 1 + 6 + 3 sums, see `StepMonitor`, and the norms."""
-    norm_names: tuple[str, ...]
-    """``weight_norms/<parameter>`` and ``activation_norms/<module>``, in the order of the norms."""
-
-    def metrics(self) -> dict[str, float]:
-        """Metrics of the step; waits until the device has made it.
-
-        ``mask_ratio``: masked tokens per target token. ``loss_by_masked_fraction/0.2-0.4``: unweighted nats per masked
-        token where more than 0.2 and at most 0.4 of the sequence, or block, was masked; left out if there was none.
-        ``loss_answer``, ``loss_fill``: the loss of answers and of the fill after them, each divided by its own part of
-        the denominator; left out if no answer has fill. ``loss_next_token``: the auxiliary loss, without its weight.
-        ``preference_accuracy``, ``preference_margin``: share of the preferences with a positive margin, and its mean
-        (`preference_margins`).
-        ``weight_norms/...`` and ``activation_norms/...``: see `summarize_norms`.
-        """
-        values = iter(self.numbers.read())
-        nll_K, count_K = list(islice(values, NUM_LOSS_BINS)), list(islice(values, NUM_LOSS_BINS))
-        num_targets = next(values)
-        metrics = {"mask_ratio": sum(count_K) / num_targets} if num_targets else {}
-        for index, (nll, count) in enumerate(zip(nll_K, count_K, strict=True)):
-            bin_name = f"{index / NUM_LOSS_BINS:g}-{(index + 1) / NUM_LOSS_BINS:g}"
-            if count:
-                metrics[f"loss_by_masked_fraction/{bin_name}"] = nll / count
-        (answer, fill, next_token), (num_answer, num_fill, num_next_token) = islice(values, 3), islice(values, 3)
-        if num_answer and num_fill:
-            metrics |= {"loss_answer": answer / num_answer, "loss_fill": fill / num_fill}
-        if num_next_token:
-            metrics["loss_next_token"] = next_token / num_next_token
-        num_pairs, num_right, margin = islice(values, 3)
-        if num_pairs:
-            metrics |= {"preference_accuracy": num_right / num_pairs, "preference_margin": margin / num_pairs}
-        return metrics | summarize_norms(dict(zip(self.norm_names, values, strict=True)))
 
 
 @dataclass
@@ -142,7 +80,7 @@ class StepMonitor:
             activation_norms = activations.result(self.parallel.world)
             norms |= {f"activation_norms/{name}": norm for name, norm in activation_norms.items()}
         values = torch.cat([sums, torch.stack(list(norms.values()))]) if norms else sums
-        self.results = MonitorResults(DeviceNumbers(values), tuple(norms))
+        self.results = MonitorResults(AsyncHostCopy(values), tuple(norms))
 
     def add_micro_batch(self, noised_batch: NoisedBatch, nll_N: Tensor) -> None:
         """Add the losses of a micro-batch, both on the device. Next-token prediction masks nothing and has no masked
@@ -264,14 +202,3 @@ def compute_weight_norms(model: Transformer, world: World) -> NormsByName:
         squares.append(square if is_sharded or world.is_first else torch.zeros_like(square))
     norms = world.all_reduce_on_device(torch.stack(squares)).sqrt()
     return dict(zip((name for name, _ in model.named_parameters()), norms, strict=True))
-
-
-def summarize_norms(norms: dict[str, float]) -> dict[str, float]:
-    """The norms by ``prefix/<name>``, and before those of each prefix their ``prefix/mean``, ``/min`` and ``/max``."""
-    metrics: dict[str, float] = {}
-    for prefix in dict.fromkeys(name.partition("/")[0] for name in norms):
-        values = {name: value for name, value in norms.items() if name.partition("/")[0] == prefix}
-        numbers = values.values()
-        metrics |= {f"{prefix}/mean": sum(numbers) / len(numbers)}
-        metrics |= {f"{prefix}/min": min(numbers), f"{prefix}/max": max(numbers), **values}
-    return metrics

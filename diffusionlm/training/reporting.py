@@ -21,11 +21,10 @@ from diffusionlm.evaluation.tasks.results import format_item_line
 from diffusionlm.evaluation.tasks.run_folder import to_file_name
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import Optimizers
-from diffusionlm.training.monitor import MonitorResults
+from diffusionlm.training.metrics import StepMetrics
 from diffusionlm.training.run import Run, TaskMetrics
 from diffusionlm.training.run_checkpoint import add_final_bound_to_card
 from diffusionlm.training.signals import StopRequest
-from diffusionlm.training.step_metrics import StepMetrics
 from files.atomic import write_text_atomic
 from files.json_files import read_json_object
 from logger import (
@@ -160,35 +159,22 @@ def _loader_metrics(metrics: LoaderMetrics) -> dict[str, Any]:
     return values | {f"data/skipped/{reason}": count for reason, count in metrics.skipped_by_reason.items()}
 
 
-@dataclass(frozen=True)
-class LaunchedStep:
-    """What is logged of a step and known when it is launched. The device may compute it later."""
-
-    step: int
-    """Number of the step, from 1."""
-    tokens_seen: int
-    learning_rates: dict[str, float]
-    loader: LoaderMetrics
-    peak_seconds: float | None
-    """Seconds at the peak of the device: see `ThroughputMeter.count_peak_seconds`."""
-    monitor: MonitorResults | None
-
-    @staticmethod
-    def last(run: Run, noised_batches: list[NoisedBatch]) -> LaunchedStep:
-        """The last step of a run."""
-        return LaunchedStep(
-            run.progress.step,
-            run.progress.tokens_seen,
-            run.state.optimizers.learning_rates(),
-            run.loader.metrics(),
-            run.throughput.count_peak_seconds(noised_batches),
-            run.monitor.results,
-        )
+def collect_launch_metrics(run: Run, metrics: StepMetrics, noised_batches: Sequence[NoisedBatch]) -> None:
+    """Add to the last step what is logged of it and known when it is launched. The device may compute it later."""
+    learning_rates = run.state.optimizers.learning_rates()
+    metrics.at_launch = {
+        "lr": max(learning_rates.values()),
+        **{f"lr/{group}": learning_rate for group, learning_rate in learning_rates.items()},
+        "tokens_seen": run.progress.tokens_seen,
+        **_loader_metrics(run.loader.metrics()),
+    }
+    metrics.peak_seconds = run.throughput.count_peak_seconds(noised_batches)
+    metrics.monitor = run.monitor.results
 
 
-def collect_step_metrics(run: Run, launched: LaunchedStep, metrics: StepMetrics) -> dict[str, Any]:
+def collect_step_metrics(run: Run, metrics: StepMetrics) -> dict[str, Any]:
     """Logged metrics of a step, the last one that was read; durations are means over the steps since the last call."""
-    progress, step, learning_rates = run.progress, launched.step, launched.learning_rates
+    progress, step = run.progress, metrics.step
     step_seconds = run.throughput.mean_step_seconds(step, progress.seconds)
     has_routers = run.state.model.config.router_aux_loss_coef > 0
     return {
@@ -196,23 +182,20 @@ def collect_step_metrics(run: Run, launched: LaunchedStep, metrics: StepMetrics)
         "loss_smooth": progress.smooth_loss(step),
         **({"balance_loss": metrics.load_balancing_loss} if has_routers else {}),
         "grad_l2_norm": metrics.grad_norm,
-        "lr": max(learning_rates.values()),
-        **{f"lr/{group}": learning_rate for group, learning_rate in learning_rates.items()},
-        "tokens_seen": launched.tokens_seen,
-        "tokens_per_second": launched.tokens_seen / progress.seconds,
+        **metrics.at_launch,
+        "tokens_per_second": metrics.at_launch["tokens_seen"] / progress.seconds,
         "step_seconds": step_seconds,
-        **({} if launched.peak_seconds is None else {"mfu": launched.peak_seconds / step_seconds}),
+        **({} if metrics.peak_seconds is None else {"mfu": metrics.peak_seconds / step_seconds}),
         "seconds_left": progress.seconds / step * (run.settings.max_steps - step),
         "skipped_steps": progress.skipped,
-        **_loader_metrics(launched.loader),
     }
 
 
-def collect_monitor_metrics(run: Run, metrics: StepMetrics, monitor: MonitorResults | None) -> dict[str, float]:
+def collect_monitor_metrics(run: Run, metrics: StepMetrics) -> dict[str, float]:
     """Metrics that are collected in logged steps only. ``memory/...`` is the peak so far, in bytes."""
     peak_memory = {f"memory/{name}": value for name, value in memory.peak_memory(run.settings.device.type).items()}
     ratio = min(1.0, run.settings.max_grad_norm / (metrics.grad_norm + 1e-6)) if metrics.is_finite else math.nan
-    return {"grad_clip_ratio": ratio, **(monitor.metrics() if monitor else {}), **peak_memory}
+    return {"grad_clip_ratio": ratio, **(metrics.monitor.metrics() if metrics.monitor else {}), **peak_memory}
 
 
 def describe_memory(model: Transformer, optimizers: Optimizers, peak: int, planned: int) -> str:

@@ -11,7 +11,6 @@ import torch
 from config.data import LocalFiles
 from config.finetune.preference import PreferenceConfig
 from config.train import TrainConfig
-from config.training.objective import NextTokenConfig
 from config.training.parallel import FSDP
 from ddp.process_group import SINGLE_PROCESS, World
 from diffusionlm.checkpoints.base_fingerprint import BaseFingerprint, TensorDigest
@@ -24,7 +23,7 @@ from diffusionlm.diffusion.objectives import build_objective, why_not_nelbo
 from diffusionlm.diffusion.preference_reference import PreferenceReference
 from diffusionlm.evaluation.tasks.live_evaluation import LiveEvaluation
 from diffusionlm.evaluation.validation import Validator
-from diffusionlm.models.lora import find_dropout, start_values
+from diffusionlm.models.lora import start_values
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import build_optimizers
 from diffusionlm.optim.ema import WeightAverage
@@ -34,11 +33,13 @@ from diffusionlm.training.block_wrapping import prepare_model
 from diffusionlm.training.checkpointing.async_checkpointer import AsyncCheckpointer
 from diffusionlm.training.checkpointing.run_directory import RunDirectory
 from diffusionlm.training.checkpointing.save_coordinator import SaveCoordinator
+from diffusionlm.training.metrics import ThroughputMeter, TrainingProgress
 from diffusionlm.training.monitor import StepMonitor
 from diffusionlm.training.prefetch import Prefetcher
 from diffusionlm.training.samples import Samples, choose_example_input, choose_infills
 from diffusionlm.training.setup import (
     ModelBuilder,
+    build_perturbations,
     check_triton,
     choose_precision,
     create_model_builder,
@@ -50,7 +51,6 @@ from diffusionlm.training.setup import (
 from diffusionlm.training.skipped_batches import SkippedBatches
 from diffusionlm.training.spike_guard import SpikeGuard
 from diffusionlm.training.step import StepSettings, TrainState, autocast
-from diffusionlm.training.step_metrics import ThroughputMeter, TrainingProgress
 from files.terminal_text import print_message
 from tokenizer import Tokenizer
 
@@ -207,7 +207,8 @@ def build_train_state(
         ema = WeightAverage(model, config.training.ema_decay) if config.training.ema_decay else None
     guard = SpikeGuard(config.training.max_spike_deviations, config.training.spike_window, device)
     reference = build_reference(config, builder, world, device, precision)
-    return TrainState(model, parallel, optimizers, master_weights, ema, guard, find_dropout(model), reference)
+    perturbations = build_perturbations(config, model)
+    return TrainState(model, parallel, optimizers, master_weights, ema, guard, perturbations, reference)
 
 
 def build_reference(
@@ -244,7 +245,6 @@ def build_step_settings(
     config: TrainConfig, model: Transformer, device: torch.device, precision: torch.dtype, max_steps: int
 ) -> StepSettings:
     """The settings of ``train_step`` from the run's config."""
-    noise = None if isinstance(config.objective, NextTokenConfig | PreferenceConfig) else config.objective
     return StepSettings(
         objective=build_objective(config.objective, model.config),
         device=device,
@@ -253,9 +253,6 @@ def build_step_settings(
         max_grad_norm=config.training.max_grad_norm,
         schedule=config.schedule,
         reads_metrics_each_step=device.type == "cpu",
-        seed=config.run.seed,
-        mask_noise_steps=0 if noise is None else noise.mask_noise_steps,
-        mask_noise_std=0.0 if noise is None else noise.mask_noise_std,
     )
 
 

@@ -34,10 +34,10 @@ from diffusionlm.training.checkpointing.staging import (
     to_shards,
 )
 from diffusionlm.training.checkpointing.store import LoadedCheckpoint
+from diffusionlm.training.metrics import TrainingProgress
 from diffusionlm.training.run import Run
 from diffusionlm.training.setup import only_on_first_rank
 from diffusionlm.training.step import TrainState
-from diffusionlm.training.step_metrics import TrainingProgress
 from files.portable_path import portable_path
 from files.terminal_text import print_message
 from logger import RunLogger

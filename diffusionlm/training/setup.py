@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from config.finetune.preference import PreferenceConfig
 from config.model import ModelConfig
 from config.tokenizer import TokenizerConfig
 from config.train import TrainConfig
@@ -30,11 +32,16 @@ from diffusionlm.data.pipeline import MixtureComponent, check_shard_tokenizer
 from diffusionlm.data.reader import read_first_documents
 from diffusionlm.data.shards import ShardDocuments
 from diffusionlm.data.tokenization import train_tokenizer
+from diffusionlm.diffusion.noised_batch import NoisedBatch
+from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from diffusionlm.families.model_directory import read_model_config, resolve_model_directory
 from diffusionlm.models.init import init_weights, initial_value
+from diffusionlm.models.lora import find_dropout
+from diffusionlm.models.mask_noise import add_mask_noise
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import requires_whole_matrix
 from diffusionlm.training.adapters.adapter_spec import AdapterSpec
+from diffusionlm.training.step import Perturbation
 from profiling import memory, triton_setup
 from profiling.cores import usable_cores
 from profiling.torch_setup import has_native_bfloat16, select_device
@@ -332,3 +339,36 @@ def parameter_units(model: Transformer) -> list[ParameterUnit]:
 def only_on_first_rank(world: World, log: Log) -> Log:
     """``log`` on the first rank; elsewhere a function that does nothing."""
     return log if world.is_first else lambda text: None
+
+
+def build_perturbations(config: TrainConfig, model: Transformer) -> tuple[Perturbation, ...]:
+    """Noise of training forwards that the config asks for, keyed by seed and step: dropout of adapters, and noise on
+    the mask token's embedding."""
+    seed, dropout, objective = config.run.seed, find_dropout(model), config.objective
+    perturbations: list[Perturbation] = []
+    if dropout is not None:
+
+        def drop_adapters(step: int, noised_batch: NoisedBatch) -> AbstractContextManager[None]:
+            key = int(keyed_rng(seed, RngStream.ADAPTER_DROPOUT, step).integers(2**32))
+            length = noised_batch.inputs_BS.shape[1]
+            return dropout.forward_of(key, noised_batch.number_rows(), length, noised_batch.positions_N)
+
+        perturbations.append(drop_adapters)
+    if not isinstance(objective, NextTokenConfig | PreferenceConfig) and objective.mask_noise_steps:
+        num_steps, std = objective.mask_noise_steps, objective.mask_noise_std
+
+        @contextmanager
+        def add_noise(step: int, noised_batch: NoisedBatch) -> Iterator[None]:
+            if step >= num_steps or noised_batch.is_auxiliary:
+                yield
+                return
+            seeds_B = [
+                int(keyed_rng(seed, RngStream.MASK_NOISE, step, row).integers(2**62))
+                for row in noised_batch.number_rows("cpu").tolist()  # from a GPU this would wait
+            ]
+            num_tokens = noised_batch.inputs_BS.shape[1] // noised_batch.pattern.positions_per_token
+            with add_mask_noise(model, std, seeds_B, num_tokens):
+                yield
+
+        perturbations.append(add_noise)
+    return tuple(perturbations)

@@ -26,10 +26,9 @@ from diffusionlm.models.patterns import (
     DenseBias,
     PromptAndOwnBlock,
 )
-from diffusionlm.training.step_metrics import StepMetrics, TrainingProgress
+from diffusionlm.training.metrics import StepMetrics
 from files.atomic import write_bytes_atomic
 from files.json_files import read_json_object
-from logger import RunLogger
 
 MAX_RECORDS = 20
 """Records kept per rank, the newest."""
@@ -143,41 +142,6 @@ class SkippedBatches:
         for path in sorted(self.folder.glob(f"step-*-rank-{self._rank}.json"))[:-MAX_RECORDS]:
             path.unlink()
             path.with_suffix(".safetensors").unlink(missing_ok=True)
-
-
-def count_step(
-    metrics: StepMetrics,
-    progress: TrainingProgress,
-    skipped_batches: SkippedBatches,
-    logger: RunLogger,
-    max_consecutive_skips: int,
-) -> None:
-    """Count a step in ``progress``. If it was skipped, record its batch and log an event.
-
-    Raises:
-        ValueError: ``max_consecutive_skips`` (``training.max_nonfinite_steps``) steps in a row were skipped.
-    """
-    progress.count(metrics)
-    if metrics.is_accepted:
-        skipped_batches.release(metrics.step)
-        return
-    text = f"step {metrics.step}: skipped, loss {metrics.loss}, gradient norm {metrics.grad_norm}"
-    if metrics.is_finite:
-        text += ", a spike (training.max_spike_deviations)"
-    logger.event(metrics.step, "skipped", f"{text}; {skipped_batches.record(metrics)}")
-    if progress.skipped_in_a_row < max_consecutive_skips:
-        return
-    if metrics.is_finite:
-        reason = "spikes or not finite"
-        remedy = (
-            "if the loss rose for good, lower optimizer.learning_rate; otherwise raise training.max_spike_deviations"
-        )
-    else:
-        reason, remedy = "not finite", 'lower optimizer.learning_rate or set training.precision = "float32"'
-    raise ValueError(
-        f"{text}; the last {max_consecutive_skips} steps were {reason} (training.max_nonfinite_steps). The last "
-        f"checkpoint is intact; {remedy}"
-    )
 
 
 def load_skipped_step(path: Path) -> tuple[dict[str, Any], list[NoisedBatch]]:

@@ -3,7 +3,8 @@ it."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,18 +17,19 @@ from diffusionlm.data.loader import StepLoader
 from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.diffusion.objectives import Objective
 from diffusionlm.diffusion.preference_reference import PreferenceReference
-from diffusionlm.diffusion.rng import RngStream, keyed_rng
-from diffusionlm.models.lora import AdapterDropout
-from diffusionlm.models.mask_noise import add_mask_noise
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import Optimizers
 from diffusionlm.optim.ema import WeightAverage
 from diffusionlm.optim.lr_schedule import lr_factor
 from diffusionlm.optim.master_weights import MasterWeights
+from diffusionlm.training.metrics import StepMetrics
 from diffusionlm.training.monitor import StepMonitor
 from diffusionlm.training.signals import StopRequest
 from diffusionlm.training.spike_guard import SpikeGuard
 from profiling import nvtx
+
+Perturbation = Callable[[int, NoisedBatch], AbstractContextManager[None]]
+"""Called with the step, from 0, and a micro-batch; the context is that of its forward and backward."""
 
 
 @dataclass
@@ -41,8 +43,8 @@ class TrainState:
     """Float32 copies of bfloat16 weights; empty if all weights are float32."""
     ema: WeightAverage | None
     spike_guard: SpikeGuard
-    dropout: AdapterDropout | None = None
-    """Dropout of the model's adapters. None: there is none."""
+    perturbations: tuple[Perturbation, ...] = ()
+    """Noise that only training has: dropout of adapters, noise on the mask token's embedding."""
     reference: PreferenceReference | None = None
     """What preferences are compared with. None: another objective."""
 
@@ -60,11 +62,6 @@ class StepSettings:
     schedule: LRScheduleConfig
     reads_metrics_each_step: bool
     """True on a CPU, which has computed them already; on a GPU reading them waits for the device."""
-    seed: int = 0
-    """Of dropout and of noise on the mask token's embedding."""
-    mask_noise_steps: int = 0
-    """First steps with such noise."""
-    mask_noise_std: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -77,20 +74,6 @@ class StepBatch:
     loss_denominator: float
     """The sum of weighted losses is divided by it; 1.0 if no position was masked, so that the loss is zero."""
     num_target_tokens: int
-
-
-@dataclass(frozen=True)
-class DeviceStepMetrics:
-    """Results of a step as 0-d tensors, which a GPU may still be computing."""
-
-    loss: Tensor
-    """Nats per target token, unless the objective divides by something else."""
-    grad_norm: Tensor
-    """L2 norm before clipping."""
-    load_balancing_loss: Tensor
-    """The routers' auxiliary loss with its weight. The gradient contains it, `loss` does not."""
-    is_accepted: Tensor
-    """False if the step was skipped."""
 
 
 def load_step_batch(loader: StepLoader, step: int, world: World, stop: StopRequest) -> StepBatch:
@@ -108,7 +91,7 @@ def load_step_batch(loader: StepLoader, step: int, world: World, stop: StopReque
 
 def train_step(
     state: TrainState, loader: StepLoader, batch: StepBatch, settings: StepSettings, monitor: StepMonitor
-) -> DeviceStepMetrics:
+) -> StepMetrics:
     """Make one optimizer step. A step with a spike or a loss or gradient that is not finite changes no weights."""
     loss, load_balancing_loss = backward_micro_batches(state, batch, settings, monitor)
     has_next_step, waits_for_device = batch.step + 1 < settings.max_steps, not state.optimizers.can_skip_on_device
@@ -121,7 +104,7 @@ def train_step(
         apply_update(state, is_accepted, lr_factor(settings.schedule, batch.step, settings.max_steps), settings.device)
     if has_next_step and not waits_for_device:
         loader.prefetch(batch.step + 1)  # when the update is launched, so that the device has work
-    return DeviceStepMetrics(loss, grad_norm, load_balancing_loss, is_accepted)
+    return StepMetrics.from_tensors(batch.step + 1, loss, grad_norm, load_balancing_loss, is_accepted)
 
 
 def backward_micro_batches(
@@ -142,11 +125,10 @@ def backward_micro_batches(
             settings.objective.build_loss_inputs(noised_batch, batch.loss_denominator),
             load_balancing_weight=load_balancing_weight,
         )
-        with (
-            state.parallel.backward(is_last=index == num_micro_batches - 1),
-            _dropout_of(state, settings.seed, batch.step, noised_batch),
-            _mask_noise_of(state, settings, batch.step, noised_batch),
-        ):
+        with ExitStack() as contexts:
+            contexts.enter_context(state.parallel.backward(is_last=index == num_micro_batches - 1))
+            for perturb in state.perturbations:
+                contexts.enter_context(perturb(batch.step, noised_batch))
             if state.reference is not None:
                 with nvtx.annotate("reference"), autocast(settings):
                     loss_inputs, pairs = state.reference.weigh(state.model, noised_batch, loss_inputs)
@@ -168,29 +150,6 @@ def backward_micro_batches(
             load_balancing_loss += output.load_balancing_loss.detach()
     state.parallel.world.all_reduce_on_device(sums)
     return loss, load_balancing_loss
-
-
-def _dropout_of(state: TrainState, seed: int, step: int, noised_batch: NoisedBatch) -> AbstractContextManager[None]:
-    """Context in which the adapters have dropout, if they have any."""
-    if state.dropout is None:
-        return nullcontext()
-    key = int(keyed_rng(seed, RngStream.ADAPTER_DROPOUT, step).integers(2**32))
-    length = noised_batch.inputs_BS.shape[1]
-    return state.dropout.forward_of(key, noised_batch.number_rows(), length, noised_batch.positions_N)
-
-
-def _mask_noise_of(
-    state: TrainState, settings: StepSettings, step: int, noised_batch: NoisedBatch
-) -> AbstractContextManager[None]:
-    """Context in which the mask token's embedding has noise, in the first steps."""
-    if step >= settings.mask_noise_steps or noised_batch.is_auxiliary:
-        return nullcontext()
-    seeds_B = [
-        int(keyed_rng(settings.seed, RngStream.MASK_NOISE, step, row).integers(2**62))
-        for row in noised_batch.number_rows("cpu").tolist()  # from a GPU this would wait
-    ]
-    num_tokens = noised_batch.inputs_BS.shape[1] // noised_batch.pattern.positions_per_token
-    return add_mask_noise(state.model, settings.mask_noise_std, seeds_B, num_tokens)
 
 
 def autocast(settings: StepSettings) -> torch.autocast:

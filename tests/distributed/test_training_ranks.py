@@ -19,9 +19,10 @@ from ddp.process_group import World
 from diffusionlm.data.loader import StepLoader
 from diffusionlm.training import loop
 from diffusionlm.training import run as run_module
+from diffusionlm.training.metrics import StepMetrics
 from diffusionlm.training.run import Run
 from diffusionlm.training.signals import StopRequest
-from diffusionlm.training.step import DeviceStepMetrics, StepBatch, TrainState, load_step_batch, train_step
+from diffusionlm.training.step import StepBatch, TrainState, load_step_batch, train_step
 from profiling.trace import StepProfiler
 from tests.conftest import MakeModel
 from tests.distributed.forked import run_ranks, spawn_ranks
@@ -174,7 +175,7 @@ def test_nonfinite_step_of_one_rank_is_skipped_by_all_ranks(
     config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
-    def poisoned(state: TrainState, loader: Any, batch: StepBatch, *args: Any) -> DeviceStepMetrics:
+    def poisoned(state: TrainState, loader: Any, batch: StepBatch, *args: Any) -> StepMetrics:
         if batch.step == 3 and state.parallel.world.rank == 1:
             batch.noised_batches[0].weights_N[0] = float("nan")
         return train_step(state, loader, batch, *args)

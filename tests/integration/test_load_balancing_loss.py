@@ -13,11 +13,11 @@ from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
 from diffusionlm.training.loop import train
-from diffusionlm.training.reporting import LaunchedStep, collect_step_metrics
+from diffusionlm.training.metrics import StepMetrics
+from diffusionlm.training.reporting import collect_launch_metrics, collect_step_metrics
 from diffusionlm.training.run import Run, build_run
 from diffusionlm.training.signals import StopRequest
 from diffusionlm.training.step import load_step_batch, train_step
-from diffusionlm.training.step_metrics import StepMetrics, StepMetricsQueue
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_hidden_layers": 2}
 
@@ -57,9 +57,7 @@ def one_step(config: TrainConfig) -> tuple[StepMetrics, dict[str, torch.Tensor],
         keep: Any = Keep()
         run.state.optimizers = keep
         batch = load_step_batch(run.loader, 0, run.world, StopRequest())
-        queue = StepMetricsQueue()
-        queue.put(1, train_step(run.state, run.loader, batch, run.settings, run.monitor))
-        [metrics] = queue.pop_all()
+        metrics = train_step(run.state, run.loader, batch, run.settings, run.monitor)
         assert metrics.is_finite
     return metrics, gradients, batch.noised_batches, run
 
@@ -99,7 +97,8 @@ def test_it_is_logged_where_it_is_trained(config: TrainConfig, tmp_path: Path) -
         numbers, _, draws, run = one_step(sparse(config, tmp_path / str(coefficient), coefficient))
         run.progress.step, run.progress.seconds = 1, 1.0
         run.state.optimizers.learning_rates = lambda: {"all": 1.0}  # type: ignore[method-assign]
-        values = collect_step_metrics(run, LaunchedStep.last(run, draws), numbers)
+        collect_launch_metrics(run, numbers, draws)
+        values = collect_step_metrics(run, numbers)
         assert values.get("balance_loss", 0.0) == numbers.load_balancing_loss
         assert ("balance_loss" in values) == (coefficient > 0)
 

@@ -129,7 +129,7 @@ def one_step(
         run.state.optimizers = keep
         batch = load_step_batch(run.loader, 0, run.world, StopRequest())
         metrics = train_step(run.state, run.loader, batch, run.settings, run.monitor)
-        return metrics.loss.item(), keep.gradients, batch.noised_batches
+        return metrics.loss, keep.gradients, batch.noised_batches
 
 
 @pytest.mark.parametrize("name", ["stages", "masked", "annealed", "next token, too"])
@@ -271,7 +271,7 @@ def test_the_loss_of_next_token_is_its_validation_loss(config: TrainConfig) -> N
         assert isinstance(run.loader, Loader)
         rows = run.loader.rows.read(0, None, config.training.batch_size)[0]
         batch = load_step_batch(run.loader, 0, run.world, StopRequest())
-        loss = train_step(run.state, run.loader, batch, run.settings, run.monitor).loss.item()
+        loss = train_step(run.state, run.loader, batch, run.settings, run.monitor).loss
         stack = [
             np.stack([getattr(row, name) for row in rows]) for name in ("tokens_L", "loss_mask_L", "document_ids_L")
         ]

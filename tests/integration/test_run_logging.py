@@ -25,9 +25,9 @@ from diffusionlm.inference.generate import infill
 from diffusionlm.inference.text import parse_infill
 from diffusionlm.training import loop
 from diffusionlm.training.loop import train
+from diffusionlm.training.metrics import StepMetrics
 from diffusionlm.training.reporting import RunSummary, collect_monitor_metrics
-from diffusionlm.training.step import DeviceStepMetrics, StepBatch, train_step
-from diffusionlm.training.step_metrics import StepMetrics
+from diffusionlm.training.step import StepBatch, train_step
 from logger.report.reading import RENAMED_METRICS
 from tests.unit.logger.test_weights_and_biases import FakeWandb
 
@@ -189,7 +189,7 @@ def test_the_copies_learn_how_the_run_ended(ending: str, config: TrainConfig, mo
     monkeypatch.setitem(sys.modules, "wandb", fake)
     config = logging(config, config.run.directory, wandb={"mode": "offline"})
 
-    def step(state: Any, loader: Any, batch: StepBatch, *args: Any) -> DeviceStepMetrics:
+    def step(state: Any, loader: Any, batch: StepBatch, *args: Any) -> StepMetrics:
         if batch.step == 3 and ending == "signal":
             signal.raise_signal(signal.SIGTERM)
         if batch.step == 3 and ending == "error":
@@ -219,7 +219,7 @@ def test_the_copies_learn_how_the_run_ended(ending: str, config: TrainConfig, mo
 def test_gradient_clip_ratio_is_recorded(grad_norm: float, ratio: float) -> None:
     settings = SimpleNamespace(max_grad_norm=2.0, device=torch.device("cpu"))
     run: Any = SimpleNamespace(settings=settings)
-    values = collect_monitor_metrics(run, StepMetrics(1, 2.0, grad_norm, 0.0, True), None)
+    values = collect_monitor_metrics(run, StepMetrics(1, torch.tensor([2.0, grad_norm, 0.0, 1.0])))
     assert values["grad_clip_ratio"] == pytest.approx(ratio, rel=1e-5, nan_ok=True)
     assert values["memory/peak_resident"] > 2**20
 

@@ -17,15 +17,15 @@ from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.optim.build import Optimizers
-from diffusionlm.training import loop, step_metrics
+from diffusionlm.training import loop
 from diffusionlm.training.block_wrapping import compile_blocks
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
 from diffusionlm.training.loop import train, train_remaining_steps
+from diffusionlm.training.metrics import StepMetrics
 from diffusionlm.training.run import Run, build_run
 from diffusionlm.training.signals import StopRequest
 from diffusionlm.training.spike_guard import SpikeGuard
 from diffusionlm.training.step import load_step_batch, train_step
-from diffusionlm.training.step_metrics import StepMetrics, StepMetricsQueue
 from logger import LoggerGroup
 from logger.run_logger import Metrics
 from tests.conftest import MakeModel
@@ -92,19 +92,18 @@ def test_a_logged_step_is_read_when_the_next_one_is_launched(
     """The device has work while the host logs; before a checkpoint and at the end all steps are read. The log is that
     of a run that reads each step at once."""
     calls: list[Any] = []
-    original_pop = StepMetricsQueue._pop
+    original_update = loop.update_progress
 
     def launch(state: Any, loader: Any, batch: Any, *rest: Any) -> Any:
         calls.append(batch.step + 1)
         return train_step(state, loader, batch, *rest)
 
-    def pop(queue: StepMetricsQueue, count: int) -> list[StepMetrics]:
-        finished = original_pop(queue, count)
-        calls.extend([[metrics.step for metrics in finished]] if finished else [])
-        return finished
+    def update(metrics: StepMetrics, *rest: Any) -> None:
+        original_update(metrics, *rest)
+        calls.append(f"read {metrics.step}")
 
     monkeypatch.setattr(loop, "train_step", launch)
-    monkeypatch.setattr(StepMetricsQueue, "_pop", pop)
+    monkeypatch.setattr(loop, "update_progress", update)
     logs = []
     for name in ("late", "at once"):
         calls.clear()
@@ -116,7 +115,9 @@ def test_a_logged_step_is_read_when_the_next_one_is_launched(
             train_remaining_steps(run, logger, stop)
         logs.append(logger.values)
         if name == "late":
-            assert calls == [1, 2, 3, [1, 2], 4, 5, [3, 4], 6, [5, 6], 7, 8, [7, 8]]
+            read = {step: f"read {step}" for step in range(1, 9)}
+            expected = [1, 2, 3, read[1], read[2], 4, 5, read[3], read[4], 6, read[5], read[6], 7, 8, read[7], read[8]]
+            assert calls == expected
     assert list(logs[0]) == list(logs[1]) == [2, 4, 6, 8]
     for step, values in logs[0].items():
         assert values == logs[1][step]
@@ -188,7 +189,7 @@ def test_delayed_skip_events_have_their_step_numbers(
 def test_batches_of_skipped_steps_are_kept_however_late_metrics_are_logged(
     config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_metrics, "MAX_PENDING_STEPS", 4)
+    monkeypatch.setattr(loop, "MAX_UNREAD_STEPS", 4)
     monkeypatch.setattr(SpikeGuard, "is_accepted", lambda guard, loss, grad_norm: torch.tensor(False))
     run = build_changed_run(
         config,

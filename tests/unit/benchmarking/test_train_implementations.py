@@ -20,7 +20,8 @@ from config.bench.training import Precision
 from config.training.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.patterns import BlockDiffusion as BlockDiffusionPattern
-from diffusionlm.training.step import DeviceStepMetrics, StepBatch, TrainState, train_step
+from diffusionlm.training.metrics import StepMetrics
+from diffusionlm.training.step import StepBatch, TrainState, train_step
 from tests.unit.benchmarking.train_cases import make_case, make_shape
 
 OBJECTIVES: tuple[ObjectiveConfig, ...] = (
@@ -69,7 +70,7 @@ def test_a_peer_has_the_experts_of_the_shape() -> None:
 def test_our_step_is_that_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[int] = []
 
-    def spy(state: TrainState, loader: Any, batch: StepBatch, *args: Any) -> DeviceStepMetrics:
+    def spy(state: TrainState, loader: Any, batch: StepBatch, *args: Any) -> StepMetrics:
         steps.append(batch.step)
         [noised_batch] = batch.noised_batches
         assert noised_batch.inputs_BS.shape == (4, 32) and state.optimizers.learning_rates()["hidden"] == 1e-4

@@ -21,7 +21,7 @@ from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.models.lora import LoRALinear, adapter_modules, add_adapter
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, BlockDiffusion, Causal
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.training.step_metrics import ThroughputMeter, compute_batch_flops, count_visible_keys
+from diffusionlm.training.metrics import ThroughputMeter, compute_batch_flops, count_visible_keys
 from profiling.adapter_size import measure_adapter
 from profiling.estimate import CheckpointingMode, ResourceEstimate, estimate_resources, estimate_run
 from profiling.flops import (

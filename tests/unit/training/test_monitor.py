@@ -18,13 +18,12 @@ from diffusionlm.kernels.loss_types import LossInputs
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.master_weights import MasterWeights
+from diffusionlm.training.metrics import NUM_LOSS_BINS, summarize_norms
 from diffusionlm.training.monitor import (
-    NUM_LOSS_BINS,
     ActivationNorms,
     StepMonitor,
     compute_weight_norms,
     sum_losses_by_masked_fraction,
-    summarize_norms,
 )
 from tests.conftest import MakeModel
 

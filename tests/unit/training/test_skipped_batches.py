@@ -15,12 +15,12 @@ import torch
 from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.models.patterns import Bidirectional, BlockDiffusion
 from diffusionlm.training import skipped_batches
+from diffusionlm.training.metrics import StepMetrics
 from diffusionlm.training.skipped_batches import SkippedBatches, load_skipped_step
-from diffusionlm.training.step_metrics import StepMetrics
 
 
 def skipped(step: int, loss: float = 2.5) -> StepMetrics:
-    return StepMetrics(step, loss, grad_norm=1.0, load_balancing_loss=0.0, is_accepted=False)
+    return StepMetrics(step, torch.tensor([loss, 1.0, 0.0, 0.0]))
 
 
 def letters(ids: list[int]) -> str:

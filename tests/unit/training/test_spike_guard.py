@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffusionlm.training.skipped_batches import SkippedBatches, count_step
+from diffusionlm.training.loop import update_progress
+from diffusionlm.training.metrics import StepMetrics, TrainingProgress
+from diffusionlm.training.skipped_batches import SkippedBatches
 from diffusionlm.training.spike_guard import SpikeGuard
-from diffusionlm.training.step_metrics import StepMetrics, TrainingProgress
 from logger import LoggerGroup
 from logger.run_logger import Metrics
 
@@ -148,7 +149,7 @@ def test_a_gpu_decides_as_a_cpu() -> None:
 
 
 def metrics_of(step: int, loss: float, grad_norm: float, is_accepted: bool) -> StepMetrics:
-    return StepMetrics(step, loss, grad_norm, 0.0, is_accepted)
+    return StepMetrics(step, torch.tensor([loss, grad_norm, 0.0, float(is_accepted)]))
 
 
 @pytest.fixture
@@ -173,7 +174,7 @@ def test_steps_are_counted_recorded_and_logged(batches: SkippedBatches, tmp_path
     accepted, spike = metrics_of(1, 5.0, 1.0, True), metrics_of(2, 50.0, 9.0, False)
     not_finite = metrics_of(3, math.nan, 1.0, False)
     for metrics in (accepted, spike, not_finite):
-        count_step(metrics, progress, batches, logger, 3)
+        update_progress(metrics, progress, batches, logger, 3)
     assert progress == TrainingProgress(loss_average=0.02 * 5.0, skipped_in_a_row=2, skipped=2)
     assert {path.name for path in tmp_path.glob("*.json")} == {
         "step-00000002-rank-0.json",
@@ -185,7 +186,7 @@ def test_steps_are_counted_recorded_and_logged(batches: SkippedBatches, tmp_path
     assert str(tmp_path / "step-00000002-rank-0.json") in texts[0]
     with pytest.raises(KeyError):  # it was released
         batches.record(metrics_of(1, 5.0, 1.0, False))
-    count_step(metrics_of(4, 5.0, 1.0, True), progress, batches, logger, 3)
+    update_progress(metrics_of(4, 5.0, 1.0, True), progress, batches, logger, 3)
     assert (progress.skipped, progress.skipped_in_a_row) == (2, 0)
 
 
@@ -199,7 +200,7 @@ def test_steps_are_counted_recorded_and_logged(batches: SkippedBatches, tmp_path
 def test_too_many_skipped_steps_in_a_row_are_an_error(loss: float, message: str, batches: SkippedBatches) -> None:
     progress, logger = TrainingProgress(), Events()
     for step in (1, 2):
-        count_step(metrics_of(step, loss, 1.0, False), progress, batches, logger, 3)
+        update_progress(metrics_of(step, loss, 1.0, False), progress, batches, logger, 3)
     with pytest.raises(ValueError, match=message):
-        count_step(metrics_of(3, loss, 1.0, False), progress, batches, logger, 3)
+        update_progress(metrics_of(3, loss, 1.0, False), progress, batches, logger, 3)
     assert len(logger.events) == 3

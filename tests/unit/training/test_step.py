@@ -8,6 +8,7 @@ import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -23,11 +24,13 @@ from diffusionlm.optim.build import Optimizers, build_optimizers
 from diffusionlm.training import block_wrapping
 from diffusionlm.training.block_wrapping import MIN_CPU_FLOPS, should_compile_blocks
 from diffusionlm.training.garbage import GarbageCollection
+from diffusionlm.training.loop import DueActions, MetricsTracker
+from diffusionlm.training.metrics import StepMetrics, TrainingProgress
 from diffusionlm.training.prefetch import Prefetcher
 from diffusionlm.training.reporting import describe_memory
 from diffusionlm.training.setup import check_triton
-from diffusionlm.training.step import DeviceStepMetrics
-from diffusionlm.training.step_metrics import StepMetrics, StepMetricsQueue
+from diffusionlm.training.step import StepBatch
+from logger import LoggerGroup
 from profiling import triton_setup
 from tests.tiny_run import build_changed_run
 
@@ -71,27 +74,33 @@ def test_optimizers_without_device_skip_are_detected() -> None:
     assert not optimizers.can_skip_on_device
 
 
-def test_numbers_are_read_in_order() -> None:
-    queue = StepMetricsQueue()
-    for step, loss, is_accepted in ((1, 1.5, True), (2, float("nan"), False)):
-        numbers = torch.tensor([loss, 0.25, 0.0]).unbind()
-        queue.put(step, DeviceStepMetrics(numbers[0], numbers[1], numbers[2], torch.tensor(is_accepted)))
-    first, second = queue.pop_all()
-    assert first == StepMetrics(1, 1.5, 0.25, 0.0, True)
-    assert first.is_finite
-    assert (second.step, second.is_finite) == (2, False)
-    assert queue.pop_all() == []
+def test_a_step_that_is_not_finite() -> None:
+    numbers = torch.tensor([1.5, 0.25, 0.0]).unbind()
+    metrics = StepMetrics.from_tensors(1, numbers[0], numbers[1], numbers[2], torch.tensor(True))
+    assert (metrics.loss, metrics.grad_norm, metrics.is_accepted, metrics.is_finite) == (1.5, 0.25, True, True)
+    for index in (0, 1):
+        values = [1.5, 0.25, 0.0, 0.0]
+        values[index] = float("nan")
+        metrics = StepMetrics(2, torch.tensor(values))
+        assert not metrics.is_accepted and not metrics.is_finite
 
 
 def test_many_unread_numbers_are_read_from_the_oldest_on() -> None:
-    queue, numbers = StepMetricsQueue(), torch.zeros(3).unbind()
-    counts = []
+    counted: list[int] = []
+    run: Any = SimpleNamespace(
+        settings=SimpleNamespace(reads_metrics_each_step=False),
+        config=SimpleNamespace(training=SimpleNamespace(max_nonfinite_steps=3)),
+        progress=TrainingProgress(),
+        skipped_batches=SimpleNamespace(release=counted.append),
+    )
+    tracker, batch = MetricsTracker(run, LoggerGroup()), StepBatch(0, [], 1.0, 1)
+    nothing_due = DueActions(log=False, validate=False, evaluate=False, sample=False, save=False, is_end=False)
+    num_counted = []
     for step in range(1, 41):
-        queue.put(step, DeviceStepMetrics(numbers[0], numbers[1], numbers[2], torch.tensor(True)))
-        if finished := queue.pop_oldest():
-            counts.append([metrics.step for metrics in finished])
-    assert counts == [list(range(first, first + 8)) for first in (1, 9, 17, 25)]
-    assert [metrics.step for metrics in queue.pop_all()] == list(range(33, 41))
+        tracker.add_step(StepMetrics(step, torch.tensor([1.0, 1.0, 0.0, 1.0])), batch, nothing_due)
+        num_counted.append(len(counted))
+    assert counted == list(range(1, 33))
+    assert [num_counted[step - 1] for step in (15, 16, 23, 24, 31, 32, 39, 40)] == [0, 8, 8, 16, 16, 24, 24, 32]
 
 
 def test_prefetcher_state_matches_the_consumed_step(config: TrainConfig, tmp_path: Path) -> None:

@@ -1,0 +1,256 @@
+"""Metrics of training steps: read from the device late, counted over the run, and related to the device's peak
+FLOPs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from config.finetune.lora import LoraConfig
+from config.model import ModelConfig
+from diffusionlm.diffusion.noised_batch import NoisedBatch
+from profiling.adapter_size import measure_adapter
+from profiling.flops import peak_flops, step_flops
+
+NUM_LOSS_BINS = 5
+"""Bins of equal width for the masked fraction: (0, 0.2], (0.2, 0.4] and so on."""
+
+LOSS_AVERAGE_DECAY, LOSS_AVERAGE_GAIN = 0.98, 0.02
+
+
+class AsyncHostCopy:
+    """Values on their way to the host: from a GPU they are copied asynchronously, through pinned memory."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values, self._event = values, None
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, dtype=values.dtype).pin_memory()
+            self._values.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def read(self) -> list[float]:
+        """Wait until the device has computed the values, which are one-dimensional, and return them. What was launched
+        later is not waited for."""
+        if self._event is not None:
+            self._event.synchronize()
+        numbers: list[float] = self._values.tolist()
+        return numbers
+
+
+@dataclass(frozen=True)
+class MonitorResults:
+    """What a `StepMonitor` has computed in a step."""
+
+    numbers: AsyncHostCopy
+    """2 K + 1 + 6 + 3 sums, see `StepMonitor`, and the norms."""
+    norm_names: tuple[str, ...]
+    """``weight_norms/<parameter>`` and ``activation_norms/<module>``, in the order of the norms."""
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the step; waits until the device has made it.
+
+        ``mask_ratio``: masked tokens per target token. ``loss_by_masked_fraction/0.2-0.4``: unweighted nats per masked
+        token where more than 0.2 and at most 0.4 of the sequence, or block, was masked; left out if there was none.
+        ``loss_answer``, ``loss_fill``: the loss of answers and of the fill after them, each divided by its own part of
+        the denominator; left out if no answer has fill. ``loss_next_token``: the auxiliary loss, without its weight.
+        ``preference_accuracy``, ``preference_margin``: share of the preferences with a positive margin, and its mean
+        (`preference_margins`).
+        ``weight_norms/...`` and ``activation_norms/...``: see `summarize_norms`.
+        """
+        values = iter(self.numbers.read())
+        nll_K, count_K = list(islice(values, NUM_LOSS_BINS)), list(islice(values, NUM_LOSS_BINS))
+        num_targets = next(values)
+        metrics = {"mask_ratio": sum(count_K) / num_targets} if num_targets else {}
+        for index, (nll, count) in enumerate(zip(nll_K, count_K, strict=True)):
+            bin_name = f"{index / NUM_LOSS_BINS:g}-{(index + 1) / NUM_LOSS_BINS:g}"
+            if count:
+                metrics[f"loss_by_masked_fraction/{bin_name}"] = nll / count
+        (answer, fill, next_token), (num_answer, num_fill, num_next_token) = islice(values, 3), islice(values, 3)
+        if num_answer and num_fill:
+            metrics |= {"loss_answer": answer / num_answer, "loss_fill": fill / num_fill}
+        if num_next_token:
+            metrics["loss_next_token"] = next_token / num_next_token
+        num_pairs, num_right, margin = islice(values, 3)
+        if num_pairs:
+            metrics |= {"preference_accuracy": num_right / num_pairs, "preference_margin": margin / num_pairs}
+        return metrics | summarize_norms(dict(zip(self.norm_names, values, strict=True)))
+
+
+def summarize_norms(norms: dict[str, float]) -> dict[str, float]:
+    """The norms by ``prefix/<name>``, and before those of each prefix their ``prefix/mean``, ``/min`` and ``/max``."""
+    metrics: dict[str, float] = {}
+    for prefix in dict.fromkeys(name.partition("/")[0] for name in norms):
+        values = {name: value for name, value in norms.items() if name.partition("/")[0] == prefix}
+        numbers = values.values()
+        metrics |= {f"{prefix}/mean": sum(numbers) / len(numbers)}
+        metrics |= {f"{prefix}/min": min(numbers), f"{prefix}/max": max(numbers), **values}
+    return metrics
+
+
+class StepMetrics:
+    """The metrics of a step. A GPU may still be computing its results: asking for one of them waits for the step."""
+
+    def __init__(self, step: int, results_4: Tensor) -> None:
+        """``step``: from 1. ``results_4``: loss, gradient norm, load-balancing loss and 1.0 if it was accepted."""
+        self.step, self.results_4 = step, results_4
+        self._copy = AsyncHostCopy(results_4)
+        self.at_launch: dict[str, Any] = {}
+        """Logged metrics that are known when the step is launched; empty if it is not logged."""
+        self.peak_seconds: float | None = None
+        """Seconds at the peak of the device: see `ThroughputMeter.count_peak_seconds`."""
+        self.monitor: MonitorResults | None = None
+
+    @classmethod
+    def from_tensors(
+        cls, step: int, loss: Tensor, grad_norm: Tensor, load_balancing_loss: Tensor, is_accepted: Tensor
+    ) -> StepMetrics:
+        """All 0-d, on the device."""
+        return cls(step, torch.stack([loss, grad_norm, load_balancing_loss, is_accepted.to(loss.dtype)]))
+
+    def wait(self) -> None:
+        """Wait for the device."""
+        _ = self._results
+
+    @cached_property
+    def _results(self) -> list[float]:
+        return self._copy.read()
+
+    @property
+    def loss(self) -> float:
+        """Nats per target token, unless the objective divides by something else."""
+        return self._results[0]
+
+    @property
+    def grad_norm(self) -> float:
+        """L2 norm before clipping."""
+        return self._results[1]
+
+    @property
+    def load_balancing_loss(self) -> float:
+        """The routers' auxiliary loss with its weight. The gradient contains it, `loss` does not."""
+        return self._results[2]
+
+    @property
+    def is_accepted(self) -> bool:
+        """False if the step was skipped."""
+        return bool(self._results[3])
+
+    @property
+    def is_finite(self) -> bool:
+        """True if loss and gradient norm are finite. Otherwise the step is never accepted."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+@dataclass
+class TrainingProgress:
+    """Counters of a run. The field names are keys of state.json."""
+
+    step: int = 0
+    tokens_seen: int = 0
+    """Target tokens of all ranks."""
+    seconds: float = 0.0
+    """Duration of training steps, also of those before the run was resumed."""
+    loss_average: float = 0.0
+    """Exponential average of the loss of accepted steps, without bias correction."""
+    skipped_in_a_row: int = 0
+    skipped: int = 0
+
+    def smooth_loss(self, last_step: int) -> float:
+        """`loss_average` with bias correction; ``last_step`` is the last step that was counted."""
+        return self.loss_average / (1.0 - LOSS_AVERAGE_DECAY ** max(1, last_step - self.skipped))
+
+    def count(self, metrics: StepMetrics) -> None:
+        """Update the loss average, or the numbers of skipped steps."""
+        if metrics.is_accepted:
+            self.skipped_in_a_row = 0
+            self.loss_average = LOSS_AVERAGE_DECAY * self.loss_average + LOSS_AVERAGE_GAIN * metrics.loss
+        else:
+            self.skipped_in_a_row += 1
+            self.skipped += 1
+
+
+class ThroughputMeter:
+    """Seconds per step, and model FLOPs utilization (MFU) where the device's peak is known."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        device: torch.device,
+        adapter: LoraConfig | None = None,
+        *,
+        has_reference: bool = False,
+    ) -> None:
+        """``adapter``: trained on the frozen model. None: the model is trained. ``has_reference``: of preferences."""
+        self.model, self.has_reference = model, has_reference
+        self.active_factors = None if adapter is None else measure_adapter(adapter, model).active_factors
+        self.peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        self._last_reading = (0, 0.0)
+
+    def mean_step_seconds(self, step: int, seconds: float) -> float:
+        """Mean duration of the steps since the last call; ``step`` and ``seconds`` are totals of the run."""
+        last_step, last_seconds = self._last_reading
+        self._last_reading = (step, seconds)
+        return (seconds - last_seconds) / max(1, step - last_step)
+
+    def resume_from(self, step: int, seconds: float) -> None:
+        """Set the totals of a resumed run."""
+        self._last_reading = (step, seconds)
+
+    def count_peak_seconds(self, noised_batches: Sequence[NoisedBatch]) -> float | None:
+        """Seconds that a step on these batches would take at the device's peak: the MFU is this, divided by the step's
+        duration. None: the peak is unknown. The device is not read."""
+        if self.peak is None:
+            return None
+        flops = sum(
+            compute_batch_flops(self.model, batch, self.active_factors, has_reference=self.has_reference)
+            for batch in noised_batches
+        )
+        return flops / self.peak
+
+
+def compute_batch_flops(
+    model: ModelConfig,
+    noised_batch: NoisedBatch,
+    active_factors: int | None = None,
+    *,
+    has_reference: bool = False,
+) -> float:
+    """FLOPs of a batch's forward and backward: only visible keys count, and in the last layer only output positions.
+    They are counted on the host, from the batch that was copied to the device.
+
+    ``active_factors``, ``has_reference``: see `step_flops`.
+    """
+    noised_batch = noised_batch.on_host or noised_batch
+    layer_types = model.layer_types or ["full_attention"] * model.num_hidden_layers
+    windows = [model.sliding_window if kind == "sliding_attention" else None for kind in layer_types]
+    counts = {window: count_visible_keys(noised_batch, window) for window in dict.fromkeys(windows)}
+    pairs = [int(counts[window].sum()) for window in windows[:-1]]
+    last_counts = counts[windows[-1]]
+    pairs.append(int(last_counts.flatten()[noised_batch.positions_N.to(last_counts.device)].sum()))
+    return step_flops(
+        model,
+        model.vocab_size,
+        positions=noised_batch.inputs_BS.numel(),
+        scored=len(noised_batch.positions_N),
+        pairs=pairs,
+        active_factors=active_factors,
+        has_reference=has_reference,
+    )
+
+
+def count_visible_keys(noised_batch: NoisedBatch, window: int | None) -> Tensor:
+    """Number of keys that each input position attends to, [B, S], on the CPU."""
+    shape = noised_batch.inputs_BS.shape
+    intervals = noised_batch.pattern.to("cpu").intervals(shape[1], "cpu", window)
+    if intervals is None:
+        return noised_batch.pattern.dense_mask(shape[1], "cpu", window).sum(dim=-1).expand(shape)
+    starts_BSR, ends_BSR = intervals
+    return (ends_BSR - starts_BSR).sum(dim=-1).expand(shape)
