@@ -20,7 +20,7 @@ ALLOWED = {
     "ddp/replicas.py:check_replicas_equal": "hashes of all parameters: once in a checkpoint",
     # tensors on the CPU
     "diffusionlm/diffusion/layout.py:build_noised_batch": "batches are noised on the CPU",
-    "diffusionlm/inference/unmasking_schedules.py:dream_tokens_per_step": "a schedule of a request",
+    "diffusionlm/inference/strategy.py:dream_tokens_per_step": "a schedule of a request",
     "diffusionlm/models/tiled.py:build_tiles": "tiles are for the CPU",
     # results
     "diffusionlm/evaluation/likelihood/copies.py:_read_logits": "log-probabilities: once in a forward",

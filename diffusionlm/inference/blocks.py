@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diffusionlm.inference.settings import DecodingSettings
-from diffusionlm.inference.unmasking_schedules import even_tokens_per_step
 
 TIE_DECIMALS = 5
 """Rounding in the model moves equal confidences apart by less than this."""
@@ -94,7 +93,8 @@ def split_into_blocks(
             f"{num_masked} tokens): set at least one step per block"
         )
     if config.steps is not None and groups:
-        num_steps = list(even_tokens_per_step(config.steps, len(groups)))
+        share, surplus = divmod(config.steps, len(groups))
+        num_steps = [share + (index < surplus) for index in range(len(groups))]
     else:
         uses_whole_blocks = settings.strategy.family.uses_whole_blocks
         num_steps = [config.denoising_steps or (block_length if uses_whole_blocks else len(group)) for group in groups]

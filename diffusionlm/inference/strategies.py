@@ -1,4 +1,4 @@
-"""The remasking strategies. A new one is one class here: config keys, checks, help and documentation follow from it.
+"""The remasking strategies. A new one is one class here: config keys, checks, help, documentation and tests follow.
 
 Notation of the docstrings: m masks are left in the block, S steps are scheduled for it, a step goes from time t to s.
 """
@@ -7,46 +7,37 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from config.base import Fraction, PositiveFloat, PositiveFraction, Probability
 from diffusionlm.inference.strategy import (
-    NEGATIVE_ENTROPY,
-    TOKEN_PROBABILITY,
-    TOP2_MARGIN,
-    DecodeState,
-    Strategy,
-    collect_strategies,
-)
-from diffusionlm.inference.strategy_bases import (
     DREAM,
-    DREAM_SOURCE,
     FAST_DLLM,
-    FAST_DLLM_SOURCE,
     LLADA,
-    LLADA_SOURCE,
     MDLM,
+    NEGATIVE_ENTROPY,
     P2,
     REMDM,
-    REMDM_SOURCE,
     SDAR,
-    SDAR_SOURCE,
+    TOKEN_PROBABILITY,
+    TOP2_MARGIN,
     ConfidenceDependentCount,
+    DecodeState,
     IndependentUnmasking,
     MostConfident,
     RandomPositions,
+    Strategy,
     ThresholdComparison,
-    exceeds_threshold,
-    select_first,
-    select_most_confident,
-)
-from diffusionlm.inference.unmasking_schedules import (
+    collect_strategies,
     dream_tokens_per_step,
     dream_unmask_probabilities,
     even_tokens_per_step,
+    exceeds_threshold,
     linear_fractions,
     linear_unmask_probabilities,
+    one_token_per_step,
+    select_first,
+    select_most_confident,
     whole_block_tokens_per_step,
 )
 
@@ -60,11 +51,8 @@ class LowConfidence(MostConfident):
 
     name = "low_confidence"
     family = LLADA
-    source = LLADA_SOURCE
     forwards = "min(S, m)"
-
-    def unmasking_schedule(self, num_masked: int, num_steps: int, block_length: int) -> tuple[float, ...]:
-        return even_tokens_per_step(num_masked, num_steps)
+    schedule = even_tokens_per_step
 
 
 class RandomOrder(RandomPositions):
@@ -72,11 +60,10 @@ class RandomOrder(RandomPositions):
 
     name = "random"
     family = LLADA
-    source = LLADA_SOURCE
     forwards = "min(S, m)"
 
 
-class RandomTopK(Strategy):
+class RandomTopK(RandomPositions):
     """Like `low_confidence`, but ties (probabilities equal to 6 decimals) are broken at random."""
 
     name = "random_topk"
@@ -84,12 +71,6 @@ class RandomTopK(Strategy):
     source = "LLaDA's low_confidence with jitter 1e-6"
     forwards = "min(S, m)"
     measure = TOKEN_PROBABILITY
-    uses_steps = True
-    uses_randomness = True
-    can_remask = False
-
-    def unmasking_schedule(self, num_masked: int, num_steps: int, block_length: int) -> tuple[float, ...]:
-        return even_tokens_per_step(num_masked, num_steps)
 
     def select_positions(self, state: DecodeState) -> NDArray[np.bool_]:
         import numpy as np
@@ -103,15 +84,12 @@ class Sequential(Strategy):
 
     name = "sequential"
     family = SDAR
-    source = SDAR_SOURCE
     forwards = "at most min(S, B)"
     measure = None
     uses_steps = True
     uses_randomness = False
     can_remask = False
-
-    def unmasking_schedule(self, num_masked: int, num_steps: int, block_length: int) -> tuple[float, ...]:
-        return whole_block_tokens_per_step(num_masked, num_steps, block_length)
+    schedule = whole_block_tokens_per_step
 
     def select_positions(self, state: DecodeState) -> NDArray[np.bool_]:
         return state.is_masked_M.cumsum() <= state.schedule_value
@@ -122,11 +100,8 @@ class LowConfidenceStatic(MostConfident):
 
     name = "low_confidence_static"
     family = SDAR
-    source = SDAR_SOURCE
     forwards = "at most min(S, B)"
-
-    def unmasking_schedule(self, num_masked: int, num_steps: int, block_length: int) -> tuple[float, ...]:
-        return whole_block_tokens_per_step(num_masked, num_steps, block_length)
+    schedule = whole_block_tokens_per_step
 
 
 class LowConfidenceDynamic(Strategy):
@@ -135,12 +110,12 @@ class LowConfidenceDynamic(Strategy):
 
     name = "low_confidence_dynamic"
     family = SDAR
-    source = SDAR_SOURCE
     forwards = "1 to min(S, B)"
     measure = TOKEN_PROBABILITY
     uses_steps = True
     uses_randomness = False
     can_remask = False
+    schedule = whole_block_tokens_per_step
 
     confidence_threshold: Probability = 0.85
     """Threshold on the token's probability."""
@@ -161,8 +136,8 @@ class LowConfidenceDynamic(Strategy):
 
     def unmasking_schedule(self, num_masked: int, num_steps: int, block_length: int) -> tuple[float, ...]:
         if self.threshold_fallback == "one":
-            return (1,) * num_masked
-        return whole_block_tokens_per_step(num_masked, num_steps, block_length)
+            return one_token_per_step(num_masked, num_steps, block_length)
+        return super().unmasking_schedule(num_masked, num_steps, block_length)
 
     def select_positions(self, state: DecodeState) -> NDArray[np.bool_]:
         import numpy as np
@@ -202,7 +177,6 @@ class Threshold(ConfidenceDependentCount):
 
     name = "threshold"
     family = FAST_DLLM
-    source = FAST_DLLM_SOURCE
     forwards = "1 to m"
 
     confidence_threshold: Probability = 0.9
@@ -220,7 +194,7 @@ class Factor(ConfidenceDependentCount):
 
     name = "factor"
     family = FAST_DLLM
-    source = FAST_DLLM_SOURCE + ", theorem 1"
+    source = FAST_DLLM.source + ", theorem 1"
     forwards = "1 to m"
 
     factor: PositiveFloat = 1.0
@@ -240,11 +214,8 @@ class Origin(IndependentUnmasking):
 
     name = "origin"
     family = DREAM
-    source = DREAM_SOURCE
     forwards = "at most min(S, m)"
-
-    def unmasking_schedule(self, num_masked: int, num_steps: int, block_length: int) -> tuple[float, ...]:
-        return dream_unmask_probabilities(num_steps)
+    schedule = dream_unmask_probabilities
 
 
 class MaskGITPlus(MostConfident):
@@ -252,37 +223,22 @@ class MaskGITPlus(MostConfident):
 
     name = "maskgit_plus"
     family = DREAM
-    source = DREAM_SOURCE
     forwards = "at most min(S, m)"
-
-    def unmasking_schedule(self, num_masked: int, num_steps: int, block_length: int) -> tuple[float, ...]:
-        return dream_tokens_per_step(num_masked, num_steps)
+    schedule = dream_tokens_per_step
 
 
-class TopKMargin(MostConfident):
+class TopKMargin(MaskGITPlus):
     """Commit as many positions as `maskgit_plus`, ranked by the difference of the two highest probabilities."""
 
     name = "topk_margin"
-    family = DREAM
-    source = DREAM_SOURCE
-    forwards = "at most min(S, m)"
     measure = TOP2_MARGIN
 
-    def unmasking_schedule(self, num_masked: int, num_steps: int, block_length: int) -> tuple[float, ...]:
-        return dream_tokens_per_step(num_masked, num_steps)
 
-
-class Entropy(MostConfident):
+class Entropy(MaskGITPlus):
     """Commit as many positions as `maskgit_plus`, ranked by lowest entropy."""
 
     name = "entropy"
-    family = DREAM
-    source = DREAM_SOURCE
-    forwards = "at most min(S, m)"
     measure = NEGATIVE_ENTROPY
-
-    def unmasking_schedule(self, num_masked: int, num_steps: int, block_length: int) -> tuple[float, ...]:
-        return dream_tokens_per_step(num_masked, num_steps)
 
 
 class Ancestral(IndependentUnmasking):
@@ -290,11 +246,8 @@ class Ancestral(IndependentUnmasking):
 
     name = "ancestral"
     family = MDLM
-    source = "Sahoo et al. 2024, arXiv 2406.07524"
     forwards = "at most min(S, m)"
-
-    def unmasking_schedule(self, num_masked: int, num_steps: int, block_length: int) -> tuple[float, ...]:
-        return linear_unmask_probabilities(num_steps)
+    schedule = linear_unmask_probabilities
 
 
 class FirstHitting(RandomPositions):
@@ -305,9 +258,7 @@ class FirstHitting(RandomPositions):
     source = "Zheng et al. 2024, arXiv 2409.02908"
     forwards = "m"
     uses_steps = False
-
-    def unmasking_schedule(self, num_masked: int, num_steps: int, block_length: int) -> tuple[float, ...]:
-        return (1,) * num_masked
+    schedule = one_token_per_step
 
 
 class EqualCounts(RandomPositions):
@@ -325,15 +276,12 @@ class PathPlanning(Strategy):
     # A committed token is ranked by its own present probability; Open-dLLM uses that of the newly proposed token.
     name = "p2"
     family = P2
-    source = "Peng et al. 2025, arXiv 2502.03540, as in Open-dLLM"
     forwards = "S"
     measure = TOKEN_PROBABILITY
     uses_steps = True
     uses_randomness = False
     can_remask = True
-
-    def unmasking_schedule(self, num_masked: int, num_steps: int, block_length: int) -> tuple[float, ...]:
-        return linear_fractions(num_steps)
+    schedule = linear_fractions
 
     def select_positions(self, state: DecodeState) -> NDArray[np.bool_]:
         # In integers: (1 - 0.9) * 10 is less than 1 in floating point.
@@ -349,6 +297,7 @@ class ReMDM(Strategy):
     uses_steps = True
     uses_randomness = True
     can_remask = True
+    schedule = linear_fractions
 
     @abstractmethod
     def alpha(self, step: int, num_steps: int) -> float:
@@ -358,23 +307,14 @@ class ReMDM(Strategy):
     def sigma(self, step: int, num_steps: int) -> float:
         """Probability with which a committed token is masked again in a step."""
 
-    def unmasking_schedule(self, num_masked: int, num_steps: int, block_length: int) -> tuple[float, ...]:
-        return _remask_probabilities(self, num_steps)
-
     def select_positions(self, state: DecodeState) -> NDArray[np.bool_]:
         import numpy as np
 
         alpha_t, alpha_s = self.alpha(state.step, state.num_steps), self.alpha(state.step + 1, state.num_steps)
-        sigma = state.schedule_value
+        sigma = self.sigma(state.step, state.num_steps)
         is_last = state.step + 1 == state.num_steps
         commit_probability = 1.0 if is_last else (alpha_s - (1.0 - sigma) * alpha_t) / (1.0 - alpha_t)
         return np.where(state.is_masked_M, state.uniforms_M < commit_probability, state.uniforms_M >= sigma)
-
-
-@lru_cache(maxsize=4)
-def _remask_probabilities(strategy: ReMDM, num_steps: int) -> tuple[float, ...]:
-    """Sigma of each step, in one tuple for all blocks."""
-    return tuple(strategy.sigma(step, num_steps) for step in range(num_steps))
 
 
 class ReMDMCap(ReMDM):
@@ -383,7 +323,6 @@ class ReMDMCap(ReMDM):
 
     name = "remdm_cap"
     family = REMDM
-    source = REMDM_SOURCE
     forwards = "at most S"
 
     remdm_eta: PositiveFraction = 0.02
@@ -403,7 +342,6 @@ class ReMDMLoop(ReMDM):
 
     name = "remdm_loop"
     family = REMDM
-    source = REMDM_SOURCE
     forwards = "at most S"
 
     remdm_eta: PositiveFraction = 0.02

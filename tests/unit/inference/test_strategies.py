@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from fractions import Fraction
 from itertools import combinations
 from typing import Any
 
@@ -15,14 +16,22 @@ from numpy.typing import NDArray
 from config.base import PositiveFloat, PositiveInt
 from diffusionlm.inference.strategies import STRATEGIES
 from diffusionlm.inference.strategy import (
+    LLADA,
     NEGATIVE_ENTROPY,
     TOKEN_PROBABILITY,
     TOP2_MARGIN,
     DecodeState,
     Strategy,
+    UnmaskingSchedule,
     collect_strategies,
+    dream_tokens_per_step,
+    dream_unmask_probabilities,
+    even_tokens_per_step,
+    linear_unmask_probabilities,
+    one_token_per_step,
+    select_most_confident,
+    whole_block_tokens_per_step,
 )
-from diffusionlm.inference.strategy_bases import LLADA, select_most_confident
 
 INF = float("inf")
 
@@ -71,13 +80,12 @@ def chi_square(counts: list[int], probabilities: list[float]) -> float:
 COMPLETE: dict[str, Any] = {
     "name": "mine",
     "family": LLADA,
-    "source": "here",
     "forwards": "m",
     "measure": TOKEN_PROBABILITY,
     "uses_steps": False,
     "uses_randomness": False,
     "can_remask": False,
-    "unmasking_schedule": lambda self, num_masked, num_steps, block_length: (1,) * num_masked,
+    "schedule": one_token_per_step,
     "select_positions": lambda self, state: state.is_masked_M,
     "__doc__": "All positions.",
     "__module__": __name__,
@@ -158,26 +166,87 @@ def test_confidence_measures() -> None:
     assert NEGATIVE_ENTROPY.compute(probs_NV, tokens_N).tolist() == pytest.approx([-value for value in entropies])
 
 
-SCHEDULES: dict[tuple[str, ...], Any] = {
+PUBLISHED_SCHEDULES: dict[tuple[str, ...], Any] = {
     ("low_confidence", "random", "random_topk", "equal_counts"): (2, 2, 1),
     ("sequential", "low_confidence_static", "low_confidence_dynamic"): (3, 2),
     ("threshold", "factor", "entropy_bounded", "first_hitting"): (1, 1, 1, 1, 1),
     ("maskgit_plus", "topk_margin", "entropy"): (1, 1, 3),
     ("ancestral",): (1 / 3, 1 / 2, 1.0),
     ("origin",): pytest.approx((0.333, 0.333 / 0.667, 1.0), abs=1e-6),
-    ("p2",): (1 / 3, 2 / 3, 1.0),
-    ("remdm_cap",): (0.02, 0.02, 0.0),
-    ("remdm_loop",): (0.0, 0.0, 0.0),
+    ("p2", "remdm_cap", "remdm_loop"): (1 / 3, 2 / 3, 1.0),
 }
 
 
-def test_unmasking_schedules() -> None:
-    assert {name for names in SCHEDULES for name in names} == set(STRATEGIES)
-    for names, expected in SCHEDULES.items():
+def test_published_schedules() -> None:
+    for names, expected in PUBLISHED_SCHEDULES.items():
         for name in names:
             assert build(name).unmasking_schedule(num_masked=5, num_steps=3, block_length=8) == expected, name
     one = build("low_confidence_dynamic", threshold_fallback="one")
     assert one.unmasking_schedule(num_masked=5, num_steps=3, block_length=8) == (1,) * 5
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("num_steps", [1, 3, 16, 40, 100_000])
+def test_every_schedule_has_an_end(name: str, num_steps: int) -> None:
+    """Counts commit all tokens, in at most as many steps as there are tokens; probabilities end with 1."""
+    schedule = build(name).unmasking_schedule
+    for num_masked in range(1, 20):
+        entries = schedule(num_masked, num_steps, 19)
+        if isinstance(entries[0], int):
+            assert sum(entries) == num_masked and all(entries), "a step without tokens"
+        else:
+            assert entries[-1] == 1.0 and len(entries) == num_steps
+            assert entries is schedule(20, num_steps, 19), "not shared by blocks"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "sizes", "expected"),
+    [
+        (even_tokens_per_step, (10, 4, 10), (3, 3, 2, 2)),
+        (even_tokens_per_step, (3, 5, 3), (1, 1, 1)),
+        (whole_block_tokens_per_step, (7, 3, 8), (3, 3, 1)),
+        (whole_block_tokens_per_step, (4, 3, 8), (3, 1)),
+        (whole_block_tokens_per_step, (3, 8, 4), (1, 1, 1)),
+        # t = 1, 0.75025, 0.5005, 0.25075, 0.001: 1 - s / t of the first three is a little below 1/4, 1/3, 1/2.
+        (dream_tokens_per_step, (12, 4, 12), (2, 3, 3, 4)),
+        (dream_tokens_per_step, (5, 1, 5), (5,)),
+    ],
+)
+def test_counts(schedule: UnmaskingSchedule, sizes: tuple[int, int, int], expected: tuple[int, ...]) -> None:
+    assert schedule(*sizes) == expected
+
+
+def plain_dream_counts(num_masked: int, num_steps: int) -> tuple[int, ...]:
+    """As in generation_utils.py, step by step."""
+    times = torch.linspace(1, 1e-3, num_steps + 1)
+    counts = []
+    for step in range(num_steps):
+        is_last = step == num_steps - 1
+        count = num_masked if is_last else int(num_masked * (1 - times[step + 1] / times[step]))
+        counts.append(count)
+        num_masked -= count
+    return tuple(count for count in counts if count)
+
+
+def test_dream_counts_with_steps_left_out() -> None:
+    for num_steps in (*range(1, 40), 999):
+        for num_masked in (0, 1, 2, 7, 64, 1000):
+            assert dream_tokens_per_step(num_masked, num_steps, 0) == plain_dream_counts(num_masked, num_steps)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5, 64])
+def test_linear_probabilities_match_the_noise_schedule(steps: int) -> None:
+    masked_share = Fraction(1)
+    for step, probability in enumerate(linear_unmask_probabilities(1, steps, 1)):
+        masked_share *= 1 - Fraction(probability).limit_denominator(steps)
+        assert masked_share == Fraction(steps - step - 1, steps)
+
+
+def test_dream_probabilities() -> None:
+    # t = 1, 0.50050, 0.001; the last step commits the rest, although its time says 0.998.
+    assert dream_unmask_probabilities(1, 2, 1) == pytest.approx((0.4995, 1.0), abs=1e-7)
+    expected = (0.24975, 0.24975 / 0.75025, 0.24975 / 0.5005)
+    assert dream_unmask_probabilities(1, 4, 1)[:3] == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -17,8 +17,9 @@ HEADER = ("`remasking_strategy`", "family", "positions committed in a step", "ke
 def strategy_table() -> str:
     rows = [HEADER, ("---",) * len(HEADER)]
     for name, strategy in STRATEGIES.items():
+        source = strategy.source or strategy.family.source
         keys = ", ".join(f"`{key}`" for key in strategy.option_keys()) or "none"
-        rows.append((f"`{name}`", strategy.family.name, strategy.summary(), keys, strategy.forwards, strategy.source))
+        rows.append((f"`{name}`", strategy.family.name, strategy.summary(), keys, strategy.forwards, source))
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
