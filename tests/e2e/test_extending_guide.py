@@ -65,14 +65,35 @@ def test_examples_touch_no_more_files_than_promised() -> None:
 
 
 @pytest.mark.slow
+def test_tests_accept_a_new_strategy(tree: Path) -> None:
+    """They find it, its options and its schedule by the registry; one command writes the table of the documentation."""
+    for folder in ("tests", "docs"):
+        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tree)
+    run_python(tree, "tests/unit/inference/test_strategy_docs.py")
+    assert "`top_share`" in (tree / "docs" / "decoding.md").read_text(encoding="utf-8")
+    files = [
+        "tests/unit/inference/test_strategies.py",
+        "tests/unit/inference/test_strategy_docs.py",
+        "tests/unit/config/test_generation_section.py",
+        "tests/reference/decoding/test_sampler_truths.py",
+    ]
+    run_python(tree, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", *files)
+
+
+@pytest.mark.slow
 def test_examples_run(tree: Path) -> None:
-    checks = "\n".join(CHECK.findall(GUIDE))
+    run_python(tree, "-P", "-c", "\n".join(CHECK.findall(GUIDE)))
+
+
+def run_python(tree: Path, *arguments: str) -> None:
+    """Run Python in the tree, with its packages."""
     result = subprocess.run(
-        [sys.executable, "-P", "-c", checks],
+        [sys.executable, *arguments],
         env={**os.environ, "PYTHONPATH": str(tree)},
         cwd=tree,
         capture_output=True,
         text=True,
         timeout=280,
     )
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
