@@ -227,18 +227,24 @@ class MaskGITPlus(MostConfident):
     schedule = dream_tokens_per_step
 
 
-class TopKMargin(MaskGITPlus):
+class TopKMargin(MostConfident):
     """Commit as many positions as `maskgit_plus`, ranked by the difference of the two highest probabilities."""
 
     name = "topk_margin"
+    family = DREAM
+    forwards = "at most min(S, m)"
     measure = TOP2_MARGIN
+    schedule = dream_tokens_per_step
 
 
-class Entropy(MaskGITPlus):
+class Entropy(MostConfident):
     """Commit as many positions as `maskgit_plus`, ranked by lowest entropy."""
 
     name = "entropy"
+    family = DREAM
+    forwards = "at most min(S, m)"
     measure = NEGATIVE_ENTROPY
+    schedule = dream_tokens_per_step
 
 
 class Ancestral(IndependentUnmasking):
