@@ -59,10 +59,14 @@ _FORMATS: Mapping[str, str] = MappingProxyType(
 )
 """Dates that exist in every year: the 29th of February is not written."""
 
-_SPACE = Repetition(LiteralText(" "), 0, 1)
-_COMMA = Concatenation((LiteralText(","), _SPACE))
-_COLON = Concatenation((LiteralText(":"), _SPACE))
-_HEX = CharacterSet(((0x30, 0x39), (0x41, 0x46), (0x61, 0x66)))
+_COMMA = parse_regex(", ?").expression
+_COLON = parse_regex(": ?").expression
+_NATURAL = rf"[1-9]\d{{0,{MAX_DIGITS - 1}}}"
+_NUMBER = parse_regex(rf"-?(?:0|{_NATURAL})(?:\.\d{{1,{MAX_DIGITS}}})?(?:[eE][+-]?\d{{1,2}})?").expression
+_CHARACTER = parse_regex(
+    r'[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u(?:[0-9A-Ca-cEFef][0-9a-fA-F]|[Dd][0-7])[0-9a-fA-F]{2})'
+).expression
+"""A character of a string, written as itself or as an escape. Surrogates are no characters of their own."""
 
 
 def compile_json_schema(schema: Schema | bool) -> Expression:
@@ -136,7 +140,7 @@ class _SchemaCompiler:
                 case "string":
                     options.append(_compile_string(schema, place))
                 case "integer" | "number":
-                    options.append(_compile_integer(schema, place) if name == "integer" else _number())
+                    options.append(_compile_integer(schema, place) if name == "integer" else _NUMBER)
                 case "boolean":
                     options += [LiteralText("true"), LiteralText("false")]
                 case _:
@@ -157,7 +161,7 @@ class _SchemaCompiler:
             part = place.child("additionalProperties")
             is_free = additional is True
             value = _any_value(MAX_FREE_DEPTH - 1) if is_free else self.compile(additional, part)
-            pair = Concatenation((_string(_any_character(), 0, None), _COLON, value))
+            pair = Concatenation((_string(0, None), _COLON, value))
             return _enclose("{", Repetition(pair, 0, None, _COMMA), "}")
         items = []
         for name, value in properties.items():
@@ -290,7 +294,7 @@ def _compile_string(schema: Schema, place: _Place) -> Expression:
     if len(keys) + has_length > 1:
         raise place.error("pattern, format and lengths together are not supported: keep one of them")
     if not keys:
-        return _string(_any_character(), minimum, maximum)
+        return _string(minimum, maximum)
     value = schema[keys[0]]
     if keys == ["format"]:
         return _enclose('"', parse_regex(_format_pattern(value, place)).expression, '"')
@@ -301,7 +305,7 @@ def _compile_string(schema: Schema, place: _Place) -> Expression:
     except ValueError as error:
         raise place.error(f"pattern: {error}") from None
     # A pattern may match anywhere in the string, unless it is anchored.
-    anything = Repetition(_any_character(), 0, None)
+    anything = Repetition(_CHARACTER, 0, None)
     before = () if pattern.begins_anchored else (anything,)
     after = () if pattern.ends_anchored else (anything,)
     return _enclose('"', Concatenation((*before, _escape(pattern.expression), *after)), '"')
@@ -336,22 +340,16 @@ def _compile_integer(schema: Schema, place: _Place) -> Expression:
             f"these bounds of an integer are not supported: use a range of at most {MAX_INTEGERS} numbers, a minimum "
             "of 0 or 1 alone, or none"
         )
-    natural = rf"[1-9]\d{{0,{MAX_DIGITS - 1}}}"
     zero = "" if lows and max(lows) == 1 else "0|"
-    return parse_regex(f"{'' if lows else '-?'}(?:{zero}{natural})").expression
-
-
-def _number() -> Expression:
-    pattern = rf"-?(?:0|[1-9]\d{{0,{MAX_DIGITS - 1}}})(?:\.\d{{1,{MAX_DIGITS}}})?(?:[eE][+-]?\d{{1,2}})?"
-    return parse_regex(pattern).expression
+    return parse_regex(f"{'' if lows else '-?'}(?:{zero}{_NATURAL})").expression
 
 
 @lru_cache
 def _any_value(depth: int) -> Expression:
     """Any value; objects and arrays with at most ``depth`` levels."""
     simple = (
-        _string(_any_character(), 0, None),
-        _number(),
+        _string(0, None),
+        _NUMBER,
         *(LiteralText(word) for word in ("true", "false", "null")),
     )
     if depth == 0:
@@ -361,7 +359,7 @@ def _any_value(depth: int) -> Expression:
 
 
 def _any_object(depth: int) -> Expression:
-    pair = Concatenation((_string(_any_character(), 0, None), _COLON, _any_value(depth - 1)))
+    pair = Concatenation((_string(0, None), _COLON, _any_value(depth - 1)))
     return _enclose("{", Repetition(pair, 0, None, _COMMA), "}")
 
 
@@ -369,24 +367,8 @@ def _enclose(left: str, expression: Expression, right: str) -> Expression:
     return Concatenation((LiteralText(left), expression, LiteralText(right)))
 
 
-def _string(character: Expression, minimum: int, maximum: int | None) -> Expression:
-    return _enclose('"', Repetition(character, minimum, maximum), '"')
-
-
-@lru_cache
-def _any_character() -> Expression:
-    """One character of a string, written as itself or as an escape. Surrogates are no characters of their own."""
-    short = CharacterSet(tuple((ord(letter), ord(letter)) for letter in sorted('"\\/bfnrt')))
-    no_surrogate = Alternation(
-        (
-            Concatenation((CharacterSet(((0x30, 0x39), (0x41, 0x43), (0x45, 0x46), (0x61, 0x63), (0x65, 0x66))), _HEX)),
-            Concatenation((CharacterSet(((0x44, 0x44), (0x64, 0x64))), CharacterSet(((0x30, 0x37),)))),
-        )
-    )
-    code_point = Concatenation((LiteralText("u"), no_surrogate, _HEX, _HEX))
-    return Alternation(
-        (CharacterSet(complement(_ESCAPED)), Concatenation((LiteralText("\\"), Alternation((short, code_point)))))
-    )
+def _string(minimum: int, maximum: int | None) -> Expression:
+    return _enclose('"', Repetition(_CHARACTER, minimum, maximum), '"')
 
 
 def _escape(expression: Expression) -> Expression:

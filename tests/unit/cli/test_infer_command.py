@@ -172,7 +172,7 @@ def test_wrong_constraints(capsys: pytest.CaptureFixture[str], model_dir: Path, 
     schema.write_text('{"oneOf": []}')
     common = ("--model", model_dir, "--prompt", "the", "--max-new-tokens", 4)
     for argv, message in (
-        (("--regex", "(?=a)"), "constraint.regex: the regular expression has an error at character 2"),
+        (("--regex", "(?=a)"), "constraint.regex: the regular expression has a construct"),
         (("--json-schema", schema), f"{schema}: the schema: oneOf is not supported here: use anyOf"),
         (("--json-schema", tmp_path / "none"), "none: cannot be read"),
         (("--choice", "a", "--regex", "a"), "choices and regex exclude each other"),
