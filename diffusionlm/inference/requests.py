@@ -21,7 +21,7 @@ from diffusionlm.inference.blocks import (
     round_if_uniform_canvas,
     split_into_blocks,
 )
-from diffusionlm.inference.constraints.spans import ConstrainedSpan, SpanCursor
+from diffusionlm.inference.constraints.token_automaton import ConstrainedSpan, SpanCursor
 from diffusionlm.inference.settings import DecodingSettings, check_token_ids
 from diffusionlm.inference.strategy import DecodeState
 

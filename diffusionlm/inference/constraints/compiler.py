@@ -16,11 +16,9 @@ from diffusionlm.inference.constraints.byte_automaton import (
     compile_choices,
     compile_expression,
 )
+from diffusionlm.inference.constraints.expressions import parse_regex
 from diffusionlm.inference.constraints.json_schema import Schema, compile_json_schema
-from diffusionlm.inference.constraints.regex_parser import parse_regex
-from diffusionlm.inference.constraints.spans import ConstrainedSpan
-from diffusionlm.inference.constraints.token_automaton import TokenAutomaton
-from diffusionlm.inference.constraints.token_trie import TokenTrie
+from diffusionlm.inference.constraints.token_automaton import ConstrainedSpan, TokenAutomaton, TokenTrie
 from diffusionlm.inference.requests import PreparedRequest
 from diffusionlm.inference.settings import DecodingSettings
 from tokenizer import Tokenizer
@@ -87,7 +85,7 @@ class ConstraintCompiler:
         self._compile_choices = lru_cache(MAX_CACHED_CONSTRAINTS)(self._compile_new_choices)
 
     def compile_regex(self, pattern: str) -> TokenConstraint:
-        """Texts that a regular expression matches from beginning to end (`regex_parser` has the syntax).
+        """Texts that a regular expression matches from beginning to end (`expressions` has the syntax).
 
         Raises:
             ValueError: the expression is wrong, not supported, too large, or matches no text.

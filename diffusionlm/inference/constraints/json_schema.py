@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from diffusionlm.inference.constraints.expressions import (
+    MAX_REPETITIONS,
     Alternation,
     CharacterSet,
     CodePoints,
@@ -26,8 +27,8 @@ from diffusionlm.inference.constraints.expressions import (
     Repetition,
     complement,
     intersect,
+    parse_regex,
 )
-from diffusionlm.inference.constraints.regex_parser import MAX_REPETITIONS, parse_regex
 
 MAX_FREE_DEPTH = 4
 """Objects and arrays inside each other, where a schema does not say what a value is."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from diffusionlm.diffusion.rng import RngStream
 from diffusionlm.inference.constraints.joint import JointDistribution
-from diffusionlm.inference.constraints.spans import SpanCursor
+from diffusionlm.inference.constraints.token_automaton import SpanCursor
 from diffusionlm.inference.requests import ActiveRequest, Predictions
 from diffusionlm.inference.sampling import (
     LogitChanges,

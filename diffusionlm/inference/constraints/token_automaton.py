@@ -1,29 +1,82 @@
-"""Deterministic automata over tokens.
+"""Deterministic automata over tokens, and the spans of a canvas that they constrain.
 
 Tokens that lead every state to the same state are one class. A token's text is a function from states to states, so
 classes are found along the prefix tree of the vocabulary, one function for each class instead of one walk of the
 vocabulary for each state.
 
-Shapes: S states, K classes, E transitions, V tokens.
+Shapes: S states, K classes, E transitions, V tokens, D nodes of one depth of the tree, L positions of a canvas.
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from diffusionlm.inference.constraints.byte_automaton import DEAD, ByteAutomaton, too_large_error
-from diffusionlm.inference.constraints.token_trie import TokenTrie
+from tokenizer import Tokenizer
 
 MAX_TRANSITIONS = 1 << 20
 """Of all prefixes of tokens together."""
 MAX_STEPS = 1 << 28
 """Transitions times tokens of an answer."""
+
+
+@dataclass(frozen=True, eq=False)
+class TrieLevel:
+    """The nodes of one depth: texts of so many bytes with which tokens begin."""
+
+    parents_D: NDArray[np.int64]
+    """Index of the node without the last byte, in the level before."""
+    bytes_D: NDArray[np.uint8]
+    """Last byte of the prefix of each node."""
+    token_ids: NDArray[np.int64]
+    """Tokens of exactly this length."""
+    token_nodes: NDArray[np.int64]
+    """Node of each of them."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenTrie:
+    """All tokens that stand for text; special tokens do not."""
+
+    levels: tuple[TrieLevel, ...]
+    vocab_size: int
+    """Ids of the tokenizer."""
+
+    @classmethod
+    def from_tokenizer(cls, tokenizer: Tokenizer) -> TokenTrie:
+        token_ids = sorted(tokenizer.vocab.values())
+        return cls.from_texts(token_ids, [tokenizer.token_bytes(token) for token in token_ids], tokenizer.vocab_size)
+
+    @classmethod
+    def from_texts(cls, token_ids: Sequence[int], texts: Sequence[bytes], vocab_size: int) -> TokenTrie:
+        """Build the tree; tokens without a byte are left out.
+
+        Args:
+            texts: of each token.
+        """
+        lengths = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
+        order = np.argsort(-lengths, kind="stable")  # the tokens that reach a depth come first
+        ids, lengths = np.asarray(token_ids, dtype=np.int64)[order], lengths[order]
+        letters = np.frombuffer(b"".join(texts[index] for index in order), dtype=np.uint8)
+        starts = np.cumsum(lengths) - lengths
+        nodes = np.zeros(len(ids), dtype=np.int64)
+        levels = []
+        for depth in range(int(lengths[0]) if len(lengths) else 0):
+            count = int(np.searchsorted(-lengths, -depth, side="left"))
+            keys = nodes[:count] * 256 + letters[starts[:count] + depth]
+            unique_keys, nodes = np.unique(keys, return_inverse=True)
+            nodes = nodes.reshape(-1)
+            first = int(np.searchsorted(-lengths, -(depth + 1), side="left"))
+            levels.append(
+                TrieLevel(unique_keys // 256, (unique_keys % 256).astype(np.uint8), ids[first:count], nodes[first:])
+            )
+        return cls(tuple(levels), vocab_size)
 
 
 class TokenAutomaton:
@@ -240,3 +293,65 @@ def _renumber(numbers_V: NDArray[np.int64]) -> tuple[list[int], NDArray[np.int64
     numbers = np.unique(numbers_V[numbers_V >= 0])
     places = np.searchsorted(numbers, numbers_V)
     return numbers.tolist(), np.where(numbers_V >= 0, places, -1)
+
+
+class ConstrainedSpan:
+    """Masked positions ``start`` to ``end`` - 1, whose tokens an automaton has to accept."""
+
+    def __init__(
+        self, automaton: TokenAutomaton, start: int, end: int, allowed_token_ids: Mapping[int, NDArray[np.int64]]
+    ) -> None:
+        """Check that there is an answer.
+
+        Args:
+            allowed_token_ids: masked position -> the tokens that it may hold.
+
+        Raises:
+            ValueError: no tokens of this span are accepted.
+        """
+        self.automaton, self.start, self.end = automaton, start, end
+        last = max((position for position in allowed_token_ids if start <= position < end), default=start - 1)
+        self._early: list[NDArray[np.bool_]] = []
+        """`completable_at` of the positions from ``start`` on, up to the last one with tokens of its own."""
+        following = automaton.completable(end - last - 1)
+        for position in range(last, start - 1, -1):
+            allowed_ids = allowed_token_ids.get(position)
+            if allowed_ids is None:
+                allowed_ids = np.arange(len(automaton.class_of_V))
+            following = automaton.completable_by(allowed_ids, following)
+            self._early.insert(0, following)
+        if not self.completable_at(start)[0]:
+            raise ValueError(self._explain(restricts_tokens=last >= start))
+
+    def completable_at(self, position: int) -> NDArray[np.bool_]:
+        """True for the states before a position from which the rest of the span can be completed, [S]."""
+        if position - self.start < len(self._early):
+            return self._early[position - self.start]
+        return self.automaton.completable(self.end - position)
+
+    def _explain(self, *, restricts_tokens: bool) -> str:
+        length, min_length = self.end - self.start, self.automaton.min_length()
+        if min_length is None:
+            return "no tokens of the vocabulary are a text that the constraint allows: correct it"
+        if min_length > length:
+            return f"the constraint needs at least {min_length} tokens, and there are {length}: allow more tokens"
+        allowed = ", with the tokens that are allowed in their places," if restricts_tokens else ""
+        return (
+            f"no text of exactly {length} tokens{allowed} fits the constraint: change their number or the constraint, "
+            "or set stop tokens (not for a masked span)"
+        )
+
+
+class SpanCursor:
+    """The state of a span's automaton before the block that is being decoded."""
+
+    def __init__(self, span: ConstrainedSpan) -> None:
+        self.span = span
+        self._position, self._state = span.start, 0
+
+    def state_before(self, position: int, tokens_L: NDArray[np.int64]) -> int:
+        """State before a position of the span; everything before it is final."""
+        for token in tokens_L[self._position : position].tolist():
+            self._state = self.span.automaton.next_state(self._state, token)
+        self._position = position
+        return self._state

@@ -10,8 +10,13 @@ import numpy as np
 import pytest
 
 from diffusionlm.inference.constraints.byte_automaton import ByteAutomaton, compile_choices, compile_expression
-from diffusionlm.inference.constraints.expressions import LiteralText, OptionalItems, Repetition, utf8_sequences
-from diffusionlm.inference.constraints.regex_parser import parse_regex
+from diffusionlm.inference.constraints.expressions import (
+    LiteralText,
+    OptionalItems,
+    Repetition,
+    parse_regex,
+    utf8_sequences,
+)
 
 PATTERNS = [
     "",

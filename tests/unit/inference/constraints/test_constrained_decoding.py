@@ -16,9 +16,9 @@ from config.generation import GenerationConfig
 from diffusionlm.inference import decoder as decoder_module
 from diffusionlm.inference.constraints.byte_automaton import compile_expression
 from diffusionlm.inference.constraints.compiler import TokenConstraint, constrain_prompt
-from diffusionlm.inference.constraints.regex_parser import parse_regex
+from diffusionlm.inference.constraints.expressions import parse_regex
 from diffusionlm.inference.constraints.sampler import constrain_predictions
-from diffusionlm.inference.constraints.token_trie import TokenTrie
+from diffusionlm.inference.constraints.token_automaton import TokenTrie
 from diffusionlm.inference.decoder import Decoder, DecoderLimits
 from diffusionlm.inference.generate import Generation, generate, infill, to_generation
 from diffusionlm.inference.healing import HealedText

@@ -9,10 +9,9 @@ import pytest
 from numpy.typing import NDArray
 
 from diffusionlm.inference.constraints.byte_automaton import DEAD, compile_expression
+from diffusionlm.inference.constraints.expressions import parse_regex
 from diffusionlm.inference.constraints.joint import JointDistribution, logsumexp_by
-from diffusionlm.inference.constraints.regex_parser import parse_regex
-from diffusionlm.inference.constraints.token_automaton import TokenAutomaton
-from diffusionlm.inference.constraints.token_trie import TokenTrie
+from diffusionlm.inference.constraints.token_automaton import TokenAutomaton, TokenTrie
 
 TEXTS = [b"a", b"b", b"ab", b"ba", b"a"]
 STOP, SPECIAL = 5, 6

@@ -14,9 +14,8 @@ import pytest
 from numpy.typing import NDArray
 
 from diffusionlm.inference.constraints.byte_automaton import DEAD, compile_expression
-from diffusionlm.inference.constraints.regex_parser import parse_regex
-from diffusionlm.inference.constraints.token_automaton import TokenAutomaton
-from diffusionlm.inference.constraints.token_trie import TokenTrie
+from diffusionlm.inference.constraints.expressions import parse_regex
+from diffusionlm.inference.constraints.token_automaton import TokenAutomaton, TokenTrie
 
 TEXTS = [b"a", b"b", b"ab", b"ba", b"aab", b"\xc3", b"\xa9", b"a\xc3", b"", b"a", b"\xa9b"]
 """Two tokens have the same text, some end within a character."""
