@@ -154,9 +154,10 @@ def measure_memory_in_process(case: TrainCase, name: str) -> dict[str, int]:
         implementation.step()
     peak = growth.bytes()
     weights = list(implementation.model.parameters())
-    for weight in weights:
+    trained = [weight for weight in weights if weight.requires_grad]
+    for weight in trained:
         weight.grad = torch.zeros_like(weight)
-    gradients = count_tensor_bytes(weight.grad for weight in weights)
+    gradients = count_tensor_bytes(weight.grad for weight in trained)
     release_freed_memory()
     step_growth = PeakGrowth(case.device)
     implementation.step()
@@ -205,7 +206,8 @@ def bench_train(config: BenchTrainConfig) -> Report:
     results = []
     for case in cases:
         settings = Settings(bench.rounds, bench.warmup, threads)
-        results.append(measure_case(case, names, settings, has_details=bench.details))
+        case_names = names if case.shape.has_peers else [OURS]
+        results.append(measure_case(case, case_names, settings, has_details=bench.details))
         files.append(results[-1].to_records())
     report = build_report(results, skipped_peers, environment)
     files.write_report(report)
@@ -225,10 +227,11 @@ def build_report(
     results: Sequence[TrainMeasurement], skipped_peers: Mapping[str, str], environment: Mapping[str, str]
 ) -> Report:
     """Build the tables of speed and memory, with their methods and conditions."""
-    parts: list[Table | str] = [_build_speed_table(results), METHOD, _build_rate_table(results), METHOD_OF_RATES]
+    names = list(dict.fromkeys(name for result in results for name in result.parameters))
+    parts: list[Table | str] = [_build_speed_table(results, names), METHOD, _build_rate_table(results), METHOD_OF_RATES]
     parts += [_build_memory_table(results), METHOD_OF_MEMORY] if results[0].memory else []
     methods = {OURS: METHOD_OF_OURS, **METHODS_OF_PEERS}
-    facts = {name: methods[name] for name in results[0].parameters} | dict(skipped_peers)
+    facts = {name: methods[name] for name in names} | dict(skipped_peers)
     facts |= {result.case.shape.name: _describe_shape(result) for result in results}
     return Report(parts, {**facts, **environment})
 
@@ -237,15 +240,17 @@ def _case_cells(case: TrainCase) -> list[str]:
     return [case.shape.name, case.objective_label, case.precision]
 
 
-def _build_speed_table(results: Sequence[TrainMeasurement]) -> Table:
-    names = list(results[0].parameters)
+def _build_speed_table(results: Sequence[TrainMeasurement], names: Sequence[str]) -> Table:
     header = [*COLUMNS_OF_CASE, *(f"{name} tok/s" for name in names)]
     header += [cell for peer in names[1:] for cell in (f"speedup over {peer}", SPEEDUP_COLUMN)]
     rows = []
     for result in results:
-        row = _case_cells(result.case)
-        row += [f"{result.case.shape.tokens / result.times.median(name):,.0f}" for name in names]
-        rows.append(row + [cell for peer in names[1:] for cell in result.times.speedup_cells(OURS, peer)])
+        row, measured = _case_cells(result.case), result.parameters
+        for name in names:
+            row.append(f"{result.case.shape.tokens / result.times.median(name):,.0f}" if name in measured else "-")
+        for peer in names[1:]:
+            row += result.times.speedup_cells(OURS, peer) if peer in measured else ["-", "-"]
+        rows.append(row)
     return Table(header, rows)
 
 

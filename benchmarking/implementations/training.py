@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from config.bench.training import BenchShape, Precision
 from config.data import DataConfig, PythonStdlib
+from config.finetune.lora import LoraConfig
 from config.model_section import ModelSection
 from config.train import TrainConfig
 from config.training.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
@@ -26,6 +27,7 @@ from diffusionlm.data.loader import Loader, StepLoader
 from diffusionlm.data.packing import Row
 from diffusionlm.data.reader import ReaderPosition
 from diffusionlm.models.init import init_weights
+from diffusionlm.models.lora import add_adapter
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import build_optimizers
 from diffusionlm.training.block_wrapping import prepare_model
@@ -36,6 +38,7 @@ from diffusionlm.training.run import build_step_settings
 from diffusionlm.training.signals import StopRequest
 from diffusionlm.training.spike_guard import SpikeGuard
 from diffusionlm.training.step import TrainState, load_step_batch, train_step
+from profiling.adapter_size import measure_adapter
 
 OURS = "diffusionlm"
 PRECISIONS: Mapping[Precision, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -98,13 +101,16 @@ class FixedRowReader:
     """A reader that returns the same sequences in every epoch."""
 
     tokens_BL: Tensor
+    chats_per_row: int | None = None
+    """Conversations in each sequence, whose second halves are learned. None: one document, all of which is learned."""
 
     def read(self, epoch: int, position: ReaderPosition, limit: int) -> tuple[list[Row], ReaderPosition]:
         """Return all sequences; a step reads exactly that many."""
         assert limit == len(self.tokens_BL) and position is None
         length = self.tokens_BL.shape[1]
-        loss_mask_L = np.ones(length, dtype=np.bool_)
-        document_ids_L = np.zeros(length, dtype=np.int32)
+        halves_L = np.arange(length) * 2 * (self.chats_per_row or 1) // length
+        loss_mask_L = np.ones(length, dtype=np.bool_) if self.chats_per_row is None else halves_L % 2 == 1
+        document_ids_L = (halves_L // 2).astype(np.int32)
         return [
             Row(tokens_L.numpy().astype(np.int32), document_ids_L, loss_mask_L) for tokens_L in self.tokens_BL
         ], None
@@ -132,12 +138,19 @@ def train_config(case: TrainCase) -> TrainConfig:
     )
 
 
+def build_lora(case: TrainCase) -> LoraConfig | None:
+    """The adapter of a case, on all projections. None: the model is trained."""
+    return None if case.shape.lora_rank is None else LoraConfig(rank=case.shape.lora_rank)
+
+
 def build_train_state(case: TrainCase, config: TrainConfig) -> TrainState:
     """Build the model and the optimizer of a training run on one device."""
     device = torch.device(case.device)
     model_config = case.shape.to_model_config().model_copy(update={"logit_alignment": config.model.logit_alignment})
     model = Transformer(model_config, attention_backend=config.runtime.attention_backend)
     init_weights(model, case.seed)
+    if (lora := build_lora(case)) is not None:
+        add_adapter(model, lora, seed=case.seed)
     model.to(device)
     master_weights = prepare_model(model, config.runtime, PRECISIONS[case.precision], device)
     parallel = NoParallel(model)
@@ -155,7 +168,9 @@ def build_ours(case: TrainCase) -> TrainImplementation:
     size = case.shape.batch_size
 
     def build_loader() -> Loader:
-        return Loader(FixedRowReader(case.tokens()), settings.objective, size, size, case.seed)
+        return Loader(
+            FixedRowReader(case.tokens(), case.shape.chats_per_row), settings.objective, size, size, case.seed
+        )
 
     loader: StepLoader = build_loader()
     if device.type == "cuda" and config.runtime.prefetch:
@@ -168,7 +183,9 @@ def build_ours(case: TrainCase) -> TrainImplementation:
 
     # The FLOPs are those of another batch: batches differ by a few masked positions at most.
     [noised_batch] = build_loader().next_step(0)
-    flops = compute_batch_flops(state.model.config, noised_batch)
+    lora = build_lora(case)
+    active_factors = None if lora is None else measure_adapter(lora, state.model.config).active_factors
+    flops = compute_batch_flops(state.model.config, noised_batch, active_factors)
     return TrainImplementation(state.model, state.optimizers.optimizers, step, flops)
 
 

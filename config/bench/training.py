@@ -69,6 +69,11 @@ class BenchShape(Architecture):
     """Size of the vocabulary; the last token is the mask token."""
     batch_size: PositiveInt
     """Sequences of one optimizer step, in one forward."""
+    lora_rank: PositiveInt | None = None
+    """Train adapters of this rank on all projections, in place of the model. No peer trains them."""
+    chats_per_row: PositiveInt | None = None
+    """Pack so many conversations into a sequence, each half question and half answer, of which the answers are learned.
+    No peer packs them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -95,11 +100,19 @@ class BenchShape(Architecture):
         return self.batch_size * self.max_position_embeddings
 
     @property
+    def has_peers(self) -> bool:
+        """False: a case of this project alone."""
+        return self.lora_rank is None and self.chats_per_row is None
+
+    @property
     def mask_token(self) -> int:
         return self.vocab_size - 1
 
     def to_model_config(self) -> ModelConfig:
-        return ModelConfig(**self.model_dump(exclude={"shape", "name", "batch_size"}), mask_token_id=self.mask_token)
+        return ModelConfig(
+            **self.model_dump(exclude={"shape", "name", "batch_size", "lora_rank", "chats_per_row"}),
+            mask_token_id=self.mask_token,
+        )
 
 
 class BenchTrainSection(Section):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from benchmarking.bench_train import BUILDERS
 from benchmarking.implementations import training as module
 from benchmarking.implementations.peers import IGNORE_INDEX, build_noise, build_transformers
-from benchmarking.implementations.training import OURS, TrainCase, TrainImplementation, build_ours
+from benchmarking.implementations.training import OURS, FixedRowReader, TrainCase, TrainImplementation, build_ours
 from config.bench.training import Precision
 from config.training.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
 from diffusionlm.models.patterns import Bidirectional
@@ -65,6 +65,28 @@ def test_a_peer_has_the_experts_of_the_shape() -> None:
     sizes = [sum(parameter.numel() for parameter in peer.model.parameters()) for peer in (ours, theirs)]
     assert sizes[0] == sizes[1]
     assert theirs.step().item() == pytest.approx(math.log(64), rel=0.2)
+
+
+def test_adapters_are_trained_on_a_frozen_model() -> None:
+    whole, adapters = build_ours(make_case()), build_ours(make_case(shape=make_shape(lora_rank=2)))
+    trained = {name for name, value in adapters.model.named_parameters() if value.requires_grad}
+    assert trained and all(".lora_" in name for name in trained)
+    assert whole.flops is not None and adapters.flops is not None
+    assert adapters.step().item() == pytest.approx(math.log(63), rel=0.2)
+    frozen = [value for name, value in adapters.model.named_parameters() if name not in trained]
+    assert all(value.grad is None for value in frozen)
+    assert adapters.flops < whole.flops  # no gradients of the weights
+
+
+def test_answers_of_packed_chats_are_learned() -> None:
+    tokens_BL = make_case().tokens()
+    rows, _ = FixedRowReader(tokens_BL, chats_per_row=2).read(0, None, len(tokens_BL))
+    length = tokens_BL.shape[1]
+    assert rows[0].document_ids_L.tolist() == [0] * (length // 2) + [1] * (length // 2)
+    assert rows[0].loss_mask_L.tolist() == 2 * ([False] * (length // 4) + [True] * (length // 4))
+    assert build_ours(make_case(shape=make_shape(chats_per_row=2))).step().item() == pytest.approx(
+        math.log(63), rel=0.2
+    )
 
 
 def test_our_step_is_that_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
