@@ -1,4 +1,4 @@
-"""Training, encoding and decoding speed of the tokenizer, against other libraries.
+"""Training, encoding and decoding speed of the tokenizer, against other libraries, and of reading rows with it.
 
 All implementations run on one thread of one process and are timed by its CPU time, one pass of each in turn. After
 every measured round their outputs are compared: merges, ids and text must be equal.
@@ -28,6 +28,8 @@ from benchmarking.harness import (
     compare,
 )
 from config.bench.training import BenchTokenizerConfig, BenchTokenizerSection
+from config.data import DataConfig
+from diffusionlm.data.pipeline import build_row_reader, open_components
 from diffusionlm.data.reader import read_first_documents
 from diffusionlm.data.sources import open_source
 from tokenizer import PATTERNS, Tokenizer, train_bpe
@@ -37,6 +39,10 @@ from tokenizer.huggingface import to_huggingface
 OURS = "diffusionlm"
 ONE_THREAD = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Environment variables that make the peers run on one thread."""
+ROW_LENGTH = 1024
+"""Tokens of the rows that are read."""
+MEAN_TOKEN_BYTES = 4
+"""About as much text is read into rows as is encoded."""
 
 METHODS = {
     OURS: "`train_bpe`, `Tokenizer.encode` and `Tokenizer.decode`; Python's `re` splits ASCII documents into words, "
@@ -49,6 +55,7 @@ METHODS = {
 METHOD = """\
 MB/s: 10^6 bytes of UTF-8 text per second of the process's CPU time, at the median round; one thread; documents one by \
 one. Speedup: ratio of the medians, then median and quartiles of the ratios within a round. \
+Reading rows: documents of the source read, shuffled, encoded and packed into rows of 1,024 tokens, as for training. \
 Cold: a tokenizer with empty caches. Warm: one that has encoded the same documents before. \
 After each round the merges, ids and texts of all implementations were compared, and were equal."""
 
@@ -217,6 +224,19 @@ def measure_vocabulary(corpus: Corpus, vocab_size: int, bench: BenchTokenizerSec
     return results
 
 
+def measure_reading(config: BenchTokenizerConfig, corpus: Corpus, vocab_size: int) -> TokenizerSpeed:
+    """Measure reading the source into packed rows, as training does: reading, shuffling, encoding and packing."""
+    tokenizer = train_bpe(corpus.texts, vocab_size=vocab_size, pattern=config.bench.pattern)
+    data = DataConfig(source=config.source)
+    reader = build_row_reader(open_components(data, "train"), data, tokenizer, ROW_LENGTH, seed=0)
+    num_rows = max(1, corpus.text_bytes // (MEAN_TOKEN_BYTES * ROW_LENGTH))
+    rows, _ = reader.read(0, None, num_rows)
+    text_bytes = sum(len(tokenizer.decode(row.tokens_L.tolist()).encode()) for row in rows)
+    task = TokenizerTask("reading rows", {OURS: lambda: reader.read(0, None, num_rows)})
+    times = measure_task(task, f"vocabulary {vocab_size:,}, {task.name}", config.bench)
+    return TokenizerSpeed(task.name, vocab_size, text_bytes, times)
+
+
 def encode_texts(codec: Codec, texts: Sequence[str]) -> list[Sequence[int]]:
     encode = codec.encode
     return [encode(text) for text in texts]
@@ -249,7 +269,7 @@ def bench_tokenizer(config: BenchTokenizerConfig) -> Report:
     files = ResultFiles(config.output.directory, "tokenizer_speed")
     parts: list[Table | str] = []
     for vocab_size in bench.vocab_sizes:
-        results = measure_vocabulary(corpus, vocab_size, bench)
+        results = [*measure_vocabulary(corpus, vocab_size, bench), measure_reading(config, corpus, vocab_size)]
         files.append(record for result in results for record in result.to_records())
         parts += [f"Vocabulary of {vocab_size:,}:", build_table(results, [OURS, *bench.peers])]
     facts = {
