@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import json
 import multiprocessing
+import os
 import platform
 import shlex
 import statistics
@@ -27,7 +28,7 @@ from typing import Any, Literal, TypeVar
 from config.model import Architecture
 from files.terminal_text import print_line, print_message
 from profiling.cores import usable_cores
-from profiling.machine import read_processor
+from profiling.machine import read_processor_model
 
 Measurement = TypeVar("Measurement")
 
@@ -305,13 +306,12 @@ def describe_model(shape: Architecture) -> str:
 
 def collect_environment(*, threads: int, packages: Iterable[str]) -> dict[str, str]:
     """Facts that are needed to repeat a measurement: command, date, CPU, threads and versions of software."""
-    processor = read_processor(Path("/"))
-    load = "unknown" if processor.load is None else f"{processor.load:.1f}"
+    load = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
     versions = [f"{package} {version(package)}" for package in packages]
     return {
         "command": f"`{format_command_line()}`",
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "CPU": processor.model,
+        "CPU": read_processor_model(),
         "threads": f"{threads} of torch; the process may use {usable_cores()} cores; load average at the start {load}",
         "software": ", ".join([f"Python {platform.python_version()}", *versions, platform.platform(terse=True)]),
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
@@ -10,20 +9,18 @@ from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from io import StringIO
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cli.arguments import parse_command
 from cli.entry import friendly_errors, memory_errors, usage_errors
 from cli.tables import make_table, print_parts
 from config.train import KEY_HINTS, TrainConfig
-from config.training.parallel import SingleProcess
 from diffusionlm.families.model_directory import read_model_config, resolve_model_directory
 from files.output_paths import check_can_write
 from files.resilient_stream import resilient
 from files.terminal_text import print_message
 from profiling.adapter_size import check_targets
-from profiling.estimate import ResourceEstimate, estimate_run, least_memory, parallel_strategy
+from profiling.estimate import ResourceEstimate, estimate_run, parallel_strategy
 from profiling.machine import read_memory
 from profiling.torch_setup import drivers
 
@@ -60,9 +57,6 @@ MEMORY_REMEDY = (
     "lower training.micro_batch_size, training.batch_size or data.row_length, or set "
     'runtime.activation_checkpointing = "full"; --dry-run shows the parts'
 )
-REFUSED_MEMORY_RATIO = 3
-"""A run that needs so many times the memory of the machine at least is refused; one that only may not fit is not."""
-
 RANK_ZERO_HEAD_START_SECONDS = 2.0
 """Time that other ranks wait for rank 0 to report an error that all have."""
 
@@ -125,7 +119,7 @@ def check_files(config: TrainConfig) -> None:
             check_template_name(chat.config, chat.key)
         else:
             resolve_chat_template(chat.config, tokenizer, chat.key)
-    check_memory(config)
+    warn_of_missing_memory(config)
 
 
 def check_model(config: TrainConfig) -> tuple[TrainConfig, Tokenizer | None]:
@@ -187,25 +181,15 @@ def check_adapter(config: TrainConfig) -> None:
             read_adapter_config(lora.init_from)
 
 
-def check_memory(config: TrainConfig) -> None:
-    """Warn before the work if a run on the CPU is estimated to need more memory than is free.
-
-    Raises:
-        ValueError: a run of one process needs several times what the machine has.
-    """
+def warn_of_missing_memory(config: TrainConfig) -> None:
+    """Warn before the work if a run on the CPU is estimated to need more memory than is free."""
     if "WORLD_SIZE" in os.environ or config.run.device == "cuda" or (config.run.device == "auto" and drivers()):
         return
-    memory, needed, least = read_memory(Path("/")), estimate_run(config).bytes_total, least_memory(config)
-    total = min(memory.total or math.inf, memory.limit or math.inf)
-    if isinstance(config.parallel, SingleProcess) and least > REFUSED_MEMORY_RATIO * total:
-        raise ValueError(
-            f"the run needs at least {_format_bytes(least)} of memory, and this machine has {_format_bytes(total)}: "
-            f"{MEMORY_REMEDY}"
-        )
-    if memory.free is not None and needed > memory.free:
+    free, needed = read_memory().free, estimate_run(config).bytes_total
+    if free is not None and needed > free:
         print_message(
-            f"{NAME}: warning: the run needs about {_format_bytes(needed)} of memory, and {_format_bytes(memory.free)} "
-            f"are free: {MEMORY_REMEDY}"
+            f"{NAME}: warning: the run needs about {_format_bytes(needed)} of memory, and {_format_bytes(free)} are "
+            f"free: {MEMORY_REMEDY}"
         )
 
 

@@ -101,17 +101,6 @@ def estimate_run(config: TrainConfig, ranks: int = 1) -> ResourceEstimate:
     )
 
 
-def least_memory(config: TrainConfig) -> int:
-    """Bytes that a run of one process takes at least: what is trained, with gradients and optimizer state, activations
-    in bfloat16 without scores of attention, and the token ids of a step."""
-    training, estimate = config.training, estimate_run(config)
-    streams = 2 if _attention_kind(config)[0] == "block_diffusion" else 1
-    positions = streams * (training.micro_batch_size or training.batch_size) * config.row_length
-    width = _activation_width(config.model, 0, config.runtime.activation_checkpointing)
-    token_bytes = 8 * training.batch_size * config.row_length
-    return estimate.bytes_gradients + estimate.bytes_optimizer + 2 * positions * width + token_bytes
-
-
 def _count_flops_per_token(config: TrainConfig, active_factors: int | None = None) -> float:
     """FLOPs per token of all forwards of a step and their backward; ``active_factors``: see `step_flops`."""
     objective, (kind, block_length) = config.objective, _attention_kind(config)

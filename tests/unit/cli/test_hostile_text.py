@@ -58,5 +58,5 @@ def test_doctor_shows_escapes_and_writes_exact_json(
     COMMANDS["doctor"](["--quick"])
     assert r"/cache\x1b]0;x\x07\x7f" in capsys.readouterr().out
     COMMANDS["doctor"](["--quick", "--json"])
-    services = json.loads(capsys.readouterr().out)["facts"]["services"]
-    assert services["Hugging Face cache"].startswith(f"/cache{TITLE}\x7f")
+    values = {check["name"]: check["value"] for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert values["Hugging Face"].startswith(f"cache /cache{TITLE}\x7f")

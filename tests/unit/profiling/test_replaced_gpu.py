@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from config.training.runtime import ProfilerConfig
-from profiling import memory, nvtx, torch_setup
-from profiling.torch_setup import GpuInfo
+from profiling import memory, nvtx
 from profiling.trace import StepProfiler
 
 
@@ -23,16 +20,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     replaced: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
-        "is_bf16_supported": lambda including_emulation: True,
         "memory_allocated": lambda: 100,
         "max_memory_allocated": lambda: 170,
         "max_memory_reserved": lambda: 200,
         "reset_peak_memory_stats": lambda: recorded.append("reset"),
         "memory_summary": lambda: "CUDA memory",
-        "device_count": lambda: 1,
-        "get_device_properties": lambda index: SimpleNamespace(name="NVIDIA H200", major=9, minor=0),
-        "device": lambda index: contextlib.nullcontext(),
-        "mem_get_info": lambda: (60, 80),
     }
     for name, function in replaced.items():
         monkeypatch.setattr(torch.cuda, name, function)
@@ -53,17 +45,6 @@ def test_allocated_memory(calls: list[Any]) -> None:
 def test_history_of_allocations(calls: list[Any], tmp_path: Path) -> None:
     assert memory.start_history(7) and memory.dump_snapshot(tmp_path / "snapshot")
     assert calls == [{"max_entries": 7}, str(tmp_path / "snapshot"), {"enabled": None}]
-
-
-def test_gpus_of_the_doctor(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    info = torch_setup.read_torch()
-    assert info.gpus == (GpuInfo("NVIDIA H200", 80, 60, (9, 0), True),) and not info.gpu_problem
-
-    def fail() -> None:
-        raise RuntimeError("out of memory\nmore")
-
-    monkeypatch.setattr(torch.cuda, "mem_get_info", fail)
-    assert torch_setup.read_torch().gpu_problem == "out of memory"
 
 
 def test_a_profile_of_a_gpu_is_sorted_by_its_time(tmp_path: Path) -> None:
