@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cli.arguments import parse_command
 from cli.entry import friendly_errors, usage_errors
 from cli.tables import make_table, print_parts
-from config.data import PythonStdlib
+from config.data import PythonStdlib, TextSource
+from config.dump import to_toml
 from config.tokenizer import TrainTokenizerConfig
+from files.output_paths import check_can_write
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from cli.tokenizer_training import TokenizerResult
+    from diffusionlm.data.reader import DocumentSource, Split
+    from logger.progress import ProgressMeter
+    from tokenizer import Tokenizer
 
 NAME = "diffusionlm-train-tokenizer"
 
 EXAMPLE = f"""  {NAME} --config config/resources/train_tokenizer.toml
   {NAME} --config config/resources/train_tokenizer.toml --set source.kind=files \\
       --set "source.paths=texts/*.jsonl" --set tokenizer.vocab_size=16384 --set output.directory=runs/my-tokenizer"""
+
+MAX_HELD_OUT_BYTES = 4_000_000
+"""Bytes of the first validation documents on which the tokenizer is measured."""
 
 
 @friendly_errors(NAME)
@@ -35,37 +43,118 @@ def main(argv: Sequence[str] | None = None) -> None:
         example=EXAMPLE,
         argv=argv,
     )
-    # Imported here so that --help and config errors answer at once.
-    from cli.tokenizer_training import check_output_directory, train_tokenizer
-
     with usage_errors(NAME):
         check_output_directory(config.output.directory)
+    print_parts([make_table(train_tokenizer(config)), f"next: {_next_command(config)}"])
 
-    print_parts(format_result(train_tokenizer(config, sys.stderr)))
+
+def check_output_directory(directory: Path) -> None:
+    """Check that writing overwrites nothing, before any work is done.
+
+    Raises:
+        ValueError: the path is a file or a directory that is not empty, or it cannot be written.
+    """
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"output.directory = {directory} is a file: choose another directory")
+    names = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
+    if names:
+        listing = ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])])
+        remedy = "choose another directory (--set output.directory=...)"
+        if "tokenizer.json" in names or "special_tokens.json" in names:
+            remedy += f", or remove this tokenizer first (rm -r {shlex.quote(str(directory))})"
+        raise ValueError(f"output.directory = {directory} is not empty ({listing}): {remedy}")
+    check_can_write(directory, f"output.directory = {directory}")
 
 
-def format_result(result: TokenizerResult) -> list[RenderableType]:
-    """Format as a table with the next command."""
-    options, tokenizer = result.config.tokenizer, result.tokenizer
+def train_tokenizer(config: TrainTokenizerConfig) -> list[tuple[str, str]]:
+    """Train the tokenizer, measure it on validation documents, and write its directory. Returns the table of results.
+
+    Raises:
+        ValueError: there is no text, or the output directory cannot be written.
+    """
+    # Imported here so that --help and config errors answer at once.
+    from diffusionlm.checkpoints.manifest import write_directory_atomically
+    from diffusionlm.data.reader import read_first_documents
+    from logger.progress import ProgressMeter
+    from tokenizer import save_tokenizer
+
+    options, directory = config.tokenizer, config.output.directory
+    source, held_out = _open_text(config.source, "train"), _open_text(config.source, "validation")
+    volume, held_out_volume = Counter[str](), Counter[str]()
+    with closing(ProgressMeter(sys.stderr)) as progress:
+        tokenizer = _train_on_documents(config, source, volume, progress)
+    held_out_texts = _count(read_first_documents(held_out, MAX_HELD_OUT_BYTES), held_out_volume)
+    num_tokens = sum(len(tokenizer.encode(text)) for text in held_out_texts)
+
+    def write(folder: Path) -> None:
+        save_tokenizer(tokenizer, folder)
+        (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+
+    write_directory_atomically(directory, write)
     size = f"{tokenizer.vocab_size:,} tokens: 256 bytes, {len(tokenizer.merges):,} merges"
     lines = [("tokenizer", f"{size}, {' '.join(tokenizer.special_tokens)}; pattern {options.pattern}")]
-    num_missing = options.vocab_size - tokenizer.vocab_size
-    if num_missing:
+    if num_missing := options.vocab_size - tokenizer.vocab_size:
         lines.append(("", f"{num_missing:,} fewer than tokenizer.vocab_size: the text has no more pairs to merge"))
-    lines.append(("trained on", str(result.training_text)))
-    if result.skipped:
-        lines.append(("skipped", ", ".join(f"{count:,} {reason}" for reason, count in result.skipped.items())))
-    lines += [
-        ("held out", _format_compression(result)),
-        ("written to", str(result.config.output.directory)),
-    ]
-    return [make_table(lines), f"next: {_next_command(result.config)}"]
+    lines.append(("trained on", _format_volume(volume)))
+    if source.skipped:
+        lines.append(("skipped", ", ".join(f"{count:,} {reason}" for reason, count in source.skipped.items())))
+    compression = "the source has no validation documents to measure it on"
+    if num_tokens:
+        ratio = held_out_volume["bytes"] / num_tokens
+        compression = f"{ratio:.3f} bytes per token, on {_format_volume(held_out_volume)} of the validation split"
+    return [*lines, ("held out", compression), ("written to", str(directory))]
 
 
-def _format_compression(result: TokenizerResult) -> str:
-    if result.bytes_per_token is None:
-        return "the source has no validation documents to measure it on"
-    return f"{result.bytes_per_token:.3f} bytes per token, on {result.held_out} of the validation split"
+def _open_text(config: TextSource, split: Split) -> DocumentSource:
+    """Open a split; of conversations, their contents."""
+    from diffusionlm.data.chat.texts import ConversationTexts
+    from diffusionlm.data.sources import open_source
+
+    source = open_source(config, split, "source")
+    return source if getattr(config, "chat", None) is None else ConversationTexts(source)
+
+
+def _count(texts: Iterable[str], volume: Counter[str]) -> Iterator[str]:
+    for text in texts:
+        volume["documents"] += 1
+        volume["bytes"] += len(text.encode("utf-8", "surrogatepass"))
+        yield text
+
+
+def _format_volume(volume: Counter[str]) -> str:
+    return f"{volume['bytes']:,} bytes in {volume['documents']:,} documents"
+
+
+def _train_on_documents(
+    config: TrainTokenizerConfig, source: DocumentSource, volume: Counter[str], progress: ProgressMeter
+) -> Tokenizer:
+    from diffusionlm.data.reader import read_first_documents
+    from profiling.cores import usable_cores
+    from tokenizer import train_bpe
+
+    options, workers = config.tokenizer, config.output.workers
+    num_merges = options.vocab_size - 256 - len(options.special_tokens)
+
+    def read_texts() -> Iterator[str]:
+        for text in _count(read_first_documents(source, options.max_training_bytes), volume):
+            if volume["documents"] == 1:
+                progress.begin("reading", "bytes")
+            progress.set(volume["bytes"])
+            yield text
+        if not volume:
+            raise ValueError(f"[source] has no training documents ({source.provenance}): add text")
+        progress.begin("training", "merges", num_merges)
+
+    return train_bpe(
+        read_texts(),
+        vocab_size=options.vocab_size,
+        special_tokens=options.special_tokens,
+        pattern=options.pattern,
+        mask_token=options.mask_token,
+        eos_token=options.eos_token,
+        num_workers=max(1, usable_cores() if workers is None else workers),
+        on_progress=lambda done, _: progress.set(done),
+    )
 
 
 def _next_command(config: TrainTokenizerConfig) -> str:
