@@ -13,10 +13,9 @@ from cli.entry import exit_with_usage_error, friendly_errors, usage_errors
 from cli.tables import make_table, print_parts
 from config.convert import AnalyzeConfig
 from files.json_files import read_json_object
+from logger.pages import Part
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from diffusionlm.checkpoints.analyze import Analysis, TensorInfo, TensorPair
 
 NAME = "diffusionlm-analyze"
@@ -79,7 +78,7 @@ def _add_shorthands(parser: argparse.ArgumentParser) -> None:
     add_shorthand(parser, "--json", 'format="json"', help="print one JSON object")
 
 
-def format_directory(directory: Path, max_rows: int) -> list[RenderableType]:
+def format_directory(directory: Path, max_rows: int) -> list[Part]:
     """Format a table of a directory's tensors. ``max_rows`` 0: all of them."""
     from diffusionlm.checkpoints.analyze import list_tensors
     from diffusionlm.families.model_directory import resolve_model_directory
@@ -90,9 +89,9 @@ def format_directory(directory: Path, max_rows: int) -> list[RenderableType]:
     return [f"{directory}: {len(tensors)} tensors, {num_values:,} values", "", *_format_table(rows, max_rows)]
 
 
-def format_analysis(analysis: Analysis, max_rows: int) -> list[RenderableType]:
+def format_analysis(analysis: Analysis, max_rows: int) -> list[Part]:
     """Format tables of the differences. ``max_rows`` 0: all rows of each table."""
-    parts: list[RenderableType] = []
+    parts: list[Part] = []
     if analysis.config_differences:
         rows = [[key, json.dumps(a), json.dumps(b)] for key, a, b in analysis.config_differences]
         parts += ["config.json differs in", "", *_format_table(rows, max_rows), ""]
@@ -122,7 +121,7 @@ def _format_shape(info: TensorInfo) -> str:
     return "x".join(map(str, info.shape)) or "scalar"
 
 
-def _format_table(rows: Sequence[Sequence[str]], max_rows: int) -> list[RenderableType]:
+def _format_table(rows: Sequence[Sequence[str]], max_rows: int) -> list[Part]:
     visible = rows[:max_rows] if max_rows else rows
     table = make_table([["", *row] for row in visible])  # the empty cell indents
     if len(visible) == len(rows):

@@ -14,10 +14,9 @@ from cli.entry import friendly_errors, usage_errors
 from cli.tables import make_table, print_parts
 from config.make_data import MakeDataConfig
 from files.output_paths import check_can_write
+from logger.pages import Part
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from diffusionlm.data.shard_files import ShardIndex
 
 NAME = "diffusionlm-make-data"
@@ -55,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print_parts(format_summary(index, config.output.directory))
 
 
-def format_summary(index: ShardIndex, directory: Path) -> list[RenderableType]:
+def format_summary(index: ShardIndex, directory: Path) -> list[Part]:
     """Format a table of the splits, and the command that trains on them."""
     from diffusionlm.data.make_data import format_skip_counts
     from diffusionlm.data.shard_files import INDEX_FILE

@@ -19,14 +19,13 @@ from diffusionlm.families.model_directory import read_model_config, resolve_mode
 from files.output_paths import check_can_write
 from files.resilient_stream import resilient
 from files.terminal_text import print_message
+from logger.pages import Part
 from profiling.adapter_size import check_targets
 from profiling.estimate import ResourceEstimate, estimate_run, parallel_strategy
 from profiling.machine import read_memory
 from profiling.torch_setup import drivers
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from tokenizer import Tokenizer
 
 NAME = "diffusionlm-train"
@@ -240,7 +239,7 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def format_run_estimate(config: TrainConfig, ranks: int = 1) -> RenderableType:
+def format_run_estimate(config: TrainConfig, ranks: int = 1) -> Part:
     """Format a table of parameters, tokens, FLOPs and memory for ``--dry-run``.
 
     Raises:

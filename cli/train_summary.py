@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cli.tables import make_table
 from diffusionlm.evaluation.evaluate import EvaluationResult
 from diffusionlm.training.reporting import RunSummary
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from logger.pages import Part
 
 
 def format_summary(
     summary: RunSummary, directory: Path, example_input: str = "", *, is_chat: bool = False
-) -> list[RenderableType]:
+) -> list[Part]:
     """The table, and the command that tries the model with ``example_input``; ``is_chat``: as a question of a chat."""
     result = summary.evaluation
     lines = [

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Literal, TextIO
 
 from files.terminal_text import accepts_escapes, escape_control_characters, print_line
-from logger.terminal import make_console
+from logger.pages.terminal import make_console
 
 if TYPE_CHECKING:
     from rich.progress import Progress

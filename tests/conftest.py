@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -40,6 +41,30 @@ from tokenizer import Tokenizer, train_bpe
 
 MakeConfig = Callable[..., ModelConfig]
 MakeModel = Callable[..., Transformer]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-golden", action="store_true", help="write the golden files of pages instead of comparing")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Compare a text with the file of this name in ``golden/`` beside the test; ``--write-golden`` writes it.
+
+    Of an HTML page the styles and scripts are left out.
+    """
+
+    def compare(name: str, text: str) -> None:
+        path = request.path.parent / "golden" / name
+        if path.suffix == ".html":
+            text = re.sub(r"(?s)<style>.*?</style>\n?|<script>.*?</script>\n?", "", text)
+            text = text.replace("><", ">\n<")
+        if request.config.getoption("--write-golden"):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        assert text == path.read_text(encoding="utf-8"), f"if this is right: pytest --write-golden {request.path}"
+
+    return compare
 
 
 @pytest.hookimpl(wrapper=True)

@@ -9,6 +9,7 @@ from cli.arguments import add_shorthand, parse_command
 from cli.entry import friendly_errors
 from cli.tables import make_table, print_parts
 from config.bench.serve import BenchServeConfig
+from logger.pages import Part
 
 NAME = "diffusionlm-bench-serve"
 
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     result = bench_serve(config)
     rows, distributions = format_summary(result.summary, config.goodput)
     columns = range(1, len(distributions[0]))
-    parts = [
+    parts: list[Part] = [
         make_table([["model", result.model], *rows]),
         "",
         make_table(distributions, right=columns, has_header=True),

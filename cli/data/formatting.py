@@ -14,10 +14,10 @@ from cli.data.reading import RowCounts, RowSettings, quantiles
 from cli.tables import make_table
 from diffusionlm.data.packing import Row
 from files.terminal_text import escape_control_characters
+from logger.pages import Part
 from tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
     from rich.text import Text
 
 STYLES = {"context": "dim", "answer": "green", "stop": "bold reverse green", "fill": "magenta", "block": "cyan"}
@@ -53,12 +53,12 @@ def _split_row(row: Row) -> Iterator[_Segment]:
             yield _Segment(document, index, row.tokens_L[part], row.loss_mask_L[part], is_fill_L[part])
 
 
-def format_row(row: Row, number: int, settings: RowSettings, *, is_full: bool) -> list[RenderableType]:
+def format_row(row: Row, number: int, settings: RowSettings, *, is_full: bool) -> list[Part | Text]:
     """Format the segments of a row, each below a line with its numbers; without ``is_full`` in some 20 lines."""
     from rich.text import Text
 
     num_tokens = int((row.document_ids_L >= 0).sum())
-    parts: list[RenderableType] = []
+    parts: list[Part | Text] = []
     if number == 1:
         parts.append(f"{LEGEND}{'' if is_full else '; --full shows rows in full'}\n")
     parts.append(
@@ -145,7 +145,7 @@ def row_to_json(row: Row, tokenizer: Tokenizer) -> dict[str, Any]:
     return {"segments": segments, **arrays}
 
 
-def format_counts(counts: RowCounts, settings: RowSettings) -> list[RenderableType]:
+def format_counts(counts: RowCounts, settings: RowSettings) -> list[Part]:
     """Format the table of numbers."""
     answer_tokens = counts.targets - counts.fill
     whole = "of an epoch" if settings.validated_run is None else "of the run's validations"

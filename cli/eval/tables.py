@@ -8,10 +8,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from cli.tables import make_table
+from logger.pages import Part
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from diffusionlm.evaluation.exact_match import ExactMatchReport
     from diffusionlm.evaluation.text_likelihood import LikelihoodResult
 
@@ -32,7 +31,7 @@ def _replace_not_finite(value: Any) -> Any:
     return [_replace_not_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def format_exact_match(report: ExactMatchReport) -> RenderableType:
+def format_exact_match(report: ExactMatchReport) -> Part:
     """One row for each task, and one for all."""
     rows = [["prompts", "", "exact match", "stopped", "length - reference"]]
     for task, counts in [*report.by_task.items(), ("all", report)]:
@@ -43,7 +42,7 @@ def format_exact_match(report: ExactMatchReport) -> RenderableType:
     return make_table(rows, has_header=True, right=(1,))
 
 
-def format_table(result: LikelihoodResult) -> RenderableType:
+def format_table(result: LikelihoodResult) -> Part:
     sign = "" if result.is_exact else "<= "
     nats = _format_with_error(result.nats_per_token, result.nats_per_token_standard_error)
     perplexity = _format_with_error(result.perplexity, result.perplexity_standard_error)

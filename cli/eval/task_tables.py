@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from cli.tables import make_table
 from diffusionlm.evaluation.tasks.results import EvaluationResults, MetricValue, VariantComparison, VariantResult
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from logger.pages import Part
 
 TEXT_METRICS = ("nats_per_token", "bits_per_byte", "perplexity")
 """Metrics that are no shares."""
 
 
-def format_results(results: EvaluationResults) -> list[RenderableType]:
+def format_results(results: EvaluationResults) -> list[Part]:
     """A table for each task, its paired differences from the first variant, and the notes."""
-    parts: list[RenderableType] = []
+    parts: list[Part] = []
     for task in dict.fromkeys(result.task for result in results.results):
         rows = [result for result in results.results if result.task == task]
         parts.append(_format_task(rows))
@@ -27,7 +23,7 @@ def format_results(results: EvaluationResults) -> list[RenderableType]:
     return [*parts[:-1], *results.notes]
 
 
-def _format_task(results: list[VariantResult]) -> RenderableType:
+def _format_task(results: list[VariantResult]) -> Part:
     metrics = list(dict.fromkeys(name for result in results for name in result.metrics))
     samples = [(rule, size) for result in results for rule, values in result.pass_at_k.items() for size in values]
     samples = [entry for entry in dict.fromkeys(samples) if entry[1] > 1]
@@ -62,7 +58,7 @@ def _format_metric(name: str, metric: MetricValue | None) -> str:
     return f"{metric.value:{pattern}}{error}"
 
 
-def _format_comparisons(comparisons: list[VariantComparison]) -> RenderableType:
+def _format_comparisons(comparisons: list[VariantComparison]) -> Part:
     rows = [["paired differences", "rule", "difference", "only first", "only second", "p"]]
     for item in comparisons:
         error = "" if item.standard_error is None else f" +- {item.standard_error:.1%}"

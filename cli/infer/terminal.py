@@ -17,7 +17,7 @@ from cli.infer.inputs import EncodedInput
 from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep
 from diffusionlm.inference.text import decode_continuation
 from files.terminal_text import accepts_escapes, escape_control_characters, print_line
-from logger.terminal import make_console
+from logger.pages.terminal import make_console
 from tokenizer import Tokenizer
 
 MASK_GLYPH = "░"

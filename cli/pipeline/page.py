@@ -19,7 +19,8 @@ from cli.pipeline.results import (
     list_metric_rows,
     list_task_rows,
 )
-from logger.pages.charts import Chart, Curve, draw_charts
+from logger.pages import Chart, Curve
+from logger.pages.charts import draw_charts
 from logger.pages.page import fill_page
 from logger.pages.tables import join, table
 from logger.report.reading import read_run
@@ -72,7 +73,7 @@ def _loss_curves(results: Sequence[StageResult]) -> list[Chart]:
             continue
         indices = downsample(series.values_N, CURVE_BUCKETS)
         x_N, y_N = series.steps_N[indices], series.values_N[indices]
-        curve = Curve(result.plan.name, 0, 0, x_N, y_N, has_dots=len(x_N) == 1)
+        curve = Curve(result.plan.name, x_N, y_N, has_dots=len(x_N) == 1)
         charts.append(Chart(result.plan.name, "nats per token", [curve], "Smoothed training loss.", log=False))
     return charts
 

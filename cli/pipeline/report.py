@@ -21,15 +21,14 @@ from cli.pipeline.results import (
 from cli.tables import make_table
 from config.finetune.pipeline import MARKDOWN, PAGE
 from files.atomic import write_text_atomic
+from logger.pages import Part
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from cli.pipeline.plan import StagePlan
     from cli.pipeline.state import StageState
 
 
-def describe_states(states: Sequence[StageState]) -> list[RenderableType]:
+def describe_states(states: Sequence[StageState]) -> list[Part]:
     """What each stage would do, for ``--dry-run``."""
     rows = [["stage", "kind", "from", "action", "why"]]
     for state in states:
@@ -40,7 +39,7 @@ def describe_states(states: Sequence[StageState]) -> list[RenderableType]:
     return [make_table(rows, has_header=True), note]
 
 
-def write_report(directory: Path, plans: Sequence[StagePlan]) -> list[RenderableType]:
+def write_report(directory: Path, plans: Sequence[StagePlan]) -> list[Part]:
     """Write the report of the current results as Markdown and HTML, and return its tables.
 
     Raises:
@@ -50,7 +49,7 @@ def write_report(directory: Path, plans: Sequence[StagePlan]) -> list[Renderable
     title = f"Pipeline {directory.resolve().name}"
     write_text_atomic(directory / MARKDOWN, render_markdown(results, title))
     write_text_atomic(directory / PAGE, render_page(results, title))
-    parts: list[RenderableType] = []
+    parts: list[Part] = []
     for header, rows in list_tables(results).values():
         parts += [make_table([list(header), *rows], has_header=True), ""]
     return [*parts, *(str(directory / name) for name in (PAGE, MARKDOWN))]

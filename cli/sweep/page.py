@@ -16,9 +16,10 @@ from cli.sweep.grid import is_logarithmic, parse_numbers, short_keys
 from cli.sweep.plan import SweepPlan, objective
 from cli.sweep.results import TRAIN_COLUMNS
 from cli.sweep.table import SweepTable, SweepTableRow, format_cells
-from logger.pages.axes import Floats
-from logger.pages.charts import Chart, Curve, draw_bars, draw_charts
+from logger.pages import Chart, Curve
+from logger.pages.charts import draw_bars, draw_charts
 from logger.pages.page import fill_page
+from logger.pages.parts import Floats
 from logger.pages.tables import join, scrolling_table
 from logger.report.samples import render_fills, render_masked_spans
 from logger.report.series import downsample
@@ -120,7 +121,7 @@ def _history(sweep: SweepTable, plan: SweepPlan) -> list[Chart]:
         return []
     order_N = np.arange(1.0, len(rows) + 1)
     best_N = np.minimum.accumulate(np.where(is_done_N, values_N, np.inf))
-    best = Curve("best so far", 1, 0, order_N[np.isfinite(best_N)], best_N[np.isfinite(best_N)])
+    best = Curve("best so far", order_N[np.isfinite(best_N)], best_N[np.isfinite(best_N)], 1)
     unit = TRAIN_COLUMNS[number]
     charts = [Chart("History", unit, [*_dots(order_N, values_N, is_done_N), best], x_name="run")]
     log_keys = {axis.key for axis in plan.axes if axis.range is not None and axis.range.is_log}
@@ -139,9 +140,7 @@ def _dots(x_N: Floats, y_N: Floats, is_done_N: NDArray[np.bool_]) -> list[Curve]
     groups = {"done": is_done_N, "pruned, at the last validation": ~is_done_N}
     order_N = np.argsort(x_N, kind="stable")
     return [
-        Curve(
-            name, 2 * color, 0, x_N[order_N][is_N[order_N]], y_N[order_N][is_N[order_N]], has_dots=True, has_line=False
-        )
+        Curve(name, x_N[order_N][is_N[order_N]], y_N[order_N][is_N[order_N]], 2 * color, has_dots=True, has_line=False)
         for color, (name, is_N) in enumerate(groups.items())
         if is_N.any()
     ]
@@ -154,7 +153,7 @@ def _loss_curves(sweep: SweepTable) -> list[Chart]:
             series = row.result.curve
             indices = downsample(series.values_N, CURVE_BUCKETS)
             x_N, y_N = series.steps_N[indices], series.values_N[indices]
-            curve = Curve(_label(sweep, row), len(curves), 0, x_N, y_N, has_dots=len(x_N) == 1)
+            curve = Curve(_label(sweep, row), x_N, y_N, len(curves), has_dots=len(x_N) == 1)
             curves.append(curve)
     note = f"The first {MAX_CURVES} runs of the table." if len(sweep.rows) > MAX_CURVES else ""
     return [Chart("Smoothed training loss", "nats per token", curves, note, log=False)] if curves else []

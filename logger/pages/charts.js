@@ -29,7 +29,7 @@
       this.plot = plot;
       this.figure = plot.closest("[data-chart]");
       this.chart = charts[Number(this.figure.dataset.chart)];
-      this.lines = this.chart.lines.filter(line => (line.panel || "") === plot.dataset.panel);
+      this.lines = this.chart.lines;
       this.places = [...new Set(this.lines.flatMap(line => line.x))].sort((a, b) => a - b);
       this.at = this.places.length - 1;
       this.plot.addEventListener("pointermove", event => this.point(event));

@@ -1,4 +1,4 @@
-"""Draw a chart as HTML: curves in an SVG that stretches with its frame, beside labels that do not; or as an SVG file.
+"""Draw a chart as HTML, or as an SVG file: curves in an SVG, beside the names and ticks of its axes.
 
 In HTML both scales, and raw and smooth curves, are drawn; the switches of a chart select them by CSS, so they work
 without scripts. The script only shows values under the pointer.
@@ -8,81 +8,44 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from html import escape
+from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
 import numpy as np
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
-from logger.pages.axes import AxisScale, Floats, format_number
-from logger.pages.tables import table
+from files.terminal_text import escape_control_characters
+from logger.pages.parts import Chart, Curve, Floats, describe_chart, format_number
 
 WIDTH, HEIGHT = 2000, 1000
-"""Size of the SVG's view box."""
+"""Size of the view box that holds the curves."""
 
-MAX_AXIS_NAME = 7
-"""Letters of the name that fit left of an axis; a longer name is in the title and the read-out only."""
+FRAME_WIDTH, FRAME_HEIGHT = 480, 256
+"""Size of a drawing with the labels of its axes. A stylesheet knows the ratio, and the place of the curves in it."""
 
-FILE_WIDTH, FILE_HEIGHT = 640, 320
-"""Size of an SVG file, in pixels."""
+AREA = (48, 10, 412, 206)
+"""Left, top, width and height of the curves."""
 
-FILE_FRAME = (52, 40, 572, 232)
-"""Left, top, width and height of the curves in an SVG file."""
+LETTER_WIDTH = 7
+"""Width of a letter, to shorten the names of positions."""
+
+FILE_HEAD = 40
+"""Height of the title and the legend of an SVG file."""
 
 FILE_STYLES = """
-:root { --muted: #5a6672; }
-@media screen and (prefers-color-scheme: dark) { :root { --muted: #9aa7b4; } }
-text { font: 12px system-ui, sans-serif; fill: var(--muted); }
+:root { --muted: #5a6672; --line: #d9dee4; }
+@media screen and (prefers-color-scheme: dark) { :root { --muted: #9aa7b4; --line: #2c3640; } }
+text { font: 12px system-ui, sans-serif; }
 tspan { fill: var(--c); font-weight: 600; }
 """
 
 MAX_MARKS = 400
 
 
-@dataclass(frozen=True)
-class Curve:
-    """A curve of N points."""
-
-    name: str
-    color: int
-    dash: int
-    x_N: Floats
-    y_N: Floats
-    smooth_N: Floats | None = None
-    error_N: Floats | None = None
-    """Standard error; a band."""
-    has_error_bars: bool = False
-    """The standard error is a bar at each point, not a band."""
-    has_dots: bool = False
-    has_line: bool = True
-    panel: str = ""
-    """Name of its panel, if its chart has several."""
-
-
-@dataclass
-class Chart:
-    """The data of a chart."""
-
-    title: str
-    unit: str
-    lines: list[Curve]
-    note: str = ""
-    x_name: str = "step"
-    x_is_share: bool = False
-    x_is_log: bool = False
-    x_labels: tuple[str, ...] = ()
-    """Names of the positions 0, 1, ... of the horizontal axis; empty: it has numbers."""
-    x_end: float = 0.0
-    """End of the horizontal axis, unless a point is beyond it."""
-    log: bool | None = None
-    """True if the logarithmic scale is on at first; None: there is no switch."""
-    from_zero: bool = False
-    y_least: float = -math.inf
-    """Smallest possible value, below which no margin or error bar extends the linear axis."""
-    marks: list[tuple[str, Floats]] = field(default_factory=list)
-    """Names of marks and their positions on the horizontal axis."""
+def escape_text(text: str) -> Markup:
+    """Escape text, and show its control characters, so that it can neither reorder nor hide its neighbors."""
+    return escape(escape_control_characters(text))
 
 
 def draw_charts(charts: Sequence[Chart], values: list[dict[str, Any]], more: str = "") -> Markup:
@@ -101,151 +64,117 @@ def draw_charts(charts: Sequence[Chart], values: list[dict[str, Any]], more: str
     return Markup(f'<div class="charts">{"".join(figures)}{more}</div>' if figures or more else "")
 
 
-def draw_chart(plot: Chart, number: int) -> tuple[Markup, dict[str, Any]]:
-    """Return the figure's HTML and its values for the script."""
-    across, scales = _horizontal(plot), _vertical(plot)
-    panels = list(dict.fromkeys(line.panel for line in plot.lines))
-    panes = "".join(_draw_panel(plot, panel, across, scales) for panel in panels)
-    has_smooth = any(line.smooth_N is not None for line in plot.lines)
-    classes = "chart card" + " panels" * (len(panels) > 1) + " many" * (len(plot.lines) > 3 * len(panels))
+def draw_chart(chart: Chart, number: int) -> tuple[Markup, dict[str, Any]]:
+    """Return the figure's HTML and its values for the script, of which it is this ``number``."""
+    across, scales = _horizontal(chart), _vertical(chart)
+    has_smooth = any(line.smooth_N is not None for line in chart.lines)
+    drawings = "".join(
+        f'<svg class="{name}" viewBox="0 0 {FRAME_WIDTH} {FRAME_HEIGHT}" aria-hidden="true">'
+        f"{_draw(chart, across, scale)}</svg>"
+        for name, scale in scales.items()
+    )
     html = (
-        f'<figure class="{classes}" data-chart="{number}"><figcaption><div><h3>{escape(plot.title)}</h3>'
-        f'<span class="unit">{escape(plot.unit)}</span></div>'
-        f'{_switches(plot, has_smooth, len(scales) > 1)}</figcaption><div class="panes">{panes}</div>'
-        f"{_last_values(plot, panels) if len(panels) > 1 else _legend(plot)}"
-        + (f'<p class="note">{escape(plot.note)}</p>' if plot.note else "")
-        + "</figure>"
+        f'<figure class="chart card{" many" * (len(chart.lines) > 3)}" data-chart="{number}"><figcaption>'
+        f'<div><h3>{escape_text(chart.title)}</h3><span class="unit">{escape_text(chart.unit)}</span></div>'
+        f'{_switches(chart, has_smooth, len(scales) > 1)}</figcaption><div class="frame">{drawings}'
+        f'<div class="plot" tabindex="0" role="img" aria-label="{escape_text(describe_chart(chart))}"></div></div>'
+        f"{_legend(chart)}" + (f'<p class="note">{escape_text(chart.note)}</p>' if chart.note else "") + "</figure>"
     )
-    return Markup(html), _values(plot, across, scales)
+    return Markup(html), _values(chart, across, scales)
 
 
-def _draw_panel(plot: Chart, panel: str, across: AxisScale, scales: dict[str, AxisScale]) -> str:
-    """Return the axes and the curves of a panel, with all scales."""
-    curves = [line for line in plot.lines if line.panel == panel]
-    frames = []
-    for name, scale in scales.items():
-        lines = "".join(_line(line, across, scale) for line in curves)
-        grid = "".join(f"M0 {_y(scale.to_unit(value))}H{WIDTH}" for value in scale.ticks())
-        frames.append(
-            f'<div class="ys {name}" aria-hidden="true">{_labels(scale, "bottom")}</div>'
-            f'<svg class="{name}" viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" aria-hidden="true">'
-            f'<path class="grid" d="{grid}"/>{_marks(plot, across)}{lines}</svg>'
-        )
-    if plot.x_labels:
-        x_labels = _category_labels(plot, across)
-    else:
-        x_labels = _labels(across, "left", plot.x_is_share, max_ticks=3 if panel else 6)
-    if not plot.x_is_share and len(plot.x_name) <= MAX_AXIS_NAME:
-        x_labels += f"<b>{escape(plot.x_name)}</b>"
-    head = f"<h4>{escape(panel)}</h4>" if panel else ""
-    return (
-        f'<div>{head}<div class="frame"><div class="plot" data-panel="{escape(panel)}" tabindex="0" role="img" '
-        f'aria-label="{escape(describe_chart(plot, panel))}">'
-        f'{"".join(frames)}</div><div class="xs" aria-hidden="true">{x_labels}</div></div></div>'
-    )
-
-
-def draw_svg(plot: Chart) -> str:
+def draw_svg(chart: Chart) -> str:
     """Return a self-contained SVG file of the linear scale, light or dark like the page that shows it."""
-    across, scale = _horizontal(plot), _vertical(plot)["linear"]
-    left, top, width, height = FILE_FRAME
-    bottom = top + height
     legend = "   ".join(
-        f'<tspan class="{style_classes(line.color, line.dash)}">{escape(line.name)}</tspan>' for line in plot.lines
+        f'<tspan class="{style_classes(line.color)}">{escape_text(line.name)}</tspan>' for line in chart.lines
     )
-    texts = [
-        _text(left, 16, escape(f"{plot.title}, {plot.unit}" if plot.unit else plot.title)),
-        _text(left, 32, legend),
-    ]
-    for value in scale.ticks():
-        texts.append(_text(left - 8, bottom - height * scale.to_unit(value) + 4, format_number(value), "end"))
-    for value in across.ticks():
-        label = f"{value:.0%}" if plot.x_is_share else format_number(value)
-        texts.append(_text(left + width * across.to_unit(value), bottom + 18, label, "middle"))
-    texts.append(_text(left + width / 2, bottom + 36, escape(plot.x_name), "middle"))
-    grid = "".join(f"M0 {_y(scale.to_unit(value))}H{WIDTH}" for value in scale.ticks())
+    height = FRAME_HEIGHT + FILE_HEAD
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {FILE_WIDTH} {FILE_HEIGHT}" width="{FILE_WIDTH}" '
-        f'height="{FILE_HEIGHT}" role="img">',
-        f"<title>{escape(describe_chart(plot))}</title>",
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {FRAME_WIDTH} {height}" width="{FRAME_WIDTH}" '
+        f'height="{height}" role="img">',
+        f"<title>{escape_text(describe_chart(chart))}</title>",
         f"<style>\n{resources.files('logger.pages').joinpath('curves.css').read_text(encoding='utf-8')}{FILE_STYLES}</style>",
-        f'<svg x="{left}" y="{top}" width="{width}" height="{height}" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        'preserveAspectRatio="none">',
-        f'<path class="grid" d="{grid}"/>{_marks(plot, across)}',
-        *(_line(line, across, scale) for line in plot.lines),
+        _text(AREA[0], 16, escape_text(f"{chart.title}, {chart.unit}" if chart.unit else chart.title)),
+        _text(AREA[0], 34, legend),
+        f'<svg y="{FILE_HEAD}" width="{FRAME_WIDTH}" height="{FRAME_HEIGHT}">',
+        _draw(chart, _horizontal(chart), _vertical(chart)["linear"]),
         "</svg>",
-        *texts,
         "</svg>\n",
     ]
     return "\n".join(parts)
+
+
+def _draw(chart: Chart, across: AxisScale, scale: AxisScale) -> str:
+    """Return the curves with the names and ticks of their axes."""
+    left, top, width, height = AREA
+    bottom = top + height
+    labels = [
+        _text(left - 6, bottom - height * scale.to_unit(value) + 4, format_number(value), "end")
+        for value in _without_negative_zero(scale.ticks())
+    ]
+    labels += [_text(left + width * place, bottom + 19, name, "middle") for place, name in _positions(chart, across)]
+    if not chart.x_is_share:
+        name = _shorten(chart.x_name, width // LETTER_WIDTH)
+        labels.append(_text(left + width / 2, bottom + 35, escape_text(name), "middle"))
+    grid = "".join(f"M0 {_y(scale.to_unit(value))}H{WIDTH}" for value in scale.ticks())
+    lines = "".join(_line(line, across, scale) for line in chart.lines)
+    return (
+        f'<svg x="{left}" y="{top}" width="{width}" height="{height}" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        f'preserveAspectRatio="none"><path class="grid" d="{grid}"/>{_marks(chart, across)}{lines}</svg>'
+        + "".join(labels)
+    )
+
+
+def _positions(chart: Chart, across: AxisScale) -> list[tuple[float, str]]:
+    """Return the place, from 0 to 1, and the markup of each label of the horizontal axis."""
+    if chart.x_labels:
+        length = max(3, AREA[2] // len(chart.x_labels) // LETTER_WIDTH)
+        names = [escape_text(_shorten(name, length)) for name in chart.x_labels]
+        return [(across.to_unit(float(index)), name) for index, name in enumerate(names)]
+    values = _without_negative_zero(across.ticks())
+    return [(across.to_unit(value), f"{value:.0%}" if chart.x_is_share else format_number(value)) for value in values]
+
+
+def _shorten(name: str, length: int) -> str:
+    return name if len(name) <= length else f"{name[: length - 1]}…"
+
+
+def _without_negative_zero(ticks: list[float]) -> list[float]:
+    """Replace what rounding left of zero."""
+    return [0.0 if abs(value) < 1e-12 * max(map(abs, ticks)) else value for value in ticks]
 
 
 def _text(x: float, y: float, markup: str, anchor: str = "start") -> str:
     return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}" xml:space="preserve">{markup}</text>'
 
 
-def draw_bars(title: str, unit: str, bars: Sequence[tuple[str, float, str]], note: str = "") -> Markup:
-    """Return the HTML of a chart of horizontal bars.
-
-    Args:
-        title: heading.
-        unit: of the values.
-        bars: name, length from 0 to 1, and value as text.
-        note: text below the chart.
-    """
-    rows = "".join(
-        f'<tr><th scope="row">{escape(name)}</th><td><svg viewBox="0 0 {WIDTH} 10" preserveAspectRatio="none" '
-        f'aria-hidden="true"><g class="c0"><path d="M0 5H{_x(length)}"/></g></svg></td><td>{escape(text)}</td></tr>'
-        for name, length, text in bars
-    )
-    return Markup(
-        f'<figure class="chart card bars"><figcaption><div><h3>{escape(title)}</h3>'
-        f'<span class="unit">{escape(unit)}</span></div></figcaption><table>{rows}</table>'
-        f'<p class="note">{escape(note)}</p></figure>'
-    )
-
-
-def describe_chart(plot: Chart, panel: str = "") -> str:
-    """Describe a panel of the chart in words, for screen readers."""
-    parts = []
-    for line in plot.lines:
-        finite = line.y_N[np.isfinite(line.y_N)]
-        if len(finite) and line.panel == panel:
-            extremes = f"least {format_number(float(finite.min()))}, greatest {format_number(float(finite.max()))}"
-            parts.append(
-                f"{line.name}: from {format_number(float(finite[0]))} to {format_number(float(finite[-1]))}, {extremes}"
-            )
-    title = ", ".join(filter(None, [plot.title, panel, plot.unit]))
-    return f"{title}, by {plot.x_name}. {'; '.join(parts)}"
-
-
-def _horizontal(plot: Chart) -> AxisScale:
-    if plot.x_is_share:
+def _horizontal(chart: Chart) -> AxisScale:
+    if chart.x_is_share:
         return AxisScale(0.0, 1.0)
-    if plot.x_labels:
-        return AxisScale(-0.5, len(plot.x_labels) - 0.5)
-    edges = [plot.x_end, *(edge for line in plot.lines for edge in (line.x_N[0], line.x_N[-1]))]
-    edges += [edge for _, x_N in plot.marks for edge in (x_N.min(), x_N.max())]
-    if plot.x_is_log:
+    if chart.x_labels:
+        return AxisScale(-0.5, len(chart.x_labels) - 0.5)
+    edges = [chart.x_end, *(edge for line in chart.lines for edge in (line.x_N[0], line.x_N[-1]))]
+    edges += [edge for _, x_N in chart.marks for edge in (x_N.min(), x_N.max())]
+    if chart.x_is_log:
         positive = [float(edge) for edge in edges if edge > 0.0]
         return AxisScale(min(positive) / 1.2, max(positive) * 1.2, is_log=True)
     low, high = min(0.0, *edges), max(edges)
     return AxisScale(float(low), float(high if high > low else low + 1.0))
 
 
-def _vertical(plot: Chart) -> dict[str, AxisScale]:
+def _vertical(chart: Chart) -> dict[str, AxisScale]:
     """Return the vertical scales, with a margin around values and error bars."""
-    errors = [(line.y_N, 0.0 if line.error_N is None else line.error_N) for line in plot.lines]
+    errors = [(line.y_N, 0.0 if line.error_N is None else line.error_N) for line in chart.lines]
     values_N = np.concatenate([part for y_N, error in errors for part in (y_N, y_N - error, y_N + error)])
     values_N = values_N[np.isfinite(values_N)]
     low, high = float(values_N.min()), float(values_N.max())
-    if plot.from_zero:
+    if chart.from_zero:
         low, high = min(0.0, low), max(0.0, high)
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-    bottom = 0.0 if plot.from_zero and low == 0.0 else plot.y_least
+    bottom = 0.0 if chart.from_zero and low == 0.0 else chart.y_least
     scales = {"linear": AxisScale(max(low - margin, bottom), high + margin)}
     least, greatest = float(values_N.min()), float(values_N.max())
-    if plot.log is not None and least > 1e-100:
+    if chart.log is not None and least > 1e-100:
         ratio = max((greatest / least) ** 0.05, 1.02)
         scales["log"] = AxisScale(least / ratio, greatest * ratio, is_log=True)
     return scales
@@ -255,7 +184,7 @@ def _line(line: Curve, across: AxisScale, scale: AxisScale) -> str:
     x_N, y_N = across(line.x_N), scale(line.y_N)
     parts = []
     if line.error_N is not None:
-        draw = _bars if line.has_error_bars else _band
+        draw = _bars if line.has_dots else _band
         parts.append(draw(x_N, scale(line.y_N - line.error_N), scale(line.y_N + line.error_N)))
     if line.smooth_N is not None:
         parts.append(
@@ -266,12 +195,12 @@ def _line(line: Curve, across: AxisScale, scale: AxisScale) -> str:
     if line.has_dots:
         dots = "".join(f"M{_x(x)} {_y(y)}h0" for x, y in zip(x_N, y_N, strict=True) if math.isfinite(y))
         parts.append(f'<path class="dots" d="{dots}"/>')
-    return f'<g class="{style_classes(line.color, line.dash)}">{"".join(parts)}</g>'
+    return f'<g class="{style_classes(line.color)}">{"".join(parts)}</g>'
 
 
-def style_classes(color: int, dash: int = 0) -> str:
-    """Return the CSS classes of a color and a dash; each round of the eight colors has other dashes."""
-    return f"c{color % 8} d{(dash + color // 8) % 4}"
+def style_classes(color: int) -> str:
+    """Return the CSS classes of a color; each round of the eight colors has other dashes."""
+    return f"c{color % 8} d{color // 8 % 4}"
 
 
 def _path(x_N: Floats, y_N: Floats) -> str:
@@ -289,13 +218,11 @@ def _path(x_N: Floats, y_N: Floats) -> str:
 
 
 def _band(x_N: Floats, low_N: Floats, high_N: Floats) -> str:
-    """Return the area between two curves; for one point, a bar."""
+    """Return the area between two curves."""
     is_finite_N = np.isfinite(low_N) & np.isfinite(high_N)
     x, low, high = (values_N[is_finite_N].tolist() for values_N in (x_N, low_N, high_N))
     if not x:
         return ""
-    if len(x) == 1:
-        return _bars(x_N, low_N, high_N)
     there = " ".join(f"{_x(at)} {_y(y)}" for at, y in zip(x, high, strict=True))
     back = " ".join(f"{_x(at)} {_y(y)}" for at, y in zip(reversed(x), reversed(low), strict=True))
     return f'<path class="band" d="M{there} {back}Z"/>'
@@ -308,8 +235,8 @@ def _bars(x_N: Floats, low_N: Floats, high_N: Floats) -> str:
     return f'<path class="bar" d="{path}"/>' if path else ""
 
 
-def _marks(plot: Chart, across: AxisScale) -> str:
-    steps = np.concatenate([steps_N for _, steps_N in plot.marks]) if plot.marks else np.array([])
+def _marks(chart: Chart, across: AxisScale) -> str:
+    steps = np.concatenate([steps_N for _, steps_N in chart.marks]) if chart.marks else np.array([])
     marks = sorted({_x(float(x)) for x in across(steps)})
     marks = marks[:: max(1, math.ceil(len(marks) / MAX_MARKS))]
     return f'<path class="marks" d="{"".join(f"M{x} {HEIGHT}v-45" for x in marks)}"/>' if marks else ""
@@ -323,58 +250,31 @@ def _y(share: float) -> int:
     return round(HEIGHT * (1.0 - min(1.0, max(0.0, share))))
 
 
-def _labels(scale: AxisScale, side: str, is_share: bool = False, max_ticks: int = 6) -> str:
-    """Return tick labels, positioned from ``side``: ``left`` or ``bottom``."""
-    spans, values = [], scale.ticks(max_ticks)
-    for value in values:
-        value = 0.0 if abs(value) < 1e-12 * max(map(abs, values)) else value
-        end = ' class="end"' if side == "left" and scale.to_unit(value) > 0.98 else ""
-        text = f"{value:.0%}" if is_share else format_number(value)
-        spans.append(f'<span{end} style="{side}:{100 * scale.to_unit(value):.4g}%">{text}</span>')
-    return "".join(spans)
-
-
-def _category_labels(plot: Chart, across: AxisScale) -> str:
-    return "".join(
-        f'<span style="left:{100 * across.to_unit(float(index)):.4g}%;max-width:{100 / len(plot.x_labels):.4g}%">'
-        f"{escape(label)}</span>"
-        for index, label in enumerate(plot.x_labels)
-    )
-
-
-def _switches(plot: Chart, has_smooth: bool, has_log: bool) -> str:
+def _switches(chart: Chart, has_smooth: bool, has_log: bool) -> str:
     parts = []
     if has_smooth:
         parts.append('<label><input type="checkbox" class="to-smooth" checked autocomplete="off">smooth</label>')
     if has_log:
-        checked = " checked" if plot.log else ""
+        checked = " checked" if chart.log else ""
         parts.append(f'<label><input type="checkbox" class="to-log"{checked} autocomplete="off">log</label>')
     return f'<div class="switches">{"".join(parts)}</div>' if parts else ""
 
 
-def _legend(plot: Chart) -> str:
+def _legend(chart: Chart) -> str:
     entries = []
-    has_many = sum(len(line.x_N) > 1 for line in plot.lines) > 1
-    for line in plot.lines:
+    has_many = sum(len(line.x_N) > 1 for line in chart.lines) > 1
+    for line in chart.lines:
         if has_many and len(line.x_N) == 1 and line.error_N is not None:
             continue  # final values of several runs stand in the table
-        last = _last_value(line) if line.has_line and not plot.x_is_share else ""
+        last = _last_value(line) if line.has_line and not chart.x_is_share else ""
         dot = " dot" * (len(line.x_N) == 1 or not line.has_line)
-        swatch = f'<i class="{style_classes(line.color, line.dash)}{dot}"></i>'
-        entries.append(f"<li>{swatch}<bdi>{escape(line.name)}</bdi> <b>{last}</b></li>")
+        swatch = f'<i class="{style_classes(line.color)}{dot}"></i>'
+        entries.append(f"<li>{swatch}<bdi>{escape_text(line.name)}</bdi> <b>{last}</b></li>")
     entries += [
-        f'<li><i class="mark"></i><bdi>{escape(name)}</bdi> <b>{len(at_N):,}</b></li>' for name, at_N in plot.marks
+        f'<li><i class="mark"></i><bdi>{escape_text(name)}</bdi> <b>{len(at_N):,}</b></li>'
+        for name, at_N in chart.marks
     ]
     return f'<ul class="legend">{"".join(entries)}</ul>'
-
-
-def _last_values(plot: Chart, panels: Sequence[str]) -> str:
-    """Return a table of the last values, with a row for each panel and a column for each color of its curves."""
-    colors = {line.name: line.color for line in plot.lines}
-    swatches = [Markup('<i class="{}"></i>{}').format(style_classes(color), name) for name, color in colors.items()]
-    values = {(line.panel, line.name): _last_value(line) for line in plot.lines}
-    rows = [(panel, [values.get((panel, name), "") for name in colors]) for panel in panels]
-    return table(swatches, rows, first="Last value")
 
 
 def _last_value(line: Curve) -> str:
@@ -388,32 +288,102 @@ def _last_value(line: Curve) -> str:
     return text
 
 
-def _values(plot: Chart, across: AxisScale, scales: dict[str, AxisScale]) -> dict[str, Any]:
+def _values(chart: Chart, across: AxisScale, scales: dict[str, AxisScale]) -> dict[str, Any]:
     """Return the values for the script, with five digits."""
     return {
         "x": [across.low, across.high],
-        "xName": plot.x_name,
-        "share": plot.x_is_share,
-        "xLog": plot.x_is_log,
-        "xLabels": plot.x_labels,
+        "xName": chart.x_name,
+        "share": chart.x_is_share,
+        "xLog": chart.x_is_log,
+        "xLabels": chart.x_labels,
         "scales": {name: [scale.low, scale.high] for name, scale in scales.items()},
         "lines": [
             {
                 "name": line.name,
-                **({"panel": line.panel} if line.panel else {}),
                 "color": line.color % 8,
                 "x": [int(x) if x == int(x) else x for x in line.x_N.tolist()],
                 "y": _rounded(line.y_N),
                 **({} if line.smooth_N is None else {"smooth": _rounded(line.smooth_N)}),
                 **({} if line.error_N is None else {"error": _rounded(line.error_N)}),
             }
-            for line in plot.lines
+            for line in chart.lines
         ],
     }
 
 
 def _rounded(values_N: Floats) -> list[float | None]:
     return [float(f"{value:.5g}") if math.isfinite(value) else None for value in values_N.tolist()]
+
+
+@dataclass(frozen=True)
+class AxisScale:
+    """Maps values to [0, 1], from left to right or from bottom to top."""
+
+    low: float
+    high: float
+    is_log: bool = False
+
+    def __call__(self, values_N: Floats) -> Floats:
+        """Map values; NaN where a logarithmic scale has none."""
+        if not self.is_log:
+            return (values_N - self.low) / (self.high - self.low)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            shares_N: Floats = (np.log(values_N) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
+        return np.where(values_N > 0, shares_N, np.nan)
+
+    def to_unit(self, value: float) -> float:
+        """Map a single value to the range 0 to 1."""
+        return float(self(np.array([value]))[0])
+
+    def ticks(self, max_ticks: int = 6) -> list[float]:
+        """Return round values in the range; of a linear scale, at most about ``max_ticks``."""
+        return log_ticks(self.low, self.high) if self.is_log else ticks(self.low, self.high, max_ticks)
+
+
+def ticks(low: float, high: float, max_ticks: int = 6) -> list[float]:
+    """Return at most about ``max_ticks`` multiples of 1, 2 or 5 times a power of ten from ``low`` to ``high``."""
+    span = high - low
+    if not span > 0:
+        return [low]
+    power = 10.0 ** math.floor(math.log10(span / max_ticks))
+    step = next((factor * power for factor in (1, 2, 5) if span / (factor * power) <= max_ticks), 10 * power)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [multiple * step for multiple in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Return ticks of a logarithmic axis: powers of ten, also 2 and 5 times them, or linear ticks on a short axis."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    between = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
+    inside = [value for value in between if low <= value <= high]
+    if len(inside) < 3:
+        return [value for value in ticks(low, high, 5) if value > 0]
+    if len(inside) <= 7:
+        return inside
+    decades = [10.0**power for power in powers if low <= 10.0**power <= high]
+    return decades[:: math.ceil(len(decades) / 6)]
+
+
+def draw_bars(title: str, unit: str, bars: Sequence[tuple[str, float, str]], note: str = "") -> Markup:
+    """Return the HTML of a chart of horizontal bars.
+
+    Args:
+        title: heading.
+        unit: of the values.
+        bars: name, length from 0 to 1, and value as text.
+        note: text below the chart.
+    """
+    rows = "".join(
+        f'<tr><th scope="row">{escape_text(name)}</th><td><svg viewBox="0 0 {WIDTH} 10" preserveAspectRatio="none" '
+        f'aria-hidden="true"><g class="c0"><path d="M0 5H{_x(length)}"/></g></svg></td>'
+        f"<td>{escape_text(text)}</td></tr>"
+        for name, length, text in bars
+    )
+    return Markup(
+        f'<figure class="chart card bars"><figcaption><div><h3>{escape_text(title)}</h3>'
+        f'<span class="unit">{escape_text(unit)}</span></div></figcaption><table>{rows}</table>'
+        f'<p class="note">{escape_text(note)}</p></figure>'
+    )
 
 
 def draw_columns(title: str, bars: Sequence[tuple[int, int]], notes: Sequence[str]) -> Markup:
@@ -427,13 +397,13 @@ def draw_columns(title: str, bars: Sequence[tuple[int, int]], notes: Sequence[st
     above = max(1, *(up for up, _ in bars))
     height = above + max(down for _, down in bars)
     groups = "".join(
-        f'<g class="bar"><title>{escape(note)}</title><rect class="hit" x="{index}" width="1" height="{height}"/>'
+        f'<g class="bar"><title>{escape_text(note)}</title><rect class="hit" x="{index}" width="1" height="{height}"/>'
         f'<rect class="up" x="{index + 0.1:g}" y="{above - up}" width="0.8" height="{up}"/>'
         f'<rect class="down" x="{index + 0.1:g}" y="{above}" width="0.8" height="{down}"/></g>'
         for index, ((up, down), note) in enumerate(zip(bars, notes, strict=True))
     )
     return Markup(
-        f'<figure class="columns"><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {len(bars)} {height}" '
-        f'style="max-width:{3 * len(bars)}rem" preserveAspectRatio="none" role="img" aria-label="{escape(title)}">'
+        f'<figure class="columns"><figcaption>{escape_text(title)}</figcaption><svg viewBox="0 0 {len(bars)} {height}" '
+        f'style="max-width:{3 * len(bars)}rem" preserveAspectRatio="none" role="img" aria-label="{escape_text(title)}">'
         f"{groups}</svg></figure>"
     )

@@ -9,7 +9,8 @@ from typing import Any
 from markupsafe import Markup
 
 from files.atomic import write_text_atomic
-from logger.pages.charts import Chart, draw_charts, style_classes
+from logger.pages import Chart
+from logger.pages.charts import draw_charts, style_classes
 from logger.pages.page import fill_page
 from logger.report import tables
 from logger.report.plots import main_plots, other_metrics

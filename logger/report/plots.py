@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from logger.pages.axes import Floats
-from logger.pages.charts import Chart, Curve
+from logger.pages.parts import Chart, Curve, Floats
 from logger.report.reading import LoggedRun
 from logger.report.series import Series, downsample, moving_average
 
@@ -95,13 +94,13 @@ METRICS_WITH_OWN_CHART = {
 def main_plots(runs: Sequence[LoggedRun]) -> list[Chart]:
     """Return the charts of known metrics, in order, without empty ones."""
     charts = [
-        _training_loss(runs),
+        *_training_loss(runs),
         *(_validation(runs, metric) for metric in (NATS_PER_TOKEN, BITS_PER_BYTE)),
         _by_masked_share(runs),
     ]
-    charts += [_build_chart(kind, runs) for kind in CHART_SPECS]
+    charts += [chart for kind in CHART_SPECS for chart in _build_charts(kind, runs)]
     if not any(re.fullmatch(r"lr/.+", key) for run in runs for key in run.numbers):
-        charts.append(_build_chart(ChartSpec("Learning rate", "", "lr", log=False, from_zero=True), runs))
+        charts += _build_charts(ChartSpec("Learning rate", "", "lr", log=False, from_zero=True), runs)
     return _nonempty(charts, runs)
 
 
@@ -119,7 +118,9 @@ def other_metrics(runs: Sequence[LoggedRun]) -> tuple[list[Chart], list[str]]:
         for key in remaining
         if families[key.partition("/")[0]] <= MAX_CHARTS_PER_FAMILY and any(_changes(run, key) for run in runs)
     ]
-    plots = _nonempty([_build_chart(ChartSpec(key, "", re.escape(key)), runs) for key in drawn], runs)
+    plots = _nonempty(
+        [chart for key in drawn for chart in _build_charts(ChartSpec(key, "", re.escape(key)), runs)], runs
+    )
     texts = dict.fromkeys(key for run in runs for key in run.texts)
     return plots, [*(key for key in remaining if key not in drawn), *texts]
 
@@ -136,13 +137,13 @@ def _nonempty(plots: Sequence[Chart], runs: Sequence[LoggedRun]) -> list[Chart]:
     return [plot for plot in plots if plot.lines]
 
 
-def _training_loss(runs: Sequence[LoggedRun]) -> Chart:
-    plot = _build_chart(ChartSpec("Training loss", "nats per token", "loss", log=False, is_smoothed=True), runs)
+def _training_loss(runs: Sequence[LoggedRun]) -> list[Chart]:
+    charts = _build_charts(ChartSpec("Training loss", "nats per token", "loss", log=False, is_smoothed=True), runs)
     for run in runs:
         skipped = np.array([event.step for event in run.events_of("skipped")], dtype=np.float64)
-        if len(skipped):
-            plot.marks.append(("skipped steps" if len(runs) == 1 else f"{run.name}, skipped steps", skipped))
-    return plot
+        if len(skipped) and charts:
+            charts[0].marks.append(("skipped steps" if len(runs) == 1 else f"{run.name}, skipped steps", skipped))
+    return charts
 
 
 def _aligned(series: Series | None, steps_N: Floats) -> Floats | None:
@@ -165,7 +166,7 @@ def _validation(runs: Sequence[LoggedRun], metric: ValidationMetric) -> Chart:
         if value is not None:
             at, name = run.result("step") or run.last_step, "final" if len(runs) == 1 else f"{run.name}, final"
             bar = np.array([np.nan if error is None else error])
-            plot.lines.append(Curve(name, color, 0, np.array([float(at)]), np.array([value]), None, bar, has_dots=True))
+            plot.lines.append(Curve(name, np.array([float(at)]), np.array([value]), color, None, bar, has_dots=True))
             plot.note = "At the end validation.final_rows rows are read, before it validation.rows. "
     if any(line.error_N is not None for line in plot.lines):
         plot.note += "Bands and bars: one standard error."
@@ -186,30 +187,44 @@ def _by_masked_share(runs: Sequence[LoggedRun]) -> Chart:
                 x += [low, high]
                 y += [value, value]
         if x:
-            plot.lines.append(Curve(run.name, color, 0, np.array(x), np.array(y)))
+            plot.lines.append(Curve(run.name, np.array(x), np.array(y), color))
     return plot
 
 
-def _build_chart(kind: ChartSpec, runs: Sequence[LoggedRun]) -> Chart:
-    """Build a chart. Color distinguishes runs, or metrics of a single run; several metrics of several runs have a panel
-    each."""
-    keys = dict.fromkeys(key for run in runs for key in run.numbers if re.fullmatch(kind.keys, key))
-    plot = Chart(kind.title, kind.unit, [], log=kind.log, from_zero=kind.from_zero)
-    chosen = [
-        (run_index, key_index, run, key)
-        for run_index, run in enumerate(runs)
-        for key_index, key in enumerate(keys)
-        if key in run.numbers and not run.numbers[key].is_empty
+def _build_charts(kind: ChartSpec, runs: Sequence[LoggedRun]) -> list[Chart]:
+    """Build a chart of all metrics of one run, or a chart for each metric of several runs."""
+    keys = list(dict.fromkeys(key for run in runs for key in run.numbers if re.fullmatch(kind.keys, key)))
+    if len(runs) == 1:
+        return [
+            _build_chart(
+                kind, kind.title, [(_label_of_metric(kind, key) or runs[0].name, runs[0], key) for key in keys]
+            )
+        ]
+    return [
+        _build_chart(
+            kind,
+            ", ".join(filter(None, [kind.title, _label_of_metric(kind, key)])),
+            [(run.name, run, key) for run in runs],
+        )
+        for key in keys
     ]
-    for run_index, key_index, run, key in chosen:
-        series = Series(run.numbers[key].steps_N, run.numbers[key].values_N * kind.scale)
-        member = _label_of_metric(kind, key)
-        name, color = (member or run.name, key_index) if len(runs) == 1 else (run.name, run_index)
-        panel = member if len(runs) > 1 and len(keys) > 1 else ""
-        smooth = moving_average(series.values_N) if kind.is_smoothed else None
-        plot.lines.append(_build_curve(name, color, series, len(chosen), smooth_N=smooth, panel=panel))
-    plot.note = " ".join(filter(None, [kind.note, _missing_values_note([run.numbers[key] for *_, run, key in chosen])]))
-    return plot
+
+
+def _build_chart(kind: ChartSpec, title: str, metrics: Sequence[tuple[str, LoggedRun, str]]) -> Chart:
+    """Build a chart of metrics: name of the curve, run and key."""
+    chart = Chart(title, kind.unit, [], log=kind.log, from_zero=kind.from_zero)
+    num_missing = 0
+    for color, (name, run, key) in enumerate(metrics):
+        logged = run.numbers.get(key)
+        if logged is None or logged.is_empty:
+            continue
+        series = Series(logged.steps_N, logged.values_N * kind.scale)
+        smooth_N = moving_average(series.values_N) if kind.is_smoothed else None
+        chart.lines.append(_build_curve(name, color, series, len(metrics), smooth_N=smooth_N))
+        num_missing += series.num_missing
+    missing = f"{num_missing:,} value{'s are' if num_missing > 1 else ' is'} not finite." if num_missing else ""
+    chart.note = " ".join(filter(None, [kind.note, missing]))
+    return chart
 
 
 def _label_of_metric(kind: ChartSpec, key: str) -> str:
@@ -225,11 +240,6 @@ def _label_of_metric(kind: ChartSpec, key: str) -> str:
     )
 
 
-def _missing_values_note(series: Sequence[Series]) -> str:
-    number = sum(metric.num_missing for metric in series)
-    return "" if not number else "1 value is not finite." if number == 1 else f"{number:,} values are not finite."
-
-
 def _build_curve(
     name: str,
     color: int,
@@ -238,9 +248,8 @@ def _build_curve(
     *,
     smooth_N: Floats | None = None,
     error_N: Floats | None = None,
-    panel: str = "",
 ) -> Curve:
     indices = downsample(series.values_N, max(40, MAX_POINTS_PER_CHART // (2 * num_curves)))
     smooth_N, error_N = (None if values_N is None else values_N[indices] for values_N in (smooth_N, error_N))
     steps_N, values_N = series.steps_N[indices], series.values_N[indices]
-    return Curve(name, color, 0, steps_N, values_N, smooth_N, error_N, has_dots=len(indices) <= 30, panel=panel)
+    return Curve(name, steps_N, values_N, color, smooth_N, error_N, has_dots=len(indices) <= 30)

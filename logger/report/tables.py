@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from markupsafe import Markup
 
 from logger.console import format_duration
-from logger.pages.axes import format_number
+from logger.pages.parts import format_number
 from logger.pages.settings import render_settings
 from logger.pages.tables import TableRow, join, scrolling_table, table, terms
 from logger.report.plots import BITS_PER_BYTE, NATS_PER_TOKEN, ValidationMetric

@@ -168,7 +168,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 OPEN_ALL = "document.querySelectorAll('details').forEach(each => { each.open = true; })"
 
 CUT = """[...document.querySelectorAll('body *')].filter(each => {
-  if (each.closest('.wide') && !each.matches('.wide') || each.closest('.plot, .xs, #tip')) return false;
+  if (each.closest('.wide') && !each.matches('.wide') || each.closest('.frame, #tip')) return false;
   const isScrolling = each.scrollWidth > each.clientWidth + 1 && getComputedStyle(each).overflowX !== 'visible';
   return each.getBoundingClientRect().right > innerWidth + .5 || isScrolling && !each.matches('.wide, input, select');
 }).map(each => each.outerHTML.slice(0, 90))"""

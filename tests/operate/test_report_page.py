@@ -78,7 +78,7 @@ def test_it_is_drawn_quietly_and_fits(
     assert browser.problems() == []
     assert browser.requests() == [pages[which].resolve().as_uri()]
     assert browser.evaluate("[innerWidth, document.documentElement.scrollWidth]") == [size[0], size[0]]
-    sticking_out = """[...document.querySelectorAll('main *')].filter(each => !each.closest('.wide, .plot, .xs')
+    sticking_out = """[...document.querySelectorAll('main *')].filter(each => !each.closest('.wide, .frame')
         && each.getBoundingClientRect().right > innerWidth + 0.5).map(each => each.outerHTML.slice(0, 80))"""
     assert browser.evaluate(sticking_out) == []
 
@@ -123,10 +123,10 @@ def test_switches_and_curves_work_with_and_without_scripts(
 ) -> None:
     browser.open(pages[0], *DESK, scripts=scripts)
     loss = '[data-chart="0"]'
-    assert visible(browser, f"{loss} svg") == [True, False]
+    assert visible(browser, f"{loss} .frame > svg") == [True, False]
     assert visible(browser, f"{loss} svg.linear .smooth") == [True]
     click(browser, f"{loss} .to-log")
-    assert visible(browser, f"{loss} svg") == [False, True]
+    assert visible(browser, f"{loss} .frame > svg") == [False, True]
     click(browser, f"{loss} .to-smooth")
     assert visible(browser, f"{loss} svg.log .smooth") == [False]
     assert visible(browser, f"{loss} svg.log .raw") == [True]
@@ -207,17 +207,15 @@ def test_print_view_is_expanded_and_has_no_controls(pages: tuple[Path, Path], br
 @pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])
 def test_labels_stand_at_their_lines_and_apart(pages: tuple[Path, Path], browser: Page, size: tuple[int, int]) -> None:
     browser.open(pages[0], *size)
-    assert browser.evaluate("document.querySelectorAll('.ys span').length") > 20
-    aside = """[...document.querySelectorAll('.chart')].flatMap(chart => {
+    aside = """[...document.querySelectorAll('.chart')].filter(chart => {
       const plot = chart.querySelector('.plot').getBoundingClientRect();
-      return [...chart.querySelectorAll('.ys span')].filter(each => each.offsetWidth).map(each => {
-        const box = each.getBoundingClientRect(), share = parseFloat(each.style.bottom) / 100;
-        return Math.abs((box.top + box.bottom) / 2 - (plot.bottom - share * plot.height)) < 2 && box.right <= plot.left;
-      }); })"""
-    assert all(browser.evaluate(aside))
-    overlapping = """[...document.querySelectorAll('.xs, .ys')].filter(axis => axis.offsetHeight).flatMap(axis => {
-      const boxes = [...axis.children].map(each => each.getBoundingClientRect());
+      const grid = chart.querySelector('.linear .grid').getBoundingClientRect();
+      return grid.width && (Math.abs(grid.left - plot.left) > 2 || Math.abs(grid.right - plot.right) > 2); }).length"""
+    assert browser.evaluate(aside) == 0, "the cursor is at the curves"
+    overlapping = """[...document.querySelectorAll('.frame > svg')].flatMap(drawing => {
+      const boxes = [...drawing.querySelectorAll('text')].map(each => each.getBoundingClientRect());
       return boxes.flatMap((one, index) => boxes.slice(index + 1).filter(other =>
         one.left < other.right && other.left < one.right && one.top < other.bottom && other.top < one.bottom)
-        .map(() => axis.textContent)); })"""
+        .map(() => drawing.textContent)); })"""
+    assert browser.evaluate("document.querySelectorAll('.frame text').length") > 40
     assert browser.evaluate(overlapping) == []

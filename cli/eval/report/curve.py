@@ -11,7 +11,7 @@ import numpy as np
 
 from cli.eval.report.reading import ReportedTask, ReportedVariant
 from diffusionlm.evaluation.grading.speed_quality import accuracy_under_parallelism
-from logger.pages.charts import Chart, Curve
+from logger.pages import Chart, Curve
 
 
 @dataclass(frozen=True)
@@ -147,14 +147,12 @@ def draw_curves(curves: TaskCurves) -> Chart:
     lines = [
         Curve(
             curve.label,
-            color,
-            0,
             np.array([point.tokens_per_forward for point in curve.points]),
             np.array([point.accuracy for point in curve.points]),
             error_N=np.array(
                 [math.nan if point.standard_error is None else point.standard_error for point in curve.points]
             ),
-            has_error_bars=True,
+            color=color,
             has_dots=True,
         )
         for color, curve in enumerate(curves.curves)

@@ -13,9 +13,9 @@ from cli.eval.report.curve import draw_curves
 from cli.eval.report.reading import EvaluationOrigin, TaskReport
 from cli.eval.report.tables import ReportTable, format_metric
 from files.terminal_text import escape_control_characters
-from logger.pages.axes import format_number
 from logger.pages.charts import draw_charts
 from logger.pages.page import fill_page
+from logger.pages.parts import format_number
 from logger.pages.settings import render_settings
 from logger.pages.tables import TableRow, join, table, terms
 

@@ -11,7 +11,7 @@ from cli.eval.report.curve import TaskCurves
 from cli.eval.report.reading import ReportedTask
 from diffusionlm.evaluation.tasks.results import MetricValue, VariantResult
 from logger.console import format_duration
-from logger.pages.axes import format_number
+from logger.pages.parts import format_number
 from logger.pages.tables import TableRow
 
 

@@ -107,7 +107,7 @@ def test_accuracies_have_no_axis_below_zero(tmp_path: Path) -> None:
         curves = build_contents(read_task(write_run(tmp_path / name, {"base": flags, "fast": flags}))).curves
         assert curves is not None
         html = draw_charts([draw_curves(curves)], [])
-        labels = re.findall(r">(-?[\d.]+)</span>", html)
+        labels = re.findall(r">(-?[\d.]+)</text>", html)
         assert labels and "0" in labels and not any(label.startswith("-") for label in labels)
 
 

@@ -1,0 +1,105 @@
+"""Render pages, tables and lines of text in a terminal, or as plain text elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import IO, TYPE_CHECKING
+
+from files.terminal_text import accepts_escapes, escape_control_characters
+from logger.pages.markdown import plain_text
+from logger.pages.parts import Chart, Code, Page, Part, Samples, Table, describe_chart, format_cell
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.text import Text
+
+UNLIMITED_WIDTH = 1_000_000
+"""Columns of a pipe or a file: nothing is wrapped there."""
+
+
+def make_console(stream: IO[str], *, is_forced: bool = False) -> Console:
+    """A console that takes text literally (no markup), and writes no escape sequence where `accepts_escapes` is False.
+
+    Args:
+        is_forced: treat the stream as a terminal in any case, without colors where `accepts_escapes` is False.
+    """
+    from rich.console import Console  # importing it takes a tenth of a second
+
+    has_color = accepts_escapes(stream)
+    return Console(
+        file=stream,
+        force_terminal=has_color or is_forced,
+        force_interactive=has_color or is_forced,
+        force_jupyter=False,
+        color_system="auto" if has_color else None,
+        width=None if stream.isatty() or is_forced else UNLIMITED_WIDTH,
+        markup=False,
+        emoji=False,
+        highlight=False,
+    )
+
+
+def print_parts(parts: Iterable[Part | Text], stream: IO[str] | None = None) -> None:
+    """Print tables and lines of text, which may have styles of rich. None: on standard output."""
+    output = sys.stdout if stream is None else stream
+    print(render_text(parts, output), file=output, flush=True)
+
+
+def render_text(parts: Iterable[Part | Text], stream: IO[str]) -> str:
+    """Render parts: complete and plain for a pipe or a file, else for the width of the terminal.
+
+    Control characters are shown as escapes.
+    """
+    from rich.text import Text
+
+    console = make_console(stream)
+    with console.capture() as capture:
+        for part in parts:
+            if isinstance(part, Text | Table):
+                console.print(build_grid(part) if isinstance(part, Table) else part, soft_wrap=True)
+            for line in [] if isinstance(part, Text) else _list_lines(part):
+                console.print(Text(escape_control_characters(line)), soft_wrap=True)
+    return "\n".join(line.rstrip() for line in capture.get().removesuffix("\n").split("\n"))
+
+
+def list_parts(page: Page) -> Iterator[Part]:
+    """Iterate over the parts of a page, its title and headings among them."""
+    yield from (page.title, *page.states, *page.notes)
+    for title, parts in page.sections.items():
+        yield from ("", title)
+        for part in parts:
+            if not isinstance(part, str | Chart) and part.title:
+                yield part.title
+            yield part
+
+
+def build_grid(table: Table) -> RenderableType:
+    """Build aligned columns, two spaces apart. A terminal shows long cells on several lines."""
+    from rich.table import Table as Grid
+    from rich.text import Text
+
+    grid = Grid.grid(padding=(0, 2, 0, 0))
+    for is_right in table.is_right:
+        grid.add_column(justify="right" if is_right else "left", overflow="fold")
+    if table.heads:
+        grid.add_row(*(Text(escape_control_characters(head)) for head in table.heads), style="bold")
+    for index, row in enumerate(table.rows):
+        cells = (Text(escape_control_characters(text.replace(" ± ", " +- "))) for text in table.texts(row))
+        grid.add_row(*cells, style="bold" if table.styles.get(index) == "best" else None)
+    return grid
+
+
+def _list_lines(part: Part) -> Iterator[str]:
+    if isinstance(part, str | Code):
+        yield part if isinstance(part, str) else part.text
+    elif isinstance(part, Chart):
+        yield describe_chart(part)
+    else:
+        for sample in part.samples if isinstance(part, Samples) else ():
+            yield from filter(None, [sample.title, sample.prompt])
+            for output in sample.outputs:
+                facts = "; ".join(f"{name}: {format_cell(value)}" for name, value in output.facts)
+                yield ": ".join(filter(None, [output.label, facts, plain_text(output)]))
+        if part.note:
+            yield part.note
