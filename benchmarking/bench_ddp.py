@@ -26,8 +26,8 @@ from benchmarking.harness import (
     MEBIBYTE,
     Benchmark,
     Report,
+    ResultTable,
     Settings,
-    Table,
     compare,
     describe_model,
     main,
@@ -235,7 +235,7 @@ def measure(case: DistributedCase, settings: Settings, world: World) -> Report:
         sizes = [f"{size / MEBIBYTE:.2f}" for size in (state_bytes, sent)]
         rows.append([name, f"{tokens / times.median(name):,.0f}", ratio, *sizes, f"{losses[name]:.6f}"])
     header = ["implementation", "tok/s", "speedup over torch's [quartiles]", "optimizer MiB per rank", "sent MiB"]
-    return Report([_describe_case(case, world), Table([*header, "loss"], rows)])
+    return Report([_describe_case(case, world), ResultTable([*header, "loss"], rows)])
 
 
 def _describe_case(case: DistributedCase, world: World) -> str:

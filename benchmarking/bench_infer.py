@@ -23,8 +23,8 @@ from benchmarking.harness import (
     MEBIBYTE,
     Comparison,
     Report,
+    ResultTable,
     Settings,
-    Table,
     check_installed,
     collect_environment,
     compare,
@@ -369,7 +369,7 @@ def _speed_over_first(cells: Sequence[BenchCell], cell: BenchCell, times: Compar
     return "1" if first is cell else times.speedup(cell.label, first.label).format_ratio()
 
 
-def build_table(results: Sequence[CellResult]) -> Table:
+def build_table(results: Sequence[CellResult]) -> ResultTable:
     """One row per cell; the columns of memory and bounds only if they were measured."""
     columns: dict[str, Callable[[CellResult], str]] = {
         "strategy": lambda result: result.cell.strategy,
@@ -389,4 +389,4 @@ def build_table(results: Sequence[CellResult]) -> Table:
         columns["peak"] = lambda result: f"{(result.peak_bytes or 0) / MEBIBYTE:,.1f} MiB"
     if results[0].bits_per_byte is not None:
         columns["bits per byte <="] = lambda result: f"{result.bits_per_byte:.3f}"
-    return Table(list(columns), [[cell(result) for cell in columns.values()] for result in results])
+    return ResultTable(list(columns), [[cell(result) for cell in columns.values()] for result in results])

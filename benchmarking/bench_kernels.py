@@ -26,8 +26,8 @@ from benchmarking.harness import (
     MEBIBYTE,
     Benchmark,
     Report,
+    ResultTable,
     Settings,
-    Table,
     compare,
     describe_accelerator,
     is_installed,
@@ -230,7 +230,7 @@ def run(settings: Settings) -> Report:
     header += [f"speedup over {BASELINE} [quartiles]", "peak MiB", "error of gradients"]
     names = (OURS, BASELINE) if settings.options.baseline_only else None
     rows = [row for case in cases for row in compare_losses(case, clocked, compiles=compiles, names=names)]
-    table = Table(header, rows)
+    table = ResultTable(header, rows)
     clock = "CPU time of all threads" if device == "cpu" else "wall time"
     facts = {
         "each call": f"forward and backward, sum over the masked positions; {clock}",

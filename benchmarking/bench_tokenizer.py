@@ -21,8 +21,8 @@ from benchmarking.harness import (
     Comparison,
     Report,
     ResultFiles,
+    ResultTable,
     Settings,
-    Table,
     check_installed,
     collect_environment,
     compare,
@@ -267,7 +267,7 @@ def bench_tokenizer(config: BenchTokenizerConfig) -> Report:
     environment = collect_environment(threads=1, packages=["regex", *bench.peers])
     environment["threads"] = "one for each implementation" + environment["threads"].removeprefix("1 of torch")
     files = ResultFiles(config.output.directory, "tokenizer_speed")
-    parts: list[Table | str] = []
+    parts: list[ResultTable | str] = []
     for vocab_size in bench.vocab_sizes:
         results = [*measure_vocabulary(corpus, vocab_size, bench), measure_reading(config, corpus, vocab_size)]
         files.append(record for result in results for record in result.to_records())
@@ -283,7 +283,7 @@ def bench_tokenizer(config: BenchTokenizerConfig) -> Report:
     return report
 
 
-def build_table(results: Sequence[TokenizerSpeed], names: Sequence[str]) -> Table:
+def build_table(results: Sequence[TokenizerSpeed], names: Sequence[str]) -> ResultTable:
     """The tasks of one vocabulary: throughput of each implementation, and our speedup over each peer."""
     header = ["task", *(f"{name} MB/s" for name in names)]
     header += [cell for peer in names[1:] for cell in (f"speedup over {peer}", SPEEDUP_COLUMN)]
@@ -294,4 +294,4 @@ def build_table(results: Sequence[TokenizerSpeed], names: Sequence[str]) -> Tabl
         for peer in names[1:]:
             row += result.times.speedup_cells(OURS, peer) if peer in measured else ["-", "-"]
         rows.append([result.task, *row])
-    return Table(header, rows)
+    return ResultTable(header, rows)

@@ -20,8 +20,8 @@ from benchmarking.harness import (
     Comparison,
     Report,
     ResultFiles,
+    ResultTable,
     Settings,
-    Table,
     check_installed,
     collect_environment,
     compare,
@@ -228,7 +228,12 @@ def build_report(
 ) -> Report:
     """Build the tables of speed and memory, with their methods and conditions."""
     names = list(dict.fromkeys(name for result in results for name in result.parameters))
-    parts: list[Table | str] = [_build_speed_table(results, names), METHOD, _build_rate_table(results), METHOD_OF_RATES]
+    parts: list[ResultTable | str] = [
+        _build_speed_table(results, names),
+        METHOD,
+        _build_rate_table(results),
+        METHOD_OF_RATES,
+    ]
     parts += [_build_memory_table(results), METHOD_OF_MEMORY] if results[0].memory else []
     methods = {OURS: METHOD_OF_OURS, **METHODS_OF_PEERS}
     facts = {name: methods[name] for name in names} | dict(skipped_peers)
@@ -240,7 +245,7 @@ def _case_cells(case: TrainCase) -> list[str]:
     return [case.shape.name, case.objective_label, case.precision]
 
 
-def _build_speed_table(results: Sequence[TrainMeasurement], names: Sequence[str]) -> Table:
+def _build_speed_table(results: Sequence[TrainMeasurement], names: Sequence[str]) -> ResultTable:
     header = [*COLUMNS_OF_CASE, *(f"{name} tok/s" for name in names)]
     header += [cell for peer in names[1:] for cell in (f"speedup over {peer}", SPEEDUP_COLUMN)]
     rows = []
@@ -251,17 +256,17 @@ def _build_speed_table(results: Sequence[TrainMeasurement], names: Sequence[str]
         for peer in names[1:]:
             row += result.times.speedup_cells(OURS, peer) if peer in measured else ["-", "-"]
         rows.append(row)
-    return Table(header, rows)
+    return ResultTable(header, rows)
 
 
-def _build_rate_table(results: Sequence[TrainMeasurement]) -> Table:
+def _build_rate_table(results: Sequence[TrainMeasurement]) -> ResultTable:
     rows = []
     for result in results:
         case, times = result.case, result.times
         flops_per_second = result.flops / times.median(OURS)
         row = [*_case_cells(case), times.format_ms(OURS), f"{result.flops / 1e9:,.1f}"]
         rows.append([*row, f"{flops_per_second / 1e9:,.0f}", _format_mfu(case, flops_per_second)])
-    return Table([*COLUMNS_OF_CASE, "step, ms", "GFLOP", "GFLOP/s", "MFU"], rows)
+    return ResultTable([*COLUMNS_OF_CASE, "step, ms", "GFLOP", "GFLOP/s", "MFU"], rows)
 
 
 def _format_mfu(case: TrainCase, flops_per_second: float) -> str:
@@ -269,13 +274,13 @@ def _format_mfu(case: TrainCase, flops_per_second: float) -> str:
     return f"{flops_per_second / peak:.1%}" if peak is not None and case.precision == "bfloat16" else "unknown peak"
 
 
-def _build_memory_table(results: Sequence[TrainMeasurement]) -> Table:
+def _build_memory_table(results: Sequence[TrainMeasurement]) -> ResultTable:
     rows = [
         [*_case_cells(result.case), name, *(_format_mebibytes(result.memory[name][part]) for part in MEMORY_PARTS)]
         for result in results
         for name in result.parameters
     ]
-    return Table([*COLUMNS_OF_CASE, "implementation", *MEMORY_PARTS], rows)
+    return ResultTable([*COLUMNS_OF_CASE, "implementation", *MEMORY_PARTS], rows)
 
 
 def _describe_shape(result: TrainMeasurement) -> str:

@@ -82,7 +82,7 @@ class Benchmark:
 
 
 @dataclass(frozen=True)
-class Table:
+class ResultTable:
     """A table of cells that are formatted already."""
 
     header: Sequence[str]
@@ -102,12 +102,12 @@ class Table:
 class Report:
     """The result of a benchmark: tables with text between them, and the conditions of the measurement."""
 
-    parts: Sequence[Table | str]
+    parts: Sequence[ResultTable | str]
     facts: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def tables(self) -> list[Table]:
-        return [part for part in self.parts if isinstance(part, Table)]
+    def tables(self) -> list[ResultTable]:
+        return [part for part in self.parts if isinstance(part, ResultTable)]
 
     def to_markdown(self, environment: Mapping[str, str] | None = None) -> str:
         """Format as Markdown; `facts` and the environment become a list at the end."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarking.harness import Table
+from benchmarking.harness import ResultTable
 from diffusionlm.models.dense_attention import AttentionScale
 from diffusionlm.models.flex import attend_flex, build_block_mask
 from diffusionlm.models.patterns import AttentionPattern, BlockDiffusion, Causal
@@ -130,4 +130,4 @@ def format_flex_table(kernels: Sequence[FlexKernel]) -> str:
     for row, kernel in zip(rows, kernels, strict=True):
         numbers = (kernel.threads, kernel.registers, kernel.shared_bytes, kernel.spill_bytes)
         row += [f"{number:,}" for number in numbers]
-    return Table(header, rows).to_markdown()
+    return ResultTable(header, rows).to_markdown()

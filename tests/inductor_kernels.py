@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from unittest.mock import patch
 
-from benchmarking.harness import Table
+from benchmarking.harness import ResultTable
 from diffusionlm.models import flex
 from tests.flex_kernels import (
     CASES_OF_ALL_GPUS,
@@ -108,7 +108,7 @@ def format_table(kernels: Sequence[BlockKernel]) -> str:
         )
     header = ["step", "graph", "kernels", "registers at most", "spilled bytes", "kernels with atomics"]
     header += ["threads of attention", "its registers", "its shared bytes", "its spilled bytes"]
-    return Table(header, rows).to_markdown()
+    return ResultTable(header, rows).to_markdown()
 
 
 def main() -> None:

@@ -33,8 +33,8 @@ from benchmarking.harness import (
     Benchmark,
     Comparison,
     Report,
+    ResultTable,
     Settings,
-    Table,
     compare,
     describe_model,
     is_installed,
@@ -281,7 +281,7 @@ def run(settings: Settings) -> Report:
         "model": f"{describe_model(SHAPE)}, vocabulary {SHAPE.vocab_size:,}, float32, random weights",
         "requests": f"prompts and answers of 12, 24, ... {LONGEST} tokens; one at a time: the first {options.alone}",
     }
-    return Report([Table(header, rows)], facts)
+    return Report([ResultTable(header, rows)], facts)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Pages of reports: tables, charts and samples, rendered to a terminal, to Markdown and to HTML. No torch."""
+"""Pages of reports: tables, charts and examples, rendered to a terminal, to Markdown and to HTML. No torch."""
 
 from logger.pages.parts import (
     Cell,
@@ -6,13 +6,13 @@ from logger.pages.parts import (
     Code,
     Column,
     Curve,
+    Example,
+    Examples,
     Link,
     Number,
     Output,
     Page,
     Part,
-    Sample,
-    Samples,
     Table,
     Token,
 )
@@ -23,13 +23,13 @@ __all__ = [
     "Code",
     "Column",
     "Curve",
+    "Example",
+    "Examples",
     "Link",
     "Number",
     "Output",
     "Page",
     "Part",
-    "Sample",
-    "Samples",
     "Table",
     "Token",
 ]

@@ -19,13 +19,13 @@ from logger.pages.parts import (
     Cell,
     Chart,
     Code,
+    Example,
+    Examples,
     Link,
     Number,
     Output,
     Page,
     Part,
-    Sample,
-    Samples,
     Table,
     Token,
     cut_text,
@@ -97,13 +97,13 @@ def _charts(figures: Sequence[Markup]) -> Markup:
     return Markup('<div class="charts">{}</div>').format(join(figures)) if figures else Markup("")
 
 
-def _render_part(part: Table | Samples | Code | str) -> Markup:
+def _render_part(part: Table | Examples | Code | str) -> Markup:
     if isinstance(part, str):
         return Markup("<p>{}</p>").format(escape_text(part))
     if isinstance(part, Code):
         html = Markup("<pre>{}</pre>").format(escape_text(part.text))
         return Markup('<section class="card code">{}{}</section>').format(_title(part.title), html)
-    html = render_table(part) if isinstance(part, Table) else render_samples(part.samples)
+    html = render_table(part) if isinstance(part, Table) else render_examples(part.examples)
     html += Markup('<p class="note">{}</p>').format(escape_text(part.note)) if part.note else Markup("")
     if part.is_folded:
         return Markup("<details><summary>{}</summary>{}</details>").format(escape_text(part.title), html)
@@ -154,16 +154,16 @@ def _render_cell(table: Table, cell: Cell, text: str, is_right: Markup, *, is_na
     return element.format(is_right, key if table.is_sortable else "", html)
 
 
-def render_samples(samples: Iterable[Sample]) -> Markup:
+def render_examples(examples: Iterable[Example]) -> Markup:
     """Render a card for each prompt, with its outputs; those of known forwards can be replayed."""
     cards, has_forwards = [], False
     card = Markup('<article class="sample card">{}<pre class="given" dir="auto">{}</pre>{}{}</article>')
-    for sample in samples:
-        num_forwards = max((_num_forwards(output) for output in sample.outputs), default=0)
+    for example in examples:
+        num_forwards = max((_num_forwards(output) for output in example.outputs), default=0)
         has_forwards = has_forwards or num_forwards > 0
-        outputs = join(map(_render_output, sample.outputs))
-        prompt = _render_masked_spans(cut_text(sample.prompt, MAX_TEXT)) or "Without a prompt"
-        cards.append(card.format(_title(sample.title), prompt, _render_replay(num_forwards), outputs))
+        outputs = join(map(_render_output, example.outputs))
+        prompt = _render_masked_spans(cut_text(example.prompt, MAX_TEXT)) or "Without a prompt"
+        cards.append(card.format(_title(example.title), prompt, _render_replay(num_forwards), outputs))
     note = Markup('<p class="note">{}</p>').format(FORWARD_NOTE) if has_forwards else Markup("")
     return Markup('<div class="samples">{}</div>{}').format(join(cards), note)
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from files.terminal_text import escape_control_characters
-from logger.pages.parts import Chart, Code, Output, Page, Part, Samples, Table, cut_text, describe_chart, format_cell
+from logger.pages.parts import Chart, Code, Examples, Output, Page, Part, Table, cut_text, describe_chart, format_cell
 
 MAX_TEXT = 600
 """Characters of an output; the files of the run contain all of it."""
@@ -34,7 +34,7 @@ def _render_part(part: Part) -> Iterator[str]:
     elif isinstance(part, Code):
         yield fence(part.text)
     else:
-        yield from _render_samples(part)
+        yield from _render_examples(part)
     if not isinstance(part, Code) and part.note:
         yield escape(part.note)
 
@@ -52,11 +52,11 @@ def _row(texts: Sequence[str], mark: str = "") -> str:
     return f"| {' | '.join(f'{mark}{escape(text)}{mark}' if text else '' for text in texts)} |"
 
 
-def _render_samples(samples: Samples) -> Iterator[str]:
-    for sample in samples.samples:
-        yield f"**{escape(sample.title)}**" if sample.title else "**Prompt**"
-        yield fence(cut_text(sample.prompt or "Without a prompt", MAX_TEXT))
-        for output in sample.outputs:
+def _render_examples(examples: Examples) -> Iterator[str]:
+    for example in examples.examples:
+        yield f"**{escape(example.title)}**" if example.title else "**Prompt**"
+        yield fence(cut_text(example.prompt or "Without a prompt", MAX_TEXT))
+        for output in example.outputs:
             facts = "; ".join(f"{name}: {format_cell(value)}" for name, value in output.facts)
             yield escape(": ".join(filter(None, [output.label, facts])))
             yield fence(cut_text(plain_text(output), MAX_TEXT))

@@ -1,4 +1,4 @@
-"""What reports are made of: tables, charts and samples on a page, with numbers and texts as they are.
+"""What reports are made of: tables, charts and examples on a page, with numbers and texts as they are.
 
 `logger.pages.terminal`, `logger.pages.markdown` and `logger.pages.html` render them; escaping is theirs. N points.
 """
@@ -147,7 +147,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Sample:
+class Example:
     """A prompt, whose masked spans are written ``[MASK:n]``, and its outputs."""
 
     prompt: str
@@ -156,10 +156,10 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Samples:
-    """Several samples side by side."""
+class Examples:
+    """Several examples side by side."""
 
-    samples: Sequence[Sample]
+    examples: Sequence[Example]
     title: str = ""
     note: str = ""
     is_folded: bool = False
@@ -173,7 +173,7 @@ class Code:
     title: str = ""
 
 
-Part = Table | Chart | Samples | Code | str
+Part = Table | Chart | Examples | Code | str
 """A part of a page; a text is a paragraph."""
 
 

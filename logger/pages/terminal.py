@@ -8,7 +8,7 @@ from typing import IO, TYPE_CHECKING
 
 from files.terminal_text import accepts_escapes, escape_control_characters
 from logger.pages.markdown import plain_text
-from logger.pages.parts import Chart, Code, Page, Part, Samples, Table, describe_chart, format_cell
+from logger.pages.parts import Chart, Code, Examples, Page, Part, Table, describe_chart, format_cell
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -96,9 +96,9 @@ def _list_lines(part: Part) -> Iterator[str]:
     elif isinstance(part, Chart):
         yield describe_chart(part)
     else:
-        for sample in part.samples if isinstance(part, Samples) else ():
-            yield from filter(None, [sample.title, sample.prompt])
-            for output in sample.outputs:
+        for example in part.examples if isinstance(part, Examples) else ():
+            yield from filter(None, [example.title, example.prompt])
+            for output in example.outputs:
                 facts = "; ".join(f"{name}: {format_cell(value)}" for name, value in output.facts)
                 yield ": ".join(filter(None, [output.label, facts, plain_text(output)]))
         if part.note:

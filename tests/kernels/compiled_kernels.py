@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarking.harness import Benchmark, Report, Settings, Table, main
+from benchmarking.harness import Benchmark, Report, ResultTable, Settings, main
 from diffusionlm.kernels.loss_types import LossOptions
 from files.terminal_text import print_message
 from tests.kernels.accelerators import A100, B200, H100, H200, occupancy
@@ -173,7 +173,7 @@ def run(settings: Settings) -> Report:
     header = ["vocabulary", "logits", "soft cap", "gradient", "threads", f"registers, {' / '.join(options.targets)}"]
     header += ["shared bytes", "spilled bytes", "logits per load", "occupancy, A100 / H100 / B200"]
     header += [f"µs per {TIMED_ROWS:,} rows at least, H100 / H200 / B200"]
-    return Report([Table(header, rows)])
+    return Report([ResultTable(header, rows)])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

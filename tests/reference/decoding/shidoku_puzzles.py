@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarking.harness import Benchmark, Report, Settings, Table, main
+from benchmarking.harness import Benchmark, Report, ResultTable, Settings, main
 from config.generation import GenerationConfig
 from diffusionlm.checkpoints.huggingface import load_model
 from diffusionlm.checkpoints.model_files import load_tokenizer
@@ -104,7 +104,7 @@ def keeps_givens(text: str, grid: str) -> bool:
     return all(given in (EMPTY_CELL, cell) for given, cell in zip(text, grid, strict=True))
 
 
-def evaluate(model: Transformer, tokenizer: Tokenizer, *, count: int, givens: int) -> Table:
+def evaluate(model: Transformer, tokenizer: Tokenizer, *, count: int, givens: int) -> ResultTable:
     """Measure the share of valid grids of each puzzle set and decoding order."""
     rows = []
     for puzzle_set in build_puzzle_sets(count, givens):
@@ -117,7 +117,7 @@ def evaluate(model: Transformer, tokenizer: Tokenizer, *, count: int, givens: in
             error = math.sqrt(share * (1.0 - share) / max(1, len(grids)))
             distinct = len(set(filter(is_shidoku, grids)))
             rows.append([puzzle_set.name, order, str(len(grids)), f"{share:.1%} +- {error:.1%}", str(distinct)])
-    return Table(["puzzles", "order", "grids", "valid", "distinct"], rows)
+    return ResultTable(["puzzles", "order", "grids", "valid", "distinct"], rows)
 
 
 def run(settings: Settings) -> Report:

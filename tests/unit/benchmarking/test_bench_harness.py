@@ -19,8 +19,8 @@ from benchmarking.harness import (
     Benchmark,
     Report,
     ResultFiles,
+    ResultTable,
     Settings,
-    Table,
     check_installed,
     collect_environment,
     compare,
@@ -125,7 +125,7 @@ def test_command_line_is_what_one_would_type(monkeypatch: pytest.MonkeyPatch) ->
     assert format_command_line() == "python -m benchmarking.harness --set 'a.b=x y'"
 
 
-REPORT = Report(["text", Table(["name", "n"], [["a", "1"], ["b", "2"]])], {"data": "none"})
+REPORT = Report(["text", ResultTable(["name", "n"], [["a", "1"], ["b", "2"]])], {"data": "none"})
 MARKDOWN = "text\n\n| name | n |\n| --- | ---: |\n| a | 1 |\n| b | 2 |\n\n- data: none"
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jinja2 import UndefinedError
 
-from logger.pages import Chart, Code, Column, Curve, Link, Number, Output, Page, Sample, Samples, Table, Token
+from logger.pages import Chart, Code, Column, Curve, Example, Examples, Link, Number, Output, Page, Table, Token
 from logger.pages.html import render_html
 from logger.pages.markdown import render_markdown
 from logger.pages.page import render_template
@@ -36,9 +36,9 @@ FACTS = Table((), [["steps", "300"], ["seed", Number(3, "d")]], title="All value
 CHART = Chart(
     ATTACK, "nats", [Curve(ATTACK, np.array([0.0, 1.0, 2.0]), np.array([4.0, np.nan, 1.0]), smooth_N=np.ones(3))]
 )
-SAMPLES = Samples(
+SAMPLES = Examples(
     [
-        Sample(
+        Example(
             f"A [MASK:2] {ATTACK}",
             [
                 Output("step 1", (Token("A ", None), Token("b\n", 1, 0.5), Token("c", 2), Token(ATTACK, 0))),
@@ -53,7 +53,7 @@ SAMPLES = Samples(
 LOG = Code(f"```{ATTACK}", "Log")
 PAGE = Page(
     ATTACK,
-    {"Results": [RESULTS, FACTS], "Empty": [], "Curves": [CHART], "Samples": [SAMPLES, LOG, "End."]},
+    {"Results": [RESULTS, FACTS], "Empty": [], "Curves": [CHART], "Examples": [SAMPLES, LOG, "End."]},
     notes=[ATTACK],
     states=["2 runs", ATTACK],
 )
