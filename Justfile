@@ -40,10 +40,6 @@ bench *args:
 bench-ddp *args:
     uv run python -m benchmarking.bench_ddp {{args}}
 
-# Estimated memory and time of a step on many GPUs.
-scaling *args:
-    uv run python -m cli.scaling {{args}}
-
 # Speed of the tokenizer, compared with tokenizers and tiktoken.
 bench-tokenizer *args:
     uv run --group bench diffusionlm-bench-tokenizer --config config/resources/bench_tokenizer.toml {{args}}

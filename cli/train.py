@@ -21,7 +21,7 @@ from files.resilient_stream import resilient
 from files.terminal_text import print_message
 from logger.pages import Part
 from profiling.adapter_size import check_targets
-from profiling.estimate import ResourceEstimate, estimate_run, parallel_strategy
+from profiling.estimate import REFERENCE_GPU, ResourceEstimate, estimate_run
 from profiling.machine import read_memory
 from profiling.torch_setup import drivers
 
@@ -248,23 +248,26 @@ def format_run_estimate(config: TrainConfig, ranks: int = 1) -> Part:
     config, tokenizer = check_model(config)
     is_vocab_known = tokenizer is not None or config.model.init_from is not None
     assumed = "" if is_vocab_known else " assumed; the tokenizer that is trained decides"
-    training, row_length, vocab_size = config.training, config.row_length, config.tokenizer.vocab_size
     estimate = estimate_run(config, ranks)
     tokens = estimate.tokens
-    per_step = training.batch_size * row_length
     lines = [
         ("parameters", f"{estimate.parameters:,} ({estimate.embedding_parameters:,} in embedding and head)"),
         *([("trained", _format_trained(estimate))] if config.lora else []),
         *([("of them active", f"{estimate.active_parameters:,} for each token")] if config.model.num_experts else []),
-        ("vocabulary", f"{vocab_size:,} tokens{assumed}"),
-        ("tokens per step", f"{per_step:,} ({training.batch_size} sequences of {row_length})"),
+        ("vocabulary", f"{config.tokenizer.vocab_size:,} tokens{assumed}"),
+        (
+            "tokens per step",
+            f"{estimate.tokens_per_step:,} ({config.training.batch_size} sequences of {config.row_length})",
+        ),
         ("tokens", "by the data: epochs are counted first" if tokens is None else f"{tokens:,}"),
         ("FLOPs per token", f"{estimate.flops_per_token / 1e6:,.1f} M, forward and backward"),
     ]
     if tokens is not None:
         lines.append(("FLOPs", f"{tokens * estimate.flops_per_token / 1e12:,.1f} T"))
     if ranks > 1:
-        lines.append(("ranks", f"{ranks}, {parallel_strategy(config)}; memory is that of each"))
+        lines.append(("ranks", f"{ranks}; memory and traffic are those of each"))
+        lines.append(("sent per step", _format_bytes(estimate.bytes_sent)))
+        lines.append((f"on {REFERENCE_GPU}", f"at least {estimate.step_seconds_bound:.3g} s per step"))
     for name, size, note in (
         ("memory, weights", estimate.bytes_weights, ""),
         ("memory, gradients", estimate.bytes_gradients, ""),

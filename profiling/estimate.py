@@ -1,4 +1,4 @@
-"""Parameters, FLOPs and memory of a training run, estimated from its config. No torch."""
+"""Parameters, FLOPs, memory and traffic of a training run, estimated from its config. No torch."""
 
 from __future__ import annotations
 
@@ -13,23 +13,27 @@ from config.training.objective import NextTokenConfig
 from config.training.parallel import DDP, FSDP
 from profiling.adapter_size import measure_adapter
 from profiling.flops import (
+    PEAK_FLOPS,
     AttentionKind,
     count_idle_parameters,
     count_parameters,
     feed_forward_width,
     flops_per_token,
 )
-from profiling.scaling import ParallelStrategy, TrainingJob, estimate_rank_memory
 
 CheckpointingMode = Literal["none", "selective", "full"]
 """Values of `runtime.activation_checkpointing`."""
 
+REFERENCE_GPU = "NVIDIA H200"
+REFERENCE_BANDWIDTH = 450e9
+"""Bytes per second that one of these sends to the others of its machine (NVLink 4)."""
+
 
 @dataclass(frozen=True)
 class ResourceEstimate:
-    """Parameters, tokens, FLOPs and memory of a run.
+    """Parameters, tokens, FLOPs, memory and traffic of a run, without recomputation and temporary memory.
 
-    Memory is that of one rank, in bytes, before the first step allocates anything else.
+    Memory and traffic are those of one rank, in bytes. Activations are in float32 with eager attention and all logits.
     """
 
     parameters: int
@@ -39,6 +43,7 @@ class ResourceEstimate:
     """Parameters of embedding and head."""
     trained_parameters: int
     """All, or those of the adapter."""
+    tokens_per_step: int
     tokens: int | None
     """Tokens of the whole run; None: unknown before the data is read."""
     flops_per_token: float
@@ -48,10 +53,19 @@ class ResourceEstimate:
     bytes_optimizer: int
     bytes_activations: int
     """Activations that the backward of one micro-batch needs."""
+    ranks: int = 1
+    bytes_sent: int = 0
+    """Bytes that a rank sends in a step: those of a ring, the minimum of any algorithm."""
 
     @property
     def bytes_total(self) -> int:
         return self.bytes_weights + self.bytes_gradients + self.bytes_optimizer + self.bytes_activations
+
+    @property
+    def step_seconds_bound(self) -> float:
+        """The least time of a step on GPUs of the kind `REFERENCE_GPU`: products at the peak, or traffic."""
+        flops = self.flops_per_token * self.tokens_per_step / self.ranks
+        return max(flops / PEAK_FLOPS[REFERENCE_GPU], self.bytes_sent / REFERENCE_BANDWIDTH)
 
 
 def estimate_run(config: TrainConfig, ranks: int = 1) -> ResourceEstimate:
@@ -60,44 +74,66 @@ def estimate_run(config: TrainConfig, ranks: int = 1) -> ResourceEstimate:
     Raises:
         ValueError: `training.batch_size` is not a multiple of ``ranks``.
     """
-    training, row_length = config.training, config.row_length
-    micro_batch_size = training.micro_batch_size or config.sequences_per_rank(ranks)
-    estimate = estimate_resources(
-        config.model,
-        config.tokenizer.vocab_size,
-        row_length=row_length,
-        micro_batch_size=micro_batch_size,
-        tokens=None if training.max_steps is None else training.max_steps * training.batch_size * row_length,
-        floats_per_parameter=_optimizer_floats(config),
-        blocks=_attention_kind(config),
-        checkpointing=config.runtime.activation_checkpointing,
+    training, model, vocab_size = config.training, config.model, config.tokenizer.vocab_size
+    rows = config.sequences_per_rank(ranks)
+    micro_batch_size = training.micro_batch_size or rows
+    tokens_per_step = training.batch_size * config.row_length
+    streams = 2 if _attention_kind(config)[0] == "block_diffusion" else 1
+    parameters, tables = count_parameters(model, vocab_size)
+    width = _activation_width(model, config.row_length, config.runtime.activation_checkpointing)
+    estimate = ResourceEstimate(
+        parameters=parameters,
+        active_parameters=parameters - count_idle_parameters(model),
+        embedding_parameters=tables,
+        trained_parameters=parameters,
+        tokens_per_step=tokens_per_step,
+        tokens=None if training.max_steps is None else training.max_steps * tokens_per_step,
+        flops_per_token=_count_flops_per_token(config),
+        bytes_weights=4 * parameters,
+        bytes_gradients=4 * parameters,
+        bytes_optimizer=round(4 * _optimizer_floats(config) * parameters),
+        bytes_activations=4 * micro_batch_size * config.row_length * streams * width,
     )
-    estimate = replace(estimate, flops_per_token=_count_flops_per_token(config))
     if isinstance(config.objective, PreferenceConfig):
         estimate = _add_reference(estimate, config, config.objective)
     if config.lora is not None:
         estimate = _freeze_base(estimate, config, config.lora)
-    if ranks == 1:
+    return estimate if ranks == 1 else _divide(estimate, config, ranks, micro_batches=rows // micro_batch_size)
+
+
+def _divide(estimate: ResourceEstimate, config: TrainConfig, ranks: int, micro_batches: int) -> ResourceEstimate:
+    """Divide the state of a run among its ranks.
+
+    ``ddp`` with sharded optimizer: a rank has its part of weights and gradients once more, which the optimizer works
+    on. ``fsdp``: two blocks are gathered in bfloat16, that which runs and the next one, with the gradients of one;
+    embedding and head in float32, with their gradients. Gradients travel in float32, once a step; with fsdp for each
+    micro-batch, and the weights of blocks in bfloat16 for each forward and, where they are dropped between, each
+    backward.
+    """
+    parallel, share = config.parallel, (ranks - 1) / ranks
+    if isinstance(parallel, FSDP):
+        layers = config.model.num_hidden_layers
+        block = (estimate.parameters - estimate.embedding_parameters) / layers
+        gathered_blocks = 2 if parallel.reshard_after_forward else layers
+        gathered = 2 * block * (gathered_blocks + 1) + 8 * estimate.embedding_parameters
+        gathers = 2 * micro_batches if parallel.reshard_after_forward else 1
+        sent = estimate.bytes_gradients * micro_batches + 2 * block * layers * gathers
+        return replace(
+            estimate,
+            ranks=ranks,
+            bytes_weights=round(estimate.bytes_weights / ranks + gathered),
+            bytes_gradients=round(estimate.bytes_gradients / ranks),
+            bytes_optimizer=round(estimate.bytes_optimizer / ranks),
+            bytes_sent=round(share * (sent + 4 * estimate.embedding_parameters)),
+        )
+    estimate = replace(estimate, ranks=ranks, bytes_sent=round(2 * share * estimate.bytes_gradients))
+    if not (isinstance(parallel, DDP) and parallel.shard_optimizer):
         return estimate
-    parallel = config.parallel
-    job = TrainingJob(
-        config.model,
-        config.tokenizer.vocab_size,
-        ranks,
-        parallel_strategy(config),
-        batch_size=training.batch_size,
-        micro_batch_size=micro_batch_size,
-        floats_per_parameter=_optimizer_floats(config),
-        reshards_after_forward=not isinstance(parallel, FSDP) or parallel.reshard_after_forward,
-    )
-    memory = estimate_rank_memory(job)
-    # Shares of one rank: an adapter has other sizes than the whole model that the job describes.
-    whole = 4.0 * estimate.parameters
     return replace(
         estimate,
-        bytes_weights=round(estimate.bytes_weights * (memory.weights + memory.gathered) / whole),
-        bytes_gradients=round(estimate.bytes_gradients * memory.gradients / whole),
-        bytes_optimizer=round(estimate.bytes_optimizer * memory.optimizer / (whole * job.floats_per_parameter)),
+        bytes_weights=round(estimate.bytes_weights + estimate.bytes_gradients / ranks),
+        bytes_gradients=round(estimate.bytes_gradients * (1 + 1 / ranks)),
+        bytes_optimizer=round(estimate.bytes_optimizer / ranks),
     )
 
 
@@ -163,52 +199,6 @@ def _freeze_base(estimate: ResourceEstimate, config: TrainConfig, lora: LoraTrai
     )
 
 
-def estimate_resources(
-    model: Architecture,
-    vocab_size: int,
-    *,
-    row_length: int,
-    micro_batch_size: int,
-    tokens: int | None,
-    floats_per_parameter: float,
-    blocks: tuple[AttentionKind, int] = ("bidirectional", 1),
-    checkpointing: CheckpointingMode = "none",
-) -> ResourceEstimate:
-    """Estimate the resources of training on one device in float32 with eager attention and all logits.
-
-    Args:
-        vocab_size: rows of embedding and head.
-        row_length: tokens of a sequence.
-        micro_batch_size: sequences of one forward.
-        tokens: tokens of the whole run, if known.
-        floats_per_parameter: float32 values that the optimizer keeps for each parameter.
-        blocks: attention kind and block length.
-    """
-    parameters, tables = count_parameters(model, vocab_size)
-    kind, block_length = blocks
-    masked_share = 1.0 if kind == "causal" else 0.5
-    positions = micro_batch_size * row_length * (2 if kind == "block_diffusion" else 1)
-    return ResourceEstimate(
-        parameters=parameters,
-        active_parameters=parameters - count_idle_parameters(model),
-        embedding_parameters=tables,
-        trained_parameters=parameters,
-        tokens=tokens,
-        flops_per_token=flops_per_token(model, vocab_size, row_length, masked_share, kind, block_length),
-        bytes_weights=4 * parameters,
-        bytes_gradients=4 * parameters,
-        bytes_optimizer=round(4 * floats_per_parameter * parameters),
-        bytes_activations=4 * positions * _activation_width(model, row_length, checkpointing),
-    )
-
-
-def parallel_strategy(config: TrainConfig) -> ParallelStrategy:
-    """Return the strategy of a run on several ranks."""
-    if isinstance(config.parallel, FSDP):
-        return "fsdp"
-    return "ddp, sharded" if isinstance(config.parallel, DDP) and config.parallel.shard_optimizer else "ddp"
-
-
 def _optimizer_floats(config: TrainConfig) -> float:
     # The weight average is one more copy.
     return config.optimizer.state_floats_per_parameter + (1.0 if config.training.ema_decay else 0.0)
@@ -228,10 +218,7 @@ def _attention_kind(config: TrainConfig) -> tuple[AttentionKind, int]:
 
 
 def _activation_width(model: Architecture, row_length: int, checkpointing: CheckpointingMode) -> int:
-    """Estimate the values that one position keeps for the backward.
-
-    `scaling.activation_bytes` differs on purpose: it assumes bfloat16, fused attention and the fused loss of a GPU.
-    """
+    """Estimate the values that one position keeps for the backward."""
     widths = [feed_forward_width(model, layer, model.num_experts_per_tok) for layer in range(model.num_hidden_layers)]
     all_values = [10 * model.hidden_size + 5 * width + model.num_attention_heads * row_length for width in widths]
     if checkpointing == "none":

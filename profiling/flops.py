@@ -35,15 +35,12 @@ def peak_flops(device_name: str) -> float | None:
     return PEAK_FLOPS[max(names, key=len)] if names else None
 
 
-def count_visible_pairs(pattern: AttentionKind, length: int, block_length: int = 1, *, tile: int = 1) -> int:
+def count_visible_pairs(pattern: AttentionKind, length: int, block_length: int = 1) -> int:
     """Count the pairs of a query and a visible key in a document of ``length`` tokens, in closed form.
 
-    For block diffusion, those of both streams. With ``tile`` > 1, count the pairs of all square tiles that have a
-    visible pair: the work of a kernel that skips empty tiles.
+    For block diffusion, those of both streams.
     """
     n, b = length, block_length
-    if tile > 1:
-        return _count_pairs_in_live_tiles(pattern, n, b, tile)
     whole, rest = divmod(n, b)
     before = b * b * whole * (whole - 1) // 2 + rest * whole * b  # of earlier blocks
     own = whole * b * b + rest * rest
@@ -56,39 +53,6 @@ def count_visible_pairs(pattern: AttentionKind, length: int, block_length: int =
             return own + before
         case "block_diffusion":
             return 2 * (own + before)
-
-
-def _count_pairs_in_live_tiles(pattern: AttentionKind, n: int, b: int, tile: int) -> int:
-    """Count over tiles of queries and the tiles of the key ranges that they see."""
-    total = 2 * n if pattern == "block_diffusion" else n
-    live = 0
-    for first in range(0, total, tile):
-        last = min(first + tile, total) - 1
-        key_tiles: set[int] = set()
-        for start, end in _visible_key_ranges(pattern, n, b, first, last):
-            key_tiles.update(range(start // tile, -(-end // tile)))
-        live += len(key_tiles)
-    return live * tile * tile
-
-
-def _visible_key_ranges(pattern: AttentionKind, n: int, b: int, first: int, last: int) -> list[tuple[int, int]]:
-    """Return the ranges of keys that any query from first to last sees."""
-    match pattern:
-        case "bidirectional":
-            return [(0, n)]
-        case "causal":
-            return [(0, last + 1)]
-        case "block_causal":
-            return [(0, min(n, (last // b + 1) * b))]
-    ranges = []
-    if first < n:
-        noisy_last = min(last, n - 1)
-        ranges.append((first // b * b, min(n, (noisy_last // b + 1) * b)))
-        if noisy_last // b:
-            ranges.append((n, n + noisy_last // b * b))
-    if last >= n:
-        ranges.append((n, n + min(n, ((last - n) // b + 1) * b)))
-    return ranges
 
 
 def step_flops(

@@ -118,41 +118,6 @@ def reset_peak_memory(device: str | None = None) -> None:
     torch.cuda.reset_peak_memory_stats()
 
 
-def summary() -> str:
-    """Return the statistics of CUDA's allocator; "" without CUDA."""
-    if not _uses_cuda(None):
-        return ""
-    import torch
-
-    return str(torch.cuda.memory_summary())
-
-
-def start_history(max_entries: int = 100_000) -> bool:
-    """Start to record CUDA allocations for `dump_snapshot`. Return whether CUDA is in use."""
-    if not _uses_cuda(None):
-        return False
-    import torch
-
-    # Documented by PyTorch, but without public names.
-    torch.cuda.memory._record_memory_history(max_entries=max_entries)
-    return True
-
-
-def dump_snapshot(path: Path) -> bool:
-    """Write the recorded allocations for https://pytorch.org/memory_viz and stop recording. Return whether it did.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    if not _uses_cuda(None):
-        return False
-    import torch
-
-    torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
-    torch.cuda.memory._record_memory_history(enabled=None)
-    return True
-
-
 def count_tensor_bytes(tensors: Iterable[Any]) -> int:
     """Return the bytes of the tensors' storages, each shared one counted once."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}

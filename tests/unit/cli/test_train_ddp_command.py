@@ -81,7 +81,7 @@ def test_plan_and_config_are_printed(capsys: pytest.CaptureFixture[str]) -> None
     assert main(["--config", RESOURCE, "--dry-run"]) == 0
     lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
     plan = {name: value.strip() for name, value in lines.items()}
-    assert plan["ranks"] == "2, ddp, sharded; memory is that of each"
+    assert plan["ranks"] == "2; memory and traffic are those of each"
     # 1,115,520 parameters: weights, and the half that is updated; Muon keeps one number for each of these.
     assert plan["memory, weights"] == f"{1_115_520 * 6 / 2**20:.1f} MiB"
     assert plan["memory, optimizer"] == f"{1_115_520 * 2 / 2**20:.1f} MiB"

@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from config.finetune.lora import LoraConfig
 from config.model import ModelConfig
-from config.train import TrainConfig
 from config.training.objective import BlockDiffusionConfig as BlockDiffusionObjective
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
 from diffusionlm.diffusion.objectives import build_objective
@@ -23,7 +22,6 @@ from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCa
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.metrics import ThroughputMeter, compute_batch_flops, count_visible_keys
 from profiling.adapter_size import measure_adapter
-from profiling.estimate import CheckpointingMode, ResourceEstimate, estimate_resources, estimate_run
 from profiling.flops import (
     PEAK_FLOPS,
     AttentionKind,
@@ -50,18 +48,6 @@ def test_pairs_are_those_of_the_mask(pattern: AttentionKind) -> None:
         attention_pattern = PATTERNS[pattern](block)
         mask = attention_pattern.dense_mask(length * attention_pattern.positions_per_token)
         assert count_visible_pairs(pattern, length, block) == int(mask.sum()), (length, block)
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_live_tiles_are_those_of_the_mask(pattern: AttentionKind) -> None:
-    for (length, block), tile in zip(LENGTHS * 2, [2, 4, 8, 3] * 3, strict=True):
-        attention_pattern = PATTERNS[pattern](block)
-        total = length * attention_pattern.positions_per_token
-        tiles = -(-total // tile)
-        mask = torch.zeros(tiles * tile, tiles * tile, dtype=torch.bool)
-        mask[:total, :total] = attention_pattern.dense_mask(total)[0]
-        live = mask.view(tiles, tile, tiles, tile).any(dim=3).any(dim=1).sum()
-        assert count_visible_pairs(pattern, length, block, tile=tile) == int(live) * tile * tile, (length, block, tile)
 
 
 def counted(model: Transformer, pattern: AttentionPattern, rows: torch.Tensor) -> int:
@@ -145,34 +131,6 @@ def test_utilisation_where_a_peak_is_known(make_config: MakeConfig) -> None:
     account.resume_from(10, 3.0)
     assert account.mean_step_seconds(12, 4.0) == 0.5
     assert account.mean_step_seconds(13, 6.0) == 2.0
-
-
-def test_flops_depend_on_objective_and_activation_checkpointing(make_config: MakeConfig) -> None:
-    config = make_config(num_hidden_layers=3)
-
-    def plan(
-        pattern: AttentionKind = "bidirectional", block: int = 1, checkpointing: CheckpointingMode = "none"
-    ) -> ResourceEstimate:
-        sizes = {"row_length": 8, "micro_batch_size": 2}
-        return estimate_resources(
-            config,
-            19,
-            **sizes,
-            tokens=None,
-            floats_per_parameter=1.0,
-            blocks=(pattern, block),
-            checkpointing=checkpointing,
-        )
-
-    pairs = count_visible_pairs("block_diffusion", 8, 4)
-    expected = step_flops(config, 19, positions=16, scored=4, pairs=[pairs, pairs, pairs // 4]) / 8
-    assert plan("block_diffusion", 4).flops_per_token == expected
-    assert plan("block_diffusion", 4).bytes_activations == 2 * plan().bytes_activations
-    assert plan("causal").flops_per_token == step_flops(config, 19, positions=8, scored=8, pairs=[36] * 3) / 8
-    none, selective, full = (
-        plan(checkpointing=checkpointing).bytes_activations for checkpointing in ("none", "selective", "full")
-    )
-    assert none > selective > full > none / 3
 
 
 @pytest.mark.parametrize(
@@ -259,13 +217,3 @@ def test_a_step_of_preferences_has_the_flops_that_torch_counts(
     factors = measure_adapter(config, model.config).active_factors
     estimate = step_flops(model.config, 19, **sizes, active_factors=factors)
     assert 0.8 * estimate < count(model, PreferenceReference(None, 0.1)) <= estimate
-
-
-def test_the_estimate_has_the_next_token_forward(train_config: TrainConfig) -> None:
-    """Causal, with all tokens scored. It runs after the other forward, so the larger memory of the two is needed."""
-    values = train_config.model_dump(exclude_unset=True)
-    objective = {"kind": "masked_diffusion", "next_token_weight": 0.5}
-    plain, config = (TrainConfig.model_validate(values | changes) for changes in ({}, {"objective": objective}))
-    causal = step_flops(config.model, config.tokenizer.vocab_size, positions=16, scored=16, pairs=[16 * 17 // 2] * 1)
-    assert estimate_run(config).flops_per_token == estimate_run(plain).flops_per_token + causal / 16
-    assert estimate_run(config).bytes_total == estimate_run(plain).bytes_total

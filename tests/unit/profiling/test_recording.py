@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -72,15 +71,11 @@ def test_an_unknown_level_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         nvtx.enabled()
 
 
-def test_memory_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert memory.peak_memory()["peak_resident"] > 1 << 20
     memory.reset_peak_memory()
     assert memory.peak_memory().keys() == {"peak_resident"}
-    assert memory.summary() == ""
-    assert not memory.start_history()
-    assert not memory.dump_snapshot(tmp_path / "snapshot")
-    assert not (tmp_path / "snapshot").exists()
 
 
 def test_memory_by_part() -> None:
@@ -108,12 +103,8 @@ def test_the_parts_of_a_step() -> None:
 
 
 @pytest.mark.gpu
-def test_memory_on_a_gpu(tmp_path: Path) -> None:
+def test_memory_on_a_gpu() -> None:
     memory.reset_peak_memory("cuda")
     before = memory.peak_memory("cuda")["peak_allocated"]
-    assert memory.start_history()
     allocation = torch.zeros(1 << 20, device="cuda")
     assert memory.peak_memory("cuda")["peak_allocated"] - before >= allocation.numel() * 4
-    assert memory.dump_snapshot(tmp_path / "snapshot")
-    assert (tmp_path / "snapshot").stat().st_size > 0
-    assert "CUDA" in memory.summary()

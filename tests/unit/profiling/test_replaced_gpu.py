@@ -24,12 +24,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         "max_memory_allocated": lambda: 170,
         "max_memory_reserved": lambda: 200,
         "reset_peak_memory_stats": lambda: recorded.append("reset"),
-        "memory_summary": lambda: "CUDA memory",
     }
     for name, function in replaced.items():
         monkeypatch.setattr(torch.cuda, name, function)
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: recorded.append(options))
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: recorded.append(path))
     return recorded
 
 
@@ -39,12 +36,6 @@ def test_allocated_memory(calls: list[Any]) -> None:
     assert memory.peak_memory("cuda") == memory.peak_memory() == {"peak_allocated": 170, "peak_reserved": 200}
     memory.reset_peak_memory()
     assert calls == ["reset", "reset"]
-    assert memory.summary() == "CUDA memory"
-
-
-def test_history_of_allocations(calls: list[Any], tmp_path: Path) -> None:
-    assert memory.start_history(7) and memory.dump_snapshot(tmp_path / "snapshot")
-    assert calls == [{"max_entries": 7}, str(tmp_path / "snapshot"), {"enabled": None}]
 
 
 def test_a_profile_of_a_gpu_is_sorted_by_its_time(tmp_path: Path) -> None:
