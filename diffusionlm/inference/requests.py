@@ -230,8 +230,6 @@ class Predictions:
 class ActiveRequest:
     """The state of a request that is being decoded."""
 
-    num_full_sorts = 0
-    """Rounds in which the sampler still looks for each nucleus among all tokens at once."""
     constraint_seconds = 0.0
     """Time that its constraints took in its last step, less that of the rounds since then, in which it paused."""
 

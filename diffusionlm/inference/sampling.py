@@ -25,10 +25,7 @@ CPU_CHUNK_BYTES = 4 << 20
 """The same on a CPU: arrays that stay in its caches, and whose memory the allocator keeps for the next chunk."""
 
 NUM_TOP_P_CANDIDATES = 1024
-"""Most probable tokens that are sorted first; a nucleus is rarely larger."""
-NUM_FULL_SORTS = 8
-"""Rounds in which all tokens of a request are sorted at once after candidates did not contain one of its nuclei: the
-next nuclei are likely to be as large."""
+"""Most probable tokens that a CPU sorts first; a nucleus is rarely larger."""
 
 
 class TokenSampler:
@@ -53,14 +50,13 @@ class TokenSampler:
             and (strategy.measure is None or strategy.measure is TOKEN_PROBABILITY)
         )
 
-    def sample(self, logits_NV: Tensor, requests: Sequence[ActiveRequest], *, sorts_all: bool = False) -> Tensor:
+    def sample(self, logits_NV: Tensor, requests: Sequence[ActiveRequest]) -> Tensor:
         """Token, confidence and log-probability of each output position of the requests, and its T most probable tokens
         and their log-probabilities, [3 + 2 T, N] in fp64 (which holds token ids exactly). T is the most that one of the
-        requests keeps. The token is -1 where `NUM_TOP_P_CANDIDATES` do not contain the nucleus.
+        requests keeps.
 
         Args:
             logits_NV: logits of the output positions of all requests, in their order.
-            sorts_all: find each nucleus among all tokens.
         """
         output_positions = [request.output_positions for request in requests]
         uniforms_N = committed_N = None
@@ -84,7 +80,6 @@ class TokenSampler:
                 None if uniforms_N is None else uniforms_N[chunk],
                 None if committed_N is None else committed_N[chunk],
                 num_top,
-                sorts_all=sorts_all,
             )
             for chunk in iterate_chunks(logits_NV)
         ]
@@ -98,13 +93,7 @@ class TokenSampler:
         return copy_NV.index_fill_(1, self._forbidden_token_ids, float("-inf"))
 
     def _sample_chunk(
-        self,
-        logits_NV: Tensor,
-        uniforms_N: Tensor | None,
-        committed_N: Tensor | None,
-        num_top: int,
-        *,
-        sorts_all: bool,
+        self, logits_NV: Tensor, uniforms_N: Tensor | None, committed_N: Tensor | None, num_top: int
     ) -> Tensor:
         """Token, confidence, log-probability and ``num_top`` alternatives of each position, [3 + 2 T, N] in fp64.
 
@@ -118,11 +107,7 @@ class TokenSampler:
         config = self._config
         logprobs_NV = logits_NV.log_softmax(dim=1)
         unfiltered_probs_NV = logprobs_NV.exp()
-        filtered_NV = filter_logits(logits_NV, temperature=self._temperature, top_k=config.top_k, top_p=1.0)
-        is_complete_N = None
-        if config.top_p < 1.0:
-            num_candidates = logits_NV.shape[1] if sorts_all else NUM_TOP_P_CANDIDATES
-            filtered_NV, is_complete_N = keep_top_p_candidates(filtered_NV, config.top_p, num_candidates)
+        filtered_NV = filter_logits(logits_NV, temperature=self._temperature, top_k=config.top_k, top_p=config.top_p)
         probs_NV = unfiltered_probs_NV if filtered_NV is logits_NV else filtered_NV.softmax(dim=1)
         tokens_N = choose_tokens(probs_NV, uniforms_N)
         if committed_N is not None:
@@ -134,8 +119,6 @@ class TokenSampler:
             basis_NV = exclude_tokens(unfiltered_probs_NV if is_unfiltered else probs_NV, self._deferred_token_ids)
             confidence_N = self._measure.compute(basis_NV, tokens_N)
         logprobs_N = logprobs_NV.gather(1, tokens_N[:, None])[:, 0]
-        if is_complete_N is not None:  # the host repeats the others, so that it need not wait here
-            tokens_N = torch.where(is_complete_N, tokens_N, -1)
         samples_3N = torch.stack([tokens_N.double(), confidence_N, logprobs_N])
         if not num_top:
             return samples_3N
@@ -153,38 +136,21 @@ class BatchSampler:
         self._samplers = PerSettings(lambda settings: TokenSampler(settings, device))
 
     def sample_predictions(self, logits: LogitRows) -> list[Predictions | ValueError]:
-        """Predictions for each request, with one device synchronization, and a second one if candidates do not contain
-        a nucleus; an error where the model's probabilities are not finite."""
-        predictions = self._sample(logits, logits.requests)
-        incomplete = [request for request in logits.requests if predictions[id(request)] is None]
+        """Predictions for each request, with one device synchronization; an error where the model's probabilities are
+        not finite."""
+        groups: dict[object, list[ActiveRequest]] = {}
         for request in logits.requests:
-            request.num_full_sorts = max(0, request.num_full_sorts - 1)
-        for request in incomplete:
-            request.num_full_sorts = NUM_FULL_SORTS
-        if incomplete:
-            predictions |= self._sample(logits, incomplete)
-        return [result for request in logits.requests if (result := predictions[id(request)]) is not None]
-
-    def _sample(
-        self, logits: LogitRows, requests: Sequence[ActiveRequest]
-    ) -> dict[int, Predictions | ValueError | None]:
-        """Predictions or the error of requests, by identity; None if candidates do not contain a nucleus."""
-        groups: dict[tuple[object, bool], list[ActiveRequest]] = {}
-        for request in requests:
             key = id(request) if self._samples_alone else self._keys.get(request.settings)
-            groups.setdefault((key, request.num_full_sorts > 0), []).append(request)
+            groups.setdefault(key, []).append(request)
         samples = [
-            self._samplers.get(group[0].settings).sample(logits.select(group), group, sorts_all=sorts_all)
-            for (_, sorts_all), group in groups.items()
+            self._samplers.get(group[0].settings).sample(logits.select(group), group) for group in groups.values()
         ]
-        predictions: dict[int, Predictions | ValueError | None] = {}
+        predictions: dict[int, Predictions | ValueError] = {}
         for group, samples_RN in zip(groups.values(), _to_arrays(samples), strict=True):
-            first = 0
-            for request in group:
-                end = first + len(request.output_positions)
-                predictions[id(request)] = _to_predictions(samples_RN[:, first:end])
-                first = end
-        return predictions
+            ends = np.cumsum([len(request.output_positions) for request in group])[:-1]
+            for request, part_RN in zip(group, np.split(samples_RN, ends, axis=1), strict=True):
+                predictions[id(request)] = _to_predictions(part_RN)
+        return [predictions[id(request)] for request in logits.requests]
 
 
 def _sampling_key(settings: DecodingSettings) -> tuple[object, ...]:
@@ -249,11 +215,9 @@ def _to_arrays(tensors: Sequence[Tensor]) -> list[NDArray[np.float64]]:
     return [part.reshape(tensor.shape) for part, tensor in zip(np.split(flat, ends), tensors, strict=True)]
 
 
-def _to_predictions(samples_RN: NDArray[np.float64]) -> Predictions | ValueError | None:
+def _to_predictions(samples_RN: NDArray[np.float64]) -> Predictions | ValueError:
     """Predictions of a request from the samples of its positions (`TokenSampler.sample`)."""
     tokens_N, confidence_N, logprobs_N = samples_RN[:3]
-    if (tokens_N < 0).any():
-        return None
     num_top = (len(samples_RN) - 3) // 2
     top_tokens_TN, top_logprobs_TN = samples_RN[3 : 3 + num_top], samples_RN[3 + num_top :]
     try:
@@ -390,26 +354,26 @@ def keep_top_p(logits_NV: Tensor, top_p: float) -> Tensor:
     """Set all logits outside the nucleus to -inf: the fewest most probable tokens whose probabilities sum to top_p.
 
     The token that crosses top_p belongs to it, so it is never empty (Holtzman et al. 2019). Among equals the lowest ids
-    come first. Only `NUM_TOP_P_CANDIDATES` tokens are sorted, and all of them if these do not contain the nucleus.
+    come first. A CPU sorts `NUM_TOP_P_CANDIDATES` tokens, and all of them only in the rows whose nucleus is larger; a
+    GPU sorts all, so that nothing waits for it.
     """
-    filtered_NV, is_complete_N = keep_top_p_candidates(logits_NV, top_p, NUM_TOP_P_CANDIDATES)
-    if is_complete_N.all():
-        return filtered_NV
-    return keep_top_p_candidates(logits_NV, top_p, logits_NV.shape[1])[0]
+    V = logits_NV.shape[1]
+    if logits_NV.device.type != "cpu" or V <= NUM_TOP_P_CANDIDATES:
+        return _keep_nucleus(logits_NV, top_p, V)[0]
+    filtered_NV, is_complete_N = _keep_nucleus(logits_NV, top_p, NUM_TOP_P_CANDIDATES)
+    if not is_complete_N.all():
+        filtered_NV[~is_complete_N] = _keep_nucleus(logits_NV[~is_complete_N], top_p, V)[0]
+    return filtered_NV
 
 
-def keep_top_p_candidates(logits_NV: Tensor, top_p: float, num_candidates: int) -> tuple[Tensor, Tensor]:
-    """Like `keep_top_p`, with the nucleus among the most probable tokens alone. Nothing waits for the device.
-
-    Returns:
-        The logits, [N, V], and whether the candidates contain the nucleus, [N]; only then are the logits right.
-    """
-    sorted_NC = _sort_highest(logits_NV, min(num_candidates, logits_NV.shape[1]))
+def _keep_nucleus(logits_NV: Tensor, top_p: float, num_candidates: int) -> tuple[Tensor, Tensor]:
+    """The logits of `keep_top_p`, [N, V], and whether the most probable tokens that were sorted contain the nucleus,
+    [N]; only then are the logits right."""
+    sorted_NC = _sort_highest(logits_NV, num_candidates)
     probs_NC = (sorted_NC - logits_NV.logsumexp(dim=1, keepdim=True)).exp_()
     is_inside_NC = probs_NC.cumsum(dim=1).sub_(probs_NC) < top_p  # the more probable tokens do not sum to top_p yet
     size_N1 = is_inside_NC.sum(dim=1, keepdim=True).clamp_min(1)
-    is_complete_N = ~is_inside_NC[:, -1] | (num_candidates >= logits_NV.shape[1])
-    return _keep_highest(logits_NV, sorted_NC.gather(1, size_N1 - 1), size_N1), is_complete_N
+    return _keep_highest(logits_NV, sorted_NC.gather(1, size_N1 - 1), size_N1), ~is_inside_NC[:, -1]
 
 
 def _sort_highest(logits_NV: Tensor, count: int) -> Tensor:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 MakeConfig = Callable[..., ModelConfig]
 
-PREDICTIONS = "diffusionlm/inference/sampling.py:_sample"
+PREDICTIONS = "diffusionlm/inference/sampling.py:sample_predictions"
 ALLOWED_WAITS = {
     PREDICTIONS: "the strategy decides on the host which predictions are committed: once in a round",
 }

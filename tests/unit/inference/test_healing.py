@@ -244,7 +244,6 @@ def test_samples_follow_the_renormalized_distribution(
             output_positions=np.array([2, 3, 4]),
             has_guidance=False,
             prepared=SimpleNamespace(allowed_token_ids=allowed_ids, logit_bias=biases[row]),
-            num_full_sorts=0,
             num_top_logprobs=row,  # the most of all counts
             draw_uniforms=lambda _, positions, row=row: uniforms[row],
             is_masked_L=np.ones(5, dtype=np.bool_),

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from config.generation import GenerationConfig
 from diffusionlm.inference import sampling
-from diffusionlm.inference.generate import generate
 from diffusionlm.inference.sampling import (
     choose_tokens,
     divide_by_temperature,
@@ -22,7 +17,6 @@ from diffusionlm.inference.sampling import (
     keep_top_k,
     keep_top_p,
 )
-from diffusionlm.models.transformer import Transformer
 
 INF = float("inf")
 
@@ -99,28 +93,6 @@ def test_a_cpu_sorts_no_ids(top_p: float, monkeypatch: pytest.MonkeyPatch) -> No
     for num_candidates in (5, 13, 1024):
         monkeypatch.setattr(sampling, "NUM_TOP_P_CANDIDATES", num_candidates)
         assert keep_top_p(logits_NV, top_p).tolist() == expected
-
-
-@pytest.mark.parametrize("num_candidates", [1, 3])
-def test_nuclei_outside_of_the_candidates_are_found_in_a_second_pass(
-    num_candidates: int, model: Transformer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And at once in the next rounds of the same request, of which every third one tries the candidates again."""
-    config = GenerationConfig(max_new_tokens=6, steps=6, temperature=1.0, top_p=0.9, confidence_from="filtered")
-    prompts = [[1, 2, 3], [4, 5], [6]]
-    expected = generate(model, prompts, config)
-    monkeypatch.setattr(sampling, "NUM_TOP_P_CANDIDATES", num_candidates)
-    monkeypatch.setattr(sampling, "NUM_FULL_SORTS", 2)
-    num_reads, read = 0, sampling._to_arrays
-
-    def count_reads(tensors: Sequence[Tensor]) -> list[NDArray[np.float64]]:
-        nonlocal num_reads
-        num_reads += 1
-        return read(tensors)
-
-    monkeypatch.setattr(sampling, "_to_arrays", count_reads)
-    assert generate(model, prompts, config) == expected
-    assert num_reads == 6 + 2
 
 
 def test_temperature() -> None:
