@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from diffusionlm.inference.constraints.sampler import constrain_predictions
+from diffusionlm.inference.cuda_graphs import GraphedForward, keep_graphs, select_graph_factory, take_graphs
 from diffusionlm.inference.fixed_shapes import FixedShapeRunner, prepare_for_tiles
-from diffusionlm.inference.graphs.graphed_forward import GraphedForward, keep_graphs, select_graph_factory, take_graphs
 from diffusionlm.inference.model_runner import ModelRunner, ScheduledRequest, masked_position_logits
 from diffusionlm.inference.pages import PagePool, page_digests
 from diffusionlm.inference.requests import ActiveRequest, Predictions

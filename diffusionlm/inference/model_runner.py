@@ -22,7 +22,7 @@ from torch import Tensor
 
 from config.model import ModelConfig
 from diffusionlm.diffusion.attention_bias import read_attention_bias
-from diffusionlm.inference.graphs.graphed_forward import GraphedForward
+from diffusionlm.inference.cuda_graphs import GraphedForward
 from diffusionlm.inference.requests import ActiveRequest
 from diffusionlm.inference.settings import DecodingSettings, PerSettings
 from diffusionlm.models.cache import PagedCache

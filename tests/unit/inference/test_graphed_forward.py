@@ -19,13 +19,11 @@ from torch import nn
 
 from config.finetune.lora import LoraConfig
 from config.generation import GenerationConfig
+from diffusionlm.inference import cuda_graphs
 from diffusionlm.inference import decoder as decoder_module
+from diffusionlm.inference.cuda_graphs import CudaGraph, GraphedForward, StaticBatch, StaticShape, find_shape
 from diffusionlm.inference.decoder import Decoder, DecoderLimits
 from diffusionlm.inference.generate import Generation, decode, decode_rounds, generate, to_generation
-from diffusionlm.inference.graphs import graphed_forward
-from diffusionlm.inference.graphs.cuda_graph import CudaGraph
-from diffusionlm.inference.graphs.graphed_forward import GraphedForward, find_shape
-from diffusionlm.inference.graphs.static_batch import StaticBatch, StaticShape
 from diffusionlm.inference.requests import ActiveRequest, prepare_prompt
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.cache import PagedCache
@@ -65,8 +63,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
         return graphs[-1]
 
     monkeypatch.setattr(decoder_module, "select_graph_factory", lambda model: make_graph)
-    monkeypatch.setattr(graphed_forward, "MIN_USES", 0)
-    graphed_forward._idle_graphs.clear()
+    monkeypatch.setattr(cuda_graphs, "MIN_USES", 0)
+    cuda_graphs._idle_graphs.clear()
     return graphs
 
 
@@ -243,7 +241,7 @@ def test_two_decoders_of_a_model_at_a_time(blocks: Transformer, graphs: list[Rec
     with patch.object(decoder_module, "select_graph_factory", lambda model: None):
         for [request], prompt in zip(requests, PROMPTS, strict=True):
             same(to_generation(request), generate(blocks, [prompt], GENERATION)[0])
-    assert len(graphed_forward._idle_graphs) == 1
+    assert len(cuda_graphs._idle_graphs) == 1
 
 
 def test_graphs_are_gone_with_their_model(tiny_model: MakeModel, graphs: list[RecordedGraph]) -> None:
@@ -255,15 +253,15 @@ def test_graphs_are_gone_with_their_model(tiny_model: MakeModel, graphs: list[Re
     assert any(graph() for graph in kept)
     del model
     gc.collect()
-    assert not any(graph() for graph in kept) and not graphed_forward._idle_graphs
+    assert not any(graph() for graph in kept) and not cuda_graphs._idle_graphs
 
 
 def test_large_caches_are_not_kept(
     blocks: Transformer, graphs: list[RecordedGraph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphed_forward, "MAX_KEPT_BYTES", 1000)
+    monkeypatch.setattr(cuda_graphs, "MAX_KEPT_BYTES", 1000)
     check_generate(blocks)
-    assert graphs and not graphed_forward._idle_graphs
+    assert graphs and not cuda_graphs._idle_graphs
 
 
 def test_rounds_without_adapters_have_graphs_beside_adapters(
@@ -303,7 +301,7 @@ def test_a_graph_that_cannot_be_recorded_ends_their_use(
             raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setattr(decoder_module, "select_graph_factory", lambda model: Broken)
-    monkeypatch.setattr(graphed_forward, "MIN_USES", 1)
+    monkeypatch.setattr(cuda_graphs, "MIN_USES", 1)
     jobs = make_jobs(blocks, OPTIONS[:1], 4)
     check_answers(blocks, jobs, run_all(Decoder(blocks, LIMITS["plenty"]), jobs, [0] * 4))
     assert [
@@ -329,7 +327,7 @@ def test_without_memory_for_a_graph_forwards_go_on(
             raise torch.OutOfMemoryError("no memory")
         return StaticBatch(*args)
 
-    target: Any = graphed_forward if name == "StaticBatch" else torch.Tensor
+    target: Any = cuda_graphs if name == "StaticBatch" else torch.Tensor
     with patch.object(target, name, fail), patch.object(torch.cuda, "empty_cache") as empty_cache:
         results = run_all(decoder, jobs, [0, 0, 2, 5])
     assert num_batches == (3 if name == "StaticBatch" else 2)
@@ -373,14 +371,13 @@ def test_shapes_of_graphs() -> None:
 
 def test_bidirectional_texts_of_any_lengths_have_few_shapes() -> None:
     shapes = {find_shape([sequence(length, 512, Bidirectional())]) for length in range(1, 513)}
-    assert len(shapes) == len(graphed_forward.BUCKETS) and None not in shapes
+    assert len(shapes) == len(cuda_graphs.BUCKETS) and None not in shapes
 
 
-def test_graphs_of_shapes_that_no_longer_come_are_dropped(blocks: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All at once, and only if they are in the way of many forwards."""
-    for name, value in {"MIN_USES": 1, "MAX_GRAPHS": 2, "PERIOD": 8}.items():
-        monkeypatch.setattr(graphed_forward, name, value)
-    cache = PagedCache(blocks.config, 9, 4, "cpu", torch.float64)
+def test_all_graphs_are_dropped_when_there_are_too_many(blocks: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And shapes that still come have one again."""
+    monkeypatch.setattr(cuda_graphs, "MIN_USES", 1)
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 2)
     graphs: weakref.WeakSet[Any] = weakref.WeakSet()
 
     class EmptyGraph:
@@ -390,22 +387,18 @@ def test_graphs_of_shapes_that_no_longer_come_are_dropped(blocks: Transformer, m
         def replay(self) -> None:
             pass
 
-    forward = GraphedForward(blocks, cache, EmptyGraph)
+    forward = GraphedForward(blocks, PagedCache(blocks.config, 9, 4, "cpu", torch.float64), EmptyGraph)
 
     def read(*numbers: int) -> list[bool]:
         """Whether forwards of so many texts have a graph."""
         part = replace(sequence(4, 4, pages=range(9)), outputs=np.arange(1))
         return [forward([(np.arange(4), part)] * number) is not None for number in numbers]
 
-    assert read(1, 1, 2, 2, 3, 3, 3, 3) == [False, True, False, True] + [False] * 4
-    assert read(3, 1, 3, 2, 3, 1, 3, 2) == [False, True] * 4
+    assert read(1, 1, 2, 2, 3) == [False, True, False, True, False]
     assert len(graphs) == 2
-    assert read(3, 3, 3, 3, 3, 1, 2, 1) == [False] * 5 + [True] * 3
-    assert read(3, 3, 1, 3) == [False, True, False, True]
+    assert read(3) == [True]
     assert len(graphs) == 1
-    for number in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) * 2:
-        read(number)
-    assert len(forward._num_uses) <= 8
+    assert read(1, 3, 1, 2) == [False, True, True, False]
 
 
 def test_another_round_of_a_shape_records_the_same_operators(blocks: Transformer) -> None:
@@ -422,7 +415,7 @@ def test_another_round_of_a_shape_records_the_same_operators(blocks: Transformer
             )
             for length in lengths
         ]
-        with torch.inference_mode(), patch.object(graphed_forward, "MIN_USES", 0):
+        with torch.inference_mode(), patch.object(cuda_graphs, "MIN_USES", 0):
             logits_NV = forward(texts)
         assert logits_NV is not None and len(logits_NV) == 2 * outputs
         recorded.append([operator.describe() for operator in graph.operators])
@@ -439,7 +432,7 @@ def test_reads_of_the_host_cannot_be_recorded(read: Callable[[torch.Tensor], Non
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("name", ["blocks", "shifted_blocks"])
 def test_cuda_graphs(name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphed_forward, "MIN_USES", 1)
+    monkeypatch.setattr(cuda_graphs, "MIN_USES", 1)
     model: Transformer = copy.deepcopy(request.getfixturevalue(name)).cuda()
     model.uses_cuda_graphs = True
     jobs = make_jobs(model, OPTIONS, 12)
