@@ -77,7 +77,7 @@ class TrainMeasurement:
     case: TrainCase
     times: Comparison
     memory: Mapping[str, dict[str, int]]
-    """Bytes of each of `MEMORY_PARTS`, by implementation; empty without details."""
+    """Bytes of each of `MEMORY_PARTS`, by implementation; empty if it was not measured."""
     parameters: Mapping[str, int]
     """Number of parameters, by implementation; ours first."""
     flops: float
@@ -99,9 +99,9 @@ class TrainMeasurement:
 
 
 def measure_case(
-    case: TrainCase, names: Sequence[str], settings: Settings, *, has_details: bool = True
+    case: TrainCase, names: Sequence[str], settings: Settings, *, measures_memory: bool = True
 ) -> TrainMeasurement:
-    """Measure speed in this process, then memory in fresh ones. Without details speed alone."""
+    """Measure speed in this process, then memory in fresh ones. Without memory speed alone."""
     forget_compiled_code()
     print_message(f"{case.label}: warm-up")
     implementations: dict[str, TrainImplementation] = {name: BUILDERS[name](case) for name in names}
@@ -117,7 +117,7 @@ def measure_case(
     del implementations, calls
     gc.collect()
     memory = {}
-    for name in names if has_details else ():
+    for name in names if measures_memory else ():
         memory[name] = measure_memory(case, name)
         print_message(f"{case.label}: peak memory of {name} {_format_mebibytes(memory[name]['peak'])}")
     return TrainMeasurement(case, times, memory, parameters, flops)
@@ -207,7 +207,7 @@ def bench_train(config: BenchTrainConfig) -> Report:
     for case in cases:
         settings = Settings(bench.rounds, bench.warmup, threads)
         case_names = names if case.shape.has_peers else [OURS]
-        results.append(measure_case(case, case_names, settings, has_details=bench.details))
+        results.append(measure_case(case, case_names, settings, measures_memory=bench.memory))
         files.append(results[-1].to_records())
     report = build_report(results, skipped_peers, environment)
     files.write_report(report)

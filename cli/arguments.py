@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from cli.entry import build_parser, exit_with_usage_error, path_argument
@@ -23,7 +23,6 @@ def parse_command(
     description: str,
     example: str,
     config_required: bool = True,
-    key_hints: Mapping[str, str] | None = None,
     add_arguments: Callable[[argparse.ArgumentParser], None] | None = None,
     argv: Sequence[str] | None = None,
 ) -> tuple[T, argparse.Namespace]:
@@ -35,7 +34,6 @@ def parse_command(
         description: first text of `--help`.
         example: last text of `--help`.
         config_required: `--config` must be given. False: the defaults alone are a config.
-        key_hints: advice for unknown keys; see `load_config`.
         add_arguments: adds arguments of the command's own.
         argv: arguments. None: those of the process.
 
@@ -66,7 +64,7 @@ def parse_command(
     if arguments.config is None and config_required:
         parser.error("--config is missing: add --config FILE.toml")
     try:
-        config = load_config(config_class, arguments.config, arguments.overrides, key_hints=key_hints)
+        config = load_config(config_class, arguments.config, arguments.overrides)
     except ConfigError as error:
         exit_with_usage_error(name, str(error))
     if arguments.print_config:

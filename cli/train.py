@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from cli.arguments import parse_command
 from cli.entry import friendly_errors, memory_errors, usage_errors
 from cli.tables import make_table, print_parts
-from config.train import KEY_HINTS, TrainConfig
+from config.train import TrainConfig
 from diffusionlm.families.model_directory import read_model_config, resolve_model_directory
 from files.output_paths import check_can_write
 from files.resilient_stream import resilient
@@ -73,7 +73,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 name=NAME,
                 description="Train a masked diffusion language model.",
                 example=f"{NAME} --config config/resources/train.toml --set training.max_steps=200\n\n{KEYS}",
-                key_hints=KEY_HINTS,
                 add_arguments=add_arguments,
                 argv=argv,
             )

@@ -11,7 +11,7 @@ from cli.arguments import parse_command
 from cli.entry import friendly_errors, usage_errors
 from cli.tables import print_parts
 from cli.train import KEYS, add_arguments, check_files, format_run_estimate, train_as_rank
-from config.train import KEY_HINTS, DistributedTrainConfig
+from config.train import DistributedTrainConfig
 
 NAME = "diffusionlm-train-ddp"
 
@@ -30,7 +30,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         name=NAME,
         description="Train a masked diffusion language model on several ranks: one for each GPU, or two on a CPU.",
         example=EXAMPLE,
-        key_hints=KEY_HINTS,
         add_arguments=_add_arguments,
         argv=argv,
     )

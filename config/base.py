@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 _Item = TypeVar("_Item")
 
@@ -38,13 +38,30 @@ class Section(BaseModel):
         protected_namespaces=(),
     )
 
+    default_tags: ClassVar[Mapping[str | int, tuple[str, Any]]] = {}
+    """Fields that are a discriminated union with a default -> the name of the tag, and the default's tag."""
+
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         """Reject a field that may be None and has another default: TOML could not hold its None."""
         super().__pydantic_init_subclass__(**kwargs)
+        cls.default_tags = {
+            name: (field.discriminator, getattr(field.default, field.discriminator))
+            for name, field in cls.model_fields.items()
+            if isinstance(field.discriminator, str) and hasattr(field.default, field.discriminator)
+        }
         for name, field in cls.model_fields.items():
             if NoneType in union_members(field.annotation) and field.get_default() is not None:
                 raise TypeError(f"{cls.__name__}.{name} may be None, so None must be its default (TOML has no null)")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _add_default_tags(cls, values: Any) -> Any:
+        """Add the default's tag to a table without one: pydantic requires it, for users it is a key with a default."""
+        for name, (tag, default) in cls.default_tags.items() if isinstance(values, dict) else ():
+            if isinstance(values.get(name), dict) and tag not in values[name]:
+                values = {**values, name: {tag: default, **values[name]}}
+        return values
 
 
 PositiveInt = Annotated[int, Field(gt=0)]

@@ -8,35 +8,35 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import NoneType
-from typing import Any, TypeVar, get_origin
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from config.base import Section
+from config.base import Section, expand_kind
 from config.dump import format_value, shorten_line
 from config.schema import (
     child_types,
+    child_value,
     describe_types,
     describe_value,
     discriminator_values,
-    field_default,
     find_discriminator,
+    find_types,
     is_array,
-    is_dict,
     is_section,
     iterate_tables,
     join_with_or,
     parse_override_value,
     section_fields,
-    select_union_members,
     suggest_fix,
     suggest_name,
 )
+from config.spellings import explain_key, find_removed, find_renamed
 from files.toml_text import KeyPath, find_key_lines, parse_toml, read_toml
 
 T = TypeVar("T", bound=Section)
@@ -49,41 +49,29 @@ class ConfigError(ValueError):
     """A config is invalid. The message is complete and may have several lines."""
 
 
-def load_config(
-    cls: type[T],
-    path: Path | None,
-    overrides: Sequence[str] = (),
-    *,
-    key_hints: Mapping[str, str] | None = None,
-) -> T:
+def load_config(cls: type[T], path: Path | None, overrides: Sequence[str] = ()) -> T:
     """Read and validate a config.
 
     Args:
         cls: class of the whole config.
         path: TOML file. None: the defaults and the overrides are the config.
         overrides: texts `section.key=value`; later ones win.
-        key_hints: unknown key (`section.key` or `*.key`) -> advice, reported instead of a guess.
 
     Raises:
         ConfigError: the file cannot be read, or the config is invalid; lists all problems.
     """
     try:
-        return _load_config(cls, path, overrides, key_hints or {})
+        text, tree = read_toml(path) if path is not None else ("", {})
+        return _validate(cls, _RawConfig(None if path is None else str(path), tree, find_key_lines(text)), overrides)
     except RecursionError:
         raise ConfigError(f"{path or 'the configuration'} is nested too deeply") from None
-
-
-def _load_config(cls: type[T], path: Path | None, overrides: Sequence[str], key_hints: Mapping[str, str]) -> T:
-    try:
-        text, tree = read_toml(path) if path is not None else ("", {})
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    return _validate(
-        cls, _RawConfig(None if path is None else str(path), tree, find_key_lines(text)), overrides, key_hints
-    )
 
 
-def validate_config(cls: type[T], values: dict[str, Any], name: str, key_hints: Mapping[str, str] | None = None) -> T:
+def validate_config(cls: type[T], values: dict[str, Any], name: str) -> T:
     """Validate a config that was put together from several places.
 
     Args:
@@ -92,19 +80,18 @@ def validate_config(cls: type[T], values: dict[str, Any], name: str, key_hints: 
     Raises:
         ConfigError: it is invalid; lists all problems.
     """
-    return _validate(cls, _RawConfig(name, copy.deepcopy(values), {}), (), key_hints or {})
+    return _validate(cls, _RawConfig(name, copy.deepcopy(values), {}), ())
 
 
-def _validate(cls: type[T], source: _RawConfig, overrides: Sequence[str], key_hints: Mapping[str, str]) -> T:
+def _validate(cls: type[T], source: _RawConfig, overrides: Sequence[str]) -> T:
     problems: list[_Problem] = []
-    # Twice: an override may select the union member that has the key of an earlier override.
-    for _ in range(2):
+    for _ in range(2):  # an override may select the union member that has the key of an earlier one
         problems = [problem for override in overrides for problem in _apply_override(cls, source, override)]
-        _add_default_discriminators((cls,), source.tree, None)
+    problems += _rename_keys(source)
     try:
         config = cls.model_validate(source.tree)
     except ValidationError as error:
-        problems += _ErrorReport(cls, source, key_hints).problems(error)
+        problems += _list_problems(cls, source, error)
     else:
         if not problems:
             return config
@@ -145,12 +132,7 @@ class _RawConfig:
     def value(self, key: KeyPath) -> Any:
         node: Any = self.tree
         for part in key:
-            if isinstance(node, dict):
-                node = node.get(part)
-            elif isinstance(node, list) and isinstance(part, int) and part < len(node):
-                node = node[part]
-            else:
-                return None
+            node = child_value(node, part)
         return node
 
     def record_override(self, key: KeyPath, override: str) -> None:
@@ -182,6 +164,30 @@ def _override_problem(override: str, message: str) -> _Problem:
     return _Problem((1, 0), f"--set {override}: {message}")
 
 
+def _rename_keys(source: _RawConfig) -> list[_Problem]:
+    """Replace the keys of older versions. An override wins over the file, whichever spelling it has."""
+    problems = []
+    for name in find_removed(source.tree):
+        *path, last = name.split(".")
+        del source.value(tuple(path))[last]
+    for name, new_values in list(find_renamed(source.tree)):
+        old = tuple(name.split("."))
+        for number, (new_name, value) in enumerate(new_values.items()):
+            *path, last = new_name.split(".")
+            table = source.tree
+            for part in path:
+                table = table.setdefault(part, {}) if isinstance(table, dict) else {}
+            new = (*path, last)
+            if last not in table or (number == 0 and old in source.overrides and new not in source.overrides):
+                table[last] = value
+                for origins in (source.lines, source.overrides):
+                    origins.update({new: origins[old]} if old in origins else {})  # type: ignore[dict-item]
+            elif number == 0 and (old in source.overrides) == (new in source.overrides) and table[last] != value:
+                problems.append(source.problem(old, name, f"is the old name of {new_name}: remove one of them"))
+        del source.value(old[:-1])[old[-1]]
+    return problems
+
+
 def _apply_override(cls: type[Section], source: _RawConfig, override: str) -> list[_Problem]:
     """Put the value of `a.b=value` into the tree, converted to a type that the schema allows there."""
     name, equals, text = override.partition("=")
@@ -189,32 +195,30 @@ def _apply_override(cls: type[Section], source: _RawConfig, override: str) -> li
     if not equals or not parts:
         return [_override_problem(override, "expected section.key=value")]
     node: Any = source.tree
-    types: tuple[Any, ...] = (cls,)
-    default: Any = None
     key: KeyPath = ()
     for number, part in enumerate(parts, 1):
         step: str | int = part
         if isinstance(node, list):
             if not part.isdecimal() or int(part) > len(node):
-                message = (
-                    f"{_format_key(key)} has the entries 0 to {len(node) - 1}"
-                    if node
-                    else f"{_format_key(key)} is empty"
-                )
-                return [_override_problem(override, f"{message}, the next one is {_format_key((*key, len(node)))}")]
+                message = f"has the entries 0 to {len(node) - 1}" if node else "has no entries in the file"
+                next_key = _format_key((*key, len(node)))
+                return [_override_problem(override, f"{_format_key(key)} {message}, the next one is {next_key}")]
             step = int(part)
             if step == len(node):
                 node.append(None)
         elif not isinstance(node, dict):
             return [_override_problem(override, f"{_format_key(key)} is {describe_value(node)} and has no keys")]
-        types, default = _child_types_and_default(types, node, default, step)
         key += (step,)
+        types = find_types(cls, source.tree, key)
+        value = child_value(node, step)
         if number == len(parts):
             node[step] = parse_override_value(text, types)
-        elif (node.get(step) if isinstance(node, dict) else node[step]) is None:
-            node[step] = _new_container(types, default)
-        elif isinstance(node[step], str):
-            node[step] = _expand_discriminator(types, node[step])
+        elif value is None and any(is_array(kind) and not any(map(is_section, child_types(kind, 0))) for kind in types):
+            return [_override_problem(override, f"{_format_key(key)} is not in the file: set the whole array")]
+        elif value is None:
+            node[step] = [] if any(is_array(kind) for kind in types) else {}
+        elif any(is_section(kind) for kind in types):
+            node[step] = expand_kind(value)
         node = node[step]
     source.record_override(key, override)
     return []
@@ -233,67 +237,6 @@ def _parse_override_key(name: str) -> list[str]:
     return parts if node == 0 else []
 
 
-def _child_types_and_default(
-    types: Sequence[Any], node: Any, default: Any, step: str | int
-) -> tuple[tuple[Any, ...], Any]:
-    """Return the types that entry `step` of `node` may have, and its default. `node` is of one of `types`."""
-    members = select_union_members(types, node, default)
-    inner_types = dict.fromkeys(inner for kind in members for inner in child_types(kind, step))
-    owners = [kind for kind in members if is_section(kind) and step in section_fields(kind)]
-    defaults = [field_default(kind, str(step)) for kind in owners]
-    return tuple(inner_types), defaults[0] if defaults else None
-
-
-def _new_container(types: Sequence[Any], default: Any) -> Any:
-    """Return the empty table, or the array of default entries, that an override of a missing value changes."""
-    if any(is_array(kind) for kind in types):
-        return [item.model_dump() if isinstance(item, Section) else item for item in default or ()]
-    return {}
-
-
-def _expand_discriminator(types: Sequence[Any], value: str) -> Any:
-    """Expand a tag alone, as in `source = "hub"`, to a table with the tag, where a discriminated union is expected."""
-    sections = [kind for kind in types if is_section(kind)]
-    tag = find_discriminator(sections)
-    if tag is not None and any(value in discriminator_values(section, tag) for section in sections):
-        return {tag: value}
-    return value
-
-
-def _add_default_discriminators(types: Sequence[Any], node: Any, default: Any) -> None:
-    """Add the default's tag to each table of a discriminated union that has no tag.
-
-    Pydantic requires the tag in every such table; for users it is a key with a default, as others are.
-    """
-    items: list[tuple[Any, Any]] = []
-    if isinstance(node, dict):
-        tag = find_discriminator([kind for kind in types if is_section(kind)])
-        if tag is not None and tag not in node and hasattr(default, tag):
-            node[tag] = getattr(default, tag)
-        items = list(node.items())
-    elif isinstance(node, list):
-        items = list(enumerate(node))
-    for step, item in items:
-        if not isinstance(item, dict | list):
-            continue
-        inner, inner_default = _child_types_and_default(types, node, default, step)
-        _add_default_discriminators(inner, item, inner_default)
-
-
-_BOUNDS = {
-    "greater_than": "must be greater than {gt}",
-    "greater_than_equal": "must be at least {ge}",
-    "less_than": "must be less than {lt}",
-    "less_than_equal": "must be at most {le}",
-    "multiple_of": "must be a multiple of {multiple_of}",
-    "finite_number": "must be a finite number",
-    "too_short": "must have at least {min_length} entries, has {actual_length}",
-    "too_long": "must have at most {max_length} entries, has {actual_length}",
-    "string_too_short": "must have at least {min_length} characters",
-    "string_too_long": "must have at most {max_length} characters",
-}
-
-
 def _format_key(key: KeyPath) -> str:
     return ".".join(str(part) for part in key)
 
@@ -305,188 +248,113 @@ def _format_key_value(key: KeyPath, value: Any) -> str:
     return f"[{_format_key(key)}]" if isinstance(value, dict) else f"{_format_key(key)} = {format_value(value)}"
 
 
-@dataclass(frozen=True)
-class _ErrorLocation:
-    """A pydantic error location, without the names of union members that pydantic inserts into it."""
-
-    key: KeyPath
-    types: tuple[Any, ...]
-    """Types that the key may have."""
-    owner: tuple[Any, ...]
-    """Type of the table or array that the key is in."""
-    union: KeyPath | None
-    """Key of the value of a plain union that the location is in. None: there is none."""
-    member: str
-    """Label of the union member that pydantic tried."""
+def _list_problems(cls: type[Section], source: _RawConfig, error: ValidationError) -> list[_Problem]:
+    """List the problems of a failed validation."""
+    located = [(detail, _find_key(source.tree, detail)) for detail in error.errors(include_url=False)[:MAX_PROBLEMS]]
+    # Of a value of a plain union, pydantic reports the errors of every member. If the value has the type of one
+    # member, only its other errors help.
+    better = {key[:size] for detail, key in located for size in range(len(key) + (not _is_type_error(detail)))}
+    return [
+        _convert_error(cls, source, detail, key)
+        for detail, key in located
+        if not (_is_type_error(detail) and key in better)
+    ]
 
 
-def _resolve_location(cls: type[Section], loc: Sequence[str | int]) -> _ErrorLocation:
+def _find_key(tree: dict[str, Any], error: ErrorDetails) -> KeyPath:
+    """Return the key of an error: its location, without the names of union members that pydantic inserts into it."""
     key: KeyPath = ()
-    types: tuple[Any, ...] = (cls,)
-    owner: tuple[Any, ...] = ()
-    union: KeyPath | None = None
-    member = ""
-    candidates = list(types)
-    for part in loc:
-        if len(candidates) > 1:
-            tag = find_discriminator([kind for kind in candidates if is_section(kind)])
-            candidates = [kind for kind in candidates if _is_tried_member(kind, str(part), tag)][:1]
-            if tag is None:
-                union, member = key, str(part)
-            continue
-        owner = tuple(candidates)
-        types = tuple(inner for kind in owner for inner in child_types(kind, part))
-        candidates = [kind for kind in types if kind is not NoneType]
-        key += (part,)
-    return _ErrorLocation(key, types, owner, union, member)
-
-
-def _is_tried_member(kind: Any, label: str, tag: str | None) -> bool:
-    """Return whether `label` is pydantic's label of this union member."""
-    if is_section(kind):
-        return label in map(str, discriminator_values(kind, tag)) if tag else kind.__name__ in label
-    name = getattr(get_origin(kind) or kind, "__name__", str(kind)).lower()
-    return f"{name}[" in label if is_array(kind) or is_dict(kind) else name in label.partition("[")[0]
+    node: Any = tree
+    for part in error["loc"]:
+        if child_value(node, part) is not None:
+            key, node = (*key, part), child_value(node, part)
+    return (*key, error["loc"][-1]) if error["type"] == "missing" else key
 
 
 def _is_type_error(error: ErrorDetails) -> bool:
     return error["type"].endswith("_type") or error["type"] in ("literal_error", "is_instance_of", "enum")
 
 
-@dataclass
-class _ErrorReport:
-    cls: type[Section]
-    source: _RawConfig
-    key_hints: Mapping[str, str]
-
-    def problems(self, error: ValidationError) -> list[_Problem]:
-        """List the problems of a failed validation."""
-        details = error.errors(include_url=False)[:MAX_PROBLEMS]
-        located = [(detail, _resolve_location(self.cls, detail["loc"])) for detail in details]
-        # For a value of a plain union, pydantic reports the errors of every member. If the value has the type of one
-        # member, only the errors of that member help.
-        wrong_members = {
-            (location.union, location.member) for detail, location in located if _is_wrong_member(detail, location)
-        }
-        right_unions = {
-            location.union for _, location in located if (location.union, location.member) not in wrong_members
-        }
-        problems: list[_Problem] = []
-        for detail, location in located:
-            if (
-                location.union is None
-                or location.union not in right_unions
-                or (location.union, location.member) not in wrong_members
-            ):
-                problems += self._convert_error(detail, location)
-        return problems
-
-    def _convert_error(self, error: ErrorDetails, location: _ErrorLocation) -> list[_Problem]:
-        key, types, value = location.key, location.types, self.source.value(location.key)
-        context = error.get("ctx", {})
-        kind = error["type"]
-        if kind == "extra_forbidden":
-            return self._explain_unknown(key, value, location.owner)
-        if kind == "missing":
-            return [self._explain_missing(key, types)]
-        if kind in ("union_tag_invalid", "union_tag_not_found", "model_attributes_type"):
-            return [self._explain_bad_discriminator(key, value, types)]
-        if kind in _BOUNDS:
-            bounds = {name: str(bound).removesuffix(".0") for name, bound in context.items()}
-            message = "must not be empty" if bounds.get("min_length") == "1" else _BOUNDS[kind].format(**bounds)
-        elif _is_type_error(error):
+def _convert_error(cls: type[Section], source: _RawConfig, error: ErrorDetails, key: KeyPath) -> _Problem:
+    types, value = find_types(cls, source.tree, key), source.value(key)
+    match error["type"]:
+        case "extra_forbidden":
+            message = explain_key(_format_key(key)) or _explain_unknown(cls, source, key)
+        case "missing":
+            return _explain_missing(source, key, types)
+        case "union_tag_invalid" | "union_tag_not_found" | "model_attributes_type":
+            return _explain_bad_discriminator(source, key, types)
+        case "value_error":
+            message = str(error["ctx"]["error"])
+        case _ if _is_type_error(error):
             message = f"expected {describe_types(types)}, got {describe_value(value)}{suggest_fix(value, types)}"
-        elif kind in ("value_error", "assertion_error"):
-            message = str(context["error"])
-        else:
-            message = error["msg"].replace("Input should", "should")
-        return [self.source.problem(key, _format_key_value(key, value), message)]
-
-    def _explain_bad_discriminator(self, key: KeyPath, value: Any, types: Sequence[Any]) -> _Problem:
-        sections = [kind for kind in types if is_section(kind)]
-        tag = find_discriminator(sections) or "kind"
-        words = [word for section in sections for word in discriminator_values(section, tag)]
-        expected = join_with_or([format_value(word) for word in words])
-        inner = (*key, tag)
-        if not isinstance(value, dict):
-            return self.source.problem(
-                key,
-                _format_key_value(key, value),
-                f"expected a table with {tag} = {expected}, got {describe_value(value)}",
+        case "string_too_short" | "too_short" if error["ctx"]["min_length"] == 1:
+            message = "must not be empty"
+        case _:
+            message = re.sub(r"^(Input|String|Tuple|List|Dictionary) should", "must", error["msg"])
+            message = message.replace("greater than or equal to", "at least").replace(
+                "less than or equal to", "at most"
             )
-        if tag not in value:
-            return self.source.problem(inner, _format_key(inner), f"missing (choose {expected})")
-        hint = suggest_name(value[tag], words)
-        message = f"expected {expected}, got {describe_value(value[tag])}{hint and f' ({hint})'}"
-        return self.source.problem(inner, _format_key_value(inner, value[tag]), message)
+    return source.problem(key, _format_key_value(key, value), message)
 
-    def _explain_missing(self, key: KeyPath, types: Sequence[Any]) -> _Problem:
-        sections = [kind for kind in types if is_section(kind)]
-        name, label = key[-1], _format_key(key)
-        if sections:
-            required = [name for name, info in section_fields(sections[0]).items() if info.is_required()]
-            hint = f" with {', '.join(required)}" if required and len(sections) == 1 else ""
-            return self.source.problem(key, f"[{label}]", f"missing section (add [{label}]{hint})")
-        if self.source.name is None:
-            remedy = f"--set {label}=..."
-        elif len(key) == 1:
-            remedy = f"{name} = ... at the top of the file"
-        elif isinstance(key[-2], int):
-            remedy = f"{name} = ... to entry {key[-2]} of [[{_format_key(key[:-2])}]]"
+
+def _explain_bad_discriminator(source: _RawConfig, key: KeyPath, types: Sequence[Any]) -> _Problem:
+    value = source.value(key)
+    sections = [kind for kind in types if is_section(kind)]
+    tag = find_discriminator(sections) or "kind"
+    words = [word for section in sections for word in discriminator_values(section, tag)]
+    expected = join_with_or([format_value(word) for word in words])
+    if not isinstance(value, dict):
+        message = f"expected a table with {tag} = {expected}, got {describe_value(value)}"
+        return source.problem(key, _format_key_value(key, value), message)
+    key = (*key, tag)
+    if tag not in value:
+        return source.problem(key, _format_key(key), f"missing (choose {expected})")
+    hint = suggest_name(value[tag], words)
+    message = f"expected {expected}, got {describe_value(value[tag])}{hint and f' ({hint})'}"
+    return source.problem(key, _format_key_value(key, value[tag]), message)
+
+
+def _explain_missing(source: _RawConfig, key: KeyPath, types: Sequence[Any]) -> _Problem:
+    sections = [kind for kind in types if is_section(kind)]
+    name, label = key[-1], _format_key(key)
+    if sections:
+        required = [name for name, info in section_fields(sections[0]).items() if info.is_required()]
+        hint = f" with {', '.join(required)}" if required and len(sections) == 1 else ""
+        return source.problem(key, f"[{label}]", f"missing section (add [{label}]{hint})")
+    if source.name is None:
+        remedy = f"--set {label}=..."
+    elif len(key) == 1:
+        remedy = f"{name} = ... at the top of the file"
+    elif isinstance(key[-2], int):
+        remedy = f"{name} = ... to entry {key[-2]} of [[{_format_key(key[:-2])}]]"
+    else:
+        remedy = f"{name} = ... to [{_format_key(key[:-1])}]"
+    return source.problem(key, label, f"missing (add {remedy}: {describe_types(types)})")
+
+
+def _explain_unknown(cls: type[Section], source: _RawConfig, key: KeyPath) -> str:
+    """Suggest the section of an unknown key, or a key with a similar name."""
+    name = str(key[-1])
+    here = next((kind for kind in find_types(cls, source.tree, key[:-1]) if is_section(kind)), cls)
+    path = _format_key(tuple(part for part in key[:-1] if isinstance(part, str)))
+    hints: dict[str, None] = {}
+    elsewhere: dict[str, str] = {}
+    for table, heading, section in iterate_tables(cls):
+        location = f"in {heading}" if table else "at the top of the file"
+        elsewhere = dict.fromkeys(section_fields(section), location) | elsewhere
+        if section is here or name not in section_fields(section):
+            continue
+        if table == path:
+            tag = find_discriminator([section, here]) or "kind"
+            hints[f"{name} needs {tag} = {format_value(next(iter(discriminator_values(section, tag)), '...'))}"] = None
+        elif any(is_section(kind) for kind in child_types(section, name)):
+            hints[f"did you mean [{table}.{name}]?" if table else f"did you mean [{name}]?"] = None
         else:
-            remedy = f"{name} = ... to [{_format_key(key[:-1])}]"
-        return self.source.problem(key, label, f"missing (add {remedy}: {describe_types(types)})")
-
-    def _explain_unknown(self, key: KeyPath, value: Any, owner: Sequence[Any]) -> list[_Problem]:
-        # Pydantic does not report the keys of an unknown section, but there may be advice on them.
-        inside = {name: self._find_key_hint((*key, name)) for name in value} if isinstance(value, dict) else {}
-        problems = [
-            self.source.problem((*key, name), _format_key_value((*key, name), value[name]), text)
-            for name, text in inside.items()
-            if text is not None
-        ]
-        if not problems or None in inside.values():
-            problem = "unknown section" if isinstance(value, dict) else "unknown key"
-            hint = self._find_key_hint(key) or f"{problem} ({self._suggest_key(str(key[-1]), key, owner)})"
-            problems.append(self.source.problem(key, _format_key_value(key, value), hint))
-        return problems
-
-    def _find_key_hint(self, key: KeyPath) -> str | None:
-        names = [part for part in key if isinstance(part, str)]
-        candidates = (_format_key(key), ".".join(names), f"*.{names[-1]}")
-        return next((self.key_hints[name] for name in candidates if name in self.key_hints), None)
-
-    def _suggest_key(self, name: str, key: KeyPath, owner: Sequence[Any]) -> str:
-        """Suggest the section of a key of this name, or a key with a similar name."""
-        here = next((kind for kind in owner if is_section(kind)), self.cls)
-        path = _format_key(tuple(part for part in key[:-1] if isinstance(part, str)))
-        homes: list[str] = []
-        elsewhere: dict[str, str] = {}
-        for table, heading, section in iterate_tables(self.cls):
-            location = f"in {heading}" if table else "at the top of the file"
-            elsewhere = dict.fromkeys(section_fields(section), location) | elsewhere
-            if section is here or name not in section_fields(section):
-                continue
-            if table == path:
-                homes.append(f"{name} needs {_format_discriminator(section, here)}")
-            elif any(is_section(kind) for kind in child_types(section, name)):
-                homes.append(f"did you mean [{table}.{name}]?" if table else f"did you mean [{name}]?")
-            else:
-                homes.append(f"{name} belongs {location}")
-        hints = list(dict.fromkeys(homes))[:3]
-        close = suggest_name(name, list(section_fields(here)))
-        if not hints and not close:
-            close = suggest_name(name, list(elsewhere), cutoff=0.75, locations=elsewhere)
-        hints += [close] if close else []
-        return "; ".join(hints) or f"known keys: {', '.join(section_fields(here))}"
-
-
-def _is_wrong_member(error: ErrorDetails, location: _ErrorLocation) -> bool:
-    """Return whether the value does not have the type of the union member that pydantic tried."""
-    return location.union == location.key and _is_type_error(error)
-
-
-def _format_discriminator(section: type[Section], alternative: type[Section]) -> str:
-    """Format the tag that selects `section` and not `alternative`, as in `kind = "adam"`."""
-    tag = find_discriminator([section, alternative])
-    return f"{tag} = {format_value(discriminator_values(section, tag)[0])}" if tag else section.__name__
+            hints[f"{name} belongs {location}"] = None
+    close = suggest_name(name, list(section_fields(here)))
+    if not hints and not close:
+        close = suggest_name(name, list(elsewhere), cutoff=0.75, locations=elsewhere)
+    suggestions = [*list(hints)[:3], *([close] if close else [])]
+    problem = "unknown section" if isinstance(source.value(key), dict) else "unknown key"
+    return f"{problem} ({'; '.join(suggestions) or 'known keys: ' + ', '.join(section_fields(here))})"

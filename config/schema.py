@@ -87,23 +87,28 @@ def iterate_tables(
                         yield from iterate_tables(item, inner, f"[[{inner}]]")
 
 
-def field_default(section: type[Section], name: str) -> Any:
-    """Return the default of a field. None: there is none, or it depends on other fields."""
-    info = section_fields(section)[name]
-    if info.is_required() or (info.default_factory is not None and info.default_factory_takes_validated_data):
-        return None
-    return info.get_default(call_default_factory=True)
+def child_value(node: Any, step: str | int) -> Any:
+    """Return an entry of a table or an array. None: there is none."""
+    if isinstance(node, dict):
+        return node.get(step)
+    return node[step] if isinstance(node, list) and isinstance(step, int) and step < len(node) else None
 
 
-def select_union_members(types: Sequence[Any], table: Any, default: Any) -> tuple[Any, ...]:
-    """Remove the members of a discriminated union that the table's tag, or the default's, does not select."""
-    sections = [kind for kind in types if is_section(kind)]
-    tag = find_discriminator(sections)
-    if tag is None or not isinstance(table, dict):
-        return tuple(types)
-    value = table.get(tag, getattr(default, tag, None))
-    selected = [kind for kind in sections if value in discriminator_values(kind, tag)]
-    return tuple(kind for kind in types if kind not in sections or kind in (selected or sections))
+def find_types(cls: type[Section], tree: Any, key: Sequence[str | int]) -> tuple[Any, ...]:
+    """Return the types that a key of a config may have, given the tables that are there: of the sections of a
+    discriminated union, the one that the table's tag, or the default's, selects."""
+    types: tuple[Any, ...] = (cls,)
+    for step in key:
+        defaults = [kind.default_tags[step] for kind in types if is_section(kind) and step in kind.default_tags]
+        types = tuple(dict.fromkeys(inner for kind in types for inner in child_types(kind, step)))
+        tree = child_value(tree, step)
+        sections = [kind for kind in types if is_section(kind)]
+        tag = find_discriminator(sections)
+        if tag is not None and (tree is None or isinstance(tree, dict)):
+            value = (tree or {}).get(tag, defaults[0][1] if defaults else None)
+            selected = [kind for kind in sections if value in discriminator_values(kind, tag)]
+            types = tuple(kind for kind in types if kind not in sections or kind in (selected or sections))
+    return types
 
 
 _SHORT_FLOAT = re.compile(r"[+-]?(\d+\.|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)

@@ -266,28 +266,3 @@ class DistributedTrainConfig(TrainConfig):
     def to_train_config(self) -> TrainConfig:
         """Convert to the config that training takes and a run directory holds."""
         return TrainConfig(**dict(self))
-
-
-KEY_HINTS = {
-    "training.max_train_iteration": "unknown key; set training.max_steps (optimizer steps)",
-    "training.grad_accum_steps": "unknown key; training.batch_size / training.micro_batch_size is the number of steps",
-    "training.seed": "unknown key; set run.seed",
-    "model.device": "unknown key; set run.device",
-    "model.dtype": "unknown key; set training.precision",
-    "model.vocab_size": "unknown key; set tokenizer.vocab_size",
-    "optimizer.optimizer_name": "unknown key; set optimizer.kind",
-    "optimizer.max_learning_rate": "unknown key; set optimizer.learning_rate",
-    "optimizer.lr_schedule": "unknown key; set schedule.kind",
-    "optimizer.warmup_iters": "unknown key; set schedule.warmup_steps",
-    "lora.r": "unknown key; set lora.rank",
-    "lora.lora_alpha": "unknown key; set lora.alpha",
-    "lora.lora_dropout": "unknown key; set lora.dropout",
-    "lora.target_modules": "unknown key; set lora.targets",
-    "lora.init_lora_weights": "unknown key; set lora.init",
-    "peft": "unknown section; use [lora]",
-    "ddp": 'unknown section; use [parallel] with strategy = "ddp" or "fsdp"',
-    "deepspeed": 'unknown section; use [parallel] with strategy = "ddp" (ZeRO stage 1) or "fsdp" (stage 3)',
-    "accelerate": "unknown section; use [parallel], and start the run with diffusionlm-train-ddp or torchrun",
-    "wandb": "unknown section; use [logging.wandb]",
-}
-"""Advice for keys of other training programs that similar names and the keys of other sections do not lead to."""

@@ -12,7 +12,7 @@ from cli.entry import build_parser, exit_with_usage_error, friendly_errors, path
 from cli.tables import print_parts
 from config.data import DataConfig
 from config.load import ConfigError, load_config
-from config.train import KEY_HINTS, TrainConfig
+from config.train import TrainConfig
 
 if TYPE_CHECKING:
     from cli.data.reading import RowSettings
@@ -67,7 +67,7 @@ def _load_train_config(arguments: argparse.Namespace) -> TrainConfig | None:
         if getattr(arguments, name) is not None:
             exit_with_usage_error(NAME, f"--{name.replace('_', '-')} is for files; with --config, use --set")
     try:
-        return load_config(TrainConfig, arguments.config, arguments.overrides, key_hints=KEY_HINTS)
+        return load_config(TrainConfig, arguments.config, arguments.overrides)
     except ConfigError as error:
         exit_with_usage_error(NAME, str(error))
 

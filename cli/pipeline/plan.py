@@ -18,7 +18,7 @@ from config.generation import GenerationConfig
 from config.infer import InferConfig
 from config.load import validate_config
 from config.model import Architecture, ModelConfig
-from config.train import KEY_HINTS, TrainConfig
+from config.train import TrainConfig
 from config.training.objective import NextTokenConfig
 from config.training.parallel import SingleProcess
 from diffusionlm.families.model_directory import read_model_config, resolve_model_directory
@@ -83,7 +83,6 @@ class StageKindOptions:
     outputs: Mapping[str, str]
     """Key of the config -> name in the directory of the stage."""
     command: str = ""
-    key_hints: Mapping[str, str] | None = None
 
 
 _TRAINING = StageKindOptions(
@@ -91,7 +90,6 @@ _TRAINING = StageKindOptions(
     ("run.directory", "model.init_from"),
     "model.init_from",
     {"run.directory": RUN},
-    key_hints=KEY_HINTS,
 )
 _CONVERSION = StageKindOptions(ConvertConfig, ("source", "target"), "source", {"target": MODEL}, "convert")
 STAGE_KINDS: dict[str, StageKindOptions] = {
@@ -141,7 +139,7 @@ def _plan_stage(stage: StageConfig, config: PipelineConfig, plans: Mapping[str, 
     values = _add_model(stage, kind, values, model)
     for key, name in kind.outputs.items():
         values = with_value(values, key, str(directory / name))
-    resolved = validate_config(kind.config, values, f'stage "{stage.name}"', kind.key_hints)
+    resolved = validate_config(kind.config, values, f'stage "{stage.name}"')
     output = _check_stage(stage, resolved, model)
     command = kind.command
     if isinstance(resolved, TrainConfig):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from cli.arguments import toml_string
 from config.base import Section
 from config.infer import InferConfig
-from config.train import KEY_HINTS, TrainConfig
+from config.train import TrainConfig
 from diffusionlm.families.model_directory import resolve_model_directory
 
 
@@ -20,7 +20,6 @@ class SweepCommand:
 
     name: str
     config: type[Section]
-    key_hints: Mapping[str, str]
     managed_keys: tuple[str, ...]
     """Keys that the sweep sets itself; a name that ends in a dot is a whole section."""
     threads_key: str
@@ -75,7 +74,6 @@ SWEEP_COMMANDS = {
     "train": SweepCommand(
         name="train",
         config=TrainConfig,
-        key_hints=KEY_HINTS,
         managed_keys=("run.directory",),
         threads_key="run.threads",
         overrides=_train_overrides,
@@ -85,7 +83,6 @@ SWEEP_COMMANDS = {
     "infer": SweepCommand(
         name="infer",
         config=InferConfig,
-        key_hints={},
         managed_keys=("output.",),
         threads_key="model.threads",
         overrides=_infer_overrides,

@@ -192,8 +192,7 @@ class PointLoader:
         fixed = [f"{setting.key}={setting.values[0]}" for setting in self.settings if not setting.is_axis]
         own = [f"{key}={value}" for key, value in values.items()]
         paths = self.sweep_command.overrides(directory)
-        hints = self.sweep_command.key_hints
-        config = load_config(self.sweep_command.config, self.path, [*fixed, *own, *paths], key_hints=hints)
+        config = load_config(self.sweep_command.config, self.path, [*fixed, *own, *paths])
         problem = self.sweep_command.find_problem(config)
         if problem is not None:
             raise ConfigError(problem)

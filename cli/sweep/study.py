@@ -186,7 +186,7 @@ class SweepStudy:
             if point.digest == run.digest and not path.is_file():
                 return
             command = self.plan.sweep_command
-            recorded = load_config(command.config, path, key_hints=command.key_hints)
+            recorded = load_config(command.config, path)
             differences = list_differences(recorded, point.config)
             lines = [line for line in differences if not line.startswith(command.managed_keys)]
         except ConfigError as error:

@@ -130,7 +130,7 @@ class BenchTrainSection(Section):
     keep_freed_memory: bool = False
     """On a CPU, `runtime.keep_freed_memory` for all implementations, which share a process and its allocator. false:
     the defaults of glibc, which a script that trains with transformers has."""
-    details: bool = True
+    memory: bool = True
     """Measure the memory as well. false: speed and MFU alone."""
     rounds: Annotated[int, Field(ge=2)] = 12
     """Measured steps of each implementation in each case."""

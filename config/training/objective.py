@@ -104,7 +104,7 @@ class _MaskingOptions(Section):
     weight: LossWeighting | None = None
     """Loss weight of a masked token. elbo: -alpha'(t) / (1 - alpha(t)), or n / k with kind = "counts". inverse_p: one
     over the masking probability, or n / k. uniform: 1. cart: by the visible tokens near it (Dream), masked diffusion
-    only. None: the weight that belongs to `loss`."""
+    only. None: elbo with normalizer = "targets", inverse_p with "rows", else uniform."""
     cart_p: Annotated[float, Field(gt=0.0, le=1.0)] = 0.3
     """With weight = "cart": a visible token at distance d adds p (1 - p)^(d - 1) / 2 to the weight."""
     reweight_cap: Annotated[float, Field(ge=1.0)] | None = None
@@ -169,28 +169,21 @@ class IndependentMasking(_MaskingOptions):
 
 Estimator = Annotated[FixedCountMasking | IndependentMasking, Field(discriminator="kind")]
 
-LossKind = Literal["elbo", "guidelines", "soft_ce", "dllm", "masked_mean"]
-
-SOFT_CE_SMOOTHING = 0.1
-"""Default label smoothing of loss = "soft_ce"."""
+LossNormalizer = Literal["targets", "rows", "masked_rows", "masked"]
 
 
 class _DiffusionConfig(Section):
     """Options shared by masked and block diffusion."""
 
-    loss: LossKind = "elbo"
-    """Weights of the masked tokens' cross-entropies, and the count that divides their sum.
-    elbo: weight -alpha'(t) / (1 - alpha(t)), or n / k for fixed counts; divided by all target tokens of the step.
-    guidelines: weight 1 / p, or n / k for fixed counts; the sum of each row divided by its target tokens, then the mean
-    over rows (LLaDA).
-    soft_ce: guidelines with label smoothing 0.1.
-    dllm: weight 1; the sum of each row divided by its masked tokens (masked diffusion) or its target tokens (block
-    diffusion), then the mean over rows (dLLM-RL).
-    masked_mean: weight 1; divided by all masked tokens of the step."""
+    normalizer: LossNormalizer = "targets"
+    """What divides the sum of the masked tokens' weighted cross-entropies. `estimator.weight` has the weights.
+    targets: all target tokens of the step. rows: each row's sum is divided by its target tokens, then the mean over
+    rows (LLaDA). masked_rows: each row's sum is divided by its masked tokens, then the mean over rows (dLLM-RL).
+    masked: all masked tokens of the step."""
     estimator: Estimator = FixedCountMasking()
     """Sampling and weighting of masks."""
-    label_smoothing: HalfOpenFraction | None = None
-    """Share of the target distribution that is uniform over the vocabulary. None: 0, or 0.1 with loss = "soft_ce"."""
+    label_smoothing: HalfOpenFraction = 0.0
+    """Share of the target distribution that is uniform over the vocabulary."""
     z_loss: NonNegativeFloat = 0.0
     """Factor of the squared log of the softmax denominator, which keeps logits small (PaLM); 1e-4 is usual."""
     fill_weight: NonNegativeFloat = 1.0
@@ -207,19 +200,13 @@ class _DiffusionConfig(Section):
 
     @model_validator(mode="after")
     def _check_next_token_weight(self) -> Self:
-        if self.next_token_weight and self.loss == "masked_mean":
+        if self.next_token_weight and self.normalizer == "masked":
             raise ValueError(
-                f'next_token_weight = {self.next_token_weight} is per target token, and loss = "masked_mean" divides '
-                'by masked tokens: set loss = "elbo" (with estimator.weight = "uniform") or next_token_weight = 0'
+                f'next_token_weight = {self.next_token_weight} is per target token, and normalizer = "masked" divides '
+                'by masked tokens: set normalizer = "targets" (with estimator.weight = "uniform") or '
+                "next_token_weight = 0"
             )
         return self
-
-    @property
-    def smoothing(self) -> float:
-        """Label smoothing of the loss; ``soft_ce`` has its own default."""
-        if self.label_smoothing is not None:
-            return self.label_smoothing
-        return SOFT_CE_SMOOTHING if self.loss == "soft_ce" else 0.0
 
 
 class MaskedDiffusionConfig(_DiffusionConfig):
@@ -337,10 +324,6 @@ class NextTokenConfig(Section):
     fill_weight: NonNegativeFloat = 1.0
     """Loss weight, and share in the divisor, of a target token that fills up the space after an answer
     (`data.source.chat.fill`), relative to other target tokens."""
-
-    @property
-    def smoothing(self) -> float:
-        return self.label_smoothing
 
     @property
     def block_lengths(self) -> tuple[int, ...]:

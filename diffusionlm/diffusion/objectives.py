@@ -10,7 +10,7 @@ Shapes: B sequences, L tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, Self
+from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from config.training.objective import (
     BlockDiffusionConfig,
     FixedCountMasking,
     IndependentMasking,
+    LossNormalizer,
     LossWeighting,
     MaskedDiffusionConfig,
     NextTokenConfig,
@@ -36,13 +37,6 @@ from diffusionlm.diffusion.preference import PreferenceObjective
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from diffusionlm.diffusion.segments import NoiseSequences
 from diffusionlm.kernels.cross_entropy import LossInputs
-
-LossNormalizer = Literal["targets", "rows", "masked", "masked_rows"]
-"""Count that divides the loss.
-
-targets: target tokens of the step. masked: masked tokens of the step. rows: the loss of each sequence is divided by its
-target tokens, and their sum by the number of sequences. masked_rows: the same with the masked tokens of each sequence.
-"""
 
 
 class Objective(Protocol):
@@ -208,17 +202,9 @@ def noise_grouping(config: MaskedDiffusionConfig | BlockDiffusionConfig) -> Nois
 
 
 def loss_weighting(config: MaskedDiffusionConfig | BlockDiffusionConfig) -> tuple[LossWeighting, LossNormalizer]:
-    """Loss weights and normalizer of ``objective.loss``; ``estimator.weight`` overrides the weights."""
-    override = config.estimator.weight
-    match config.loss:
-        case "elbo":
-            return override or "elbo", "targets"
-        case "guidelines" | "soft_ce":
-            return override or "inverse_p", "rows"
-        case "dllm":
-            return override or "uniform", "masked_rows" if isinstance(config, MaskedDiffusionConfig) else "rows"
-        case "masked_mean":
-            return override or "uniform", "masked"
+    """Loss weights and normalizer; without ``estimator.weight`` the weights that belong to the normalizer."""
+    usual: dict[str, LossWeighting] = {"targets": "elbo", "rows": "inverse_p"}
+    return config.estimator.weight or usual.get(config.normalizer, "uniform"), config.normalizer
 
 
 def why_not_nelbo(config: ObjectiveConfig) -> str | None:
@@ -226,7 +212,7 @@ def why_not_nelbo(config: ObjectiveConfig) -> str | None:
     if isinstance(config, PreferenceConfig):
         return "it compares the bounds of answers with those of the reference"
     if isinstance(config, NextTokenConfig):
-        has_other_terms = config.smoothing or config.z_loss or config.fill_weight != 1.0
+        has_other_terms = config.label_smoothing or config.z_loss or config.fill_weight != 1.0
         return "it has label smoothing, a z-loss or a fill_weight" if has_other_terms else None
     estimator = config.estimator
     weight, normalizer = loss_weighting(config)
@@ -256,7 +242,7 @@ def why_not_nelbo(config: ObjectiveConfig) -> str | None:
             isinstance(config, MaskedDiffusionConfig) and config.anneal_attention_steps > 0,
             "attention is annealed at first",
         ),
-        (config.smoothing > 0.0, "labels are smoothed"),
+        (config.label_smoothing > 0.0, "labels are smoothed"),
         (config.z_loss > 0.0, "there is a z-loss"),
     ]
     return "; ".join(reason for applies, reason in reasons if applies) or None
@@ -318,6 +304,6 @@ def _build_loss_inputs(
         noised_batch.targets_N,
         noised_batch.weights_N / denominator,
         excluded_token=mask_token,
-        label_smoothing=config.smoothing,
+        label_smoothing=config.label_smoothing,
         z_loss=config.z_loss,
     )

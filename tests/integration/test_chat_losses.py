@@ -16,7 +16,7 @@ from config.train import TrainConfig
 from diffusionlm.training.loop import train
 from tests.tiny_run import write_train_config
 
-MASKED = {"kind": "masked_diffusion", "loss": "guidelines"}
+MASKED = {"kind": "masked_diffusion", "normalizer": "rows"}
 BLOCKS = {"kind": "block_diffusion", "block_length": 4, "fill_weight": 0.5, "next_token_weight": 0.2}
 INDEPENDENT = {"kind": "block_diffusion", "block_length": 4, "attention": "prompt_and_own_block"}
 

@@ -21,7 +21,7 @@ from cli.train import check_files, format_run_estimate, main
 from config.convert import ConvertConfig
 from config.load import ConfigError, load_config
 from config.model import ModelConfig
-from config.train import KEY_HINTS, TrainConfig
+from config.train import TrainConfig
 from diffusionlm.checkpoints.adapter_files import save_tensors
 from diffusionlm.checkpoints.conversion_plan import plan_conversion
 from diffusionlm.checkpoints.convert import convert
@@ -65,7 +65,7 @@ def configure(base: Path, tmp_path: Path) -> Configure:
         }
         for section, values in sections.items():
             changes[section] = changes.get(section, {}) | values
-        return load_config(TrainConfig, write_train_config(tmp_path, name, **changes), key_hints=KEY_HINTS)
+        return load_config(TrainConfig, write_train_config(tmp_path, name, **changes))
 
     return make
 

@@ -42,7 +42,7 @@ STAGES = {
 NEXT = {"kind": "next_token"}
 WHOLE = {
     "kind": "masked_diffusion",
-    "loss": "guidelines",
+    "normalizer": "rows",
     "estimator": {"kind": "bernoulli", "schedule": "cosine", "replace_with": "random"},
 }
 ANNEALED = {
@@ -287,12 +287,12 @@ def test_the_loss_of_next_token_is_its_validation_loss(config: TrainConfig) -> N
         (NEXT, None),
         (WHOLE, "undo a linear schedule only; rows weigh the same whatever their number of targets; noise is random"),
         pytest.param(
-            {"kind": "masked_diffusion", "loss": "masked_mean"},
+            {"kind": "masked_diffusion", "normalizer": "masked"},
             "masked tokens are not weighted; the sum is divided by",
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["blocks", "next token", "guidelines", "mean"],
+    ids=["blocks", "next token", "rows", "mean"],
 )
 def test_loss_without_bound_is_reported_once(
     config: TrainConfig, objective: dict[str, Any], message: str | None, capsys: pytest.CaptureFixture[str]

@@ -98,7 +98,7 @@ def test_norm_interval_is_independent_and_does_not_change_training(config: Train
 def test_the_loss_by_share_adds_up_to_the_loss(config: TrainConfig) -> None:
     """With plain weights a step's loss is the mean over masked tokens: the shares' losses, weighted by their tokens."""
     values: dict[str, Any] = config.model_dump(exclude_unset=True)
-    values["objective"] = {"kind": "masked_diffusion", "loss": "masked_mean"}
+    values["objective"] = {"kind": "masked_diffusion", "normalizer": "masked"}
     values["training"] |= {"batch_size": 1, "max_steps": 2}
     config = TrainConfig.model_validate(values)
     train(config)

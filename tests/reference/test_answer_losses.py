@@ -70,7 +70,7 @@ EXPECTED: dict[str, tuple[ObjectiveConfig, float]] = {
     "complementary": (MaskedDiffusionConfig(estimator=FixedCountMasking(complementary=True)), ORDERS["all"]),
     "coins": (MaskedDiffusionConfig(estimator=COINS), ORDERS["all"]),
     "coins of LLaDA": (
-        MaskedDiffusionConfig(loss="guidelines", estimator=IndependentMasking(times="uniform")),
+        MaskedDiffusionConfig(normalizer="rows", estimator=IndependentMasking(times="uniform")),
         1.498448,
     ),
     "block of the row": (BlockDiffusionConfig(block_length=4), ORDERS["all"]),
@@ -102,7 +102,7 @@ def test_next_token_loss_of_an_answer_of_two_tokens() -> None:
 @pytest.mark.slow
 def test_pooled_mean_over_masked_tokens_is_no_bound() -> None:
     """Sum of CE / number of masked tokens, over the batch: .845862 per token, not .748933."""
-    config = MaskedDiffusionConfig(loss="masked_mean", estimator=COINS)
+    config = MaskedDiffusionConfig(normalizer="masked", estimator=COINS)
     values = losses(config, answer_of_two(512), StandIn(two_answers, table_config(3, 4)), 24)
     assert_mean(values, 0.845862, relative_error=0.01)
 
@@ -120,12 +120,12 @@ TWO_ANSWERS = CleanBatch(
 """Answers of 2 tokens of 1 nat and of 6 tokens of 3 nats."""
 
 
-@pytest.mark.parametrize(("loss", "expected"), [("elbo", 2.5), ("guidelines", 2.0)])
+@pytest.mark.parametrize(("loss", "expected"), [("targets", 2.5), ("rows", 2.0)])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_normalization_by_tokens_and_by_answers(loss: Any, expected: float, parts: int) -> None:
     """Over the whole step, in one micro-batch or two: never a mean of means of micro-batches."""
     model = constant_loss({0: 1.0, 1: 3.0})
-    objective = build_objective(MaskedDiffusionConfig(loss=loss), model.config)
+    objective = build_objective(MaskedDiffusionConfig(normalizer=loss), model.config)
     size = 2 // parts
     draws = [
         objective.build_noised_batch(TWO_ANSWERS.select(slice(first, first + size)), NoiseKey(0, 0, first, 2))
@@ -151,15 +151,15 @@ FILLED = CleanBatch(
 FILL_MODEL = constant_loss({0: 1.0, 2: 0.01})
 
 
-@pytest.mark.parametrize("loss", ["elbo", "guidelines"])
+@pytest.mark.parametrize("loss", ["targets", "rows"])
 @pytest.mark.parametrize(("fill_weight", "expected"), [(1.0, 2.03 / 5), (0.5, 2.015 / 3.5), (0.0, 1.0)])
 def test_fill_dilutes_the_loss_by_its_weight(loss: Any, fill_weight: float, expected: float) -> None:
-    config = MaskedDiffusionConfig(loss=loss, fill_weight=fill_weight)
+    config = MaskedDiffusionConfig(normalizer=loss, fill_weight=fill_weight)
     values = losses(config, FILLED, FILL_MODEL)  # all targets share one level: their cross-entropies, in expectation
     assert_mean(values, expected, relative_error=0.1)
 
 
-@pytest.mark.parametrize("config", [MaskedDiffusionConfig(), MaskedDiffusionConfig(loss="guidelines", fill_weight=0.3)])
+@pytest.mark.parametrize("config", [MaskedDiffusionConfig(), MaskedDiffusionConfig(normalizer="rows", fill_weight=0.3)])
 def test_answer_and_fill_are_reported_apart(config: MaskedDiffusionConfig) -> None:
     objective, total = build_objective(config, FILL_MODEL.config), torch.zeros(2, 3, dtype=torch.float64)
     for step in range(100):
@@ -335,8 +335,8 @@ def objectives(alignment: str, fill_weight: float) -> list[ObjectiveConfig]:
     ]
     others: list[ObjectiveConfig] = [
         MaskedDiffusionConfig(fill_weight=fill_weight),
-        MaskedDiffusionConfig(loss="guidelines", fill_weight=fill_weight, estimator=IndependentMasking()),
-        BlockDiffusionConfig(block_length=3, loss="guidelines", fill_weight=fill_weight),
+        MaskedDiffusionConfig(normalizer="rows", fill_weight=fill_weight, estimator=IndependentMasking()),
+        BlockDiffusionConfig(block_length=3, normalizer="rows", fill_weight=fill_weight),
         BlockDiffusionConfig(block_length=2, fill_weight=fill_weight, estimator=FixedCountMasking(complementary=True)),
     ]
     next_token: list[ObjectiveConfig] = [NextTokenConfig(fill_weight=fill_weight)] if alignment == "shifted" else []

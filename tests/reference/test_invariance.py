@@ -41,10 +41,14 @@ OBJECTIVES: dict[str, ObjectiveConfig] = {
     "masked": MaskedDiffusionConfig(),
     "masked-complementary": MaskedDiffusionConfig(estimator=FixedCountMasking(complementary=True)),
     "masked-document": MaskedDiffusionConfig(estimator=FixedCountMasking(draw_per="document")),
-    "masked-guidelines": MaskedDiffusionConfig(loss="guidelines", estimator=IndependentMasking()),
-    "masked-soft": MaskedDiffusionConfig(loss="soft_ce", estimator=IndependentMasking(times="antithetic"), z_loss=1e-3),
-    "masked-dllm": MaskedDiffusionConfig(loss="dllm", estimator=IndependentMasking(range=(0.1, 0.9), times="uniform")),
-    "masked-mean": MaskedDiffusionConfig(loss="masked_mean"),
+    "masked-rows": MaskedDiffusionConfig(normalizer="rows", estimator=IndependentMasking()),
+    "masked-soft": MaskedDiffusionConfig(
+        normalizer="rows", label_smoothing=0.1, estimator=IndependentMasking(times="antithetic"), z_loss=1e-3
+    ),
+    "masked-by-masked-rows": MaskedDiffusionConfig(
+        normalizer="masked_rows", estimator=IndependentMasking(range=(0.1, 0.9), times="uniform")
+    ),
+    "masked-mean": MaskedDiffusionConfig(normalizer="masked"),
     "masked-runs": MaskedDiffusionConfig(estimator=FixedCountMasking(contiguous_probability=0.5, reweight_cap=3.0)),
     "block-1": BlockDiffusionConfig(block_length=1),
     "block-3": BlockDiffusionConfig(block_length=3),
@@ -52,9 +56,11 @@ OBJECTIVES: dict[str, ObjectiveConfig] = {
     "block-sdar": BlockDiffusionConfig(
         block_length=4, estimator=IndependentMasking(draw_per="document", weight="inverse_p")
     ),
-    "block-dllm": BlockDiffusionConfig(block_length=4, loss="dllm", estimator=IndependentMasking(range=(0.1, 0.9))),
+    "block-rows-uniform": BlockDiffusionConfig(
+        block_length=4, normalizer="rows", estimator=IndependentMasking(weight="uniform", range=(0.1, 0.9))
+    ),
     "block-mean": BlockDiffusionConfig(
-        block_length=4, loss="masked_mean", estimator=IndependentMasking(draw_per="row")
+        block_length=4, normalizer="masked", estimator=IndependentMasking(draw_per="row")
     ),
     "block-several": BlockDiffusionConfig(block_length=(2, 5, 10)),
     "block-stages": BlockDiffusionConfig(
@@ -64,10 +70,10 @@ OBJECTIVES: dict[str, ObjectiveConfig] = {
 }
 CHAT_OBJECTIVES: dict[str, ObjectiveConfig] = {
     "masked": MaskedDiffusionConfig(fill_weight=0.5),
-    "per answer": MaskedDiffusionConfig(loss="guidelines", estimator=IndependentMasking(), fill_weight=0.5),
+    "per answer": MaskedDiffusionConfig(normalizer="rows", estimator=IndependentMasking(), fill_weight=0.5),
     "blocks": BlockDiffusionConfig(block_length=3, fill_weight=0.5),
-    "next token, too": BlockDiffusionConfig(block_length=3, loss="guidelines", next_token_weight=0.3),
-    "pairs": BlockDiffusionConfig(block_length=2, loss="guidelines", estimator=FixedCountMasking(complementary=True)),
+    "next token, too": BlockDiffusionConfig(block_length=3, normalizer="rows", next_token_weight=0.3),
+    "pairs": BlockDiffusionConfig(block_length=2, normalizer="rows", estimator=FixedCountMasking(complementary=True)),
 }
 CHAT_SEGMENTS = [[(3, 2), (1, 4)], [(1, 1)], [(10, 0)], [(2, 3), (0, 4)]]
 """By row: (tokens of the prompt, of the answer) of each segment; the third row has no target."""

@@ -124,7 +124,7 @@ def llada_sft_loss(logits: Tensor, input_ids: Tensor, noisy: Tensor, p_mask: Ten
 
 @pytest.mark.parametrize("times", ["stratified", "uniform", "antithetic"])
 def test_llada_pretraining(model: Transformer, tokens: Tensor, times: Any) -> None:
-    config = MaskedDiffusionConfig(loss="guidelines", estimator=IndependentMasking(times=times))
+    config = MaskedDiffusionConfig(normalizer="rows", estimator=IndependentMasking(times=times))
     batch = CleanBatch(tokens, everything(tokens))
     loss, draw = ours(model, config, batch)
     p_mask = probabilities(config, batch, "row", draw)
@@ -133,7 +133,7 @@ def test_llada_pretraining(model: Transformer, tokens: Tensor, times: Any) -> No
 
 
 def test_llada_sft(model: Transformer, tokens: Tensor) -> None:
-    config = MaskedDiffusionConfig(loss="guidelines", estimator=IndependentMasking())
+    config = MaskedDiffusionConfig(normalizer="rows", estimator=IndependentMasking())
     batch = CleanBatch(tokens, answers(tokens))
     loss, draw = ours(model, config, batch)
     p_mask = probabilities(config, batch, "row", draw)
@@ -154,7 +154,7 @@ def soft_ce_loss(logits: Tensor, input_ids: Tensor, masked: Tensor, p_mask: Tens
 
 
 def test_soft_ce(model: Transformer, tokens: Tensor) -> None:
-    config = MaskedDiffusionConfig(loss="soft_ce", estimator=IndependentMasking())
+    config = MaskedDiffusionConfig(normalizer="rows", label_smoothing=0.1, estimator=IndependentMasking())
     batch = CleanBatch(tokens, everything(tokens))
     loss, draw = ours(model, config, batch)
     p_mask = probabilities(config, batch, "row", draw)
@@ -164,7 +164,9 @@ def test_soft_ce(model: Transformer, tokens: Tensor) -> None:
 
 def test_soft_ce_with_a_floor_and_a_cap(model: Transformer, tokens: Tensor) -> None:
     """min_masking_rate raises p before masks are drawn; reweight_cap c bounds the weight by c afterwards."""
-    config = MaskedDiffusionConfig(loss="soft_ce", estimator=IndependentMasking(min_masking_rate=0.3, reweight_cap=2.0))
+    config = MaskedDiffusionConfig(
+        normalizer="rows", label_smoothing=0.1, estimator=IndependentMasking(min_masking_rate=0.3, reweight_cap=2.0)
+    )
     batch = CleanBatch(tokens, everything(tokens))
     loss, draw = ours(model, config, batch)
     floored = MaskedDiffusionConfig(estimator=IndependentMasking(min_masking_rate=0.3))
@@ -310,7 +312,7 @@ def test_sdar_with_one_document_a_row(model: Transformer, tokens: Tensor) -> Non
 def test_dllm_rl_full_attention_sft(model: Transformer, tokens: Tensor) -> None:
     """Mean over the row's masked tokens, mean over rows, no weight; levels from 0.1 to 0.9."""
     config = MaskedDiffusionConfig(
-        loss="dllm", estimator=IndependentMasking(range=(0.1, 0.9), epsilon=0.0, times="uniform")
+        normalizer="masked_rows", estimator=IndependentMasking(range=(0.1, 0.9), epsilon=0.0, times="uniform")
     )
     batch = CleanBatch(tokens, answers(tokens))
     loss, draw = ours(model, config, batch)
@@ -329,7 +331,7 @@ def test_dllm_rl_block_sft(model: Transformer, tokens: Tensor) -> None:
     Minus the sum of log p over the masked, over the response's length, mean over rows.
     """
     config = BlockDiffusionConfig(
-        block_length=4, loss="dllm", estimator=IndependentMasking(range=(0.1, 0.9), epsilon=0.0)
+        block_length=4, normalizer="rows", estimator=IndependentMasking(weight="uniform", range=(0.1, 0.9), epsilon=0.0)
     )
     batch = CleanBatch(tokens, answers(tokens))
     loss, draw = ours(model, config, batch)

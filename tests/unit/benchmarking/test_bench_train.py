@@ -151,8 +151,8 @@ def test_compiled_code_is_forgotten_between_cases() -> None:
     assert shapes == [(True,)] * 12
 
 
-def test_speed_without_details() -> None:
-    measurement = module.measure_case(make_case(), [OURS], Settings(2, 0), has_details=False)
+def test_speed_without_memory() -> None:
+    measurement = module.measure_case(make_case(), [OURS], Settings(2, 0), measures_memory=False)
     tables = module.build_report([measurement], {}, {}).tables
     assert [table.header[3:] for table in tables] == [
         [f"{OURS} tok/s"],

@@ -83,11 +83,6 @@ def test_bad_config(capsys: pytest.CaptureFixture[str], file: Path) -> None:
     )
 
 
-def test_key_hints(capsys: pytest.CaptureFixture[str], file: Path) -> None:
-    message = failure(capsys, 2, "--config", file, "--set", "inner.iters=1", key_hints={"*.iters": "set inner.steps"})
-    assert message.endswith("--set inner.iters=1: set inner.steps\n")
-
-
 def test_print_config_prints_a_config_that_loads(capsys: pytest.CaptureFixture[str], file: Path) -> None:
     text = failure(capsys, 0, "--config", file, "--print-config", "--set", "inner.name=z")
     file.write_text(text)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from config.load import ConfigError, load_config
-from config.train import KEY_HINTS, TrainConfig
+from config.train import TrainConfig
 from config.training.logging import LoggingConfig, WandbConfig
 from tests.tiny_run import REQUIRED_SECTIONS
 
@@ -20,7 +20,7 @@ def load(tmp_path: Path) -> Load:
     def load(text: str) -> LoggingConfig:
         path = tmp_path / "train.toml"
         path.write_text(REQUIRED_SECTIONS + text, encoding="utf-8")
-        return load_config(TrainConfig, path, key_hints=KEY_HINTS).logging
+        return load_config(TrainConfig, path).logging
 
     return load
 

@@ -46,7 +46,10 @@ BERNOULLI = '[objective.estimator]\nkind = "bernoulli"\n'
     ("text", "expected"),
     [
         ("", MaskedDiffusionConfig()),
-        ('[objective]\nkind = "masked_diffusion"\nloss = "soft_ce"\n', MaskedDiffusionConfig(loss="soft_ce")),
+        (
+            '[objective]\nkind = "masked_diffusion"\nloss = "soft_ce"\n',
+            MaskedDiffusionConfig(normalizer="rows", label_smoothing=0.1),
+        ),
         ('[objective]\nkind = "next_token"\nz_loss = 1e-4\n', NextTokenConfig(z_loss=1e-4)),
         (BLOCKS + "block_length = 4\n", BlockDiffusionConfig(block_length=4)),
         (BLOCKS + "block_length = [1, 4, 32]\n", BlockDiffusionConfig(block_length=(1, 4, 32))),
@@ -155,7 +158,7 @@ def test_on_the_command_line(tmp_path: Path) -> None:
         ('[objective]\nkind = "masked_diffusion"\nlabel_smoothing = 1.0\n', ["objective.label_smoothing"]),
         ('[objective]\nkind = "masked_diffusion"\nz_loss = -1.0\n', ["objective.z_loss"]),
         ('[objective]\nkind = "masked_diffusion"\nblock_length = 4\n', ["objective.block_length"]),
-        ('[objective]\nkind = "next_token"\nloss = "elbo"\n', ["objective.loss"]),
+        ('[objective]\nkind = "next_token"\nloss = "elbo"\n', ["objective.normalizer", "unknown key"]),
         ('[objective]\nkind = "diffusion"\n', ["objective", "block_diffusion"]),
     ],
 )

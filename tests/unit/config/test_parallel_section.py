@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from config.load import ConfigError, load_config
-from config.train import KEY_HINTS, DistributedTrainConfig, TrainConfig
+from config.train import DistributedTrainConfig, TrainConfig
 from config.training.parallel import DDP, FSDP, SingleProcess
 
 RESOURCES = Path(__file__).parents[3] / "config" / "resources"
@@ -16,7 +16,7 @@ TRAIN = RESOURCES / "train.toml"
 
 def problem(*overrides: str, cls: type[TrainConfig] = TrainConfig) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_config(cls, TRAIN, overrides, key_hints=KEY_HINTS)
+        load_config(cls, TRAIN, overrides)
     assert "1 problem" in str(caught.value)
     return str(caught.value).splitlines()[1]
 

@@ -24,7 +24,7 @@ from config.load import ConfigError, load_config
 from config.make_data import MakeDataConfig
 from config.serving.server import ServeConfig
 from config.tokenizer import TrainTokenizerConfig
-from config.train import KEY_HINTS, TrainConfig
+from config.train import TrainConfig
 
 ROOT = Path(__file__).parents[3]
 RESOURCES = ROOT / "config" / "resources"
@@ -144,16 +144,6 @@ def test_a_checkpoint_that_cannot_be_read_is_an_error_of_the_config(
         parse_command(TrainConfig, name="train", description="", example="", argv=["--config", str(RECIPE)])
     stderr = capsys.readouterr().err
     assert caught.value.code == 2 and message in stderr and "init_from = models/qwen3-mask" in stderr
-
-
-@pytest.mark.parametrize("key", sorted(KEY_HINTS))
-def test_keys_of_relatives_are_answered(key: str, tmp_path: Path) -> None:
-    section, _, name = key.rpartition(".")
-    path = tmp_path / "train.toml"
-    path.write_text(f"[{section}]\n{name} = 1\n" if section else f"[{name}]\nx = 1\n", encoding="utf-8")
-    with pytest.raises(ValueError, match="is not a valid TrainConfig") as caught:
-        load_config(TrainConfig, path, key_hints=KEY_HINTS)
-    assert KEY_HINTS[key] in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def test_auxiliary_loss_per_answer(tiny_model: MakeModel) -> None:
     model = tiny_model(torch.float64)
     targets = torch.tensor([[False] * 2 + [True] * 2 + [False] * 4, [False] * 2 + [True] * 6])
     batch = CleanBatch(torch.zeros(2, 8, dtype=torch.int64), targets)
-    config = BlockDiffusionConfig(block_length=4, loss="guidelines", next_token_weight=0.5)
+    config = BlockDiffusionConfig(block_length=4, normalizer="rows", next_token_weight=0.5)
     auxiliary = build_objective(config, model.config).build_auxiliary_batch(batch)
     assert auxiliary is not None
     assert auxiliary.weights_N.tolist() == pytest.approx([0.5 / 2] * 2 + [0.5 / 6] * 6)
@@ -175,5 +175,5 @@ def test_objectives_without_a_weight_have_no_second_forward(tiny_model: MakeMode
 def test_config_errors_name_the_remedy() -> None:
     with pytest.raises(ValidationError, match=r'"cart" needs kind = "masked_diffusion"'):
         BlockDiffusionConfig(block_length=4, estimator=FixedCountMasking(weight="cart"))
-    with pytest.raises(ValidationError, match=r'set loss = "elbo"'):
-        MaskedDiffusionConfig(loss="masked_mean", next_token_weight=0.1)
+    with pytest.raises(ValidationError, match=r'set normalizer = "targets"'):
+        MaskedDiffusionConfig(normalizer="masked", next_token_weight=0.1)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from config.model import ModelConfig
-from config.training.objective import BlockDiffusionConfig, FixedCountMasking, MaskedDiffusionConfig, NextTokenConfig
+from config.training.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig
 from diffusionlm.diffusion.corruption import assign_noise_groups, sample_masks
 from diffusionlm.diffusion.layout import target_positions
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
@@ -34,7 +34,7 @@ ESTIMATORS: list[dict[str, Any]] = [
     {"kind": "bernoulli", "times": "uniform", "draw_per": "row"},
     {"contiguous_probability": 0.5, "replace_with": "random", "draw_per": "document"},
 ]
-LOSSES = ["elbo", "guidelines", "soft_ce", "dllm", "masked_mean"]
+LOSSES = ["targets", "rows", "masked_rows", "masked"]
 
 
 def parse(kind: str, **values: Any) -> Any:
@@ -90,14 +90,13 @@ def by_plain_loops(loss: str, config: Any, batch: CleanBatch, key: NoiseKey, cos
             for position in masked:
                 cost = costs_BL[row, position]
                 match loss:
-                    case "elbo":
+                    case "targets":
                         total += part.weights_BL[row, position] * cost / targets.sum()
-                    case "guidelines" | "soft_ce":
+                    case "rows":
                         total += weighted.weights_BL[row, position] * cost / n / len(rows)
-                    case "dllm":
-                        divisor = len(masked) if blocks is None else n
-                        total += share * cost / divisor / len(rows)
-                    case "masked_mean":
+                    case "masked_rows":
+                        total += share * cost / len(masked) / len(rows)
+                    case "masked":
                         total += cost / sum(value.masked_BL.sum() for value in elbo)
     return total
 
@@ -108,7 +107,7 @@ def by_plain_loops(loss: str, config: Any, batch: CleanBatch, key: NoiseKey, cos
 def test_losses_have_their_denominators(
     build: Callable[[Any], Objective], kind: str, loss: str, estimator: dict[str, Any]
 ) -> None:
-    config = parse(kind, loss=loss, estimator=with_kind(estimator))
+    config = parse(kind, normalizer=loss, estimator=with_kind(estimator))
     batch, costs = batch_of(10), np.random.default_rng(1).random((10, LENGTH))
     for step in range(3):
         key = NoiseKey(0, step, 0, 10)
@@ -157,7 +156,7 @@ def test_a_batch_without_targets(build: Callable[[Any], Objective]) -> None:
     batch = CleanBatch(torch.zeros(3, 5, dtype=torch.int64), torch.zeros(3, 5, dtype=torch.bool))
     for kind in ("masked_diffusion", "block_diffusion"):
         for loss in LOSSES:
-            draw = build(parse(kind, loss=loss)).build_noised_batch(batch, NoiseKey(0, 0, 0, 3))
+            draw = build(parse(kind, normalizer=loss)).build_noised_batch(batch, NoiseKey(0, 0, 0, 3))
             assert (draw.num_targets, draw.denominator, len(draw.positions_N)) == (0, 0.0, 0)
             assert torch.equal(draw.inputs_BS[:, :5], batch.tokens_BL)
 
@@ -204,13 +203,21 @@ BIASED: list[tuple[str, dict[str, Any], str]] = [
         {"estimator": {"kind": "bernoulli", "epsilon": 0.0, "schedule": "cosine", "weight": "inverse_p"}},
         "undo a linear schedule only",
     ),
-    ("masked_diffusion", {"loss": "guidelines"}, "rows weigh the same"),
-    ("masked_diffusion", {"loss": "soft_ce", "label_smoothing": 0.0}, "rows weigh the same"),
-    ("masked_diffusion", {"loss": "dllm", "estimator": {"kind": "counts", "weight": "elbo"}}, "divided by masked"),
-    ("block_diffusion", {"loss": "dllm", "estimator": {"kind": "counts", "weight": "elbo"}}, "rows weigh the same"),
+    ("masked_diffusion", {"normalizer": "rows"}, "rows weigh the same"),
+    ("masked_diffusion", {"normalizer": "rows", "label_smoothing": 0.0}, "rows weigh the same"),
     (
         "masked_diffusion",
-        {"loss": "masked_mean", "estimator": {"kind": "counts", "weight": "elbo"}},
+        {"normalizer": "masked_rows", "estimator": {"kind": "counts", "weight": "elbo"}},
+        "divided by masked",
+    ),
+    (
+        "block_diffusion",
+        {"normalizer": "rows", "estimator": {"kind": "counts", "weight": "elbo"}},
+        "rows weigh the same",
+    ),
+    (
+        "masked_diffusion",
+        {"normalizer": "masked", "estimator": {"kind": "counts", "weight": "elbo"}},
         "divided by masked",
     ),
     ("masked_diffusion", {"estimator": {"kind": "counts", "reweight_cap": 1.5}}, "reweight_cap"),
@@ -306,7 +313,13 @@ def test_other_reasons(values: dict[str, Any], reason: str) -> None:
 
 
 def test_all_reasons_are_named_together() -> None:
-    config = parse("masked_diffusion", loss="soft_ce", z_loss=0.1, estimator={"kind": "bernoulli", "reweight_cap": 5.0})
+    config = parse(
+        "masked_diffusion",
+        normalizer="rows",
+        label_smoothing=0.1,
+        z_loss=0.1,
+        estimator={"kind": "bernoulli", "reweight_cap": 5.0},
+    )
     reasons = why_not_nelbo(config)
     assert reasons is not None and len(reasons.split("; ")) == 5  # rows, cap, epsilon, smoothing, z-loss
 
@@ -423,12 +436,10 @@ def test_only_next_token_goes_without_a_mask_token(make_config: MakeConfig) -> N
 
 
 def test_loss_inputs_divide_and_exclude_the_mask(build: Callable[[Any], Objective]) -> None:
-    for loss, smoothing in (("elbo", 0.0), ("soft_ce", 0.1)):
-        objective = build(parse("masked_diffusion", loss=loss, z_loss=1e-3))
+    for smoothing in (0.0, 0.1):
+        objective = build(parse("masked_diffusion", label_smoothing=smoothing, z_loss=1e-3))
         draw = objective.build_noised_batch(batch_of(8), NoiseKey(0, 0, 0, 8))
         loss_inputs = objective.build_loss_inputs(draw, denominator=17.0)
         assert torch.equal(loss_inputs.weights_N, draw.weights_N / 17.0)
         assert torch.equal(loss_inputs.targets_N, draw.targets_N)
         assert (loss_inputs.excluded_token, loss_inputs.label_smoothing, loss_inputs.z_loss) == (MASK, smoothing, 1e-3)
-    assert MaskedDiffusionConfig(loss="soft_ce", label_smoothing=0.0).smoothing == 0.0
-    assert MaskedDiffusionConfig(estimator=FixedCountMasking(), label_smoothing=0.3).smoothing == 0.3

@@ -25,12 +25,14 @@ MASK, L, NUM_SEGMENTS = 30, 24, 7
 OBJECTIVES: dict[str, ObjectiveConfig] = {
     "masked": MaskedDiffusionConfig(),
     "masked-complementary": MaskedDiffusionConfig(estimator=FixedCountMasking(complementary=True)),
-    "masked-guidelines": MaskedDiffusionConfig(loss="guidelines", estimator=IndependentMasking()),
-    "masked-dllm": MaskedDiffusionConfig(loss="dllm", estimator=IndependentMasking(times="antithetic")),
-    "masked-mean": MaskedDiffusionConfig(loss="masked_mean"),
+    "masked-rows": MaskedDiffusionConfig(normalizer="rows", estimator=IndependentMasking()),
+    "masked-by-masked-rows": MaskedDiffusionConfig(
+        normalizer="masked_rows", estimator=IndependentMasking(times="antithetic")
+    ),
+    "masked-mean": MaskedDiffusionConfig(normalizer="masked"),
     "masked-random": MaskedDiffusionConfig(estimator=FixedCountMasking(replace_with="random")),
     "blocks": BlockDiffusionConfig(block_length=3),
-    "blocks-guidelines": BlockDiffusionConfig(block_length=2, loss="guidelines"),
+    "blocks-rows": BlockDiffusionConfig(block_length=2, normalizer="rows"),
     "blocks-document": BlockDiffusionConfig(block_length=2, estimator=IndependentMasking(draw_per="document")),
     "blocks-several": BlockDiffusionConfig(block_length=(1, 4, 50)),
     "next-token": NextTokenConfig(),

@@ -1,0 +1,110 @@
+"""Keys of older versions and of other programs: renamed while a config is loaded, or explained in the error.
+
+All keys are whole dotted keys of a config file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+ANY = object()
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """An old key, or one of its old values, and what it is called now."""
+
+    key: str
+    new: Mapping[str, Any]
+    """New keys with their values. `ANY`: the value of the old key. Keys after the first one yield to values that the
+    config has for them."""
+    value: Any = ANY
+    """The old value. `ANY`: each one."""
+    where: Mapping[str, Any] = field(default_factory=dict)
+    """Other keys with the values that this row is for."""
+
+
+RENAMED = (
+    Renamed("bench.details", {"bench.memory": ANY}),
+    Renamed("objective.loss", {"objective.normalizer": "targets"}, "elbo"),
+    Renamed("objective.loss", {"objective.normalizer": "rows"}, "guidelines"),
+    Renamed("objective.loss", {"objective.normalizer": "rows", "objective.label_smoothing": 0.1}, "soft_ce"),
+    Renamed(
+        "objective.loss",
+        {"objective.normalizer": "rows", "objective.estimator.weight": "uniform"},
+        "dllm",
+        where={"objective.kind": "block_diffusion"},
+    ),
+    Renamed("objective.loss", {"objective.normalizer": "masked_rows"}, "dllm"),
+    Renamed("objective.loss", {"objective.normalizer": "masked"}, "masked_mean"),
+)
+"""Of the rows of a key, the first that fits counts."""
+
+
+@dataclass(frozen=True)
+class Removed:
+    """What to do instead of setting a key that is no more."""
+
+    remedy: str
+    default: Any = None
+    """The value that run directories of older versions hold; it is ignored."""
+
+
+REMOVED: Mapping[str, Removed] = {}
+
+FOREIGN_KEYS = {
+    "training.max_train_iteration": "unknown key; set training.max_steps (optimizer steps)",
+    "training.grad_accum_steps": "unknown key; training.batch_size / training.micro_batch_size is the number of steps",
+    "training.seed": "unknown key; set run.seed",
+    "model.device": "unknown key; set run.device",
+    "model.dtype": "unknown key; set training.precision",
+    "model.vocab_size": "unknown key; set tokenizer.vocab_size",
+    "objective.loss": 'unknown key; set objective.normalizer = "targets", "rows", "masked_rows" or "masked"',
+    "optimizer.optimizer_name": "unknown key; set optimizer.kind",
+    "optimizer.max_learning_rate": "unknown key; set optimizer.learning_rate",
+    "optimizer.lr_schedule": "unknown key; set schedule.kind",
+    "optimizer.warmup_iters": "unknown key; set schedule.warmup_steps",
+    "lora.r": "unknown key; set lora.rank",
+    "lora.lora_alpha": "unknown key; set lora.alpha",
+    "lora.lora_dropout": "unknown key; set lora.dropout",
+    "lora.target_modules": "unknown key; set lora.targets",
+    "lora.init_lora_weights": "unknown key; set lora.init",
+    "peft": "unknown section; use [lora]",
+    "ddp": 'unknown section; use [parallel] with strategy = "ddp" or "fsdp"',
+    "deepspeed": 'unknown section; use [parallel] with strategy = "ddp" (ZeRO stage 1) or "fsdp" (stage 3)',
+    "accelerate": "unknown section; use [parallel], and start the run with diffusionlm-train-ddp or torchrun",
+    "wandb": "unknown section; use [logging.wandb]",
+}
+"""Keys that similar names and the keys of other sections do not lead to, most of other training programs -> advice."""
+
+
+def find_renamed(tree: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Iterate over the old keys in the tables of a config, with the new keys and values that stand for each."""
+    seen: set[str] = set()
+    for row in RENAMED:
+        value = read_key(tree, row.key)
+        fits = row.value in (ANY, value) and all(read_key(tree, key) == wanted for key, wanted in row.where.items())
+        if value is not None and fits and row.key not in seen:
+            seen.add(row.key)
+            yield row.key, {key: value if new is ANY else new for key, new in row.new.items()}
+
+
+def find_removed(tree: Mapping[str, Any]) -> list[str]:
+    """List the keys in the tables of a config that are no more, and have the value that changes nothing."""
+    found = ((key, row.default, read_key(tree, key)) for key, row in REMOVED.items())
+    return [key for key, default, value in found if value is not None and value == default]
+
+
+def explain_key(key: str) -> str | None:
+    """Return what to do about a key that no section has. None: it is in no table."""
+    return f"was removed; {REMOVED[key].remedy}" if key in REMOVED else FOREIGN_KEYS.get(key)
+
+
+def read_key(tree: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a dotted key. None: there is none."""
+    node: Any = tree
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node

@@ -1,0 +1,77 @@
+"""Keys of older versions and of other programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from config.base import Section
+from config.bench.training import BenchTrainConfig
+from config.load import ConfigError, load_config
+from config.spellings import FOREIGN_KEYS, RENAMED
+from config.train import TrainConfig
+from config.training.objective import MaskedDiffusionConfig, ObjectiveConfig
+
+RESOURCES = Path(__file__).parents[3] / "config" / "resources"
+
+
+class ConfigOfObjective(Section):
+    objective: ObjectiveConfig = MaskedDiffusionConfig()
+
+
+def load_objective(tmp_path: Path, text: str, *overrides: str) -> dict[str, Any]:
+    path = tmp_path / "train.toml"
+    path.write_text(text, encoding="utf-8")
+    return load_config(ConfigOfObjective, path, overrides).objective.model_dump()
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss", "expected"),
+    [
+        ("masked_diffusion", "elbo", ("targets", 0.0, None)),
+        ("masked_diffusion", "guidelines", ("rows", 0.0, None)),
+        ("masked_diffusion", "soft_ce", ("rows", 0.1, None)),
+        ("masked_diffusion", "dllm", ("masked_rows", 0.0, None)),
+        ("masked_diffusion", "masked_mean", ("masked", 0.0, None)),
+        ("block_diffusion", "dllm", ("rows", 0.0, "uniform")),
+    ],
+)
+def test_old_names_of_losses_mean_the_same(kind: str, loss: str, expected: Any, tmp_path: Path) -> None:
+    length = "block_length = 4\n" if kind == "block_diffusion" else ""
+    names = ("normalizer", "label_smoothing")
+    in_file = load_objective(tmp_path, f'[objective]\nkind = "{kind}"\n{length}loss = "{loss}"\n')
+    overridden = load_objective(tmp_path, f'[objective]\nkind = "{kind}"\n{length}', f"objective.loss={loss}")
+    assert in_file == overridden
+    assert (*(in_file[name] for name in names), in_file["estimator"]["weight"]) == expected
+
+
+def test_values_of_the_config_stay(tmp_path: Path) -> None:
+    text = '[objective]\nloss = "soft_ce"\nlabel_smoothing = 0.3\n'
+    assert load_objective(tmp_path, text)["label_smoothing"] == 0.3
+    assert load_objective(tmp_path, text, "objective.normalizer=targets")["normalizer"] == "targets"
+    text = '[objective]\nnormalizer = "rows"\n'
+    assert load_objective(tmp_path, text, "objective.loss=masked_mean")["normalizer"] == "masked"
+
+
+def test_both_spellings_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"objective\.loss: is the old name of objective\.normalizer: remove one"):
+        load_objective(tmp_path, '[objective]\nloss = "guidelines"\nnormalizer = "targets"\n')
+    with pytest.raises(ConfigError, match='expected "targets", "rows"'):
+        load_objective(tmp_path, '[objective]\nnormalizer = "dllm"\n')
+
+
+def test_old_keys_are_accepted() -> None:
+    assert not load_config(BenchTrainConfig, RESOURCES / "bench_train.toml", ["bench.details=false"]).bench.memory
+    assert {row.key for row in RENAMED} == {"bench.details", "objective.loss"}
+
+
+@pytest.mark.parametrize("key", sorted(FOREIGN_KEYS))
+def test_keys_of_relatives_are_answered(key: str, tmp_path: Path) -> None:
+    section, _, name = key.rpartition(".")
+    path = tmp_path / "train.toml"
+    path.write_text(f"[{section}]\n{name} = 1\n" if section else f"[{name}]\nx = 1\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="is not a valid TrainConfig") as caught:
+        load_config(TrainConfig, path)
+    assert FOREIGN_KEYS[key] in str(caught.value)
