@@ -45,7 +45,7 @@ install_package() {
 # Create the root and its folders, and install missing tools.
 bootstrap() {
     local tool message
-    for tool in sha256sum find stat tail grep flock; do have "$tool" || fail "$tool is not there: install it"; done
+    for tool in find stat tail grep flock; do have "$tool" || fail "$tool is not there: install it"; done
     [[ ! -e $root || -d $root ]] || fail "REMOTE_ROOT = $root is a file: name a directory"
     message=$(mkdir -p -- "$root" 2>&1) ||
         fail "REMOTE_ROOT = $root cannot be made: name a directory that may be written (${message##*: })"
@@ -76,99 +76,55 @@ require_rsync() {
     have rsync || fail "rsync is not there: just bootstrap-remote installs it, or sudo apt-get install rsync"
 }
 
-# Make a folder (the root, if empty) ready for a copy. Standard input: the SHA-256 of each file, in a line.
-receive() {
+# Make a folder (the root, if empty) ready for a copy.
+prepare() {
     local message
     require_rsync
     message=$(mkdir -p -- "${1:-.}" 2>&1) || fail "$root/$1 cannot be made (${message##*: }): move away what is in its place"
-    umask 077
-    mkdir -p .remote/edited
-    touch .remote/sent
-    # A line that the end of a connection cut short is no SHA-256.
-    sort -u - .remote/sent | sed -n '/^[0-9a-f]\{64\}$/p' >".remote/sent.$$"
-    mv -- ".remote/sent.$$" .remote/sent
-    keep_edited # of a copy that was interrupted
 }
 
-# Replace the shell by rsync, which follows links to folders of other disks; since 3.5 it needs an option for that.
-exec_rsync() {
-    local options=()
-    [[ $(rsync --help </dev/null) != *--insecure-links* ]] || options=(--insecure-links)
-    exec rsync "${options[@]}" "$@"
-}
-
-# The remote end of a copy from or to a folder. What it replaces is moved to .remote/edited/.new.
+# The remote end of a copy from or to a folder. What it replaces is moved to .remote/replaced/.new.
 serve() {
-    local replaced=$PWD/.remote/edited/.new/$1
+    local replaced=$PWD/.remote/replaced/.new/$1 options=()
+    # Since 3.5 rsync follows a link to a folder of another disk only with this option.
+    [[ $(rsync --help </dev/null) != *--insecure-links* ]] || options=(--insecure-links)
     cd -- "${1:-.}"
-    exec_rsync --backup-dir="$replaced" "${@:2}"
+    exec rsync "${options[@]}" --backup-dir="$replaced" "${@:2}"
 }
 
-# Delete the replaced files that were sent here once, and links; keep and list the others, which were edited here.
-keep_edited() {
-    local line kept names=() listed more=''
-    local -A sent=()
-    [[ -d .remote/edited/.new ]] || return 0
-    export LC_ALL=C
-    while IFS= read -r line; do sent[$line]=yes; done <.remote/sent
-    find .remote/edited/.new -type l -delete
-    while IFS= read -r -d '' line; do
-        [[ -z ${sent[${line:0:64}]-} ]] || rm -f -- "${line:66}"
-    done < <(find .remote/edited/.new -type f -print0 | xargs -0 -r sha256sum -z --)
-    find .remote/edited/.new -depth -type d -empty -delete
-    [[ -d .remote/edited/.new ]] || return 0
-    kept=.remote/edited/$(date +%Y%m%d-%H%M%S)-$$
-    find .remote/edited/.new -type f -exec chmod 600 {} +
-    mv -T -- .remote/edited/.new "$kept"
-    mapfile -d '' -t names < <(find "$kept" -type f -printf '%P\0' | sort -z)
+# Keep the files that copies have replaced, but no links, and list them.
+keep_replaced() {
+    local kept names=() listed more=''
+    [[ -d .remote/replaced/.new ]] || return 0
+    find .remote/replaced/.new -type l -delete
+    find .remote/replaced/.new -depth -type d -empty -delete
+    [[ -d .remote/replaced/.new ]] || return 0
+    kept=.remote/replaced/$(date +%Y%m%d-%H%M%S)-$$
+    find .remote/replaced/.new -type f -exec chmod 600 {} +
+    mv -T -- .remote/replaced/.new "$kept"
+    mapfile -d '' -t names < <(find "$kept" -type f -printf '%P\0' | LC_ALL=C sort -z)
     [[ ${#names[@]} -le 5 ]] || more=" and $((${#names[@]} - 5)) more"
     printf -v listed '%q, ' "${names[@]:0:5}"
-    echo "edited on $HOSTNAME, kept in $root/$kept: ${listed%, }$more" >&2
+    echo "replaced on $HOSTNAME, kept in $root/$kept: ${listed%, }$more" >&2
 }
 
-# Empty the folder where the tracked files are checked before they are installed.
+# Move away the tracked files that were sent once and are no longer tracked. Standard input: the tracked files, NUL between.
 stage() {
-    refuse_running
-    rm -rf -- .remote/incoming
-}
-
-# Put the staged tree into the root. Argument: its description, which ends with the digits of its contents.
-install() {
-    local contents path staged=.remote/incoming replaced=$PWD/.remote/edited/.new
+    local path replaced=.remote/replaced/.new
     export LC_ALL=C
     refuse_running
-    contents=$(cd "$staged" && find . -type f -printf '%P\0' | sort -z | xargs -0 -r sha256sum -z -- | sha256sum)
-    [[ $1 == *"(contents ${contents:0:12})" ]] ||
-        fail "the tree did not arrive as it was sent: nothing was changed, run the same again"
-    (cd "$staged" && find . ! -type d -print0) | sort -z >.remote/files.new
+    sort -z >.remote/files.new
     touch .remote/files
-    path=$(list_obstacles | sort -z | comm -z -23 - .remote/files | tr '\0' '\n' | sed -n 1p)
-    [[ -z $path ]] ||
-        fail "$root/${path#./} is in the way of the tree, a file of a folder or the reverse: nothing was changed, move it away"
     while IFS= read -r -d '' path; do
         [[ -f $path || -L $path ]] || continue
-        (umask 077 && mkdir -p -- "$replaced/${path%/*}")
+        mkdir -p -- "$(dirname -- "$replaced/$path")"
         mv -fT -- "$path" "$replaced/$path"
     done < <(comm -z -13 .remote/files.new .remote/files)
-    (exec_rsync --recursive --links --executability --times --omit-dir-times --checksum --keep-dirlinks --force \
-        --backup --backup-dir="$replaced" "$staged/" ./ >&2) ||
-        fail "the tree in $root is not complete: see to that, and run the same again"
     mv -- .remote/files.new .remote/files
-    printf '%s\n' "$1" >.remote/tree
-    rm -rf -- "$staged"
-    keep_edited
 }
 
-# The files where the staged tree has a folder, and those in folders where it has a file.
-list_obstacles() {
-    local path
-    while IFS= read -r -d '' path; do
-        [[ -d $path || (! -e $path && ! -L $path) ]] || printf '%s\0' "$path"
-    done < <(cd .remote/incoming && find . -type d -print0)
-    while IFS= read -r -d '' path; do
-        [[ ! -d $path || -L $path ]] || find "$path" ! -type d -print0
-    done <.remote/files.new
-}
+# Note that the tree is complete. Argument: its description.
+install() { printf '%s\n' "$1" >.remote/tree; }
 
 # What is at a path: "folder" and the checkpoints that its links name, "file" or "nothing", each ended by a NUL.
 find_path() {
@@ -235,7 +191,7 @@ nothing of $root: REMOTE_SESSION=NAME trains in another"
         sleep 0.1
     done
     sent_tree=$(cat .remote/tree 2>/dev/null || true)
-    [[ ${sent_tree##*(contents } == "${tree##*(contents }" ]] ||
+    [[ ${sent_tree##*(files } == "${tree##*(files }" ]] ||
         echo "the tree on $HOSTNAME is not that from here ($tree): just bootstrap-remote sends it" >&2
     settings=$(execute "$program" "$@" --print-config)
     directory=$(.venv/bin/python -c 'import sys, tomllib
@@ -401,7 +357,10 @@ status() {
         '' "$(tail -n 1 "$launch/log")"
 }
 
-if [[ $action != bootstrap && $action != root ]]; then
+if [[ $action == find_path && ! -d $root ]]; then
+    printf 'nothing\0'
+    exit
+elif [[ $action != bootstrap && $action != root ]]; then
     [[ -d $root/.remote ]] ||
         fail "$root was not made by just bootstrap-remote: run it, or set REMOTE_ROOT to where it was made"
     cd -- "$root"

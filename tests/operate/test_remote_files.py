@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib
 import os
 import re
 import shutil
@@ -15,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.operate.machine import BIG, TREE, Remote, cut, partial_files, stand_in
+from tests.operate.machine import BIG, SECRET, Remote, cut, partial_files, stand_in
 
 pytestmark = pytest.mark.operate
 
@@ -138,14 +136,6 @@ def test_names_links_and_places(ready: Remote, folder: Path) -> None:
     assert not (here / "latest").is_symlink()
 
 
-@pytest.mark.parametrize("line", [rb"\#134#012 line\#012break//\#001", b"\\#012 line\nbreak//\x01"], ids=["3.5", "3.4"])
-def test_names_in_the_log_of_rsync(line: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Since version 3.5 rsync escapes control characters in its log."""
-    monkeypatch.syspath_prepend(str(TREE / "scripts" / "remote"))
-    log = b"1 [2] building file list\n1 [2] >f+++++++++ 7 " + line + b"\n1 [2] sent 1 bytes\n"
-    assert importlib.import_module("transfer").read_sizes(log) == {"\\#012 line\nbreak": 7}
-
-
 def test_links_to_folders_of_other_disks_stay(ready: Remote, folder: Path, tmp_path: Path) -> None:
     """What a copy finds in the place of a folder may be a link to one, on both sides."""
     (tmp_path / "here").mkdir()
@@ -192,21 +182,19 @@ def test_local_files_are_preserved_by_a_fetch(ready: Remote, folder: Path) -> No
     done = ready.just("fetch", "runs/a b")
     assert done.returncode == 0
     kept = re.findall(r"kept in runs/\.replaced/[\d-]+: (.*)", done.stderr)
-    assert sorted(", ".join(kept).split(", ")) == ["runs/a b/latest", "runs/a b/one", "runs/a b/two/notes"]
+    assert sorted(", ".join(kept).split(", ")) == ["runs/a b/one", "runs/a b/two/notes"]
     assert kept_here(ready) == [("runs/a b/one", "one here"), ("runs/a b/two/notes", "mine")]
-    (replaced_link,) = (path for path in (ready.tree / "runs" / ".replaced").rglob("*") if path.is_symlink())
-    assert os.readlink(replaced_link) == "two"
     assert (here / "two").read_text(encoding="utf-8") == "two there"
     assert os.readlink(here / "latest") == "one"
 
-    # What came from there, and is as it came, is replaced; what was edited since is not lost.
-    (folder / "one").write_text("one there again", encoding="utf-8")
+    # A log that has grown since replaces its beginning; what was edited here is not lost.
+    (folder / "one").write_text("one there, and more", encoding="utf-8")
     done = ready.just("fetch", "runs/a b")
     assert (done.returncode, done.stderr) == (0, "")
-    assert (here / "one").read_text(encoding="utf-8") == "one there again"
+    assert (here / "one").read_text(encoding="utf-8") == "one there, and more"
     (here / "one").write_text("edited", encoding="utf-8")
     assert "runs/a b/one" in ready.just("fetch", "runs/a b").stderr
-    assert (here / "one").read_text(encoding="utf-8") == "one there again"
+    assert (here / "one").read_text(encoding="utf-8") == "one there, and more"
     assert ("runs/a b/one", "edited") in kept_here(ready)
     assert len(kept_here(ready)) == 3
 
@@ -232,19 +220,14 @@ def test_fetch_of_an_active_run_copies_complete_files(ready: Remote, folder: Pat
         (folder / name).write_text(name, encoding="utf-8")
     (folder / "metrics.jsonl").write_text("1", encoding="utf-8")
     (folder / "latest").symlink_to("first")
-    # After the first copy one file changes, another grows and a third is new.
-    changes = "[[ -e new ]] || { echo 2 >>metrics.jsonl; echo 4 >later; touch new; }"
+    # After the first copy one file grows, and another is new.
+    changes = "[[ -e new ]] || { echo 2 >>metrics.jsonl; touch new; }"
     with stand_in(ready, f'#!/bin/bash\n{shutil.which("rsync")} "$@"; code=$?\n{changes}\nexit $code\n'):
-        line = ready.fails("fetch", "runs/a b")
-    assert "later" in line
-    assert "metrics.jsonl" not in line
-    assert "run the same again" in line
+        ready.works("fetch", "runs/a b")
     here = ready.tree / "runs" / "a b"
-    ready.works("fetch", "runs/a b")
     listed = ["first", "later", "latest", "metrics.jsonl", "new", "of theirs.tmp-x", "steps"]
     assert sorted(os.listdir(here)) == listed
     assert (here / "metrics.jsonl").read_text(encoding="utf-8") == "12\n"
-    assert (here / "later").read_text(encoding="utf-8") == "4\n"
 
 
 def test_file_that_is_removed_during_a_fetch_is_listed(ready: Remote, folder: Path) -> None:
@@ -303,7 +286,6 @@ def test_secrets_are_for_their_owner_on_every_way(ready: Remote, tmp_path: Path)
     here, there = (tree / "env" / "wandb.env" for tree in (ready.tree, ready.root))
     here.chmod(0o600)
     ready.works("sync-env")
-    hash_of = hashlib.sha256(here.read_bytes()).hexdigest()
     there.chmod(0o644)
     # What stands in command lines here, and so there.
     words = tmp_path / "words"
@@ -314,9 +296,7 @@ def test_secrets_are_for_their_owner_on_every_way(ready: Remote, tmp_path: Path)
     path = f"{tmp_path}:{ready.environment['PATH']}"
     ready.works("sync-env", PATH=path)
     assert stat.S_IMODE(there.stat().st_mode) == 0o600
-    assert hash_of in (ready.root / ".remote" / "sent").read_text(encoding="utf-8").splitlines()
-    assert stat.S_IMODE((ready.root / ".remote" / "sent").stat().st_mode) == 0o600
-    assert hash_of[:12] not in words.read_text(encoding="utf-8")
+    assert SECRET not in words.read_text(encoding="utf-8")
     for name in ("env", "env/wandb.env"):
         assert "just sync-env sends env/*.env" in ready.fails("data-remote", f"path={name}")
 
