@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 from cli.arguments import parse_command
 from cli.entry import friendly_errors, usage_errors
 from cli.tables import make_table, print_parts
-from config.data import PythonStdlib, TextSource
+from config.data import PythonStdlib
 from config.dump import to_toml
 from config.tokenizer import TrainTokenizerConfig
 from files.output_paths import check_can_write
 
 if TYPE_CHECKING:
-    from diffusionlm.data.reader import DocumentSource, Split
+    from diffusionlm.data.reader import DocumentSource
     from logger.progress import ProgressMeter
     from tokenizer import Tokenizer
 
@@ -75,11 +75,12 @@ def train_tokenizer(config: TrainTokenizerConfig) -> list[tuple[str, str]]:
     # Imported here so that --help and config errors answer at once.
     from diffusionlm.checkpoints.manifest import write_directory_atomically
     from diffusionlm.data.reader import read_first_documents
+    from diffusionlm.data.sources import open_source
     from logger.progress import ProgressMeter
     from tokenizer import save_tokenizer
 
     options, directory = config.tokenizer, config.output.directory
-    source, held_out = _open_text(config.source, "train"), _open_text(config.source, "validation")
+    source, held_out = open_source(config.source, "train", "source"), open_source(config.source, "validation", "source")
     volume, held_out_volume = Counter[str](), Counter[str]()
     with closing(ProgressMeter(sys.stderr)) as progress:
         tokenizer = _train_on_documents(config, source, volume, progress)
@@ -103,15 +104,6 @@ def train_tokenizer(config: TrainTokenizerConfig) -> list[tuple[str, str]]:
         ratio = held_out_volume["bytes"] / num_tokens
         compression = f"{ratio:.3f} bytes per token, on {_format_volume(held_out_volume)} of the validation split"
     return [*lines, ("held out", compression), ("written to", str(directory))]
-
-
-def _open_text(config: TextSource, split: Split) -> DocumentSource:
-    """Open a split; of conversations, their contents."""
-    from diffusionlm.data.chat.texts import ConversationTexts
-    from diffusionlm.data.sources import open_source
-
-    source = open_source(config, split, "source")
-    return source if getattr(config, "chat", None) is None else ConversationTexts(source)
 
 
 def _count(texts: Iterable[str], volume: Counter[str]) -> Iterator[str]:

@@ -2,7 +2,14 @@
 
 from tokenizer.bpe import Tokenizer
 from tokenizer.chat import encode_chat, render_chat
-from tokenizer.chat_answers import EncodedAnswer, EncodedPrompt, encode_answer, encode_prompt, find_answer_ends
+from tokenizer.chat_answers import (
+    EncodedAnswer,
+    EncodedPrompt,
+    encode_answer,
+    encode_answers,
+    encode_prompt,
+    join_answers,
+)
 from tokenizer.chat_template import ChatTemplate
 from tokenizer.chat_templates import CHAT_TEMPLATES, load_chat_template, save_chat_template
 from tokenizer.files import load_tokenizer, save_tokenizer
@@ -23,9 +30,10 @@ __all__ = [
     "TokenOptions",
     "Tokenizer",
     "encode_answer",
+    "encode_answers",
     "encode_chat",
     "encode_prompt",
-    "find_answer_ends",
+    "join_answers",
     "load_chat_template",
     "load_tokenizer",
     "render_chat",

@@ -250,22 +250,43 @@ class Tokenizer:
         match = self._control.search(text)
         return None if match is None else match.span()
 
-    def encode_marked(self, text: str, marker: str, *, is_continuation: bool = False) -> list[int]:
+    def encode_marked(
+        self,
+        text: str,
+        marker: str,
+        *,
+        is_continuation: bool = False,
+        encoded_pieces: dict[tuple[str, ...], list[int]] | None = None,
+    ) -> list[int]:
         """Encode a text with special tokens, except those that `mark_control_tokens` has marked.
 
         Args:
             is_continuation: the text follows another one. It matters only where a tokenizer adds a space before texts.
+            encoded_pieces: tokens of pieces between special tokens, which texts with the same pieces share.
         """
-        return self._encode_with_special(text, marker)
-
-    def _encode_with_special(self, text: str, marker: str | None = None) -> list[int]:
+        encoded_pieces = {} if encoded_pieces is None else encoded_pieces
         ids: list[int] = []
-        for piece, early in self._early.split_text(text):
-            for part, late in self._late.split_text(self._normalize(piece)):
-                # Normalized again, because a marker may have separated a letter and its accent.
-                ids += self._encode_words(part if marker is None else self._normalize(part.replace(marker, "")))
-                ids += late
-            ids += early
+        for piece, special in self._early.split_text(text):
+            if (piece, marker) not in encoded_pieces:
+                encoded_pieces[piece, marker] = self._encode_piece(piece, marker)
+            ids += encoded_pieces[piece, marker]
+            ids += special
+        return ids
+
+    def _encode_with_special(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for piece, special in self._early.split_text(text):
+            ids += self._encode_piece(piece)
+            ids += special
+        return ids
+
+    def _encode_piece(self, piece: str, marker: str | None = None) -> list[int]:
+        """Encode text between special tokens that are found before normalization."""
+        ids: list[int] = []
+        for part, special in self._late.split_text(self._normalize(piece)):
+            # Normalized again, because a marker may have separated a letter and its accent.
+            ids += self._encode_words(part if marker is None else self._normalize(part.replace(marker, "")))
+            ids += special
         return ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:

@@ -7,7 +7,7 @@ found by markers around its texts in one rendering of the whole chat, never by c
 
 import re
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -43,7 +43,8 @@ class EncodedAnswer:
 
     prompt_ids: tuple[int, ...]
     """Equal to ``encode_chat(messages before the answer, add_generation_prompt=True)``; if the template marks its
-    answers with `{% generation %}`, also what it writes before the mark."""
+    answers with `{% generation %}`, also what it writes before the mark. After `join_answers`, the part of it since the
+    answer before."""
     answer_ids: tuple[int, ...]
     """The tokens to learn; the last one is the stop token."""
 
@@ -85,7 +86,29 @@ def encode_answer(
         ValueError: as in `encode_chat`; or the template changes the text of the message, or hides where it ends, or
             writes no special token after it.
     """
-    return _encode_answer_at(RENDERING_TIME, tokenizer, template, messages, tools, variables)
+    return next(encode_answers(tokenizer, template, messages, [len(messages) - 1], tools=tools, **variables))
+
+
+def encode_answers(
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    positions: Iterable[int],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    now: datetime = RENDERING_TIME,
+    **variables: Any,
+) -> Iterator[EncodedAnswer | None]:
+    """Encode the answers at these positions of a conversation, each after the messages before it (`encode_answer`).
+
+    Texts that its prompts have in common are tokenized once.
+
+    Args:
+        now: the time that the template sees.
+    """
+    encoded_pieces: dict[tuple[str, ...], list[int]] = {}
+    for position in positions:
+        yield _encode_answer(tokenizer, template, messages[: position + 1], tools, variables, now, encoded_pieces)
 
 
 def encode_prompt(
@@ -106,9 +129,9 @@ def encode_prompt(
     """
     source, now = resolve_template(template), datetime.now()
     token_ids = tuple(encode_variables(tokenizer, source, template_variables(messages, True, tools, variables), now))
-    ends = [index + 1 for index, message in enumerate(messages) if message["role"] == "assistant"]
+    positions = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     try:
-        encoded = [_encode_answer_at(now, tokenizer, source, messages[:end], tools, variables) for end in ends]
+        encoded = list(encode_answers(tokenizer, source, messages, positions, tools=tools, now=now, **variables))
     except ValueError:  # an answer that cannot be learned has no turn
         return EncodedPrompt(token_ids)
     answers = [answer for answer in encoded if answer is not None]
@@ -135,13 +158,29 @@ def find_answer_ends(answers: Sequence[EncodedAnswer], token_ids: Sequence[int])
     return tuple(ends) if tuple(token_ids[: len(before)]) == before else None
 
 
-def _encode_answer_at(
-    now: datetime,
+def join_answers(answers: Sequence[EncodedAnswer]) -> list[EncodedAnswer] | None:
+    """Leave out of each prompt the tokens of the answer before it; None if a prompt does not begin with them.
+
+    Then the model would see other tokens in training than when it answers.
+    """
+    ends = find_answer_ends(answers, answers[-1].prompt_ids + answers[-1].answer_ids)
+    if ends is None:
+        return None
+    starts = (0, *ends[:-1])
+    return [
+        EncodedAnswer(answer.prompt_ids[start:], answer.answer_ids)
+        for start, answer in zip(starts, answers, strict=True)
+    ]
+
+
+def _encode_answer(
     tokenizer: Tokenizer,
     template: ChatTemplate,
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]] | None,
     variables: Mapping[str, Any],
+    now: datetime,
+    encoded_pieces: dict[tuple[str, ...], list[int]],
 ) -> EncodedAnswer | None:
     prompt_data = template_variables(messages[:-1], True, tools, variables)
     data = template_variables(messages, False, tools, variables)
@@ -158,10 +197,14 @@ def _encode_answer_at(
             "(tokenizer.special_tokens)"
         )
 
-    def encode(text: str) -> tuple[int, ...]:
-        return tuple(tokenizer.encode_marked(text, markers.escape, is_continuation=True))
+    def encode(text: str, *, is_continuation: bool = True) -> tuple[int, ...]:
+        return tuple(
+            tokenizer.encode_marked(
+                text, markers.escape, is_continuation=is_continuation, encoded_pieces=encoded_pieces
+            )
+        )
 
-    prompt_ids = tuple(tokenizer.encode_marked(prompt, markers.escape))
+    prompt_ids = encode(prompt, is_continuation=False)
     if _GENERATION_TAG.search(template.source):
         tag_start = rendered.find_generation_start()
         if tag_start is None:

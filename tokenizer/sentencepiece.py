@@ -121,18 +121,25 @@ class SentencePieceTokenizer(Tokenizer):
         """
         return self._encode_with_library("special" if allow_special else "plain", text)
 
-    def encode_marked(self, text: str, marker: str, *, is_continuation: bool = False) -> list[int]:
-        """Encode a text with special tokens, except those that `mark_control_tokens` has marked.
-
-        Args:
-            is_continuation: the text follows another one, so that no space is added before it.
-        """
+    def encode_marked(
+        self,
+        text: str,
+        marker: str,
+        *,
+        is_continuation: bool = False,
+        encoded_pieces: dict[tuple[str, ...], list[int]] | None = None,
+    ) -> list[int]:
+        """Encode a text as `Tokenizer.encode_marked`. A continuation gets no space before it."""
+        encoded_pieces = {} if encoded_pieces is None else encoded_pieces
         ids: list[int] = []
         for piece, special in self._early.split_text(text):
             # Some files add a space before the first piece only, and the library treats every text as a first piece.
             if piece:
                 kind = "inner" if ids else "continuation" if is_continuation else "plain"
-                ids += self._encode_with_library(kind, piece.replace(marker, ""))
+                key = (kind, piece.replace(marker, ""))
+                if key not in encoded_pieces:
+                    encoded_pieces[key] = self._encode_with_library(*key)
+                ids += encoded_pieces[key]
             ids += special
         return ids
 

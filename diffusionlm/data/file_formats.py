@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from config.data import SampleBy
+from diffusionlm.data.chat.conversation import Record
 from diffusionlm.data.record_source import (
     MAX_SHOWN_CHARACTERS,
     NOT_UTF8,
@@ -104,7 +105,7 @@ def _parse_plain_text(content: bytes | BadRecord, *, is_first: bool) -> str | Ba
     text = decode_utf8(content)
     if isinstance(text, BadRecord):
         assert text.repaired_text is not None, "bytes can always be decoded with replacement characters"
-        return replace(text, repaired_text=_normalize_line_breaks(text.repaired_text, is_first=is_first))
+        return replace(text, repaired_text=_normalize_line_breaks(str(text.repaired_text), is_first=is_first))
     return _normalize_line_breaks(text, is_first=is_first)
 
 
@@ -267,13 +268,13 @@ class _NumberText(str):
     """A JSON number as it is spelled: parsing 1e3 or 1.50 would change the text."""
 
 
-def parse_json_text(source: bytes, field: TextField) -> str | BadRecord | None:
-    """Return the text of a JSON object, or the reason why there is none; None for a blank line."""
+def parse_json_text(source: bytes, field: TextField) -> Record | BadRecord | None:
+    """Return the text or conversation of a JSON object, or the reason why there is none; None for a blank line."""
     text = _decode_and_strip(source)
     if not text:
         return None
     line = decode_utf8(source)
-    content: str | BadRecord
+    content: Record | BadRecord
     try:
         if isinstance(field, str):
             value = json.loads(text, parse_int=_NumberText, parse_float=_NumberText)
@@ -290,7 +291,7 @@ def parse_json_text(source: bytes, field: TextField) -> str | BadRecord | None:
         content = BadRecord("malformed JSON", f"{error}: {shorten_repr(text)}")
     if isinstance(line, str):
         return content
-    return replace(line, repaired_text=content if isinstance(content, str) else content.repaired_text)
+    return replace(line, repaired_text=content.repaired_text if isinstance(content, BadRecord) else content)
 
 
 def _text_of_field(value: Any, field: str) -> str | BadRecord:
@@ -330,7 +331,7 @@ def _read_json_array(path: Path, field: TextField, offset: int, line: int, max_b
             yield BadRecord("malformed JSON", f"{error}: {excerpt}; the rest of the array is lost"), len(text) + 1, line
             return
         line = max(1, line) + text.count("\n", previous_offset, offset)
-        record: str | BadRecord | None
+        record: Record | BadRecord | None
         if is_utf8 and isinstance(field, str) and type(value) is dict and type(value.get(field)) is str:
             record = validate_text(value[field])
         else:
@@ -351,7 +352,7 @@ def read_parquet_records(
     """Read the cells of one column from ``start_row`` on; other columns are not read. Offsets are rows.
 
     Args:
-        column: a column, or what makes text of all columns of a row.
+        column: a column, or what parses all columns of a row.
         column_setting: config key of the column and its value, for the error message.
 
     Raises:
@@ -447,7 +448,7 @@ def _rows_to_python(batch: pa.RecordBatch) -> Iterator[Any]:
             yield error
 
 
-def parse_arrow_row(parse_row: RowParser, row: Any) -> str | BadRecord:
+def parse_arrow_row(parse_row: RowParser, row: Any) -> Record | BadRecord:
     """Parse a row of Arrow, which has null for every key that another row has."""
     if isinstance(row, UnicodeDecodeError):
         return BadRecord(NOT_UTF8, str(row))

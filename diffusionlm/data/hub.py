@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from config.data import HubDataset
+from diffusionlm.data.chat.conversation import Record
 from diffusionlm.data.chat.formats import ChatRowParser
 from diffusionlm.data.file_formats import parse_arrow_row
 from diffusionlm.data.local_files import FileFingerprint, find_files
@@ -52,7 +53,7 @@ def open_hub(config: HubDataset, split: Split, key: str) -> RecordSource:
     document_split: DocumentSplit = WholeSource()
     if validation_fraction is not None:
         texts = read_texts(records, config.on_bad_row)
-        document_split = choose_split(texts, validation_fraction, is_validation, split_key, is_chat=is_chat)
+        document_split = choose_split(texts, validation_fraction, is_validation, split_key)
     options: list[object] = [validation_fraction, max_documents, config.on_bad_row, config.text_field]
     options += [] if config.chat is None else [config.chat.model_dump_json()]
     title = portable_path(config.dataset) if is_directory(config) else config.dataset
@@ -69,7 +70,6 @@ def open_hub(config: HubDataset, split: Split, key: str) -> RecordSource:
         on_bad_row=config.on_bad_row,
         max_documents=max_documents,
         split=document_split,
-        is_located=is_chat,
     )
 
 
@@ -180,7 +180,7 @@ class HubCursor:
     row: int
     """Number of rows read."""
 
-    def __iter__(self) -> Iterator[str | BadRecord]:
+    def __iter__(self) -> Iterator[Record | BadRecord]:
         stream, field = self.records.stream, self.records.field
         stream.load_state_dict(self.state)
         rows = iter(stream)

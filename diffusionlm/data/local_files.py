@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from config.data import LocalFiles, PythonStdlib, SampleBy
+from diffusionlm.data.chat.conversation import Record
 from diffusionlm.data.chat.formats import ChatRowParser
 from diffusionlm.data.file_formats import (
     check_first_bytes,
@@ -190,7 +191,7 @@ def open_local_files(config: LocalFiles, split: Split, key: str) -> RecordSource
     document_split: DocumentSplit = WholeSource()
     if validation_fraction is not None:
         texts = read_texts(records, config.on_bad_row)
-        document_split = choose_split(texts, validation_fraction, is_validation, f"{key}.{name}", is_chat=is_chat)
+        document_split = choose_split(texts, validation_fraction, is_validation, f"{key}.{name}")
     options: list[object] = [validation_fraction, max_documents, config.on_bad_row, config.text_field, config.sample_by]
     options += [] if config.chat is None else [config.chat.model_dump_json()]
     provenance = _describe_files(files, patterns)
@@ -208,7 +209,6 @@ def open_local_files(config: LocalFiles, split: Split, key: str) -> RecordSource
         max_documents=max_documents,
         split=document_split,
         skip_log=skip_log,
-        is_located=is_chat,
     )
 
 
@@ -312,7 +312,7 @@ class LocalFileCursor:
     line: int = 0
     """Number of lines or rows before ``at``."""
 
-    def __iter__(self) -> Iterator[str | BadRecord]:
+    def __iter__(self) -> Iterator[Record | BadRecord]:
         while self.file < len(self.records.files):
             file = self.records.files[self.file]
             file.fingerprint.check(self.records.paths_key)

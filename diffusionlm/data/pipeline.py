@@ -6,11 +6,12 @@ import hashlib
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from config.data import ChatTasks, DataConfig, RecordSourceOptions, Shards, Source
-from diffusionlm.data.chat.encoder import ChatEncoder, ChatRecords, encode_pairs, encode_reader
+from diffusionlm.data.chat.encoder import ChatEncoder, ChatRecords, read_documents, read_pairs
 from diffusionlm.data.chat.templates import hash_template_files
 from diffusionlm.data.packing import (
     Document,
@@ -196,7 +197,7 @@ def build_token_reader(
     source = component.source
     if isinstance(source, ShardDocuments):
         return ShardReader(source, seed, shuffle_window > 1, key)
-    texts = _shuffle_texts(source, shuffle_window, seed, key)
+    texts = _shuffle_documents(source, shuffle_window, seed, key)
     return tokenize_reader(texts, encoder or InlineTextEncoder(tokenizer.encode))
 
 
@@ -277,8 +278,8 @@ def build_pair_reader(
         if component.chat is None or isinstance(component.source, ShardDocuments):
             raise ValueError(f"{component.name} has no conversations: preferences need a chosen and a rejected answer")
         encoder = ChatEncoder(component.chat, tokenizer, row_length // 2, block_length)
-        texts = _shuffle_texts(component.source, config.document_shuffle_window, seed, key)
-        readers.append(pack_pairs(encode_pairs(texts, encoder), row_format))
+        conversations = _shuffle_documents(component.source, config.document_shuffle_window, seed, key)
+        readers.append(pack_pairs(read_pairs(conversations, encoder), row_format))
     return _mix_readers(readers, components, repeat=True)
 
 
@@ -310,11 +311,13 @@ def read_conversations(
 ) -> ResumableReader[Document]:
     """Read the documents of a component's conversations, shuffled as texts are (`build_token_reader`)."""
     assert not isinstance(component.source, ShardDocuments), "shards have no conversations"
-    return encode_reader(_shuffle_texts(component.source, shuffle_window, seed, key), encoder, seed, key)
+    return read_documents(_shuffle_documents(component.source, shuffle_window, seed, key), encoder, seed, key)
 
 
-def _shuffle_texts(texts: ResumableReader[str], window: int, seed: int, key: tuple[int, ...]) -> ResumableReader[str]:
-    return shuffle_windows(texts, window, seed, RngStream.DOCUMENT_ORDER, *key) if window > 1 else texts
+def _shuffle_documents(
+    source: ResumableReader[Any], window: int, seed: int, key: tuple[int, ...]
+) -> ResumableReader[Any]:
+    return shuffle_windows(source, window, seed, RngStream.DOCUMENT_ORDER, *key) if window > 1 else source
 
 
 @dataclass

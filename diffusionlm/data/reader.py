@@ -73,8 +73,8 @@ class ResumableReader(Protocol[T]):
         """
 
 
-class DocumentSource(ResumableReader[str], Protocol):
-    """A reader of the documents of one split."""
+class DocumentSource(ResumableReader[Any], Protocol):
+    """A reader of the documents of one split: texts, or conversations (`chat.conversation.Conversation`)."""
 
     @property
     def identity(self) -> str:
@@ -175,12 +175,15 @@ def shuffle_windows(
     return WindowedReader(upstream, window_size, permute)
 
 
-def read_first_documents(source: ResumableReader[str], max_bytes: int) -> Iterator[str]:
-    """Iterate over the first documents of a source, up to and including the one that reaches ``max_bytes`` of UTF-8."""
+def read_first_documents(source: DocumentSource, max_bytes: int) -> Iterator[str]:
+    """Iterate over the first documents of a source, up to and including the one that reaches ``max_bytes`` of UTF-8.
+
+    Of conversations, the contents of their messages.
+    """
     num_bytes, position = 0, None
     while num_bytes < max_bytes:
         documents, position = source.read(0, position, DOCUMENTS_PER_READ)
-        for text in documents:
+        for text in map(str, documents):
             yield text
             num_bytes += len(text.encode("utf-8", "surrogatepass"))
             if num_bytes >= max_bytes:

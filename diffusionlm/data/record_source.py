@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from config.data import OnBadRow
+from diffusionlm.data.chat.conversation import Conversation, Record
 from diffusionlm.data.reader import REPAIRED_PREFIX, ReaderPosition, SkipLog
 from diffusionlm.data.validation_split import DocumentSplit, EndSplit
 
@@ -29,32 +30,20 @@ class BadRecord:
     """A short phrase; skipped records are counted by it."""
     detail: str
     """The value that was read, shortened, for error messages."""
-    repaired_text: str | None = None
+    repaired_text: Record | None = None
     """None: the record cannot be repaired."""
     is_field_error: bool = False
     """The record is valid, but its text field is missing or holds no text."""
 
 
-RowParser = Callable[[Mapping[str, Any]], "str | BadRecord"]
-"""Turns a whole row into text."""
+RowParser = Callable[[Mapping[str, Any]], "Record | BadRecord"]
+"""Turns a whole row into a text or a conversation."""
 
 TextField = str | RowParser
-"""The field of a row that holds the text, or what makes text of the whole row."""
+"""The field of a row that holds the text, or what parses the whole row."""
 
 
-class LocatedText(str):
-    """A text that knows its record, for errors of later stages."""
-
-    location: str
-    """Such as a file and a line."""
-
-    def __new__(cls, text: str, location: str) -> LocatedText:
-        located = super().__new__(cls, text)
-        located.location = location
-        return located
-
-
-ParsedRecord = tuple[str | BadRecord, int, int]
+ParsedRecord = tuple[Record | BadRecord, int, int]
 """(content, next offset, line) of a record in a file. The offset after it counts bytes, characters or rows, as its
 format does; the line is the number of lines or rows up to here, 0 if unknown."""
 
@@ -62,7 +51,7 @@ format does; the line is the number of lines or rows up to here, 0 if unknown.""
 class RecordCursor(Protocol):
     """Iterates over records and knows its position. The methods refer to the last record that was yielded."""
 
-    def __iter__(self) -> Iterator[str | BadRecord]:
+    def __iter__(self) -> Iterator[Record | BadRecord]:
         """Iterate over the records from the cursor's position on.
 
         Raises:
@@ -104,8 +93,6 @@ class RecordSource:
     split: DocumentSplit
     """Selects the text of the split from each record."""
     skip_log: SkipLog = field(default_factory=SkipLog)
-    is_located: bool = False
-    """Documents are `LocatedText`."""
 
     def __post_init__(self) -> None:
         self._seek(None)
@@ -115,7 +102,7 @@ class RecordSource:
     def skipped(self) -> dict[str, int]:
         return self.skip_log.counts
 
-    def read(self, epoch: int, position: ReaderPosition, limit: int) -> tuple[list[str], ReaderPosition]:
+    def read(self, epoch: int, position: ReaderPosition, limit: int) -> tuple[list[Record], ReaderPosition]:
         """Read documents. Continuing at the last returned position costs no seek.
 
         Raises:
@@ -128,7 +115,7 @@ class RecordSource:
                 self._read_record(epoch)
                 self._num_parts_read = position["part"]
         self._next_position = None  # after an error the cursor has moved on, so the next read seeks
-        documents: list[str] = []
+        documents: list[Record] = []
         while True:
             new_parts = self._parts[self._num_parts_read : self._num_parts_read + limit - len(documents)]
             documents += new_parts
@@ -149,7 +136,7 @@ class RecordSource:
         """Continue at a position of an earlier cursor; None: at the first record."""
         self._cursor = self.records.cursor(place)
         self._remaining_records = iter(self._cursor)
-        self._parts: list[str] = []  # of the current record
+        self._parts: Sequence[Record] = []  # of the current record
         self._num_parts_read = 0
         # Positions before and after the current record. A split that cuts no documents does not need them.
         self._place, self._next_place = None, place
@@ -164,16 +151,18 @@ class RecordSource:
             if isinstance(self.split, EndSplit):
                 self._place, self._next_place = self._next_place, self._cursor.position()
             is_new = self.skip_log.is_new(epoch, self._cursor.sort_key())
-            text = record if isinstance(record, str) else self._handle_bad_record(record, is_new=is_new)
+            text = self._handle_bad_record(record, is_new=is_new) if isinstance(record, BadRecord) else record
             if text == "" and is_new:
                 self.skip_log.add("empty", f"{self._cursor.location()}: it has no text")
             elif text:
                 self._parts = self.split.select(text)
-        if self.is_located:
-            self._parts = [LocatedText(part, self._cursor.location()) for part in self._parts]
+        self._parts = [
+            replace(part, location=self._cursor.location()) if isinstance(part, Conversation) else part
+            for part in self._parts
+        ]
         return True
 
-    def _handle_bad_record(self, record: BadRecord, *, is_new: bool) -> str | None:
+    def _handle_bad_record(self, record: BadRecord, *, is_new: bool) -> Record | None:
         """Return the repaired text, or None to leave the record out."""
         if self.on_bad_row == "raise":
             raise bad_record_error(record, self.records, self._cursor, self.key)
@@ -202,11 +191,14 @@ def _other_remedy(record: BadRecord) -> str:
     return f"{remedy}; text in another encoding can be converted with iconv" if record.reason == NOT_UTF8 else remedy
 
 
-def read_texts(records: RecordStore, on_bad_row: OnBadRow) -> Iterator[str]:
-    """Iterate over the texts of all records, without counting or reporting those that have none."""
+def read_texts(records: RecordStore, on_bad_row: OnBadRow) -> Iterator[Record]:
+    """Iterate over all texts or conversations, without counting or reporting bad records."""
     for record in records.cursor(None):
-        text = record if isinstance(record, str) else record.repaired_text
-        if text and (isinstance(record, str) or on_bad_row == "replace"):
+        if not isinstance(record, BadRecord):
+            text: Record | None = record
+        else:
+            text = record.repaired_text if on_bad_row == "replace" else None
+        if text:
             yield text
 
 

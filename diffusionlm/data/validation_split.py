@@ -8,9 +8,10 @@ that no text is in both splits.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+from diffusionlm.data.chat.conversation import Conversation, Record
 
 MIN_EXPECTED_DOCUMENTS = 5
 """The hash selects documents if each split can expect this many; with fewer, shares vary too much by chance."""
@@ -33,8 +34,8 @@ SEPARATORS = ("\n\n", "\n", " ")
 class WholeSource:
     """All documents of the source are in the split."""
 
-    def select(self, text: str) -> list[str]:
-        return [text]
+    def select(self, record: Record) -> list[Record]:
+        return [record]
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,10 @@ class HashSplit:
 
     validation_fraction: float
     is_validation: bool
-    is_chat: bool = False
 
-    def select(self, text: str) -> list[str]:
-        is_selected = _is_below(hash_document(text, is_chat=self.is_chat), self.validation_fraction)
-        return [text] if is_selected == self.is_validation else []
+    def select(self, record: Record) -> list[Record]:
+        is_selected = _is_below(hash_record(record), self.validation_fraction)
+        return [record] if is_selected == self.is_validation else []
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ class EndSplit:
     description: str
     """Size of the validation text."""
 
-    def select(self, text: str) -> list[str]:
+    def select(self, record: Record) -> list[str]:
+        text = str(record)
         length = self.end_lengths.get(hashlib.sha256(text.encode()).digest(), 0)
         start = find_boundary(text, len(text) - length, length // 4)
         return cut_into_parts(text[start:] if self.is_validation else text[:start])
@@ -71,31 +72,29 @@ class SmallestHashSplit:
     """The conversations with the smallest hashes are for validation."""
 
     validation_digests: frozenset[bytes]
-    """Their hashes, of `hash_document`."""
+    """Their hashes, of `hash_record`."""
     is_validation: bool
     description: str
 
-    def select(self, text: str) -> list[str]:
-        is_selected = hash_document(text, is_chat=True) in self.validation_digests
-        return [text] if is_selected == self.is_validation else []
+    def select(self, record: Record) -> list[Record]:
+        is_selected = hash_record(record) in self.validation_digests
+        return [record] if is_selected == self.is_validation else []
 
 
 DocumentSplit = WholeSource | HashSplit | EndSplit | SmallestHashSplit
-"""Assigns documents to the training or the validation split. ``select(text)`` returns the parts of a document that are
+"""Assigns documents to the training or the validation split. ``select(record)`` returns the parts of it that are
 in the split, in order."""
 
 
-def choose_split(
-    texts: Iterable[str], validation_fraction: float, is_validation: bool, key: str, *, is_chat: bool = False
-) -> DocumentSplit:
+def choose_split(records: Iterable[Record], validation_fraction: float, is_validation: bool, key: str) -> DocumentSplit:
     """Select whole documents by hash if there are enough of them, else divide the documents.
 
     There are enough if both splits can expect `MIN_EXPECTED_DOCUMENTS` different ones and have at least one.
 
     Args:
-        texts: all documents; read up to the one that decides.
+        records: all documents; read up to the one that decides. Conversations are not divided: those with the smallest
+            hashes are for validation.
         key: the config key of the source, for errors.
-        is_chat: the texts are conversations, which are not divided; those with the smallest hashes are for validation.
 
     Raises:
         ValueError: the text is too short to be divided, or there is a single document that must not be cut.
@@ -103,16 +102,18 @@ def choose_split(
     min_documents = MIN_EXPECTED_DOCUMENTS / min(validation_fraction, 1.0 - validation_fraction)
     sizes: dict[bytes, tuple[int, int]] = {}
     num_validation = 0
-    for count, text in enumerate(texts, 1):
-        digest = hash_document(text, is_chat=is_chat)
+    is_chat = False
+    for count, record in enumerate(records, 1):
+        digest = hash_record(record)
+        is_chat = isinstance(record, Conversation)
         if digest not in sizes:
-            sizes[digest] = len(text), len(text.encode())
+            sizes[digest] = (1, 1) if isinstance(record, Conversation) else (len(record), len(record.encode()))
             num_validation += _is_below(digest, validation_fraction)
         is_enough = len(sizes) >= min_documents and 0 < num_validation < len(sizes)
         if is_enough or count == MAX_READ_DOCUMENTS:
-            return HashSplit(validation_fraction, is_validation, is_chat)
+            return HashSplit(validation_fraction, is_validation)
     if not sizes:  # the reader of the documents has the reason
-        return HashSplit(validation_fraction, is_validation, is_chat)
+        return HashSplit(validation_fraction, is_validation)
     if is_chat:
         return _select_smallest_hashes(sizes, validation_fraction, is_validation, key)
     return _divide_documents(sizes, validation_fraction, is_validation, key)
@@ -190,11 +191,9 @@ def find_boundary(text: str, target: int, slack: int) -> int:
     return target
 
 
-def hash_document(text: str, *, is_chat: bool) -> bytes:
-    """Hash a text with SHA-256. The order of keys does not change the hash of a conversation."""
-    if is_chat:
-        text = json.dumps(json.loads(text), ensure_ascii=False, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).digest()
+def hash_record(record: Record) -> bytes:
+    """Hash a text with SHA-256, or a conversation as JSON, whatever the order of its keys was."""
+    return hashlib.sha256((record if isinstance(record, str) else record.to_json()).encode()).digest()
 
 
 def _is_below(digest: bytes, fraction: float) -> bool:

@@ -27,7 +27,6 @@ from diffusionlm.checkpoints.huggingface import build_config_json, load_model_wi
 from diffusionlm.checkpoints.manifest import verify_directory, write_directory_atomically
 from diffusionlm.checkpoints.model_files import load_tokenizer
 from diffusionlm.data.chat.templates import find_stop_token, resolve_chat_template
-from diffusionlm.data.chat.texts import ConversationTexts
 from diffusionlm.data.pipeline import MixtureComponent, check_shard_tokenizer
 from diffusionlm.data.reader import read_first_documents
 from diffusionlm.data.shards import ShardDocuments
@@ -145,7 +144,7 @@ def _train_tokenizer(config: TokenizerConfig, components: Sequence[MixtureCompon
         for component in components
         if not isinstance(component.source, ShardDocuments)
         for text in read_first_documents(
-            component.source if component.chat is None else ConversationTexts(component.source),
+            component.source,
             int(config.max_training_bytes * component.weight / total_weight),
         )
     )

@@ -15,6 +15,7 @@ from config.finetune.chat import ChatRowsConfig
 from diffusionlm.data.chat.encoder import ChatEncoder, ChatRecords
 from diffusionlm.data.chat.formats import ChatRowParser
 from diffusionlm.data.packing import Document
+from diffusionlm.data.record_source import BadRecord
 from tests.unit.data.chat_cases import EOS, chat, chat_tokenizer
 from tokenizer import Tokenizer
 
@@ -51,9 +52,9 @@ def documents(tokenizer: Tokenizer, seed: int, **options: Any) -> list[Document]
     texts = ["w" + "".join(rng.choice(words, int(rng.integers(4)))) for _ in range(2 * int(rng.integers(1, 4)))]
     block_length = options.pop("block_length", None)
     encoder = ChatEncoder(ChatRecords(ChatRowsConfig(**options), "chat", "raise"), tokenizer, 1_000, block_length)
-    text = ChatRowParser(encoder.config)(chat(*texts))
-    assert isinstance(text, str)
-    return encoder.encode(text)
+    conversation = ChatRowParser(encoder.config)(chat(*texts))
+    assert not isinstance(conversation, BadRecord), conversation
+    return encoder.encode(conversation)
 
 
 @pytest.mark.parametrize("seed", range(6))

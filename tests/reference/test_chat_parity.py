@@ -16,6 +16,7 @@ import pytest
 from config.finetune.chat import ChatRowsConfig
 from diffusionlm.data.chat.encoder import ChatEncoder, ChatRecords
 from diffusionlm.data.chat.formats import ChatRowParser
+from diffusionlm.data.record_source import BadRecord
 from tokenizer import (
     CHAT_TEMPLATES,
     Tokenizer,
@@ -271,9 +272,9 @@ def test_training_keeps_the_order_of_tools_and_arguments(family: tuple[Path, Any
     config = ChatRowsConfig(turns="last", fill="none")
     encoder = ChatEncoder(ChatRecords(config, "data.source.chat", "raise"), ours, 1_000)
     for source in (row, row | {"tools": json.dumps(tools)}):
-        text = ChatRowParser(config)(source)
-        assert isinstance(text, str), text
-        (document,) = encoder.encode(text)
+        conversation = ChatRowParser(config)(source)
+        assert not isinstance(conversation, BadRecord), conversation
+        (document,) = encoder.encode(conversation)
         prompt = ours.decode(document.tokens[~document.loss_mask].tolist())
         assert ours.chat_template is not None
         sampled = encode_chat(ours, ours.chat_template, [question], tools=tools, add_generation_prompt=True)

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from itertools import chain
+from typing import TypeVar
 from unicodedata import normalize
 
 import numpy as np
 
 from config.data import OnBadRow
 from config.finetune.chat import ChatRowsConfig, TurnSelection
-from diffusionlm.data.chat.formats import Conversation, Message
+from diffusionlm.data.chat.conversation import Conversation, Message
 from diffusionlm.data.chat.templates import QUESTION, resolve_chat_template
 from diffusionlm.data.packing import Document
-from diffusionlm.data.reader import REPAIRED_PREFIX, ItemsFuture, ResumableReader, SkipLog, WindowedReader
-from diffusionlm.data.record_source import LocatedText, shorten_repr
+from diffusionlm.data.reader import REPAIRED_PREFIX, ResumableReader, SkipLog, WindowedReader
+from diffusionlm.data.record_source import shorten_repr
 from diffusionlm.data.tokenization import CHUNK_DOCUMENTS
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
-from tokenizer import EncodedAnswer, Tokenizer, encode_answer, find_answer_ends, render_chat
+from tokenizer import EncodedAnswer, Tokenizer, encode_answers, join_answers, render_chat
 
 Encoded = TypeVar("Encoded")
 
@@ -58,15 +59,6 @@ class _ClosedThoughtsError(ValueError):
     """An answer has thoughts, and its prompt ends them."""
 
 
-@dataclass(frozen=True)
-class Turn:
-    """An answer with the tokens since the answer before it."""
-
-    context: tuple[int, ...]
-    answer: tuple[int, ...]
-    """Ends with the stop token."""
-
-
 class ChatEncoder:
     """Encodes conversations for rows of a fixed length.
 
@@ -93,8 +85,10 @@ class ChatEncoder:
         assert tokenizer.eos_token_id is not None, "build_row_reader has checked it"
         self._fill_token_id = tokenizer.eos_token_id
 
-    def encode(self, text: str, rng: np.random.Generator | None = None, *, is_counted: bool = False) -> list[Document]:
-        """Encode the canonical text of a conversation; a preference is its chosen answer.
+    def encode(
+        self, conversation: Conversation, rng: np.random.Generator | None = None, *, is_counted: bool = False
+    ) -> list[Document]:
+        """Encode a conversation; a preference is its chosen answer.
 
         Args:
             rng: selects the answer for `turns` = "one".
@@ -103,45 +97,15 @@ class ChatEncoder:
         Raises:
             ValueError: the template refuses the conversation while `on_bad_row` is "raise".
         """
-        conversation = Conversation.from_text(text)
         selection = self.config.turns if conversation.rejected is None else "last"
-        documents, reasons = self._encode_conversation(text, conversation, selection, rng)
+        documents, reasons = self._encode_conversation(conversation, selection, rng)
         if is_counted:
-            self._count(text, reasons, len(documents))
+            self._count(conversation, reasons, len(documents))
         return documents
 
-    def _count(self, text: str, reasons: Sequence[Skip], num_documents: int) -> None:
-        log = self.records.skip_log
-        place = f"{text.location}: " if isinstance(text, LocatedText) else ""
-        num_left_out = log.num_left_out
-        for reason, detail in reasons:
-            log.add(reason, f"{place}{detail}")
-        log.total += max(0, num_documents + log.num_left_out - num_left_out - 1)
-
-    def _encode_answer(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, reasons: list[Skip]
-    ) -> EncodedAnswer | None:
-        """Encode the last message as the answer to those before it.
-
-        Raises:
-            ValueError: the template refuses it, or has it begin after the end of thoughts that the message has.
-        """
-        thoughts = find_thoughts(messages[-1])
-        if thoughts and self._has_closed_thoughts:
-            raise _ClosedThoughtsError(
-                f"the answer has thoughts, {shorten_repr(thoughts)}, and the chat template ends them before answers: "
-                "set template_variables.enable_thinking = true to learn them, or remove them from the data "
-                "(reasoning_content, or <think> in content)"
-            )
-        answer = encode_answer(self._tokenizer, self._template, messages, tools=tools)
-        if thoughts and answer is not None:
-            written = self._tokenizer.decode(answer.answer_ids)
-            if normalize("NFC", thoughts) not in normalize("NFC", written):
-                detail = f"{shorten_repr(thoughts)}; name a chat.template that writes reasoning_content"
-                reasons.append((NO_THOUGHTS, detail))
-        return answer
-
-    def encode_preference(self, text: str, *, is_counted: bool = False) -> tuple[Document, Document] | None:
+    def encode_preference(
+        self, conversation: Conversation, *, is_counted: bool = False
+    ) -> tuple[Document, Document] | None:
         """Encode the chosen and the rejected answer with their prompt; None if one of them is left out.
 
         Args:
@@ -151,114 +115,128 @@ class ChatEncoder:
             ValueError: there is no rejected answer, or the template refuses the conversation while `on_bad_row` is
                 "raise".
         """
-        conversation = Conversation.from_text(text)
         if conversation.rejected is None:
-            place = f"{text.location}: " if isinstance(text, LocatedText) else ""
             raise ValueError(
-                f"{self.records.key}: {place}the conversation has no rejected answer, which "
+                f"{self.records.key}: {conversation.error_prefix}the conversation has no rejected answer, which "
                 'objective.kind = "preference" needs: set format = "preference", and name its columns'
             )
         pair: list[Document] = []
         reasons: list[Skip] = []
         for messages in (conversation.messages, conversation.rejected):
-            chat = Conversation(messages, conversation.tools)
-            documents, new_reasons = self._encode_conversation(text, chat, "last", None)
+            chat = Conversation(messages, conversation.tools, location=conversation.location)
+            documents, new_reasons = self._encode_conversation(chat, "last", None)
             pair += documents
             reasons += new_reasons
         if is_counted:
-            self._count(text, reasons[:1], len(pair) // 2)
+            self._count(conversation, reasons[:1], len(pair) // 2)
         return (pair[0], pair[1]) if len(pair) == 2 else None
 
+    def _count(self, conversation: Conversation, reasons: Sequence[Skip], num_documents: int) -> None:
+        log = self.records.skip_log
+        num_left_out = log.num_left_out
+        for reason, detail in reasons:
+            log.add(reason, f"{conversation.error_prefix}{detail}")
+        log.total += max(0, num_documents + log.num_left_out - num_left_out - 1)
+
     def _encode_conversation(
-        self,
-        text: str,
-        conversation: Conversation,
-        selection: TurnSelection | None,
-        rng: np.random.Generator | None,
+        self, conversation: Conversation, selection: TurnSelection | None, rng: np.random.Generator | None
     ) -> tuple[list[Document], list[Skip]]:
         """Return the documents, and the reasons why something was left out or changed."""
         reasons: list[Skip] = []
+        positions = conversation.learned_answers
+        if selection == "last":
+            positions = positions[-1:]
+        elif selection == "one" and rng is not None:
+            positions = [positions[int(rng.integers(len(positions)))]]
+        if conversation.messages[-1]["role"] != "assistant":
+            reasons.append((UNANSWERED, "messages after the last answer"))
         try:
-            chains = self._encode_turns(conversation, selection, rng, reasons)
+            answers = self._encode_answers(conversation, positions, reasons)
         except ValueError as error:
             if self.records.on_bad_row == "raise":
-                place = f"{text.location}: " if isinstance(text, LocatedText) else ""
                 template = f'template "{self.config.template}": ' if self.config.template else ""
                 raise ValueError(
-                    f'{self.records.key}: {place}{template}{error}; set on_bad_row = "skip" beside chat to leave such '
-                    "conversations out and count them"
+                    f'{self.records.key}: {conversation.error_prefix}{template}{error}; set on_bad_row = "skip" beside '
+                    "chat to leave such conversations out and count them"
                 ) from error
             return [], [(THOUGHTS if isinstance(error, _ClosedThoughtsError) else REFUSED, str(error))]
-        documents = [self._build_document(turns, reasons) for turns in chains]
-        return [document for document in documents if document is not None], reasons
-
-    def _encode_turns(
-        self,
-        conversation: Conversation,
-        selection: TurnSelection | None,
-        rng: np.random.Generator | None,
-        reasons: list[Skip],
-    ) -> list[list[Turn]]:
-        """Encode the selected answers: the turns of each document."""
-        messages = conversation.messages
-        positions = conversation.learned_answers
-        if messages[-1]["role"] != "assistant":
-            reasons.append((UNANSWERED, "messages after the last answer"))
-        match selection:
-            case "last":
-                positions = positions[-1:]
-            case "one" if rng is not None:
-                positions = [positions[int(rng.integers(len(positions)))]]
-        answers = [
-            answer
-            for position in positions
-            if (answer := self._encode_answer(messages[: position + 1], conversation.tools, reasons)) is not None
-        ]
         if not answers:
-            reasons.append((NOT_LEARNED, "the template marks the answers to learn, and none of these"))
-            return []
-        chains = [[Turn(answer.prompt_ids, answer.answer_ids)] for answer in answers]
+            return [], [*reasons, (NOT_LEARNED, "the template marks the answers to learn, and none of these")]
+        groups = [[answer] for answer in answers]
         if selection == "all" and len(answers) > 1:
-            joined = _join_turns(answers)
+            joined = join_answers(answers)
             if joined is None:
                 reasons.append((EXPANDED, "the template writes earlier answers otherwise than the last one"))
             else:
-                chains = [joined]
-        return chains
+                groups = [joined]
+        documents = [self._build_document(group, reasons) for group in groups]
+        return [document for document in documents if document is not None], reasons
 
-    def _build_document(self, turns: Sequence[Turn], reasons: list[Skip]) -> Document | None:
-        """Concatenate the turns and add the fill; None if they do not fit."""
-        tokens = [token for turn in turns for token in (*turn.context, *turn.answer)]
-        is_answer = [kind for turn in turns for kind in (*[False] * len(turn.context), *[True] * len(turn.answer))]
-        sizes = [len(turn.context) + len(turn.answer) for turn in turns]
-        num_fill = 0
-        if len(tokens) > self.row_length:
-            end = next((index for index in range(self.row_length, 0, -1) if is_answer[index - 1]), 0)
-            detail = f"{len(tokens):,} tokens in rows of {self.row_length:,}; raise data.row_length"
+    def _encode_answers(
+        self, conversation: Conversation, positions: Sequence[int], reasons: list[Skip]
+    ) -> list[EncodedAnswer]:
+        """Encode the answers at these positions that the template has learned.
+
+        Raises:
+            ValueError: the template refuses one, or has it begin after the end of thoughts that the message has.
+        """
+        thoughts = [find_thoughts(conversation.messages[position]) for position in positions]
+        if self._has_closed_thoughts and any(thoughts):
+            thought = next(filter(None, thoughts))
+            raise _ClosedThoughtsError(
+                f"the answer has thoughts, {shorten_repr(thought)}, and the chat template ends them before answers: "
+                "set template_variables.enable_thinking = true to learn them, or remove them from the data "
+                "(reasoning_content, or <think> in content)"
+            )
+        encoded = encode_answers(
+            self._tokenizer, self._template, conversation.messages, positions, tools=conversation.tools
+        )
+        answers: list[EncodedAnswer] = []
+        for answer, text in zip(encoded, thoughts, strict=True):
+            if answer is None:
+                continue
+            written = self._tokenizer.decode(answer.answer_ids) if text else ""
+            if normalize("NFC", text) not in normalize("NFC", written):
+                detail = f"{shorten_repr(text)}; name a chat.template that writes reasoning_content"
+                reasons.append((NO_THOUGHTS, detail))
+            answers.append(answer)
+        return answers
+
+    def _build_document(self, answers: Sequence[EncodedAnswer], reasons: list[Skip]) -> Document | None:
+        """Concatenate prompts and answers and add the fill; None if they do not fit."""
+        parts = [part for answer in answers for part in (answer.prompt_ids, answer.answer_ids)]
+        sizes = [len(part) for part in parts]
+        end, num_fill = sum(sizes), 0
+        loss_mask = np.repeat([False, True] * len(answers), sizes)
+        if end > self.row_length:
+            detail = f"{end:,} tokens in rows of {self.row_length:,}; raise data.row_length"
             if self.config.truncate_mode == "drop":
                 reasons.append((TOO_LONG, f'{detail}, or set {self.records.key}.truncate_mode = "cut"'))
                 return None
-            reasons.append((CUT if end else PROMPT_TOO_LONG, detail))
-            if not end:
+            learned = np.flatnonzero(loss_mask[: self.row_length])
+            reasons.append((CUT if len(learned) else PROMPT_TOO_LONG, detail))
+            if not len(learned):
                 return None
-            tokens, is_answer = tokens[:end], is_answer[:end]  # ends with an answer: a context alone teaches nothing
+            end = int(learned[-1]) + 1  # ends with an answer: a context alone teaches nothing
         else:
-            num_fill = min(self._count_fill(turns[-1]), self.row_length - len(tokens))
-            sizes[-1] += num_fill
+            num_fill = min(self._count_fill(answers[-1]), self.row_length - end)
+        tokens = np.fromiter(chain.from_iterable(parts), np.int32, sum(sizes))[:end]
+        segment_ids = np.repeat(np.arange(len(parts), dtype=np.int32) // 2, sizes)[:end]
+        fill = (0, num_fill)
         return Document(
-            np.array(tokens + [self._fill_token_id] * num_fill, dtype=np.int32),
-            np.array(is_answer + [True] * num_fill, dtype=np.bool_),
-            np.array([False] * len(tokens) + [True] * num_fill, dtype=np.bool_),
-            np.repeat(np.arange(len(turns), dtype=np.int32), sizes)[: len(tokens) + num_fill],
+            np.pad(tokens, fill, constant_values=self._fill_token_id),
+            np.pad(loss_mask[:end], fill, constant_values=True),
+            np.arange(end + num_fill) >= end,
+            np.pad(segment_ids, fill, mode="edge"),
         )
 
-    def _count_fill(self, turn: Turn) -> int:
+    def _count_fill(self, answer: EncodedAnswer) -> int:
         """Fill tokens after the last answer. Blocks are counted from the start of its segment."""
         if self.config.fill == "block":
             assert self.block_length is not None
-            return -(len(turn.context) + len(turn.answer)) % self.block_length
+            return -(len(answer.prompt_ids) + len(answer.answer_ids)) % self.block_length
         length = self.config.fill_length
-        return 0 if length is None else max(0, length - len(turn.answer))
+        return 0 if length is None else max(0, length - len(answer.answer_ids))
 
 
 def find_thoughts(message: Message) -> str:
@@ -268,65 +246,50 @@ def find_thoughts(message: Message) -> str:
     return thoughts.strip()
 
 
-def _join_turns(answers: Sequence[EncodedAnswer]) -> list[Turn] | None:
-    """Divide a conversation into its turns; None if a prompt does not begin with the turns before it.
-
-    Then the model would see other tokens in training than when it answers.
-    """
-    ends = find_answer_ends(answers, answers[-1].prompt_ids + answers[-1].answer_ids)
-    if ends is None:
-        return None
-    return [
-        Turn(answer.prompt_ids[start:], answer.answer_ids)
-        for start, answer in zip((0, *ends[:-1]), answers, strict=True)
-    ]
-
-
-def encode_reader(
-    upstream: ResumableReader[str], encoder: ChatEncoder, seed: int, key: tuple[int, ...] = ()
-) -> WindowedReader[str, Document]:
+def read_documents(
+    upstream: ResumableReader[Conversation], encoder: ChatEncoder, seed: int, key: tuple[int, ...] = ()
+) -> WindowedReader[Conversation, Document]:
     """Read the documents of conversations. For `turns` = "one", (seed, key, epoch, index) select the answer."""
     is_random = encoder.config.turns == "one"
 
-    def encode(text: str, place: tuple[int, int, int], is_counted: bool) -> list[Document]:
+    def encode(conversation: Conversation, place: tuple[int, int, int], is_counted: bool) -> list[Document]:
         rng = keyed_rng(seed, RngStream.ANSWER, *key, *place) if is_random else None
-        return encoder.encode(text, rng, is_counted=is_counted)
+        return encoder.encode(conversation, rng, is_counted=is_counted)
 
     return _encode_windows(upstream, encode, encoder.records.skip_log)
 
 
-def encode_pairs(
-    upstream: ResumableReader[str], encoder: ChatEncoder
-) -> WindowedReader[str, tuple[Document, Document]]:
+def read_pairs(
+    upstream: ResumableReader[Conversation], encoder: ChatEncoder
+) -> WindowedReader[Conversation, tuple[Document, Document]]:
     """Read the chosen and rejected conversations of preferences."""
 
-    def encode(text: str, place: tuple[int, int, int], is_counted: bool) -> list[tuple[Document, Document]]:
-        pair = encoder.encode_preference(text, is_counted=is_counted)
+    def encode(
+        conversation: Conversation, place: tuple[int, int, int], is_counted: bool
+    ) -> list[tuple[Document, Document]]:
+        pair = encoder.encode_preference(conversation, is_counted=is_counted)
         return [] if pair is None else [pair]
 
     return _encode_windows(upstream, encode, encoder.records.skip_log)
 
 
 def _encode_windows(
-    upstream: ResumableReader[str],
-    encode: Callable[[str, tuple[int, int, int], bool], list[Encoded]],
+    upstream: ResumableReader[Conversation],
+    encode: Callable[[Conversation, tuple[int, int, int], bool], list[Encoded]],
     skip_log: SkipLog,
-) -> WindowedReader[str, Encoded]:
+) -> WindowedReader[Conversation, Encoded]:
     """Encode window by window.
 
     Args:
-        encode: called with a text, its place (epoch, window, index in it), and whether it is counted what is left out:
-            once, in the first epoch.
+        encode: called with a conversation, its place (epoch, window, index in it), and whether what is left out is
+            counted: once, in the first epoch.
     """
 
-    def encode_window(epoch: int, index: int, texts: list[str]) -> list[Encoded]:
+    def encode_window(epoch: int, index: int, conversations: list[Conversation]) -> list[Encoded]:
         return [
             item
-            for position, text in enumerate(texts)
-            for item in encode(text, (epoch, index, position), skip_log.is_new(epoch, (index, position)))
+            for position, conversation in enumerate(conversations)
+            for item in encode(conversation, (epoch, index, position), skip_log.is_new(epoch, (index, position)))
         ]
 
-    def transform(epoch: int, index: int, texts: list[str]) -> ItemsFuture[Encoded]:
-        return lambda: encode_window(epoch, index, texts)
-
-    return WindowedReader(upstream, CHUNK_DOCUMENTS, transform)
+    return WindowedReader(upstream, CHUNK_DOCUMENTS, lambda *window: lambda: encode_window(*window))

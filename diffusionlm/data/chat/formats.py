@@ -1,8 +1,4 @@
-"""Read conversations from the rows of data sets: messages, ShareGPT, Alpaca, prompt and completion, preferences.
-
-Whatever its format, a conversation becomes the same JSON text, so that shuffling, the validation split and checkpoints
-treat it as any other text.
-"""
+"""Read conversations from the rows of data sets: messages, ShareGPT, Alpaca, prompt and completion, preferences."""
 
 from __future__ import annotations
 
@@ -12,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from config.finetune.chat import ChatRowsConfig
+from diffusionlm.data.chat.conversation import Conversation, Message
 from diffusionlm.data.record_source import BadRecord, shorten_repr, validate_text
-
-Message = dict[str, Any]
 
 RowFormatName = Literal["messages", "conversations", "alpaca", "prompt_completion", "preference"]
 
@@ -25,60 +20,6 @@ TRAINING_KEYS = ("weight", "train")
 """Keys of an answer that say with 0 or false that it is context and not learned: OpenAI's, and Axolotl's."""
 
 MAX_SHOWN_COLUMNS = 20
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """A chat. With a preference, `messages` is the prompt and the chosen answer."""
-
-    messages: tuple[Message, ...]
-    tools: tuple[Any, ...] | None = None
-    rejected: tuple[Message, ...] | None = None
-    """Prompt and rejected answer of a preference."""
-    prompt_length: int | None = None
-    """Messages of the prompt that the chosen and the rejected answer have in common."""
-    task: str | None = None
-    """Group of the conversation in tables of results: the column `task`."""
-    context_answers: tuple[int, ...] = ()
-    """Indices of answers that are not learned."""
-
-    @property
-    def learned_answers(self) -> list[int]:
-        """Indices of the other answers."""
-        answers = (index for index, message in enumerate(self.messages) if message["role"] == "assistant")
-        return [index for index in answers if index not in self.context_answers]
-
-    @classmethod
-    def from_text(cls, text: str) -> Conversation:
-        """Read the text that `to_text` has written."""
-        value = json.loads(text)
-        tools = value.get("tools")
-        if "chosen" in value:
-            prompt, chosen, rejected = (tuple(value[key]) for key in ("prompt", "chosen", "rejected"))
-            return cls(prompt + chosen, tools and tuple(tools), prompt + rejected, len(prompt))
-        return cls(
-            tuple(value["messages"]),
-            tools and tuple(tools),
-            task=value.get("task"),
-            context_answers=tuple(value.get("context_answers", ())),
-        )
-
-    def to_text(self) -> str:
-        """Format as JSON. Keys of tools and arguments keep their order: templates write them in it."""
-        value: dict[str, Any] = {} if self.tools is None else {"tools": self.tools}
-        if self.rejected is None:
-            value["messages"] = self.messages
-            if self.task is not None:
-                value["task"] = self.task
-            if self.context_answers:
-                value["context_answers"] = self.context_answers
-        else:
-            value |= {
-                "prompt": self.messages[: self.prompt_length],
-                "chosen": self.messages[self.prompt_length :],
-                "rejected": self.rejected[self.prompt_length :],
-            }
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_refuse_value)
 
 
 class _InvalidRowError(Exception):
@@ -94,18 +35,20 @@ def _refuse_value(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class ChatRowParser:
-    """Turns a row into the text of its conversation, or says why it cannot."""
+    """Turns a row into its conversation, or says why it cannot."""
 
     config: ChatRowsConfig
 
-    def __call__(self, row: Mapping[str, Any]) -> str | BadRecord:
+    def __call__(self, row: Mapping[str, Any]) -> Conversation | BadRecord:
         """Parse the columns of one row."""
         try:
-            text = self._parse(row).to_text()
+            conversation = self._parse(row)
+            checked = validate_text(conversation.to_json(_refuse_value))
         except _InvalidRowError as error:
             return BadRecord(error.reason, error.detail, is_field_error=True)
-        checked = validate_text(text)
-        return checked if isinstance(checked, str) else BadRecord(checked.reason, checked.detail, is_field_error=True)
+        if isinstance(checked, BadRecord):
+            return BadRecord(checked.reason, checked.detail, is_field_error=True)
+        return conversation
 
     def column(self, name: str) -> str:
         """Return the column of the data for a field of a format."""

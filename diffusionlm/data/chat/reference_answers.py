@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from config.data import TextSource
-from diffusionlm.data.chat.formats import Conversation, Message
+from diffusionlm.data.chat.conversation import Conversation, Message
 from diffusionlm.data.reader import DOCUMENTS_PER_READ, Split
 from diffusionlm.data.sources import open_source
 
@@ -41,9 +41,8 @@ def read_reference_answers(config: TextSource, split: Split, key: str, limit: in
     answers: dict[str, ReferenceAnswer] = {}
     position = None
     while len(answers) < limit:
-        texts, position = source.read(0, position, min(DOCUMENTS_PER_READ, limit - len(answers)))
-        for text in texts:
-            answer = last_answer(Conversation.from_text(text))
+        conversations, position = source.read(0, position, min(DOCUMENTS_PER_READ, limit - len(answers)))
+        for answer in map(last_answer, conversations):
             answers.setdefault(json.dumps([answer.messages, answer.tools], sort_keys=True), answer)
         if position is None:
             break

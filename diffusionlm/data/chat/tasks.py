@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from config.data import ChatTasks
-from diffusionlm.data.chat.formats import Conversation
+from diffusionlm.data.chat.conversation import Conversation
 from diffusionlm.data.reader import ReaderPosition, Split
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
 
@@ -52,7 +52,7 @@ class ChatTaskSource:
     skipped: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._cached: tuple[tuple[int, int] | None, list[str]] = (None, [])
+        self._cached: tuple[tuple[int, int] | None, list[Conversation]] = (None, [])
         is_train = self.split == "train"
         self.num_documents = self.config.documents_per_epoch if is_train else self.config.validation_documents
 
@@ -65,7 +65,7 @@ class ChatTaskSource:
     def provenance(self) -> str:
         return f"{self.num_documents:,} conversations, made up: {', '.join(self.config.tasks)}"
 
-    def read(self, epoch: int, position: ReaderPosition, limit: int) -> tuple[list[str], ReaderPosition]:
+    def read(self, epoch: int, position: ReaderPosition, limit: int) -> tuple[list[Conversation], ReaderPosition]:
         """Read conversations.
 
         Raises:
@@ -73,20 +73,20 @@ class ChatTaskSource:
         """
         start = position or 0
         stop = min(start + limit, self.num_documents)
-        texts: list[str] = []
+        conversations: list[Conversation] = []
         for block in range(start // TASKS_PER_BLOCK, -(-stop // TASKS_PER_BLOCK)):
             first = block * TASKS_PER_BLOCK
-            texts += self._sample_block(epoch, block)[max(start - first, 0) : stop - first]
-        return texts, stop if len(texts) == limit else None
+            conversations += self._sample_block(epoch, block)[max(start - first, 0) : stop - first]
+        return conversations, stop if len(conversations) == limit else None
 
-    def _sample_block(self, epoch: int, block: int) -> list[str]:
+    def _sample_block(self, epoch: int, block: int) -> list[Conversation]:
         """Return the conversations of a block; the last block is cached, because readers may read one by one."""
-        key, texts = self._cached
+        key, conversations = self._cached
         if key != (epoch, block):
             rng = keyed_rng(self.config.seed, RngStream.CHAT_TASKS, int(self.split == "validation"), epoch, block)
-            texts = [self._sample(rng).to_text() for _ in range(TASKS_PER_BLOCK)]
-            self._cached = ((epoch, block), texts)
-        return texts
+            conversations = [self._sample(rng) for _ in range(TASKS_PER_BLOCK)]
+            self._cached = ((epoch, block), conversations)
+        return conversations
 
     def _sample(self, rng: np.random.Generator) -> Conversation:
         config = self.config

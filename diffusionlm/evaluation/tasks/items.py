@@ -18,7 +18,7 @@ from config.evaluation.tasks import (
     MultipleChoiceTask,
     TaskOptions,
 )
-from diffusionlm.data.chat.formats import ChatRowParser, Conversation
+from diffusionlm.data.chat.formats import ChatRowParser
 from diffusionlm.data.chat.reference_answers import ReferenceAnswer, last_answer
 from diffusionlm.data.file_formats import read_json_records, read_parquet_records
 from diffusionlm.data.local_files import detect_format
@@ -147,7 +147,7 @@ def _read_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
             place = f"{path}: {unit} {line}"
             if isinstance(content, BadRecord):
                 raise ValueError(f"{place}: {content.reason} ({content.detail}): correct the file")
-            yield json.loads(content), place
+            yield json.loads(str(content)), place
     except CorruptFileError as error:
         raise ValueError(f"{path}: {error}") from None
     except OSError as error:
@@ -318,10 +318,10 @@ def _parse_cloze(task: ClozeTask, record: Mapping[str, Any]) -> _ItemParts:
 
 
 def _parse_exact_match(task: ExactMatchTask, record: Mapping[str, Any]) -> _ItemParts:
-    text = ChatRowParser(task.chat)(record)
-    if isinstance(text, BadRecord):
-        raise ValueError(f"{text.reason} ({text.detail}): correct the file")
-    reference = last_answer(Conversation.from_text(text))
+    conversation = ChatRowParser(task.chat)(record)
+    if isinstance(conversation, BadRecord):
+        raise ValueError(f"{conversation.reason} ({conversation.detail}): correct the file")
+    reference = last_answer(conversation)
     return _ItemParts(reference.answer.strip(), reference=reference)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from config.finetune.chat import ChatRowsConfig
+from diffusionlm.data.chat.conversation import Conversation
 from diffusionlm.data.chat.encoder import (
     CUT,
     EXPANDED,
@@ -18,12 +20,12 @@ from diffusionlm.data.chat.encoder import (
     UNANSWERED,
     ChatEncoder,
     ChatRecords,
+    read_documents,
 )
-from diffusionlm.data.chat.encoder import encode_reader as read_documents
 from diffusionlm.data.chat.formats import ChatRowParser
 from diffusionlm.data.chat.templates import find_stop_token, resolve_chat_template
 from diffusionlm.data.packing import Document
-from diffusionlm.data.record_source import LocatedText
+from diffusionlm.data.record_source import BadRecord
 from tests.unit.data.chat_cases import EOS, STOP, chat, chat_tokenizer, spell
 from tokenizer import Tokenizer, encode_chat, encode_prompt
 
@@ -43,10 +45,14 @@ def make_encoder(
     return ChatEncoder(ChatRecords(config, "data.source.chat", "skip"), tokenizer, row_length, block_length)
 
 
+def parse(row: dict[str, Any], config: ChatRowsConfig) -> Conversation:
+    conversation = ChatRowParser(config)(row)
+    assert not isinstance(conversation, BadRecord), conversation
+    return conversation
+
+
 def encode(encoder: ChatEncoder, row: dict[str, Any], rng: np.random.Generator | None = None) -> list[Document]:
-    text = ChatRowParser(encoder.config)(row)
-    assert isinstance(text, str), text
-    return encoder.encode(text, rng, is_counted=True)
+    return encoder.encode(parse(row, encoder.config), rng, is_counted=True)
 
 
 def test_all_turns_are_segments_of_one_document(tokenizer: Tokenizer) -> None:
@@ -104,8 +110,8 @@ def test_stop_tokens_are_targets_once_per_answer(tokenizer: Tokenizer) -> None:
 
 def test_one_turn_is_random_per_epoch_and_reproducible(tokenizer: Tokenizer, list_reader: Any) -> None:
     encoder = make_encoder(tokenizer, turns="one", fill="none")
-    text = ChatRowParser(encoder.config)(chat("q1", "a1", "q2", "a2", "q3", "a3"))
-    reader = read_documents(list_reader([text] * 20), encoder, seed=3)
+    conversation = parse(chat("q1", "a1", "q2", "a2", "q3", "a3"), encoder.config)
+    reader = read_documents(list_reader([conversation] * 20), encoder, seed=3)
 
     def answers(epoch: int) -> list[str]:
         documents, _ = reader.read(epoch, None, 100)
@@ -259,15 +265,13 @@ def test_what_the_template_refuses_names_its_place(tokenizer: Tokenizer) -> None
     skipping = make_encoder(tokenizer)
     assert not encode(skipping, chat("a table", "x"))
     assert skipping.records.skip_log.counts == {"refused by the chat template": 1}
-    pair = ChatRowParser(ChatRowsConfig())({"prompt": "a table", "chosen": "x", "rejected": "y"})
-    assert isinstance(pair, str)
+    pair = parse({"prompt": "a table", "chosen": "x", "rejected": "y"}, ChatRowsConfig())
     assert skipping.encode_preference(pair, is_counted=True) is None
     assert skipping.records.skip_log.counts == {"refused by the chat template": 2}
     strict = ChatEncoder(ChatRecords(ChatRowsConfig(), "data.source.chat", "raise"), tokenizer, LONG)
-    text = ChatRowParser(ChatRowsConfig())(chat("a table", "x"))
-    assert isinstance(text, str)
+    conversation = replace(parse(chat("a table", "x"), ChatRowsConfig()), location="c.jsonl, line 7")
     with pytest.raises(ValueError, match=r"c.jsonl, line 7: .*no tables, please"):
-        strict.encode(LocatedText(text, "c.jsonl, line 7"))
+        strict.encode(conversation)
 
 
 NO_PROMPT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -323,14 +327,13 @@ def test_block_fill_needs_blocks(tokenizer: Tokenizer) -> None:
 
 def test_preferences_are_pairs_with_the_same_prompt(tokenizer: Tokenizer) -> None:
     encoder = make_encoder(tokenizer, fill="none", format="preference")
-    text = ChatRowParser(encoder.config)({"prompt": "q", "chosen": "good", "rejected": "bad"})
-    assert isinstance(text, str)
-    pair = encoder.encode_preference(text)
+    conversation = parse({"prompt": "q", "chosen": "good", "rejected": "bad"}, encoder.config)
+    pair = encoder.encode_preference(conversation)
     assert pair is not None
     assert [spell(document, tokenizer)[0][1] for document in pair] == [f"good{STOP}", f"bad{STOP}"]
     prompts = [document.tokens[~document.loss_mask].tolist() for document in pair]
     assert prompts[0] == prompts[1]
-    (chosen,) = encoder.encode(text)
+    (chosen,) = encoder.encode(conversation)
     assert np.array_equal(chosen.tokens, pair[0].tokens), "fine-tuning learns the chosen answer"
     short = make_encoder(tokenizer, row_length=len(pair[0]) - 1, fill="none", format="preference")
-    assert short.encode_preference(text) is None
+    assert short.encode_preference(conversation) is None

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from config.finetune.chat import ChatRowsConfig
-from diffusionlm.data.chat.formats import ChatRowParser, Conversation
+from diffusionlm.data.chat.conversation import Conversation
+from diffusionlm.data.chat.formats import ChatRowParser
 from diffusionlm.data.record_source import BadRecord
 
 SYSTEM, Q1, A1, Q2, A2 = "Be brief.", "One?", "1", "Two?", "2"
@@ -56,16 +57,15 @@ EQUAL_ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def parse(row: dict[str, Any], **options: Any) -> str | BadRecord:
+def parse(row: dict[str, Any], **options: Any) -> Conversation | BadRecord:
     return ChatRowParser(ChatRowsConfig.model_validate(options))(row)
 
 
 @pytest.mark.parametrize(("row", "options"), EQUAL_ROWS.values(), ids=EQUAL_ROWS)
-def test_every_format_gives_the_same_text(row: dict[str, Any], options: dict[str, Any]) -> None:
-    text = parse(row, **options)
-    assert isinstance(text, str), text
-    assert Conversation.from_text(text) == Conversation(tuple(CANONICAL))
-    assert json.loads(text) == {"messages": CANONICAL}
+def test_every_format_gives_the_same_conversation(row: dict[str, Any], options: dict[str, Any]) -> None:
+    conversation = parse(row, **options)
+    assert conversation == Conversation(tuple(CANONICAL))
+    assert json.loads(conversation.to_json()) == {"messages": CANONICAL}
 
 
 def test_short_formats() -> None:
@@ -100,34 +100,30 @@ def test_tools_and_reasoning() -> None:
         },
     ]
     for row in rows:
-        text = parse(row)
-        assert isinstance(text, str), text
-        assert json.loads(text) == {"messages": expected, "tools": [tool]}
+        assert parse(row) == Conversation(tuple(expected), (tool,))
 
 
 def test_tools_and_calls_keep_the_order_of_their_keys() -> None:
     call = {"id": "7", "function": {"arguments": {"z": 1, "a": {"y": 2, "b": 3}}, "name": "f"}, "type": "function"}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"z": {}, "a": {}}, "description": "d"}}
     row = {"messages": [turn("user", "q"), turn("assistant", "", tool_calls=[call])], "tools": [tool]}
-    text = parse(row)
-    assert isinstance(text, str), text
-    conversation = Conversation.from_text(text)
+    conversation = parse(row)
+    assert isinstance(conversation, Conversation), conversation
     assert json.dumps(conversation.tools) == json.dumps([tool])
     assert json.dumps(conversation.messages[1]["tool_calls"]) == json.dumps([call])
 
 
 def test_preferences() -> None:
     expected = parse({"prompt": "q", "chosen": "good", "rejected": "bad"})
-    assert isinstance(expected, str)
-    conversation = Conversation.from_text(expected)
-    assert conversation.messages == (turn("user", "q"), turn("assistant", "good"))
-    assert conversation.rejected == (turn("user", "q"), turn("assistant", "bad"))
+    assert isinstance(expected, Conversation)
+    assert expected.messages == (turn("user", "q"), turn("assistant", "good"))
+    assert expected.rejected == (turn("user", "q"), turn("assistant", "bad"))
     answers = {key: [turn("assistant", text)] for key, text in (("chosen", "good"), ("rejected", "bad"))}
     whole = {key: [turn("user", "q"), *answer] for key, answer in answers.items()}
     assert parse({"prompt": [turn("user", "q")], **answers}) == expected
     assert parse({"prompt": "q", **whole}) == expected
     assert parse(whole) == expected, "the prompt is the common beginning"
-    assert conversation.to_text() == expected
+    assert sorted(json.loads(expected.to_json())) == ["chosen", "prompt", "rejected"]
 
 
 BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
@@ -199,7 +195,7 @@ def test_irregular_rows_have_a_reason(row: dict[str, Any], reason: str) -> None:
 )
 def test_other_columns_named_label_mean_nothing(row: dict[str, Any]) -> None:
     assert parse(row) == parse({key: value for key, value in row.items() if key != "label"})
-    assert isinstance(parse(row), str)
+    assert isinstance(parse(row), Conversation)
 
 
 def test_bad_labels_and_weights_name_key_and_remedy() -> None:
@@ -228,16 +224,15 @@ def test_answers_with_weight_0_are_context(mark: dict[str, Any], answer: str) ->
     elif answer == "conversations":
         first = shared("gpt", "no")
     messages = [turn("user", "x"), first | mark, turn("tool" if answer == "call" else "user", "y")]
-    text = parse({"messages": [*messages, turn("assistant", "z", weight=1, train=True)]})
-    assert isinstance(text, str), text
-    conversation = Conversation.from_text(text)
-    assert conversation.learned_answers == [3] and conversation.to_text() == text
+    conversation = parse({"messages": [*messages, turn("assistant", "z", weight=1, train=True)]})
+    assert isinstance(conversation, Conversation), conversation
+    assert conversation.learned_answers == [3]
     assert all(key not in message for message in conversation.messages for key in ("weight", "train"))
 
 
 def test_options_of_the_section() -> None:
     empty = {"messages": [turn("user", "x"), turn("assistant", "")]}
-    assert isinstance(parse(empty, allow_empty_answers=True), str)
+    assert isinstance(parse(empty, allow_empty_answers=True), Conversation)
     record = parse({"messages": CANONICAL}, format="alpaca")
     assert isinstance(record, BadRecord) and record.reason == "no column 'instruction'"
     for options, problem in (

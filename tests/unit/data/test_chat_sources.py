@@ -17,10 +17,10 @@ from config.make_data import MakeDataConfig
 from config.model import ModelConfig
 from config.training.objective import MaskedDiffusionConfig
 from diffusionlm.data.chat.encoder import ChatEncoder
-from diffusionlm.data.chat.texts import ConversationTexts
 from diffusionlm.data.loader import Loader
 from diffusionlm.data.packing import Document, Row, fill_to_longest
 from diffusionlm.data.pipeline import build_row_reader, describe_skipped, open_components
+from diffusionlm.data.reader import read_first_documents
 from diffusionlm.data.sources import open_source
 from diffusionlm.diffusion.objectives import build_objective
 from tests.unit.data.chat_cases import chat, chat_tokenizer
@@ -44,15 +44,15 @@ def config_of(path: Path, chat_options: dict[str, Any] | None = None, **source: 
     return DataConfig.model_validate({"source": values, "document_shuffle_window": 0, "row_shuffle_window": 0})
 
 
-def read_texts(config: DataConfig, split: Any = "train") -> list[str]:
-    texts, position = open_source(config.components[0].source, split, "data.source").read(0, None, 10_000)  # type: ignore[arg-type]
+def read_all(config: DataConfig, split: Any = "train") -> list[Any]:
+    conversations, position = open_source(config.components[0].source, split, "data.source").read(0, None, 10_000)  # type: ignore[arg-type]
     assert position is None
-    return [str(text) for text in texts]
+    return conversations
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "hub"])
 def test_every_file_format_gives_the_same_conversations(name: str, tmp_path: Path) -> None:
-    expected = read_texts(config_of(write(tmp_path / "expected.jsonl", ROWS)))
+    expected = read_all(config_of(write(tmp_path / "expected.jsonl", ROWS)))
     assert len(expected) > 90
     if name == "hub":
         folder = tmp_path / "dataset"
@@ -62,12 +62,10 @@ def test_every_file_format_gives_the_same_conversations(name: str, tmp_path: Pat
         config = DataConfig.model_validate({"source": values})
     else:
         config = config_of(write(tmp_path / name, ROWS))
-    assert read_texts(config) == expected
-    held_out = read_texts(config, "validation")
-    assert held_out and sorted(held_out + expected) == sorted(
-        read_texts(config_of(tmp_path / "expected.jsonl")) + held_out
-    )
-    assert set(held_out).isdisjoint(expected), "a hash of the conversation decides"
+    assert read_all(config) == expected
+    held_out = read_all(config, "validation")
+    assert len(held_out) + len(expected) == len(ROWS)
+    assert all(item not in expected for item in held_out), "a hash of the conversation decides"
 
 
 def test_keys_that_only_some_messages_have(tmp_path: Path) -> None:
@@ -78,7 +76,7 @@ def test_keys_that_only_some_messages_have(tmp_path: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": "q"}, answer]} for answer in answers] * 2 + ROWS[:2]
     held_out = [str(write(tmp_path / "v.jsonl", ROWS[:1]))]
     texts = [
-        read_texts(config_of(write(tmp_path / name, rows), validation_paths=held_out))
+        read_all(config_of(write(tmp_path / name, rows), validation_paths=held_out))
         for name in ("a.jsonl", "a.parquet")
     ]
     assert texts[0] == texts[1] and len(texts[0]) == len(rows)
@@ -88,7 +86,7 @@ def test_bad_rows_name_file_and_line_or_are_counted(tmp_path: Path) -> None:
     bad = [{"messages": [{"role": "wizard", "content": "x"}]}, chat("a", " "), {"text": "x"}, [1]]
     path = write(tmp_path / "a.jsonl", [*ROWS[:60], bad[0], *ROWS[60:], *bad[1:]])
     with pytest.raises(ValueError, match=r"data.source.chat: .*a.jsonl, line 61: unknown role: 'wizard'.*on_bad_row"):
-        read_texts(config_of(path))
+        read_all(config_of(path))
     with path.open("a") as file:
         file.write(f'\n{{"messages": {"9" * 5000}}}')  # more digits than Python reads
     config = config_of(path, on_bad_row="skip")
@@ -96,7 +94,7 @@ def test_bad_rows_name_file_and_line_or_are_counted(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer()
     reader = build_row_reader([component], config, tokenizer, 64, 0, repeat=False)
     rows, _ = reader.read(0, None, 1000)
-    assert len(read_texts(config)) + len(read_texts(config, "validation")) == len(ROWS)
+    assert len(read_all(config)) + len(read_all(config, "validation")) == len(ROWS)
     reasons = ("unknown role", "empty answer", "no conversation", "not an object", "malformed JSON")
     assert component.skipped == dict.fromkeys(reasons, 1)
     assert component.num_skipped == len(reasons) and len(rows) > 50
@@ -150,7 +148,7 @@ def test_a_resumed_loader_counts_each_record_once(
 def test_a_map_that_fits_nothing_says_what_is_there(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"ask": "x", "reply": "y"}] * 3)
     with pytest.raises(ValueError, match=r"a.jsonl, line 1: no conversation: its columns 'ask', 'reply'.*chat.columns"):
-        read_texts(config_of(path, {"columns": {"prompt": "question"}}))
+        read_all(config_of(path, {"columns": {"prompt": "question"}}))
 
 
 def test_too_long_conversations_are_counted_and_none_left_is_an_error(
@@ -174,10 +172,10 @@ def test_too_long_conversations_are_counted_and_none_left_is_an_error(
 
 def test_few_conversations_are_not_cut(tmp_path: Path) -> None:
     config = config_of(write(tmp_path / "a.jsonl", ROWS[:8]))
-    train, held_out = read_texts(config), read_texts(config, "validation")
+    train, held_out = read_all(config), read_all(config, "validation")
     assert (len(train), len(held_out)) == (7, 1)
     with pytest.raises(ValueError, match="only one conversation"):
-        read_texts(config_of(write(tmp_path / "b.jsonl", ROWS[:1] * 5)))
+        read_all(config_of(write(tmp_path / "b.jsonl", ROWS[:1] * 5)))
 
 
 def test_rows_resume_exactly_and_shuffle(tmp_path: Path, drain: Drain) -> None:
@@ -244,8 +242,7 @@ def test_fill_up_to_the_longest_of_a_step(tmp_path: Path) -> None:
 
 def test_texts_of_conversations_for_a_tokenizer(tmp_path: Path) -> None:
     (component,) = open_components(config_of(write(tmp_path / "a.jsonl", ROWS)), "train")
-    texts, _ = ConversationTexts(component.source).read(0, None, 1)  # type: ignore[arg-type]
-    assert texts == ["question 0\n\nanswer 0"]
+    assert next(read_first_documents(component.source, 1)) == "question 0\n\nanswer 0"  # type: ignore[arg-type]
 
 
 def test_make_data_and_plain_text_refuse_conversations(tmp_path: Path) -> None:
@@ -254,7 +251,7 @@ def test_make_data_and_plain_text_refuse_conversations(tmp_path: Path) -> None:
         MakeDataConfig.model_validate({"source": source, "output": {"directory": "x"}})
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(ValueError, match="reads conversations from JSON or Parquet"):
-        read_texts(config_of(tmp_path / "a.txt"))
+        read_all(config_of(tmp_path / "a.txt"))
 
 
 def test_a_run_begins_after_few_conversations(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,15 +7,14 @@ import json
 import pytest
 
 from config.data import ChatTasks, LocalFiles, PythonStdlib
-from diffusionlm.data.chat.formats import Conversation
+from diffusionlm.data.chat.conversation import Conversation
 from diffusionlm.data.chat.reference_answers import ReferenceAnswer, read_reference_answers
 from diffusionlm.data.chat.tasks import TASKS_PER_BLOCK, ChatTaskSource, is_held_out
 from diffusionlm.data.reader import Split
 
 
 def conversations(config: ChatTasks, split: Split = "train", epoch: int = 0) -> list[Conversation]:
-    texts, _ = ChatTaskSource(config, split, "data.source").read(epoch, None, 10_000)
-    return [Conversation.from_text(text) for text in texts]
+    return ChatTaskSource(config, split, "data.source").read(epoch, None, 10_000)[0]
 
 
 def solve(prompt: str) -> str:

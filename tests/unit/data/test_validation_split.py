@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from diffusionlm.data import validation_split
+from diffusionlm.data.chat.conversation import Conversation
 from diffusionlm.data.validation_split import (
     PART_CHARACTERS,
     EndSplit,
@@ -152,14 +154,16 @@ def test_text_that_is_too_short_is_an_error() -> None:
 
 
 def test_the_order_of_keys_does_not_move_a_conversation_between_the_splits() -> None:
-    texts = [json.dumps({"tools": [{"name": str(index), "b": 1}], "messages": []}) for index in range(200)]
-    reordered = [json.dumps({"messages": [], "tools": [{"b": 1, "name": str(index)}]}) for index in range(200)]
-    sorted_texts = [json.dumps(json.loads(text), sort_keys=True, separators=(",", ":")) for text in texts]
-    split = choose_split(texts, 0.2, True, KEY, is_chat=True)
-    assert split == HashSplit(0.2, True, is_chat=True)
-    selected = [bool(split.select(text)) for text in texts]
-    assert selected == [bool(split.select(text)) for text in reordered] and any(selected)
-    of_sorted_text = HashSplit(0.2, True)  # that of checkpoints whose texts were sorted
-    assert selected == [bool(of_sorted_text.select(text)) for text in sorted_texts]
-    few = choose_split(texts[:10], 0.2, True, KEY, is_chat=True)
-    assert [bool(few.select(text)) for text in texts[:10]] == [bool(few.select(text)) for text in reordered[:10]]
+    chats = [Conversation(({"role": "user", "content": "q"},), ({"name": str(index), "b": 1},)) for index in range(200)]
+    reordered = [replace(chat, tools=({"b": 1, "name": chat.tools[0]["name"]},)) for chat in chats if chat.tools]
+    split = choose_split(chats, 0.2, True, KEY)
+    assert split == HashSplit(0.2, True)
+    selected = [bool(split.select(chat)) for chat in chats]
+    assert selected == [bool(split.select(chat)) for chat in reordered] and any(selected)
+    sorted_text = [
+        json.dumps({"messages": chat.messages, "tools": chat.tools}, sort_keys=True, separators=(",", ":"))
+        for chat in chats
+    ]
+    assert selected == [bool(split.select(text)) for text in sorted_text], "the split of former checkpoints"
+    few = choose_split(chats[:10], 0.2, True, KEY)
+    assert [bool(few.select(chat)) for chat in chats[:10]] == [bool(few.select(chat)) for chat in reordered[:10]]
