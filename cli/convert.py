@@ -12,7 +12,7 @@ from config.convert import ConvertConfig
 from files.terminal_text import print_line
 
 if TYPE_CHECKING:
-    from diffusionlm.checkpoints.conversion_plan import ConversionPlan
+    from diffusionlm.checkpoints.convert import Conversion
 
 NAME = "diffusionlm-convert"
 
@@ -35,55 +35,50 @@ def main(argv: Sequence[str] | None = None) -> None:
     if config.source is None or config.target is None:
         missing = "source" if config.source is None else "target"
         exit_with_usage_error(NAME, f"{missing} is missing: add --{missing} DIR")
-    # Imported here, so that --help and config errors do not wait for regex.
-    from diffusionlm.checkpoints.conversion_plan import plan_conversion
+    # Imported here, so that --help and config errors do not wait for torch.
+    from diffusionlm.checkpoints.convert import convert, prepare_conversion
     from diffusionlm.checkpoints.model_files import check_weight_files
 
     with usage_errors(NAME):
-        plan = plan_conversion(config)
+        conversion = prepare_conversion(config)
         if not arguments.dry_run:
             check_weight_files(config.source)
-    print_line("\n".join(describe_plan(plan)))
-    if arguments.dry_run:
-        return
-    # Imported here, so that no error before waits for torch.
-    from diffusionlm.checkpoints.convert import convert
-
-    convert(plan)
-    print_line(f"next: uv run diffusionlm-analyze {plan.source} {plan.target}")
+    print_line("\n".join(describe_steps(conversion)))
+    if not arguments.dry_run:
+        convert(conversion)
+        print_line(f"next: uv run diffusionlm-analyze {conversion.source} {conversion.target}")
 
 
-def describe_plan(plan: ConversionPlan) -> list[str]:
+def describe_steps(conversion: Conversion) -> list[str]:
     """Describe the steps of a conversion, one line each, in order."""
     from diffusionlm.checkpoints.model_files import is_adapter_checkpoint
     from diffusionlm.families.registry import get_family
 
-    config, source, target = plan.config, plan.source_config, plan.target_config
-    lines = [f"read {plan.source}: {source.num_hidden_layers} layers, {source.vocab_size:,} rows of the embedding"]
-    if is_adapter_checkpoint(plan.source):
+    config, source, target = conversion.config, conversion.source_config, conversion.target_config
+    lines = [
+        f"read {conversion.source}: {source.num_hidden_layers} layers, {source.vocab_size:,} rows of the embedding"
+    ]
+    if is_adapter_checkpoint(conversion.source):
         lines.append("merge its adapter into the weights of its base")
     if config.adapter is not None:
         lines.append(f"merge the adapter {config.adapter}")
     if config.diffusion is not None:
-        name, token_id = config.diffusion.mask_token, target.mask_token_id
-        if plan.new_row is None:
-            lines.append(f"use {name!r}, id {token_id} in the tokenizer, as the mask token")
-        else:
-            row = "a new row" if plan.new_row >= source.vocab_size else "an existing row"
-            reused = config.diffusion.reused_row
-            values = "random values" if config.diffusion.mask_row == "random" else "the mean of the other rows"
-            values = values if reused is None else f"the values of row {reused}"
-            lines.append(f"use the mask token {name!r} with id {token_id}: {row}, set to {values}")
-        length = target.block_length
-        blocks = "one block for the whole sequence" if length is None else f"blocks of {length} tokens"
+        row = "as it is"
+        if conversion.new_row is not None:
+            row = "a new row" if conversion.new_row >= source.vocab_size else "an existing row"
+            row += f", set to {config.diffusion.mask_row or 'mean'}"
+        lines.append(f"use the mask token {config.diffusion.mask_token!r} with id {target.mask_token_id}: {row}")
+        blocks = "one block for all" if target.block_length is None else f"blocks of {target.block_length} tokens"
         lines.append(f"set {blocks}, logit_alignment = {target.logit_alignment!r}")
-        if plan.unties_head:
-            lines.append("copy the embedding to the head")
+    if conversion.unties_head:
+        lines.append("copy the embedding to the head")
     family = get_family(target)
     dtype = "the dtype of the source" if config.dtype == "keep" else config.dtype
-    lines.append(f"write model_type = {family.model_type!r} ({family.architecture})")
-    lines.append(f"write {plan.target}: weights in {dtype}, files of up to {config.max_shard_gigabytes:g} GB")
-    return lines
+    size = f"files of up to {config.max_shard_gigabytes:g} GB"
+    return [
+        *lines,
+        f"write {conversion.target}: model_type = {family.model_type!r} ({family.architecture}), {dtype}, {size}",
+    ]
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

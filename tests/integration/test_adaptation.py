@@ -13,8 +13,7 @@ import torch
 from config.convert import ConvertConfig
 from config.load import load_config
 from config.train import TrainConfig
-from diffusionlm.checkpoints.conversion_plan import plan_conversion
-from diffusionlm.checkpoints.convert import convert
+from diffusionlm.checkpoints.convert import convert, prepare_conversion
 from diffusionlm.checkpoints.huggingface import load_model
 from diffusionlm.training.loop import train
 from tokenizer import Tokenizer, save_tokenizer, train_bpe
@@ -58,7 +57,7 @@ def recipe(qwen3: Path, folder: Path, alignment: str, **objective: Any) -> Train
     """The shipped recipe on the converted model and a little text."""
     diffusion = {"mask_token": "<|MASK|>", "block_length": 4, "logit_alignment": alignment, "untie_head": True}
     conversion = ConvertConfig(source=qwen3, target=folder / "mask", diffusion=diffusion)  # type: ignore[arg-type]
-    convert(plan_conversion(conversion))
+    convert(prepare_conversion(conversion))
     lines = [json.dumps({"text": f"the cat {index} sat on the mat {index * index}"}) for index in range(400)]
     (folder / "a.jsonl").write_text("\n".join(lines), encoding="utf-8")
     changes = {

@@ -23,8 +23,7 @@ from config.load import ConfigError, load_config
 from config.model import ModelConfig
 from config.train import TrainConfig
 from diffusionlm.checkpoints.adapter_files import save_tensors
-from diffusionlm.checkpoints.conversion_plan import plan_conversion
-from diffusionlm.checkpoints.convert import convert
+from diffusionlm.checkpoints.convert import convert, prepare_conversion
 from diffusionlm.checkpoints.huggingface import load_model, save_model, save_model_directory
 from diffusionlm.checkpoints.model_files import load_tokenizer
 from diffusionlm.models.init import init_weights
@@ -127,7 +126,7 @@ def test_run_directory_is_base_with_adapter(configure: Configure, base: Path, tm
     assert any(isinstance(module, LoRALinear) for _, module in adapter_modules(model))
     assert torch.equal(logits(base, adapter=run), logits(run))
     assert not torch.allclose(logits(base), logits(run), atol=1e-4)
-    convert(plan_conversion(ConvertConfig(source=run, target=tmp_path / "merged")))
+    convert(prepare_conversion(ConvertConfig(source=run, target=tmp_path / "merged")))
     torch.testing.assert_close(logits(tmp_path / "merged"), logits(run), atol=1e-5, rtol=1e-4)
     with pytest.raises(ValueError, match="has an adapter"):
         load_model(run, adapter=run)

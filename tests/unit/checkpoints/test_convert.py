@@ -16,8 +16,7 @@ from config.finetune.lora import LoraConfig
 from config.model import ModelConfig
 from diffusionlm.checkpoints.adapter_files import save_adapter
 from diffusionlm.checkpoints.analyze import analyze
-from diffusionlm.checkpoints.conversion_plan import plan_conversion
-from diffusionlm.checkpoints.convert import convert
+from diffusionlm.checkpoints.convert import convert, prepare_conversion
 from diffusionlm.checkpoints.huggingface import load_model, save_model_directory
 from diffusionlm.checkpoints.model_files import load_tokenizer
 from diffusionlm.evaluation.nelbo import nelbo
@@ -80,7 +79,7 @@ def test_source_on_the_hub(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: py
     for function in (download_description, download_model):
         function.cache_clear()
     target = tmp_path / "target"
-    plan = plan_conversion(ConvertConfig(source=Path("org/tiny@v1"), target=target))
+    plan = prepare_conversion(ConvertConfig(source=Path("org/tiny@v1"), target=target))
     assert calls == [("org/tiny", "v1", False)]
     convert(plan)
     load_tokenizer("org/tiny@v1")
@@ -92,7 +91,7 @@ def test_source_on_the_hub(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: py
 
 def converted(path: Path, target: Path, **options: Any) -> Transformer:
     config = ConvertConfig(source=path, target=target, **options)
-    convert(plan_conversion(config))
+    convert(prepare_conversion(config))
     return load_model(target)
 
 
@@ -223,7 +222,7 @@ def test_a_tokenizer_that_does_not_fit(tokenizer: Tokenizer, tmp_path: Path) -> 
     (path / "config.json").write_text(json.dumps(values))
     config = ConvertConfig(source=path, target=tmp_path / "new")
     with pytest.raises(ValueError, match=r"mask_token_id = 97 is the ordinary token '.'"):
-        plan_conversion(config)
+        prepare_conversion(config)
     masked = Tokenizer(tokenizer.vocab, tokenizer.merges, {**tokenizer.special_tokens, "<|mask|>": 258}, "qwen")
     save_tokenizer(masked, path)
     with pytest.raises(ValueError, match=r"tokenizer has 259 ids, .*vocab_size = 258"):
@@ -306,7 +305,7 @@ def test_a_target_that_overlaps_the_source(tokenizer: Tokenizer, tmp_path: Path)
             config = ConvertConfig(source=tmp_path / source_name, target=tmp_path / target_name)
             message = rf"^target = {config.target} {relation} the source, .*: name a directory apart"
             with pytest.raises(ValueError, match=message):
-                plan_conversion(config)
+                prepare_conversion(config)
 
 
 def test_a_target_that_cannot_be_written(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -319,7 +318,7 @@ def test_a_target_that_cannot_be_written(tokenizer: Tokenizer, tmp_path: Path) -
     ):
         (path.parent / "file").touch()
         with pytest.raises(ValueError, match=f"^target = {target} .*{remedy}"):
-            plan_conversion(ConvertConfig(source=path, target=target))
+            prepare_conversion(ConvertConfig(source=path, target=target))
 
 
 @pytest.mark.parametrize(("stored", "target"), [("float32", "keep"), ("bfloat16", "keep"), ("float32", "bfloat16")])

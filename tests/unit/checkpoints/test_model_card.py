@@ -16,8 +16,7 @@ import yaml
 from cli.infer import main
 from config.convert import ConvertConfig
 from diffusionlm.checkpoints import model_card
-from diffusionlm.checkpoints.conversion_plan import plan_conversion
-from diffusionlm.checkpoints.convert import convert
+from diffusionlm.checkpoints.convert import convert, prepare_conversion
 from diffusionlm.checkpoints.huggingface import save_model, save_model_directory
 from diffusionlm.checkpoints.manifest import verify_directory, write_directory_atomically
 from diffusionlm.checkpoints.model_card import (
@@ -234,23 +233,23 @@ def test_card_of_a_converted_model_names_its_source(
     source = tmp_path / "source"
     save_model_directory(model, tokenizer, source)
     config = ConvertConfig(source=source, target=tmp_path / "plain")
-    convert(plan_conversion(config))
+    convert(prepare_conversion(config))
     assert "Converted from qwen3" in (tmp_path / "plain" / "README.md").read_text(encoding="utf-8")
     card_of(model, source, TRAINING)
     config = ConvertConfig(source=source, target=tmp_path / "half", dtype="bfloat16")
-    convert(plan_conversion(config))
+    convert(prepare_conversion(config))
     card = (tmp_path / "half" / "README.md").read_text(encoding="utf-8")
     assert card.count("\n## Training\n") == card.count("\n## Use\n") == 1
     assert "Converted from first\\_try, " in card and rows(card)["tokens seen"] == "327,680"
     assert front_matter(card)["datasets"] == ["someone/stories"]
     assert "DIR is the checkpoint with the run's `config.toml`:" in card
     again = ConvertConfig(source=tmp_path / "half", target=tmp_path / "quarter")
-    convert(plan_conversion(again))
+    convert(prepare_conversion(again))
     assert front_matter((tmp_path / "quarter" / "README.md").read_text())["datasets"] == ["someone/stories"]
     weights = hashlib.sha256((tmp_path / "half" / "model.safetensors").read_bytes()).hexdigest()
     assert weights in rows(card)["model.safetensors"]
     os.remove(source / "README.md")
     config = ConvertConfig(source=source, target=tmp_path / "bare")
-    convert(plan_conversion(config))
+    convert(prepare_conversion(config))
     card = (tmp_path / "bare" / "README.md").read_text(encoding="utf-8")
     assert "Converted from source, whose training is unknown." in card
