@@ -26,21 +26,6 @@ _UNLISTED_FILES = (CARD_FILE, MANIFEST, "state.json")
 
 
 @dataclass(frozen=True)
-class CardDataSource:
-    """A source of training data."""
-
-    name: str
-    provenance: str
-    """Location of the documents and their number or size, as text."""
-    identity: str
-    """Changes if the documents change."""
-    share: float
-    """Share of the training sequences."""
-    dataset: str | None = None
-    """Name on the Hugging Face Hub, if it comes from there."""
-
-
-@dataclass(frozen=True)
 class ValidationBound:
     """Result of a validation, in nats per token."""
 
@@ -50,44 +35,29 @@ class ValidationBound:
     is_exact: bool = False
     """The value is the exact negative log-likelihood. False: an upper bound of it."""
 
-
-@dataclass(frozen=True)
-class CardAdapter:
-    """The adapter that a run trains in place of the model."""
-
-    options: str
-    """Section [lora] as TOML."""
-    base: str
-    """Name of its base: on the Hugging Face Hub, or a path without the folders of this machine."""
-    is_on_hub: bool
-    """Whether that name is one of the Hub."""
+    def __str__(self) -> str:
+        sign = "" if self.is_exact else "at most "
+        return f"{sign}{self.nats_per_token:.3f} ± {self.standard_error:.3f} nats per token, at step {self.step:,}"
 
 
 @dataclass(frozen=True)
 class CardTraining:
-    """The training settings of a model. It holds values, not the run, which continues while the card is written."""
+    """How a model was trained, as text. It does not hold the run, which continues while the card is written."""
 
     name: str
-    step: int
-    max_steps: int
-    batch_size: int
-    """Sequences of a step."""
-    row_length: int
-    """Tokens of a sequence."""
-    tokens_seen: int
-    sources: tuple[CardDataSource, ...]
-    objective: str
-    """Section [objective] as TOML."""
-    optimizer: str
+    facts: Mapping[str, str]
+    """Rows of the table, such as "steps" and "tokens seen"."""
+    sources: tuple[tuple[str, str, str, str], ...]
+    """Name, location and size, identity (which changes if the documents do) and share of each source of data."""
+    sections: Mapping[str, str]
+    """Title, such as "Objective" -> section of the config as TOML."""
     command: str
-    tokenizer_fingerprint: str
-    init_from: str | None = None
-    """Model that training started from. None: random weights."""
-    ema_decay: float = 0.0
-    """Decay per step, if the weights are a moving average. 0: they are not."""
-    bound: ValidationBound | None = None
-    adapter: CardAdapter | None = None
-    """None: the run trains the whole model."""
+    datasets: tuple[str, ...] = ()
+    """Names of sources on the Hugging Face Hub."""
+    adapter_base: str | None = None
+    """Name of the base of an adapter: on the Hub, or a path without the folders of this machine. None: the run trains
+    the whole model."""
+    is_base_on_hub: bool = False
 
 
 def write_model_card(
@@ -114,20 +84,22 @@ def write_model_card(
         training_text, datasets = _conversion_section(source), _parse_datasets(_read_card(source))
     if training is not None:
         title, training_text = training.name, _training_section(training) + training_text
-        datasets += tuple(data.dataset for data in training.sources if data.dataset)
+        datasets += training.datasets
     training_text = training_text or f"{TRAINING_HEADING}\n\nThe training of this model is unknown.\n\n"
     files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name not in _UNLISTED_FILES]
     num_parameters = sum(weight.numel() for weight in weights.values())
-    adapter = None if training is None else training.adapter
+    base = None if training is None else training.adapter_base
     kind = _describe_model_kind(config)
-    if adapter is not None:
-        kind = f"A low-rank adapter (LoRA) in PEFT's format. With its base, {_escape_markdown(adapter.base)}: {kind}"
+    if base is not None:
+        kind = f"A low-rank adapter (LoRA) in PEFT's format. With its base, {_escape_markdown(base)}: {kind}"
+    matter = _front_matter(config, datasets, training)
+    if training is not None and base is not None and not training.is_base_on_hub:
+        base = "BASE"
     text = (
-        f"{_front_matter(config, datasets, adapter)}\n# {_escape_markdown(title)}, {num_parameters:,} parameters\n\n"
-        f"{kind}.\n\n"
-        f"## Architecture\n\n{_format_table(_architecture_rows(config, num_parameters))}\n\n"
-        f"{training_text}{_use_section(config) if adapter is None else _adapter_use_section(config, adapter)}"
-        f"{_limits_section(config)}## Files\n\n{_format_files(make_manifest_entries(folder, files))}\n"
+        f"{matter}\n# {_escape_markdown(title)}, {num_parameters:,} parameters\n\n{kind}.\n\n"
+        f"## Architecture\n\n{_format_table(_architecture_rows(config, num_parameters))}\n\n{training_text}"
+        f"{_use_section(config, base)}{_limits_section(config)}## Files\n\n"
+        f"{_format_files(make_manifest_entries(folder, files))}\n"
     )
     (folder / CARD_FILE).write_text(text, encoding="utf-8")
 
@@ -165,15 +137,16 @@ def _format_files(files: ManifestEntries) -> str:
     )
 
 
-def _front_matter(config: ModelConfig, datasets: tuple[str, ...], adapter: CardAdapter | None) -> str:
+def _front_matter(config: ModelConfig, datasets: tuple[str, ...], training: CardTraining | None) -> str:
     """Format the YAML metadata that the Hugging Face Hub reads. JSON is valid YAML."""
     kind = "masked-diffusion" if config.block_length is None else "block-diffusion"
     tags = ["text-generation"] if config.is_autoregressive else ["text-generation", kind, "diffusion"]
-    tags += [] if adapter is None else ["lora", "peft"]
+    base = None if training is None else training.adapter_base
+    tags += [] if base is None else ["lora", "peft"]
     lines = ["library_name: diffusionlm", "pipeline_tag: text-generation", "license: unknown"]
     lines.append(f"tags: [{', '.join(tags)}]")
-    if adapter is not None and adapter.is_on_hub:
-        lines += [f"base_model: {adapter.base}", "base_model_relation: adapter"]
+    if training is not None and training.is_base_on_hub:
+        lines += [f"base_model: {base}", "base_model_relation: adapter"]
     if datasets:
         lines.append(f"datasets: {json.dumps(list(dict.fromkeys(datasets)))}")
     return "\n".join(["---", *lines, "---", ""])
@@ -195,13 +168,8 @@ def _architecture_rows(config: ModelConfig, num_parameters: int) -> dict[str, st
         "parameters": f"{num_parameters:,}",
         "layers": config.num_hidden_layers,
         "hidden size": config.hidden_size,
-        "feed-forward size": _feed_forward_size(config),
-        "heads": f"{config.num_attention_heads} of {config.head_dim}",
-        "key-value heads": config.num_key_value_heads,
         "context": f"{config.max_position_embeddings:,} tokens",
-        "rotary base": f"{config.rope_theta:,.0f}",
         "vocabulary": f"{config.vocab_size:,}",
-        "embedding and head": "one matrix" if config.tie_word_embeddings else "two matrices",
         "block length": "the whole sequence" if config.block_length is None else f"{config.block_length:,}",
         "mask token": "none" if config.mask_token_id is None else config.mask_token_id,
         "output that predicts token i": "i - 1" if config.logit_alignment == "shifted" else "i",
@@ -213,44 +181,17 @@ def _architecture_rows(config: ModelConfig, num_parameters: int) -> dict[str, st
     return {key: str(value) for key, value in rows.items()}
 
 
-def _feed_forward_size(config: ModelConfig) -> str:
-    is_sparse = {config.is_sparse(layer) for layer in range(config.num_hidden_layers)}
-    dense = [str(config.intermediate_size)] if False in is_sparse else []
-    experts = [f"{config.moe_intermediate_size} per expert"] if True in is_sparse else []
-    return ", ".join(dense + experts)
-
-
 def _training_section(training: CardTraining) -> str:
     """Format the section up to the next heading."""
-    bound = training.bound
-    rows = {
-        "steps": f"{training.step:,} of {training.max_steps:,}, with {training.batch_size:,} sequences of up to "
-        f"{training.row_length:,} tokens",
-        "tokens seen": f"{training.tokens_seen:,}",
-        "optimizer": training.optimizer,
-        "weights": f"moving average, decay {training.ema_decay:g}" if training.ema_decay else "of the last step",
-        "started from": "random weights" if training.init_from is None else _escape_markdown(training.init_from),
-        "tokenizer": f"`{training.tokenizer_fingerprint}`",
-        "validation": "unknown" if bound is None else _format_bound(bound),
-    }
-    data = "\n".join(
-        f"| {' | '.join(map(_escape_markdown, (source.name, source.provenance, source.identity)))} | "
-        f"{source.share:.1%} |"
-        for source in training.sources
-    )
+    rows = {key: _escape_markdown(value) for key, value in training.facts.items()}
+    data = "\n".join(f"| {' | '.join(map(_escape_markdown, source))} |" for source in training.sources)
+    sections = "".join(f"{title}:\n\n{_fence_code(text, 'toml')}\n\n" for title, text in training.sections.items())
     return (
         f"{TRAINING_HEADING}\n\n{_format_table(rows)}\n\n"
-        f"Data:\n\n| source | where | identity | share |\n|---|---|---|---|\n{data}\n\n"
-        f"Objective:\n\n{_fence_code(training.objective, 'toml')}\n\n"
-        + ("" if training.adapter is None else f"Adapter:\n\n{_fence_code(training.adapter.options, 'toml')}\n\n")
-        + "To train it again, run this in the directory where the run was started (relative paths begin there); "
+        f"Data:\n\n| source | where | identity | share |\n|---|---|---|---|\n{data}\n\n{sections}"
+        "To train it again, run this in the directory where the run was started (relative paths begin there); "
         f"DIR is the checkpoint with the run's `config.toml`:\n\n{_fence_code(training.command, 'bash')}\n\n"
     )
-
-
-def _format_bound(bound: ValidationBound) -> str:
-    sign = "" if bound.is_exact else "at most "
-    return f"{sign}{bound.nats_per_token:.3f} ± {bound.standard_error:.3f} nats per token, at step {bound.step:,}"
 
 
 def _conversion_section(source: Path) -> str:
@@ -295,42 +236,32 @@ def _find_training_section(card: str) -> str | None:
     return match[0].strip() if match else None
 
 
-def _use_section(config: ModelConfig) -> str:
-    """Format commands whose lengths fit the context, with room for a prompt."""
+def _use_section(config: ModelConfig, base: str | None) -> str:
+    """Format commands whose lengths fit the context, with room for a prompt; ``base``: of an adapter."""
     context = config.max_position_embeddings
     length = "" if context >= 2 * DEFAULT_NEW_TOKENS else f" --max-new-tokens {max(1, context // 2)}"
-    shell = f'diffusionlm-infer --model . --prompt "..."{length}'
-    if config.block_length is None:
+    model, load = "--model .", '"."'
+    if base is not None:
+        model, load = f"--model {base} --adapter .", f'"{base}", adapter="."'
+    shell = f'diffusionlm-infer {model} --prompt "..."{length}'
+    if config.block_length is None and base is None:
         text = "before [MASK:6] after" if context >= 32 else f"a[MASK:{max(1, context // 4)}]b"
         shell += f'\ndiffusionlm-infer --model . --infill "{text}"'
     python = (
-        'import diffusionlm\n\nmodel = diffusionlm.load_model(".")\ntokenizer = diffusionlm.load_tokenizer(".")\n'
+        f'import diffusionlm\n\nmodel = diffusionlm.load_model({load})\ntokenizer = diffusionlm.load_tokenizer(".")\n'
         f"options = diffusionlm.GenerationConfig(max_new_tokens={max(1, min(32, context // 2))})\n"
         'done = diffusionlm.generate(model, [tokenizer.encode("...")], options)\n'
         "print(tokenizer.decode(done[0].token_ids))"
     )
+    if base is not None:
+        shell += f"\ndiffusionlm-convert --source {base} --adapter . --target MERGED"
+        python += (
+            "\n\n# PEFT puts it on the same base:\nfrom peft import PeftModel\n"
+            "from transformers import AutoModelForCausalLM\n\n"
+            f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), ".")'
+        )
     return (
         f"## Use\n\n{_fence_code(shell, 'bash')}\n\n{_fence_code(python, 'python')}\n\n{_transformers_text(config)}\n\n"
-    )
-
-
-def _adapter_use_section(config: ModelConfig, adapter: CardAdapter) -> str:
-    base = adapter.base if adapter.is_on_hub else "BASE"
-    shell = (
-        f'diffusionlm-infer --model {base} --adapter . --prompt "..."\n'
-        f"diffusionlm-convert --source {base} --adapter . --target MERGED"
-    )
-    python = (
-        f'import diffusionlm\n\nmodel = diffusionlm.load_model("{base}", adapter=".")\n'
-        'tokenizer = diffusionlm.load_tokenizer(".")'
-    )
-    peft = (
-        "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n"
-        f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), ".")'
-    )
-    return (
-        f"## Use\n\n{_fence_code(shell, 'bash')}\n\n{_fence_code(python, 'python')}\n\n"
-        f"PEFT puts it on the same base:\n\n{_fence_code(peft, 'python')}\n\n{_transformers_text(config)}\n\n"
     )
 
 

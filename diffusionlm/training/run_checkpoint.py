@@ -10,12 +10,9 @@ from torch import Tensor
 
 from config.data import HubDataset, Source
 from config.dump import to_toml
-from config.train import TrainConfig
 from config.training.parallel import SingleProcess
 from diffusionlm.checkpoints.base_fingerprint import BaseFingerprint
 from diffusionlm.checkpoints.model_card import (
-    CardAdapter,
-    CardDataSource,
     CardTraining,
     ValidationBound,
     update_training_section,
@@ -228,49 +225,47 @@ def parameter_shapes(model: Transformer) -> dict[str, torch.Size]:
 
 def describe_training(run: Run, bound: ValidationBound | None) -> CardTraining:
     """The training section of the model card, as of now; later steps do not change it."""
-    config = run.config
+    config, training, init_from = run.config, run.config.training, run.config.model.init_from
     total_weight = sum(component.weight for component in run.components)
     command = "diffusionlm-train" if isinstance(config.parallel, SingleProcess) else "diffusionlm-train-ddp"
-    init_from = config.model.init_from
+    sections, base, commit = {"Objective": to_toml(config.objective)}, None, ""
+    if config.lora is not None and init_from is not None:
+        sections["Adapter"] = to_toml(config.lora.model_copy(update={"init_from": None}))
+        base, _, commit = describe_origin(init_from).partition(", commit ")
+    sources = [component.source for component in config.data.components]
+    size = f"{training.batch_size:,} sequences of up to {config.row_length:,} tokens"
+    facts = {
+        "steps": f"{run.progress.step:,} of {run.settings.max_steps:,}, with {size}",
+        "tokens seen": f"{run.progress.tokens_seen:,}",
+        "optimizer": config.optimizer.kind,
+        "weights": f"moving average, decay {training.ema_decay:g}" if training.ema_decay else "of the last step",
+        "started from": "random weights" if init_from is None else describe_origin(init_from),
+        "tokenizer": run.tokenizer.fingerprint,
+        "validation": "unknown" if bound is None else str(bound),
+    }
     return CardTraining(
         name=config.run.directory.resolve().name,
-        step=run.progress.step,
-        max_steps=run.settings.max_steps,
-        batch_size=config.training.batch_size,
-        row_length=config.row_length,
-        tokens_seen=run.progress.tokens_seen,
+        facts=facts,
         sources=tuple(
-            _describe_data_source(component, section.source, component.weight / total_weight)
-            for component, section in zip(run.components, config.data.components, strict=True)
+            _describe_data_source(component, source, component.weight / total_weight)
+            for component, source in zip(run.components, sources, strict=True)
         ),
-        objective=to_toml(config.objective),
-        optimizer=config.optimizer.kind,
+        sections=sections,
         command=f"{command} --config DIR/config.toml --set run.directory=runs/again",
-        tokenizer_fingerprint=run.tokenizer.fingerprint,
-        init_from=None if init_from is None else describe_origin(init_from),
-        ema_decay=config.training.ema_decay,
-        bound=bound,
-        adapter=_describe_adapter(config),
+        datasets=tuple(
+            source.dataset for source in sources if isinstance(source, HubDataset) and not is_directory(source)
+        ),
+        adapter_base=base,
+        is_base_on_hub=bool(commit),
     )
 
 
-def _describe_adapter(config: TrainConfig) -> CardAdapter | None:
-    """Describe the adapter that a run trains. None: it trains the whole model."""
-    base = config.model.init_from
-    if config.lora is None or base is None:
-        return None
-    origin, _, commit = describe_origin(base).partition(", commit ")
-    return CardAdapter(to_toml(config.lora.model_copy(update={"init_from": None})), origin, bool(commit))
-
-
-def _describe_data_source(component: MixtureComponent, source: Source, share: float) -> CardDataSource:
+def _describe_data_source(component: MixtureComponent, source: Source, share: float) -> tuple[str, str, str, str]:
     """Describe a source without the folders of this machine: the identity of a dataset in a directory names it."""
-    identity, dataset = component.source.identity, None
+    identity = component.source.identity
     if isinstance(source, HubDataset) and is_directory(source):
         identity = identity.replace(source.dataset, portable_path(source.dataset), 1)
-    elif isinstance(source, HubDataset):
-        dataset = source.dataset
-    return CardDataSource(component.name, component.source.provenance, identity, share, dataset)
+    return component.name, component.source.provenance, identity, f"{share:.1%}"
 
 
 def add_final_bound_to_card(run: Run, bound: ValidationBound) -> None:
