@@ -19,14 +19,13 @@ if TYPE_CHECKING:
     from diffusionlm.evaluation.nelbo import NelboReport, nelbo
     from diffusionlm.evaluation.sampler_likelihood import SamplerReport, sampler_likelihood
     from diffusionlm.inference.constraints.compiler import ConstraintCompiler, TokenConstraint
-    from diffusionlm.inference.generate import Generation, generate, infill
+    from diffusionlm.inference.generate import Generation, generate, infill, stream
     from diffusionlm.inference.healing import HealedText, TokenHealer
-    from diffusionlm.inference.streaming import stream
+    from diffusionlm.inference.requests import RequestOptions
     from diffusionlm.models.init import init_weights
     from diffusionlm.models.patterns import Bidirectional, BlockCausal, Causal
     from diffusionlm.models.transformer import Transformer
     from diffusionlm.serving.engine import Engine
-    from diffusionlm.serving.requests import RequestOptions
     from tokenizer import encode_chat, load_chat_template, render_chat
 
     __version__: str
@@ -51,14 +50,14 @@ _MODULE_OF_NAME = {
     "TokenHealer": "diffusionlm.inference.healing",
     "SamplerReport": "diffusionlm.evaluation.sampler_likelihood",
     "sampler_likelihood": "diffusionlm.evaluation.sampler_likelihood",
-    "stream": "diffusionlm.inference.streaming",
+    "stream": "diffusionlm.inference.generate",
     "init_weights": "diffusionlm.models.init",
     "Bidirectional": "diffusionlm.models.patterns",
     "BlockCausal": "diffusionlm.models.patterns",
     "Causal": "diffusionlm.models.patterns",
     "Transformer": "diffusionlm.models.transformer",
     "Engine": "diffusionlm.serving.engine",
-    "RequestOptions": "diffusionlm.serving.requests",
+    "RequestOptions": "diffusionlm.inference.requests",
     "encode_chat": "tokenizer",
     "load_chat_template": "tokenizer",
     "render_chat": "tokenizer",

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from config.generation import GenerationConfig
+from config.model import ModelConfig
 from diffusionlm.inference.decoder import Decoder, DecoderLimits
 from diffusionlm.inference.generate import Generation, to_generation
-from diffusionlm.inference.requests import ActiveRequest, PreparedRequest, prepare_infill, prepare_prompt
-from diffusionlm.inference.settings import DecodingSettings, resolve_settings
+from diffusionlm.inference.request_builder import prepare_request
+from diffusionlm.inference.requests import ActiveRequest, PreparedRequest, RequestOptions
+from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.transformer import Transformer
 
 MASK = 22
-Job = tuple[PreparedRequest, DecodingSettings]
+Job = PreparedRequest
 
 BLOCKS: list[dict[str, Any]] = [
     {"denoising_steps": 2},
@@ -44,6 +46,22 @@ LIMITS = {
 }
 
 
+def make_request(token_ids: Sequence[int], seed: int = 0) -> PreparedRequest:
+    """A prompt of any tokens, of a model that nobody computes."""
+    model = ModelConfig(
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=8,
+        intermediate_size=8,
+        vocab_size=1 << 16,
+        max_position_embeddings=1 << 10,
+        mask_token_id=0,
+    )
+    return prepare_request(resolve_settings(GenerationConfig(max_new_tokens=1), model), token_ids, seed)
+
+
 def make_jobs(model: Transformer, options: list[dict[str, Any]], count: int, seed: int = 0) -> list[Job]:
     """Prompts of 1 to 25 tokens, most of which begin alike, and canvases with holes."""
     rng = np.random.default_rng(seed)
@@ -56,9 +74,9 @@ def make_jobs(model: Transformer, options: list[dict[str, Any]], count: int, see
         tokens = beginning[:length] if index % 4 else rng.integers(0, 20, length).tolist()
         if index % 5 == 4:
             canvas = [MASK if rng.random() < 0.4 and position else token for position, token in enumerate(tokens)]
-            jobs.append((prepare_infill(own, canvas, seed=index), own))
+            jobs.append(prepare_request(own, canvas, seed=index, options=RequestOptions(is_infill=True)))
         else:
-            jobs.append((prepare_prompt(own, tokens, seed=index), own))
+            jobs.append(prepare_request(own, tokens, seed=index))
     return jobs
 
 
@@ -73,7 +91,7 @@ def check_pages(decoder: Decoder, requests: Iterable[ActiveRequest]) -> None:
 
 def run_all(decoder: Decoder, jobs: list[Job], arrivals: list[int]) -> list[Generation]:
     """Decode jobs that arrive after so many rounds each."""
-    requests = [ActiveRequest(prepared, settings) for prepared, settings in jobs]
+    requests = [ActiveRequest(prepared) for prepared in jobs]
     finished: list[ActiveRequest] = []
     for rounds in range(3000):
         for request, arrival in zip(requests, arrivals, strict=True):

@@ -10,8 +10,7 @@ from itertools import count
 
 from cli.infer.preparation import PreparedRun
 from config.infer import InferConfig
-from diffusionlm.inference.streaming import stream
-from diffusionlm.inference.text import encode_chat_prompt
+from diffusionlm.inference.generate import stream
 from diffusionlm.models.transformer import Transformer
 from files.terminal_text import escape_control_characters, print_line
 
@@ -22,8 +21,7 @@ def run_chat(model: Transformer, prepared: PreparedRun, config: InferConfig) -> 
 
     A turn that fails, for example because the chat exceeds the model's context, is reported and dropped.
     """
-    tokenizer, template, generation = prepared.tokenizer, prepared.template, prepared.settings.config
-    assert template is not None
+    builder = prepared.builder
     messages = [] if config.input.system is None else [{"role": "system", "content": config.input.system}]
     with suppress(ImportError):
         importlib.import_module("readline")  # lets input() edit lines
@@ -34,10 +32,8 @@ def run_chat(model: Transformer, prepared: PreparedRun, config: InferConfig) -> 
             return
         turn_messages = [*messages, {"role": "user", "content": question}]
         try:
-            prompt = encode_chat_prompt(prepared.settings, tokenizer, template, turn_messages)
-            seed = config.input.seed + number
-            pieces = stream(model, tokenizer, prompt.token_ids, generation, seed, segment_starts=prompt.answer_ends)
-            answer = _print_answer(pieces)
+            prompt, seed = builder.encode_chat(turn_messages), config.input.seed + number
+            answer = _print_answer(stream(model, builder.tokenizer, prompt, builder.settings.config, seed))
         except ValueError as error:
             print_line(f"failed; the conversation continues without this turn: {error}")
             continue

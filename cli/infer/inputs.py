@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from config.infer import InferInputConfig
-    from config.model import ModelConfig
-    from diffusionlm.inference.healing import HealedText, TokenHealer
-    from diffusionlm.inference.settings import DecodingSettings
-    from tokenizer import ChatTemplate, Tokenizer
+    from diffusionlm.inference.constraints.compiler import TokenConstraint
+    from diffusionlm.inference.healing import HealedText
+    from diffusionlm.inference.request_builder import RequestBuilder
+    from diffusionlm.inference.requests import PreparedRequest
+    from tokenizer import ChatTemplate
 
 InputKind = Literal["prompt", "chat", "infill"]
 
@@ -51,40 +49,42 @@ class Input:
 
 @dataclass(frozen=True)
 class EncodedInput:
-    """An input as token ids."""
+    """An input and its request."""
 
     source: Input
     number: int
     """Number among the inputs of its kind, from 1 on."""
     text: str
     """The text of a prompt or an infill, the rendered template of a chat."""
-    token_ids: tuple[int, ...]
-    """The prompt, or the canvas of an infill."""
-    masked_positions: frozenset[int]
-    """Positions of an infill to fill; empty otherwise."""
     num_hidden: int
     """Prefix tokens of every text of the model, which are not displayed."""
-    seed: int
-    allowed_token_ids: Mapping[int, NDArray[np.int64]] = field(default_factory=dict)
-    """Positions of token healing, and the tokens that they may hold."""
-    repeated_bytes: bytes = b""
-    """The end of a prompt, which the first new token repeats."""
-    segment_starts: tuple[int, ...] = ()
-    """Positions of a chat where blocks are counted anew."""
-
-    @property
-    def num_repeated_bytes(self) -> int:
-        return len(self.repeated_bytes)
+    prepared: PreparedRequest
 
     @property
     def name(self) -> str:
         """Kind and number for messages, such as ``prompt 1``."""
         return f"{self.source.kind} {self.number}"
 
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt, or the canvas of an infill."""
+        return self.prepared.token_ids
+
+    @property
+    def seed(self) -> int:
+        return self.prepared.seed
+
+    @property
+    def num_repeated_bytes(self) -> int:
+        """Bytes of the end of a prompt, which the first new token repeats."""
+        repeated_bytes = self.prepared.options.repeated_bytes
+        return 0 if self.source.kind == "infill" else sum(map(len, repeated_bytes))
+
     def is_new(self, length: int) -> list[bool]:
         """True at the positions that are generated, for a canvas of ``length`` tokens."""
         if self.source.kind == "infill":
-            return [position in self.masked_positions for position in range(length)]
+            masked_positions = {*self.prepared.masked_positions.tolist()}
+            return [position in masked_positions for position in range(length)]
         return [position >= len(self.token_ids) for position in range(length)]
 
 
@@ -116,91 +116,46 @@ def read_inputs(config: InferInputConfig) -> list[Input]:
 
 
 def encode_inputs(
-    inputs: Sequence[Input],
-    tokenizer: Tokenizer,
-    settings: DecodingSettings,
-    template: ChatTemplate | None,
-    seed: int,
-    healer: TokenHealer | None = None,
+    inputs: Sequence[Input], builder: RequestBuilder, seed: int, constraint: TokenConstraint | None = None
 ) -> list[EncodedInput]:
-    """Encode the inputs.
-
-    Prompts and infills begin with the prefix tokens of the model, or of the tokenizer if the model has none; a chat
-    template writes its own.
+    """Make the requests of inputs.
 
     Args:
-        template: of chats; None: the checkpoint has none.
         seed: of the first input; each further one has the next.
-        healer: of prompts and infills; None: no token healing.
+        constraint: on each new text, and on each masked span.
 
     Raises:
-        ValueError: a masked span is invalid, a chat has no template, or the template rejects it.
+        ValueError: a masked span is invalid, a chat has no template, the template rejects it, an input does not fit the
+            model, or no text fits the constraint.
     """
-    model = settings.model
-    prefix_ids = tuple(model.prefix_ids or tokenizer.prefix_ids)
     counts = dict.fromkeys(_KEYS.values(), 0)
     encoded_inputs = []
     for index, source in enumerate(inputs):
         counts[source.kind] += 1
         with _prefix_errors(source.location):
-            segment_starts: tuple[int, ...] = ()
-            if source.kind == "chat":
-                text, encoded, segment_starts = _encode_chat(source, tokenizer, settings, template)
-                num_hidden = 0
-            else:
-                text, encoded = source.text, _encode_text(source, tokenizer, model, prefix_ids, healer)
-                num_hidden = len(prefix_ids)
-        ids, is_infill = encoded.token_ids, source.kind == "infill"
-        encoded_inputs.append(
-            EncodedInput(
-                source,
-                counts[source.kind],
-                text,
-                ids,
-                frozenset(position for position, token in enumerate(ids) if is_infill and token == model.mask_token_id),
-                num_hidden,
-                seed + index,
-                encoded.allowed_token_ids,
-                encoded.repeated_bytes,
-                segment_starts,
-            )
-        )
+            text, encoded = _encode(source, builder)
+        label = source.location or f"{source.kind} {counts[source.kind]} of {len(inputs)}"
+        constraints = [constraint] * max(1, len(encoded.options.span_lengths)) if constraint is not None else []
+        prepared = builder.prepare(encoded, seed + index, label, constraints=constraints)
+        num_hidden = 0 if source.kind == "chat" else len(builder.prefix_ids)
+        encoded_inputs.append(EncodedInput(source, counts[source.kind], text, num_hidden, prepared))
     return encoded_inputs
 
 
-def _encode_text(
-    source: Input,
-    tokenizer: Tokenizer,
-    model: ModelConfig,
-    prefix_ids: tuple[int, ...],
-    healer: TokenHealer | None,
-) -> HealedText:
-    """Encode a prompt or an infill."""
-    from diffusionlm.inference.healing import HealedText
-    from diffusionlm.inference.text import parse_infill
-
-    if source.kind == "prompt":
-        if healer is not None:
-            return healer.heal_prompt(source.text, prefix_ids)
-        return HealedText((*prefix_ids, *tokenizer.encode(source.text)))
-    if healer is not None:
-        return healer.heal_infill(source.text, prefix_ids, model.mask_token_id)
-    return HealedText((*prefix_ids, *parse_infill(source.text, tokenizer, model.mask_token_id)))
-
-
-def _encode_chat(
-    source: Input, tokenizer: Tokenizer, settings: DecodingSettings, template: ChatTemplate | None
-) -> tuple[str, HealedText, tuple[int, ...]]:
-    """Text of a chat, its encoding, and where blocks are counted anew. Chats are not healed, because their templates
-    end with a whole token."""
-    from diffusionlm.inference.healing import HealedText
-    from diffusionlm.inference.text import encode_chat_prompt
+def _encode(source: Input, builder: RequestBuilder) -> tuple[str, HealedText]:
+    """The text of an input, and its encoding."""
+    from diffusionlm.inference.healing import split_infill
     from tokenizer import render_chat
 
-    template = require_template(template)
-    text = render_chat(template, source.messages, add_generation_prompt=True)
-    prompt = encode_chat_prompt(settings, tokenizer, template, source.messages)
-    return text, HealedText(prompt.token_ids), prompt.answer_ends
+    match source.kind:
+        case "prompt":
+            return source.text, builder.encode_text(source.text)
+        case "infill":
+            return source.text, builder.encode_spans(split_infill(source.text))
+        case "chat":
+            template = require_template(builder.template)
+            text = render_chat(template, source.messages, add_generation_prompt=True)
+            return text, builder.encode_chat(source.messages)
 
 
 def require_template(template: ChatTemplate | None) -> ChatTemplate:

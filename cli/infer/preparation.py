@@ -5,24 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from cli.infer.answers import check_output_paths
 from cli.infer.inputs import EncodedInput, Input, encode_inputs, read_inputs, require_template
 from config.infer import InferConfig, InferConstraintConfig
 from config.model import ModelConfig
 from diffusionlm.checkpoints.adapter_config import read_adapter_config
 from diffusionlm.checkpoints.model_files import ModelDescription, check_weight_files, read_model_description
-from diffusionlm.inference.constraints.compiler import (
-    ConstraintCompiler,
-    TokenConstraint,
-    constrain_infill,
-    constrain_prompt,
-)
-from diffusionlm.inference.healing import SPACE, TokenHealer
-from diffusionlm.inference.requests import PreparedRequest, prepare_infill, prepare_prompt
-from diffusionlm.inference.settings import DecodingSettings, resolve_settings
-from diffusionlm.inference.text import split_infill, suppress_ids_without_text
+from diffusionlm.inference.constraints.compiler import ConstraintCompiler, TokenConstraint
+from diffusionlm.inference.request_builder import RequestBuilder
 from files.json_files import read_json_object
 from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer, load_chat_template
 
@@ -31,14 +21,9 @@ from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer, load_chat_templat
 class PreparedRun:
     """A call whose inputs fit the model and the settings."""
 
-    tokenizer: Tokenizer
-    template: ChatTemplate | None
-    """Of chats; None: there is none, and no chat."""
-    settings: DecodingSettings
+    builder: RequestBuilder
     inputs: tuple[EncodedInput, ...] = ()
     """Empty for an interactive chat."""
-    requests: tuple[PreparedRequest, ...] = ()
-    """One for each input."""
 
 
 def prepare_run(config: InferConfig) -> PreparedRun:
@@ -82,19 +67,11 @@ def prepare_inputs(
         ValueError: an input does not fit the model, a masked span cannot be parsed, the template rejects a chat, the
             settings do not fit the model, or the constraint is wrong or does not fit an input.
     """
-    generation = suppress_ids_without_text(config.generation, tokenizer, model.vocab_size)
-    settings = resolve_settings(generation, model)
-    healer = TokenHealer.from_settings(tokenizer, settings) if config.input.token_healing else None
-    encoded_inputs = encode_inputs(inputs, tokenizer, settings, template, config.input.seed, healer)
+    builder = RequestBuilder.from_config(
+        tokenizer, model, config.generation, template, token_healing=config.input.token_healing
+    )
     constraint = compile_constraint(config.constraint, tokenizer)
-    if healer is not None and constraint is not None:
-        plain_inputs = encode_inputs(inputs, tokenizer, settings, template, config.input.seed)
-        encoded_inputs = [
-            healed if _has_answer(settings, healed, constraint) else plain
-            for healed, plain in zip(encoded_inputs, plain_inputs, strict=True)
-        ]
-    requests = tuple(_prepare(settings, encoded, len(inputs), constraint) for encoded in encoded_inputs)
-    return PreparedRun(tokenizer, template, settings, tuple(encoded_inputs), requests)
+    return PreparedRun(builder, tuple(encode_inputs(inputs, builder, config.input.seed, constraint)))
 
 
 def compile_constraint(config: InferConstraintConfig, tokenizer: Tokenizer) -> TokenConstraint | None:
@@ -118,31 +95,3 @@ def compile_constraint(config: InferConstraintConfig, tokenizer: Tokenizer) -> T
         return compiler.compile_choices(config.choices)
     except ValueError as error:
         raise ValueError(f"constraint.{'choices' if config.regex is None else 'regex'}: {error}") from None
-
-
-def _has_answer(settings: DecodingSettings, encoded: EncodedInput, constraint: TokenConstraint) -> bool:
-    """Whether some text fits the constraint behind what token healing takes back."""
-    try:
-        _prepare(settings, encoded, 1, constraint)
-    except ValueError:
-        return False
-    return True
-
-
-def _prepare(
-    settings: DecodingSettings, encoded: EncodedInput, num_inputs: int, constraint: TokenConstraint | None
-) -> PreparedRequest:
-    label = encoded.source.location or f"{encoded.name} of {num_inputs}"
-    ids, seed, allowed = encoded.token_ids, encoded.seed, encoded.allowed_token_ids
-    if encoded.source.kind != "infill":
-        request = prepare_prompt(settings, ids, seed, label, allowed, encoded.segment_starts)
-        constraint = constraint and constraint.after(encoded.repeated_bytes)
-        return constrain_prompt(request, settings, constraint, label)
-    request = prepare_infill(settings, ids, seed, label, allowed)
-    if constraint is None:
-        return request
-    lengths = [num_masked for _, num_masked in split_infill(encoded.source.text)[:-1]]
-    starts = request.masked_positions[np.cumsum([0, *lengths[:-1]])].tolist()
-    # Before a span only a space is healed.
-    constraints = [constraint.after(SPACE if start in allowed else b"") for start in starts]
-    return constrain_infill(request, settings, constraints, label, lengths)

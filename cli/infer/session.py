@@ -17,7 +17,6 @@ from cli.infer.replay_page import ReplayRecorder, RequestReplay, write_page
 from cli.infer.terminal import LiveView, print_answer
 from config.infer import InferConfig
 from diffusionlm.inference.generate import DecodingStep, Generation, StepCallback, decode
-from diffusionlm.inference.requests import PreparedRequest
 from diffusionlm.models.transformer import Transformer
 from logger.progress import ProgressMeter
 
@@ -31,14 +30,13 @@ def answer(model: Transformer, prepared: PreparedRun, config: InferConfig) -> No
         ValueError: the model's probabilities are not finite.
         OSError: a file cannot be written.
     """
-    inputs, requests = prepared.inputs, prepared.requests
     # A bar and the canvases of --show would overwrite each other.
     meter = ProgressMeter(sys.stderr, style="lines" if config.output.show else "auto")
     run = _InferenceRun(model, prepared, config, meter)
     try:
         with closing(meter):
-            for batch in _split_into_batches(inputs, config.input.batch_size):
-                run.decode_batch(batch, requests[run.num_done : run.num_done + len(batch)])
+            for batch in _split_into_batches(prepared.inputs, config.input.batch_size):
+                run.decode_batch(batch)
     finally:
         run.write_replay_page()
 
@@ -63,9 +61,9 @@ class _InferenceRun:
     ) -> None:
         self.num_done = 0
         self._model = model
-        self._tokenizer = prepared.tokenizer
+        self._tokenizer = prepared.builder.tokenizer
         self._config = config
-        self._settings = settings = prepared.settings
+        settings = prepared.builder.settings
         self._num_inputs = num_inputs = len(prepared.inputs)
         self._meter = meter
         if config.output.file is not None:
@@ -82,14 +80,15 @@ class _InferenceRun:
     def _prints_json(self) -> bool:
         return self._config.output.format == "json" or self._config.output.file is not None
 
-    def decode_batch(self, encoded_inputs: Sequence[EncodedInput], requests: Sequence[PreparedRequest]) -> None:
+    def decode_batch(self, encoded_inputs: Sequence[EncodedInput]) -> None:
         output = self._config.output
         stream = sys.stderr if self._prints_json else sys.stdout
         view = LiveView(self._tokenizer, encoded_inputs, stream) if output.show else None
         recorder = ReplayRecorder(encoded_inputs) if output.html is not None else None
         start = time.perf_counter()
         with nullcontext() if view is None else closing(view):
-            results = decode(self._model, self._settings, requests, _combine_callbacks(view, recorder))
+            requests = [encoded.prepared for encoded in encoded_inputs]
+            results = decode(self._model, requests, _combine_callbacks(view, recorder))
         seconds = time.perf_counter() - start
         self._emit_answers(encoded_inputs, results, recorder, seconds)
 

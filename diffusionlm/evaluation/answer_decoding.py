@@ -10,7 +10,6 @@ from typing import Literal
 
 from diffusionlm.inference.decoder import PAGE_SIZE, Decoder, DecoderLimits
 from diffusionlm.inference.requests import ActiveRequest, PreparedRequest
-from diffusionlm.inference.settings import DecodingSettings
 from diffusionlm.inference.text import AnswerText
 from diffusionlm.models.transformer import Transformer
 from tokenizer import Tokenizer
@@ -18,10 +17,9 @@ from tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class AnswerRequest:
-    """A prompt, with settings and stop strings of its own."""
+    """A prompt, with stop strings of its own."""
 
     prepared: PreparedRequest
-    settings: DecodingSettings
     stop: tuple[str, ...] = ()
     """The text ends before the first of these, wherever they lie in tokens and blocks."""
 
@@ -88,7 +86,7 @@ class _OpenAnswer:
 
     def __init__(self, index: int, tokenizer: Tokenizer, source: AnswerRequest) -> None:
         self.index = index
-        self.request = ActiveRequest(source.prepared, source.settings)
+        self.request = ActiveRequest(source.prepared)
         self._text = AnswerText(tokenizer, source.stop)
         self._hidden_ids = tokenizer.hidden_ids
         self._num_read = 0

@@ -75,7 +75,7 @@ def evaluate_exact_match(
     answers: list[_Answer] = []
     for start in range(0, len(plan.requests), plan.config.batch_size):
         part = slice(start, start + plan.config.batch_size)
-        results = decode(model, plan.settings, plan.requests[part])
+        results = decode(model, plan.requests[part])
         references = plan.references[part]
         answers += [_compare(plan.tokenizer, item, result) for item, result in zip(references, results, strict=True)]
         if on_progress is not None:

@@ -12,9 +12,9 @@ from diffusionlm.checkpoints.model_files import check_weight_files, read_model_d
 from diffusionlm.data.chat.reference_answers import ReferenceAnswer, read_reference_answers
 from diffusionlm.data.chat.templates import resolve_chat_template
 from diffusionlm.data.pipeline import open_chat
-from diffusionlm.inference.requests import PreparedRequest, prepare_prompt
-from diffusionlm.inference.settings import DecodingSettings, resolve_settings
-from diffusionlm.inference.text import encode_chat_prompt, suppress_ids_without_text
+from diffusionlm.inference.request_builder import RequestBuilder
+from diffusionlm.inference.requests import PreparedRequest
+from diffusionlm.inference.settings import DecodingSettings
 from tokenizer import ChatTemplate, Tokenizer
 
 KEY = "exact_match.source"
@@ -64,12 +64,11 @@ def prepare_references(
     Raises:
         ValueError: a prompt does not fit the model with its answer, or the settings do not fit the model.
     """
-    settings = resolve_settings(suppress_ids_without_text(config.generation, tokenizer, model.vocab_size), model)
-    requests = []
-    for number, item in enumerate(references):
-        prompt = encode_chat_prompt(settings, tokenizer, template, item.messages, item.tools)
-        label = f"{KEY}: prompt {number + 1}"
-        requests.append(
-            prepare_prompt(settings, prompt.token_ids, config.seed + number, label, segment_starts=prompt.answer_ends)
+    builder = RequestBuilder.from_config(tokenizer, model, config.generation, template)
+    requests = [
+        builder.prepare(
+            builder.encode_chat(item.messages, item.tools), config.seed + number, f"{KEY}: prompt {number + 1}"
         )
-    return ExactMatchPlan(config, tokenizer, settings, tuple(references), tuple(requests))
+        for number, item in enumerate(references)
+    ]
+    return ExactMatchPlan(config, tokenizer, builder.settings, tuple(references), tuple(requests))

@@ -1,4 +1,4 @@
-"""Decoding: one loop for generation and infilling.
+"""Decoding: one loop for generation, infilling and streams.
 
 A request is a canvas of given and masked positions. Each forward predicts a token at every masked position of each
 request's current block, and the strategy commits some of them. Every request has its own block, step and number of
@@ -7,23 +7,24 @@ forwards, and leaves the batch when it is done.
 
 from __future__ import annotations
 
+import codecs
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from queue import SimpleQueue
+from typing import Any, Literal, TypeVar
 
 from config.generation import GenerationConfig
-from diffusionlm.inference.constraints.compiler import TokenConstraint, constrain_infill, constrain_prompt
+from diffusionlm.inference.constraints.compiler import TokenConstraint
 from diffusionlm.inference.decoder import PAGE_SIZE, Decoder, DecoderLimits
-from diffusionlm.inference.requests import (
-    ActiveRequest,
-    AllowedTokens,
-    PreparedRequest,
-    TopLogprobs,
-    prepare_infill,
-    prepare_prompt,
-)
-from diffusionlm.inference.settings import DecodingSettings, resolve_settings
+from diffusionlm.inference.healing import HealedText
+from diffusionlm.inference.request_builder import prepare_request
+from diffusionlm.inference.requests import ActiveRequest, AllowedTokens, PreparedRequest, RequestOptions, TopLogprobs
+from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.transformer import Transformer
+from tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -113,20 +114,14 @@ def generate(
             are fewer ``steps`` than blocks, the config does not fit the model, or the model's probabilities are not
             finite.
     """
-    settings = resolve_settings(config, model.config)
-    _check_counts(
-        len(prompts), seeds=seeds, allowed_token_ids=allowed_token_ids, segment_starts=segment_starts,
-        constraints=constraints,
+    count = len(prompts)
+    requests = _prepare_requests(
+        model, prompts, config, seeds,
+        allowed_token_ids=_expand("allowed_token_ids", allowed_token_ids, count, {}),
+        segment_starts=_expand("segment_starts", segment_starts, count, ()),
+        constraints=[(item,) for item in _expand("constraints", constraints, count, None)],
     )  # fmt: skip
-    requests = []
-    for index, token_ids in enumerate(prompts):
-        label, seed = f"prompt {index}", index if seeds is None else seeds[index]
-        allowed = None if allowed_token_ids is None else allowed_token_ids[index]
-        starts = () if segment_starts is None else segment_starts[index]
-        request = prepare_prompt(settings, token_ids, seed, label, allowed, starts)
-        constraint = None if constraints is None else constraints[index]
-        requests.append(constrain_prompt(request, settings, constraint, label))
-    return decode(model, settings, requests, on_step)
+    return decode(model, requests, on_step)
 
 
 def infill(
@@ -151,20 +146,52 @@ def infill(
     Raises:
         ValueError: like `generate`.
     """
+    count = len(canvases)
+    requests = _prepare_requests(
+        model, canvases, config, seeds,
+        is_infill=[True] * count,
+        allowed_token_ids=_expand("allowed_token_ids", allowed_token_ids, count, {}),
+        constraints=_expand("constraints", constraints, count, ()),
+    )  # fmt: skip
+    return decode(model, requests, on_step)
+
+
+def _expand(name: str, values: Sequence[T] | None, num_requests: int, default: T) -> Sequence[T]:
+    """Values of a list that has an entry for each request; None: there is no list.
+
+    Raises:
+        ValueError: their number differs.
+    """
+    if values is not None and len(values) != num_requests:
+        raise ValueError(f"{name}: {len(values)} for {num_requests} requests: pass one per request, or None")
+    return [default] * num_requests if values is None else values
+
+
+def _prepare_requests(
+    model: Transformer,
+    texts: Sequence[Sequence[int]],
+    config: GenerationConfig,
+    seeds: Sequence[int] | None,
+    **options: Sequence[Any],
+) -> list[PreparedRequest]:
+    """Check requests, each with its entry of each option (`RequestOptions`)."""
     settings = resolve_settings(config, model.config)
-    _check_counts(len(canvases), seeds=seeds, allowed_token_ids=allowed_token_ids, constraints=constraints)
-    requests = []
-    for index, token_ids in enumerate(canvases):
-        label, seed = f"canvas {index}", index if seeds is None else seeds[index]
-        allowed = None if allowed_token_ids is None else allowed_token_ids[index]
-        request = prepare_infill(settings, token_ids, seed, label, allowed)
-        requests.append(constrain_infill(request, settings, () if constraints is None else constraints[index], label))
-    return decode(model, settings, requests, on_step)
+    seeds = range(len(texts)) if seeds is None else _expand("seeds", seeds, len(texts), 0)
+    kind = "canvas" if "is_infill" in options else "prompt"
+    return [
+        prepare_request(
+            settings,
+            token_ids,
+            seeds[index],
+            RequestOptions(**{key: values[index] for key, values in options.items()}),
+            f"{kind} {index}",
+        )
+        for index, token_ids in enumerate(texts)
+    ]
 
 
 def decode(
     model: Transformer,
-    settings: DecodingSettings,
     prepared_requests: Sequence[PreparedRequest],
     on_step: StepCallback | None = None,
 ) -> list[Generation]:
@@ -173,14 +200,14 @@ def decode(
     Raises:
         ValueError: the model's probabilities are not finite.
     """
-    requests = [ActiveRequest(request, settings) for request in prepared_requests]
-    for num_forwards in decode_rounds(model, requests):
+    requests = [ActiveRequest(request) for request in prepared_requests]
+    for num_forwards in decode_steps(model, requests):
         if on_step is not None:
             on_step(DecodingStep(num_forwards, tuple(take_snapshot(request) for request in requests)))
     return [to_generation(request) for request in requests]
 
 
-def decode_rounds(model: Transformer, requests: Sequence[ActiveRequest]) -> Iterator[int]:
+def decode_steps(model: Transformer, requests: Sequence[ActiveRequest]) -> Iterator[int]:
     """Decode requests together; yields the number of forwards after each one.
 
     Raises:
@@ -202,15 +229,80 @@ def decode_rounds(model: Transformer, requests: Sequence[ActiveRequest]) -> Iter
     decoder.keep_graphs()
 
 
-def _check_counts(num_requests: int, **lists: Sequence[object] | None) -> None:
-    """Check that each list has an entry for each request; None: there is no list.
+def stream(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    prompt: Sequence[int] | HealedText,
+    config: GenerationConfig,
+    seed: int = 0,
+    segment_starts: Sequence[int] = (),
+    constraint: TokenConstraint | None = None,
+) -> Iterator[str]:
+    """Iterate over the pieces of text by which `generate` continues a prompt; none is empty or splits a character.
+
+    Tokens are passed on from the left as soon as they are final: when everything before them is committed, too. A
+    strategy that remasks does so within the current block alone, so a block is final when the next one has begun.
+
+    Pieces do not repeat the text that a `HealedText` has taken back.
+
+    Decoding runs in a thread of its own. It starts with the request for the first piece, and stops at its next forward
+    when the iterator is closed.
+
+    Args:
+        segment_starts: of the prompt, as in `generate`.
+        constraint: on the new text, as in `generate`.
 
     Raises:
-        ValueError: one differs.
+        ValueError: like `generate`, when a piece is requested.
     """
-    for name, values in lists.items():
-        if values is not None and len(values) != num_requests:
-            raise ValueError(f"{name}: {len(values)} for {num_requests} requests: pass one per request, or None")
+    text = prompt if isinstance(prompt, HealedText) else HealedText(tuple(prompt))
+    options = replace(text.options, constraints=(constraint,))
+    if segment_starts:
+        options = replace(options, segment_starts=segment_starts)
+    prepared = prepare_request(resolve_settings(config, model.config), text.token_ids, seed, options, "the prompt")
+    updates: SimpleQueue[Sequence[int] | Exception | None] = SimpleQueue()
+    is_closed = threading.Event()
+    thread = threading.Thread(
+        target=_decode_into_queue,
+        args=(model, ActiveRequest(prepared), updates, is_closed),
+        name="diffusionlm-stream",
+        daemon=True,
+    )
+    thread.start()
+    try:
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        num_decoded = 0
+        while (final_ids := updates.get()) is not None:
+            if isinstance(final_ids, Exception):
+                raise final_ids
+            skipped = text.num_repeated_bytes if num_decoded == 0 else 0
+            piece = decoder.decode(tokenizer.decode_bytes(final_ids[num_decoded:])[skipped:])
+            num_decoded = len(final_ids)
+            if piece:
+                yield piece
+        if piece := decoder.decode(b"", final=True):
+            yield piece
+    finally:
+        is_closed.set()
+        thread.join()
+
+
+def _decode_into_queue(
+    model: Transformer,
+    request: ActiveRequest,
+    updates: SimpleQueue[Sequence[int] | Exception | None],
+    is_closed: threading.Event,
+) -> None:
+    """After each forward put all final new tokens into the queue; at the end None, or an error."""
+    try:
+        for _ in decode_steps(model, [request]):
+            if is_closed.is_set():
+                return
+            updates.put(request.final_token_ids())
+        updates.put(request.final_token_ids())
+        updates.put(None)
+    except Exception as error:
+        updates.put(error)
 
 
 def take_snapshot(request: ActiveRequest) -> CanvasSnapshot:
@@ -226,7 +318,7 @@ def take_snapshot(request: ActiveRequest) -> CanvasSnapshot:
 def to_generation(request: ActiveRequest) -> Generation:
     """The result of a request that is done."""
     positions = request.answer_positions[: request.stop_index]
-    token_ids = request.tokens_L if request.prepared.is_infill else request.tokens_L[positions]
+    token_ids = request.tokens_L if request.prepared.options.is_infill else request.tokens_L[positions]
     return Generation(
         token_ids=tuple(token_ids.tolist()),
         finish_reason="length" if request.stop_index is None else "stop",

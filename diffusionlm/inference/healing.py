@@ -8,38 +8,58 @@ changes. Text after a masked span is encoded on its own.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
 
+from diffusionlm.inference.requests import DEFAULT_OPTIONS, RequestOptions
 from diffusionlm.inference.settings import DecodingSettings
-from diffusionlm.inference.text import required_mask_token_id, split_infill
 from tokenizer import Tokenizer
 
 SPACE = b" "
 
 
-@dataclass(frozen=True, eq=False)
+MAX_SPAN_LENGTH = 65_536
+"""Largest n of ``[MASK:n]``."""
+
+_MASKED_SPAN = re.compile(r"\[MASK:([^\[\]\n]*)\]")
+_NUMBER = re.compile(r"[0-9]{1,9}")
+
+
+@dataclass(frozen=True)
 class HealedText:
-    """A text as token ids, and the tokens that its healed positions allow."""
+    """A text as token ids, and what its tokens say about decoding."""
 
     token_ids: tuple[int, ...]
     """A prompt or a canvas, without what was taken back."""
-    allowed_token_ids: Mapping[int, NDArray[np.int64]] = field(default_factory=dict)
-    """Healed position -> the tokens that begin with what was taken back before it. In a prompt it is the position of
-    the first new token."""
-    repeated_bytes: bytes = b""
-    """The end of a prompt, which the first new token repeats."""
-    num_removed_tokens: int = 0
-    """How many more tokens the text has without healing."""
+    options: RequestOptions = DEFAULT_OPTIONS
+    """What the text determines: tokens that healed positions allow, masked spans, where blocks are counted anew."""
+    plain_token_ids: tuple[int, ...] = ()
+    """The text without healing. Empty: nothing was taken back."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "plain_token_ids", self.plain_token_ids or self.token_ids)
+
+    @property
+    def allowed_token_ids(self) -> Mapping[int, NDArray[np.int64]]:
+        """Healed position -> the tokens that begin with what was taken back before it. In a prompt it is the position
+        of the first new token."""
+        return {position: np.asarray(ids) for position, ids in self.options.allowed_token_ids.items()}
 
     @property
     def num_repeated_bytes(self) -> int:
-        return len(self.repeated_bytes)
+        """Bytes of the end of a prompt, which the first new token repeats."""
+        return 0 if self.options.is_infill else sum(map(len, self.options.repeated_bytes))
+
+    @property
+    def num_given_tokens(self) -> int:
+        """Tokens of the text as it is, without its masks."""
+        return len(self.plain_token_ids) - sum(self.options.span_lengths)
 
 
 @dataclass(frozen=True)
@@ -75,7 +95,7 @@ class TokenHealer:
         excluded_token_ids = {*settings.forbidden_token_ids, *settings.stop_token_ids}
         return cls(tokenizer, excluded_token_ids, settings.config.max_new_tokens)
 
-    def heal_prompt(self, text: str, prefix_ids: Sequence[int] = ()) -> HealedText:
+    def heal_prompt(self, text: str, prefix_ids: Sequence[int] = (), max_new_tokens: int | None = None) -> HealedText:
         """Encode a text to continue, and take back its last token, or its last space.
 
         Nothing is taken back if no longer token begins with it, if it is the first token, or, except for a space, if
@@ -83,46 +103,36 @@ class TokenHealer:
 
         Args:
             prefix_ids: tokens before the text, which stay.
+            max_new_tokens: None: those of all prompts.
         """
         text_ids, kept_ids, start = self._split_end(text)
-        allowed_ids = self._allowed_token_ids(start, is_alone=self._max_new_tokens == 1)
+        is_alone = (max_new_tokens or self._max_new_tokens) == 1
+        allowed_ids = self._allowed_token_ids(start, is_alone=is_alone)
         if allowed_ids is None or not (prefix_ids or kept_ids):
             return HealedText((*prefix_ids, *text_ids))
         token_ids = (*prefix_ids, *kept_ids)
-        return HealedText(token_ids, {len(token_ids): allowed_ids}, start, len(text_ids) - len(kept_ids))
+        options = RequestOptions(allowed_token_ids={len(token_ids): allowed_ids}, repeated_bytes=(start,))
+        return HealedText(token_ids, options, (*prefix_ids, *text_ids))
 
     def heal_infill(self, text: str, prefix_ids: Sequence[int] = (), mask_token_id: int | None = None) -> HealedText:
-        """Encode a text with masked spans, like `parse_infill`, and take back the space before each span.
+        """Encode a text in which each ``[MASK:n]`` stands for n mask tokens, and take back the space before each span.
 
         Other tokens stay, because a token that is taken back takes a position of the span.
 
         Raises:
-            ValueError: like `parse_infill`.
+            ValueError: like `split_infill`, or there is no mask token.
         """
-        return self.heal_pieces(split_infill(text), prefix_ids, mask_token_id)
+        return encode_pieces(self._tokenizer, split_infill(text), prefix_ids, mask_token_id, self)
 
-    def heal_pieces(
-        self, pieces: Sequence[tuple[str, int]], prefix_ids: Sequence[int] = (), mask_token_id: int | None = None
-    ) -> HealedText:
-        """Encode pieces of a text like `heal_infill`.
+    def heal_space(self, text: str, num_masked: int) -> tuple[list[int], NDArray[np.int64]] | None:
+        """Take back the space before a masked span.
 
-        Args:
-            pieces: each with the number of masked tokens after it; 0 after the last one alone.
+        Returns:
+            The ids of the text without it, and the tokens that the span may begin with. None: nothing can be healed.
         """
-        mask = required_mask_token_id(self._tokenizer, mask_token_id)
-        token_ids, allowed_token_ids, num_removed = list(prefix_ids), {}, 0
-        for piece, num_masked in pieces[:-1]:
-            piece_ids, kept_ids, start = self._split_end(piece)
-            allowed_ids = self._allowed_token_ids(start, is_alone=num_masked == 1) if start == SPACE else None
-            if allowed_ids is None or not (token_ids or kept_ids):
-                token_ids += piece_ids
-            else:
-                token_ids += kept_ids
-                num_removed += len(piece_ids) - len(kept_ids)
-                allowed_token_ids[len(token_ids)] = allowed_ids
-            token_ids += [mask] * num_masked
-        token_ids += self._tokenizer.encode(pieces[-1][0])
-        return HealedText(tuple(token_ids), allowed_token_ids, num_removed_tokens=num_removed)
+        _, kept_ids, start = self._split_end(text)
+        allowed_ids = self._allowed_token_ids(start, is_alone=num_masked == 1) if start == SPACE else None
+        return None if allowed_ids is None else (kept_ids, allowed_ids)
 
     def _split_end(self, text: str) -> tuple[list[int], list[int], bytes]:
         """Ids of a text, its ids without its end, and the bytes of that end: the last token, or of white space the last
@@ -161,3 +171,69 @@ class TokenHealer:
             num_equal = sum(text == start for text, _ in tokens)
             self._continuations[start] = _Continuations(ids[:num_equal], ids[num_equal:], ids)
         return self._continuations[start]
+
+
+def split_infill(text: str) -> list[tuple[str, int]]:
+    """Split a text into pieces, each with the number of masked tokens after it: 0 after the last one.
+
+    Raises:
+        ValueError: no masked span, or n is not a number from 1 to `MAX_SPAN_LENGTH`.
+    """
+    pieces = []
+    end = 0
+    for match in _MASKED_SPAN.finditer(text):
+        pieces.append((text[end : match.start()], _span_length(match)))
+        end = match.end()
+    if not pieces:
+        raise ValueError(f"{text!r} has no masked span: write [MASK:n] for n tokens to fill in")
+    return [*pieces, (text[end:], 0)]
+
+
+def _span_length(match: re.Match[str]) -> int:
+    number = match[1]
+    if not _NUMBER.fullmatch(number) or not 1 <= int(number) <= MAX_SPAN_LENGTH:
+        span = match[0] if len(match[0]) <= 40 else match[0][:37] + "..."
+        raise ValueError(f"{span} is not a masked span: write [MASK:n] with n from 1 to {MAX_SPAN_LENGTH}")
+    return int(number)
+
+
+def encode_pieces(
+    tokenizer: Tokenizer,
+    pieces: Sequence[tuple[str, int]],
+    prefix_ids: Sequence[int] = (),
+    mask_token_id: int | None = None,
+    healer: TokenHealer | None = None,
+) -> HealedText:
+    """Encode pieces of a text, as ordinary text: special tokens written in them stay text.
+
+    Args:
+        pieces: each with the number of masked tokens after it; 0 after the last one alone.
+        mask_token_id: the model's; None: the tokenizer's.
+        healer: takes back the space before each span; None: no token healing.
+
+    Raises:
+        ValueError: there is no mask token.
+    """
+    mask = tokenizer.mask_token_id if mask_token_id is None else mask_token_id
+    if mask is None:
+        raise ValueError("the tokenizer has no mask token: pass the model's mask_token_id")
+    token_ids, plain_ids = list(prefix_ids), list(prefix_ids)
+    allowed_token_ids: dict[int, NDArray[np.int64]] = {}
+    repeated_bytes = []
+    for piece, num_masked in pieces:
+        piece_ids = tokenizer.encode(piece)
+        plain_ids += [*piece_ids, *[mask] * num_masked]
+        healed = healer.heal_space(piece, num_masked) if healer is not None and num_masked else None
+        if healed is not None and (token_ids or healed[0]):
+            piece_ids, allowed_token_ids[len(token_ids) + len(healed[0])] = healed
+            repeated_bytes.append(SPACE)
+        elif num_masked:
+            repeated_bytes.append(b"")
+        token_ids += [*piece_ids, *[mask] * num_masked]
+    options = RequestOptions(
+        is_infill=True,
+        span_lengths=tuple(num_masked for _, num_masked in pieces[:-1]),
+        allowed_token_ids=allowed_token_ids,
+        repeated_bytes=tuple(repeated_bytes),
+    )
+    return HealedText(tuple(token_ids), options, tuple(plain_ids))

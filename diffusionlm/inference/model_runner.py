@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from config.model import ModelConfig
 from diffusionlm.diffusion.attention_bias import read_attention_bias
 from diffusionlm.inference.cuda_graphs import GraphedForward
 from diffusionlm.inference.requests import ActiveRequest
-from diffusionlm.inference.settings import DecodingSettings, PerSettings
+from diffusionlm.inference.settings import MAX_KEPT_SETTINGS, DecodingSettings
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.patterns import (
     AttentionPattern,
@@ -131,7 +132,7 @@ class ModelRunner:
         self._model, self._cache, self._adapter_rows = model, cache, adapter_rows
         self._graphed_forward = graphed_forward
         self._shift = _output_shift(model.config)
-        self._patterns = PerSettings(build_pattern)
+        self._get_pattern = lru_cache(MAX_KEPT_SETTINGS)(build_pattern)
 
     def __call__(self, scheduled: Sequence[ScheduledRequest]) -> Tensor:
         """Logits that predict the output positions of the requests that are decoded, and then, for those with guidance,
@@ -223,7 +224,7 @@ class ModelRunner:
             outputs=request.output_positions - self._shift if item.is_decoded else request.output_positions[:0],
         )
         tokens_L = _unconditional_canvas(request) if number else request.tokens_L
-        return InputText(tokens_L, sequence, request.prepared.adapter)
+        return InputText(tokens_L, sequence, request.prepared.options.adapter)
 
     def _pattern(self, request: ActiveRequest, length: int) -> AttentionPattern:
         """Attention of a request's text; requests with the same settings share one."""
@@ -235,7 +236,7 @@ class ModelRunner:
         if settings.block_causal_length is not None and len(request.prepared.segments.starts) > 1:
             segments_1L = torch.from_numpy(request.prepared.segments.numbers(length))[None]
             return BlockCausal(settings.block_causal_length, segments_BL=segments_1L)
-        pattern = self._patterns.get(settings)
+        pattern = self._get_pattern(settings)
         return DenseBias(pattern.bias[..., :length, :length]) if isinstance(pattern, DenseBias) else pattern
 
 

@@ -1,4 +1,5 @@
-"""Requests: checked before decoding (`PreparedRequest`), and their state between two forwards (`ActiveRequest`).
+"""Requests: what is asked for (`RequestOptions`), what fits the model (`PreparedRequest`, made by `request_builder`),
+and the state between two forwards (`ActiveRequest`).
 
 Shapes: L positions of the canvas, M candidate positions of the current block, N those of them whose logits the next
 forward computes.
@@ -7,22 +8,16 @@ forward computes.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from numbers import Integral
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
-from diffusionlm.inference.blocks import (
-    WHOLE_TEXT,
-    DecodingBlock,
-    TextSegments,
-    round_if_uniform_canvas,
-    split_into_blocks,
-)
+from diffusionlm.inference.blocks import WHOLE_TEXT, DecodingBlock, TextSegments, round_if_uniform_canvas
+from diffusionlm.inference.constraints.compiler import TokenConstraint
 from diffusionlm.inference.constraints.token_automaton import ConstrainedSpan, SpanCursor
-from diffusionlm.inference.settings import DecodingSettings, check_token_ids
+from diffusionlm.inference.settings import DecodingSettings
 from diffusionlm.inference.strategy import DecodeState
 
 AllowedTokens = Mapping[int, Sequence[int] | NDArray[np.int64]]
@@ -35,17 +30,48 @@ TopLogprobs = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
-class LogitBias:
-    """What is added to the logits of some tokens at every position of a request."""
+class RequestOptions:
+    """What a request has beside its tokens, config and seed."""
 
-    token_ids: NDArray[np.int64]
-    values: NDArray[np.float64]
+    max_new_tokens: int | None = None
+    """New tokens of a prompt. None: as the config says."""
+    allowed_token_ids: AllowedTokens = field(default_factory=dict)
+    """Position -> the tokens that it may hold, as in `generate`."""
+    repeated_bytes: Sequence[bytes] = ()
+    """What the first token of each masked span repeats of the text before it (`TokenHealer`); a prompt has one span.
+    Empty: nothing."""
+    segment_starts: Sequence[int] = ()
+    """Positions of a prompt where blocks are counted anew, as in `generate`."""
+    is_infill: bool = False
+    """The text is a canvas whose mask tokens are filled (`infill`)."""
+    span_lengths: Sequence[int] = ()
+    """Number of masks of each masked span of a canvas; empty: a span is all masks without a token between them."""
+    constraints: Sequence[TokenConstraint | None] = ()
+    """What the new text has to be, as in `generate`; with ``is_infill`` one for each masked span, as in `infill`."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Token -> a number that is added to its logits, before all else: tokens, confidences and log-probabilities are
+    those of the biased distribution. The mask token, suppressed tokens and those that are not allowed stay
+    impossible."""
+    num_top_logprobs: int = 0
+    """Alternatives to keep for each new token, at most 20."""
+    with_canvas: bool = False
+    """Each state of an engine's request has the whole canvas (`RequestState.canvas`), not the final tokens alone."""
+    adapter: str | None = None
+    """Name of an adapter of the engine. None: the model itself."""
+    cache_salt: str = ""
+    """Texts share cached keys and values only with the same salt."""
+
+
+DEFAULT_OPTIONS = RequestOptions()
 
 
 @dataclass(frozen=True)
 class PreparedRequest:
     """A request that fits the model and the settings."""
 
+    settings: DecodingSettings
+    options: RequestOptions
+    seed: int
     canvas_L: NDArray[np.int64]
     """Tokens of the text, placeholders at masked positions."""
     masked_positions: NDArray[np.int64]
@@ -53,165 +79,17 @@ class PreparedRequest:
     blocks: tuple[DecodingBlock, ...]
     text_length: int
     """Positions of the text; the last block may be decoded beyond it."""
-    seed: int
-    is_infill: bool
     allowed_token_ids: Mapping[int, NDArray[np.int64]]
     """Masked position -> the tokens that it may hold."""
     segments: TextSegments = WHOLE_TEXT
-    logit_bias: LogitBias | None = None
-    num_top_logprobs: int = 0
-    """Alternatives whose log-probabilities are kept for each new token."""
-    cache_salt: str = ""
-    """Texts share cached keys and values only with the same salt."""
-    adapter: str | None = None
-    """Name of an adapter of the decoder. None: the model itself."""
     constrained_spans: tuple[ConstrainedSpan, ...] = ()
 
-
-def prepare_prompt(
-    settings: DecodingSettings,
-    token_ids: Sequence[int],
-    seed: int = 0,
-    label: str = "prompt 0",
-    allowed_token_ids: AllowedTokens | None = None,
-    segment_starts: Sequence[int] = (),
-) -> PreparedRequest:
-    """Append masks to a prompt and check it.
-
-    Args:
-        label: name of the prompt in errors.
-        segment_starts: positions of the prompt where blocks are counted anew, ascending.
-
-    Raises:
-        ValueError: the prompt and the new tokens do not fit the model's context, ``total_length`` leaves no new token,
-            a token id is outside the vocabulary, the seed is negative, there are fewer ``steps`` than blocks,
-            ``allowed_token_ids`` names a position that is not masked or leaves one no token, or there are
-            ``segment_starts`` that do not ascend within the prompt, or without block-causal attention.
-    """
-    context = settings.model.max_position_embeddings
-    text_length = _resolve_text_length(settings, len(token_ids), label)
-    segments = _check_segments(settings, segment_starts, len(token_ids), label)
-    canvas_length = text_length
-    if settings.block_causal_length is not None and settings.strategy.family.uses_whole_blocks:
-        # SDAR decodes the last block to its end, as it was trained, and cuts it.
-        last_segment = segments.starts[-1]
-        num_blocks = -(-(text_length - last_segment) // settings.block_causal_length)
-        canvas_length = min(last_segment + num_blocks * settings.block_causal_length, context)
-    num_masked = canvas_length - len(token_ids)
-    canvas_L = np.array([*token_ids, *[settings.placeholder_token_id] * num_masked], dtype=np.int64)
-    masked_positions = np.arange(len(token_ids), canvas_length)
-    blocks = _split(masked_positions, settings, label, segments)
-    request = PreparedRequest(
-        canvas_L, masked_positions, blocks, text_length, seed, False, _to_arrays(allowed_token_ids), segments
-    )
-    _check_request(settings, request, label)
-    return request
-
-
-def prepare_infill(
-    settings: DecodingSettings,
-    canvas_ids: Sequence[int],
-    seed: int = 0,
-    label: str = "canvas 0",
-    allowed_token_ids: AllowedTokens | None = None,
-) -> PreparedRequest:
-    """Find the mask tokens of a canvas and check it.
-
-    Raises:
-        ValueError: like `prepare_prompt`, or the model has no mask token.
-    """
-    _check_length(len(canvas_ids), settings, label, "shorten the text or its masked spans")
-    canvas_L = np.array(canvas_ids, dtype=np.int64)
-    masked_positions = np.flatnonzero(canvas_L == settings.model.required_mask_token_id)
-    blocks = _split(masked_positions, settings, label)
-    request = PreparedRequest(
-        canvas_L, masked_positions, blocks, len(canvas_L), seed, True, _to_arrays(allowed_token_ids)
-    )
-    _check_request(settings, request, label)
-    return request
-
-
-def _check_segments(
-    settings: DecodingSettings, segment_starts: Sequence[int], num_tokens: int, label: str
-) -> TextSegments:
-    if segment_starts and settings.block_causal_length is None:
-        raise ValueError(
-            f'{label}: segment_starts need attention = "block_causal", and it is "{settings.config.attention}": leave '
-            "them out"
-        )
-    try:
-        return TextSegments.from_starts(segment_starts, num_tokens)
-    except ValueError as error:
-        raise ValueError(f"{label}: {error}") from None
-
-
-def _split(
-    masked_positions: NDArray[np.int64], settings: DecodingSettings, label: str, segments: TextSegments = WHOLE_TEXT
-) -> tuple[DecodingBlock, ...]:
-    try:
-        return tuple(split_into_blocks(masked_positions, settings, segments))
-    except ValueError as error:
-        raise ValueError(f"{label}: {error}") from None
-
-
-def _to_arrays(allowed_token_ids: AllowedTokens | None) -> dict[int, NDArray[np.int64]]:
-    return {position: np.asarray(ids, dtype=np.int64) for position, ids in (allowed_token_ids or {}).items()}
-
-
-def _check_request(settings: DecodingSettings, request: PreparedRequest, label: str) -> None:
-    if not isinstance(request.seed, Integral):
-        raise ValueError(f"{label}: seed = {request.seed!r} is not a whole number")
-    if request.seed < 0:
-        raise ValueError(f"{label}: seed = {request.seed} is negative: use 0 or more")
-    check_token_ids(request.canvas_L.tolist(), settings.model, label)
-    if settings.model.logit_alignment == "shifted" and 0 in request.masked_positions:
-        raise ValueError(
-            f"{label}: this model cannot predict the first token of a text, because its output i - 1 predicts token i: "
-            "begin with a token, such as end of text"
-        )
-    _check_allowed_tokens(settings, request.allowed_token_ids, request.masked_positions, label)
-
-
-def _check_allowed_tokens(
-    settings: DecodingSettings,
-    allowed_token_ids: Mapping[int, NDArray[np.int64]],
-    masked_positions: NDArray[np.int64],
-    label: str,
-) -> None:
-    for position, ids in allowed_token_ids.items():
-        if position not in masked_positions:
-            raise ValueError(f"{label}: allowed_token_ids names position {position}, which is not masked: remove it")
-        if np.isin(ids, settings.forbidden_token_ids).all():
-            raise ValueError(
-                f"{label}: allowed_token_ids leaves no token at position {position}: add one that is not suppressed"
-            )
-        check_token_ids((int(ids.min()), int(ids.max())), settings.model, f"{label}: allowed_token_ids")
-
-
-def _resolve_text_length(settings: DecodingSettings, prompt_length: int, label: str) -> int:
-    """Length of the prompt and the new tokens."""
-    max_new_tokens, total_length = settings.config.max_new_tokens, settings.config.total_length
-    if total_length is None:
-        assert max_new_tokens is not None, "resolve_settings sets one of the two"
-        key, text_length = f"max_new_tokens = {max_new_tokens}", prompt_length + max_new_tokens
-    else:
-        key, text_length = f"total_length = {total_length}", total_length
-        if prompt_length >= total_length:
-            raise ValueError(
-                f"{label}: {prompt_length} tokens leave no new token in total_length = {total_length}: shorten the "
-                "prompt or raise total_length"
-            )
-    remedy = f"shorten the prompt or lower {key.split()[0]}"
-    _check_length(text_length, settings, f"{label} ({prompt_length} tokens) and {key}", remedy)
-    return text_length
-
-
-def _check_length(length: int, settings: DecodingSettings, label: str, remedy: str) -> None:
-    context = settings.model.max_position_embeddings
-    if length > context:
-        raise ValueError(
-            f"{label}: {length} tokens are more than the model's context, max_position_embeddings = {context}: {remedy}"
-        )
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt, or the canvas."""
+        end = len(self.canvas_L) if self.options.is_infill else self.masked_positions[0]
+        ids: list[int] = self.canvas_L[:end].tolist()
+        return ids
 
 
 @dataclass(frozen=True)
@@ -233,8 +111,8 @@ class ActiveRequest:
     constraint_seconds = 0.0
     """Time that its constraints took in its last step, less that of the rounds since then, in which it paused."""
 
-    def __init__(self, request: PreparedRequest, settings: DecodingSettings) -> None:
-        masked_positions = request.masked_positions
+    def __init__(self, request: PreparedRequest) -> None:
+        settings, masked_positions = request.settings, request.masked_positions
         self.settings, self.prepared = settings, request
         self.masked_positions = masked_positions
         self.answer_positions = masked_positions[masked_positions < request.text_length]
@@ -278,7 +156,7 @@ class ActiveRequest:
         """Why decoding has ended."""
         self.span_cursors = tuple(map(SpanCursor, request.constrained_spans))
         self._strategy = settings.strategy
-        self._stop_token_ids: Collection[int] = () if request.is_infill else settings.stop_token_ids
+        self._stop_token_ids: Collection[int] = () if request.options.is_infill else settings.stop_token_ids
         self._deferred_token_ids = list(settings.config.defer_token_ids)
         self.output_positions = masked_positions[:0]
         """Positions whose logits the next forward computes, [N], ascending."""
@@ -287,7 +165,7 @@ class ActiveRequest:
 
     @property
     def num_top_logprobs(self) -> int:
-        return self.prepared.num_top_logprobs
+        return self.prepared.options.num_top_logprobs
 
     @property
     def is_done(self) -> bool:
@@ -319,7 +197,8 @@ class ActiveRequest:
     @property
     def cache_salt(self) -> bytes:
         """What cached keys and values depend on besides the tokens."""
-        return repr((self.settings.block_causal_length, self.prepared.adapter, self.prepared.cache_salt)).encode()
+        options = self.prepared.options
+        return repr((self.settings.block_causal_length, options.adapter, options.cache_salt)).encode()
 
     def draw_uniforms(self, stream: RngStream, positions: NDArray[np.int64]) -> NDArray[np.float64]:
         """A number in [0, 1) for each position, as a function of (seed, position, step) alone."""

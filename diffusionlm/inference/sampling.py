@@ -6,6 +6,7 @@ Shapes: N positions of a forward, V vocabulary, C candidates of a nucleus.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache, partial
 from itertools import pairwise
 
 import numpy as np
@@ -14,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diffusionlm.diffusion.rng import RngStream
-from diffusionlm.inference.requests import ActiveRequest, LogitBias, Predictions
-from diffusionlm.inference.settings import DecodingSettings, PerSettings
+from diffusionlm.inference.requests import ActiveRequest, Predictions
+from diffusionlm.inference.settings import MAX_KEPT_SETTINGS, DecodingSettings
 from diffusionlm.inference.strategy import TOKEN_PROBABILITY
 from diffusionlm.models.patterns import copy_to_device
 
@@ -132,18 +133,18 @@ class BatchSampler:
     def __init__(self, device: torch.device, *, samples_alone: bool = False) -> None:
         """``samples_alone``: requests share no computation."""
         self._samples_alone = samples_alone
-        self._keys = PerSettings(_sampling_key)
-        self._samplers = PerSettings(lambda settings: TokenSampler(settings, device))
+        self._sampling_key = lru_cache(MAX_KEPT_SETTINGS)(_sampling_key)
+        self._get_sampler = lru_cache(MAX_KEPT_SETTINGS)(partial(TokenSampler, device=device))
 
     def sample_predictions(self, logits: LogitRows) -> list[Predictions | ValueError]:
         """Predictions for each request, with one device synchronization; an error where the model's probabilities are
         not finite."""
         groups: dict[object, list[ActiveRequest]] = {}
         for request in logits.requests:
-            key = id(request) if self._samples_alone else self._keys.get(request.settings)
+            key = id(request) if self._samples_alone else self._sampling_key(request.settings)
             groups.setdefault(key, []).append(request)
         samples = [
-            self._samplers.get(group[0].settings).sample(logits.select(group), group) for group in groups.values()
+            self._get_sampler(group[0].settings).sample(logits.select(group), group) for group in groups.values()
         ]
         predictions: dict[int, Predictions | ValueError] = {}
         for group, samples_RN in zip(groups.values(), _to_arrays(samples), strict=True):
@@ -235,25 +236,25 @@ class LogitChanges:
     def __init__(self, requests: Sequence[ActiveRequest]) -> None:
         self._allowed_tokens: dict[int, NDArray[np.int64]] = {}
         """Row of the logits -> the tokens that its position may hold."""
-        self._biases: list[tuple[int, int, LogitBias]] = []
-        """First row, row after the last one, bias."""
+        self._biases: list[tuple[int, int, NDArray[np.int64], NDArray[np.float64]]] = []
+        """First row, row after the last one, tokens and what is added to their logits."""
         start = 0
         for request in requests:
             for position, token_ids in request.prepared.allowed_token_ids.items():
                 for index in np.flatnonzero(request.output_positions == position).tolist():
                     self._allowed_tokens[start + index] = token_ids
             end = start + len(request.output_positions)
-            if request.prepared.logit_bias is not None:
-                self._biases.append((start, end, request.prepared.logit_bias))
+            if bias := request.prepared.options.logit_bias:
+                self._biases.append((start, end, np.array([*bias]), np.array([*bias.values()], dtype=np.float64)))
             start = end
 
     def apply(self, logits_NV: Tensor, first_row: int) -> Tensor:
         """Change logits of the rows from ``first_row`` on, in place."""
         end_row, device = first_row + len(logits_NV), logits_NV.device
-        for start, end, bias in self._biases:
+        for start, end, token_ids, values in self._biases:
             rows = slice(max(start - first_row, 0), max(min(end, end_row) - first_row, 0))
-            values = copy_to_device(torch.from_numpy(bias.values), device).to(logits_NV.dtype)
-            logits_NV[rows, copy_to_device(torch.from_numpy(bias.token_ids), device)] += values
+            added_values = copy_to_device(torch.from_numpy(values), device).to(logits_NV.dtype)
+            logits_NV[rows, copy_to_device(torch.from_numpy(token_ids), device)] += added_values
         for row, token_ids in self._allowed_tokens.items():
             if first_row <= row < end_row:
                 ids = copy_to_device(torch.from_numpy(token_ids), device)

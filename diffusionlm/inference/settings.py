@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from functools import lru_cache
 
 from config.generation import DEFAULT_NEW_TOKENS, GenerationConfig, check_attention_fits
 from config.model import ModelConfig
 from diffusionlm.families.registry import get_family
 from diffusionlm.inference.strategy import Strategy
 
-T = TypeVar("T")
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DecodingSettings:
-    """A generation config that is complete and fits a model; made by `resolve_settings`."""
+    """A generation config that is complete and fits a model; made by `resolve_settings`. Compared by identity."""
 
     model: ModelConfig
     config: GenerationConfig
@@ -58,29 +56,15 @@ class DecodingSettings:
 
 
 MAX_KEPT_SETTINGS = 256
-"""Settings for which a `PerSettings` keeps something."""
+"""Settings that are resolved once, and for which what is built of them is kept."""
 
 
-class PerSettings(Generic[T]):
-    """What is built once for requests that share their settings; the oldest ones are forgotten."""
-
-    def __init__(self, build: Callable[[DecodingSettings], T]) -> None:
-        self._build = build
-        self._kept: dict[int, tuple[DecodingSettings, T]] = {}
-        """By identity, which the settings kept here cannot lose."""
-
-    def get(self, settings: DecodingSettings) -> T:
-        if id(settings) not in self._kept:
-            if len(self._kept) == MAX_KEPT_SETTINGS:
-                del self._kept[next(iter(self._kept))]
-            self._kept[id(settings)] = (settings, self._build(settings))
-        return self._kept[id(settings)][1]
-
-
+@lru_cache(MAX_KEPT_SETTINGS)
 def resolve_settings(config: GenerationConfig, model: ModelConfig) -> DecodingSettings:
     """Set the keys that the config leaves open to the defaults of the model's family, and check them. Idempotent.
 
-    Keys without an effect stay None, as does ``max_new_tokens`` if ``total_length`` is set.
+    Equal configs get the same settings, so that their requests share computations. Keys without an effect stay None, as
+    does ``max_new_tokens`` if ``total_length`` is set.
 
     Raises:
         ValueError: a key has no effect with the default strategy of the model's family, a cache or canvas is impossible

@@ -1,95 +1,12 @@
-"""Text and tokens of requests: masked spans in a text, ids without a text, and the text of answers."""
+"""The text of answers, token by token."""
 
 from __future__ import annotations
 
 import codecs
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from config.generation import GenerationConfig
-from diffusionlm.inference.settings import DecodingSettings
-from tokenizer import ChatTemplate, EncodedPrompt, IncrementalDecoder, Tokenizer, encode_chat, encode_prompt
-
-MAX_SPAN_LENGTH = 65_536
-"""Largest n of ``[MASK:n]``."""
-
-_MASKED_SPAN = re.compile(r"\[MASK:([^\[\]\n]*)\]")
-_NUMBER = re.compile(r"[0-9]{1,9}")
-
-
-def encode_chat_prompt(
-    settings: DecodingSettings,
-    tokenizer: Tokenizer,
-    template: ChatTemplate,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None = None,
-) -> EncodedPrompt:
-    """Encode a chat whose next answer is to be decoded. The ends of its earlier answers, where blocks are counted anew,
-    are found only if the settings count blocks from turns.
-
-    Raises:
-        ValueError: the template rejects the chat.
-    """
-    if settings.config.block_origin == "turn":
-        return encode_prompt(tokenizer, template, messages, tools=tools)
-    return EncodedPrompt(tuple(encode_chat(tokenizer, template, messages, add_generation_prompt=True, tools=tools)))
-
-
-def parse_infill(text: str, tokenizer: Tokenizer, mask_token_id: int | None = None) -> list[int]:
-    """Token ids of a text in which each ``[MASK:n]`` stands for n mask tokens.
-
-    The pieces between masked spans are encoded separately, as ordinary text: special tokens written in them stay text.
-
-    Args:
-        mask_token_id: the model's; None: the tokenizer's.
-
-    Raises:
-        ValueError: no masked span, n is not a number from 1 to `MAX_SPAN_LENGTH`, or no mask token.
-    """
-    mask = required_mask_token_id(tokenizer, mask_token_id)
-    ids: list[int] = []
-    for piece, num_masked in split_infill(text):
-        ids += tokenizer.encode(piece)
-        ids += [mask] * num_masked
-    return ids
-
-
-def required_mask_token_id(tokenizer: Tokenizer, mask_token_id: int | None) -> int:
-    """Return the id, or the tokenizer's if it is None.
-
-    Raises:
-        ValueError: the tokenizer has none.
-    """
-    mask = tokenizer.mask_token_id if mask_token_id is None else mask_token_id
-    if mask is None:
-        raise ValueError("the tokenizer has no mask token: pass the model's mask_token_id")
-    return mask
-
-
-def split_infill(text: str) -> list[tuple[str, int]]:
-    """Split a text into pieces, each with the number of masked tokens after it: 0 after the last one.
-
-    Raises:
-        ValueError: no masked span, or n is not a number from 1 to `MAX_SPAN_LENGTH`.
-    """
-    pieces = []
-    end = 0
-    for match in _MASKED_SPAN.finditer(text):
-        pieces.append((text[end : match.start()], _span_length(match)))
-        end = match.end()
-    if not pieces:
-        raise ValueError(f"{text!r} has no masked span: write [MASK:n] for n tokens to fill in")
-    return [*pieces, (text[end:], 0)]
-
-
-def _span_length(match: re.Match[str]) -> int:
-    number = match[1]
-    if not _NUMBER.fullmatch(number) or not 1 <= int(number) <= MAX_SPAN_LENGTH:
-        span = match[0] if len(match[0]) <= 40 else match[0][:37] + "..."
-        raise ValueError(f"{span} is not a masked span: write [MASK:n] with n from 1 to {MAX_SPAN_LENGTH}")
-    return int(number)
+from tokenizer import IncrementalDecoder, Tokenizer
 
 
 def decode_continuation(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
@@ -104,13 +21,6 @@ def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     if texts:
         texts[-1] += decoder.finish()
     return texts
-
-
-def suppress_ids_without_text(config: GenerationConfig, tokenizer: Tokenizer, vocab_size: int) -> GenerationConfig:
-    """Suppress the ids of the model that the tokenizer does not have: padding of the embedding and unused ids."""
-    ids_with_text = {*tokenizer.vocab.values(), *tokenizer.special_tokens.values()}
-    ids_without_text = [token for token in range(vocab_size) if token not in ids_with_text]
-    return config.model_copy(update={"suppress_token_ids": (*config.suppress_token_ids, *ids_without_text)})
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ import torch
 from config.generation import GenerationConfig
 from diffusionlm.inference.decoder import PAGE_SIZE, Decoder, DecoderCounts, DecoderLimits
 from diffusionlm.inference.model_runner import build_pattern
-from diffusionlm.inference.requests import ActiveRequest
-from diffusionlm.inference.settings import MAX_KEPT_SETTINGS, DecodingSettings, resolve_settings
+from diffusionlm.inference.request_builder import prepare_request
+from diffusionlm.inference.requests import DEFAULT_OPTIONS, ActiveRequest, PreparedRequest, RequestOptions
+from diffusionlm.inference.settings import MAX_KEPT_SETTINGS, resolve_settings
 from diffusionlm.models.layers import compute_dtype
 from diffusionlm.models.row_adapters import ModelAdapter
 from diffusionlm.models.transformer import Transformer
@@ -31,15 +32,12 @@ from diffusionlm.serving.requests import (
     EngineRequest,
     EngineStoppedError,
     QueueFullError,
-    RequestOptions,
-    prepare_request,
 )
 
 LOGGER = logging.getLogger(__name__)
 
 DEFAULT_CACHE_BYTES = 1 << 30
 MAX_REQUESTS, MAX_WAITING, MAX_ROWS = 64, 256, 2048
-DEFAULT_OPTIONS = RequestOptions()
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,8 @@ class Engine:
             pauses_slow_constraints=True,
         )
         self._decoder = Decoder(model, decoder_limits, adapters, deterministic=deterministic)
-        self._resolve_settings = lru_cache(MAX_KEPT_SETTINGS)(self._resolve_settings_from_json)
+        # It reads a bias: what is wrong with it is the caller's, not the thread's.
+        self._check_pattern = lru_cache(MAX_KEPT_SETTINGS)(build_pattern)
         self._condition = threading.Condition()
         self._submitted: list[EngineRequest] = []
         """Requests that the thread has not seen yet."""
@@ -182,41 +181,33 @@ class Engine:
             QueueFullError: too many requests wait.
             EngineStoppedError: the engine was closed, or an error has ended it.
         """
-        handle = self.prepare(token_ids, config, seed, options)
-        self.submit_prepared([handle])
+        settings = resolve_settings(config, self.model.config)
+        [handle] = self.submit_prepared([prepare_request(settings, token_ids, seed, options)])
         return handle
 
-    def prepare(
-        self,
-        token_ids: Sequence[int],
-        config: GenerationConfig,
-        seed: int = 0,
-        options: RequestOptions = DEFAULT_OPTIONS,
-    ) -> EngineRequest:
-        """Check a request, and compile its constraints, which may take seconds; the arguments are those of `submit`.
+    def submit_prepared(self, requests: Sequence[PreparedRequest]) -> list[EngineRequest]:
+        """Let requests be decoded, all or none; does not wait for the answers.
 
         Raises:
-            ValueError: like `generate`, an option is wrong, or the text can never fit into the cache.
-        """
-        if options.adapter is not None and options.adapter not in self.adapter_names:
-            names = ", ".join(map(repr, self.adapter_names)) or "no adapters"
-            raise ValueError(f"adapter = {options.adapter!r} does not exist: this engine has {names}")
-        settings = self._resolve_settings(config.model_dump_json())
-        request = ActiveRequest(prepare_request(settings, token_ids, seed, options), settings)
-        self._decoder.check_size(request)
-        return EngineRequest(request, with_canvas=options.with_canvas)
-
-    def submit_prepared(self, handles: Sequence[EngineRequest]) -> None:
-        """Let requests of `prepare` be decoded, all or none.
-
-        Raises:
+            ValueError: there is no such adapter, an attention bias is wrong, or a text can never fit into the cache.
             QueueFullError: too many requests wait.
             EngineStoppedError: the engine was closed, or an error has ended it.
         """
+        handles = []
+        for prepared in requests:
+            adapter = prepared.options.adapter
+            if adapter is not None and adapter not in self.adapter_names:
+                names = ", ".join(map(repr, self.adapter_names)) or "no adapters"
+                raise ValueError(f"adapter = {adapter!r} does not exist: this engine has {names}")
+            self._check_pattern(prepared.settings)
+            request = ActiveRequest(prepared)
+            self._decoder.check_size(request)
+            handles.append(EngineRequest(request))
         with self._condition:
             self.check_capacity(len(handles))
             self._submitted += handles
             self._condition.notify_all()
+        return handles
 
     def check_capacity(self, count: int) -> None:
         """Check that so many more requests would be accepted now.
@@ -266,12 +257,6 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close(drain=kind is None)
-
-    def _resolve_settings_from_json(self, config: str) -> DecodingSettings:
-        """Equal configs get the same settings, so that their requests share a computation."""
-        settings = resolve_settings(GenerationConfig.model_validate_json(config), self.model.config)
-        build_pattern(settings)  # reads a bias: what is wrong with it is the caller's, not the thread's
-        return settings
 
     def _run(self) -> None:
         """The thread: rounds while there is work."""

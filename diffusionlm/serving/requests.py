@@ -4,30 +4,15 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
-import numpy as np
-
-from diffusionlm.inference.constraints.compiler import TokenConstraint, constrain_infill, constrain_prompt
 from diffusionlm.inference.generate import CanvasSnapshot, Generation, take_snapshot, to_generation
-from diffusionlm.inference.requests import (
-    ActiveRequest,
-    AllowedTokens,
-    LogitBias,
-    PreparedRequest,
-    TopLogprobs,
-    prepare_infill,
-    prepare_prompt,
-)
-from diffusionlm.inference.settings import DecodingSettings, check_token_ids
+from diffusionlm.inference.requests import ActiveRequest, TopLogprobs
 
 LOGGER = logging.getLogger(__name__)
-
-MAX_TOP_LOGPROBS = 20
 
 
 class EngineError(RuntimeError):
@@ -40,79 +25,6 @@ class QueueFullError(EngineError):
 
 class EngineStoppedError(EngineError):
     """The engine was closed, or an error has ended it."""
-
-
-@dataclass(frozen=True)
-class RequestOptions:
-    """What a request has beside its text, config and seed."""
-
-    allowed_token_ids: AllowedTokens | None = None
-    """Position -> the tokens that it may hold, as in `generate`."""
-    segment_starts: Sequence[int] = ()
-    """Positions of a prompt where blocks are counted anew, as in `generate`."""
-    is_infill: bool = False
-    """The text is a canvas whose mask tokens are filled (`infill`)."""
-    with_canvas: bool = False
-    """Each state of the request has the whole canvas (`RequestState.canvas`), not the final tokens alone."""
-    adapter: str | None = None
-    """Name of an adapter of the engine. None: the model itself."""
-    cache_salt: str = ""
-    """Texts share cached keys and values only with the same salt."""
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Token -> a number that is added to its logits, before all else: tokens, confidences and log-probabilities are
-    those of the biased distribution. The mask token, suppressed tokens and those that are not allowed stay
-    impossible."""
-    num_top_logprobs: int = 0
-    """Alternatives to keep for each new token, at most 20."""
-    constraints: Sequence[TokenConstraint | None] = ()
-    """What the new text has to be, as in `generate`; with ``is_infill`` one for each masked span, as in `infill`."""
-    span_lengths: Sequence[int] = ()
-    """Number of masks of each of these spans; empty: a span is all masks without a token between them."""
-
-
-def prepare_request(
-    settings: DecodingSettings, token_ids: Sequence[int], seed: int, options: RequestOptions
-) -> PreparedRequest:
-    """
-    Raises:
-        ValueError: like `prepare_prompt` and `prepare_infill`, or an option is wrong.
-    """
-    if not 0 <= options.num_top_logprobs <= MAX_TOP_LOGPROBS:
-        raise ValueError(f"num_top_logprobs = {options.num_top_logprobs} must be 0 to {MAX_TOP_LOGPROBS}")
-    if len(options.constraints) > 1 and not options.is_infill:
-        raise ValueError(f"{len(options.constraints)} constraints for one prompt: pass one")
-    check_token_ids(options.logit_bias.keys(), settings.model, "logit_bias")
-    for token, value in options.logit_bias.items():
-        if not math.isfinite(value):
-            raise ValueError(f"logit_bias of token {token} is {value}: use a finite number")
-    if options.is_infill:
-        request = prepare_infill(settings, token_ids, seed, "the canvas", options.allowed_token_ids)
-        request = constrain_infill(request, settings, options.constraints, "the canvas", options.span_lengths)
-    else:
-        request = prepare_prompt(
-            settings, token_ids, seed, "the prompt", options.allowed_token_ids, options.segment_starts
-        )
-        request = constrain_prompt(request, settings, next(iter(options.constraints), None), "the prompt")
-    bias = LogitBias(
-        np.array(list(options.logit_bias.keys()), dtype=np.int64),
-        np.array(list(options.logit_bias.values()), dtype=np.float64),
-    )
-    return replace(
-        request,
-        logit_bias=bias if options.logit_bias else None,
-        num_top_logprobs=options.num_top_logprobs,
-        cache_salt=options.cache_salt,
-        adapter=options.adapter,
-    )
-
-
-def has_answer(settings: DecodingSettings, token_ids: Sequence[int], options: RequestOptions) -> bool:
-    """Whether a request can be prepared, and so some text fits its constraints."""
-    try:
-        prepare_request(settings, token_ids, 0, options)
-    except ValueError:
-        return False
-    return True
 
 
 @dataclass(frozen=True)
@@ -152,8 +64,8 @@ class RequestState:
 class EngineRequest:
     """A request that an engine decodes; made by `Engine.submit`."""
 
-    def __init__(self, request: ActiveRequest, *, with_canvas: bool) -> None:
-        self._request, self._with_canvas = request, with_canvas
+    def __init__(self, request: ActiveRequest) -> None:
+        self._request, self._with_canvas = request, request.prepared.options.with_canvas
         self._condition = threading.Condition()
         self._listeners: list[Callable[[], None]] = []
         self._state = RequestState(0, (), (), (), (), None, None, None, 0, 0, time.monotonic(), None, None)

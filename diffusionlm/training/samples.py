@@ -19,13 +19,13 @@ from config.training.objective import BlockDiffusionConfig, MaskedDiffusionConfi
 from diffusionlm.data.chat.reference_answers import read_reference_answers
 from diffusionlm.data.packing import Row
 from diffusionlm.inference.generate import Generation, decode
-from diffusionlm.inference.healing import TokenHealer
-from diffusionlm.inference.requests import PreparedRequest, prepare_infill, prepare_prompt
-from diffusionlm.inference.settings import DecodingSettings, resolve_settings
-from diffusionlm.inference.text import encode_chat_prompt, parse_infill, suppress_ids_without_text, token_texts
+from diffusionlm.inference.healing import HealedText, encode_pieces, split_infill
+from diffusionlm.inference.request_builder import RequestBuilder
+from diffusionlm.inference.requests import PreparedRequest
+from diffusionlm.inference.text import token_texts
 from diffusionlm.models.transformer import Transformer
 from logger import RunLogger
-from tokenizer import EncodedPrompt, Tokenizer
+from tokenizer import Tokenizer
 
 PYTHON_INFILLS = (
     "for i in [MASK:1](10):\n    print(i)\n",
@@ -99,7 +99,8 @@ def choose_infills(
         passages = find_passages(validation_rows, tokenizer, model.max_position_embeddings)
         candidates = [passage.mask_word(tokenizer) for passage, _ in zip(passages, range(NUM_PASSAGES), strict=False)]
     max_length = model.max_position_embeddings - len(model.prefix_ids)
-    return tuple(text for text in candidates if len(parse_infill(text, tokenizer, 0)) <= max_length)
+    encoded = {text: encode_pieces(tokenizer, split_infill(text), mask_token_id=0) for text in candidates}
+    return tuple(text for text in candidates if len(encoded[text].token_ids) <= max_length)
 
 
 def choose_prompt(model: ModelConfig, tokenizer: Tokenizer, validation_rows: Sequence[Row]) -> str:
@@ -129,16 +130,14 @@ def choose_question(config: TrainConfig) -> str:
     return next((message["content"] for message in reference.messages if message["role"] == "user"), "")
 
 
-def _encode_prompts(
-    config: TrainConfig, tokenizer: Tokenizer, settings: DecodingSettings, max_length: int
-) -> list[EncodedPrompt]:
+def _encode_prompts(config: TrainConfig, builder: RequestBuilder, max_length: int) -> list[HealedText]:
     """Encode the prompts of the first held-out conversations, without those that the template refuses."""
-    source, template = config.data.components[0].source, tokenizer.chat_template
-    assert not isinstance(source, Shards) and template is not None, "prepare_tokenizer has set it"
-    prompts: list[EncodedPrompt] = []
+    source = config.data.components[0].source
+    assert not isinstance(source, Shards), "shards have no conversations"
+    prompts: list[HealedText] = []
     for item in read_reference_answers(source, "validation", "data.source", NUM_CANDIDATES):
         with suppress(ValueError):
-            prompts.append(encode_chat_prompt(settings, tokenizer, template, item.messages, item.tools))
+            prompts.append(builder.encode_chat(item.messages, item.tools))
     return [prompt for prompt in prompts if len(prompt.token_ids) <= max_length]
 
 
@@ -162,7 +161,6 @@ class Samples:
     texts: Sequence[str]
     num_hidden: int
     """Tokens before each text, which are not shown."""
-    settings: DecodingSettings
     requests: list[PreparedRequest]
     """Empty on ranks that decode nothing."""
 
@@ -196,18 +194,15 @@ class Samples:
     def _open_infills(
         cls, texts: Sequence[str], tokenizer: Tokenizer, model: ModelConfig, generation: GenerationConfig
     ) -> Samples:
-        prefix_ids = model.prefix_ids
         try:
-            settings = resolve_settings(generation, model)
-            healer = TokenHealer.from_settings(tokenizer, settings)
-            healed_texts = [healer.heal_infill(text, prefix_ids) for text in texts]
+            builder = RequestBuilder.from_config(tokenizer, model, generation, token_healing=True)
             requests = [
-                prepare_infill(settings, healed.token_ids, seed, repr(text), healed.allowed_token_ids)
-                for seed, (text, healed) in enumerate(zip(texts, healed_texts, strict=True))
+                builder.prepare(builder.encode_spans(split_infill(text)), seed, repr(text))
+                for seed, text in enumerate(texts)
             ]
         except ValueError as error:
             raise ValueError(f"samples.infills = {list(texts)}: {error}") from error
-        return cls(tokenizer, texts, len(prefix_ids), settings, requests)
+        return cls(tokenizer, texts, len(builder.prefix_ids), requests)
 
     @classmethod
     def _open_answers(
@@ -218,20 +213,18 @@ class Samples:
         fill_length = config.data.chats[0].resolve(config.objective.longest_block_length).fill_length
         num_tokens = min(fill_length or MAX_ANSWER_TOKENS, MAX_ANSWER_TOKENS, max(1, context // 2))
         generation = generation.model_copy(update={"max_new_tokens": num_tokens})
-        settings = resolve_settings(suppress_ids_without_text(generation, tokenizer, model.vocab_size), model)
-        prompts = _encode_prompts(config, tokenizer, settings, context - num_tokens)[:NUM_PROMPTS]
-        requests = [
-            prepare_prompt(settings, prompt.token_ids, seed, "samples", segment_starts=prompt.answer_ends)
-            for seed, prompt in enumerate(prompts)
-        ]
+        assert tokenizer.chat_template is not None, "prepare_tokenizer has set it"
+        builder = RequestBuilder.from_config(tokenizer, model, generation, tokenizer.chat_template)
+        prompts = _encode_prompts(config, builder, context - num_tokens)[:NUM_PROMPTS]
+        requests = [builder.prepare(prompt, seed, "samples") for seed, prompt in enumerate(prompts)]
         texts = [tokenizer.decode(prompt.token_ids) for prompt in prompts]
-        return cls(tokenizer, texts, 0, settings, requests)
+        return cls(tokenizer, texts, 0, requests)
 
     def log_samples(self, model: Transformer, step: int, logger: RunLogger) -> None:
         """Fill the masked spans, or answer the prompts, with the model's defaults, and log an event for each text."""
         if not self.requests:
             return
-        results = decode(model, self.settings, self.requests)
+        results = decode(model, self.requests)
         for text, request, result in zip(self.texts, self.requests, results, strict=True):
             values = self._describe_sample(text, request, result)
             logger.event(step, "sample", f"step {step}: {text!r} -> {values['filled']!r}", values)
@@ -240,7 +233,7 @@ class Samples:
         """``given``, ``filled`` and its ``tokens`` as text. For each token ``step_map``, the forward (from 1) that
         committed it, and ``logprobs``, in nats; null for tokens that were not masked."""
         token_ids = list(result.token_ids)
-        if not request.is_infill:
+        if not request.options.is_infill:
             token_ids = [*request.canvas_L[: request.masked_positions[0]].tolist(), *token_ids]
         masked_positions = (request.masked_positions[: len(result.step_map)] - self.num_hidden).tolist()
         tokens = token_texts(self.tokenizer, token_ids[self.num_hidden :])

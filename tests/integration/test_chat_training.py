@@ -24,6 +24,7 @@ from diffusionlm.evaluation.exact_match import evaluate_exact_match
 from diffusionlm.evaluation.exact_match_plan import plan_exact_match
 from diffusionlm.evaluation.plan import plan_evaluation
 from diffusionlm.evaluation.text_likelihood import evaluate_likelihood
+from diffusionlm.inference.request_builder import RequestBuilder
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.training.loop import train
 from tests.tiny_run import write_train_config
@@ -96,10 +97,11 @@ def test_every_format_trains_alike_and_the_checkpoint_answers(tmp_path: Path) ->
     tokenizer = model.tokenizer
     assert tokenizer.chat_template is not None
     stop = tokenizer.special_tokens["<|im_end|>"]
-    settings = resolve_settings(GenerationConfig(), model.config)
+    settings = resolve_settings(GenerationConfig(max_new_tokens=8), model.config)
     assert stop in settings.stop_token_ids and settings.config.block_origin == "turn"
     messages = ({"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTIONS[100][0]})
-    (encoded,) = encode_inputs([Input("chat", "", messages=messages)], tokenizer, settings, tokenizer.chat_template, 0)
+    builder = RequestBuilder(tokenizer, settings, tokenizer.chat_template)
+    (encoded,) = encode_inputs([Input("chat", messages=messages)], builder, 0)
     components = open_components(config.data, "validation")
     data = config.data.model_copy(update={"document_shuffle_window": 0, "row_shuffle_window": 0, "rows": "padded"})
     rows, _ = build_row_reader(components, data, tokenizer, 96, 0, block_length=4).read(0, None, 1)

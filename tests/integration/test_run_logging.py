@@ -22,7 +22,7 @@ from config.train import TrainConfig
 from diffusionlm.checkpoints.huggingface import load_model
 from diffusionlm.checkpoints.model_files import load_tokenizer
 from diffusionlm.inference.generate import infill
-from diffusionlm.inference.text import parse_infill
+from diffusionlm.inference.healing import encode_pieces, split_infill
 from diffusionlm.training import loop
 from diffusionlm.training.loop import train
 from diffusionlm.training.metrics import StepMetrics
@@ -234,7 +234,7 @@ def test_sample_event_has_step_map_and_logprobs(config: TrainConfig) -> None:
     assert sample["text"] == f"step 8: 'the cat[MASK:2] sat' -> {sample_values['filled']!r}"
     assert sample_values["given"] == "the cat[MASK:2] sat"
     tokenizer, model = load_tokenizer(config.run.directory), load_model(config.run.directory)
-    canvas = parse_infill(sample_values["given"], tokenizer)
+    canvas = list(encode_pieces(tokenizer, split_infill(sample_values["given"])).token_ids)
     [result] = infill(model, [canvas], GenerationConfig())
     assert "".join(sample_values["tokens"]) == sample_values["filled"] == tokenizer.decode(result.token_ids)
     first = canvas.index(model.config.required_mask_token_id)

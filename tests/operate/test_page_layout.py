@@ -30,6 +30,7 @@ from diffusionlm.evaluation.tasks.results import (
 )
 from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep, Generation
 from logger.report import write_report
+from tests.decoding_jobs import make_request
 from tests.operate.chromium import Page, Picture, chromium
 from tokenizer import Tokenizer
 
@@ -71,7 +72,7 @@ def write_replay(path: Path, tokenizer: Tokenizer) -> None:
     levels = (0.2, 0.4, 0.6, 0.8, 0.95)
     logprobs = tuple(math.log(levels[index % 5]) for index in range(len(ids)))
     requests = [
-        EncodedInput(Input("prompt", HOSTILE), number, HOSTILE, tuple(tokenizer.encode(HOSTILE)), frozenset(), 0, 5)
+        EncodedInput(Input("prompt", HOSTILE), number, HOSTILE, 0, make_request(tokenizer.encode(HOSTILE), seed=5))
         for number in range(1, 31)
     ]
     recorder = ReplayRecorder(requests)

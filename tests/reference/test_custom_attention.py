@@ -20,7 +20,8 @@ from diffusionlm.diffusion.noised_batch import CleanBatch, NoiseKey
 from diffusionlm.diffusion.objectives import build_layout, build_objective
 from diffusionlm.evaluation.nelbo import NelboEstimator, compute_masked_nll
 from diffusionlm.inference.generate import decode
-from diffusionlm.inference.requests import prepare_infill, prepare_prompt
+from diffusionlm.inference.request_builder import prepare_request
+from diffusionlm.inference.requests import RequestOptions
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.patterns import DenseBias, PromptAndOwnBlock
 from diffusionlm.models.transformer import Transformer
@@ -116,8 +117,8 @@ def test_decoding_sees_what_training_saw(model: Transformer, kind: str, bias_fil
         GenerationConfig(max_new_tokens=7, stop_token_ids=(), steps=7, remasking_strategy="low_confidence", **options),
         model.config,
     )
-    others = prepare_prompt(settings, [3, 3], seed=1)
-    [result, _] = decode(model, settings, [prepare_prompt(settings, prompt), others])
+    others = prepare_request(settings, [3, 3], seed=1)
+    [result, _] = decode(model, [prepare_request(settings, prompt), others])
     tokens = torch.tensor([[*prompt, *result.token_ids]])
     batch = CleanBatch(tokens, torch.arange(11)[None] >= 4)
     for position, (step, logprob) in enumerate(zip(result.step_map, result.logprobs, strict=True), start=4):
@@ -132,7 +133,7 @@ def test_infilling_counts_blocks_from_the_first_mask(model: Transformer) -> None
     settings = resolve_settings(
         GenerationConfig(attention="prompt_and_own_block", block_length=3, steps=3), model.config
     )
-    request = prepare_infill(settings, [1, 2, MASK, 4, MASK, MASK, 3, 3, MASK])
+    request = prepare_request(settings, [1, 2, MASK, 4, MASK, MASK, 3, 3, MASK], options=RequestOptions(is_infill=True))
     assert [block.positions.tolist() for block in request.blocks] == [[2, 4], [5], [8]]
 
 

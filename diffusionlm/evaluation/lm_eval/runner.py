@@ -20,9 +20,8 @@ from diffusionlm.evaluation.lm_eval.requests import (
     find_unique_requests,
 )
 from diffusionlm.evaluation.pair_encoding import EncodedPair, PairEncoder
-from diffusionlm.inference.requests import prepare_prompt
+from diffusionlm.inference.request_builder import prepare_request, suppress_ids_without_text
 from diffusionlm.inference.settings import DecodingSettings, resolve_settings
-from diffusionlm.inference.text import suppress_ids_without_text
 from diffusionlm.models.transformer import Transformer
 from tokenizer import Tokenizer
 
@@ -204,8 +203,8 @@ class RequestRunner:
             prompt_ids = self._truncate(prompt_ids, settings.config.max_new_tokens or 1, label)
         except ValueError as error:
             raise ValueError(f"{label}: {error}") from None
-        prepared = prepare_prompt(settings, prompt_ids, request.answer_seed(self.config.seed), label)
-        return AnswerRequest(prepared, settings, parsed.until)
+        seed = request.answer_seed(self.config.seed)
+        return AnswerRequest(prepare_request(settings, prompt_ids, seed, label=label), parsed.until)
 
     def _truncate(self, context_ids: tuple[int, ...], num_following: int, label: str) -> tuple[int, ...]:
         """Shorten a context from the left, so that the tokens after it fit into the model's context.

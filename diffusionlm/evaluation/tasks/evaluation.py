@@ -82,8 +82,7 @@ def _answer_items(
     for start in range(0, len(pending), ANSWERS_PER_GROUP):
         group = pending[start : start + ANSWERS_PER_GROUP]
         requests = [
-            AnswerRequest(task.build_request(indices[item_id], repeat), task.settings, task.config.stop)
-            for item_id, repeat in group
+            AnswerRequest(task.build_request(indices[item_id], repeat), task.config.stop) for item_id, repeat in group
         ]
         for number, answer in decode_answers(model, task.tokenizer, requests, task.config.batch_size):
             item_id, repeat = group[number]

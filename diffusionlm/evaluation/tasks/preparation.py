@@ -29,9 +29,9 @@ from diffusionlm.evaluation.plan import EvaluationPlan, plan_evaluation
 from diffusionlm.evaluation.tasks.items import TaskItem, draw_seed, read_task_items
 from diffusionlm.evaluation.tasks.prompts import EncodedItem, PromptBuilder, PromptEncoder
 from diffusionlm.evaluation.tasks.verdicts import build_candidate
-from diffusionlm.inference.requests import PreparedRequest, prepare_prompt
-from diffusionlm.inference.settings import DecodingSettings, resolve_settings
-from diffusionlm.inference.text import suppress_ids_without_text
+from diffusionlm.inference.request_builder import RequestBuilder, prepare_request
+from diffusionlm.inference.requests import PreparedRequest, RequestOptions
+from diffusionlm.inference.settings import DecodingSettings
 from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer
 
 
@@ -141,15 +141,16 @@ def prepare_generation(
     check_code_permission(task)
     if isinstance(task, HumanEvalTask):
         _check_code(task, items)
-    generation = suppress_ids_without_text(resolve_length(task), tokenizer, model.vocab_size)
-    settings = resolve_settings(generation, model)
+    template = _find_template(task, tokenizer)
+    requests = RequestBuilder.from_config(tokenizer, model, resolve_length(task), template)
+    settings = requests.settings
     if task.repeats > 1 and not settings.is_random:
         raise ValueError(
             f"repeats = {task.repeats} would give equal answers, because decoding is deterministic: set "
             "generation.temperature above 0 and generation.top_k other than 1, or repeats = 1"
         )
-    builder, template = PromptBuilder(task), _find_template(task, tokenizer)
-    encoder = PromptEncoder(builder, PairEncoder.from_model(tokenizer, model), template, settings)
+    builder = PromptBuilder(task)
+    encoder = PromptEncoder(builder, PairEncoder.from_model(tokenizer, model), template, requests)
     prompts = []
     for item in items:
         prompt = _encode(encoder, item)
@@ -281,5 +282,5 @@ def _encode(encoder: PromptEncoder, item: TaskItem) -> EncodedItem:
 
 
 def _build_request(settings: DecodingSettings, item: TaskItem, prompt: EncodedItem, seed: int) -> PreparedRequest:
-    token_ids = prompt.token_ids.tolist()
-    return prepare_prompt(settings, token_ids, seed, f"item {item.id!r}", segment_starts=prompt.segment_starts)
+    options = RequestOptions(segment_starts=prompt.segment_starts)
+    return prepare_request(settings, prompt.token_ids.tolist(), seed, options, f"item {item.id!r}")

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from config.evaluation.tasks import ExactMatchTask, ItemTask, MultipleChoiceTask, PromptConfig
 from diffusionlm.evaluation.pair_encoding import EncodedPair, PairEncoder
 from diffusionlm.evaluation.tasks.items import TaskItem, read_items_of_file
-from diffusionlm.inference.settings import DecodingSettings
-from diffusionlm.inference.text import encode_chat_prompt
+from diffusionlm.inference.request_builder import RequestBuilder
 from tokenizer import ChatTemplate, render_chat
 
 
@@ -73,7 +72,7 @@ class EncodedItem:
 
     token_ids: NDArray[np.int32]
     segment_starts: tuple[int, ...]
-    """Where blocks are counted anew (`prepare_prompt`)."""
+    """Where blocks are counted anew (`RequestOptions.segment_starts`)."""
     sha256: str
     """Hash of the prompt's text."""
 
@@ -152,7 +151,7 @@ class PromptEncoder:
 
     Args:
         template: of chats. None: the prompts are texts.
-        settings: of decoding, which say whether blocks are counted from turns. None: nothing is decoded.
+        requests: encodes the chats whose answers are decoded. None: nothing is decoded.
     """
 
     def __init__(
@@ -160,9 +159,9 @@ class PromptEncoder:
         builder: PromptBuilder,
         encoder: PairEncoder,
         template: ChatTemplate | None,
-        settings: DecodingSettings | None = None,
+        requests: RequestBuilder | None = None,
     ) -> None:
-        self._builder, self._encoder, self._template, self._settings = builder, encoder, template, settings
+        self._builder, self._encoder, self._template, self._requests = builder, encoder, template, requests
 
     def encode(self, item: TaskItem) -> EncodedItem:
         """Encode a prompt whose answer is to be generated.
@@ -173,13 +172,12 @@ class PromptEncoder:
         if self._template is None:
             text = self._builder.text(item)
             return EncodedItem(np.array(self._encoder.encode(text), dtype=np.int32), (), _hash(text))
-        assert self._settings is not None, "only answers that are decoded are encoded alone"
+        assert self._requests is not None, "only answers that are decoded are encoded alone"
         messages, prefix = self._builder.messages(item), self._builder.answer_prefix(item)
         tools = None if item.reference is None else item.reference.tools
-        chat = encode_chat_prompt(self._settings, self._encoder.tokenizer, self._template, messages, tools)
-        token_ids = (*chat.token_ids, *self._encoder.tokenizer.encode(prefix))
+        chat = self._requests.encode_chat(messages, tools, prefix)
         text = json.dumps([messages, tools, prefix], ensure_ascii=False)
-        return EncodedItem(np.array(token_ids, dtype=np.int32), tuple(chat.answer_ends), _hash(text))
+        return EncodedItem(np.array(chat.token_ids, dtype=np.int32), tuple(chat.options.segment_starts), _hash(text))
 
     def encode_options(self, item: TaskItem, options: Sequence[str]) -> tuple[list[EncodedPair], str]:
         """Encode a prompt with each of its possible continuations. Returns the hash of the prompt's text as well.

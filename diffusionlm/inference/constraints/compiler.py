@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
-
-import numpy as np
 
 from diffusionlm.inference.constraints.byte_automaton import (
     MAX_STATES,
@@ -18,8 +15,7 @@ from diffusionlm.inference.constraints.byte_automaton import (
 )
 from diffusionlm.inference.constraints.expressions import parse_regex
 from diffusionlm.inference.constraints.json_schema import Schema, compile_json_schema
-from diffusionlm.inference.constraints.token_automaton import ConstrainedSpan, TokenAutomaton, TokenTrie
-from diffusionlm.inference.requests import PreparedRequest
+from diffusionlm.inference.constraints.token_automaton import TokenAutomaton, TokenTrie
 from diffusionlm.inference.settings import DecodingSettings
 from tokenizer import Tokenizer
 
@@ -45,7 +41,7 @@ class TokenConstraint:
         return self._automaton.num_states
 
     def after(self, prefix: bytes) -> TokenConstraint:
-        """The same texts behind bytes that the first new token repeats (`HealedText.repeated_bytes`)."""
+        """The same texts behind bytes that the first new token repeats (`RequestOptions.repeated_bytes`)."""
         return self._prepend(prefix) if prefix else self
 
     def _prepend_bytes(self, prefix: bytes) -> TokenConstraint:
@@ -150,65 +146,3 @@ class ConstraintCompiler:
 
     def _compile_new_choices(self, choices: tuple[str, ...]) -> TokenConstraint:
         return TokenConstraint(compile_choices(choices, self._max_states), self._trie)
-
-
-def constrain_prompt(
-    request: PreparedRequest, settings: DecodingSettings, constraint: TokenConstraint | None, label: str = "prompt 0"
-) -> PreparedRequest:
-    """Constrain the new text of a request: that before the first stop token, or of all new tokens.
-
-    Raises:
-        ValueError: no answer of this length fits the constraint.
-    """
-    start = int(request.masked_positions[0])
-    return _add_spans(request, settings, [(constraint, start, request.text_length)], label)
-
-
-def constrain_infill(
-    request: PreparedRequest,
-    settings: DecodingSettings,
-    constraints: Sequence[TokenConstraint | None],
-    label: str = "canvas 0",
-    span_lengths: Sequence[int] = (),
-) -> PreparedRequest:
-    """Constrain the text of each masked span of a request.
-
-    Args:
-        constraints: one for each span; None: any text.
-        span_lengths: number of masks of each span; empty: a span is all masks without a token between them.
-
-    Raises:
-        ValueError: the number of spans differs, or no text of a span's length fits its constraint.
-    """
-    if not constraints:
-        return request
-    positions = request.masked_positions
-    ends = np.cumsum(span_lengths)[:-1] if span_lengths else np.flatnonzero(np.diff(positions) > 1) + 1
-    spans = np.split(positions, ends) if len(positions) else []
-    if len(constraints) != len(spans):
-        raise ValueError(
-            f"{label}: {len(constraints)} constraints for {len(spans)} masked spans: pass one per span, None for any "
-            "text"
-        )
-    bounds = [(int(span[0]), int(span[-1]) + 1) for span in spans]
-    pairs = [(constraint, *bound) for constraint, bound in zip(constraints, bounds, strict=True)]
-    return _add_spans(request, settings, pairs, label)
-
-
-def _add_spans(
-    request: PreparedRequest,
-    settings: DecodingSettings,
-    constraints: Sequence[tuple[TokenConstraint | None, int, int]],
-    label: str,
-) -> PreparedRequest:
-    spans = []
-    for number, (constraint, start, end) in enumerate(constraints, 1):
-        if constraint is None:
-            continue
-        name = f"{label}, masked span {number}" if request.is_infill else label
-        try:
-            automaton = constraint.token_automaton(settings, can_stop=not request.is_infill)
-            spans.append(ConstrainedSpan(automaton, start, end, request.allowed_token_ids))
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-    return replace(request, constrained_spans=tuple(spans))

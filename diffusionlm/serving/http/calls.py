@@ -15,6 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
+from diffusionlm.inference.request_builder import prepare_request
+from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.inference.text import AnswerText, AnswerToken
 from diffusionlm.serving.engine import Engine
 from diffusionlm.serving.http.bodies import find_key
@@ -209,23 +211,21 @@ class Call:
         """
         try:
             self._engine.check_capacity(len(self.choices))
-            handles = []
+            requests = []
             for choice in self.choices:
                 if self._is_aborted:
                     return
                 submission = choice.submission
-                handles.append(
-                    self._engine.prepare(
-                        submission.token_ids, submission.config, submission.seed, options=submission.options
-                    )
+                settings = resolve_settings(submission.config, self._engine.model.config)
+                requests.append(
+                    prepare_request(settings, submission.token_ids, submission.seed, submission.options, "the text")
                 )
             # Not before: preparation takes long, and `abort` waits for the lock in the event loop.
             with self._lock:
                 if self._is_aborted:
                     return
-                self._engine.submit_prepared(handles)
-                self._handles = handles
-            for handle in handles:
+                self._handles = self._engine.submit_prepared(requests)
+            for handle in self._handles:
                 handle.add_listener(self._wake)
         except ValueError as error:
             self.abort()

@@ -11,6 +11,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
+from diffusionlm.inference.request_builder import prepare_request
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.serving.http.bodies import ChatBody, CompletionBody, InfillBody, ParsedBody, parse_body
 from diffusionlm.serving.http.calls import Call, ChoiceUpdate
@@ -25,9 +26,8 @@ from diffusionlm.serving.http.exchange import (
 )
 from diffusionlm.serving.http.formats import AnswerFormat, ChatFormat, CompletionFormat, InfillFormat
 from diffusionlm.serving.http.json_text import parse_object, to_json
-from diffusionlm.serving.http.preparation import PreparedCall, RequestPreparer
+from diffusionlm.serving.http.preparation import PreparedCall, RequestPreparer, Submission
 from diffusionlm.serving.http.service import Service
-from diffusionlm.serving.requests import has_answer
 
 LOGGER = logging.getLogger(__name__)
 
@@ -100,8 +100,7 @@ class GenerationEndpoint:
         preparer = self._service.preparer
         call = self._kind.prepare(preparer, parsed, cache_salt)
         if parsed.fields.has_constraint and any(
-            any(item.repeated_bytes)
-            and not has_answer(resolve_settings(item.config, preparer.model), item.token_ids, item.options)
+            any(item.repeated_bytes) and not _has_answer(preparer, item)
             for item in call.submissions[:: parsed.fields.n]
         ):  # the constraint allows no text behind what healing takes back, but maybe behind the text as it is
             call = self._kind.prepare(preparer, parsed.without_healing(), cache_salt)
@@ -164,6 +163,14 @@ class GenerationEndpoint:
             "new_tokens": sum(choice.num_tokens for choice in call.choices),
             "forwards": sum(choice.num_forwards for choice in call.choices),
         }
+
+
+def _has_answer(preparer: RequestPreparer, item: Submission) -> bool:
+    try:
+        prepare_request(resolve_settings(item.config, preparer.model), item.token_ids, 0, item.options)
+    except ValueError:
+        return False
+    return True
 
 
 def _to_events(answer_format: AnswerFormat, updates: Sequence[ChoiceUpdate]) -> bytes:

@@ -15,9 +15,10 @@ from config.generation import GenerationConfig
 from config.model import ModelConfig
 from config.serving.server import ServeSection
 from diffusionlm.inference.constraints.compiler import TokenConstraint
-from diffusionlm.inference.healing import SPACE, HealedText, TokenHealer
+from diffusionlm.inference.healing import HealedText, TokenHealer, encode_pieces
+from diffusionlm.inference.request_builder import RequestBuilder, suppress_ids_without_text
+from diffusionlm.inference.requests import RequestOptions
 from diffusionlm.inference.settings import DecodingSettings, check_token_ids, resolve_settings
-from diffusionlm.inference.text import encode_chat_prompt, suppress_ids_without_text
 from diffusionlm.serving.http.bodies import (
     ChatBody,
     CompletionBody,
@@ -39,7 +40,6 @@ from diffusionlm.serving.http.bodies import (
     to_pieces,
 )
 from diffusionlm.serving.http.errors import ApiError
-from diffusionlm.serving.requests import RequestOptions
 from diffusionlm.serving.structured_outputs import StructuredOutputs
 from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer
 
@@ -112,14 +112,9 @@ class _Encoded:
         return bool(self.hole_positions)
 
     @property
-    def prefixes(self) -> tuple[bytes, ...]:
-        """What the first token of each hole repeats."""
-        return tuple(SPACE[:count] for count in self.repeated_bytes) if self.is_infill else (self.text.repeated_bytes,)
-
-    @property
     def num_prompt_tokens(self) -> int:
         """Tokens of the text as it was sent, whatever token healing takes back."""
-        return len(self.text.token_ids) + self.text.num_removed_tokens - len(self.hole_positions)
+        return len(self.text.plain_token_ids) - len(self.hole_positions)
 
 
 class RequestPreparer:
@@ -202,10 +197,10 @@ class RequestPreparer:
         self._check_text_length(sum(len(message["content"]) for message in messages), "messages")
         settings = self._resolve(config, body.overrides)
         try:
-            prompt = encode_chat_prompt(settings, self.tokenizer, self._template, messages)
+            prompt = RequestBuilder(self.tokenizer, settings, self._template).encode_chat(messages)
         except ValueError as error:
             raise ApiError(400, str(error), param="messages") from None
-        encoded = _Encoded(HealedText(prompt.token_ids), prompt.answer_ends)
+        encoded = _Encoded(prompt, tuple(prompt.options.segment_starts))
         alternatives = (fields.top_logprobs or 0) if fields.logprobs else None
         return self._build_call(body, [encoded], config, max_tokens, salt, stop=stop, num_alternatives=alternatives)
 
@@ -326,24 +321,13 @@ class RequestPreparer:
         pieces = to_pieces(segments)
         healer = self._find_healer(body, config, is_alone=False)
         try:
-            if healer is not None:
-                text = healer.heal_pieces(pieces, self._prefix_ids, mask)
-            else:
-                ids = [*self._prefix_ids]
-                for piece, num_masked in pieces:
-                    ids += [*self.tokenizer.encode(piece), *[mask] * num_masked]
-                text = HealedText(tuple(ids))
+            text = encode_pieces(self.tokenizer, pieces, self._prefix_ids, mask, healer)
         except ValueError as error:
             raise ApiError(400, str(error), param=param) from None
         masked_positions = [position for position, token in enumerate(text.token_ids) if token == mask]
-        repeated_bytes, num_before = [], 0
-        for _, num_masked in pieces[:-1]:
-            is_healed = masked_positions[num_before] in text.allowed_token_ids
-            repeated_bytes.append(len(SPACE) if is_healed else 0)
-            num_before += num_masked
         return _Encoded(
             text,
-            repeated_bytes=tuple(repeated_bytes),
+            repeated_bytes=tuple(map(len, text.options.repeated_bytes)),
             hole_positions=tuple(masked_positions),
             hole_lengths=tuple(num_masked for _, num_masked in pieces[:-1]),
         )
@@ -380,10 +364,8 @@ class RequestPreparer:
                 cache_salt=salt,
                 logit_bias=logit_bias,
                 num_top_logprobs=options.get("num_alternatives") or 0,
-                constraints=[
-                    constraint and constraint.after(prefix)
-                    for constraint, prefix in zip(constraints, item.prefixes if constraints else (), strict=True)
-                ],
+                constraints=constraints,
+                repeated_bytes=item.text.options.repeated_bytes,
                 span_lengths=item.hole_lengths,
             )
             choice_config = config if item.is_infill else self._set_length(config, len(ids), max_tokens, fields)

@@ -21,9 +21,9 @@ from config.load import load_config
 from config.model import ModelConfig
 from diffusionlm.checkpoints.huggingface import load_model, save_model_directory
 from diffusionlm.inference.generate import generate, infill
-from diffusionlm.inference.healing import TokenHealer
+from diffusionlm.inference.healing import TokenHealer, encode_pieces, split_infill
+from diffusionlm.inference.request_builder import suppress_ids_without_text
 from diffusionlm.inference.settings import resolve_settings
-from diffusionlm.inference.text import parse_infill, suppress_ids_without_text
 from diffusionlm.models.init import init_weights
 from diffusionlm.models.transformer import Transformer
 from tokenizer import Tokenizer, load_tokenizer
@@ -131,7 +131,9 @@ def test_token_healing(capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_
     run(*arguments, "--json", "--set", "input.token_healing=false")
     plain = records(capsys)
     results = generate(model, [tokenizer.encode(text) for text in ("the cat ", "the c")], settings.config, [0, 1])
-    results += infill(model, [parse_infill("the [MASK:2] sat", tokenizer)], settings.config, [2])
+    results += infill(
+        model, [list(encode_pieces(tokenizer, split_infill("the [MASK:2] sat")).token_ids)], settings.config, [2]
+    )
     assert [record["tokens"]["token_ids"] for record in plain] == [list(result.token_ids) for result in results]
     assert [record["tokens"]["num_repeated_bytes"] for record in plain] == [0, 0, 0]
 

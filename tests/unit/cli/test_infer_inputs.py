@@ -15,6 +15,7 @@ from cli.infer.inputs import EncodedInput, Input, encode_inputs, read_inputs
 from config.generation import GenerationConfig
 from config.infer import InferInputConfig
 from config.model import ModelConfig
+from diffusionlm.inference.request_builder import RequestBuilder
 from diffusionlm.inference.settings import DecodingSettings, resolve_settings
 from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer, train_bpe
 from tokenizer.options import TokenOptions
@@ -33,7 +34,7 @@ def model_config(words: Tokenizer, *, begin_with_eos: bool = False) -> ModelConf
         num_key_value_heads=1,
         head_dim=8,
         intermediate_size=8,
-        max_position_embeddings=16,
+        max_position_embeddings=48,
         vocab_size=words.vocab_size,
         mask_token_id=words.mask_token_id,
         eos_token_id=words.eos_token_id,
@@ -42,7 +43,7 @@ def model_config(words: Tokenizer, *, begin_with_eos: bool = False) -> ModelConf
 
 
 def settings_of(model: ModelConfig, **keys: Any) -> DecodingSettings:
-    return resolve_settings(GenerationConfig(**keys), model)
+    return resolve_settings(GenerationConfig(**{"max_new_tokens": 2, **keys}), model)
 
 
 def written(path: Path, data: bytes) -> InferInputConfig:
@@ -155,7 +156,7 @@ def test_plain_texts_begin_as_the_model_has_it_else_the_tokenizer(words: Tokeniz
     the, t = words.encode("the <bos>"), words.encode("t")
 
     def ids(tokenizer: Tokenizer, model: ModelConfig) -> list[EncodedInput]:
-        return encode_inputs(inputs, tokenizer, settings_of(model), None, 4)
+        return encode_inputs(inputs, RequestBuilder(tokenizer, settings_of(model)), 4)
 
     plain = ids(words, model_config(words))
     assert [list(request.token_ids) for request in plain] == [the, [*t, mask, mask], []]
@@ -178,15 +179,15 @@ def test_chat_requests_match_the_template(words: Tokenizer) -> None:
     template = ChatTemplate(template.source, {"bos_token": "<bos>"})
     model = model_config(words, begin_with_eos=True)
     chat = Input("chat", messages=({"role": "user", "content": "a<bos>"},), location="f:3")
-    [request] = encode_inputs([chat], words, settings_of(model), template, 0)
+    [request] = encode_inputs([chat], RequestBuilder(words, settings_of(model), template), 0)
     assert request.text == "<bos>a<bos>:"
     assert list(request.token_ids) == [bos, *words.encode("a<bos>:")], "what a user writes stays text"
     assert request.num_hidden == 0
     with pytest.raises(ValueError, match="f:3: the model has no chat template: set one with --set input"):
-        encode_inputs([chat], words, settings_of(model), None, 0)
+        encode_inputs([chat], RequestBuilder(words, settings_of(model)), 0)
     broken = ChatTemplate("{{ raise_exception('no') }}")
     with pytest.raises(ValueError, match=r"^f:3: .*no"):
-        encode_inputs([chat], words, settings_of(model), broken, 0)
+        encode_inputs([chat], RequestBuilder(words, settings_of(model), broken), 0)
 
 
 def test_blocks_of_a_chat_are_counted_as_the_model_was_trained(words: Tokenizer) -> None:
@@ -200,8 +201,8 @@ def test_blocks_of_a_chat_are_counted_as_the_model_was_trained(words: Tokenizer)
 
     def starts(template: ChatTemplate, trained: Literal["text", "turn"], **keys: Any) -> tuple[int, ...]:
         model = model_config(words).model_copy(update={"block_length": 4, "block_origin": trained})
-        [request] = encode_inputs([chat], words, settings_of(model, **keys), template, 0)
-        return request.segment_starts
+        [request] = encode_inputs([chat], RequestBuilder(words, settings_of(model, **keys), template), 0)
+        return tuple(request.prepared.options.segment_starts)
 
     assert starts(template, "turn") == starts(template, "text", block_origin="turn") == (9, 18)
     assert starts(template, "text") == starts(template, "turn", block_origin="text") == ()
@@ -209,9 +210,9 @@ def test_blocks_of_a_chat_are_counted_as_the_model_was_trained(words: Tokenizer)
 
 
 def test_a_hole_that_cannot_be_read_names_its_line(words: Tokenizer) -> None:
-    settings = settings_of(model_config(words))
+    builder = RequestBuilder(words, settings_of(model_config(words)))
     with pytest.raises(ValueError, match=r"^f:9: \[MASK:0\] is not a masked span"):
-        encode_inputs([Input("infill", "[MASK:0]", location="f:9")], words, settings, None, 0)
+        encode_inputs([Input("infill", "[MASK:0]", location="f:9")], builder, 0)
 
 
 def test_the_config_names_the_templates_that_there_are() -> None:

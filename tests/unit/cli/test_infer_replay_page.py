@@ -18,13 +18,14 @@ from cli.infer.answers import Answer, build_answers
 from cli.infer.inputs import EncodedInput, Input
 from cli.infer.replay_page import ReplayFrame, ReplayRecorder, RequestReplay, render_page, write_page
 from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep, Generation
+from tests.decoding_jobs import make_request
 from tokenizer import Tokenizer
 
 NAN = math.nan
 
 
 def request_of(ids: Sequence[int], *, text: str = "", number: int = 1, hidden: int = 0) -> EncodedInput:
-    return EncodedInput(Input("prompt", text), number, text, tuple(ids), frozenset(), hidden, 5)
+    return EncodedInput(Input("prompt", text), number, text, hidden, make_request(ids, seed=5))
 
 
 def recorded(

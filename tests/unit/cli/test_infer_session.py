@@ -35,11 +35,11 @@ class DecodeCalls:
         self._failing = failing
         monkeypatch.setattr(session, "decode", self)
 
-    def __call__(self, model: Any, settings: Any, requests: Sequence[Any], on_step: Any) -> Any:
+    def __call__(self, model: Any, requests: Sequence[Any], on_step: Any) -> Any:
         if len(self.seeds) == self._failing:
             raise ValueError("the model's probabilities are not finite")
         self.seeds.append([request.seed for request in requests])
-        return decode(model, settings, requests, on_step)
+        return decode(model, requests, on_step)
 
 
 def settings(**output: Any) -> InferConfig:

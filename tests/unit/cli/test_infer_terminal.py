@@ -22,7 +22,8 @@ from cli.infer.terminal import (
     style_pieces,
 )
 from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep, Generation
-from diffusionlm.inference.text import parse_infill
+from diffusionlm.inference.healing import encode_pieces, split_infill
+from tests.decoding_jobs import make_request
 from tokenizer import Tokenizer
 
 
@@ -57,7 +58,7 @@ class Screen(io.StringIO):
 
 
 def request_of(tokenizer: Tokenizer, text: str, kind: InputKind = "prompt", number: int = 1) -> EncodedInput:
-    return EncodedInput(Input(kind, text), number, text, tuple(tokenizer.encode(text)), frozenset(), 0, 0)
+    return EncodedInput(Input(kind, text), number, text, 0, make_request(tokenizer.encode(text)))
 
 
 def canvas(tokenizer: Tokenizer, text: str) -> CanvasSnapshot:
@@ -173,7 +174,7 @@ def test_answers_in_a_terminal_are_harmless(tokenizer: Tokenizer, monkeypatch: p
 
 
 def test_rendering(tokenizer: Tokenizer) -> None:
-    ids = parse_infill("the [MASK:2] sat", tokenizer)
+    ids = list(encode_pieces(tokenizer, split_infill("the [MASK:2] sat")).token_ids)
     masked = [token == tokenizer.mask_token_id for token in ids]
     assert render_canvas(ids, masked, tokenizer) == f"the {MASK_GLYPH}{MASK_GLYPH} sat"
     first = masked.index(True)

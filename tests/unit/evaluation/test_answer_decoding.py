@@ -11,7 +11,7 @@ import torch
 from config.generation import GenerationConfig
 from diffusionlm.evaluation.answer_decoding import AnswerRequest, DecodedAnswer, decode_answers
 from diffusionlm.inference.generate import generate
-from diffusionlm.inference.requests import prepare_prompt
+from diffusionlm.inference.request_builder import prepare_request
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.transformer import Transformer
 from tokenizer import Tokenizer
@@ -55,8 +55,7 @@ def answer(
     config = GenerationConfig(**{"max_new_tokens": 12, "block_length": 4, "stop_token_ids": [], **options})
     settings = resolve_settings(config, model.config)
     requests = [
-        AnswerRequest(prepare_prompt(settings, prompt, seed), settings, tuple(stop))
-        for seed, prompt in enumerate(prompts)
+        AnswerRequest(prepare_request(settings, prompt, seed=seed), tuple(stop)) for seed, prompt in enumerate(prompts)
     ]
     return [result for _, result in sorted(decode_answers(model, tokenizer, requests, batch_size))]
 

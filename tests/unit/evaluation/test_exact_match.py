@@ -86,7 +86,7 @@ def test_counts_by_task(tokenizer: Tokenizer, tiny_model: MakeModel, monkeypatch
     )
     outputs = iter([("xy", "stop"), ("xyz", "length"), ("zz", "stop"), ("", "stop")])
 
-    def decode(model: object, settings: object, requests: Sequence[PreparedRequest]) -> list[Generation]:
+    def decode(model: object, requests: Sequence[PreparedRequest]) -> list[Generation]:
         results = []
         for _ in requests:
             text, reason = next(outputs)

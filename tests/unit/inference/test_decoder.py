@@ -13,7 +13,8 @@ import torch
 from config.generation import GenerationConfig
 from diffusionlm.inference.decoder import Decoder, DecoderLimits
 from diffusionlm.inference.generate import Generation, decode, to_generation
-from diffusionlm.inference.requests import ActiveRequest, prepare_infill, prepare_prompt
+from diffusionlm.inference.request_builder import prepare_request
+from diffusionlm.inference.requests import ActiveRequest, RequestOptions
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.transformer import Transformer
 from tests.decoding_jobs import BLOCKS, CANVASES, LIMITS, MASK, Job, check_pages, make_jobs, run_all
@@ -25,7 +26,7 @@ def same(ours: Generation, expected: Generation) -> None:
 
 
 def alone(model: Transformer, jobs: list[Job]) -> list[Generation]:
-    return [decode(model, settings, [prepared])[0] for prepared, settings in jobs]
+    return [decode(model, [prepared])[0] for prepared in jobs]
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +68,9 @@ def test_a_prompt_is_read_in_parts_beside_others(expected: Callable[..., Any]) -
     """Neither waits for the other."""
     model, _, _ = expected("blocks")
     settings = resolve_settings(GenerationConfig(max_new_tokens=12, block_length=4), model.config)
-    jobs = [(prepare_prompt(settings, [1]), settings), (prepare_prompt(settings, list(range(20))), settings)]
+    jobs = [prepare_request(settings, [1]), prepare_request(settings, list(range(20)))]
     decoder = Decoder(model, DecoderLimits(num_pages=20, page_size=4, max_rows=12))
-    first, second = (ActiveRequest(prepared, own) for prepared, own in jobs)
+    first, second = (ActiveRequest(prepared) for prepared in jobs)
     decoder.add(first)
     decoder.run_round()
     decoder.add(second)
@@ -91,7 +92,7 @@ def test_removed_requests_leave_nothing_behind(expected: Callable[..., Any]) -> 
     rng = np.random.default_rng(2)
     for limits in ("everything", "plenty"):
         decoder = Decoder(model, LIMITS[limits])
-        requests = [ActiveRequest(prepared, settings) for prepared, settings in jobs]
+        requests = [ActiveRequest(prepared) for prepared in jobs]
         for request in requests:
             decoder.add(request)
         removed: set[int] = set()
@@ -113,7 +114,10 @@ def test_the_youngest_gives_way_until_someone_is_served(expected: Callable[..., 
     model, _, _ = expected("blocks")
     settings = resolve_settings(GenerationConfig(max_new_tokens=4, denoising_steps=1), model.config)
     canvas = [MASK if position in (1, 32) else position % 20 for position in range(36)]
-    jobs = [(prepare_prompt(settings, [1] * 36), settings), (prepare_infill(settings, canvas), settings)]
+    jobs = [
+        prepare_request(settings, [1] * 36),
+        prepare_request(settings, canvas, options=RequestOptions(is_infill=True)),
+    ]
     decoder = Decoder(model, DecoderLimits(num_pages=12, page_size=4, max_rows=8))
     for result, answer in zip(run_all(decoder, jobs, [0, 0]), alone(model, jobs), strict=True):
         same(result, answer)
@@ -123,10 +127,10 @@ def test_newcomers_do_not_overtake_prompts_that_are_read(expected: Callable[...,
     model, _, _ = expected("blocks")
     settings = resolve_settings(GenerationConfig(max_new_tokens=4, denoising_steps=1), model.config)
     decoder = Decoder(model, DecoderLimits(num_pages=400, page_size=4, max_rows=12))
-    first = ActiveRequest(prepare_prompt(settings, [1] * 32), settings)
+    first = ActiveRequest(prepare_request(settings, [1] * 32))
     decoder.add(first)
     for _ in range(8):
-        decoder.add(ActiveRequest(prepare_prompt(settings, [2] * 32), settings))
+        decoder.add(ActiveRequest(prepare_request(settings, [2] * 32)))
         decoder.run_round()
     assert first.is_done
 
@@ -135,7 +139,7 @@ def test_the_end_is_reported_in_its_round(expected: Callable[..., Any]) -> None:
     model, _, _ = expected("blocks")
     settings = resolve_settings(GenerationConfig(max_new_tokens=3, denoising_steps=1), model.config)
     decoder = Decoder(model, LIMITS["plenty"])
-    request = ActiveRequest(prepare_prompt(settings, [1]), settings)
+    request = ActiveRequest(prepare_request(settings, [1]))
     decoder.add(request)
     result = decoder.run_round()
     assert result.decoded == result.finished == (request,) and not decoder.has_work
@@ -145,7 +149,7 @@ def test_preempted_requests_do_not_count_as_cached(expected: Callable[..., Any])
     model, _, _ = expected("blocks")
     settings = resolve_settings(GenerationConfig(max_new_tokens=28), model.config)
     decoder = Decoder(model, DecoderLimits(num_pages=13, page_size=4, has_prefix_cache=True))
-    requests = [ActiveRequest(prepare_prompt(settings, [number] * 9), settings) for number in (1, 2)]
+    requests = [ActiveRequest(prepare_request(settings, [number] * 9)) for number in (1, 2)]
     for request in requests:
         decoder.add(request)
     while decoder.has_work:
@@ -157,12 +161,12 @@ def test_preempted_requests_do_not_count_as_cached(expected: Callable[..., Any])
 def test_the_same_prompt_again_is_not_read_again(expected: Callable[..., Any]) -> None:
     model, _, _ = expected("blocks")
     settings = resolve_settings(GenerationConfig(max_new_tokens=4), model.config)
-    [answer] = alone(model, [(prepare_prompt(settings, list(range(20))), settings)])
+    [answer] = alone(model, [prepare_request(settings, list(range(20)))])
     decoder = Decoder(model, DecoderLimits(num_pages=20, page_size=4, has_prefix_cache=True))
     rows = []
     for prompt in (list(range(20)), list(range(20)), [9, *range(1, 20)], [*range(19), 5]):
         before = decoder.counts.num_rows
-        [result] = run_all(decoder, [(prepare_prompt(settings, prompt), settings)], [0])
+        [result] = run_all(decoder, [prepare_request(settings, prompt)], [0])
         rows.append(decoder.counts.num_rows - before)
         if prompt == list(range(20)):
             same(result, answer)
@@ -173,7 +177,7 @@ def test_the_same_prompt_again_is_not_read_again(expected: Callable[..., Any]) -
 def test_what_can_never_fit_is_refused(expected: Callable[..., Any]) -> None:
     model, _, _ = expected("blocks")
     settings = resolve_settings(GenerationConfig(max_new_tokens=12), model.config)
-    request = ActiveRequest(prepare_prompt(settings, list(range(20))), settings)
+    request = ActiveRequest(prepare_request(settings, list(range(20))))
     with pytest.raises(ValueError, match=r"32 tokens need 8 pages of 4 positions, and the cache has 7: shorten"):
         Decoder(model, DecoderLimits(num_pages=7, page_size=4)).add(request)
 
@@ -191,12 +195,12 @@ def test_an_error_ends_its_own_request(expected: Callable[..., Any]) -> None:
     with torch.no_grad():
         broken.model.embed_tokens.weight[3] = torch.nan
     settings = resolve_settings(GenerationConfig(max_new_tokens=4, suppress_token_ids=(3,)), model.config)
-    prepared = [prepare_prompt(settings, prompt) for prompt in ([1, 2], [3, 4])]
-    good, bad = (ActiveRequest(request, settings) for request in prepared)
+    prepared = [prepare_request(settings, prompt) for prompt in ([1, 2], [3, 4])]
+    good, bad = (ActiveRequest(request) for request in prepared)
     decoder = Decoder(broken, LIMITS["plenty"])
     for request in (good, bad):
         decoder.add(request)
     while decoder.has_work:
         decoder.run_round()
     assert good.error is None and "not finite" in str(bad.error)
-    same(to_generation(good), alone(model, [(prepared[0], settings)])[0])
+    same(to_generation(good), alone(model, [prepared[0]])[0])

@@ -7,7 +7,8 @@ import pytest
 
 from config.generation import GenerationConfig
 from diffusionlm.inference.decoder import Decoder, DecoderLimits
-from diffusionlm.inference.requests import ActiveRequest, prepare_prompt
+from diffusionlm.inference.request_builder import prepare_request
+from diffusionlm.inference.requests import ActiveRequest
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.serving.engine import Engine
@@ -40,7 +41,7 @@ def test_each_request_ends_within_a_number_of_rounds(blocks: Transformer, name: 
             settings = resolve_settings(
                 GenerationConfig(max_new_tokens=int(rng.integers(1, 12)), stop_token_ids=()), blocks.config
             )
-            requests.append(ActiveRequest(prepare_prompt(settings, prompt), settings))
+            requests.append(ActiveRequest(prepare_request(settings, prompt)))
             arrivals[id(requests[-1])] = num_rounds
             ends.append(0)
             decoder.add(requests[-1])
@@ -67,7 +68,7 @@ def test_a_long_prompt_does_not_hold_up_its_neighbors(blocks: Transformer) -> No
 
     def add(length: int) -> ActiveRequest:
         settings = resolve_settings(config, blocks.config)
-        request = ActiveRequest(prepare_prompt(settings, [1] * length), settings)
+        request = ActiveRequest(prepare_request(settings, [1] * length))
         decoder.add(request)
         return request
 

@@ -97,14 +97,14 @@ def jobs(blocks: Transformer) -> tuple[list[Job], list[Generation]]:
     options = [*BLOCKS]
     options[VICTIM] = {"temperature": 0.9, "stop_token_ids": ()}
     jobs = make_jobs(blocks, options, NUM_JOBS)
-    return jobs, [decode(blocks, settings, [prepared])[0] for prepared, settings in jobs]
+    return jobs, [decode(blocks, [prepared])[0] for prepared in jobs]
 
 
 def run(
     decoder: Decoder, jobs: list[Job], prepare: Callable[[list[ActiveRequest]], None] = lambda requests: None
 ) -> list[ActiveRequest]:
     """Decode jobs together; each one ends once, and pages are those of the requests in every round."""
-    requests = [ActiveRequest(prepared, settings) for prepared, settings in jobs]
+    requests = [ActiveRequest(prepared) for prepared in jobs]
     prepare(requests)
     for request in requests:
         decoder.add(request)

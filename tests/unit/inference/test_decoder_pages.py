@@ -12,7 +12,8 @@ from config.generation import GenerationConfig
 from diffusionlm.inference import requests as requests_module
 from diffusionlm.inference.decoder import Decoder, DecoderLimits
 from diffusionlm.inference.generate import Generation, decode, to_generation
-from diffusionlm.inference.requests import ActiveRequest, prepare_prompt
+from diffusionlm.inference.request_builder import prepare_request
+from diffusionlm.inference.requests import ActiveRequest, RequestOptions
 from diffusionlm.inference.settings import DecodingSettings, resolve_settings
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.patterns import BlockCausal
@@ -28,7 +29,7 @@ def settings_of(model: Transformer, **values: Any) -> DecodingSettings:
 
 
 def answer(model: Transformer, settings: DecodingSettings, prompt: list[int], *starts: int) -> Generation:
-    return decode(model, settings, [prepare_prompt(settings, prompt, segment_starts=starts)])[0]
+    return decode(model, [prepare_request(settings, prompt, options=RequestOptions(segment_starts=starts))])[0]
 
 
 def same(ours: Generation, expected: Generation) -> None:
@@ -54,7 +55,7 @@ def test_what_pages_without_an_owner_hold_has_no_effect(request: pytest.FixtureR
     model: Transformer = request.getfixturevalue(name)
     jobs = make_jobs(model, CANVASES if name == "model" else BLOCKS, 6)
     decoder = Decoder(model, LIMITS[limits])
-    requests = [ActiveRequest(prepared, settings) for prepared, settings in jobs]
+    requests = [ActiveRequest(prepared) for prepared in jobs]
     for active in requests:
         decoder.add(active)
     while decoder.has_work:
@@ -67,8 +68,8 @@ def test_what_pages_without_an_owner_hold_has_no_effect(request: pytest.FixtureR
         slots = (free[:, None] * cache.page_size + torch.arange(cache.page_size)).flatten()
         for storage in (*cache.keys_KTH, *cache.values_KTH):
             storage[:, slots] = torch.nan
-    for active, (prepared, settings) in zip(requests, jobs, strict=True):
-        same(to_generation(active), decode(model, settings, [prepared])[0])
+    for active, prepared in zip(requests, jobs, strict=True):
+        same(to_generation(active), decode(model, [prepared])[0])
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_what_pages_without_an_owner_hold_has_no_effect(request: pytest.FixtureR
 )
 def test_a_preemption_at_every_step_changes_nothing(blocks: Transformer, options: dict[str, Any]) -> None:
     settings = settings_of(blocks, **{"max_new_tokens": 9, **options})
-    active = ActiveRequest(prepare_prompt(settings, [1, 2, 3, 4, 5], seed=3), settings)
+    active = ActiveRequest(prepare_request(settings, [1, 2, 3, 4, 5], seed=3))
     decoder = Decoder(blocks, DecoderLimits(num_pages=20, page_size=2, max_rows=4))
     decoder.add(active)
     while decoder.has_work:
@@ -91,7 +92,7 @@ def test_a_preemption_at_every_step_changes_nothing(blocks: Transformer, options
             decoder.remove(active)
             assert decoder.pool.num_owned == 0
             decoder.add(active)
-    [expected] = decode(blocks, settings, [prepare_prompt(settings, [1, 2, 3, 4, 5], seed=3)])
+    [expected] = decode(blocks, [prepare_request(settings, [1, 2, 3, 4, 5], seed=3)])
     same(to_generation(active), expected)
     assert active.num_forwards == expected.num_forwards
 
@@ -101,8 +102,7 @@ def test_removed_while_it_is_read_and_while_it_waits_again(blocks: Transformer) 
     expected = answer(blocks, settings, [1] * 20)
     decoder = Decoder(blocks, DecoderLimits(num_pages=9, page_size=4, max_rows=8))
     first, second, read = (
-        ActiveRequest(prepare_prompt(settings, [number] * length), settings)
-        for number, length in ((1, 20), (2, 4), (3, 20))
+        ActiveRequest(prepare_request(settings, [number] * length)) for number, length in ((1, 20), (2, 4), (3, 20))
     )
     decoder.add(read)
     decoder.run_round()
@@ -123,7 +123,7 @@ def test_removed_while_it_is_read_and_while_it_waits_again(blocks: Transformer) 
 def test_admission_leaves_a_page_to_those_that_will_need_one(blocks: Transformer) -> None:
     settings = settings_of(blocks, max_new_tokens=8)
     decoder = Decoder(blocks, DecoderLimits(num_pages=4, page_size=4))
-    requests = [ActiveRequest(prepare_prompt(settings, [number] * 4), settings) for number in (1, 2)]
+    requests = [ActiveRequest(prepare_request(settings, [number] * 4)) for number in (1, 2)]
     for active in requests:
         decoder.add(active)
     decoder.run_round()
@@ -136,7 +136,7 @@ def test_guidance_shares_no_pages(blocks: Transformer) -> None:
     prompt, settings = list(range(16)), settings_of(blocks, cfg_scale=1.0)
     decoder = Decoder(blocks, SHARED)
     for _ in range(2):
-        active = ActiveRequest(prepare_prompt(settings, prompt), settings)
+        active = ActiveRequest(prepare_request(settings, prompt))
         decoder.add(active)
         drain(decoder, active)
         same(to_generation(active), answer(blocks, settings, prompt))
@@ -160,7 +160,7 @@ def test_turns_of_a_chat_share_their_beginning(blocks: Transformer) -> None:
         (chat[:10], (), 8),
         (chat, (), 8),
     ):
-        active = ActiveRequest(prepare_prompt(settings, prompt, segment_starts=starts), settings)
+        active = ActiveRequest(prepare_request(settings, prompt, options=RequestOptions(segment_starts=starts)))
         decoder.add(active)
         drain(decoder, active)
         assert active.num_cached_tokens == num_cached, (prompt, starts)
@@ -195,12 +195,14 @@ def test_chats_of_any_turns_have_the_answers_of_a_cold_cache(
             tokens = [*chat[:length]]
             if rng.random() < 0.3:
                 tokens[int(rng.integers(length))] = 20
-            requests.append(ActiveRequest(prepare_prompt(settings, tokens, segment_starts=starts), settings))
+            requests.append(
+                ActiveRequest(prepare_request(settings, tokens, options=RequestOptions(segment_starts=starts)))
+            )
             decoder.add(requests[-1])
             decoder.run_round()
         drain(decoder, *requests)
         for active in requests:
-            alone = ActiveRequest(active.prepared, settings)
+            alone = ActiveRequest(active.prepared)
             cold = Decoder(model, DecoderLimits(90, page_size), deterministic=deterministic)
             cold.add(alone)
             drain(cold, alone)
@@ -219,7 +221,7 @@ def test_the_output_before_the_block_is_computed_again(
     decoder = Decoder(model, SHARED)
     for max_new_tokens, expected in ((4, 0), (8, num_cached), (4, num_cached)):
         settings = settings_of(model, max_new_tokens=max_new_tokens, stop_token_ids=())
-        active = ActiveRequest(prepare_prompt(settings, list(range(16))), settings)
+        active = ActiveRequest(prepare_request(settings, list(range(16))))
         decoder.add(active)
         drain(decoder, active)
         assert active.num_cached_tokens == expected
@@ -235,7 +237,7 @@ def test_pages_are_shared_evicted_and_found_again(blocks: Transformer) -> None:
     common = list(range(12))
 
     def run(*prompts: list[int]) -> list[int]:
-        active = [ActiveRequest(prepare_prompt(settings, prompt), settings) for prompt in prompts]
+        active = [ActiveRequest(prepare_request(settings, prompt)) for prompt in prompts]
         for request in active:
             decoder.add(request)
         drain(decoder, *active)
@@ -262,7 +264,7 @@ def test_final_keys_and_values_are_those_of_the_whole_text(
     prompt = list(range(10))
     decoder = Decoder(model, DecoderLimits(num_pages=30, page_size=4, max_rows=4, has_prefix_cache=True))
     for _ in range(2):
-        active = ActiveRequest(prepare_prompt(settings, prompt, segment_starts=starts), settings)
+        active = ActiveRequest(prepare_request(settings, prompt, options=RequestOptions(segment_starts=starts)))
         decoder.add(active)
         while decoder.has_work and active.cached_length < 20:
             decoder.run_round()
@@ -289,7 +291,7 @@ def test_steps_without_a_forward_hold_up_nobody(blocks: Transformer, monkeypatch
     slow = settings_of(blocks, remasking_strategy="ancestral", denoising_steps=2000, max_new_tokens=3)
     quick = settings_of(blocks, max_new_tokens=8)
     decoder = Decoder(blocks, LIMITS["plenty"])
-    requests = [ActiveRequest(prepare_prompt(own, [1, 2, 3]), own) for own in (quick, slow, slow, quick)]
+    requests = [ActiveRequest(prepare_request(own, [1, 2, 3])) for own in (quick, slow, slow, quick)]
     for active in requests:
         decoder.add(active)
     num_calls = 0
@@ -299,7 +301,7 @@ def test_steps_without_a_forward_hold_up_nobody(blocks: Transformer, monkeypatch
     assert not requests[1].is_done and requests[1].num_steps <= 10 * (num_calls + 1)
     drain(decoder, *requests)
     monkeypatch.undo()
-    [expected] = decode(blocks, slow, [prepare_prompt(slow, [1, 2, 3])])
+    [expected] = decode(blocks, [prepare_request(slow, [1, 2, 3])])
     for active in requests[1:3]:
         same(to_generation(active), expected)
         assert active.num_forwards == expected.num_forwards

@@ -15,7 +15,8 @@ from diffusionlm.inference.decoder import Decoder, DecoderLimits
 from diffusionlm.inference.fixed_shapes import TILE_ROWS, pack_tiles
 from diffusionlm.inference.generate import Generation, decode, to_generation
 from diffusionlm.inference.model_runner import InputText
-from diffusionlm.inference.requests import ActiveRequest, prepare_prompt
+from diffusionlm.inference.request_builder import prepare_request
+from diffusionlm.inference.requests import ActiveRequest
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.patterns import Bidirectional, BlockCausal
 from diffusionlm.models.ragged import SequenceSlice
@@ -52,7 +53,7 @@ def decode_alone(model: Transformer, jobs: Sequence[Job]) -> list[Generation]:
 
 def decode_with_aborts(decoder: Decoder, jobs: Sequence[Job], rng: np.random.Generator) -> dict[int, Generation]:
     """Decode jobs that arrive at random, and abort a third of them at random. Index -> answer of the others."""
-    requests = [ActiveRequest(prepared, settings) for prepared, settings in jobs]
+    requests = [ActiveRequest(prepared) for prepared in jobs]
     waiting = rng.permutation(len(jobs)).tolist()
     removed: set[int] = set()
     while waiting or decoder.has_work:
@@ -83,7 +84,7 @@ def test_log_probabilities_are_the_same_bits(tiny_model: MakeModel, name: str) -
             again = run_all(decoder, jobs, [0] * len(jobs))
             assert again == expected and decoder.counts.num_prefix_hits > 0
     for job, answer in zip(jobs, expected, strict=True):
-        [plain] = decode(model, job[1], [job[0]])
+        [plain] = decode(model, [job])
         assert replace(plain, logprobs=()) == replace(answer, logprobs=())
         assert plain.logprobs == pytest.approx(answer.logprobs, abs=1e-4)
 
@@ -141,7 +142,7 @@ def test_waiting_for_a_tile_costs_no_step(tiny_model: MakeModel) -> None:
     model, _ = build(tiny_model, "blocks")
     settings = resolve_settings(GenerationConfig(max_new_tokens=4), model.config)
     decoder = Decoder(model, LIMITS["plenty"], deterministic=True)
-    requests = [ActiveRequest(prepare_prompt(settings, [1, 2, 3, 4]), settings) for _ in range(2)]
+    requests = [ActiveRequest(prepare_request(settings, [1, 2, 3, 4])) for _ in range(2)]
     for request in requests:
         decoder.add(request)
     decoder.run_round()

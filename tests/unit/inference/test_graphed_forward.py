@@ -23,8 +23,9 @@ from diffusionlm.inference import cuda_graphs
 from diffusionlm.inference import decoder as decoder_module
 from diffusionlm.inference.cuda_graphs import CudaGraph, GraphedForward, StaticBatch, StaticShape, find_shape
 from diffusionlm.inference.decoder import Decoder, DecoderLimits
-from diffusionlm.inference.generate import Generation, decode, decode_rounds, generate, to_generation
-from diffusionlm.inference.requests import ActiveRequest, prepare_prompt
+from diffusionlm.inference.generate import Generation, decode, decode_steps, generate, to_generation
+from diffusionlm.inference.request_builder import prepare_request
+from diffusionlm.inference.requests import ActiveRequest, RequestOptions
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.lora import LoRALinear, add_adapter
@@ -71,8 +72,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
 def check_answers(model: Transformer, jobs: list[Job], results: list[Generation]) -> None:
     """Compare answers with those of the requests alone, without graphs."""
     with patch.object(decoder_module, "select_graph_factory", lambda model: None):
-        for (prepared, settings), result in zip(jobs, results, strict=True):
-            same(result, decode(model, settings, [prepared])[0])
+        for prepared, result in zip(jobs, results, strict=True):
+            same(result, decode(model, [prepared])[0])
 
 
 @pytest.mark.parametrize("limits", GRAPH_LIMITS)
@@ -122,7 +123,9 @@ def test_turns_of_chats(blocks: Transformer, graphs: list[RecordedGraph]) -> Non
     """Blocks are counted anew in each turn, so texts of a round have patterns of their own."""
     settings = resolve_settings(GenerationConfig(max_new_tokens=10, denoising_steps=4), blocks.config)
     chats = (([1] * 9, (3, 6)), ([2] * 5, ()), ([3] * 14, (10,)), ([4] * 7, (7,)))
-    jobs = [(prepare_prompt(settings, prompt, segment_starts=starts), settings) for prompt, starts in chats]
+    jobs = [
+        prepare_request(settings, prompt, options=RequestOptions(segment_starts=starts)) for prompt, starts in chats
+    ]
     check_answers(blocks, jobs, run_all(Decoder(blocks, LIMITS["plenty"]), jobs, [0, 0, 1, 3]))
     assert sum(graph.num_replays for graph in graphs) > 3
 
@@ -131,7 +134,7 @@ def test_what_other_pages_hold_has_no_effect(blocks: Transformer, graphs: list[R
     """Neither pages without an owner nor the page of what pads."""
     jobs = make_jobs(blocks, OPTIONS[:1], 5)
     decoder = Decoder(blocks, DecoderLimits(num_pages=60, page_size=4))
-    requests = [ActiveRequest(prepared, settings) for prepared, settings in jobs]
+    requests = [ActiveRequest(prepared) for prepared in jobs]
     for active in requests:
         decoder.add(active)
     cache = decoder.cache
@@ -234,8 +237,8 @@ def test_two_decoders_of_a_model_at_a_time(blocks: Transformer, graphs: list[Rec
     """As in two threads: the graphs that are kept belong to the first one."""
     check_generate(blocks)
     settings = resolve_settings(GENERATION, blocks.config)
-    requests = [[ActiveRequest(prepare_prompt(settings, prompt), settings)] for prompt in PROMPTS]
-    rounds = [decode_rounds(blocks, own) for own in requests]
+    requests = [[ActiveRequest(prepare_request(settings, prompt))] for prompt in PROMPTS]
+    rounds = [decode_steps(blocks, own) for own in requests]
     while sum(next(own, None) is not None for own in rounds):
         pass
     with patch.object(decoder_module, "select_graph_factory", lambda model: None):
@@ -277,8 +280,8 @@ def test_rounds_without_adapters_have_graphs_beside_adapters(
         if isinstance(module, LoRALinear):
             module.weight = model.get_parameter(f"{find_name(adapted, module)}.weight")
     settings = resolve_settings(GENERATION, model.config)
-    plain = [prepare_prompt(settings, prompt) for prompt in PROMPTS]
-    jobs = [(request, settings) for request in (*plain, replace(plain[0], adapter="own"))]
+    plain = [prepare_request(settings, prompt) for prompt in PROMPTS]
+    jobs = [*plain, replace(plain[0], options=RequestOptions(adapter="own"))]
     decoder = Decoder(model, LIMITS["plenty"], {"own": ModelAdapter.from_model(adapted)})
     check_answers(model, jobs[:2], run_all(decoder, jobs[:2], [0, 0]))
     num_replays = sum(graph.num_replays for graph in graphs)

@@ -14,14 +14,13 @@ import torch
 
 from config.generation import GenerationConfig
 from config.model import ModelConfig
-from diffusionlm.inference.generate import generate, infill
-from diffusionlm.inference.healing import HealedText, TokenHealer
-from diffusionlm.inference.requests import LogitBias, Predictions, prepare_infill, prepare_prompt
+from diffusionlm.inference.generate import generate, infill, stream
+from diffusionlm.inference.healing import HealedText, TokenHealer, encode_pieces, split_infill
+from diffusionlm.inference.request_builder import prepare_request
+from diffusionlm.inference.requests import Predictions, RequestOptions
 from diffusionlm.inference.sampling import BatchSampler, LogitRows
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.inference.strategies import STRATEGIES
-from diffusionlm.inference.streaming import stream
-from diffusionlm.inference.text import parse_infill
 from diffusionlm.models.transformer import Transformer
 from tokenizer import Tokenizer, train_bpe
 
@@ -75,7 +74,7 @@ def test_what_is_taken_back(code: Tokenizer, text: str, kept: str, start: str) -
     healed = TokenHealer(code).heal_prompt(text)
     assert list(healed.token_ids) == code.encode(kept)
     assert healed.num_repeated_bytes == len(start)
-    assert len(healed.token_ids) + healed.num_removed_tokens == len(code.encode(text))
+    assert list(healed.plain_token_ids) == code.encode(text)
     allowed = {position: set(ids.tolist()) for position, ids in healed.allowed_token_ids.items()}
     assert allowed == ({len(healed.token_ids): tokens_from(code, start.encode())} if start else {})
 
@@ -150,7 +149,10 @@ def test_the_space_before_a_span_is_taken_back(code: Tokenizer) -> None:
 @pytest.mark.parametrize("text", ["[MASK:2] name", "in[MASK:1](10)", "na[MASK:1]"])
 def test_spans_without_a_space_before_them_are_not_healed(code: Tokenizer, text: str) -> None:
     healed = TokenHealer(code).heal_infill(text, [3])
-    assert list(healed.token_ids) == [3, *parse_infill(text, code)] and not healed.allowed_token_ids
+    assert (
+        list(healed.token_ids) == [3, *list(encode_pieces(code, split_infill(text)).token_ids)]
+        and not healed.allowed_token_ids
+    )
 
 
 def test_bad_spans_are_rejected_as_without_healing(code: Tokenizer) -> None:
@@ -237,13 +239,13 @@ def test_samples_follow_the_renormalized_distribution(
     allowed = [{}, {4: np.array([5, 7, 300])}, {2: np.array([9]), 3: np.arange(50)}]
     rng = np.random.default_rng(0)
     uniforms = rng.random((3, 3))
-    biases = [None, LogitBias(np.array([7, 300]), np.array([1.5, -2.0])), None]
+    biases = [{}, {7: 1.5, 300: -2.0}, {}]
     requests: Any = [
         SimpleNamespace(
             settings=settings,
             output_positions=np.array([2, 3, 4]),
             has_guidance=False,
-            prepared=SimpleNamespace(allowed_token_ids=allowed_ids, logit_bias=biases[row]),
+            prepared=SimpleNamespace(allowed_token_ids=allowed_ids, options=RequestOptions(logit_bias=biases[row])),
             num_top_logprobs=row,  # the most of all counts
             draw_uniforms=lambda _, positions, row=row: uniforms[row],
             is_masked_L=np.ones(5, dtype=np.bool_),
@@ -283,13 +285,15 @@ def test_allowed_tokens_are_checked(model: Transformer) -> None:
     settings = resolve_settings(GenerationConfig(max_new_tokens=4, suppress_token_ids=(5, 6)), model.config)
     mask = model.config.required_mask_token_id
     with pytest.raises(ValueError, match=r"prompt 0: allowed_token_ids names position 1, which is not masked"):
-        prepare_prompt(settings, [1, 2], allowed_token_ids={1: [3]})
+        prepare_request(settings, [1, 2], options=RequestOptions(allowed_token_ids={1: [3]}))
     with pytest.raises(ValueError, match=r"canvas 0: allowed_token_ids leaves no token at position 1.*suppressed"):
-        prepare_infill(settings, [1, mask], allowed_token_ids={1: [5, 6, mask]})
+        prepare_request(
+            settings, [1, mask], options=RequestOptions(is_infill=True, allowed_token_ids={1: [5, 6, mask]})
+        )
     with pytest.raises(ValueError, match="leaves no token at position 2"):
-        prepare_prompt(settings, [1, 2], allowed_token_ids={2: []})
+        prepare_request(settings, [1, 2], options=RequestOptions(allowed_token_ids={2: []}))
     with pytest.raises(ValueError, match="allowed_token_ids: token 9999 is outside the model's vocabulary"):
-        prepare_prompt(settings, [1, 2], allowed_token_ids={2: [9999, 3]})
+        prepare_request(settings, [1, 2], options=RequestOptions(allowed_token_ids={2: [9999, 3]}))
     with pytest.raises(ValueError, match="allowed_token_ids: 1 for 2 requests"):
         generate(model, [[1], [2]], GenerationConfig(), allowed_token_ids=[{}])
 

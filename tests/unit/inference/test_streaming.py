@@ -10,10 +10,9 @@ import pytest
 
 from config.generation import GenerationConfig
 from config.model import ModelConfig
-from diffusionlm.inference import streaming
-from diffusionlm.inference.generate import generate
+from diffusionlm.inference import generate as generate_module
+from diffusionlm.inference.generate import generate, stream
 from diffusionlm.inference.requests import ActiveRequest
-from diffusionlm.inference.streaming import stream
 from diffusionlm.inference.text import decode_continuation
 from diffusionlm.models.init import init_weights
 from diffusionlm.models.transformer import Transformer
@@ -104,7 +103,7 @@ def test_final_text_is_emitted_immediately(
             request.blocks = blocks[num_complete:]
             yield number
 
-    monkeypatch.setattr(streaming, "decode_rounds", fake)
+    monkeypatch.setattr(generate_module, "decode_steps", fake)
     assert list(stream(model, tokenizer, tokenizer.encode("x"), settings(remasking_strategy=strategy), 7)) == pieces
 
 

@@ -15,7 +15,8 @@ from diffusionlm.diffusion.objectives import build_layout
 from diffusionlm.inference.blocks import WHOLE_TEXT, TextSegments, split_into_blocks
 from diffusionlm.inference.generate import generate
 from diffusionlm.inference.model_runner import ModelRunner, ScheduledRequest
-from diffusionlm.inference.requests import ActiveRequest, prepare_prompt
+from diffusionlm.inference.request_builder import prepare_request
+from diffusionlm.inference.requests import ActiveRequest, RequestOptions
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.patterns import DenseBias
@@ -126,7 +127,7 @@ def test_logits_of_the_second_turn_are_those_of_training(model: Transformer, ali
         prompt = tokens_BL[0, : start + num_visible].tolist()
         config = settings(max_new_tokens=min(start + BLOCK, 22) - len(prompt), cache=cache)
         resolved = resolve_settings(config, model.config)
-        request = ActiveRequest(prepare_prompt(resolved, prompt, segment_starts=(9,)), resolved)
+        request = ActiveRequest(prepare_request(resolved, prompt, options=RequestOptions(segment_starts=(9,))))
         pages = PagedCache(model.config, 1, 40, "cpu", torch.float64) if request.uses_cache else None
         runner, request.pages = ModelRunner(model, pages), [[0]]
         request.prepare_step()
@@ -139,7 +140,8 @@ def test_whole_blocks_end_where_training_fills(model: Transformer) -> None:
     """SDAR decodes the last block to its end, counted from the last answer."""
     resolved = resolve_settings(settings(remasking_strategy="low_confidence_static", max_new_tokens=5), model.config)
     lengths = [
-        len(prepare_prompt(resolved, [1] * 9, segment_starts=starts).canvas_L) for starts in ((), (3,), (9,), (2, 7))
+        len(prepare_request(resolved, [1] * 9, options=RequestOptions(segment_starts=starts)).canvas_L)
+        for starts in ((), (3,), (9,), (2, 7))
     ]
     assert lengths == [16, 15, 17, 15]
 

@@ -14,10 +14,10 @@ from config.finetune.lora import LoraConfig
 from config.generation import GenerationConfig
 from diffusionlm.checkpoints.adapter_files import load_adapter, read_adapter, save_adapter
 from diffusionlm.inference.generate import generate, infill
+from diffusionlm.inference.requests import RequestOptions
 from diffusionlm.models.lora import adapter_modules, add_adapter
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.serving.engine import Engine
-from diffusionlm.serving.requests import RequestOptions
 from tests.conftest import MakeModel
 
 MASK = 18
@@ -150,14 +150,14 @@ def test_adapters_that_do_not_fit_are_refused(make_base: Callable[..., Transform
             Engine(model, adapters={"my": adapter})
     with Engine(base, cache_bytes=1 << 16, adapters={"my": adapter}) as engine:
         with pytest.raises(ValueError, match="adapter = 'a' does not exist: this engine has 'my'"):
-            engine.submit([1], GenerationConfig(), 0, RequestOptions(adapter="a"))
+            engine.submit([1], GenerationConfig(max_new_tokens=1), 0, RequestOptions(adapter="a"))
         with pytest.raises(ValueError, match="outside the model's vocabulary"):
             engine.submit([99], GenerationConfig(max_new_tokens=1), 0, RequestOptions(adapter="my"))
     with (
         Engine(other, cache_bytes=1 << 16) as engine,
         pytest.raises(ValueError, match="adapter = 'a' does not exist: this engine has no adapters"),
     ):
-        engine.submit([1], GenerationConfig(), 0, RequestOptions(adapter="a"))
+        engine.submit([1], GenerationConfig(max_new_tokens=1), 0, RequestOptions(adapter="a"))
     load_adapter(base, tmp_path / "a")
     with pytest.raises(ValueError, match="the model has an adapter already, which all requests would have"):
         Engine(base, adapters={"my": adapter})

@@ -13,15 +13,10 @@ from safetensors.torch import save_file
 
 from config.generation import GenerationConfig
 from diffusionlm.inference.generate import generate, infill
+from diffusionlm.inference.requests import RequestOptions
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.serving.engine import Engine
-from diffusionlm.serving.requests import (
-    EngineError,
-    EngineRequest,
-    EngineStoppedError,
-    QueueFullError,
-    RequestOptions,
-)
+from diffusionlm.serving.requests import EngineError, EngineRequest, EngineStoppedError, QueueFullError
 from tests.conftest import MakeModel
 from tests.unit.serving.model_gate import ModelGate
 

@@ -11,10 +11,10 @@ import torch
 
 from config.generation import GenerationConfig
 from diffusionlm.inference.generate import Generation, generate
+from diffusionlm.inference.requests import RequestOptions
 from diffusionlm.models.patterns import BlockCausal
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.serving.engine import Engine
-from diffusionlm.serving.requests import RequestOptions
 from tests.conftest import MakeModel
 
 MASK = 18

@@ -15,6 +15,7 @@ from config.generation import GenerationConfig
 from diffusionlm.evaluation.pair_encoding import PairEncoder
 from diffusionlm.evaluation.tasks.items import TaskItem, read_task_items
 from diffusionlm.evaluation.tasks.prompts import PromptBuilder, PromptEncoder, fill_template
+from diffusionlm.inference.request_builder import RequestBuilder
 from diffusionlm.inference.settings import resolve_settings
 from tests.conftest import MakeConfig
 from tests.unit.data.chat_cases import chat_tokenizer
@@ -83,7 +84,7 @@ def test_encoded_prompts(path: Path, make_config: MakeConfig) -> None:
 
     _, builder, [item, *_] = build(path, format="chat", answer_prefix="It is ")
     template, settings = CHAT_TEMPLATES["chatml"], resolve_settings(GenerationConfig(), model)
-    encoded = PromptEncoder(builder, encoder, template, settings).encode(item)
+    encoded = PromptEncoder(builder, encoder, template, RequestBuilder(tokenizer, settings, template)).encode(item)
     messages = builder.messages(item)
     expected = encode_chat(tokenizer, template, messages, add_generation_prompt=True) + tokenizer.encode("It is ")
     assert encoded.token_ids.tolist() == expected

@@ -15,21 +15,20 @@ from numpy.typing import NDArray
 from config.generation import GenerationConfig
 from diffusionlm.inference import decoder as decoder_module
 from diffusionlm.inference.constraints.byte_automaton import compile_expression
-from diffusionlm.inference.constraints.compiler import TokenConstraint, constrain_prompt
+from diffusionlm.inference.constraints.compiler import TokenConstraint
 from diffusionlm.inference.constraints.expressions import parse_regex
 from diffusionlm.inference.constraints.sampler import constrain_predictions
 from diffusionlm.inference.constraints.token_automaton import TokenTrie
 from diffusionlm.inference.decoder import Decoder, DecoderLimits
-from diffusionlm.inference.generate import Generation, generate, infill, to_generation
+from diffusionlm.inference.generate import Generation, generate, infill, stream, to_generation
 from diffusionlm.inference.healing import HealedText
-from diffusionlm.inference.requests import ActiveRequest, prepare_prompt
+from diffusionlm.inference.request_builder import prepare_request
+from diffusionlm.inference.requests import ActiveRequest, RequestOptions
 from diffusionlm.inference.sampling import LogitRows
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.inference.strategies import STRATEGIES
-from diffusionlm.inference.streaming import stream
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.serving.engine import Engine
-from diffusionlm.serving.requests import RequestOptions
 
 EOS, MASK, V = 21, 22, 23
 LETTERS = [b"a", b"b", b"c", b"d"]
@@ -196,7 +195,7 @@ def test_unconstrained_neighbors_and_engine(blocks: Transformer) -> None:
             for seed, (prompt, constraint) in enumerate(zip(prompts, constraints, strict=True))
         ]
         served = [handle.result(60) for handle in handles]
-        with pytest.raises(ValueError, match="2 constraints for one prompt"):
+        with pytest.raises(ValueError, match="2 constraints for 1 masked spans"):
             engine.submit([1], config, options=RequestOptions(constraints=constraints[:2]))
         hole = RequestOptions(is_infill=True, constraints=constraints[:1])
         infilled = engine.submit([1, MASK, MASK, 2], GenerationConfig(), options=hole).result(60)
@@ -227,8 +226,8 @@ def test_a_slow_constraint_lets_others_go_ahead(
 
     monkeypatch.setattr(decoder_module, "constrain_predictions", constrain_slowly)
     settings = resolve_settings(config, blocks.config)
-    slow = ActiveRequest(constrain_prompt(prepare_prompt(settings, [1]), settings, constraint), settings)
-    other = ActiveRequest(prepare_prompt(settings, [1]), settings)
+    slow = ActiveRequest(prepare_request(settings, [1], options=RequestOptions(constraints=[constraint])))
+    other = ActiveRequest(prepare_request(settings, [1]))
     decoder = Decoder(blocks, DecoderLimits(num_pages=20, pauses_slow_constraints=pauses))
     decoder.add(slow)
     decoder.add(other)
@@ -327,7 +326,7 @@ def test_spans_beside_each_other(blocks: Transformer) -> None:
     with Engine(blocks, cache_bytes=1 << 20) as engine:
         options = RequestOptions(is_infill=True, constraints=constraints, span_lengths=(3, 2))
         result = engine.submit(canvas, GenerationConfig(), options=options).result(60)
-        with pytest.raises(ValueError, match="the canvas: 2 constraints for 1 masked spans"):
+        with pytest.raises(ValueError, match="canvas 0: 2 constraints for 1 masked spans"):
             engine.submit(canvas, GenerationConfig(), options=replace(options, span_lengths=()))
     assert re.fullmatch("[ab]+", to_text(result.token_ids[1:4]))
     assert to_text(result.token_ids[4:6]) == "cc"
@@ -352,6 +351,7 @@ def test_stream(blocks: Transformer) -> None:
     config = GenerationConfig(max_new_tokens=8)
     pieces = stream(blocks, _Letters(), [1], config, constraint=make_constraint("(abc)*cd"))  # type: ignore[arg-type]
     assert re.fullmatch("(abc)*cd", "".join(pieces))
-    healed = HealedText((1,), {1: np.array([0, 4, 6])}, b"a")  # the first token begins with "a" again
+    # The first token begins with "a" again.
+    healed = HealedText((1,), RequestOptions(allowed_token_ids={1: [0, 4, 6]}, repeated_bytes=[b"a"]))
     pieces = stream(blocks, _Letters(), healed, config, constraint=make_constraint("(bc)*cd"))  # type: ignore[arg-type]
     assert re.fullmatch("(bc)*cd", "".join(pieces))

@@ -15,8 +15,9 @@ from config.infer import InferInputConfig
 from config.serving.server import ServeSection
 from diffusionlm.inference.generate import Generation, generate, infill
 from diffusionlm.inference.healing import TokenHealer
+from diffusionlm.inference.request_builder import suppress_ids_without_text
 from diffusionlm.inference.settings import resolve_settings
-from diffusionlm.inference.text import AnswerToken, suppress_ids_without_text
+from diffusionlm.inference.text import AnswerToken
 from diffusionlm.serving.http.formats import CompletionFormat
 from tests.unit.serving.http.conftest import NAME, RunningServer
 
@@ -67,7 +68,7 @@ def test_a_text_is_healed_as_by_the_other_commands(server: RunningServer) -> Non
     settings = config(server, max_new_tokens=12, temperature=1.0)
     healer = TokenHealer.from_settings(server.tokenizer, resolve_settings(settings, server.model.config))
     healed = healer.heal_prompt("the cat s")
-    assert healed.repeated_bytes
+    assert healed.num_repeated_bytes
     [expected] = generate(server.model, [healed.token_ids], settings, [7], allowed_token_ids=[healed.allowed_token_ids])
     answer = complete(server, prompt="the cat s", token_healing=None, return_token_ids=True)["choices"][0]
     assert tuple(answer["token_ids"]) == expected.token_ids

@@ -9,7 +9,7 @@ import pytest
 
 from config.generation import GenerationConfig
 from diffusionlm.inference.generate import generate
-from diffusionlm.inference.text import suppress_ids_without_text
+from diffusionlm.inference.request_builder import suppress_ids_without_text
 from tests.unit.serving.http.conftest import NAME, RunningServer
 from tokenizer import CHAT_TEMPLATES, encode_chat
 

@@ -1,0 +1,292 @@
+"""How texts, chats, texts with masked spans and token ids become requests: the one place for all callers.
+
+`RequestBuilder` encodes texts for a model; `prepare_request` checks token ids against the model and the settings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from config.generation import GenerationConfig
+from config.model import ModelConfig
+from diffusionlm.inference.blocks import TextSegments, split_into_blocks
+from diffusionlm.inference.constraints.token_automaton import ConstrainedSpan
+from diffusionlm.inference.healing import HealedText, TokenHealer, encode_pieces
+from diffusionlm.inference.requests import DEFAULT_OPTIONS, PreparedRequest, RequestOptions
+from diffusionlm.inference.settings import DecodingSettings, check_token_ids, resolve_settings
+from tokenizer import ChatTemplate, Tokenizer, encode_chat, encode_prompt
+
+MAX_TOP_LOGPROBS = 20
+
+
+def suppress_ids_without_text(config: GenerationConfig, tokenizer: Tokenizer, vocab_size: int) -> GenerationConfig:
+    """Suppress the ids of the model that the tokenizer does not have: padding of the embedding and unused ids."""
+    ids_with_text = {*tokenizer.vocab.values(), *tokenizer.special_tokens.values()}
+    ids_without_text = [token for token in range(vocab_size) if token not in ids_with_text]
+    return config.model_copy(update={"suppress_token_ids": (*config.suppress_token_ids, *ids_without_text)})
+
+
+@dataclass(frozen=True)
+class RequestBuilder:
+    """Makes requests of texts, for one model and one config."""
+
+    tokenizer: Tokenizer
+    settings: DecodingSettings
+    template: ChatTemplate | None = None
+    """Of chats; None: there are none."""
+    healer: TokenHealer | None = None
+    """None: no token healing."""
+
+    @classmethod
+    def from_config(
+        cls,
+        tokenizer: Tokenizer,
+        model: ModelConfig,
+        config: GenerationConfig,
+        template: ChatTemplate | None = None,
+        *,
+        token_healing: bool = False,
+    ) -> RequestBuilder:
+        """Resolve the settings of a model whose answers are texts.
+
+        Raises:
+            ValueError: the config does not fit the model.
+        """
+        settings = resolve_settings(suppress_ids_without_text(config, tokenizer, model.vocab_size), model)
+        healer = TokenHealer.from_settings(tokenizer, settings) if token_healing else None
+        return cls(tokenizer, settings, template, healer)
+
+    @property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """Tokens that every text begins with, except for a chat, whose template writes its own."""
+        return tuple(self.settings.model.prefix_ids or self.tokenizer.prefix_ids)
+
+    def encode_text(self, text: str, max_new_tokens: int | None = None) -> HealedText:
+        """Encode a text to continue.
+
+        Args:
+            max_new_tokens: of the request; None: as the config says.
+        """
+        if self.healer is not None:
+            return self.healer.heal_prompt(text, self.prefix_ids, max_new_tokens)
+        return HealedText((*self.prefix_ids, *self.tokenizer.encode(text)))
+
+    def encode_spans(self, pieces: Sequence[tuple[str, int]]) -> HealedText:
+        """Encode a text with masked spans.
+
+        Args:
+            pieces: of the text, each with the number of masked tokens after it; 0 after the last one alone.
+
+        Raises:
+            ValueError: there is no mask token.
+        """
+        mask = self.settings.model.mask_token_id
+        return encode_pieces(self.tokenizer, pieces, self.prefix_ids, mask, self.healer)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        answer_prefix: str = "",
+    ) -> HealedText:
+        """Encode a chat whose next answer is to be decoded. It is not healed: templates end with a whole token. The
+        ends of its earlier answers are found only if the settings count blocks from turns.
+
+        Args:
+            answer_prefix: text that the answer begins with.
+
+        Raises:
+            ValueError: the template rejects the chat.
+        """
+        assert self.template is not None, "callers check that there is a template"
+        prefix_ids = self.tokenizer.encode(answer_prefix)
+        if self.settings.config.block_origin == "turn":
+            prompt = encode_prompt(self.tokenizer, self.template, messages, tools=tools)
+            return HealedText((*prompt.token_ids, *prefix_ids), RequestOptions(segment_starts=prompt.answer_ends))
+        token_ids = encode_chat(self.tokenizer, self.template, messages, add_generation_prompt=True, tools=tools)
+        return HealedText((*token_ids, *prefix_ids))
+
+    def prepare(self, text: HealedText, seed: int = 0, label: str | None = None, **options: Any) -> PreparedRequest:
+        """Check an encoded text, with more options (`RequestOptions`). If the constraints allow no text behind what
+        token healing takes back, the text is taken as it is.
+
+        Raises:
+            ValueError: like `prepare_request`.
+        """
+        merged = replace(text.options, **options)
+        try:
+            return prepare_request(self.settings, text.token_ids, seed, merged, label)
+        except ValueError:
+            if not (any(merged.constraints) and any(merged.repeated_bytes)):
+                raise
+        plain = replace(merged, allowed_token_ids={}, repeated_bytes=())
+        return prepare_request(self.settings, text.plain_token_ids, seed, plain, label)
+
+
+def prepare_request(
+    settings: DecodingSettings,
+    token_ids: Sequence[int],
+    seed: int = 0,
+    options: RequestOptions = DEFAULT_OPTIONS,
+    label: str | None = None,
+) -> PreparedRequest:
+    """Append masks to a prompt, or with ``options.is_infill`` find those of a canvas, and check it.
+
+    Args:
+        label: name of the text in errors.
+
+    Raises:
+        ValueError: the prompt and the new tokens do not fit the model's context, ``total_length`` leaves no new token,
+            a token id is outside the vocabulary, the seed is negative, there are fewer ``steps`` than blocks, a canvas
+            is to be filled and the model has no mask token, an option is wrong, or no text fits the constraints.
+    """
+    label = label or ("canvas 0" if options.is_infill else "prompt 0")
+    _check_options(options, settings, label)
+    segments = _check_segments(settings, options.segment_starts, len(token_ids), label)
+    if options.is_infill:
+        text_length = len(token_ids)
+        _check_length(text_length, settings, label, "shorten the text or its masked spans")
+        canvas_L = np.array(token_ids, dtype=np.int64)
+        masked_positions = np.flatnonzero(canvas_L == settings.model.required_mask_token_id)
+    else:
+        text_length = _resolve_text_length(settings, options, len(token_ids), label)
+        canvas_length = _find_canvas_length(settings, segments, text_length)
+        masks = [settings.placeholder_token_id] * (canvas_length - len(token_ids))
+        canvas_L = np.array([*token_ids, *masks], dtype=np.int64)
+        masked_positions = np.arange(len(token_ids), canvas_length)
+    try:
+        blocks = tuple(split_into_blocks(masked_positions, settings, segments))
+    except ValueError as error:
+        raise ValueError(f"{label}: {error}") from None
+    allowed = {position: np.asarray(ids, dtype=np.int64) for position, ids in options.allowed_token_ids.items()}
+    request = PreparedRequest(
+        settings, options, seed, canvas_L, masked_positions, blocks, text_length, allowed, segments
+    )
+    _check_request(request, label)
+    return replace(request, constrained_spans=_constrain(request, label)) if options.constraints else request
+
+
+def _check_options(options: RequestOptions, settings: DecodingSettings, label: str) -> None:
+    if not 0 <= options.num_top_logprobs <= MAX_TOP_LOGPROBS:
+        raise ValueError(f"num_top_logprobs = {options.num_top_logprobs} must be 0 to {MAX_TOP_LOGPROBS}")
+    check_token_ids(options.logit_bias.keys(), settings.model, "logit_bias")
+    for token, value in options.logit_bias.items():
+        if not math.isfinite(value):
+            raise ValueError(f"logit_bias of token {token} is {value}: use a finite number")
+
+
+def _check_segments(
+    settings: DecodingSettings, segment_starts: Sequence[int], num_tokens: int, label: str
+) -> TextSegments:
+    if segment_starts and settings.block_causal_length is None:
+        raise ValueError(
+            f'{label}: segment_starts need attention = "block_causal", and it is "{settings.config.attention}": leave '
+            "them out"
+        )
+    try:
+        return TextSegments.from_starts(segment_starts, num_tokens)
+    except ValueError as error:
+        raise ValueError(f"{label}: {error}") from None
+
+
+def _find_canvas_length(settings: DecodingSettings, segments: TextSegments, text_length: int) -> int:
+    """Length of a prompt and all that is decoded: SDAR decodes the last block to its end, as it was trained, and cuts
+    it."""
+    block_length = settings.block_causal_length
+    if block_length is None or not settings.strategy.family.uses_whole_blocks:
+        return text_length
+    last_segment = segments.starts[-1]
+    num_blocks = -(-(text_length - last_segment) // block_length)
+    return min(last_segment + num_blocks * block_length, settings.model.max_position_embeddings)
+
+
+def _check_request(request: PreparedRequest, label: str) -> None:
+    model, masked_positions = request.settings.model, request.masked_positions
+    if not isinstance(request.seed, Integral):
+        raise ValueError(f"{label}: seed = {request.seed!r} is not a whole number")
+    if request.seed < 0:
+        raise ValueError(f"{label}: seed = {request.seed} is negative: use 0 or more")
+    check_token_ids(request.canvas_L.tolist(), model, label)
+    if model.logit_alignment == "shifted" and 0 in masked_positions:
+        raise ValueError(
+            f"{label}: this model cannot predict the first token of a text, because its output i - 1 predicts token i: "
+            "begin with a token, such as end of text"
+        )
+    for position, ids in request.allowed_token_ids.items():
+        if position not in masked_positions:
+            raise ValueError(f"{label}: allowed_token_ids names position {position}, which is not masked: remove it")
+        if np.isin(ids, request.settings.forbidden_token_ids).all():
+            raise ValueError(
+                f"{label}: allowed_token_ids leaves no token at position {position}: add one that is not suppressed"
+            )
+        check_token_ids((int(ids.min()), int(ids.max())), model, f"{label}: allowed_token_ids")
+
+
+def _resolve_text_length(settings: DecodingSettings, options: RequestOptions, prompt_length: int, label: str) -> int:
+    """Length of the prompt and the new tokens."""
+    config, total_length = settings.config, settings.config.total_length
+    max_new_tokens = config.max_new_tokens if options.max_new_tokens is None else options.max_new_tokens
+    if max_new_tokens is None:
+        assert total_length is not None, "resolve_settings sets one of the two"
+        key, text_length = f"total_length = {total_length}", total_length
+        if prompt_length >= total_length:
+            raise ValueError(
+                f"{label}: {prompt_length} tokens leave no new token in total_length = {total_length}: shorten the "
+                "prompt or raise total_length"
+            )
+    else:
+        key, text_length = f"max_new_tokens = {max_new_tokens}", prompt_length + max_new_tokens
+    remedy = f"shorten the prompt or lower {key.split()[0]}"
+    _check_length(text_length, settings, f"{label} ({prompt_length} tokens) and {key}", remedy)
+    return text_length
+
+
+def _check_length(length: int, settings: DecodingSettings, label: str, remedy: str) -> None:
+    context = settings.model.max_position_embeddings
+    if length > context:
+        raise ValueError(
+            f"{label}: {length} tokens are more than the model's context, max_position_embeddings = {context}: {remedy}"
+        )
+
+
+def _constrain(request: PreparedRequest, label: str) -> tuple[ConstrainedSpan, ...]:
+    """Constrain the text of each masked span; of a prompt the text before the first stop token, or all of it.
+
+    Raises:
+        ValueError: the number of spans differs, or no text of a span's length fits its constraint.
+    """
+    options, spans = request.options, _find_spans(request)
+    if len(options.constraints) != len(spans):
+        raise ValueError(
+            f"{label}: {len(options.constraints)} constraints for {len(spans)} masked spans, and a prompt has one: "
+            "pass one per span, None for any text"
+        )
+    prefixes = options.repeated_bytes or [b""] * len(spans)
+    constrained = []
+    for number, (constraint, prefix, span) in enumerate(zip(options.constraints, prefixes, spans, strict=True), 1):
+        if constraint is None:
+            continue
+        try:
+            automaton = constraint.after(prefix).token_automaton(request.settings, can_stop=not options.is_infill)
+            constrained.append(ConstrainedSpan(automaton, *span, request.allowed_token_ids))
+        except ValueError as error:
+            name = f"{label}, masked span {number}" if options.is_infill else label
+            raise ValueError(f"{name}: {error}") from None
+    return tuple(constrained)
+
+
+def _find_spans(request: PreparedRequest) -> list[tuple[int, int]]:
+    """First position of each masked span, and the one after its last."""
+    positions, lengths = request.masked_positions, request.options.span_lengths
+    if not request.options.is_infill:
+        return [(int(positions[0]), request.text_length)]
+    ends: NDArray[np.int64] = np.cumsum(lengths)[:-1] if lengths else np.flatnonzero(np.diff(positions) > 1) + 1
+    spans = np.split(positions, ends) if len(positions) else []
+    return [(int(span[0]), int(span[-1]) + 1) for span in spans]
