@@ -183,7 +183,7 @@ def list_files(config: Section, prefix: str = "") -> Iterator[tuple[str, list[Pa
                 yield from list_files(item, f"{key}.{index}." if isinstance(value, tuple) else f"{key}.")
     if isinstance(config, PythonStdlib):
         # Imported here, so that --help and config errors do not wait for numpy.
-        from diffusionlm.data.local_files import open_stdlib
+        from diffusionlm.data.sources.local_files import open_stdlib
 
         paths = [path for split in SPLITS for path in open_stdlib(config, split, prefix).paths]
         yield prefix.rstrip("."), paths
@@ -191,7 +191,7 @@ def list_files(config: Section, prefix: str = "") -> Iterator[tuple[str, list[Pa
 
 def _find_paths(value: Any, key: str) -> list[Path]:
     """The files of patterns, of a directory or of a path. A name on the Hub has none."""
-    from diffusionlm.data.local_files import find_files
+    from diffusionlm.data.sources.local_files import find_files
 
     if isinstance(value, tuple):
         return [Path(path) for path in find_files(value, key)]

@@ -35,9 +35,9 @@ from diffusionlm.data.reader import (
     Tokens,
     shuffle_windows,
 )
-from diffusionlm.data.record_source import RecordSource
 from diffusionlm.data.shards import ShardDocuments, ShardReader
 from diffusionlm.data.sources import open_source
+from diffusionlm.data.sources.record_source import RecordSource
 from diffusionlm.data.tokenization import InlineTextEncoder, TextEncoder, tokenize_reader
 from diffusionlm.diffusion.rng import RngStream
 from tokenizer import Tokenizer

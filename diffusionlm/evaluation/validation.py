@@ -20,7 +20,7 @@ from diffusionlm.data.pipeline import (
     open_components,
     read_training_tokens,
 )
-from diffusionlm.data.synthetic import SyntheticSource
+from diffusionlm.data.sources.synthetic import SyntheticSource
 from diffusionlm.diffusion.objectives import build_layout
 from diffusionlm.evaluation.evaluate import VALIDATION_SEED, EvaluationResult, evaluate
 from diffusionlm.evaluation.ngram import NgramModel, max_order

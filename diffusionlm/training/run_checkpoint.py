@@ -18,8 +18,8 @@ from diffusionlm.checkpoints.model_card import (
     update_training_section,
     write_model_card,
 )
-from diffusionlm.data.hub import is_directory
 from diffusionlm.data.pipeline import MixtureComponent, compute_data_identity, hash_templates
+from diffusionlm.data.sources.hub import is_directory
 from diffusionlm.families.hub import describe_origin
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.checkpointing.staging import (

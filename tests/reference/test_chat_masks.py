@@ -15,7 +15,7 @@ from config.finetune.chat import ChatRowsConfig
 from diffusionlm.data.chat.encoder import ChatEncoder, ChatRecords
 from diffusionlm.data.chat.formats import ChatRowParser
 from diffusionlm.data.packing import Document
-from diffusionlm.data.record_source import BadRecord
+from diffusionlm.data.sources.record_source import BadRecord
 from tests.unit.data.chat_cases import EOS, chat, chat_tokenizer
 from tokenizer import Tokenizer
 

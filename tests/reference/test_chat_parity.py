@@ -16,7 +16,7 @@ import pytest
 from config.finetune.chat import ChatRowsConfig
 from diffusionlm.data.chat.encoder import ChatEncoder, ChatRecords
 from diffusionlm.data.chat.formats import ChatRowParser
-from diffusionlm.data.record_source import BadRecord
+from diffusionlm.data.sources.record_source import BadRecord
 from tokenizer import (
     CHAT_TEMPLATES,
     Tokenizer,

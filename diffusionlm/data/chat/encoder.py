@@ -16,7 +16,7 @@ from diffusionlm.data.chat.conversation import Conversation, Message
 from diffusionlm.data.chat.templates import QUESTION, resolve_chat_template
 from diffusionlm.data.packing import Document
 from diffusionlm.data.reader import REPAIRED_PREFIX, ResumableReader, SkipLog, WindowedReader
-from diffusionlm.data.record_source import shorten_repr
+from diffusionlm.data.sources.record_source import shorten_repr
 from diffusionlm.data.tokenization import CHUNK_DOCUMENTS
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from tokenizer import EncodedAnswer, Tokenizer, encode_answers, join_answers, render_chat

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from config.finetune.chat import ChatRowsConfig
 from diffusionlm.data.chat.conversation import Conversation, Message
-from diffusionlm.data.record_source import BadRecord, shorten_repr, validate_text
+from diffusionlm.data.sources.record_source import BadRecord, shorten_repr, validate_text
 
 RowFormatName = Literal["messages", "conversations", "alpaca", "prompt_completion", "preference"]
 

@@ -17,7 +17,7 @@ from diffusionlm.checkpoints.model_files import (
     find_weights_directory,
     list_weight_files,
 )
-from diffusionlm.data.local_files import find_files
+from diffusionlm.data.sources.local_files import find_files
 from diffusionlm.evaluation.tasks.preparation import PreparedGeneration, PreparedOptions, PreparedTask, resolve_length
 from files.hashing import hash_file
 from profiling.torch_setup import select_device, select_dtype

@@ -20,9 +20,9 @@ from config.evaluation.tasks import (
 )
 from diffusionlm.data.chat.formats import ChatRowParser
 from diffusionlm.data.chat.reference_answers import ReferenceAnswer, last_answer
-from diffusionlm.data.file_formats import read_json_records, read_parquet_records
-from diffusionlm.data.local_files import detect_format
-from diffusionlm.data.record_source import BadRecord, ParsedRecord, shorten_repr
+from diffusionlm.data.sources.file_formats import read_json_records, read_parquet_records
+from diffusionlm.data.sources.local_files import detect_format
+from diffusionlm.data.sources.record_source import BadRecord, ParsedRecord, shorten_repr
 from diffusionlm.evaluation.grading.extraction import extract_boxed, gold_gsm8k
 from files.compressed import CorruptFileError
 

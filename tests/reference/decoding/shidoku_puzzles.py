@@ -17,7 +17,7 @@ from benchmarking.harness import Benchmark, Report, ResultTable, Settings, main
 from config.generation import GenerationConfig
 from diffusionlm.checkpoints.huggingface import load_model
 from diffusionlm.checkpoints.model_files import load_tokenizer
-from diffusionlm.data.synthetic import shidoku_grids
+from diffusionlm.data.sources.synthetic import shidoku_grids
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from diffusionlm.inference.generate import infill
 from diffusionlm.models.transformer import Transformer

@@ -25,7 +25,7 @@ from diffusionlm.data.chat.encoder import (
 from diffusionlm.data.chat.formats import ChatRowParser
 from diffusionlm.data.chat.templates import find_stop_token, resolve_chat_template
 from diffusionlm.data.packing import Document
-from diffusionlm.data.record_source import BadRecord
+from diffusionlm.data.sources.record_source import BadRecord
 from tests.unit.data.chat_cases import EOS, STOP, chat, chat_tokenizer, spell
 from tokenizer import Tokenizer, encode_chat, encode_prompt
 

@@ -11,7 +11,7 @@ import pytest
 from config.finetune.chat import ChatRowsConfig
 from diffusionlm.data.chat.conversation import Conversation
 from diffusionlm.data.chat.formats import ChatRowParser
-from diffusionlm.data.record_source import BadRecord
+from diffusionlm.data.sources.record_source import BadRecord
 
 SYSTEM, Q1, A1, Q2, A2 = "Be brief.", "One?", "1", "Two?", "2"
 

@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from diffusionlm.data.file_formats import FIRST_BYTES
 from diffusionlm.data.reader import DocumentSource
-from tests.unit.data.record_documents import open_documents
+from diffusionlm.data.sources.file_formats import FIRST_BYTES
+from tests.unit.data.sources.record_documents import open_documents
 
 Drain = Callable[..., list[Any]]
 

@@ -26,7 +26,7 @@ from config.data import (
 from diffusionlm.data.loader import Loader, collate_rows
 from diffusionlm.data.pipeline import build_row_reader, open_components
 from diffusionlm.data.sources import open_source
-from diffusionlm.data.synthetic import (
+from diffusionlm.data.sources.synthetic import (
     DIGITS,
     DOCUMENTS_PER_BLOCK,
     NESTING_PROBABILITY,

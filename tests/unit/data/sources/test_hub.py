@@ -127,7 +127,7 @@ def test_max_documents(limit: dict[str, Any], parquet: Path, drain: Drain) -> No
 def test_few_documents_are_divided(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path, drain: Drain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diffusionlm.data.validation_split.PART_CHARACTERS", 5)
+    monkeypatch.setattr("diffusionlm.data.sources.validation_split.PART_CHARACTERS", 5)
     if kind == "json":
         dataset: Path | str = json_directory(tmp_path / "lines", [{"text": text} for text in TEXTS])
     else:

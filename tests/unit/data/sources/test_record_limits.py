@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.unit.data.record_documents import open_documents
+from tests.unit.data.sources.record_documents import open_documents
 
 Drain = Callable[..., list[Any]]
 
@@ -81,7 +81,9 @@ def test_a_record_that_is_too_large_is_left_out_alone(
     drain: Drain,
 ) -> None:
     first, large, last = records
-    monkeypatch.setattr("diffusionlm.data.file_formats.BUFFER_BYTES", 7)  # the rest of the line is read in pieces
+    monkeypatch.setattr(
+        "diffusionlm.data.sources.file_formats.BUFFER_BYTES", 7
+    )  # the rest of the line is read in pieces
     path = tmp_path / name
     (path_of_small := tmp_path / f"small-{name}").write_bytes(compress(name, first * 2 + last * 2))
     path.write_bytes(compress(name, first * 2 + large + last * 2))

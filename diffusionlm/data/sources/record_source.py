@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from config.data import OnBadRow
 from diffusionlm.data.chat.conversation import Conversation, Record
 from diffusionlm.data.reader import REPAIRED_PREFIX, ReaderPosition, SkipLog
-from diffusionlm.data.validation_split import DocumentSplit, EndSplit
+from diffusionlm.data.sources.validation_split import DocumentSplit, EndSplit
 
 MAX_SHOWN_CHARACTERS = 60
 """Length to which error messages shorten a value."""

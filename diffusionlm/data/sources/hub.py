@@ -12,11 +12,11 @@ from typing import Any
 from config.data import HubDataset
 from diffusionlm.data.chat.conversation import Record
 from diffusionlm.data.chat.formats import ChatRowParser
-from diffusionlm.data.file_formats import parse_arrow_row
-from diffusionlm.data.local_files import FileFingerprint, find_files
 from diffusionlm.data.reader import Split
-from diffusionlm.data.record_source import BadRecord, RecordSource, TextField, read_texts, validate_text
-from diffusionlm.data.validation_split import DocumentSplit, HashSplit, WholeSource, choose_split
+from diffusionlm.data.sources.file_formats import parse_arrow_row
+from diffusionlm.data.sources.local_files import FileFingerprint, find_files
+from diffusionlm.data.sources.record_source import BadRecord, RecordSource, TextField, read_texts, validate_text
+from diffusionlm.data.sources.validation_split import DocumentSplit, HashSplit, WholeSource, choose_split
 from files.portable_path import portable_path
 
 CACHE_MODULE = "datasets.packaged_modules.cache."

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from config.data import PythonStdlib
-from diffusionlm.data.local_files import StdlibSource
 from diffusionlm.data.reader import DocumentSource
 from diffusionlm.data.sources import open_source
+from diffusionlm.data.sources.local_files import StdlibSource
 
 
 @pytest.fixture

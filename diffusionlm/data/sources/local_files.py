@@ -15,14 +15,14 @@ from typing import Literal
 from config.data import LocalFiles, PythonStdlib, SampleBy
 from diffusionlm.data.chat.conversation import Record
 from diffusionlm.data.chat.formats import ChatRowParser
-from diffusionlm.data.file_formats import (
+from diffusionlm.data.reader import ReaderPosition, SkipLog, Split
+from diffusionlm.data.sources.file_formats import (
     check_first_bytes,
     read_json_records,
     read_parquet_records,
     read_plain_records,
 )
-from diffusionlm.data.reader import ReaderPosition, SkipLog, Split
-from diffusionlm.data.record_source import (
+from diffusionlm.data.sources.record_source import (
     BadRecord,
     ParsedRecord,
     RecordSource,
@@ -30,7 +30,7 @@ from diffusionlm.data.record_source import (
     bad_record_error,
     read_texts,
 )
-from diffusionlm.data.validation_split import DocumentSplit, HashSplit, WholeSource, choose_split
+from diffusionlm.data.sources.validation_split import DocumentSplit, HashSplit, WholeSource, choose_split
 from files.compressed import DECOMPRESSORS, CorruptFileError, check_regular_file, detect_compression
 from files.portable_path import portable_path
 

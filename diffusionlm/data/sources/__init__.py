@@ -19,23 +19,23 @@ def open_source(config: TextSource, split: Split, key: str) -> DocumentSource:
     """
     match config:
         case PythonStdlib():
-            from diffusionlm.data.local_files import open_stdlib
+            from diffusionlm.data.sources.local_files import open_stdlib
 
             return open_stdlib(config, split, key)
         case LocalFiles():
-            from diffusionlm.data.local_files import open_local_files
+            from diffusionlm.data.sources.local_files import open_local_files
 
             return open_local_files(config, split, key)
         case HubDataset():
-            from diffusionlm.data.hub import open_hub
+            from diffusionlm.data.sources.hub import open_hub
 
             return open_hub(config, split, key)
         case ChatTasks():
-            from diffusionlm.data.chat.tasks import ChatTaskSource
+            from diffusionlm.data.sources.chat_tasks import ChatTaskSource
 
             return ChatTaskSource(config, split, key)
         case Synthetic():
-            from diffusionlm.data.synthetic import open_synthetic
+            from diffusionlm.data.sources.synthetic import open_synthetic
 
             return open_synthetic(config, split)
         case _:

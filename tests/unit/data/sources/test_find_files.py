@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from diffusionlm.data.local_files import detect_format, find_files
+from diffusionlm.data.sources.local_files import detect_format, find_files
 
 
 def test_find_files_sorts_and_does_not_repeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from diffusionlm.data import validation_split
 from diffusionlm.data.chat.conversation import Conversation
-from diffusionlm.data.validation_split import (
+from diffusionlm.data.sources import validation_split
+from diffusionlm.data.sources.validation_split import (
     PART_CHARACTERS,
     EndSplit,
     HashSplit,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from config.data import SampleBy
 from diffusionlm.data.chat.conversation import Record
-from diffusionlm.data.record_source import (
+from diffusionlm.data.sources.record_source import (
     MAX_SHOWN_CHARACTERS,
     NOT_UTF8,
     SURROGATES,

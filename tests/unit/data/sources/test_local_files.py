@@ -22,9 +22,8 @@ import pytest
 import zstandard
 
 from config.data import LocalFiles
-from diffusionlm.data import file_formats
 from diffusionlm.data.reader import DocumentSource, Split
-from diffusionlm.data.sources import open_source
+from diffusionlm.data.sources import file_formats, open_source
 from files.compressed import open_bytes
 
 Drain = Callable[..., list[Any]]
@@ -246,7 +245,7 @@ def test_continuing_does_not_open_the_file_again(tmp_path: Path, monkeypatch: py
     folder = write(tmp_path / "data", TEXTS[:30], "jsonl", ".gz")
     source = open_documents(folder)
     opens: list[Path] = []
-    monkeypatch.setattr("diffusionlm.data.file_formats.open_bytes", count_calls(opens, open_bytes))
+    monkeypatch.setattr("diffusionlm.data.sources.file_formats.open_bytes", count_calls(opens, open_bytes))
     position: Any = None
     for _ in range(30):
         _, position = source.read(0, position, 1)
