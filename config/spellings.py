@@ -52,7 +52,16 @@ class Removed:
     """The value that run directories of older versions hold; it is ignored."""
 
 
-REMOVED: Mapping[str, Removed] = {}
+REMOVED: Mapping[str, Removed] = {
+    "optimizer.hidden": Removed("set learning_rate, momentum, weight_decay or precision in [optimizer]"),
+    "optimizer.adjust_lr": Removed("scale optimizer.learning_rate", "match_rms_adamw"),
+    **{
+        f"optimizer.{group}.{key}": Removed(f"set optimizer.{key}, or with muon optimizer.rest.{key}, for all groups")
+        for group in ("head", "embed", "router", "scalar")
+        for key in ("betas", "eps")
+    },
+    "schedule.decay_steps": Removed("set schedule.decay_fraction"),
+}
 
 FOREIGN_KEYS = {
     "training.max_train_iteration": "unknown key; set training.max_steps (optimizer steps)",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Generic, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -13,7 +13,6 @@ from config.base import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
-    PositiveInt,
     Probability,
     Section,
 )
@@ -40,10 +39,8 @@ class LRScheduleConfig(Section):
     """Steps of warm-up; None: `warmup_fraction` of the run."""
     warmup_fraction: HalfOpenFraction = 0.05
     """Warm-up as a fraction of the run."""
-    decay_steps: PositiveInt | None = None
-    """For warmup_stable_decay: number of last steps in which the rate falls; None: `decay_fraction` of the run."""
     decay_fraction: Fraction | None = None
-    """For warmup_stable_decay: the decay as a fraction of the run; None: 0.2."""
+    """For warmup_stable_decay: fraction of the run, at its end, in which the rate falls; None: 0.2."""
     decay_shape: Literal["linear", "cosine", "sqrt"] | None = None
     """For warmup_stable_decay, with x the progress of the decay: 1 - x, half a cosine, or 1 - sqrt(x); None: linear."""
     final_factor: Probability = 0.0
@@ -51,14 +48,9 @@ class LRScheduleConfig(Section):
 
     @model_validator(mode="after")
     def _check_decay_keys(self) -> Self:
-        keys = [name for name in ("decay_steps", "decay_fraction", "decay_shape") if getattr(self, name) is not None]
-        if keys and self.kind != "warmup_stable_decay":
-            raise ValueError(
-                f'{keys[0]} needs kind = "warmup_stable_decay", but kind = "{self.kind}": change kind or '
-                f"remove {keys[0]}"
-            )
-        if len(keys) > 1 and keys[:2] == ["decay_steps", "decay_fraction"]:
-            raise ValueError("decay_steps and decay_fraction set the same length: remove one")
+        key = next((name for name in ("decay_fraction", "decay_shape") if getattr(self, name) is not None), None)
+        if key is not None and self.kind != "warmup_stable_decay":
+            raise ValueError(f'{key} needs kind = "warmup_stable_decay", but kind = "{self.kind}": remove one of them')
         return self
 
     def num_warmup_steps(self, max_steps: int) -> int:
@@ -72,59 +64,42 @@ class LRScheduleConfig(Section):
             ValueError: warm-up and decay together are longer than the run.
         """
         fraction = 0.2 if self.decay_fraction is None else self.decay_fraction
-        decay = round(fraction * max_steps) if self.decay_steps is None else self.decay_steps
+        decay = round(fraction * max_steps)
         warmup = self.num_warmup_steps(max_steps)
         if warmup + decay > max_steps:
             raise ValueError(
                 f"schedule: {warmup} warm-up steps and {decay} decay steps are more than the {max_steps} steps of the "
-                "run: lower schedule.warmup_steps or schedule.decay_steps (or their fractions)"
+                "run: lower schedule.warmup_steps, or their fractions"
             )
         return decay
 
 
-class ElementwiseGroup(Section):
-    """Options of one parameter group that AdamW or Lion updates; None: the optimizer's value."""
+class ParameterGroup(Section):
+    """Options of one parameter group; None: the optimizer's value."""
 
     learning_rate: PositiveFloat | None = None
     """Peak learning rate."""
-    betas: Betas | None = None
-    """Two decays, each in [0, 1). AdamW: of the first and second moment. Lion: of the average that gives the sign, and
-    of the moment."""
     weight_decay: NonNegativeFloat | None = None
     """None: the optimizer's value for groups that decay, else 0."""
 
 
-class AdamWGroup(ElementwiseGroup):
-    """Options of one parameter group that AdamW updates; None: the optimizer's value."""
-
-    eps: PositiveFloat | None = None
-    """Added to the root of the second moment."""
-
-
-class LionGroup(ElementwiseGroup):
-    """Options of one parameter group that Lion updates; None: the optimizer's value."""
-
-
-class MuonGroup(Section):
-    """Options of the hidden matrices; None: the value in ``[optimizer]``. They may stand in either table."""
-
-    learning_rate: PositiveFloat | None = None
-    """Peak learning rate."""
-    momentum: HalfOpenFraction | None = None
-    """Nesterov momentum."""
-    weight_decay: NonNegativeFloat | None = None
-    """Decoupled, times the learning rate."""
-    adjust_lr: Literal["match_rms_adamw", "original"] | None = None
-    """Scale of the rate by the shape of a matrix."""
-    precision: Literal["auto", "bfloat16", "float32"] | None = None
-    """Dtype of the matrix products of the orthogonalization."""
-
-
 class OptimizerSection(Section):
-    """Base of the optimizer sections: options with one optional table for each parameter group."""
+    """Options of all optimizers. A ``kind`` that ends in 8bit has 8-bit moments."""
 
-    group_type: ClassVar[type[Section]]
-    """Class of the tables; its keys are keys of the section as well."""
+    option_keys: ClassVar[tuple[str, ...]]
+    """Keys of the section that are options of its parameter groups."""
+    num_moments: ClassVar[int]
+    """Moments of a parameter; of Muon, those of a hidden matrix."""
+
+    kind: str
+    head: ParameterGroup | None = None
+    """The head if it is not tied to the embedding; no decay by default, but with Muon that of `rest`."""
+    embed: ParameterGroup | None = None
+    """The embedding; no decay by default, but with Muon that of `rest`."""
+    router: ParameterGroup | None = None
+    """MoE routers."""
+    scalar: ParameterGroup | None = None
+    """Norms and biases; no decay by default."""
 
     def group_options(self, group: str, *, decays: bool) -> dict[str, Any]:
         """Options of a parameter group, by key: the section's values, overridden by the group's table.
@@ -132,39 +107,15 @@ class OptimizerSection(Section):
         Args:
             decays: whether the section's weight decay applies to the group.
         """
-        options = {key: getattr(self, key) for key in self.group_type.model_fields}
+        options = {key: getattr(self, key) for key in self.option_keys}
         if not decays:
             options["weight_decay"] = 0.0
-        table = getattr(self, group)
+        table = None if group == "hidden" else getattr(self, group)
         return options if table is None else options | table.model_dump(exclude_none=True)
-
-
-_Group = TypeVar("_Group", bound=ElementwiseGroup)
-
-
-class ElementwiseConfig(Section, Generic[_Group]):
-    """Options that AdamW and Lion share. A ``kind`` that ends in 8bit has 8-bit moments."""
-
-    num_moments: ClassVar[int]
-    """Moments of a parameter."""
-
-    kind: str
-    fallback: bool = False
-    """For 8-bit moments: use those of float32, with a warning, if bitsandbytes is not available."""
-    hidden: _Group | None = None
-    """Matrices of the blocks."""
-    head: _Group | None = None
-    """The head if it is not tied to the embedding; no decay by default."""
-    embed: _Group | None = None
-    """The embedding; no decay by default."""
-    router: _Group | None = None
-    """MoE routers."""
-    scalar: _Group | None = None
-    """Norms and biases; no decay by default."""
 
     @model_validator(mode="after")
     def _check_fallback(self) -> Self:
-        if self.fallback and not self.is_quantized:
+        if getattr(self, "fallback", False) and not self.is_quantized:
             raise ValueError(f'fallback needs kind = "{self.kind}8bit", but kind = "{self.kind}": remove fallback')
         return self
 
@@ -180,10 +131,10 @@ class ElementwiseConfig(Section, Generic[_Group]):
         return self.num_moments * (0.25 if self.is_quantized else 1.0)
 
 
-class AdamWConfig(OptimizerSection, ElementwiseConfig[AdamWGroup]):
+class AdamWConfig(OptimizerSection):
     """AdamW (Loshchilov and Hutter 2019): decoupled weight decay for matrices, none for norms and biases."""
 
-    group_type = AdamWGroup
+    option_keys = ("learning_rate", "betas", "eps", "weight_decay")
     num_moments = 2
 
     kind: Literal["adamw", "adamw8bit"] = "adamw"
@@ -196,12 +147,14 @@ class AdamWConfig(OptimizerSection, ElementwiseConfig[AdamWGroup]):
     """Added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.1
     """Weight decay of matrices outside embedding and head."""
+    fallback: bool = False
+    """For 8-bit moments: use those of float32, with a warning, if bitsandbytes is not available."""
 
 
-class LionConfig(OptimizerSection, ElementwiseConfig[LionGroup]):
+class LionConfig(OptimizerSection):
     """Lion (Chen et al. 2023): the sign of an average of gradients, with decoupled weight decay."""
 
-    group_type = LionGroup
+    option_keys = ("learning_rate", "betas", "weight_decay")
     num_moments = 1
 
     kind: Literal["lion", "lion8bit"] = "lion"
@@ -212,41 +165,32 @@ class LionConfig(OptimizerSection, ElementwiseConfig[LionGroup]):
     """Decay of the average that gives the sign, and of the moment, each in [0, 1)."""
     weight_decay: NonNegativeFloat = 1.0
     """Weight decay of matrices outside embedding and head."""
+    fallback: bool = False
+    """For 8-bit moments: use those of float32, with a warning, if bitsandbytes is not available."""
 
 
 class MuonConfig(OptimizerSection):
     """Muon (Jordan et al. 2024) for the matrices of the blocks, AdamW for all other parameters."""
 
-    group_type = MuonGroup
+    option_keys = ("learning_rate", "momentum", "weight_decay", "precision")
+    num_moments = 1
 
     kind: Literal["muon"] = "muon"
     learning_rate: PositiveFloat = 0.01
-    """Peak learning rate of the hidden matrices, scaled by `adjust_lr`."""
+    """Peak learning rate of the hidden matrices. It is multiplied by 0.2 sqrt(max(rows, columns)), so that updates have
+    AdamW's root mean square (Liu et al. 2025)."""
     momentum: HalfOpenFraction = 0.95
     """Nesterov momentum."""
     weight_decay: NonNegativeFloat = 0.1
     """Weight decay of the hidden matrices."""
-    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """Scale of the rate of a matrix. match_rms_adamw: 0.2 sqrt(max(rows, columns)), so that updates have AdamW's root
-    mean square (Liu et al. 2025). original: sqrt(max(1, rows / columns)) (Jordan et al. 2024)."""
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
     """Dtype of the matrix products of the orthogonalization. auto: bfloat16 if the processor supports it natively."""
-    hidden: MuonGroup | None = None
-    """Matrices of the blocks; overrides the keys above."""
     rest: AdamWConfig = AdamWConfig(weight_decay=0.0)
-    """All other parameters, unless a table below overrides it."""
-    head: AdamWGroup | None = None
-    """The head if it is not tied to the embedding."""
-    embed: AdamWGroup | None = None
-    """The embedding."""
-    router: AdamWGroup | None = None
-    """MoE routers."""
-    scalar: AdamWGroup | None = None
-    """Norms and biases; no decay by default."""
+    """All other parameters, unless a table of their group overrides it."""
 
     @model_validator(mode="after")
     def _check_rest_groups(self) -> Self:
-        group = next((name for name in PARAMETER_GROUPS if getattr(self.rest, name) is not None), None)
+        group = next((name for name in PARAMETER_GROUPS[1:] if getattr(self.rest, name) is not None), None)
         if group is not None:
             raise ValueError(f"[optimizer.rest.{group}] is not a table of muon: name it [optimizer.{group}]")
         return self
@@ -254,18 +198,7 @@ class MuonConfig(OptimizerSection):
     @property
     def grouped_rest(self) -> AdamWConfig:
         """`rest` with the group tables of this section."""
-        tables = {group: getattr(self, group) for group in PARAMETER_GROUPS if group != "hidden"}
-        return self.rest.model_copy(update=tables)
-
-    @property
-    def is_quantized(self) -> bool:
-        """Muon's momentum always has full precision. Moments of ``rest`` may have 8 bits."""
-        return False
-
-    @property
-    def state_floats_per_parameter(self) -> float:
-        """Size of the optimizer state of a hidden matrix's parameter, in float32 numbers."""
-        return 1.0
+        return self.rest.model_copy(update={group: getattr(self, group) for group in PARAMETER_GROUPS[1:]})
 
 
 OptimizerConfig = Annotated[AdamWConfig | LionConfig | MuonConfig, Field(discriminator="kind")]

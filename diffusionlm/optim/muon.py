@@ -23,8 +23,6 @@ NEWTON_SCHULZ_STEPS = 5
 MAX_STACK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
 """Largest stack of matrices, by device type: what fits a CPU's cache, and what occupies a GPU. It bounds the memory."""
 
-AdjustLr = Literal["match_rms_adamw", "original"]
-
 
 def orthogonalize(stack_NRC: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Move the singular values of each matrix near one (0.7 to 1.2) by Newton-Schulz iterations.
@@ -50,17 +48,10 @@ def orthogonalize(stack_NRC: Tensor, dtype: torch.dtype = torch.bfloat16) -> Ten
     return (x.mT if is_tall else x).view(stack_NRC.shape)
 
 
-def learning_rate_scale(adjust_lr: AdjustLr, rows: int, columns: int) -> float:
-    """Factor on the learning rate of a matrix of this shape.
-
-    match_rms_adamw: updates get the root mean square of AdamW's (Liu et al. 2025, arXiv:2502.16982, eq. 4).
-    original: as in Jordan et al. 2024.
-    """
-    match adjust_lr:
-        case "match_rms_adamw":
-            return 0.2 * math.sqrt(max(rows, columns))
-        case "original":
-            return math.sqrt(max(1.0, rows / columns))
+def learning_rate_scale(rows: int, columns: int) -> float:
+    """Factor on the learning rate of a matrix of this shape, by which updates get the root mean square of AdamW's (Liu
+    et al. 2025, arXiv:2502.16982, eq. 4)."""
+    return 0.2 * math.sqrt(max(rows, columns))
 
 
 def select_product_dtype(precision: Literal["auto", "bfloat16", "float32"], device: torch.device) -> torch.dtype:
@@ -85,7 +76,6 @@ class Muon(SkippableOptimizer):
         lr: float,
         momentum: float,
         weight_decay: float,
-        adjust_lr: AdjustLr = "match_rms_adamw",
         dtype: torch.dtype = torch.bfloat16,
         row_exchange: AllToAllRows | None = None,
     ) -> None:
@@ -97,8 +87,7 @@ class Muon(SkippableOptimizer):
         Raises:
             ValueError: a parameter is not a matrix.
         """
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "adjust_lr": adjust_lr}
-        super().__init__(params, {**defaults, "dtype": dtype})
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "dtype": dtype})
         self.row_exchange = row_exchange
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -144,7 +133,7 @@ class Muon(SkippableOptimizer):
         learning_rate = group["lr"]
         self.zero_updates_if_skipped(updates)
         self.decay_unless_skipped(parameters, 1 - learning_rate * group["weight_decay"])
-        torch._foreach_add_(parameters, updates, alpha=-learning_rate * learning_rate_scale(group["adjust_lr"], *shape))
+        torch._foreach_add_(parameters, updates, alpha=-learning_rate * learning_rate_scale(*shape))
 
 
 def _stack(matrices: list[Tensor]) -> Tensor:

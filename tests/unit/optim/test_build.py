@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from config.training.optimizer import AdamWConfig, AdamWGroup, LionConfig, LionGroup, MuonConfig, MuonGroup
+from config.training.optimizer import AdamWConfig, LionConfig, MuonConfig, ParameterGroup
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import Optimizers, build_optimizers, requires_whole_matrix
@@ -76,27 +76,26 @@ def test_every_parameter_is_in_one_group(
 def test_groups_may_differ_from_the_rest(tiny_model: MakeModel) -> None:
     config = MuonConfig(
         learning_rate=0.3,
-        momentum=0.5,
+        momentum=0.75,
         precision="float32",
-        hidden=MuonGroup(momentum=0.75, adjust_lr="original"),
         rest=AdamWConfig(learning_rate=0.01, betas=(0.5, 0.75), eps=1e-3, weight_decay=0.25),
-        head=AdamWGroup(learning_rate=0.02),
-        router=AdamWGroup(weight_decay=0.0, betas=(0.25, 0.5)),
-        scalar=AdamWGroup(weight_decay=0.125, eps=1e-2),
+        head=ParameterGroup(learning_rate=0.02),
+        router=ParameterGroup(weight_decay=0.0),
+        scalar=ParameterGroup(weight_decay=0.125),
     )
     optimizers = build_optimizers(config, named(tiny_model(tie_word_embeddings=False, **MIXTURE)))
     groups = {group["name"]: group for optimizer in optimizers.optimizers for group in optimizer.param_groups}
     hidden = groups.pop("hidden")
-    keys = ("lr", "momentum", "weight_decay", "adjust_lr", "dtype")
-    assert tuple(hidden[key] for key in keys) == (0.3, 0.75, 0.1, "original", torch.float32)
+    keys = ("lr", "momentum", "weight_decay", "dtype")
+    assert tuple(hidden[key] for key in keys) == (0.3, 0.75, 0.1, torch.float32)
     options = {
         name: tuple(group[key] for key in ("lr", "betas", "eps", "weight_decay")) for name, group in groups.items()
     }
     assert options == {
         "head": (0.02, (0.5, 0.75), 1e-3, 0.25),
         "embed": (0.01, (0.5, 0.75), 1e-3, 0.25),
-        "router": (0.01, (0.25, 0.5), 1e-3, 0.0),
-        "scalar": (0.01, (0.5, 0.75), 1e-2, 0.125),
+        "router": (0.01, (0.5, 0.75), 1e-3, 0.0),
+        "scalar": (0.01, (0.5, 0.75), 1e-3, 0.125),
     }
     optimizers.step(0.5)
     assert optimizers.learning_rates() == {
@@ -109,11 +108,11 @@ def test_groups_may_differ_from_the_rest(tiny_model: MakeModel) -> None:
 
 
 def test_groups_of_one_kind_may_differ(tiny_model: MakeModel) -> None:
-    config = LionConfig(learning_rate=0.5, embed=LionGroup(learning_rate=0.25, weight_decay=0.75, betas=(0.5, 0.5)))
+    config = LionConfig(learning_rate=0.5, embed=ParameterGroup(learning_rate=0.25, weight_decay=0.75))
     [optimizer] = build_optimizers(config, named(tiny_model())).optimizers
     options = {group["name"]: (group["lr"], group["betas"], group["weight_decay"]) for group in optimizer.param_groups}
     rest = (0.5, (0.9, 0.99))
-    assert options == {"hidden": (*rest, 1.0), "embed": (0.25, (0.5, 0.5), 0.75), "scalar": (*rest, 0.0)}
+    assert options == {"hidden": (*rest, 1.0), "embed": (0.25, (0.9, 0.99), 0.75), "scalar": (*rest, 0.0)}
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.kind)
