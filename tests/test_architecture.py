@@ -58,7 +58,11 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
 }
 """Package -> packages it may import, beside itself, config's sections and ``EVERYBODY_MAY_IMPORT``."""
 
-OPTION_MODULES = {"diffusionlm.inference.strategies", "diffusionlm.inference.strategy"}
+OPTION_MODULES = {
+    "diffusionlm.diffusion.schedules",
+    "diffusionlm.inference.strategies",
+    "diffusionlm.inference.strategy",
+}
 """Classes that bring their own options: the config derives its keys from them, so they stay without torch."""
 
 NO_SECTIONS = {"config.load"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from config.base import (
     ConfigPath,
@@ -17,74 +17,9 @@ from config.base import (
     Probability,
     Section,
     TupleOf,
-    expand_kind,
 )
 from config.finetune.preference import PreferenceConfig
-
-
-class LinearScheduleConfig(Section):
-    """alpha = 1 - t: LLaDA, MDLM's log-linear noise, SDAR."""
-
-    kind: Literal["linear"] = "linear"
-
-
-class CosineScheduleConfig(Section):
-    """alpha = 1 - cos(pi / 2 (1 - t)): masked share sin(pi t / 2), as in MaskGIT, MD4 and dLLM."""
-
-    kind: Literal["cosine"] = "cosine"
-
-
-class RaisedCosineScheduleConfig(Section):
-    """alpha = (1 + cos(pi t)) / 2: the cosine schedule of MMaDA and its descendants."""
-
-    kind: Literal["raised_cosine"] = "raised_cosine"
-
-
-class CleanCosineScheduleConfig(Section):
-    """alpha = cos(pi t / 2): the cosine schedule of BD3-LM."""
-
-    kind: Literal["clean_cosine"] = "clean_cosine"
-
-
-class PowerScheduleConfig(Section):
-    """alpha = 1 - t ** exponent."""
-
-    kind: Literal["power"] = "power"
-    exponent: PositiveFloat = 2.0
-
-
-class SquareRootScheduleConfig(Section):
-    """alpha = 1 - sqrt(t)."""
-
-    kind: Literal["square_root"] = "square_root"
-
-
-class SigmoidScheduleConfig(Section):
-    """Masked share sigmoid(steepness (t - 1/2)), stretched to begin at 0 and end at 1 (MaskGIT's descendants)."""
-
-    kind: Literal["sigmoid"] = "sigmoid"
-    steepness: PositiveFloat = 6.0
-
-
-class LogarithmicScheduleConfig(Section):
-    """alpha = 1 - log(1 + t) / log 2 (BD3-LM)."""
-
-    kind: Literal["logarithmic"] = "logarithmic"
-
-
-NoiseScheduleConfig = Annotated[
-    LinearScheduleConfig
-    | CosineScheduleConfig
-    | RaisedCosineScheduleConfig
-    | CleanCosineScheduleConfig
-    | PowerScheduleConfig
-    | SquareRootScheduleConfig
-    | SigmoidScheduleConfig
-    | LogarithmicScheduleConfig,
-    Field(discriminator="kind"),
-    BeforeValidator(expand_kind),
-]
-"""A name, or a table with ``kind`` and its parameters."""
+from diffusionlm.diffusion.schedules import LinearSchedule, NoiseSchedule
 
 NoiseGrouping = Literal["row", "document", "block"]
 
@@ -156,7 +91,7 @@ class IndependentMasking(_MaskingOptions):
     counts."""
 
     kind: Literal["bernoulli"] = "bernoulli"
-    schedule: NoiseScheduleConfig = LinearScheduleConfig()
+    schedule: NoiseSchedule = LinearSchedule()
     """alpha(t), the probability that a token is still clean."""
     times: Literal["stratified", "antithetic", "uniform"] = "stratified"
     """stratified: evenly spaced over the noise groups of the step. antithetic: in pairs t, 1 - t. uniform:

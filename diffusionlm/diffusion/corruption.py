@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from config.training.objective import Estimator, FixedCountMasking, IndependentMasking, LossWeighting, NoiseGrouping
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoiseKey
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
-from diffusionlm.diffusion.schedules import build_schedule
 from diffusionlm.models.patterns import document_offsets
 
 Bools = NDArray[np.bool_]
@@ -203,7 +202,7 @@ def _sample_independent(
 ) -> tuple[Bools, Floats]:
     low, high = config.range
     t_G = np.maximum(low + (high - low) * sample_group_levels(offset, len(group_sizes_G), rng, config.times), MIN_TIME)
-    schedule = build_schedule(config.schedule)
+    schedule = config.schedule
     share_G = (1.0 - config.epsilon) * (1.0 - schedule.alpha(t_G)) + config.epsilon
     p_G = np.maximum(share_G, config.min_masking_rate)
     rates = position_rates(group_ids, group_sizes_G, config.position_ratio)

@@ -2,137 +2,178 @@
 
 The NELBO does not depend on the schedule (docs/objectives.md): the schedule decides how often each masked share is
 sampled, and the ELBO weight compensates for it.
+
+A schedule is one class, whose fields are its config, and a row of `NoiseSchedule`. `config.training.objective` reads it
+without torch and NumPy, so a formula imports NumPy itself.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Protocol, assert_never
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import numpy as np
-from numpy.typing import NDArray
+from pydantic import BeforeValidator, Field
 
-from config.training.objective import (
-    CleanCosineScheduleConfig,
-    CosineScheduleConfig,
-    LinearScheduleConfig,
-    LogarithmicScheduleConfig,
-    NoiseScheduleConfig,
-    PowerScheduleConfig,
-    RaisedCosineScheduleConfig,
-    SigmoidScheduleConfig,
-    SquareRootScheduleConfig,
-)
+from config.base import PositiveFloat, Section, expand_kind
 
-Array = NDArray[np.float64]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Array = NDArray[np.float64]
 
 
-class NoiseSchedule(Protocol):
+class ScheduleSection(Section, ABC):
     """A decreasing function alpha with alpha(0) = 1 and alpha(1) = 0."""
 
+    @abstractmethod
     def alpha(self, t: Array) -> Array:
-        """Probability that a token is still clean at time t in [0, 1]."""
+        """Probability that a token is still clean at times t in [0, 1]."""
 
+    @abstractmethod
     def alpha_prime(self, t: Array) -> Array:
         """Derivative of alpha, at most 0."""
 
 
-@dataclass(frozen=True)
-class PowerSchedule:
-    """alpha = 1 - t ** exponent; linear is exponent 1, square root 1 / 2."""
+class LinearSchedule(ScheduleSection):
+    """alpha = 1 - t: LLaDA, MDLM's log-linear noise, SDAR."""
 
-    exponent: float
+    kind: Literal["linear"] = "linear"
 
     def alpha(self, t: Array) -> Array:
-        return 1.0 - np.asarray(t, dtype=np.float64) ** self.exponent
+        return 1.0 - t
 
     def alpha_prime(self, t: Array) -> Array:
-        t = np.asarray(t, dtype=np.float64)
+        return 0.0 * t - 1.0
+
+
+class CosineSchedule(ScheduleSection):
+    """alpha = 1 - cos(pi / 2 (1 - t)): masked share sin(pi t / 2), as in MaskGIT, MD4 and dLLM."""
+
+    kind: Literal["cosine"] = "cosine"
+
+    def alpha(self, t: Array) -> Array:
+        import numpy as np
+
+        return 1.0 - np.sin(math.pi / 2 * t)
+
+    def alpha_prime(self, t: Array) -> Array:
+        import numpy as np
+
+        return -math.pi / 2 * np.cos(math.pi / 2 * t)
+
+
+class RaisedCosineSchedule(ScheduleSection):
+    """alpha = (1 + cos(pi t)) / 2: the cosine schedule of MMaDA and its descendants."""
+
+    kind: Literal["raised_cosine"] = "raised_cosine"
+
+    def alpha(self, t: Array) -> Array:
+        import numpy as np
+
+        return 1.0 - np.sin(math.pi / 2 * t) ** 2
+
+    def alpha_prime(self, t: Array) -> Array:
+        import numpy as np
+
+        return -math.pi / 2 * np.sin(math.pi * t)
+
+
+class CleanCosineSchedule(ScheduleSection):
+    """alpha = cos(pi t / 2): the cosine schedule of BD3-LM."""
+
+    kind: Literal["clean_cosine"] = "clean_cosine"
+
+    def alpha(self, t: Array) -> Array:
+        import numpy as np
+
+        # 1 - 2 sin^2 of half the angle: near t = 0 the masked share is small, and 1 - cos would cancel.
+        return 1.0 - 2.0 * np.sin(math.pi / 4 * t) ** 2
+
+    def alpha_prime(self, t: Array) -> Array:
+        import numpy as np
+
+        return -math.pi / 2 * np.sin(math.pi / 2 * t)
+
+
+class PowerSchedule(ScheduleSection):
+    """alpha = 1 - t ** exponent."""
+
+    kind: Literal["power"] = "power"
+    exponent: PositiveFloat = 2.0
+
+    def alpha(self, t: Array) -> Array:
+        return 1.0 - t**self.exponent
+
+    def alpha_prime(self, t: Array) -> Array:
+        import numpy as np
+
         with np.errstate(divide="ignore"):
             return -self.exponent * t ** (self.exponent - 1.0)
 
 
-@dataclass(frozen=True)
-class CosineSchedule:
-    """alpha = 1 - cos(pi / 2 (1 - t)) (MaskGIT, MD4, dLLM)."""
+class SquareRootSchedule(ScheduleSection):
+    """alpha = 1 - sqrt(t)."""
+
+    kind: Literal["square_root"] = "square_root"
 
     def alpha(self, t: Array) -> Array:
-        return 1.0 - np.sin(math.pi / 2 * np.asarray(t, dtype=np.float64))
+        return 1.0 - t**0.5
 
     def alpha_prime(self, t: Array) -> Array:
-        return -math.pi / 2 * np.cos(math.pi / 2 * np.asarray(t, dtype=np.float64))
+        return PowerSchedule(exponent=0.5).alpha_prime(t)
 
 
-@dataclass(frozen=True)
-class RaisedCosineSchedule:
-    """alpha = (1 + cos(pi t)) / 2."""
+class SigmoidSchedule(ScheduleSection):
+    """Masked share sigmoid(steepness (t - 1/2)), stretched to begin at 0 and end at 1 (MaskGIT's descendants)."""
+
+    kind: Literal["sigmoid"] = "sigmoid"
+    steepness: PositiveFloat = 6.0
+
+    def _sigmoid(self, t: Array) -> Array:
+        import numpy as np
+
+        return 1.0 / (1.0 + np.exp(-self.steepness * (t - 0.5)))
+
+    def _ends(self) -> tuple[float, float]:
+        low = 1.0 / (1.0 + math.exp(self.steepness / 2))
+        return low, 1.0 / (1.0 + math.exp(-self.steepness / 2))
 
     def alpha(self, t: Array) -> Array:
-        return 1.0 - np.sin(math.pi / 2 * np.asarray(t, dtype=np.float64)) ** 2
+        low, high = self._ends()
+        return (high - self._sigmoid(t)) / (high - low)
 
     def alpha_prime(self, t: Array) -> Array:
-        return -math.pi / 2 * np.sin(math.pi * np.asarray(t, dtype=np.float64))
+        low, high = self._ends()
+        sigmoid = self._sigmoid(t)
+        return -self.steepness * sigmoid * (1.0 - sigmoid) / (high - low)
 
 
-@dataclass(frozen=True)
-class CleanCosineSchedule:
-    """alpha = cos(pi t / 2) (BD3-LM)."""
-
-    def alpha(self, t: Array) -> Array:
-        # 1 - 2 sin^2 of half the angle: near t = 0 the masked share is small, and 1 - cos would cancel.
-        return 1.0 - 2.0 * np.sin(math.pi / 4 * np.asarray(t, dtype=np.float64)) ** 2
-
-    def alpha_prime(self, t: Array) -> Array:
-        return -math.pi / 2 * np.sin(math.pi / 2 * np.asarray(t, dtype=np.float64))
-
-
-@dataclass(frozen=True)
-class SigmoidSchedule:
-    """1 - alpha = (s(t) - s(0)) / (s(1) - s(0)) with s(t) = 1 / (1 + exp(-steepness (t - 1/2)))."""
-
-    steepness: float
-
-    def _s(self, t: Array) -> Array:
-        return 1.0 / (1.0 + np.exp(-self.steepness * (np.asarray(t, dtype=np.float64) - 0.5)))
-
-    def alpha(self, t: Array) -> Array:
-        low, high = self._s(np.array(0.0)), self._s(np.array(1.0))
-        return (high - self._s(t)) / (high - low)
-
-    def alpha_prime(self, t: Array) -> Array:
-        low, high, s = self._s(np.array(0.0)), self._s(np.array(1.0)), self._s(t)
-        return -self.steepness * s * (1.0 - s) / (high - low)
-
-
-@dataclass(frozen=True)
-class LogarithmicSchedule:
+class LogarithmicSchedule(ScheduleSection):
     """alpha = 1 - log(1 + t) / log 2 (BD3-LM)."""
 
+    kind: Literal["logarithmic"] = "logarithmic"
+
     def alpha(self, t: Array) -> Array:
-        return 1.0 - np.log1p(np.asarray(t, dtype=np.float64)) / math.log(2.0)
+        import numpy as np
+
+        return 1.0 - np.log1p(t) / math.log(2.0)
 
     def alpha_prime(self, t: Array) -> Array:
-        return -1.0 / (math.log(2.0) * (1.0 + np.asarray(t, dtype=np.float64)))
+        return -1.0 / (math.log(2.0) * (1.0 + t))
 
 
-def build_schedule(config: NoiseScheduleConfig) -> NoiseSchedule:
-    match config:
-        case LinearScheduleConfig():
-            return PowerSchedule(1.0)
-        case SquareRootScheduleConfig():
-            return PowerSchedule(0.5)
-        case PowerScheduleConfig(exponent=exponent):
-            return PowerSchedule(exponent)
-        case CosineScheduleConfig():
-            return CosineSchedule()
-        case RaisedCosineScheduleConfig():
-            return RaisedCosineSchedule()
-        case CleanCosineScheduleConfig():
-            return CleanCosineSchedule()
-        case SigmoidScheduleConfig(steepness=steepness):
-            return SigmoidSchedule(steepness)
-        case LogarithmicScheduleConfig():
-            return LogarithmicSchedule()
-        case _:
-            assert_never(config)
+NoiseSchedule = Annotated[
+    LinearSchedule
+    | CosineSchedule
+    | RaisedCosineSchedule
+    | CleanCosineSchedule
+    | PowerSchedule
+    | SquareRootSchedule
+    | SigmoidSchedule
+    | LogarithmicSchedule,
+    Field(discriminator="kind"),
+    BeforeValidator(expand_kind),
+]
+"""A name, or a table with ``kind`` and its parameters."""

@@ -18,23 +18,18 @@ from torch import Tensor
 
 from config.training.objective import (
     BlockDiffusionConfig,
-    CleanCosineScheduleConfig,
-    CosineScheduleConfig,
     FixedCountMasking,
     IndependentMasking,
-    LinearScheduleConfig,
-    LogarithmicScheduleConfig,
     MaskedDiffusionConfig,
-    NoiseScheduleConfig,
-    PowerScheduleConfig,
-    RaisedCosineScheduleConfig,
-    SigmoidScheduleConfig,
-    SquareRootScheduleConfig,
 )
 from diffusionlm.diffusion.corruption import sample_masks
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoiseKey
 from diffusionlm.diffusion.objectives import build_objective, why_not_nelbo
-from diffusionlm.diffusion.schedules import build_schedule
+from diffusionlm.diffusion.schedules import (
+    NoiseSchedule,
+    PowerSchedule,
+    SquareRootSchedule,
+)
 from diffusionlm.evaluation.likelihood.conditional import conditional_likelihood
 from diffusionlm.evaluation.nelbo import nelbo
 from diffusionlm.models.transformer import Transformer
@@ -142,29 +137,23 @@ def test_packed_objective_is_unbiased_whatever_shares_a_level(
     case.check(relative_error=0.15)
 
 
-SCHEDULES: list[NoiseScheduleConfig] = [
-    LinearScheduleConfig(),
-    CosineScheduleConfig(),
-    RaisedCosineScheduleConfig(),
-    CleanCosineScheduleConfig(),
-    PowerScheduleConfig(exponent=1.5),
-    SquareRootScheduleConfig(),
-    SigmoidScheduleConfig(),
-    LogarithmicScheduleConfig(),
+SCHEDULES: list[NoiseSchedule] = [
+    *(kind() for kind in get_args(get_args(NoiseSchedule)[0])),
+    PowerSchedule(exponent=1.5),
 ]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda config: config.kind)
-def test_every_schedule_estimates_the_same_integral(model: Transformer, schedule: NoiseScheduleConfig) -> None:
+def test_every_schedule_estimates_the_same_integral(model: Transformer, schedule: NoiseSchedule) -> None:
     case = Case(model, IndependentMasking(schedule=schedule, epsilon=0.0), 2)
     assert why_not_nelbo(case.config) is None
     # The square root's weights have no variance: its error is only rough. See the test below for its weights.
-    case.check(relative_error=1.0 if isinstance(schedule, SquareRootScheduleConfig) else 0.15)
+    case.check(relative_error=1.0 if isinstance(schedule, SquareRootSchedule) else 0.15)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda config: config.kind)
 @pytest.mark.parametrize("epsilon", [0.0, 0.05])
-def test_drawn_times_probabilities_and_weights_fit_together(schedule: NoiseScheduleConfig, epsilon: float) -> None:
+def test_drawn_times_probabilities_and_weights_fit_together(schedule: NoiseSchedule, epsilon: float) -> None:
     """p is recovered from the weights 1 / p, t from p: times are strata of one grid, the ELBO weight is p' / p."""
     rows, size = 24, 400
     group_ids_BL = np.zeros((rows, size), dtype=int)
@@ -177,7 +166,7 @@ def test_drawn_times_probabilities_and_weights_fit_together(schedule: NoiseSched
     p = 1.0 / plain.weights_BL[some].max(1)
 
     def masked(t: np.ndarray) -> np.ndarray:
-        return (1 - epsilon) * (1 - build_schedule(schedule).alpha(t)) + epsilon
+        return (1 - epsilon) * (1 - schedule.alpha(t)) + epsilon
 
     low, high = np.zeros(len(p)), np.ones(len(p))
     for _ in range(60):
@@ -191,11 +180,6 @@ def test_drawn_times_probabilities_and_weights_fit_together(schedule: NoiseSched
     np.testing.assert_allclose(weighted.weights_BL[some].max(1) * p, slope, rtol=1e-5)
     deviations = (plain.masked_BL[some].mean(1) - p) / np.sqrt(p * (1 - p) / size + 1e-9)
     assert np.abs(deviations).max() < 4
-
-
-def test_every_schedule_is_tested() -> None:
-    kinds = {kind.model_fields["kind"].default for kind in get_args(get_args(NoiseScheduleConfig)[0])}
-    assert kinds == {schedule.kind for schedule in SCHEDULES}
 
 
 @pytest.mark.parametrize("block_length", [None, 2])
@@ -212,7 +196,7 @@ BIASED: dict[str, Estimator] = {
     "capped": FixedCountMasking(reweight_cap=1.5),
     "clipped": FixedCountMasking(range=(0.3, 0.8)),
     "runs": FixedCountMasking(contiguous_probability=1.0),
-    "inverse_p": IndependentMasking(schedule=PowerScheduleConfig(exponent=0.1), weight="inverse_p", epsilon=0.0),
+    "inverse_p": IndependentMasking(schedule=PowerSchedule(exponent=0.1), weight="inverse_p", epsilon=0.0),
     "floor": IndependentMasking(min_masking_rate=0.6, epsilon=0.0),
     "epsilon": IndependentMasking(epsilon=0.5),
 }

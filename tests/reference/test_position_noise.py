@@ -8,9 +8,10 @@ import math
 import numpy as np
 import pytest
 
-from config.training.objective import CosineScheduleConfig, FixedCountMasking, IndependentMasking
+from config.training.objective import FixedCountMasking, IndependentMasking
 from diffusionlm.diffusion.corruption import sample_masks
 from diffusionlm.diffusion.noised_batch import NoiseKey
+from diffusionlm.diffusion.schedules import CosineSchedule
 
 Estimator = FixedCountMasking | IndependentMasking
 Costs = dict[tuple[int, frozenset[int]], float]
@@ -20,7 +21,7 @@ RATIO = 6.0
 ESTIMATORS: dict[str, Estimator] = {
     "counts": FixedCountMasking(position_ratio=RATIO),
     "linear": IndependentMasking(position_ratio=RATIO, epsilon=0.0),
-    "cosine": IndependentMasking(position_ratio=RATIO, epsilon=0.0, schedule=CosineScheduleConfig()),
+    "cosine": IndependentMasking(position_ratio=RATIO, epsilon=0.0, schedule=CosineSchedule()),
 }
 
 

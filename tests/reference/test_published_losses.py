@@ -23,14 +23,13 @@ from torch import Tensor
 
 from config.training.objective import (
     BlockDiffusionConfig,
-    CosineScheduleConfig,
     IndependentMasking,
-    LinearScheduleConfig,
     MaskedDiffusionConfig,
 )
 from diffusionlm.diffusion.corruption import assign_noise_groups, sample_masks
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
 from diffusionlm.diffusion.objectives import build_objective
+from diffusionlm.diffusion.schedules import CosineSchedule, LinearSchedule
 from diffusionlm.models.transformer import Transformer
 from tests.reference.enumeration import PlainModel, spans
 
@@ -196,7 +195,7 @@ def dllm_weight(schedule: str, t: Tensor, guard: float) -> Tensor:
     return -slope / (1 - alpha + guard)
 
 
-@pytest.mark.parametrize("schedule", [LinearScheduleConfig(), CosineScheduleConfig()], ids=lambda config: config.kind)
+@pytest.mark.parametrize("schedule", [LinearSchedule(), CosineSchedule()], ids=lambda config: config.kind)
 @pytest.mark.parametrize(("guard", "rtol"), [(0.0, 1e-9), (1e-6, 1e-4)], ids=["plain", "guarded"])
 def test_dllm_mdlm(model: Transformer, tokens: Tensor, schedule: Any, guard: float, rtol: float) -> None:
     """Their denominator carries 1e-6 more."""

@@ -13,16 +13,13 @@ from config.train import TrainConfig
 from config.training.objective import (
     BlockDiffusionConfig,
     BlockLengthStage,
-    CleanCosineScheduleConfig,
-    CosineScheduleConfig,
     FixedCountMasking,
     IndependentMasking,
     MaskedDiffusionConfig,
     NextTokenConfig,
     ObjectiveConfig,
-    PowerScheduleConfig,
-    SigmoidScheduleConfig,
 )
+from diffusionlm.diffusion.schedules import CleanCosineSchedule, CosineSchedule, PowerSchedule, SigmoidSchedule
 from tests.tiny_run import REQUIRED_SECTIONS
 
 LONG_ROWS = REQUIRED_SECTIONS.replace("max_position_embeddings = 16", "max_position_embeddings = 128")
@@ -66,15 +63,15 @@ BERNOULLI = '[objective.estimator]\nkind = "bernoulli"\n'
         ),
         (
             BERNOULLI + 'schedule = "cosine"\nrange = [0, 0.5]\n',
-            MaskedDiffusionConfig(estimator=IndependentMasking(schedule=CosineScheduleConfig(), range=(0.0, 0.5))),
+            MaskedDiffusionConfig(estimator=IndependentMasking(schedule=CosineSchedule(), range=(0.0, 0.5))),
         ),
         (
             BERNOULLI + 'schedule = {kind = "power", exponent = 3.0}\n',
-            MaskedDiffusionConfig(estimator=IndependentMasking(schedule=PowerScheduleConfig(exponent=3.0))),
+            MaskedDiffusionConfig(estimator=IndependentMasking(schedule=PowerSchedule(exponent=3.0))),
         ),
         (
             BERNOULLI + '[objective.estimator.schedule]\nkind = "sigmoid"\nsteepness = 4\n',
-            MaskedDiffusionConfig(estimator=IndependentMasking(schedule=SigmoidScheduleConfig(steepness=4.0))),
+            MaskedDiffusionConfig(estimator=IndependentMasking(schedule=SigmoidSchedule(steepness=4.0))),
         ),
         (
             BERNOULLI + 'times = "antithetic"\nmin_masking_rate = 0.1\nreweight_cap = 20\nreplace_with = "random"\n',
@@ -96,11 +93,11 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     kind = "objective.estimator.kind=bernoulli"
     for override in ("objective.estimator.schedule=clean_cosine", "objective.estimator.schedule.kind=clean_cosine"):
         assert load(tmp_path, "", "objective.kind=masked_diffusion", kind, override) == MaskedDiffusionConfig(
-            estimator=IndependentMasking(schedule=CleanCosineScheduleConfig())
+            estimator=IndependentMasking(schedule=CleanCosineSchedule())
         )
     overrides = ("objective.estimator.schedule.kind=power", "objective.estimator.schedule.exponent=0.5")
     objective = load(tmp_path, "", "objective.kind=masked_diffusion", kind, *overrides)
-    assert objective == MaskedDiffusionConfig(estimator=IndependentMasking(schedule=PowerScheduleConfig(exponent=0.5)))
+    assert objective == MaskedDiffusionConfig(estimator=IndependentMasking(schedule=PowerSchedule(exponent=0.5)))
     objective = load(tmp_path, "", "objective.kind=block_diffusion", "objective.block_length=[2, 8]")
     assert objective == BlockDiffusionConfig(block_length=(2, 8))
 

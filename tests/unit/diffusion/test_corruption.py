@@ -18,7 +18,6 @@ from diffusionlm.diffusion.corruption import (
     sample_sequence_offsets,
 )
 from diffusionlm.diffusion.noised_batch import NoiseKey
-from diffusionlm.diffusion.schedules import build_schedule
 from tests.unit.diffusion.noise_cases import (
     BLOCK,
     LENGTH,
@@ -205,7 +204,7 @@ def test_the_schedule_decides_the_masked_share(kind: str, share: float) -> None:
 def test_probability_times_weight_is_the_slope(schedule: Any, epsilon: float) -> None:
     """At the time of each row: so the expectation over masks is -alpha'(t), which integrates to one."""
     estimator = IndependentMasking.model_validate({"schedule": schedule, "epsilon": epsilon})
-    built = build_schedule(estimator.schedule)
+    built = estimator.schedule
     noise, t = noise_of(full_groups(200, 8), estimator), sample_sequence_offsets(NoiseKey(0, 0, 0, 200), 200)
     share = (1 - epsilon) * (1 - built.alpha(t)) + epsilon
     has_mask = noise.masked_BL.any(axis=1)

@@ -4,79 +4,78 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
-from pydantic import TypeAdapter
 
-from config.training.objective import (
-    CleanCosineScheduleConfig,
-    CosineScheduleConfig,
-    LinearScheduleConfig,
-    LogarithmicScheduleConfig,
-    NoiseScheduleConfig,
-    PowerScheduleConfig,
-    RaisedCosineScheduleConfig,
-    SigmoidScheduleConfig,
-    SquareRootScheduleConfig,
+from diffusionlm.diffusion.schedules import (
+    CleanCosineSchedule,
+    CosineSchedule,
+    LinearSchedule,
+    LogarithmicSchedule,
+    NoiseSchedule,
+    PowerSchedule,
+    RaisedCosineSchedule,
+    SigmoidSchedule,
+    SquareRootSchedule,
 )
-from diffusionlm.diffusion.schedules import build_schedule
 
 FIVE = 1 / (1 + math.exp(2.5)), 1 / (1 + math.exp(-2.5))
 SIX = 1 / (1 + math.exp(3)), 1 / (1 + math.exp(-3))
 
 FORMULAE: dict[str, tuple[Any, Callable[[float], float]]] = {
-    "linear": (LinearScheduleConfig(), lambda t: 1 - t),
-    "cosine": (CosineScheduleConfig(), lambda t: 1 - math.cos(math.pi / 2 * (1 - t))),
-    "raised_cosine": (RaisedCosineScheduleConfig(), lambda t: (1 + math.cos(math.pi * t)) / 2),
-    "clean_cosine": (CleanCosineScheduleConfig(), lambda t: math.cos(math.pi * t / 2)),
-    "power 2": (PowerScheduleConfig(), lambda t: 1 - t * t),
-    "power 3.5": (PowerScheduleConfig(exponent=3.5), lambda t: 1 - t**3.5),
-    "square_root": (SquareRootScheduleConfig(), lambda t: 1 - math.sqrt(t)),
-    "sigmoid 6": (SigmoidScheduleConfig(), lambda t: 1 - (1 / (1 + math.exp(3 - 6 * t)) - SIX[0]) / (SIX[1] - SIX[0])),
+    "linear": (LinearSchedule(), lambda t: 1 - t),
+    "cosine": (CosineSchedule(), lambda t: 1 - math.cos(math.pi / 2 * (1 - t))),
+    "raised_cosine": (RaisedCosineSchedule(), lambda t: (1 + math.cos(math.pi * t)) / 2),
+    "clean_cosine": (CleanCosineSchedule(), lambda t: math.cos(math.pi * t / 2)),
+    "power 2": (PowerSchedule(), lambda t: 1 - t * t),
+    "power 3.5": (PowerSchedule(exponent=3.5), lambda t: 1 - t**3.5),
+    "square_root": (SquareRootSchedule(), lambda t: 1 - math.sqrt(t)),
+    "sigmoid 6": (SigmoidSchedule(), lambda t: 1 - (1 / (1 + math.exp(3 - 6 * t)) - SIX[0]) / (SIX[1] - SIX[0])),
     "sigmoid 5": (
-        SigmoidScheduleConfig(steepness=5.0),
+        SigmoidSchedule(steepness=5.0),
         lambda t: 1 - (1 / (1 + math.exp(-5 * (t - 0.5))) - FIVE[0]) / (FIVE[1] - FIVE[0]),
     ),
-    "logarithmic": (LogarithmicScheduleConfig(), lambda t: 1 - math.log(1 + t) / math.log(2)),
+    "logarithmic": (LogarithmicSchedule(), lambda t: 1 - math.log(1 + t) / math.log(2)),
 }
 INNER = np.linspace(0.01, 0.99, 99)
 
 
-@pytest.fixture(params=FORMULAE)
-def name(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+EVERY_SCHEDULE = {
+    **{kind.model_fields["kind"].default: kind() for kind in get_args(get_args(NoiseSchedule)[0])},
+    **{name: schedule for name, (schedule, _) in FORMULAE.items()},
+}
 
 
-def test_every_schedule_is_here() -> None:
-    variants = TypeAdapter(NoiseScheduleConfig).json_schema()["discriminator"]["mapping"]
-    assert {config.kind for config, _ in FORMULAE.values()} == set(variants)
+@pytest.fixture(params=EVERY_SCHEDULE)
+def schedule(request: pytest.FixtureRequest) -> Any:
+    return EVERY_SCHEDULE[request.param]
 
 
+@pytest.mark.parametrize("name", FORMULAE)
 def test_alpha_is_its_formula(name: str) -> None:
     config, formula = FORMULAE[name]
-    ours = build_schedule(config).alpha(INNER)
+    ours = config.alpha(INNER)
     np.testing.assert_allclose(ours, [formula(t) for t in INNER], rtol=1e-13, atol=1e-15)
     assert ours.dtype == np.float64
 
 
-def test_alpha_falls_from_one_to_zero(name: str) -> None:
-    schedule = build_schedule(FORMULAE[name][0])
+def test_alpha_falls_from_one_to_zero(schedule: Any) -> None:
     ends = schedule.alpha(np.array([0.0, 1.0]))
     np.testing.assert_allclose(ends, [1.0, 0.0], rtol=0, atol=1e-15)
     assert (np.diff(schedule.alpha(np.linspace(0.0, 1.0, 1001))) < 0).all()
 
 
-def test_alpha_prime_is_the_derivative(name: str) -> None:
-    schedule, h = build_schedule(FORMULAE[name][0]), 1e-6
+def test_alpha_prime_is_the_derivative(schedule: Any) -> None:
+    h = 1e-6
     slope = (schedule.alpha(INNER + h) - schedule.alpha(INNER - h)) / (2 * h)
     np.testing.assert_allclose(schedule.alpha_prime(INNER), slope, rtol=1e-6)
 
 
-def test_small_masked_shares_keep_their_digits(name: str) -> None:
+def test_small_masked_shares_keep_their_digits(schedule: Any) -> None:
     """1 - alpha(t) against the integral of the slope, near t = 0, where 1 - cos loses its digits."""
-    schedule, t = build_schedule(FORMULAE[name][0]), 1e-6
+    t = 1e-6
     nodes, weights = np.polynomial.legendre.leggauss(20)
     # t = s^2 takes the singular slope of the square root out.
     s = (nodes + 1) / 2 * math.sqrt(t)
@@ -84,9 +83,8 @@ def test_small_masked_shares_keep_their_digits(name: str) -> None:
     assert float(1.0 - schedule.alpha(np.array(t))) == pytest.approx(integral, rel=1e-3)
 
 
-def test_weight_times_masked_share_integrates_to_one(name: str) -> None:
+def test_weight_times_masked_share_integrates_to_one(schedule: Any) -> None:
     """E_t[w (1 - alpha)] = 1: a cross-entropy of one everywhere gives one nat per token, whatever the schedule."""
-    schedule = build_schedule(FORMULAE[name][0])
     nodes, node_weights = np.polynomial.legendre.leggauss(64)
     s = (nodes + 1) / 2
     t = s * s
@@ -99,10 +97,10 @@ def test_published_values() -> None:
     """dLLM's linear and cosine at t = .25, .5, .75; its weights have 1e-6 in the denominator."""
     t = np.array([0.25, 0.5, 0.75])
     for config, alphas, weights in (
-        (LinearScheduleConfig(), [0.75, 0.5, 0.25], [3.99998, 2.0, 1.33333]),
-        (CosineScheduleConfig(), [0.617317, 0.292893, 0.076120], [3.79223, 1.57079, 0.65064]),
+        (LinearSchedule(), [0.75, 0.5, 0.25], [3.99998, 2.0, 1.33333]),
+        (CosineSchedule(), [0.617317, 0.292893, 0.076120], [3.79223, 1.57079, 0.65064]),
     ):
-        schedule = build_schedule(config)
+        schedule = config
         np.testing.assert_allclose(schedule.alpha(t), alphas, atol=6e-7)
         weight = -schedule.alpha_prime(t) / (1.0 - schedule.alpha(t) + 1e-6)
         np.testing.assert_allclose(weight, weights, atol=1e-5)
@@ -111,8 +109,7 @@ def test_published_values() -> None:
 def test_the_three_cosines_are_not_the_same() -> None:
     t = np.array([0.25, 0.5, 0.75])
     cosine, raised, clean = (
-        build_schedule(value).alpha(t)
-        for value in (CosineScheduleConfig(), RaisedCosineScheduleConfig(), CleanCosineScheduleConfig())
+        value.alpha(t) for value in (CosineSchedule(), RaisedCosineSchedule(), CleanCosineSchedule())
     )
     assert (cosine + 0.07 < raised).all() and (raised + 0.07 < clean).all()
     np.testing.assert_allclose(clean, [math.cos(math.pi / 8), math.sqrt(0.5), math.cos(3 * math.pi / 8)])
