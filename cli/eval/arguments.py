@@ -8,7 +8,8 @@ from typing import Any, get_args
 
 from cli.arguments import add_overrides, add_shorthand, toml_string
 from config.evaluation.presets import describe_kind, get_preset
-from config.evaluation.tasks import AnyTask, PerplexityTask
+from config.evaluation.tasks import AnyTask
+from diffusionlm.evaluation.tasks.perplexity import PerplexityTask
 from files.toml_text import parse_toml
 
 TASK_KINDS = tuple(kind.model_fields["kind"].default for kind in get_args(AnyTask))

@@ -17,10 +17,10 @@ from cli.eval.variants import resolve_variants
 from cli.tables import print_parts
 from config.dump import to_toml
 from config.eval import EvalConfig
-from config.evaluation.tasks import HumanEvalTask
 from diffusionlm.checkpoints.adapter_config import read_adapter_config
 from diffusionlm.checkpoints.model_files import check_weight_files, read_model_description
 from diffusionlm.evaluation.grading.code_execution import probe_isolation
+from diffusionlm.evaluation.tasks.humaneval import HumanEvalTask
 from diffusionlm.evaluation.tasks.preparation import TaskReader
 from diffusionlm.evaluation.tasks.results import CONFIG_FILE, RESULTS_FILE, EvaluationResults
 from files.atomic import write_text_atomic

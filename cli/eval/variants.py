@@ -12,10 +12,11 @@ from typing import Any
 from config.dump import format_value, to_toml_values
 from config.eval import EvalConfig
 from config.evaluation.presets import get_preset
-from config.evaluation.tasks import AnyTask, PerplexityTask
+from config.evaluation.tasks import AnyTask
 from config.evaluation.variants import VariantConfig
 from config.infer import InferModelConfig
 from config.load import ConfigError, validate_config
+from diffusionlm.evaluation.tasks.perplexity import PerplexityTask
 
 SECTIONS = ("prompt", "generation", "likelihood")
 """Sections of a task that variants may change."""

@@ -15,7 +15,7 @@ from config.base import Section
 from config.convert import ConvertConfig
 from config.data import HubDataset, LocalFiles, PythonStdlib, Shards
 from config.dump import list_differences, to_toml_values
-from config.evaluation.tasks import AnyTask, PromptConfig
+from config.evaluation.tasks import AnyTask
 from config.evaluation.variants import VariantConfig
 from config.finetune.chat import ChatRowsConfig
 from config.finetune.lora import LoraTrainingConfig
@@ -24,6 +24,7 @@ from config.infer import InferInputConfig, InferModelConfig
 from config.tokenizer import TokenizerConfig
 from config.train import TrainConfig
 from config.training.objective import MaskedDiffusionConfig
+from diffusionlm.evaluation.tasks.item_task import PromptConfig
 from diffusionlm.families.model_directory import resolve_model_directory
 from files.hashing import hash_file
 

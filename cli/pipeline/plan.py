@@ -352,45 +352,38 @@ def _check_conversion(config: ConvertConfig, model: StageModel | None) -> StageM
 def _check_evaluation(config: EvalConfig, model: StageModel | None) -> None:
     """Check the methods against the model, and open local data."""
     from cli.train import LOCAL_SOURCES
-    from diffusionlm.data.chat.reference_answers import read_reference_answers
     from diffusionlm.data.pipeline import open_components
     from diffusionlm.evaluation.plan import build_data_config, resolve_method
-    from diffusionlm.inference.settings import resolve_settings
 
     assert model is not None
     if config.tasks:
         _check_tasks(config, model)
         return
-    if config.data.source is None and config.exact_match is None:
-        raise ValueError("no data: set settings.data.source, settings.exact_match or settings.tasks")
-    if config.data.source is not None:
-        resolve_method(config.likelihood, model.config)
-        data = build_data_config(config.data, model.config)
-        open_components(data, "validation" if config.data.split == "validation" else "train", LOCAL_SOURCES)
-    if config.exact_match is not None:
-        resolve_settings(_without_token_ids(config.exact_match.generation, model), model.config)
-        source = config.exact_match.source
-        if source.kind != "hub":
-            read_reference_answers(source, config.exact_match.split, "exact_match.source", 1)
+    if config.data.source is None:
+        raise ValueError("no data: set settings.data.source or settings.tasks")
+    resolve_method(config.likelihood, model.config)
+    data = build_data_config(config.data, model.config)
+    open_components(data, "validation" if config.data.split == "validation" else "train", LOCAL_SOURCES)
 
 
 def _check_tasks(config: EvalConfig, model: StageModel) -> None:
     """Check the items of tasks, and their settings against the model; those of variants with a model of their own are
     checked by the command."""
     from cli.eval.variants import resolve_variants
-    from config.evaluation.tasks import GenerationTask
+    from diffusionlm.evaluation.tasks.item_task import GenerationTask
     from diffusionlm.evaluation.tasks.items import read_task_items
-    from diffusionlm.evaluation.tasks.preparation import check_code_permission, resolve_length
+    from diffusionlm.evaluation.tasks.preparation import check_code_permission
     from diffusionlm.inference.settings import resolve_settings
 
     for variant in resolve_variants(config):
         for task in variant.tasks:
             if task.kind == "perplexity":
                 continue
-            read_task_items(task)
+            if task.data is not None:
+                read_task_items(task)
             check_code_permission(task)
             if isinstance(task, GenerationTask) and variant.model.path == config.model.path:
-                resolve_settings(_without_token_ids(resolve_length(task), model), model.config)
+                resolve_settings(_without_token_ids(task.resolve_length(), model), model.config)
 
 
 def _check_sampling(config: InferConfig, model: StageModel | None) -> None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from config.base import NonEmptyStr, NonNegativeInt, Section, TupleOf, check_distinct
-from config.evaluation.tasks import ClozeTask, ExactMatchTask, Gsm8kTask, HumanEvalTask, MultipleChoiceTask
-
-TaskInTraining = Annotated[
-    Gsm8kTask | HumanEvalTask | MultipleChoiceTask | ClozeTask | ExactMatchTask, Field(discriminator="kind")
-]
+from config.evaluation.tasks import TaskInTraining
 
 
 class TrainingEvaluationConfig(Section):

@@ -27,9 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from importlib import resources
 from typing import Any, Literal
@@ -43,8 +41,6 @@ REMEDY = (
     "Allow namespaces of users or a filter of system calls (Linux on x86-64 or 64-bit ARM), do not run as root, "
     "or run in a container"
 )
-BODY_INDENTATION = 64
-"""Blanks before the body that a prompt without one gets: more than before its last line."""
 GRACE_SECONDS = 5.0
 """Time for the supervisor to end after the time limit, before it is killed."""
 
@@ -155,29 +151,6 @@ def run_candidate(candidate: CandidateProgram, limits: ExecutionLimits | None = 
     return ExecutionResult(status, outcome["detail"], outcome["output"], seconds, Isolation(**outcome["isolation"]))
 
 
-def run_candidates(
-    candidates: Iterable[CandidateProgram],
-    limits: ExecutionLimits | None = None,
-    num_workers: int | None = None,
-    on_progress: Callable[[int], None] | None = None,
-) -> list[ExecutionResult]:
-    """Check programs, one at a time on each core, and return the results in order.
-
-    Args:
-        candidates: programs with their tests.
-        limits: of each program.
-        num_workers: programs at a time. None: the number of cores of this process.
-        on_progress: called with the number of results.
-    """
-    results = []
-    with ThreadPoolExecutor(num_workers or len(os.sched_getaffinity(0))) as pool:
-        for result in pool.map(lambda candidate: run_candidate(candidate, limits), candidates):
-            results.append(result)
-            if on_progress is not None:
-                on_progress(len(results))
-    return results
-
-
 @functools.cache
 def probe_isolation() -> Isolation:
     """Run a trivial program and return what it was isolated from on this machine.
@@ -190,60 +163,6 @@ def probe_isolation() -> Isolation:
     if not result.is_passed:
         raise RuntimeError(f"a trivial program fails here ({result.status}): {result.detail}")
     return result.isolation
-
-
-def humaneval_candidate(prompt: str, completion: str, test: str, entry_point: str) -> CandidateProgram:
-    """Build the check of an item of HumanEval.
-
-    Args:
-        prompt: the item's prompt, trusted: its helper functions are those that the tests use. It may end before the
-            body of its last function, such as ``def f():`` without a docstring.
-        completion: what follows the prompt, of a base model; or, after a line break and without indentation, code that
-            defines the function again.
-        test: the item's tests, which define ``check``.
-        entry_point: the item's function.
-
-    Raises:
-        ValueError: the prompt, with a body for its last function, or the tests are no valid code, or the entry point is
-            no name.
-    """
-    setup = _complete_prompt(prompt)
-    if not entry_point.isidentifier():
-        raise ValueError(f"entry_point = {entry_point!r} is no name of a function: correct the item")
-    tests = f"{test}\ncheck({entry_point})\n"
-    error = _find_syntax_error(tests)
-    if error is not None:
-        raise ValueError(f"its test is no valid code ({error}): correct the item")
-    code = completion.lstrip("\r\n")
-    is_program = completion != code and not code.startswith((" ", "\t"))
-    return CandidateProgram((setup if is_program else prompt) + completion, tests, (entry_point,), setup=setup)
-
-
-def _complete_prompt(prompt: str) -> str:
-    """The prompt as a program: with a body, if it ends with the first line of a function.
-
-    Raises:
-        ValueError: it is no beginning of a program.
-    """
-    error = _find_syntax_error(prompt)
-    if error is None:
-        return prompt
-    body = " " * BODY_INDENTATION + "pass\n"
-    for program in (f"{prompt}{body}", f"{prompt}\n{body}"):
-        if _find_syntax_error(program) is None:
-            return program
-    raise ValueError(f"its prompt is no valid code ({error}): correct the item, or name another field as prompt_field")
-
-
-def _find_syntax_error(code: str) -> str | None:
-    """Why trusted code is no program; None: it is one."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)
-            compile(code, "item", "exec", dont_inherit=True)
-    except (SyntaxError, ValueError) as error:
-        return str(error)
-    return None
 
 
 def _build_job(candidate: CandidateProgram, limits: ExecutionLimits, nonce: str, folder: str) -> dict[str, Any]:

@@ -121,7 +121,8 @@ class _Race:
 
     def add_stage(self, table: CopyTable) -> list[Callable[[], None]]:
         """Add the copies of the next stage, or of all stages without racing. Returns what reads their values."""
-        self._num_stages = self._num_stages + 1 if self._config.racing else self._plan.num_stages
+        is_race = self._config.racing and len(self._estimates) > 1
+        self._num_stages = self._num_stages + 1 if is_race else self._plan.num_stages
         num_draws = self._plan.num_draws(self._num_stages)
         return [estimate.add_copies(table, num_draws) for estimate in self._estimates]
 

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from config.evaluation.in_training import TaskInTraining, TrainingEvaluationConfig
-from config.evaluation.tasks import ClozeTask, MultipleChoiceTask
+from config.evaluation.in_training import TrainingEvaluationConfig
 from config.model import ModelConfig
 from ddp.process_group import SINGLE_PROCESS, World
 from diffusionlm.evaluation.tasks.evaluation import evaluate_task, list_answers
 from diffusionlm.evaluation.tasks.items import read_task_items
-from diffusionlm.evaluation.tasks.preparation import (
-    PreparedGeneration,
-    PreparedOptions,
-    prepare_generation,
-    prepare_options,
-)
+from diffusionlm.evaluation.tasks.preparation import PreparedItems, prepare_items
 from diffusionlm.evaluation.tasks.results import ItemResult, VariantResult
 from diffusionlm.evaluation.tasks.summary import TaskSummary
 from diffusionlm.models.transformer import Transformer
 from tokenizer import Tokenizer
-
-LivePreparedTask = PreparedGeneration | PreparedOptions
 
 
 @dataclass(frozen=True)
@@ -57,7 +48,7 @@ class TaskOutcome:
 class LiveEvaluation:
     """Tasks whose prompts fit the model."""
 
-    tasks: tuple[LivePreparedTask, ...]
+    tasks: tuple[PreparedItems, ...]
     world: World = SINGLE_PROCESS
     is_collective: bool = False
     """The model's forwards are collective, so every rank computes all answers; otherwise each computes its share."""
@@ -81,7 +72,7 @@ class LiveEvaluation:
         tasks = []
         for index, task in enumerate(config.tasks):
             try:
-                tasks.append(_prepare(task, tokenizer, model))
+                tasks.append(prepare_items(task, read_task_items(task), tokenizer, model))
             except ValueError as error:
                 raise ValueError(f"evaluation.tasks.{index}: {error}") from None
         if config.best is not None:
@@ -104,7 +95,7 @@ class LiveEvaluation:
             outcomes.append(TaskOutcome(summary.build({}, {}), items))
         return outcomes
 
-    def _collect(self, task: LivePreparedTask, model: Transformer) -> tuple[ItemResult, ...]:
+    def _collect(self, task: PreparedItems, model: Transformer) -> tuple[ItemResult, ...]:
         answers = list_answers(task)
         own = answers if self.is_collective else answers[self.world.rank :: self.world.size]
         others = set(answers).difference(own)
@@ -114,16 +105,8 @@ class LiveEvaluation:
         return tuple(results[answer] for answer in answers)
 
 
-def _prepare(task: TaskInTraining, tokenizer: Tokenizer, model: ModelConfig) -> LivePreparedTask:
-    name, items = task.name or task.kind, read_task_items(task)
-    if isinstance(task, MultipleChoiceTask | ClozeTask):
-        return prepare_options(name, task, items, tokenizer, model)
-    return prepare_generation(name, task, items, tokenizer, model)
-
-
-def _check_best(best: str, tasks: list[Any]) -> None:
+def _check_best(best: str, tasks: list[PreparedItems]) -> None:
     name, _, rule = best.rpartition("/")
-    task = next(task for task in tasks if task.name == name)
-    rules = TaskSummary(task, "", "").rules
+    rules = next(task for task in tasks if task.name == name).config.rules
     if rule not in rules:
         raise ValueError(f'evaluation.best = "{best}": the rules of {name} are {", ".join(rules)}')

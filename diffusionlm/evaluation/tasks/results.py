@@ -23,7 +23,8 @@ FINGERPRINT_FILE = "fingerprint.json"
 CONFIG_FILE = "config.toml"
 """Names within the folder of a run."""
 
-TaskKind = Literal["gsm8k", "humaneval", "multiple_choice", "cloze", "exact_match", "perplexity"]
+LIKELIHOOD_METRICS = ("nats_per_token", "perplexity", "bits_per_byte")
+"""Metrics that are no shares in [0, 1]."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,6 @@ class ItemResult:
     """One answer of a variant to an item, or its choice among the options of an item."""
 
     task: str
-    variant: str
     id: str
     """Of the item, stable between runs."""
     repeat: int
@@ -56,8 +56,9 @@ class ItemResult:
     """Of the text that the model has read, in UTF-8."""
     gold: str
     """The right answer: a number, a text, or an option."""
-    is_correct: dict[str, bool]
-    """By rule; all False if grading has failed."""
+    is_correct: dict[str, float]
+    """By metric: 1 for a right answer and 0 for a wrong one, or another number; all 0 if grading has failed."""
+    variant: str = ""
     output: str = ""
     """Text of the answer, up to the first stop string. Empty for tasks of likelihoods."""
     extracted: dict[str, str | None] = field(default_factory=dict)
@@ -114,7 +115,7 @@ class VariantResult:
     """All answers of one variant to one task, together."""
 
     task: str
-    kind: TaskKind
+    kind: str
     variant: str
     model: str
     """Directory or name of the model."""
@@ -184,10 +185,10 @@ class EvaluationResults:
 
 def accuracy_by_item(items: list[ItemResult], rule: str) -> dict[str, float]:
     """Share of an item's repeats that are right, by item id in order of appearance."""
-    counts: dict[str, tuple[int, int]] = {}
+    counts: dict[str, tuple[float, int]] = {}
     for item in items:
         num_correct, total = counts.get(item.id, (0, 0))
-        counts[item.id] = (num_correct + item.is_correct.get(rule, False), total + 1)
+        counts[item.id] = (num_correct + item.is_correct.get(rule, 0.0), total + 1)
     return {name: num_correct / total for name, (num_correct, total) in counts.items()}
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from config.evaluation.tasks import ClozeTask
 from diffusionlm.evaluation.grading.paired import compare_paired
 from diffusionlm.evaluation.grading.pass_at_k import pass_at_k
 from diffusionlm.evaluation.statistics import ratio_with_standard_error
-from diffusionlm.evaluation.tasks.preparation import PreparedGeneration, PreparedOptions, PreparedTask
+from diffusionlm.evaluation.tasks.item_task import GenerationTask
+from diffusionlm.evaluation.tasks.preparation import PreparedTask, PreparedText
 from diffusionlm.evaluation.tasks.results import (
     ItemResult,
     MetricValue,
@@ -21,20 +21,16 @@ from diffusionlm.evaluation.tasks.results import (
     VariantComparison,
     VariantResult,
 )
-from diffusionlm.evaluation.tasks.verdicts import list_rules
-
-OPTION_RULES = ("acc", "acc_norm", "acc_bytes")
 
 
 class TaskSummary:
-    """Counts over the results of one variant and task; results themselves are not kept."""
+    """Sums over the results of one variant and task; results themselves are not kept."""
 
     def __init__(self, task: PreparedTask, variant: str, model: str) -> None:
         self.task, self.variant, self._model = task, variant, model
-        self.num_correct: dict[str, dict[str, int]] = {}
-        """Item -> rule -> repeats that are right."""
+        self._sums: dict[str, dict[str, float]] = {}
+        """Item -> metric -> sum over its repeats."""
         self._num_repeats: dict[str, int] = {}
-        self._log_likelihoods: list[float] = []
         self._text_metrics: dict[str, MetricValue] = {}
         self._counts = dict.fromkeys(
             ("answers", "stop", "length", "empty", "invalid", "errors", "tokens", "forwards"), 0
@@ -44,19 +40,14 @@ class TaskSummary:
     @property
     def rules(self) -> tuple[str, ...]:
         """Rules by which answers are right or wrong, the main one first; none of a perplexity task."""
-        match self.task:
-            case PreparedGeneration():
-                return list_rules(self.task.config)
-            case PreparedOptions():
-                return OPTION_RULES[:1] if isinstance(self.task.config, ClozeTask) else OPTION_RULES
-        return ()
+        return () if isinstance(self.task, PreparedText) else self.task.config.rules
 
     def add(self, result: ItemResult) -> None:
-        """Add a result to the counts of its variant and task."""
-        counts = self._counts
-        correct = self.num_correct.setdefault(result.id, dict.fromkeys(self.rules, 0))
-        for rule in self.rules:
-            correct[rule] += result.is_correct.get(rule, False)
+        """Add a result to the sums of its variant and task."""
+        counts, sums = self._counts, self._sums.setdefault(result.id, {})
+        values = {} if isinstance(self.task, PreparedText) else self.task.config.measure(result)
+        for name, value in (dict.fromkeys(self.rules, 0.0) | dict(values)).items():
+            sums[name] = sums.get(name, 0.0) + value
         self._num_repeats[result.id] = self._num_repeats.get(result.id, 0) + 1
         counts["answers"] += 1
         if result.finish_reason is not None:
@@ -68,14 +59,10 @@ class TaskSummary:
         counts["forwards"] += result.num_forwards
         self._seconds += result.seconds
         self._text_metrics |= result.metrics or {}
-        config = self.task.config
-        # Guided scores are not normalized, so there is no perplexity of them.
-        if isinstance(config, ClozeTask) and config.likelihood.cfg_scale == 0.0 and result.option_log_likelihoods:
-            self._log_likelihoods += result.option_log_likelihoods
 
-    def accuracies(self, rule: str) -> dict[str, float]:
-        """Share of each item's repeats that are right."""
-        return {name: correct[rule] / self._num_repeats[name] for name, correct in self.num_correct.items()}
+    def means(self, metric: str) -> dict[str, float]:
+        """Mean over each item's repeats, of the items that have the metric."""
+        return {name: sums[metric] / self._num_repeats[name] for name, sums in self._sums.items() if metric in sums}
 
     def build(self, protocol: Mapping[str, Any], fingerprints: Mapping[str, str]) -> VariantResult:
         """The result over all items.
@@ -85,11 +72,11 @@ class TaskSummary:
             fingerprints: of model, data and prompt.
         """
         counts, num_answers = self._counts, self._counts["answers"]
-        metrics = {rule: mean_with_error(list(self.accuracies(rule).values())) for rule in self.rules}
-        if self._log_likelihoods:
-            metrics["perplexity"] = _perplexity(self._log_likelihoods)
+        names = dict.fromkeys([*self.rules, *sorted({name for sums in self._sums.values() for name in sums})])
+        metrics = {name: mean_with_error(list(self.means(name).values())) for name in names}
+        if not isinstance(self.task, PreparedText):
+            metrics = self.task.config.summarize(metrics)
         num_repeats = max(self._num_repeats.values(), default=1)
-        is_generated = isinstance(self.task, PreparedGeneration)
         shares = OutcomeShares(
             stopped=counts["stop"] / num_answers,
             length=counts["length"] / num_answers,
@@ -101,11 +88,11 @@ class TaskSummary:
             kind=self.task.config.kind,
             variant=self.variant,
             model=self._model,
-            num_items=len(self.num_correct),
+            num_items=len(self._sums),
             num_repeats=num_repeats,
             metrics={**metrics, **self._text_metrics},
             pass_at_k={rule: self._pass_at_k(rule, num_repeats) for rule in self.rules} if num_repeats > 1 else {},
-            shares=shares if is_generated else None,
+            shares=shares if isinstance(self.task.config, GenerationTask) else None,
             num_grading_errors=counts["errors"],
             num_tokens=counts["tokens"],
             num_forwards=counts["forwards"],
@@ -117,10 +104,8 @@ class TaskSummary:
     def _pass_at_k(self, rule: str, num_repeats: int) -> dict[int, MetricValue]:
         """For k = 1, powers of 2 and all repeats."""
         sizes = sorted({*(1 << power for power in range(num_repeats.bit_length())), num_repeats})
-        return {
-            size: mean_with_error([pass_at_k(num_repeats, item[rule], size) for item in self.num_correct.values()])
-            for size in sizes
-        }
+        counts = [round(sums[rule]) for sums in self._sums.values()]
+        return {size: mean_with_error([pass_at_k(num_repeats, count, size) for count in counts]) for size in sizes}
 
 
 def mean_with_error(values: Sequence[float]) -> MetricValue:
@@ -138,7 +123,7 @@ def compare_variants(summaries: Iterable[TaskSummary]) -> tuple[VariantCompariso
         for rule in first.rules:
             if rule not in second.rules:
                 continue
-            a, b = first.accuracies(rule), second.accuracies(rule)
+            a, b = first.means(rule), second.means(rule)
             common = [name for name in a if name in b]
             if not common:
                 continue
@@ -158,12 +143,3 @@ def compare_variants(summaries: Iterable[TaskSummary]) -> tuple[VariantCompariso
             )
             comparisons.append(comparison)
     return tuple(comparisons)
-
-
-def _perplexity(log_likelihoods: Sequence[float]) -> MetricValue:
-    """exp of the mean negative log-likelihood of a word."""
-    mean = mean_with_error([-value for value in log_likelihoods])
-    if mean.value > 700.0:
-        return MetricValue(math.inf)
-    perplexity = math.exp(mean.value)
-    return MetricValue(perplexity, None if mean.standard_error is None else perplexity * mean.standard_error)

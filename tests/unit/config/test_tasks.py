@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from config.evaluation.tasks import Gsm8kTask, PromptConfig, TaskConfig
+from config.evaluation.tasks import TaskConfig
+from diffusionlm.evaluation.tasks.gsm8k import Gsm8kTask
+from diffusionlm.evaluation.tasks.item_task import PromptConfig
 
 TASK: TypeAdapter[Any] = TypeAdapter(TaskConfig)
 
@@ -32,6 +34,9 @@ def test_code_is_not_run_by_default() -> None:
         ({"kind": "perplexity"}, "text.source"),
         ({"kind": "perplexity", "data": "a", "text": {"source": {"kind": "python-stdlib"}}}, "text.source"),
         ({"kind": "trivia", "data": "a"}, "kind"),
+        ({"kind": "gsm8k"}, "data is missing"),
+        ({"kind": "exact_match", "data": "a", "source": {"kind": "chat_tasks"}}, "data and from source"),
+        ({"kind": "exact_match", "data": "a", "split": "train"}, "split"),
     ],
 )
 def test_contradictions_are_named(values: dict[str, Any], keys: str) -> None:

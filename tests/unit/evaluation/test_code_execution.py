@@ -20,11 +20,10 @@ from diffusionlm.evaluation.grading.code_execution import (
     CandidateProgram,
     ExecutionLimits,
     ExecutionResult,
-    humaneval_candidate,
     probe_isolation,
     run_candidate,
-    run_candidates,
 )
+from diffusionlm.evaluation.tasks.humaneval import humaneval_candidate
 
 MEMORY_BYTES = (192 << 20) + 4096 * os.getpid()
 """A limit that only processes started here have, so that they can be found."""
@@ -198,9 +197,7 @@ def test_an_item_of_humaneval() -> None:
         "    pass\n\ndef helper(x): return 9\n\ndef add(x): return 2\n",
     ]
     candidates = [humaneval_candidate(prompt, completion, test, "add") for completion in completions]
-    counts: list[int] = []
-    results = run_candidates(candidates, LIMITS, on_progress=counts.append)
-    assert [result.is_passed for result in results] == [True, False, True] and counts == [1, 2, 3]
+    assert [run_candidate(candidate, LIMITS).is_passed for candidate in candidates] == [True, False, True]
 
 
 @pytest.mark.parametrize(

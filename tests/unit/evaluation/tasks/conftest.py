@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from config.evaluation.tasks import TaskConfig
 from diffusionlm.evaluation.tasks.items import read_task_items
-from diffusionlm.evaluation.tasks.preparation import prepare_generation, prepare_options
+from diffusionlm.evaluation.tasks.preparation import prepare_items
 from diffusionlm.models.transformer import Transformer
 from tests.conftest import MakeModel
 from tests.unit.data.chat_cases import chat_tokenizer
@@ -78,7 +78,6 @@ def make_task(tmp_path: Path, byte_tokenizer: Tokenizer, random_model: Transform
         path = tmp_path / "items.jsonl"
         path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
         task = TASK.validate_python({"kind": kind, "data": path, **options})
-        prepare = prepare_options if kind in ("multiple_choice", "cloze") else prepare_generation
-        return prepare(task.name or kind, task, read_task_items(task), byte_tokenizer, random_model.config)
+        return prepare_items(task, read_task_items(task), byte_tokenizer, random_model.config)
 
     return make

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from config.evaluation.presets import PRESETS
-from diffusionlm.evaluation.tasks.evaluation import evaluate_task
+from diffusionlm.evaluation.tasks.evaluation import evaluate_task, grade
 from diffusionlm.evaluation.tasks.items import read_task_items
 from diffusionlm.evaluation.tasks.prompts import PromptBuilder
-from diffusionlm.evaluation.tasks.verdicts import build_grader, grade
 from diffusionlm.inference.text import AnswerText
 from diffusionlm.models.transformer import Transformer
 from tests.unit.evaluation.tasks.conftest import TASK, MakeTask
@@ -34,10 +33,9 @@ ITEM = {
 
 def grade_answers(make_task: MakeTask, answers: list[str], item: dict[str, str] = ITEM, **options: Any) -> list[bool]:
     task = make_task("humaneval", [item], run_code=True, generation={"max_new_tokens": 2}, **options)
-    grader = build_grader(task.config)
-    verdicts = [grade(task.config, grader, task.items[0], answer) for answer in answers]
+    verdicts = [grade(task, task.items[0], answer) for answer in answers]
     assert all(verdict.error is None for verdict in verdicts)
-    return [verdict.is_correct["passed"] for verdict in verdicts]
+    return [bool(verdict.scores["passed"]) for verdict in verdicts]
 
 
 @pytest.mark.slow
@@ -122,8 +120,8 @@ def test_stops_leave_right_answers(tmp_path: Path, byte_tokenizer: Tokenizer, na
         text = f"{ITEM['canonical_solution']}```\nIt filters."
     else:
         text = f"Here it is:\n```python\n{PROGRAM}```\nIt filters."
-    verdict = grade(task, build_grader(task), item, prefix + cut_answer(byte_tokenizer, text, task.stop))
-    assert verdict.is_correct == {"passed": True}, verdict
+    verdict = task.grade(item, prefix + cut_answer(byte_tokenizer, text, task.stop))
+    assert verdict.scores == {"passed": 1.0}, verdict
 
 
 def test_stops_that_are_set_are_kept(make_task: MakeTask) -> None:

@@ -13,14 +13,16 @@ import numpy as np
 import pytest
 
 from config.generation import GenerationConfig
-from diffusionlm.evaluation.tasks.evaluation import evaluate_task
-from diffusionlm.evaluation.tasks.items import draw_seed
+from diffusionlm.evaluation.tasks.evaluation import evaluate_task, grade
+from diffusionlm.evaluation.tasks.gsm8k import Gsm8kTask
+from diffusionlm.evaluation.tasks.humaneval import find_code_block
+from diffusionlm.evaluation.tasks.items import draw_seed, read_task_items
+from diffusionlm.evaluation.tasks.preparation import prepare_items
 from diffusionlm.evaluation.tasks.results import ItemResult, format_item_line, parse_item_line
 from diffusionlm.evaluation.tasks.summary import TaskSummary
-from diffusionlm.evaluation.tasks.verdicts import build_grader, find_code_block, grade
 from diffusionlm.inference.generate import generate
 from diffusionlm.models.transformer import Transformer
-from tests.unit.evaluation.tasks.conftest import MakeTask
+from tests.unit.evaluation.tasks.conftest import TASK, MakeTask
 from tokenizer import Tokenizer
 
 BiasedModel = Callable[[dict[str, float]], Transformer]
@@ -187,15 +189,14 @@ def test_repeats_differ_and_come_again(make_task: MakeTask, random_model: Transf
 def test_a_grader_that_throws_makes_the_item_invalid(
     make_task: MakeTask, random_model: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def build_failing_grader(task: Any) -> Any:
-        def fail(item: Any, text: str) -> Any:
-            if item.id == "1":
-                raise ZeroDivisionError("no number")
-            return build_grader(task)(item, text)
+    grade_number = Gsm8kTask.grade
 
-        return fail
+    def fail(self: Gsm8kTask, item: Any, text: str) -> Any:
+        if item.id == "1":
+            raise ZeroDivisionError("no number")
+        return grade_number(self, item, text)
 
-    monkeypatch.setattr("diffusionlm.evaluation.tasks.evaluation.build_grader", build_failing_grader)
+    monkeypatch.setattr(Gsm8kTask, "grade", fail)
     results = run(random_model, make_task("gsm8k", QUESTIONS[:3], generation=SAMPLING))
     assert results[("1", 0)].error == "ZeroDivisionError: no number"
     assert results[("1", 0)].is_correct == {"strict": False, "flexible": False}
@@ -215,8 +216,7 @@ def test_a_grader_that_throws_makes_the_item_invalid(
 def test_gold_answers_are_right(make_task: MakeTask, answer: str, gold: str) -> None:
     task = make_task("gsm8k", [{"question": "How many?", "answer": answer}], generation={"max_new_tokens": 2})
     [item] = task.items
-    verdict = grade(task.config, build_grader(task.config), item, answer)
-    assert verdict.is_correct == {"strict": True, "flexible": True}
+    assert grade(task, item, answer).scores == {"strict": 1.0, "flexible": 1.0}
     assert item.gold == gold
 
 
@@ -225,6 +225,25 @@ def test_conversations(make_task: MakeTask, biased_model: BiasedModel) -> None:
     task = make_task("exact_match", records, generation={"max_new_tokens": 3})
     results = run(biased_model({"y": 9.0}), task)
     assert [result.is_correct["exact_match"] for result in results.values()] == [True, False]
+
+
+def test_a_source_of_conversations(byte_tokenizer: Tokenizer, biased_model: BiasedModel) -> None:
+    """Held-out prompts, with an accuracy for each of the source's tasks. Every answer is "0"."""
+    chats = {"kind": "chat_tasks", "tasks": ["copy", "count"], "max_length": 2, "chat": {"template": "chatml"}}
+    values = {"kind": "exact_match", "source": chats, "limit": 12, "generation": {"max_new_tokens": 1}}
+    config = TASK.validate_python(values)
+    model, items = biased_model({"0": 9.0}), read_task_items(config)
+    task = prepare_items(config, items, byte_tokenizer, model.config)
+    summary = TaskSummary(task, "", "")
+    for result in evaluate_task(model, task):
+        summary.add(result)
+    metrics = summary.build({}, {}).metrics
+    for name, group in (("exact_match", ""), ("exact_match/copy", "copy"), ("exact_match/count", "count")):
+        golds = [item.gold for item in items if group in ("", item.group)]
+        assert metrics[name].value == pytest.approx(golds.count("0") / len(golds))
+    assert len(items) == 12 and len(metrics) == 3
+    with pytest.raises(ValueError, match="source has text, not conversations"):
+        read_task_items(TASK.validate_python({**values, "source": {"kind": "python-stdlib"}}))
 
 
 def test_prompts_that_do_not_fit_are_named(make_task: MakeTask) -> None:

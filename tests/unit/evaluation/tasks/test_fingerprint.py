@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from config.infer import InferModelConfig
-from diffusionlm.evaluation.tasks.fingerprint import fingerprint_model
+from diffusionlm.evaluation.tasks.runner import fingerprint_model
 
 SIZE = 300_000
 

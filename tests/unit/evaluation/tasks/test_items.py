@@ -46,6 +46,8 @@ def path(tmp_path: Path) -> Path:
         ("3 + 4 = <<3+4=7>>7\n#### 7", "7"),
         ("It costs $1,234.50.\n#### $1,234.50", "1234.50"),
         ("#### -3", "-3"),
+        ("x\n#### -3.5\n", "-3.5"),
+        ("#### 3 \n#### 4", "4"),
         ("so \\boxed{12}", "12"),
         ("42", "42"),
         (42, "42"),
@@ -78,7 +80,7 @@ def test_other_kinds(path: Path) -> None:
     [item] = read(path, [{"q": "2 + 2 =", "a": "4"}], "cloze", text_field="q", answer_field="a")
     assert (item.fields["context"], item.gold) == ("2 + 2 =", "4")
     [item] = read(path, [{"prompt": "Hi", "completion": " Hello!"}], "exact_match")
-    assert item.gold == "Hello!" and item.reference.messages == ({"role": "user", "content": "Hi"},)
+    assert item.gold == "Hello!" and item.messages == ({"role": "user", "content": "Hi"},)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +88,8 @@ def test_other_kinds(path: Path) -> None:
     [
         ({"question": "q", "answer": "I do not know"}, "gsm8k", ["line 1", "'0'", "####"]),
         ({"question": "q", "answer": ""}, "gsm8k", ["line 1", "'0'"]),
+        ({"question": "q", "answer": "#### eighteen"}, "gsm8k", ["line 1", "'0'", "eighteen"]),
+        ({"question": "q", "answer": "#### 18\nmore text"}, "gsm8k", ["line 1", "'0'", "more text"]),
         ({"question": "q"}, "gsm8k", ["'0'", "answer_field", "'question'"]),
         ({"question": 7, "answer": "7"}, "gsm8k", ["question_field"]),
         ({**HUMANEVAL, "test": None}, "humaneval", ["HumanEval/0", "test_field"]),

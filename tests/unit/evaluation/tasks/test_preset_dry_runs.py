@@ -13,9 +13,9 @@ from pydantic import TypeAdapter
 from config.evaluation.presets import PRESETS, get_preset
 from config.evaluation.tasks import TaskConfig
 from diffusionlm.evaluation.tasks.evaluation import evaluate_task
-from diffusionlm.evaluation.tasks.fingerprint import describe_protocol
 from diffusionlm.evaluation.tasks.items import read_task_items
-from diffusionlm.evaluation.tasks.preparation import prepare_generation, prepare_options
+from diffusionlm.evaluation.tasks.preparation import prepare_items
+from diffusionlm.evaluation.tasks.runner import describe_protocol
 from diffusionlm.models.transformer import Transformer
 from tokenizer import CHAT_TEMPLATES, Tokenizer, train_bpe
 
@@ -78,8 +78,7 @@ def test_dry_run(name: str, tokenizer: Tokenizer, models: dict[str, Transformer]
         values["run_code"] = True
     task: Any = TypeAdapter(TaskConfig).validate_python(values)
     model, items = models[preset.family], read_task_items(task)
-    prepare: Any = prepare_options if preset.kind == "multiple_choice" else prepare_generation
-    prepared = prepare(name, task, items, tokenizer, model.config)
+    prepared = prepare_items(task, items, tokenizer, model.config)
     (result,) = evaluate_task(model.eval(), prepared)
     assert result.error is None and result.num_forwards > 0
     match preset.kind:

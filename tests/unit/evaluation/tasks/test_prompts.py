@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from config.evaluation.tasks import ItemTask, TaskConfig
+from config.evaluation.tasks import TaskConfig
 from config.generation import GenerationConfig
 from diffusionlm.evaluation.pair_encoding import PairEncoder
-from diffusionlm.evaluation.tasks.items import TaskItem, read_task_items
+from diffusionlm.evaluation.tasks.item_task import ItemTask, TaskItem
+from diffusionlm.evaluation.tasks.items import read_task_items
 from diffusionlm.evaluation.tasks.prompts import PromptBuilder, PromptEncoder, fill_template
 from diffusionlm.inference.request_builder import RequestBuilder
 from diffusionlm.inference.settings import resolve_settings

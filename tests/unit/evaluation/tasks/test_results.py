@@ -47,7 +47,7 @@ def test_item_lines_are_read_back(item: ItemResult, tmp_path: Path) -> None:
 def test_bad_lines_are_located(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(f'{format_item_line(CHOICE)}\n{{"task": "arc"}}\n', encoding="utf-8")
-    with pytest.raises(ValueError, match=r"a\.jsonl: line 2: .*variant"):
+    with pytest.raises(ValueError, match=r"a\.jsonl: line 2: .*id"):
         read_items(path)
 
 

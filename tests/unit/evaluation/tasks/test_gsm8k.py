@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from diffusionlm.evaluation.grading.extraction import (
-    EXTRACTION_RULES,
-    extract_boxed,
-    gold_gsm8k,
-    numbers_equal,
-)
+from diffusionlm.evaluation.tasks.gsm8k import Gsm8kTask, extract_boxed, numbers_equal
+from diffusionlm.evaluation.tasks.item_task import TaskItem
 
 HARNESS_TABLE: list[tuple[str, str | None, str | None, bool, bool]] = [
     ("#### 18", "18", "18", True, True),
@@ -58,11 +56,9 @@ whether these equal 18. The harness itself compares strings: it refuses 18.0, $1
 def test_gsm8k_rules_extract_what_the_harness_extracts(
     text: str, strict: str | None, flexible: str | None, is_strict: bool, is_flexible: bool
 ) -> None:
-    for name, expected, is_right in (("strict", strict, is_strict), ("flexible", flexible, is_flexible)):
-        rule = EXTRACTION_RULES[name]
-        extracted = rule.extract(text)
-        assert extracted == expected
-        assert (extracted is not None and rule.is_correct(extracted, "18")) == is_right
+    verdict = Gsm8kTask(data=Path("items.jsonl")).grade(TaskItem("18"), text)
+    assert verdict.extracted == {"strict": strict, "flexible": flexible}
+    assert verdict.scores == {"strict": is_strict, "flexible": is_flexible}
 
 
 @pytest.mark.parametrize(
@@ -89,26 +85,6 @@ def test_gsm8k_rules_extract_what_the_harness_extracts(
 )
 def test_numbers_are_compared_as_decimals(a: str, b: str, is_equal: bool) -> None:
     assert numbers_equal(a, b) == is_equal and numbers_equal(b, a) == is_equal
-
-
-@pytest.mark.parametrize(
-    ("answer", "gold"),
-    [
-        ("9 * 2 = $<<9*2=18>>18\n#### 18", "18"),
-        ("#### 1,234", "1234"),
-        ("#### $5", "5"),
-        ("x\n#### -3.5\n", "-3.5"),
-        ("#### 3 \n#### 4", "4"),
-    ],
-)
-def test_gold_numbers(answer: str, gold: str) -> None:
-    assert gold_gsm8k(answer) == gold
-
-
-@pytest.mark.parametrize("answer", ["", "18", "#### ", "#### eighteen", "#### 18\nmore text", "####"])
-def test_an_answer_without_a_gold_number_is_refused(answer: str) -> None:
-    with pytest.raises(ValueError, match="####"):
-        gold_gsm8k(answer)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,85 @@
+"""Conversations: the model's answer has to equal the last one of the conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import model_validator
+
+from config.base import NonEmptyStr, PositiveInt, TupleOf
+from config.data import TextSourceOrName
+from config.finetune.chat import ChatRowsConfig
+from config.generation import GenerationConfig
+from diffusionlm.evaluation.tasks.item_task import GenerationTask, ItemTask, TaskItem, Verdict
+
+DEFAULT_SOURCE_ITEMS = 256
+
+
+class ExactMatchTask(ItemTask, GenerationTask):
+    """Conversations: the last answer of each is the reference, which the model's answer has to equal apart from
+    whitespace around it."""
+
+    kind: Literal["exact_match"] = "exact_match"
+    source: TextSourceOrName | None = None
+    """A source of conversations, as for training, in place of data. The items are its first different prompts, as many
+    as `limit` (None: 256); `chat_tasks` has accuracies for each of its tasks, too."""
+    split: Literal["validation", "train"] | None = None
+    """Conversations of the source: those a training run validates on (also None), or those it trains on."""
+    chat: ChatRowsConfig = ChatRowsConfig()
+    """How a record of data becomes a conversation, and the chat template; without one, the model's own. That of a
+    source is source.chat."""
+    generation: GenerationConfig = GenerationConfig()
+    """How answers are decoded. If neither max_new_tokens nor total_length is set: 64 new tokens."""
+    stop: TupleOf[NonEmptyStr] = ()
+    """The answer ends before the first of these texts, wherever they lie in tokens."""
+    repeats: PositiveInt = 1
+    """Answers to each item, each with randomness of its own."""
+    batch_size: PositiveInt = 16
+    """Answers that are decoded at a time; results do not depend on it."""
+    default_new_tokens: ClassVar[int] = 64
+
+    @model_validator(mode="after")
+    def _check_source(self) -> Self:
+        if self.source is None and self.split is not None:
+            raise ValueError(f'split = "{self.split}" has no effect without source: remove it, or set source')
+        if self.source is not None and self.data is not None:
+            raise ValueError("items come from data and from source: set one of them")
+        return self
+
+    @property
+    def chat_rows(self) -> ChatRowsConfig:
+        """How records become conversations."""
+        config: ChatRowsConfig = self.chat if self.source is None else getattr(self.source, "chat", None) or self.chat
+        return config
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        return ("exact_match",)
+
+    def parse_item(self, record: Mapping[str, Any]) -> TaskItem:
+        # Imported here, so that --help and config errors do not wait for numpy.
+        from diffusionlm.data.chat.formats import ChatRowParser
+        from diffusionlm.data.chat.reference_answers import last_answer
+        from diffusionlm.data.sources.record_source import BadRecord
+
+        conversation = ChatRowParser(self.chat)(record)
+        if isinstance(conversation, BadRecord):
+            raise ValueError(f"{conversation.reason} ({conversation.detail}): correct the file")
+        reference = last_answer(conversation)
+        return TaskItem(reference.answer.strip(), messages=reference.messages, tools=reference.tools)
+
+    def read_source(self) -> list[TaskItem]:
+        from diffusionlm.data.chat.reference_answers import read_reference_answers
+
+        assert self.source is not None, "checked above"
+        limit = DEFAULT_SOURCE_ITEMS if self.limit is None else self.limit
+        references = read_reference_answers(self.source, self.split or "validation", "source", limit)
+        return [
+            TaskItem(item.answer.strip(), messages=item.messages, tools=item.tools, group=item.task, id=str(number))
+            for number, item in enumerate(references)
+        ]
+
+    def grade(self, item: TaskItem, text: str) -> Verdict:
+        score = float(text.strip() == item.gold)
+        return Verdict({"exact_match": score} | ({f"exact_match/{item.group}": score} if item.group else {}))

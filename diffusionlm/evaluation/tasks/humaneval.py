@@ -1,0 +1,150 @@
+"""Python functions: the model completes them, and their tests are executed."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from config.base import NonEmptyStr, PositiveInt, TupleOf
+from config.generation import GenerationConfig
+from diffusionlm.evaluation.grading.code_execution import CandidateProgram, ExecutionLimits, run_candidate
+from diffusionlm.evaluation.tasks.item_task import (
+    GenerationTask,
+    ItemTask,
+    PromptConfig,
+    TaskItem,
+    Verdict,
+    find_text,
+)
+
+COMPLETION_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
+"""Beginnings of code that follows a function, as in lm-evaluation-harness 0.4."""
+BODY_INDENTATION = 64
+"""Blanks before the body that a prompt without one gets: more than before its last line."""
+_CODE_BLOCK = re.compile(r"```[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+
+
+class HumanEvalTask(ItemTask, GenerationTask):
+    """Python functions: the model completes them, and their tests are executed."""
+
+    kind: Literal["humaneval"] = "humaneval"
+    prompt: PromptConfig = PromptConfig()
+    run_code: bool = False
+    """Execute what the model has written, in processes of their own with limited time, memory, files and system calls,
+    without network. A determined program is not contained: use a container."""
+    prompt_field: NonEmptyStr = "prompt"
+    test_field: NonEmptyStr = "test"
+    entry_point_field: NonEmptyStr = "entry_point"
+    answer: Literal["completion", "code_block"] = "completion"
+    """completion: the prompt and the answer together are the program. code_block: the prompt and the first fenced block
+    of the answer (or all of it, without one) are, whether the block is the rest of the function or defines it again: it
+    may use the prompt's imports and helper functions."""
+    timeout_seconds: Annotated[float, Field(gt=0.0, le=600.0)] = 5.0
+    """Time of each program."""
+    generation: GenerationConfig = GenerationConfig()
+    """How answers are decoded. If neither max_new_tokens nor total_length is set: 512 new tokens."""
+    stop: TupleOf[NonEmptyStr] = Field(
+        default_factory=lambda values: () if values.get("answer") == "code_block" else COMPLETION_STOPS
+    )
+    """The answer ends before the first of these texts, wherever they lie in tokens. If it is not set: with answer =
+    "completion" those before which a function ends; with "code_block" none, for they also lie within a program."""
+    repeats: PositiveInt = 1
+    """Answers to each item, each with randomness of its own; pass@k is reported for k up to it."""
+    batch_size: PositiveInt = 16
+    """Answers that are decoded at a time; results do not depend on it."""
+    default_new_tokens: ClassVar[int] = 512
+    question_template: ClassVar[str] = "{prompt}"
+    delimiter: ClassVar[str] = ""
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        return ("passed",)
+
+    def parse_item(self, record: Mapping[str, Any]) -> TaskItem:
+        fields = {
+            name: find_text(record, f"{name}_field", getattr(self, f"{name}_field"))
+            for name in ("prompt", "test", "entry_point")
+        }
+        solution = record.get("canonical_solution")
+        gold = solution if isinstance(solution, str) else ""
+        return TaskItem(gold, {**fields, "question": fields["prompt"], "answer": gold})
+
+    def check_item(self, item: TaskItem) -> None:
+        self.build_candidate(item, "")
+
+    def build_candidate(self, item: TaskItem, text: str) -> CandidateProgram:
+        """The program of an answer with the tests of its item.
+
+        Raises:
+            ValueError: the item's prompt or tests are no valid code, or the entry point is no name.
+        """
+        completion = text if self.answer == "completion" else f"\n{find_code_block(text)}"
+        fields = item.fields
+        return humaneval_candidate(fields["prompt"], completion, fields["test"], fields["entry_point"])
+
+    def grade(self, item: TaskItem, text: str) -> Verdict:
+        result = run_candidate(self.build_candidate(item, text), ExecutionLimits(seconds=self.timeout_seconds))
+        detail = f"{result.status}: {result.detail}".removesuffix(": ")
+        return Verdict({"passed": float(result.is_passed)}, detail=detail)
+
+
+def find_code_block(text: str) -> str:
+    """The first fenced block of a text, also an unfinished one; without one the whole text."""
+    match = _CODE_BLOCK.search(text)
+    return match[1] if match else text
+
+
+def humaneval_candidate(prompt: str, completion: str, test: str, entry_point: str) -> CandidateProgram:
+    """Build the check of an item of HumanEval.
+
+    Args:
+        prompt: the item's prompt, trusted: its helper functions are those that the tests use. It may end before the
+            body of its last function, such as ``def f():`` without a docstring.
+        completion: what follows the prompt, of a base model; or, after a line break and without indentation, code that
+            defines the function again.
+        test: the item's tests, which define ``check``.
+        entry_point: the item's function.
+
+    Raises:
+        ValueError: the prompt, with a body for its last function, or the tests are no valid code, or the entry point is
+            no name.
+    """
+    setup = _complete_prompt(prompt)
+    if not entry_point.isidentifier():
+        raise ValueError(f"entry_point = {entry_point!r} is no name of a function: correct the item")
+    tests = f"{test}\ncheck({entry_point})\n"
+    error = _find_syntax_error(tests)
+    if error is not None:
+        raise ValueError(f"its test is no valid code ({error}): correct the item")
+    code = completion.lstrip("\r\n")
+    is_program = completion != code and not code.startswith((" ", "\t"))
+    return CandidateProgram((setup if is_program else prompt) + completion, tests, (entry_point,), setup=setup)
+
+
+def _complete_prompt(prompt: str) -> str:
+    """The prompt as a program: with a body, if it ends with the first line of a function.
+
+    Raises:
+        ValueError: it is no beginning of a program.
+    """
+    body = " " * BODY_INDENTATION + "pass\n"
+    for program in (prompt, f"{prompt}{body}", f"{prompt}\n{body}"):
+        if _find_syntax_error(program) is None:
+            return program
+    error = _find_syntax_error(prompt)
+    raise ValueError(f"its prompt is no valid code ({error}): correct the item, or name another field as prompt_field")
+
+
+def _find_syntax_error(code: str) -> str | None:
+    """Why trusted code is no program; None: it is one."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)
+            compile(code, "item", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        return str(error)
+    return None
