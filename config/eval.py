@@ -12,7 +12,6 @@ from config.base import ConfigPath, Section, TupleOf, check_distinct
 from config.evaluation.tasks import TaskConfig
 from config.evaluation.text import EvalDataConfig, LikelihoodConfig, NelboConfig
 from config.evaluation.variants import VariantConfig
-from config.finetune.exact_match import ExactMatchConfig
 from config.infer import InferModelConfig
 
 
@@ -29,12 +28,11 @@ class EvalOutputConfig(Section):
 
 
 class EvalConfig(Section):
-    """All sections of ``diffusionlm-eval``: tasks, or the likelihood of a text and exact match."""
+    """All sections of ``diffusionlm-eval``: tasks, or the likelihood of a text."""
 
     model: InferModelConfig = InferModelConfig()
     data: EvalDataConfig = EvalDataConfig()
     likelihood: LikelihoodConfig = NelboConfig()
-    exact_match: ExactMatchConfig | None = None
     tasks: TupleOf[TaskConfig] = ()
     """`[[tasks]]`: what the model is evaluated on, each with a `kind`."""
     variants: TupleOf[VariantConfig] = ()
@@ -50,6 +48,16 @@ class EvalConfig(Section):
         file = self.output.file
         return self.output.directory or (None if file is None else file.with_name(f"{file.stem}_tasks"))
 
+    @model_validator(mode="before")
+    @classmethod
+    def _reject_exact_match(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "exact_match" in values:
+            raise ValueError(
+                '[exact_match] is a task now: write [[tasks]] with kind = "exact_match", the same source, split and '
+                'generation, and max_prompts as limit; [data] beside it is a task of kind = "perplexity"'
+            )
+        return values
+
     @model_validator(mode="after")
     def _check_tasks(self) -> Self:
         if not self.tasks:
@@ -58,8 +66,8 @@ class EvalConfig(Section):
                     raise ValueError(f"{key} has no effect without tasks: add [[tasks]], or remove it")
             if self.output.directory is not None:
                 raise ValueError("output.directory has no effect without tasks: use output.file, or add [[tasks]]")
-        elif self.data.source is not None or self.exact_match is not None:
-            raise ValueError("[data] and [exact_match] are evaluated without tasks: make them tasks, or remove them")
+        elif self.data.source is not None:
+            raise ValueError('[data] is evaluated without tasks: make it a task of kind = "perplexity", or remove it')
         check_distinct({f"vary.{key}": values for key, values in self.vary.items()})
         check_distinct({"the names of tasks": [task.name or task.kind for task in self.tasks]})
         return self

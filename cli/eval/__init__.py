@@ -5,21 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from functools import partial
 from typing import TYPE_CHECKING
 
 from cli.arguments import parse_command
 from cli.entry import exit_with_usage_error, friendly_errors, usage_errors
 from cli.eval.arguments import add_eval_arguments
-from cli.eval.tables import format_exact_match, format_json, format_table
+from cli.eval.tables import format_json, format_table
 from cli.tables import print_parts
 from config.eval import EvalConfig
 from files.atomic import write_text_atomic
 from files.output_paths import check_can_write
 
 if TYPE_CHECKING:
-    from diffusionlm.evaluation.exact_match import ExactMatchReport
-    from diffusionlm.evaluation.exact_match_plan import ExactMatchPlan
     from diffusionlm.evaluation.plan import EvaluationPlan
     from diffusionlm.evaluation.text_likelihood import LikelihoodResult
 
@@ -35,10 +32,10 @@ EXAMPLE = f"""  {NAME} --model runs/quickstart --task gsm8k --data test.jsonl --
       --set likelihood.generation.remasking_strategy=entropy"""
 
 PROGRESS_DELAY_SECONDS = 3.0
-UNITS_OF_PHASES = {"reading": "rows", "scoring": "forwards", "decoding": "tokens", "answering": "prompts"}
+UNITS_OF_PHASES = {"reading": "rows", "scoring": "forwards", "decoding": "tokens"}
 
 
-@friendly_errors(NAME, "lower batch_size of the task, of [likelihood] or of [exact_match]")
+@friendly_errors(NAME, "lower batch_size of the task or of [likelihood]")
 def main(argv: Sequence[str] | None = None) -> None:
     config, _ = parse_command(
         EvalConfig,
@@ -57,38 +54,28 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if config.model.path is None:
         exit_with_usage_error(NAME, "no model: add --model DIR, or path to [model] of the config")
-    if config.data.source is None and config.exact_match is None:
-        exit_with_usage_error(
-            NAME, "no data: add --data FILE, or source to [data] of the config, or [exact_match] or [[tasks]]"
-        )
+    if config.data.source is None:
+        exit_with_usage_error(NAME, "no data: add --data FILE, or source to [data] of the config, or [[tasks]]")
     # Imported here, so that --help and config errors do not wait for numpy and regex.
-    from diffusionlm.evaluation.exact_match_plan import plan_exact_match
     from diffusionlm.evaluation.plan import plan_evaluation
 
     with usage_errors(NAME):
-        plan = None if config.data.source is None else plan_evaluation(config)
-        exact_match_plan = None if config.exact_match is None else plan_exact_match(config)
+        plan = plan_evaluation(config)
         if config.output.file is not None:
             check_can_write(config.output.file.parent, f"output.file = {config.output.file}")
-    result, exact_match = _evaluate(config, plan, exact_match_plan)
-    text = format_json(result, exact_match)
+    result = _evaluate(config, plan)
+    text = format_json(result)
     if config.output.file is not None:
         write_text_atomic(config.output.file, text + "\n")
     if config.output.format == "json":
         print(text)
-        return
-    if result is not None:
+    else:
         print_parts([format_table(result)])
-    if exact_match is not None:
-        print_parts([format_exact_match(exact_match)])
 
 
-def _evaluate(
-    config: EvalConfig, plan: EvaluationPlan | None, exact_match_plan: ExactMatchPlan | None
-) -> tuple[LikelihoodResult | None, ExactMatchReport | None]:
+def _evaluate(config: EvalConfig, plan: EvaluationPlan) -> LikelihoodResult:
     # Imported here, so that no error before waits for torch.
     from diffusionlm.checkpoints.huggingface import load_configured_model
-    from diffusionlm.evaluation.exact_match import evaluate_exact_match
     from diffusionlm.evaluation.text_likelihood import evaluate_likelihood
     from logger.progress import ProgressMeter
 
@@ -99,8 +86,4 @@ def _evaluate(
                 meter.begin(phase, UNITS_OF_PHASES[phase], total)
             meter.set(done)
 
-        model = load_configured_model(config.model)
-        result = None if plan is None else evaluate_likelihood(plan, show_progress, model)
-        if exact_match_plan is None:
-            return result, None
-        return result, evaluate_exact_match(model, exact_match_plan, partial(show_progress, "answering"))
+        return evaluate_likelihood(plan, show_progress, load_configured_model(config.model))

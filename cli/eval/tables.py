@@ -1,4 +1,4 @@
-"""The printed result of a likelihood or an exact match: tables, or JSON."""
+"""The printed likelihood of a text: a table, or JSON."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ from cli.tables import make_table
 from logger.pages import Part
 
 if TYPE_CHECKING:
-    from diffusionlm.evaluation.exact_match import ExactMatchReport
     from diffusionlm.evaluation.text_likelihood import LikelihoodResult
 
 
-def format_json(result: LikelihoodResult | None, exact_match: ExactMatchReport | None = None) -> str:
+def format_json(result: LikelihoodResult) -> str:
     """Format as one JSON object on one line; numbers that are not finite are null."""
-    values = {} if result is None else asdict(result)
-    if exact_match is not None:
-        values["exact_match"] = asdict(exact_match)
-    return json.dumps(_replace_not_finite(values), allow_nan=False)
+    return json.dumps(_replace_not_finite(asdict(result)), allow_nan=False)
 
 
 def _replace_not_finite(value: Any) -> Any:
@@ -29,17 +25,6 @@ def _replace_not_finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _replace_not_finite(item) for key, item in value.items()}
     return [_replace_not_finite(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def format_exact_match(report: ExactMatchReport) -> Part:
-    """One row for each task, and one for all."""
-    rows = [["prompts", "", "exact match", "stopped", "length - reference"]]
-    for task, counts in [*report.by_task.items(), ("all", report)]:
-        error = "" if math.isinf(counts.standard_error) else f" +- {counts.standard_error:.1%}"
-        exact_match = f"{counts.exact_match:.1%}{error}"
-        length = f"{counts.mean_length_difference:+.2f} tokens"
-        rows.append([task, f"{counts.num_prompts:,}", exact_match, f"{counts.stop_rate:.1%}", length])
-    return make_table(rows, has_header=True, right=(1,))
 
 
 def format_table(result: LikelihoodResult) -> Part:

@@ -13,11 +13,9 @@ from cli.pipeline.results import (
     BOUND_HEADER,
     HEADER,
     METRIC_HEADER,
-    TASK_HEADER,
     StageResult,
     list_bound_rows,
     list_metric_rows,
-    list_task_rows,
 )
 from logger.pages import Chart, Curve
 from logger.pages.charts import draw_charts
@@ -36,7 +34,6 @@ def render_page(results: Sequence[StageResult], title: str) -> str:
     sections = {
         "Stages": _render_table(HEADER, [result.cells for result in results]) + _render_links(results),
         "Before and after": _render_table(BOUND_HEADER, list_bound_rows(results)),
-        "Exact match": _render_table(TASK_HEADER, list_task_rows(results)),
         "Tasks": _render_table(METRIC_HEADER, list_metric_rows(results)),
         "Training loss": draw_charts(_loss_curves(results), data),
         "Samples": _render_samples(results),
@@ -80,14 +77,13 @@ def _loss_curves(results: Sequence[StageResult]) -> list[Chart]:
 
 def _render_samples(results: Sequence[StageResult]) -> Markup:
     article = Markup(
-        '<article class="sample card"><pre class="given" dir="auto">{}</pre><h4>{}{}</h4>'
+        '<article class="sample card"><pre class="given" dir="auto">{}</pre><h4>{}</h4>'
         '<pre dir="auto">{}</pre></article>'
     )
     cards = join(
         article.format(
             sample.prompt or "Without a prompt",
             result.plan.name,
-            f": {sample.verdict}" if sample.verdict else "",
             sample.answer if sample.answer.strip() else "(only whitespace)",
         )
         for result in results

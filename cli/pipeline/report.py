@@ -11,11 +11,9 @@ from cli.pipeline.results import (
     BOUND_HEADER,
     HEADER,
     METRIC_HEADER,
-    TASK_HEADER,
     StageResult,
     list_bound_rows,
     list_metric_rows,
-    list_task_rows,
     read_results,
 )
 from cli.tables import make_table
@@ -60,7 +58,6 @@ def list_tables(results: Sequence[StageResult]) -> dict[str, tuple[Sequence[str]
     tables: dict[str, tuple[Sequence[str], list[list[str]]]] = {
         "Stages": (HEADER, [result.cells for result in results]),
         "Before and after": (BOUND_HEADER, list_bound_rows(results)),
-        "Exact match": (TASK_HEADER, list_task_rows(results)),
         "Tasks": (METRIC_HEADER, list_metric_rows(results)),
     }
     return {heading: table for heading, table in tables.items() if table[1]}
@@ -74,8 +71,8 @@ def render_markdown(results: Sequence[StageResult], title: str) -> str:
         lines += map(_markdown_row, rows)
     for result in results:
         if result.samples:
-            lines += ["", f"## Samples: {result.plan.name}", "", "| prompt | answer | |", "| --- | --- | --- |"]
-            lines += [_markdown_row([sample.prompt, sample.answer, sample.verdict]) for sample in result.samples]
+            lines += ["", f"## Samples: {result.plan.name}", "", "| prompt | answer |", "| --- | --- |"]
+            lines += [_markdown_row([sample.prompt, sample.answer]) for sample in result.samples]
     return "\n".join([*lines, ""])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,6 @@ from logger import format_duration
 
 HEADER = ("stage", "kind", "from", "time", "tokens", "nats per token", "exact match", "stopped")
 BOUND_HEADER = ("stage", "from", "nats per token", "change")
-TASK_HEADER = ("stage", "task", "prompts", "exact match", "stopped", "length")
 METRIC_HEADER = ("stage", "task", "variant", "items", "metric", "value", "stopped")
 MAX_SAMPLES = 8
 """Samples of a stage in the report; its files have all."""
@@ -29,8 +28,6 @@ class Sample:
 
     prompt: str
     answer: str
-    verdict: str = ""
-    """Whether it equals the reference; "": there is none."""
 
 
 @dataclass
@@ -44,7 +41,6 @@ class StageResult:
     """Tokens that training has seen, or that were scored."""
     bound: tuple[float, float] | None = None
     """Nats per token on validation text, and its standard error."""
-    exact_match: Mapping[str, Any] = field(default_factory=dict)
     tasks: list[dict[str, Any]] = field(default_factory=list)
     """`results` of results.json: of each task and variant."""
     samples: list[Sample] = field(default_factory=list)
@@ -52,7 +48,7 @@ class StageResult:
     @property
     def cells(self) -> list[str]:
         """The row of the stage, with the columns of `HEADER`."""
-        stage = self.plan.stage
+        stage, match = self.plan.stage, self.find_task("exact_match")
         return [
             stage.name,
             stage.kind,
@@ -60,9 +56,13 @@ class StageResult:
             "not done" if self.seconds is None else format_duration(self.seconds),
             "" if self.tokens is None else f"{self.tokens:,}",
             "" if self.bound is None else f"{self.bound[0]:.3f} +- {self.bound[1]:.3f}",
-            _format_share(self.exact_match.get("exact_match")),
-            _format_share(self.exact_match.get("stop_rate")),
+            "" if match is None else _format_share(match["metrics"]["exact_match"]["value"]),
+            "" if match is None else _format_share(match["shares"]["stopped"]),
         ]
+
+    def find_task(self, metric: str) -> dict[str, Any] | None:
+        """The result of the first task that has a metric."""
+        return next((task for task in self.tasks if metric in task["metrics"]), None)
 
 
 def _describe_input(plan: StagePlan) -> str:
@@ -92,12 +92,11 @@ def _read_result(plan: StagePlan) -> StageResult:
         result.tokens = values.get("num_tokens")
         if values.get("nats_per_token") is not None:
             result.bound = (values["nats_per_token"], values.get("nats_per_token_standard_error") or 0.0)
-        result.exact_match = values.get("exact_match") or {}
         result.tasks = values.get("results") or []
-        result.samples = [
-            Sample(item["prompt"], item["answer"], "right" if item["is_exact"] else f"expected {item['reference']}")
-            for item in result.exact_match.get("samples", [])[:MAX_SAMPLES]
-        ]
+        text = result.find_task("nats_per_token")
+        if text is not None:
+            metric = text["metrics"]["nats_per_token"]
+            result.tokens, result.bound = text["num_tokens"], (metric["value"], metric["standard_error"] or 0.0)
     elif plan.stage.kind == "sample":
         result.samples = _read_answers(plan)
     return result
@@ -129,7 +128,8 @@ def list_bound_rows(results: Sequence[StageResult]) -> list[list[str]]:
     for result in results:
         if isinstance(result.plan.config, EvalConfig) and result.bound is not None:
             values: dict[str, Any] = to_toml_values(result.plan.config, result.plan.name)
-            key = json.dumps([values["data"], values["likelihood"]], sort_keys=True)
+            texts = [task for task in values.get("tasks", ()) if task["kind"] == "perplexity"][:1]
+            key = json.dumps(texts or [values["data"], values["likelihood"]], sort_keys=True)
             groups.setdefault(key, []).append(result)
     rows = []
     for group in groups.values():
@@ -139,22 +139,6 @@ def list_bound_rows(results: Sequence[StageResult]) -> list[list[str]]:
             row = [result.plan.name, _describe_input(result.plan), result.cells[5]]
             rows.append([*row, "" if result is group[0] else f"{change:+.1%}"])
     return rows
-
-
-def list_task_rows(results: Sequence[StageResult]) -> list[list[str]]:
-    """Rows of exact match by task, with the columns of `TASK_HEADER`. Lengths are those of answers minus references."""
-    return [
-        [
-            result.plan.name,
-            task,
-            f"{values['num_prompts']:,}",
-            _format_share(values["exact_match"]),
-            _format_share(values["stop_rate"]),
-            f"{values['mean_length_difference']:+.2f} tokens",
-        ]
-        for result in results
-        for task, values in result.exact_match.get("by_task", {}).items()
-    ]
 
 
 def list_metric_rows(results: Sequence[StageResult]) -> list[list[str]]:

@@ -91,7 +91,7 @@ def check_trained_attention(directory: Path | None) -> None:
         name = "attention_bias" if objective.get("attention_bias") is not None else "attention"
         raise ValueError(
             f'{path}: the model was trained with objective.{name} = "{objective[name]}", and [likelihood] has no form '
-            "for it: read the validation of the run, or measure answers with [exact_match]"
+            'for it: read the validation of the run, or measure answers with a task of kind = "exact_match"'
         )
 
 

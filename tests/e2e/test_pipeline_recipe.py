@@ -40,16 +40,19 @@ def test_a_small_version_of_the_recipe_runs(tmp_path: Path, monkeypatch: pytest.
     pretrain["model"] |= {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}
     pretrain["tokenizer"] |= {"vocab_size": 300, "max_training_bytes": 20_000}
     evaluation = values["common"]["evaluate"]
-    evaluation["data"]["max_rows"] = 4
-    evaluation["exact_match"] |= {"max_prompts": 8}
+    text, chats = evaluation["tasks"]
+    text["text"]["max_rows"] = 4
+    chats["limit"] = 8
     monkeypatch.chdir(tmp_path)
     Path("pipeline.toml").write_text(tomli_w.dumps(values))
     assert main(["--config", "pipeline.toml"]) == 0
     result = json.loads(Path("runs/pipeline/after/result.json").read_text())
-    assert result["exact_match"]["num_prompts"] == 8 and result["nats_per_token"] > 0
+    text, chats = result["results"]
+    assert text["metrics"]["nats_per_token"]["value"] > 0 and chats["num_items"] == 8
+    assert {"exact_match", "exact_match/copy"} <= chats["metrics"].keys()
     answers = [json.loads(line) for line in Path("runs/pipeline/answers/answers.jsonl").read_text().splitlines()]
     assert len(answers) == len(stages["answers"]["settings"]["input"]["chats"])
     report = Path("runs/pipeline/report.md").read_text()
     assert all(f"| {name} |" in report for name in STAGES)
-    assert "## Before and after" in report and "## Exact match" in report and "## Samples: answers" in report
+    assert "## Before and after" in report and "## Tasks" in report and "## Samples: answers" in report
     assert main(["--config", "pipeline.toml", "--dry-run"]) == 0

@@ -13,16 +13,16 @@ from cli.train import check_files
 from cli.train_summary import suggest_next_command
 from config.dump import to_toml_values
 from config.eval import EvalConfig
+from config.evaluation.in_training import TrainingEvaluationConfig
 from config.generation import GenerationConfig
 from config.load import ConfigError, load_config
 from config.train import TrainConfig
 from config.training.validation import SamplesConfig
-from diffusionlm import generate, load_model
+from diffusionlm import generate, load_model, load_tokenizer
 from diffusionlm.checkpoints.model_files import read_model_description
 from diffusionlm.data.pipeline import build_row_reader, open_components
-from diffusionlm.evaluation.exact_match import evaluate_exact_match
-from diffusionlm.evaluation.exact_match_plan import plan_exact_match
 from diffusionlm.evaluation.plan import plan_evaluation
+from diffusionlm.evaluation.tasks.live_evaluation import LiveEvaluation
 from diffusionlm.evaluation.text_likelihood import evaluate_likelihood
 from diffusionlm.inference.request_builder import RequestBuilder
 from diffusionlm.inference.settings import resolve_settings
@@ -306,11 +306,19 @@ def test_eight_conversations_are_learned_by_heart(kind: str, tmp_path: Path) -> 
         checkpoint={"every_steps": 1_000},
     )
     train(config)
-    exact_match = {"source": source, "generation": {"max_new_tokens": 8}}
-    values = {"model": {"path": str(config.run.directory)}, "exact_match": exact_match}
-    plan = plan_exact_match(EvalConfig.model_validate(values))
-    report = evaluate_exact_match(load_model(config.run.directory), plan)
-    assert (report.num_prompts, report.exact_match, report.stop_rate) == (8, 1.0, 1.0)
+    task = {"kind": "exact_match", "source": source, "generation": {"max_new_tokens": 8}}
+    model = load_model(config.run.directory)
+    tasks = LiveEvaluation.open(
+        TrainingEvaluationConfig.model_validate({"tasks": [task]}), load_tokenizer(config.run.directory), model.config
+    )
+    [outcome] = tasks.evaluate(model)
+    assert outcome.result.num_items == 8
+    assert outcome.metrics == {
+        "tasks/exact_match/exact_match": 1.0,
+        "tasks_standard_error/exact_match/exact_match": 0.0,
+        "tasks_stopped/exact_match": 1.0,
+    }
+    values = {"model": {"path": str(config.run.directory)}}
     data = {"source": source, "rows": "padded", "row_length": 64}
     likelihood = {"kind": "nelbo", "prompt_gap": True}
     bound = evaluate_likelihood(

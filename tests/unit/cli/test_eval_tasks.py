@@ -186,6 +186,7 @@ def test_wrong_input(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
         ([*run, *output, "--model", str(model)], ["--model", "twice"]),
         (["--model", str(model), "--data", data, *output], ["output.directory", "tasks"]),
         ([*run, *output, "--set", "data.source=python-stdlib"], ["[data]", "tasks"]),
+        (["--model", str(model), "--set", "exact_match.max_prompts=4"], ["[exact_match]", "[[tasks]]", "limit"]),
         ([*run, *output, "--set", "tasks.0.prompt.format=chat", "--set", "tasks.0.prompt.template={no}"], ["{no}"]),
         (["--model", str(tmp_path / "none"), *task, *output], ["none"]),
         ([*run, "--output", data], ["--output", "items.jsonl", "not a directory"]),

@@ -47,13 +47,11 @@ if "run" in config:
     (run / "summary.json").write_text(json.dumps({"evaluation": evaluation, "tokens_seen": 320}))
 else:
     weights = (pathlib.Path(config["model"]["path"]) / "model.safetensors").read_text()
-    samples = [
-        {"prompt": "copy | x", "answer": "x", "reference": "x", "is_exact": True},
-        {"prompt": "copy \\x1b[31m y", "answer": "<b>", "reference": "y", "is_exact": False},
-    ]
-    task = {"num_prompts": 2, "exact_match": 0.5, "stop_rate": 1.0, "mean_length_difference": 0.5}
     result = {"nats_per_token": int(weights[:2], 16) / 100, "num_tokens": 7, "seconds": time.time(), "weights": weights}
-    result["exact_match"] = {**task, "by_task": {"copy": task}, "samples": samples}
+    metrics = {"exact_match": {"value": 0.5, "standard_error": None}}
+    shares = {"stopped": 1.0}
+    task = {"task": "copy", "variant": "a | <b>", "num_items": 2, "metrics": metrics, "shares": shares}
+    result["results"] = [task]
     pathlib.Path(config["output"]["file"]).write_text(json.dumps(result))
 """
 

@@ -226,5 +226,5 @@ def test_the_report_has_all_stages_and_what_changed(
     assert f"{bounds[1] / bounds[0] - 1:+.1%}" in text and f"{bounds[1]:.3f}" in markdown
     row = next(line for line in markdown.splitlines() if line.startswith("| base"))
     assert "| 320 | 2.000 +- 0.100 |" in row
-    assert "| after | copy | 2 | 50.0% | 100.0% | +0.50 tokens |" in markdown
-    assert "| copy \\| x | x | right |" in markdown and "&lt;b&gt;" in page and "4 of 4 stages done" in page
+    assert "| after | copy | a \\| <b> | 2 | exact_match | 50.0% | 100.0% |" in markdown
+    assert "&lt;b&gt;" in page and "4 of 4 stages done" in page
