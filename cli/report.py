@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cli.entry import build_parser, exit_with_usage_error, friendly_errors, path_argument
-from cli.eval.report import is_evaluation, write_evaluation_report
+from cli.eval.report import build_page, is_evaluation, read_evaluations
 from files.terminal_text import print_line
+from logger.pages.html import write_page
+from logger.pages.terminal import print_parts
 from logger.report import write_report
 
 NAME = "diffusionlm-report"
@@ -59,10 +61,9 @@ def _write_runs(paths: Sequence[Path], output: Path) -> None:
 
 
 def _write_evaluations(paths: Sequence[Path], output: Path) -> None:
-    report = write_evaluation_report(paths, output)
-    for note in report.notes:
-        print_line(note)
-    print_line(f"{output} and {output.with_suffix('.md').name} show {report.title}")
+    report = read_evaluations(paths)
+    write_page(build_page(report), output)
+    print_parts([*report.notes, f"{output} and {output.with_suffix('.md').name} show {report.title}"])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Reading text and JSON files of limited size, with errors that name the file."""
 
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,3 +44,12 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(contents, dict):
         raise ValueError(f"{path}: contains {type(contents).__name__}, expected a JSON object")
     return contents
+
+
+def flatten(values: Mapping[str, Any], separator: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Iterate over the values of nested objects, with their keys joined."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from flatten(value, separator, f"{prefix}{key}{separator}")
+        else:
+            yield f"{prefix}{key}", value

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cli.entry import exit_with_usage_error, usage_errors
-from cli.eval.report import write_evaluation_report
-from cli.eval.task_tables import format_results
+from cli.eval.report import TaskReport, build_page, read_evaluations, summarize
 from cli.eval.variants import resolve_variants
 from cli.tables import print_parts
 from config.dump import to_toml
@@ -22,11 +21,12 @@ from diffusionlm.checkpoints.model_files import check_weight_files, read_model_d
 from diffusionlm.evaluation.grading.code_execution import probe_isolation
 from diffusionlm.evaluation.tasks.humaneval import HumanEvalTask
 from diffusionlm.evaluation.tasks.preparation import TaskReader
-from diffusionlm.evaluation.tasks.results import CONFIG_FILE, RESULTS_FILE, EvaluationResults
+from diffusionlm.evaluation.tasks.results import CONFIG_FILE, RESULTS_FILE
 from files.atomic import write_text_atomic
 from files.json_files import read_text
 from files.output_paths import check_can_write
 from files.terminal_text import print_message
+from logger.pages.html import write_page
 from logger.progress import ProgressMeter
 
 if TYPE_CHECKING:
@@ -63,10 +63,11 @@ def run_tasks(name: str, config: EvalConfig, argv: Sequence[str] | None) -> None
                 meter.begin(phase, unit, total)
             meter.set(done)
 
-        results = run.run(show_progress, command)
+        run.run(show_progress, command)
     page = directory / REPORT_FILE
-    write_evaluation_report([directory], page)
-    _print_results(config, directory, results)
+    report = read_evaluations([directory])
+    write_page(build_page(report), page)
+    _print_results(config, directory, report)
     print_message(f"report: {page}")
 
 
@@ -101,7 +102,7 @@ def prepare_variants(config: EvalConfig) -> list[PlannedVariant]:
     return [PlannedVariant(variant.name, variant.model, directory, tasks) for variant, directory, tasks in planned]
 
 
-def _print_results(config: EvalConfig, directory: Path, results: EvaluationResults) -> None:
+def _print_results(config: EvalConfig, directory: Path, report: TaskReport) -> None:
     values = json.loads(read_text(directory / RESULTS_FILE))
     del values["item_ids"]  # as long as the data; the folder has them
     text = json.dumps(values, ensure_ascii=False)
@@ -110,4 +111,4 @@ def _print_results(config: EvalConfig, directory: Path, results: EvaluationResul
     if config.output.format == "json":
         print(text)
     else:
-        print_parts(format_results(results))
+        print_parts(summarize(report))

@@ -95,7 +95,7 @@ def _diff_snapshots(before: CanvasSnapshot, after: CanvasSnapshot) -> ReplayFram
     return ReplayFrame(len(after.token_ids), tuple(committed), tuple(masked))
 
 
-def write_page(
+def write_replay_page(
     path: Path,
     tokenizer: Tokenizer,
     model_name: str,

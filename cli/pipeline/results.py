@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cli.eval.task_tables import TEXT_METRICS
+from cli.eval.report.reading import LIKELIHOOD_METRICS
 from cli.pipeline.plan import ANSWERS, RESULT, RUN, StagePlan
 from cli.pipeline.state import read_seconds
 from config.dump import to_toml_values
@@ -147,7 +147,7 @@ def list_metric_rows(results: Sequence[StageResult]) -> list[list[str]]:
     for result in results:
         for task in result.tasks:
             for name, metric in task["metrics"].items():
-                pattern = ".3f" if name in TEXT_METRICS else ".1%"
+                pattern = ".3f" if name in LIKELIHOOD_METRICS else ".1%"
                 error = metric["standard_error"]
                 value = f"{metric['value']:{pattern}}" + ("" if error is None else f" +- {error:{pattern}}")
                 stopped = _format_share(task["shares"]["stopped"]) if task["shares"] else ""

@@ -242,8 +242,10 @@ def describe_chart(chart: Chart) -> str:
     parts = []
     for line in chart.lines:
         values = [value for value in line.y_N.tolist() if math.isfinite(value)]
-        if values:
-            extremes = f"least {format_number(min(values))}, greatest {format_number(max(values))}"
-            parts.append(f"{line.name}: from {format_number(values[0])} to {format_number(values[-1])}, {extremes}")
+        if len(values) > 1:
+            first, last, least, greatest = map(format_number, (values[0], values[-1], min(values), max(values)))
+            parts.append(f"{line.name}: from {first} to {last}, least {least}, greatest {greatest}")
+        elif values:
+            parts.append(f"{line.name}: {format_number(values[0])}")
     title = ", ".join(filter(None, [chart.title, chart.unit]))
     return f"{title}, by {chart.x_name}. {'; '.join(parts)}"

@@ -6,37 +6,29 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from markupsafe import Markup
-
-from logger.pages.tables import join, table, terms
+from logger.pages.parts import Part, Table
 
 
-def render_settings(columns: Sequence[tuple[str, Mapping[str, Any]]], subject: str = "settings") -> Markup:
-    """Render settings.
+def tabulate_settings(columns: Sequence[tuple[str, Mapping[str, Any]]], subject: str = "settings") -> list[Part]:
+    """Tabulate settings.
 
     Args:
         columns: name and settings (dotted key -> value) of each thing.
         subject: what the settings are called in "The ... are the same".
     """
     keys = dict.fromkeys(key for _, settings in columns for key in settings)
-    written = {key: [format_setting(values[key]) if key in values else "" for _, values in columns] for key in keys}
-    different = [(key, cells) for key, cells in written.items() if len(set(cells)) > 1]
-    html = Markup("")
+    rows = [[key, *(format_setting(own[key]) if key in own else None for _, own in columns)] for key in keys]
+    different = [row for row in rows if len(set(row[1:])) > 1]
+    common = [row[:2] for row in rows if len(set(row[1:])) == 1]
+    parts: list[Part] = []
     if different:
-        html += table([name for name, _ in columns], different, first="Differences", classes="different")
+        parts.append(Table(["Differences", *(name for name, _ in columns)], different))
     elif len(columns) > 1:
-        html += Markup("<p>The {} are the same.</p>").format(subject)
-    common = [(key, cells[0]) for key, cells in written.items() if len(set(cells)) == 1]
-    title = "All values" if len(columns) == 1 else f"{len(common)} value{'s' * (len(common) != 1)} in common"
-    sections: dict[str, list[tuple[str, str]]] = {}
-    for key, value in common:
-        section, _, rest = key.partition(".")
-        sections.setdefault(section if rest else "", []).append((rest or section, value))
-    blocks = join(
-        Markup('<section class="card"><h3>{}</h3>{}</section>').format(section, terms(values, "lines"))
-        for section, values in sections.items()
-    )
-    return html + Markup('<details><summary>{}</summary><div class="config">{}</div></details>').format(title, blocks)
+        parts.append(f"The {subject} are the same.")
+    if common:
+        title = "All values" if len(columns) == 1 else f"{len(common)} value{'s' * (len(common) != 1)} in common"
+        parts.append(Table((), common, title=title, is_folded=True))
+    return parts
 
 
 def format_setting(value: Any) -> str:

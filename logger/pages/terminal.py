@@ -85,7 +85,7 @@ def build_grid(table: Table) -> RenderableType:
     if table.heads:
         grid.add_row(*(Text(escape_control_characters(head)) for head in table.heads), style="bold")
     for index, row in enumerate(table.rows):
-        cells = (Text(escape_control_characters(text.replace(" ± ", " +- "))) for text in table.texts(row))
+        cells = (Text(escape_control_characters(text.replace("±", "+-"))) for text in table.texts(row))
         grid.add_row(*cells, style="bold" if table.styles.get(index) == "best" else None)
     return grid
 
@@ -102,4 +102,4 @@ def _list_lines(part: Part) -> Iterator[str]:
                 facts = "; ".join(f"{name}: {format_cell(value)}" for name, value in output.facts)
                 yield ": ".join(filter(None, [output.label, facts, plain_text(output)]))
         if part.note:
-            yield part.note
+            yield part.note.replace("±", "+-")

@@ -1,21 +1,31 @@
-"""Assemble the page of a report: one self-contained file."""
+"""The report of runs: results, curves, samples, config and events."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from markupsafe import Markup
-
-from files.atomic import write_text_atomic
-from logger.pages import Chart
-from logger.pages.charts import draw_charts, style_classes
-from logger.pages.page import fill_page
-from logger.report import tables
-from logger.report.plots import main_plots, other_metrics
+from logger.pages import Chart, Page
+from logger.pages.html import write_page
+from logger.pages.settings import tabulate_settings
+from logger.report.charts import main_charts, other_metrics
 from logger.report.reading import LoggedRun, read_runs
-from logger.report.samples import render_samples
+from logger.report.results import (
+    describe_steps,
+    list_events,
+    tabulate_environment,
+    tabulate_last_values,
+    tabulate_results,
+)
+from logger.report.samples import collect_samples
+
+STATES = {
+    "complete": "complete",
+    "going": "still going",
+    "stopped": "stopped by a signal",
+    "failed": "failed",
+    "ended": "ended early",
+}
 
 _KEYS_WITHOUT_EFFECT_ON_ROWS = {
     f"data.{key}" for key in ("workers", "prefetch_steps", "document_shuffle_window", "row_shuffle_window")
@@ -24,34 +34,40 @@ _KEYS_WITHOUT_EFFECT_ON_ROWS = {
 
 
 def write_report(paths: Sequence[Path], output: Path) -> list[LoggedRun]:
-    """Read the runs, write their page atomically and return the runs.
+    """Read the runs, write their page as HTML and Markdown, and return the runs.
 
     Raises:
         ValueError: a path is not a run directory; names it.
         OSError: the page cannot be written.
     """
     runs = read_runs(paths)
-    write_text_atomic(output, render_report(runs))
+    write_page(build_page(runs), output)
     return runs
 
 
-def render_report(runs: Sequence[LoggedRun]) -> str:
-    """Render the page of one run, or of several runs compared."""
-    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
-    charts: list[dict[str, Any]] = []
+def build_page(runs: Sequence[LoggedRun]) -> Page:
+    """Build the page of one run, or of several runs compared."""
     other_charts, without_chart = other_metrics(runs)
-    sections = {
-        "Results": tables.results(runs),
-        "Curves": draw_charts(_in_order(main_plots(runs), is_comparable(runs)), charts),
-        "Samples": render_samples(runs),
-        "Config": tables.config(runs),
-        "Environment": tables.environment(runs),
-        "Events": tables.events(runs),
-        "Other metrics": draw_charts(other_charts, charts) + tables.last_values(runs, without_chart),
-    }
-    headline = tables.headline(runs[0]) if len(runs) == 1 else None
-    heading = title if len(runs) == 1 else f"{len(runs)} runs compared"
-    return fill_page((title, heading), sections, charts, notes(runs), _states(runs), headline)
+    configs = [
+        (run.name, {key: value for key, value in run.config.items() if key != "run.directory"})
+        for run in runs
+        if run.config
+    ]
+    names = f"{len(runs)} runs: " if len(runs) > 1 else ""
+    return Page(
+        names + ", ".join(run.name for run in runs),
+        {
+            "Results": [tabulate_results(runs)],
+            "Curves": [*_in_order(main_charts(runs), is_comparable(runs))],
+            "Samples": collect_samples(runs),
+            "Config": tabulate_settings(configs, "configs of these runs"),
+            "Environment": [tabulate_environment(runs)],
+            "Events": list_events(runs),
+            "Other metrics": [*other_charts, *tabulate_last_values(runs, without_chart)],
+        },
+        _notes(runs),
+        [_prefix(run, runs) + f"{STATES[run.state]}, {describe_steps(run)} steps" for run in runs],
+    )
 
 
 def is_comparable(runs: Sequence[LoggedRun]) -> bool:
@@ -59,29 +75,31 @@ def is_comparable(runs: Sequence[LoggedRun]) -> bool:
     return len({run.tokenizer for run in runs if run.tokenizer is not None}) <= 1
 
 
-def notes(runs: Sequence[LoggedRun]) -> list[str]:
+def _prefix(run: LoggedRun, runs: Sequence[LoggedRun]) -> str:
+    return f"{run.name}: " if len(runs) > 1 else ""
+
+
+def _notes(runs: Sequence[LoggedRun]) -> list[str]:
     """Return warnings that precede the numbers."""
     messages: list[str] = []
     if not is_comparable(runs):
         messages.append(
-            Markup(
-                "<strong>These runs have different tokenizers.</strong> Nats per token are not comparable between "
-                "them, nor is the top-1 accuracy: compare <em>bits per byte</em>."
-            )
+            "These runs have different tokenizers. Nats per token are not comparable between them, nor is the top-1 "
+            "accuracy: compare bits per byte."
         )
     validated = {tuple(str(run.config.get(key)) for key in _validation_keys(runs)) for run in runs if run.config}
     if len(validated) > 1:
         messages.append("These runs have different data or validation settings: their validation texts may differ.")
     for run in runs:
-        name = Markup("<strong><bdi>{}</bdi></strong>: ").format(run.name) if len(runs) > 1 else Markup("")
-        messages += [name + note for note in run.notes]
+        own = list(run.notes)
         if run.state == "going":
-            messages.append(name + "The run is still going; the page shows what it has written so far.")
+            own.append("The run is still going; the page shows what it has written so far.")
         elif run.state == "failed":
-            messages.append(name + run.events_of("failed")[-1].text)
+            own.append(run.events_of("failed")[-1].text)
         elif run.state == "ended":
             before = "its final evaluation" if run.last_step == run.max_steps else "its last step"
-            messages.append(name + f"The run ended before {before} without an error message.")
+            own.append(f"The run ended before {before} without an error message.")
+        messages += [_prefix(run, runs) + note for note in own]
     return messages
 
 
@@ -91,22 +109,11 @@ def _validation_keys(runs: Sequence[LoggedRun]) -> list[str]:
     return sorted(keys | {"validation.rows", "validation.final_rows", "model.max_position_embeddings"})
 
 
-def _in_order(plots: list[Chart], comparable: bool) -> list[Chart]:
+def _in_order(charts: list[Chart], comparable: bool) -> list[Chart]:
     """Sort bits per byte first and mark nats as not comparable, if tokenizers differ."""
     if comparable:
-        return plots
-    for plot in plots:
-        if plot.unit.startswith("nats") or plot.title == "Top-1 accuracy":
-            plot.note = f"Not comparable: different tokenizers. {plot.note}".strip()
-    return sorted(plots, key=lambda plot: plot.unit != "bits per byte")
-
-
-def _states(runs: Sequence[LoggedRun]) -> list[str]:
-    """Render the state and the color of each run."""
-    items: list[str] = []
-    for index, run in enumerate(runs):
-        name = Markup('<i class="{}"></i><bdi>{}</bdi> ').format(style_classes(index), run.name)
-        state = Markup('<span class="state {}">{}</span> ').format(run.state, tables.STATES[run.state])
-        steps = f"{run.last_step:,}" + (f" of {run.max_steps:,}" if run.max_steps else "") + " steps"
-        items.append((name if len(runs) > 1 else Markup("")) + state + steps)
-    return items
+        return charts
+    for chart in charts:
+        if chart.unit.startswith("nats") or chart.title.startswith("Top-1 accuracy"):
+            chart.note = f"Not comparable: different tokenizers. {chart.note}".strip()
+    return sorted(charts, key=lambda chart: chart.unit != "bits per byte")

@@ -6,14 +6,14 @@ import hashlib
 import json
 import math
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from files.json_files import read_json_object, read_text
+from files.json_files import flatten, read_json_object, read_text
 from files.lock import is_locked
 from files.toml_text import parse_toml
 from logger.jsonl import parse_record
@@ -145,7 +145,7 @@ def _read_metrics(run: LoggedRun, path: Path) -> None:
             text = str(record.get("text", ""))
             run.events.append(RunEvent(step, str(record["event"]), text, data if isinstance(data, dict) else {}))
         values = record.get("metrics")
-        for logged_key, value in _flatten(values if isinstance(values, dict) else {}, "/"):
+        for logged_key, value in flatten(values if isinstance(values, dict) else {}, "/"):
             key = logged_key.replace("first_guess", RENAMED_METRICS["first_guess"])
             if value is None or isinstance(value, NUMBERS):
                 if key not in columns:
@@ -178,14 +178,6 @@ def _lines(path: Path) -> Iterator[tuple[str, bool]]:
                 yield line, line.endswith("\n")
 
 
-def _flatten(values: Mapping[str, Any], separator: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, separator, f"{prefix}{key}{separator}")
-        else:
-            yield f"{prefix}{key}", value
-
-
 def _number(value: Any) -> float:
     """Convert to float; NaN if it is not a number, not finite, or too large for the arithmetic of charts."""
     if not isinstance(value, NUMBERS):
@@ -209,7 +201,7 @@ def _series(steps: array[float], numbers: array[float]) -> Series:
 def _read_config(run: LoggedRun) -> None:
     path = run.path / "config.toml"
     try:
-        run.config = dict(_flatten(parse_toml(read_text(path)), "."))
+        run.config = dict(flatten(parse_toml(read_text(path)), "."))
     except ValueError as error:
         run.notes.append(f"config.toml cannot be read: {error}")
 

@@ -27,7 +27,7 @@ def events(config: TrainConfig) -> list[tuple[int, str, str]]:
 def test_run_records_its_environment_and_writes_a_report(config: TrainConfig) -> None:
     train(config)
     page = (config.run.directory / "report.html").read_text(encoding="utf-8")
-    assert "complete</span> 8 of 8 steps" in page
+    assert "<li>complete, 8 of 8 steps</li>" in page
     (environment,) = [text for step, kind, text in events(config) if kind == "environment"]
     pieces = dict(piece.split(" ", 1) for piece in environment.removeprefix("environment: ").split("; "))
     assert {"started", "python", "torch", "device", "threads", "ranks", "precision", "system"} <= pieces.keys()
@@ -44,7 +44,7 @@ def test_failure_is_recorded_and_in_the_report(config: TrainConfig, monkeypatch:
         train(config)
     assert events(config)[-1] == (0, "failed", "failed after step 0: the disk is <full>")
     page = (config.run.directory / "report.html").read_text(encoding="utf-8")
-    assert 'class="state failed"' in page and "the disk is &lt;full&gt;" in page
+    assert "<li>failed, 0 of 8 steps</li>" in page and "the disk is &lt;full&gt;" in page
 
 
 @pytest.mark.slow

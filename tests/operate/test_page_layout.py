@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from cli.eval.report import write_evaluation_report
+from cli.eval.report import build_page, read_evaluations
 from cli.infer.answers import build_answers
 from cli.infer.inputs import EncodedInput, Input
-from cli.infer.replay_page import ReplayRecorder, write_page
+from cli.infer.replay_page import ReplayRecorder, write_replay_page
 from cli.sweep.commands import SWEEP_COMMANDS
 from cli.sweep.grid import PointLoader
 from cli.sweep.page import render_page
@@ -29,6 +29,7 @@ from diffusionlm.evaluation.tasks.results import (
     write_results,
 )
 from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep, Generation
+from logger.pages.html import write_page
 from logger.report import write_report
 from tests.decoding_jobs import make_request
 from tests.operate.chromium import Page, Picture, chromium
@@ -84,7 +85,7 @@ def write_replay(path: Path, tokenizer: Tokenizer) -> None:
     results = [Generation(ids, "length", 2, logprobs, (1,) * len(ids)) for _ in requests]
     answers = build_answers(tokenizer, requests, results, 0.5)
     params = {"remasking_strategy": HOSTILE, "cache": HOSTILE, HOSTILE: HOSTILE}
-    write_page(path, tokenizer, HOSTILE, params, list(zip(recorder.replays, answers, strict=True)))
+    write_replay_page(path, tokenizer, HOSTILE, params, list(zip(recorder.replays, answers, strict=True)))
 
 
 def write_sweep(path: Path, directory: Path, command: str) -> None:
@@ -156,7 +157,7 @@ def pages(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> dic
     write_sweep(paths["sweep"], folder / "sweep", "train")
     write_sweep(paths["answers"], folder / "answers", "infer")
     write_evaluation(folder / "evaluation")
-    write_evaluation_report([folder / "evaluation"], paths["evaluation"])
+    write_page(build_page(read_evaluations([folder / "evaluation"])), paths["evaluation"])
     return paths
 
 
@@ -206,7 +207,7 @@ def test_an_evaluation_with_repeats_fits_a_laptop(tmp_path: Path, browser: Page)
     ]  # fmt: skip
     (tmp_path / "items").mkdir()
     write_results(tmp_path, EvaluationResults(results=tuple(results), command="diffusionlm-eval"))
-    write_evaluation_report([tmp_path], tmp_path / "report.html")
+    write_page(build_page(read_evaluations([tmp_path])), tmp_path / "report.html")
     browser.open(tmp_path / "report.html", 1280, 812)
     assert browser.evaluate(f"{WIDE}.length") == 0
     assert browser.evaluate("document.querySelectorAll('.wide').length") > 2
@@ -234,7 +235,7 @@ def test_text_does_not_reorder_its_neighbors_or_become_html(pages: dict[str, Pat
         if (getComputedStyle(element).unicodeBidi !== 'isolate') found.push(element.outerHTML.slice(0, 90));
       }
       return found; })()"""
-    assert browser.evaluate("/\u202e/.test(document.body.innerText)")
+    assert browser.evaluate("/\u202e|\\\\u202e/.test(document.body.innerText)"), "shown as it is, or as an escape"
     assert browser.evaluate(spilling) == []
     assert browser.evaluate("document.querySelectorAll('script').length") == 2
 

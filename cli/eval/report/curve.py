@@ -4,89 +4,63 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from cli.eval.report.reading import ReportedTask, ReportedVariant
 from diffusionlm.evaluation.grading.speed_quality import accuracy_under_parallelism
-from logger.pages import Chart, Curve
+from logger.pages import Cell, Chart, Column, Curve, Number, Part, Table
 
 
-@dataclass(frozen=True)
-class QualityPoint:
-    """One variant on the curve."""
-
-    label: str
-    tokens_per_forward: float
-    accuracy: float
-    """Share of right answers, from 0 to 100."""
-    standard_error: float | None
-
-
-@dataclass(frozen=True)
-class QualityCurve:
-    """Variants that differ in one number, such as the threshold, in order of speed."""
-
-    label: str
-    points: tuple[QualityPoint, ...]
-    aup: float | None
-    """Accuracy under parallelism with `TaskCurves.best_accuracy`; None without a right answer."""
-
-
-@dataclass(frozen=True)
-class TaskCurves:
-    """All curves of a task."""
-
-    task: str
-    rule: str
-    best_accuracy: float
-    """y_max of AUP: the best accuracy of the curves, in percent."""
-    curves: tuple[QualityCurve, ...]
-
-
-def build_curves(task: ReportedTask) -> TaskCurves | None:
-    """Group the variants that generate into curves; None if fewer than two have an accuracy and a speed."""
+def draw_curves(task: ReportedTask) -> list[Part]:
+    """Build the chart and the table of the variants that generate; empty if fewer than two have accuracy and speed."""
     rule = task.rules[0] if task.rules else ""
     points = {variant.label: point for variant in task.variants if (point := _point(variant, rule)) is not None}
     if len(points) < 2:
-        return None
-    groups: dict[str, list[QualityPoint]] = {}
-    settings = {
-        variant.label: {"model": variant.result.model, **flatten_settings(variant.result.protocol)}
-        for variant in task.variants
-        if variant.label in points
-    }
+        return []
+    settings = {variant.label: variant.settings for variant in task.variants if variant.label in points}
+    groups: dict[str, list[str]] = {}
     for label, name in name_curves(settings).items():
-        groups.setdefault(name, []).append(points[label])
-    best = max(point.accuracy for point in points.values())
-    curves = []
-    for name, members in groups.items():
-        members.sort(key=lambda point: point.tokens_per_forward)
-        pairs = [(point.tokens_per_forward, point.accuracy) for point in members]
-        area = accuracy_under_parallelism(pairs, best) if best > 0.0 else None
-        curves.append(QualityCurve(name, tuple(members), area))
-    return TaskCurves(task.name, rule, best, tuple(curves))
+        groups.setdefault(name, []).append(label)
+    best = max(accuracy.value for _, accuracy in points.values())
+    curves: list[Curve] = []
+    rows: list[list[Cell]] = []
+    for name, labels in groups.items():
+        labels.sort(key=lambda label: points[label][0])
+        speeds = [points[label][0] for label in labels]
+        values = [100.0 * points[label][1].value for label in labels]
+        errors = [math.nan if (e := points[label][1].error) is None else 100.0 * e for label in labels]
+        curve = Curve(name, np.array(speeds), np.array(values), len(curves), error_N=np.array(errors), has_dots=True)
+        curves.append(curve)
+        area = accuracy_under_parallelism(list(zip(speeds, values, strict=True)), 100.0 * best) if best > 0.0 else None
+        for label, aup in zip(labels, [area, *[None] * len(labels)], strict=False):
+            rows.append([label, name, *points[label], aup])
+    chart = Chart(
+        f"{task.name}: accuracy over speed",
+        f"% right ({rule}) by tokens per forward",
+        curves,
+        note="Bars: one standard error over items. Tokens count up to the stop, forwards as the decoder counts them.",
+        x_name="tokens per forward",
+        y_least=0.0,
+        x_end=1.05 * max(speed for speed, _ in points.values()),
+    )
+    note = (
+        f"AUP: accuracy under parallelism with y_max = {best:.1%}, the best accuracy of this table. Compare it only "
+        "with values of the same y_max."
+    )
+    heads: list[Column | str] = ["variant", "curve", Column("tokens per forward", ".2f"), Column(rule)]
+    heads.append(Column("AUP", ".1f"))
+    if not best:
+        heads, rows, note = heads[:-1], [row[:-1] for row in rows], "No answer is right."
+    return [chart, Table(heads, rows, note=note)]
 
 
-def _point(variant: ReportedVariant, rule: str) -> QualityPoint | None:
+def _point(variant: ReportedVariant, rule: str) -> tuple[float, Number] | None:
     metric, speed = variant.result.metrics.get(rule), variant.result.tokens_per_forward
     if metric is None or speed is None or not math.isfinite(metric.value):
         return None
-    error = None if metric.standard_error is None else 100.0 * metric.standard_error
-    return QualityPoint(variant.label, speed, 100.0 * metric.value, error)
-
-
-def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested settings to dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            flat |= flatten_settings(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
+    return speed, Number(metric.value, ".1%", metric.standard_error)
 
 
 def name_curves(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -136,33 +110,6 @@ def _is_number(value: Any) -> bool:
 
 
 def _describe(key: str, value: Any) -> str:
-    name = key.rpartition(".")[2]
-    if value is None:
-        return ""
-    return str(value) if isinstance(value, str) else f"{name} {value}"
-
-
-def draw_curves(curves: TaskCurves) -> Chart:
-    """Chart of accuracy with error bars over tokens per forward."""
-    lines = [
-        Curve(
-            curve.label,
-            np.array([point.tokens_per_forward for point in curve.points]),
-            np.array([point.accuracy for point in curve.points]),
-            error_N=np.array(
-                [math.nan if point.standard_error is None else point.standard_error for point in curve.points]
-            ),
-            color=color,
-            has_dots=True,
-        )
-        for color, curve in enumerate(curves.curves)
-    ]
-    return Chart(
-        f"{curves.task}: accuracy over speed",
-        f"% right ({curves.rule}) by tokens per forward",
-        lines,
-        note="Bars: one standard error over items. Tokens count up to the stop, forwards as the decoder counts them.",
-        x_name="tokens per forward",
-        y_least=0.0,
-        x_end=1.05 * max(point.tokens_per_forward for curve in curves.curves for point in curve.points),
-    )
+    if value is None or isinstance(value, str):
+        return value or ""
+    return f"{key.rpartition('.')[2]} {value}"

@@ -1,116 +1,100 @@
-"""The HTML page of the report: one self-contained file."""
+"""The page of the report: built once, for the terminal, Markdown and HTML."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from markupsafe import Markup
-
-from cli.eval.report.comparing import ExampleGroup, ExampleItem
-from cli.eval.report.contents import TaskContents, cut_text, describe_answer
+from cli.eval.report.comparing import compare_pairs, select_examples
 from cli.eval.report.curve import draw_curves
-from cli.eval.report.reading import EvaluationOrigin, TaskReport
-from cli.eval.report.tables import ReportTable, format_metric
-from files.terminal_text import escape_control_characters
-from logger.pages.charts import draw_charts
-from logger.pages.page import fill_page
-from logger.pages.parts import format_number
-from logger.pages.settings import render_settings
-from logger.pages.tables import TableRow, join, table, terms
+from cli.eval.report.reading import ReportedTask, TaskReport
+from diffusionlm.evaluation.tasks.results import MetricValue, VariantResult
+from logger.console import format_duration
+from logger.pages import Cell, Code, Column, Number, Page, Part, Table
+from logger.pages.settings import tabulate_settings
 
-MAX_HEADLINE = 8
+_ResultColumn = tuple[Column, list[Cell]]
 
 
-def render_page(report: TaskReport, tasks: Sequence[TaskContents]) -> str:
-    """Render the page.
-
-    Args:
-        report: the evaluations.
-        tasks: contents of each task.
-    """
-    charts: list[dict[str, Any]] = []
-
-    def render(part: Callable[[TaskContents], Markup]) -> Markup:
-        return join(_titled(contents, part(contents), len(tasks)) for contents in tasks)
-
-    sections = {
-        "Results": render(lambda contents: render_table(contents.results) + render_table(contents.answers)),
-        "Comparisons": render(lambda contents: render_table(contents.pairs) if contents.pairs else Markup("")),
-        "Speed and quality": render(lambda contents: _render_curves(contents, charts)),
-        "Answers": render(lambda contents: join(map(_render_group, contents.examples))),
-        "Protocol": render(lambda contents: render_settings(contents.settings, "protocols of these variants")),
-        "Commands": join(map(_render_origin, report.origins)),
-    }
-    num_variants = len({variant.label for contents in tasks for variant in contents.task.variants})
-    states = [_plural(len(tasks), "task"), _plural(num_variants, "variant")]
-    headline = _headline(report) if num_variants == 1 else None
-    title = escape_control_characters(report.title)
-    notes = list(map(escape_control_characters, report.notes))
-    return fill_page((title, title), sections, charts, notes, states, headline)
+def build_page(report: TaskReport) -> Page:
+    """Build the page of one evaluation, or of several compared."""
+    sections: dict[str, list[Part]] = {}
+    for task in report.tasks:
+        parts: dict[str, Sequence[Part]] = {
+            "Results": tabulate_results(task),
+            "Comparisons": compare_pairs(task),
+            "Speed and quality": draw_curves(task),
+            "Answers": select_examples(task),
+            "Protocol": tabulate_settings(
+                [(variant.label, variant.settings) for variant in task.variants], "protocols"
+            ),
+        }
+        for name, own in parts.items():
+            title: list[Part] = [task.name] if len(report.tasks) > 1 and own else []
+            sections.setdefault(name, []).extend([*title, *own])
+    commands = [Code(_describe_origin(command, software), name) for name, command, software in report.origins]
+    num_variants = len({variant.label for task in report.tasks for variant in task.variants})
+    states = [_plural(len(report.tasks), "task"), _plural(num_variants, "variant")]
+    return Page(report.title, {**sections, "Commands": [*commands]}, report.notes, states)
 
 
-def render_table(content: ReportTable) -> Markup:
-    """Render a table with its note."""
-    note = Markup('<p class="note">{}</p>').format(content.note) if content.note else Markup("")
-    first, *heads = map(escape_control_characters, (content.first, *content.heads))
-    rows: list[TableRow] = [(name, list(map(escape_control_characters, cells))) for name, cells in content.rows]
-    return table(heads, rows, first=first, classes="scores") + note
+def summarize(report: TaskReport) -> list[Part]:
+    """Return the results and comparisons of each task, and the notes, for a terminal."""
+    parts: list[Part] = []
+    for task in report.tasks:
+        parts += [task.name, *tabulate_results(task), *compare_pairs(task), ""]
+    return [*parts[:-1], *report.notes]
+
+
+def tabulate_results(task: ReportedTask) -> list[Table]:
+    """Tabulate accuracies with pass@k, and how answers ended and what they cost; a row for each variant."""
+    results = [variant.result for variant in task.variants]
+    accuracies: list[_ResultColumn] = [
+        (Column(name), [_metric(result.metrics.get(name), name in task.rules) for result in results])
+        for name in task.metrics
+    ]
+    samples = dict.fromkeys(
+        (rule, k) for result in results for rule in result.pass_at_k for k in result.pass_at_k[rule] if k > 1
+    )  # pass@1 is the accuracy
+    for rule, k in samples:
+        name = f"pass@{k}" if len({rule for rule, _ in samples}) == 1 else f"pass@{k}, {rule}"
+        accuracies.append((Column(name), [_metric(result.pass_at_k.get(rule, {}).get(k), True) for result in results]))
+    accuracies.append((Column("items"), [_count_items(result) for result in results]))
+    answers: list[_ResultColumn] = [
+        (Column("tokens per forward", ".2f"), [result.tokens_per_forward for result in results])
+    ]
+    for share in ("stopped", "length", "empty", "invalid"):
+        shares = [None if result.shares is None else getattr(result.shares, share) for result in results]
+        answers.append((Column("cut by length" if share == "length" else share, ".1%"), shares))
+    answers += [
+        (Column("grading errors", ","), [result.num_grading_errors or None for result in results]),
+        (Column("tokens"), [result.num_tokens or None for result in results]),
+        (Column("forwards"), [result.num_forwards or None for result in results]),
+        (Column("time"), [format_duration(result.seconds) if result.seconds else None for result in results]),
+    ]
+    note = "± is one standard error over items, whose repeats are averaged first." if task.rules else ""
+    tables = [_build_table(task, accuracies, note), _build_table(task, answers)]
+    return [table for table in tables if len(table.columns) > 1]
+
+
+def _build_table(task: ReportedTask, columns: Sequence[_ResultColumn], note: str = "") -> Table:
+    """Build a table of the columns that have a value."""
+    columns = [(column, cells) for column, cells in columns if any(cell is not None for cell in cells)]
+    rows = [[variant.label, *(cells[index] for _, cells in columns)] for index, variant in enumerate(task.variants)]
+    return Table(["variant", *(column for column, _ in columns)], rows, note=note)
+
+
+def _metric(metric: MetricValue | None, is_accuracy: bool) -> Cell:
+    return None if metric is None else Number(metric.value, ".1%" if is_accuracy else "", metric.standard_error)
+
+
+def _count_items(result: VariantResult) -> Cell:
+    repeats = f" x {result.num_repeats}" if result.num_repeats > 1 else ""
+    return f"{result.num_items:,}{repeats}" if result.num_items else None
+
+
+def _describe_origin(command: str, software: dict[str, str]) -> str:
+    return "\n".join([command, "", *(f"{name}: {value}" for name, value in software.items())]).rstrip()
 
 
 def _plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'s' * (count != 1)}"
-
-
-def _titled(contents: TaskContents, html: Markup, num_tasks: int) -> Markup:
-    """Put the task's name above, if there are several."""
-    if num_tasks == 1 or not html:
-        return html
-    return Markup("<h3>{}</h3>{}").format(escape_control_characters(contents.task.name), html)
-
-
-def _headline(report: TaskReport) -> list[tuple[str, str, str]]:
-    entries = []
-    for task in report.tasks:
-        for name, metric in task.variants[0].result.metrics.items():
-            value, _, error = format_metric(metric, name in task.rules).partition(" ± ")
-            entries.append((f"{task.name}, {name}", value, f"± {error}" if error else ""))
-        speed = task.variants[0].result.tokens_per_forward
-        if speed is not None:
-            entries.append((f"{task.name}, speed", format_number(speed), "tokens per forward"))
-    return entries[:MAX_HEADLINE]
-
-
-def _render_curves(contents: TaskContents, charts: list[dict[str, Any]]) -> Markup:
-    if contents.curves is None or contents.points is None:
-        return Markup("")
-    chart = draw_charts([draw_curves(contents.curves)], charts)
-    return Markup('<div class="lone">{}{}</div>').format(chart, render_table(contents.points))
-
-
-def _render_group(group: ExampleGroup) -> Markup:
-    shown = "" if group.total == len(group.items) else f", {len(group.items)} of them here"
-    title = f"{group.title}: {_plural(group.total, 'item')}{shown}"
-    return Markup("<details><summary>{}</summary>{}</details>").format(
-        escape_control_characters(title), join(_render_item(item) for item in group.items)
-    )
-
-
-def _render_item(item: ExampleItem) -> Markup:
-    answers = join(
-        Markup("<h4>{}</h4>{}<pre>{}</pre>").format(
-            label, terms(describe_answer(answer), "facts"), cut_text(answer.output)
-        )
-        for label, answer in item.answers
-    )
-    return Markup('<section class="card answer"><h3>{}</h3><p class="note">right answer: {}</p>{}</section>').format(
-        escape_control_characters(item.id), cut_text(item.gold), answers
-    )
-
-
-def _render_origin(origin: EvaluationOrigin) -> Markup:
-    return Markup('<section class="card"><h3>{}</h3><pre>{}</pre>{}</section>').format(
-        escape_control_characters(origin.name),
-        escape_control_characters(origin.command),
-        terms(origin.software.items(), "facts"),
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from diffusionlm.evaluation.tasks.results import (
     ITEMS_FOLDER,
@@ -14,7 +15,7 @@ from diffusionlm.evaluation.tasks.results import (
     read_items,
     read_results,
 )
-from files.terminal_text import escape_control_characters
+from files.json_files import flatten
 
 LIKELIHOOD_METRICS = ("nats_per_token", "perplexity", "bits_per_byte")
 """Metrics that are no accuracies."""
@@ -29,6 +30,13 @@ class ReportedVariant:
     result: VariantResult
     items: tuple[ItemResult, ...]
     """Empty if the task has no items, or their file is gone."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The protocol, the model and the fingerprints by dotted key."""
+        result = self.result
+        settings = {"model": result.model, **result.protocol, "fingerprints": result.fingerprints}
+        return dict(flatten(settings, "."))
 
 
 @dataclass(frozen=True)
@@ -50,23 +58,13 @@ class ReportedTask:
 
 
 @dataclass(frozen=True)
-class EvaluationOrigin:
-    """How an evaluation was made."""
-
-    name: str
-    """Name of the folder that it was read from."""
-    command: str
-    software: dict[str, str]
-    """Versions, and the device."""
-
-
-@dataclass(frozen=True)
 class TaskReport:
     """What the report shows."""
 
     title: str
     tasks: tuple[ReportedTask, ...]
-    origins: tuple[EvaluationOrigin, ...]
+    origins: tuple[tuple[str, str, dict[str, str]], ...]
+    """Name of each folder, command and software."""
     notes: tuple[str, ...]
 
 
@@ -98,16 +96,14 @@ def read_evaluations(folders: Sequence[Path]) -> TaskReport:
                     f"{prefix}{variant.variant}, {variant.task}: {len(own):,} of {expected:,} answers are in "
                     f"{ITEMS_FOLDER}/; comparisons and examples use these"
                 )
-            label = escape_control_characters(f"{name}/" * (len(paths) > 1) + variant.variant)
+            label = f"{name}/" * (len(paths) > 1) + variant.variant
             variants.setdefault(variant.task, []).append(ReportedVariant(label, variant, own))
     tasks = tuple(ReportedTask(name, tuple(own)) for name, own in variants.items())
     notes += [note for task in tasks for note in _differences_of_data(task)]
     return TaskReport(
         title=names[0] if len(paths) == 1 else f"{len(paths)} evaluations: {', '.join(names)}",
         tasks=tasks,
-        origins=tuple(
-            EvaluationOrigin(name, result.command, result.software) for name, result in zip(names, results, strict=True)
-        ),
+        origins=tuple((name, result.command, result.software) for name, result in zip(names, results, strict=True)),
         notes=tuple(dict.fromkeys(notes)),
     )
 

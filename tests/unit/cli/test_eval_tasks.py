@@ -118,7 +118,7 @@ generation = {{temperature = 1.0}}
     main(arguments)
     table, messages = capsys.readouterr()
     assert messages.endswith(f"report: {output / 'report.html'}\n")
-    assert all(word in table for word in ("gsm8k", "letters", "nats_per_token", "hot - plain", "tokens/forward"))
+    assert all(word in table for word in ("gsm8k", "letters", "nats_per_token", "hot - plain", "tokens per forward"))
     results = read_results(output)
     assert [(result.task, result.variant) for result in results.results] == [
         (task, variant) for variant in ("plain", "hot") for task in ("gsm8k", "letters", "perplexity")

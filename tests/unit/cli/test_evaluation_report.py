@@ -1,22 +1,22 @@
-"""The report of evaluations: numbers, pairs, curves, hostile contents, and the command that writes it."""
+"""The report of evaluations: golden files, numbers, pairs, curves, and the command that writes it."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cli.eval.report import build_page, read_evaluations, summarize
 from cli.eval.report.comparing import compare_pairs, select_examples
-from cli.eval.report.contents import build_contents, cut_text
-from cli.eval.report.curve import build_curves, draw_curves, name_curves
-from cli.eval.report.markdown import render_markdown
-from cli.eval.report.page import render_page
-from cli.eval.report.reading import ReportedTask, TaskReport, read_evaluations
+from cli.eval.report.curve import draw_curves, name_curves
+from cli.eval.report.reading import ReportedTask
 from cli.report import main
 from diffusionlm.evaluation.grading.speed_quality import accuracy_under_parallelism
 from diffusionlm.evaluation.tasks.results import (
@@ -29,7 +29,11 @@ from diffusionlm.evaluation.tasks.results import (
     read_results,
     write_results,
 )
-from logger.pages.charts import draw_charts
+from logger.pages import Chart, Number, Table
+from logger.pages.charts import draw_chart
+from logger.pages.html import render_html
+from logger.pages.markdown import render_markdown
+from logger.pages.terminal import render_text
 
 HOSTILE = "</pre><script>alert(1)</script>\u202e|`````\x1b[31m\0 *b* ﷽ שלום"
 
@@ -69,55 +73,49 @@ def write_run(folder: Path, answers: dict[str, list[bool]], **changes: Any) -> P
     return folder
 
 
-def render(report: TaskReport) -> tuple[str, str]:
-    """The page and the Markdown."""
-    tasks = [build_contents(task) for task in report.tasks]
-    return render_page(report, tasks), render_markdown(report, tasks)
-
-
 def read_task(*folders: Path) -> ReportedTask:
     [task] = read_evaluations(folders).tasks
     return task
 
 
-def test_the_page_shows_metrics_shares_costs_protocol_and_command(tmp_path: Path) -> None:
-    report = read_evaluations([write_run(tmp_path / "run", {"base": [True, False], "fast": [True, True]})])
-    page, text = render(report)
-    for part in ("50.0 % ± 2.0", "100.0 % ± 2.0", "90.0 %", "10.0 %", "&lt; 0.1 %", "1.00", "2.00", "1:15", "a note"):
-        assert part in page
-        assert part.replace("&lt;", r"\<") in text
-    for part in ("generation.threshold", "0.9", "abc", "diffusionlm-eval --model", "tokens per forward", "gsm8k"):
-        assert part in page and part in text.replace("\\", "")
+def markdown_of(*folders: Path) -> str:
+    return render_markdown(build_page(read_evaluations(folders)))
 
 
-def test_rows_of_samples_leave_out_what_the_accuracy_says(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", {"base": [True, False]})
+def test_the_report_is_its_golden_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Callable[[str, str], None]
+) -> None:
+    """Numbers, pairs, curve, hostile texts and protocol, each built once."""
+    monkeypatch.chdir(tmp_path)
+    flags = {"base": [True, False, False, True], HOSTILE: [True, True, False, False], "wild": [False] * 4}
+    folder = write_run(Path("run"), flags, output=f"the answer {HOSTILE}")
     results = read_results(folder)
     samples = {"strict": {1: MetricValue(0.5), 4: MetricValue(0.75)}}
-    changed = tuple(replace(result, pass_at_k=samples) for result in results.results)
-    write_results(folder, replace(results, results=changed))
-    contents = build_contents(read_task(folder))
-    assert contents.results.heads == ("strict", "pass@4", "items")
-    assert contents.answers.heads[0] == "tokens per forward" and contents.answers.heads[-1] == "time"
+    changed = replace(results.results[0], pass_at_k=samples)
+    write_results(folder, replace(results, results=(changed, *results.results[1:])))
+    report = read_evaluations([folder])
+    page = build_page(report)
+    golden("evaluation.md", render_markdown(page))
+    golden("evaluation.html", render_html(page))
+    golden("evaluation.txt", render_text(summarize(report), io.StringIO()))
 
 
 def test_accuracies_have_no_axis_below_zero(tmp_path: Path) -> None:
     """Neither by a margin around zeros, nor by an error bar of a small accuracy."""
     for name, flags in (("none", [False] * 2), ("few", [True, *[False] * 99])):
-        curves = build_contents(read_task(write_run(tmp_path / name, {"base": flags, "fast": flags}))).curves
-        assert curves is not None
-        html = draw_charts([draw_curves(curves)], [])
-        labels = re.findall(r">(-?[\d.]+)</text>", html)
-        assert labels and "0" in labels and not any(label.startswith("-") for label in labels)
+        chart, _ = draw_curves(read_task(write_run(tmp_path / name, {"base": flags, "fast": flags})))
+        assert isinstance(chart, Chart)
+        labels = re.findall(r">(-?[\d.]+)</text>", draw_chart(chart, 0)[0])
+        assert "0" in labels and not any(label.startswith("-") for label in labels)
 
 
 def test_pairs_have_the_numbers_of_the_paired_test(tmp_path: Path) -> None:
     flags = {"base": [True, False, False, True], "fast": [True, True, True, False]}
-    [pair] = compare_pairs(read_task(write_run(tmp_path / "run", flags)))
-    result = pair.difference
-    assert (pair.first, pair.second, pair.num_left_out) == ("base", "fast", 0)
-    assert (result.difference, result.num_a_better, result.num_b_better, result.p_value) == (0.25, 2, 1, 1.0)
-    assert result.standard_error == pytest.approx(math.sqrt(3 - 1 / 4) / 4)
+    [table] = compare_pairs(read_task(write_run(tmp_path / "run", flags)))
+    [[pair, rule, difference, *rest]] = table.rows
+    assert (pair, rule, rest) == ("fast - base", "strict", [Number(1.0, ".2g"), 2, 1, "4"])
+    assert isinstance(difference, Number) and difference.value == 0.25
+    assert difference.error == pytest.approx(math.sqrt(3 - 1 / 4) / 4)
 
 
 def test_runs_of_other_items_are_compared_on_the_items_in_common(tmp_path: Path) -> None:
@@ -127,12 +125,12 @@ def test_runs_of_other_items_are_compared_on_the_items_in_common(tmp_path: Path)
     other = build_item("2", True, gold="another answer")
     (second / "items" / "0.jsonl").write_text("\n".join([*lines, format_item_line(other)]) + "\n")
     report = read_evaluations([first, second, first])
-    [pair] = compare_pairs(report.tasks[0])
-    assert (pair.first, pair.second) == ("a/base", "b/base")
-    assert (pair.difference.num_items, pair.num_left_out, pair.difference.difference) == (2, 2, -0.5)
+    [table] = compare_pairs(report.tasks[0])
+    [[pair, _, difference, *_, items]] = table.rows
+    assert isinstance(difference, Number)
+    assert (pair, difference.value, items) == ("b/base - a/base", -0.5, "2 (2 left out)")
     [note] = [note for note in report.notes if "different items" in note]
     assert "(3, 3; 2 in common)" in note and "gsm8k" in note
-    assert "2 (2 left out)" in render(report)[0]
 
 
 def test_missing_answers_are_reported(tmp_path: Path) -> None:
@@ -140,20 +138,22 @@ def test_missing_answers_are_reported(tmp_path: Path) -> None:
     (folder / "items" / "1.jsonl").unlink()
     report = read_evaluations([folder])
     assert any("fast, gsm8k: 0 of 2 answers" in note for note in report.notes)
-    assert "100.0 %" in render(report)[0] and compare_pairs(report.tasks[0]) == []
+    assert "100.0%" in markdown_of(folder) and compare_pairs(report.tasks[0]) == []
 
 
 def test_examples_are_flips_and_items_that_all_answer_wrong(tmp_path: Path) -> None:
     flags = {"base": [True, False, False, True], "fast": [True, True, False, False]}
     groups = select_examples(read_task(write_run(tmp_path / "run", flags)))
-    shown = {group.title: [item.id for item in group.items] for group in groups}
+    shown = {group.title: [example.title for example in group.examples] for group in groups}
     assert shown == {
-        "fast right, base wrong": ["1"],
-        "base right, fast wrong": ["3"],
-        "Wrong with every variant": ["2"],
+        "fast right, base wrong: 1 item": ["1"],
+        "base right, fast wrong: 1 item": ["3"],
+        "Wrong with every variant: 1 item": ["2"],
     }
-    labels = [(label, answer.is_correct["strict"]) for label, answer in groups[0].items[0].answers]
-    assert labels == [("fast", True), ("base", False)]
+    outputs = groups[0].examples[0].outputs
+    assert [(output.label, output.facts[0]) for output in outputs] == [
+        ("fast", ("strict", "right: 7")), ("base", ("strict", "wrong: nothing")),
+    ]  # fmt: skip
 
 
 def test_examples_of_repeats_show_the_answer_that_differs(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_examples_of_repeats_show_the_answer_that_differs(tmp_path: Path) -> Non
     repeats = [build_item("0", repeat == 0, repeat=repeat, output=f"answer {repeat}") for repeat in range(2)]
     (folder / "items" / "0.jsonl").write_text("".join(format_item_line(item) + "\n" for item in repeats))
     [group] = select_examples(read_task(folder))
-    assert [answer.output for _, answer in group.items[0].answers] == ["so it is 0", "answer 1"]
+    assert [output.text for output in group.examples[0].outputs] == ["so it is 0", "answer 1"]
 
 
 def test_curves_group_by_texts_and_split_by_other_numbers() -> None:
@@ -182,71 +182,48 @@ def test_curves_group_by_texts_and_split_by_other_numbers() -> None:
 
 def test_the_curve_has_the_points_and_their_aup(tmp_path: Path) -> None:
     flags = {"base": [True] * 7 + [False], "fast": [True] * 7 + [False], "wild": [True, False] * 4}
-    curves = build_curves(read_task(write_run(tmp_path / "run", flags)))
-    assert curves is not None and curves.best_accuracy == 87.5
-    [curve] = curves.curves
+    chart, table = draw_curves(read_task(write_run(tmp_path / "run", flags)))
+    assert isinstance(chart, Chart) and isinstance(table, Table)
     points = [(1.0, 87.5), (2.0, 87.5), (3.0, 50.0)]
-    assert [(point.tokens_per_forward, point.accuracy) for point in curve.points] == points
-    assert curve.aup == accuracy_under_parallelism(points, 87.5) == pytest.approx(175.0)
-    assert "AUP, y_max = 87.5" in render(read_evaluations([tmp_path / "run"]))[0]
+    [curve] = chart.lines
+    assert list(zip(curve.x_N.tolist(), curve.y_N.tolist(), strict=True)) == points
+    assert table.rows[0][-1] == accuracy_under_parallelism(points, 87.5) == pytest.approx(175.0)
+    assert "y_max = 87.5%" in table.note
 
 
 def test_without_a_right_answer_there_is_no_aup(tmp_path: Path) -> None:
-    curves = build_curves(read_task(write_run(tmp_path / "run", {"base": [False], "fast": [False]})))
-    assert curves is not None and [curve.aup for curve in curves.curves] == [None]
-    page, text = render(read_evaluations([tmp_path / "run"]))
-    assert "AUP" not in page + text and "No answer is right." in page
-    assert build_curves(read_task(write_run(tmp_path / "one", {"base": [False]}))) is None
+    _, table = draw_curves(read_task(write_run(tmp_path / "run", {"base": [False], "fast": [False]})))
+    assert isinstance(table, Table) and "AUP" not in table.heads and table.note == "No answer is right."
+    assert draw_curves(read_task(write_run(tmp_path / "one", {"base": [False]}))) == []
 
 
-def test_hostile_texts_stay_texts(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", {HOSTILE: [True, False], "fast": [False, True]}, output=HOSTILE, gold=HOSTILE)
-    report = read_evaluations([folder])
-    page, text = render(report)
-    assert "<script>alert" not in page and page.count("</script>") == 2
-    assert "\x1b" not in page + text and "\0" not in page + text
-    assert "``````text" in text, "the fence is longer than the backticks in the text"
-    rows = [line for line in text.splitlines() if line.startswith("| ") and "alert" in line]
-    assert rows and all("<script" not in line.replace(r"\<", "") for line in rows)
-
-
-def test_the_page_stays_small(tmp_path: Path) -> None:
+def test_hostile_texts_stay_texts_and_the_page_small(tmp_path: Path) -> None:
     sizes: list[int] = []
     for name, number in (("few", 80), ("many", 400)):
         flags = {
             "base": [index % 2 == 0 for index in range(number)],
             "fast": [index % 3 == 0 for index in range(number)],
         }
-        report = read_evaluations([write_run(tmp_path / name, flags, output="long " * 2_000)])
-        sizes += map(len, render(report))
-    assert sizes[2] < 1.05 * sizes[0] and sizes[3] < 1.05 * sizes[1] and max(sizes) < 400_000
-    assert cut_text("x" * 2000, 10) == "xxxxxxxxxx ... (1,990 more characters)"
+        page = build_page(read_evaluations([write_run(tmp_path / name, flags, output=HOSTILE + "long " * 2_000)]))
+        html, text = render_html(page), render_markdown(page)
+        assert html.count("<script") == 2 and not set("\x1b\0") & set(html + text)
+        assert "``````text" in text, "the fence is longer than the backticks in the text"
+        sizes += map(len, (html, text))
+    assert sizes[2] < 1.05 * sizes[0] and sizes[3] < 1.05 * sizes[1] and max(sizes) < 500_000
 
 
-def test_single_items_ties_and_values_that_are_not_finite(tmp_path: Path) -> None:
+def test_single_items_ties_likelihoods_and_values_that_are_not_finite(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", {"base": [True], "fast": [True]})
     results = read_results(folder)
     for result, value in zip(results.results, (math.nan, math.inf), strict=True):
         result.metrics["strict"] = MetricValue(value, value)
+        result.metrics["perplexity"] = MetricValue(12.5, 0.25)
     write_results(folder, results)
     json.loads((folder / "results.json").read_text(), parse_constant=pytest.fail)
-    report = read_evaluations([folder])
-    [pair] = compare_pairs(report.tasks[0])
-    assert (pair.difference.difference, pair.difference.p_value, pair.difference.standard_error) == (0.0, 1.0, math.inf)
-    for text in render(report):
-        assert "not finite" in text and "nan %" not in text.lower() and "+0.0" in text
-
-
-def test_likelihoods_are_no_percentages(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", {"base": [True], "fast": [False]})
-    contents = json.loads((folder / "results.json").read_text())
-    for result in contents["results"]:
-        result["metrics"]["perplexity"] = {"value": 12.5, "standard_error": 0.25}
-    (folder / "results.json").write_text(json.dumps(contents))
-    page, text = render(read_evaluations([folder]))
-    assert "12.5 ± 0.25" in page and "12.5 ± 0.25" in text and "1250" not in page
-    [pair] = compare_pairs(read_task(folder))
-    assert pair.rule == "strict"
+    [table] = compare_pairs(read_task(folder))
+    assert [(row[1], row[2]) for row in table.rows] == [("strict", Number(0.0, "+.1%", math.inf))]
+    text = markdown_of(folder)
+    assert "| not finite | 12.5 ± 0.25 |" in text and "| +0.0% |" in text and "nan" not in text.lower()
 
 
 def test_options_and_errors_of_an_answer_are_shown(tmp_path: Path) -> None:
@@ -256,9 +233,11 @@ def test_options_and_errors_of_an_answer_are_shown(tmp_path: Path) -> None:
         "error": "grader broke",
         "extracted": {},
     }
-    page, _ = render(read_evaluations([write_run(tmp_path / "run", {"base": [False]}, **values)]))
-    for part in ("wrong: option 2", "-1.25, -3.50", "grader broke", "stopped, 30 tokens, 10 forwards"):
-        assert part in page
+    [group] = select_examples(read_task(write_run(tmp_path / "run", {"base": [False]}, **values)))
+    assert group.examples[0].outputs[0].facts == [
+        ("strict", "wrong: option 2"), ("log-likelihoods", "-1.25, -3.50"),
+        ("ended", "stopped, 30 tokens, 10 forwards"), ("error", "grader broke"),
+    ]  # fmt: skip
 
 
 def test_the_command_writes_both_files(

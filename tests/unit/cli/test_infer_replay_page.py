@@ -16,7 +16,7 @@ import pytest
 
 from cli.infer.answers import Answer, build_answers
 from cli.infer.inputs import EncodedInput, Input
-from cli.infer.replay_page import ReplayFrame, ReplayRecorder, RequestReplay, render_page, write_page
+from cli.infer.replay_page import ReplayFrame, ReplayRecorder, RequestReplay, render_page, write_replay_page
 from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep, Generation
 from tests.decoding_jobs import make_request
 from tokenizer import Tokenizer
@@ -191,12 +191,12 @@ def test_hidden_tokens_and_special_ones(tokenizer: Tokenizer) -> None:
 def test_it_is_written_aside(tokenizer: Tokenizer, replay: tuple[RequestReplay, Answer], tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     path.write_text("old")
-    write_page(path, tokenizer, "m", {}, [replay])
+    write_replay_page(path, tokenizer, "m", {}, [replay])
     assert path.read_text(encoding="utf-8") == render_page(tokenizer, "m", {}, [replay])
     path.unlink()
     path.mkdir()
     with pytest.raises(OSError):
-        write_page(path, tokenizer, "m", {}, [replay])
+        write_replay_page(path, tokenizer, "m", {}, [replay])
     assert list(tmp_path.iterdir()) == [path]
 
 

@@ -91,7 +91,7 @@ METRICS_WITH_OWN_CHART = {
 """Metrics without a chart among the others: they have one of their own, or are in the table of results."""
 
 
-def main_plots(runs: Sequence[LoggedRun]) -> list[Chart]:
+def main_charts(runs: Sequence[LoggedRun]) -> list[Chart]:
     """Return the charts of known metrics, in order, without empty ones."""
     charts = [
         *_training_loss(runs),
@@ -118,11 +118,11 @@ def other_metrics(runs: Sequence[LoggedRun]) -> tuple[list[Chart], list[str]]:
         for key in remaining
         if families[key.partition("/")[0]] <= MAX_CHARTS_PER_FAMILY and any(_changes(run, key) for run in runs)
     ]
-    plots = _nonempty(
+    charts = _nonempty(
         [chart for key in drawn for chart in _build_charts(ChartSpec(key, "", re.escape(key)), runs)], runs
     )
     texts = dict.fromkeys(key for run in runs for key in run.texts)
-    return plots, [*(key for key in remaining if key not in drawn), *texts]
+    return charts, [*(key for key in remaining if key not in drawn), *texts]
 
 
 def _changes(run: LoggedRun, key: str) -> bool:
@@ -130,11 +130,11 @@ def _changes(run: LoggedRun, key: str) -> bool:
     return len(np.unique(values_N[np.isfinite(values_N)])) > 1
 
 
-def _nonempty(plots: Sequence[Chart], runs: Sequence[LoggedRun]) -> list[Chart]:
+def _nonempty(charts: Sequence[Chart], runs: Sequence[LoggedRun]) -> list[Chart]:
     """Drop empty charts, and make the axis of steps as long as the longest run."""
-    for plot in plots:
-        plot.x_end = 1.0 if plot.x_is_share else float(max(run.last_step for run in runs))
-    return [plot for plot in plots if plot.lines]
+    for chart in charts:
+        chart.x_end = 1.0 if chart.x_is_share else float(max(run.last_step for run in runs))
+    return [chart for chart in charts if chart.lines]
 
 
 def _training_loss(runs: Sequence[LoggedRun]) -> list[Chart]:
@@ -146,35 +146,30 @@ def _training_loss(runs: Sequence[LoggedRun]) -> list[Chart]:
     return charts
 
 
-def _aligned(series: Series | None, steps_N: Floats) -> Floats | None:
-    """Return the series' values if it has exactly these steps."""
-    if series is None or len(series.steps_N) != len(steps_N) or (series.steps_N != steps_N).any():
-        return None
-    return series.values_N
-
-
 def _validation(runs: Sequence[LoggedRun], metric: ValidationMetric) -> Chart:
     """Build a chart of validation over the run (metrics) and at its end (summary)."""
-    plot = Chart("Validation" if metric is NATS_PER_TOKEN else "Validation, by bytes", metric.unit, [], log=False)
+    chart = Chart("Validation" if metric is NATS_PER_TOKEN else "Validation, by bytes", metric.unit, [], log=False)
     for color, run in enumerate(runs):
         series = run.numbers.get(metric.key)
         if series is not None and not series.is_empty:
-            errors = _aligned(run.numbers.get(metric.error_key), series.steps_N)
-            plot.lines.append(_build_curve(run.name, color, series, len(runs), error_N=errors))
+            errors = run.numbers.get(metric.error_key)
+            is_aligned = errors is not None and np.array_equal(errors.steps_N, series.steps_N)
+            error_N = errors.values_N if errors is not None and is_aligned else None
+            chart.lines.append(build_curve(run.name, series, color, len(runs), error_N=error_N))
     for color, run in enumerate(runs):
         value, error = (run.result("evaluation", key) for key in metric.summary_keys)
         if value is not None:
             at, name = run.result("step") or run.last_step, "final" if len(runs) == 1 else f"{run.name}, final"
             bar = np.array([np.nan if error is None else error])
-            plot.lines.append(Curve(name, np.array([float(at)]), np.array([value]), color, None, bar, has_dots=True))
-            plot.note = "At the end validation.final_rows rows are read, before it validation.rows. "
-    if any(line.error_N is not None for line in plot.lines):
-        plot.note += "Bands and bars: one standard error."
-    return plot
+            chart.lines.append(Curve(name, np.array([float(at)]), np.array([value]), color, None, bar, has_dots=True))
+            chart.note = "At the end validation.final_rows rows are read, before it validation.rows. "
+    if any(line.error_N is not None for line in chart.lines):
+        chart.note += "Bands and bars: one standard error."
+    return chart
 
 
 def _by_masked_share(runs: Sequence[LoggedRun]) -> Chart:
-    plot = Chart(
+    chart = Chart(
         "Loss by masked share, at the end", "nats per masked token", [], x_name="masked share", x_is_share=True
     )
     for color, run in enumerate(runs):
@@ -187,27 +182,18 @@ def _by_masked_share(runs: Sequence[LoggedRun]) -> Chart:
                 x += [low, high]
                 y += [value, value]
         if x:
-            plot.lines.append(Curve(run.name, np.array(x), np.array(y), color))
-    return plot
+            chart.lines.append(Curve(run.name, np.array(x), np.array(y), color))
+    return chart
 
 
 def _build_charts(kind: ChartSpec, runs: Sequence[LoggedRun]) -> list[Chart]:
     """Build a chart of all metrics of one run, or a chart for each metric of several runs."""
     keys = list(dict.fromkeys(key for run in runs for key in run.numbers if re.fullmatch(kind.keys, key)))
+    labels = {key: _label_of_metric(kind, key) for key in keys}
     if len(runs) == 1:
-        return [
-            _build_chart(
-                kind, kind.title, [(_label_of_metric(kind, key) or runs[0].name, runs[0], key) for key in keys]
-            )
-        ]
-    return [
-        _build_chart(
-            kind,
-            ", ".join(filter(None, [kind.title, _label_of_metric(kind, key)])),
-            [(run.name, run, key) for run in runs],
-        )
-        for key in keys
-    ]
+        return [_build_chart(kind, kind.title, [(labels[key] or runs[0].name, runs[0], key) for key in keys])]
+    titles = {key: f"{kind.title}, {label}" if label else kind.title for key, label in labels.items()}
+    return [_build_chart(kind, titles[key], [(run.name, run, key) for run in runs]) for key in keys]
 
 
 def _build_chart(kind: ChartSpec, title: str, metrics: Sequence[tuple[str, LoggedRun, str]]) -> Chart:
@@ -220,7 +206,7 @@ def _build_chart(kind: ChartSpec, title: str, metrics: Sequence[tuple[str, Logge
             continue
         series = Series(logged.steps_N, logged.values_N * kind.scale)
         smooth_N = moving_average(series.values_N) if kind.is_smoothed else None
-        chart.lines.append(_build_curve(name, color, series, len(metrics), smooth_N=smooth_N))
+        chart.lines.append(build_curve(name, series, color, len(metrics), smooth_N=smooth_N))
         num_missing += series.num_missing
     missing = f"{num_missing:,} value{'s are' if num_missing > 1 else ' is'} not finite." if num_missing else ""
     chart.note = " ".join(filter(None, [kind.note, missing]))
@@ -240,15 +226,16 @@ def _label_of_metric(kind: ChartSpec, key: str) -> str:
     )
 
 
-def _build_curve(
+def build_curve(
     name: str,
-    color: int,
     series: Series,
-    num_curves: int,
+    color: int = 0,
+    num_curves: int = 1,
     *,
     smooth_N: Floats | None = None,
     error_N: Floats | None = None,
 ) -> Curve:
+    """Build a curve with as few points as look the same in a chart of so many curves."""
     indices = downsample(series.values_N, max(40, MAX_POINTS_PER_CHART // (2 * num_curves)))
     smooth_N, error_N = (None if values_N is None else values_N[indices] for values_N in (smooth_N, error_N))
     steps_N, values_N = series.steps_N[indices], series.values_N[indices]

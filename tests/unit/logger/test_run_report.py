@@ -1,0 +1,193 @@
+"""The page of a report: each as one golden file, its notes on problems, and that no content of a run can break it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from logger.pages.html import render_html
+from logger.pages.markdown import render_markdown
+from logger.report import build_page, read_run, read_runs, write_report
+from logger.report.charts import main_charts, other_metrics
+
+
+def summary(nats: float, steps: int) -> dict[str, Any]:
+    evaluation = {
+        "nats_per_token": nats,
+        "standard_error": 0.02,
+        "bits_per_byte": nats / 3,
+        "bits_per_byte_standard_error": 0.005,
+        "unigram_entropy": 6.1,
+        "by_masked_fraction": [[0.0, 0.5, 3.5], [0.5, 1.0, 4.5]],
+        "fills": [{"fraction": 0.15, "top1_accuracy": 0.44, "top5_accuracy": 0.7, "majority_baseline": 0.02}],
+        "block_length": None,
+    }
+    ngrams = {"2-gram, left to right": 4.33}
+    return {"evaluation": evaluation, "ngrams": ngrams, "parameters": 1_115_520, "step": steps, "seconds": 62.0}
+
+
+def sample(step: int, given: str, tokens: list[str], step_map: list[int | None]) -> dict[str, Any]:
+    logprobs = [None if forward is None else math.log(0.5) for forward in step_map]
+    values = {"given": given, "tokens": tokens, "step_map": step_map, "logprobs": logprobs}
+    return {"step": step, "event": "sample", "text": "for people", "values": values}
+
+
+def make_run(folder: Path, *, steps: int = 6, learning_rate: float = 0.01, merges: str = "t h", **more: Any) -> Path:
+    """A complete run: a validation and a sample every other step, two skipped steps. ``more``: metrics of each step."""
+    folder.mkdir(parents=True)
+    lines: list[dict[str, Any]] = [{"step": 0, "event": "environment", "text": "environment: python 3.12; torch 2.15"}]
+    for step in range(1, steps + 1):
+        metrics = {
+            "loss": 7.0 - math.log(step) + step % 2 / 5,
+            "loss_smooth": 7.0 - math.log(step),
+            "grad_l2_norm": 1.0 + 9.0 / step,
+            "lr": learning_rate,
+            "lr/hidden": learning_rate,
+            "lr/embed": learning_rate / 2,
+            "tokens_seen": 2048 * step,
+            "tokens_per_second": 10_000.0,
+            "skipped_steps": 2,
+            "memory/peak_allocated": 2**30,
+            **more,
+        }
+        lines.append({"step": step, "metrics": metrics})
+        if step % 2 == 0:
+            validation = {"val_nats_per_token": 5.0 - step / 5, "val_standard_error": 0.05, "val_bits_per_byte": 2.0}
+            lines.append({"step": step, "metrics": {**validation, "val_top1_accuracy/0.15": 0.4}})
+            lines.append(sample(step, "for i in[MASK:2](10):", ["for i in", "<b", ">", "(10):"], [None, 2, 1, None]))
+    lines += [{"step": step, "event": "skipped", "text": f"step {step}: skipped, loss nan"} for step in (3, 4)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    (folder / "config.toml").write_text(
+        f'[run]\nseed = 0\ndirectory = "{folder}"\n[training]\nmax_steps = {steps}\n'
+        f"[optimizer]\nlearning_rate = {learning_rate}\n",
+        encoding="utf-8",
+    )
+    (folder / "tokenizer").mkdir()
+    (folder / "tokenizer" / "merges.txt").write_text(merges, encoding="utf-8")
+    (folder / "summary.json").write_text(json.dumps(summary(3.983, steps)), encoding="utf-8")
+    return folder
+
+
+def html_of(*folders: Path) -> str:
+    return render_html(build_page(read_runs(list(folders))))
+
+
+def test_reports_are_their_golden_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Callable[[str, str], None]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    quick, other = make_run(Path("quick")), make_run(Path("other"), steps=4, learning_rate=0.02, merges="h e")
+    page = build_page(read_runs([quick]))
+    golden("run.html", render_html(page))
+    golden("run.md", render_markdown(page))
+    golden("runs.md", render_markdown(build_page(read_runs([quick, other]))))
+
+
+def test_every_chart_is_named_and_has_its_values(tmp_path: Path) -> None:
+    page = html_of(make_run(tmp_path / "quick"))
+    assert "Learning rate, by step. hidden: from 0.01 to 0.01, least 0.01, greatest 0.01; embed: from 0.005" in page
+    data = json.loads(page[page.index('id="data">') + 10 :].partition("</script>")[0])
+    assert len(data) == page.count('class="plot"')
+    assert data[0]["x"] == [0, 6]
+    assert data[1]["lines"][0]["y"] == [4.6, 4.2, 3.8] and data[1]["lines"][0]["error"] == [0.05] * 3
+    assert data[1]["lines"][1] == {"name": "final", "color": 0, "x": [6], "y": [3.983], "error": [0.02]}
+
+
+@pytest.mark.parametrize(
+    ("other", "is_noted"),
+    [
+        ("[validation]\nfinal_rows = 2", True), ("[model]\nmax_position_embeddings = 8", True),
+        ('[data]\nrows = "padded"', True), ("[data]\nworkers = 2", False), ("[validation]\ndraws = 2", False),
+    ],
+)  # fmt: skip
+def test_report_notes_that_validation_texts_may_differ(other: str, is_noted: bool, tmp_path: Path) -> None:
+    one, two = make_run(tmp_path / "a", steps=3), make_run(tmp_path / "b", steps=3)
+    with (two / "config.toml").open("a", encoding="utf-8") as file:
+        file.write(other + "\n")
+    notes = build_page(read_runs([one, two])).notes
+    assert any("their validation texts may differ" in note for note in notes) is is_noted
+    assert not any("tokenizers" in note for note in notes)
+
+
+def test_metrics_that_no_chart_knows_have_a_section_and_large_families_a_table(tmp_path: Path) -> None:
+    metrics: dict[str, Any] = {"temperature/cpu": 40.0, "phase": "<warm>", "void": None}
+    folder = make_run(tmp_path / "quick", **metrics)
+    norms = {f"weight_norms/layers.{index}": float(index) for index in range(300)}
+    with (folder / "metrics.jsonl").open("a") as file:
+        for step in (1, 2):
+            values = {name: value * step for name, value in norms.items()}
+            file.write(json.dumps({"step": step, "metrics": {**values, "weight_norms/mean": 1.0 * step}}) + "\n")
+        file.write('{"step": 6, "metrics": {"temperature/cpu": 44.0}}\n')
+    charts, rest = other_metrics([read_run(folder)])
+    assert [chart.title for chart in charts] == ["temperature/cpu"]
+    assert set(rest) == {"void", "phase", *norms}
+    assert "Norms of weights" in [chart.title for chart in main_charts([read_run(folder)])]
+    page = html_of(folder)
+    assert "not finite" in page and "&lt;warm&gt;" in page
+
+
+def test_values_that_are_none_leave_gaps_and_are_counted(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "quick", steps=12)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    broken = [
+        re.sub(r'"grad_l2_norm": [\d.]+', '"grad_l2_norm": NaN', line) if '"step": 5,' in line else line
+        for line in lines
+    ]
+    (folder / "metrics.jsonl").write_text("\n".join(broken) + "\n")
+    page = html_of(folder)
+    assert "1 value is not finite." in page
+    raw = re.search(r'class="raw" d="([^"]+)"', page[page.index("Gradient norm") :])
+    assert raw is not None and raw[1].count("M") == 2
+
+
+def test_text_of_a_run_cannot_become_part_of_the_page(tmp_path: Path) -> None:
+    attack = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'"
+    metrics: dict[str, Any] = {attack: 1.0, "text/" + attack: attack}
+    folder = make_run(tmp_path / "</title><script>", **metrics)
+    toml = f"[data]\nsource = {json.dumps(attack)}\n[{json.dumps(attack)}]\nx = 1\n"
+    (folder / "config.toml").write_text(toml)
+    with (folder / "metrics.jsonl").open("a") as file:
+        for kind in ("sample", "failed", "environment", attack):
+            file.write(json.dumps({"step": 61, "event": kind, "text": attack}) + "\n")
+        file.write(json.dumps(sample(61, f"{attack}[MASK:1]", [attack, attack], [None, 1])) + "\n")
+    page = html_of(folder)
+    assert page.count("<script") == page.count("</script>") == 2 and "<img" not in page
+    assert page.count("<title>") == 1 and page.count("&lt;img") > 10
+
+
+@pytest.mark.parametrize("ending", ["", '{"step": 4'])
+def test_page_shows_whether_a_run_failed_or_continues(tmp_path: Path, ending: str) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    lines = '{"step": 3, "metrics": {"loss": 2.0}}\n{"step": 3, "event": "failed", "text": "failed after step 3: no"}\n'
+    (folder / "metrics.jsonl").write_text(lines + ending)
+    page = build_page(read_runs([folder]))
+    assert page.states == ["failed, 3 steps"] and "failed after step 3: no" in page.notes
+    assert any("ends in the middle of a line" in note for note in page.notes) == bool(ending)
+
+
+def test_tens_of_thousands_of_steps_give_a_small_page(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "long", steps=3)
+    keys = ("loss", "grad_l2_norm", "lr/a", "lr/b", "step_seconds", "mfu", "other/a", "other/b")
+    with (folder / "metrics.jsonl").open("a") as file:
+        for step in range(4, 20_001):
+            values = ", ".join(f'"{key}": {(step * 7919 % 10007) / 10007 + 1:.6f}' for key in keys)
+            file.write(f'{{"step": {step}, "metrics": {{{values}}}}}\n')
+    assert 200_000 < len(html_of(folder).encode()) < 1_000_000
+
+
+def test_a_report_that_fails_keeps_the_old_one(tmp_path: Path) -> None:
+    folder, output = make_run(tmp_path / "quick", steps=3), tmp_path / "out" / "page.html"
+    output.parent.mkdir()
+    assert [run.name for run in write_report([folder], output)] == ["quick"]
+    assert sorted(output.parent.iterdir()) == [output, output.with_suffix(".md")]
+    before = output.read_bytes()
+    with pytest.raises(ValueError, match="no such directory"):
+        write_report([folder, tmp_path / "missing"], output)
+    assert output.read_bytes() == before
