@@ -9,10 +9,11 @@ import numpy as np
 
 from config.generation import GenerationConfig
 from config.model import ModelConfig
-from diffusionlm.inference.decoder import Decoder, DecoderLimits
+from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.generate import Generation, to_generation
 from diffusionlm.inference.request_builder import prepare_request
 from diffusionlm.inference.requests import ActiveRequest, PreparedRequest, RequestOptions
+from diffusionlm.inference.scheduler import DecoderLimits
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.transformer import Transformer
 
@@ -98,7 +99,7 @@ def run_all(decoder: Decoder, jobs: list[Job], arrivals: list[int]) -> list[Gene
             if arrival == rounds:
                 decoder.add(request)
         had_work = decoder.has_work
-        result = decoder.run_round()
+        result = decoder.step()
         assert result.has_forward or result.finished or not had_work
         finished += result.finished
         check_pages(decoder, requests)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from diffusionlm.inference.decoder import PAGE_SIZE, Decoder, DecoderLimits
+from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.requests import ActiveRequest, PreparedRequest
+from diffusionlm.inference.scheduler import PAGE_SIZE, DecoderLimits
 from diffusionlm.inference.text import AnswerText
 from diffusionlm.models.transformer import Transformer
 from tokenizer import Tokenizer
@@ -64,7 +65,7 @@ def decode_answers(
         decoder.add(answer.request)
     while decoder.has_work:
         started_at = time.perf_counter()
-        result = decoder.run_round()
+        result = decoder.step()
         for request in dict.fromkeys((*result.decoded, *result.finished)):
             answer = open_answers[id(request)]
             if request.error is not None:

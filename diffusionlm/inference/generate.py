@@ -16,10 +16,11 @@ from typing import Any, Literal, TypeVar
 
 from config.generation import GenerationConfig
 from diffusionlm.inference.constraints.compiler import TokenConstraint
-from diffusionlm.inference.decoder import PAGE_SIZE, Decoder, DecoderLimits
+from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.healing import HealedText
 from diffusionlm.inference.request_builder import prepare_request
 from diffusionlm.inference.requests import ActiveRequest, AllowedTokens, PreparedRequest, RequestOptions, TopLogprobs
+from diffusionlm.inference.scheduler import PAGE_SIZE, DecoderLimits
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.transformer import Transformer
 from tokenizer import Tokenizer
@@ -220,7 +221,7 @@ def decode_steps(model: Transformer, requests: Sequence[ActiveRequest]) -> Itera
     for request in requests:
         decoder.add(request)
     while decoder.has_work:
-        result = decoder.run_round()
+        result = decoder.step()
         error = next((request.error for request in requests if request.error is not None), None)
         if error is not None:
             raise error

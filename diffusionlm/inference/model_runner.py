@@ -99,9 +99,60 @@ class ScheduledRequest:
     """False: keys and values of a part of its text are cached, nothing else."""
 
     @property
-    def num_rows(self) -> int:
+    def num_tokens(self) -> int:
         """Inputs of all texts of the request."""
         return (self.part.end - self.part.start) * self.request.num_texts
+
+
+def find_input_slice(request: ActiveRequest) -> InputSlice:
+    """The positions of a request that its next step reads."""
+    config, block_length = request.settings.config, request.settings.block_causal_length
+    block_positions, length = request.blocks[0].positions, len(request.tokens_L)
+    block_start, block_end = int(block_positions[0]), int(block_positions[-1]) + 1
+    shift = _output_shift(request.settings.model)
+    first_output = max(0, int(request.output_positions[0]) - shift)
+    if block_length is not None:
+        segments = request.prepared.segments
+        block_start = int(segments.block_starts(block_positions[:1], block_length)[0])
+        num_visible = min(segments.block_end(block_start, block_length), length)
+        if block_length == 1 and shift:
+            num_visible = block_start  # No output that is computed attends to the token itself.
+        start = min(request.cached_length, first_output) if request.uses_cache else 0
+        return InputSlice(start, num_visible, num_visible, block_start)
+    num_visible = block_end if config.canvas == "growing" else length
+    if not request.uses_cache or request.needs_prefill:
+        return InputSlice(0, num_visible, num_visible, block_start)
+    end = block_end if config.cache == "dual" else num_visible
+    return InputSlice(min(block_start, first_output), end, num_visible, block_start)
+
+
+def find_prompt_slice(request: ActiveRequest, num_tokens: int) -> InputSlice | None:
+    """The next whole blocks of a text that is read in parts, of at most ``num_tokens`` positions, or one block if
+    these are fewer; None: ``num_tokens`` is 0, or the step of the request reads no more than that.
+
+    Only for block-causal attention with a cache.
+    """
+    block_length, part = request.settings.block_causal_length, find_input_slice(request)
+    assert block_length is not None and request.uses_blocks
+    if num_tokens < 1:
+        return None
+    segments = request.prepared.segments
+    limit = min(part.start + num_tokens, part.cached_length)
+    starts = segments.block_starts(np.array([part.start, limit]), block_length).tolist()
+    end = max(starts[1], segments.block_end(starts[0], block_length))
+    return InputSlice(part.start, end, end, end) if end <= part.cached_length else part
+
+
+def count_final_tokens(request: ActiveRequest) -> int:
+    """Positions at the beginning whose keys and values the next step does not compute anew."""
+    part = find_input_slice(request)
+    return min(part.cached_length, max(0, int(request.output_positions[0]) - _output_shift(request.settings.model)))
+
+
+def count_unchanging_tokens(request: ActiveRequest) -> int:
+    """Positions at the beginning whose cached keys and values are not written anymore: with shifted outputs each
+    step reads the position before the block again."""
+    return max(0, request.cached_length - _output_shift(request.settings.model))
 
 
 @dataclass(frozen=True)
@@ -165,52 +216,6 @@ class ModelRunner:
             return _forward(self._model, [text.tokens_L for text in texts], batch)
         with self._adapter_rows.forward_of(batch, [text.adapter for text in texts], device):
             return _forward(self._model, [text.tokens_L for text in texts], batch)
-
-    def input_slice(self, request: ActiveRequest) -> InputSlice:
-        """The positions of a request that its next step reads."""
-        config, block_length = request.settings.config, request.settings.block_causal_length
-        block_positions, length = request.blocks[0].positions, len(request.tokens_L)
-        block_start, block_end = int(block_positions[0]), int(block_positions[-1]) + 1
-        first_output = max(0, int(request.output_positions[0]) - self._shift)
-        if block_length is not None:
-            segments = request.prepared.segments
-            block_start = int(segments.block_starts(block_positions[:1], block_length)[0])
-            num_visible = min(segments.block_end(block_start, block_length), length)
-            if block_length == 1 and self._shift:
-                num_visible = block_start  # No output that is computed attends to the token itself.
-            start = min(request.cached_length, first_output) if request.uses_cache else 0
-            return InputSlice(start, num_visible, num_visible, block_start)
-        num_visible = block_end if config.canvas == "growing" else length
-        if not request.uses_cache or request.needs_prefill:
-            return InputSlice(0, num_visible, num_visible, block_start)
-        end = block_end if config.cache == "dual" else num_visible
-        return InputSlice(min(block_start, first_output), end, num_visible, block_start)
-
-    def prompt_slice(self, request: ActiveRequest, num_rows: int) -> InputSlice | None:
-        """The next whole blocks of a text that is read in parts, of at most ``num_rows`` positions, or one block if
-        these are fewer; None: ``num_rows`` is 0, or the step of the request reads no more than that.
-
-        Only for block-causal attention with a cache.
-        """
-        block_length, part = request.settings.block_causal_length, self.input_slice(request)
-        assert block_length is not None and request.uses_blocks
-        if num_rows < 1:
-            return None
-        segments = request.prepared.segments
-        limit = min(part.start + num_rows, part.cached_length)
-        starts = segments.block_starts(np.array([part.start, limit]), block_length).tolist()
-        end = max(starts[1], segments.block_end(starts[0], block_length))
-        return InputSlice(part.start, end, end, end) if end <= part.cached_length else part
-
-    def num_final_tokens(self, request: ActiveRequest) -> int:
-        """Positions at the beginning whose keys and values the next step does not compute anew."""
-        part = self.input_slice(request)
-        return min(part.cached_length, max(0, int(request.output_positions[0]) - self._shift))
-
-    def num_unchanging_tokens(self, request: ActiveRequest) -> int:
-        """Positions at the beginning whose cached keys and values are not written anymore: with shifted outputs each
-        step reads the position before the block again."""
-        return max(0, request.cached_length - self._shift)
 
     def _text(self, item: ScheduledRequest, number: int) -> InputText:
         """The text of a request, or with guidance and number 1 the one without what was given."""

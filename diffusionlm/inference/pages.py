@@ -1,7 +1,7 @@
 """Who owns which page of a `PagedCache`, and which pages a later request may share.
 
 A page is free, owned by one or more requests, or cached: kept for its content until its room is needed. The number of
-pages of the three kinds is always that of all pages.
+pages of the three kinds is always that of all pages. `PagePool` knows pages, `PageManager` the texts of requests.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from hashlib import sha256
 
 import numpy as np
 from numpy.typing import NDArray
+
+from diffusionlm.inference.model_runner import count_final_tokens, count_unchanging_tokens, find_input_slice
+from diffusionlm.inference.requests import ActiveRequest
 
 
 class PagePool:
@@ -116,6 +119,109 @@ class PagePool:
 
     def _forget(self, page: int) -> None:
         del self._page_of[self._digest_of.pop(page)]
+
+
+class PageManager:
+    """Gives requests pages for their texts, and shares those of texts that begin alike."""
+
+    def __init__(self, num_pages: int, page_size: int, *, has_prefix_cache: bool) -> None:
+        self.pool = PagePool(num_pages)
+        self._page_size, self._has_prefix_cache = page_size, has_prefix_cache
+
+    def check_size(self, request: ActiveRequest) -> None:
+        """Check that a request can fit into the cache.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        num_pages = self._num_pages(request, len(request.tokens_L))
+        if num_pages > self.pool.num_pages:
+            raise ValueError(
+                f"{len(request.tokens_L)} tokens need {num_pages} pages of {self._page_size} positions, and the "
+                f"cache has {self.pool.num_pages}: shorten the text, or give the cache more memory"
+            )
+
+    def allocate_prompt_pages(self, request: ActiveRequest, others: Sequence[ActiveRequest]) -> bool:
+        """Give a waiting request the pages of its first forward; False if there are not enough.
+
+        Args:
+            others: requests that are decoded. They may need one page more at once, and would take these back.
+        """
+        if self.can_share(request):
+            self._share(request)
+        length = find_input_slice(request).num_visible if request.uses_blocks else len(request.tokens_L)
+        reserved = sum(min(other.num_texts, self._missing(other, len(other.tokens_L))) for other in others)
+        if self._missing(request, length) + reserved <= self.pool.num_available:
+            return self.allocate(request, length)
+        self.release(request)
+        return False
+
+    def allocate(self, request: ActiveRequest, length: int) -> bool:
+        """Give a request pages for all positions below ``length``; False if there are not enough."""
+        if self._missing(request, length) > self.pool.num_available:
+            return False
+        request.pages = request.pages or [[] for _ in range(request.num_texts)]
+        num_pages, num_later = (-(-end // self._page_size) for end in (length, len(request.tokens_L)))
+        for pages in request.pages:
+            if num_pages > len(pages):
+                after = pages[-1] if pages else None
+                pages += self.pool.allocate(num_pages - len(pages), after, max(0, num_later - num_pages))
+        return True
+
+    def release(self, request: ActiveRequest) -> None:
+        """Take all pages from a request."""
+        for pages in request.pages:
+            self.pool.release(pages)
+        request.pages, request.page_digests = [], []
+        request.cached_length, request.needs_prefill = 0, True
+
+    def publish(self, request: ActiveRequest) -> None:
+        """Add the pages of a request that have become final to the prefix cache."""
+        if not self.can_share(request):
+            return
+        digests = self._digest(request, count_unchanging_tokens(request))
+        for index, digest in enumerate(digests, start=len(request.page_digests)):
+            self.pool.publish(request.pages[0][index], digest)
+            request.page_digests.append(digest)
+
+    def can_share(self, request: ActiveRequest) -> bool:
+        """Whether keys and values of a page depend on the text up to the end of its last block alone."""
+        is_causal = request.uses_blocks and request.settings.block_causal_length is not None
+        return self._has_prefix_cache and is_causal and not request.has_guidance
+
+    def _num_pages(self, request: ActiveRequest, length: int) -> int:
+        """Pages of all texts of a request up to a length."""
+        return -(-length // self._page_size) * request.num_texts if request.uses_cache else 0
+
+    def _missing(self, request: ActiveRequest, length: int) -> int:
+        """Pages that a request lacks for its positions below ``length``."""
+        return max(0, self._num_pages(request, length) - sum(map(len, request.pages)))
+
+    def _share(self, request: ActiveRequest) -> None:
+        """Begin a waiting request with the pages of the prefix cache."""
+        digests = self._digest(request, count_final_tokens(request))
+        pages = self.pool.share(digests)
+        if pages:
+            request.pages, request.page_digests = [pages], digests[: len(pages)]
+            request.cached_length = len(pages) * self._page_size
+
+    def _digest(self, request: ActiveRequest, num_tokens: int) -> list[bytes]:
+        """Digests of the whole pages of a request's first ``num_tokens`` positions, behind those that it has.
+
+        Keys and values of a page depend on the tokens up to the end of its last block, which may be in the next page,
+        and on where blocks begin, as the turns of a chat move them.
+        """
+        size, num_known = self._page_size, len(request.page_digests)
+        ends = np.arange((num_known + 1) * size, num_tokens + 1, size)
+        block_length = request.settings.block_causal_length
+        if not len(ends) or block_length is None:
+            return []
+        block_starts_L = request.prepared.segments.block_starts(np.arange(len(request.tokens_L)), block_length)
+        block_ends = np.searchsorted(block_starts_L, block_starts_L[ends - 1], side="right")
+        contents_2L = np.stack([request.tokens_L, block_starts_L])
+        slices = [slice(end - size, block_end) for end, block_end in zip(ends, block_ends, strict=True)]
+        salt = request.page_digests[-1] if num_known else request.cache_salt
+        return page_digests([contents_2L[:, part] for part in slices], salt)
 
 
 def _find_run(pages: NDArray[np.int64], count: int) -> list[int] | None:

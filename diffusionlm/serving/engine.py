@@ -18,10 +18,11 @@ from typing import Self, TypedDict, Unpack
 import torch
 
 from config.generation import GenerationConfig
-from diffusionlm.inference.decoder import PAGE_SIZE, Decoder, DecoderCounts, DecoderLimits
+from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.model_runner import build_pattern
 from diffusionlm.inference.request_builder import prepare_request
 from diffusionlm.inference.requests import DEFAULT_OPTIONS, ActiveRequest, PreparedRequest, RequestOptions
+from diffusionlm.inference.scheduler import PAGE_SIZE, DecoderCounts, DecoderLimits
 from diffusionlm.inference.settings import MAX_KEPT_SETTINGS, resolve_settings
 from diffusionlm.models.layers import compute_dtype
 from diffusionlm.models.row_adapters import ModelAdapter
@@ -151,11 +152,11 @@ class Engine:
         pool, counts = self._decoder.pool, self._decoder.counts
         counts = replace(counts, rounds_by_rows=[*counts.rounds_by_rows])
         with self._condition:
-            num_waiting = len(self._submitted) + self._decoder.num_waiting
+            num_waiting = len(self._submitted) + len(self._decoder.scheduler.waiting)
             is_busy = self._round_start is not None
             busy_seconds = self._busy_seconds + (time.perf_counter() - self._busy_since if is_busy else 0.0)
         return EngineStatus(
-            self._decoder.num_active,
+            len(self._decoder.scheduler.active),
             num_waiting,
             pool.num_pages,
             pool.num_owned,
@@ -201,7 +202,7 @@ class Engine:
                 raise ValueError(f"adapter = {adapter!r} does not exist: this engine has {names}")
             self._check_pattern(prepared.settings)
             request = ActiveRequest(prepared)
-            self._decoder.check_size(request)
+            self._decoder.scheduler.pages.check_size(request)
             handles.append(EngineRequest(request))
         with self._condition:
             self.check_capacity(len(handles))
@@ -266,7 +267,7 @@ class Engine:
                 _use_one_thread()
             while self._take_commands():
                 self._round_start = self._clock()
-                result = self._decoder.run_round()
+                result = self._decoder.step()
                 for request in result.decoded:
                     self._update(request)
                 for request in result.finished:

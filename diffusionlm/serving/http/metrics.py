@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from diffusionlm.inference.decoder import ROW_BOUNDS
+from diffusionlm.inference.scheduler import ROW_BOUNDS
 from diffusionlm.serving.engine import Engine
 from diffusionlm.serving.http.calls import Choice
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from config.generation import GenerationConfig
-from diffusionlm.inference.decoder import Decoder, DecoderLimits
+from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.generate import Generation, decode, to_generation
 from diffusionlm.inference.request_builder import prepare_request
 from diffusionlm.inference.requests import ActiveRequest, RequestOptions
+from diffusionlm.inference.scheduler import DecoderLimits
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.transformer import Transformer
 from tests.decoding_jobs import BLOCKS, CANVASES, LIMITS, MASK, Job, check_pages, make_jobs, run_all
@@ -72,17 +73,17 @@ def test_a_prompt_is_read_in_parts_beside_others(expected: Callable[..., Any]) -
     decoder = Decoder(model, DecoderLimits(num_pages=20, page_size=4, max_rows=12))
     first, second = (ActiveRequest(prepared) for prepared in jobs)
     decoder.add(first)
-    decoder.run_round()
+    decoder.step()
     decoder.add(second)
     progress = []
     while not second.num_forwards:
         rows = decoder.counts.num_rows
-        assert first in decoder.run_round().decoded
+        assert first in decoder.step().decoded
         progress.append((second.cached_length, decoder.counts.num_rows - rows))
     assert [length for length, _ in progress] == [8, 16, 20]
     assert [rows for _, rows in progress][:-1] == [12, 12]
     while decoder.has_work:
-        decoder.run_round()
+        decoder.step()
     for request, answer in zip((first, second), alone(model, jobs), strict=True):
         same(to_generation(request), answer)
 
@@ -97,7 +98,7 @@ def test_removed_requests_leave_nothing_behind(expected: Callable[..., Any]) -> 
             decoder.add(request)
         removed: set[int] = set()
         while decoder.has_work:
-            decoder.run_round()
+            decoder.step()
             if rng.random() < 0.4 and len(removed) < 8:
                 victim = int(rng.integers(len(requests)))
                 decoder.remove(requests[victim])  # waiting, being read, being decoded, or done
@@ -131,7 +132,7 @@ def test_newcomers_do_not_overtake_prompts_that_are_read(expected: Callable[...,
     decoder.add(first)
     for _ in range(8):
         decoder.add(ActiveRequest(prepare_request(settings, [2] * 32)))
-        decoder.run_round()
+        decoder.step()
     assert first.is_done
 
 
@@ -141,7 +142,7 @@ def test_the_end_is_reported_in_its_round(expected: Callable[..., Any]) -> None:
     decoder = Decoder(model, LIMITS["plenty"])
     request = ActiveRequest(prepare_request(settings, [1]))
     decoder.add(request)
-    result = decoder.run_round()
+    result = decoder.step()
     assert result.decoded == result.finished == (request,) and not decoder.has_work
 
 
@@ -153,7 +154,7 @@ def test_preempted_requests_do_not_count_as_cached(expected: Callable[..., Any])
     for request in requests:
         decoder.add(request)
     while decoder.has_work:
-        decoder.run_round()
+        decoder.step()
     assert decoder.counts.num_preemptions > 0
     assert [request.num_cached_tokens for request in requests] == [0, 0] and decoder.counts.num_prefix_hits == 0
 
@@ -201,6 +202,6 @@ def test_an_error_ends_its_own_request(expected: Callable[..., Any]) -> None:
     for request in (good, bad):
         decoder.add(request)
     while decoder.has_work:
-        decoder.run_round()
+        decoder.step()
     assert good.error is None and "not finite" in str(bad.error)
     same(to_generation(good), alone(model, [prepared[0]])[0])

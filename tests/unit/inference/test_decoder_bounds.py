@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from config.generation import GenerationConfig
-from diffusionlm.inference.decoder import Decoder, DecoderLimits
+from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.request_builder import prepare_request
 from diffusionlm.inference.requests import ActiveRequest
+from diffusionlm.inference.scheduler import DecoderLimits
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.serving.engine import Engine
@@ -45,7 +46,7 @@ def test_each_request_ends_within_a_number_of_rounds(blocks: Transformer, name: 
             arrivals[id(requests[-1])] = num_rounds
             ends.append(0)
             decoder.add(requests[-1])
-        finished = {id(request) for request in decoder.run_round().finished}
+        finished = {id(request) for request in decoder.step().finished}
         num_rounds += 1
         check_pages(decoder, requests)
         assert decoder.pool.num_owned <= decoder.limits.num_pages
@@ -75,18 +76,18 @@ def test_a_long_prompt_does_not_hold_up_its_neighbors(blocks: Transformer) -> No
     def count_rounds(request: ActiveRequest) -> int:
         rounds = 0
         while not request.final_token_ids():
-            decoded = {id(other) for other in decoder.run_round().decoded}
+            decoded = {id(other) for other in decoder.step().decoded}
             assert id(neighbor) in decoded
             rounds += 1
         return rounds
 
     decoder = Decoder(blocks, DecoderLimits(num_pages=60, page_size=4, max_rows=12))
     neighbor = add(4)
-    decoder.run_round()
+    decoder.step()
     rounds_alone = count_rounds(add(4))
     decoder = Decoder(blocks, DecoderLimits(num_pages=60, page_size=4, max_rows=12))
     neighbor = add(4)
-    decoder.run_round()
+    decoder.step()
     long = add(32)
     assert count_rounds(add(4)) <= rounds_alone + 1
     assert not long.final_token_ids()

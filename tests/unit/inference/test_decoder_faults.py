@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from config.generation import GenerationConfig
-from diffusionlm.inference.decoder import Decoder, DecoderLimits
+from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.generate import Generation, decode, generate, to_generation
-from diffusionlm.inference.model_runner import InputText
+from diffusionlm.inference.model_runner import InputText, find_input_slice
 from diffusionlm.inference.requests import ActiveRequest
 from diffusionlm.inference.sampling import BatchSampler
+from diffusionlm.inference.scheduler import DecoderLimits
 from diffusionlm.models.transformer import Transformer
 from tests.decoding_jobs import BLOCKS, LIMITS, Job, check_pages, make_jobs
 
@@ -74,15 +75,17 @@ def _fail_for(victim: ActiveRequest, function: Callable[..., Any], num_forwards:
 
 
 def in_its_inputs(patch: pytest.MonkeyPatch, decoder: Decoder, victim: ActiveRequest) -> None:
-    patch.setattr(decoder._runner, "input_slice", _fail_for(victim, decoder._runner.input_slice, 2))
+    patch.setattr("diffusionlm.inference.scheduler.find_input_slice", _fail_for(victim, find_input_slice, 2))
 
 
 def in_its_admission(patch: pytest.MonkeyPatch, decoder: Decoder, victim: ActiveRequest) -> None:
-    patch.setattr(decoder, "_give_first_pages", _fail_for(victim, decoder._give_first_pages, 0))
+    pages = decoder.scheduler.pages
+    patch.setattr(pages, "allocate_prompt_pages", _fail_for(victim, pages.allocate_prompt_pages, 0))
 
 
 def in_publishing_its_pages(patch: pytest.MonkeyPatch, decoder: Decoder, victim: ActiveRequest) -> None:
-    patch.setattr(decoder, "_publish_pages", _fail_for(victim, decoder._publish_pages, 1))
+    pages = decoder.scheduler.pages
+    patch.setattr(pages, "publish", _fail_for(victim, pages.publish, 1))
 
 
 FAULTS: tuple[Fault, ...] = (
@@ -110,7 +113,7 @@ def run(
         decoder.add(request)
     finished: list[ActiveRequest] = []
     while decoder.has_work:
-        finished += decoder.run_round().finished
+        finished += decoder.step().finished
         check_pages(decoder, requests)
     assert sorted(map(id, finished)) == sorted(map(id, requests))
     assert decoder.pool.num_owned == 0

@@ -10,10 +10,11 @@ import torch
 
 from config.generation import GenerationConfig
 from diffusionlm.inference import requests as requests_module
-from diffusionlm.inference.decoder import Decoder, DecoderLimits
+from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.generate import Generation, decode, to_generation
 from diffusionlm.inference.request_builder import prepare_request
 from diffusionlm.inference.requests import ActiveRequest, RequestOptions
+from diffusionlm.inference.scheduler import DecoderLimits
 from diffusionlm.inference.settings import DecodingSettings, resolve_settings
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.patterns import BlockCausal
@@ -39,7 +40,7 @@ def same(ours: Generation, expected: Generation) -> None:
 
 def drain(decoder: Decoder, *requests: ActiveRequest) -> None:
     while decoder.has_work:
-        decoder.run_round()
+        decoder.step()
         check_pages(decoder, requests)
 
 
@@ -59,7 +60,7 @@ def test_what_pages_without_an_owner_hold_has_no_effect(request: pytest.FixtureR
     for active in requests:
         decoder.add(active)
     while decoder.has_work:
-        decoder.run_round()
+        decoder.step()
         check_pages(decoder, requests)
         used = {page for active in requests for pages in active.pages for page in pages} | {*decoder.pool._cached}
         free = torch.tensor(sorted(set(range(decoder.limits.num_pages)) - used), dtype=torch.int64)
@@ -87,7 +88,7 @@ def test_a_preemption_at_every_step_changes_nothing(blocks: Transformer, options
     while decoder.has_work:
         before = active.num_forwards
         while decoder.has_work and active.num_forwards == before:
-            decoder.run_round()
+            decoder.step()
         if not active.is_done:
             decoder.remove(active)
             assert decoder.pool.num_owned == 0
@@ -105,15 +106,15 @@ def test_removed_while_it_is_read_and_while_it_waits_again(blocks: Transformer) 
         ActiveRequest(prepare_request(settings, [number] * length)) for number, length in ((1, 20), (2, 4), (3, 20))
     )
     decoder.add(read)
-    decoder.run_round()
+    decoder.step()
     assert 0 < read.cached_length < 20 and read.num_forwards == 0
     decoder.remove(read)
     assert decoder.pool.num_free == 9
     decoder.add(first)
     decoder.add(second)
     while decoder.has_work and not decoder.counts.num_preemptions:
-        decoder.run_round()
-    assert second.num_forwards and not second.pages and decoder.num_waiting == 1
+        decoder.step()
+    assert second.num_forwards and not second.pages and len(decoder.scheduler.waiting) == 1
     decoder.remove(second)
     drain(decoder, first, second, read)
     same(to_generation(first), expected)
@@ -126,8 +127,9 @@ def test_admission_leaves_a_page_to_those_that_will_need_one(blocks: Transformer
     requests = [ActiveRequest(prepare_request(settings, [number] * 4)) for number in (1, 2)]
     for active in requests:
         decoder.add(active)
-    decoder.run_round()
-    assert (decoder.num_active, decoder.num_waiting, decoder.pool.num_free) == (1, 1, 2), "two more are enough for now"
+    decoder.step()
+    assert (len(decoder.scheduler.active), len(decoder.scheduler.waiting)) == (1, 1)
+    assert decoder.pool.num_free == 2, "two more are enough for now"
     drain(decoder, *requests)
     assert decoder.counts.num_preemptions == 0
 
@@ -199,7 +201,7 @@ def test_chats_of_any_turns_have_the_answers_of_a_cold_cache(
                 ActiveRequest(prepare_request(settings, tokens, options=RequestOptions(segment_starts=starts)))
             )
             decoder.add(requests[-1])
-            decoder.run_round()
+            decoder.step()
         drain(decoder, *requests)
         for active in requests:
             alone = ActiveRequest(active.prepared)
@@ -267,7 +269,7 @@ def test_final_keys_and_values_are_those_of_the_whole_text(
         active = ActiveRequest(prepare_request(settings, prompt, options=RequestOptions(segment_starts=starts)))
         decoder.add(active)
         while decoder.has_work and active.cached_length < 20:
-            decoder.run_round()
+            decoder.step()
         end = active.cached_length
         [pages], text = list(active.pages), active.tokens_L[:end].copy()
         drain(decoder, active)
@@ -297,7 +299,7 @@ def test_steps_without_a_forward_hold_up_nobody(blocks: Transformer, monkeypatch
     num_calls = 0
     while decoder.has_work and not (requests[0].is_done and requests[3].is_done):
         num_calls += 1
-        decoder.run_round()
+        decoder.step()
     assert not requests[1].is_done and requests[1].num_steps <= 10 * (num_calls + 1)
     drain(decoder, *requests)
     monkeypatch.undo()

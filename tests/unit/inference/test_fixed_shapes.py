@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from config.generation import GenerationConfig
-from diffusionlm.inference.decoder import Decoder, DecoderLimits
+from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.fixed_shapes import TILE_ROWS, pack_tiles
 from diffusionlm.inference.generate import Generation, decode, to_generation
 from diffusionlm.inference.model_runner import InputText
 from diffusionlm.inference.request_builder import prepare_request
 from diffusionlm.inference.requests import ActiveRequest
+from diffusionlm.inference.scheduler import DecoderLimits
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.patterns import Bidirectional, BlockCausal
 from diffusionlm.models.ragged import SequenceSlice
@@ -60,7 +61,7 @@ def decode_with_aborts(decoder: Decoder, jobs: Sequence[Job], rng: np.random.Gen
         for _ in range(int(rng.integers(0, 3))):
             if waiting:
                 decoder.add(requests[waiting.pop()])
-        decoder.run_round()
+        decoder.step()
         if rng.random() < 0.4 and len(removed) < len(jobs) // 3:
             victim = int(rng.integers(len(jobs)))
             if victim not in waiting:
@@ -145,5 +146,5 @@ def test_waiting_for_a_tile_costs_no_step(tiny_model: MakeModel) -> None:
     requests = [ActiveRequest(prepare_request(settings, [1, 2, 3, 4])) for _ in range(2)]
     for request in requests:
         decoder.add(request)
-    decoder.run_round()
+    decoder.step()
     assert [request.num_forwards for request in requests] == [1, 1] and decoder.counts.num_rounds == 1

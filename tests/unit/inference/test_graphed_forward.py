@@ -22,10 +22,11 @@ from config.generation import GenerationConfig
 from diffusionlm.inference import cuda_graphs
 from diffusionlm.inference import decoder as decoder_module
 from diffusionlm.inference.cuda_graphs import CudaGraph, GraphedForward, StaticBatch, StaticShape, find_shape
-from diffusionlm.inference.decoder import Decoder, DecoderLimits
+from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.generate import Generation, decode, decode_steps, generate, to_generation
 from diffusionlm.inference.request_builder import prepare_request
 from diffusionlm.inference.requests import ActiveRequest, RequestOptions
+from diffusionlm.inference.scheduler import DecoderLimits
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.lora import LoRALinear, add_adapter
@@ -140,7 +141,7 @@ def test_what_other_pages_hold_has_no_effect(blocks: Transformer, graphs: list[R
     cache = decoder.cache
     assert cache is not None and cache.num_pages == 61
     while decoder.has_work:
-        decoder.run_round()
+        decoder.step()
         owned = {page for active in requests for pages in active.pages for page in pages}
         free = np.array(sorted(set(range(cache.num_pages)) - owned))
         slots = torch.from_numpy((free[:, None] * cache.page_size + np.arange(cache.page_size)).ravel())

@@ -14,7 +14,7 @@ from diffusionlm.diffusion.noised_batch import CleanBatch
 from diffusionlm.diffusion.objectives import build_layout
 from diffusionlm.inference.blocks import WHOLE_TEXT, TextSegments, split_into_blocks
 from diffusionlm.inference.generate import generate
-from diffusionlm.inference.model_runner import ModelRunner, ScheduledRequest
+from diffusionlm.inference.model_runner import ModelRunner, ScheduledRequest, find_input_slice
 from diffusionlm.inference.request_builder import prepare_request
 from diffusionlm.inference.requests import ActiveRequest, RequestOptions
 from diffusionlm.inference.settings import resolve_settings
@@ -132,7 +132,7 @@ def test_logits_of_the_second_turn_are_those_of_training(model: Transformer, ali
         runner, request.pages = ModelRunner(model, pages), [[0]]
         request.prepare_step()
         expected = torch.stack([logits_of[int(token)] for token in tokens_BL[0, len(prompt) : start + BLOCK]])
-        logits_NV = runner([ScheduledRequest(request, runner.input_slice(request))])
+        logits_NV = runner([ScheduledRequest(request, find_input_slice(request))])
         torch.testing.assert_close(logits_NV, expected, rtol=1e-10, atol=1e-10)
 
 

@@ -19,12 +19,13 @@ from diffusionlm.inference.constraints.compiler import TokenConstraint
 from diffusionlm.inference.constraints.expressions import parse_regex
 from diffusionlm.inference.constraints.sampler import constrain_predictions
 from diffusionlm.inference.constraints.token_automaton import TokenTrie
-from diffusionlm.inference.decoder import Decoder, DecoderLimits
+from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.generate import Generation, generate, infill, stream, to_generation
 from diffusionlm.inference.healing import HealedText
 from diffusionlm.inference.request_builder import prepare_request
 from diffusionlm.inference.requests import ActiveRequest, RequestOptions
 from diffusionlm.inference.sampling import LogitRows
+from diffusionlm.inference.scheduler import DecoderLimits
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.inference.strategies import STRATEGIES
 from diffusionlm.models.transformer import Transformer
@@ -233,7 +234,7 @@ def test_a_slow_constraint_lets_others_go_ahead(
     decoder.add(other)
     turns: list[str] = []
     while decoder.has_work:
-        turns.append("".join("s" if request is slow else "o" for request in decoder.run_round().decoded))
+        turns.append("".join("s" if request is slow else "o" for request in decoder.step().decoded))
     assert "".join(turns).count("o") == other.num_forwards
     first = next(index for index, turn in enumerate(turns) if "s" in turn)
     assert turns[first : first + 4] == (["so", "o", "o", "o"] if pauses else ["so"] * 4)
