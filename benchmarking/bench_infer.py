@@ -33,17 +33,11 @@ from benchmarking.harness import (
     run_in_fresh_process,
 )
 from benchmarking.implementations.decoding import build_autoregressive_call, convert_to_qwen3
-from config.bench.inference import BenchCell, BenchInferConfig, BenchInferSection, BenchModel, BenchValidationSection
-from config.eval import EvalConfig
-from config.evaluation.text import EvalDataConfig, NelboConfig
+from config.bench.inference import BenchCell, BenchInferConfig, BenchInferSection, BenchModel
 from config.generation import GenerationConfig
-from config.infer import InferModelConfig
 from config.model import ModelConfig
 from config.training.runtime import AttentionBackend
 from diffusionlm.checkpoints.huggingface import DTYPES, load_configured_model
-from diffusionlm.checkpoints.model_files import load_tokenizer
-from diffusionlm.evaluation.plan import plan_evaluation
-from diffusionlm.evaluation.text_likelihood import evaluate_likelihood
 from diffusionlm.inference.generate import generate
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.init import initial_std, initial_value
@@ -97,8 +91,6 @@ class CellResult:
     speed_over_peer: str | None
     """Speed over autoregressive decoding of the same batch, within rounds; None without a peer."""
     peak_bytes: int | None
-    bits_per_byte: float | None
-    """Upper bound on the bits per byte of the validation text; None without one."""
 
     @property
     def latency(self) -> float:
@@ -124,7 +116,6 @@ class CellResult:
             "tokens_per_second": self.counts.new_tokens / self.latency,
             "forwards_per_second": self.counts.forwards / self.latency,
             "peak_bytes": self.peak_bytes,
-            "bits_per_byte_bound": self.bits_per_byte,
         }
 
 
@@ -178,16 +169,6 @@ def random_prompts(config: ModelConfig, length: int, batch_size: int, seed: int)
     return [(tokens_P + (tokens_P >= mask)).tolist() for tokens_P in prompts]
 
 
-def build_prompts(config: BenchInferConfig, model: ModelConfig, batch_size: int) -> Prompts:
-    """Encode the prompts of the config, repeated until the batch is full, or build random ones."""
-    if not config.bench.prompts:
-        return random_prompts(model, config.bench.prompt_length, batch_size, config.bench.seed)
-    assert config.model.path is not None
-    tokenizer = load_tokenizer(config.model.path)
-    prompts = [[*model.prefix_ids, *tokenizer.encode(text)] for text in config.bench.prompts]
-    return [prompts[index % len(prompts)] for index in range(batch_size)]
-
-
 def _seeds(bench: BenchInferSection, batch_size: int) -> list[int]:
     return list(range(bench.seed, bench.seed + batch_size))
 
@@ -221,37 +202,12 @@ def measure_peak(config: BenchInferConfig, cell: BenchCell) -> int:
 
 def _measure_peak_in_process(config: BenchInferConfig, cell: BenchCell) -> int:
     model = build_model(config.model)
-    prompts = build_prompts(config, model.config, cell.batch_size)
+    prompts = random_prompts(model.config, config.bench.prompt_length, cell.batch_size, config.bench.seed)
     generate(model, prompts[:1], cell.generation.model_copy(update={"max_new_tokens": WARMUP_TOKENS}))
     release_freed_memory()
     peak = PeakGrowth(model.lm_head.weight.device.type)
     generate(model, prompts, cell.generation, _seeds(config.bench, cell.batch_size))
     return peak.bytes()
-
-
-def measure_bounds(config: BenchModel, validation: BenchValidationSection, cells: Sequence[BenchCell]) -> list[float]:
-    """Bound the bits per byte of the validation text for each cell, evaluated once for each attention pattern."""
-    data = EvalDataConfig(**{name: getattr(validation, name) for name in EvalDataConfig.model_fields})
-    model = InferModelConfig(**{name: getattr(config, name) for name in InferModelConfig.model_fields})
-    bounds: dict[tuple[str | None, int | None], float] = {}
-    for attention, length in map(_attention_pattern, cells):
-        if (attention, length) not in bounds:
-            is_bidirectional = attention == "bidirectional"
-            print_message(f"bound, {'bidirectional' if is_bidirectional else f'blocks of {length}'}")
-            likelihood = NelboConfig(
-                block_length=length,
-                bidirectional=is_bidirectional,
-                num_mc_samples=validation.num_mc_samples,
-                batch_size=validation.batch_size,
-            )
-            result = evaluate_likelihood(plan_evaluation(EvalConfig(model=model, data=data, likelihood=likelihood)))
-            bounds[attention, length] = result.bits_per_byte
-    return [bounds[_attention_pattern(cell)] for cell in cells]
-
-
-def _attention_pattern(cell: BenchCell) -> tuple[str | None, int | None]:
-    attention = cell.generation.attention
-    return attention, None if attention == "bidirectional" else cell.generation.block_length
 
 
 def bench_infer(config: BenchInferConfig) -> Report:
@@ -271,7 +227,10 @@ def bench_infer(config: BenchInferConfig) -> Report:
         print_message(f"model: {config.model.path}; model.shape is ignored")
     cells = _with_model_defaults(config.cells(), model.config)
     facts = _describe_conditions(config, model)
-    prompts = {size: build_prompts(config, model.config, size) for size in config.grid.batch_sizes}
+    bench = config.bench
+    prompts = {
+        size: random_prompts(model.config, bench.prompt_length, size, bench.seed) for size in config.grid.batch_sizes
+    }
     counts, calls = {}, dict[str, Callable[[], object]]()
     for number, cell in enumerate(cells, 1):
         print_message(f"counting {number}/{len(cells)}: {cell.label}")
@@ -291,10 +250,7 @@ def bench_infer(config: BenchInferConfig) -> Report:
     for index, cell in enumerate(cells if config.bench.memory else []):
         print_message(f"memory {index + 1}/{len(cells)}: {cell.label}")
         peaks[index] = measure_peak(config, cell)
-    bounds: list[float | None] = [None] * len(cells)
-    if config.validation is not None:
-        bounds = [*measure_bounds(config.model, config.validation, cells)]
-    results = _build_results(cells, counts, times, peaks, bounds)
+    results = _build_results(cells, counts, times, peaks)
     facts |= {label: f"{work[label] / times.median(label):,.1f} tok/s" for label in calls if label not in counts}
     if path is not None:
         record = {
@@ -311,14 +267,13 @@ def _build_results(
     counts: Mapping[str, DecodingCounts],
     times: Comparison,
     peaks: Sequence[int | None],
-    bounds: Sequence[float | None],
 ) -> list[CellResult]:
     results = []
-    for cell, peak, bound in zip(cells, peaks, bounds, strict=True):
+    for cell, peak in zip(cells, peaks, strict=True):
         seconds, peer = times.seconds[cell.label], _peer_label(cell.batch_size)
         over_first = _speed_over_first(cells, cell, times)
         over_peer = times.speedup(cell.label, peer).format_ratio() if peer in times.seconds else None
-        results.append(CellResult(cell, counts[cell.label], seconds, over_first, over_peer, peak, bound))
+        results.append(CellResult(cell, counts[cell.label], seconds, over_first, over_peer, peak))
     return results
 
 
@@ -351,13 +306,12 @@ def _naming_cell(cell: BenchCell) -> Iterator[None]:
 
 def _describe_conditions(config: BenchInferConfig, model: Transformer) -> dict[str, str]:
     bench, shape = config.bench, model.config
-    prompts = "texts" if bench.prompts else f"{bench.prompt_length} random tokens"
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return {
         "model": "random weights" if config.model.path is None else str(config.model.path),
         "shape": f"{describe_model(shape)}, vocabulary {shape.vocab_size:,}, {parameters:,} parameters, "
         f"{str(model.lm_head.weight.dtype).removeprefix('torch.')}",
-        "requests": f"{prompts} and {bench.new_tokens} new ones each",
+        "requests": f"{bench.prompt_length} random tokens and {bench.new_tokens} new ones each",
         **describe_accelerator(model.lm_head.weight.device.type),
         **collect_environment(threads=torch.get_num_threads(), packages=["torch"]),
         "rounds": f"{bench.rounds} after {bench.warmup} of warm-up",
@@ -370,7 +324,7 @@ def _speed_over_first(cells: Sequence[BenchCell], cell: BenchCell, times: Compar
 
 
 def build_table(results: Sequence[CellResult]) -> ResultTable:
-    """One row per cell; the columns of memory and bounds only if they were measured."""
+    """One row per cell; that of memory only if it was measured."""
     columns: dict[str, Callable[[CellResult], str]] = {
         "strategy": lambda result: result.cell.strategy,
         "block": lambda result: str(result.cell.generation.block_length or "all"),
@@ -387,6 +341,4 @@ def build_table(results: Sequence[CellResult]) -> ResultTable:
         columns[f"over {PEER}"] = lambda result: str(result.speed_over_peer)
     if results[0].peak_bytes is not None:
         columns["peak"] = lambda result: f"{(result.peak_bytes or 0) / MEBIBYTE:,.1f} MiB"
-    if results[0].bits_per_byte is not None:
-        columns["bits per byte <="] = lambda result: f"{result.bits_per_byte:.3f}"
     return ResultTable(list(columns), [[cell(result) for cell in columns.values()] for result in results])

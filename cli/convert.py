@@ -1,4 +1,4 @@
-"""``diffusionlm-convert``: write a model directory with another dtype, family or shard size, or for diffusion."""
+"""``diffusionlm-convert``: write a model directory with another dtype or family, or for diffusion."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config, arguments = parse_command(
         ConvertConfig,
         name=NAME,
-        description="Write a model in another form: dtype, family, shard size, adapter merged, mask token added.",
+        description="Write a model in another form: dtype, family, adapter merged, mask token added.",
         example=EXAMPLE,
         config_required=False,
         add_arguments=_add_arguments,
@@ -74,10 +74,9 @@ def describe_steps(conversion: Conversion) -> list[str]:
         lines.append("copy the embedding to the head")
     family = get_family(target)
     dtype = "the dtype of the source" if config.dtype == "keep" else config.dtype
-    size = f"files of up to {config.max_shard_gigabytes:g} GB"
     return [
         *lines,
-        f"write {conversion.target}: model_type = {family.model_type!r} ({family.architecture}), {dtype}, {size}",
+        f"write {conversion.target}: model_type = {family.model_type!r} ({family.architecture}), {dtype}",
     ]
 
 

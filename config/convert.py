@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from config.base import ConfigPath, NonEmptyStr, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from config.base import ConfigPath, NonEmptyStr, NonNegativeInt, PositiveInt, Section
 from diffusionlm.families.registry import FAMILIES
 
 
@@ -61,8 +61,6 @@ class ConvertConfig(Section):
     model_type: NonEmptyStr | None = None
     """Model family, whose config keys and tensor names the target has, such as "sdar" or "qwen3". None: the
     source's."""
-    max_shard_gigabytes: PositiveFloat = 5.0
-    """Size limit of a weight file, in 10^9 bytes."""
     diffusion: DiffusionSection | None = None
     """None: no conversion to a diffusion model."""
 

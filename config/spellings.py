@@ -60,6 +60,10 @@ REMOVED: Mapping[str, Removed] = {
         for group in ("head", "embed", "router", "scalar")
         for key in ("betas", "eps")
     },
+    "bench.prompts": Removed("prompts are bench.prompt_length random tokens"),
+    "validation": Removed("bound a likelihood with diffusionlm-eval"),
+    "requests.vocabulary": Removed("name token ids in requests.file"),
+    "max_shard_gigabytes": Removed("weight files have at most 5 GB", 5.0),
     "schedule.decay_steps": Removed("set schedule.decay_fraction"),
 }
 

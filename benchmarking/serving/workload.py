@@ -74,8 +74,7 @@ def _build_request(section: RequestsSection, line: Mapping[str, Any], index: int
     lengths = [_draw_length(rng, section.prompt_length), _draw_length(rng, section.answer_length)]
     content = {key: line[key] for key in ("prompt", "messages") if key in line}
     if not content:
-        prompt = _draw_prompt(rng, line.get("prompt_length", lengths[0]), section.vocabulary)
-        content = {"prompt": prompt}
+        content = {"prompt": " ".join(rng.choice(TEXT.split(), line.get("prompt_length", lengths[0])).tolist())}
     if is_chat and "prompt" in content:
         content = {"messages": [{"role": "user", "content": content["prompt"]}]}
     return LoadRequest(content, line.get("max_tokens", lengths[1]), line.get("seed", section.seed + index))
@@ -83,13 +82,6 @@ def _build_request(section: RequestsSection, line: Mapping[str, Any], index: int
 
 def _draw_length(rng: np.random.Generator, limits: LengthRange) -> int:
     return int(rng.integers(limits[0], limits[1] + 1))
-
-
-def _draw_prompt(rng: np.random.Generator, length: int, vocabulary: int | None) -> str | list[int]:
-    if vocabulary is None:
-        return " ".join(rng.choice(TEXT.split(), length).tolist())
-    token_ids: list[int] = rng.integers(0, vocabulary, length).tolist()
-    return token_ids
 
 
 def _read_lines(path: Path, *, is_chat: bool) -> list[dict[str, Any]]:

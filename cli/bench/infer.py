@@ -13,7 +13,7 @@ from files.terminal_text import print_line
 NAME = "diffusionlm-bench-infer"
 
 EXAMPLE = f"""  {NAME} --config config/resources/bench_infer.toml --set output.path=runs/bench_infer.json
-  {NAME} --config config/resources/bench_infer.toml --model runs/blocks/4 --set validation.source=python-stdlib"""
+  {NAME} --config config/resources/bench_infer.toml --model runs/blocks/4 --set bench.memory=false"""
 
 
 @friendly_errors(NAME)

@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from config.base import ConfigPath, NonEmptyStr, NonNegativeInt, PositiveInt, Section, StrTuple, TupleOf, check_distinct
-from config.evaluation.text import EvalDataConfig
+from config.base import ConfigPath, NonEmptyStr, NonNegativeInt, PositiveInt, Section, TupleOf, check_distinct
 from config.generation import GenerationConfig, check_attention_fits
 from config.infer import InferModelConfig
 from config.model import Architecture, ModelConfig
@@ -43,11 +42,8 @@ class BenchModel(InferModelConfig):
 class BenchInferSection(Section):
     """``[bench]``: the requests, and how they are measured."""
 
-    prompts: StrTuple = ()
-    """Texts to continue, repeated until the batch is full; they need the tokenizer of model.path. Empty: prompts of
-    prompt_length random tokens."""
     prompt_length: PositiveInt = 64
-    """Tokens of a random prompt."""
+    """Tokens of a prompt, which are random."""
     new_tokens: PositiveInt = 128
     """Tokens that are decoded for each request; fewer only if a strategy sets stop_token_ids."""
     peers: TupleOf[Literal["transformers"]] = ()
@@ -87,18 +83,6 @@ class BenchGridSection(Section):
     """prefix and dual are for bidirectional attention, block is for block-causal attention."""
 
 
-class BenchValidationSection(EvalDataConfig):
-    """``[validation]``: a text whose likelihood is bounded, once for each block length of the grid; needs model.path
-    and its tokenizer."""
-
-    max_rows: NonNegativeInt = 64
-    """Sequences to evaluate; 0: all."""
-    num_mc_samples: PositiveInt = 4
-    """Monte Carlo samples: noised copies of each sequence."""
-    batch_size: PositiveInt = 32
-    """Sequences of one forward."""
-
-
 class BenchInferOutput(Section):
     """``[output]``: a file of the results, beside the report on the terminal."""
 
@@ -126,7 +110,6 @@ class BenchInferConfig(Section):
     bench: BenchInferSection = BenchInferSection()
     grid: BenchGridSection = BenchGridSection()
     strategies: Annotated[TupleOf[BenchStrategySection], Field(min_length=1)]
-    validation: BenchValidationSection | None = None
     output: BenchInferOutput = BenchInferOutput()
 
     @model_validator(mode="after")
@@ -138,12 +121,6 @@ class BenchInferConfig(Section):
         shape, length = self.model.shape, self.bench.prompt_length + self.bench.new_tokens
         if shape is None:
             raise ValueError("no model given: add --model DIR, or a table [model.shape] for random weights")
-        if self.validation is not None:
-            raise ValueError("[validation] needs a trained model and its tokenizer: set model.path, or remove it")
-        if self.bench.prompts:
-            raise ValueError(
-                "bench.prompts need a tokenizer, and random weights have none: set model.path, or remove the prompts"
-            )
         if length > shape.max_position_embeddings:
             raise ValueError(
                 f"bench.prompt_length = {self.bench.prompt_length} and bench.new_tokens = {self.bench.new_tokens} are "

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from config.base import ConfigPath, NonEmptyStr, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
@@ -56,11 +56,9 @@ class RequestsSection(Section):
     count: PositiveInt | None = None
     """Requests that are measured; a shorter file is repeated. Not set: each line of the file once, or 100."""
     prompt_length: LengthRange = (8, 32)
-    """Length of drawn prompts: words, or with a vocabulary token ids. The default fits the smallest contexts."""
+    """Words of a drawn prompt. The default fits the smallest contexts."""
     answer_length: LengthRange = (16, 64)
     """Largest number of new tokens of a request, where the file does not say it."""
-    vocabulary: PositiveInt | None = None
-    """Prompts are token ids below this number (completions only). Not set: English words."""
     seed: NonNegativeInt = 0
     """Seed of all that is drawn; request i is sent with seed + i."""
     body: dict[str, Any] = Field(default_factory=dict)
@@ -131,11 +129,3 @@ class BenchServeConfig(Section):
     goodput: GoodputSection = GoodputSection()
     check: AnswerCheckSection = AnswerCheckSection()
     output: BenchServeOutput = BenchServeOutput()
-
-    @model_validator(mode="after")
-    def _check_endpoint(self) -> Self:
-        if self.requests.vocabulary is not None and self.server.endpoint == "chat":
-            raise ValueError(
-                'requests.vocabulary draws token ids, and server.endpoint = "chat" takes text alone: remove one of them'
-            )
-        return self

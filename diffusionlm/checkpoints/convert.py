@@ -100,12 +100,9 @@ def convert(conversion: Conversion) -> None:
             weights[name] = _set_row(weights[name], conversion.new_row, conversion.config.diffusion)
     with torch.device("meta"):
         target_model = Transformer(conversion.target_config)
-    shard_bytes = int(conversion.config.max_shard_gigabytes * 10**9)
 
     def write(folder: Path) -> None:
-        save_model_directory(
-            target_model, conversion.tokenizer, folder, weights, max_shard_size=shard_bytes, source=conversion.source
-        )
+        save_model_directory(target_model, conversion.tokenizer, folder, weights, source=conversion.source)
 
     write_directory_atomically(conversion.target, write)
 

@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from benchmarking import bench_infer as module
-from benchmarking.bench_infer import bench_infer, count, measure_bounds, random_model, random_prompts
+from benchmarking.bench_infer import bench_infer, count, random_model, random_prompts
 from benchmarking.implementations import decoding
-from config.bench.inference import BenchInferConfig, BenchModel, BenchValidationSection
-from config.eval import EvalConfig
-from config.evaluation.text import NelboConfig
+from config.bench.inference import BenchInferConfig
 from config.generation import GenerationConfig
 from config.load import ConfigError, load_config
 from config.model import ModelConfig
@@ -90,8 +88,8 @@ def test_a_cell_has_the_settings_of_its_strategy_and_of_the_grid() -> None:
         ("strategies.0.generation.cache=none", "generation.cache = 'none' is set by grid.caches here"),
         ("strategies.0.generation.max_new_tokens=9", "is set by bench.new_tokens here"),
         ("bench.new_tokens=1000", "1064 tokens, more than model.shape.max_position_embeddings = 512"),
-        ("bench.prompts=hello", "bench.prompts need a tokenizer"),
-        ("validation.source=python-stdlib", "[validation] needs a trained model"),
+        ("bench.prompts=hello", "was removed; prompts are bench.prompt_length random tokens"),
+        ("validation.source=python-stdlib", "was removed; bound a likelihood with diffusionlm-eval"),
         ("bench.rounds=1", "2"),
         ("grid.caches=fast", "fast"),
     ],
@@ -173,27 +171,6 @@ def test_memory_is_above_the_loaded_model() -> None:
     threads = torch.get_num_threads()
     assert 0 <= module._measure_peak_in_process(config, config.cells()[0]) < 64 << 20
     torch.set_num_threads(threads)
-
-
-def test_a_bound_is_measured_once_for_each_attention_pattern(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    configs: list[EvalConfig] = []
-
-    def evaluate(config: EvalConfig) -> Any:
-        configs.append(config)
-        return type("Result", (), {"bits_per_byte": float(len(configs))})
-
-    monkeypatch.setattr(module, "plan_evaluation", lambda config: config)
-    monkeypatch.setattr(module, "evaluate_likelihood", evaluate)
-    cells = load_config(BenchInferConfig, RESOURCE).cells()
-    validation = BenchValidationSection.model_validate({"source": "python-stdlib", "num_mc_samples": 2})
-    model = BenchModel(path=tmp_path, device="cpu")
-    assert measure_bounds(model, validation, cells) == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 3.0] * 2
-    assert [config.likelihood for config in configs] == [
-        NelboConfig(block_length=4, num_mc_samples=2),
-        NelboConfig(block_length=16, num_mc_samples=2),
-        NelboConfig(bidirectional=True, num_mc_samples=2),
-    ]
-    assert {config.data.max_rows for config in configs} == {64} and configs[0].model.path == tmp_path
 
 
 @pytest.mark.slow
