@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -31,6 +31,8 @@ OnBadRow = Literal["raise", "skip", "replace"]
 class PythonStdlib(Section):
     """The source code of the running Python's standard library: real text that every machine has."""
 
+    opener: ClassVar[str] = "local_files:StdlibSource"
+
     kind: Literal["python-stdlib"] = "python-stdlib"
     validation_share: Annotated[int, Field(gt=1)] = 12
     """One file in this many, selected by a hash of its path, is held out for validation."""
@@ -52,6 +54,8 @@ class RecordSourceOptions(Section):
 
 class LocalFiles(RecordSourceOptions):
     """Local files: JSON, plain text or Parquet, optionally compressed, read as a stream."""
+
+    opener: ClassVar[str] = "local_files:open_local_files"
 
     kind: Literal["files"] = "files"
     paths: Annotated[TupleOf[NonEmptyStr], Field(min_length=1)]
@@ -91,6 +95,8 @@ def _check_split_and_count(split: str) -> str:
 
 class HubDataset(RecordSourceOptions):
     """A dataset of the Hugging Face Hub, or a local directory with a dataset, read as a stream."""
+
+    opener: ClassVar[str] = "hub:open_hub"
 
     kind: Literal["hub"] = "hub"
     dataset: NonEmptyStr
@@ -165,6 +171,8 @@ Symbols = Annotated[str, AfterValidator(_check_distinct_symbols)]
 class MarkovChain(Synthetic):
     """A sticky Markov chain: each symbol repeats the previous one or is any other one."""
 
+    opener: ClassVar[str] = "synthetic:MarkovSource"
+
     kind: Literal["markov"] = "markov"
     symbols: Symbols = "abcdefgh"
     """The alphabet; all symbols are equally likely at the start of a document."""
@@ -177,11 +185,15 @@ class MarkovChain(Synthetic):
 class ShidokuGrids(Synthetic):
     """4x4 Sudoku grids, 16 digits row by row; all 288 grids are equally likely."""
 
+    opener: ClassVar[str] = "synthetic:ShidokuSource"
+
     kind: Literal["shidoku"] = "shidoku"
 
 
 class CopiedSymbols(Synthetic):
     """Random symbols, followed by a copy of them."""
+
+    opener: ClassVar[str] = "synthetic:CopySource"
 
     kind: Literal["copy"] = "copy"
     symbols: Symbols = "abcdefgh"
@@ -193,6 +205,8 @@ class CopiedSymbols(Synthetic):
 class ReversedAddition(Synthetic):
     """Sums such as `321+654=9750`: 123 + 456 = 579, least significant digits first."""
 
+    opener: ClassVar[str] = "synthetic:AdditionSource"
+
     kind: Literal["addition"] = "addition"
     digits: PositiveInt = 3
     """Digits of each summand, with leading zeros; the sum has one more."""
@@ -201,6 +215,8 @@ class ReversedAddition(Synthetic):
 class NestedExpressions(Synthetic):
     """Expressions such as `(3+(1*2))` from a probabilistic context-free grammar, of different lengths."""
 
+    opener: ClassVar[str] = "synthetic:GrammarSource"
+
     kind: Literal["grammar"] = "grammar"
     depth: Annotated[int, Field(ge=0, le=10)] = 3
     """Maximum nesting depth. The longest document has 2 ** (depth + 2) - 3 characters."""
@@ -208,6 +224,8 @@ class NestedExpressions(Synthetic):
 
 class ChatTasks(Section):
     """Conversations of one question with an answer that can be checked, such as `reverse: abc` and `cba`."""
+
+    opener: ClassVar[str] = "chat_tasks:ChatTaskSource"
 
     kind: Literal["chat_tasks"] = "chat_tasks"
     tasks: Annotated[TupleOf[ChatTask], Field(min_length=1)] = ("copy", "reverse", "sort", "add", "count")
@@ -233,7 +251,8 @@ class ChatTasks(Section):
 SyntheticText = MarkovChain | ShidokuGrids | CopiedSymbols | ReversedAddition | NestedExpressions
 
 TextSource = PythonStdlib | LocalFiles | HubDataset | SyntheticText | ChatTasks
-"""Sources of text or conversations. The other source, `Shards`, has tokens."""
+"""Sources of text or conversations. The other source, `Shards`, has tokens. `opener` names a module of
+`diffusionlm.data.sources`, and what in it opens a split when it is called with section, split and config key."""
 
 Source = Annotated[TextSource | Shards, Field(discriminator="kind")]
 

@@ -184,9 +184,9 @@ def list_files(config: Section, prefix: str = "") -> Iterator[tuple[str, list[Pa
                 yield from list_files(item, f"{key}.{index}." if isinstance(value, tuple) else f"{key}.")
     if isinstance(config, PythonStdlib):
         # Imported here, so that --help and config errors do not wait for numpy.
-        from diffusionlm.data.sources.local_files import open_stdlib
+        from diffusionlm.data.sources.local_files import StdlibSource
 
-        paths = [path for split in SPLITS for path in open_stdlib(config, split, prefix).paths]
+        paths = [path for split in SPLITS for path in StdlibSource(config, split, prefix).paths]
         yield prefix.rstrip("."), paths
 
 

@@ -115,12 +115,11 @@ class Validator:
             return None
         if self.config.model.logit_alignment == "shifted" and not data.begin_with_eos:
             return None  # the first token is not scored
-        distribution = source.distribution
-        if distribution.max_length + data.begin_with_eos + data.end_with_eos > self.config.row_length:
+        if source.max_length + data.begin_with_eos + data.end_with_eos > self.config.row_length:
             return None
         if self.block_lengths[0] is None:
-            return distribution.entropy_nats - distribution.length_entropy_nats
-        return distribution.entropy_nats if distribution.length_entropy_nats == 0.0 else None
+            return source.entropy_nats - source.length_entropy_nats
+        return source.entropy_nats if source.length_entropy_nats == 0.0 else None
 
     def evaluate_quick(self, model: Transformer) -> EvaluationResult:
         """Evaluate during the run, for the model's first block length."""

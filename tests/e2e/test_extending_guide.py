@@ -18,7 +18,7 @@ MAX_FILES = {
     "A decoding strategy": 1,
     "A noise schedule": 1,
     "An optimizer": 3,
-    "A data source": 3,
+    "A data source": 2,
     "A model family": 1,
 }
 """Section -> number of files that its example may touch."""
@@ -68,7 +68,7 @@ def test_examples_touch_no_more_files_than_promised() -> None:
 def test_tests_accept_a_new_strategy_and_a_new_schedule(tree: Path) -> None:
     """They find both by their registries; one command writes the table of the documentation."""
     for folder in ("tests", "docs"):
-        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
     shutil.copy(ROOT / "pyproject.toml", tree)
     run_python(tree, "tests/unit/inference/test_strategy_docs.py")
     assert "`top_share`" in (tree / "docs" / "decoding.md").read_text(encoding="utf-8")
@@ -81,6 +81,14 @@ def test_tests_accept_a_new_strategy_and_a_new_schedule(tree: Path) -> None:
         "tests/reference/test_nelbo_exact.py::test_drawn_times_probabilities_and_weights_fit_together",
         "tests/reference/test_nelbo_forms.py::test_nelbo_does_not_depend_on_the_schedule",
     ]
+    run_python(tree, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", *files)
+
+
+@pytest.mark.slow
+def test_tests_accept_a_new_source(tree: Path) -> None:
+    shutil.copytree(ROOT / "tests", tree / "tests", ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+    shutil.copy(ROOT / "pyproject.toml", tree)
+    files = ["tests/unit/data/sources/test_sources.py", "tests/unit/config/test_data_section.py"]
     run_python(tree, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", *files)
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from config.data import ChatTasks
 from diffusionlm.data.chat.conversation import Conversation
-from diffusionlm.data.reader import ReaderPosition, Split
+from diffusionlm.data.sources.synthetic import SampledSource
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
 
 TASKS_PER_BLOCK = 256
-"""Conversations that share one RNG key and are sampled together."""
 
 MAX_ATTEMPTS = 10_000
 """Prompts that are sampled at most until one is in the split."""
@@ -38,23 +36,11 @@ def make_task(config: ChatTasks, task: str, rng: np.random.Generator) -> tuple[s
             return f"count {symbol}: {word}", str(word.count(symbol))
 
 
-@dataclass
-class ChatTaskSource:
-    """A `DocumentSource` of conversations. Each is a function of (seed, split, epoch, its index in the epoch).
-
-    A hash of the prompt decides whether it is for validation, so no prompt is in both splits.
-    """
+class ChatTaskSource(SampledSource[Conversation]):
+    """Conversations. A hash of the prompt decides whether it is for validation, so no prompt is in both splits."""
 
     config: ChatTasks
-    split: Split
-    key: str
-    """Config key of the source's section."""
-    skipped: dict[str, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._cached: tuple[tuple[int, int] | None, list[Conversation]] = (None, [])
-        is_train = self.split == "train"
-        self.num_documents = self.config.documents_per_epoch if is_train else self.config.validation_documents
+    block_size = TASKS_PER_BLOCK
 
     @property
     def identity(self) -> str:
@@ -65,28 +51,14 @@ class ChatTaskSource:
     def provenance(self) -> str:
         return f"{self.num_documents:,} conversations, made up: {', '.join(self.config.tasks)}"
 
-    def read(self, epoch: int, position: ReaderPosition, limit: int) -> tuple[list[Conversation], ReaderPosition]:
-        """Read conversations.
+    def sample_block(self, epoch: int, block: int) -> list[Conversation]:
+        """Sample the conversations of a block.
 
         Raises:
             ValueError: there are too few prompts for a validation split.
         """
-        start = position or 0
-        stop = min(start + limit, self.num_documents)
-        conversations: list[Conversation] = []
-        for block in range(start // TASKS_PER_BLOCK, -(-stop // TASKS_PER_BLOCK)):
-            first = block * TASKS_PER_BLOCK
-            conversations += self._sample_block(epoch, block)[max(start - first, 0) : stop - first]
-        return conversations, stop if len(conversations) == limit else None
-
-    def _sample_block(self, epoch: int, block: int) -> list[Conversation]:
-        """Return the conversations of a block; the last block is cached, because readers may read one by one."""
-        key, conversations = self._cached
-        if key != (epoch, block):
-            rng = keyed_rng(self.config.seed, RngStream.CHAT_TASKS, int(self.split == "validation"), epoch, block)
-            conversations = [self._sample(rng) for _ in range(TASKS_PER_BLOCK)]
-            self._cached = ((epoch, block), conversations)
-        return conversations
+        rng = keyed_rng(self.config.seed, RngStream.CHAT_TASKS, int(self.split == "validation"), epoch, block)
+        return [self._sample(rng) for _ in range(self.block_size)]
 
     def _sample(self, rng: np.random.Generator) -> Conversation:
         config = self.config

@@ -23,6 +23,7 @@ from diffusionlm.data.sources.file_formats import (
     read_plain_records,
 )
 from diffusionlm.data.sources.record_source import (
+    NOT_UTF8,
     BadRecord,
     ParsedRecord,
     RecordSource,
@@ -338,51 +339,43 @@ class LocalFileCursor:
         return f"{file.path}, {unit} {self.line}" if self.line else str(file.path)
 
 
-@dataclass
 class StdlibSource:
-    """The Python files of the standard library in sorted order; each file is a document."""
+    """The Python files of the standard library in sorted order; each file is a document.
 
-    paths: list[Path]
-    identity: str
-    provenance: str
-    skipped: dict[str, int]
+    A hash of its path inside the library assigns a file to a split.
+
+    Raises:
+        ValueError: there are no such files.
+    """
+
+    def __init__(self, config: PythonStdlib, split: Split, key: str) -> None:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        self.paths: list[Path] = []
+        self.skipped: dict[str, int] = {}
+        digest, size = hashlib.sha256(), 0
+        for path in sorted(root.rglob("*.py")):
+            name = path.relative_to(root)
+            is_excluded = not EXCLUDED_FOLDERS.isdisjoint(name.parts[:-1]) or path.stat().st_size == 0
+            if is_excluded or _is_one_in(name.as_posix(), config.validation_share) != (split == "validation"):
+                continue
+            content = path.read_bytes()
+            try:
+                content.decode("utf-8")
+            except UnicodeDecodeError:
+                self.skipped[NOT_UTF8] = self.skipped.get(NOT_UTF8, 0) + 1
+                continue
+            self.paths.append(path)
+            size += len(content)
+            digest.update(name.as_posix().encode() + hashlib.sha256(content).digest())
+        if not self.paths:
+            raise ValueError(f"{key}: python-stdlib has no {split} files in {root}; use another source")
+        self.identity = f"python-stdlib/{split}/{digest.hexdigest()[:16]}"
+        self.provenance = f"{len(self.paths)} files, {size:,} bytes, in {portable_path(root)}"
 
     def read(self, epoch: int, position: ReaderPosition, limit: int) -> tuple[list[str], ReaderPosition]:
         start = position or 0
         documents = [path.read_text(encoding="utf-8") for path in self.paths[start : start + limit]]
         return documents, start + limit if len(documents) == limit else None
-
-
-def open_stdlib(config: PythonStdlib, split: Split, key: str) -> StdlibSource:
-    """Open the standard library's files of one split. A hash of the path inside the library assigns a file to a split.
-
-    Raises:
-        ValueError: there are no such files.
-    """
-    root = Path(sysconfig.get_paths()["stdlib"])
-    candidates = sorted(
-        path
-        for path in root.rglob("*.py")
-        if EXCLUDED_FOLDERS.isdisjoint(path.relative_to(root).parts[:-1]) and path.stat().st_size > 0
-    )
-    paths, skipped, digest, size = list[Path](), dict[str, int](), hashlib.sha256(), 0
-    for path in candidates:
-        name = path.relative_to(root).as_posix()
-        if _is_one_in(name, config.validation_share) != (split == "validation"):
-            continue
-        content = path.read_bytes()
-        try:
-            content.decode("utf-8")
-        except UnicodeDecodeError:
-            skipped["not UTF-8"] = skipped.get("not UTF-8", 0) + 1
-            continue
-        paths.append(path)
-        size += len(content)
-        digest.update(name.encode() + hashlib.sha256(content).digest())
-    if not paths:
-        raise ValueError(f"{key}: python-stdlib has no {split} files in {root}; use another source")
-    identity = f"python-stdlib/{split}/{digest.hexdigest()[:16]}"
-    return StdlibSource(paths, identity, f"{len(paths)} files, {size:,} bytes, in {portable_path(root)}", skipped)
 
 
 def _is_one_in(name: str, share: int) -> bool:

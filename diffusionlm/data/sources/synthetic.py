@@ -11,18 +11,18 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import assert_never
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from config.data import CopiedSymbols, MarkovChain, NestedExpressions, ReversedAddition, ShidokuGrids, SyntheticText
+from config.data import CopiedSymbols, MarkovChain, NestedExpressions, ReversedAddition
 from diffusionlm.data.reader import ReaderPosition, Split
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
 
+T = TypeVar("T")
+
 DOCUMENTS_PER_BLOCK = 1_024
-"""Documents that share one RNG key and are sampled together."""
 
 DIGITS = "0123456789"
 OPERATORS = ("+", "*")
@@ -30,10 +30,48 @@ OPERATORS = ("+", "*")
 NESTING_PROBABILITY = 0.6
 """Probability that an expression is nested, where the depth permits it."""
 
-"""A cell of a Shidoku puzzle without a given digit."""
+
+class SampledSource(ABC, Generic[T]):
+    """Documents that are sampled in blocks. Each is a function of (seed, split, epoch, its index in the epoch)."""
+
+    block_size: ClassVar[int]
+    """Documents that share one RNG key and are sampled together."""
+
+    def __init__(self, config: Any, split: Split, key: str) -> None:
+        self.config, self.split, self.key = config, split, key
+        self.num_documents: int = config.documents_per_epoch if split == "train" else config.validation_documents
+        self.skipped: dict[str, int] = {}
+        self._cached: tuple[tuple[int, int] | None, list[T]] = (None, [])
+
+    @property
+    @abstractmethod
+    def identity(self) -> str: ...
+
+    @property
+    def provenance(self) -> str:
+        return f"{self.num_documents:,} documents, made up"
+
+    @abstractmethod
+    def sample_block(self, epoch: int, block: int) -> list[T]:
+        """Sample the documents of a block of an epoch."""
+
+    def read(self, epoch: int, position: ReaderPosition, limit: int) -> tuple[list[T], ReaderPosition]:
+        start = position or 0
+        stop = min(start + limit, self.num_documents)
+        documents: list[T] = []
+        for block in range(start // self.block_size, -(-stop // self.block_size)):
+            first = block * self.block_size
+            if self._cached[0] != (epoch, block):  # readers may read one by one
+                self._cached = ((epoch, block), self.sample_block(epoch, block))
+            documents += self._cached[1][max(start - first, 0) : stop - first]
+        return documents, stop if len(documents) == limit else None
 
 
-class TextDistribution(ABC):
+class SyntheticSource(SampledSource[str]):
+    """Independent samples from a distribution over texts of known entropy."""
+
+    block_size = DOCUMENTS_PER_BLOCK
+
     @property
     @abstractmethod
     def entropy_nats(self) -> float:
@@ -56,131 +94,73 @@ class TextDistribution(ABC):
     def sample(self, count: int, rng: np.random.Generator) -> list[str]:
         """Sample ``count`` independent texts."""
 
-
-@dataclass
-class SyntheticSource:
-    """Documents sampled from a distribution. Each is a function of (seed, split, epoch, its index in the epoch)."""
-
-    distribution: TextDistribution
-    seed: int
-    split: Split
-    num_documents: int
-    """Documents per epoch."""
-    identity: str
-    skipped: dict[str, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._cached: tuple[tuple[int, int] | None, list[str]] = (None, [])
-
     @property
-    def provenance(self) -> str:
-        return f"{self.num_documents:,} documents, made up"
+    def identity(self) -> str:
+        options = self.config.model_dump_json(exclude={"documents_per_epoch", "validation_documents"})
+        digest = hashlib.sha256(f"{options} {self.num_documents}".encode()).hexdigest()[:16]
+        return f"{self.config.kind}/{self.split}/{digest}"
 
-    def read(self, epoch: int, position: ReaderPosition, limit: int) -> tuple[list[str], ReaderPosition]:
-        start = position or 0
-        stop = min(start + limit, self.num_documents)
-        documents: list[str] = []
-        for block in range(start // DOCUMENTS_PER_BLOCK, -(-stop // DOCUMENTS_PER_BLOCK)):
-            first = block * DOCUMENTS_PER_BLOCK
-            documents += self._sample_block(epoch, block)[max(start - first, 0) : stop - first]
-        return documents, stop if len(documents) == limit else None
-
-    def _sample_block(self, epoch: int, block: int) -> list[str]:
-        """Return the documents of a block; the last block is cached, because readers may read one by one."""
-        key, texts = self._cached
-        if key != (epoch, block):
-            rng = keyed_rng(self.seed, RngStream.SYNTHETIC, int(self.split == "validation"), epoch, block)
-            texts = self.distribution.sample(DOCUMENTS_PER_BLOCK, rng)
-            self._cached = ((epoch, block), texts)
-        return texts
+    def sample_block(self, epoch: int, block: int) -> list[str]:
+        rng = keyed_rng(self.config.seed, RngStream.SYNTHETIC, int(self.split == "validation"), epoch, block)
+        return self.sample(self.block_size, rng)
 
 
-def open_synthetic(config: SyntheticText, split: Split) -> SyntheticSource:
-    num_documents = config.documents_per_epoch if split == "train" else config.validation_documents
-    options = config.model_dump_json(exclude={"documents_per_epoch", "validation_documents"})
-    digest = hashlib.sha256(f"{options} {num_documents}".encode()).hexdigest()[:16]
-    identity = f"{config.kind}/{split}/{digest}"
-    return SyntheticSource(build_distribution(config), config.seed, split, num_documents, identity)
-
-
-def build_distribution(config: SyntheticText) -> TextDistribution:
-    match config:
-        case MarkovChain():
-            return MarkovDistribution(config.symbols, config.length, config.stay)
-        case ShidokuGrids():
-            return ShidokuDistribution()
-        case CopiedSymbols():
-            return CopyDistribution(config.symbols, config.length)
-        case ReversedAddition():
-            return AdditionDistribution(config.digits)
-        case NestedExpressions():
-            return GrammarDistribution(config.depth)
-        case _:
-            assert_never(config)
-
-
-@dataclass(frozen=True)
-class MarkovDistribution(TextDistribution):
+class MarkovSource(SyntheticSource):
     """A sticky Markov chain of L symbols from V: H = ln V + (L - 1) h, with the entropy h of one transition."""
 
-    symbols: str
-    length: int
-    stay: float
+    config: MarkovChain
 
     @property
     def entropy_nats(self) -> float:
-        num_other_symbols = len(self.symbols) - 1
-        transition = _entropy_term(self.stay) + num_other_symbols * _entropy_term((1.0 - self.stay) / num_other_symbols)
-        return math.log(len(self.symbols)) + (self.length - 1) * transition
+        num_symbols, stay = len(self.config.symbols), self.config.stay
+        transition = _entropy_term(stay) + (num_symbols - 1) * _entropy_term((1.0 - stay) / (num_symbols - 1))
+        return math.log(num_symbols) + (self.config.length - 1) * transition
 
     @property
     def max_length(self) -> int:
-        return self.length
+        return self.config.length
 
     def sample(self, count: int, rng: np.random.Generator) -> list[str]:
-        size = len(self.symbols)
-        moves_NL = rng.integers(1, size, (count, self.length))
-        moves_NL[rng.random((count, self.length)) < self.stay] = 0
+        size, shape = len(self.config.symbols), (count, self.config.length)
+        moves_NL = rng.integers(1, size, shape)
+        moves_NL[rng.random(shape) < self.config.stay] = 0
         moves_NL[:, 0] = rng.integers(0, size, count)
-        return _decode_symbols(self.symbols, np.cumsum(moves_NL, axis=1) % size)
+        return _decode_symbols(self.config.symbols, np.cumsum(moves_NL, axis=1) % size)
 
 
-@dataclass(frozen=True)
-class CopyDistribution(TextDistribution):
+class CopySource(SyntheticSource):
     """L random symbols from V, followed by a copy of them: H = L ln V."""
 
-    symbols: str
-    length: int
+    config: CopiedSymbols
 
     @property
     def entropy_nats(self) -> float:
-        return self.length * math.log(len(self.symbols))
+        return self.config.length * math.log(len(self.config.symbols))
 
     @property
     def max_length(self) -> int:
-        return 2 * self.length
+        return 2 * self.config.length
 
     def sample(self, count: int, rng: np.random.Generator) -> list[str]:
-        half_NL = rng.integers(0, len(self.symbols), (count, self.length))
-        return _decode_symbols(self.symbols, np.concatenate([half_NL, half_NL], axis=1))
+        half_NL = rng.integers(0, len(self.config.symbols), (count, self.config.length))
+        return _decode_symbols(self.config.symbols, np.concatenate([half_NL, half_NL], axis=1))
 
 
-@dataclass(frozen=True)
-class AdditionDistribution(TextDistribution):
+class AdditionSource(SyntheticSource):
     """a+b=c, least significant digits first, with random a and b of D digits: H = 2 D ln 10."""
 
-    digits: int
+    config: ReversedAddition
 
     @property
     def entropy_nats(self) -> float:
-        return 2 * self.digits * math.log(10)
+        return 2 * self.config.digits * math.log(10)
 
     @property
     def max_length(self) -> int:
-        return 3 * self.digits + 3
+        return 3 * self.config.digits + 3
 
     def sample(self, count: int, rng: np.random.Generator) -> list[str]:
-        width = self.digits
+        width = self.config.digits
         terms_N2D = rng.integers(0, 10, (count, 2, width))
         codes_NL = np.empty((count, self.max_length), dtype=np.int64)
         codes_NL[:, :width] = terms_N2D[:, 0]
@@ -196,8 +176,7 @@ class AdditionDistribution(TextDistribution):
         return _decode_symbols(DIGITS + "+=", codes_NL)
 
 
-@dataclass(frozen=True)
-class ShidokuDistribution(TextDistribution):
+class ShidokuSource(SyntheticSource):
     """The 288 grids of 4x4 Sudoku, equally likely: H = ln 288."""
 
     @property
@@ -230,8 +209,7 @@ def _can_append_row(grid: str, row: str) -> bool:
     return columns_differ and boxes_differ
 
 
-@dataclass(frozen=True)
-class GrammarDistribution(TextDistribution):
+class GrammarSource(SyntheticSource):
     """Nested expressions of an unambiguous probabilistic context-free grammar of bounded depth.
 
     E(0) is a digit; E(d) is a digit or, with probability ``NESTING_PROBABILITY``, ``(E(d-1) operator E(d-1))``. Each
@@ -239,13 +217,13 @@ class GrammarDistribution(TextDistribution):
     prefix of another one, so an end-of-text token adds no entropy.
     """
 
-    depth: int
+    config: NestedExpressions
 
     @property
     def entropy_nats(self) -> float:
         leaf = entropy = math.log(len(DIGITS))
         choice = _entropy_term(NESTING_PROBABILITY) + _entropy_term(1.0 - NESTING_PROBABILITY)
-        for _ in range(self.depth):
+        for _ in range(self.config.depth):
             entropy = (
                 choice
                 + (1.0 - NESTING_PROBABILITY) * leaf
@@ -259,12 +237,12 @@ class GrammarDistribution(TextDistribution):
 
     @property
     def max_length(self) -> int:
-        return (4 << self.depth) - 3
+        return (4 << self.config.depth) - 3
 
     def length_probabilities(self) -> NDArray[np.float64]:
         """Return the probability of each length from 0 to ``max_length``."""
         probabilities = np.array([0.0, 1.0])
-        for _ in range(self.depth):
+        for _ in range(self.config.depth):
             # A nested expression has two expressions, an operator and two parentheses.
             nested = NESTING_PROBABILITY * np.convolve(probabilities, probabilities)
             probabilities = np.concatenate([np.zeros(3), nested])
@@ -273,7 +251,7 @@ class GrammarDistribution(TextDistribution):
 
     def sample(self, count: int, rng: np.random.Generator) -> list[str]:
         uniforms = _uniform_stream(rng)
-        return [_sample_expression(self.depth, uniforms) for _ in range(count)]
+        return [_sample_expression(self.config.depth, uniforms) for _ in range(count)]
 
 
 def _sample_expression(depth: int, uniforms: Iterator[float]) -> str:

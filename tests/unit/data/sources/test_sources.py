@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from config.data import PythonStdlib
+from config.base import Section
+from config.data import PythonStdlib, TextSource
 from diffusionlm.data.reader import DocumentSource
 from diffusionlm.data.sources import open_source
 from diffusionlm.data.sources.local_files import StdlibSource
@@ -31,6 +34,14 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (root / "notes.txt").write_text("excluded")
     monkeypatch.setattr(sysconfig, "get_paths", lambda *a, **k: {"stdlib": str(root)})
     return root
+
+
+@pytest.mark.parametrize("section", get_args(TextSource))
+def test_every_section_names_what_opens_it(section: type[Section]) -> None:
+    module, _, name = section.opener.partition(":")  # type: ignore[attr-defined]
+    opener = getattr(importlib.import_module(f"diffusionlm.data.sources.{module}"), name)
+    assert list(inspect.signature(opener).parameters)[:3] == ["config", "split", "key"]
+    assert section.model_fields["kind"].default
 
 
 def open_splits(share: int = 5) -> tuple[DocumentSource, DocumentSource]:

@@ -31,14 +31,12 @@ from diffusionlm.data.sources.synthetic import (
     DOCUMENTS_PER_BLOCK,
     NESTING_PROBABILITY,
     OPERATORS,
-    AdditionDistribution,
-    CopyDistribution,
-    GrammarDistribution,
-    MarkovDistribution,
-    ShidokuDistribution,
+    AdditionSource,
+    CopySource,
+    GrammarSource,
+    MarkovSource,
+    ShidokuSource,
     SyntheticSource,
-    TextDistribution,
-    build_distribution,
     shidoku_grids,
 )
 from diffusionlm.diffusion.noised_batch import NoisedBatch
@@ -79,33 +77,36 @@ def open_train(config: SyntheticText) -> SyntheticSource:
     return source
 
 
-def log_probability(distribution: TextDistribution, text: str) -> float:
+def log_probability(source: SyntheticSource, text: str) -> float:
     """Return ln p(text) in nats; AssertionError if the probability is 0."""
-    match distribution:
-        case MarkovDistribution(symbols, length, stay):
+    match source:
+        case MarkovSource(config=config):
+            symbols, length, stay = config.symbols, config.length, config.stay
             assert len(text) == length and set(text) <= set(symbols)
             num_stays = sum(a == b for a, b in itertools.pairwise(text))
             num_moves = length - 1 - num_stays
             p_move = (1.0 - stay) / (len(symbols) - 1)
             return -math.log(len(symbols)) + _power_log(stay, num_stays) + _power_log(p_move, num_moves)
-        case CopyDistribution(symbols, length):
+        case CopySource(config=config):
+            symbols, length = config.symbols, config.length
             assert len(text) == 2 * length and text[:length] == text[length:] and set(text) <= set(symbols)
             return -length * math.log(len(symbols))
-        case AdditionDistribution(digits):
+        case AdditionSource(config=config):
+            digits = config.digits
             form = rf"([0-9]{{{digits}}})\+([0-9]{{{digits}}})=([0-9]{{{digits + 1}}})"
             match = re.fullmatch(form, text)
             assert match is not None
             a, b, total = (int(number[::-1]) for number in match.groups())
             assert a + b == total
             return -2 * digits * math.log(10)
-        case ShidokuDistribution():
+        case ShidokuSource():
             assert is_shidoku(text)
             return -math.log(288)
-        case GrammarDistribution(depth):
-            value, end = _parse_expression(text, 0, depth)
+        case GrammarSource(config=config):
+            value, end = _parse_expression(text, 0, config.depth)
             assert end == len(text)
             return value
-    raise AssertionError(f"unknown distribution {distribution}")
+    raise AssertionError(f"unknown source {source}")
 
 
 def _power_log(probability: float, exponent: int) -> float:
@@ -126,18 +127,17 @@ def _parse_expression(text: str, start: int, depth: int) -> tuple[float, int]:
 
 def test_samples_have_the_stated_entropy_and_lengths(config: SyntheticText) -> None:
     source = open_train(config)
-    distribution = source.distribution
     documents, _ = source.read(0, None, 10_000)
-    information = -np.array([log_probability(distribution, text) for text in documents])
+    information = -np.array([log_probability(source, text) for text in documents])
     standard_error = information.std(ddof=1) / math.sqrt(len(information))
-    assert abs(information.mean() - distribution.entropy_nats) <= 4 * standard_error + 1e-9
+    assert abs(information.mean() - source.entropy_nats) <= 4 * standard_error + 1e-9
     counts = Counter(map(len, documents))
-    assert max(counts) <= distribution.max_length
+    assert max(counts) <= source.max_length
     shares = np.array(list(counts.values())) / len(documents)
     # The plug-in estimate is biased down by about half a nat in 10,000 for each length.
-    assert -(shares * np.log(shares)).sum() == pytest.approx(distribution.length_entropy_nats, abs=0.05)
-    if distribution.length_entropy_nats == 0.0:
-        assert set(counts) == {distribution.max_length}
+    assert -(shares * np.log(shares)).sum() == pytest.approx(source.length_entropy_nats, abs=0.05)
+    if source.length_entropy_nats == 0.0:
+        assert set(counts) == {source.max_length}
     assert all(text.isascii() and text.isprintable() for text in documents)
 
 
@@ -155,7 +155,7 @@ def test_samples_have_the_stated_entropy_and_lengths(config: SyntheticText) -> N
     ],
 )
 def test_known_entropies(config: SyntheticText, nats: float) -> None:
-    assert build_distribution(config).entropy_nats == pytest.approx(nats, abs=5e-7)
+    assert open_train(config).entropy_nats == pytest.approx(nats, abs=5e-7)
 
 
 def derivations(depth: int) -> list[str]:
@@ -182,7 +182,7 @@ def derivations(depth: int) -> list[str]:
     ],
 )
 def test_probabilities_sum_to_one(config: SyntheticText, texts: list[str]) -> None:
-    distribution = build_distribution(config)
+    distribution = open_train(config)
     logs = np.array([log_probability(distribution, text) for text in texts])
     assert len(set(texts)) == len(texts)
     assert np.exp(logs).sum() == pytest.approx(1.0, abs=1e-12)
@@ -193,20 +193,21 @@ def test_probabilities_sum_to_one(config: SyntheticText, texts: list[str]) -> No
 
 
 def test_sample_frequencies_match_probabilities() -> None:
-    distribution = MarkovDistribution("abc", 3, 0.6)
+    distribution = open_train(MarkovChain(symbols="abc", length=3, stay=0.6))
     counts = Counter(distribution.sample(27_000, np.random.default_rng(0)))
     for text in map("".join, itertools.product("abc", repeat=3)):
         expected = 27_000 * math.exp(log_probability(distribution, text))
         assert abs(counts[text] - expected) < 5 * math.sqrt(expected)
-    grids = Counter(build_distribution(ShidokuGrids()).sample(28_800, np.random.default_rng(0)))
+    grids = Counter(open_train(ShidokuGrids()).sample(28_800, np.random.default_rng(0)))
     assert len(grids) == 288
     assert min(grids.values()) > 50 and max(grids.values()) < 150
-    expressions = Counter(GrammarDistribution(1).sample(42_000, np.random.default_rng(0)))
+    expressions = Counter(open_train(NestedExpressions(depth=1)).sample(42_000, np.random.default_rng(0)))
     assert set(expressions) == set(derivations(1))
 
 
 def test_the_shortest_and_the_longest_expression() -> None:
-    distribution = GrammarDistribution(3)
+    distribution = open_train(NestedExpressions())
+    assert isinstance(distribution, GrammarSource)
     longest = "1"
     for _ in range(3):
         longest = f"({longest}*{longest})"
