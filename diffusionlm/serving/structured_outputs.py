@@ -31,14 +31,14 @@ class StructuredOutputs:
         return ConstraintCompiler(self._tokenizer, self._max_states)
 
     def compile(
-        self, response_format: Any, structured_outputs: Any, num_holes: int | None
+        self, response_format: Any, structured_outputs: Any, num_spans: int | None
     ) -> list[TokenConstraint | None]:
-        """Constraints of an answer, one for each hole; empty: any text.
+        """Constraints of an answer, one for each masked span; empty: any text.
 
         Args:
             response_format: of OpenAI; None: absent.
-            structured_outputs: of vLLM, or a list of such ones, one for each hole; None: absent.
-            num_holes: None: the answer continues a text, and has one constraint.
+            structured_outputs: of vLLM, or a list of such ones, one for each masked span; None: absent.
+            num_spans: None: the answer continues a text, and has one constraint.
 
         Raises:
             ValueError: one is wrong, or they are too many or too large together; the message begins with its name.
@@ -47,17 +47,17 @@ class StructuredOutputs:
             if structured_outputs is not None:
                 raise ValueError("structured_outputs and response_format exclude each other: send one")
             value = _convert_response_format(response_format)
-            return [] if value is None else [self._compile_one(value, "response_format")] * (num_holes or 1)
+            return [] if value is None else [self._compile_one(value, "response_format")] * (num_spans or 1)
         if structured_outputs is None:
             return []
-        if num_holes is None or not isinstance(structured_outputs, list):
-            return [self._compile_one(structured_outputs, "structured_outputs")] * (num_holes or 1)
-        if len(structured_outputs) != num_holes:
-            raise ValueError(f"structured_outputs has {len(structured_outputs)} entries for {num_holes} holes")
-        return self._compile_holes(structured_outputs)
+        if num_spans is None or not isinstance(structured_outputs, list):
+            return [self._compile_one(structured_outputs, "structured_outputs")] * (num_spans or 1)
+        if len(structured_outputs) != num_spans:
+            raise ValueError(f"structured_outputs has {len(structured_outputs)} entries for {num_spans} masked spans")
+        return self._compile_spans(structured_outputs)
 
-    def _compile_holes(self, values: list[Any]) -> list[TokenConstraint | None]:
-        """Constraints of holes; equal ones are compiled once."""
+    def _compile_spans(self, values: list[Any]) -> list[TokenConstraint | None]:
+        """Constraints of masked spans; equal ones are compiled once."""
         keys = [None if value is None else json.dumps(value, sort_keys=True) for value in values]
         different = {key: value for key, value in zip(keys, values, strict=True) if key is not None}
         if len(different) > self._max_constraints:
@@ -72,8 +72,8 @@ class StructuredOutputs:
             num_states += constraints[key].num_states
             if num_states > self._max_states:
                 raise ValueError(
-                    f"structured_outputs: the constraints of all holes together are too large, {num_states} states or "
-                    f"more: this server allows at most {self._max_states} (serve.max_constraint_states)"
+                    f"structured_outputs: the constraints of all masked spans together are too large, {num_states} "
+                    f"states or more: this server allows at most {self._max_states} (serve.max_constraint_states)"
                 )
         return [constraints.get(key) for key in keys]
 

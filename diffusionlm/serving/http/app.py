@@ -15,19 +15,20 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from diffusionlm.serving.http.errors import ApiError, to_api_error
-from diffusionlm.serving.http.exchange import (
+from diffusionlm.serving.http.bodies import ChatBody, CompletionBody, GenerationBody, InfillBody
+from diffusionlm.serving.http.context import (
     CLIENT_GONE,
     STATE_KEY,
     ClientGoneError,
-    Exchange,
+    RequestContext,
     discard_body,
     identify_send,
     send_json,
 )
-from diffusionlm.serving.http.generation import CHAT, COMPLETION, INFILL, GenerationEndpoint
+from diffusionlm.serving.http.errors import ApiError, to_api_error, to_json
+from diffusionlm.serving.http.formats import AnswerFormat, ChatFormat, CompletionFormat, InfillFormat
+from diffusionlm.serving.http.generation import GenerationEndpoint
 from diffusionlm.serving.http.guarded_protocol import IS_PROBE_KEY, PROBE_PATHS, too_many_connections
-from diffusionlm.serving.http.json_text import to_json
 from diffusionlm.serving.http.listening import is_loopback
 from diffusionlm.serving.http.metrics import CONTENT_TYPE
 from diffusionlm.serving.http.service import Service
@@ -38,6 +39,12 @@ LOGGER = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/", "/health"})
 """Paths that need no key."""
+
+_GENERATION_ROUTES: tuple[tuple[str, type[GenerationBody], type[AnswerFormat]], ...] = (
+    ("/v1/completions", CompletionBody, CompletionFormat),
+    ("/v1/chat/completions", ChatBody, ChatFormat),
+    ("/v1/infill", InfillBody, InfillFormat),
+)
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _MAX_LOGGED_PATH = 100
@@ -57,9 +64,11 @@ class ServerApp:
                 Route("/metrics", self._answer_metrics, methods=["GET"]),
                 Route("/v1/models", self._list_models, methods=["GET"]),
                 Route("/v1/models/{name:path}", self._answer_model, methods=["GET"]),
-                Route("/v1/completions", GenerationEndpoint(service, COMPLETION), methods=["POST"]),
-                Route("/v1/chat/completions", GenerationEndpoint(service, CHAT), methods=["POST"]),
-                Route("/v1/infill", GenerationEndpoint(service, INFILL), methods=["POST"]),
+                Route(
+                    "/v1/completions", GenerationEndpoint(service, CompletionBody, CompletionFormat), methods=["POST"]
+                ),
+                Route("/v1/chat/completions", GenerationEndpoint(service, ChatBody, ChatFormat), methods=["POST"]),
+                Route("/v1/infill", GenerationEndpoint(service, InfillBody, InfillFormat), methods=["POST"]),
             ],
             redirect_slashes=False,
         )
@@ -67,10 +76,10 @@ class ServerApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request; no error leaves it."""
         given_id = Headers(scope=scope).get("x-request-id", "")
-        exchange = Exchange(given_id if _REQUEST_ID.fullmatch(given_id) else secrets.token_hex(12))
+        context = RequestContext(given_id if _REQUEST_ID.fullmatch(given_id) else secrets.token_hex(12))
         scope["app"] = self  # the router then raises its errors
-        scope.setdefault("state", {})[STATE_KEY] = exchange
-        send = identify_send(send, exchange)
+        scope.setdefault("state", {})[STATE_KEY] = context
+        send = identify_send(send, context)
         is_gone = False
         try:
             try:
@@ -78,18 +87,20 @@ class ServerApp:
                     raise too_many_connections()
                 self._check_headers(scope)
                 self._check_host(scope)
-                self._check_key(scope, exchange)
+                self._check_key(scope, context)
                 await self._router(scope, receive, send)
             except ClientGoneError:
                 raise
             except Exception as error:
-                await self._refuse(error, exchange, scope, receive, send)
+                await self._refuse(error, context, scope, receive, send)
         except ClientGoneError:
             is_gone = True
         finally:
-            self._log(scope, exchange, is_gone=is_gone)
+            self._log(scope, context, is_gone=is_gone)
 
-    async def _refuse(self, error: Exception, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _refuse(
+        self, error: Exception, context: RequestContext, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         """Answer with an error."""
         if isinstance(error, HTTPException):
             phrase = HTTPStatus(error.status_code).phrase.lower()
@@ -97,9 +108,9 @@ class ServerApp:
             error = ApiError(error.status_code, text, headers=dict(error.headers or {}))
         problem = to_api_error(error)
         if problem.code == "internal_error":
-            LOGGER.error("request %s has failed", exchange.request_id, exc_info=error)
-        exchange.details["error"] = problem.code or problem.status
-        if exchange.status is not None:
+            LOGGER.error("request %s has failed", context.request_id, exc_info=error)
+        context.details["error"] = problem.code or problem.status
+        if context.status is not None:
             raise ClientGoneError  # too late for a response: the connection is closed
         is_read = await discard_body(scope, receive, self._service.limits.max_body)
         headers = problem.headers if is_read else {**problem.headers, "Connection": "close"}
@@ -130,7 +141,7 @@ class ServerApp:
                 code="host_not_allowed",
             )
 
-    def _check_key(self, scope: Scope, exchange: Exchange) -> None:
+    def _check_key(self, scope: Scope, context: RequestContext) -> None:
         keys = self._service.keys
         if keys is None or scope["path"] in OPEN_PATHS:
             return
@@ -142,7 +153,7 @@ class ServerApp:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        exchange.cache_salt = owner
+        context.cache_salt = owner
 
     async def _answer_page(self, request: Request) -> Response:
         page = load_page()
@@ -178,14 +189,14 @@ class ServerApp:
             "has_chat": preparer.has_chat,
         }
 
-    def _log(self, scope: Scope, exchange: Exchange, *, is_gone: bool) -> None:
+    def _log(self, scope: Scope, context: RequestContext, *, is_gone: bool) -> None:
         if not self._service.limits.log_requests:
             return
-        status = CLIENT_GONE if is_gone else exchange.status
+        status = CLIENT_GONE if is_gone else context.status
         path = _to_line(scope["path"])
-        details = "".join(f" {key}={value}" for key, value in exchange.details.items())
-        seconds = time.monotonic() - exchange.started
-        LOGGER.info("%s %s %s id=%s%s %.3fs", scope["method"], path, status, exchange.request_id, details, seconds)
+        details = "".join(f" {key}={value}" for key, value in context.details.items())
+        seconds = time.monotonic() - context.started
+        LOGGER.info("%s %s %s id=%s%s %.3fs", scope["method"], path, status, context.request_id, details, seconds)
 
 
 def _json_response(value: object) -> Response:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from diffusionlm.inference.text import AnswerToken
-from diffusionlm.serving.http.calls import Choice, ChoiceUpdate, TextPiece
-from diffusionlm.serving.http.json_text import to_json
+from diffusionlm.serving.http.bodies import CompletionBody, InfillBody
+from diffusionlm.serving.http.errors import to_json
 from diffusionlm.serving.http.preparation import PreparedCall
+from diffusionlm.serving.http.sessions import Choice, ChoiceUpdate, TextPiece
 from tokenizer import Tokenizer
 
 LOWEST_LOGPROB = -9999.0
@@ -34,7 +35,7 @@ class AnswerFormat:
     def whole(self, choices: Sequence[Choice]) -> bytes:
         """The response of a call that is done, as JSON. Choices are formatted one by one, since `json` lets no other
         thread run meanwhile."""
-        head = self._head(self.whole_object) | {"usage": build_usage(choices, self.prepared.fields.n)}
+        head = self._head(self.whole_object) | {"usage": build_usage(choices, self.prepared.body.n)}
         parts = [to_json(self._whole_choice(choice) | self._details(choice)) for choice in choices]
         return to_json(head).removesuffix(b"}") + b',"choices":[' + b",".join(parts) + b"]}"
 
@@ -50,10 +51,10 @@ class AnswerFormat:
 
     def usage_chunk(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """The last chunk of a stream with `include_usage`."""
-        return self._wrap([]) | {"usage": build_usage(choices, self.prepared.fields.n)}
+        return self._wrap([]) | {"usage": build_usage(choices, self.prepared.body.n)}
 
     def _wrap(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        options = self.prepared.fields.stream_options
+        options = self.prepared.body.stream_options
         usage = {"usage": None} if options is not None and options.include_usage else {}
         return {**self._head(self.chunk_object), "choices": choices, **usage}
 
@@ -62,10 +63,10 @@ class AnswerFormat:
 
     def _details(self, choice: Choice) -> dict[str, Any]:
         """Our own keys of a choice that is done."""
-        details: dict[str, Any] = {"seed": choice.submission.seed, "num_forwards": choice.num_forwards}
-        if self.prepared.fields.return_token_ids:
+        details: dict[str, Any] = {"seed": choice.prepared.seed, "num_forwards": choice.num_forwards}
+        if self.prepared.body.return_token_ids:
             details["token_ids"] = [token.token_id for token in choice.visible_tokens]
-            details["prompt_token_ids"] = list(choice.submission.token_ids)
+            details["prompt_token_ids"] = choice.prepared.token_ids
         return details
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
@@ -91,19 +92,19 @@ class CompletionFormat(AnswerFormat):
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
         return {
             "index": choice.index,
-            "text": choice.submission.echo + choice.holes[0].text,
+            "text": self._echo(choice) + choice.spans[0].text,
             "logprobs": self._logprobs(choice.visible_tokens),
             "finish_reason": choice.finish_reason,
         }
 
     def _chunk_choice(self, update: ChoiceUpdate) -> dict[str, Any]:
-        echo = update.choice.submission.echo if update.is_first else ""
+        echo = self._echo(update.choice) if update.is_first else ""
         tokens = [token for piece in update.pieces for token in piece.tokens]
         text = "".join(piece.text for piece in update.pieces)
         return {"index": update.choice.index, "text": echo + text, "logprobs": self._logprobs(tokens)}
 
     def _logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any] | None:
-        if self.prepared.num_alternatives is None:
+        if self.prepared.body.num_alternatives is None:
             return None
         return {
             "tokens": [token.text for token in tokens],
@@ -111,6 +112,14 @@ class CompletionFormat(AnswerFormat):
             "top_logprobs": [self._alternatives(token) for token in tokens],
             "text_offset": [token.start for token in tokens],
         }
+
+    def _echo(self, choice: Choice) -> str:
+        """The prompt, if the request wants it before the answer."""
+        body = self.prepared.body
+        if not (isinstance(body, CompletionBody) and body.echo):
+            return ""
+        prompt = body.prompt[choice.index // body.n]
+        return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
 
     def _alternatives(self, token: AnswerToken) -> dict[str, float]:
         """Alternatives by their text, of equal texts the most probable one, and the token itself."""
@@ -136,7 +145,7 @@ class ChatFormat(AnswerFormat):
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": choice.holes[0].text, "refusal": None},
+            "message": {"role": "assistant", "content": choice.spans[0].text, "refusal": None},
             "logprobs": self._logprobs(choice.visible_tokens),
             "finish_reason": choice.finish_reason,
         }
@@ -149,7 +158,7 @@ class ChatFormat(AnswerFormat):
         return {"index": update.choice.index, "delta": delta, "logprobs": logprobs}
 
     def _logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any] | None:
-        if self.prepared.num_alternatives is None:
+        if self.prepared.body.num_alternatives is None:
             return None
         return {"content": [self._entry(token) for token in tokens], "refusal": None}
 
@@ -163,18 +172,18 @@ class ChatFormat(AnswerFormat):
 
 
 class InfillFormat(ChatFormat):
-    """``infill`` and its chunks: a chunk has new text of one hole."""
+    """``infill`` and its chunks: a chunk has new text of one masked span."""
 
     prefix, whole_object, chunk_object = "infill", "infill", "infill.chunk"
 
     def chunks(self, update: ChoiceUpdate) -> list[dict[str, Any]]:
-        pieces = update.pieces or (TextPiece(len(update.choice.holes) - 1, "", ()),)
+        pieces = update.pieces or (TextPiece(len(update.choice.spans) - 1, "", ()),)
         chunks = []
         for number, piece in enumerate(pieces):
             is_last = number == len(pieces) - 1
             choice = {
                 "index": update.choice.index,
-                "hole": piece.hole,
+                "hole": piece.span,
                 "text": piece.text,
                 "logprobs": self._logprobs(piece.tokens),
                 "finish_reason": update.choice.finish_reason if is_last else None,
@@ -187,12 +196,14 @@ class InfillFormat(ChatFormat):
         return chunks
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        texts = iter([hole.text for hole in choice.holes])
-        parts = [segment if isinstance(segment, str) else next(texts) for segment in self.prepared.segments]
+        body = self.prepared.body
+        assert isinstance(body, InfillBody)
+        texts = iter([span.text for span in choice.spans])
+        parts = [segment if isinstance(segment, str) else next(texts) for segment in body.segments]
         return {
             "index": choice.index,
             "text": "".join(parts),
-            "holes": [hole.text for hole in choice.holes],
+            "holes": [span.text for span in choice.spans],
             "logprobs": self._logprobs(choice.visible_tokens),
             "finish_reason": choice.finish_reason,
         }
@@ -201,7 +212,7 @@ class InfillFormat(ChatFormat):
 def build_usage(choices: Sequence[Choice], num_choices: int) -> dict[str, Any]:
     """Count the tokens of a call; a prompt counts once, whatever its number of choices."""
     prompts = choices[::num_choices]
-    num_prompt = sum(choice.submission.num_prompt_tokens for choice in prompts)
+    num_prompt = sum(choice.num_prompt_tokens for choice in prompts)
     num_new = sum(choice.num_tokens for choice in choices)
     num_cached = sum(choice.state.num_cached_tokens for choice in prompts if choice.state is not None)
     return {

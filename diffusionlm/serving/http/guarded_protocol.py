@@ -11,8 +11,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from config.serving.server import ServeSection
-from diffusionlm.serving.http.errors import RETRY_AFTER_SECONDS, ApiError
-from diffusionlm.serving.http.json_text import to_json
+from diffusionlm.serving.http.errors import RETRY_AFTER_SECONDS, ApiError, to_json
 
 PROBE_PATHS = frozenset({"/health", "/metrics"})
 """Paths that are answered beyond ``max_connections``, so that a full server does not look like a dead one."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from diffusionlm.inference.scheduler import ROW_BOUNDS
 from diffusionlm.serving.engine import Engine
-from diffusionlm.serving.http.calls import Choice
+from diffusionlm.serving.http.sessions import Choice
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -83,7 +83,7 @@ class ServerMetrics:
         self._counters["vllm:generation_tokens_total", model, ""] += choice.num_tokens
         if state is None or state.started is None:
             return
-        self._counters["vllm:prompt_tokens_total", model, ""] += choice.submission.num_prompt_tokens
+        self._counters["vllm:prompt_tokens_total", model, ""] += choice.num_prompt_tokens
         if choice.finish_reason is None:
             return
         end = state.finished or choice.last_token_time or state.started
@@ -94,7 +94,7 @@ class ServerMetrics:
             "vllm:request_inference_time_seconds": end - state.started,
             "vllm:request_prefill_time_seconds": first - state.started,
             "vllm:request_decode_time_seconds": end - first,
-            "vllm:request_prompt_tokens": choice.submission.num_prompt_tokens,
+            "vllm:request_prompt_tokens": choice.num_prompt_tokens,
             "vllm:request_generation_tokens": choice.num_tokens,
             "diffusionlm:request_forwards": choice.num_forwards,
         }

@@ -16,7 +16,7 @@ from typing import Any, cast
 import uvicorn
 
 from diffusionlm.serving.http.app import ServerApp
-from diffusionlm.serving.http.exchange import DISCARD_SECONDS
+from diffusionlm.serving.http.context import DISCARD_SECONDS
 from diffusionlm.serving.http.guarded_protocol import GuardedProtocol
 from diffusionlm.serving.http.listening import BACKLOG
 from diffusionlm.serving.http.service import Service

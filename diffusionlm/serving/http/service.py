@@ -10,8 +10,8 @@ from typing import TypeVar
 from config.serving.server import ServeSection
 from diffusionlm.serving.daemon_threads import DaemonThreads
 from diffusionlm.serving.engine import Engine
+from diffusionlm.serving.http.context import RequestContext
 from diffusionlm.serving.http.errors import RETRY_AFTER_SECONDS, ApiError, to_api_error
-from diffusionlm.serving.http.exchange import Exchange
 from diffusionlm.serving.http.keys import ApiKeys
 from diffusionlm.serving.http.metrics import ServerMetrics
 from diffusionlm.serving.http.preparation import RequestPreparer
@@ -85,12 +85,16 @@ class Service:
         """Context in which a request is prepared. Its body is in memory, so they are as many as the engine accepts.
 
         Raises:
-            ApiError: there are as many already.
+            ApiError: there are as many already, or too many wait.
         """
         limit = self.limits.max_requests + self.limits.max_waiting
-        if self.num_preparing >= limit:
+        try:
+            if self.num_preparing >= limit:
+                raise QueueFullError(f"{limit} requests are being prepared: try again later")
+            self.engine.check_capacity(1)
+        except QueueFullError as error:
             self.metrics.record_rejection(self.preparer.names[0])  # which one it names is not known yet
-            raise to_api_error(QueueFullError(f"{limit} requests are being prepared: try again later"))
+            raise to_api_error(error) from None
         self.num_preparing += 1
         try:
             yield
@@ -111,17 +115,17 @@ class Service:
             )  # fmt: skip
 
     async def run_in_thread(
-        self, function: Callable[[], T], exchange: Exchange | None = None, *, has_constraint: bool = False
+        self, function: Callable[[], T], context: RequestContext | None = None, *, has_constraint: bool = False
     ) -> T:
         """Run what takes long beside the event loop; requests with constraints have threads of their own.
 
         Args:
-            exchange: the request, whose owner takes turns with the others'.
+            context: the request, whose owner takes turns with the others'.
         """
         threads = self._constraint_threads if has_constraint else self._threads
-        if exchange is None:
+        if context is None:
             return await threads.run(function)
-        return await threads.run(function, owner=exchange.owner, size=exchange.body_size)
+        return await threads.run(function, owner=context.owner, size=context.body_size)
 
     def close(self) -> None:
         """End the engine at once, and the threads without a wait; requests that are not done end with an error."""

@@ -15,7 +15,6 @@ import openai
 import pytest
 
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.serving.http import calls as call_module
 from diffusionlm.serving.page import ServedPage
 from tests.conftest import MakeModel
 from tests.unit.serving.http.conftest import NAME, RunningServer, StartServer
@@ -373,14 +372,14 @@ def test_a_call_is_accepted_whole_or_not(small: RunningServer, gate: ModelGate) 
 
 def test_leaving_does_not_wait_for_a_preparation(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The event loop answers others while an aborted request is being prepared; its choices are never submitted."""
-    entered, release, prepare = threading.Event(), threading.Event(), call_module.prepare_request  # type: ignore[attr-defined]
+    entered, release, prepare = threading.Event(), threading.Event(), server.service.preparer.prepare
 
     def wait(*args: Any, **kwargs: Any) -> Any:
         entered.set()
         assert release.wait(30)
         return prepare(*args, **kwargs)
 
-    monkeypatch.setattr(call_module, "prepare_request", wait)
+    monkeypatch.setattr(server.service.preparer, "prepare", wait)
     before = server.engine.status.counts.num_rounds
     connection = http.client.HTTPConnection("127.0.0.1", server.port)
     connection.request("POST", "/v1/completions", json.dumps(BODY), {"Content-Type": "application/json"})

@@ -126,7 +126,7 @@ def test_an_unexpected_error_ends_its_request(
         raise RuntimeError("unexpected")
 
     with monkeypatch.context() as patch:
-        patch.setattr(server.service.preparer, "_build_call", fail)
+        patch.setattr(server.service.preparer, "prepare", fail)
         status, _, body = server.request("POST", "/v1/completions", {"prompt": PROMPT})
         assert (status, body["error"]["code"]) == (500, "internal_error") and "unexpected" not in str(body)
         patch.undo()

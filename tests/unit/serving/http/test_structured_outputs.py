@@ -129,7 +129,7 @@ def test_errors_name_the_field(server: RunningServer, fields: dict[str, Any], pa
 
 def test_errors_of_holes(server: RunningServer) -> None:
     for constraints, message in (
-        ([{"regex": "a"}], "has 1 entries for 2 holes"),
+        ([{"regex": "a"}], "has 1 entries for 2 masked spans"),
         ([None, {"choice": ["mat"]}], "masked span 2: no text of exactly 9 tokens"),
     ):
         body = {"segments": ["the", 2, "on", 9], "structured_outputs": constraints}

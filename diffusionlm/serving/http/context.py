@@ -11,12 +11,11 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
-from diffusionlm.serving.http.errors import ApiError
-from diffusionlm.serving.http.json_text import to_json
+from diffusionlm.serving.http.errors import ApiError, to_json
 
 DISCARD_SECONDS, _DISCARD_PAUSE_SECONDS = 2.0, 0.1
 """Time to read the rest of a refused body, and of it between two parts."""
-STATE_KEY = "exchange"
+STATE_KEY = "request"
 CLIENT_GONE = 499
 """Status in the log of a request whose client has left."""
 
@@ -26,7 +25,7 @@ class ClientGoneError(Exception):
 
 
 @dataclass
-class Exchange:
+class RequestContext:
     """What is known of a request besides its body."""
 
     request_id: str
@@ -43,10 +42,10 @@ class Exchange:
     """For the log: counts, names, never a text of a client."""
 
 
-def get_exchange(scope: Scope) -> Exchange:
-    exchange = scope["state"][STATE_KEY]
-    assert isinstance(exchange, Exchange)
-    return exchange
+def get_context(scope: Scope) -> RequestContext:
+    context = scope["state"][STATE_KEY]
+    assert isinstance(context, RequestContext)
+    return context
 
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
@@ -69,7 +68,7 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
         if len(body) > max_bytes:
             raise too_large
         if not message.get("more_body", False):
-            get_exchange(scope).is_body_read = True
+            get_context(scope).is_body_read = True
             return bytes(body)
 
 
@@ -79,9 +78,9 @@ async def discard_body(scope: Scope, receive: Receive, max_bytes: int) -> bool:
     Returns:
         Whether all was read; otherwise the connection has to be closed.
     """
-    exchange = get_exchange(scope)
-    if exchange.is_body_read or "expect" in Headers(scope=scope):
-        return exchange.is_body_read
+    context = get_context(scope)
+    if context.is_body_read or "expect" in Headers(scope=scope):
+        return context.is_body_read
     num_bytes = 0
     try:
         async with asyncio.timeout(DISCARD_SECONDS):
@@ -118,13 +117,13 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-def identify_send(send: Send, exchange: Exchange) -> Send:
+def identify_send(send: Send, context: RequestContext) -> Send:
     """Return a `send` that adds the request's id and notes the status."""
 
     async def send_identified(message: Message) -> None:
         if message["type"] == "http.response.start":
-            exchange.status = message["status"]
-            headers = [*message.get("headers", []), (b"x-request-id", exchange.request_id.encode())]
+            context.status = message["status"]
+            headers = [*message.get("headers", []), (b"x-request-id", context.request_id.encode())]
             message = {**message, "headers": headers}
         await send(message)
 

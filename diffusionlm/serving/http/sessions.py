@@ -7,30 +7,26 @@ reader so skips states, and costs the engine nothing.
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 
-from diffusionlm.inference.request_builder import prepare_request
-from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.inference.text import AnswerText, AnswerToken
 from diffusionlm.serving.engine import Engine
-from diffusionlm.serving.http.bodies import find_key
 from diffusionlm.serving.http.errors import ApiError, to_api_error
-from diffusionlm.serving.http.preparation import PreparedCall, Submission
-from diffusionlm.serving.requests import EngineRequest, RequestState
+from diffusionlm.serving.http.preparation import PreparedCall
+from diffusionlm.serving.requests import EngineError, EngineRequest, RequestState
 from tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class TextPiece:
-    """New text of a hole; a prompt has one hole."""
+    """New text of a masked span; a prompt has one span."""
 
-    hole: int
+    span: int
     text: str
     tokens: tuple[AnswerToken, ...]
 
@@ -47,23 +43,17 @@ class ChoiceUpdate:
 
 
 class Choice:
-    """One choice of an answer: follows a request of the engine.
+    """One choice of an answer: follows a request of the engine."""
 
-    Args:
-        hole_lengths: tokens of each hole; empty: one hole of any length.
-    """
-
-    def __init__(
-        self,
-        index: int,
-        submission: Submission,
-        tokenizer: Tokenizer,
-        stop: Sequence[str],
-        hole_lengths: Sequence[int] = (),
-    ) -> None:
-        self.index, self.submission = index, submission
-        repeated_bytes = submission.repeated_bytes
-        self.holes = [AnswerText(tokenizer, stop, num_repeated) for num_repeated in repeated_bytes]
+    def __init__(self, index: int, call: PreparedCall, tokenizer: Tokenizer) -> None:
+        self.index, self.prepared = index, call.requests[index]
+        self.num_prompt_tokens = call.num_prompt_tokens[index]
+        options = self.prepared.options
+        self._span_ends = list(accumulate(options.span_lengths))
+        """Of a prompt there is one span of any length."""
+        num_spans = len(options.span_lengths) or 1
+        self._num_repeated = [len(repeated) for repeated in options.repeated_bytes] or [0] * num_spans
+        self.spans = [AnswerText(tokenizer, call.body.stop_strings, count) for count in self._num_repeated]
         self.finish_reason: str | None = None
         self.state: RequestState | None = None
         self.first_token_time: float | None = None
@@ -71,17 +61,16 @@ class Choice:
         self.chunk_gaps: list[float] = []
         """Seconds between two arrivals of tokens."""
         self._tokenizer = tokenizer
-        self._hole_ends = [sum(hole_lengths[: number + 1]) for number in range(len(hole_lengths))]
         self._num_read = 0
-        self._num_sent = [0] * len(self.holes)
-        self._num_sent_tokens = [0] * len(self.holes)
-        self._is_sent = [False] * len(self.holes)
+        self._num_sent = [0] * len(self.spans)
+        self._num_sent_tokens = [0] * len(self.spans)
+        self._is_sent = [False] * len(self.spans)
         self._has_sent = False
 
     @property
     def num_tokens(self) -> int:
         """New tokens, with a stop string through the one that completes it."""
-        return sum(len(hole.tokens) for hole in self.holes)
+        return sum(len(span.tokens) for span in self.spans)
 
     @property
     def num_forwards(self) -> int:
@@ -89,14 +78,14 @@ class Choice:
         computes until it is told to stop is chance."""
         if self.state is None:
             return 0
-        if self.holes[-1].is_stopped:
+        if self.spans[-1].is_stopped:
             return max(self.state.steps[: self.num_tokens])
         return self.state.num_forwards
 
     @property
     def visible_tokens(self) -> list[AnswerToken]:
         """Tokens of the text, without those of a stop string."""
-        return [token for hole in self.holes for token in hole.visible_tokens()]
+        return [token for span in self.spans for token in span.visible_tokens()]
 
     def read(self, state: RequestState) -> bool:
         """Read a state of the request. Returns whether a stop string has ended the choice.
@@ -114,23 +103,23 @@ class Choice:
         for number in range(self._num_read, len(state.token_ids)):
             self._push(number, state)
         self._num_read = len(state.token_ids)
-        if self.holes[-1].is_stopped:
+        if self.spans[-1].is_stopped:
             self.finish_reason = "stop"
             return not state.is_done
         if state.is_done:
             assert state.generation is not None, "a request ends with an answer or an error"
-            for hole in self.holes:
-                hole.finish()
-            is_stopped = self.holes[-1].is_stopped
+            for span in self.spans:
+                span.finish()
+            is_stopped = self.spans[-1].is_stopped
             self.finish_reason = "stop" if is_stopped else state.generation.finish_reason
         return False
 
     def _push(self, number: int, state: RequestState) -> None:
-        hole = bisect_right(self._hole_ends[:-1], number)
+        span = bisect_right(self._span_ends[:-1], number)
         top_logprobs = state.top_logprobs[number] if state.top_logprobs else ()
-        self.holes[hole].push(state.token_ids[number], state.logprobs[number], tuple(top_logprobs))
-        if self._hole_ends and number + 1 == self._hole_ends[hole]:
-            self.holes[hole].finish()
+        self.spans[span].push(state.token_ids[number], state.logprobs[number], tuple(top_logprobs))
+        if self._span_ends and number + 1 == self._span_ends[span]:
+            self.spans[span].finish()
 
     def _note_arrival(self) -> None:
         now = time.monotonic()
@@ -142,12 +131,12 @@ class Choice:
     def take_update(self) -> ChoiceUpdate | None:
         """Return what may be sent and was not yet; None: nothing."""
         pieces = []
-        for number, hole in enumerate(self.holes):
+        for number, span in enumerate(self.spans):
             if self._is_sent[number]:
                 continue
-            self._is_sent[number] = hole.is_complete
-            end, tokens = hole.sendable_length, hole.sendable_tokens(self._num_sent_tokens[number])
-            text = hole.text[self._num_sent[number] : end]
+            self._is_sent[number] = span.is_complete
+            end, tokens = span.sendable_length, span.sendable_tokens(self._num_sent_tokens[number])
+            text = span.text[self._num_sent[number] : end]
             if text or tokens:
                 pieces.append(TextPiece(number, text, tuple(tokens)))
             self._num_sent[number] = max(end, self._num_sent[number])
@@ -165,10 +154,10 @@ class Choice:
             return None
         if self.finish_reason is not None:
             return tuple(token.text for token in self.visible_tokens)
-        positions = self.submission.hole_positions or range(len(self.submission.token_ids), len(snapshot.token_ids))
+        positions = self.prepared.masked_positions[self.prepared.masked_positions < len(snapshot.token_ids)].tolist()
         texts: list[str | None] = []
-        hole_bounds = pairwise([0, *(self._hole_ends or [len(positions)])])
-        for (start, end), num_repeated in zip(hole_bounds, self.submission.repeated_bytes, strict=True):
+        span_bounds = pairwise([0, *(self._span_ends or [len(positions)])])
+        for (start, end), num_repeated in zip(span_bounds, self._num_repeated, strict=True):
             for is_masked, group in groupby(positions[start:end], snapshot.is_masked.__getitem__):
                 run = list(group)
                 if is_masked:
@@ -182,62 +171,40 @@ class Choice:
         return tuple(texts)
 
 
-class Call:
+class RequestSession:
     """A request in the engine. `abort` must be called at its end, whatever has happened."""
 
     def __init__(self, engine: Engine, prepared: PreparedCall, tokenizer: Tokenizer) -> None:
         self.prepared = prepared
-        self.choices = [
-            Choice(index, submission, tokenizer, prepared.stop, prepared.hole_lengths)
-            for index, submission in enumerate(prepared.submissions)
-        ]
+        self.choices = [Choice(index, prepared, tokenizer) for index in range(len(prepared.requests))]
         self._engine = engine
         self._handles: list[EngineRequest] = []
-        self._lock = threading.Lock()
-        self._is_aborted = False
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
 
     @property
     def is_submitted(self) -> bool:
-        """The engine has accepted every choice of the call."""
-        return len(self._handles) == len(self.choices)
+        """The engine has accepted every choice."""
+        return bool(self._handles)
 
     def submit(self) -> None:
-        """Submit all choices, or none; runs in any thread.
+        """Submit all choices, or none.
 
         Raises:
             ApiError: the engine refuses one.
         """
         try:
-            self._engine.check_capacity(len(self.choices))
-            requests = []
-            for choice in self.choices:
-                if self._is_aborted:
-                    return
-                submission = choice.submission
-                settings = resolve_settings(submission.config, self._engine.model.config)
-                requests.append(
-                    prepare_request(settings, submission.token_ids, submission.seed, submission.options, "the text")
-                )
-            # Not before: preparation takes long, and `abort` waits for the lock in the event loop.
-            with self._lock:
-                if self._is_aborted:
-                    return
-                self._handles = self._engine.submit_prepared(requests)
-            for handle in self._handles:
-                handle.add_listener(self._wake)
+            self._handles = self._engine.submit_prepared(self.prepared.requests)
         except ValueError as error:
-            self.abort()
-            raise _describe_refusal(error, self.prepared) from None
-        except Exception as error:
-            self.abort()
+            code, param = "context_length_exceeded", self.prepared.body.text_key
+            raise ApiError(400, str(error), param=param, code=code) from None
+        except EngineError as error:
             raise to_api_error(error) from error
+        for handle in self._handles:
+            handle.add_listener(self._wake)
 
     def abort(self) -> None:
-        """End the choices that are not done; also those that are still to be submitted."""
-        with self._lock:
-            self._is_aborted = True
+        """End the choices that are not done."""
         for handle in self._handles:
             self._engine.abort(handle)
 
@@ -284,14 +251,3 @@ class Call:
                 return
             await self._changed.wait()
             self._changed.clear()
-
-
-def _describe_refusal(error: ValueError, prepared: PreparedCall) -> ApiError:
-    message, fields = str(error), prepared.fields
-    if "max_position_embeddings" in message or "pages of" in message:
-        return ApiError(400, message, param=fields.text_key, code="context_length_exceeded")
-    if "constraint" in message:
-        param = "structured_outputs" if fields.response_format is None else "response_format"
-    else:
-        param = find_key(message.removeprefix("the canvas"), prepared.overrides) or fields.text_key
-    return ApiError(400, message, param=param)
