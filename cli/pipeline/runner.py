@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
+from cli.child_process import ChildProcess, SignalQueue, build_command
 from cli.pipeline.fingerprint import check_files_unchanged
 from cli.pipeline.plan import ANSWERS, MODEL, REPLAY, RESULT, StagePlan
 from cli.pipeline.state import CONFIG, StageState, write_done, write_started
-from cli.sweep.processes import SignalQueue, build_environment
 from config.dump import to_toml
 from files.atomic import remove_temporary_paths, temporary_path, write_text_atomic
 from files.terminal_text import print_message
@@ -106,34 +102,16 @@ def _prepare_directory(state: StageState) -> None:
         shutil.rmtree(directory / MODEL)
 
 
-def build_command(plan: StagePlan) -> list[str]:
-    """Build the command line of a stage; ``-P`` ignores modules in the working directory."""
-    module = "cli.pipeline.stage_process"
-    return [sys.executable, "-P", "-m", module, plan.command, "--config", str(plan.directory / CONFIG)]
-
-
 def _run_process(plan: StagePlan, lock: int, signals: SignalQueue) -> int:
     """Run the command of a stage, and forward signals to it once. Returns its exit code."""
-    process = subprocess.Popen(
-        build_command(plan),
-        stdin=subprocess.PIPE,
-        env=build_environment(),
-        pass_fds=(lock,),
-        start_new_session=True,  # Ctrl-C reaches it through this process only
-    )
+    process = ChildProcess(build_command(plan.command, plan.directory / CONFIG), lock=lock)
     try:
-        while process.poll() is None:
+        while (code := process.poll()) is None:
             number = signals.take()
             if number is not None:
                 # Training saves at all of these; the other commands end in order at SIGINT.
-                with suppress(ProcessLookupError):
-                    os.kill(process.pid, number if plan.is_training else signal.SIGINT)
+                process.send_signal(number if plan.is_training else signal.SIGINT)
             time.sleep(POLL_SECONDS)
+        return code
     finally:
-        if process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        assert process.stdin is not None
-        process.stdin.close()
-    return process.returncode
+        process.close()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from cli.entry import build_parser, friendly_errors, path_argument, print_error
-from cli.sweep.commands import SWEEP_COMMANDS
-from cli.sweep.grid import GridError, PointLoader, read_settings
-from cli.sweep.plan import SWEEPS, SweepPlan
-from cli.sweep.run import run_sweep
+from cli.entry import build_parser, friendly_errors, path_argument, usage_errors
+from files.lock import LOCK_FILE
+from files.usage_error import UsageError
+
+if TYPE_CHECKING:
+    from cli.sweep.definition import Sweep
 
 NAME = "diffusionlm-sweep"
 
@@ -22,28 +25,44 @@ EXAMPLE = f"""  {NAME} --config config/resources/train.toml --set training.max_s
 The same command continues an interrupted sweep, also beside other processes of it; with more values or trials it
 extends the sweep."""
 
+SWEEPS = Path("runs/sweeps")
+
 
 @friendly_errors(NAME)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a sweep. Returns 0, 1 if a run failed, 2 if the arguments are invalid, or 128 + the signal that ended it."""
     arguments = _parser().parse_args(argv)
     try:
-        return run_sweep(_build_plan(arguments), arguments.dry_run)
-    except GridError as error:
-        print_error(NAME, str(error))
-        return 2
+        # Imported here, so that --help does not wait for it.
+        import optuna  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name != "optuna":
+            raise
+        raise UsageError(
+            f"Optuna is not installed: add it with uv sync --extra sweep, or run uv run --extra sweep {NAME}"
+        ) from None
+    with usage_errors(NAME):
+        sweep = _read_sweep(arguments)
+        points = sweep.load_points()
+        sweep.check(points.values())
+        _check_directory(sweep.directory)
+        if arguments.dry_run:
+            _print_dry_run(sweep, points.values())
+            return 0
+    return _run_sweep(sweep, points)
 
 
-def _build_plan(arguments: argparse.Namespace) -> SweepPlan:
-    for name in ("jobs", "trials"):
-        if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
-            raise GridError(f"--{name} {getattr(arguments, name)} must be at least 1")
-    sweep_command = SWEEP_COMMANDS[arguments.command]
-    settings = read_settings(arguments.settings, sweep_command)
+def _read_sweep(arguments: argparse.Namespace) -> Sweep:
+    from cli.sweep.definition import SWEEP_COMMANDS, Sweep
+    from cli.sweep.values import read_settings
+
+    settings = read_settings(arguments.settings, SWEEP_COMMANDS[arguments.command].managed_keys)
     has_ranges = any(setting.range is not None for setting in settings)
     stem = arguments.command if arguments.config is None else arguments.config.stem
-    return SweepPlan(
-        load_point=PointLoader(sweep_command, arguments.config, settings),
+    return Sweep(
+        command_name=arguments.command,
+        config_path=arguments.config,
+        settings=settings,
         directory=arguments.directory or SWEEPS / stem,
         sampler=arguments.sampler or ("tpe" if has_ranges else "grid"),
         num_trials=arguments.trials,
@@ -51,6 +70,68 @@ def _build_plan(arguments: argparse.Namespace) -> SweepPlan:
         jobs=arguments.jobs,
         storage=arguments.storage,
     )
+
+
+def _check_directory(directory: Path) -> None:
+    """Check that the directory is new or that of a sweep.
+
+    Raises:
+        ValueError: it contains something else.
+    """
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"{directory} is a file; choose another --directory")
+    files = sorted(child.name for child in directory.iterdir()) if directory.is_dir() else []
+    if {*files} - {LOCK_FILE} and not {"study.db", "sweep.jsonl"} & {*files}:
+        raise ValueError(f"{directory} is not a sweep: it contains {files[:5]}; choose another --directory")
+
+
+def _run_sweep(sweep: Sweep, points: Mapping[str, Mapping[str, str]]) -> int:
+    from cli.sweep.report import write_report
+    from cli.sweep.runner import SweepRunner
+    from cli.sweep.study import open_study
+    from logger.pages.terminal import print_parts
+
+    first_validation = 1
+    if sweep.prune:
+        first_validation = min(sweep.load_config(values).validation.every_steps for values in points.values())
+    with open_study(sweep, first_validation) as study:
+        study.add(points)
+        write_report(sweep, study.runs())
+        runs = study.wanted_runs(points)
+        done = sum(run.status in ("done", "pruned") for run in runs)
+        runner = SweepRunner(study, points, lambda: write_report(sweep, study.runs()))
+        signal = runner.run(sweep.num_trials or len(runs), done)
+        print_parts(write_report(sweep, study.runs()))
+        statuses = {run.status for run in study.wanted_runs(points)}
+    if signal is not None:
+        return 128 + signal
+    return 1 if statuses & {"failed", "interrupted"} else 0
+
+
+def _print_dry_run(sweep: Sweep, points: Iterable[Mapping[str, str]]) -> None:
+    from cli.sweep.values import format_values
+    from logger.pages import Table
+    from logger.pages.terminal import print_parts
+
+    is_training = sweep.command_name == "train"
+    rows = [["values", *(["parameters", "tokens", "memory"] if is_training else [])]]
+    for values in points:
+        rows.append([format_values(values), *(_estimate(sweep.load_config(values)) if is_training else [])])
+    count = f"{len(rows) - 1} runs" if sweep.num_trials is None else f"{sweep.num_trials} runs between these"
+    print_parts([Table(rows[0], rows[1:]), f"{count} in {sweep.directory}; nothing was started"])
+
+
+def _estimate(config: Any) -> list[str]:
+    """Estimate parameters, tokens and memory of a training run."""
+    from cli.train import check_model
+    from profiling.estimate import estimate_run
+
+    try:
+        estimate = estimate_run(check_model(config)[0])
+    except (ValueError, OSError) as error:
+        return ["refused", "", str(error)]
+    tokens = "by the data" if estimate.tokens is None else f"{estimate.tokens:,}"
+    return [f"{estimate.parameters:,}", tokens, f"{estimate.bytes_total / 2**20:,.0f} MiB"]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cli.sweep.commands import ANSWERS_FILE
+from cli.sweep.definition import ANSWERS_FILE
+from logger.pages import Column, Number
 from logger.report.reading import LoggedRun, read_run
 from logger.report.series import Series
 
@@ -19,31 +20,24 @@ EVALUATION_KEYS = {
 }
 """Measurement -> its key, and that of its standard error, in an evaluation; metrics have them after ``val_``."""
 TRAIN_COLUMNS = {
-    "bound": "bound, nats per token",
-    "bits_per_byte": "bits per byte",
-    "tokens_per_second": "tokens/s",
+    "bound": Column("bound, nats per token", ".4f"),
+    "bits_per_byte": Column("bits per byte", ".4f"),
+    "tokens_per_second": Column("tokens/s", ",.0f"),
 }
 INFER_COLUMNS = {
-    "tokens_per_second": "tokens/s",
-    "tokens_per_forward": "tokens per forward",
-    "forwards": "forwards",
-    "mean_logprob": "mean log-probability",
+    "tokens_per_second": Column("tokens/s", ",.0f"),
+    "tokens_per_forward": Column("tokens per forward", ".2f"),
+    "forwards": Column("forwards", ",.0f"),
+    "mean_logprob": Column("mean log-probability", ".4f"),
 }
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """A number and its standard error, if it has one."""
-
-    value: float
-    error: float | None = None
+"""Columns of the table by measurement."""
 
 
 @dataclass(frozen=True)
 class RunResult:
     """Numbers and texts of a run; those that do not exist yet are missing."""
 
-    numbers: dict[str, Measurement] = field(default_factory=dict)
+    numbers: dict[str, Number] = field(default_factory=dict)
     """Measurements by column."""
     texts: tuple[tuple[str, str], ...] = ()
     """Pairs of a prompt, or a text with masked spans, and the output of the model."""
@@ -65,18 +59,18 @@ def read_training_result(directory: Path) -> RunResult:
         run = read_run(directory)
     except ValueError:
         return RunResult()
-    numbers: dict[str, Measurement] = {}
+    numbers: dict[str, Number] = {}
     for name, (key, error_key) in EVALUATION_KEYS.items():
         if run.summary:
             value, error = run.result("evaluation", key), run.result("evaluation", error_key)
         else:
             value, error = _last(run, f"val_{key}"), _last(run, f"val_{error_key}")
         if value is not None:
-            numbers[name] = Measurement(value, error)
+            numbers[name] = Number(value, error=error)
     tokens, seconds = run.result("tokens_seen"), run.result("seconds")
     rate = tokens / seconds if tokens and seconds else _last(run, "tokens_per_second")
     if rate is not None:
-        numbers["tokens_per_second"] = Measurement(rate)
+        numbers["tokens_per_second"] = Number(rate)
     samples = run.events_of("sample")
     pairs = [(event.values.get("given", ""), event.values.get("filled", event.text)) for event in samples
              if event.step == samples[-1].step]  # fmt: skip
@@ -111,7 +105,7 @@ def read_inference_result(directory: Path) -> RunResult:
         "tokens_per_forward": tokens / forwards if forwards else math.nan,
         "mean_logprob": sum(a * b for a, b in logprobs) / weight if weight else math.nan,
     }
-    finite = {name: Measurement(value) for name, value in numbers.items() if texts and math.isfinite(value)}
+    finite = {name: Number(value) for name, value in numbers.items() if texts and math.isfinite(value)}
     return RunResult(finite, tuple(texts), is_final=bool(texts))
 
 
@@ -123,14 +117,3 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
             with contextlib.suppress(ValueError):
                 values.append(json.loads(line))
     return [value for value in values if isinstance(value, dict)]
-
-
-def format_measurement(name: str, measured: Measurement | None) -> str:
-    """Format a number and its standard error with a suitable number of digits."""
-    if measured is None:
-        return ""
-    if name in ("tokens_per_second", "forwards"):
-        return f"{measured.value:,.0f}"
-    digits = 2 if name == "tokens_per_forward" else 4
-    error = "" if measured.error is None else f" +- {measured.error:.{digits}f}"
-    return f"{measured.value:.{digits}f}{error}"

@@ -1,44 +1,48 @@
-"""The Optuna study of a sweep: its trials are the runs, which several processes share.
+"""The Optuna study of a sweep: its trials are the runs, which several processes and machines share.
 
-A trial has the user attributes ``run`` (name, values, digest of the config), ``process`` (who makes it) and ``end``. A
-trial of a run that failed or was interrupted is a failed trial; when the run is continued, it gets another one.
+A process claims a waiting trial, records its heartbeat and tells how it ended; Optuna fails the trials whose heartbeat
+has stopped. A run that failed or was interrupted is continued as another trial with the same user attributes: ``run``
+(name and values), ``jobs`` and ``end``. The study is a database, also in a single file: heartbeats need one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import shutil
-import socket
-import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
 
 import optuna
+from optuna.distributions import IntDistribution
 from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
-from cli.sweep.grid import (
-    GridError,
-    GridPoint,
+from cli.sweep.definition import STUDY_FILE, Sweep
+from cli.sweep.values import (
     Setting,
+    SweepError,
     format_number,
     format_values,
     is_logarithmic,
     name_run,
     parse_numbers,
 )
-from cli.sweep.plan import STUDY_FILE, Status, SweepPlan, SweepRun, objective
-from config.base import Section
 from config.dump import list_differences
-from config.load import ConfigError, load_config
-from files.lock import DirectoryInUseError, is_locked, lock_directory
+from config.load import ConfigError, validate_config
+from files.lock import DirectoryInUseError, lock_directory
+from files.toml_text import parse_toml
 
+Status = Literal["waiting", "running", "done", "pruned", "failed", "interrupted"]
+
+HEARTBEAT_SECONDS = 10
+GRACE_SECONDS = 60
+"""A run without a heartbeat for this long has lost its process, and is continued by another one."""
 LOCK_SECONDS = 60.0
-"""Longest wait for another process that adds or takes a run."""
+"""Longest wait for another process that adds or claims a run."""
 REDUCTION_FACTOR = 3
 """Of successive halving: a third of the runs passes each rung."""
 MAX_DRAWS = 50
@@ -46,8 +50,6 @@ MAX_DRAWS = 50
 MAX_RANDOM_RUNS = 10
 """Most runs of ``tpe`` with random values, before it prefers values like those of good runs."""
 MIN_RUNS_FOR_IMPORTANCES = 6
-_CANDIDATE = "candidate "
-"""Prefix of user attributes that name the processes that tried to take a trial."""
 _STATUSES: dict[TrialState, Status] = {
     TrialState.WAITING: "waiting",
     TrialState.RUNNING: "running",
@@ -57,108 +59,118 @@ _STATUSES: dict[TrialState, Status] = {
 
 
 @dataclass(frozen=True)
-class ClaimedRun:
-    """A run that this process makes."""
+class SweepRun:
+    """A run and its status."""
 
-    run: SweepRun
-    config: Section
-    """With the paths of its files."""
-    trial: Trial
-    study: optuna.Study
+    name: str
+    values: Mapping[str, str]
+    """Its value of each axis, as written."""
+    status: Status
+    seconds: float = 0.0
+    """Wall-clock time of all processes of the run."""
+    error: Sequence[str] = ()
+    """The last lines of the log of a failed run."""
+    jobs: int = 1
+    """Concurrent runs of its sweep process, itself included."""
+    value: float | None = None
+    """The objective, of a training run that is done or pruned."""
+    number: int = 0
+    """Its place in the order of starts."""
 
-    def report(self, step: int, bound: float) -> bool:
-        """Record a validation. Returns whether the run is so much worse than the others that it should stop."""
-        self.trial.report(bound, step)
-        return self.trial.should_prune()
-
-    def finish(self, status: Status, seconds: float, error: Sequence[str], value: float | None) -> None:
-        """Record the end of a process.
-
-        Args:
-            status: of the run.
-            seconds: of all processes of the run.
-            error: last lines of its log, if it failed.
-            value: the objective of a run that is done; None: it has none, or it is not finite.
-        """
-        self.trial.set_user_attr("end", {"status": status, "seconds": seconds, "error": list(error)})
-        state = next((state for state, name in _STATUSES.items() if name == status), TrialState.FAIL)
-        values = (math.inf if value is None else value) if status == "done" else None
-        self.study.tell(self.trial, values, state, skip_if_finished=True)
+    @classmethod
+    def from_trial(cls, trial: FrozenTrial) -> SweepRun:
+        run, end = trial.user_attrs["run"], trial.user_attrs.get("end", {})
+        return cls(
+            name=run["name"],
+            values=run["values"],
+            status=_STATUSES.get(trial.state) or end.get("status") or "interrupted",
+            seconds=end.get("seconds", 0.0),
+            error=end.get("error", ()),
+            jobs=trial.user_attrs.get("jobs", 1),
+            value=trial.value if trial.value is not None and math.isfinite(trial.value) else None,
+            number=trial.number,
+        )
 
 
-@dataclass(frozen=True)
 class SweepStudy:
-    """A study, opened by one process (`open_study`)."""
+    """A study, opened by one process.
 
-    plan: SweepPlan
-    storage: optuna.storages.BaseStorage
-    study: optuna.Study
-    owner: str
-    """Name of this process among those of the sweep."""
-    lock: int
-    """File descriptor of the lock of this process, which its runs inherit: it is dead when they have ended as well."""
-    digests: dict[str, str] = field(default_factory=dict)
-    """Recorded digest -> present one, of runs whose config is the same although its digest is not."""
+    Args:
+        sweep: its definition.
+        min_resource: first step at which runs are compared, if they are pruned.
+
+    Raises:
+        SweepError: the study cannot be read or written, or is one of another command, config or measurement.
+    """
+
+    def __init__(self, sweep: Sweep, min_resource: int = 1) -> None:
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+        self.sweep = sweep
+        self._format_config = cache(lambda values: sweep.format_config(dict(values)))
+        pruner: optuna.pruners.BasePruner = optuna.pruners.NopPruner()
+        if sweep.prune:
+            pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource, REDUCTION_FACTOR)
+        with self._lock():
+            self._storage = optuna.storages.RDBStorage(
+                _format_url(sweep).replace("{", "{{").replace("}", "}}"),  # Optuna replaces names in braces
+                heartbeat_interval=HEARTBEAT_SECONDS,
+                grace_period=GRACE_SECONDS,
+            )
+            # Sweeps that share a database are told apart by the names of their directories.
+            name = sweep.directory.resolve().name if sweep.storage else "sweep"
+            self.study = optuna.create_study(storage=self._storage, study_name=name, pruner=pruner, load_if_exists=True)
+            self._check_definition()
+
+    def _check_definition(self) -> None:
+        """Record the definition of a new study, and compare it with that of an existing one."""
+        sweep, study = self.sweep, self.study
+        expected = {"command": sweep.command_name, "objective": sweep.objective}
+        for key, value in expected.items():
+            recorded = study.user_attrs.get(key, value)
+            if recorded != value:
+                raise SweepError(
+                    f"{sweep.directory} contains a sweep whose {key} is {recorded}, not {value}: choose another "
+                    "--directory"
+                )
+            study.set_user_attr(key, value)
+        values = study.user_attrs.get("values")
+        if values is None:
+            values = {axis.key: axis.values[0] for axis in sweep.axes}
+            study.set_user_attr("config", sweep.format_config(values))
+            study.set_user_attr("values", values)
+        tree = parse_toml(study.user_attrs["config"])
+        try:
+            recorded = validate_config(sweep.command.config, tree, "the recorded config")
+            differences = list_differences(recorded, sweep.load_config(values))
+        except ConfigError as error:
+            differences = str(error).splitlines()[-1:]
+        if differences:
+            listed = "\n  ".join(differences)
+            raise SweepError(
+                f"{sweep.directory} contains a sweep of another config; its run {format_values(values)} would change:"
+                f"\n  {listed}\nchoose another --directory; a sweep can only be extended by values of --set"
+            )
+
+    @contextlib.contextmanager
+    def _lock(self) -> Iterator[None]:
+        """Lock the directory: in a database that is a file, two processes could claim one trial."""
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(lock_directory(self.sweep.directory, LOCK_SECONDS))
+            except DirectoryInUseError as error:
+                raise SweepError(f"{self.sweep.directory} is in use by another process; wait or stop it") from error
+            yield
 
     def runs(self) -> list[SweepRun]:
         """Return the runs in the order of their first trials."""
-        runs = map(_read_run, self._trials().values())
-        return [replace(run, digest=self.digests.get(run.digest, run.digest)) for run in runs]
+        return [SweepRun.from_trial(trial) for trial in self._trials().values()]
 
-    def add(self, points: Sequence[GridPoint]) -> set[str]:
-        """Queue the points that are new, and the runs that failed, were interrupted or left by a dead process.
-
-        Returns:
-            Digests of the runs that this command makes.
-
-        Raises:
-            GridError: a run has another config than the command line, or a process of a dead sweep still uses it.
-        """
-        with _lock(self.plan.directory):
-            trials = self._trials()
-            for trial in trials.values():
-                self._check_config(_read_run(trial))
-            points = points if self.plan.sampler == "grid" else []
-            drawn = {
-                str(self._digest(trial)) for trial in trials.values() if trial.params and self.plan.sampler != "grid"
-            }
-            wanted = {point.digest for point in points} | drawn
-            ended = [trial for trial in trials.values() if trial.state == TrialState.FAIL or self._is_dead(trial)]
-            queue = [_copy_trial(trial) for trial in ended if self._digest(trial) in wanted]
-            for point in points:
-                if point.digest not in map(self._digest, trials.values()):
-                    name = name_run(point.values, [*trials, *(trial.user_attrs["run"]["name"] for trial in queue)])
-                    run = {"name": name, "values": dict(point.values), "digest": point.digest}
-                    queue.append(optuna.create_trial(state=TrialState.WAITING, user_attrs={"run": run}))
-            for trial in queue:
-                path = self.plan.run_path(trial.user_attrs["run"]["name"])
-                if is_locked(path):
-                    raise GridError(f"{path} is in use by a process of an earlier sweep; wait for it or stop it")
-            for trial in ended:
-                if trial.state == TrialState.RUNNING:
-                    self.storage.set_trial_user_attr(trial._trial_id, "end", {"status": "interrupted"})
-                    self.study.tell(trial.number, state=TrialState.FAIL)
-            self.study.add_trials(queue)
-        return wanted
-
-    def claim(self, wanted: Collection[str], log: Callable[[str], None]) -> ClaimedRun | None:
-        """Take the next waiting run of these digests, which no other process takes, or draw the values of a new one.
-
-        Returns:
-            None: nothing is left to do.
-        """
-        with _lock(self.plan.directory):
-            seen: set[str | None] = {None}
-            for trial in self.study.get_trials(deepcopy=False):
-                digest = self._digest(trial)
-                if trial.state == TrialState.FAIL or digest in seen:
-                    continue  # of two machines that queued a run at the same time, the first trial counts
-                seen.add(digest)
-                if trial.state == TrialState.WAITING and digest in wanted and self._take(trial):
-                    taken = Trial(self.study, trial._trial_id)
-                    taken.set_user_attr("process", self._process)
-                    return self._prepare(taken)
-            return None if self.plan.num_trials is None else self._draw(self.plan.num_trials, log)
+    def wanted_runs(self, points: Mapping[str, Mapping[str, str]]) -> list[SweepRun]:
+        """Return the runs that this command makes: of a grid its points, otherwise all."""
+        is_grid = self.sweep.sampler == "grid"
+        trials = [trial for trial in self._trials().values() if not is_grid or self._is_wanted(trial, points)]
+        return [SweepRun.from_trial(trial) for trial in trials]
 
     def _trials(self) -> dict[str, FrozenTrial]:
         """Return the trial of each run by name: its first that did not fail, or else its last."""
@@ -169,193 +181,170 @@ class SweepStudy:
                 trials[name] = trial
         return trials
 
-    def _is_dead(self, trial: FrozenTrial) -> bool:
-        """Return whether no process of a running trial is left; one whose files are on another machine is not dead."""
-        locks = [self.plan.processes_path / owner for owner in _owners(trial)]
-        is_left = any(not lock.is_dir() or is_locked(lock) for lock in locks)
-        return trial.state == TrialState.RUNNING and bool(locks) and not is_left
+    def add(self, points: Mapping[str, Mapping[str, str]]) -> None:
+        """Queue the points of a grid that are new, and the runs that failed or were interrupted.
 
-    def _digest(self, trial: FrozenTrial) -> str | None:
-        recorded: str | None = trial.user_attrs.get("run", {}).get("digest")
-        return recorded if recorded is None else self.digests.get(recorded, recorded)
+        Args:
+            points: all points of the sweep, by their config (`Sweep.load_points`).
+        """
+        with self._lock():
+            self._fail_stale_trials()
+            trials = self._trials().values()
+            for trial in trials:
+                if trial.state == TrialState.FAIL and self._is_wanted(trial, points):
+                    self._retry(trial)
+            existing = {self._identify(trial) for trial in trials}
+            for text, values in points.items() if self.sweep.sampler == "grid" else ():
+                if text not in existing:
+                    self.study.enqueue_trial({}, user_attrs={"run": {"name": name_run(values), "values": dict(values)}})
 
-    def _check_config(self, run: SweepRun) -> None:
-        path = self.plan.config_path(run.name)
-        try:
-            point = self.plan.load_point(run.values, self.plan.run_path(run.name))
-            if point.digest == run.digest and not path.is_file():
-                return
-            command = self.plan.sweep_command
-            recorded = load_config(command.config, path)
-            differences = list_differences(recorded, point.config)
-            lines = [line for line in differences if not line.startswith(command.managed_keys)]
-        except ConfigError as error:
-            lines = str(error).splitlines()[-1:]
-        if not lines:  # the digest may be one that another version computed
-            self.digests[run.digest] = point.digest
-            return
-        listed = "\n  ".join(lines)
-        raise GridError(
-            f"{self.plan.directory} contains a sweep of another config; its run {format_values(run.values)} would "
-            f"change:\n  {listed}\nchoose another --directory; a sweep can only be extended by values of --set"
+    def claim(self, points: Mapping[str, Mapping[str, str]], log: Callable[[str], None]) -> Trial | None:
+        """Take the next waiting run, which no other process takes, or draw the values of a new one.
+
+        Returns:
+            None: no run waits, and none is missing.
+        """
+        with self._lock():
+            self._fail_stale_trials()
+            claimed = None
+            for trial in self._trials().values():  # of two machines that queued a run at once, the first trial counts
+                if claimed is None and trial.state == TrialState.WAITING and self._is_wanted(trial, points):
+                    claimed = self._take(trial)
+            if claimed is None and self.sweep.num_trials is not None:
+                claimed = self._draw(self.sweep.num_trials, log)
+            if claimed is not None:
+                self._storage.record_heartbeat(claimed._trial_id)
+                claimed.set_user_attr("jobs", self.sweep.jobs)
+            return claimed
+
+    def beat(self, trial: Trial) -> None:
+        """Record the heartbeat of a run.
+
+        Raises:
+            UpdateFinishedTrialError: it is another process that makes it now.
+        """
+        self._storage.record_heartbeat(trial._trial_id)
+        self._storage.check_trial_is_updatable(trial._trial_id, self._storage.get_trial(trial._trial_id).state)
+
+    def num_running(self) -> int:
+        """Return how many runs are made now, by any process."""
+        return len(self.study.get_trials(deepcopy=False, states=[TrialState.RUNNING]))
+
+    def finish(self, trial: Trial, status: Status, seconds: float, error: Sequence[str], value: float | None) -> None:
+        """Record the end of a run.
+
+        Args:
+            trial: of the run.
+            status: of the run.
+            seconds: of all processes of the run.
+            error: last lines of its log, if it failed.
+            value: the objective of a run that is done; None: it has none, or it is not finite.
+        """
+        trial.set_user_attr("end", {"status": status, "seconds": seconds, "error": list(error)})
+        state = next((state for state, name in _STATUSES.items() if name == status), TrialState.FAIL)
+        values = (math.inf if value is None else value) if status == "done" else None
+        self.study.tell(trial, values, state, skip_if_finished=True)
+
+    def _fail_stale_trials(self) -> None:
+        """Fail the runs whose process is dead, and queue them again."""
+        optuna.storages.fail_stale_trials(self.study)
+        for trial in self._trials().values():
+            if trial.state == TrialState.FAIL and "status" not in trial.user_attrs.get("end", {}):
+                self._retry(trial)
+
+    def _retry(self, trial: FrozenTrial) -> None:
+        """Queue a run again, with its values and the seconds that it has taken."""
+        end = {"seconds": trial.user_attrs.get("end", {}).get("seconds", 0.0)}
+        retried = optuna.create_trial(
+            state=TrialState.WAITING,
+            params=trial.params,
+            distributions=trial.distributions,
+            user_attrs={"run": trial.user_attrs["run"], "end": end},
         )
+        self.study.add_trial(retried)
 
-    @property
-    def _process(self) -> dict[str, Any]:
-        return {"owner": self.owner, "jobs": self.plan.jobs}
-
-    def _take(self, trial: FrozenTrial) -> bool:
-        # Recorded while the trial waits, so that a running trial always names a process. Each has an attribute of its
-        # own: of two machines that take the trial at the same time, the one that fails must not overwrite the other.
+    def _identify(self, trial: FrozenTrial) -> str | None:
+        """Return the config of a run as in `Sweep.load_points`; None: it is not valid with this command line."""
         try:
-            self.storage.set_trial_user_attr(trial._trial_id, f"{_CANDIDATE}{self.owner}", self.plan.jobs)
-            return self.storage.set_trial_state_values(trial._trial_id, TrialState.RUNNING)
-        except optuna.exceptions.UpdateFinishedTrialError:
-            return False
+            return self._format_config(tuple(trial.user_attrs["run"]["values"].items()))
+        except ConfigError:
+            return None
 
-    def _prepare(self, trial: Trial) -> ClaimedRun:
-        run = _read_run(self.storage.get_trial(trial._trial_id))
-        return ClaimedRun(run, self.plan.load_point(run.values, self.plan.run_path(run.name)).config, trial, self.study)
+    def _is_wanted(self, trial: FrozenTrial, points: Mapping[str, Mapping[str, str]]) -> bool:
+        """Return whether this command makes the run of a trial: of a grid its points, otherwise all that were drawn."""
+        return self._identify(trial) in points if self.sweep.sampler == "grid" else bool(trial.params)
 
-    def _draw(self, num_trials: int, log: Callable[[str], None]) -> ClaimedRun | None:
+    def _take(self, trial: FrozenTrial) -> Trial | None:
+        with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
+            if self._storage.set_trial_state_values(trial._trial_id, TrialState.RUNNING):
+                return Trial(self.study, trial._trial_id)
+        return None
+
+    def _draw(self, num_trials: int, log: Callable[[str], None]) -> Trial | None:
         """Draw the values of a new run; None: there are ``num_trials`` runs, or no other values."""
-        study_id = self.storage.get_study_id_from_name(self.study.study_name)
-        trials = self._trials()
-        for _ in range(MAX_DRAWS if len(trials) < num_trials else 0):
-            trial = Trial(self.study, self.storage.create_new_trial(study_id))
+        runs = self._trials().values()
+        for _ in range(MAX_DRAWS if len(runs) < num_trials else 0):
+            trial = Trial(self.study, self.study._storage.create_new_trial(self.study._study_id))
             # Seeded by the trial, so that a sweep is reproducible and concurrent processes draw different values.
             self.study.sampler = optuna.samplers.RandomSampler(seed=trial.number)
-            if self.plan.sampler == "tpe":
+            if self.sweep.sampler == "tpe":
                 num_random = min(MAX_RANDOM_RUNS, max(4, num_trials // 4))
                 self.study.sampler = optuna.samplers.TPESampler(seed=trial.number, n_startup_trials=num_random)
             try:
-                values = {axis.key: _suggest(trial, axis) for axis in self.plan.axes}
-                point = self.plan.load_point(values)
+                values = {axis.key: _suggest(trial, axis) for axis in self.sweep.axes}
+                self.sweep.load_config(values)
             except ConfigError as error:
                 log(f"{format_values(values)} is invalid, and not run: {str(error).splitlines()[-1].strip()}")
                 self.study.tell(trial, state=TrialState.FAIL)
                 continue
             except ValueError as error:  # other choices than in the study
                 self.study.tell(trial, state=TrialState.FAIL)
-                raise GridError(f"--sampler {self.plan.sampler}: {error}; choose another --directory") from None
-            equal = next((other for other in trials.values() if self._digest(other) == point.digest), None)
+                raise SweepError(f"--sampler {self.sweep.sampler}: {error}; choose another --directory") from None
+            equal = next((other for other in runs if other.user_attrs["run"]["values"] == values), None)
             if equal is None:
-                run = {"name": name_run(values, trials), "values": values, "digest": point.digest}
-                trial.set_user_attr("process", self._process)
-                trial.set_user_attr("run", run)
-                return self._prepare(trial)
+                trial.set_user_attr("run", {"name": name_run(values), "values": values})
+                return trial
             is_done = equal.state == TrialState.COMPLETE
             self.study.tell(trial, equal.value if is_done else None, None if is_done else TrialState.FAIL)
         return None
 
 
 @contextlib.contextmanager
-def open_study(plan: SweepPlan, min_resource: int = 1) -> Iterator[SweepStudy]:
-    """Open the study, or create it, and hold the lock of this process in the directory.
-
-    Args:
-        plan: of the sweep.
-        min_resource: first step at which runs are compared, if they are pruned.
+def open_study(sweep: Sweep, min_resource: int = 1) -> Iterator[SweepStudy]:
+    """Open the study, or create it.
 
     Raises:
-        GridError: the study cannot be read or written; names its URL.
+        SweepError: it cannot be read or written; names the URL of its database without the password.
     """
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    pruner: optuna.pruners.BasePruner = optuna.pruners.NopPruner()
-    if plan.prune:
-        pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource, REDUCTION_FACTOR)
-    owner = f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
-    with _storage_errors(plan), lock_directory(plan.processes_path / owner) as lock:
-        try:
-            storage, study = _load_or_create(plan, pruner)
-        except BaseException:
-            shutil.rmtree(plan.processes_path / owner)  # this process has claimed no run
-            raise
-        yield SweepStudy(plan, storage, study, owner, lock)
-    shutil.rmtree(plan.processes_path / owner)
-
-
-def read_runs(plan: SweepPlan) -> list[SweepRun]:
-    """Read the runs of a sweep without writing files or locks.
-
-    Raises:
-        GridError: the study cannot be read; names its URL.
-    """
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    if not plan.storage and not (plan.directory / STUDY_FILE).exists():
-        return []
-    with _storage_errors(plan):
-        storage = optuna.storages.RDBStorage(_storage_template(plan), skip_table_creation=True)
-        names = [study.study_name for study in storage.get_all_studies()]
-        if plan.study_name not in names:
-            return []
-        study = optuna.load_study(study_name=plan.study_name, storage=storage)
-        return SweepStudy(plan, storage, study, owner="", lock=-1).runs()
-
-
-@contextlib.contextmanager
-def _storage_errors(plan: SweepPlan) -> Iterator[None]:
-    """Raise a GridError with the URL of the database if it is no URL, has no driver, or cannot be used."""
     try:
-        url = str(make_url(_storage_url(plan)))  # without the password
+        url = str(make_url(_format_url(sweep)))
     except ArgumentError:
-        raise GridError(f"--storage {plan.storage}: expected a URL, such as postgresql://user@host/name") from None
+        raise SweepError(f"--storage {sweep.storage}: expected a URL, such as postgresql://user@host/name") from None
     try:
-        yield
+        yield SweepStudy(sweep, min_resource)
     except ImportError as error:
         problem = str(error).splitlines()[0]
-        raise GridError(f"--storage {url}: {problem}; install the driver of the database") from None
+        raise SweepError(f"--storage {url}: {problem}; install the driver of the database") from None
     except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
-        raise GridError(f"--storage {url}: {str(error).splitlines()[0]}") from None
+        raise SweepError(f"--storage {url}: {str(error).splitlines()[0]}") from None
 
 
-def _load_or_create(
-    plan: SweepPlan, pruner: optuna.pruners.BasePruner
-) -> tuple[optuna.storages.BaseStorage, optuna.Study]:
-    """Open the storage and the study in it.
-
-    Raises:
-        GridError: the study is one of another command or measurement.
-    """
-    with _lock(plan.directory):
-        storage = optuna.storages.get_storage(_storage_template(plan))
-        study = optuna.create_study(storage=storage, study_name=plan.study_name, pruner=pruner, load_if_exists=True)
-        name = plan.sweep_command.name
-        command = study.user_attrs.get("command", name)
-        study.set_user_attr("command", command)
-        measurement = objective([axis.key for axis in plan.axes])
-        recorded = study.user_attrs.get("objective", measurement)
-        study.set_user_attr("objective", recorded)
-    if measurement != recorded:
-        raise GridError(
-            f"{plan.directory} contains a sweep that is ranked by {recorded}; the keys of --set require "
-            f"{measurement}: choose another --directory"
-        )
-    if command != name:
-        raise GridError(f"{plan.directory} contains a sweep of --command {command}, not {name}")
-    return storage, study
-
-
-def _storage_url(plan: SweepPlan) -> str:
+def _format_url(sweep: Sweep) -> str:
     """Return the URL of the database; every character of the directory may be one that URLs quote."""
-    path = str(plan.directory / STUDY_FILE)
-    return plan.storage or URL.create("sqlite", database=path).render_as_string()
+    path = str(sweep.directory / STUDY_FILE)
+    return sweep.storage or URL.create("sqlite", database=path).render_as_string()
 
 
-def _storage_template(plan: SweepPlan) -> str:
-    """Return the URL as Optuna expects it, which replaces names in braces."""
-    return _storage_url(plan).replace("{", "{{").replace("}", "}}")
-
-
-@contextlib.contextmanager
-def _lock(directory: Path) -> Iterator[None]:
-    """Lock the directory of a sweep, for a moment."""
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(lock_directory(directory, LOCK_SECONDS))
-        except DirectoryInUseError as error:
-            raise GridError(f"{directory} is in use by another process; wait for it or stop it") from error
-        yield
+def _suggest(trial: Trial, axis: Setting) -> str:
+    """Draw a value of an axis, as text."""
+    numbers = axis.range
+    if numbers is None:
+        return trial.suggest_categorical(axis.key, axis.values)
+    if isinstance(numbers, IntDistribution):
+        value: float = trial.suggest_int(axis.key, numbers.low, numbers.high, step=numbers.step, log=numbers.log)
+    else:
+        value = trial.suggest_float(axis.key, numbers.low, numbers.high, step=numbers.step, log=numbers.log)
+    return format_number(numbers, value)
 
 
 def importances(runs: Sequence[SweepRun]) -> dict[str, float]:
@@ -385,46 +374,3 @@ def importances(runs: Sequence[SweepRun]) -> dict[str, float]:
         study.add_trial(optuna.create_trial(params=params, distributions=space, value=run.value))
     evaluator = optuna.importance.PedAnovaImportanceEvaluator()
     return optuna.importance.get_param_importances(study, evaluator=evaluator)
-
-
-def _read_run(trial: FrozenTrial) -> SweepRun:
-    run, end = trial.user_attrs["run"], trial.user_attrs.get("end", {})
-    return SweepRun(
-        name=run["name"],
-        values=run["values"],
-        status=_STATUSES.get(trial.state) or end.get("status", "failed"),
-        digest=run["digest"],
-        seconds=end.get("seconds", 0.0),
-        error=end.get("error", ()),
-        jobs=trial.user_attrs.get("process", {}).get("jobs", 1),
-        value=trial.value if trial.value is not None and math.isfinite(trial.value) else None,
-        number=trial.number,
-    )
-
-
-def _owners(trial: FrozenTrial) -> list[str]:
-    """Return the process of a running trial, or while it does not say so, all that tried to take it."""
-    if "process" in trial.user_attrs:
-        return [trial.user_attrs["process"]["owner"]]
-    return [key.removeprefix(_CANDIDATE) for key in trial.user_attrs if key.startswith(_CANDIDATE)]
-
-
-def _copy_trial(trial: FrozenTrial) -> FrozenTrial:
-    """Build a waiting trial that continues the run of another one."""
-    seconds = trial.user_attrs.get("end", {}).get("seconds", 0.0)
-    attributes = {"run": trial.user_attrs["run"], "end": {"seconds": seconds}}
-    return optuna.create_trial(
-        state=TrialState.WAITING, params=trial.params, distributions=trial.distributions, user_attrs=attributes
-    )
-
-
-def _suggest(trial: Trial, axis: Setting) -> str:
-    """Draw a value of an axis, as text."""
-    numbers = axis.range
-    if numbers is None:
-        return trial.suggest_categorical(axis.key, axis.values)
-    if numbers.is_integer:
-        low, high, step = int(numbers.low), int(numbers.high), int(numbers.step or 1)
-        return str(trial.suggest_int(axis.key, low, high, step=step, log=numbers.is_log))
-    number = trial.suggest_float(axis.key, numbers.low, numbers.high, step=numbers.step, log=numbers.is_log)
-    return format_number(numbers, number)

@@ -14,11 +14,9 @@ from cli.eval.report import build_page, read_evaluations
 from cli.infer.answers import build_answers
 from cli.infer.inputs import EncodedInput, Input
 from cli.infer.replay_page import ReplayRecorder, write_replay_page
-from cli.sweep.commands import SWEEP_COMMANDS
-from cli.sweep.grid import PointLoader
-from cli.sweep.page import render_page
-from cli.sweep.plan import Status, SweepPlan, SweepRun
-from cli.sweep.table import build_table
+from cli.sweep import report as sweep_report
+from cli.sweep.definition import Sweep
+from cli.sweep.study import Status, SweepRun
 from diffusionlm.evaluation.tasks.results import (
     EvaluationResults,
     ItemResult,
@@ -102,13 +100,13 @@ def write_sweep(path: Path, directory: Path, command: str) -> None:
         )
         for number, status in enumerate(statuses)
     ]
-    plan = SweepPlan(PointLoader(SWEEP_COMMANDS[command], None, []), directory, "grid", None)
+    sweep = Sweep(command, None, [], directory)
     for run in runs:
-        write_run(plan.run_path(run.name))
+        write_run(sweep.run_path(run.name))
         text = {"prompt": f"{HOSTILE}[MASK:2]", "output": f"{HOSTILE} {HOSTILE}"}
-        (plan.run_path(run.name) / "answers.jsonl").write_text(json.dumps({"text": text}) + "\n", encoding="utf-8")
-    page = render_page(build_table(plan, runs), HOSTILE, plan, dict.fromkeys(keys, 0.1))
-    path.write_text(page, encoding="utf-8")
+        (sweep.run_path(run.name) / "answers.jsonl").write_text(json.dumps({"text": text}) + "\n", encoding="utf-8")
+    results = sweep_report.read_results(sweep, runs)
+    write_page(sweep_report.build_page(sweep, results, dict.fromkeys(keys, 0.1)), path)
 
 
 def write_evaluation(folder: Path) -> None:

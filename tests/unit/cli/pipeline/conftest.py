@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from cli.pipeline import runner
-from cli.pipeline.plan import StagePlan
 from tests.unit.cli.pipeline.small_stages import PROGRAM, build_pipeline
 
 
@@ -19,8 +18,8 @@ def pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
 
-    def build_command(plan: StagePlan) -> list[str]:
-        return [sys.executable, "-I", "-S", str(program), str(plan.directory / "config.toml")]
+    def build_command(name: str, config: Path) -> list[str]:
+        return [sys.executable, "-I", "-S", str(program), str(config)]
 
     monkeypatch.setattr(runner, "build_command", build_command)
     monkeypatch.setattr(runner, "POLL_SECONDS", 0.01)

@@ -1,43 +1,150 @@
-"""A config that grids are laid over, and runs that need no torch."""
+"""A config that grids are laid over, and a small program in place of the runs of a sweep."""
 
 from __future__ import annotations
 
+import json
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import optuna
 import pytest
 
-from cli.sweep import runner
+from cli import child_process
+from cli.sweep import main, runner, study
+from cli.sweep.definition import Sampler, Sweep
+from cli.sweep.values import read_settings
 from tests.tiny_run import REQUIRED_SECTIONS
-from tests.unit.cli.sweep.small_runs import RUN
+
+PROGRAM = """
+import json, math, os, pathlib, signal, sys, threading, time, tomllib
+config = tomllib.loads(pathlib.Path(sys.argv[1]).read_text())
+directory = pathlib.Path(config["run"]["directory"])
+directory.mkdir(parents=True, exist_ok=True)
+threading.Thread(target=lambda: (os.read(0, 1), os._exit(9)), daemon=True).start()
+rate = config["optimizer"]["learning_rate"]
+print("rate", rate, *sys.argv[2:], "on", os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
+if rate == 3.0 and not os.environ.get("MENDED"):
+    sys.exit("learning_rate is too high\\n\\n")
+def log(step, **metrics):
+    with open(directory / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": step, "metrics": metrics}) + "\\n")
+log(1, loss=9.0, val_nats_per_token=rate, val_standard_error=0.1)
+if rate in (5.0, 6.0) and not (directory / "checkpoints").exists():
+    def stop(number, frame):
+        (directory / "checkpoints").mkdir()
+        sys.exit(128 + number)
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    print("ready", flush=True)
+    while not (directory / "go").exists():
+        time.sleep(0.01)
+if rate != 7.0:
+    bound = rate if rate >= 1.0 else 1.0 + math.log10(rate / 0.01) ** 2
+    evaluation = {"nats_per_token": bound, "standard_error": 0.1, "bits_per_byte": rate / 2}
+    (directory / "summary.json").write_text(json.dumps({"evaluation": evaluation, "step": 10}))
+"""
+
+SWEEP = """
+import sys
+from cli.sweep import main, runner
+runner.build_command = lambda name, config, overrides=(): [
+    sys.executable, "-I", "-S", "program.py", str(config), *overrides
+]
+runner.POLL_SECONDS = 0.01
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    """A valid one, ``base.toml``; nothing is trained by it."""
+    """A valid config, ``base.toml``; nothing is trained by it."""
     path = tmp_path / "base.toml"
     path.write_text(REQUIRED_SECTIONS)
     return path
 
 
-@pytest.fixture
-def small_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The runs of a sweep are the program of `small_runs`, in a fresh working directory."""
-    program = tmp_path / "program.py"
-    program.write_text(RUN)
+@dataclass(frozen=True)
+class SmallSweep:
+    """A sweep of learning rates in a fresh working directory; its runs are `PROGRAM`.
 
-    def build_command(module: str, config: Path, overrides: Sequence[str] = ()) -> list[str]:
+    The run of rate 3 fails, that of 7 has no result, and those of 5 and 6 wait until they are stopped or told to go.
+    """
+
+    base: Path
+    directory: Path = Path("runs/sweeps/base")
+
+    def arguments(self, rates: str, *more: str) -> list[str]:
+        return ["--config", str(self.base), "--set", f"optimizer.learning_rate={rates}", *more]
+
+    def run(self, rates: str, *more: str) -> int:
+        return main(self.arguments(rates, *more))
+
+    def refuse(self, rates: str, *more: str) -> None:
+        with pytest.raises(SystemExit) as caught:
+            self.run(rates, *more)
+        assert caught.value.code == 2
+
+    def start(self, rates: str, *more: str) -> subprocess.Popen[bytes]:
+        """Start the sweep in a process of its own."""
+        command = [sys.executable, "-c", SWEEP, *self.arguments(rates, *more)]
+        return subprocess.Popen(command, env=child_process.build_environment({}), stderr=subprocess.PIPE)
+
+    def define(self, rates: str, sampler: Sampler = "grid", num_trials: int | None = None, storage: str = "") -> Sweep:
+        settings = read_settings([f"optimizer.learning_rate={rates}"], ())
+        return Sweep("train", self.base, settings, self.directory, sampler, num_trials, storage=storage)
+
+    def trials(self, directory: Path | None = None) -> list[optuna.trial.FrozenTrial]:
+        storage = f"sqlite:///{(directory or self.directory) / 'study.db'}"
+        return optuna.load_study(study_name="sweep", storage=storage).get_trials()
+
+    def statuses(self) -> dict[str, str]:
+        """Status by the values of a run, in the order of their first trials."""
+        rows = [json.loads(line) for line in (self.directory / "sweep.jsonl").read_text().splitlines()]
+        names = dict.fromkeys(trial.user_attrs["run"]["name"] for trial in self.trials())
+        by_name = {row["name"]: row["status"] for row in rows}
+        return {name.removeprefix("learning_rate-"): by_name[name] for name in names}
+
+    def log(self, rate: str) -> Path:
+        return self.directory / "logs" / f"learning_rate-{rate}.log"
+
+    def starts(self, *rates: str) -> list[int]:
+        """How many processes each run had."""
+        return [f"\n{self.log(rate).read_text()}".count("\nrate ") for rate in rates]
+
+    def wait_for(self, rate: str) -> None:
+        """Wait until a run waits."""
+        deadline = time.monotonic() + 60.0
+        while not (self.log(rate).exists() and "ready" in self.log(rate).read_text()):
+            assert time.monotonic() < deadline, rate
+            time.sleep(0.01)
+
+    def release(self, rate: str) -> None:
+        """Let a waiting run go on."""
+        (self.directory / "runs" / f"learning_rate-{rate}" / "go").touch()
+
+
+@pytest.fixture
+def small(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallSweep]:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+
+    def build_command(name: str, config: Path, overrides: Sequence[str] = ()) -> list[str]:
         return [sys.executable, "-I", "-S", str(program), str(config), *overrides]
 
     monkeypatch.setattr(runner, "build_command", build_command)
     monkeypatch.setattr(runner, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(runner, "CLAIM_SECONDS", 0.1)
     monkeypatch.setattr(runner, "usable_cores", lambda: 8)
     monkeypatch.setattr(runner, "visible_gpus", lambda: [])
+    monkeypatch.setattr(study, "GRACE_SECONDS", 1)
     monkeypatch.delenv("MENDED", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.chdir(tmp_path)
     handler = signal.getsignal(signal.SIGINT)
-    yield
+    yield SmallSweep(base)
     assert signal.getsignal(signal.SIGINT) == handler

@@ -1,0 +1,332 @@
+"""The runs of a sweep: failures, interruptions, several processes, sampled values and pruning."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import optuna
+import pytest
+
+from cli import child_process
+from cli.sweep import main, runner, study
+from cli.sweep.definition import SWEEP_COMMANDS
+from cli.sweep.study import SweepStudy, open_study
+from config.train import TrainConfig
+from files.lock import lock_directory
+from tests.unit.cli.sweep.conftest import SmallSweep
+
+
+def interrupt_when_ready(small: SmallSweep, rate: str) -> None:
+    def interrupt() -> None:
+        small.wait_for(rate)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+
+
+def test_a_failure_is_recorded_and_retried_by_the_next_command(
+    small: SmallSweep, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert small.run("2.0,3.0,1.0,7.0") == 1
+    output = capsys.readouterr()
+    assert small.statuses() == {"2.0": "done", "3.0": "failed", "1.0": "done", "7.0": "failed"}
+    assert "learning_rate is too high" in output.err and "done, best" in output.out
+    rows = [json.loads(line) for line in (small.directory / "sweep.jsonl").read_text().splitlines()]
+    errors = {row["name"]: row["error"] for row in rows}
+    assert errors["learning_rate-3.0"] == ["rate 3.0 on None", "learning_rate is too high"]
+    assert errors["learning_rate-7.0"] == ["rate 7.0 on None"]  # exit code 0, but no result
+    monkeypatch.setenv("MENDED", "1")
+    assert small.run("2.0,3.0,1.0") == 0
+    assert small.starts("2.0", "3.0", "1.0", "7.0") == [1, 2, 1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("--sampler", "random", "--trials", "2")])
+def test_an_interrupted_sweep_is_continued(small: SmallSweep, more: tuple[str, ...]) -> None:
+    rates = "2.0,5.0" if more else "2.0,5.0,1.0"
+    interrupt_when_ready(small, "5.0")
+    assert small.run(rates, *more) == 130
+    statuses = small.statuses()
+    assert statuses["5.0"] == "interrupted" and statuses.get("1.0", "waiting") == "waiting"
+    assert small.run(rates, *more) == 0
+    assert small.statuses() == dict.fromkeys(rates.split(","), "done")
+    assert small.starts("2.0", "5.0") == [1, 2]
+    attempts = [trial for trial in small.trials() if trial.user_attrs["run"]["name"].endswith("5.0")]
+    assert [trial.state.name for trial in attempts] == ["FAIL", "COMPLETE"]
+    assert attempts[0].params == attempts[1].params == ({"optimizer.learning_rate": "5.0"} if more else {})
+
+
+def test_active_runs_save_when_the_study_cannot_be_written(
+    small: SmallSweep, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(self: SweepStudy, trial: optuna.Trial) -> None:
+        small.wait_for("5.0")
+        raise optuna.exceptions.StorageInternalError("database or disk is full")
+
+    monkeypatch.setattr(SweepStudy, "beat", fail)
+    small.refuse("5.0,2.0")
+    assert "study.db: database or disk is full" in capsys.readouterr().err
+    assert (small.directory / "runs" / "learning_rate-5.0" / "checkpoints").is_dir()
+
+
+def test_concurrent_runs_share_cores_and_gpus(small: SmallSweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "visible_gpus", lambda: ["3", "GPU-5"])
+    assert small.run("1.0,2.0", "--jobs", "2") == 0
+    lines = [small.log(rate).read_text().splitlines()[-1] for rate in ("1.0", "2.0")]
+    assert lines == ["rate 1.0 run.threads=4 on 3", "rate 2.0 run.threads=4 on GPU-5"]
+    assert small.run("1.0,4.0") == 0  # a single run uses all of them
+    assert small.log("4.0").read_text().splitlines()[-1] == "rate 4.0 on None"
+
+
+def test_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "drivers", lambda: ["580, A", "580, B"])
+    for devices, expected in ((None, ["0", "1"]), ("2,MIG-7", ["2", "MIG-7"]), ("", [])):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if devices is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+        assert runner.visible_gpus() == expected
+
+
+def test_only_values_extend_a_sweep(
+    small: SmallSweep, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert small.run("1.0,2.0") == 0
+
+    class NewTrainConfig(TrainConfig):
+        new_key: int = 1
+
+    command = SWEEP_COMMANDS["train"]
+    monkeypatch.setitem(SWEEP_COMMANDS, "train", replace(command, config=NewTrainConfig))  # of a later version
+    assert small.run("1.0,2.0", "--set", "training.batch_size=4,8") == 0
+    # The batch size of the first grid was 4, so its runs are points of the second grid.
+    assert list(small.statuses()) == ["1.0", "2.0", "1.0_batch_size-8", "2.0_batch_size-8"]
+    assert small.starts("1.0") == [1]
+    assert "| 1.0 | 4 |" in (small.directory / "sweep.md").read_text().replace("**", "")
+    for setting, message in (
+        ("training.max_steps=11", "training.max_steps: 10 -> 11"),
+        ("new_key=2", "new_key: 1 -> 2"),
+        ("tokenizer.vocab_size=280,300", "whose objective is bound, not bits_per_byte: choose another --directory"),
+    ):
+        capsys.readouterr()
+        small.refuse("1.0,2.0", "--set", setting)
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["optimizer.learning_rate=1.0,-2.0"], "optimizer.learning_rate=-2.0:\n  --set"),
+        (["optimizer.learning_rate=1.0,2.0", "--jobs", "0"], "--jobs 0"),
+        (["optimizer.learning_rate=0.1..0.2", "--sampler", "grid"], "optimizer.learning_rate: a grid"),
+        (["optimizer.learning_rate=0.1..0.2"], "--trials is missing"),
+        (["optimizer.learning_rate=0.1,0.2", "--trials", "3"], "--trials: a grid"),
+        (["optimizer.learning_rate=0.1..0.2", "--trials", "0"], "--trials 0"),
+        (["run.seed=1,2", "--prune", "--set", "validation.every_steps=0"], "validation.every_steps = 0"),
+        (["run.seed=1,2", "--prune", "--set", "validation.every_steps=10"], "validation.every_steps = 10"),
+        (["run.seed=1,2", "--directory", "foreign"], "foreign is not a sweep: it contains ['thesis.tex']"),
+        (["run.seed=1,2", "--directory", "broken"], "sqlite:///broken/study.db: "),
+        (["run.seed=1,2", "--storage", "postgresql://me:secret@nowhere/x"], "postgresql://me:***@nowhere/x: "),
+        (["run.seed=1,2", "--storage", "nowhere"], "--storage nowhere: expected a URL"),
+    ],
+)
+def test_errors_are_found_before_a_run_starts(
+    small: SmallSweep, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    for name, text in (("foreign/thesis.tex", ""), ("broken/study.db", "{" * 4096)):
+        Path(name).parent.mkdir()
+        Path(name).write_text(text)
+    with pytest.raises(SystemExit) as caught:
+        main(["--config", str(small.base), "--set", *arguments])
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and message in error and "secret" not in error
+    assert not list(Path().rglob("configs"))
+
+
+def test_a_dry_run_writes_nothing(small: SmallSweep, capsys: pytest.CaptureFixture[str]) -> None:
+    assert small.run("1.0,2.0", "--dry-run") == 0
+    output = capsys.readouterr().out
+    assert "optimizer.learning_rate=1.0" in output and "2 runs in runs/sweeps/base" in output
+    assert not Path("runs").exists()
+
+
+def test_the_missing_extra_is_named(
+    small: SmallSweep, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    small.refuse("1.0,2.0")
+    assert "uv sync --extra sweep" in capsys.readouterr().err
+
+
+def test_a_directory_in_use(
+    small: SmallSweep, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study, "LOCK_SECONDS", 0.0)
+    with lock_directory(small.directory):
+        small.refuse("2.0,1.0")
+    assert "base is in use" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["q?1", "a{b}", "a{SCHEMA_VERSION}", "p%20q", "h#1"])
+def test_every_directory_has_its_own_study(small: SmallSweep, name: str) -> None:
+    sweep = replace(small.define("1.0,2.0"), directory=Path(name))
+    with open_study(sweep) as opened:
+        opened.add(sweep.load_points())
+    assert (Path(name) / "study.db").is_file() and not Path("study.db").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_share_a_sweep(small: SmallSweep) -> None:
+    rates = ["1.0", "5.0", "1.5", "6.0", "2.0", "2.5"]
+    sweeps = [small.start(",".join(rates)) for _ in range(2)]
+    for rate in ("5.0", "6.0"):  # each process has reached a run that waits for the other
+        small.wait_for(rate)
+    for rate in ("5.0", "6.0"):
+        small.release(rate)
+    assert [sweep.wait(60) for sweep in sweeps] == [0, 0]
+    assert small.starts(*rates) == [1] * 6
+    assert set(small.statuses().values()) == {"done"}
+
+
+@pytest.mark.slow
+def test_a_killed_sweep_is_continued(small: SmallSweep, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its run ends with it, and is continued once its heartbeat has stopped for the grace period."""
+    sweep = small.start("1.0,5.0,2.0")
+    small.wait_for("5.0")
+    sweep.kill()
+    sweep.wait()
+    (small.directory / "runs" / "learning_rate-5.0" / "checkpoints").mkdir()
+    assert small.run("5.0,2.0") == 0
+    assert small.starts("1.0", "5.0", "2.0") == [1, 2, 1]
+    assert set(small.statuses().values()) == {"done"}
+    errors = capsys.readouterr().err
+    assert "1 runs belong to other processes" in errors and "learning_rate-5.0 continues" in errors
+
+
+@pytest.mark.slow
+def test_a_run_that_was_taken_over_is_ended(
+    small: SmallSweep, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As when a process was suspended longer than the grace period."""
+    monkeypatch.setattr(study, "HEARTBEAT_SECONDS", 1)
+
+    def take_over() -> None:
+        small.wait_for("5.0")
+        (small.directory / "runs" / "learning_rate-5.0" / "checkpoints").mkdir()
+        storage = f"sqlite:///{small.directory / 'study.db'}"
+        optuna.load_study(study_name="sweep", storage=storage).tell(0, state=optuna.trial.TrialState.FAIL)
+
+    threading.Thread(target=take_over).start()
+    assert small.run("5.0,2.0") == 0
+    assert "learning_rate-5.0 was taken over by another process" in capsys.readouterr().err
+    assert small.starts("5.0", "2.0") == [2, 1]
+
+
+@pytest.mark.slow
+def test_machines_share_a_database_but_no_files(small: SmallSweep, tmp_path: Path) -> None:
+    storage = ["--storage", f"sqlite:///{tmp_path / 'shared.db'}"]
+    assert small.run("1.0,2.0", *storage, "--directory", "one/rates") == 0
+    assert small.run("1.0,2.0,4.0", *storage, "--directory", "two/rates") == 0
+    assert [path.name for path in Path("two/rates/logs").iterdir()] == ["learning_rate-4.0.log"]
+    rows = [json.loads(line) for line in Path("two/rates/sweep.jsonl").read_text().splitlines()]
+    assert [(row["bound"], row["status"]) for row in rows] == [(1.0, "done"), (2.0, "done"), (4.0, "done")]
+    assert small.run("8.0,9.0", *storage, "--directory", "two/others") == 0  # another study of the database
+    assert len(Path("two/others/sweep.jsonl").read_text().splitlines()) == 2
+
+
+def test_of_two_equal_trials_that_machines_queued_the_first_counts(small: SmallSweep) -> None:
+    sweep = small.define("1.0,2.0")
+    points = sweep.load_points()
+    with open_study(sweep) as opened:
+        opened.add(points)
+        for trial in opened.study.get_trials():
+            opened.study.enqueue_trial({}, user_attrs=trial.user_attrs)
+        claimed = [opened.claim(points, pytest.fail) for _ in range(3)]
+    assert [None if trial is None else trial.number for trial in claimed] == [0, 1, None]
+
+
+@pytest.mark.slow
+def test_drawn_values_are_reproducible_and_extend_a_sweep(small: SmallSweep) -> None:
+    drawn = []
+    for directory, trials in (("one", 3), ("two", 2), ("two", 2), ("two", 3)):
+        assert small.run("log:1e-4..0.9", "--trials", str(trials), "--directory", directory) == 0
+        values = [trial.user_attrs["run"]["values"] for trial in small.trials(Path(directory))]
+        drawn.append([float(value["optimizer.learning_rate"]) for value in values])
+    assert len({*drawn[0]}) == 3 and all(1e-4 <= rate <= 0.9 for rate in drawn[0])
+    assert drawn == [drawn[0], drawn[0][:2], drawn[0][:2], drawn[0]]
+
+
+@pytest.mark.slow
+def test_tpe_finds_the_minimum_of_a_function(small: SmallSweep) -> None:
+    """A parabola of the logarithm of the rate; a quarter of the draws is random."""
+    sweep = small.define("log:1e-5..1.0", "tpe", 24, "sqlite:///:memory:")
+    values = []
+    with open_study(sweep) as opened:
+        while (trial := opened.claim({}, pytest.fail)) is not None:
+            assert vars(opened.study.sampler)["_n_startup_trials"] == 6
+            [rate] = trial.user_attrs["run"]["values"].values()
+            values.append((math.log10(float(rate)) + 2.0) ** 2)
+            opened.finish(trial, "done", 1.0, (), values[-1])
+        assert [run.value for run in opened.runs()] == values and len(values) == 24
+    assert min(values) < min(0.02, min(values[:6]))
+
+
+def test_no_values_are_drawn_twice(small: SmallSweep) -> None:
+    sweep = small.define("1.0,2.0", "random", 9, "sqlite:///:memory:")
+    with open_study(sweep) as opened:
+        claimed = [opened.claim({}, pytest.fail) for _ in range(3)]
+    assert {trial and trial.user_attrs["run"]["name"] for trial in claimed} == {
+        "learning_rate-1.0", "learning_rate-2.0", None,
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("exit_line", "status"),
+    [
+        ("sys.exit(128 + number)", "pruned"),
+        ("sys.exit(1)", "failed"),  # it could not save
+        ("(directory / 'summary.json').write_text('{\"step\": 10}'); sys.exit(128 + number)", "done"),
+    ],
+)
+def test_bad_runs_are_pruned_at_a_rung(
+    small: SmallSweep, exit_line: str, status: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second run waits at its first validation, which is worse than that of the first run."""
+    program = Path("program.py")
+    program.write_text(program.read_text().replace("sys.exit(128 + number)", exit_line))
+    more = ["--prune", "--set", "validation.every_steps=1"]
+    assert small.run("2.0,6.0,1.0", *more) == (status == "failed")
+    assert small.statuses() == {"2.0": "done", "6.0": status, "1.0": "done"}
+    if status == "pruned":
+        assert "learning_rate-6.0 is pruned at step 1" in capsys.readouterr().err
+        assert (small.trials()[1].value, small.trials()[1].intermediate_values) == (6.0, {1: 6.0})
+        assert small.run("2.0,6.0,1.0", *more) == 0
+        assert small.starts("6.0") == [1]
+
+
+def test_children_use_the_code_of_this_project(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = child_process.build_command("train", Path("a.toml"), ["run.threads=2"])
+    assert command[1:] == [
+        "-P", "-m", "cli.child_process", "train", "--config", "a.toml", "--set", "run.threads=2",
+    ]  # fmt: skip
+    monkeypatch.setenv("PYTHONPATH", "/theirs")
+    ours, theirs = child_process.build_environment({})["PYTHONPATH"].split(os.pathsep)
+    assert (Path(ours) / "cli" / "train.py").is_file() and theirs == "/theirs"
+
+
+def test_last_lines_of_a_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(b"old\n")
+    code = "import sys; sys.stdout.buffer.write(b'  1 %\\r 50 %\\r\\n\\nerror: \\xff ' + b'x' * 400 + b'\\n\\n')"
+    child = child_process.ChildProcess([sys.executable, "-c", code], log)
+    child.close(60)
+    one, two, three = child.last_lines(5)
+    assert (one, two) == ("  1 %", " 50 %")
+    assert three.startswith("error: \ufffd xxx") and three.endswith("x...") and len(three) == 303
