@@ -1,37 +1,28 @@
 """The processes that check a program: a supervisor with the tests and a worker with the program.
 
-Standard library only: `code_execution` starts this code by ``python -I -S -c CODE supervise``. The supervisor
-isolates itself as far as the kernel allows, starts ``... CODE work`` with less rights, and runs the tests, in which
-the program's functions are proxies: arguments and results travel as plain data. So the program never is in one
-process with the tests, their expected values or the pipe of the answer.
+Standard library only: `code_execution` starts this file by ``python -I -S -c CODE supervise``. The supervisor isolates
+itself as far as the kernel allows (new namespaces, a root directory of its own; only on Linux), starts ``... CODE
+work`` with less rights, and runs the tests, in which the program's functions are proxies: arguments and results travel
+as plain data, a line of JSON each. So the program never is in one process with the tests or the pipe of the answer. The
+functions that isolate return whether they succeeded.
 """
 
 from __future__ import annotations
 
 import builtins
 import contextlib
+import ctypes
 import json
 import os
+import platform
 import resource
-import select
 import signal
+import struct
+import subprocess
 import sys
-import time
 import types
-from collections.abc import Callable, Iterator
-from typing import Any
-
-from diffusionlm.evaluation.grading.process_isolation import (
-    PR_SET_DUMPABLE,
-    PR_SET_NO_NEW_PRIVS,
-    PR_SET_PDEATHSIG,
-    continue_as_first_process,
-    control_process,
-    enter_namespaces,
-    enter_root,
-    filter_system_calls,
-    is_public,
-)
+from collections.abc import Callable
+from typing import IO, Any
 
 MAX_MESSAGE_BYTES = 8 << 20
 MAX_OUTPUT_BYTES = 64 << 10
@@ -39,14 +30,51 @@ MAX_DETAIL_CHARACTERS = 500
 MAX_ITERATOR_ITEMS = 100_000
 START_SECONDS = 20.0
 """Time until the worker has started; it does not count as time of the program."""
+PATIENCE_SECONDS = 0.2
 
 FIRST_WORKER_UID = 1_000_000_000
-"""Started by root, workers have user numbers from here on, which nobody has: each its own, so that the limit of
-processes counts those of one program."""
+"""Started by root, each worker has a user number from here on: its limit of processes is its own."""
+
+CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = (
+    0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000,
+)  # fmt: skip
+MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
+MNT_DETACH = 2
+SYS_MOUNT_SETATTR = 442
+AT_FDCWD, AT_RECURSIVE = -100, 0x8000
+MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID = 1, 2
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store", "/gnu/store")
+"""What an interpreter may need beside its own prefix."""
+
+DENIED_CALLS = {
+    # Processes and signals.
+    "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281), "kill": (62, 129),
+    "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_send_signal": (424, 424), "pidfd_open": (434, 434), "ptrace": (101, 117), "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271), "prlimit64": (302, 261), "setpriority": (141, 140),
+    # Network and communication.
+    "socket": (41, 198), "socketpair": (53, 199), "connect": (42, 203), "bind": (49, 200), "io_uring_setup": (425, 425),
+    # Memory beside the address space.
+    "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190), "memfd_create": (319, 279),
+    # Parts of the kernel that programs seldom need.
+    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "bpf": (321, 280), "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282), "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218),
+}  # fmt: skip
+"""System calls that fail with EPERM for a filtered process: name -> numbers on x86-64 and on 64-bit ARM."""
+MACHINES = {"x86_64": (0, 0xC000003E, 56), "aarch64": (1, 0xC00000B7, 220)}
+"""Machine -> column in `DENIED_CALLS`, number of the architecture in <linux/audit.h>, number of ``clone``."""
+CLONE_THREAD, CLONE3, FIRST_X32_CALL = 0x10000, 435, 0x40000000
+EPERM, ENOSYS = 1, 38
 
 
 class TimeLimitReached(BaseException):
     """The time of the program is over. Not an `Exception`, so that tests do not catch it."""
+
+    @classmethod
+    def throw(cls, *_: object) -> None:
+        """Raise it, as the handler of a signal."""
+        raise cls
 
 
 class WorkerGone(BaseException):
@@ -59,20 +87,16 @@ class CandidateError(Exception):
 
 def encode_value(value: Any) -> Any:
     """Encode plain data for JSON; other objects become their type's name and truth."""
-    if value is None or isinstance(value, bool):
+    if value is None or isinstance(value, bool | float | str):
         return value
-    if isinstance(value, str):
-        return str(value)
     if isinstance(value, int):
-        return {"int": hex(value)}
-    if isinstance(value, float):
-        return {"float": float.__repr__(value)}
+        return {"int": hex(value)}  # of any length
     if isinstance(value, complex):
-        return {"complex": [value.real.__repr__(), value.imag.__repr__()]}
+        return {"complex": [value.real, value.imag]}
     if isinstance(value, bytes | bytearray):
         return {"bytes": bytes(value).hex()}
     if isinstance(value, range):
-        return {"range": [hex(value.start), hex(value.stop), hex(value.step)]}
+        return {"range": [encode_value(edge) for edge in (value.start, value.stop, value.step)]}
     if isinstance(value, dict):
         return {"dict": [[encode_value(key), encode_value(item)] for key, item in value.items()]}
     for kind in (list, tuple, set, frozenset):
@@ -87,42 +111,29 @@ def decode_value(code: Any) -> Any:
     """Decode `encode_value`. The code may be anything a program sends.
 
     Raises:
-        ValueError, TypeError, RecursionError: it is no code.
+        ValueError, TypeError, KeyError, RecursionError: it is no code.
     """
-    if code is None or isinstance(code, bool | str):
+    if code is None or isinstance(code, bool | float | str):
         return code
     if not isinstance(code, dict) or len(code) != 1:
         raise ValueError("no code of a value")
     [(kind, content)] = code.items()
     if kind == "dict":
         return {decode_value(key): decode_value(item) for key, item in content}
-    if kind in ("list", "tuple", "set", "frozenset", "iterator"):
-        return _COLLECTIONS[kind](decode_value(item) for item in content)
-    if kind == "complex":
-        return complex(*map(float, content))
-    if kind == "range":
-        return range(*(int(edge, 16) for edge in content))
     if kind == "opaque":
         return OpaqueValue(str(content[0]), bool(content[1]))
-    return _SCALARS[kind](content)
-
-
-def _iterate(items: Iterator[Any]) -> Iterator[Any]:
-    return iter(list(items))
-
-
-def _parse_hex(digits: str) -> int:
-    return int(digits, 16)
-
-
-_SCALARS: dict[str, Callable[[Any], Any]] = {"int": _parse_hex, "float": float, "bytes": bytes.fromhex}
-_COLLECTIONS: dict[str, Callable[[Iterator[Any]], Any]] = {
-    "list": list,
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "iterator": _iterate,
-}
+    if kind in ("int", "bytes"):
+        return int(content, 16) if kind == "int" else bytes.fromhex(content)
+    items = [decode_value(item) for item in content]
+    if kind in ("complex", "range"):
+        return complex(*items) if kind == "complex" else range(*items)
+    collections: dict[str, Callable[[Any], Any]] = {
+        "tuple": tuple,
+        "set": set,
+        "frozenset": frozenset,
+        "iterator": iter,
+    }
+    return items if kind == "list" else collections[kind](items)
 
 
 class OpaqueValue:
@@ -138,57 +149,34 @@ class OpaqueValue:
         return f"<{self.type_name}>"
 
 
-def send_message(file: int, message: Any) -> None:
-    """Write a message with its length before it."""
-    data = json.dumps(message).encode()
-    data = len(data).to_bytes(8, "big") + data
-    while data:
-        data = data[os.write(file, data) :]
+def send_message(file: IO[bytes], message: Any) -> None:
+    """Write a line of JSON."""
+    file.write(json.dumps(message).encode() + b"\n")
+    file.flush()
 
 
-def receive_bytes(file: int, size: int, deadline: float | None) -> bytes:
-    """Read exactly so many bytes.
-
-    Raises:
-        TimeLimitReached: the deadline, in seconds of `time.monotonic`, has passed.
-        EOFError: the other side has closed the pipe.
-    """
-    parts, remaining = [], size
-    while remaining:
-        if deadline is not None and not select.select([file], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            raise TimeLimitReached
-        part = os.read(file, min(remaining, 1 << 20))
-        if not part:
-            raise EOFError
-        parts.append(part)
-        remaining -= len(part)
-    return b"".join(parts)
-
-
-def receive_message(file: int, deadline: float | None = None) -> Any:
+def receive_message(file: IO[bytes]) -> Any:
     """Read a message of `send_message`.
 
     Raises:
+        EOFError: the other side has closed the pipe.
         ValueError: it is too long, or no JSON.
     """
-    size = int.from_bytes(receive_bytes(file, 8, deadline), "big")
-    if size > MAX_MESSAGE_BYTES:
-        raise ValueError(f"a message of {size:,} bytes is over the limit of {MAX_MESSAGE_BYTES:,}")
-    return json.loads(receive_bytes(file, size, deadline))
+    line = file.readline(MAX_MESSAGE_BYTES)
+    if not line.endswith(b"\n"):
+        raise ValueError("it is too long") if len(line) == MAX_MESSAGE_BYTES else EOFError
+    return json.loads(line)
 
 
-REQUESTS, ANSWERS = 3, 4
-"""Files of the worker."""
-
-
-def work() -> None:
+def work(request_file: int, answer_file: int) -> None:
     """Run the program, then call its functions as asked. Exits when the supervisor closes the pipe."""
-    send_message(ANSWERS, {"is_filtered": filter_system_calls()})
+    requests, answers = os.fdopen(request_file, "rb"), os.fdopen(answer_file, "wb")
+    send_message(answers, {"is_filtered": filter_system_calls()})
     module = types.ModuleType("candidate")
     sys.modules["candidate"] = module
     while True:
         try:
-            request = receive_message(REQUESTS)
+            request = receive_message(requests)
         except EOFError:
             os._exit(0)
         try:
@@ -204,7 +192,7 @@ def work() -> None:
             answer = {"error": [type(error).__name__, _describe(error)]}
         with contextlib.suppress(Exception):
             sys.stdout.flush()
-        send_message(ANSWERS, answer)
+        send_message(answers, answer)
 
 
 def _describe(error: BaseException) -> str:
@@ -215,24 +203,19 @@ def _describe(error: BaseException) -> str:
 
 
 class Worker:
-    """The worker's process, as the supervisor sees it."""
+    """The worker's process, as the supervisor sees it. Its answers are awaited until `TimeLimitReached` is raised."""
 
-    def __init__(self, process: int, requests: int, answers: int) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], requests: IO[bytes], answers: IO[bytes]) -> None:
         self.process, self.requests, self.answers = process, requests, answers
-        self.deadline = time.monotonic() + START_SECONDS
         self.failure: BaseException | None = None
         """Why the worker cannot be asked any more."""
-        self.ending = ""
-        """How its process has ended."""
 
     def await_start(self) -> bool:
         """Wait until the interpreter has started; return whether it has filtered its system calls."""
         try:
-            return bool(receive_message(self.answers, self.deadline)["is_filtered"])
+            return bool(receive_message(self.answers)["is_filtered"])
         except EOFError:
-            raise WorkerGone(
-                f"the interpreter of the program did not start ({self.kill(patience_seconds=0.2)})"
-            ) from None
+            raise WorkerGone(f"the interpreter of the program did not start ({self.end()})") from None
 
     def ask(self, request: dict[str, Any]) -> Any:
         """Send a request and return the decoded value of its answer; raise the exception of the program."""
@@ -240,7 +223,7 @@ class Worker:
             if self.failure is not None:
                 raise self.failure
             send_message(self.requests, request)
-            answer = receive_message(self.answers, self.deadline)
+            answer = receive_message(self.answers)
             if "error" not in answer:
                 return decode_value(answer["value"])
             name, text = map(str, answer["error"])
@@ -248,7 +231,7 @@ class Worker:
             self.failure = error
             raise
         except (EOFError, BrokenPipeError):
-            self.failure = WorkerGone(f"the program ended its process ({self.kill(patience_seconds=0.2)})")
+            self.failure = WorkerGone(f"the program ended its process ({self.end()})")
             raise self.failure from None
         except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
             self.failure = WorkerGone(f"the program sent an answer that cannot be read ({error})")
@@ -265,21 +248,14 @@ class Worker:
 
         return call
 
-    def kill(self, patience_seconds: float = 0.0) -> str:
-        """Kill the process, unless it ends by itself in time, and say how it ended."""
-        if self.ending:
-            return self.ending
-        for _ in range(round(100 * patience_seconds)):
-            process, status = os.waitpid(self.process, os.WNOHANG)
-            if process:
-                break
-            time.sleep(0.01)
-        else:
-            os.kill(self.process, signal.SIGKILL)
-            _, status = os.waitpid(self.process, 0)
-        code = os.waitstatus_to_exitcode(status)
-        self.ending = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-        return self.ending
+    def end(self) -> str:
+        """Kill the process, unless it ends by itself at once, and say how it ended."""
+        try:
+            code = self.process.wait(PATIENCE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = self.process.wait()
+        return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
 
 def supervise() -> None:
@@ -309,7 +285,8 @@ def supervise() -> None:
         os.unlink("output")
         worker = start_worker(job, output_file, uid if has_user else None)
         outcome = check_program(job, worker, isolation)
-        worker.kill()
+        worker.process.kill()
+        worker.process.wait()
         outcome["output"] = os.pread(output_file, MAX_OUTPUT_BYTES, 0).decode("utf-8", "replace")
     with open(answer_file, "w") as answers:
         json.dump({**outcome, "isolation": isolation}, answers)
@@ -321,15 +298,16 @@ def check_program(job: dict[str, Any], worker: Worker, isolation: dict[str, bool
 
     The worker's filter of system calls is added to ``isolation``.
     """
-    signal.signal(signal.SIGALRM, _raise_time_limit)
+    signal.signal(signal.SIGALRM, TimeLimitReached.throw)
     namespace: dict[str, Any] = {"__name__": "tests"}
     try:
+        signal.setitimer(signal.ITIMER_REAL, START_SECONDS)
         if worker.await_start():
             isolation.update(network=True, processes=True)
         elif not isolation["processes"]:
             return {"status": "refused", "detail": "it could kill and start processes"}
-        worker.deadline = time.monotonic() + job["seconds"]
-        signal.setitimer(signal.ITIMER_REAL, job["seconds"])
+        # Again and again, because tests may catch everything.
+        signal.setitimer(signal.ITIMER_REAL, job["seconds"], PATIENCE_SECONDS)
         try:
             tests = compile(job["tests"], "tests.py", "exec")
             exec(compile(job["setup"], "setup.py", "exec"), namespace)
@@ -352,51 +330,171 @@ def check_program(job: dict[str, Any], worker: Worker, isolation: dict[str, bool
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _raise_time_limit(*_: Any) -> None:
-    raise TimeLimitReached
-
-
 def _format(error: BaseException) -> str:
     return f"{type(error).__name__}: {_describe(error)}".removesuffix(": ").removeprefix("CandidateError: ")
 
 
 def start_worker(job: dict[str, Any], output_file: int, uid: int | None) -> Worker:
     """Start the worker with its limits, in the working directory, as a user of its own if ``uid`` is given."""
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     request_reader, request_writer = os.pipe()
     answer_reader, answer_writer = os.pipe()
-    process = os.fork()
-    if process:
-        os.close(request_reader)
-        os.close(answer_writer)
-        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-        return Worker(process, request_writer, answer_reader)
-    try:
-        os.setsid()
-        files = [
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 100),
-            output_file,
-            output_file,
-            request_reader,
-            answer_writer,
-        ]
-        files = [os.dup2(file, 101 + index) for index, file in enumerate(files)]
-        for index, file in enumerate(files):
-            os.dup2(file, index)
-        os.closerange(5, 1 << 16)
-        if uid is not None:
-            os.setgroups([])
-            os.setresgid(uid, uid, uid)
-            os.setresuid(uid, uid, uid)
+
+    def limit() -> None:
         control_process(PR_SET_NO_NEW_PRIVS, 1)
         control_process(PR_SET_PDEATHSIG, signal.SIGKILL)
-        for name, limit in job["limits"].items():
+        for name, value in job["limits"].items():
             with contextlib.suppress(ValueError, OSError):
-                resource.setrlimit(getattr(resource, name), (limit, limit))
-        os.execve(job["python"], [job["python"], "-I", "-S", "-c", job["text"], "work"], {})
-    finally:
-        os._exit(127)
+                resource.setrlimit(getattr(resource, name), (value, value))
+
+    process = subprocess.Popen(
+        [job["python"], "-I", "-S", "-c", job["text"], "work", str(request_reader), str(answer_writer)],
+        stdin=subprocess.DEVNULL,
+        stdout=output_file,
+        stderr=output_file,
+        pass_fds=(request_reader, answer_writer),
+        preexec_fn=limit,
+        env={},
+        start_new_session=True,
+        user=uid,
+        group=uid,
+        extra_groups=None if uid is None else [],
+    )
+    os.close(request_reader)
+    os.close(answer_writer)
+    return Worker(process, os.fdopen(request_writer, "wb"), os.fdopen(answer_reader, "rb"))
 
 
-def main() -> None:
-    """Run as the supervisor or as the worker."""
-    {"supervise": supervise, "work": work}[sys.argv[1]]()
+def enter_namespaces() -> tuple[bool, bool]:
+    """Enter new namespaces of network, processes, files and, unless root may do without, users.
+
+    Returns:
+        Whether the others were entered, and whether that of users was.
+    """
+    flags = CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNS
+    if os.geteuid() == 0 and _call("unshare", flags):
+        return True, False
+    user, group = os.geteuid(), os.getegid()
+    if not _call("unshare", CLONE_NEWUSER | flags):
+        return False, False
+    for name, text in (("setgroups", "deny"), ("uid_map", f"1000 {user} 1"), ("gid_map", f"1000 {group} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+    return True, True
+
+
+def continue_as_first_process() -> None:
+    """Fork into the new namespace of processes, in which the end of the first process kills all others.
+
+    Returns in the child, which ends with its parent. The parent waits for it, and exits like it.
+    """
+    process = os.fork()
+    if not process:
+        control_process(PR_SET_PDEATHSIG, signal.SIGKILL)
+        return
+    _, status = os.waitpid(process, 0)
+    code = os.waitstatus_to_exitcode(status)
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def enter_root(folder: str, prefix: str, size: int) -> bool:
+    """Change to a root directory with the system's programs and ``prefix``, read-only, and an empty ``/work``.
+
+    Args:
+        folder: where the root directory is put together; nothing of it outlives the namespace.
+        prefix: folder of the interpreter.
+        size: bytes of all files in ``/work``.
+    """
+    if not _call("mount", None, b"/", None, MS_REC | MS_PRIVATE, None):
+        return False
+    if not _call("mount", b"tmpfs", folder.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, b"size=1m,mode=755"):
+        return False
+    try:
+        paths = [*SYSTEM_FOLDERS, "/dev/null", "/dev/urandom", prefix]
+        is_built = all(_bind(path, folder + path) for path in paths if os.path.lexists(path))
+        os.mkdir(f"{folder}/work")
+    except OSError:
+        is_built = False
+    options = f"size={size},nr_inodes=1000,mode=777".encode()
+    if (
+        not is_built
+        or not _set_read_only(folder)
+        or not _call("mount", b"tmpfs", f"{folder}/work".encode(), b"tmpfs", MS_NOSUID | MS_NODEV, options)
+    ):
+        _call("umount2", folder.encode(), MNT_DETACH)
+        return False
+    os.chroot(folder)
+    os.chdir("/work")
+    return True
+
+
+def _bind(path: str, target: str) -> bool:
+    """Show a file or folder at the same place in the new root; a link is copied."""
+    if os.path.lexists(target):
+        return True  # inside a folder that is there already
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    if os.path.islink(path):
+        os.symlink(os.readlink(path), target)
+        return True
+    if os.path.isdir(path):
+        os.mkdir(target)
+    else:
+        os.close(os.open(target, os.O_CREAT, 0o666))
+    return _call("mount", path.encode(), target.encode(), None, MS_BIND | MS_REC, None)
+
+
+def _set_read_only(folder: str) -> bool:
+    """Make all mounts below a folder read-only (mount_setattr, Linux 5.12)."""
+    attributes = (ctypes.c_uint64 * 4)(MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID, 0, 0, 0)
+    return _call("syscall", SYS_MOUNT_SETATTR, AT_FDCWD, folder.encode(), AT_RECURSIVE, ctypes.byref(attributes), 32)
+
+
+def filter_system_calls() -> bool:
+    """Deny `DENIED_CALLS` to this process, for good: it starts no processes, signals none and opens no sockets."""
+    machine = MACHINES.get(platform.machine())
+    if machine is None:
+        return False
+    column, architecture, clone = machine
+    numbers = [pair[column] for pair in DENIED_CALLS.values() if pair[column] is not None]
+    # Instructions of the Berkeley packet filter: code, jumps if true and if false, operand.
+    load, jump_equal, jump_not_less, jump_bits, leave = 0x20, 0x15, 0x35, 0x45, 0x06
+    allow, deny, missing = 0x7FFF0000, 0x50000 | EPERM, 0x50000 | ENOSYS
+    steps = [(load, 0, 0, 4), (jump_equal, 1, 0, architecture), (leave, 0, 0, deny), (load, 0, 0, 0)]
+    steps += [(jump_not_less, 0, 1, FIRST_X32_CALL), (leave, 0, 0, deny)]
+    steps += [(jump_equal, 0, 1, CLONE3), (leave, 0, 0, missing)]  # so that threads are started by clone
+    for number in numbers:
+        steps += [(jump_equal, 0, 1, number or 0), (leave, 0, 0, deny)]
+    steps += [(jump_equal, 1, 0, clone), (leave, 0, 0, allow)]
+    steps += [(load, 0, 0, 16), (jump_bits, 1, 0, CLONE_THREAD), (leave, 0, 0, deny), (leave, 0, 0, allow)]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(steps), ctypes.addressof(code)))
+    if not control_process(PR_SET_NO_NEW_PRIVS, 1):
+        return False
+    return _call("prctl", PR_SET_SECCOMP, 2, ctypes.byref(program), 0, 0)
+
+
+def control_process(option: int, value: int) -> bool:
+    """Set an option of this process by ``prctl``; False: the kernel refuses."""
+    return _call("prctl", option, value, 0, 0, 0)
+
+
+def _call(name: str, *arguments: Any) -> bool:
+    """Call a function of the C library; return whether it exists and succeeds."""
+    function = getattr(ctypes.CDLL(None), name, None)
+    if function is None:
+        return False
+    typed = [ctypes.c_ulong(value) if isinstance(value, int) and value >= 0 else value for value in arguments]
+    return bool(function(*typed) == 0)
+
+
+def is_public(path: str) -> bool:
+    """Whether every user of the machine can reach and run the file."""
+    while os.stat(path).st_mode & 0o001:
+        if path == "/":
+            return True
+        path = os.path.dirname(path)
+    return False
+
+
+if __name__ == "__main__":
+    work(*map(int, sys.argv[2:])) if sys.argv[1] == "work" else supervise()

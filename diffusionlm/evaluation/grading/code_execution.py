@@ -16,18 +16,14 @@ namespaces are possible, or where a program would have the rights of root.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
 import secrets
-import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from importlib import resources
 from typing import Any, Literal
@@ -126,7 +122,7 @@ def run_candidate(candidate: CandidateProgram, limits: ExecutionLimits | None = 
         raise ValueError("entry_points is empty: name the functions that the tests call")
     limits, start = limits or ExecutionLimits(), time.monotonic()
     nonce = secrets.token_hex(16)
-    with _working_folder() as folder:
+    with tempfile.TemporaryDirectory(prefix="diffusionlm-code-") as folder:
         return_code, answer, errors = _run_supervisor(_build_job(candidate, limits, nonce, folder), limits)
     seconds = time.monotonic() - start
     try:
@@ -189,67 +185,23 @@ def _build_job(candidate: CandidateProgram, limits: ExecutionLimits, nonce: str,
 
 @functools.cache
 def _process_code() -> str:
-    """Return the code of the processes: two modules of this package, which an isolated interpreter cannot import."""
-    package, names = "diffusionlm.evaluation.grading", ("process_isolation", "candidate_process")
-    modules = [(package.rsplit(".", depth)[0], "") for depth in (2, 1, 0)]
-    for name in names:
-        modules.append(
-            (f"{package}.{name}", resources.files(package).joinpath(f"{name}.py").read_text(encoding="utf-8"))
-        )
-    return (
-        "import sys, types\n"
-        f"for name, text in {modules!r}:\n"
-        "    module = sys.modules[name] = types.ModuleType(name)\n"
-        "    exec(compile(text, name, 'exec'), module.__dict__)\n"
-        "module.main()\n"
-    )
+    """Return the code of the processes, a module that an isolated interpreter cannot import."""
+    return resources.files(__package__).joinpath("candidate_process.py").read_text(encoding="utf-8")
 
 
 def _run_supervisor(job: dict[str, Any], limits: ExecutionLimits) -> tuple[int | None, bytes, bytes]:
-    """Run the supervisor; return its exit code (None: it had to be killed), its answer and its errors."""
-    process = subprocess.Popen(
-        [job["python"], "-I", "-S", "-c", job["text"], "supervise"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        cwd=job["folder"],
-        env={},
-        start_new_session=True,
-    )
+    """Run the supervisor, whose end kills its processes. Returns its exit code (None: it had to be killed), its answer
+    and its errors."""
     try:
-        answer, errors = process.communicate(json.dumps(job).encode(), START_SECONDS + limits.seconds + GRACE_SECONDS)
-        return process.returncode, answer, errors
+        process = subprocess.run(
+            [job["python"], "-I", "-S", "-c", job["text"], "supervise"],
+            input=json.dumps(job).encode(),
+            capture_output=True,
+            cwd=job["folder"],
+            env={},
+            start_new_session=True,
+            timeout=START_SECONDS + limits.seconds + GRACE_SECONDS,
+        )
     except subprocess.TimeoutExpired:
         return None, b"", b""
-    finally:
-        _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the supervisor and its group, at first by a signal on which it kills the program's processes."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    for stream in (process.stdin, process.stdout, process.stderr):
-        if stream is not None:
-            stream.close()
-
-
-@contextlib.contextmanager
-def _working_folder() -> Iterator[str]:
-    folder = tempfile.mkdtemp(prefix="diffusionlm-code-")
-
-    def allow_and_retry(function: Callable[[str], object], path: str, _: object) -> None:
-        with contextlib.suppress(OSError):
-            os.chmod(os.path.dirname(path), 0o700)
-            os.chmod(path, 0o700)
-            shutil.rmtree(path) if os.path.isdir(path) else function(path)
-
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, onerror=allow_and_retry)
+    return process.returncode, process.stdout, process.stderr
