@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
@@ -111,37 +110,22 @@ def find_types(cls: type[Section], tree: Any, key: Sequence[str | int]) -> tuple
     return types
 
 
-_SHORT_FLOAT = re.compile(r"[+-]?(\d+\.|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
-"""Numbers such as `.5` and `1.`, which are not valid in TOML."""
-
-
 def parse_override_value(text: str, types: Sequence[Any]) -> Any:
-    """Convert the text of an override to one of the types. Other text is returned for validation to reject."""
+    """Convert the text of an override to the first of its readings that has one of the types.
+
+    The readings are TOML, an array without brackets, the text itself, and an array of texts without quotes. If none has
+    a type, the first one is returned for validation to reject.
+    """
     word = text.strip()
-    words = _literal_values(types)
-    if word in words:
-        return word
     if NoneType in types and word.lower() == "none":
         return None
-    is_toml, value = _parse_toml_value(word)
-    if is_toml and any(_matches_type(value, kind) for kind in types):
-        return value
-    if any(kind in (str, Path) for kind in types) and not word.startswith("["):
-        return text
-    if float in types and not is_toml and _SHORT_FLOAT.fullmatch(word):
-        return float(word)
-    for kind in types:
-        items = child_types(kind, 0) if is_array(kind) else ()
-        if items and not any(is_section(item) for item in items) and not isinstance(value, dict):
-            inside = word[1:-1] if word.startswith("[") and word.endswith("]") else word
-            if "[" in inside:
-                break
-            entries = inside.split(",") if inside.strip() else []
-            return [
-                parse_override_value(entry.strip(), child_types(kind, index)) for index, entry in enumerate(entries)
-            ]
-    expects_text = any(isinstance(value, str) for value in words) or any(kind in (str, Path) for kind in types)
-    return value if is_toml and (isinstance(value, str) or not expects_text) else text
+    is_array_text = word[:1] + word[-1:] == "[]"
+    inside = word[1:-1] if is_array_text else word
+    texts = [part.strip() for part in inside.split(",")] if inside.strip() else []
+    readings = [_parse_toml_value(f"0{word}" if word.startswith(".") else word), _parse_toml_value(f"[{word}]")]
+    values: list[Any] = [value for is_toml, value in readings if is_toml]
+    values += [text] if "[" in inside else [texts, text] if is_array_text else [text, texts]
+    return next((value for value in values if any(_matches_type(value, kind) for kind in types)), values[0])
 
 
 def _literal_values(types: Sequence[Any]) -> list[Any]:

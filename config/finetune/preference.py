@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, Self
 
 from pydantic import model_validator
@@ -9,7 +10,27 @@ from pydantic import model_validator
 from config.base import PositiveFloat, PositiveInt, Section
 
 
-class PreferenceConfig(Section):
+class BlockLengths:
+    """The block lengths of an objective. None is one block for the whole row."""
+
+    @property
+    def block_lengths(self) -> Sequence[int | None]:
+        """All block lengths, in order."""
+        return (None,)
+
+    @property
+    def longest_block_length(self) -> int | None:
+        """Longest block of all steps: what fills it also fills the shorter ones that divide it."""
+        lengths = [length for length in self.block_lengths if length is not None]
+        return max(lengths) if lengths else None
+
+    @property
+    def final_block_length(self) -> int | None:
+        """Block length for decoding with the finished model."""
+        return self.longest_block_length
+
+
+class PreferenceConfig(BlockLengths, Section):
     """Prefer chosen to rejected answers: DPO (Rafailov et al. 2023) with evidence bounds in place of log-likelihoods,
     which is VRPO (LLaDA 1.5); exact DPO for blocks of one token. Needs a source of preferences and a model to start
     from, which is the reference."""
@@ -33,11 +54,3 @@ class PreferenceConfig(Section):
     @property
     def block_lengths(self) -> tuple[int | None]:
         return (self.block_length,)
-
-    @property
-    def final_block_length(self) -> int | None:
-        return self.block_length
-
-    @property
-    def longest_block_length(self) -> int | None:
-        return self.block_length

@@ -18,7 +18,7 @@ from config.base import (
     Section,
     TupleOf,
 )
-from config.finetune.preference import PreferenceConfig
+from config.finetune.preference import BlockLengths, PreferenceConfig
 from diffusionlm.diffusion.schedules import LinearSchedule, NoiseSchedule
 
 NoiseGrouping = Literal["row", "document", "block"]
@@ -107,7 +107,7 @@ Estimator = Annotated[FixedCountMasking | IndependentMasking, Field(discriminato
 LossNormalizer = Literal["targets", "rows", "masked_rows", "masked"]
 
 
-class _DiffusionConfig(Section):
+class _DiffusionConfig(BlockLengths, Section):
     """Options shared by masked and block diffusion."""
 
     normalizer: LossNormalizer = "targets"
@@ -161,21 +161,6 @@ class MaskedDiffusionConfig(_DiffusionConfig):
         if self.attention_bias is not None and self.anneal_attention_steps:
             raise ValueError("attention_bias and anneal_attention_steps both set the attention: remove one")
         return self
-
-    @property
-    def block_lengths(self) -> tuple[None]:
-        """The whole row is one block."""
-        return (None,)
-
-    @property
-    def final_block_length(self) -> None:
-        """The whole row is one block."""
-        return None
-
-    @property
-    def longest_block_length(self) -> None:
-        """The whole row is one block."""
-        return None
 
     @model_validator(mode="after")
     def _check_draw_per(self) -> Self:
@@ -242,13 +227,8 @@ class BlockDiffusionConfig(_DiffusionConfig):
         """Block length for decoding with the finished model: that of the last stage, or the longest of a list."""
         return self.block_lengths[-1] if self.stages else max(self.block_lengths)
 
-    @property
-    def longest_block_length(self) -> int:
-        """Longest block of all steps: what fills it also fills the shorter ones that divide it."""
-        return max(self.block_lengths)
 
-
-class NextTokenConfig(Section):
+class NextTokenConfig(BlockLengths, Section):
     """Autoregression: predict each token from those before it. Needs model.logit_alignment = "shifted"."""
 
     kind: Literal["next_token"] = "next_token"
@@ -263,14 +243,6 @@ class NextTokenConfig(Section):
     @property
     def block_lengths(self) -> tuple[int, ...]:
         return (1,)
-
-    @property
-    def final_block_length(self) -> int:
-        return 1
-
-    @property
-    def longest_block_length(self) -> int:
-        return 1
 
 
 ObjectiveConfig = Annotated[

@@ -264,7 +264,7 @@ class TestOverrides:
             "training.seed=abc": 'expected an integer, got the string "abc"',
             "training.compile=True": 'expected true or false, got the string "True" (write true without quotes)',
             "training.max_steps=5.0": "expected an integer, got the number 5.0 (write 5)",
-            "training.mode=5": 'expected "full" or "half", got the string "5"',
+            "training.mode=5": 'expected "full" or "half", got the integer 5',
             "training.optimizer.momentum=2": 'unknown key (momentum needs kind = "sgd")',
             "trainin.max_steps=3": "[trainin]: unknown section (did you mean training?)",
             "training.step=3": "unknown key (did you mean max_steps?)",
