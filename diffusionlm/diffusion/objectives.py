@@ -207,7 +207,7 @@ def loss_weighting(config: MaskedDiffusionConfig | BlockDiffusionConfig) -> tupl
     return config.estimator.weight or usual.get(config.normalizer, "uniform"), config.normalizer
 
 
-def why_not_nelbo(config: ObjectiveConfig) -> str | None:
+def find_nelbo_deviation(config: ObjectiveConfig) -> str | None:
     """Why the training loss is not an unbiased estimate of the NELBO per token; None: it is (docs/objectives.md)."""
     if isinstance(config, PreferenceConfig):
         return "it compares the bounds of answers with those of the reference"

@@ -33,7 +33,7 @@ class PreferenceReference:
     beta: float
 
     @torch.no_grad()
-    def weigh(
+    def add_dpo_weights(
         self, model: Transformer, noised_batch: NoisedBatch, loss_inputs: LossInputs
     ) -> tuple[LossInputs, PairLosses]:
         """Loss inputs whose weighted sum has the gradient of the loss of the pairs, and that loss.

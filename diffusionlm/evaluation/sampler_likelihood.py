@@ -24,7 +24,7 @@ from diffusionlm.inference.model_runner import build_pattern, masked_position_lo
 from diffusionlm.inference.sampling import check_finite, iterate_chunks
 from diffusionlm.inference.settings import DecodingSettings, resolve_settings
 from diffusionlm.inference.strategy import DecodeState, Strategy
-from diffusionlm.models.patterns import copy_to_device
+from diffusionlm.models.tensors import copy_to_device
 from diffusionlm.models.transformer import Transformer
 from profiling import nvtx
 

@@ -39,9 +39,10 @@ from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.dense_attention import AttentionScale, without_cudnn_attention
 from diffusionlm.models.layers import compute_dtype
 from diffusionlm.models.moe import MoE
-from diffusionlm.models.patterns import Bidirectional, BlockCausal, copy_to_device
-from diffusionlm.models.ragged import CachedAttention, SequenceSlice, find_key_limits, find_key_slots, pad_pages
+from diffusionlm.models.patterns import Bidirectional, BlockCausal
+from diffusionlm.models.tensors import copy_to_device
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.models.varlen import CachedAttention, SequenceSlice, find_key_limits, find_key_slots, pad_pages
 
 LOGGER = logging.getLogger(__name__)
 

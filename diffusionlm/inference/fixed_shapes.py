@@ -20,9 +20,9 @@ from torch import Tensor
 from diffusionlm.inference.model_runner import InputText, ModelRunner
 from diffusionlm.models.moe import MoE
 from diffusionlm.models.patterns import Bidirectional, BlockCausal
-from diffusionlm.models.ragged import SequenceSlice
 from diffusionlm.models.row_adapters import share_weights
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.models.varlen import SequenceSlice
 
 TILE_ROWS = 16
 """Inputs of a tile; more if a block is longer, fewer if blocks of this length do not fill it."""

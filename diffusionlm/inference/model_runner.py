@@ -33,11 +33,11 @@ from diffusionlm.models.patterns import (
     BlockCausal,
     DenseBias,
     PromptAndOwnBlock,
-    copy_to_device,
 )
-from diffusionlm.models.ragged import RaggedBatch, SequenceSlice
 from diffusionlm.models.row_adapters import AdapterRows
+from diffusionlm.models.tensors import copy_to_device
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.models.varlen import SequenceSlice, VarlenBatch
 from profiling import nvtx
 
 
@@ -59,10 +59,10 @@ def masked_position_logits(
         SequenceSlice(0, len(canvas), len(canvas), pattern, outputs=positions - shift)
         for canvas, positions, pattern in zip(canvases, masked_positions, patterns, strict=True)
     ]
-    return _forward(model, canvases, RaggedBatch(sequences))
+    return _forward(model, canvases, VarlenBatch(sequences))
 
 
-def _forward(model: Transformer, canvases: Sequence[NDArray[np.int64]], batch: RaggedBatch) -> Tensor:
+def _forward(model: Transformer, canvases: Sequence[NDArray[np.int64]], batch: VarlenBatch) -> Tensor:
     """Logits of the outputs of all sequences, [N, V]."""
     inputs = [canvas[part.start : part.end] for canvas, part in zip(canvases, batch.sequences, strict=True)]
     tokens_1Q = copy_to_device(torch.from_numpy(np.concatenate(inputs))[None], model.lm_head.weight.device)
@@ -210,11 +210,11 @@ class ModelRunner:
 
     def _forward(self, texts: Sequence[InputText], *, copies_keys: bool = False) -> Tensor:
         """Logits of one forward: of the outputs of all texts [N, V], or of all inputs [1, Q, V]."""
-        batch = RaggedBatch([text.sequence for text in texts], self._cache, copies_keys=copies_keys)
+        batch = VarlenBatch([text.sequence for text in texts], self._cache, copies_keys=copies_keys)
         device = self._model.lm_head.weight.device
         if self._adapter_rows is None:
             return _forward(self._model, [text.tokens_L for text in texts], batch)
-        with self._adapter_rows.forward_of(batch, [text.adapter for text in texts], device):
+        with self._adapter_rows.adapters_context(batch, [text.adapter for text in texts], device):
             return _forward(self._model, [text.tokens_L for text in texts], batch)
 
     def _text(self, item: ScheduledRequest, number: int) -> InputText:

@@ -18,7 +18,7 @@ from diffusionlm.diffusion.rng import RngStream
 from diffusionlm.inference.requests import ActiveRequest, Predictions
 from diffusionlm.inference.settings import MAX_KEPT_SETTINGS, DecodingSettings
 from diffusionlm.inference.strategy import TOKEN_PROBABILITY
-from diffusionlm.models.patterns import copy_to_device
+from diffusionlm.models.tensors import copy_to_device
 
 PROBABILITY_CHUNK_BYTES = 64 << 20
 """Budget for one [positions, V] array of fp64 probabilities."""

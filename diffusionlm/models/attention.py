@@ -38,7 +38,7 @@ class PreparedAttention:
 
 
 class PreparedBatch:
-    """Sequences in one row, like a `RaggedBatch`, whose inputs are on the device already."""
+    """Sequences in one row, like a `VarlenBatch`, whose inputs are on the device already."""
 
     num_inputs: int
     """Inputs of all sequences; outputs are computed for all of them."""

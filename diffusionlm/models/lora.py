@@ -35,7 +35,7 @@ _START = "start_"
 
 
 class AdapterDropout:
-    """Dropout of the adapters of one model. It is on inside of `forward_of` only, so never in evaluation.
+    """Dropout of the adapters of one model. It is on inside of `dropout_context` only, so never in evaluation.
 
     Masks are a hash of the key, the token and the module (`dropout_mask`): accumulation, the number of ranks and
     activation checkpointing do not change them.
@@ -48,7 +48,7 @@ class AdapterDropout:
         """Hashes of the tokens at the output positions of the current forward, [P]."""
 
     @contextmanager
-    def forward_of(self, key: int, rows_B: Tensor, length: int, output_positions: Tensor) -> Iterator[None]:
+    def dropout_context(self, key: int, rows_B: Tensor, length: int, output_positions: Tensor) -> Iterator[None]:
         """Context of a forward and its backward.
 
         Args:

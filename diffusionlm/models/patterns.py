@@ -16,6 +16,8 @@ from typing import ClassVar, Protocol, Self
 import torch
 from torch import Tensor
 
+from diffusionlm.models.tensors import copy_to_device
+
 Intervals = tuple[Tensor, Tensor]
 """Starts and ends of half-open key ranges, each int64 [B or 1, S, R]."""
 
@@ -427,13 +429,6 @@ def _half_length(length: int) -> int:
 def _check_block_length(block_length: int) -> None:
     if block_length < 1:
         raise ValueError(f"block_length = {block_length} must be at least 1")
-
-
-def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy of a tensor on the CPU, without waiting for the device; on a CPU the tensor itself."""
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()  # a copy of pageable memory may wait for the device
-    return tensor.to(device, non_blocking=True)
 
 
 def _check_window(window: int | None) -> None:

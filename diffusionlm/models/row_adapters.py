@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from diffusionlm.models.layers import Embedding, Linear
 from diffusionlm.models.lora import LoRALinear, TrainedRowsEmbedding, TrainedRowsLinear, adapter_modules
 from diffusionlm.models.moe import MoE
-from diffusionlm.models.patterns import copy_to_device
-from diffusionlm.models.ragged import RaggedBatch
+from diffusionlm.models.tensors import copy_to_device
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.models.varlen import VarlenBatch
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,9 @@ class AdapterRows:
         self._selected: list[RowGroup] | None = None
 
     @contextmanager
-    def forward_of(self, batch: RaggedBatch, adapters: Sequence[str | None], device: torch.device) -> Iterator[None]:
+    def adapters_context(
+        self, batch: VarlenBatch, adapters: Sequence[str | None], device: torch.device
+    ) -> Iterator[None]:
         """Context of a forward.
 
         Args:

@@ -23,8 +23,9 @@ from diffusionlm.models.attention_backends import prepare_attention
 from diffusionlm.models.dense_attention import AttentionScale
 from diffusionlm.models.layers import Embedding, Linear, RMSNorm, RotaryEmbedding, SwiGLU, soft_cap
 from diffusionlm.models.moe import MoE, Routing, compute_load_balancing_loss
-from diffusionlm.models.patterns import AttentionPattern, copy_to_device
-from diffusionlm.models.ragged import RaggedBatch, prepare_ragged_attention
+from diffusionlm.models.patterns import AttentionPattern
+from diffusionlm.models.tensors import copy_to_device
+from diffusionlm.models.varlen import VarlenBatch, prepare_varlen_attention
 
 
 class Block(nn.Module):
@@ -125,7 +126,7 @@ class Transformer(nn.Module):
         self,
         tokens_BL: Tensor,
         *,
-        pattern: AttentionPattern | RaggedBatch | PreparedBatch,
+        pattern: AttentionPattern | VarlenBatch | PreparedBatch,
         positions: Tensor | None = ...,
         inputs_embeds_BLD: Tensor | None = ...,
         output_positions: Tensor | None = ...,
@@ -139,7 +140,7 @@ class Transformer(nn.Module):
         self,
         tokens_BL: Tensor,
         *,
-        pattern: AttentionPattern | RaggedBatch | PreparedBatch,
+        pattern: AttentionPattern | VarlenBatch | PreparedBatch,
         positions: Tensor | None = None,
         inputs_embeds_BLD: Tensor | None = None,
         output_positions: Tensor | None = None,
@@ -149,7 +150,7 @@ class Transformer(nn.Module):
 
         Args:
             tokens_BL: token ids, int64.
-            pattern: attention pattern; or a `RaggedBatch` (or `PreparedBatch`) of sequences that follow each other in
+            pattern: attention pattern; or a `VarlenBatch` (or `PreparedBatch`) of sequences that follow each other in
                 one row, B = 1, with positions and outputs of its own, without gradient.
             positions: position ids, [L] or [B, L]. None: 0, 1, 2 ..., again in the second half of a two-stream
                 sequence.
@@ -163,15 +164,15 @@ class Transformer(nn.Module):
 
         Raises:
             ValueError: loss inputs without output positions, a sequence longer than the model's context, an attention
-                backend that cannot compute the pattern, or an argument that cannot be used with a ragged batch.
+                backend that cannot compute the pattern, or an argument that cannot be used with a varlen batch.
         """
         if loss_inputs is not None and output_positions is None:
             raise ValueError("loss_inputs need output_positions: flat indices into B * L")
         x = self._embed(tokens_BL) if inputs_embeds_BLD is None else inputs_embeds_BLD
-        if isinstance(pattern, RaggedBatch | PreparedBatch):
+        if isinstance(pattern, VarlenBatch | PreparedBatch):
             if positions is not None or output_positions is not None:
-                raise ValueError("a ragged batch has its own: pass neither positions nor output_positions, and no loss")
-            attentions, positions, output_positions = self._prepare_ragged_attention(pattern, tokens_BL, x.device)
+                raise ValueError("a varlen batch has its own: pass neither positions nor output_positions, and no loss")
+            attentions, positions, output_positions = self._prepare_varlen_attention(pattern, tokens_BL, x.device)
         else:
             attentions, positions = self._prepare_attention(pattern, tokens_BL.shape[1], positions, x.device)
         rope = self._build_rotary_tables(positions if positions.dim() == 2 else positions[None], x)
@@ -227,14 +228,14 @@ class Transformer(nn.Module):
             positions = torch.arange(num_tokens, device=device).repeat(pattern.positions_per_token)
         return [attention_of_window[window] for window in windows], positions
 
-    def _prepare_ragged_attention(
-        self, batch: RaggedBatch | PreparedBatch, tokens_1Q: Tensor, device: torch.device
+    def _prepare_varlen_attention(
+        self, batch: VarlenBatch | PreparedBatch, tokens_1Q: Tensor, device: torch.device
     ) -> tuple[Sequence[PreparedAttention], Tensor, Tensor | None]:
         """Attention of each layer, position ids and output positions of sequences in one row."""
         if list(tokens_1Q.shape) != [1, batch.num_inputs]:
             raise ValueError(f"tokens {list(tokens_1Q.shape)} must be [1, {batch.num_inputs}], the inputs of the batch")
         if torch.is_grad_enabled():
-            raise ValueError("a ragged batch has no gradient: call the model under torch.inference_mode() or no_grad()")
+            raise ValueError("a varlen batch has no gradient: call the model under torch.inference_mode() or no_grad()")
         windows, scale_options = self._layer_windows(), self._build_attention_scale()
         if isinstance(batch, PreparedBatch):
             return *batch.prepare_attention(windows, self.attention_backend, scale_options), None
@@ -244,7 +245,7 @@ class Transformer(nn.Module):
                 f"{length} tokens are more than the model's context, max_position_embeddings = {context}; shorten the "
                 "input"
             )
-        attentions, positions = prepare_ragged_attention(batch, windows, device, self.attention_backend, scale_options)
+        attentions, positions = prepare_varlen_attention(batch, windows, device, self.attention_backend, scale_options)
         output_positions = batch.output_positions()
         return (
             attentions,

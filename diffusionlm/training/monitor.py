@@ -19,7 +19,8 @@ from ddp.parallelism import Parallelism, local_values
 from ddp.process_group import World
 from diffusionlm.diffusion.layout import LogitAlignment, target_positions
 from diffusionlm.diffusion.noised_batch import NoisedBatch
-from diffusionlm.models.patterns import BlockDiffusion, Causal, copy_to_device, document_offsets
+from diffusionlm.models.patterns import BlockDiffusion, Causal, document_offsets
+from diffusionlm.models.tensors import copy_to_device
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.master_weights import MasterWeights
 from diffusionlm.training.metrics import NUM_LOSS_BINS, AsyncHostCopy, MonitorResults

@@ -19,7 +19,7 @@ from diffusionlm.data.loader import LoaderSpec, StepLoader, WorkerLoader, count_
 from diffusionlm.data.pipeline import MixtureComponent, build_row_reader, open_components
 from diffusionlm.data.reader import read_first_documents
 from diffusionlm.data.shards import ShardDocuments
-from diffusionlm.diffusion.objectives import build_objective, why_not_nelbo
+from diffusionlm.diffusion.objectives import build_objective, find_nelbo_deviation
 from diffusionlm.diffusion.preference_reference import PreferenceReference
 from diffusionlm.evaluation.tasks.live_evaluation import LiveEvaluation
 from diffusionlm.evaluation.validation import Validator
@@ -145,10 +145,10 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
     max_steps = config.training.max_steps or world.run_on_first(lambda: _count_epoch_steps(config, spec, components))
     settings = build_step_settings(config, state.model, device, precision, max_steps)
     log_once(_describe_run(state.model, settings, world))
-    warning = world.run_on_first(lambda: find_small_text_problem(spec, components, max_steps))
+    warning = world.run_on_first(lambda: warn_small_dataset(spec, components, max_steps))
     if warning is not None:
         log_once(f"warning: {warning}")
-    reason = why_not_nelbo(config.objective)
+    reason = find_nelbo_deviation(config.objective)
     if reason is not None:
         log_once(f"the training loss is no estimate of the NELBO: {reason}. Validation always is")
     loader: StepLoader = WorkerLoader(spec) if config.data.workers else spec.open(components)
@@ -283,7 +283,7 @@ def _count_epoch_steps(config: TrainConfig, spec: LoaderSpec, components: list[M
     return max(1, config.training.epochs * count_rows(spec.open(components).rows) // spec.batch_size)
 
 
-def find_small_text_problem(spec: LoaderSpec, components: list[MixtureComponent], max_steps: int) -> str | None:
+def warn_small_dataset(spec: LoaderSpec, components: list[MixtureComponent], max_steps: int) -> str | None:
     """Describe a training text of local files with fewer than `FEW_ROWS` rows, which the run only repeats.
 
     Returns:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,6 @@ from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from diffusionlm.families.model_directory import read_model_config, resolve_model_directory
 from diffusionlm.models.init import init_weights, initial_value
 from diffusionlm.models.lora import find_dropout
-from diffusionlm.models.mask_noise import add_mask_noise
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import requires_whole_matrix
 from diffusionlm.training.adapters.adapter_spec import AdapterSpec
@@ -340,6 +340,38 @@ def only_on_first_rank(world: World, log: Log) -> Log:
     return log if world.is_first else lambda text: None
 
 
+@contextmanager
+def add_mask_noise(model: Transformer, std: float, seeds_B: Sequence[int], num_tokens: int) -> Iterator[None]:
+    """Context in which the embeddings of mask tokens have Gaussian noise (LLaDA2).
+
+    A mask row that no data trained is the same vector at every masked position, near zero in many models, and gradients
+    explode. The noise of a sequence is a function of its seed.
+
+    Args:
+        std: standard deviation of the noise.
+        seeds_B: a seed for each sequence of the forward.
+        num_tokens: L; later positions hold clean tokens.
+    """
+    mask_token = model.config.required_mask_token_id
+
+    def add_noise(_module: Any, inputs: tuple[Tensor], embeddings_BSD: Tensor) -> Tensor:
+        tokens_BL = inputs[0][:, :num_tokens]
+        generator = torch.Generator(embeddings_BSD.device)
+        shape, noise = (num_tokens, embeddings_BSD.shape[2]), []
+        for seed in seeds_B:
+            generator.manual_seed(seed)
+            noise.append(torch.randn(shape, device=embeddings_BSD.device, generator=generator))
+        noise_BLD = torch.where((tokens_BL == mask_token)[..., None], std * torch.stack(noise), 0.0)
+        noisy_BLD = embeddings_BSD[:, :num_tokens] + noise_BLD.to(embeddings_BSD.dtype)
+        return torch.cat([noisy_BLD, embeddings_BSD[:, num_tokens:]], dim=1)
+
+    handle = model.model.embed_tokens.register_forward_hook(add_noise)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def build_perturbations(config: TrainConfig, model: Transformer) -> tuple[Perturbation, ...]:
     """Noise of training forwards that the config asks for, keyed by seed and step: dropout of adapters, and noise on
     the mask token's embedding."""
@@ -350,7 +382,7 @@ def build_perturbations(config: TrainConfig, model: Transformer) -> tuple[Pertur
         def drop_adapters(step: int, noised_batch: NoisedBatch) -> AbstractContextManager[None]:
             key = int(keyed_rng(seed, RngStream.ADAPTER_DROPOUT, step).integers(2**32))
             length = noised_batch.inputs_BS.shape[1]
-            return dropout.forward_of(key, noised_batch.number_rows(), length, noised_batch.positions_N)
+            return dropout.dropout_context(key, noised_batch.number_rows(), length, noised_batch.positions_N)
 
         perturbations.append(drop_adapters)
     if not isinstance(objective, NextTokenConfig | PreferenceConfig) and objective.mask_noise_steps:

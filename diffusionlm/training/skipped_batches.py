@@ -119,7 +119,7 @@ class SkippedBatches:
             "grad_norm": _to_json_number(metrics.grad_norm),
             "first_rows": self._decode_first_sequences(pending.noised_batches),
             "loader": pending.loader_state,
-            "draws": descriptions,
+            "batches": descriptions,
         }
         self.folder.mkdir(parents=True, exist_ok=True)
         write_bytes_atomic(path.with_suffix(".safetensors"), safetensors.torch.save(file_tensors))
@@ -135,7 +135,7 @@ class SkippedBatches:
             inputs = noised_batch.inputs_BS[: NUM_SHOWN_SEQUENCES - len(texts), :L].tolist()
             for index, token_ids in enumerate(inputs):
                 target_ids = noised_batch.targets_N.cpu()[sequence_N == index].tolist()
-                texts.append({"read": self._decode(token_ids), "wanted": self._decode(target_ids)})
+                texts.append({"input": self._decode(token_ids), "target": self._decode(target_ids)})
         return texts
 
     def _remove_oldest(self) -> None:
@@ -154,7 +154,8 @@ def load_skipped_step(path: Path) -> tuple[dict[str, Any], list[NoisedBatch]]:
         record = read_json_object(path)
         tensors = safetensors.torch.load(path.with_suffix(".safetensors").read_bytes())
         return record, [
-            _load_noised_batch(description, tensors, index) for index, description in enumerate(record["draws"])
+            _load_noised_batch(description, tensors, index)
+            for index, description in enumerate(record.get("batches") or record["draws"])
         ]
     except (OSError, KeyError, TypeError, ValueError, safetensors.SafetensorError) as error:
         raise ValueError(f"{path} is not the whole record of a skipped step: {error}") from error

@@ -131,7 +131,7 @@ def backward_micro_batches(
                 contexts.enter_context(perturb(batch.step, noised_batch))
             if state.reference is not None:
                 with nvtx.annotate("reference"), autocast(settings):
-                    loss_inputs, pairs = state.reference.weigh(state.model, noised_batch, loss_inputs)
+                    loss_inputs, pairs = state.reference.add_dpo_weights(state.model, noised_batch, loss_inputs)
             with nvtx.annotate("forward"), autocast(settings):
                 output = state.model(
                     noised_batch.inputs_BS,

@@ -24,8 +24,8 @@ from torch import Tensor
 from config.model import ModelConfig
 from diffusionlm.kernels.cross_entropy import LossInputs, LossOutput
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockDiffusion, Causal
-from diffusionlm.models.ragged import RaggedBatch
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.models.varlen import VarlenBatch
 
 Places = tuple[int, ...]
 Cache = list[tuple[Tensor, Tensor]]
@@ -252,17 +252,17 @@ class StandIn:
     ) -> LossOutput: ...
 
     @overload
-    def __call__(self, inputs_BS: Tensor, *, pattern: RaggedBatch) -> Tensor: ...
+    def __call__(self, inputs_BS: Tensor, *, pattern: VarlenBatch) -> Tensor: ...
 
     def __call__(
         self,
         inputs_BS: Tensor,
         *,
-        pattern: AttentionPattern | RaggedBatch,
+        pattern: AttentionPattern | VarlenBatch,
         output_positions: Tensor | None = None,
         loss_inputs: LossInputs | None = None,
     ) -> LossOutput | Tensor:
-        if isinstance(pattern, RaggedBatch):
+        if isinstance(pattern, VarlenBatch):
             return self._logits(inputs_BS, pattern)
         assert output_positions is not None and loss_inputs is not None
         mask_token = self.config.mask_token_id
@@ -283,7 +283,7 @@ class StandIn:
         nll_N = -self.posterior(context_RL, places_R).gather(1, loss_inputs.targets_N[:, None])[:, 0].log()
         return LossOutput((nll_N * loss_inputs.weights_N).sum(), nll_N)
 
-    def _logits(self, inputs_1Q: Tensor, batch: RaggedBatch) -> Tensor:
+    def _logits(self, inputs_1Q: Tensor, batch: VarlenBatch) -> Tensor:
         """Log-probabilities for texts with bidirectional or causal attention, the mask token's at -inf."""
         logits, shift, mask_token = [], int(self.config.logit_alignment == "shifted"), self.config.mask_token_id
         assert mask_token is not None

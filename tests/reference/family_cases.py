@@ -20,8 +20,8 @@ from diffusionlm.checkpoints.huggingface import load_model, save_model
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.moe import Routing
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, Causal
-from diffusionlm.models.ragged import RaggedBatch, SequenceSlice
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.models.varlen import SequenceSlice, VarlenBatch
 from tests.reference.plain_models import (
     EXPERTS_JSON,
     LLADA_JSON,
@@ -378,7 +378,7 @@ def cached_difference(ours: Transformer, theirs: Foreign | Plain) -> float:
             SequenceSlice(first, end, end, BlockCausal(BLOCK), pages=range(row * num_pages, (row + 1) * num_pages))
             for row in range(len(TOKENS))
         ]
-        logits = ours(TOKENS[:, first:end].reshape(1, -1), pattern=RaggedBatch(sequences, cache))
+        logits = ours(TOKENS[:, first:end].reshape(1, -1), pattern=VarlenBatch(sequences, cache))
         parts.append(logits.view(len(TOKENS), end - first, -1)[:, start - first :])
     return difference(torch.cat(parts, dim=1), theirs.logits("block-causal"))
 

@@ -57,7 +57,7 @@ def backward(
 ) -> PairLosses:
     """The losses of the pairs; the gradients of their mean are added to the model's."""
     loss_inputs = objective.build_loss_inputs(noised_batch, noised_batch.denominator)
-    loss_inputs, losses = reference.weigh(model, noised_batch, loss_inputs)
+    loss_inputs, losses = reference.add_dpo_weights(model, noised_batch, loss_inputs)
     output = model(
         noised_batch.inputs_BS,
         pattern=noised_batch.pattern,
@@ -284,7 +284,7 @@ def test_accumulation_changes_neither_losses_nor_gradients(tiny_model: MakeModel
         for part in parts:
             noised_batch = objective.build_noised_batch(batch.select(part), NoiseKey(0, 0, 2 * part.start, 4))
             loss_inputs = objective.build_loss_inputs(noised_batch, 2.0)
-            loss_inputs, pairs = PreferenceReference(reference, 0.2).weigh(model, noised_batch, loss_inputs)
+            loss_inputs, pairs = PreferenceReference(reference, 0.2).add_dpo_weights(model, noised_batch, loss_inputs)
             output = model(
                 noised_batch.inputs_BS,
                 pattern=noised_batch.pattern,

@@ -22,9 +22,10 @@ from torch import Tensor
 from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.evaluation.statistics import MAX_LOGITS_BYTES
 from diffusionlm.inference.sampling import check_finite, iterate_chunks
-from diffusionlm.models.patterns import AttentionPattern, Bidirectional, Causal, CleanAndBlockCopies, copy_to_device
-from diffusionlm.models.ragged import RaggedBatch, SequenceSlice
+from diffusionlm.models.patterns import AttentionPattern, Bidirectional, Causal, CleanAndBlockCopies
+from diffusionlm.models.tensors import copy_to_device
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.models.varlen import SequenceSlice, VarlenBatch
 from profiling import nvtx
 
 OnForward = Callable[[int, int], None]
@@ -179,7 +180,7 @@ class CopyTable:
             slices += [replace(part) for part in slices]
         tokens_1Q = copy_to_device(torch.from_numpy(np.concatenate(tokens))[None], device)
         with nvtx.annotate("likelihood: forward"):
-            logits_NV = model(tokens_1Q, pattern=RaggedBatch(slices))
+            logits_NV = model(tokens_1Q, pattern=VarlenBatch(slices))
         if self._cfg_scale == 0.0:
             return logits_NV
         conditional_NV, unconditional_NV = logits_NV.double().chunk(2)

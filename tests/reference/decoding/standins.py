@@ -18,8 +18,8 @@ from config.model import ModelConfig
 from diffusionlm.inference.generate import DecodingStep, Generation, generate
 from diffusionlm.models.init import init_weights
 from diffusionlm.models.patterns import BlockCausal
-from diffusionlm.models.ragged import RaggedBatch
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.models.varlen import VarlenBatch
 from tests.reference.decoding.choosing import Array, Choice, Text
 from tests.reference.enumeration import PlainModel, table_config
 
@@ -51,7 +51,7 @@ class TableModel(Transformer):
     table: Table
 
     def forward(self, tokens_BL: Tensor, **options: Any) -> Any:
-        batch: RaggedBatch = options["pattern"]
+        batch: VarlenBatch = options["pattern"]
         assert batch.cache is None, "a table keeps nothing"
         logits, first = [], 0
         for part in batch.sequences:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from config.generation import GenerationConfig
 from diffusionlm.inference.generate import generate
-from diffusionlm.models.ragged import RaggedBatch
+from diffusionlm.models.varlen import VarlenBatch
 from tests.reference.enumeration import table_config
 from tests.reference.test_ideal_denoisers import shidoku_grids
 
@@ -34,7 +34,7 @@ class Ideal:
         self.lm_head = SimpleNamespace(weight=torch.zeros(1))
         self.is_digit_NLV = torch.nn.functional.one_hot(GRIDS, DIGITS + 1).double()
 
-    def __call__(self, tokens_1Q: Tensor, *, pattern: RaggedBatch) -> Tensor:
+    def __call__(self, tokens_1Q: Tensor, *, pattern: VarlenBatch) -> Tensor:
         assert self.config.mask_token_id is not None
         tokens_BL = tokens_1Q.view(-1, CELLS)
         is_open_BL = tokens_BL == self.config.mask_token_id

@@ -20,7 +20,7 @@ from config.training.objective import (
 )
 from diffusionlm.diffusion.adaptation import anneal_attention, context_adaptive_weights
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
-from diffusionlm.diffusion.objectives import build_objective, why_not_nelbo
+from diffusionlm.diffusion.objectives import build_objective, find_nelbo_deviation
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, Causal, DenseBias
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.monitor import sum_loss_parts
@@ -68,7 +68,7 @@ def test_loss_with_cart_weights(tiny_model: MakeModel, complementary: bool) -> N
     masked = (draw.inputs_BS != batch.tokens_BL.repeat(copies, 1)).numpy()
     expected = context_adaptive_weights(batch.repeat(copies), masked, 0.4)[masked] / copies
     np.testing.assert_allclose(draw.weights_N.numpy(), expected)
-    assert draw.denominator == 40 and "context" in str(why_not_nelbo(config))
+    assert draw.denominator == 40 and "context" in str(find_nelbo_deviation(config))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def test_annealed_attention_stays_in_the_document(tiny_model: MakeModel) -> None
     assert torch.equal(draw.pattern.dense_mask(10).bool(), Causal(documents).dense_mask(10))
     logits, expected = model(draw.inputs_BS, pattern=draw.pattern), model(draw.inputs_BS, pattern=Causal(documents))
     torch.testing.assert_close(logits, expected, rtol=0.0, atol=1e-12)
-    assert "annealed" in str(why_not_nelbo(config))
+    assert "annealed" in str(find_nelbo_deviation(config))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def test_auxiliary_loss_is_the_next_token_loss(tiny_model: MakeModel, config: An
     torch.testing.assert_close(loss_of(model, objective, auxiliary, draw.denominator), expected)
     parts = sum_loss_parts(auxiliary, torch.full((len(auxiliary.positions_N),), 2.0))
     assert parts[0, 2] / parts[1, 2] == pytest.approx(2.0)
-    assert "next-token" in str(why_not_nelbo(config))
+    assert "next-token" in str(find_nelbo_deviation(config))
 
 
 def test_auxiliary_loss_per_answer(tiny_model: MakeModel) -> None:

@@ -18,8 +18,8 @@ from diffusionlm.inference.scheduler import DecoderLimits
 from diffusionlm.inference.settings import DecodingSettings, resolve_settings
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.patterns import BlockCausal
-from diffusionlm.models.ragged import RaggedBatch, SequenceSlice
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.models.varlen import SequenceSlice, VarlenBatch
 from tests.decoding_jobs import BLOCKS, CANVASES, LIMITS, MASK, check_pages, make_jobs
 
 SHARED = DecoderLimits(num_pages=20, page_size=4, has_prefix_cache=True)
@@ -280,7 +280,7 @@ def test_final_keys_and_values_are_those_of_the_whole_text(
     segments_1L = torch.from_numpy(active.prepared.segments.numbers(end))[None]
     part = SequenceSlice(0, end, end, BlockCausal(4, segments_BL=segments_1L), pages=range(6))
     with torch.inference_mode():
-        model(torch.from_numpy(text)[None], pattern=RaggedBatch([part], whole))
+        model(torch.from_numpy(text)[None], pattern=VarlenBatch([part], whole))
     cache = decoder.cache
     assert cache is not None
     slots = cache.slots(pages, 0, end - (name == "shifted_blocks"))

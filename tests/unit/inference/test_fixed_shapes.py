@@ -20,8 +20,8 @@ from diffusionlm.inference.requests import ActiveRequest
 from diffusionlm.inference.scheduler import DecoderLimits
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.patterns import Bidirectional, BlockCausal
-from diffusionlm.models.ragged import SequenceSlice
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.models.varlen import SequenceSlice
 from tests.conftest import MakeModel
 from tests.decoding_jobs import BLOCKS, CANVASES, LIMITS, MASK, Job, make_jobs, run_all
 

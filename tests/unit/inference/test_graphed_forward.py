@@ -31,9 +31,9 @@ from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.lora import LoRALinear, add_adapter
 from diffusionlm.models.patterns import Bidirectional, BlockCausal
-from diffusionlm.models.ragged import SequenceSlice
 from diffusionlm.models.row_adapters import ModelAdapter
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.models.varlen import SequenceSlice
 from diffusionlm.serving.engine import Engine
 from tests.conftest import MakeModel
 from tests.decoding_jobs import LIMITS, MASK, Job, make_jobs, run_all

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from diffusionlm.models.patterns import BlockDiffusion, CleanAndBlockCopies
-from diffusionlm.models.ragged import RaggedBatch, SequenceSlice
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.models.varlen import SequenceSlice, VarlenBatch
 
 COPIES = [(4, 4), (0, 4), (8, 3), (4, 4)]
 """First position and length of each copy: blocks of 4, the last one of 3 tokens."""
@@ -61,7 +61,7 @@ def test_copies_of_blocks_equal_rows_of_block_diffusion(
     part = SequenceSlice(0, 20, 20, pattern, position_ids=np.array(pattern.position_ids))
     other = SequenceSlice(0, 3, 3, build_pattern(0, [(0, 3)]))
     # More inputs than the model's context: the positions are within it.
-    both = model(torch.cat([tokens, tokens[:3]])[None], pattern=RaggedBatch([part, other]))[0]
+    both = model(torch.cat([tokens, tokens[:3]])[None], pattern=VarlenBatch([part, other]))[0]
     torch.testing.assert_close(both[:8], logits_2LV[12:20])
     for first, (start, length) in zip((8, 12, 16), copies, strict=True):
         torch.testing.assert_close(both[first : first + length], logits_2LV[start : start + length])
@@ -69,4 +69,4 @@ def test_copies_of_blocks_equal_rows_of_block_diffusion(
         SequenceSlice(0, 3, 3, pattern, position_ids=np.arange(2))
     too_long = SequenceSlice(0, 20, 20, pattern, position_ids=np.array(pattern.position_ids) + 1)
     with pytest.raises(ValueError, match="13 tokens are more than the model's context"):
-        model(tokens[None], pattern=RaggedBatch([too_long]))
+        model(tokens[None], pattern=VarlenBatch([too_long]))

@@ -24,8 +24,8 @@ from diffusionlm.models.patterns import (
     Causal,
     DenseBias,
 )
-from diffusionlm.models.ragged import RaggedBatch, SequenceSlice, prepare_ragged_attention
 from diffusionlm.models.transformer import Block, Transformer
+from diffusionlm.models.varlen import SequenceSlice, VarlenBatch, prepare_varlen_attention
 
 MakeModel = Callable[..., Transformer]
 MakeConfig = Callable[..., ModelConfig]
@@ -93,7 +93,7 @@ def feed(
         )
         for text in range(batch)
     ]
-    logits = model(tokens_BL[:, slice(*span)].reshape(1, -1), pattern=RaggedBatch(sequences, cache))
+    logits = model(tokens_BL[:, slice(*span)].reshape(1, -1), pattern=VarlenBatch(sequences, cache))
     return logits.view(batch, span[1] - span[0], -1) if outputs is None else logits
 
 
@@ -200,7 +200,7 @@ def test_invisible_keys_have_no_effect(tiny_model: MakeModel) -> None:
     close(feed(model, cache, tokens, (3, 7), Bidirectional()), short[:, 3:])
 
 
-RAGGED: list[list[tuple[int, int] | None]] = [
+VARLEN_ROWS: list[list[tuple[int, int] | None]] = [
     [(0, 4), (0, 2), (0, 3)],
     [(4, 6), (0, 4), None],
     [(2, 8), (4, 7), (3, 7)],
@@ -209,7 +209,7 @@ RAGGED: list[list[tuple[int, int] | None]] = [
 """Inputs of three texts in each forward; None: the text is not in it."""
 
 
-def ragged_slices(
+def varlen_slices(
     cache: PagedCache, row: list[tuple[int, int] | None], pattern: AttentionPattern, outputs: slice
 ) -> list[SequenceSlice]:
     return [
@@ -234,18 +234,18 @@ def test_sequences_of_different_length_do_not_affect_each_other(
     share_kernels: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    prepare = functools.partial(prepare_ragged_attention, share_kernels=share_kernels)
-    monkeypatch.setattr("diffusionlm.models.transformer.prepare_ragged_attention", prepare)
+    prepare = functools.partial(prepare_varlen_attention, share_kernels=share_kernels)
+    monkeypatch.setattr("diffusionlm.models.transformer.prepare_varlen_attention", prepare)
     model = tiny_model(torch.float64, **OPTIONS[option])
     tokens, together, alone = texts(3), cache_of(model, 3), [cache_of(model, 3) for _ in range(3)]
     for cache in (together, *alone):
         for storage in (*cache.keys_KTH, *cache.values_KTH):
             storage[:] = torch.nan  # of pages that nobody has written
-    for row in RAGGED:
+    for row in VARLEN_ROWS:
         inputs = torch.cat([tokens[text, slice(*span)] for text, span in enumerate(row) if span is not None])[None]
-        everything = RaggedBatch(ragged_slices(together, row, pattern, slice(None)), together)
+        everything = VarlenBatch(varlen_slices(together, row, pattern, slice(None)), together)
         logits = model(inputs, pattern=everything)
-        some = RaggedBatch(ragged_slices(together, row, pattern, slice(1, None, 2)), together)
+        some = VarlenBatch(varlen_slices(together, row, pattern, slice(1, None, 2)), together)
         rows = some.output_positions()
         assert rows is not None
         close(model(inputs, pattern=some), logits[rows])
@@ -254,15 +254,15 @@ def test_sequences_of_different_length_do_not_affect_each_other(
             span = row[text]
             if span is not None:
                 only = [span if index == text else None for index in range(len(row))]
-                own = RaggedBatch(ragged_slices(cache, only, pattern, slice(None)), cache)
+                own = VarlenBatch(varlen_slices(cache, only, pattern, slice(None)), cache)
                 expected.append(model(tokens[text : text + 1, slice(*span)], pattern=own))
         close(logits, torch.cat(expected))
 
 
 def test_what_is_behind_a_shorter_text_has_no_effect(tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two texts in one computation: the page of the shorter one has slots that nobody has written."""
-    prepare = functools.partial(prepare_ragged_attention, share_kernels=True)
-    monkeypatch.setattr("diffusionlm.models.transformer.prepare_ragged_attention", prepare)
+    prepare = functools.partial(prepare_varlen_attention, share_kernels=True)
+    monkeypatch.setattr("diffusionlm.models.transformer.prepare_varlen_attention", prepare)
     model = tiny_model(torch.float64)
     tokens, cache, pattern = texts(2), cache_of(model), BlockCausal(3)
     whole = model(tokens, pattern=pattern)
@@ -274,15 +274,15 @@ def test_what_is_behind_a_shorter_text_has_no_effect(tiny_model: MakeModel, monk
         ]
         inputs = torch.cat([tokens[text, slice(*span)] for text, span in enumerate(spans)])[None]
         expected = torch.cat([whole[text, slice(*span)] for text, span in enumerate(spans)])
-        close(model(inputs, pattern=RaggedBatch(sequences, cache))[0], expected)
+        close(model(inputs, pattern=VarlenBatch(sequences, cache))[0], expected)
 
 
 @pytest.mark.parametrize("share_kernels", [False, True])
 def test_texts_with_and_without_a_cache_in_one_forward(
     tiny_model: MakeModel, share_kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare = functools.partial(prepare_ragged_attention, share_kernels=share_kernels)
-    monkeypatch.setattr("diffusionlm.models.transformer.prepare_ragged_attention", prepare)
+    prepare = functools.partial(prepare_varlen_attention, share_kernels=share_kernels)
+    monkeypatch.setattr("diffusionlm.models.transformer.prepare_varlen_attention", prepare)
     model = tiny_model(torch.float64)
     tokens, cache, bidirectional = texts(4), cache_of(model, 1), Bidirectional()
     mask = torch.ones(7, 7, dtype=torch.bool).tril()
@@ -299,7 +299,7 @@ def test_texts_with_and_without_a_cache_in_one_forward(
         model(tokens[2:3, :5], pattern=bidirectional)[0, [2]],
         model(tokens[3:, :7], pattern=Causal())[0],
     ]
-    close(model(inputs, pattern=RaggedBatch(sequences, cache)), torch.cat(expected))
+    close(model(inputs, pattern=VarlenBatch(sequences, cache)), torch.cat(expected))
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -398,23 +398,23 @@ def test_errors_of_cache_and_sequences(tiny_model: MakeModel) -> None:
             SequenceSlice(start, end, num_visible, pattern)
     cache = cache_of(model, 1)
     with pytest.raises(ValueError, match="at least one sequence"):
-        RaggedBatch([], cache)
+        VarlenBatch([], cache)
     with pytest.raises(ValueError, match="need a cache"):
-        RaggedBatch([SequenceSlice(0, 4, 4, pattern, pages=[0])])
+        VarlenBatch([SequenceSlice(0, 4, 4, pattern, pages=[0])])
     for pages in ([0], [0, 3], [-1, 0]):
         with pytest.raises(ValueError, match=r"pages of 4 positions, out of 3, do not hold 5"):
-            RaggedBatch([SequenceSlice(0, 5, 5, pattern, pages=pages)], cache)
+            VarlenBatch([SequenceSlice(0, 5, 5, pattern, pages=pages)], cache)
 
 
-def test_errors_of_a_ragged_forward(tiny_model: MakeModel) -> None:
+def test_errors_of_a_varlen_forward(tiny_model: MakeModel) -> None:
     model = tiny_model()
     tokens, cache = texts(1, 4), cache_of(model, 1)
     documents = torch.zeros(1, 4, dtype=torch.int64)
     bias = DenseBias(torch.zeros(4, 4))
     for pattern in (BlockDiffusion(2), Causal(documents), BlockCausal(2, documents), Bidirectional(documents), bias):
         with pytest.raises(ValueError, match=type(pattern).__name__ + " .*cannot be used with a cache"):
-            model(tokens, pattern=RaggedBatch([SequenceSlice(0, 4, 4, pattern, pages=[0])], cache))
-    batch = RaggedBatch([SequenceSlice(0, 4, 4, Causal(), pages=[0])], cache)
+            model(tokens, pattern=VarlenBatch([SequenceSlice(0, 4, 4, pattern, pages=[0])], cache))
+    batch = VarlenBatch([SequenceSlice(0, 4, 4, Causal(), pages=[0])], cache)
     rows = torch.tensor([0])
     more: Any
     for more in (
@@ -429,7 +429,7 @@ def test_errors_of_a_ragged_forward(tiny_model: MakeModel) -> None:
             model(others, pattern=batch)
     long = texts(1, 65)
     with pytest.raises(ValueError, match="max_position_embeddings = 64"):
-        model(long, pattern=RaggedBatch([SequenceSlice(0, 65, 65, Causal())]))
+        model(long, pattern=VarlenBatch([SequenceSlice(0, 65, 65, Causal())]))
     with torch.inference_mode(False), pytest.raises(ValueError, match="no gradient"):
         model(tokens, pattern=batch)
     with pytest.raises(ValueError, match='"tiled" has no cached form'):

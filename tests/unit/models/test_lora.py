@@ -152,7 +152,7 @@ class TestDropout:
         assert dropout is not None
         tokens = TOKENS[rows]
         positions = torch.arange(tokens.numel()) if positions is None else positions
-        with torch.no_grad(), dropout.forward_of(key, self.ROWS[rows], TOKENS.shape[1], positions):
+        with torch.no_grad(), dropout.dropout_context(key, self.ROWS[rows], TOKENS.shape[1], positions):
             return model(tokens, pattern=Bidirectional(), output_positions=positions)
 
     def test_only_in_a_training_forward(self, model: Transformer) -> None:

@@ -204,7 +204,7 @@ def test_a_step_of_preferences_has_the_flops_that_torch_counts(
 
     def count(model: Transformer, reference: PreferenceReference) -> int:
         with FlopCounterMode(display=False) as counter:
-            reference.weigh(model, noised_batch, LossInputs(noised_batch.targets_N, noised_batch.weights_N))
+            reference.add_dpo_weights(model, noised_batch, LossInputs(noised_batch.targets_N, noised_batch.weights_N))
         return counter.get_total_flops() + counted(model, Bidirectional(), positions)
 
     model, copy = (tiny_model(backend="eager") for _ in range(2))

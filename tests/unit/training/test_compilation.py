@@ -141,7 +141,7 @@ def test_adapters_with_dropout_are_compiled_once_for_all_layers(tiny_model: Make
         if is_compiled:
             compile_blocks(model, backend)
         for rows in (torch.tensor([0, 3, 5]), torch.tensor([1, 17]), torch.arange(7)):
-            with dropout.forward_of(5, torch.arange(2), 9, rows):
+            with dropout.dropout_context(5, torch.arange(2), 9, rows):
                 loss_inputs = LossInputs(rows, torch.ones(len(rows)))
                 output = model(tokens, pattern=Bidirectional(), output_positions=rows, loss_inputs=loss_inputs)
                 results += [output.loss_sum.detach(), *torch.autograd.grad(output.total_loss, trained)]

@@ -88,7 +88,7 @@ def compute_gradients(model: Transformer, pattern: AttentionPattern) -> dict[str
     positions_N = torch.tensor([0, 3, 5, 17])
     loss_inputs = LossInputs(torch.arange(4), torch.ones(4), load_balancing_weight=float(model.config.num_experts > 0))
     dropout, trained = find_dropout(model), trained_parameters(model)
-    with nullcontext() if dropout is None else dropout.forward_of(5, torch.arange(2), 10, positions_N):
+    with nullcontext() if dropout is None else dropout.dropout_context(5, torch.arange(2), 10, positions_N):
         output = model(tokens_BL, pattern=pattern, output_positions=positions_N, loss_inputs=loss_inputs)
         return dict(zip(trained, torch.autograd.grad(output.total_loss, list(trained.values())), strict=True))
 

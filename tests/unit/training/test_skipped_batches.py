@@ -75,7 +75,7 @@ def test_skipped_batch_record_has_batch_and_context(batches: SkippedBatches, tmp
     batches.record(skipped(6, 99.0))
     record, read = load_skipped_step(path)
     assert [parts(draw) for draw in read] == [parts(draw) for draw in noised_batches()]
-    del record["draws"]
+    del record["batches"]
     assert record == {
         "step": 7,
         "seed": 11,
@@ -84,10 +84,10 @@ def test_skipped_batch_record_has_batch_and_context(batches: SkippedBatches, tmp
         "loss": "nan",
         "grad_norm": 1.0,
         "first_rows": [
-            {"read": "azcz", "wanted": "bd"},
-            {"read": "zf", "wanted": "e"},
-            {"read": "zz", "wanted": "ij"},
-            {"read": "hz", "wanted": "g"},
+            {"input": "azcz", "target": "bd"},
+            {"input": "zf", "target": "e"},
+            {"input": "zz", "target": "ij"},
+            {"input": "hz", "target": "g"},
         ],
         "loader": {"epoch": 0, "position": [6]},
     }
@@ -146,7 +146,7 @@ def test_a_damaged_record_is_named(batches: SkippedBatches, tmp_path: Path) -> N
         load_skipped_step(path)
     tensors.write_bytes(content)
     record = json.loads(path.read_text(encoding="utf-8"))
-    record["draws"][0]["pattern"] = "Path"
+    record["batches"][0]["pattern"] = "Path"
     path.write_text(json.dumps(record), encoding="utf-8")
     with pytest.raises(ValueError, match="not the whole record"):
         load_skipped_step(path)

@@ -12,7 +12,7 @@ from config.train import TrainConfig
 from diffusionlm.data.loader import LoaderSpec
 from diffusionlm.data.pipeline import open_components
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
-from diffusionlm.training.run import build_run, find_small_text_problem
+from diffusionlm.training.run import build_run, warn_small_dataset
 from tests.conftest import MakeConfig
 from tests.tiny_run import write_train_config
 from tokenizer import train_bpe
@@ -32,7 +32,7 @@ def find_problem(config: TrainConfig, make_config: MakeConfig) -> str | None:
     tokenizer = train_bpe(["a"], vocab_size=258)
     model = make_config(vocab_size=258, mask_token_id=tokenizer.mask_token_id, eos_token_id=tokenizer.eos_token_id)
     spec = LoaderSpec(config.data, tokenizer, ROW_LENGTH, config.objective, model, 4, 4, seed=0)
-    return find_small_text_problem(spec, open_components(config.data, "train"), max_steps=8)
+    return warn_small_dataset(spec, open_components(config.data, "train"), max_steps=8)
 
 
 def test_numbers_of_a_small_text(tmp_path: Path, make_config: MakeConfig) -> None:

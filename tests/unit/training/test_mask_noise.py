@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from diffusionlm.models.mask_noise import add_mask_noise
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.training.setup import add_mask_noise
 
 MakeModel = Callable[..., Transformer]
 

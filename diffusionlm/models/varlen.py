@@ -23,7 +23,8 @@ from diffusionlm.models.attention import PreparedAttention
 from diffusionlm.models.attention_backends import prepare_attention, select_cached_backend
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.dense_attention import DEFAULT_SCALE, AttentionScale, attend_cached, without_cudnn_attention
-from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, Causal, copy_to_device
+from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, Causal
+from diffusionlm.models.tensors import copy_to_device
 
 CachedBackend = Literal["auto", "eager", "sdpa"]
 """Attention backends that have a cached form."""
@@ -88,8 +89,8 @@ class SequenceSlice:
 
 
 @dataclass(frozen=True)
-class RaggedBatch:
-    """The sequences of one forward, ``model(tokens_1Q, pattern=RaggedBatch(...))``, in place of one attention pattern.
+class VarlenBatch:
+    """The sequences of one forward, ``model(tokens_1Q, pattern=VarlenBatch(...))``, in place of one attention pattern.
 
     Raises:
         ValueError: no sequence, or pages without a cache.
@@ -133,15 +134,15 @@ class RaggedBatch:
         return torch.from_numpy(np.concatenate(offsets))
 
 
-def prepare_ragged_attention(
-    batch: RaggedBatch,
+def prepare_varlen_attention(
+    batch: VarlenBatch,
     windows: Sequence[int | None],
     device: torch.device,
     backend: AttentionBackend = "auto",
     scale_options: AttentionScale = DEFAULT_SCALE,
     *,
     share_kernels: bool | None = None,
-) -> tuple[list[RaggedAttention], Tensor]:
+) -> tuple[list[VarlenAttention], Tensor]:
     """Prepare the attention of each layer.
 
     Args:
@@ -168,12 +169,12 @@ def prepare_ragged_attention(
         window: [_prepare_part(inputs, group, window, backend, scale_options) for group in groups]
         for window in dict.fromkeys(windows)
     }
-    attentions = [RaggedAttention(inputs, layer, parts_of_window[window]) for layer, window in enumerate(windows)]
+    attentions = [VarlenAttention(inputs, layer, parts_of_window[window]) for layer, window in enumerate(windows)]
     return attentions, inputs.positions_Q[None]
 
 
-class RaggedAttention(PreparedAttention):
-    """Attention of one layer; built by `prepare_ragged_attention`."""
+class VarlenAttention(PreparedAttention):
+    """Attention of one layer; built by `prepare_varlen_attention`."""
 
     def __init__(
         self, inputs: _InputIndices, layer: int, parts: Sequence[_UncachedSequences | _CachedSequences]
@@ -205,7 +206,7 @@ class RaggedAttention(PreparedAttention):
 class _InputIndices:
     """Positions, slots and key limits of all inputs, copied to the device without waiting for it."""
 
-    def __init__(self, batch: RaggedBatch, device: torch.device) -> None:
+    def __init__(self, batch: VarlenBatch, device: torch.device) -> None:
         self.cache, self.copies_keys = batch.cache, batch.copies_keys
         slots, limits, cached_rows = [], [], []
         self.limits: dict[int, Tensor] = {}
