@@ -1,9 +1,13 @@
-"""The base class of a run's loggers, and a group of them."""
+"""The base classes of a run's loggers and sinks, and a group of loggers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+from config.base import Section
 
 Metrics = Mapping[str, Any]
 
@@ -45,3 +49,44 @@ class LoggerGroup(RunLogger):
     def close(self, exit_code: int = 0) -> None:
         for logger in self._loggers:
             logger.close(exit_code)
+
+
+class SinkOptions(Section):
+    """Options of a sink, ``[logging.NAME]`` of a config."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the sink is to be opened."""
+        return True
+
+    @property
+    def finish_seconds(self) -> float:
+        """The longest time that the end of the run waits for the sink."""
+        return 60.0
+
+
+Options = TypeVar("Options", bound=SinkOptions)
+
+
+@dataclass(frozen=True)
+class SinkRun:
+    """The run that a sink copies."""
+
+    directory: Path
+    step: int
+    """Step that the run resumes from; 0: it is new."""
+    values: Mapping[str, Any]
+    """The resolved config."""
+
+
+class Sink(RunLogger, Generic[Options]):
+    """A copy of a run at another service. It lives in a thread, so all calls may be slow, and may raise anything."""
+
+    title: ClassVar[str]
+    """Name of the service in messages."""
+    options: type[Options]
+    """Class of the options, whose docstring describes the table."""
+
+    def __init__(self, options: Options, run: SinkRun, log: Callable[[str], None]) -> None:
+        """Open the sink; ``log`` prints a message."""
+        raise NotImplementedError

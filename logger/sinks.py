@@ -1,67 +1,46 @@
-"""Open the loggers of ``[logging]`` that copy a run's metrics to other services."""
+"""Sinks: copies of a run's metrics, events and samples at other services.
+
+A sink is a class in a module of its own and a row of `SINKS`. Its options are the table ``[logging.NAME]`` of the row's
+name; a table that a config does not have leaves the sink off.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import importlib.util
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from config.training.logging import LoggingConfig, WandbConfig
-from logger import tensorboard, weights_and_biases
 from logger.background import BackgroundLogger, LogEvent
-from logger.run_logger import RunLogger
+from logger.run_logger import RunLogger, Sink, SinkRun
 from logger.tensorboard import TensorBoardLogger
-from logger.weights_and_biases import WandbLogger, WandbRun, choose_mode, get_run_id, is_disabled, read_logged_samples
+from logger.weights_and_biases import WandbLogger
+
+SINKS: dict[str, type[Sink[Any]]] = {"wandb": WandbLogger, "tensorboard": TensorBoardLogger}
+"""Key in ``[logging]``, which is also the package and the extra that installs it -> class."""
 
 
-def open_sinks(
-    config: LoggingConfig, directory: Path, step: int, values: Mapping[str, Any], log: LogEvent
-) -> list[RunLogger]:
-    """Open Weights & Biases and TensorBoard as configured, each in a thread of its own.
+def open_sinks(config: object, directory: Path, step: int, values: dict[str, Any], log: LogEvent) -> list[RunLogger]:
+    """Open the sinks that are configured, each in a thread of its own.
 
-    A missing package is logged, and the run continues without that logger.
+    A missing package is logged, and the run continues without that sink.
 
     Args:
+        config: ``[logging]``.
         directory: directory of the run.
         step: step that the run resumes from; 0: it is new.
         values: resolved config of the run.
         log: logs errors.
     """
     sinks: list[RunLogger] = []
-    if config.tensorboard.enabled:
-        if tensorboard.is_installed():
-            folder = directory / "tensorboard"
-            sinks.append(BackgroundLogger("TensorBoard", lambda log: TensorBoardLogger(folder, step), log))
-        else:
-            log(step, _missing_package_message("logging.tensorboard", "tensorboard"))
-    wandb = config.wandb
-    if wandb is not None and not is_disabled(wandb):
-        if weights_and_biases.is_installed():
-            seconds = 2 * wandb.timeout_seconds  # at the end the start may still be pending
-            start = _make_wandb_start(wandb, directory, step, values)
-            sinks.append(BackgroundLogger("Weights & Biases", start, log, seconds))
-        else:
-            log(step, _missing_package_message("logging.wandb", "wandb"))
+    for name, sink in SINKS.items():
+        options = getattr(config, name)
+        if options is None or not options.is_on:
+            continue
+        if importlib.util.find_spec(name) is None:  # importing it may take seconds
+            text = f"[logging.{name}] needs the package {name}, which is not installed (uv sync --extra {name}); "
+            log(step, f"{text}the run continues, and metrics.jsonl has all")
+            continue
+        start = partial(sink, options, SinkRun(directory, step, values))
+        sinks.append(BackgroundLogger(sink.title, start, log, options.finish_seconds))
     return sinks
-
-
-def _make_wandb_start(
-    config: WandbConfig, directory: Path, step: int, values: Mapping[str, Any]
-) -> Callable[[Callable[[str], None]], RunLogger]:
-    # Read before the run logs its own samples, which come as events.
-    samples = read_logged_samples(directory) if "samples" in config.artifacts else ()
-
-    def start(log: Callable[[str], None]) -> RunLogger:
-        mode, message = choose_mode(config)
-        if message is not None:
-            log(message)
-        return WandbLogger(WandbRun(config, directory, mode, get_run_id(directory, step), values, samples), log)
-
-    return start
-
-
-def _missing_package_message(section: str, package: str) -> str:
-    return (
-        f"[{section}] needs the package {package}, which is not installed (uv sync --extra {package}); the run "
-        "continues, and metrics.jsonl has all"
-    )

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import time
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-from logger.run_logger import Metrics, RunLogger
+from logger.run_logger import Metrics, Sink, SinkOptions, SinkRun
 
 
-class TensorBoardLogger(RunLogger):
-    """Writes event files to a folder. A resumed run replaces the steps that it repeats."""
+class TensorBoardConfig(SinkOptions):
+    """A copy of the metrics for TensorBoard, in ``tensorboard/`` of the run directory."""
 
-    def __init__(self, folder: Path, resume_step: int = 0) -> None:
+    enabled: bool = False
+    """Write the event files."""
+
+    @property
+    def is_on(self) -> bool:
+        return self.enabled
+
+
+class TensorBoardLogger(Sink[TensorBoardConfig]):
+    """Writes event files. A resumed run replaces the steps that it repeats."""
+
+    title = "TensorBoard"
+    options = TensorBoardConfig
+
+    def __init__(self, options: TensorBoardConfig, run: SinkRun, log: Callable[[str], None]) -> None:
         """Open a new event file.
 
         Raises:
@@ -27,12 +40,13 @@ class TensorBoardLogger(RunLogger):
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._event, self._summary, self._text = Event, Summary, text_pb
+        folder = run.directory / "tensorboard"
         has_events = folder.is_dir() and any(folder.iterdir())
         self._writer: Any = EventFileWriter(str(folder))
         if has_events:
             # Tells readers to drop earlier values of these steps.
             start = SessionLog(status=SessionLog.START)
-            self._writer.add_event(Event(wall_time=time.time(), step=resume_step + 1, session_log=start))
+            self._writer.add_event(Event(wall_time=time.time(), step=run.step + 1, session_log=start))
 
     def metrics(self, step: int, values: Metrics) -> None:
         """Write each finite number as a scalar."""
@@ -52,8 +66,3 @@ class TensorBoardLogger(RunLogger):
 
     def _add(self, step: int, summary: Any) -> None:
         self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=summary))
-
-
-def is_installed() -> bool:
-    """Return whether the package is installed, without importing it."""
-    return importlib.util.find_spec("tensorboard") is not None

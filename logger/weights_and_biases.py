@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import netrc
 import os
 import secrets
 import socket
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import SplitResult, urlsplit
-from urllib.request import getproxies, proxy_bypass
 
-from config.training.logging import WandbConfig
+from config.base import NonEmptyStr, PositiveFloat, StrTuple, TupleOf
 from files.atomic import write_text_atomic
-from logger.jsonl import parse_record
-from logger.run_logger import Metrics, RunLogger
+from logger.jsonl import RecordReader
+from logger.run_logger import Metrics, Sink, SinkOptions, SinkRun
 
 RUN_ID_FILE = "wandb_run_id"
 STEP_METRIC = "trainer/step"
@@ -37,57 +32,86 @@ _MODES = {mode: mode for mode in ("online", "offline", "disabled")} | {"run": "o
 """Values of WANDB_MODE, also the package's older ones, and the modes that they mean."""
 
 
-@dataclass(frozen=True)
-class WandbRun:
-    """The settings of a Weights & Biases run."""
+class WandbConfig(SinkOptions):
+    """A copy of the metrics at Weights & Biases, on if this table exists. Its errors are reported once and never end a
+    run."""
 
-    config: WandbConfig
-    directory: Path
-    """Directory of the run."""
-    mode: Mode
-    run_id: str
-    values: Mapping[str, Any]
-    """The resolved config."""
-    samples: tuple[tuple[int, str], ...] = ()
-    """Step and text of samples from before a resume; the new table replaces the service's."""
+    project: NonEmptyStr = "diffusionlm"
+    """Project at Weights & Biases."""
+    entity: NonEmptyStr | None = None
+    """User or team. None: the default of the API key."""
+    name: NonEmptyStr | None = None
+    """Name of the run. None: the name of the run directory."""
+    mode: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """auto: WANDB_MODE if it is set, else online if there is an API key, else offline."""
+    tags: StrTuple = ()
+    """Tags of the run."""
+    artifacts: TupleOf[Literal["checkpoints", "tokenizer", "samples"]] = ()
+    """Uploads at the end: the newest checkpoint, the tokenizer, a table of the samples. A checkpoint temporarily needs
+    its size once more on the disk."""
+    timeout_seconds: PositiveFloat = 60.0
+    """Timeout for starting the W&B run, and for the last uploads at its end. `wandb sync` uploads the rest."""
 
-    def artifacts(self) -> list[tuple[str, str, Path]]:
-        """Return name, type and path of the configured artifacts that exist."""
-        paths = {
-            "checkpoints": ("model", self.directory / "checkpoints" / "latest"),
-            "tokenizer": ("tokenizer", self.directory / "tokenizer"),
-        }
-        requested = [(name, *paths[name]) for name in self.config.artifacts if name in paths]
-        return [(name, kind, path.resolve()) for name, kind, path in requested if path.exists()]
+    @property
+    def is_on(self) -> bool:
+        return _requested_mode(self) != "disabled"
+
+    @property
+    def finish_seconds(self) -> float:
+        return 2.0 * self.timeout_seconds  # at the end the start may still be pending
 
 
-class WandbLogger(RunLogger):
-    """Logs to Weights & Biases. Calls may raise anything and be slow: use it in a `BackgroundLogger`."""
+class WandbLogger(Sink[WandbConfig]):
+    """Logs to Weights & Biases."""
 
-    def __init__(self, run: WandbRun, log: Callable[[str], None]) -> None:
+    title = "Weights & Biases"
+    options = WandbConfig
+
+    def __init__(self, options: WandbConfig, run: SinkRun, log: Callable[[str], None]) -> None:
         """Start the run, or resume the one with this id; offline if the service cannot be reached.
-
-        Args:
-            log: prints a message.
 
         Raises:
             Exception: whatever the package raises.
         """
-        self._run = run
-        self._samples = list(run.samples)
-        mode, problem = run.mode, find_connection_problem() if run.mode == "online" else None
-        if problem is not None:
-            mode = "offline"
-            log(f"Weights & Biases: {problem}; {OFFLINE_NOTICE}")
-        self._wandb = _start_wandb(run, mode)
+        self._config, self._directory = options, run.directory
+        self._samples = read_logged_samples(run) if "samples" in options.artifacts else []
+        mode, message = choose_mode(options)
+        if mode == "online" and (problem := find_connection_problem()) is not None:
+            mode, message = "offline", f"Weights & Biases: {problem}; {OFFLINE_NOTICE}"
+        if message is not None:
+            log(message)
+        self._run_id = get_run_id(run.directory, run.step)
+        self._wandb = self._start(run, mode)
         self._wandb.define_metric("*", step_metric=STEP_METRIC)
+
+    def _start(self, run: SinkRun, mode: Mode) -> Any:
+        import wandb
+
+        config = self._config
+        return wandb.init(
+            project=config.project,
+            entity=config.entity,
+            name=config.name or run.directory.resolve().name,
+            id=self._run_id,
+            resume="allow",
+            mode=mode,
+            dir=str(run.directory),
+            tags=list(config.tags),
+            config=dict(run.values),
+            settings=wandb.Settings(
+                console="off",  # do not capture the run's standard output
+                quiet=True,
+                init_timeout=config.timeout_seconds,
+                finish_timeout=config.timeout_seconds,
+            ),
+        )
 
     def metrics(self, step: int, values: Metrics) -> None:
         self._wandb.log({STEP_METRIC: step, **values})
 
     def event(self, step: int, kind: str, text: str, values: Metrics | None = None) -> None:
         """Collect samples for the table at the end, if configured."""
-        if kind == "sample" and "samples" in self._run.config.artifacts:
+        if kind == "sample" and "samples" in self._config.artifacts:
             self._samples.append((step, text))
 
     def close(self, exit_code: int = 0) -> None:
@@ -98,43 +122,14 @@ class WandbLogger(RunLogger):
 
                 rows = [list(sample) for sample in self._samples]
                 self._wandb.log({"samples": wandb.Table(columns=["step", "text"], data=rows)})
-            for name, kind, path in self._run.artifacts():
-                self._wandb.log_artifact(str(path), name=f"{self._run.run_id}-{name}", type=kind)
+            for name, kind, path in (
+                ("checkpoints", "model", self._directory / "checkpoints" / "latest"),
+                ("tokenizer", "tokenizer", self._directory / "tokenizer"),
+            ):
+                if name in self._config.artifacts and path.exists():
+                    self._wandb.log_artifact(str(path.resolve()), name=f"{self._run_id}-{name}", type=kind)
         finally:
             self._wandb.finish(exit_code=exit_code)
-
-
-def _start_wandb(run: WandbRun, mode: Mode) -> Any:
-    import wandb
-
-    config = run.config
-    return wandb.init(
-        project=config.project,
-        entity=config.entity,
-        name=config.name or run.directory.resolve().name,
-        id=run.run_id,
-        resume="allow",
-        mode=mode,
-        dir=str(run.directory),
-        tags=list(config.tags),
-        config=dict(run.values),
-        settings=wandb.Settings(
-            console="off",  # do not capture the run's standard output
-            quiet=True,
-            init_timeout=config.timeout_seconds,
-            finish_timeout=config.timeout_seconds,
-        ),
-    )
-
-
-def is_installed() -> bool:
-    """Return whether the package is installed, without importing it, which takes seconds."""
-    return importlib.util.find_spec("wandb") is not None
-
-
-def is_disabled(config: WandbConfig) -> bool:
-    """Return whether logging is disabled by the config or by WANDB_MODE."""
-    return _requested_mode(config) == "disabled"
 
 
 def choose_mode(config: WandbConfig) -> tuple[Mode, str | None]:
@@ -161,15 +156,10 @@ def _requested_mode(config: WandbConfig) -> str:
 
 def has_key() -> bool:
     """Return whether a key is configured, in the environment or in a netrc file."""
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    host = _service_url().hostname or ""
-    netrc_path = os.environ.get("NETRC")
-    for path in [Path(netrc_path)] if netrc_path else [Path.home() / ".netrc", Path.home() / "_netrc"]:
-        with contextlib.suppress(OSError, netrc.NetrcParseError, UnicodeDecodeError):
-            if host in netrc.netrc(path).hosts:
-                return True
-    return False
+    from requests.utils import get_netrc_auth  # a package that wandb needs
+
+    variables = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+    return any(map(os.environ.get, variables)) or get_netrc_auth(_service_url().geturl()) is not None
 
 
 def find_connection_problem() -> str | None:
@@ -177,6 +167,8 @@ def find_connection_problem() -> str | None:
 
     The package itself would retry for minutes, also when the process ends.
     """
+    from urllib.request import getproxies, proxy_bypass  # the config imports this module, and must be quick
+
     service = _service_url()
     host, port = service.hostname or "", service.port or (80 if service.scheme == "http" else 443)
     if service.scheme in getproxies() and not proxy_bypass(host):
@@ -192,15 +184,11 @@ def _service_url() -> SplitResult:
     return urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai")
 
 
-def read_logged_samples(directory: Path) -> tuple[tuple[int, str], ...]:
-    """Return step and text of each sample in the run's ``metrics.jsonl``."""
-    path = directory / "metrics.jsonl"
-    records = map(parse_record, path.read_bytes().split(b"\n") if path.is_file() else [])
-    return tuple(
-        (record["step"], str(record.get("text", "")))
-        for record in records
-        if record and record.get("event") == "sample"
-    )
+def read_logged_samples(run: SinkRun) -> list[tuple[int, str]]:
+    """Return step and text of the samples from before a resume; the new table replaces the service's."""
+    records = RecordReader(run.directory / "metrics.jsonl").read_new() if run.step else []
+    samples = [record for record in records if record.get("event") == "sample" and record["step"] <= run.step]
+    return [(record["step"], str(record.get("text", ""))) for record in samples]
 
 
 def get_run_id(directory: Path, step: int) -> str:

@@ -62,6 +62,7 @@ OPTION_MODULES = {
     "diffusionlm.diffusion.schedules",
     "diffusionlm.inference.strategies",
     "diffusionlm.inference.strategy",
+    "logger.sinks",
 }
 """Classes that bring their own options: the config derives its keys from them, so they stay without torch."""
 

@@ -2,43 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from config.base import NonEmptyStr, NonNegativeInt, PositiveFloat, PositiveInt, Section, StrTuple, TupleOf
+from pydantic import Field, create_model
 
-Artifact = Literal["checkpoints", "tokenizer", "samples"]
+from config.base import NonNegativeInt, PositiveInt, Section
+from logger.sinks import SINKS
 
+if TYPE_CHECKING:
 
-class WandbConfig(Section):
-    """``[logging.wandb]``: a copy of the metrics at Weights & Biases, on if this table exists. Its errors are reported
-    once and never end a run."""
+    class SinkTables(Section):
+        pass
 
-    project: NonEmptyStr = "diffusionlm"
-    """Project at Weights & Biases."""
-    entity: NonEmptyStr | None = None
-    """User or team. None: the default of the API key."""
-    name: NonEmptyStr | None = None
-    """Name of the run. None: the name of the run directory."""
-    mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """auto: WANDB_MODE if it is set, else online if there is an API key, else offline."""
-    tags: StrTuple = ()
-    """Tags of the run."""
-    artifacts: TupleOf[Artifact] = ()
-    """Uploads at the end: the newest checkpoint, the tokenizer, a table of the samples. A checkpoint temporarily needs
-    its size once more on the disk."""
-    timeout_seconds: PositiveFloat = 60.0
-    """Timeout for starting the W&B run, and for the last uploads at its end. `wandb sync` uploads the rest."""
+else:
+    SinkTables = create_model(
+        "SinkTables",
+        __base__=Section,
+        __module__=__name__,
+        **{
+            name: (sink.options | None, Field(default=None, description=f"{sink.options.__doc__} None: off."))
+            for name, sink in SINKS.items()
+        },
+    )
 
 
-class TensorBoardConfig(Section):
-    """``[logging.tensorboard]``: a copy of the metrics for TensorBoard, in ``tensorboard/`` of the run directory."""
-
-    enabled: bool = False
-    """Write the event files."""
-
-
-class LoggingConfig(Section):
-    """``[logging]``: metrics and progress. metrics.jsonl is the record of a run; the other sinks are copies."""
+class LoggingConfig(SinkTables):
+    """``[logging]``: metrics and progress. metrics.jsonl is the record of a run; the sinks are copies."""
 
     every_steps: PositiveInt = 10
     """Steps between lines of metrics.jsonl."""
@@ -49,6 +38,3 @@ class LoggingConfig(Section):
     console: Literal["none", "json"] = "none"
     """Metrics on standard output. json: one JSON object per line, for ``jq`` and other programs; the final table then
     goes to standard error. none: only the final table."""
-    wandb: WandbConfig | None = None
-    """None: nothing is sent to Weights & Biases."""
-    tensorboard: TensorBoardConfig = TensorBoardConfig()

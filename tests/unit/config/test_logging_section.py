@@ -9,7 +9,8 @@ import pytest
 
 from config.load import ConfigError, load_config
 from config.train import TrainConfig
-from config.training.logging import LoggingConfig, WandbConfig
+from config.training.logging import LoggingConfig
+from logger.weights_and_biases import WandbConfig
 from tests.tiny_run import REQUIRED_SECTIONS
 
 Load = Callable[[str], LoggingConfig]
@@ -26,10 +27,11 @@ def load(tmp_path: Path) -> Load:
 
 
 def test_weights_and_biases_is_on_where_its_table_is(load: Load) -> None:
-    assert load("").wandb is None and not load("").tensorboard.enabled
-    assert load("[logging.wandb]") == LoggingConfig(wandb=WandbConfig())
-    wandb = load('[logging.wandb]\nproject = "p"\ntags = ["a"]\nartifacts = ["samples", "tokenizer"]').wandb
-    assert wandb == WandbConfig(project="p", tags=("a",), artifacts=("samples", "tokenizer"))
+    assert load("").model_dump()["wandb"] is None
+    assert load("[logging.wandb]").model_dump()["wandb"] == WandbConfig().model_dump()
+    text = '[logging.wandb]\nproject = "p"\ntags = ["a"]\nartifacts = ["samples", "tokenizer"]'
+    wandb = WandbConfig(project="p", tags=("a",), artifacts=("samples", "tokenizer"))
+    assert load(text).model_dump()["wandb"] == wandb.model_dump()
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from config.training.logging import LoggingConfig, WandbConfig
+from config.training.logging import LoggingConfig
 from logger import open_sinks
-from logger.weights_and_biases import RUN_ID_FILE, choose_mode, get_run_id, has_key
+from logger.weights_and_biases import RUN_ID_FILE, WandbConfig, choose_mode, get_run_id, has_key
 
 
 class FakeRun:
@@ -78,7 +78,7 @@ def open_with(
 ) -> tuple[list[Any], list[str]]:
     monkeypatch.setitem(sys.modules, "wandb", fake)
     messages: list[str] = []
-    config = LoggingConfig(wandb=WandbConfig(**options))
+    config = LoggingConfig.model_validate({"wandb": options})
     return open_sinks(config, directory, step, {"run": {"seed": 3}}, lambda at, text: messages.append(text)), messages
 
 
@@ -125,7 +125,7 @@ def test_what_a_run_sends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 def test_failure_is_reported_once(fails_in: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "tokenizer").mkdir()
     fake = FakeWandb(fails_in)
-    (sink,), messages = open_with(fake, monkeypatch, tmp_path, mode="offline", artifacts=("tokenizer",))
+    (sink,), messages = open_with(fake, monkeypatch, tmp_path, mode="offline", artifacts=["tokenizer"])
     sink.metrics(1, {"loss": 2.5})
     sink.close(0)
     assert len(messages) == 1
@@ -165,13 +165,6 @@ def test_disabled_mode_opens_no_sink(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert open_with(FakeWandb(), monkeypatch, tmp_path) == ([], [])
 
 
-def test_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    sinks, messages = open_with(FakeWandb(), monkeypatch, tmp_path, mode="offline")
-    assert sinks == [] and len(messages) == 1
-    assert "[logging.wandb]" in messages[0] and "uv sync --extra wandb" in messages[0]
-
-
 def test_where_a_key_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     auto, online = WandbConfig(), WandbConfig(mode="online")
     assert not has_key() and choose_mode(online)[0] == "offline"
@@ -197,14 +190,6 @@ def test_the_id_is_kept_where_a_run_goes_on(tmp_path: Path) -> None:
     assert get_run_id(tmp_path, 1) == second and len(second) == 8
 
 
-def test_unwritable_directory_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / RUN_ID_FILE).mkdir()
-    (sink,), messages = open_with(FakeWandb(), monkeypatch, tmp_path, mode="offline")
-    sink.metrics(1, {"loss": 2.5})
-    sink.close()
-    assert len(messages) == 1 and messages[0].startswith("Weights & Biases: IsADirectoryError: ")
-
-
 @pytest.mark.slow
 def test_the_package_itself_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     wandb = pytest.importorskip("wandb")
@@ -225,23 +210,27 @@ def test_the_package_itself_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("environment_mode", "mode"), [("run", "online"), ("dryrun", "offline"), ("online", "online"), ("", "online")]
-)
-def test_environment_selects_the_mode(environment_mode: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ("environment_mode", "mode", "message"),
+    [
+        ("run", "online", None), ("dryrun", "offline", None), ("online", "online", None), ("", "online", None),
+        ("offlien", "offline", "WANDB_MODE=offlien"),
+    ],
+)  # fmt: skip
+def test_environment_selects_the_mode(
+    environment_mode: str, mode: str, message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0")
     monkeypatch.setenv("WANDB_MODE", environment_mode)
-    assert choose_mode(WandbConfig()) == (mode, None)
-
-
-def test_an_unknown_mode_is_named_and_nothing_leaves_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", "0")
-    monkeypatch.setenv("WANDB_MODE", "offlien")
-    mode, message = choose_mode(WandbConfig())
-    assert mode == "offline" and message is not None and message.startswith("WANDB_MODE=offlien")
+    chosen, text = choose_mode(WandbConfig())
+    assert chosen == mode and (text is None if message is None else str(text).startswith(message))
 
 
 def test_the_table_has_the_samples_from_before_a_run_went_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    lines = [{"step": 1, "event": "sample", "text": "one"}, {"step": 1, "metrics": {"loss": 1.0}}]
+    lines = [
+        {"step": 1, "event": "sample", "text": "one"},
+        {"step": 1, "metrics": {"loss": 1.0}},
+        {"step": 2, "event": "sample", "text": "two, which comes as an event, too"},
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + "{half")
     fake = FakeWandb()
     (sink,), _ = open_with(fake, monkeypatch, tmp_path, step=1, artifacts=("samples",), mode="offline")
