@@ -229,14 +229,16 @@ class Loader:
         return {
             "epoch": self.epoch,
             "position": self.position,
-            "places": self._num_positions,
+            "num_positions": self._num_positions,
             "padding": self._num_padding,
             "skip_logs": [[asdict(log) for log in component.skip_logs] for component in self.components],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch, self.position = state["epoch"], state["position"]
-        self._num_positions, self._num_padding = state["places"], state["padding"]
+        former_key = "places"  # of older checkpoints
+        self._num_positions = state[former_key if former_key in state else "num_positions"]
+        self._num_padding = state["padding"]
         for component, saved in zip(self.components, state.get("skip_logs", ()), strict=False):  # absent in older ones
             for log, log_state in zip(component.skip_logs, saved, strict=False):
                 vars(log).update(log_state)

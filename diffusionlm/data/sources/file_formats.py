@@ -39,6 +39,7 @@ PARQUET_BATCH_BYTES = 4 << 20
 """Text that is decoded at once, if all rows of a row group have the same size."""
 MAX_PARQUET_BATCH_ROWS = 1_024
 
+_DECODER = json.JSONDecoder()
 BYTE_ORDER_MARK = "\ufeff"
 WHITESPACE = re.compile(r"[ \t\n\r]*")
 MAX_SHOWN_FIELDS = 20
@@ -203,9 +204,7 @@ def read_json_records(
     whole_bytes = _limit_of_whole_file(path, max_bytes)
     if not _has_json_lines(path, whole_bytes):
         return _read_json_array(path, field, offset, line, whole_bytes)
-    if isinstance(field, str):
-        return _read_json_lines(path, field, offset, line, max_bytes)
-    return _read_json_rows(path, field, offset, line, max_bytes)
+    return _read_json_lines(path, field, offset, line, max_bytes)
 
 
 def _has_json_lines(path: Path, max_bytes: int) -> bool:
@@ -234,34 +233,30 @@ def _decode_and_strip(line: bytes) -> str:
     return line.decode("utf-8", "replace").removeprefix(BYTE_ORDER_MARK).strip()
 
 
-def _read_json_lines(path: Path, field: str, offset: int, line: int, max_bytes: int) -> Iterator[ParsedRecord]:
-    parse = json.JSONDecoder().raw_decode
-    content: Any
+def _read_json_lines(path: Path, field: TextField, offset: int, line: int, max_bytes: int) -> Iterator[ParsedRecord]:
     with open_bytes(path, offset) as stream:
         for raw_line, next_offset, next_line in _read_raw_lines(stream, offset, line, max_bytes):
+            content: Record | BadRecord | None
             if isinstance(raw_line, BadRecord):
-                yield raw_line, next_offset, next_line
-                continue
-            try:
-                text = raw_line.decode()
-                value, end = parse(text)
-                content = value[field]
-                content.encode()
-                is_text = text[end:].isspace()
-            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                is_text = False
-            if not is_text:  # the slow path finds the reason
-                content = parse_json_text(raw_line, field)
+                content = raw_line
+            else:
+                content = _parse_plain_line(raw_line, field) if isinstance(field, str) else None
+                if content is None:
+                    content = parse_json_text(raw_line, field)
             if content is not None:
                 yield content, next_offset, next_line
 
 
-def _read_json_rows(path: Path, parse_row: RowParser, offset: int, line: int, max_bytes: int) -> Iterator[ParsedRecord]:
-    with open_bytes(path, offset) as stream:
-        for raw_line, next_offset, next_line in _read_raw_lines(stream, offset, line, max_bytes):
-            content = raw_line if isinstance(raw_line, BadRecord) else parse_json_text(raw_line, parse_row)
-            if content is not None:
-                yield content, next_offset, next_line
+def _parse_plain_line(raw_line: bytes, field: str) -> str | None:
+    """Return the text of a regular line, fast; None: it is blank or irregular."""
+    try:
+        text = raw_line.decode()
+        value, end = _DECODER.raw_decode(text)
+        content: str = value[field]
+        content.encode()
+        return content if text[end:].isspace() else None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
 
 
 class _NumberText(str):

@@ -15,8 +15,7 @@ from diffusionlm.data.chat.formats import ChatRowParser
 from diffusionlm.data.reader import Split
 from diffusionlm.data.sources.file_formats import parse_arrow_row
 from diffusionlm.data.sources.local_files import FileFingerprint, find_files
-from diffusionlm.data.sources.record_source import BadRecord, RecordSource, TextField, read_texts, validate_text
-from diffusionlm.data.sources.validation_split import DocumentSplit, HashSplit, WholeSource, choose_split
+from diffusionlm.data.sources.record_source import BadRecord, RecordSource, TextField, select_split, validate_text
 from files.portable_path import portable_path
 
 CACHE_MODULE = "datasets.packaged_modules.cache."
@@ -49,16 +48,13 @@ def open_hub(config: HubDataset, split: Split, key: str) -> RecordSource:
     is_chat = config.chat is not None
     field: TextField = config.text_field if config.chat is None else ChatRowParser(config.chat)
     field_setting = f"{key}.chat" if is_chat else f"{key}.text_field = {config.text_field!r}"
-    records = HubRecords(stream, stream.state_dict(), config.dataset, field, key, field_setting)
-    document_split: DocumentSplit = WholeSource()
-    if validation_fraction is not None:
-        texts = read_texts(records, config.on_bad_row)
-        document_split = choose_split(texts, validation_fraction, is_validation, split_key)
+    records = HubRecords(stream, config.dataset, field, key, field_setting)
+    document_split = select_split(records, config, validation_fraction, is_validation, split_key)
     options: list[object] = [validation_fraction, max_documents, config.on_bad_row, config.text_field]
     options += [] if config.chat is None else [config.chat.model_dump_json()]
     title = portable_path(config.dataset) if is_directory(config) else config.dataset
     limit = "" if max_documents is None else f", the first {max_documents:,} documents"
-    if not isinstance(document_split, WholeSource | HashSplit):
+    if document_split.description:
         options.append("ends")
         limit += f"; {document_split.description}"
     digest = hashlib.sha256(json.dumps(options).encode()).hexdigest()[:16]
@@ -149,13 +145,11 @@ def _error_text(error: Exception) -> str:
     return str(error) or f"{error!r}; is one of its files missing or empty?"
 
 
-@dataclass(frozen=True)
+@dataclass
 class HubRecords:
-    """The rows of a stream."""
+    """A `RecordCursor` of a stream. The names of its position are part of checkpoints."""
 
     stream: Any
-    start: dict[str, Any]
-    """State of the stream before its first row."""
     dataset: str
     field: TextField
     key: str
@@ -163,33 +157,27 @@ class HubRecords:
     field_setting: str
     """Config key of the text field, and its value, for errors."""
 
-    def cursor(self, position: dict[str, Any] | None) -> HubCursor:
-        return HubCursor(self, **(position or {"state": self.start, "row": 0}))
+    def __post_init__(self) -> None:
+        self._start = self.stream.state_dict()
+        self.seek(None)
+
+    def seek(self, position: dict[str, Any] | None) -> None:
+        position = position or {"state": self._start, "row": 0}
+        self._state, self.row = position["state"], position["row"]
 
     def error_key(self, *, is_field_error: bool) -> str:
         return self.field_setting if is_field_error else f"{self.key}.dataset"
 
-
-@dataclass
-class HubCursor:
-    """A `RecordCursor` over a stream, which supports one cursor at a time. The field names are part of checkpoints."""
-
-    records: HubRecords
-    state: dict[str, Any]
-    """State of the stream where iteration starts."""
-    row: int
-    """Number of rows read."""
-
     def __iter__(self) -> Iterator[Record | BadRecord]:
-        stream, field = self.records.stream, self.records.field
-        stream.load_state_dict(self.state)
+        stream, field = self.stream, self.field
+        stream.load_state_dict(self._state)
         rows = iter(stream)
         while True:
             try:
                 row = next(rows, None)
             except Exception as error:  # its readers raise many types: network, Arrow, Unicode
                 raise ValueError(
-                    f"{self.records.key}.dataset = {self.records.dataset!r} cannot be read after row {self.row}: "
+                    f"{self.key}.dataset = {self.dataset!r} cannot be read after row {self.row}: "
                     f"{_error_text(error)}; the library stops there: try again, or download the files and read them "
                     'with kind = "files", which can skip bad records'
                 ) from error
@@ -206,10 +194,10 @@ class HubCursor:
                 )
 
     def position(self) -> dict[str, Any]:
-        return {"state": self.records.stream.state_dict(), "row": self.row}
+        return {"state": self.stream.state_dict(), "row": self.row}
 
     def sort_key(self) -> tuple[int, ...]:
         return (self.row,)
 
     def location(self) -> str:
-        return f"{self.records.dataset}, row {self.row}"
+        return f"{self.dataset}, row {self.row}"

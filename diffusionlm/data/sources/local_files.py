@@ -29,9 +29,8 @@ from diffusionlm.data.sources.record_source import (
     RecordSource,
     TextField,
     bad_record_error,
-    read_texts,
+    select_split,
 )
-from diffusionlm.data.sources.validation_split import DocumentSplit, HashSplit, WholeSource, choose_split
 from files.compressed import DECOMPRESSORS, CorruptFileError, check_regular_file, detect_compression
 from files.portable_path import portable_path
 
@@ -189,14 +188,11 @@ def open_local_files(config: LocalFiles, split: Split, key: str) -> RecordSource
     records = LocalFileRecords(files, f"{key}.{name}", field_setting, field, config.sample_by, config.max_record_bytes)
     if config.on_bad_row == "raise":
         records.check_first_bytes(key)
-    document_split: DocumentSplit = WholeSource()
-    if validation_fraction is not None:
-        texts = read_texts(records, config.on_bad_row)
-        document_split = choose_split(texts, validation_fraction, is_validation, f"{key}.{name}")
+    document_split = select_split(records, config, validation_fraction, is_validation, f"{key}.{name}")
     options: list[object] = [validation_fraction, max_documents, config.on_bad_row, config.text_field, config.sample_by]
     options += [] if config.chat is None else [config.chat.model_dump_json()]
     provenance = _describe_files(files, patterns)
-    if not isinstance(document_split, WholeSource | HashSplit):
+    if document_split.description:
         options.append("ends")
         provenance += f"; {document_split.description}"
     lines = [f"{file.format} {file.fingerprint.identity}" for file in files]
@@ -258,9 +254,9 @@ def _describe_files(files: Sequence[DataFile], patterns: tuple[str, ...]) -> str
     return f"{count}, {size:,} bytes, {formats}, of {', '.join(map(portable_path, patterns))}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class LocalFileRecords:
-    """The records of several files, one file after the other."""
+    """A `RecordCursor` of several files, one after the other. The names of its position are part of checkpoints."""
 
     files: list[DataFile]
     paths_key: str
@@ -270,9 +266,16 @@ class LocalFileRecords:
     field: TextField
     sample_by: SampleBy
     max_record_bytes: int
+    file: int = 0
+    """Index of the file."""
+    at: int = 0
+    """Offset after the last record: bytes, characters or rows, as the file's format counts."""
+    line: int = 0
+    """Number of lines or rows before ``at``."""
 
-    def cursor(self, position: dict[str, int] | None) -> LocalFileCursor:
-        return LocalFileCursor(self, **(position or {}))
+    def seek(self, position: dict[str, int] | None) -> None:
+        position = position or {"file": 0, "at": 0, "line": 0}
+        self.file, self.at, self.line = position["file"], position["at"], position["line"]
 
     def error_key(self, *, is_field_error: bool) -> str:
         return self.field_setting if is_field_error else self.paths_key
@@ -286,45 +289,33 @@ class LocalFileRecords:
         for index, file in enumerate(self.files):
             found = check_first_bytes(file.path, self.sample_by) if file.format == "text" else None
             if found is not None:
-                record, line = found
-                raise bad_record_error(record, self, LocalFileCursor(self, file=index, line=line), key)
+                record, self.line = found
+                self.file = index
+                raise bad_record_error(record, self, key)
 
-    def read_file(self, file: DataFile, offset: int, line: int) -> Iterator[ParsedRecord]:
-        """Read the records of one file from an offset on."""
+    def _read_file(self, file: DataFile) -> Iterator[ParsedRecord]:
+        """Read the records of one file from the position on."""
         max_bytes = self.max_record_bytes
         match file.format:
             case "json":
-                return read_json_records(file.path, self.field, offset, line, max_bytes)
+                return read_json_records(file.path, self.field, self.at, self.line, max_bytes)
             case "text":
-                return read_plain_records(file.path, self.sample_by, offset, line, max_bytes)
+                return read_plain_records(file.path, self.sample_by, self.at, self.line, max_bytes)
             case "parquet":
-                return read_parquet_records(file.path, self.field, offset, self.field_setting, max_bytes)
-
-
-@dataclass
-class LocalFileCursor:
-    """A `RecordCursor` over files. The field names are part of checkpoints."""
-
-    records: LocalFileRecords
-    file: int = 0
-    """Index of the file."""
-    at: int = 0
-    """Offset after the last record: bytes, characters or rows, as the file's format counts."""
-    line: int = 0
-    """Number of lines or rows before ``at``."""
+                return read_parquet_records(file.path, self.field, self.at, self.field_setting, max_bytes)
 
     def __iter__(self) -> Iterator[Record | BadRecord]:
-        while self.file < len(self.records.files):
-            file = self.records.files[self.file]
-            file.fingerprint.check(self.records.paths_key)
+        while self.file < len(self.files):
+            file = self.files[self.file]
+            file.fingerprint.check(self.paths_key)
             try:
-                for content, self.at, self.line in self.records.read_file(file, self.at, self.line):  # noqa: B020
+                for content, self.at, self.line in self._read_file(file):  # noqa: B020
                     yield content
             except CorruptFileError as error:
                 self.at += 1  # the corrupt rest of the file counts as one record
                 yield BadRecord(error.reason, error.detail)
             except OSError as error:
-                raise ValueError(f"{self.records.paths_key}: {file.path} cannot be read ({error.strerror})") from error
+                raise ValueError(f"{self.paths_key}: {file.path} cannot be read ({error.strerror})") from error
             self.file, self.at, self.line = self.file + 1, 0, 0
 
     def position(self) -> dict[str, int]:
@@ -334,7 +325,7 @@ class LocalFileCursor:
         return self.file, self.at
 
     def location(self) -> str:
-        file = self.records.files[self.file]
+        file = self.files[self.file]
         unit = "row" if file.format == "parquet" else "line"
         return f"{file.path}, {unit} {self.line}" if self.line else str(file.path)
 

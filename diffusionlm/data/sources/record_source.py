@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from config.data import OnBadRow
+from config.data import OnBadRow, RecordSourceOptions
 from diffusionlm.data.chat.conversation import Conversation, Record
 from diffusionlm.data.reader import REPAIRED_PREFIX, ReaderPosition, SkipLog
-from diffusionlm.data.sources.validation_split import DocumentSplit, EndSplit
+from diffusionlm.data.sources.validation_split import DocumentSplit, EndSplit, WholeSource, choose_split
 
 MAX_SHOWN_CHARACTERS = 60
 """Length to which error messages shorten a value."""
@@ -49,10 +49,13 @@ format does; the line is the number of lines or rows up to here, 0 if unknown.""
 
 
 class RecordCursor(Protocol):
-    """Iterates over records and knows its position. The methods refer to the last record that was yielded."""
+    """Records in a fixed order, and a position in them. Its methods refer to the last record that was yielded."""
+
+    def seek(self, position: Any) -> None:
+        """Continue at a position; None: before the first record."""
 
     def __iter__(self) -> Iterator[Record | BadRecord]:
-        """Iterate over the records from the cursor's position on.
+        """Iterate over the records from the position on.
 
         Raises:
             ValueError: reading cannot continue, whatever `on_bad_row` says.
@@ -67,13 +70,6 @@ class RecordCursor(Protocol):
     def location(self) -> str:
         """Location of the record in messages, such as a file and a line."""
 
-
-class RecordStore(Protocol):
-    """Records in a fixed order."""
-
-    def cursor(self, position: Any) -> RecordCursor:
-        """Start at a position of an earlier cursor; None: at the first record."""
-
     def error_key(self, *, is_field_error: bool) -> str:
         """The config key (and value) of the text field, or of the paths or dataset, for error messages."""
 
@@ -82,7 +78,7 @@ class RecordStore(Protocol):
 class RecordSource:
     """The documents of one split; a `DocumentSource`."""
 
-    records: RecordStore
+    records: RecordCursor
     identity: str
     provenance: str
     key: str
@@ -126,16 +122,15 @@ class RecordSource:
             if num_records == self.max_documents:
                 return documents, None
             if len(documents) == limit:
-                self._next_position = {"place": self._cursor.position(), "given": num_records}
+                self._next_position = {"place": self.records.position(), "given": num_records}
                 return documents, self._next_position
             if not self._read_record(epoch):
                 return documents, None
             num_records += 1
 
     def _seek(self, place: Any) -> None:
-        """Continue at a position of an earlier cursor; None: at the first record."""
-        self._cursor = self.records.cursor(place)
-        self._remaining_records = iter(self._cursor)
+        self.records.seek(place)
+        self._remaining_records = iter(self.records)
         self._parts: Sequence[Record] = []  # of the current record
         self._num_parts_read = 0
         # Positions before and after the current record. A split that cuts no documents does not need them.
@@ -149,15 +144,15 @@ class RecordSource:
             if record is None:
                 return False
             if isinstance(self.split, EndSplit):
-                self._place, self._next_place = self._next_place, self._cursor.position()
-            is_new = self.skip_log.is_new(epoch, self._cursor.sort_key())
+                self._place, self._next_place = self._next_place, self.records.position()
+            is_new = self.skip_log.is_new(epoch, self.records.sort_key())
             text = self._handle_bad_record(record, is_new=is_new) if isinstance(record, BadRecord) else record
             if text == "" and is_new:
-                self.skip_log.add("empty", f"{self._cursor.location()}: it has no text")
+                self.skip_log.add("empty", f"{self.records.location()}: it has no text")
             elif text:
                 self._parts = self.split.select(text)
         self._parts = [
-            replace(part, location=self._cursor.location()) if isinstance(part, Conversation) else part
+            replace(part, location=self.records.location()) if isinstance(part, Conversation) else part
             for part in self._parts
         ]
         return True
@@ -165,25 +160,20 @@ class RecordSource:
     def _handle_bad_record(self, record: BadRecord, *, is_new: bool) -> Record | None:
         """Return the repaired text, or None to leave the record out."""
         if self.on_bad_row == "raise":
-            raise bad_record_error(record, self.records, self._cursor, self.key)
+            raise bad_record_error(record, self.records, self.key)
         is_left_out = self.on_bad_row == "skip" or record.repaired_text is None
         if is_new:
             remedy = f"; mend or remove such records{_other_remedy(record)}" if is_left_out else ""
             reason = record.reason if is_left_out else f"{REPAIRED_PREFIX}{record.reason}"
-            self.skip_log.add(reason, f"{self._cursor.location()}: {record.detail}{remedy}")
+            self.skip_log.add(reason, f"{self.records.location()}: {record.detail}{remedy}")
         return None if is_left_out else record.repaired_text
 
 
-def bad_record_error(record: BadRecord, records: RecordStore, cursor: RecordCursor, key: str) -> ValueError:
-    """The error of a bad record while `on_bad_row` is "raise".
-
-    Args:
-        cursor: is at the record.
-        key: config key of the source's section.
-    """
+def bad_record_error(record: BadRecord, records: RecordCursor, key: str) -> ValueError:
+    """Build the error of the record that was read last, while `on_bad_row` is "raise"; ``key`` is the section's."""
     remedy = f'set {key}.on_bad_row = "skip" to leave such records out and count them{_other_remedy(record)}'
     setting = records.error_key(is_field_error=record.is_field_error)
-    return ValueError(f"{setting}: {cursor.location()}: {record.reason}: {record.detail}; {remedy}")
+    return ValueError(f"{setting}: {records.location()}: {record.reason}: {record.detail}; {remedy}")
 
 
 def _other_remedy(record: BadRecord) -> str:
@@ -191,15 +181,19 @@ def _other_remedy(record: BadRecord) -> str:
     return f"{remedy}; text in another encoding can be converted with iconv" if record.reason == NOT_UTF8 else remedy
 
 
-def read_texts(records: RecordStore, on_bad_row: OnBadRow) -> Iterator[Record]:
-    """Iterate over all texts or conversations, without counting or reporting bad records."""
-    for record in records.cursor(None):
-        if not isinstance(record, BadRecord):
-            text: Record | None = record
-        else:
-            text = record.repaired_text if on_bad_row == "replace" else None
-        if text:
-            yield text
+def select_split(
+    records: RecordCursor, config: RecordSourceOptions, validation_fraction: float | None, is_validation: bool, key: str
+) -> DocumentSplit:
+    """Hold out validation text of the records, as `choose_split`; None: they are all of one split."""
+    if validation_fraction is None:
+        return WholeSource()
+    records.seek(None)
+    is_repaired = config.on_bad_row == "replace"
+    usable = (
+        (record.repaired_text if is_repaired else None) if isinstance(record, BadRecord) else record
+        for record in records
+    )
+    return choose_split(filter(None, usable), validation_fraction, is_validation, key)
 
 
 def validate_text(value: object) -> str | BadRecord:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from diffusionlm.data.chat.conversation import Conversation, Record
 
@@ -34,6 +35,8 @@ SEPARATORS = ("\n\n", "\n", " ")
 class WholeSource:
     """All documents of the source are in the split."""
 
+    description: ClassVar[str] = ""
+
     def select(self, record: Record) -> list[Record]:
         return [record]
 
@@ -44,6 +47,7 @@ class HashSplit:
 
     validation_fraction: float
     is_validation: bool
+    description: ClassVar[str] = ""
 
     def select(self, record: Record) -> list[Record]:
         is_selected = _is_below(hash_record(record), self.validation_fraction)
@@ -82,7 +86,8 @@ class SmallestHashSplit:
 
 
 DocumentSplit = WholeSource | HashSplit | EndSplit | SmallestHashSplit
-"""Assigns documents to the training or the validation split. ``select(record)`` returns the parts of it that are
+"""Assigns documents to the training or the validation split; `description` is the size of a validation split that was
+chosen by size. ``select(record)`` returns the parts of it that are
 in the split, in order."""
 
 
