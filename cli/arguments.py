@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from cli.entry import build_parser, exit_with_usage_error, path_argument
 from config.base import Section
@@ -14,6 +14,16 @@ from config.dump import to_toml
 from config.load import ConfigError, json_schema, load_config
 
 T = TypeVar("T", bound=Section)
+
+
+class Shorthand(NamedTuple):
+    """An argument that stands for an override of the config; see `add_shorthand`."""
+
+    name: str
+    metavar: str | None
+    """None: a flag."""
+    override: str
+    help: str
 
 
 def parse_command(
@@ -24,6 +34,7 @@ def parse_command(
     example: str,
     config_required: bool = True,
     add_arguments: Callable[[argparse.ArgumentParser], None] | None = None,
+    shorthands: Sequence[Shorthand] = (),
     argv: Sequence[str] | None = None,
 ) -> tuple[T, argparse.Namespace]:
     """Parse the command line of a command and load its config.
@@ -35,6 +46,7 @@ def parse_command(
         example: last text of `--help`.
         config_required: `--config` must be given. False: the defaults alone are a config.
         add_arguments: adds arguments of the command's own.
+        shorthands: arguments that stand for overrides.
         argv: arguments. None: those of the process.
 
     Returns:
@@ -60,6 +72,7 @@ def parse_command(
     )
     if add_arguments is not None:
         add_arguments(parser)
+    _add_shorthands(parser, shorthands)
     arguments = parser.parse_args(argv)
     if arguments.config is None and config_required:
         parser.error("--config is missing: add --config FILE.toml")
@@ -71,6 +84,14 @@ def parse_command(
         sys.stdout.write(to_toml(config))
         parser.exit(0)
     return config, arguments
+
+
+def _add_shorthands(parser: argparse.ArgumentParser, shorthands: Sequence[Shorthand]) -> None:
+    if shorthands:
+        group = parser.add_argument_group("shorthands for --set")
+        for name, metavar, override, text in shorthands:
+            options = {} if metavar is None else {"metavar": metavar}
+            add_shorthand(group, name, override, help=text, **options)
 
 
 def add_shorthand(parser: Any, name: str, *overrides: str, **options: Any) -> None:

@@ -21,8 +21,9 @@ class Command:
 
     name: str
     module: str
-    """Has the function ``main``."""
     summary: str
+    function: str = "main"
+    """Of the module."""
 
     @property
     def program(self) -> str:
@@ -32,7 +33,7 @@ class Command:
         return friendly_errors(self.program)(self._run)(argv)
 
     def _run(self, argv: Sequence[str] | None) -> int:
-        code: int | None = importlib.import_module(self.module).main(argv)
+        code: int | None = getattr(importlib.import_module(self.module), self.function)(argv)
         return code or 0
 
 
@@ -41,7 +42,7 @@ train_ddp = Command("train-ddp", "cli.train_ddp", "train a model on several rank
 infer = Command("infer", "cli.infer", "continue prompts, answer chats and fill masked spans")
 serve = Command("serve", "cli.serve", "a server with the API of OpenAI")
 evaluate = Command("eval", "cli.eval", "likelihood of a text under a model")
-lm_eval = Command("lm-eval", "cli.lm_eval", "tasks of lm-evaluation-harness with a model")
+lm_eval = Command("lm-eval", "cli.eval.lm_eval", "tasks of lm-evaluation-harness with a model")
 train_tokenizer = Command("train-tokenizer", "cli.train_tokenizer", "train a byte-level BPE tokenizer")
 make_data = Command("make-data", "cli.make_data", "tokenize text into shards")
 data = Command("data", "cli.data", "show the rows of a training run: prompts, targets, what is left out")
@@ -51,10 +52,10 @@ report = Command("report", "cli.report", "a page of one run, or of several side 
 sweep = Command("sweep", "cli.sweep", "a grid of training or inference runs")
 pipeline = Command("pipeline", "cli.pipeline", "stages of training, conversion and evaluation, each run once")
 doctor = Command("doctor", "cli.doctor", "what is broken or slow on this machine")
-bench_train = Command("bench-train", "cli.bench.train", "training speed")
-bench_infer = Command("bench-infer", "cli.bench.infer", "decoding speed")
-bench_serve = Command("bench-serve", "cli.bench.serve", "latency and throughput of a server under load")
-bench_tokenizer = Command("bench-tokenizer", "cli.bench.tokenizer", "speed of the tokenizer")
+bench_train = Command("bench-train", "cli.bench", "training speed", "train")
+bench_infer = Command("bench-infer", "cli.bench", "decoding speed", "infer")
+bench_serve = Command("bench-serve", "cli.bench", "latency and throughput of a server under load", "serve")
+bench_tokenizer = Command("bench-tokenizer", "cli.bench", "speed of the tokenizer", "tokenizer")
 
 COMMANDS = {
     command.name: command

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from cli.arguments import add_shorthand, parse_command
+from cli.arguments import Shorthand, parse_command
 from cli.entry import exit_with_usage_error, friendly_errors, usage_errors
 from config.convert import ConvertConfig
 from files.terminal_text import print_line
@@ -30,6 +30,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         example=EXAMPLE,
         config_required=False,
         add_arguments=_add_arguments,
+        shorthands=[
+            Shorthand("--source", "DIR", "source={string}", "model, checkpoint or run, or org/name on the Hub"),
+            Shorthand("--target", "DIR", "target={string}", "directory to write"),
+            Shorthand("--adapter", "DIR", "adapter={string}", "PEFT adapter (LoRA) to merge into the weights"),
+        ],
         argv=argv,
     )
     if config.source is None or config.target is None:
@@ -82,13 +87,6 @@ def describe_steps(conversion: Conversion) -> list[str]:
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the steps without writing anything")
-    group = parser.add_argument_group("shorthands for --set")
-    for name, text in (
-        ("source", "model, checkpoint or run directory, or org/name on the Hub"),
-        ("target", "directory to write"),
-        ("adapter", "PEFT adapter (LoRA) to merge into the weights"),
-    ):
-        add_shorthand(group, f"--{name}", f"{name}={{string}}", metavar="DIR", help=text)
 
 
 if __name__ == "__main__":

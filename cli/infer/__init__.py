@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from cli.arguments import add_overrides, add_shorthand, parse_command, toml_string
+from cli.arguments import Shorthand, add_overrides, parse_command, toml_string
 from cli.entry import exit_with_usage_error, friendly_errors, usage_errors
 from config.infer import InferConfig
 from diffusionlm.inference.strategies import STRATEGIES
@@ -26,33 +26,34 @@ EXAMPLE = f"""  {NAME} --model runs/quickstart --prompt "def " --show
   {NAME} --config config/resources/infer.toml --temperature 0.8 --json | jq .metrics"""
 
 _SHORTHANDS = (
-    ("model", "DIR", "model.path={string}", "model directory, checkpoint or run, or org/name on the Hub"),
-    ("adapter", "DIR", "model.adapter={string}", "PEFT adapter (LoRA) of the model"),
-    (
-        "prompts",
+    Shorthand("--model", "DIR", "model.path={string}", "model directory, checkpoint or run, or org/name on the Hub"),
+    Shorthand("--adapter", "DIR", "model.adapter={string}", "PEFT adapter (LoRA) of the model"),
+    Shorthand(
+        "--prompts",
         "FILE",
         "input.prompts_file={string}",
         "one prompt per line, or a .jsonl file of prompts, messages and infills; - is standard input",
     ),
-    ("system", "TEXT", "input.system={string}", "system message of chats"),
-    ("regex", "PATTERN", "constraint.regex={string}", "each new text matches this regular expression"),
-    ("json-schema", "FILE", "constraint.json_schema={string}", "each new text is a JSON value of this schema"),
-    ("seed", "N", "input.seed={text}", "seed of the first request"),
-    ("batch-size", "N", "input.batch_size={text}", "requests that are decoded together"),
-    ("max-new-tokens", "N", "generation.max_new_tokens={text}", "new tokens of a prompt or chat"),
-    ("temperature", "X", "generation.temperature={text}", "temperature of token sampling; 0 is greedy"),
-    ("steps", "N", "generation.steps={text}", "forwards of the whole answer, divided among its blocks"),
-    ("block-length", "N", "generation.block_length={text}", "tokens per block"),
-    (
-        "strategy",
+    Shorthand("--system", "TEXT", "input.system={string}", "system message of chats"),
+    Shorthand("--regex", "PATTERN", "constraint.regex={string}", "each new text matches this regular expression"),
+    Shorthand("--json-schema", "FILE", "constraint.json_schema={string}", "each new text is JSON of this schema"),
+    Shorthand("--seed", "N", "input.seed={text}", "seed of the first request"),
+    Shorthand("--batch-size", "N", "input.batch_size={text}", "requests that are decoded together"),
+    Shorthand("--max-new-tokens", "N", "generation.max_new_tokens={text}", "new tokens of a prompt or chat"),
+    Shorthand("--temperature", "X", "generation.temperature={text}", "temperature of token sampling; 0 is greedy"),
+    Shorthand("--steps", "N", "generation.steps={text}", "forwards of the whole answer, divided among its blocks"),
+    Shorthand("--block-length", "N", "generation.block_length={text}", "tokens per block"),
+    Shorthand(
+        "--strategy",
         "NAME",
         "generation.remasking_strategy={string}",
         f"which positions are committed after a forward: {', '.join(STRATEGIES)}",
     ),
-    ("output", "FILE", "output.file={string}", "write the JSON lines to this new file"),
-    ("html", "FILE", "output.html={string}", "write a page that replays the decoding in a browser"),
+    Shorthand("--output", "FILE", "output.file={string}", "write the JSON lines to this new file"),
+    Shorthand("--html", "FILE", "output.html={string}", "write a page that replays the decoding in a browser"),
+    Shorthand("--show", None, "output.show=true", "show the text after every forward"),
+    Shorthand("--json", None, 'output.format="json"', "print one JSON object per request"),
 )
-"""Argument, metavar, override and help; see `add_shorthand`."""
 
 _TEXT_KEYS = {
     "prompts": "input.prompts",
@@ -73,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         description="Continue prompts, answer chats and fill masked spans with a masked diffusion language model.",
         example=EXAMPLE,
         config_required=False,
-        add_arguments=_add_shorthands,
+        add_arguments=_add_texts,
+        shorthands=_SHORTHANDS,
         argv=argv,
     )
     _run(config, _prepare(config))
@@ -90,11 +92,9 @@ def _prepare(config: InferConfig) -> PreparedRun:
         return prepare_run(config)
 
 
-def _add_shorthands(parser: argparse.ArgumentParser) -> None:
+def _add_texts(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(raw=False, **{dest: [] for dest in _TEXT_KEYS})
-    group = parser.add_argument_group(
-        "shorthands for --set; \\n, \\t and \\\\ are escapes in prompts, chats, infills and choices"
-    )
+    group = parser.add_argument_group("texts; \\n, \\t and \\\\ are escapes in prompts, chats, infills and choices")
     for name, text in (
         ("prompt", "continue this text; may be repeated"),
         ("infill", "fill each [MASK:n] with n tokens; may be repeated"),
@@ -104,10 +104,6 @@ def _add_shorthands(parser: argparse.ArgumentParser) -> None:
         nargs = "?" if name == "chat" else None
         group.add_argument(f"--{name}", metavar="TEXT", action=_TextAction, dest=f"{name}s", nargs=nargs, help=text)
     group.add_argument("--raw", action=_RawAction, nargs=0, help="do not read escapes in these texts")
-    for name, metavar, override, text in _SHORTHANDS:
-        add_shorthand(group, f"--{name}", override, metavar=metavar, help=text)
-    add_shorthand(group, "--show", "output.show=true", help="show the text after every forward")
-    add_shorthand(group, "--json", 'output.format="json"', help="print one JSON object per request")
 
 
 class _TextAction(argparse.Action):

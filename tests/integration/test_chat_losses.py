@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cli.tables import render
-from cli.train_summary import format_summary
+from cli.train import format_summary
 from config.load import load_config
 from config.train import TrainConfig
 from diffusionlm.training.loop import train

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from cli.infer.inputs import Input, encode_inputs
-from cli.train import check_files
-from cli.train_summary import suggest_next_command
+from cli.train import check_files, suggest_next_command
 from config.dump import to_toml_values
 from config.eval import EvalConfig
 from config.evaluation.in_training import TrainingEvaluationConfig

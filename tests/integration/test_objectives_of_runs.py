@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cli.tables import render
-from cli.train_summary import format_summary
+from cli.train import format_summary
 from config.generation import GenerationConfig
 from config.load import load_config
 from config.train import TrainConfig

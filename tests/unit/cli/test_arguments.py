@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
@@ -100,9 +98,3 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     text = failure(capsys, 0, "--help")
     assert text.endswith("example:\n  dlm-run --config a.toml --set inner.steps=9\n")
     assert "Runs 100% of it." in text
-
-
-def test_import_is_light() -> None:
-    code = "import sys, cli.arguments; print({'torch', 'numpy', 'datasets'} & set(sys.modules))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout == "set()\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -80,13 +81,45 @@ def test_sources_that_are_not_installed_have_no_version(monkeypatch: pytest.Monk
     assert diffusionlm.__version__ == "unknown"
 
 
-def test_help_and_version_load_no_package() -> None:
-    code = (
-        "import sys, contextlib, cli.commands\n"
-        "for argv in (['--help'], ['--version'], ['doctor', '--version']):\n"
-        "    with contextlib.suppress(SystemExit):\n"
-        "        cli.commands.main(argv)\n"
-        "print({'torch', 'numpy', 'pydantic'} & set(sys.modules))"
+RUN_CALLS = """
+import contextlib, io, json, sys
+from cli.commands import COMMANDS, main
+results = []
+for arguments in json.load(sys.stdin):
+    with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(io.StringIO()) as errors:
+        try:
+            code = main(arguments)
+        except SystemExit as ended:
+            code = ended.code
+    results.append((code, output.getvalue(), errors.getvalue(), "torch" in sys.modules))
+json.dump(results, sys.__stdout__)
+"""
+"""Runs commands in a new process, and says whether they have loaded torch."""
+
+CONFIGS = {
+    name: ROOT / "config" / "resources" / f"{name.replace('-', '_')}.toml"
+    for name in COMMANDS
+    if name not in ("report", "doctor", "sweep", "lm-eval", "data", "pipeline")
+}
+"""Commands with a config of their own, and a config that is shipped."""
+
+
+def test_help_and_config_errors_answer_at_once() -> None:
+    """Without torch: help with an example, the schema, errors of a config, and a config that is printed."""
+    calls: list[list[str]] = [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)]
+    for name, path in CONFIGS.items():
+        config = ["--config", str(path)] if path.is_file() else []
+        calls += [[name, "--schema"], [name, *config, "--set", "a.b=1"], [name, *config, "--print-config"]]
+    result = subprocess.run(
+        [sys.executable, "-c", RUN_CALLS], input=json.dumps(calls), capture_output=True, text=True, check=True, cwd=ROOT
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert result.stdout.endswith("set()\n")
+    for call, (code, output, errors, has_torch) in zip(calls, json.loads(result.stdout), strict=True):
+        assert not has_torch, call
+        if call[1:] == ["--help"]:
+            assert code == 0 and f"diffusionlm-{call[0]} " in output.partition("example:")[2], call
+        elif "a.b=1" in call:
+            assert code == 2 and "--set a.b=1: " in errors, (call, errors)
+        elif call[-1] == "--schema":
+            assert json.loads(output)["type"] == "object", call
+        else:
+            assert code == 0 and output, (call, errors)

@@ -6,7 +6,6 @@ import contextlib
 import html
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -429,19 +428,6 @@ def test_errors_of_model_and_inputs_exit_with_2(
     assert "prompt 1 of 2 (0 tokens) and max_new_tokens = 64: 64 tokens are more than the model's context" in message
     message = failure(capsys, 2, "--model", model_dir, "--prompt", "a")
     assert "max_new_tokens = 64: 65 tokens are more than the model's context, max_position_embeddings = 48" in message
-
-
-def test_help_and_config_errors_do_not_wait_for_torch() -> None:
-    code = (
-        "import sys, contextlib, cli.infer\n"
-        "for argv in (['--help'], ['--print-config'], ['--set', 'a.b=1'], ['--schema'], ['--prompt', 'x']):\n"
-        "    with contextlib.suppress(SystemExit):\n"
-        "        cli.infer.main(argv)\n"
-        "print({'torch', 'numpy', 'tokenizer'} & set(sys.modules))"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.endswith("set()\n")
-    assert '--infill "for i in [MASK:1](10):\\n    print(i)\\n"' in result.stdout
 
 
 def test_print_config_without_arguments_shows_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:

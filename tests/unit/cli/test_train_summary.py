@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cli.infer import main
-from cli.train_summary import suggest_next_command
+from cli.train import suggest_next_command
 from config.infer import InferConfig
 from config.load import load_config
 

@@ -1,0 +1,220 @@
+"""``diffusionlm-serve``: a server with OpenAI's API."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import logging
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from cli.arguments import Shorthand, add_overrides, parse_command, toml_string
+from cli.entry import exit_with_usage_error, friendly_errors, usage_errors
+from config.serving.server import ServeConfig, ServeSection
+from files.terminal_text import print_line
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+
+    from diffusionlm.checkpoints.model_files import ModelDescription
+    from diffusionlm.serving.http.keys import ApiKeys
+    from tokenizer import ChatTemplate
+
+NAME = "diffusionlm-serve"
+
+EXAMPLE = f"""  {NAME} --model runs/quickstart
+  {NAME} --model DIR --host 0.0.0.0 --api-keys-file keys.txt --cache-memory 8GiB
+  {NAME} --model DIR --adapter sql=adapters/sql --adapter chat=adapters/chat
+  {NAME} --config config/resources/serve.toml
+  curl http://127.0.0.1:8000/v1/completions -H "Content-Type: application/json" -d '{{"prompt": "def "}}'"""
+
+_PACKAGES = ("starlette", "uvicorn")
+
+_SHORTHANDS = (
+    Shorthand("--model", "DIR", "model.path={string}", "model directory, checkpoint or run, or org/name on the Hub"),
+    Shorthand("--host", "ADDRESS", "serve.host={string}", "address to listen at; 127.0.0.1 is this machine only"),
+    Shorthand("--port", "N", "serve.port={text}", "port to listen at"),
+    Shorthand("--model-name", "NAME", "serve.model_name={string}", "name of the model in requests"),
+    Shorthand("--api-keys-file", "FILE", "serve.api_keys_file={string}", "keys of clients, one per line"),
+    Shorthand("--cache-memory", "SIZE", "serve.cache_memory={string}", "memory of keys and values, such as 2GiB"),
+)
+
+_SWITCH_SECONDS = 0.0005
+"""Operators of torch release the interpreter's lock. The thread of the model would get it back after 5 ms, Python's
+default, whenever another thread formats responses."""
+
+
+@friendly_errors(NAME, "lower serve.cache_memory or serve.max_rows")
+def main(argv: Sequence[str] | None = None) -> None:
+    config, _ = parse_command(
+        ServeConfig,
+        name=NAME,
+        description="Serve a masked diffusion language model with OpenAI's API.",
+        example=EXAMPLE,
+        config_required=False,
+        add_arguments=_add_arguments,
+        shorthands=_SHORTHANDS,
+        argv=argv,
+    )
+    if config.model.path is None:
+        exit_with_usage_error(NAME, "no model given: add --model DIR, or path to [model] of the config")
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        exit_with_usage_error(
+            NAME,
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed: add them with uv sync "
+            f"--extra serve, or run uv run --extra serve {NAME}",
+        )
+    with usage_errors(NAME):
+        run = prepare(config)
+    run()
+
+
+def prepare(config: ServeConfig) -> Callable[[], None]:
+    """Read the files of the model, except the weights, and the keys, and take the address.
+
+    Returns:
+        A function that loads the model, and serves until SIGTERM or Ctrl-C.
+
+    Raises:
+        ValueError: a file is wrong, the settings do not fit the model, or the address is in use.
+        OSError: a file cannot be read.
+    """
+    # Imported here, so that --help and config errors do not wait for torch.
+    from diffusionlm.checkpoints.adapter_config import read_adapter_config
+    from diffusionlm.checkpoints.model_files import check_weight_files, read_model_description
+    from diffusionlm.inference.settings import resolve_settings
+    from diffusionlm.serving.http.keys import ApiKeys
+    from diffusionlm.serving.http.listening import bind_socket
+    from tokenizer import CHAT_TEMPLATES, load_chat_template
+
+    path, limits = config.model.path, config.serve
+    assert path is not None
+    keys = None if limits.api_keys_file is None else ApiKeys.read(limits.api_keys_file)
+    description = read_model_description(path)
+    if limits.chat_template is not None:
+        template: ChatTemplate | None = CHAT_TEMPLATES[limits.chat_template]
+    else:
+        template = load_chat_template(path) or load_chat_template(description.directory)
+    resolve_settings(config.generation, description.config)
+    check_weight_files(path)
+    for adapter in [*(adapter.path for adapter in config.adapters), config.model.adapter]:
+        if adapter is not None:
+            read_adapter_config(adapter)
+    names = (limits.model_name or path.resolve().name, *(adapter.name for adapter in config.adapters))
+    if names[0] in names[1:]:
+        raise ValueError(
+            f"the model and an adapter are both named {names[0]!r}: set serve.model_name, or rename the adapter"
+        )
+    bound = bind_socket(limits.host, limits.port)
+
+    return partial(serve, config, description, template, keys, names, bound)
+
+
+def serve(
+    config: ServeConfig,
+    description: ModelDescription,
+    template: ChatTemplate | None,
+    keys: ApiKeys | None,
+    names: tuple[str, ...],
+    bound: socket.socket,
+) -> None:
+    """Load the model, and serve until SIGTERM or Ctrl-C.
+
+    Args:
+        description: of the model's directory.
+        template: of chats; None: the checkpoint has none.
+        names: in requests: of the model, then of its adapters.
+        bound: has the address, and does not listen yet.
+
+    Raises:
+        ValueError: the weights are damaged, or the memory does not hold a page.
+    """
+    from diffusionlm.checkpoints.adapter_files import read_adapter
+    from diffusionlm.checkpoints.huggingface import load_configured_model
+    from diffusionlm.serving.engine import Engine
+    from diffusionlm.serving.http.listening import format_url, is_loopback
+    from diffusionlm.serving.http.preparation import RequestPreparer
+    from diffusionlm.serving.http.server import ApiServer
+    from diffusionlm.serving.http.service import Service
+
+    limits = _fit_connections(config.serve)
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    _configure_log()
+    preparer = RequestPreparer(description.config, description.tokenizer, template, config.generation, limits, names)
+    model = load_configured_model(config.model)
+    engine = Engine(
+        model,
+        cache_bytes=limits.cache_memory,
+        max_requests=limits.max_requests,
+        max_waiting=limits.max_waiting,
+        max_rows=limits.max_rows,
+        page_size=limits.page_size,
+        has_prefix_cache=limits.prefix_cache,
+        deterministic=limits.deterministic,
+        adapters={adapter.name: read_adapter(model, adapter.path) for adapter in config.adapters},
+    )
+    gc.freeze()  # collections that a large constraint causes hold up the decoding: let them skip what stays
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    url = format_url(limits.host, bound.getsockname()[1])
+    line = (
+        f"serving {' and '.join(names)} ({num_parameters:,} parameters, {engine.status.num_pages:,} cache pages) "
+        f"at {url}/v1"
+    )
+    if keys is None and not is_loopback(limits.host):
+        logging.getLogger("diffusionlm.serve").warning(
+            "everybody who reaches %s can use this server: set serve.api_keys_file", limits.host
+        )
+    ApiServer(Service(engine, preparer, limits, keys), partial(print_line, line)).run(bound)
+
+
+def _fit_connections(limits: ServeSection) -> ServeSection:
+    """Lower the number of connections if the process may not have so many."""
+    from diffusionlm.serving.http.listening import fit_connections
+
+    num_connections = fit_connections(limits.max_connections)
+    if num_connections < limits.max_connections:
+        logging.getLogger("diffusionlm.serve").warning(
+            "serve.max_connections = %d is %d here, because the process may not open more files: raise ulimit -n",
+            limits.max_connections,
+            num_connections,
+        )
+    return limits.model_copy(update={"max_connections": num_connections})
+
+
+def _configure_log() -> None:
+    """Write the log of the server to standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger = logging.getLogger("diffusionlm")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(adapters=[])
+    parser.add_argument(
+        "--adapter",
+        metavar="NAME=DIR",
+        action=_AdapterAction,
+        help="serve this PEFT adapter (LoRA) under a name of its own; repeatable",
+    )
+
+
+class _AdapterAction(argparse.Action):
+    """Append an adapter; together they replace those of the config."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        name, separator, path = values.partition("=")
+        if not (name and separator and path):
+            parser.error(f"argument --adapter: {values!r} must be NAME=DIR")
+        namespace.adapters = [*namespace.adapters, f"{{name={toml_string(name)}, path={toml_string(path)}}}"]
+        add_overrides(namespace, f"adapters=[{', '.join(namespace.adapters)}]")
+
+
+if __name__ == "__main__":
+    main()
