@@ -212,15 +212,21 @@ def test_an_infill(server: RunningServer, healing: bool) -> None:
     choice = whole["choices"][0]
     first, second, third = choice["holes"]
     assert choice["text"] == f"the {first}{second} on the {third}." and choice["finish_reason"] == "length"
-    assert len(choice["logprobs"]["content"]) == whole["usage"]["completion_tokens"] == 9
-    *chunks, _ = server.events("/v1/infill", body)
-    holes = ["", "", ""]
-    for chunk in chunks:
-        [part] = chunk["choices"]
+    entries = choice["logprobs"]["content"]
+    assert len(entries) == whole["usage"]["completion_tokens"] == 9
+    for span, part in zip(choice["holes"], (entries[:3], entries[3:5], entries[5:]), strict=True):
+        assert bytes(byte for entry in part for byte in entry["bytes"]).decode(errors="replace") == span
+    tokenizer = server.tokenizer
+    assert whole["usage"]["prompt_tokens"] == sum(len(tokenizer.encode(text)) for text in ("the ", " on the ", "."))
+    *chunks, _ = server.events("/v1/infill", {**body, "diffusing": True})
+    parts, holes = [chunk["choices"][0] for chunk in chunks], ["", "", ""]
+    for part in parts:
         holes[part["hole"]] += part["text"]
-    assert holes == choice["holes"] and chunks[-1]["choices"][0]["finish_reason"] == "length"
+    assert holes == choice["holes"] and parts[-1]["finish_reason"] == "length"
+    assert list(parts[-1]["canvas"]) == [entry["token"] for entry in entries]
+    assert [entry for part in parts for entry in part["logprobs"]["content"]] == entries
     if not healing:
-        tokenizer, mask = server.tokenizer, server.model.config.required_mask_token_id
+        mask = server.model.config.required_mask_token_id
         canvas = [
             token
             for segment in segments
@@ -241,7 +247,10 @@ def test_a_stream_of_the_canvas(server: RunningServer) -> None:
         assert all(old == new or "\ufffd" in old for old, new in kept)
     assert None not in canvases[-1] and len(canvases[-1]) == 10
     assert any(None in canvas for canvas in canvases)
-    assert "".join(canvases[-1]) == "".join(chunk["choices"][0]["text"] for chunk in chunks)
+    text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+    assert "".join(canvases[-1]) == text
+    *_, last, _ = server.events("/v1/completions", {**body, "stop": text[4:7]})
+    assert "".join(last["choices"][0]["canvas"]) == text[: text.find(text[4:7])], "a stop string is not in it"
 
 
 HEALED_PROMPTS = ("the cat s", "the cat ", "the dog sat on th", "flat mat.\nthe ")
@@ -274,33 +283,6 @@ def test_a_healed_prompt_is_in_no_part_of_the_answer(server: RunningServer, prom
         assert [value for part in parts for value in part["logprobs"][key]] == logprobs[key]
     assert next(part["canvas"][0] for part in parts if part["canvas"][0] is not None) == logprobs["tokens"][0]
     assert last["usage"] == whole["usage"] | {"prompt_tokens_details": last["usage"]["prompt_tokens_details"]}
-
-
-def test_a_stop_string_is_not_in_the_canvas(server: RunningServer) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 12, "seed": 7, "temperature": 1.0, "token_healing": False}
-    text = complete(server)["choices"][0]["text"]
-    *chunks, _ = server.events("/v1/completions", {**body, "diffusing": True, "stop": text[6:9]})
-    parts = [chunk["choices"][0] for chunk in chunks]
-    assert parts[-1]["finish_reason"] == "stop"
-    assert "".join(parts[-1]["canvas"]) == "".join(part["text"] for part in parts) == text[: text.find(text[6:9])]
-
-
-def test_healed_holes(server: RunningServer) -> None:
-    segments = ["the ", 3, 2, " on the ", 4, "."]
-    body = {"segments": segments, "temperature": 1.0, "seed": 4, "logprobs": 1, "diffusing": True}
-    _, _, whole = server.request("POST", "/v1/infill", {**body, "diffusing": False})
-    [choice] = whole["choices"]
-    entries = choice["logprobs"]["content"]
-    assert "".join(entry["token"] for entry in entries) == "".join(choice["holes"])
-    for hole, part in zip(choice["holes"], (entries[:3], entries[3:5], entries[5:]), strict=True):
-        assert bytes(byte for entry in part for byte in entry["bytes"]).decode(errors="replace") == hole
-    assert whole["usage"]["prompt_tokens"] == sum(
-        len(server.tokenizer.encode(segment)) for segment in segments if isinstance(segment, str)
-    )
-    *chunks, _ = server.events("/v1/infill", body)
-    parts = [chunk["choices"][0] for chunk in chunks]
-    assert list(parts[-1]["canvas"]) == [entry["token"] for entry in entries]
-    assert [entry for part in parts for entry in part["logprobs"]["content"]] == entries
 
 
 def test_a_mask_token_in_a_text_is_text(server: RunningServer) -> None:

@@ -174,47 +174,26 @@ def test_the_states_of_any_constraint_are_limited(start_server: StartServer, con
 
 
 @pytest.mark.parametrize("has_keys", [True, False])
-def test_many_large_constraints_hold_up_no_small_one(
+def test_large_constraints_take_turns_by_key_and_size(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch, has_keys: bool
 ) -> None:
-    """Neither one of another key, which is as large here, nor without keys one of the same client."""
-    keys = ("first key of sixteen".replace(" ", "-"), "second key of sixteen".replace(" ", "-")) if has_keys else ()
+    """Without keys the owner is the address of the client. What it means is in the tests of `DaemonThreads`."""
+    keys = ("a-first-key-of-sixteen", "a-second-key-of-sixteen") if has_keys else ()
     server = start_server(keys=keys)
-    entered, release, order = threading.Semaphore(0), threading.Event(), list[str]()
+    turns: list[tuple[str, int]] = []
 
-    def wait(self: StructuredOutputs, response_format: Any, structured_outputs: Any, num_holes: Any) -> Any:
-        entered.release()
-        assert release.wait(30)
-        order.append(structured_outputs["regex"])
-        return []
+    async def note_turn(function: Any, *, owner: str = "", size: int = 0) -> Any:
+        turns.append((owner, size))
+        return function()
 
-    monkeypatch.setattr(StructuredOutputs, "compile", wait)
-
-    def ask(regex: str, key: int) -> threading.Thread:
-        body = {"prompt": PROMPT, "max_tokens": 2, "structured_outputs": {"regex": regex}}
+    monkeypatch.setattr(server.service._constraint_threads, "run", note_turn)
+    for key, regex in ((0, "a" * 99), (0, "a"), (-1, "a")):
+        body = {"prompt": PROMPT, "max_tokens": 1, "structured_outputs": {"regex": regex}}
         headers = {"Authorization": f"Bearer {keys[key]}"} if keys else {}
-        num_preparing = server.service.num_preparing
-        thread = threading.Thread(target=server.request, args=("POST", "/v1/completions", body, headers))
-        thread.start()
-        while server.service.num_preparing == num_preparing:
-            time.sleep(0.001)
-        return thread
-
-    threads = [ask("a" * 100, 0) for _ in range(2)]
-    for _ in threads:
-        assert entered.acquire(timeout=30)
-    threads += [ask("a" * 100, 0) for _ in range(6)]
-    queue = server.service._constraint_threads
-    while sum(map(len, queue._tasks.values())) < 6:
-        time.sleep(0.001)
-    threads.append(ask("b" * (100 if has_keys else 1), 1))
-    while sum(map(len, queue._tasks.values())) < 7:
-        time.sleep(0.001)
-    release.set()
-    for thread in threads:
-        thread.join(30)
-    # Two were being prepared, and with keys one more of the first key may be before it.
-    assert [regex[0] for regex in order].index("b") <= 4, order
+        server.request("POST", "/v1/completions", body, headers)
+    (first, large), (second, small), (other, _) = turns
+    assert first == second and large == small + 98
+    assert (first != other) == has_keys and (has_keys or first == "127.0.0.1")
 
 
 def test_constraints_that_are_compiled_hold_up_nobody_else(
