@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import logging
 import re
 import secrets
 import time
+from dataclasses import dataclass
+from functools import cache
 from http import HTTPStatus
+from importlib import resources
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -32,7 +37,6 @@ from diffusionlm.serving.http.guarded_protocol import IS_PROBE_KEY, PROBE_PATHS,
 from diffusionlm.serving.http.listening import is_loopback
 from diffusionlm.serving.http.metrics import CONTENT_TYPE
 from diffusionlm.serving.http.service import Service
-from diffusionlm.serving.page import load_page
 from files.terminal_text import escape_control_characters
 
 LOGGER = logging.getLogger(__name__)
@@ -206,3 +210,42 @@ def _json_response(value: object) -> Response:
 def _to_line(text: str) -> str:
     """A text of a client, short and without control characters."""
     return escape_control_characters(text[:_MAX_LOGGED_PATH]).replace("\r", "\\r").replace("\n", "\\n")
+
+
+@dataclass(frozen=True)
+class ServedPage:
+    """A page and its headers."""
+
+    content: bytes
+    headers: dict[str, str]
+
+
+@cache
+def load_page() -> ServedPage:
+    """Read the page. Its policy allows its own script and style, by their hashes, and connections to the server."""
+    text = resources.files("diffusionlm.serving").joinpath("page.html").read_text(encoding="utf-8")
+    policy = [
+        "default-src 'none'",
+        f"script-src {_hash_element(text, 'script')}",
+        f"style-src {_hash_element(text, 'style')}",
+        "connect-src 'self'",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    ]
+    headers = {
+        "content-type": "text/html; charset=utf-8",
+        "content-security-policy": "; ".join(policy),
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cross-origin-opener-policy": "same-origin",
+        "cache-control": "no-cache",
+    }
+    return ServedPage(text.encode(), headers)
+
+
+def _hash_element(text: str, name: str) -> str:
+    """The source expression of the only element of this name, in Content Security Policy 3."""
+    [content] = re.findall(f"<{name}>(.*?)</{name}>", text, re.DOTALL)
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"

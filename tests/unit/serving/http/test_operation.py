@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.serving.page import ServedPage
+from diffusionlm.serving.http.app import ServedPage
 from tests.conftest import MakeModel
 from tests.unit.serving.http.conftest import NAME, RunningServer, StartServer
 from tests.unit.serving.model_gate import ModelGate
