@@ -262,7 +262,7 @@ def run_final_evaluation(run: Run, logger: RunLogger, stop: StopRequest) -> RunS
         step=run.progress.step,
         tokens_seen=run.progress.tokens_seen,
         seconds=run.progress.seconds,
-        padding_share=loader_state["padding"] / max(1, loader_state["places"]),
+        padding_share=loader_state["padding"] / max(1, loader_state["num_positions"]),
         skipped_records=[line for name, logs in read_skip_logs(run) for line in list_skipped(name, logs)],
     )
     if run.world.is_first:
