@@ -48,7 +48,7 @@ _SWITCH_SECONDS = 0.0005
 default, whenever another thread formats responses."""
 
 
-@friendly_errors(NAME, "lower serve.cache_memory or serve.max_rows")
+@friendly_errors(NAME, "lower serve.cache_memory or serve.max_num_batched_tokens")
 def main(argv: Sequence[str] | None = None) -> None:
     config, _ = parse_command(
         ServeConfig,
@@ -152,7 +152,7 @@ def serve(
         cache_bytes=limits.cache_memory,
         max_requests=limits.max_requests,
         max_waiting=limits.max_waiting,
-        max_rows=limits.max_rows,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
         page_size=limits.page_size,
         has_prefix_cache=limits.prefix_cache,
         deterministic=limits.deterministic,

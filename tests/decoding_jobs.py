@@ -40,10 +40,12 @@ CANVASES: list[dict[str, Any]] = [
 ]
 LIMITS = {
     "plenty": DecoderLimits(num_pages=200, page_size=8),
-    "small rounds": DecoderLimits(num_pages=200, page_size=8, max_rows=6, max_requests=3),
+    "small rounds": DecoderLimits(num_pages=200, page_size=8, max_num_batched_tokens=6, max_requests=3),
     "few pages": DecoderLimits(num_pages=38, page_size=2),
     "shared pages": DecoderLimits(num_pages=50, page_size=4, has_prefix_cache=True, max_requests=4),
-    "everything": DecoderLimits(num_pages=32, page_size=2, max_rows=5, max_requests=5, has_prefix_cache=True),
+    "everything": DecoderLimits(
+        num_pages=32, page_size=2, max_num_batched_tokens=5, max_requests=5, has_prefix_cache=True
+    ),
 }
 
 
@@ -110,5 +112,5 @@ def run_all(decoder: Decoder, jobs: list[Job], arrivals: list[int]) -> list[Gene
     # A round takes a step of a request or reads a block of its text; a preempted one reads again.
     num_blocks = [len(request.tokens_L) for request in requests]
     num_steps = sum(request.num_forwards for request in requests)
-    assert decoder.counts.num_rounds <= num_steps + sum(num_blocks) + decoder.counts.num_preemptions * max(num_blocks)
+    assert decoder.counts.num_steps <= num_steps + sum(num_blocks) + decoder.counts.num_preemptions * max(num_blocks)
     return [to_generation(request) for request in requests]

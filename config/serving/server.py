@@ -60,7 +60,7 @@ class ServeSection(Section):
     """Requests that are decoded at a time; each of the `n` choices of a prompt is one."""
     max_waiting: PositiveInt = 256
     """Requests that wait beyond these; the next one is refused (429)."""
-    max_rows: PositiveInt = 2048
+    max_num_batched_tokens: PositiveInt = 2048
     """Inputs of a forward, beyond which long prompts are read in parts."""
     default_max_tokens: PositiveInt = 256
     """New tokens of a request that does not name a number, or as many as fit into the context."""
@@ -103,7 +103,7 @@ class ServeSection(Section):
     """After SIGTERM or Ctrl-C: time for the requests that were accepted. Those that are not done end with an error."""
     stall_seconds: PositiveFloat = 300.0
     """Time of a forward, and of what belongs to it, after which /health is 503 until it ends. Longer than the largest
-    forward takes (`max_rows`), so that a supervisor does not end a server that works."""
+    forward takes (`max_num_batched_tokens`), so that a supervisor does not end a server that works."""
     log_requests: bool = True
     """Write a line per request: status, counts of tokens and forwards, duration; never a text."""
 

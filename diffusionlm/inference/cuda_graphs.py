@@ -82,7 +82,7 @@ class StaticShape:
     """Numbers of parts, inputs and keys to which a forward is padded; each shape has a graph of its own."""
 
     num_parts: int
-    """G, parts into which the texts of a round are divided."""
+    """G, parts into which the texts of a step are divided."""
     num_queries: int
     """Q, inputs of a part."""
     num_keys: int

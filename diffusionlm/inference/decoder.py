@@ -26,7 +26,7 @@ from diffusionlm.inference.model_runner import ModelRunner, ScheduledRequest, ma
 from diffusionlm.inference.requests import ActiveRequest, Predictions
 from diffusionlm.inference.sampling import BatchSampler, LogitRows
 from diffusionlm.inference.scheduler import (
-    ROW_BOUNDS,
+    TOKEN_BOUNDS,
     DecoderCounts,
     DecoderLimits,
     Scheduler,
@@ -142,9 +142,9 @@ class Decoder:
     def _count(self, scheduled: Sequence[ScheduledRequest], seconds: float) -> None:
         num_tokens = sum(item.num_tokens for item in scheduled)
         self.counts.model_seconds += seconds
-        self.counts.num_rounds += 1
-        self.counts.num_rows += num_tokens
-        self.counts.rounds_by_rows[bisect_left(ROW_BOUNDS, num_tokens)] += 1
+        self.counts.num_steps += 1
+        self.counts.num_batched_tokens += num_tokens
+        self.counts.steps_by_tokens[bisect_left(TOKEN_BOUNDS, num_tokens)] += 1
         self.counts.num_request_steps += sum(item.is_decoded for item in scheduled)
         served = {id(item.request) for item in scheduled}
         for request in self.scheduler.active:
@@ -207,7 +207,7 @@ class Decoder:
                     raise result
                 if result is not None:
                     request.commit(result)
-                request.last_round = self.counts.num_rounds
+                request.last_step = self.counts.num_steps
                 self.scheduler.pages.publish(request)
             except Exception as error:
                 end_with_error(request, error)

@@ -226,7 +226,7 @@ def decode_steps(model: Transformer, requests: Sequence[ActiveRequest]) -> Itera
         if error is not None:
             raise error
         if result.has_forward:
-            yield decoder.counts.num_rounds
+            yield decoder.counts.num_steps
     decoder.keep_graphs()
 
 

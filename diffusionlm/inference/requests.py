@@ -23,7 +23,7 @@ from diffusionlm.inference.strategy import DecodeState
 AllowedTokens = Mapping[int, Sequence[int] | NDArray[np.int64]]
 """Position of a canvas -> the tokens that it may hold; all other positions may hold any."""
 MAX_SKIPPED_STEPS = 64
-"""Steps without a forward that a request takes between two rounds, so that its neighbors do not wait for them."""
+"""Steps without a forward that a request takes between two forwards, so that its neighbors do not wait for them."""
 
 TopLogprobs = tuple[tuple[int, float], ...]
 """Tokens and their log-probabilities, the most probable first."""
@@ -109,7 +109,7 @@ class ActiveRequest:
     """The state of a request that is being decoded."""
 
     constraint_seconds = 0.0
-    """Time that its constraints took in its last step, less that of the rounds since then, in which it paused."""
+    """Time that its constraints took in its last step, less that of the forwards since then, in which it paused."""
 
     def __init__(self, request: PreparedRequest) -> None:
         settings, masked_positions = request.settings, request.masked_positions
@@ -145,10 +145,10 @@ class ActiveRequest:
         self.page_digests: list[bytes] = []
         """Of the pages in the prefix cache."""
         self.num_cached_tokens = 0
-        """Tokens that were in the prefix cache at the first round."""
+        """Tokens that were in the prefix cache at the first forward."""
         self.arrival = 0
         """Number of requests that came before."""
-        self.last_round: int | None = None
+        self.last_step: int | None = None
         """Round of its last step, or of its admission; None: it was never admitted."""
         self.is_prepared = False
         """`output_positions` are those of the next step."""
@@ -190,7 +190,7 @@ class ActiveRequest:
         return self.settings.config.cache == "block"
 
     @property
-    def num_short_rows(self) -> int:
+    def num_short_inputs(self) -> int:
         """Inputs of a step that reads the current block and the one before."""
         return 2 * (self.settings.config.block_length or len(self.tokens_L)) * self.num_texts
 

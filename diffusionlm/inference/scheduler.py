@@ -21,15 +21,15 @@ LOGGER = logging.getLogger(__name__)
 
 PAGE_SIZE = 16
 """Default number of positions of a page."""
-ROW_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Inputs of a round, by which rounds are counted (`DecoderCounts.rounds_by_rows`)."""
+TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Inputs of a step, by which steps are counted (`DecoderCounts.steps_by_tokens`)."""
 SLOW_CONSTRAINT_SECONDS = 0.02
-"""Time of a request's constraint in a round, beyond which the others then go ahead for about as long."""
+"""Time of a request's constraint in a step, beyond which the others then go ahead for about as long."""
 
 
 @dataclass(frozen=True)
 class DecoderLimits:
-    """Bounds of memory and of a round."""
+    """Bounds of memory and of a step."""
 
     num_pages: int
     """Pages of the cache."""
@@ -37,8 +37,8 @@ class DecoderLimits:
     """Positions of a page."""
     max_requests: int | None = None
     """Requests that are decoded at a time. None: no limit."""
-    max_rows: int | None = None
-    """Inputs of a round, beyond which texts that are read for the first time wait or are read in parts; a round has at
+    max_num_batched_tokens: int | None = None
+    """Inputs of a step, beyond which texts that are read for the first time wait or are read in parts; a step has at
     least one. None: no limit."""
     has_prefix_cache: bool = False
     """Share pages between requests whose texts begin alike."""
@@ -50,11 +50,11 @@ class DecoderLimits:
 class DecoderCounts:
     """What a decoder has done so far."""
 
-    num_rounds: int = 0
-    num_rows: int = 0
+    num_steps: int = 0
+    num_batched_tokens: int = 0
     """Inputs of all forwards."""
-    rounds_by_rows: list[int] = field(default_factory=lambda: [0] * (len(ROW_BOUNDS) + 1))
-    """Rounds of at most as many inputs as each of `ROW_BOUNDS` and more than the bound before, then larger ones."""
+    steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(TOKEN_BOUNDS) + 1))
+    """Steps of at most as many inputs as each of `TOKEN_BOUNDS` and more than the bound before, then larger ones."""
     num_request_steps: int = 0
     """Decoding steps of requests: a forward takes one of each request that it decodes."""
     model_seconds: float = 0.0
@@ -74,7 +74,7 @@ class Scheduler:
         Raises:
             ValueError: a limit is not positive.
         """
-        for key in ("page_size", "max_requests", "max_rows"):
+        for key in ("page_size", "max_requests", "max_num_batched_tokens"):
             value = getattr(limits, key)
             if value is not None and value < 1:
                 raise ValueError(f"{key} = {value} must be at least 1")
@@ -154,11 +154,11 @@ class Scheduler:
                 self.retire(request)
                 continue
             self.waiting.pop(0)
-            if request.last_round is None and self.pages.can_share(request):
+            if request.last_step is None and self.pages.can_share(request):
                 self._counts.num_prefix_queries += count_final_tokens(request)
                 self._counts.num_prefix_hits += request.cached_length
                 request.num_cached_tokens = request.cached_length
-            request.last_round = self._counts.num_rounds
+            request.last_step = self._counts.num_steps
             self.active.append(request)
             self.active.sort(key=lambda other: other.arrival)
 
@@ -173,7 +173,7 @@ class Scheduler:
                 end_with_error(request, error)
                 self.retire(request)
                 continue
-            is_first_reading = request.needs_prefill and item.num_tokens > request.num_short_rows
+            is_first_reading = request.needs_prefill and item.num_tokens > request.num_short_inputs
             (long if is_first_reading or not request.uses_cache else short).append(item)
         scheduled = short + self._take_within_budget(long, sum(item.num_tokens for item in short))
         scheduled.sort(key=lambda item: item.request.arrival)
@@ -193,11 +193,11 @@ class Scheduler:
 
     def _take_within_budget(self, scheduled: Sequence[ScheduledRequest], num_tokens: int) -> list[ScheduledRequest]:
         """Those within the budget, the least recently served first; a long prompt is read in parts."""
-        if self._limits.max_rows is None:
+        if self._limits.max_num_batched_tokens is None:
             return list(scheduled)
         taken: list[ScheduledRequest] = []
-        budget = self._limits.max_rows - num_tokens
-        for item in sorted(scheduled, key=lambda item: (item.request.last_round or 0, item.request.arrival)):
+        budget = self._limits.max_num_batched_tokens - num_tokens
+        for item in sorted(scheduled, key=lambda item: (item.request.last_step or 0, item.request.arrival)):
             if item.num_tokens > budget and item.request.uses_blocks:
                 part = find_prompt_slice(item.request, max(budget // item.request.num_texts, 0 if taken else 1))
                 if part is None:

@@ -38,7 +38,7 @@ from diffusionlm.serving.requests import (
 LOGGER = logging.getLogger(__name__)
 
 DEFAULT_CACHE_BYTES = 1 << 30
-MAX_REQUESTS, MAX_WAITING, MAX_ROWS = 64, 256, 2048
+MAX_REQUESTS, MAX_WAITING, MAX_NUM_BATCHED_TOKENS = 64, 256, 2048
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class EngineStatus:
 
 
 class EngineLimits(TypedDict, total=False):
-    """Bounds of an engine's memory and of its rounds; keyword arguments of `Engine`."""
+    """Bounds of an engine's memory and of its steps; keyword arguments of `Engine`."""
 
     cache_bytes: int
     """Memory of keys and values, 1 GiB by default."""
@@ -64,8 +64,8 @@ class EngineLimits(TypedDict, total=False):
     """Requests that are decoded at a time, 64 by default."""
     max_waiting: int
     """Requests that wait beyond these, 256 by default; the next one is refused."""
-    max_rows: int | None
-    """Inputs of a forward (`DecoderLimits.max_rows`), 2048 by default."""
+    max_num_batched_tokens: int | None
+    """Inputs of a forward (`DecoderLimits.max_num_batched_tokens`), 2048 by default."""
     page_size: int | None
     """Positions of a page; by default 16, or more, so that it is a multiple of the model's block length."""
     has_prefix_cache: bool
@@ -90,12 +90,15 @@ class Engine:
             adapters: name -> adapter of this model (`diffusionlm.read_adapter`), which requests may name.
             deterministic: log-probabilities are the same bits, whatever is decoded at the same time and whatever the
                 limits are (`inference.fixed_shapes`). On a CPU, with one thread and less speed.
-            clock: seconds, for `round_seconds`.
+            clock: seconds, for `step_seconds`.
 
         Raises:
             ValueError: a limit is not positive, the memory does not hold a page, the model's attention backend has no
                 cached form, autocast is on, an adapter is of another model, or the model cannot be deterministic.
         """
+        if unknown := sorted(limits.keys() - EngineLimits.__annotations__.keys()):
+            names = ", ".join(EngineLimits.__annotations__)
+            raise TypeError(f"Engine has no argument {', '.join(unknown)}: its limits are {names}")
         page_size = limits.get("page_size")
         if page_size is None:
             block_length = model.config.block_length or 1
@@ -113,7 +116,7 @@ class Engine:
             num_pages,
             page_size,
             max_requests,
-            limits.get("max_rows", MAX_ROWS),
+            limits.get("max_num_batched_tokens", MAX_NUM_BATCHED_TOKENS),
             has_prefix_cache=limits.get("has_prefix_cache", True),
             pauses_slow_constraints=True,
         )
@@ -129,8 +132,8 @@ class Engine:
         self._is_closing, self._drains = False, True
         self._busy_since, self._busy_seconds = 0.0, 0.0
         self._clock = clock
-        self._round_start: float | None = None
-        """None: no round is computed."""
+        self._step_start: float | None = None
+        """None: no step is computed."""
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="diffusionlm-engine", daemon=True)
         release_team()  # of the caller, who has loaded the model
@@ -142,18 +145,18 @@ class Engine:
         return self._thread.is_alive() and self._error is None
 
     @property
-    def round_seconds(self) -> float:
-        """Time that the current round has taken so far; 0 between rounds."""
-        start = self._round_start
+    def step_seconds(self) -> float:
+        """Time that the current step has taken so far; 0 between steps."""
+        start = self._step_start
         return 0.0 if start is None else self._clock() - start
 
     @property
     def status(self) -> EngineStatus:
         pool, counts = self._decoder.pool, self._decoder.counts
-        counts = replace(counts, rounds_by_rows=[*counts.rounds_by_rows])
+        counts = replace(counts, steps_by_tokens=[*counts.steps_by_tokens])
         with self._condition:
             num_waiting = len(self._submitted) + len(self._decoder.scheduler.waiting)
-            is_busy = self._round_start is not None
+            is_busy = self._step_start is not None
             busy_seconds = self._busy_seconds + (time.perf_counter() - self._busy_since if is_busy else 0.0)
         return EngineStatus(
             len(self._decoder.scheduler.active),
@@ -260,20 +263,20 @@ class Engine:
         self.close(drain=kind is None)
 
     def _run(self) -> None:
-        """The thread: rounds while there is work."""
+        """The thread: steps while there is work."""
         stopped = EngineStoppedError("the engine was closed before the request was done")
         try:
             if self._deterministic:
                 _use_one_thread()
             while self._take_commands():
-                self._round_start = self._clock()
+                self._step_start = self._clock()
                 result = self._decoder.step()
                 for request in result.decoded:
                     self._update(request)
                 for request in result.finished:
                     self._update(request, is_done=True)
                 with self._condition:
-                    self._round_start = None
+                    self._step_start = None
                     self._busy_seconds += time.perf_counter() - self._busy_since
         except BaseException as error:
             self._error = error
@@ -281,7 +284,7 @@ class Engine:
             stopped = EngineStoppedError(f"an error has ended the engine: {error}")
             stopped.__cause__ = error
         with self._condition:
-            self._is_closing, self._round_start = True, None
+            self._is_closing, self._step_start = True, None
             unfinished = [*self._handles.values(), *self._submitted]
             self._submitted, self._aborted, self._handles = [], [], {}
         for handle in unfinished:
@@ -295,7 +298,7 @@ class Engine:
     def _update(self, request: ActiveRequest, *, is_done: bool = False) -> None:
         """Let the caller see the state of a request. If that fails, this request ends, and the others go on."""
         handle, error = self._handles.get(id(request)), request.error
-        if handle is None:  # it has failed in this round
+        if handle is None:  # it has failed in this step
             return
         if error is None:
             try:

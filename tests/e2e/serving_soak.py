@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[2]
 NUM_BODIES, NUM_CLIENTS = 16, 12
 ARGUMENTS = (
     "serve.deterministic=true", "serve.cache_memory=64KiB", "serve.max_requests=6", "serve.max_waiting=10",
-    "serve.max_rows=64", "serve.drain_timeout_seconds=2.0", "serve.log_requests=false",
+    "serve.max_num_batched_tokens=64", "serve.drain_timeout_seconds=2.0", "serve.log_requests=false",
 )  # fmt: skip
 REFUSED = (429, 503)
 

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from diffusionlm.inference.scheduler import ROW_BOUNDS
+from diffusionlm.inference.scheduler import TOKEN_BOUNDS
 from diffusionlm.serving.engine import Engine
 from diffusionlm.serving.http.sessions import Choice
 
@@ -137,8 +137,8 @@ class ServerMetrics:
             ("vllm:num_preemptions_total", "counter", counts.num_preemptions),
             ("vllm:prefix_cache_queries_total", "counter", counts.num_prefix_queries),
             ("vllm:prefix_cache_hits_total", "counter", counts.num_prefix_hits),
-            ("diffusionlm:forwards_total", "counter", counts.num_rounds),
-            ("diffusionlm:rows_total", "counter", counts.num_rows),
+            ("diffusionlm:forwards_total", "counter", counts.num_steps),
+            ("diffusionlm:rows_total", "counter", counts.num_batched_tokens),
             ("diffusionlm:request_steps_total", "counter", counts.num_request_steps),
             ("diffusionlm:model_seconds_total", "counter", counts.model_seconds),
             ("diffusionlm:busy_seconds_total", "counter", status.busy_seconds),
@@ -149,7 +149,7 @@ class ServerMetrics:
         name = "vllm:iteration_tokens_total"
         yield f"# HELP {name} Inputs of a forward: tokens of prompts, and of the blocks that are decoded."
         yield f"# TYPE {name} histogram"
-        yield from _histogram_lines(name, labels, ROW_BOUNDS, counts.rounds_by_rows, counts.num_rows)
+        yield from _histogram_lines(name, labels, TOKEN_BOUNDS, counts.steps_by_tokens, counts.num_batched_tokens)
 
 
 def _labels(model: str) -> str:

@@ -107,7 +107,7 @@ class Service:
             ApiError: the server is about to end, its engine has ended, or a round takes too long.
         """
         self.check_is_ready()
-        seconds, limit = self.engine.round_seconds, self.limits.stall_seconds
+        seconds, limit = self.engine.step_seconds, self.limits.stall_seconds
         if seconds > limit:
             raise ApiError(
                 503, f"a forward has not ended for {seconds:.0f} s (serve.stall_seconds = {limit:g})",

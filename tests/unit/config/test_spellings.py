@@ -10,6 +10,7 @@ import pytest
 from config.base import Section
 from config.bench.training import BenchTrainConfig
 from config.load import ConfigError, load_config
+from config.serving.server import ServeConfig
 from config.spellings import FOREIGN_KEYS, RENAMED
 from config.train import TrainConfig
 from config.training.objective import MaskedDiffusionConfig, ObjectiveConfig
@@ -64,7 +65,8 @@ def test_both_spellings_are_an_error(tmp_path: Path) -> None:
 
 def test_old_keys_are_accepted() -> None:
     assert not load_config(BenchTrainConfig, RESOURCES / "bench_train.toml", ["bench.details=false"]).bench.memory
-    assert {row.key for row in RENAMED} == {"bench.details", "objective.loss"}
+    assert load_config(ServeConfig, None, ["serve.max_rows=7"]).serve.max_num_batched_tokens == 7
+    assert {row.key for row in RENAMED} == {"bench.details", "objective.loss", "serve.max_rows"}
 
 
 @pytest.mark.parametrize("key", sorted(FOREIGN_KEYS))

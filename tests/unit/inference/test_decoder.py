@@ -70,16 +70,16 @@ def test_a_prompt_is_read_in_parts_beside_others(expected: Callable[..., Any]) -
     model, _, _ = expected("blocks")
     settings = resolve_settings(GenerationConfig(max_new_tokens=12, block_length=4), model.config)
     jobs = [prepare_request(settings, [1]), prepare_request(settings, list(range(20)))]
-    decoder = Decoder(model, DecoderLimits(num_pages=20, page_size=4, max_rows=12))
+    decoder = Decoder(model, DecoderLimits(num_pages=20, page_size=4, max_num_batched_tokens=12))
     first, second = (ActiveRequest(prepared) for prepared in jobs)
     decoder.add(first)
     decoder.step()
     decoder.add(second)
     progress = []
     while not second.num_forwards:
-        rows = decoder.counts.num_rows
+        rows = decoder.counts.num_batched_tokens
         assert first in decoder.step().decoded
-        progress.append((second.cached_length, decoder.counts.num_rows - rows))
+        progress.append((second.cached_length, decoder.counts.num_batched_tokens - rows))
     assert [length for length, _ in progress] == [8, 16, 20]
     assert [rows for _, rows in progress][:-1] == [12, 12]
     while decoder.has_work:
@@ -119,7 +119,7 @@ def test_the_youngest_gives_way_until_someone_is_served(expected: Callable[..., 
         prepare_request(settings, [1] * 36),
         prepare_request(settings, canvas, options=RequestOptions(is_infill=True)),
     ]
-    decoder = Decoder(model, DecoderLimits(num_pages=12, page_size=4, max_rows=8))
+    decoder = Decoder(model, DecoderLimits(num_pages=12, page_size=4, max_num_batched_tokens=8))
     for result, answer in zip(run_all(decoder, jobs, [0, 0]), alone(model, jobs), strict=True):
         same(result, answer)
 
@@ -127,7 +127,7 @@ def test_the_youngest_gives_way_until_someone_is_served(expected: Callable[..., 
 def test_newcomers_do_not_overtake_prompts_that_are_read(expected: Callable[..., Any]) -> None:
     model, _, _ = expected("blocks")
     settings = resolve_settings(GenerationConfig(max_new_tokens=4, denoising_steps=1), model.config)
-    decoder = Decoder(model, DecoderLimits(num_pages=400, page_size=4, max_rows=12))
+    decoder = Decoder(model, DecoderLimits(num_pages=400, page_size=4, max_num_batched_tokens=12))
     first = ActiveRequest(prepare_request(settings, [1] * 32))
     decoder.add(first)
     for _ in range(8):
@@ -166,9 +166,9 @@ def test_the_same_prompt_again_is_not_read_again(expected: Callable[..., Any]) -
     decoder = Decoder(model, DecoderLimits(num_pages=20, page_size=4, has_prefix_cache=True))
     rows = []
     for prompt in (list(range(20)), list(range(20)), [9, *range(1, 20)], [*range(19), 5]):
-        before = decoder.counts.num_rows
+        before = decoder.counts.num_batched_tokens
         [result] = run_all(decoder, [prepare_request(settings, prompt)], [0])
-        rows.append(decoder.counts.num_rows - before)
+        rows.append(decoder.counts.num_batched_tokens - before)
         if prompt == list(range(20)):
             same(result, answer)
     first = rows[0]
@@ -182,7 +182,7 @@ def test_what_can_never_fit_is_refused(expected: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match=r"32 tokens need 8 pages of 4 positions, and the cache has 7: shorten"):
         Decoder(model, DecoderLimits(num_pages=7, page_size=4)).add(request)
 
-    for key in ("page_size", "max_requests", "max_rows"):
+    for key in ("page_size", "max_requests", "max_num_batched_tokens"):
         with pytest.raises(ValueError, match=f"{key} = 0 must be at least 1"):
             Decoder(model, replace(LIMITS["plenty"], **{key: cast(Any, 0)}))
 

@@ -15,11 +15,11 @@ from diffusionlm.models.transformer import Transformer
 from diffusionlm.serving.engine import Engine
 from tests.decoding_jobs import check_pages
 
-MAX_REQUESTS, MAX_ROWS = 3, 6
+MAX_REQUESTS, MAX_TOKENS = 3, 6
 LIMITS = {
-    "few rows": DecoderLimits(num_pages=60, page_size=4, max_requests=MAX_REQUESTS, max_rows=MAX_ROWS),
-    "few pages": DecoderLimits(num_pages=11, page_size=4, max_requests=MAX_REQUESTS, max_rows=MAX_ROWS),
-    "shared pages": DecoderLimits(11, 4, MAX_REQUESTS, MAX_ROWS, has_prefix_cache=True),
+    "few rows": DecoderLimits(num_pages=60, page_size=4, max_requests=MAX_REQUESTS, max_num_batched_tokens=MAX_TOKENS),
+    "few pages": DecoderLimits(num_pages=11, page_size=4, max_requests=MAX_REQUESTS, max_num_batched_tokens=MAX_TOKENS),
+    "shared pages": DecoderLimits(11, 4, MAX_REQUESTS, MAX_TOKENS, has_prefix_cache=True),
 }
 
 
@@ -81,11 +81,11 @@ def test_a_long_prompt_does_not_hold_up_its_neighbors(blocks: Transformer) -> No
             rounds += 1
         return rounds
 
-    decoder = Decoder(blocks, DecoderLimits(num_pages=60, page_size=4, max_rows=12))
+    decoder = Decoder(blocks, DecoderLimits(num_pages=60, page_size=4, max_num_batched_tokens=12))
     neighbor = add(4)
     decoder.step()
     rounds_alone = count_rounds(add(4))
-    decoder = Decoder(blocks, DecoderLimits(num_pages=60, page_size=4, max_rows=12))
+    decoder = Decoder(blocks, DecoderLimits(num_pages=60, page_size=4, max_num_batched_tokens=12))
     neighbor = add(4)
     decoder.step()
     long = add(32)

@@ -181,7 +181,7 @@ def test_memory_for_a_part_of_a_round(
 
     monkeypatch.setattr(decoder._runner, "_compute_logits", compute_small)
     check_answers(run(decoder, own_jobs), answers)
-    assert len(sizes) > decoder.counts.num_rounds, "some rounds took several forwards"
+    assert len(sizes) > decoder.counts.num_steps, "some rounds took several forwards"
 
 
 def test_a_model_that_cannot_be_computed_is_no_fault_of_a_request(

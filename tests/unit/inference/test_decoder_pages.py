@@ -83,7 +83,7 @@ def test_what_pages_without_an_owner_hold_has_no_effect(request: pytest.FixtureR
 def test_a_preemption_at_every_step_changes_nothing(blocks: Transformer, options: dict[str, Any]) -> None:
     settings = settings_of(blocks, **{"max_new_tokens": 9, **options})
     active = ActiveRequest(prepare_request(settings, [1, 2, 3, 4, 5], seed=3))
-    decoder = Decoder(blocks, DecoderLimits(num_pages=20, page_size=2, max_rows=4))
+    decoder = Decoder(blocks, DecoderLimits(num_pages=20, page_size=2, max_num_batched_tokens=4))
     decoder.add(active)
     while decoder.has_work:
         before = active.num_forwards
@@ -101,7 +101,7 @@ def test_a_preemption_at_every_step_changes_nothing(blocks: Transformer, options
 def test_removed_while_it_is_read_and_while_it_waits_again(blocks: Transformer) -> None:
     settings = settings_of(blocks, max_new_tokens=12)
     expected = answer(blocks, settings, [1] * 20)
-    decoder = Decoder(blocks, DecoderLimits(num_pages=9, page_size=4, max_rows=8))
+    decoder = Decoder(blocks, DecoderLimits(num_pages=9, page_size=4, max_num_batched_tokens=8))
     first, second, read = (
         ActiveRequest(prepare_request(settings, [number] * length)) for number, length in ((1, 20), (2, 4), (3, 20))
     )
@@ -187,7 +187,7 @@ def test_chats_of_any_turns_have_the_answers_of_a_cold_cache(
     num_cached = 0
     for page_size, block_length in ((2, 4), (3, 4), (4, 8), (5, 2), (4, 1)):
         settings = settings_of(model, block_length=block_length, max_new_tokens=3)
-        limits = DecoderLimits(90, page_size, max_requests=3, max_rows=9, has_prefix_cache=True)
+        limits = DecoderLimits(90, page_size, max_requests=3, max_num_batched_tokens=9, has_prefix_cache=True)
         decoder = Decoder(model, limits, deterministic=deterministic)
         requests = []
         for _ in range(count):
@@ -264,7 +264,7 @@ def test_final_keys_and_values_are_those_of_the_whole_text(
     model: Transformer = request.getfixturevalue(name)
     settings = settings_of(model, max_new_tokens=14, denoising_steps=2, stop_token_ids=())
     prompt = list(range(10))
-    decoder = Decoder(model, DecoderLimits(num_pages=30, page_size=4, max_rows=4, has_prefix_cache=True))
+    decoder = Decoder(model, DecoderLimits(num_pages=30, page_size=4, max_num_batched_tokens=4, has_prefix_cache=True))
     for _ in range(2):
         active = ActiveRequest(prepare_request(settings, prompt, options=RequestOptions(segment_starts=starts)))
         decoder.add(active)

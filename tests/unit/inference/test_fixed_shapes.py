@@ -101,7 +101,7 @@ def test_log_probabilities_are_the_same_bits_in_many_mixes(tiny_model: MakeModel
         limits = DecoderLimits(
             num_pages=int(rng.integers(96, 300)) // page_size,
             page_size=page_size,
-            max_rows=int(rng.integers(1, 60)),
+            max_num_batched_tokens=int(rng.integers(1, 60)),
             max_requests=int(rng.integers(1, 20)),
             has_prefix_cache=bool(rng.integers(2)),
         )
@@ -147,4 +147,4 @@ def test_waiting_for_a_tile_costs_no_step(tiny_model: MakeModel) -> None:
     for request in requests:
         decoder.add(request)
     decoder.step()
-    assert [request.num_forwards for request in requests] == [1, 1] and decoder.counts.num_rounds == 1
+    assert [request.num_forwards for request in requests] == [1, 1] and decoder.counts.num_steps == 1

@@ -89,7 +89,7 @@ def test_answers_are_those_without_graphs(
     decoder = Decoder(model, GRAPH_LIMITS[limits])
     check_answers(model, jobs, run_all(decoder, jobs, arrivals))
     assert len(graphs) > 1
-    assert sum(graph.num_replays for graph in graphs) > decoder.counts.num_rounds / 5
+    assert sum(graph.num_replays for graph in graphs) > decoder.counts.num_steps / 5
     if name == "blocks":
         assert (decoder.counts.num_preemptions > 0) == (limits in ("few pages", "everything"))
 

@@ -306,7 +306,7 @@ def test_deterministic_answers(tiny_model: MakeModel) -> None:
     options = RequestOptions(num_top_logprobs=3, logit_bias={3: 1.0})
     with Engine(model, cache_bytes=CACHE_BYTES, deterministic=True) as engine:
         alone = [engine.submit(prompt, config, 1, options).result(30) for prompt, config in cases]
-    with Engine(model, cache_bytes=CACHE_BYTES, deterministic=True, max_rows=5) as engine:
+    with Engine(model, cache_bytes=CACHE_BYTES, deterministic=True, max_num_batched_tokens=5) as engine:
         requests = [engine.submit(prompt, config, 1, options) for prompt, config in cases]
         requests[0].add_listener(lambda: threads.append(torch.get_num_threads()))
         assert [request.result(30) for request in requests] == alone

@@ -186,10 +186,10 @@ def test_clients_that_leave(server: RunningServer, gate: ModelGate, stream: bool
         connection.close()
     while server.service.num_active:
         time.sleep(0.001)
-    before = server.engine.status.counts.num_rounds
+    before = server.engine.status.counts.num_steps
     gate.open()
     server.wait_until_idle()
-    assert server.engine.status.counts.num_rounds <= before + 2
+    assert server.engine.status.counts.num_steps <= before + 2
 
 
 @pytest.mark.parametrize("count", [12, pytest.param(100, marks=pytest.mark.slow)])
@@ -380,7 +380,7 @@ def test_leaving_does_not_wait_for_a_preparation(server: RunningServer, monkeypa
         return prepare(*args, **kwargs)
 
     monkeypatch.setattr(server.service.preparer, "prepare", wait)
-    before = server.engine.status.counts.num_rounds
+    before = server.engine.status.counts.num_steps
     connection = http.client.HTTPConnection("127.0.0.1", server.port)
     connection.request("POST", "/v1/completions", json.dumps(BODY), {"Content-Type": "application/json"})
     assert entered.wait(30)
@@ -391,7 +391,7 @@ def test_leaving_does_not_wait_for_a_preparation(server: RunningServer, monkeypa
     release.set()
     time.sleep(0.05)
     server.wait_until_idle()
-    assert server.engine.status.counts.num_rounds == before
+    assert server.engine.status.counts.num_steps == before
 
 
 @pytest.mark.parametrize("path", ["/", "/v1/completions", "refused"])
