@@ -96,9 +96,7 @@ class Engine:
             ValueError: a limit is not positive, the memory does not hold a page, the model's attention backend has no
                 cached form, autocast is on, an adapter is of another model, or the model cannot be deterministic.
         """
-        if unknown := sorted(limits.keys() - EngineLimits.__annotations__.keys()):
-            names = ", ".join(EngineLimits.__annotations__)
-            raise TypeError(f"Engine has no argument {', '.join(unknown)}: its limits are {names}")
+        _check_limits(limits)
         page_size = limits.get("page_size")
         if page_size is None:
             block_length = model.config.block_length or 1
@@ -106,8 +104,6 @@ class Engine:
         _check_model(model)
         num_pages = _count_pages(model, limits.get("cache_bytes", DEFAULT_CACHE_BYTES), page_size)
         max_requests, max_waiting = limits.get("max_requests", MAX_REQUESTS), limits.get("max_waiting", MAX_WAITING)
-        if max_waiting < 1:
-            raise ValueError(f"max_waiting = {max_waiting} must be at least 1")
         self.model = model
         self._max_unfinished = max_requests + max_waiting
         self.adapter_names = tuple(adapters or ())
@@ -359,6 +355,20 @@ def _count_pages(model: Transformer, cache_bytes: int, page_size: int) -> int:
             f"{bytes_per_position * page_size} bytes: raise it"
         )
     return num_pages
+
+
+def _check_limits(limits: EngineLimits) -> None:
+    """Check the limits that the decoder does not have.
+
+    Raises:
+        TypeError: there is no such limit.
+        ValueError: nobody may wait.
+    """
+    if unknown := sorted(limits.keys() - EngineLimits.__annotations__.keys()):
+        names = ", ".join(EngineLimits.__annotations__)
+        raise TypeError(f"Engine has no argument {', '.join(unknown)}: its limits are {names}")
+    if limits.get("max_waiting", MAX_WAITING) < 1:
+        raise ValueError(f"max_waiting = {limits['max_waiting']} must be at least 1")
 
 
 def _check_model(model: Transformer) -> None:
