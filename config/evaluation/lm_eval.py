@@ -33,7 +33,7 @@ class LmEvalConfig(Section):
 
     preset: str | None = None
     """Published protocol, such as llada-instruct/gsm8k, whose generation and likelihood are the defaults here
-    (`config.evaluation.presets`). Prompts, examples and grading are those of the harness's task."""
+    (`config/resources/evaluation/presets.toml`). Prompts, examples and grading are those of the harness's task."""
     model: InferModelConfig = InferModelConfig()
     generation: GenerationConfig = GenerationConfig()
     """How answers are decoded. A task's length replaces max_new_tokens; its temperature, top_p and top_k count only if

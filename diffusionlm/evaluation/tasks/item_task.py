@@ -114,7 +114,7 @@ class ItemTask(Section):
     record, from 0."""
     preset: NonEmptyStr | None = None
     """Published protocol, such as llada-instruct/gsm8k, whose values are the defaults of the task
-    (`config/resources/presets.toml`). Results list what differs from it."""
+    (`config/resources/evaluation/presets.toml`). Results list what differs from it."""
     seed: NonNegativeInt = 0
     """Seed of the subset and of answers: an answer's randomness depends on it, the item's id and the number of the
     repeat. Masks of likelihoods have likelihood.seed."""

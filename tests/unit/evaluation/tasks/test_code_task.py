@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from config.evaluation.presets import PRESETS
+from config.evaluation.presets import load_presets
 from diffusionlm.evaluation.tasks.evaluation import evaluate_task, grade
 from diffusionlm.evaluation.tasks.items import read_task_items
 from diffusionlm.evaluation.tasks.prompts import PromptBuilder
@@ -102,7 +102,7 @@ if Limit.low == 0:
 """
 
 
-HUMANEVAL_PRESETS = [name for name, preset in PRESETS.items() if preset.kind == "humaneval"]
+HUMANEVAL_PRESETS = [name for name, preset in load_presets().items() if preset.kind == "humaneval"]
 
 
 @pytest.mark.parametrize("name", [None, *HUMANEVAL_PRESETS])

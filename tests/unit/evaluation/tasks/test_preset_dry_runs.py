@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from config.evaluation.presets import PRESETS, get_preset
+from config.evaluation.presets import get_preset, load_presets
 from config.evaluation.tasks import TaskConfig
 from diffusionlm.evaluation.tasks.evaluation import evaluate_task
 from diffusionlm.evaluation.tasks.items import read_task_items
@@ -59,7 +59,7 @@ def models(tiny_model: Callable[..., Transformer]) -> dict[str, Transformer]:
     return {name: tiny_model(**sizes, **values) for name, values in FAMILIES.items()}
 
 
-@pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if preset.kind is not None])
+@pytest.mark.parametrize("name", [name for name, preset in load_presets().items() if preset.kind is not None])
 def test_dry_run(name: str, tokenizer: Tokenizer, models: dict[str, Transformer], tmp_path: Path) -> None:
     """With 8 tokens in place of the published length, which is reported as the only deviation."""
     preset = get_preset(name)
