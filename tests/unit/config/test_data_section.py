@@ -58,21 +58,12 @@ def test_symbols_that_look_like_a_number_are_symbols() -> None:
     ("kind", "override", "message"),
     [
         ("markov", "stay=1.5", "must be at most 1"),
-        ("markov", "stay=-0.1", "must be at least 0"),
         ("markov", "symbols=a", "give at least 2 symbols"),
-        ("markov", "symbols=", "give at least 2 symbols"),
         ("copy", "symbols=abca", "'a'"),
         ("copy", "symbols=aé", "'é'"),
         ("markov", "symbols=a b", "' '"),
-        ("markov", "length=0", "must be greater than 0"),
-        ("copy", "length=0", "must be greater than 0"),
         ("copy", "stay=0.5", 'stay needs kind = "markov"'),
-        ("addition", "digits=0", "must be greater than 0"),
-        ("grammar", "depth=-1", "must be at least 0"),
         ("grammar", "depth=11", "must be at most 10"),
-        ("shidoku", "seed=-1", "must be at least 0"),
-        ("shidoku", "documents_per_epoch=0", "must be greater than 0"),
-        ("shidoku", "validation_documents=0", "must be greater than 0"),
         ("shidoku", "symbols=ab", "unknown key"),
     ],
 )
@@ -87,13 +78,6 @@ def test_a_misspelled_kind_gets_a_suggestion() -> None:
     with pytest.raises(ConfigError, match="did you mean") as caught:
         load("data.source.kind=shidokus")
     assert '"shidoku"' in str(caught.value)
-
-
-def test_documents_end_in_eos_and_do_not_begin_with_it() -> None:
-    assert not load("data.source=copy").begin_with_eos
-    assert load("data.source=copy").end_with_eos
-    data = load("data.source=copy", "data.begin_with_eos=true", "data.end_with_eos=false")
-    assert data.begin_with_eos and not data.end_with_eos
 
 
 HUB = ("data.source.kind=hub", "data.source.dataset=a/b")
@@ -119,12 +103,9 @@ def test_first_documents_of_a_hub_split(overrides: tuple[str, ...], part: tuple[
     [
         (("train_split=train:x",), "train:1000"),
         (("train_split=train:0",), "'train:0'"),
-        (("train_split=train:",), "'train:'"),
-        (("train_split=:5",), "':5'"),
         (("train_split=train[:10]",), "'train[:10]'"),
         (("validation_split=test:5",), "'test:5'"),
         (("train_split=train:5", "max_documents=5"), "max_documents = 5"),
-        (("max_documents=0",), "must be greater than 0"),
         (("on_bad_row=ignore",), '"skip"'),
     ],
 )

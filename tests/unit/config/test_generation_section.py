@@ -82,8 +82,6 @@ def test_every_form_of_a_config_accepts_the_flat_keys(tmp_path: Path) -> None:
     assert config.generation == expected
     path.write_text(to_toml(config))
     assert load_config(InferConfig, path) == config
-    with pytest.raises(ValueError, match=r"generation.confidence_threshold=1.5.*at most 1"):
-        load_config(InferConfig, None, ["generation.confidence_threshold=1.5"])
     with pytest.raises(ValueError, match=r"generation.confidence_treshold=1.*confidence_threshold"):
         load_config(InferConfig, None, ["generation.confidence_treshold=1"])
 
@@ -118,14 +116,7 @@ def test_without_a_strategy_every_key_is_accepted() -> None:
         ({"attention": "block_causal", "cache": "prefix"}, ['cache = "prefix"', "block-causal", '"block"']),
         ({"attention": "block_causal", "canvas": "growing"}, ['canvas = "growing"', "bidirectional"]),
         ({"attention": "bidirectional", "cache": "block"}, ['cache = "block"', "block-causal", '"prefix"']),
-        ({"remdm_alpha_on": 1.0}, ["remdm_alpha_on", "less than 1"]),
-        ({"top_p": 0.0}, ["top_p", "greater than 0"]),
-        ({"temperature": -1.0}, ["temperature"]),
-        ({"cfg_scale": -0.5}, ["cfg_scale"]),
-        ({"factor": 0.0}, ["factor"]),
         ({"steps": 10**9}, ["steps", "100000"]),
-        ({"denoising_steps": 10**9}, ["denoising_steps", "100000"]),
-        ({"stop_token_ids": [-1]}, ["stop_token_ids"]),
         ({"remasking_strategy": "best"}, ["remasking_strategy", "low_confidence", "remdm_loop"]),
     ],
 )

@@ -43,10 +43,6 @@ BERNOULLI = '[objective.estimator]\nkind = "bernoulli"\n'
     ("text", "expected"),
     [
         ("", MaskedDiffusionConfig()),
-        (
-            '[objective]\nkind = "masked_diffusion"\nloss = "soft_ce"\n',
-            MaskedDiffusionConfig(normalizer="rows", label_smoothing=0.1),
-        ),
         ('[objective]\nkind = "next_token"\nz_loss = 1e-4\n', NextTokenConfig(z_loss=1e-4)),
         (BLOCKS + "block_length = 4\n", BlockDiffusionConfig(block_length=4)),
         (BLOCKS + "block_length = [1, 4, 32]\n", BlockDiffusionConfig(block_length=(1, 4, 32))),
@@ -110,37 +106,20 @@ def test_on_the_command_line(tmp_path: Path) -> None:
             BLOCKS + "block_length = 4\nstages = [{from_step = 0, block_length = 4}]\n",
             ["objective", "set either block_length or stages"],
         ),
-        (BLOCKS + "stages = []\n", ["set either block_length or stages"]),
         (BLOCKS + "stages = [{from_step = 1, block_length = 4}]\n", ["stages[0].from_step = 1 must be 0"]),
         (
             BLOCKS + "stages = [{from_step = 0, block_length = 4}, {from_step = 0, block_length = 2}]\n",
             ["stages: from_step 0 must come after 0"],
         ),
-        (
-            BLOCKS
-            + "stages = [{from_step = 0, block_length = 4}, {from_step = 9, block_length = 2},"
-            + " {from_step = 5, block_length = 2}]\n",
-            ["stages: from_step 5 must come after 9"],
-        ),
-        (BLOCKS + "stages = [{from_step = 0}]\n", ["stages", "block_length"]),
-        (BLOCKS + "block_length = 0\n", ["objective", "block_length"]),
         (BLOCKS + "block_length = [4, 0]\n", ["objective", "block_length"]),
-        (BLOCKS + "block_length = []\n", ["objective", "block_length"]),
-        (BLOCKS + "block_length = 2.5\n", ["objective", "block_length"]),
         (
             '[objective]\nkind = "masked_diffusion"\n[objective.estimator]\nkind = "counts"\ndraw_per = "block"\n',
             ["objective", 'estimator.draw_per = "block" needs blocks', 'kind = "block_diffusion"'],
         ),
         (BERNOULLI + "range = [0.5, 0.5]\n", ["objective.estimator", "range = [0.5, 0.5]: "]),
-        (BERNOULLI + "range = [0.9, 0.1]\n", ["range = [0.9, 0.1]: "]),
-        (BERNOULLI + "range = [0.0, 1.5]\n", ["objective.estimator.range"]),
         (BERNOULLI + "range = [0.5]\n", ["objective.estimator.range"]),
         (BERNOULLI + 'schedule = "cosines"\n', ["objective.estimator.schedule", "cosines", "clean_cosine"]),
-        (BERNOULLI + 'schedule = {kind = "power", exponent = 0}\n', ["objective.estimator.schedule", "exponent"]),
         (BERNOULLI + 'schedule = {kind = "linear", exponent = 2}\n', ["objective.estimator.schedule", "exponent"]),
-        (BERNOULLI + "epsilon = 1.0\n", ["objective.estimator.epsilon"]),
-        (BERNOULLI + "reweight_cap = 0.5\n", ["objective.estimator.reweight_cap"]),
-        (BERNOULLI + "position_ratio = 0.5\n", ["objective.estimator.position_ratio"]),
         (BERNOULLI + "position_ratio = inf\n", ["objective.estimator.position_ratio"]),
         (
             BERNOULLI + "position_ratio = 2.0\ncontiguous_probability = 0.1\n",
@@ -150,13 +129,7 @@ def test_on_the_command_line(tmp_path: Path) -> None:
             BERNOULLI.replace("bernoulli", "counts") + "position_ratio = 2.0\ncomplementary = true\n",
             ["position_ratio = 2.0", "complementary = true", "complementary = false"],
         ),
-        (BERNOULLI + "complementary = true\n", ["objective.estimator.complementary"]),
-        (BERNOULLI + 'times = "sorted"\n', ["objective.estimator.times"]),
-        ('[objective]\nkind = "masked_diffusion"\nlabel_smoothing = 1.0\n', ["objective.label_smoothing"]),
-        ('[objective]\nkind = "masked_diffusion"\nz_loss = -1.0\n', ["objective.z_loss"]),
-        ('[objective]\nkind = "masked_diffusion"\nblock_length = 4\n', ["objective.block_length"]),
         ('[objective]\nkind = "next_token"\nloss = "elbo"\n', ["objective.normalizer", "unknown key"]),
-        ('[objective]\nkind = "diffusion"\n', ["objective", "block_diffusion"]),
     ],
 )
 def test_incompatible_options_are_named(text: str, parts: list[str], tmp_path: Path) -> None:

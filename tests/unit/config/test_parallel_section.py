@@ -43,7 +43,6 @@ def test_the_shipped_config_is_the_quickstart_on_ranks() -> None:
     ("overrides", "text"),
     [
         (["parallel.local_ranks=2"], 'local_ranks needs strategy = "ddp"'),
-        (["parallel.strategy=ddp", "parallel.local_ranks=0"], "must be greater than 0"),
         (
             ["parallel.strategy=ddp", "parallel.backend=nccl", "run.device=cpu"],
             'set parallel.backend = "auto" or "gloo"',
@@ -53,8 +52,6 @@ def test_the_shipped_config_is_the_quickstart_on_ranks() -> None:
             'set runtime.weights = "float32"',
         ),
         (["parallel.strategy=fsdp", "optimizer={kind='lion8bit'}"], 'optimizer.kind = "lion8bit"'),
-        (["ddp.nodes=3"], "use [parallel]"),
-        (["deepspeed.stage=3"], 'strategy = "ddp" (ZeRO stage 1) or "fsdp" (stage 3)'),
     ],
 )
 def test_invalid_values_are_rejected(overrides: list[str], text: str) -> None:
