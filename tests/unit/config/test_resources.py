@@ -25,7 +25,6 @@ from config.make_data import MakeDataConfig
 from config.serving.server import ServeConfig
 from config.tokenizer import TrainTokenizerConfig
 from config.train import TrainConfig
-from config.training.logging import WandbConfig
 
 ROOT = Path(__file__).parents[3]
 RESOURCES = ROOT / "config" / "resources"
@@ -97,11 +96,6 @@ def test_a_run_with_a_given_tokenizer_comes_back(tmp_path: Path) -> None:
     assert load_config(TrainConfig, printed) == config
     with pytest.raises(ConfigError, match=r"path = 'somewhere' .* remove vocab_size"):
         load_config(TrainConfig, RESOURCES / "train.toml", ["tokenizer.path=somewhere"])
-
-
-def test_weights_and_biases_is_on_where_its_table_is() -> None:
-    assert load_config(TrainConfig, RESOURCES / "train.toml").logging.wandb is None
-    assert load_config(TrainConfig, RESOURCES / "train.toml", ["logging.wandb={}"]).logging.wandb == WandbConfig()
 
 
 RECIPE = RESOURCES / "adapt_qwen3.toml"
