@@ -6,25 +6,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-
-from markupsafe import Markup
 
 from cli.infer.answers import Answer
 from cli.infer.inputs import EncodedInput
 from cli.infer.terminal import canvas_text_pieces
 from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep
-from files.atomic import write_text_atomic
-from logger.pages.charts import draw_columns
-from logger.pages.page import render_template
-from logger.pages.tables import isolate, terms
+from logger.pages.html import render_facts, render_template
 from tokenizer import Tokenizer
 
-_MAIN_KEYS = ("remasking_strategy", "attention", "block_length", "denoising_steps", "steps", "temperature", "cache")
 _NAMES = {"remasking_strategy": "strategy", "denoising_steps": "steps per block"}
+_MAIN_NAMES = ("strategy", "attention", "block length", "steps per block", "steps", "temperature", "cache")
 
 
 @dataclass(frozen=True)
@@ -95,92 +89,68 @@ def _diff_snapshots(before: CanvasSnapshot, after: CanvasSnapshot) -> ReplayFram
     return ReplayFrame(len(after.token_ids), tuple(committed), tuple(masked))
 
 
-def write_replay_page(
-    path: Path,
-    tokenizer: Tokenizer,
-    model_name: str,
-    params: Mapping[str, Any],
-    replays: Sequence[tuple[RequestReplay, Answer]],
-) -> None:
-    """Write the page atomically.
-
-    Args:
-        params: keys of the generation config with their defaults.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    write_text_atomic(path, render_page(tokenizer, model_name, params, replays))
-
-
-def render_page(
+def render_replay(
     tokenizer: Tokenizer,
     model_name: str,
     params: Mapping[str, Any],
     replays: Sequence[tuple[RequestReplay, Answer]],
 ) -> str:
-    """Return the HTML of the page."""
+    """Render the page; ``params`` are the keys of the generation config with their defaults."""
     requests, data = [], []
     for replay, answer in replays:
         frames = replay.trim_frames(answer.result.num_forwards)
-        requests.append(_request_parts(tokenizer, replay, answer, frames))
+        bars = [(len(frame.committed), len(frame.masked)) for frame in frames]
+        requests.append(
+            {
+                "name": answer.request.name,
+                "facts": render_facts(_list_facts(answer)),
+                "pieces": _final_pieces(tokenizer, answer),
+                "bars": bars,
+                "above": max([1, *(up for up, _ in bars)]),
+                "below": max([0, *(down for _, down in bars)]),
+            }
+        )
         data.append(_replay_data(replay, answer, frames))
+    settings = {_NAMES.get(key, key.replace("_", " ")): _format_value(value) for key, value in params.items()}
     return render_template(
         "cli.infer/replay.html",
         title=f"{model_name}: a replay",
         model=model_name,
-        main=terms(_settings({key: params.get(key) for key in _MAIN_KEYS}), "facts main"),
-        settings=terms(_settings(params), "facts"),
+        main=render_facts((name, value) for name, value in settings.items() if name in _MAIN_NAMES),
+        settings=render_facts(settings.items()),
         requests=requests,
         data={"tokens": _token_table(tokenizer, data), "requests": data},
     )
 
 
-def _settings(params: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Names and values of settings; keys that are None are left out."""
-    return [
-        (_NAMES.get(key, key.replace("_", " ")), _format_value(value))
-        for key, value in params.items()
-        if value is not None
-    ]
-
-
 def _format_value(value: Any) -> str:
+    """Format a setting; "", which is left out, for None."""
     if isinstance(value, list | tuple):
         return ", ".join(map(_format_value, value)) or "none"
+    if value is None:
+        return ""
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _request_parts(
-    tokenizer: Tokenizer, replay: RequestReplay, answer: Answer, frames: Sequence[ReplayFrame]
-) -> dict[str, Any]:
-    """What is readable of a request without a script: numbers, text, chart."""
-    result = answer.result
-    facts = {
-        "finished by": {"stop": "a stop token", "length": "its length"}[result.finish_reason],
-        "new tokens": f"{answer.num_tokens:,}",
-        "forwards": f"{result.num_forwards:,}",
-        "tokens per forward": f"{result.tokens_per_forward:.2f}",
-        "probability (geometric mean)": "" if answer.mean_logprob is None else f"{math.exp(answer.mean_logprob):.1%}",
-        "seconds": f"{answer.batch.seconds:.2f}" + f" (batch of {answer.batch.size})" * (answer.batch.size > 1),
-        "seed": str(answer.request.seed),
-    }
-    return {
-        "name": answer.request.name,
-        "facts": terms(((name, value) for name, value in facts.items() if value), "facts"),
-        "pieces": _final_pieces(tokenizer, replay, answer),
-        "chart": _draw_commits(frames),
-    }
+def _list_facts(answer: Answer) -> Iterator[tuple[str, str]]:
+    result, batch = answer.result, answer.batch
+    yield "finished by", {"stop": "a stop token", "length": "its length"}[result.finish_reason]
+    yield "new tokens", f"{answer.num_tokens:,}"
+    yield "forwards", f"{result.num_forwards:,}"
+    yield "tokens per forward", f"{result.tokens_per_forward:.2f}"
+    if answer.mean_logprob is not None:
+        yield "probability (geometric mean)", f"{math.exp(answer.mean_logprob):.1%}"
+    yield "seconds", f"{batch.seconds:.2f}" + f" (batch of {batch.size})" * (batch.size > 1)
+    yield "seed", str(answer.request.seed)
 
 
-def _final_pieces(tokenizer: Tokenizer, replay: RequestReplay, answer: Answer) -> list[tuple[Markup, bool]]:
-    """Pieces of the whole text, and whether they are new."""
-    request, ids = replay.request, answer.result.token_ids
+def _final_pieces(tokenizer: Tokenizer, answer: Answer) -> list[tuple[str, bool]]:
+    """Pieces of the whole text, readable without a script, and whether they are new."""
+    request, ids = answer.request, answer.result.token_ids
     if request.source.kind != "infill":
         ids = (*request.token_ids, *ids)
     visible_ids, is_new = ids[request.num_hidden :], request.is_new(len(ids))[request.num_hidden :]
-    pieces = canvas_text_pieces(visible_ids, [False] * len(visible_ids), is_new, tokenizer)
-    return [(isolate(text), new) for text, new in pieces]
+    return canvas_text_pieces(visible_ids, [False] * len(visible_ids), is_new, tokenizer)
 
 
 def _replay_data(replay: RequestReplay, answer: Answer, frames: Sequence[ReplayFrame]) -> dict[str, Any]:
@@ -232,17 +202,3 @@ def _token(tokenizer: Tokenizer, token: int, special: Mapping[int, str]) -> Any:
         return data.decode()
     except UnicodeDecodeError:
         return {"bytes": data.hex()}
-
-
-def _draw_commits(frames: Sequence[ReplayFrame]) -> Markup:
-    """Draw how many tokens each forward committed and, downwards, how many it masked again."""
-    if not frames:
-        return Markup("")
-    bars = [(len(frame.committed), len(frame.masked)) for frame in frames]
-    notes = [
-        f"forward {number}: {up} committed" + f", {down} masked again" * bool(down)
-        for number, (up, down) in enumerate(bars, 1)
-    ]
-    maximum = max(1, *(up for up, _ in bars))
-    title = "Tokens committed per forward" + " (below the line: masked again)" * any(down for _, down in bars)
-    return draw_columns(f"{title}; at most {maximum} token{'s' * (maximum != 1)}", bars, notes)

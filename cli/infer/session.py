@@ -13,11 +13,12 @@ from typing import Any
 from cli.infer.answers import Answer, answer_record, append_json_lines, build_answers
 from cli.infer.inputs import EncodedInput
 from cli.infer.preparation import PreparedRun
-from cli.infer.replay_page import ReplayRecorder, RequestReplay, write_replay_page
+from cli.infer.replay_page import ReplayRecorder, RequestReplay, render_replay
 from cli.infer.terminal import LiveView, print_answer
 from config.infer import InferConfig
 from diffusionlm.inference.generate import DecodingStep, Generation, StepCallback, decode
 from diffusionlm.models.transformer import Transformer
+from files.atomic import write_text_atomic
 from logger.progress import ProgressMeter
 
 
@@ -120,7 +121,7 @@ class _InferenceRun:
         path, html = self._config.model.path, self._config.output.html
         if html is not None and self._replays:
             model_name = "model" if path is None else path.resolve().name
-            write_replay_page(html, self._tokenizer, model_name, self._params, self._replays)
+            write_text_atomic(html, render_replay(self._tokenizer, model_name, self._params, self._replays))
 
 
 def _combine_callbacks(*callbacks: StepCallback | None) -> StepCallback | None:

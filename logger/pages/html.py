@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from files.atomic import write_text_atomic
 from files.terminal_text import escape_control_characters
 from logger.pages.charts import draw_chart, escape_text
 from logger.pages.markdown import render_markdown
-from logger.pages.page import render_template
 from logger.pages.parts import (
     Cell,
     Chart,
@@ -220,3 +221,28 @@ def render_facts(facts: Iterable[tuple[str, str]]) -> Markup:
         Markup("<div><dt>{}</dt><dd>{}</dd></div>").format(*map(escape_text, fact)) for fact in facts if fact[1]
     )
     return Markup('<dl class="facts">{}</dl>').format(pairs) if pairs else pairs
+
+
+def render_template(template: str, **values: Any) -> str:
+    """Render a template.
+
+    Args:
+        template: package and file, as in ``cli.infer/replay.html``.
+        values: the template's variables; `logger/pages/page.html` needs ``title`` and ``data``, which becomes JSON.
+
+    Raises:
+        ValueError: ``data`` has a number that is not finite.
+    """
+    return _environment.get_template(template).render(values)
+
+
+def _read(name: str) -> str:
+    package, _, file = name.partition("/")
+    return resources.files(package).joinpath(file).read_text(encoding="utf-8")
+
+
+_environment = Environment(
+    loader=FunctionLoader(_read), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+)
+_environment.globals["source"] = lambda name: Markup(_read(name).rstrip("\n"))
+_environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}

@@ -1,17 +1,13 @@
-"""Render self-contained HTML pages from Jinja templates.
-
-Templates extend ``logger.pages/page.html``, which brings styles, color schemes and the content security policy. Values
-are escaped; `Markup` is text that is HTML already.
-"""
+"""Pages of sections that are HTML already."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import resources
 from typing import Any
 
-from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
+
+from logger.pages.html import render_template
 
 
 def fill_page(
@@ -45,28 +41,3 @@ def fill_page(
         states=states,
         headline=headline,
     )
-
-
-def render_template(template: str, **values: Any) -> str:
-    """Render a template.
-
-    Args:
-        template: package and file, as in ``cli.infer/replay.html``.
-        values: the template's variables; `logger/pages/page.html` needs ``title`` and ``data``, which becomes JSON.
-
-    Raises:
-        ValueError: ``data`` has a number that is not finite.
-    """
-    return _environment.get_template(template).render(values)
-
-
-def _read(name: str) -> str:
-    package, _, file = name.partition("/")
-    return resources.files(package).joinpath(file).read_text(encoding="utf-8")
-
-
-_environment = Environment(
-    loader=FunctionLoader(_read), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-)
-_environment.globals["source"] = lambda name: Markup(_read(name).rstrip("\n"))
-_environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}

@@ -13,7 +13,7 @@ import pytest
 from cli.eval.report import build_page, read_evaluations
 from cli.infer.answers import build_answers
 from cli.infer.inputs import EncodedInput, Input
-from cli.infer.replay_page import ReplayRecorder, write_replay_page
+from cli.infer.replay_page import ReplayRecorder, render_replay
 from cli.sweep import report as sweep_report
 from cli.sweep.definition import Sweep
 from cli.sweep.study import Status, SweepRun
@@ -83,7 +83,8 @@ def write_replay(path: Path, tokenizer: Tokenizer) -> None:
     results = [Generation(ids, "length", 2, logprobs, (1,) * len(ids)) for _ in requests]
     answers = build_answers(tokenizer, requests, results, 0.5)
     params = {"remasking_strategy": HOSTILE, "cache": HOSTILE, HOSTILE: HOSTILE}
-    write_replay_page(path, tokenizer, HOSTILE, params, list(zip(recorder.replays, answers, strict=True)))
+    page = render_replay(tokenizer, HOSTILE, params, list(zip(recorder.replays, answers, strict=True)))
+    path.write_text(page, encoding="utf-8")
 
 
 def write_sweep(path: Path, directory: Path, command: str) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from cli.infer.answers import Answer, build_answers
 from cli.infer.inputs import EncodedInput, Input
-from cli.infer.replay_page import ReplayFrame, ReplayRecorder, RequestReplay, render_page, write_replay_page
+from cli.infer.replay_page import ReplayFrame, ReplayRecorder, RequestReplay, render_replay
 from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep, Generation
 from tests.decoding_jobs import make_request
 from tokenizer import Tokenizer
@@ -116,7 +116,7 @@ class Reader(HTMLParser):
 def test_the_page_is_whole_without_a_script(tokenizer: Tokenizer, replay: tuple[RequestReplay, Answer]) -> None:
     settings = {"remasking_strategy": "p2", "temperature": 0.5, "top_k": None, "stop_token_ids": [1, 2]}
     other = recorded(tokenizer, request_of(tokenizer.encode("<b>&"), number=2), [], Generation((), "length", 0, (), ()))
-    reader = Reader(render_page(tokenizer, "<i>name</i>", settings, [replay, other]))
+    reader = Reader(render_replay(tokenizer, "<i>name</i>", settings, [replay, other]))
     assert reader.text("h1") == "<i>name</i>"
     assert reader.texts["title"][0] == "<i>name</i>: a replay"
     assert "strategyp2" in reader.text("header") and "top k" not in reader.text("header")
@@ -135,7 +135,7 @@ def test_the_page_is_whole_without_a_script(tokenizer: Tokenizer, replay: tuple[
 
 
 def test_page_is_self_contained(tokenizer: Tokenizer, replay: tuple[RequestReplay, Answer]) -> None:
-    page = render_page(tokenizer, "model", {}, [replay])
+    page = render_replay(tokenizer, "model", {}, [replay])
     reader = Reader(page)
     assert not re.search(r"https?:|//[a-z]|@import|url\(", page)
     assert not [tag for tag, _ in reader.seen if tag in ("img", "iframe", "object", "base", "form")]
@@ -150,7 +150,7 @@ def test_page_is_self_contained(tokenizer: Tokenizer, replay: tuple[RequestRepla
 def test_the_numbers_cannot_end_their_script(tokenizer: Tokenizer) -> None:
     text = "</script><!--<script>&amp;<!--slot:data-->\u2028"
     replay = recorded(tokenizer, request_of(tokenizer.encode(text), text=text), [], Generation((), "length", 0, (), ()))
-    reader = Reader(render_page(tokenizer, text, {"x": text}, [replay]))
+    reader = Reader(render_replay(tokenizer, text, {"x": text}, [replay]))
     assert (reader.text("h1"), reader.texts["given"]) == (text, ["given", text])
     data = json.loads(reader.text("data"))
     start = data["requests"][0]["start"]
@@ -159,7 +159,7 @@ def test_the_numbers_cannot_end_their_script(tokenizer: Tokenizer) -> None:
 
 
 def test_script_input(tokenizer: Tokenizer, replay: tuple[RequestReplay, Answer]) -> None:
-    data = json.loads(Reader(render_page(tokenizer, "m", {}, [replay])).text("data"))
+    data = json.loads(Reader(render_replay(tokenizer, "m", {}, [replay])).text("data"))
     a, first, second, line, end = (tokenizer.vocab[bytes([byte])] for byte in b"a\xc3\xa9\n<")
     assert data["tokens"] == {
         str(a): "a",
@@ -183,28 +183,16 @@ def test_hidden_tokens_and_special_ones(tokenizer: Tokenizer) -> None:
     canvases = [CanvasSnapshot((eos, mask, a, eos), (False,) * 4, (NAN, NAN, NAN, -1.0))]
     request = request_of([eos, mask, a], hidden=1)
     replay = recorded(tokenizer, request, canvases, Generation((eos,), "length", 1, (-1.0,), (1,)))
-    [data] = json.loads(Reader(render_page(tokenizer, "m", {}, [replay])).text("data"))["requests"]
+    [data] = json.loads(Reader(render_replay(tokenizer, "m", {}, [replay])).text("data"))["requests"]
     assert (data["start"], data["new"], data["end"]) == ([mask, a, -1], [0, 0, 1], 3), "a mask in a prompt is text"
     assert data["frames"][0]["committed"] == [[2, eos, 0.36788]]
-
-
-def test_it_is_written_aside(tokenizer: Tokenizer, replay: tuple[RequestReplay, Answer], tmp_path: Path) -> None:
-    path = tmp_path / "page.html"
-    path.write_text("old")
-    write_replay_page(path, tokenizer, "m", {}, [replay])
-    assert path.read_text(encoding="utf-8") == render_page(tokenizer, "m", {}, [replay])
-    path.unlink()
-    path.mkdir()
-    with pytest.raises(OSError):
-        write_replay_page(path, tokenizer, "m", {}, [replay])
-    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 def test_the_script_replays(tokenizer: Tokenizer, replay: tuple[RequestReplay, Answer], tmp_path: Path) -> None:
     page, shim = tmp_path / "page.html", Path(__file__).with_name("infer_replay_page.js")
     other = recorded(tokenizer, request_of(tokenizer.encode("the"), number=2), [], Generation((), "length", 0, (), ()))
-    page.write_text(render_page(tokenizer, "m", {}, [replay, other]), encoding="utf-8")
+    page.write_text(render_replay(tokenizer, "m", {}, [replay, other]), encoding="utf-8")
     done = subprocess.run(["node", shim, page], capture_output=True, text=True, check=True, timeout=60)
     replayed = json.loads(done.stdout)
     prompt_token, half = ["token given", "a"], "\ufffd"

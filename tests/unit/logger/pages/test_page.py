@@ -10,7 +10,8 @@ import pytest
 from jinja2 import UndefinedError
 from markupsafe import Markup
 
-from logger.pages.page import fill_page, render_template
+from logger.pages.html import render_template
+from logger.pages.page import fill_page
 
 ATTACK = "</script><!--<script>{{ title }}&amp;\u2028<b>"
 

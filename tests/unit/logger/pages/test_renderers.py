@@ -13,9 +13,8 @@ import pytest
 from jinja2 import UndefinedError
 
 from logger.pages import Chart, Code, Column, Curve, Example, Examples, Link, Number, Output, Page, Table, Token
-from logger.pages.html import render_html
+from logger.pages.html import render_html, render_template
 from logger.pages.markdown import render_markdown
-from logger.pages.page import render_template
 from logger.pages.parts import format_cell, format_number
 from logger.pages.terminal import list_parts, render_text
 
