@@ -66,6 +66,11 @@ def _count_noise_sequences(row: Row) -> int:
     return 1 if row.segment_ids_L is None else len(segment_starts(row.segment_ids_L))
 
 
+def _rename_former_keys(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of an older checkpoint with today's keys."""
+    return {"num_positions" if key == "places" else key: value for key, value in state.items()}
+
+
 def count_rows(reader: ResumableReader[Row]) -> int:
     """Count the rows of one epoch by reading it."""
     count, position = 0, None
@@ -236,9 +241,8 @@ class Loader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch, self.position = state["epoch"], state["position"]
-        former_key = "places"  # of older checkpoints
-        self._num_positions = state[former_key if former_key in state else "num_positions"]
-        self._num_padding = state["padding"]
+        state = _rename_former_keys(state)
+        self._num_positions, self._num_padding = state["num_positions"], state["padding"]
         for component, saved in zip(self.components, state.get("skip_logs", ()), strict=False):  # absent in older ones
             for log, log_state in zip(component.skip_logs, saved, strict=False):
                 vars(log).update(log_state)
@@ -354,7 +358,7 @@ class WorkerLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert self._process is None, "the workers have started already"
-        self._state = state
+        self._state = _rename_former_keys(state)
 
     def close(self) -> None:
         """Kill the workers and drop the steps that they had ready."""
