@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from cli.arguments import toml_string
 from cli.entry import build_parser, exit_with_usage_error, friendly_errors, path_argument, usage_errors
@@ -14,9 +13,6 @@ from config.data import DataConfig
 from config.load import ConfigError, load_config
 from config.train import TrainConfig
 
-if TYPE_CHECKING:
-    from cli.data.reading import RowSettings
-
 NAME = "diffusionlm-data"
 
 EXAMPLE = f"""  {NAME} --config config/resources/train.toml --rows 2
@@ -24,7 +20,6 @@ EXAMPLE = f"""  {NAME} --config config/resources/train.toml --rows 2
   {NAME} chats.jsonl --tokenizer models/qwen3 --set 'source.chat.columns={{prompt="question", completion="answer"}}'
   {NAME} chats.jsonl --tokenizer runs/quickstart --template chatml --json | jq .counts"""
 
-MAX_COUNTED_ROWS = 10_000
 DEFAULT_ROW_LENGTH = 1_024
 
 
@@ -33,21 +28,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = _build_parser().parse_args(argv)
     config = _load_train_config(arguments)
     # Imported here, so that --help and config errors do not wait.
-    from cli.data.formatting import format_counts, format_row, row_to_json
-    from cli.data.reading import count_rows, read_rows, settings_of_config, settings_of_data
+    from cli.data.rows import (
+        RowSettings,
+        count_rows,
+        format_counts,
+        format_row,
+        read_rows,
+        row_to_json,
+        settings_of_config,
+    )
+    from diffusionlm.checkpoints.model_files import load_tokenizer
+    from diffusionlm.data.pipeline import open_components
 
-    settings: RowSettings
     if config is not None:
         settings = settings_of_config(config, arguments.split)
     else:
         data = _load_data_config(arguments)
         with usage_errors(NAME):
-            row_length = arguments.row_length or DEFAULT_ROW_LENGTH
-            settings = settings_of_data(data, arguments.tokenizer, row_length, arguments.block_length, arguments.split)
-    rows, counts = count_rows(read_rows(settings), settings, arguments.rows, MAX_COUNTED_ROWS)
+            components, tokenizer = open_components(data, arguments.split), load_tokenizer(arguments.tokenizer)
+        row_length = arguments.row_length or DEFAULT_ROW_LENGTH
+        settings = RowSettings(data, components, tokenizer, row_length, arguments.block_length)
+    rows, counts = count_rows(read_rows(settings), settings, arguments.rows)
     if arguments.json:
         shown = [row_to_json(row, settings.tokenizer) for row in rows]
-        print(json.dumps({"rows": shown, "counts": counts.to_json()}, ensure_ascii=False))
+        print(json.dumps({"rows": shown, "counts": counts}, ensure_ascii=False))
         return
     parts = [
         part for number, row in enumerate(rows, 1) for part in format_row(row, number, settings, is_full=arguments.full)

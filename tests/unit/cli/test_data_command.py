@@ -10,8 +10,7 @@ import pytest
 from rich.text import Text
 
 from cli.data import main
-from cli.data.formatting import STYLES, format_row, row_to_json
-from cli.data.reading import RowSettings, read_rows, settings_of_config, settings_of_data
+from cli.data.rows import STYLES, RowSettings, format_row, read_rows, row_to_json, settings_of_config
 from config.data import DataConfig
 from config.load import load_config
 from config.train import TrainConfig
@@ -19,7 +18,7 @@ from diffusionlm.data.pipeline import open_components
 from diffusionlm.evaluation.validation import Validator
 from tests.tiny_run import write_train_config
 from tests.unit.data.chat_cases import chat, chat_tokenizer
-from tokenizer import save_tokenizer
+from tokenizer import load_tokenizer, save_tokenizer
 
 LONG_ROWS = [chat(letter * 200, "z") for letter in "abc"]
 
@@ -113,7 +112,8 @@ def test_preferences_are_rows_of_pairs(tmp_path: Path) -> None:
 def test_tokens_are_colored(files: tuple[str, str]) -> None:
     path, tokenizer = files
     source = {"kind": "files", "paths": [path], "chat": {}, "on_bad_row": "skip"}
-    settings = settings_of_data(DataConfig.model_validate({"source": source}), tokenizer, 70, None, "train")
+    data = DataConfig.model_validate({"source": source})
+    settings = RowSettings(data, open_components(data, "train"), load_tokenizer(tokenizer), 70, None)
     text = next(
         part
         for part in format_row(next(read_rows(settings)), 1, settings, is_full=True)
