@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cli.infer.inputs import EncodedInput
@@ -26,7 +24,10 @@ class Answer:
     result: Generation
     output: str
     """The new text; of an infill the whole text, its masked spans filled."""
-    batch: BatchTiming
+    batch_size: int
+    batch_seconds: float
+    tokens_per_second: float
+    """New tokens of the whole batch, by its duration."""
 
     @property
     def num_tokens(self) -> int:
@@ -40,27 +41,13 @@ class Answer:
         return sum(logprobs) / len(logprobs) if logprobs else None
 
 
-@dataclass(frozen=True)
-class BatchTiming:
-    """Size and duration of a batch."""
-
-    size: int
-    seconds: float
-    num_tokens: int
-    """New tokens of all its requests."""
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.num_tokens / self.seconds if self.seconds > 0.0 else 0.0
-
-
 def build_answers(
     tokenizer: Tokenizer, requests: Sequence[EncodedInput], results: Sequence[Generation], seconds: float
 ) -> list[Answer]:
     """Answers of one batch that took ``seconds``."""
-    batch = BatchTiming(len(requests), seconds, sum(len(result.step_map) for result in results))
+    speed = sum(len(result.step_map) for result in results) / seconds if seconds > 0.0 else 0.0
     return [
-        Answer(request, result, _output_text(tokenizer, request, result), batch)
+        Answer(request, result, _output_text(tokenizer, request, result), len(requests), seconds, speed)
         for request, result in zip(requests, results, strict=True)
     ]
 
@@ -96,9 +83,9 @@ def answer_record(answer: Answer, params: Mapping[str, Any]) -> dict[str, Any]:
             "num_forwards": result.num_forwards,
             "tokens_per_forward": round(result.tokens_per_forward, 6),
             "mean_logprob": answer.mean_logprob,
-            "batch_size": answer.batch.size,
-            "seconds": round(answer.batch.seconds, 6),
-            "tokens_per_second": round(answer.batch.tokens_per_second, 3),
+            "batch_size": answer.batch_size,
+            "seconds": round(answer.batch_seconds, 6),
+            "tokens_per_second": round(answer.tokens_per_second, 3),
         },
         "tokens": {
             "token_ids": list(result.token_ids),
@@ -108,13 +95,6 @@ def answer_record(answer: Answer, params: Mapping[str, Any]) -> dict[str, Any]:
         },
         **({"extra": dict(request.source.extra)} if request.source.extra else {}),
     }
-
-
-def append_json_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Append one JSON object per line and close the file."""
-    with path.open("a", encoding="utf-8", newline="\n") as file:
-        for record in records:
-            file.write(json.dumps(record) + "\n")
 
 
 def check_output_paths(config: InferOutputConfig) -> None:

@@ -133,14 +133,14 @@ def _format_value(value: Any) -> str:
 
 
 def _list_facts(answer: Answer) -> Iterator[tuple[str, str]]:
-    result, batch = answer.result, answer.batch
+    result = answer.result
     yield "finished by", {"stop": "a stop token", "length": "its length"}[result.finish_reason]
     yield "new tokens", f"{answer.num_tokens:,}"
     yield "forwards", f"{result.num_forwards:,}"
     yield "tokens per forward", f"{result.tokens_per_forward:.2f}"
     if answer.mean_logprob is not None:
         yield "probability (geometric mean)", f"{math.exp(answer.mean_logprob):.1%}"
-    yield "seconds", f"{batch.seconds:.2f}" + f" (batch of {batch.size})" * (batch.size > 1)
+    yield "seconds", f"{answer.batch_seconds:.2f}" + f" (batch of {answer.batch_size})" * (answer.batch_size > 1)
     yield "seed", str(answer.request.seed)
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from cli.infer import main
-from config.dump import to_toml
 from config.generation import GenerationConfig
 from config.infer import InferConfig
 from config.load import load_config
@@ -307,23 +306,6 @@ def test_output_files(capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_p
     assert "contains answers already" in failure(capsys, 2, *arguments)
 
 
-def test_unreadable_and_unwritable_files_are_reported_before_decoding(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """Before the model is looked at: there is none."""
-    arguments = ("--model", tmp_path / "none", "--prompt", "a")
-    message = failure(capsys, 2, *arguments, "--html", tmp_path / "no" / "a.html")
-    assert f'output.html = "{tmp_path}/no/a.html": the directory {tmp_path}/no does not exist' in message
-    assert "is a directory" in failure(capsys, 2, *arguments, "--output", tmp_path)
-    same = ("--html", tmp_path / "a", "--output", tmp_path / "a")
-    assert "set two paths" in failure(capsys, 2, *arguments, *same)
-    message = failure(capsys, 2, *arguments, "--prompts", tmp_path / "a.txt")
-    assert message == f"diffusionlm-infer: error: {tmp_path}/a.txt: No such file or directory\n"
-    assert "system has no effect without chats" in failure(capsys, 2, *arguments, "--system", "x")
-    needs = failure(capsys, 2, *arguments, "--set", "input.prompts_format=jsonl")
-    assert 'prompts_format = "jsonl" needs prompts_file' in needs
-
-
 def test_plain_output_of_one_request_has_no_header(capsys: pytest.CaptureFixture[str], model_dir: Path) -> None:
     arguments = ("--model", model_dir, "--prompt", "the dog", "--set", "generation.max_new_tokens=4")
     run(*arguments, "--json")
@@ -343,20 +325,6 @@ def test_show_prints_one_line_a_forward(capsys: pytest.CaptureFixture[str], mode
     output = capsys.readouterr()
     assert len(output.out.splitlines()) == 1
     assert len(output.err.splitlines()) == 3
-
-
-def test_show_redraws_in_a_terminal(
-    capsys: pytest.CaptureFixture[str], model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    run("--model", model_dir, "--infill", "the [MASK:2] sat", "--show")
-    output = capsys.readouterr().out
-    first, *others = output.split("\r\x1b[2K\x1b[1A\x1b[2K")
-    assert first.endswith("forward 1\n\x1b[2mthe\x1b[0m ░\x1b[2m sat\x1b[0m"), "a space and a masked position"
-    assert {text.split("\n")[0] for text in others} == {"forward 2"}
-    assert output.endswith("\x1b[2m sat\x1b[0m\n")
 
 
 def printed_config(capsys: pytest.CaptureFixture[str], path: Path, *argv: object) -> InferConfig:
@@ -399,36 +367,30 @@ def test_shorthands_are_overrides(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert (str(config.model.path), config.input.prompts, config.input.seed) == ("x", ("c",), 1)
 
 
-def test_the_example_is_valid() -> None:
-    config = load_config(InferConfig, RESOURCE)
-    assert str(config.model.path) == "runs/quickstart"
-    assert config.input.prompts
-    assert "[MASK:" in config.input.infills[0]
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no input: add --prompt"),
+        (["--seed", "x"], "--set input.seed=x: expected an integer"),
+        (["--steps", "1.5"], "--set generation.steps=1.5: expected an integer"),
+        (["--strategy", "best"], "remasking_strategy"),
+        (["--set", "generation.steps=2", "--set", "generation.denoising_steps=2"], "denoising_steps = 2 (per block)"),
+        (["--prompt", "a", "--system", "x"], "system has no effect without chats"),
+        (["--set", "input.prompts_format=jsonl"], 'prompts_format = "jsonl" needs prompts_file'),
+        (["--prompt", "a", "--html", "no/a.html"], 'output.html = "no/a.html": the directory no does not exist'),
+        (["--prompt", "a", "--output", "."], 'output.file = "." is a directory'),
+        (["--prompt", "a", "--output", "a", "--html", "a"], "set two paths"),
+        (
+            ["--prompt", "", "--prompt", "a"],
+            "prompt 1 of 2 (0 tokens) and max_new_tokens = 64: 64 tokens are more than",
+        ),
+    ],
+)
+def test_usage_errors(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], model_dir: Path) -> None:
+    assert message in failure(capsys, 2, "--model", model_dir, *arguments)
 
 
-def test_usage_errors_exit_with_2(capsys: pytest.CaptureFixture[str], model_dir: Path) -> None:
+def test_a_missing_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert failure(capsys, 2, "--prompt", "a") == (
         "diffusionlm-infer: error: no model given: add --model DIR, or path to [model] of the config\n"
     )
-    assert "no input: add --prompt" in failure(capsys, 2, "--model", model_dir)
-    assert "--set input.seed=x: expected an integer" in failure(capsys, 2, "--seed", "x")
-    assert "--set generation.steps=1.5: expected an integer" in failure(capsys, 2, "--steps", "1.5")
-    assert "remasking_strategy" in failure(capsys, 2, "--strategy", "best")
-    message = failure(capsys, 2, "--set", "generation.steps=2", "--set", "generation.denoising_steps=2")
-    assert "steps = 2 (of the whole answer) and denoising_steps = 2 (per block)" in message
-
-
-def test_errors_of_model_and_inputs_exit_with_2(
-    capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_path: Path
-) -> None:
-    assert "no model at" in failure(capsys, 2, "--model", tmp_path / "none", "--prompt", "a")
-    assert "[MASK:0] is not a masked span" in failure(capsys, 2, "--model", model_dir, "--infill", "a [MASK:0]")
-    assert "has no masked span" in failure(capsys, 2, "--model", model_dir, "--infill", "a")
-    message = failure(capsys, 2, "--model", model_dir, "--prompt", "", "--prompt", "a")
-    assert "prompt 1 of 2 (0 tokens) and max_new_tokens = 64: 64 tokens are more than the model's context" in message
-    message = failure(capsys, 2, "--model", model_dir, "--prompt", "a")
-    assert "max_new_tokens = 64: 65 tokens are more than the model's context, max_position_embeddings = 48" in message
-
-
-def test_print_config_without_arguments_shows_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    assert failure(capsys, 0, "--print-config") == to_toml(InferConfig())

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from cli.make_data import main
-from config.data import PythonStdlib, Shards
+from config.data import Shards
 from config.load import load_config
-from config.make_data import MakeDataConfig
 from config.train import TrainConfig
 
 ROOT = Path(__file__).parents[3]
@@ -63,12 +62,6 @@ def arguments(directory: Path, *overrides: str) -> list[str]:
 
 def digest(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
-
-
-def test_the_shipped_config() -> None:
-    config = load_config(MakeDataConfig, RESOURCES / "make_data.toml")
-    assert config.source == PythonStdlib()
-    assert (config.output.shard_tokens, config.output.workers) == (100_000_000, None)
 
 
 def test_output(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,26 +125,6 @@ def test_errors(
     assert output.err.startswith("diffusionlm-make-data: error: ")
     assert words in output.err
     assert not (tmp_path / "made").exists()
-
-
-def test_help_and_config_errors_import_little() -> None:
-    code = (
-        "import sys, contextlib, cli.make_data\n"
-        "for argv in (['--help'], ['--set', 'a.b=1', '--config', '/dev/null'], ['--schema'], []):\n"
-        "    with contextlib.suppress(SystemExit):\n"
-        "        cli.make_data.main(argv)\n"
-        "print({'torch', 'numpy', 'tokenizer'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.endswith("set()\n")
-    assert "diffusionlm-make-data --config config/resources/make_data.toml" in done.stdout
-
-
-def test_no_torch(tmp_path: Path) -> None:
-    """Neither the command nor its tokenizer processes import torch."""
-    code = "import sys, cli.make_data\ncli.make_data.main(sys.argv[1:])\nassert 'torch' not in sys.modules"
-    words = ["--config", os.devnull, *arguments(tmp_path / "made")]
-    subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, check=True, timeout=60)
 
 
 @contextlib.contextmanager

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -34,17 +32,6 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) 
     output = capsys.readouterr()
     assert output.out == "" and "Traceback" not in output.err
     return output.err
-
-
-def test_a_bad_config_is_answered_without_torch() -> None:
-    code = (
-        "import sys\nfrom cli.train_ddp import main\n"
-        "try: main(['--config', sys.argv[1], '--set', 'parallel.local_rank=2'])\n"
-        "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code, RESOURCE], capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert done.stdout.split() == ["2", "False"]
-    assert "did you mean local_ranks?" in done.stderr
 
 
 def test_an_explicit_single_is_refused_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
