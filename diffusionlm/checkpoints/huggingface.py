@@ -17,7 +17,7 @@ from diffusionlm.checkpoints.model_card import write_model_card
 from diffusionlm.checkpoints.model_files import find_weights_directory, verify_model_files
 from diffusionlm.checkpoints.vocabulary import check_vocabulary, read_vocabulary
 from diffusionlm.checkpoints.weights import open_weights, read_saved_dtype, save_weights
-from diffusionlm.families.key_readers import list_eos_token_ids
+from diffusionlm.families.family import list_eos_token_ids
 from diffusionlm.families.model_directory import (
     GENERATION_CONFIG_FILE,
     read_generation_config,

@@ -13,8 +13,8 @@ from torch import Tensor
 from config.generation import DEFAULT_NEW_TOKENS
 from config.model import ModelConfig
 from diffusionlm.checkpoints.manifest import MANIFEST, ManifestEntries, format_manifest, make_manifest_entries
+from diffusionlm.families.family import SLIDING
 from diffusionlm.families.hub import describe_origin
-from diffusionlm.families.key_readers import SLIDING
 from diffusionlm.families.registry import get_family
 from files.atomic import write_text_atomic
 from files.json_files import read_json_object

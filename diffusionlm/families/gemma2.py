@@ -5,17 +5,24 @@ from __future__ import annotations
 from typing import ClassVar
 
 from config.model import MAX_MODULES, ModelConfig
-from diffusionlm.families.family import ModelFamily
-from diffusionlm.families.key_readers import FULL, SLIDING, JsonObject, Options, read_layer_type_list, sliding_options
+from diffusionlm.families.family import (
+    FULL,
+    SLIDING,
+    JsonObject,
+    ModelFamily,
+    Options,
+    read_layer_type_list,
+    sliding_options,
+)
 
-FIXED_OPTIONS: Options = {
+_FIXED_OPTIONS: Options = {
     "sandwich_norms": True,
     "norm_offset": True,
     "scale_embeddings": True,
     "qk_norm": False,
     "num_experts": 0,
 }
-DEFAULT_OPTIONS: Options = {
+_DEFAULT_OPTIONS: Options = {
     "head_dim": 256,
     "hidden_act": "gelu_pytorch_tanh",
     "tie_word_embeddings": True,
@@ -55,3 +62,6 @@ class Gemma2Family(ModelFamily):
             "final_logit_softcapping": config.final_logit_softcapping,
             "layer_types": list(config.layer_types or [FULL] * config.num_hidden_layers),
         }
+
+
+GEMMA2 = Gemma2Family("gemma2", "Gemma2ForCausalLM", _FIXED_OPTIONS, _DEFAULT_OPTIONS)

@@ -9,20 +9,17 @@ import math
 import re
 
 from config.model import ModelConfig
-from diffusionlm.families.family import DENSE_OPTIONS, ModelFamily
-from diffusionlm.families.key_readers import JsonObject, Options
+from diffusionlm.families.family import DENSE_OPTIONS, JsonObject, ModelFamily, Options
 
-FIXED_OPTIONS: Options = {
+_FIXED_OPTIONS: Options = {
     "qk_norm": False,
     "attention_bias": False,
     "attention_output_bias": False,
     "rope_scaling": None,
     **DENSE_OPTIONS,
 }
-DEFAULT_OPTIONS: Options = {"rms_norm_eps": 1e-5, "eos_token_id": 126081, "pad_token_id": 126081}
-DIFFUSION_DEFAULTS: Options = {"mask_token_id": 126336, "logit_alignment": "same_position", "block_length": None}
-STOP_TOKEN_IDS = (126081, 126348)
-"""<|endoftext|> and <|eot_id|>."""
+_DEFAULT_OPTIONS: Options = {"rms_norm_eps": 1e-5, "eos_token_id": 126081, "pad_token_id": 126081}
+_DIFFUSION_DEFAULTS: Options = {"mask_token_id": 126336, "logit_alignment": "same_position", "block_length": None}
 
 _KEY_TO_OPTION = {
     "d_model": "hidden_size",
@@ -140,3 +137,14 @@ class LLaDAFamily(ModelFamily):
         layer, _, name = module.removeprefix("model.layers.").partition(".")
         tensor = next(tensor for tensor, module_name in _LAYER_TENSOR_TO_MODULE.items() if module_name == name)
         return f"{_TENSOR_PREFIX}blocks.{layer}.{tensor}.{kind}"
+
+
+LLADA = LLaDAFamily(
+    "llada",
+    "LLaDAModelLM",
+    _FIXED_OPTIONS,
+    _DEFAULT_OPTIONS,
+    _DIFFUSION_DEFAULTS,
+    supports_sliding_window=False,
+    stop_token_ids=(126081, 126348),  # <|endoftext|> and <|eot_id|>
+)

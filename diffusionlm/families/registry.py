@@ -24,16 +24,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from config.model import ModelConfig
-from diffusionlm.families.family import DENSE_OPTIONS, GEMMA_OPTIONS_OFF, ModelFamily
-from diffusionlm.families.gemma2 import DEFAULT_OPTIONS as GEMMA2_DEFAULTS
-from diffusionlm.families.gemma2 import FIXED_OPTIONS as GEMMA2_OPTIONS
-from diffusionlm.families.gemma2 import Gemma2Family
-from diffusionlm.families.key_readers import Options
-from diffusionlm.families.llada import DEFAULT_OPTIONS as LLADA_DEFAULTS
-from diffusionlm.families.llada import DIFFUSION_DEFAULTS as LLADA_DIFFUSION
-from diffusionlm.families.llada import FIXED_OPTIONS as LLADA_OPTIONS
-from diffusionlm.families.llada import STOP_TOKEN_IDS as LLADA_STOP_TOKEN_IDS
-from diffusionlm.families.llada import LLaDAFamily
+from diffusionlm.families.family import DENSE_OPTIONS, GEMMA_OPTIONS_OFF, ModelFamily, Options
+from diffusionlm.families.gemma2 import GEMMA2
+from diffusionlm.families.llada import LLADA
 
 _QWEN2: Options = {**DENSE_OPTIONS, "qk_norm": False, "attention_bias": True, "attention_output_bias": False}
 _QWEN3: Options = {**DENSE_OPTIONS, "qk_norm": True}
@@ -64,7 +57,7 @@ _FAMILIES = (
         supports_sliding_window=False,
         requires_experts=True,
     ),
-    Gemma2Family("gemma2", "Gemma2ForCausalLM", GEMMA2_OPTIONS, GEMMA2_DEFAULTS),
+    GEMMA2,
     ModelFamily(
         "sdar",
         "SDARForCausalLM",
@@ -87,15 +80,7 @@ _FAMILIES = (
         stop_token_ids=_SDAR_STOP_TOKEN_IDS,
         default_strategy="low_confidence_dynamic",
     ),
-    LLaDAFamily(
-        "llada",
-        "LLaDAModelLM",
-        LLADA_OPTIONS,
-        LLADA_DEFAULTS,
-        LLADA_DIFFUSION,
-        supports_sliding_window=False,
-        stop_token_ids=LLADA_STOP_TOKEN_IDS,
-    ),
+    LLADA,
     ModelFamily("Dream", "DreamModel", _QWEN2, _DREAM_DEFAULTS, _DREAM_DIFFUSION, default_strategy="entropy"),
 )
 FAMILIES: Mapping[str, ModelFamily] = MappingProxyType({family.model_type: family for family in _FAMILIES})
