@@ -10,7 +10,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import zstandard
 
@@ -31,25 +31,13 @@ class CorruptFileError(Exception):
         self.detail = detail
 
 
-class Decompressor(Protocol):
-    """The common interface of zlib, bz2, lzma and zstandard."""
-
-    @property
-    def eof(self) -> bool: ...
-
-    @property
-    def unused_data(self) -> bytes: ...
-
-    def decompress(self, data: bytes, /) -> bytes: ...
-
-
-DECOMPRESSORS: dict[str, Callable[[], Decompressor]] = {
+DECOMPRESSORS: dict[str, Callable[[], Any]] = {
     ".gz": lambda: zlib.decompressobj(wbits=zlib.MAX_WBITS | 16),
     ".bz2": bz2.BZ2Decompressor,
     ".xz": lzma.LZMADecompressor,
     ".zst": lambda: zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW).decompressobj(),
 }
-"""File name extension -> decompressor."""
+"""File name extension -> decompressor; all have `decompress`, `eof` and `unused_data`."""
 
 
 def detect_compression(path: Path) -> str | None:
@@ -104,7 +92,7 @@ def _offset_beyond_end_error(path: Path, offset: int) -> ValueError:
 class _DecompressedFile(io.RawIOBase):
     """Decompresses a file while it is read. Data before a corrupt place is returned before the error is raised."""
 
-    def __init__(self, path: Path, open_decompressor: Callable[[], Decompressor]) -> None:
+    def __init__(self, path: Path, open_decompressor: Callable[[], Any]) -> None:
         self._file = path.open("rb")
         self._chunks = _decompress(self._file, open_decompressor)
         self._chunk = memoryview(b"")
@@ -128,7 +116,7 @@ class _DecompressedFile(io.RawIOBase):
         super().close()
 
 
-def _decompress(file: BinaryIO, open_decompressor: Callable[[], Decompressor]) -> Iterator[bytes]:
+def _decompress(file: BinaryIO, open_decompressor: Callable[[], Any]) -> Iterator[bytes]:
     """Decompress all members or frames of an archive, ignoring zero bytes between them."""
     decompressor = open_decompressor()
     while block := file.read(COMPRESSED_BLOCK):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import IO, Any, cast
 
 
@@ -17,22 +15,22 @@ class _Stream:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-
-class _ResilientStream(_Stream):
-    """Writes to a stream until a write fails; then discards everything."""
-
     def write(self, text: str) -> int:
         try:
             return self._stream.write(text)
-        except OSError:
-            discard_pending_output(self._stream)
+        except OSError as error:
+            self._handle(error)
             return len(text)
 
     def flush(self) -> None:
         try:
             self._stream.flush()
-        except OSError:
-            discard_pending_output(self._stream)
+        except OSError as error:
+            self._handle(error)
+
+    def _handle(self, error: OSError) -> None:
+        """Discard what is written from now on."""
+        discard_pending_output(self._stream)
 
 
 class NamedStream(_Stream):
@@ -43,31 +41,19 @@ class NamedStream(_Stream):
         self._name = name
         self._error: OSError | None = None
 
-    def write(self, text: str) -> int:
-        with self._named_errors():
-            return self._stream.write(text)
-
-    def flush(self) -> None:
-        with self._named_errors():
-            self._stream.flush()
-
     def raise_error(self) -> None:
         """Raise the error of a write that the writer ignored, as argparse does."""
         if self._error is not None:
             raise self._error
 
-    @contextmanager
-    def _named_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self._error, error.filename = error, self._name
-            raise
+    def _handle(self, error: OSError) -> None:
+        self._error, error.filename = error, self._name
+        raise error
 
 
 def resilient(stream: IO[str]) -> IO[str]:
     """Wrap a stream so that a closed pipe or a full disk drops the output instead of raising."""
-    return cast("IO[str]", _ResilientStream(stream))
+    return cast("IO[str]", _Stream(stream))
 
 
 def discard_pending_output(stream: IO[str]) -> None:
