@@ -103,6 +103,52 @@ def test_resumed_tail_equals_the_uninterrupted_run(
     assert not equal(steps[0], steps[5])
 
 
+BAD = [b"not json", b'{"text": 12}', b'{"id": 1}', b'{"text": "x\xff"}', b'{"text": "\\ud800"}', b"[]"]
+
+
+@pytest.mark.parametrize("policy", ["skip", "replace"])
+def test_a_run_over_bad_records_resumes_exactly(policy: str, tmp_path: Path, byte_tokenizer: Any) -> None:
+    good = [b'{"text": "good %d %s"}' % (index, b"ab" * (index % 4)) for index in range(21)]
+    lines = [line for index, text in enumerate(good) for line in (text, BAD[index % len(BAD)])]
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    config = LocalFiles.model_validate({"paths": [str(path)], "validation_paths": ["unused"], "on_bad_row": policy})
+
+    def make() -> Loader:
+        source = open_source(config, "train", "data.source")
+        return Loader(build_rows(source, config_of("packed"), byte_tokenizer, LENGTH, 1), RecordingObjective(), 4, 4, 1)
+
+    loader, states, steps = make(), [], []
+    for step in range(9):
+        states.append(json.loads(json.dumps(loader.state_dict())))
+        steps.append(loader.next_step(step))
+    assert loader.epoch >= 1 and not equal(steps[1], steps[2])
+    for cut in range(1, 9):
+        resumed = make()
+        resumed.load_state_dict(states[cut])
+        assert equal(resumed.next_step(cut), steps[cut])
+
+
+def test_an_epoch_that_ends_exactly_at_a_checkpoint(list_reader: Any, byte_tokenizer: Any) -> None:
+    documents = [f"document {index:02}" for index in range(12)]
+
+    def make() -> Loader:
+        reader = build_rows(list_reader(documents), config_of("padded", 5, 3), byte_tokenizer, LENGTH, seed=1)
+        return Loader(reader, RecordingObjective(), 4, 4, seed=1)
+
+    loader, states, steps = make(), [], []
+    for step in range(7):
+        states.append(json.loads(json.dumps(loader.state_dict())))
+        steps.append(loader.next_step(step))
+    assert isinstance(loader.objective, RecordingObjective)
+    rows = [bytes(row[:11].tolist()).decode() for batch in loader.objective.batches for row in batch.tokens_BL]
+    assert sorted(rows[:12]) == sorted(rows[12:24]) == documents, "an epoch is three steps"
+    for cut in (3, 6):
+        resumed = make()
+        resumed.load_state_dict(states[cut])
+        assert all(equal(resumed.next_step(step), steps[step]) for step in range(cut, 7))
+
+
 def test_an_epoch_has_every_row_once(rows: str, list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
     config = config_of(rows)
     reader = build_rows(list_reader(DOCUMENTS), config, byte_tokenizer, LENGTH, seed=1)

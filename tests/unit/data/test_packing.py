@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +14,10 @@ from diffusionlm.data.packing import PackedRowReader, PaddedRowReader, Row, RowF
 from diffusionlm.data.tokenization import InlineTextEncoder, tokenize_reader
 
 Drain = Callable[..., list[Any]]
+ReadTokens = Callable[[list[str]], Any]
 EOS = 256
-ENDS = [(begin, end) for begin in (False, True) for end in (False, True)]
-"""begin_with_eos, end_with_eos."""
+LENGTHS = list(itertools.product((2, 3, 8, 64), (False, True), (False, True)))
+"""Row length, begin_with_eos, end_with_eos."""
 DOCUMENTS = ["abc", "", "a long document that spans several rows", "x", "seven77", "1234567", "the end"]
 CASES = [DOCUMENTS, ["only"], ["12345678" * 3, "1234567"], ["1234567", "1234567"], ["", "", ""], ["x" * 100]]
 
@@ -24,8 +26,10 @@ def row_format(length: int, begin_with_eos: bool = False, end_with_eos: bool = T
     return RowFormat(length, EOS, begin_with_eos, end_with_eos)
 
 
-def streams(documents: list[str]) -> list[int]:
-    return [token for text in documents for token in [*text.encode(), EOS]]
+@pytest.fixture
+def read_tokens(list_reader: Any, byte_tokenizer: Any) -> ReadTokens:
+    """A reader of the tokens of these documents."""
+    return lambda documents: tokenize_reader(list_reader(documents), InlineTextEncoder(byte_tokenizer.encode))
 
 
 def equal_rows(x: list[Row], y: list[Row]) -> bool:
@@ -35,50 +39,6 @@ def equal_rows(x: list[Row], y: list[Row]) -> bool:
         and np.array_equal(a.loss_mask_L, b.loss_mask_L)
         for a, b in zip(x, y, strict=True)
     )
-
-
-@pytest.mark.parametrize("documents", CASES)
-@pytest.mark.parametrize("length", [1, 3, 8, 64])
-def test_packed_rows_are_the_documents_end_to_end(
-    documents: list[str], length: int, list_reader: Any, byte_tokenizer: Any, drain: Drain
-) -> None:
-    rows = drain(
-        PackedRowReader(
-            tokenize_reader(list_reader(documents), InlineTextEncoder(byte_tokenizer.encode)), row_format(length)
-        )
-    )
-    tokens = np.concatenate([row.tokens_L for row in rows])
-    real = np.concatenate([row.loss_mask_L for row in rows])
-    expected = streams(documents)
-    assert tokens[real].tolist() == expected
-    assert len(rows) == -(-len(expected) // length)
-    assert all(row.loss_mask_L.all() for row in rows[:-1]), "only the last row is padded"
-    assert (np.diff(real.astype(int)) <= 0).all(), "padding comes last"
-    assert (tokens[~real] == EOS).all()
-    which = np.repeat(np.arange(len(documents)), [len(text.encode()) + 1 for text in documents])
-    for index, row in enumerate(rows):
-        part = which[index * length : (index + 1) * length]
-        assert row.document_ids_L[: len(part)].tolist() == (part - part[0]).tolist()
-        assert (row.document_ids_L[len(part) :] == -1).all()
-        assert row.tokens_L.dtype == row.document_ids_L.dtype == np.int32
-
-
-@pytest.mark.parametrize("documents", CASES)
-@pytest.mark.parametrize("length", [3, 8])
-def test_packed_rows_resume_at_every_position(
-    documents: list[str], length: int, list_reader: Any, byte_tokenizer: Any, drain: Drain
-) -> None:
-    def make() -> PackedRowReader:
-        return PackedRowReader(
-            tokenize_reader(list_reader(documents), InlineTextEncoder(byte_tokenizer.encode)), row_format(length)
-        )
-
-    whole = drain(make())
-    assert equal_rows(drain(make(), (1,)), whole) and equal_rows(drain(make(), (2, 1)), whole)
-    for count in range(1, len(whole) + 1):
-        head, position = make().read(0, None, count)
-        tail = [] if position is None else drain(make(), (2,), position=json.loads(json.dumps(position)))
-        assert equal_rows(head + tail, whole)
 
 
 def format_row(text: str, begin: bool, end: bool) -> tuple[list[int], list[bool]]:
@@ -105,14 +65,13 @@ def packed_rows(scored: list[list[int]], length: int, begin: bool) -> list[list[
 
 
 @pytest.mark.parametrize("documents", CASES)
-@pytest.mark.parametrize("length", [2, 3, 8, 64])
-@pytest.mark.parametrize(("begin", "end"), ENDS)
+@pytest.mark.parametrize(("length", "begin", "end"), [(1, False, True), *LENGTHS])
 def test_packed_documents_begin_and_end_as_configured(
-    documents: list[str], length: int, begin: bool, end: bool, list_reader: Any, byte_tokenizer: Any, drain: Drain
+    documents: list[str], length: int, begin: bool, end: bool, read_tokens: ReadTokens, drain: Drain
 ) -> None:
     def make() -> PackedRowReader:
         return PackedRowReader(
-            tokenize_reader(list_reader(documents), InlineTextEncoder(byte_tokenizer.encode)),
+            read_tokens(documents),
             row_format(length, begin, end),
         )
 
@@ -132,10 +91,10 @@ def test_packed_documents_begin_and_end_as_configured(
         assert equal_rows(head + tail, rows)
 
 
-def test_a_cut_document_begins_again(list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
+def test_a_cut_document_begins_again(read_tokens: ReadTokens, drain: Drain) -> None:
     rows = drain(
         PackedRowReader(
-            tokenize_reader(list_reader(["ab", "cdefgh", "i"]), InlineTextEncoder(byte_tokenizer.encode)),
+            read_tokens(["ab", "cdefgh", "i"]),
             row_format(6, begin_with_eos=True),
         )
     )
@@ -149,25 +108,13 @@ def test_a_cut_document_begins_again(list_reader: Any, byte_tokenizer: Any, drai
     assert rows[2].loss_mask_L.tolist() == [False, True, False, True, True, False]
 
 
-def test_no_start_token_alone_at_the_end_of_a_row(list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
-    rows = drain(
-        PackedRowReader(
-            tokenize_reader(list_reader(["abc", "d"]), InlineTextEncoder(byte_tokenizer.encode)),
-            row_format(6, begin_with_eos=True),
-        )
-    )
-    assert [row.tokens_L.tolist() for row in rows] == [[EOS, *b"abc", EOS, EOS], [EOS, *b"d", EOS, EOS, EOS, EOS]]
-    assert [row.document_ids_L.tolist() for row in rows] == [[0] * 5 + [-1], [0] * 3 + [-1] * 3]
-
-
-@pytest.mark.parametrize("length", [2, 3, 8, 64])
-@pytest.mark.parametrize(("begin", "end"), ENDS)
+@pytest.mark.parametrize(("length", "begin", "end"), [(1, False, True), *LENGTHS])
 def test_padded_documents_begin_and_end_as_configured(
-    length: int, begin: bool, end: bool, list_reader: Any, byte_tokenizer: Any, drain: Drain
+    length: int, begin: bool, end: bool, read_tokens: ReadTokens, drain: Drain
 ) -> None:
     def make() -> PaddedRowReader:
         return PaddedRowReader(
-            tokenize_reader(list_reader(DOCUMENTS), InlineTextEncoder(byte_tokenizer.encode)),
+            read_tokens(DOCUMENTS),
             row_format(length, begin, end),
         )
 
@@ -189,13 +136,11 @@ def test_padded_documents_begin_and_end_as_configured(
 
 @pytest.mark.parametrize("kind", [PackedRowReader, PaddedRowReader])
 @pytest.mark.parametrize("begin", [False, True])
-def test_empty_documents_are_left_out(
-    kind: Any, begin: bool, list_reader: Any, byte_tokenizer: Any, drain: Drain
-) -> None:
+def test_empty_documents_are_left_out(kind: Any, begin: bool, read_tokens: ReadTokens, drain: Drain) -> None:
     for documents in (["", "", ""], [], ["", "", "ab", "", "", "cd", "", ""]):
         rows = drain(
             kind(
-                tokenize_reader(list_reader(documents), InlineTextEncoder(byte_tokenizer.encode)),
+                read_tokens(documents),
                 row_format(8, begin, False),
             ),
             (2,),
@@ -206,30 +151,15 @@ def test_empty_documents_are_left_out(
 
 
 @pytest.mark.parametrize("kind", [PackedRowReader, PaddedRowReader])
-def test_a_row_needs_room_for_a_start_and_a_token(kind: Any, list_reader: Any, byte_tokenizer: Any) -> None:
+def test_a_row_needs_room_for_a_start_and_a_token(kind: Any, read_tokens: ReadTokens) -> None:
     with pytest.raises(ValueError, match=r"data\.begin_with_eos needs rows of at least 2 tokens.* is 1"):
         kind(
-            tokenize_reader(list_reader(["ab"]), InlineTextEncoder(byte_tokenizer.encode)),
+            read_tokens(["ab"]),
             row_format(1, begin_with_eos=True),
         )
 
 
-def test_no_documents_no_rows(list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
-    assert (
-        drain(
-            PackedRowReader(tokenize_reader(list_reader([]), InlineTextEncoder(byte_tokenizer.encode)), row_format(8))
-        )
-        == []
-    )
-    assert (
-        drain(
-            PaddedRowReader(tokenize_reader(list_reader([]), InlineTextEncoder(byte_tokenizer.encode)), row_format(8))
-        )
-        == []
-    )
-
-
-def test_packed_documents_are_encoded_once(list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
+def test_packed_documents_are_encoded_once(read_tokens: ReadTokens, byte_tokenizer: Any, drain: Drain) -> None:
     encoded_texts: list[str] = []
     original = byte_tokenizer.encode
 
@@ -239,39 +169,10 @@ def test_packed_documents_are_encoded_once(list_reader: Any, byte_tokenizer: Any
 
     byte_tokenizer.encode = encode
     drain(
-        PackedRowReader(
-            tokenize_reader(list_reader(DOCUMENTS), InlineTextEncoder(byte_tokenizer.encode)), row_format(4)
-        ),
+        PackedRowReader(read_tokens(DOCUMENTS), row_format(4)),
         (1,),
     )
     assert encoded_texts == DOCUMENTS
-
-
-@pytest.mark.parametrize("length", [1, 4, 8, 64])
-def test_padded_rows_hold_one_document_each(length: int, list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
-    rows = drain(
-        PaddedRowReader(
-            tokenize_reader(list_reader(DOCUMENTS), InlineTextEncoder(byte_tokenizer.encode)), row_format(length)
-        )
-    )
-    assert len(rows) == len(DOCUMENTS)
-    for text, row in zip(DOCUMENTS, rows, strict=True):
-        expected = [*text.encode()[: length - 1], EOS]
-        assert row.tokens_L[row.loss_mask_L].tolist() == expected
-        assert row.document_ids_L.tolist() == [0] * len(expected) + [-1] * (length - len(expected))
-        assert (row.tokens_L[len(expected) :] == EOS).all()
-
-
-def test_padded_rows_resume_at_every_position(list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
-    def make() -> PaddedRowReader:
-        return PaddedRowReader(
-            tokenize_reader(list_reader(DOCUMENTS), InlineTextEncoder(byte_tokenizer.encode)), row_format(8)
-        )
-
-    whole = drain(make())
-    for count in range(1, len(whole) + 1):
-        head, position = make().read(0, None, count)
-        assert equal_rows(head + drain(make(), (2,), position=json.loads(json.dumps(position))), whole)
 
 
 def test_the_cached_document_is_of_the_same_epoch(byte_tokenizer: Any) -> None:
@@ -288,13 +189,12 @@ def test_the_cached_document_is_of_the_same_epoch(byte_tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("documents", [*CASES, [f"{'ab' * (index * 7 % 13)}" for index in range(60)]])
-@pytest.mark.parametrize("length", [2, 3, 8, 64])
-@pytest.mark.parametrize(("begin", "end"), ENDS)
+@pytest.mark.parametrize(("length", "begin", "end"), LENGTHS)
 def test_best_fit_cuts_long_documents_only(
-    documents: list[str], length: int, begin: bool, end: bool, list_reader: Any, byte_tokenizer: Any, drain: Drain
+    documents: list[str], length: int, begin: bool, end: bool, read_tokens: ReadTokens, drain: Drain
 ) -> None:
     def make() -> Any:
-        texts = tokenize_reader(list_reader(documents), InlineTextEncoder(byte_tokenizer.encode))
+        texts = read_tokens(documents)
         return pack_best_fit(texts, row_format(length, begin, end), window_size=25)
 
     rows = drain(make())
@@ -320,22 +220,16 @@ def test_best_fit_cuts_long_documents_only(
         assert equal_rows(head + tail, rows)
 
 
-def test_best_fit_of_documents_that_fill_rows_exactly(list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
+def test_best_fit_of_documents_that_fill_rows_exactly(read_tokens: ReadTokens, drain: Drain) -> None:
     rng = np.random.default_rng(0)
     sizes: list[int] = []
     for _ in range(200):  # 200 full rows, each cut into documents
         cuts = np.sort(rng.choice(np.arange(8, 57), size=2, replace=False))
         sizes += np.diff([0, *cuts, 64]).tolist()
     texts = ["x" * (size - 1) for size in rng.permutation(sizes)]
-    rows = drain(
-        pack_best_fit(
-            tokenize_reader(list_reader(texts), InlineTextEncoder(byte_tokenizer.encode)), row_format(64), 1000
-        )
-    )
+    rows = drain(pack_best_fit(read_tokens(texts), row_format(64), 1000))
     assert 200 <= len(rows) <= 204, "within 2 % of the optimum"
-    small_window = drain(
-        pack_best_fit(tokenize_reader(list_reader(texts), InlineTextEncoder(byte_tokenizer.encode)), row_format(64), 3)
-    )
+    small_window = drain(pack_best_fit(read_tokens(texts), row_format(64), 3))
     assert len(small_window) > 230, "a small window has less to choose from"
 
 
@@ -346,6 +240,7 @@ def test_split_rows_keep_tokens_padding_and_documents() -> None:
     firsts, pieces = [], []
     for seed in range(400):
         cut = split_row_randomly(row, np.random.default_rng(seed))
+        assert row.document_ids_L is documents and documents[8] == 0, "the row itself stays"
         assert np.array_equal(cut.tokens_L, row.tokens_L)
         assert np.array_equal(cut.loss_mask_L, targets)
         assert np.array_equal(cut.document_ids_L < 0, documents < 0)
@@ -359,9 +254,3 @@ def test_split_rows_keep_tokens_padding_and_documents() -> None:
     assert (counts[:8] > 8).all()
     assert counts[8] > counts[:8].max()
     assert max(pieces) > 4
-
-
-def test_splitting_does_not_change_the_row() -> None:
-    row = Row(np.arange(4, dtype=np.int32), np.zeros(4, dtype=np.int32), np.ones(4, dtype=np.bool_))
-    split_row_randomly(row, np.random.default_rng(0))
-    assert not row.document_ids_L.any()

@@ -152,19 +152,6 @@ def test_resuming_at_every_position(form: str, ending: str, tmp_path: Path, drai
     assert source.read(1, None, 2)[0] == texts[:2]
 
 
-@pytest.mark.usefixtures("_small_blocks")
-@pytest.mark.parametrize(("form", "ending"), KINDS)
-def test_a_chain_of_resumes(form: str, ending: str, tmp_path: Path) -> None:
-    texts = random_texts(45, 5, form)
-    folder = write(tmp_path / "data", texts, form, ending)
-    read: list[str] = []
-    position: Any = None
-    for limit in (3, 1, 20, 1, 9, 100):
-        chunk, position = open_documents(folder, **options_of(form)).read(0, json.loads(json.dumps(position)), limit)
-        read += chunk
-    assert position is None and read == texts
-
-
 def test_json_and_parquet_together(tmp_path: Path, drain: Drain) -> None:
     (tmp_path / "a.jsonl.zst").write_bytes(COMPRESS[".zst"](json_lines(["a", "b"]).encode()))
     (tmp_path / "b.json").write_text('{\n "text": "c",\n "id": 1}\n')

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
 from collections import Counter
@@ -12,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from config.data import (
     CopiedSymbols,
@@ -23,7 +21,7 @@ from config.data import (
     ShidokuGrids,
     SyntheticText,
 )
-from diffusionlm.data.loader import Loader, collate_rows
+from diffusionlm.data.loader import collate_rows
 from diffusionlm.data.pipeline import build_row_reader, open_components
 from diffusionlm.data.sources import open_source
 from diffusionlm.data.sources.synthetic import (
@@ -39,9 +37,7 @@ from diffusionlm.data.sources.synthetic import (
     SyntheticSource,
     shidoku_grids,
 )
-from diffusionlm.diffusion.noised_batch import NoisedBatch
-from diffusionlm.models.patterns import Bidirectional
-from tests.reference.decoding.shidoku_puzzles import find_solutions, is_shidoku, make_puzzle
+from tests.reference.decoding.shidoku_puzzles import is_shidoku
 from tokenizer import train_bpe
 from tokenizer.patterns import PATTERNS
 
@@ -231,35 +227,6 @@ def test_all_288_grids_are_valid() -> None:
     assert not any(map(is_shidoku, ["", "1" * 16, grids[0] + "1", grids[0][:15], grids[0].replace("1", "5")]))
 
 
-def test_puzzles_and_their_solutions() -> None:
-    grid = shidoku_grids()[100]
-    assert find_solutions("." * 16) == list(shidoku_grids())
-    assert find_solutions(grid) == [grid]
-    assert find_solutions("11" + "." * 14) == []
-    num_unique = 0
-    for seed in range(50):
-        puzzle = make_puzzle(grid, 6, np.random.default_rng(seed))
-        assert puzzle.count(".") == 10
-        assert all(cell in (".", digit) for cell, digit in zip(puzzle, grid, strict=True))
-        assert grid in find_solutions(puzzle)
-        num_unique += len(find_solutions(puzzle)) == 1
-    assert 0 < num_unique < 50
-    assert make_puzzle(grid, 16, np.random.default_rng(0)) == grid
-    assert make_puzzle(grid, 0, np.random.default_rng(0)) == "." * 16
-
-
-def test_invalid_puzzles_are_errors() -> None:
-    rng = np.random.default_rng(0)
-    for text in ("", "." * 15, "5" + "." * 15, "." * 16 + "\n"):
-        with pytest.raises(ValueError, match="not a 4x4 puzzle"):
-            find_solutions(text)
-    for givens in (-1, 17):
-        with pytest.raises(ValueError, match="num_givens"):
-            make_puzzle(shidoku_grids()[0], givens, rng)
-    with pytest.raises(ValueError, match="not a 4x4 Sudoku grid"):
-        make_puzzle("1" * 16, 4, rng)
-
-
 @pytest.mark.parametrize(
     "size",
     [1, 10, DOCUMENTS_PER_BLOCK - 1, DOCUMENTS_PER_BLOCK, DOCUMENTS_PER_BLOCK + 1, 2 * DOCUMENTS_PER_BLOCK + 300],
@@ -338,40 +305,6 @@ def test_a_tokenizer_without_merges_has_one_token_per_character(pattern: str, co
         tokens = tokenizer.encode(text)
         assert len(tokens) == len(text) and tokenizer.decode(tokens) == text
     assert len(tokenizer.encode("1234123412341234")) == 16
-
-
-@pytest.mark.parametrize("rows", ["packed", "padded"])
-def test_a_run_resumes_through_the_whole_chain(rows: Any, byte_tokenizer: Any) -> None:
-    source = NestedExpressions(documents_per_epoch=40)
-    data = DataConfig(source=source, rows=rows, begin_with_eos=True, document_shuffle_window=16, row_shuffle_window=8)
-
-    class Batches:
-        def build_noised_batch(self, batch: Any, key: Any) -> NoisedBatch:
-            empty = torch.zeros(0, dtype=torch.int64)
-            return NoisedBatch(batch.tokens_BL, Bidirectional(), empty, empty, empty, loss_mask_BL=batch.loss_mask_BL)
-
-        def build_auxiliary_batch(self, batch: Any) -> None:
-            return None
-
-        def build_loss_inputs(self, noised_batch: Any, denominator: float) -> Any:
-            raise AssertionError
-
-    def make() -> Loader:
-        reader = build_row_reader(open_components(data, "train"), data, byte_tokenizer, 32, seed=3)
-        return Loader(reader, Batches(), 6, 6, seed=3)
-
-    loader, states = make(), []
-    batches: list[Any] = []
-    for step in range(20):
-        states.append(json.loads(json.dumps(loader.state_dict())))
-        batches.append(loader.next_step(step)[0])
-    assert loader.epoch >= 2
-    for resumed_at in range(20):
-        resumed = make()
-        resumed.load_state_dict(states[resumed_at])
-        batch: Any = resumed.next_step(resumed_at)[0]
-        assert batch.inputs_BS.equal(batches[resumed_at].inputs_BS)
-        assert batch.loss_mask_BL.equal(batches[resumed_at].loss_mask_BL)
 
 
 def test_fixed_lengths_fill_their_rows(byte_tokenizer: Any) -> None:
