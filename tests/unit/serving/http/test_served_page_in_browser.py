@@ -107,12 +107,12 @@ def test_unmasking_is_shown(page: Page, server: RunningServer) -> None:
     assert max(masks) > 0 and masks[-1] == 0 and len(set(masks)) > 2
 
 
-def test_holes_are_filled(page: Page, server: RunningServer) -> None:
+def test_masked_spans_are_filled(page: Page, server: RunningServer) -> None:
     open_page(page, server, 390)
-    click(page, "tab-holes")
+    click(page, "tab-infill")
     set_value(page, "text", "the cat [[4]] the mat")
     page.evaluate("text.setSelectionRange(0, 0)")
-    set_value(page, "hole-length", "3")
+    set_value(page, "span-length", "3")
     click(page, "insert")
     assert page.evaluate("text.value") == "[[3]]the cat [[4]] the mat"
     set_value(page, "set-seed", "5")
@@ -124,10 +124,10 @@ def test_holes_are_filled(page: Page, server: RunningServer) -> None:
         page.evaluate("[...canvas.querySelectorAll('.filled')].map(x => x.textContent)")
         == answer["choices"][0]["holes"]
     )
-    set_value(page, "text", "no hole")
+    set_value(page, "text", "no span")
     click(page, "run")
-    assert "Insert a hole first" in text_of(page, "error")
-    check_layout(page, 390, "holes-390")
+    assert "Insert a masked span first" in text_of(page, "error")
+    check_layout(page, 390, "infill-390")
 
 
 def test_a_conversation(page: Page, server: RunningServer) -> None:
@@ -181,7 +181,7 @@ def test_errors_and_keys(page: Page, start_server: StartServer) -> None:
 def test_tabs_are_used_by_the_keyboard(page: Page, server: RunningServer) -> None:
     open_page(page, server)
     page.evaluate("document.getElementById('tab-prompt').focus()")
-    for key, selected in (("ArrowRight", "tab-chat"), ("ArrowRight", "tab-holes"), ("ArrowRight", "tab-prompt")):
+    for key, selected in (("ArrowRight", "tab-chat"), ("ArrowRight", "tab-infill"), ("ArrowRight", "tab-prompt")):
         for kind in ("keyDown", "keyUp"):
             page.call("Input.dispatchKeyEvent", type=kind, key=key)
         assert page.evaluate("document.activeElement.id") == selected
