@@ -148,15 +148,7 @@ def serve(
     preparer = RequestPreparer(description.config, description.tokenizer, template, config.generation, limits, names)
     model = load_configured_model(config.model)
     engine = Engine(
-        model,
-        cache_bytes=limits.cache_memory,
-        max_requests=limits.max_requests,
-        max_waiting=limits.max_waiting,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        page_size=limits.page_size,
-        has_prefix_cache=limits.prefix_cache,
-        deterministic=limits.deterministic,
-        adapters={adapter.name: read_adapter(model, adapter.path) for adapter in config.adapters},
+        model, limits, adapters={adapter.name: read_adapter(model, adapter.path) for adapter in config.adapters}
     )
     gc.freeze()  # collections that a large constraint causes hold up the decoding: let them skip what stays
     num_parameters = sum(parameter.numel() for parameter in model.parameters())

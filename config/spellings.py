@@ -28,6 +28,7 @@ class Renamed:
 
 RENAMED = (
     Renamed("bench.details", {"bench.memory": ANY}),
+    Renamed("serve.max_holes", {"serve.max_masked_spans": ANY}),
     Renamed("serve.max_rows", {"serve.max_num_batched_tokens": ANY}),
     Renamed("objective.loss", {"objective.normalizer": "targets"}, "elbo"),
     Renamed("objective.loss", {"objective.normalizer": "rows"}, "guidelines"),

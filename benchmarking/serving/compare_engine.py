@@ -45,8 +45,7 @@ from config.generation import GenerationConfig
 from config.model import ModelConfig
 from diffusionlm.inference.generate import generate
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.serving.engine import Engine
-from diffusionlm.serving.openmp import release_team
+from diffusionlm.serving.engine import Engine, release_team
 from files.terminal_text import print_message
 
 LENGTH_UNIT = 12

@@ -30,7 +30,26 @@ ByteSize = Annotated[int, Field(gt=0), BeforeValidator(_parse_byte_size)]
 """A number of bytes, or a text with a unit."""
 
 
-class ServeSection(Section):
+class EngineLimits(Section):
+    """What an engine may take of memory and of a step; keys of ``[serve]``, and arguments of `diffusionlm.Engine`."""
+
+    cache_memory: ByteSize = 1 << 30
+    """Memory of keys and values, as bytes or as a text such as "2GiB". A request that can never fit is refused."""
+    page_size: PositiveInt | None = None
+    """Positions of a page of the cache. None: 16, or more, so that it is a multiple of the model's block length."""
+    prefix_cache: bool = True
+    """Share keys and values of texts that begin alike."""
+    deterministic: bool = False
+    """On a CPU: log-probabilities are the same bits, whatever is decoded at the same time; slower."""
+    max_requests: PositiveInt = 64
+    """Requests that are decoded at a time; each of the `n` choices of a prompt is one."""
+    max_waiting: PositiveInt = 256
+    """Requests that wait beyond these; the next one is refused (429)."""
+    max_num_batched_tokens: PositiveInt = 2048
+    """Inputs of a forward, beyond which long prompts are read in parts."""
+
+
+class ServeSection(EngineLimits):
     """``[serve]``: the address, who may use it, the limits of a request and of all together."""
 
     host: NonEmptyStr = "127.0.0.1"
@@ -48,20 +67,6 @@ class ServeSection(Section):
     token_healing: bool = True
     """Take back the last token of a prompt and let the first new token begin with its text, as in diffusionlm-infer;
     a request may turn it off."""
-    cache_memory: ByteSize = 1 << 30
-    """Memory of keys and values, as bytes or as a text such as "2GiB". A request that can never fit is refused."""
-    page_size: PositiveInt | None = None
-    """Positions of a page of the cache. None: 16, or more, so that it is a multiple of the model's block length."""
-    prefix_cache: bool = True
-    """Share keys and values of texts that begin alike."""
-    deterministic: bool = False
-    """On a CPU: log-probabilities are the same bits, whatever is decoded at the same time; slower."""
-    max_requests: PositiveInt = 64
-    """Requests that are decoded at a time; each of the `n` choices of a prompt is one."""
-    max_waiting: PositiveInt = 256
-    """Requests that wait beyond these; the next one is refused (429)."""
-    max_num_batched_tokens: PositiveInt = 2048
-    """Inputs of a forward, beyond which long prompts are read in parts."""
     default_max_tokens: PositiveInt = 256
     """New tokens of a request that does not name a number, or as many as fit into the context."""
     max_tokens: PositiveInt | None = None
@@ -76,12 +81,12 @@ class ServeSection(Section):
     """Largest number of prompts of a request."""
     max_choices: PositiveInt = 16
     """Largest `n` of a request."""
-    max_holes: PositiveInt = 256
-    """Largest number of holes of a request."""
+    max_masked_spans: PositiveInt = 256
+    """Largest number of masked spans of a request."""
     max_constraints: PositiveInt = 32
-    """Largest number of different constraints of a request with holes."""
+    """Largest number of different constraints of a request with masked spans."""
     max_constraint_states: PositiveInt = 16384
-    """Largest number of states of the automaton of a constraint, and of those of all holes together."""
+    """Largest number of states of the automaton of a constraint, and of those of all masked spans together."""
     max_stop_strings: PositiveInt = 16
     """Largest number of stop strings of a request."""
     max_body: ByteSize = 4 << 20

@@ -6,18 +6,23 @@ request has its own settings and seed; its answer is that of `generate` with thi
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from types import TracebackType
-from typing import Self, TypedDict, Unpack
+from typing import Any, Self
 
 import torch
 
 from config.generation import GenerationConfig
+from config.serving.server import EngineLimits
 from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.model_runner import build_pattern
 from diffusionlm.inference.request_builder import prepare_request
@@ -27,7 +32,6 @@ from diffusionlm.inference.settings import MAX_KEPT_SETTINGS, resolve_settings
 from diffusionlm.models.layers import compute_dtype
 from diffusionlm.models.row_adapters import ModelAdapter
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.serving.openmp import release_team
 from diffusionlm.serving.requests import (
     EngineError,
     EngineRequest,
@@ -37,8 +41,11 @@ from diffusionlm.serving.requests import (
 
 LOGGER = logging.getLogger(__name__)
 
-DEFAULT_CACHE_BYTES = 1 << 30
-MAX_REQUESTS, MAX_WAITING, MAX_NUM_BATCHED_TOKENS = 64, 256, 2048
+SOFT_PAUSE = 1
+"""``omp_pause_soft`` of OpenMP 5.0: threads may be ended, and begin again with the next parallel region."""
+
+_OLD_LIMITS = {"cache_bytes": "cache_memory", "has_prefix_cache": "prefix_cache", "max_rows": "max_num_batched_tokens"}
+"""Older names of arguments, which stay accepted."""
 
 
 @dataclass(frozen=True)
@@ -55,68 +62,53 @@ class EngineStatus:
     counts: DecoderCounts
 
 
-class EngineLimits(TypedDict, total=False):
-    """Bounds of an engine's memory and of its steps; keyword arguments of `Engine`."""
-
-    cache_bytes: int
-    """Memory of keys and values, 1 GiB by default."""
-    max_requests: int
-    """Requests that are decoded at a time, 64 by default."""
-    max_waiting: int
-    """Requests that wait beyond these, 256 by default; the next one is refused."""
-    max_num_batched_tokens: int | None
-    """Inputs of a forward (`DecoderLimits.max_num_batched_tokens`), 2048 by default."""
-    page_size: int | None
-    """Positions of a page; by default 16, or more, so that it is a multiple of the model's block length."""
-    has_prefix_cache: bool
-    """Share keys and values of texts that begin alike, on by default."""
-
-
 class Engine:
     """Decodes requests of many callers together. Its methods may be called from any thread."""
 
     def __init__(
         self,
         model: Transformer,
+        limits: EngineLimits | None = None,
         *,
         adapters: Mapping[str, ModelAdapter] | None = None,
-        deterministic: bool = False,
         clock: Callable[[], float] = time.monotonic,
-        **limits: Unpack[EngineLimits],
+        **keys: Any,
     ) -> None:
         """Allocate the cache and start the thread.
 
         Args:
+            limits: None: those that ``keys`` set.
             adapters: name -> adapter of this model (`diffusionlm.read_adapter`), which requests may name.
-            deterministic: log-probabilities are the same bits, whatever is decoded at the same time and whatever the
-                limits are (`inference.fixed_shapes`). On a CPU, with one thread and less speed.
             clock: seconds, for `step_seconds`.
+            keys: of `EngineLimits`. With ``deterministic``, log-probabilities are the same bits, whatever is decoded at
+                the same time and whatever the limits are (`inference.fixed_shapes`).
 
         Raises:
-            ValueError: a limit is not positive, the memory does not hold a page, the model's attention backend has no
-                cached form, autocast is on, an adapter is of another model, or the model cannot be deterministic.
+            ValueError: a limit is unknown or not positive, the memory does not hold a page, the model's attention
+                backend has no cached form, autocast is on, an adapter is of another model, or the model cannot be
+                deterministic.
         """
-        _check_limits(limits)
-        page_size = limits.get("page_size")
+        if limits is not None and keys:
+            raise ValueError(f"{', '.join(keys)} and limits exclude each other: pass one of them")
+        limits = limits or EngineLimits.model_validate({_OLD_LIMITS.get(key, key): keys[key] for key in keys})
+        page_size = limits.page_size
         if page_size is None:
             block_length = model.config.block_length or 1
             page_size = -(-PAGE_SIZE // block_length) * block_length
         _check_model(model)
-        num_pages = _count_pages(model, limits.get("cache_bytes", DEFAULT_CACHE_BYTES), page_size)
-        max_requests, max_waiting = limits.get("max_requests", MAX_REQUESTS), limits.get("max_waiting", MAX_WAITING)
         self.model = model
-        self._max_unfinished = max_requests + max_waiting
+        self._max_unfinished = limits.max_requests + limits.max_waiting
         self.adapter_names = tuple(adapters or ())
-        self._deterministic = deterministic
+        self._deterministic = limits.deterministic
         decoder_limits = DecoderLimits(
-            num_pages,
+            _count_pages(model, limits.cache_memory, page_size),
             page_size,
-            max_requests,
-            limits.get("max_num_batched_tokens", MAX_NUM_BATCHED_TOKENS),
-            has_prefix_cache=limits.get("has_prefix_cache", True),
+            limits.max_requests,
+            limits.max_num_batched_tokens,
+            has_prefix_cache=limits.prefix_cache,
             pauses_slow_constraints=True,
         )
-        self._decoder = Decoder(model, decoder_limits, adapters, deterministic=deterministic)
+        self._decoder = Decoder(model, decoder_limits, adapters, deterministic=limits.deterministic)
         # It reads a bias: what is wrong with it is the caller's, not the thread's.
         self._check_pattern = lru_cache(MAX_KEPT_SETTINGS)(build_pattern)
         self._condition = threading.Condition()
@@ -351,24 +343,10 @@ def _count_pages(model: Transformer, cache_bytes: int, page_size: int) -> int:
     num_pages = cache_bytes // max(1, bytes_per_position * page_size)
     if num_pages < 1:
         raise ValueError(
-            f"cache_bytes = {cache_bytes} does not hold a page of {page_size} positions, "
+            f"cache_memory = {cache_bytes} does not hold a page of {page_size} positions, "
             f"{bytes_per_position * page_size} bytes: raise it"
         )
     return num_pages
-
-
-def _check_limits(limits: EngineLimits) -> None:
-    """Check the limits that the decoder does not have.
-
-    Raises:
-        TypeError: there is no such limit.
-        ValueError: nobody may wait.
-    """
-    if unknown := sorted(limits.keys() - EngineLimits.__annotations__.keys()):
-        names = ", ".join(EngineLimits.__annotations__)
-        raise TypeError(f"Engine has no argument {', '.join(unknown)}: its limits are {names}")
-    if limits.get("max_waiting", MAX_WAITING) < 1:
-        raise ValueError(f"max_waiting = {limits['max_waiting']} must be at least 1")
 
 
 def _check_model(model: Transformer) -> None:
@@ -385,3 +363,30 @@ def _check_model(model: Transformer) -> None:
         raise ValueError(
             "autocast is on, and the thread of the engine would not have it: load the model with the dtype instead"
         )
+
+
+def release_team() -> bool:
+    """End the idle OpenMP threads of the calling thread. Returns whether the runtime has done it; others than GNU's,
+    and other systems than Linux, are left alone.
+
+    Each thread that computes has a team of its own. With more threads than cores, GNU's runtime lets them sleep between
+    two parallel regions almost at once, and a small forward has hundreds of regions: an idle team of the thread that
+    has loaded the model makes the steps of an engine on two cores a third longer.
+    """
+    pause = _find_loaded_pause()
+    return pause is not None and pause(SOFT_PAUSE) == 0
+
+
+def find_pause(maps: Path) -> Callable[[int], int] | None:
+    """``omp_pause_resource_all`` of the GNU runtime in a list of mapped files; None: there is none."""
+    try:
+        paths = re.findall(r"\S*/libgomp[^/\s]*\.so[^/\s]*", maps.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return None
+    pauses = [getattr(ctypes.CDLL(path), "omp_pause_resource_all", None) for path in dict.fromkeys(paths)]
+    return next((pause for pause in pauses if pause is not None), None)
+
+
+@functools.cache
+def _find_loaded_pause() -> Callable[[int], int] | None:
+    return find_pause(Path("/proc/self/maps"))

@@ -106,7 +106,7 @@ def _check_segments(value: Any, info: ValidationInfo) -> list[str | int]:
     lengths = [item for item in value if isinstance(item, int)]
     if not lengths or min(lengths) < 1:
         raise ValueError("there must be a masked span, and each at least one token long")
-    _check_count(lengths, info, "max_holes")
+    _check_count(lengths, info, "max_masked_spans")
     return value
 
 

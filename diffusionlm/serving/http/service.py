@@ -104,7 +104,7 @@ class Service:
     def check_is_healthy(self) -> None:
         """
         Raises:
-            ApiError: the server is about to end, its engine has ended, or a round takes too long.
+            ApiError: the server is about to end, its engine has ended, or a step takes too long.
         """
         self.check_is_ready()
         seconds, limit = self.engine.step_seconds, self.limits.stall_seconds

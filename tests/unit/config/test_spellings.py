@@ -66,7 +66,8 @@ def test_both_spellings_are_an_error(tmp_path: Path) -> None:
 def test_old_keys_are_accepted() -> None:
     assert not load_config(BenchTrainConfig, RESOURCES / "bench_train.toml", ["bench.details=false"]).bench.memory
     assert load_config(ServeConfig, None, ["serve.max_rows=7"]).serve.max_num_batched_tokens == 7
-    assert {row.key for row in RENAMED} == {"bench.details", "objective.loss", "serve.max_rows"}
+    assert load_config(ServeConfig, None, ["serve.max_holes=7"]).serve.max_masked_spans == 7
+    assert {row.key for row in RENAMED} == {"bench.details", "objective.loss", "serve.max_holes", "serve.max_rows"}
 
 
 @pytest.mark.parametrize("key", sorted(FOREIGN_KEYS))

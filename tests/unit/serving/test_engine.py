@@ -176,9 +176,9 @@ def test_bad_requests_are_refused_at_once(
         with pytest.raises(ValueError, match=message):
             engine.submit(prompt, config)
     assert engine.submit([1], settings()).result(30).token_ids
-    with pytest.raises(ValueError, match="cache_bytes = 10 does not hold a page"):
+    with pytest.raises(ValueError, match="cache_memory = 10 does not hold a page"):
         Engine(model, cache_bytes=10)
-    with pytest.raises(ValueError, match="max_waiting = 0"):
+    with pytest.raises(ValueError, match="max_waiting"):
         Engine(model, cache_bytes=CACHE_BYTES, max_waiting=0)
 
 

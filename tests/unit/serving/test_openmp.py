@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 
 from config.generation import GenerationConfig
-from diffusionlm.serving.engine import Engine
-from diffusionlm.serving.openmp import find_pause
+from diffusionlm.serving.engine import Engine, find_pause
 from tests.conftest import MakeModel
 
 CODE = """
 import os, torch
-from diffusionlm.serving.openmp import release_team
+from diffusionlm.serving.engine import release_team
 
 torch.set_num_threads(2)
 num_threads = lambda: len(os.listdir("/proc/self/task"))

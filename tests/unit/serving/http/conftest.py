@@ -133,14 +133,7 @@ def start_server(served_model: Transformer, words: Tokenizer) -> Iterator[StartS
         limits = ServeSection.model_validate({"port": 0, "cache_memory": 1 << 20, "log_requests": False, **values})
         config = generation or GenerationConfig(stop_token_ids=())
         preparer = RequestPreparer(model.config, words, template, config, limits, [NAME, *(adapters or ())])
-        engine = Engine(
-            model,
-            cache_bytes=limits.cache_memory,
-            max_requests=limits.max_requests,
-            max_waiting=limits.max_waiting,
-            adapters=adapters,
-            clock=clock,
-        )
+        engine = Engine(model, limits, adapters=adapters, clock=clock)
         service = Service(engine, preparer, limits, ApiKeys(keys) if keys else None)
         is_ready = threading.Event()
         server, bound = ApiServer(service, is_ready.set), bind_socket("127.0.0.1", 0)
