@@ -91,24 +91,12 @@ class Engine:
         if limits is not None and keys:
             raise ValueError(f"{', '.join(keys)} and limits exclude each other: pass one of them")
         limits = limits or EngineLimits.model_validate({_OLD_LIMITS.get(key, key): keys[key] for key in keys})
-        page_size = limits.page_size
-        if page_size is None:
-            block_length = model.config.block_length or 1
-            page_size = -(-PAGE_SIZE // block_length) * block_length
         _check_model(model)
         self.model = model
         self._max_unfinished = limits.max_requests + limits.max_waiting
         self.adapter_names = tuple(adapters or ())
         self._deterministic = limits.deterministic
-        decoder_limits = DecoderLimits(
-            _count_pages(model, limits.cache_memory, page_size),
-            page_size,
-            limits.max_requests,
-            limits.max_num_batched_tokens,
-            has_prefix_cache=limits.prefix_cache,
-            pauses_slow_constraints=True,
-        )
-        self._decoder = Decoder(model, decoder_limits, adapters, deterministic=limits.deterministic)
+        self._decoder = Decoder(model, _size_decoder(model, limits), adapters, deterministic=limits.deterministic)
         # It reads a bias: what is wrong with it is the caller's, not the thread's.
         self._check_pattern = lru_cache(MAX_KEPT_SETTINGS)(build_pattern)
         self._condition = threading.Condition()
@@ -332,21 +320,30 @@ def _use_one_thread() -> None:
     other.join()
 
 
-def _count_pages(model: Transformer, cache_bytes: int, page_size: int) -> int:
-    """Pages of keys and values that a number of bytes holds.
+def _size_decoder(model: Transformer, limits: EngineLimits) -> DecoderLimits:
+    """Limits of the decoder: pages of whole blocks, as many as the memory holds.
 
     Raises:
-        ValueError: there are none.
+        ValueError: it holds none.
     """
     config, itemsize = model.config, compute_dtype(model.lm_head.weight).itemsize
-    bytes_per_position = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
-    num_pages = cache_bytes // max(1, bytes_per_position * page_size)
+    block_length = config.block_length or 1
+    page_size = limits.page_size or -(-PAGE_SIZE // block_length) * block_length
+    page_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize * page_size
+    num_pages = limits.cache_memory // page_bytes
     if num_pages < 1:
         raise ValueError(
-            f"cache_memory = {cache_bytes} does not hold a page of {page_size} positions, "
-            f"{bytes_per_position * page_size} bytes: raise it"
+            f"cache_memory = {limits.cache_memory} does not hold a page of {page_size} positions, {page_bytes} bytes: "
+            "raise it"
         )
-    return num_pages
+    return DecoderLimits(
+        num_pages,
+        page_size,
+        limits.max_requests,
+        limits.max_num_batched_tokens,
+        has_prefix_cache=limits.prefix_cache,
+        pauses_slow_constraints=True,
+    )
 
 
 def _check_model(model: Transformer) -> None:
