@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from diffusionlm.checkpoints.adapter_files import read_adapter
     from diffusionlm.checkpoints.huggingface import load_model, save_model_directory
     from diffusionlm.checkpoints.model_files import load_tokenizer
-    from diffusionlm.evaluation.likelihood.conditional import LikelihoodEstimate, conditional_likelihood
+    from diffusionlm.evaluation.likelihood.scoring import LikelihoodEstimate, conditional_likelihood
     from diffusionlm.evaluation.nelbo import NelboReport, nelbo
     from diffusionlm.evaluation.sampler_likelihood import SamplerReport, sampler_likelihood
     from diffusionlm.inference.constraints.compiler import ConstraintCompiler, TokenConstraint
@@ -37,9 +37,9 @@ _MODULE_OF_NAME = {
     "load_model": "diffusionlm.checkpoints.huggingface",
     "load_tokenizer": "diffusionlm.checkpoints.model_files",
     "save_model_directory": "diffusionlm.checkpoints.huggingface",
-    "LikelihoodEstimate": "diffusionlm.evaluation.likelihood.conditional",
+    "LikelihoodEstimate": "diffusionlm.evaluation.likelihood.scoring",
     "NelboReport": "diffusionlm.evaluation.nelbo",
-    "conditional_likelihood": "diffusionlm.evaluation.likelihood.conditional",
+    "conditional_likelihood": "diffusionlm.evaluation.likelihood.scoring",
     "nelbo": "diffusionlm.evaluation.nelbo",
     "ConstraintCompiler": "diffusionlm.inference.constraints.compiler",
     "TokenConstraint": "diffusionlm.inference.constraints.compiler",

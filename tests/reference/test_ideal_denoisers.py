@@ -24,7 +24,7 @@ from config.training.objective import (
 )
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoiseKey
 from diffusionlm.diffusion.objectives import build_objective, find_nelbo_deviation
-from diffusionlm.evaluation.likelihood.conditional import conditional_likelihood
+from diffusionlm.evaluation.likelihood.scoring import conditional_likelihood
 from diffusionlm.evaluation.nelbo import NUM_FRACTION_BINS, nelbo
 from tests.reference.enumeration import IdealTable, StandIn, assert_mean, table_config
 

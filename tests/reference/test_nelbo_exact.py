@@ -30,7 +30,7 @@ from diffusionlm.diffusion.schedules import (
     PowerSchedule,
     SquareRootSchedule,
 )
-from diffusionlm.evaluation.likelihood.conditional import conditional_likelihood
+from diffusionlm.evaluation.likelihood.scoring import conditional_likelihood
 from diffusionlm.evaluation.nelbo import nelbo
 from diffusionlm.models.transformer import Transformer
 from tests.reference.enumeration import assert_mean, exact_nelbo, exact_units

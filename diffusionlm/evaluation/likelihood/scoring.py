@@ -1,56 +1,269 @@
-"""Log-likelihoods of continuations after their contexts, many at once."""
+"""Log-likelihoods of options after their contexts, of one answer and of whole texts; and greedy matches.
+
+Options of a document have common random numbers, and are drawn until the best one leads. Texts of any lengths share a
+forward without padding, and attend to themselves only; matrix products over more rows may round differently in the last
+bits (1e-5 nats in fp32).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
 
 from config.evaluation.likelihood import AnswerLikelihoodConfig
 from config.model import ModelConfig
 from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.evaluation.likelihood.answers import AnswerEstimate, BlockedAnswer, Key, SamplingPlan
-from diffusionlm.evaluation.likelihood.copies import CopyTable
+from diffusionlm.evaluation.likelihood.copies import CopyTable, count_forwards
 from diffusionlm.inference.settings import check_token_ids
 from diffusionlm.models.transformer import Transformer
 
-Item = TypeVar("Item")
-
-OnProgress = Callable[[int, int], None]
-"""Called with the number of scored requests, and of all requests."""
-
 
 @dataclass(frozen=True)
-class ScoringRequest:
-    """A continuation to be scored after its context."""
+class OptionsRequest:
+    """A context and the options that may follow it, or the only continuation that is scored."""
 
     context: tuple[int, ...]
     """Token ids, read but not scored; may be empty unless the model's outputs are shifted."""
-    continuation: tuple[int, ...]
-    """Token ids, at least one."""
+    options: tuple[tuple[int, ...], ...]
+    """Token ids of each option, at least one token; one option may be the beginning of another."""
     key: int | tuple[int, ...] = 0
-    """Non-negative numbers from which the masks are drawn, besides the seed: the same for requests that are to be
-    compared, such as the options of a document."""
+    """Non-negative numbers from which the masks of all options are drawn, besides the seed."""
+    divisors: tuple[tuple[float, ...], ...] = ()
+    """By rule: what the log-likelihood of each option is divided by before options are compared, such as its length.
+    Racing ends once all rules are decided. Empty: one rule, without division."""
 
 
 @dataclass(frozen=True)
-class ContinuationScore:
-    """The log-likelihood of a continuation: of masked diffusion a bound, which is at most it."""
+class OptionScores:
+    """Log-likelihoods of the options of a document, all exact or all sampled with the same masks. Of masked diffusion
+    they are bounds, which are at most the log-likelihoods."""
+
+    log_likelihoods: tuple[float, ...]
+    """Of each option, in nats, over all its tokens."""
+    standard_errors: tuple[float, ...]
+    """Sampling error of each; 0 if exact, infinite with a single draw."""
+    difference_standard_errors: tuple[float, ...]
+    """Sampling error of the difference between each option and the most probable one, from their common draws; 0 for
+    that."""
+    num_tokens: tuple[int, ...]
+    """Tokens of each option."""
+    num_forwards: int
+    """Forwards of a single row that computed all options; equal inputs are computed once. A row in block-causal
+    attention holds a masked copy of each block."""
+    is_exact: bool
+    """The values have no sampling error: all masks were enumerated, or there is just one."""
+
+    @property
+    def chosen(self) -> int:
+        """Index of the option with the highest log-likelihood, the first of equals."""
+        return int(np.argmax(self.log_likelihoods))
+
+    @property
+    def log_likelihood(self) -> float:
+        """That of the only option."""
+        [value] = self.log_likelihoods
+        return value
+
+    @property
+    def standard_error(self) -> float:
+        """That of the only option."""
+        [value] = self.standard_errors
+        return value
+
+
+@dataclass(frozen=True)
+class LikelihoodEstimate:
+    """Log-likelihood of an answer given its prompt."""
 
     log_likelihood: float
-    """In nats, over all tokens."""
+    """Sum over the answer's tokens in nats, at most 0: minus the NELBO, or exact."""
     standard_error: float
-    """Sampling error of `log_likelihood`; 0 if it is exact, infinite with a single draw."""
+    """Standard error of `log_likelihood` over masks; 0 if all of them are enumerated, infinite for a single draw."""
     num_tokens: int
-    """Tokens of the continuation."""
-    num_forwards: int
-    """Forwards of a single row that compute it. A row in block-causal attention holds a masked copy of each block."""
-    is_exact: bool
-    """The value has no sampling error: all masks were enumerated, or there is just one."""
+    """Number of tokens in the answer."""
+
+
+def conditional_likelihood(
+    model: Transformer,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    *,
+    block_length: int | None = None,
+    num_mc_samples: int = 128,
+    seed: int = 0,
+    batch_size: int = 32,
+) -> LikelihoodEstimate:
+    """Compute the log-likelihood of an answer given a clean prompt: LLaDA's quantity (Nie et al. 2025, appendix B.5).
+
+    Answers with at most ``num_mc_samples`` masks are enumerated: up to 7 tokens for 128, any number in blocks of up to
+    7. Others are estimated from about ``num_mc_samples`` masked copies. Answers of one token and blocks of one token
+    take a single forward.
+
+    Args:
+        block_length: tokens per block, counted from the start of the prompt. None: bidirectional.
+        seed: of the masks.
+        batch_size: masked copies per forward.
+
+    Raises:
+        ValueError: the answer is empty or has a token that the model cannot predict, an argument is below 1, or the
+            model's probabilities are not finite.
+    """
+    for name, value in {
+        "num_mc_samples": num_mc_samples,
+        "block_length": block_length,
+        "batch_size": batch_size,
+    }.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} = {value} must be at least 1")
+    config = AnswerLikelihoodConfig(
+        num_mc_samples=num_mc_samples,
+        block_length=block_length,
+        bidirectional=block_length is None,
+        seed=seed,
+        batch_tokens=batch_size * max(1, len(prompt) + len(answer)),
+    )
+    [score] = score_documents(model, [OptionsRequest(tuple(prompt), (tuple(answer),))], config)
+    return LikelihoodEstimate(score.log_likelihood, score.standard_error, score.num_tokens[0])
+
+
+def score_documents(
+    model: Transformer, requests: Sequence[OptionsRequest], config: AnswerLikelihoodConfig | None = None
+) -> list[OptionScores]:
+    """Score the options of many documents, each document by itself: a value does not depend on the other documents.
+
+    All options of a document are exact, if each can be enumerated, or are sampled with common random numbers: the same
+    shares of masked tokens, and the same order of the tokens by their index in the option. With `racing` the draws of a
+    document are doubled until, by each rule of `OptionsRequest.divisors`, the best option leads every other by
+    ``racing_standard_errors`` of their difference.
+
+    Raises:
+        ValueError: a document has no option, an option is empty, too long for the model's context, or has a token that
+            the model cannot predict; or the model's probabilities are not finite.
+    """
+    config = AnswerLikelihoodConfig() if config is None else config
+    builder = _AnswerBuilder.from_model(model.config, config)
+    scores: list[OptionScores] = []
+    for group in _split_into_groups(requests, config):
+        races = [_Race(builder, request, config, f"document {len(scores) + i}") for i, request in enumerate(group)]
+        table, unfinished = CopyTable(builder.layout, cfg_scale=config.cfg_scale), races
+        while unfinished:
+            readers = [reader for race in unfinished for reader in race.add_stage(table)]
+            table.compute(model, config.batch_tokens)
+            for reader in readers:
+                reader()
+            unfinished = [race for race in unfinished if not race.is_decided()]
+        scores += [race.build_scores() for race in races]
+    return scores
+
+
+def score_texts(
+    model: Transformer,
+    requests: Sequence[OptionsRequest],
+    window: int | None = None,
+    config: AnswerLikelihoodConfig | None = None,
+) -> list[OptionScores]:
+    """Score texts from their first token on, in windows that together hold each token once and are texts by themselves.
+
+    A window has one token that it does not score, the last one of the window before it, or the context of the first.
+    The sum is a bound: minus what `nelbo` estimates for the same windows as rows. With blocks of one token it is the
+    exact log-likelihood of the windows. Longer windows give the model more context, so a value belongs to its window.
+
+    Args:
+        requests: texts as the only option, after a context of at most one token, which a model with shifted outputs
+            needs.
+        window: tokens of a window, with the one that is not scored. None: the model's context.
+
+    Raises:
+        ValueError: a text is empty or has more than one token of context, the window is below 2 or longer than the
+            model's context, the settings have guidance or an end-of-text token, or `score_documents` raises.
+    """
+    if config is not None and (config.cfg_scale > 0.0 or config.end_of_text != "none"):
+        raise ValueError(
+            f'cfg_scale = {config.cfg_scale} and end_of_text = "{config.end_of_text}": windows of a text have neither '
+            'guidance nor an end; set 0 and "none"'
+        )
+    window = model.config.max_position_embeddings if window is None else window
+    if not 2 <= window <= model.config.max_position_embeddings:
+        raise ValueError(
+            f"window = {window} must be between 2 and the model's context, {model.config.max_position_embeddings}"
+        )
+    windows: list[OptionsRequest] = []
+    ends = [0]
+    for index, request in enumerate(requests):
+        windows += _split_into_windows(request, window, f"text {index}")
+        ends.append(len(windows))
+    scores = score_documents(model, windows, config)
+    return [_sum_windows(scores[start:end]) for start, end in pairwise(ends)]
+
+
+def _split_into_windows(request: OptionsRequest, window: int, name: str) -> list[OptionsRequest]:
+    prefix, [text] = request.context, request.options
+    if not text:
+        raise ValueError(f"{name} is empty, and has no likelihood: give at least one token")
+    if len(prefix) > 1:
+        raise ValueError(f"{name} has a prefix of {len(prefix)} tokens: give at most one")
+    tokens, key = prefix + text, _normalize_key(request.key)
+    starts = range(0, len(tokens) - 1, window - 1) if len(tokens) > 1 else range(1)
+    return [
+        OptionsRequest(prefix, (tokens[len(prefix) : window],), (*key, 0))
+        if start == 0
+        else OptionsRequest(tokens[start : start + 1], (tokens[start + 1 : start + window],), (*key, number))
+        for number, start in enumerate(starts)
+    ]
+
+
+def _sum_windows(scores: Sequence[OptionScores]) -> OptionScores:
+    return OptionScores(
+        log_likelihoods=(sum(score.log_likelihood for score in scores),),
+        standard_errors=(float(np.sqrt(sum(score.standard_error**2 for score in scores))),),
+        difference_standard_errors=(0.0,),
+        num_tokens=(sum(score.num_tokens[0] for score in scores),),
+        num_forwards=sum(score.num_forwards for score in scores),
+        is_exact=all(score.is_exact for score in scores),
+    )
+
+
+def greedy_matches(
+    model: Transformer, requests: Sequence[OptionsRequest], config: AnswerLikelihoodConfig | None = None
+) -> list[bool]:
+    """Decode the only option of each document greedily, and compare.
+
+    All its tokens are masked. In each step the most probable token of the most confident masked position is committed,
+    the first of equals: as LLaDA's published evaluation does (Nie et al. 2025), and as `generate` with
+    ``low_confidence`` and one token per step. In block-causal attention each block is decoded so, after the blocks
+    before it. Autoregressive models predict the tokens in order.
+
+    Decoding stops at the first wrong token. Until then all blocks are decoded at once, since those before them are the
+    option's own; so an option takes at most as many forwards as its longest block has tokens.
+
+    Raises:
+        ValueError: as `score_documents`.
+    """
+    config = AnswerLikelihoodConfig() if config is None else config
+    builder = _AnswerBuilder.from_model(model.config, config)
+    results: list[bool] = []
+    for group in _split_into_groups(requests, config):
+        states = [
+            _GreedyState(builder.build(item.context, item.options[0], f"continuation {len(results) + index}"))
+            for index, item in enumerate(group)
+        ]
+        while active := [state for state in states if state.is_matching and state.masked_positions]:
+            table = CopyTable(builder.layout, cfg_scale=config.cfg_scale, reads_top=True)
+            readers = [state.add_copies(table) for state in active]
+            table.compute(model, config.batch_tokens)
+            for reader in readers:
+                reader()
+        results += [state.is_matching for state in states]
+    return results
 
 
 @dataclass(frozen=True)
-class AnswerBuilder:
+class _AnswerBuilder:
     """Builds the answers of a model and of settings."""
 
     model: ModelConfig
@@ -61,7 +274,7 @@ class AnswerBuilder:
     """Tokens after each continuation that are not scored."""
 
     @classmethod
-    def from_model(cls, model: ModelConfig, config: AnswerLikelihoodConfig) -> AnswerBuilder:
+    def from_model(cls, model: ModelConfig, config: AnswerLikelihoodConfig) -> _AnswerBuilder:
         """Resolve the block length, and the end-of-text token.
 
         Raises:
@@ -98,7 +311,7 @@ class AnswerBuilder:
         return answer
 
 
-def normalize_key(key: int | tuple[int, ...]) -> Key:
+def _normalize_key(key: int | tuple[int, ...]) -> Key:
     """The key as a tuple.
 
     Raises:
@@ -110,59 +323,117 @@ def normalize_key(key: int | tuple[int, ...]) -> Key:
     return numbers
 
 
-def score_continuations(
-    model: Transformer,
-    requests: Sequence[ScoringRequest],
-    config: AnswerLikelihoodConfig | None = None,
-    on_progress: OnProgress | None = None,
-) -> list[ContinuationScore]:
-    """Score continuations, each by itself: the value of a request does not depend on the others, or on their order.
-
-    Texts of any lengths share a forward without padding, and attend to themselves only; matrix products over more rows
-    may round differently in the last bits (1e-5 nats in fp32).
-
-    Raises:
-        ValueError: a continuation is empty, too long for the model's context, or has a token that the model cannot
-            predict; or the model's probabilities are not finite.
-    """
-    config = AnswerLikelihoodConfig() if config is None else config
-    builder = AnswerBuilder.from_model(model.config, config)
-    scores: list[ContinuationScore] = []
-    for group in split_into_groups(requests, lambda item: len(item.context) + len(item.continuation), config):
-        table = CopyTable(builder.layout, cfg_scale=config.cfg_scale)
-        readers, estimates = [], []
-        for index, request in enumerate(group, start=len(scores)):
-            answer = builder.build(request.context, request.continuation, f"continuation {index}")
-            plan = SamplingPlan.from_answers([answer], config)
-            estimate = AnswerEstimate(answer, plan, config.seed, normalize_key(request.key))
-            readers.append(estimate.add_copies(table, plan.num_draws(plan.num_stages)))
-            estimates.append(estimate)
-        table.compute(model, config.batch_tokens)
-        for reader, estimate in zip(readers, estimates, strict=True):
-            reader()
-            scores.append(
-                ContinuationScore(
-                    estimate.log_likelihood,
-                    estimate.standard_error,
-                    estimate.answer.num_tokens,
-                    estimate.num_forwards,
-                    estimate.plan.is_exact,
-                )
-            )
-        if on_progress is not None:
-            on_progress(len(scores), len(requests))
-    return scores
-
-
-def split_into_groups(
-    items: Sequence[Item], count_tokens: Callable[[Item], int], config: AnswerLikelihoodConfig
-) -> Iterator[Sequence[Item]]:
-    """Split items, in order, into groups whose copies fill some forwards; memory is for the copies of one group."""
+def _split_into_groups(
+    requests: Sequence[OptionsRequest], config: AnswerLikelihoodConfig
+) -> Iterator[Sequence[OptionsRequest]]:
+    """Split requests, in order, into groups whose copies fill some forwards; memory is for the copies of one group."""
     start = num_tokens = 0
-    for index, item in enumerate(items):
-        num_tokens += count_tokens(item)
+    for index, request in enumerate(requests):
+        size = sum(len(request.context) + len(option) for option in request.options)
+        num_tokens += size
         if index > start and num_tokens > config.batch_tokens:
-            yield items[start:index]
-            start, num_tokens = index, count_tokens(item)
-    if items:
-        yield items[start:]
+            yield requests[start:index]
+            start, num_tokens = index, size
+    if requests:
+        yield requests[start:]
+
+
+class _Race:
+    """The options of one document."""
+
+    def __init__(
+        self, builder: _AnswerBuilder, request: OptionsRequest, config: AnswerLikelihoodConfig, name: str
+    ) -> None:
+        if not request.options:
+            raise ValueError(f"{name} has no options: give at least one")
+        names = [f"option {index} of {name}" for index in range(len(request.options))]
+        answers = [builder.build(request.context, *option) for option in zip(request.options, names, strict=True)]
+        self._config = config
+        self._plan = SamplingPlan.from_answers(answers, config)
+        self._divisors = request.divisors or ((1.0,) * len(answers),)
+        key = _normalize_key(request.key)
+        self._estimates = [AnswerEstimate(answer, self._plan, config.seed, key) for answer in answers]
+        self._num_stages = 0
+
+    def add_stage(self, table: CopyTable) -> list[Callable[[], None]]:
+        """Add the copies of the next stage, or of all stages without racing. Returns what reads their values."""
+        is_race = self._config.racing and len(self._estimates) > 1
+        self._num_stages = self._num_stages + 1 if is_race else self._plan.num_stages
+        num_draws = self._plan.num_draws(self._num_stages)
+        return [estimate.add_copies(table, num_draws) for estimate in self._estimates]
+
+    def is_decided(self) -> bool:
+        """By each rule the best option leads every other by enough, or all draws are made."""
+        return self._num_stages == self._plan.num_stages or all(map(self._leads, self._divisors))
+
+    def _leads(self, divisors: Sequence[float]) -> bool:
+        """Whether one option leads every other by enough, if log-likelihoods are divided by these numbers."""
+        values = np.array(self._log_likelihoods()) / divisors
+        best = int(values.argmax())
+        errors = self._difference_errors(best, divisors)
+        return all(
+            values[best] - value > self._config.racing_standard_errors * error
+            for index, (value, error) in enumerate(zip(values, errors, strict=True))
+            if index != best
+        )
+
+    def _log_likelihoods(self) -> list[float]:
+        return [estimate.log_likelihood for estimate in self._estimates]
+
+    def _difference_errors(self, chosen: int, divisors: Sequence[float]) -> list[float]:
+        reference = self._estimates[chosen]
+        return [
+            0.0 if index == chosen else estimate.difference_error(reference, (divisors[index], divisors[chosen]))
+            for index, estimate in enumerate(self._estimates)
+        ]
+
+    def build_scores(self) -> OptionScores:
+        values = self._log_likelihoods()
+        return OptionScores(
+            tuple(values),
+            tuple(estimate.standard_error for estimate in self._estimates),
+            tuple(self._difference_errors(int(np.argmax(values)), (1.0,) * len(values))),
+            tuple(estimate.answer.num_tokens for estimate in self._estimates),
+            count_forwards([handle for estimate in self._estimates for handle in estimate.handles]),
+            self._plan.is_exact,
+        )
+
+
+class _GreedyState:
+    """A continuation of which some tokens are decoded, all of them right until `is_matching` is False."""
+
+    def __init__(self, answer: BlockedAnswer) -> None:
+        self._answer = answer
+        self.masked_positions = {number: block.positions for number, block in enumerate(answer.blocks)}
+        """Number of each unfinished block -> its masked positions."""
+        self.is_matching = True
+
+    def add_copies(self, table: CopyTable) -> Callable[[], None]:
+        """Add the unfinished blocks to a table. Returns a function that commits a token of each once it is computed."""
+        answer = self._answer
+        handles = {
+            number: table.add(
+                answer.clean_tokens,
+                answer.mask_block(answer.blocks[number], positions),
+                answer.tokens_T[positions],
+                answer.num_context,
+            )
+            for number, positions in self.masked_positions.items()
+        }
+
+        def read() -> None:
+            for number, handle in handles.items():
+                self._commit(number, *handle.read_top())
+
+        return read
+
+    def _commit(self, number: int, tokens_M: NDArray[np.float64], log_probabilities_M: NDArray[np.float64]) -> None:
+        positions = self.masked_positions.pop(number)
+        is_right_M = tokens_M == self._answer.tokens_T[positions]
+        if self._answer.layout.is_autoregressive:
+            self.is_matching &= bool(is_right_M.all())
+            return
+        chosen = int(log_probabilities_M.argmax())
+        self.is_matching &= bool(is_right_M[chosen])
+        if len(positions) > 1:
+            self.masked_positions[number] = np.delete(positions, chosen)

@@ -9,10 +9,12 @@ from typing import Any
 from config.evaluation.lm_eval import LmEvalConfig
 from config.generation import GenerationConfig
 from diffusionlm.evaluation.answer_decoding import AnswerRequest, decode_answers
-from diffusionlm.evaluation.likelihood.greedy import greedy_matches
-from diffusionlm.evaluation.likelihood.options import OptionsRequest, score_documents
-from diffusionlm.evaluation.likelihood.rolling import RollingRequest, score_texts
-from diffusionlm.evaluation.likelihood.scoring import ScoringRequest, score_continuations
+from diffusionlm.evaluation.likelihood.scoring import (
+    OptionsRequest,
+    greedy_matches,
+    score_documents,
+    score_texts,
+)
 from diffusionlm.evaluation.lm_eval.requests import (
     GenerationArguments,
     HarnessRequest,
@@ -142,7 +144,7 @@ class RequestRunner:
         for start in range(0, len(documents), DOCUMENTS_PER_CALL):
             part = documents[start : start + DOCUMENTS_PER_CALL]
             texts = [
-                RollingRequest(pair.continuation_ids, pair.context_ids[-1:], request.document_key)
+                OptionsRequest(pair.context_ids[-1:], (pair.continuation_ids,), request.document_key)
                 for request, pair in part
                 if pair.continuation_ids
             ]
@@ -168,28 +170,23 @@ class RequestRunner:
 
     def _score_documents(self, documents: Sequence[tuple[int, Sequence[EncodedPair]]]) -> list[float]:
         """Log-likelihoods of the options of documents, one after the other; each is a key and its options."""
-        values = [[0.0] * len(pairs) for _, pairs in documents]
-        races: list[tuple[list[float], list[int], OptionsRequest]] = []
-        single: list[tuple[list[float], int, ScoringRequest]] = []
-        for (key, pairs), row in zip(documents, values, strict=True):
-            scored = [index for index, pair in enumerate(pairs) if pair.continuation_ids]
-            options = tuple(pairs[index].continuation_ids for index in scored)
-            if len(scored) > 1:
-                races.append((row, scored, OptionsRequest(pairs[0].context_ids, options, key)))
-            elif scored:
-                single.append((row, scored[0], ScoringRequest(pairs[0].context_ids, options[0], key)))
-        results = score_documents(self.model, [request for *_, request in races], self.config.likelihood)
-        for (row, scored, _), result in zip(races, results, strict=True):
-            for index, log_likelihood in zip(scored, result.log_likelihoods, strict=True):
-                row[index] = log_likelihood
-        scores = score_continuations(self.model, [request for *_, request in single], self.config.likelihood)
-        for (row, index, _), score in zip(single, scores, strict=True):
-            row[index] = score.log_likelihood
-        return [value for row in values for value in row]
+        requests = [
+            OptionsRequest(
+                pairs[0].context_ids, tuple(pair.continuation_ids for pair in pairs if pair.continuation_ids), key
+            )
+            for key, pairs in documents
+        ]
+        scores = iter(score_documents(self.model, [item for item in requests if item.options], self.config.likelihood))
+        values: list[float] = []
+        for (_, pairs), request in zip(documents, requests, strict=True):
+            scored = iter(next(scores).log_likelihoods if request.options else ())
+            values += [next(scored) if pair.continuation_ids else 0.0 for pair in pairs]
+        return values
 
     def _match_greedily(self, pairs: Sequence[EncodedPair]) -> list[bool]:
         """Whether greedy decoding yields each continuation; an empty one it does."""
-        requests = [ScoringRequest(pair.context_ids, pair.continuation_ids) for pair in pairs if pair.continuation_ids]
+        scored = [pair for pair in pairs if pair.continuation_ids]
+        requests = [OptionsRequest(pair.context_ids, (pair.continuation_ids,)) for pair in scored]
         matches = iter(greedy_matches(self.model, requests, self.config.likelihood))
         return [next(matches) if pair.continuation_ids else True for pair in pairs]
 

@@ -7,11 +7,8 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
-from config.evaluation.likelihood import AnswerLikelihoodConfig
 from diffusionlm.evaluation.answer_decoding import AnswerRequest, decode_answers
-from diffusionlm.evaluation.likelihood.greedy import greedy_matches
-from diffusionlm.evaluation.likelihood.options import OptionsRequest, score_documents
-from diffusionlm.evaluation.likelihood.scoring import ScoringRequest
+from diffusionlm.evaluation.likelihood.scoring import OptionsRequest, greedy_matches, score_documents
 from diffusionlm.evaluation.tasks.item_task import GenerationTask, LikelihoodTask, TaskItem, Verdict
 from diffusionlm.evaluation.tasks.items import draw_seed
 from diffusionlm.evaluation.tasks.preparation import PreparedItems, PreparedTask, PreparedText
@@ -137,7 +134,7 @@ def _score_group(
         requests.append(OptionsRequest(pairs[0].context_ids, continuations, key, divisors))
         hashes.append(sha256)
     scores = score_documents(model, requests, config.likelihood)
-    matches = _match_greedily(model, requests, config.likelihood) if config.needs_greedy else [False] * len(items)
+    matches = greedy_matches(model, requests, config.likelihood) if config.needs_greedy else [False] * len(items)
     for item, score, is_match, sha256 in zip(items, scores, matches, hashes, strict=True):
         verdict = config.judge(item, score.log_likelihoods, is_match)
         yield ItemResult(
@@ -153,12 +150,6 @@ def _score_group(
             option_standard_errors=tuple(error if math.isfinite(error) else None for error in score.standard_errors),
             chosen=verdict.chosen,
         )
-
-
-def _match_greedily(
-    model: Transformer, requests: Sequence[OptionsRequest], config: AnswerLikelihoodConfig
-) -> list[bool]:
-    return greedy_matches(model, [ScoringRequest(item.context, item.options[0]) for item in requests], config)
 
 
 def _score_text(model: Transformer, task: PreparedText, on_progress: OnProgress | None) -> ItemResult:

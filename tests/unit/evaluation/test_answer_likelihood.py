@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from config.evaluation.likelihood import AnswerLikelihoodConfig
-from diffusionlm.evaluation.likelihood.options import OptionsRequest, score_documents, score_options
-from diffusionlm.evaluation.likelihood.scoring import (
-    AnswerBuilder,
-    ContinuationScore,
-    ScoringRequest,
-    score_continuations,
-)
+from diffusionlm.evaluation.likelihood.scoring import OptionScores, OptionsRequest, score_documents
 from diffusionlm.models.patterns import Bidirectional, BlockCausal, Causal
 from diffusionlm.models.transformer import Transformer
 
@@ -81,10 +75,20 @@ def mean_over_orders(model: Transformer, context: tuple[int, ...], answer: tuple
     return total
 
 
+def score_options(
+    model: Transformer,
+    context: tuple[int, ...],
+    options: Sequence[tuple[int, ...]],
+    config: AnswerLikelihoodConfig | None = None,
+    key: int = 0,
+) -> OptionScores:
+    return score_documents(model, [OptionsRequest(context, tuple(options), key)], config)[0]
+
+
 def score(
     model: Transformer, context: tuple[int, ...], answer: tuple[int, ...], config: AnswerLikelihoodConfig | None = None
-) -> ContinuationScore:
-    return score_continuations(model, [ScoringRequest(context, answer)], config)[0]
+) -> OptionScores:
+    return score_options(model, context, [answer], config)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -115,7 +119,7 @@ def test_enumeration_is_the_mean_over_all_orders(
     model: Transformer = request.getfixturevalue(which)
     result = score(model, context, answer, AnswerLikelihoodConfig(block_length=block_length, num_mc_samples=15))
     assert result.log_likelihood == pytest.approx(mean_over_orders(model, context, answer, block_length), abs=1e-6)
-    assert (result.standard_error, result.is_exact, result.num_tokens) == (0.0, True, len(answer))
+    assert (result.standard_error, result.is_exact, result.num_tokens) == (0.0, True, (len(answer),))
 
 
 @torch.no_grad()
@@ -245,15 +249,15 @@ def test_batches_orders_and_neighbors_change_nothing(
     model: Transformer = request.getfixturevalue(which)
     rng = np.random.default_rng(1)
     requests = [
-        ScoringRequest(
-            tuple(rng.integers(0, 5, 1 + index % 5).tolist()), tuple(rng.integers(0, 5, size).tolist()), index
+        OptionsRequest(
+            tuple(rng.integers(0, 5, 1 + index % 5).tolist()), (tuple(rng.integers(0, 5, size).tolist()),), index
         )
         for index, size in enumerate([1, 6, 3, 1, 9, 2])
     ]
     config = AnswerLikelihoodConfig(num_mc_samples=10, block_length=block_length)
-    alone = [score_continuations(model, [item], config)[0] for item in requests]
+    alone = [score_documents(model, [item], config)[0] for item in requests]
     for order, batch_tokens in (([0, 1, 2, 3, 4, 5], 8192), ([5, 3, 1, 4, 2, 0], 8192), ([0, 1, 2, 3, 4, 5], 20)):
-        together = score_continuations(
+        together = score_documents(
             model, [requests[i] for i in order], config.model_copy(update={"batch_tokens": batch_tokens})
         )
         for index, result in zip(order, together, strict=True):
@@ -281,6 +285,12 @@ def test_a_mask_token_in_the_context_is_text(diffusion: Transformer) -> None:
 # Guidance and the end of text
 
 
+def assert_same(a: OptionScores, b: OptionScores) -> None:
+    assert (a.num_tokens, a.num_forwards, a.is_exact) == (b.num_tokens, b.num_forwards, b.is_exact)
+    assert a.log_likelihoods == pytest.approx(b.log_likelihoods, abs=1e-12)
+    assert a.standard_errors == pytest.approx(b.standard_errors, abs=1e-12)
+
+
 @pytest.mark.parametrize("block_length", [None, 2])
 @pytest.mark.parametrize("which", ["diffusion", "shifted"])
 @torch.no_grad()
@@ -300,12 +310,12 @@ def test_guidance(which: str, block_length: int | None, request: pytest.FixtureR
         total += sum(float(logprobs_LV[i - shift, text[i]]) for i in masked) / 2.0
     config = AnswerLikelihoodConfig(block_length=block_length, cfg_scale=scale, batch_tokens=15)
     # Another text with the same clean tokens and another context.
-    requests = [ScoringRequest(tuple(text[:4]), tuple(text[4:])), ScoringRequest(tuple(text[:3]), tuple(text[3:]))]
-    results = score_continuations(model, requests, config)
+    requests = [OptionsRequest(tuple(text[:n]), (tuple(text[n:]),)) for n in (4, 3)]
+    results = score_documents(model, requests, config)
     assert results[0].log_likelihood == pytest.approx(total, abs=1e-6)
-    alone = score_continuations(model, requests[1:], config)
+    alone = score_documents(model, requests[1:], config)
     assert results[1].log_likelihood == pytest.approx(alone[0].log_likelihood, abs=1e-9)
-    plain = score_continuations(model, requests[:1], config.model_copy(update={"cfg_scale": 0.0}))
+    plain = score_documents(model, requests[:1], config.model_copy(update={"cfg_scale": 0.0}))
     assert abs(plain[0].log_likelihood - total) > 0.01
 
 
@@ -318,8 +328,8 @@ def test_end_of_text(diffusion: Transformer, autoregressive: Transformer, block_
         score(diffusion, context, answer, config.model_copy(update={"end_of_text": name}))
         for name in ("none", "scored", "unscored")
     )
-    assert asdict(scored) == pytest.approx(asdict(score(diffusion, context, (*answer, 0), config)), abs=1e-12)
-    assert (scored.num_tokens, unscored.num_tokens, plain.num_tokens) == (4, 3, 3)
+    assert_same(scored, score(diffusion, context, (*answer, 0), config))
+    assert (scored.num_tokens, unscored.num_tokens, plain.num_tokens) == ((4,), (3,), (3,))
     assert (abs(unscored.log_likelihood - plain.log_likelihood) > 1e-6) is (block_length != 2)
     if block_length is None:
         text, values = [*context, *answer, 0], []
@@ -330,7 +340,7 @@ def test_end_of_text(diffusion: Transformer, autoregressive: Transformer, block_
         assert unscored.log_likelihood == pytest.approx(sum(values), abs=1e-6)
     causal = AnswerLikelihoodConfig(end_of_text="unscored")
     causal_scores = (score(autoregressive, context, answer, config) for config in (causal, None))
-    assert asdict(next(causal_scores)) == pytest.approx(asdict(next(causal_scores)), abs=1e-12)
+    assert_same(*causal_scores)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -338,8 +348,8 @@ def test_end_of_text(diffusion: Transformer, autoregressive: Transformer, block_
 
 
 def test_bad_input(diffusion: Transformer, shifted: Transformer, autoregressive: Transformer) -> None:
-    with pytest.raises(ValueError, match=r"continuation 1 is empty.*at least one token"):
-        score_continuations(diffusion, [ScoringRequest((1,), (2,)), ScoringRequest((1,), ())])
+    with pytest.raises(ValueError, match=r"option 0 of document 1 is empty.*at least one token"):
+        score_documents(diffusion, [OptionsRequest((1,), ((2,),)), OptionsRequest((1,), ((),))])
     with pytest.raises(ValueError, match="option 1 of document 0 is empty"):
         score_options(diffusion, CONTEXT, [(1,), ()])
     with pytest.raises(ValueError, match="document 0 has no options"):
@@ -349,19 +359,18 @@ def test_bad_input(diffusion: Transformer, shifted: Transformer, autoregressive:
             score(model, (), (1, 2))
     with pytest.raises(ValueError, match=f"mask token {MASK} at index 1"):
         score(diffusion, CONTEXT, (1, MASK))
-    with pytest.raises(ValueError, match=r"continuation 0 has 301 tokens with its context.*max_position_embeddings"):
+    with pytest.raises(
+        ValueError, match=r"option 0 of document 0 has 301 tokens with its context.*max_position_embeddings"
+    ):
         score(diffusion, CONTEXT * 100, (1,))
     with pytest.raises(ValueError, match=r"option 1 of document 0: token 6 is outside the model's vocabulary"):
         score_options(diffusion, CONTEXT, [(1,), (6,)])
     with pytest.raises(ValueError, match="no negative number"):
-        score_continuations(diffusion, [ScoringRequest(CONTEXT, (1,), -1)])
+        score_options(diffusion, CONTEXT, [(1,)], key=-1)
     with pytest.raises(ValueError, match="no mask token"):
         score(autoregressive, CONTEXT, (1,), AnswerLikelihoodConfig(bidirectional=True))
     with pytest.raises(ValueError, match=r"cfg_scale = 1.0 needs a model with a mask token"):
         score(autoregressive, CONTEXT, (1,), AnswerLikelihoodConfig(cfg_scale=1.0))
-    without_end = diffusion.config.model_copy(update={"eos_token_id": None})
-    with pytest.raises(ValueError, match=r"end_of_text = \"scored\" needs a token.*eos_token_id"):
-        AnswerBuilder.from_model(without_end, AnswerLikelihoodConfig(end_of_text="scored"))
     with pytest.raises(ValueError, match="bidirectional = true contradicts block_length = 4"):
         AnswerLikelihoodConfig(bidirectional=True, block_length=4)
-    assert score_continuations(diffusion, []) == [] and score_documents(diffusion, []) == []
+    assert score_documents(diffusion, []) == []

@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from config.generation import GenerationConfig
-from diffusionlm.evaluation.likelihood.conditional import conditional_likelihood
-from diffusionlm.evaluation.likelihood.greedy import greedy_matches
-from diffusionlm.evaluation.likelihood.scoring import ScoringRequest
+from diffusionlm.evaluation.likelihood.scoring import OptionsRequest, conditional_likelihood, greedy_matches
 from diffusionlm.evaluation.nelbo import nelbo
 from diffusionlm.evaluation.sampler_likelihood import sampler_likelihood
 from diffusionlm.models.transformer import Transformer
@@ -26,7 +24,7 @@ LIKELIHOODS: dict[str, tuple[Callable[[Transformer], object], str]] = {
         "likelihood/copies.py:_read_logits",
     ),
     "greedy": (
-        lambda model: greedy_matches(model, [ScoringRequest((1, 2), (3, 4, 5))]),
+        lambda model: greedy_matches(model, [OptionsRequest((1, 2), ((3, 4, 5),))]),
         "likelihood/copies.py:_read_logits",
     ),
     "bound": (lambda model: nelbo(model, TOKENS, num_mc_samples=2), "nelbo.py:compute_masked_nll"),

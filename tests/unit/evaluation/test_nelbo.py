@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from diffusionlm.evaluation.likelihood import masks as masks_module
-from diffusionlm.evaluation.likelihood.conditional import conditional_likelihood
+from diffusionlm.evaluation.likelihood.scoring import conditional_likelihood
 from diffusionlm.evaluation.nelbo import nelbo
 from diffusionlm.models.patterns import Bidirectional, BlockCausal, Causal
 from diffusionlm.models.transformer import Transformer

@@ -12,9 +12,7 @@ import torch
 
 from config.evaluation.likelihood import AnswerLikelihoodConfig
 from config.generation import GenerationConfig
-from diffusionlm.evaluation.likelihood.greedy import greedy_matches
-from diffusionlm.evaluation.likelihood.rolling import RollingRequest, rolling_log_likelihood, score_texts
-from diffusionlm.evaluation.likelihood.scoring import ScoringRequest
+from diffusionlm.evaluation.likelihood.scoring import OptionScores, OptionsRequest, greedy_matches, score_texts
 from diffusionlm.evaluation.nelbo import nelbo
 from diffusionlm.inference.generate import generate
 from diffusionlm.models.transformer import Transformer
@@ -51,14 +49,25 @@ def nelbo_of_windows(model: Transformer, prefix: tuple[int, ...], window: int, b
     return total
 
 
+def rolling_log_likelihood(
+    model: Transformer,
+    tokens: tuple[int, ...],
+    window: int | None = None,
+    *,
+    prefix: tuple[int, ...] = (),
+    config: AnswerLikelihoodConfig | None = None,
+) -> OptionScores:
+    return score_texts(model, [OptionsRequest(prefix, (tokens,))], window, config)[0]
+
+
 @pytest.mark.parametrize("window", [2, 7, 24])
 @pytest.mark.parametrize("which", ["diffusion", "shifted", "autoregressive"])
 def test_windows_are_the_rows_of_nelbo(models: dict[str, Transformer], which: str, window: int) -> None:
     config = AnswerLikelihoodConfig(block_length=1)
     result = rolling_log_likelihood(models[which], TEXT, window, prefix=(0,), config=config)
     assert result.log_likelihood == pytest.approx(nelbo_of_windows(models[which], (0,), window, 1), abs=1e-6)
-    assert (result.num_tokens, result.is_exact, result.standard_error) == (23, True, 0.0)
-    assert result.num_windows == result.num_forwards == math.ceil(23 / (window - 1))
+    assert (result.num_tokens, result.is_exact, result.standard_error) == ((23,), True, 0.0)
+    assert result.num_forwards == math.ceil(23 / (window - 1))
 
 
 @pytest.mark.parametrize(("block_length", "window"), [(4, 12), (None, 5)])
@@ -66,7 +75,7 @@ def test_bounds_of_windows(models: dict[str, Transformer], block_length: int | N
     """Enumerated, near the samples of `nelbo`. Without a prefix the first window scores all its tokens."""
     config = AnswerLikelihoodConfig(block_length=block_length, num_mc_samples=31)
     result = rolling_log_likelihood(models["diffusion"], TEXT, window, config=config)
-    assert (result.is_exact, result.num_tokens) == (True, 23)
+    assert (result.is_exact, result.num_tokens) == (True, (23,))
     expected = nelbo_of_windows(models["diffusion"], (), window, block_length)
     assert result.log_likelihood == pytest.approx(expected, rel=0.02)
     sampled = rolling_log_likelihood(
@@ -90,19 +99,17 @@ def test_a_uniform_model_gives_n_log_v(tiny_model: MakeModel) -> None:
 
 
 def test_texts_are_scored_together(models: dict[str, Transformer]) -> None:
-    calls: list[tuple[int, int]] = []
-    requests = [RollingRequest(TEXT[:length], (2,), length) for length in (1, 23, 9)]
+    requests = [OptionsRequest((2,), (TEXT[:length],), length) for length in (1, 23, 9)]
     config = AnswerLikelihoodConfig(block_length=2, batch_tokens=20)
-    results = score_texts(models["shifted"], requests, 8, config, lambda done, total: calls.append((done, total)))
+    results = score_texts(models["shifted"], requests, 8, config)
     for request, result in zip(requests, results, strict=True):
-        alone = rolling_log_likelihood(models["shifted"], request.tokens, 8, prefix=(2,), config=config)
+        alone = rolling_log_likelihood(models["shifted"], request.options[0], 8, prefix=(2,), config=config)
         assert result.log_likelihood == pytest.approx(alone.log_likelihood, abs=1e-9)
-    assert calls[-1] == (3, 3) and [done for done, _ in calls] == sorted(done for done, _ in calls)
 
 
 def test_bad_texts(models: dict[str, Transformer]) -> None:
     with pytest.raises(ValueError, match="text 1 is empty"):
-        score_texts(models["diffusion"], [RollingRequest((1,)), RollingRequest(())])
+        score_texts(models["diffusion"], [OptionsRequest((), ((1,),)), OptionsRequest((), ((),))])
     with pytest.raises(ValueError, match="text 0 has a prefix of 2 tokens: give at most one"):
         rolling_log_likelihood(models["diffusion"], TEXT, prefix=(1, 2))
     for window in (1, 10_000):
@@ -142,6 +149,6 @@ def test_greedy_continuations_are_those_of_generate(
             tokens = list(done.token_ids)
             if index >= 0:
                 tokens[index] = (tokens[index] + 1) % 5
-            requests.append(ScoringRequest(context, tuple(tokens)))
+            requests.append(OptionsRequest(context, (tuple(tokens),)))
             expected.append(index < 0)
     assert greedy_matches(model, requests, config) == expected
