@@ -21,8 +21,13 @@ import torch
 
 from diffusionlm.inference.constraints.sampler import constrain_predictions
 from diffusionlm.inference.cuda_graphs import GraphedForward, keep_graphs, select_graph_factory, take_graphs
-from diffusionlm.inference.fixed_shapes import FixedShapeRunner, prepare_for_tiles
-from diffusionlm.inference.model_runner import ModelRunner, ScheduledRequest, masked_position_logits
+from diffusionlm.inference.model_runner import (
+    FixedShapeRunner,
+    ModelRunner,
+    ScheduledRequest,
+    masked_position_logits,
+    prepare_for_tiles,
+)
 from diffusionlm.inference.requests import ActiveRequest, Predictions
 from diffusionlm.inference.sampling import BatchSampler, LogitRows
 from diffusionlm.inference.scheduler import (

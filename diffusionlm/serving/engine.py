@@ -81,7 +81,7 @@ class Engine:
             adapters: name -> adapter of this model (`diffusionlm.read_adapter`), which requests may name.
             clock: seconds, for `step_seconds`.
             keys: of `EngineLimits`. With ``deterministic``, log-probabilities are the same bits, whatever is decoded at
-                the same time and whatever the limits are (`inference.fixed_shapes`).
+                the same time and whatever the limits are (`inference.model_runner`).
 
         Raises:
             ValueError: a limit is unknown or not positive, the memory does not hold a page, the model's attention

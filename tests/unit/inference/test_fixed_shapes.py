@@ -12,9 +12,8 @@ import torch
 
 from config.generation import GenerationConfig
 from diffusionlm.inference.decoder import Decoder
-from diffusionlm.inference.fixed_shapes import TILE_ROWS, pack_tiles
 from diffusionlm.inference.generate import Generation, decode, to_generation
-from diffusionlm.inference.model_runner import InputText
+from diffusionlm.inference.model_runner import TILE_ROWS, InputText, pack_tiles
 from diffusionlm.inference.request_builder import prepare_request
 from diffusionlm.inference.requests import ActiveRequest
 from diffusionlm.inference.scheduler import DecoderLimits
