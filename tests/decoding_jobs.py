@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from config.generation import GenerationConfig
 from config.model import ModelConfig
@@ -14,7 +16,7 @@ from diffusionlm.inference.generate import Generation, to_generation
 from diffusionlm.inference.request_builder import prepare_request
 from diffusionlm.inference.requests import ActiveRequest, PreparedRequest, RequestOptions
 from diffusionlm.inference.scheduler import DecoderLimits
-from diffusionlm.inference.settings import resolve_settings
+from diffusionlm.inference.settings import DecodingSettings, resolve_settings
 from diffusionlm.models.transformer import Transformer
 
 MASK = 22
@@ -65,6 +67,11 @@ def make_request(token_ids: Sequence[int], seed: int = 0) -> PreparedRequest:
     return prepare_request(resolve_settings(GenerationConfig(max_new_tokens=1), model), token_ids, seed)
 
 
+def settings_of(model: Transformer, **values: Any) -> DecodingSettings:
+    """Settings of four new tokens, unless the values say otherwise."""
+    return resolve_settings(GenerationConfig(**{"max_new_tokens": 4, **values}), model.config)
+
+
 def make_jobs(model: Transformer, options: list[dict[str, Any]], count: int, seed: int = 0) -> list[Job]:
     """Prompts of 1 to 25 tokens, most of which begin alike, and canvases with holes."""
     rng = np.random.default_rng(seed)
@@ -90,6 +97,26 @@ def check_pages(decoder: Decoder, requests: Iterable[ActiveRequest]) -> None:
     owned = [page for request in requests for pages in request.pages for page in pages]
     assert len(set(owned)) == pool.num_owned
     assert len(owned) == pool.num_owned or decoder.limits.has_prefix_cache
+
+
+def assert_same(ours: Generation, expected: Generation) -> None:
+    assert replace(ours, logprobs=()) == replace(expected, logprobs=())
+    assert ours.logprobs == pytest.approx(expected.logprobs, abs=1e-9, nan_ok=True)
+
+
+def add_requests(decoder: Decoder, *jobs: Job) -> list[ActiveRequest]:
+    """Let jobs wait."""
+    requests = [ActiveRequest(prepared) for prepared in jobs]
+    for request in requests:
+        decoder.add(request)
+    return requests
+
+
+def drain(decoder: Decoder, *requests: ActiveRequest) -> None:
+    """Decode until there is no work, and check the pages of these requests, which are all."""
+    while decoder.has_work:
+        decoder.step()
+        check_pages(decoder, requests)
 
 
 def run_all(decoder: Decoder, jobs: list[Job], arrivals: list[int]) -> list[Generation]:

@@ -37,16 +37,6 @@ def like(model: Transformer) -> Callable[..., Transformer]:
 
 
 @pytest.fixture(scope="module")
-def blocks(like: Callable[..., Transformer]) -> Transformer:
-    return like(block_length=4)
-
-
-@pytest.fixture(scope="module")
-def shifted_blocks(like: Callable[..., Transformer]) -> Transformer:
-    return like(block_length=4, logit_alignment="shifted")
-
-
-@pytest.fixture(scope="module")
 def autoregressive(like: Callable[..., Transformer]) -> Transformer:
     return like(block_length=1, logit_alignment="shifted", mask_token_id=None)
 
@@ -99,12 +89,6 @@ def test_a_longer_canvas_does_not_change_the_first_blocks(
             short = generate(model, [prompt], settings(max_new_tokens=new, **values), [5])[0]
             assert short.token_ids[:whole] == long.token_ids[:whole]
             assert short.step_map[:whole] == long.step_map[:whole]
-
-
-def test_a_block_sees_those_before_it(blocks: Transformer) -> None:
-    """And so another beginning gives another text."""
-    one, other = generate(blocks, [[1, 2, 3, 4, 5], [9, 2, 3, 4, 5]], settings())
-    assert one.token_ids != other.token_ids
 
 
 def test_attention_and_block_length_are_the_models_unless_given(

@@ -8,40 +8,35 @@ import numpy as np
 import pytest
 import torch
 
-from config.generation import GenerationConfig
 from diffusionlm.inference import requests as requests_module
 from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.generate import Generation, decode, to_generation
 from diffusionlm.inference.request_builder import prepare_request
 from diffusionlm.inference.requests import ActiveRequest, RequestOptions
 from diffusionlm.inference.scheduler import DecoderLimits
-from diffusionlm.inference.settings import DecodingSettings, resolve_settings
+from diffusionlm.inference.settings import DecodingSettings
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.patterns import BlockCausal
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.models.varlen import SequenceSlice, VarlenBatch
-from tests.decoding_jobs import BLOCKS, CANVASES, LIMITS, MASK, check_pages, make_jobs
+from tests.decoding_jobs import (
+    BLOCKS,
+    CANVASES,
+    LIMITS,
+    MASK,
+    add_requests,
+    assert_same,
+    check_pages,
+    drain,
+    make_jobs,
+    settings_of,
+)
 
 SHARED = DecoderLimits(num_pages=20, page_size=4, has_prefix_cache=True)
 
 
-def settings_of(model: Transformer, **values: Any) -> DecodingSettings:
-    return resolve_settings(GenerationConfig(**{"max_new_tokens": 4, **values}), model.config)
-
-
 def answer(model: Transformer, settings: DecodingSettings, prompt: list[int], *starts: int) -> Generation:
     return decode(model, [prepare_request(settings, prompt, options=RequestOptions(segment_starts=starts))])[0]
-
-
-def same(ours: Generation, expected: Generation) -> None:
-    assert (ours.token_ids, ours.step_map) == (expected.token_ids, expected.step_map)
-    assert ours.logprobs == pytest.approx(expected.logprobs, abs=1e-9)
-
-
-def drain(decoder: Decoder, *requests: ActiveRequest) -> None:
-    while decoder.has_work:
-        decoder.step()
-        check_pages(decoder, requests)
 
 
 @pytest.mark.parametrize(
@@ -56,9 +51,7 @@ def test_what_pages_without_an_owner_hold_has_no_effect(request: pytest.FixtureR
     model: Transformer = request.getfixturevalue(name)
     jobs = make_jobs(model, CANVASES if name == "model" else BLOCKS, 6)
     decoder = Decoder(model, LIMITS[limits])
-    requests = [ActiveRequest(prepared) for prepared in jobs]
-    for active in requests:
-        decoder.add(active)
+    requests = add_requests(decoder, *jobs)
     while decoder.has_work:
         decoder.step()
         check_pages(decoder, requests)
@@ -70,7 +63,7 @@ def test_what_pages_without_an_owner_hold_has_no_effect(request: pytest.FixtureR
         for storage in (*cache.keys_KTH, *cache.values_KTH):
             storage[:, slots] = torch.nan
     for active, prepared in zip(requests, jobs, strict=True):
-        same(to_generation(active), decode(model, [prepared])[0])
+        assert_same(to_generation(active), decode(model, [prepared])[0])
 
 
 @pytest.mark.parametrize(
@@ -94,7 +87,7 @@ def test_a_preemption_at_every_step_changes_nothing(blocks: Transformer, options
             assert decoder.pool.num_owned == 0
             decoder.add(active)
     [expected] = decode(blocks, [prepare_request(settings, [1, 2, 3, 4, 5], seed=3)])
-    same(to_generation(active), expected)
+    assert_same(to_generation(active), expected)
     assert active.num_forwards == expected.num_forwards
 
 
@@ -117,16 +110,14 @@ def test_removed_while_it_is_read_and_while_it_waits_again(blocks: Transformer) 
     assert second.num_forwards and not second.pages and len(decoder.scheduler.waiting) == 1
     decoder.remove(second)
     drain(decoder, first, second, read)
-    same(to_generation(first), expected)
+    assert_same(to_generation(first), expected)
     assert decoder.pool.num_free == 9
 
 
 def test_admission_leaves_a_page_to_those_that_will_need_one(blocks: Transformer) -> None:
     settings = settings_of(blocks, max_new_tokens=8)
     decoder = Decoder(blocks, DecoderLimits(num_pages=4, page_size=4))
-    requests = [ActiveRequest(prepare_request(settings, [number] * 4)) for number in (1, 2)]
-    for active in requests:
-        decoder.add(active)
+    requests = add_requests(decoder, *(prepare_request(settings, [number] * 4) for number in (1, 2)))
     decoder.step()
     assert (len(decoder.scheduler.active), len(decoder.scheduler.waiting)) == (1, 1)
     assert decoder.pool.num_free == 2, "two more are enough for now"
@@ -138,10 +129,9 @@ def test_guidance_shares_no_pages(blocks: Transformer) -> None:
     prompt, settings = list(range(16)), settings_of(blocks, cfg_scale=1.0)
     decoder = Decoder(blocks, SHARED)
     for _ in range(2):
-        active = ActiveRequest(prepare_request(settings, prompt))
-        decoder.add(active)
+        [active] = add_requests(decoder, prepare_request(settings, prompt))
         drain(decoder, active)
-        same(to_generation(active), answer(blocks, settings, prompt))
+        assert_same(to_generation(active), answer(blocks, settings, prompt))
     assert (decoder.counts.num_prefix_queries, decoder.pool.num_cached) == (0, 0)
 
 
@@ -162,11 +152,11 @@ def test_turns_of_a_chat_share_their_beginning(blocks: Transformer) -> None:
         (chat[:10], (), 8),
         (chat, (), 8),
     ):
-        active = ActiveRequest(prepare_request(settings, prompt, options=RequestOptions(segment_starts=starts)))
-        decoder.add(active)
+        options = RequestOptions(segment_starts=starts)
+        [active] = add_requests(decoder, prepare_request(settings, prompt, options=options))
         drain(decoder, active)
         assert active.num_cached_tokens == num_cached, (prompt, starts)
-        same(to_generation(active), answer(blocks, settings, prompt, *starts))
+        assert_same(to_generation(active), answer(blocks, settings, prompt, *starts))
 
 
 @pytest.mark.parametrize(
@@ -197,18 +187,15 @@ def test_chats_of_any_turns_have_the_answers_of_a_cold_cache(
             tokens = [*chat[:length]]
             if rng.random() < 0.3:
                 tokens[int(rng.integers(length))] = 20
-            requests.append(
-                ActiveRequest(prepare_request(settings, tokens, options=RequestOptions(segment_starts=starts)))
-            )
-            decoder.add(requests[-1])
+            options = RequestOptions(segment_starts=starts)
+            requests += add_requests(decoder, prepare_request(settings, tokens, options=options))
             decoder.step()
         drain(decoder, *requests)
         for active in requests:
-            alone = ActiveRequest(active.prepared)
             cold = Decoder(model, DecoderLimits(90, page_size), deterministic=deterministic)
-            cold.add(alone)
+            [alone] = add_requests(cold, active.prepared)
             drain(cold, alone)
-            same(to_generation(active), to_generation(alone))
+            assert_same(to_generation(active), to_generation(alone))
             assert not deterministic or to_generation(active) == to_generation(alone), "the same bits"
             num_cached += active.num_cached_tokens
     assert num_cached > 10 * count
@@ -223,13 +210,12 @@ def test_the_output_before_the_block_is_computed_again(
     decoder = Decoder(model, SHARED)
     for max_new_tokens, expected in ((4, 0), (8, num_cached), (4, num_cached)):
         settings = settings_of(model, max_new_tokens=max_new_tokens, stop_token_ids=())
-        active = ActiveRequest(prepare_request(settings, list(range(16))))
-        decoder.add(active)
+        [active] = add_requests(decoder, prepare_request(settings, list(range(16))))
         drain(decoder, active)
         assert active.num_cached_tokens == expected
         if not expected:
             assert decoder.pool.num_cached * 4 == num_cached, "what each step writes again is not published"
-        same(to_generation(active), answer(model, settings, list(range(16))))
+        assert_same(to_generation(active), answer(model, settings, list(range(16))))
 
 
 def test_pages_are_shared_evicted_and_found_again(blocks: Transformer) -> None:
@@ -239,12 +225,10 @@ def test_pages_are_shared_evicted_and_found_again(blocks: Transformer) -> None:
     common = list(range(12))
 
     def run(*prompts: list[int]) -> list[int]:
-        active = [ActiveRequest(prepare_request(settings, prompt)) for prompt in prompts]
-        for request in active:
-            decoder.add(request)
+        active = add_requests(decoder, *(prepare_request(settings, prompt) for prompt in prompts))
         drain(decoder, *active)
         for request, prompt in zip(active, prompts, strict=True):
-            same(to_generation(request), answer(blocks, settings, prompt))
+            assert_same(to_generation(request), answer(blocks, settings, prompt))
         return [request.num_cached_tokens for request in active]
 
     assert run(common, common) == [0, 0]
@@ -266,8 +250,8 @@ def test_final_keys_and_values_are_those_of_the_whole_text(
     prompt = list(range(10))
     decoder = Decoder(model, DecoderLimits(num_pages=30, page_size=4, max_num_batched_tokens=4, has_prefix_cache=True))
     for _ in range(2):
-        active = ActiveRequest(prepare_request(settings, prompt, options=RequestOptions(segment_starts=starts)))
-        decoder.add(active)
+        options = RequestOptions(segment_starts=starts)
+        [active] = add_requests(decoder, prepare_request(settings, prompt, options=options))
         while decoder.has_work and active.cached_length < 20:
             decoder.step()
         end = active.cached_length
@@ -293,9 +277,7 @@ def test_steps_without_a_forward_hold_up_nobody(blocks: Transformer, monkeypatch
     slow = settings_of(blocks, remasking_strategy="ancestral", denoising_steps=2000, max_new_tokens=3)
     quick = settings_of(blocks, max_new_tokens=8)
     decoder = Decoder(blocks, LIMITS["plenty"])
-    requests = [ActiveRequest(prepare_request(own, [1, 2, 3])) for own in (quick, slow, slow, quick)]
-    for active in requests:
-        decoder.add(active)
+    requests = add_requests(decoder, *(prepare_request(own, [1, 2, 3]) for own in (quick, slow, slow, quick)))
     num_calls = 0
     while decoder.has_work and not (requests[0].is_done and requests[3].is_done):
         num_calls += 1
@@ -305,6 +287,6 @@ def test_steps_without_a_forward_hold_up_nobody(blocks: Transformer, monkeypatch
     monkeypatch.undo()
     [expected] = decode(blocks, [prepare_request(slow, [1, 2, 3])])
     for active in requests[1:3]:
-        same(to_generation(active), expected)
+        assert_same(to_generation(active), expected)
         assert active.num_forwards == expected.num_forwards
     assert np.array_equal(requests[1].step_map_L, requests[2].step_map_L)

@@ -36,7 +36,7 @@ from diffusionlm.models.transformer import Transformer
 from diffusionlm.models.varlen import SequenceSlice
 from diffusionlm.serving.engine import Engine
 from tests.conftest import MakeModel
-from tests.decoding_jobs import LIMITS, MASK, Job, make_jobs, run_all
+from tests.decoding_jobs import LIMITS, MASK, Job, add_requests, assert_same, make_jobs, run_all
 from tests.recorded_graph import RecordedGraph
 
 OPTIONS: list[dict[str, Any]] = [
@@ -48,11 +48,6 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 GRAPH_LIMITS = {**LIMITS, "everything": replace(LIMITS["everything"], num_pages=40)}
-
-
-def same(ours: Generation, expected: Generation) -> None:
-    assert (ours.token_ids, ours.step_map) == (expected.token_ids, expected.step_map)
-    assert ours.logprobs == pytest.approx(expected.logprobs, abs=1e-9, nan_ok=True)
 
 
 @pytest.fixture
@@ -74,7 +69,7 @@ def check_answers(model: Transformer, jobs: list[Job], results: list[Generation]
     """Compare answers with those of the requests alone, without graphs."""
     with patch.object(decoder_module, "select_graph_factory", lambda model: None):
         for prepared, result in zip(jobs, results, strict=True):
-            same(result, decode(model, [prepared])[0])
+            assert_same(result, decode(model, [prepared])[0])
 
 
 @pytest.mark.parametrize("limits", GRAPH_LIMITS)
@@ -135,9 +130,7 @@ def test_what_other_pages_hold_has_no_effect(blocks: Transformer, graphs: list[R
     """Neither pages without an owner nor the page of what pads."""
     jobs = make_jobs(blocks, OPTIONS[:1], 5)
     decoder = Decoder(blocks, DecoderLimits(num_pages=60, page_size=4))
-    requests = [ActiveRequest(prepared) for prepared in jobs]
-    for active in requests:
-        decoder.add(active)
+    requests = add_requests(decoder, *jobs)
     cache = decoder.cache
     assert cache is not None and cache.num_pages == 61
     while decoder.has_work:
@@ -164,7 +157,7 @@ def test_an_engine_whose_requests_are_aborted(blocks: Transformer, graphs: list[
     with patch.object(decoder_module, "select_graph_factory", lambda model: None):
         expected = generate(blocks, prompts, config)
     for answer, index in zip(answers, (0, 2, 3), strict=True):
-        same(answer, expected[index])
+        assert_same(answer, expected[index])
 
 
 GENERATION = GenerationConfig(max_new_tokens=12, denoising_steps=4, stop_token_ids=())
@@ -177,7 +170,7 @@ def check_generate(model: Transformer, prompts: Sequence[Sequence[int]] = PROMPT
     with patch.object(decoder_module, "select_graph_factory", lambda model: None):
         expected = generate(model, prompts, GENERATION)
     for answer, other in zip(answers, expected, strict=True):
-        same(answer, other)
+        assert_same(answer, other)
     return answers
 
 
@@ -244,7 +237,7 @@ def test_two_decoders_of_a_model_at_a_time(blocks: Transformer, graphs: list[Rec
         pass
     with patch.object(decoder_module, "select_graph_factory", lambda model: None):
         for [request], prompt in zip(requests, PROMPTS, strict=True):
-            same(to_generation(request), generate(blocks, [prompt], GENERATION)[0])
+            assert_same(to_generation(request), generate(blocks, [prompt], GENERATION)[0])
     assert len(cuda_graphs._idle_graphs) == 1
 
 
@@ -288,7 +281,7 @@ def test_rounds_without_adapters_have_graphs_beside_adapters(
     num_replays = sum(graph.num_replays for graph in graphs)
     assert num_replays > 3
     *answers, with_adapter = run_all(decoder, jobs, [0, 0, 0])
-    same(with_adapter, expected)
+    assert_same(with_adapter, expected)
     check_answers(model, jobs[:2], answers)
     assert sum(graph.num_replays for graph in graphs) == num_replays
 
