@@ -12,7 +12,6 @@ from cli.arguments import add_shorthand, parse_command
 from cli.entry import exit_with_usage_error, friendly_errors, usage_errors
 from cli.tables import make_table, print_parts
 from config.convert import AnalyzeConfig
-from files.json_files import read_json_object
 from logger.pages import Part
 
 if TYPE_CHECKING:
@@ -38,34 +37,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     if config.a is None:
         exit_with_usage_error(NAME, "no model: name one or two model directories")
-    with usage_errors(NAME):
-        for path in (config.a,) if config.b is None else (config.a, config.b):
-            _check_model(path)
     # Imported here, so that no error before waits for torch.
     from diffusionlm.checkpoints.analyze import analyze
 
-    if config.b is None:
-        print_parts(format_directory(config.a, config.max_rows))
-        return
-    analysis = analyze(config.a, config.b, values=config.values)
+    with usage_errors(NAME):  # all that it does is to read files
+        if config.b is None:
+            print_parts(format_directory(config.a, config.max_rows))
+            return
+        analysis = analyze(config.a, config.b, values=config.values)
     if config.format == "json":
         print(analysis.to_json())
     else:
         print_parts(format_analysis(analysis, config.max_rows))
-
-
-def _check_model(path: Path) -> None:
-    """Check that there is a model of any kind, with a readable config.json.
-
-    Raises:
-        ValueError: there is not; names the directory or the file.
-    """
-    from diffusionlm.checkpoints.model_files import list_safetensors_files
-    from diffusionlm.families.model_directory import resolve_model_directory
-
-    directory = resolve_model_directory(path)
-    read_json_object(directory / "config.json")
-    list_safetensors_files(directory)
 
 
 def _add_shorthands(parser: argparse.ArgumentParser) -> None:
@@ -80,10 +63,9 @@ def _add_shorthands(parser: argparse.ArgumentParser) -> None:
 
 def format_directory(directory: Path, max_rows: int) -> list[Part]:
     """Format a table of a directory's tensors. ``max_rows`` 0: all of them."""
-    from diffusionlm.checkpoints.analyze import list_tensors
-    from diffusionlm.families.model_directory import resolve_model_directory
+    from diffusionlm.checkpoints.analyze import read_model
 
-    tensors = list(list_tensors(resolve_model_directory(directory)).values())
+    tensors = list(read_model(directory)[2].values())
     num_values = sum(info.num_elements for info in tensors)
     rows = [[info.name, _format_shape(info), info.dtype, info.file] for info in tensors]
     return [f"{directory}: {len(tensors)} tensors, {num_values:,} values", "", *_format_table(rows, max_rows)]

@@ -49,7 +49,8 @@ def build_parser(name: str, description: str, example: str) -> argparse.Argument
         # An abbreviation would change its meaning if another argument is added.
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action=_PrintVersion, nargs=0, help="print the version, and exit")
+    version = f"{name} {diffusionlm.__version__}"
+    parser.add_argument("--version", action="version", version=version, help="print the version, and exit")
     return parser
 
 
@@ -63,12 +64,6 @@ def path_argument(text: str) -> Path:
     if not text.strip():
         raise argparse.ArgumentTypeError('is empty: name a path; "." is the working directory')
     return Path(text)
-
-
-class _PrintVersion(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        print(f"{parser.prog} {diffusionlm.__version__}")
-        parser.exit(0)
 
 
 def print_error(name: str, problem: str) -> None:

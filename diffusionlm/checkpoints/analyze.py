@@ -79,8 +79,7 @@ def analyze(a: Path, b: Path, *, values: bool = True) -> Analysis:
     Raises:
         ValueError: there is no model, or a file cannot be read; names it.
     """
-    a, b = resolve_model_directory(a), resolve_model_directory(b)
-    tensors_a, tensors_b = list_tensors(a), list_tensors(b)
+    (a, config_a, tensors_a), (b, config_b, tensors_b) = read_model(a), read_model(b)
     pairs = [TensorPair(info, tensors_b[name], "name") for name, info in tensors_a.items() if name in tensors_b]
     only_a = [info for name, info in tensors_a.items() if name not in tensors_b]
     only_b = [info for name, info in tensors_b.items() if name not in tensors_a]
@@ -96,7 +95,21 @@ def analyze(a: Path, b: Path, *, values: bool = True) -> Analysis:
                 pairs.append(_compare_values(a, b, TensorPair(info, same[0], "values")))
                 only_a.remove(info)
                 only_b.remove(same.pop(0))
-    return Analysis(_compare_configs(a, b), tuple(pairs), tuple(only_a), tuple(only_b))
+    keys = dict.fromkeys([*config_a, *config_b])
+    differences = tuple(
+        (key, config_a.get(key), config_b.get(key)) for key in keys if config_a.get(key) != config_b.get(key)
+    )
+    return Analysis(differences, tuple(pairs), tuple(only_a), tuple(only_b))
+
+
+def read_model(path: Path) -> tuple[Path, dict[str, Any], dict[str, TensorInfo]]:
+    """Read the directory of a model of any kind, its config.json and the headers of its tensors.
+
+    Raises:
+        ValueError: there is no model, or a file cannot be read; names it.
+    """
+    directory = resolve_model_directory(path)
+    return directory, read_json_object(directory / "config.json"), list_tensors(directory)
 
 
 def list_tensors(directory: Path) -> dict[str, TensorInfo]:
@@ -153,9 +166,3 @@ def _hash_tensor(directory: Path, info: TensorInfo) -> str:
     for start in range(0, values.numel(), COMPARE_CHUNK_ELEMENTS):
         digest.update(values[start : start + COMPARE_CHUNK_ELEMENTS].to(torch.float32).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _compare_configs(a: Path, b: Path) -> tuple[tuple[str, Any, Any], ...]:
-    config_a, config_b = (read_json_object(directory / "config.json") for directory in (a, b))
-    keys = dict.fromkeys([*config_a, *config_b])
-    return tuple((key, config_a.get(key), config_b.get(key)) for key in keys if config_a.get(key) != config_b.get(key))
