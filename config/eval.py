@@ -48,16 +48,6 @@ class EvalConfig(Section):
         file = self.output.file
         return self.output.directory or (None if file is None else file.with_name(f"{file.stem}_tasks"))
 
-    @model_validator(mode="before")
-    @classmethod
-    def _reject_exact_match(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "exact_match" in values:
-            raise ValueError(
-                '[exact_match] is a task now: write [[tasks]] with kind = "exact_match", the same source, split and '
-                'generation, and max_prompts as limit; [data] beside it is a task of kind = "perplexity"'
-            )
-        return values
-
     @model_validator(mode="after")
     def _check_tasks(self) -> Self:
         if not self.tasks:

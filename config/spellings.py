@@ -65,6 +65,12 @@ REMOVED: Mapping[str, Removed] = {
     "bench.prompts": Removed("prompts are bench.prompt_length random tokens"),
     "validation": Removed("bound a likelihood with diffusionlm-eval"),
     "requests.vocabulary": Removed("name token ids in requests.file"),
+    "exact_match": Removed(
+        'write [[tasks]] with kind = "exact_match", the same source, split and generation, and max_prompts as limit; '
+        '[data] beside it is a task of kind = "perplexity"'
+    ),
+    "objective.mask_noise_std": Removed("the noise has a standard deviation of 0.02", 0.02),
+    "objective.estimator.cart_p": Removed("p is 0.3, as in Dream", 0.3),
     "max_shard_gigabytes": Removed("weight files have at most 5 GB", 5.0),
     "schedule.decay_steps": Removed("set schedule.decay_fraction"),
 }

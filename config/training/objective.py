@@ -12,7 +12,6 @@ from config.base import (
     HalfOpenFraction,
     NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     Probability,
     Section,
@@ -40,8 +39,6 @@ class _MaskingOptions(Section):
     """Loss weight of a masked token. elbo: -alpha'(t) / (1 - alpha(t)), or n / k with kind = "counts". inverse_p: one
     over the masking probability, or n / k. uniform: 1. cart: by the visible tokens near it (Dream), masked diffusion
     only. None: elbo with normalizer = "targets", inverse_p with "rows", else uniform."""
-    cart_p: Annotated[float, Field(gt=0.0, le=1.0)] = 0.3
-    """With weight = "cart": a visible token at distance d adds p (1 - p)^(d - 1) / 2 to the weight."""
     reweight_cap: Annotated[float, Field(ge=1.0)] | None = None
     """Largest loss weight; larger ones are reduced to it, which is no longer the NELBO."""
     contiguous_probability: Probability = 0.0
@@ -130,8 +127,6 @@ class _DiffusionConfig(BlockLengths, Section):
 
     mask_noise_steps: NonNegativeInt = 0
     """Add noise to the embedding of the mask token in this many first steps, while its row is untrained (LLaDA2)."""
-    mask_noise_std: PositiveFloat = 0.02
-    """Standard deviation of this noise, as large as a usual row of the embedding."""
 
     @model_validator(mode="after")
     def _check_next_token_weight(self) -> Self:

@@ -13,6 +13,9 @@ from diffusionlm.diffusion.noised_batch import CleanBatch, NoiseKey
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, DenseBias, document_offsets
 
+CART_P = 0.3
+"""The p of the weights in training."""
+
 
 def anneal_attention(pattern: AttentionPattern, length: int, key: NoiseKey, num_steps: int) -> AttentionPattern:
     """Pattern between causal and ``pattern``: keys after the query are visible with probability (step + 1) / num_steps.

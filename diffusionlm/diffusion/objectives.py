@@ -28,7 +28,7 @@ from config.training.objective import (
     NoiseGrouping,
     ObjectiveConfig,
 )
-from diffusionlm.diffusion.adaptation import anneal_attention, context_adaptive_weights
+from diffusionlm.diffusion.adaptation import CART_P, anneal_attention, context_adaptive_weights
 from diffusionlm.diffusion.attention_bias import read_attention_bias
 from diffusionlm.diffusion.corruption import MaskSample, assign_noise_groups, sample_masks, sample_replacement_tokens
 from diffusionlm.diffusion.layout import InputLayout
@@ -85,7 +85,7 @@ class DiffusionObjective:
         masked = np.concatenate([sequences.scatter(sample.masked_BL) for sample in samples])
         scattered_weights = np.concatenate([sequences.scatter(weights_QM) for weights_QM in weights])
         if weight == "cart":
-            scattered_weights *= context_adaptive_weights(repeated, masked, estimator.cart_p)
+            scattered_weights *= context_adaptive_weights(repeated, masked, CART_P)
         noised_batch = layout.build_noised_batch(
             repeated,
             masked,

@@ -47,6 +47,8 @@ from profiling.torch_setup import has_native_bfloat16, select_device
 from tokenizer import Tokenizer, save_tokenizer
 
 Log = Callable[[str], None]
+MASK_NOISE_STD = 0.02
+"""Standard deviation of the noise on the mask token's embedding, as large as a usual row."""
 
 
 def set_up_device(config: RunConfig, keep_freed_memory: bool) -> torch.device:
@@ -386,7 +388,7 @@ def build_perturbations(config: TrainConfig, model: Transformer) -> tuple[Pertur
 
         perturbations.append(drop_adapters)
     if not isinstance(objective, NextTokenConfig | PreferenceConfig) and objective.mask_noise_steps:
-        num_steps, std = objective.mask_noise_steps, objective.mask_noise_std
+        num_steps = objective.mask_noise_steps
 
         @contextmanager
         def add_noise(step: int, noised_batch: NoisedBatch) -> Iterator[None]:
@@ -398,7 +400,7 @@ def build_perturbations(config: TrainConfig, model: Transformer) -> tuple[Pertur
                 for row in noised_batch.number_rows("cpu").tolist()  # from a GPU this would wait
             ]
             num_tokens = noised_batch.inputs_BS.shape[1] // noised_batch.pattern.positions_per_token
-            with add_mask_noise(model, std, seeds_B, num_tokens):
+            with add_mask_noise(model, MASK_NOISE_STD, seeds_B, num_tokens):
                 yield
 
         perturbations.append(add_noise)

@@ -49,7 +49,6 @@ ANNEALED = {
     "kind": "masked_diffusion",
     "anneal_attention_steps": 6,
     "mask_noise_steps": 4,
-    "mask_noise_std": 0.5,
     "estimator": {"kind": "counts", "weight": "cart"},
 }
 WITH_NEXT_TOKEN = {"kind": "block_diffusion", "block_length": 4, "next_token_weight": 0.3, "mask_noise_steps": 1}

@@ -55,7 +55,7 @@ ON_GPU: Sections = {
     "runtime": {"compile": "none"},
 }
 RUNS: dict[str, Sections] = {
-    "masked diffusion": {"training": {"ema_decay": 0.9}, "objective": {"mask_noise_steps": 2, "mask_noise_std": 0.1}},
+    "masked diffusion": {"training": {"ema_decay": 0.9}, "objective": {"mask_noise_steps": 2}},
     "block diffusion": {"objective": {"kind": "block_diffusion", "block_length": 4}},
     "infills": {"samples": {"every_steps": 2, "infills": ["the cat [MASK:2] on"]}},
     "next token": {"objective": {"kind": "next_token"}, "model": {"logit_alignment": "shifted"}},

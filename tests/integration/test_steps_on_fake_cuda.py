@@ -50,7 +50,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "next token": {"objective": {"kind": "next_token"}, "model": {"logit_alignment": "shifted"}},
     "padding": {"data": {"rows": "padded"}},
     "annealed attention": {"objective": {"kind": "masked_diffusion", "anneal_attention_steps": 8}},
-    "noise on the mask": {"objective": {"kind": "masked_diffusion", "mask_noise_steps": 8, "mask_noise_std": 0.1}},
+    "noise on the mask": {"objective": {"kind": "masked_diffusion", "mask_noise_steps": 8}},
     "AdamW with averages": {"optimizer": {"kind": "adamw"}, "training": {"ema_decay": 0.9}},
     "Lion, guarded": {"optimizer": {"kind": "lion"}, "training": {"max_spike_deviations": 5.0}},
     "bfloat16 weights": {"runtime": {"weights": "bfloat16_with_master"}, "training": {"precision": "bfloat16"}},

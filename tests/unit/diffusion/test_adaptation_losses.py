@@ -18,7 +18,7 @@ from config.training.objective import (
     NextTokenConfig,
     ObjectiveConfig,
 )
-from diffusionlm.diffusion.adaptation import anneal_attention, context_adaptive_weights
+from diffusionlm.diffusion.adaptation import CART_P, anneal_attention, context_adaptive_weights
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
 from diffusionlm.diffusion.objectives import build_objective, find_nelbo_deviation
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, Causal, DenseBias
@@ -60,13 +60,13 @@ def test_cart_weights_equal_a_matrix_product(p: float) -> None:
 @pytest.mark.parametrize("complementary", [False, True])
 def test_loss_with_cart_weights(tiny_model: MakeModel, complementary: bool) -> None:
     model = tiny_model(torch.float64)
-    estimator = FixedCountMasking(weight="cart", cart_p=0.4, complementary=complementary)
+    estimator = FixedCountMasking(weight="cart", complementary=complementary)
     config = MaskedDiffusionConfig(estimator=estimator)
     batch = CleanBatch(torch.arange(40).view(4, 10) % 18, torch.ones(4, 10, dtype=torch.bool))
     draw = build_objective(config, model.config).build_noised_batch(batch, NoiseKey(0, 0, 0, 4))
     copies = 2 if complementary else 1
     masked = (draw.inputs_BS != batch.tokens_BL.repeat(copies, 1)).numpy()
-    expected = context_adaptive_weights(batch.repeat(copies), masked, 0.4)[masked] / copies
+    expected = context_adaptive_weights(batch.repeat(copies), masked, CART_P)[masked] / copies
     np.testing.assert_allclose(draw.weights_N.numpy(), expected)
     assert draw.denominator == 40 and "context" in str(find_nelbo_deviation(config))
 
