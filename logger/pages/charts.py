@@ -16,7 +16,7 @@ import numpy as np
 from markupsafe import Markup, escape
 
 from files.terminal_text import escape_control_characters
-from logger.pages.parts import Chart, Curve, Floats, describe_chart, format_number
+from logger.pages import Chart, Curve, Floats, describe_chart, format_number
 
 WIDTH, HEIGHT = 2000, 1000
 """Size of the view box that holds the curves."""
@@ -184,8 +184,7 @@ def _line(line: Curve, across: AxisScale, scale: AxisScale) -> str:
     x_N, y_N = across(line.x_N), scale(line.y_N)
     parts = []
     if line.error_N is not None:
-        draw = _bars if line.has_dots else _band
-        parts.append(draw(x_N, scale(line.y_N - line.error_N), scale(line.y_N + line.error_N)))
+        parts.append(_bars(x_N, scale(line.y_N - line.error_N), scale(line.y_N + line.error_N)))
     if line.smooth_N is not None:
         parts.append(
             f'<path class="raw" d="{_path(x_N, y_N)}"/><path class="smooth" d="{_path(x_N, scale(line.smooth_N))}"/>'
@@ -215,17 +214,6 @@ def _path(x_N: Floats, y_N: Floats) -> str:
         parts.append("h0" if is_alone else "")
         is_down = True
     return "".join(parts)
-
-
-def _band(x_N: Floats, low_N: Floats, high_N: Floats) -> str:
-    """Return the area between two curves."""
-    is_finite_N = np.isfinite(low_N) & np.isfinite(high_N)
-    x, low, high = (values_N[is_finite_N].tolist() for values_N in (x_N, low_N, high_N))
-    if not x:
-        return ""
-    there = " ".join(f"{_x(at)} {_y(y)}" for at, y in zip(x, high, strict=True))
-    back = " ".join(f"{_x(at)} {_y(y)}" for at, y in zip(reversed(x), reversed(low), strict=True))
-    return f'<path class="band" d="M{there} {back}Z"/>'
 
 
 def _bars(x_N: Floats, low_N: Floats, high_N: Floats) -> str:

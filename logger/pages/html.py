@@ -14,9 +14,7 @@ from markupsafe import Markup
 
 from files.atomic import write_text_atomic
 from files.terminal_text import escape_control_characters
-from logger.pages.charts import draw_chart, escape_text
-from logger.pages.markdown import render_markdown
-from logger.pages.parts import (
+from logger.pages import (
     Cell,
     Chart,
     Code,
@@ -32,6 +30,8 @@ from logger.pages.parts import (
     cut_text,
     format_cell,
 )
+from logger.pages.charts import draw_chart, escape_text
+from logger.pages.markdown import render_markdown
 
 MAX_TEXT = 4_000
 """Characters of a text; the files of the run contain all of it."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from files.terminal_text import escape_control_characters
-from logger.pages.parts import Chart, Code, Examples, Output, Page, Part, Table, cut_text, describe_chart, format_cell
+from logger.pages import Chart, Code, Examples, Output, Page, Part, Table, cut_text, describe_chart, format_cell
 
 MAX_TEXT = 600
 """Characters of an output; the files of the run contain all of it."""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from logger.pages.parts import Part, Table
+from logger.pages import Part, Table
 
 
 def tabulate_settings(columns: Sequence[tuple[str, Mapping[str, Any]]], subject: str = "settings") -> list[Part]:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from typing import IO, TYPE_CHECKING
 
 from files.terminal_text import accepts_escapes, escape_control_characters
+from logger.pages import Chart, Code, Examples, Page, Part, Table, describe_chart, format_cell
 from logger.pages.markdown import plain_text
-from logger.pages.parts import Chart, Code, Examples, Page, Part, Table, describe_chart, format_cell
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from logger.pages.parts import Chart, Curve, Floats
+from logger.pages import Chart, Curve, Floats
 from logger.report.reading import LoggedRun
 from logger.report.series import Series, downsample, moving_average
 
@@ -164,7 +164,7 @@ def _validation(runs: Sequence[LoggedRun], metric: ValidationMetric) -> Chart:
             chart.lines.append(Curve(name, np.array([float(at)]), np.array([value]), color, None, bar, has_dots=True))
             chart.note = "At the end validation.final_rows rows are read, before it validation.rows. "
     if any(line.error_N is not None for line in chart.lines):
-        chart.note += "Bands and bars: one standard error."
+        chart.note += "Bars: one standard error."
     return chart
 
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from logger.console import format_duration
-from logger.pages import Cell, Column, Number, Part, Table
-from logger.pages.parts import format_cell
+from logger.pages import Cell, Column, Number, Part, Table, format_cell
 from logger.report.charts import BITS_PER_BYTE, NATS_PER_TOKEN, ValidationMetric
 from logger.report.reading import LoggedRun, RunEvent
 

@@ -7,17 +7,13 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from markupsafe import Markup, escape
-
 from logger.pages import Example, Examples, Output, Part, Token
-from logger.pages.html import LINE_BREAK as _LINE_BREAK
-from logger.pages.tables import isolate, join
 from logger.report.reading import LoggedRun, RunEvent
 
 MAX_SAMPLES_PER_TEXT = 12
 """Samples of each text and run: the first, the last and evenly spaced ones between."""
 
-_MASKED_SPAN = re.compile(r"\[MASK:([^\[\]\n]*)\]")
+_MASKED_SPAN = re.compile(r"\[MASK:[^\[\]\n]*\]")
 
 
 def collect_samples(runs: Sequence[LoggedRun]) -> list[Part]:
@@ -82,7 +78,7 @@ def _is_logprob(value: Any) -> bool:
 
 def mark_fills(masked_text: str, filled_text: str) -> tuple[Token, ...]:
     """Mark what fills the masked spans of a text; if the texts differ elsewhere, nothing is marked."""
-    first, *others = map(re.escape, _MASKED_SPAN.split(masked_text)[::2])
+    first, *others = map(re.escape, _MASKED_SPAN.split(masked_text))
     # Each fill but the last ends where the text behind it begins first: atomic groups do not try other ends.
     fills = [f"(?>(.*?){text})" for text in others[:-1]] + [f"(.*){text}" for text in others[-1:]]
     match = re.fullmatch(first + "".join(fills), filled_text, re.DOTALL)
@@ -93,26 +89,3 @@ def mark_fills(masked_text: str, filled_text: str) -> tuple[Token, ...]:
         tokens += [Token(filled_text[start : match.start(number)]), Token(match[number], forward=0)]
         start = match.end(number)
     return tuple(token for token in (*tokens, Token(filled_text[start:])) if token.text)
-
-
-def render_masked_spans(masked_text: str) -> Markup:
-    """Render masked spans as boxes that show their number of tokens."""
-    # `escape` changes neither brackets nor colons.
-    return Markup(_MASKED_SPAN.sub(r'<span class="hole">\1</span>', str(escape(masked_text))))
-
-
-def render_fills(masked_text: str, filled_text: str) -> Markup:
-    """Render a filled text whose tokens are not known, with its fills marked; without marks if the texts differ."""
-    first, *others = _MASKED_SPAN.split(masked_text)[::2]
-    if not others or not filled_text.startswith(first):
-        return isolate(filled_text)
-    parts, start = [isolate(first)], len(first)
-    for index, given in enumerate(others, 1):
-        is_last = index == len(others)
-        place = len(filled_text) - len(given) if is_last else filled_text.find(given, start)
-        if place < start or not filled_text.startswith(given, place):
-            return isolate(filled_text)
-        parts.append(Markup("<mark>{}</mark>").format(_LINE_BREAK.join(filled_text[start:place].split("\n"))))
-        parts.append(isolate(given))
-        start = place + len(given)
-    return join(parts)

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from logger.pages.parts import Floats
+from logger.pages import Floats
 
 
 @dataclass(frozen=True)

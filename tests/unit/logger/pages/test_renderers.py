@@ -12,10 +12,24 @@ import numpy as np
 import pytest
 from jinja2 import UndefinedError
 
-from logger.pages import Chart, Code, Column, Curve, Example, Examples, Link, Number, Output, Page, Table, Token
+from logger.pages import (
+    Chart,
+    Code,
+    Column,
+    Curve,
+    Example,
+    Examples,
+    Link,
+    Number,
+    Output,
+    Page,
+    Table,
+    Token,
+    format_cell,
+    format_number,
+)
 from logger.pages.html import render_html, render_template
 from logger.pages.markdown import render_markdown
-from logger.pages.parts import format_cell, format_number
 from logger.pages.terminal import list_parts, render_text
 
 ATTACK = "</script><!--<script>{{ title }}&amp;\u2028\u202e\x1b[2J|`*_<b>"
