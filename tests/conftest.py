@@ -58,7 +58,7 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         path = request.path.parent / "golden" / name
         if path.suffix == ".html":
             text = re.sub(r"(?s)<style>.*?</style>\n?|<script>.*?</script>\n?", "", text)
-            text = text.replace("><", ">\n<")
+            text = re.sub(r"\s*\n\s*", "\n", text.replace("><", ">\n<"))
         if request.config.getoption("--write-golden"):
             path.parent.mkdir(exist_ok=True)
             path.write_text(text, encoding="utf-8")

@@ -14,7 +14,7 @@ from cli.infer.answers import Answer
 from cli.infer.inputs import EncodedInput
 from cli.infer.terminal import canvas_text_pieces
 from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep
-from logger.pages.html import render_facts, render_template
+from logger.pages.html import render_template
 from tokenizer import Tokenizer
 
 _NAMES = {"remasking_strategy": "strategy", "denoising_steps": "steps per block"}
@@ -103,7 +103,7 @@ def render_replay(
         requests.append(
             {
                 "name": answer.request.name,
-                "facts": render_facts(_list_facts(answer)),
+                "facts": list(_list_facts(answer)),
                 "pieces": _final_pieces(tokenizer, answer),
                 "bars": bars,
                 "above": max([1, *(up for up, _ in bars)]),
@@ -116,8 +116,8 @@ def render_replay(
         "cli.infer/replay.html",
         title=f"{model_name}: a replay",
         model=model_name,
-        main=render_facts((name, value) for name, value in settings.items() if name in _MAIN_NAMES),
-        settings=render_facts(settings.items()),
+        main=[(name, value) for name, value in settings.items() if value and name in _MAIN_NAMES],
+        settings=[(name, value) for name, value in settings.items() if value],
         requests=requests,
         data={"tokens": _token_table(tokenizer, data), "requests": data},
     )

@@ -142,8 +142,13 @@ class Output:
 
     label: str
     text: str | tuple[Token, ...]
-    facts: Sequence[tuple[str, Cell]] = ()
+    facts: Sequence[tuple[str, str]] = ()
     """Names and values, shown above the text."""
+
+    @property
+    def num_forwards(self) -> int:
+        """The last forward that unmasked a token; 0: forwards are not known."""
+        return max((token.forward or 0 for token in self.text if isinstance(token, Token)), default=0)
 
 
 @dataclass(frozen=True)
@@ -153,6 +158,11 @@ class Example:
     prompt: str
     outputs: Sequence[Output]
     title: str = ""
+
+    @property
+    def num_forwards(self) -> int:
+        """The last forward of all outputs."""
+        return max((output.num_forwards for output in self.outputs), default=0)
 
 
 @dataclass(frozen=True)

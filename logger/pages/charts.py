@@ -7,7 +7,6 @@ without scripts. The script only shows values under the pointer.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -48,39 +47,21 @@ def escape_text(text: str) -> Markup:
     return escape(escape_control_characters(text))
 
 
-def draw_charts(charts: Sequence[Chart], values: list[dict[str, Any]], more: str = "") -> Markup:
-    """Return the HTML of figures, and append the values of the charts to those for the page's script.
-
-    Args:
-        charts: the charts to draw.
-        values: of all charts of the page, one item for each.
-        more: HTML of further figures.
-    """
-    figures = []
-    for chart in charts:
-        figure, chart_values = draw_chart(chart, len(values))
-        figures.append(figure)
-        values.append(chart_values)
-    return Markup(f'<div class="charts">{"".join(figures)}{more}</div>' if figures or more else "")
-
-
-def draw_chart(chart: Chart, number: int) -> tuple[Markup, dict[str, Any]]:
-    """Return the figure's HTML and its values for the script, of which it is this ``number``."""
+def draw_chart(chart: Chart) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what the template of a figure needs, and the values for the page's script."""
     across, scales = _horizontal(chart), _vertical(chart)
-    has_smooth = any(line.smooth_N is not None for line in chart.lines)
-    drawings = "".join(
-        f'<svg class="{name}" viewBox="0 0 {FRAME_WIDTH} {FRAME_HEIGHT}" aria-hidden="true">'
-        f"{_draw(chart, across, scale)}</svg>"
-        for name, scale in scales.items()
-    )
-    html = (
-        f'<figure class="chart card{" many" * (len(chart.lines) > 3)}" data-chart="{number}"><figcaption>'
-        f'<div><h3>{escape_text(chart.title)}</h3><span class="unit">{escape_text(chart.unit)}</span></div>'
-        f'{_switches(chart, has_smooth, len(scales) > 1)}</figcaption><div class="frame">{drawings}'
-        f'<div class="plot" tabindex="0" role="img" aria-label="{escape_text(describe_chart(chart))}"></div></div>'
-        f"{_legend(chart)}" + (f'<p class="note">{escape_text(chart.note)}</p>' if chart.note else "") + "</figure>"
-    )
-    return Markup(html), _values(chart, across, scales)
+    figure = {
+        "title": chart.title,
+        "unit": chart.unit,
+        "note": chart.note,
+        "log": chart.log,
+        "has_smooth": any(line.smooth_N is not None for line in chart.lines),
+        "drawings": {name: Markup(_draw(chart, across, scale)) for name, scale in scales.items()},
+        "view_box": f"0 0 {FRAME_WIDTH} {FRAME_HEIGHT}",
+        "description": describe_chart(chart),
+        "legend": _legend(chart),
+    }
+    return figure, _values(chart, across, scales)
 
 
 def draw_svg(chart: Chart) -> str:
@@ -238,17 +219,8 @@ def _y(share: float) -> int:
     return round(HEIGHT * (1.0 - min(1.0, max(0.0, share))))
 
 
-def _switches(chart: Chart, has_smooth: bool, has_log: bool) -> str:
-    parts = []
-    if has_smooth:
-        parts.append('<label><input type="checkbox" class="to-smooth" checked autocomplete="off">smooth</label>')
-    if has_log:
-        checked = " checked" if chart.log else ""
-        parts.append(f'<label><input type="checkbox" class="to-log"{checked} autocomplete="off">log</label>')
-    return f'<div class="switches">{"".join(parts)}</div>' if parts else ""
-
-
-def _legend(chart: Chart) -> str:
+def _legend(chart: Chart) -> list[tuple[str, str, str]]:
+    """Return the classes of the swatch, the name and the last value of each curve, and the numbers of marks."""
     entries = []
     has_many = sum(len(line.x_N) > 1 for line in chart.lines) > 1
     for line in chart.lines:
@@ -256,13 +228,8 @@ def _legend(chart: Chart) -> str:
             continue  # final values of several runs stand in the table
         last = _last_value(line) if line.has_line and not chart.x_is_share else ""
         dot = " dot" * (len(line.x_N) == 1 or not line.has_line)
-        swatch = f'<i class="{style_classes(line.color)}{dot}"></i>'
-        entries.append(f"<li>{swatch}<bdi>{escape_text(line.name)}</bdi> <b>{last}</b></li>")
-    entries += [
-        f'<li><i class="mark"></i><bdi>{escape_text(name)}</bdi> <b>{len(at_N):,}</b></li>'
-        for name, at_N in chart.marks
-    ]
-    return f'<ul class="legend">{"".join(entries)}</ul>'
+        entries.append((style_classes(line.color) + dot, line.name, last))
+    return entries + [("mark", name, f"{len(at_N):,}") for name, at_N in chart.marks]
 
 
 def _last_value(line: Curve) -> str:

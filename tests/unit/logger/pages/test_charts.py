@@ -45,14 +45,16 @@ def points(x: list[float], y: list[float]) -> Curve:
 
 
 def test_points_have_no_line_and_no_last_value() -> None:
-    html, _ = draw_chart(Chart("Rate", "", [points([1.0, 2.0], [3.0, 4.0])]), 0)
+    figure, _ = draw_chart(Chart("Rate", "", [points([1.0, 2.0], [3.0, 4.0])]))
+    html = figure["drawings"]["linear"]
     assert re.findall(r'<g class="c0 d0">(.*?)</g>', html) == ['<path class="dots" d="M1000 955h0M2000 45h0"/>']
-    assert '<i class="c0 d0 dot"></i><bdi>done</bdi> <b></b>' in html
+    assert figure["legend"] == [("c0 d0 dot", "done", "")]
 
 
 def test_a_logarithmic_axis_spreads_powers_evenly() -> None:
     chart = Chart("Rate", "", [points([0.001, 0.01, 0.1], [1.0, 2.0, 3.0])], x_is_log=True)
-    html, values = draw_chart(chart, 0)
+    figure, values = draw_chart(chart)
+    html = figure["drawings"]["linear"]
     low, middle, high = (int(x) for x in re.findall(r"M(\d+) \d+h0", html))
     assert abs((high - middle) - (middle - low)) <= 1 and low > 0 and high < WIDTH
     assert values["xLog"] and values["x"][0] < 0.001 and values["x"][1] > 0.1
@@ -60,7 +62,8 @@ def test_a_logarithmic_axis_spreads_powers_evenly() -> None:
 
 def test_categories_label_their_positions() -> None:
     chart = Chart("Kind", "", [points([0.0, 1.0], [1.0, 2.0])], x_labels=("<adamw>", "m" * 40))
-    html, values = draw_chart(chart, 0)
+    figure, values = draw_chart(chart)
+    html = figure["drawings"]["linear"]
     labels = re.findall(r'<text x="(\d+)" y="\d+" text-anchor="middle"[^>]*>(.*?)</text>', html)
     assert labels[:2] == [("151", "&lt;adamw&gt;"), ("357", "m" * 28 + "…")]
     assert values["xLabels"] == ("<adamw>", "m" * 40)

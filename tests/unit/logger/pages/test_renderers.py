@@ -55,7 +55,7 @@ SAMPLES = Examples(
             f"A [MASK:2] {ATTACK}",
             [
                 Output("step 1", (Token("A ", None), Token("b\n", 1, 0.5), Token("c", 2), Token(ATTACK, 0))),
-                Output("", ATTACK, facts=[("ended", "stopped"), ("tokens", 3)]),
+                Output("", ATTACK, facts=[("ended", "stopped"), ("tokens", "3")]),
                 Output("blank", " "),
             ],
             title="First",
