@@ -17,8 +17,7 @@ from files.atomic import write_text_atomic
 from files.output_paths import check_can_write
 
 if TYPE_CHECKING:
-    from diffusionlm.evaluation.plan import EvaluationPlan
-    from diffusionlm.evaluation.text_likelihood import LikelihoodResult
+    from diffusionlm.evaluation.text_likelihood import LikelihoodResult, OpenedText
 
 NAME = "diffusionlm-eval"
 
@@ -57,23 +56,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     if config.data.source is None:
         exit_with_usage_error(NAME, "no data: add --data FILE, or source to [data] of the config, or [[tasks]]")
     # Imported here, so that --help and config errors do not wait for numpy and regex.
-    from diffusionlm.evaluation.plan import plan_evaluation
+    from diffusionlm.evaluation.text_likelihood import open_text
 
     with usage_errors(NAME):
-        plan = plan_evaluation(config)
+        text = open_text(config)
         if config.output.file is not None:
             check_can_write(config.output.file.parent, f"output.file = {config.output.file}")
-    result = _evaluate(config, plan)
-    text = format_json(result)
+    result = _evaluate(config, text)
+    line = format_json(result)
     if config.output.file is not None:
-        write_text_atomic(config.output.file, text + "\n")
+        write_text_atomic(config.output.file, line + "\n")
     if config.output.format == "json":
-        print(text)
+        print(line)
     else:
         print_parts([format_table(result)])
 
 
-def _evaluate(config: EvalConfig, plan: EvaluationPlan) -> LikelihoodResult:
+def _evaluate(config: EvalConfig, text: OpenedText) -> LikelihoodResult:
     # Imported here, so that no error before waits for torch.
     from diffusionlm.checkpoints.huggingface import load_configured_model
     from diffusionlm.evaluation.text_likelihood import evaluate_likelihood
@@ -86,4 +85,4 @@ def _evaluate(config: EvalConfig, plan: EvaluationPlan) -> LikelihoodResult:
                 meter.begin(phase, UNITS_OF_PHASES[phase], total)
             meter.set(done)
 
-        return evaluate_likelihood(plan, show_progress, load_configured_model(config.model))
+        return evaluate_likelihood(text, show_progress, load_configured_model(config.model))

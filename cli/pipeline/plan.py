@@ -353,7 +353,7 @@ def _check_evaluation(config: EvalConfig, model: StageModel | None) -> None:
     """Check the methods against the model, and open local data."""
     from cli.train import LOCAL_SOURCES
     from diffusionlm.data.pipeline import open_components
-    from diffusionlm.evaluation.plan import build_data_config, resolve_method
+    from diffusionlm.evaluation.text_likelihood import build_data_config, resolve_method
 
     assert model is not None
     if config.tasks:

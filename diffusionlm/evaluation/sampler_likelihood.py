@@ -17,12 +17,12 @@ from torch import Tensor
 from config.generation import GenerationConfig
 from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.diffusion.noised_batch import CleanBatch
-from diffusionlm.evaluation.plan import check_exact_likelihood
 from diffusionlm.evaluation.statistics import MAX_LOGITS_BYTES, ratio_with_standard_error
 from diffusionlm.inference.blocks import DecodingBlock, round_if_uniform_canvas, split_into_blocks
 from diffusionlm.inference.model_runner import build_pattern, masked_position_logits
 from diffusionlm.inference.sampling import check_finite, iterate_chunks
 from diffusionlm.inference.settings import DecodingSettings, resolve_settings
+from diffusionlm.inference.strategies import STRATEGIES
 from diffusionlm.inference.strategy import DecodeState, Strategy
 from diffusionlm.models.tensors import copy_to_device
 from diffusionlm.models.transformer import Transformer
@@ -108,6 +108,42 @@ def sampler_likelihood(
         if on_progress is not None:
             on_progress(num_scored, num_tokens)
     return _build_report(documents, len(tokens_BL))
+
+
+def check_exact_likelihood(settings: DecodingSettings) -> None:
+    """Check that a sampler has an exact likelihood.
+
+    Raises:
+        ValueError: its order is random, its temperature is not 1 (or 0, read as 1), or it changes the model's
+            distributions; names the key.
+    """
+    config, strategy = settings.config, settings.strategy
+    if not strategy.has_exact_likelihood:
+        names = [name for name, strategy_class in STRATEGIES.items() if strategy_class().has_exact_likelihood]
+        default_options = type(strategy)().model_dump()
+        options = [f"{key} = {value}" for key, value in strategy.model_dump().items() if value != default_options[key]]
+        cause = " with ".join([f'remasking_strategy = "{strategy.name}"', *options])
+        raise ValueError(
+            f"{cause} has no exact likelihood: its order depends on randomness or it remasks; choose one of "
+            f"{', '.join(names)}, with default options"
+        )
+    if config.attention == "prompt_and_own_block" or config.attention_bias is not None:
+        raise ValueError("generation: attention_bias and prompt_and_own_block have no sampler likelihood: remove them")
+    if config.temperature not in (0.0, 1.0):
+        raise ValueError(f"temperature = {config.temperature}: the likelihood is defined for temperature 1: remove it")
+    defaults = GenerationConfig()
+    for name in ("top_k", "top_p", "suppress_token_ids", "defer_token_ids", "cfg_scale", "canvas"):
+        value = getattr(config, name)
+        if value != getattr(defaults, name):
+            raise ValueError(
+                f"{name} = {value} changes the sampler's distributions, but the likelihood is that of the model: "
+                "remove it"
+            )
+    if config.cache in ("prefix", "dual"):
+        raise ValueError(
+            f'cache = "{config.cache}" approximates the distributions, but the likelihood is that of the model: '
+            "remove it"
+        )
 
 
 class _DocumentState:

@@ -7,29 +7,53 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from config.data import DataConfig, LocalFiles
+from config.eval import EvalConfig
 from config.evaluation.text import EvalDataConfig, NelboConfig, SamplerLikelihoodConfig
 from config.model import ModelConfig
+from diffusionlm.checkpoints.adapter_config import read_adapter_config
 from diffusionlm.checkpoints.huggingface import load_configured_model
+from diffusionlm.checkpoints.model_files import ModelDescription, check_weight_files, read_model_description
 from diffusionlm.data.loader import collate_rows
 from diffusionlm.data.packing import Row
+from diffusionlm.data.pipeline import MixtureComponent, build_row_reader, open_components
 from diffusionlm.data.reader import ReaderPosition, ResumableReader
 from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.diffusion.noised_batch import CleanBatch
 from diffusionlm.evaluation.nelbo import NelboEstimator, NelboReport
-from diffusionlm.evaluation.plan import EvaluationPlan
-from diffusionlm.evaluation.prompt_gap import PromptGap, compute_prompt_gap, exchange_prompts
-from diffusionlm.evaluation.sampler_likelihood import SamplerReport, sampler_likelihood
-from diffusionlm.evaluation.statistics import bits_per_byte, count_row_bytes
+from diffusionlm.evaluation.sampler_likelihood import SamplerReport, check_exact_likelihood, sampler_likelihood
+from diffusionlm.evaluation.statistics import bits_per_byte, count_row_bytes, ratio_with_standard_error
+from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.transformer import Transformer
+from files.json_files import read_text
 
 ROWS_PER_READ = 64
 
 OnProgress = Callable[[str, int, int | None], None]
 """Called with the phase (``reading`` rows, ``scoring`` forwards or ``decoding`` tokens), and how many of how many are
 done; None: unknown."""
+MAX_DEFAULT_ROW_LENGTH = 1_024
+
+
+@dataclass(frozen=True)
+class PromptGap:
+    """The gap of prompts. It is positive if the model reads them."""
+
+    nats_per_token: float
+    """Per answer token."""
+    standard_error: float
+    """Over rows, of the paired differences; infinite for a single row."""
+    num_rows: int
+    """Rows with another prompt. The others fit none, and count as 0."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +95,154 @@ class LikelihoodResult:
     """None: not measured."""
 
 
+@dataclass(frozen=True)
+class OpenedText:
+    """A text whose config fits the model, opened but not read."""
+
+    config: EvalConfig
+    model: ModelDescription
+    components: list[MixtureComponent]
+    reader: ResumableReader[Row]
+    row_length: int
+    block_length: int | None
+    """Tokens per block of block-causal attention; None: bidirectional."""
+    method: str
+    """See `LikelihoodResult`."""
+
+
+def open_text(config: EvalConfig) -> OpenedText:
+    """Check the config against the model, and open the text.
+
+    Raises:
+        ValueError: the model, its tokenizer or the text is missing, the rows do not fit the model, or the model does
+            not support this kind of likelihood.
+    """
+    if config.model.path is None or config.data.source is None:
+        raise ValueError("model.path and data.source are required")
+    model = read_model_description(config.model.path)
+    for directory in (model.directory, config.model.adapter):
+        check_trained_attention(directory)
+    block_length, method = resolve_method(config.likelihood, model.config)
+    data_config = build_data_config(config.data, model.config)
+    components = open_components(data_config, "validation" if config.data.split == "validation" else "train")
+    row_length = _resolve_row_length(config.data, model.config)
+    reader = build_row_reader(
+        components,
+        data_config,
+        model.tokenizer,
+        row_length,
+        config.data.seed,
+        repeat=False,
+        block_length=block_length,
+    )
+    if isinstance(config.likelihood, NelboConfig) and config.likelihood.prompt_gap:
+        check_prompt_gap(config.data, components)
+    check_weight_files(config.model.path)
+    if config.model.adapter is not None:
+        read_adapter_config(config.model.adapter)
+    return OpenedText(config, model, components, reader, row_length, block_length, method)
+
+
+def check_trained_attention(directory: Path | None) -> None:
+    """Check that a run trained its model with an attention that likelihoods are computed with.
+
+    Args:
+        directory: of a model or an adapter. Its config.toml, if there is one, is that of the run.
+
+    Raises:
+        ValueError: it was trained with another attention.
+    """
+    path = None if directory is None else directory / "config.toml"
+    if path is None or not path.is_file():
+        return
+    try:
+        objective = tomllib.loads(read_text(path)).get("objective", {})
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: is no TOML ({error})") from error
+    if objective.get("attention") == "prompt_and_own_block" or objective.get("attention_bias") is not None:
+        name = "attention_bias" if objective.get("attention_bias") is not None else "attention"
+        raise ValueError(
+            f'{path}: the model was trained with objective.{name} = "{objective[name]}", and [likelihood] has no form '
+            'for it: read the validation of the run, or measure answers with a task of kind = "exact_match"'
+        )
+
+
+def check_prompt_gap(config: EvalDataConfig, components: list[MixtureComponent]) -> None:
+    """Check that each row is a conversation.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if components[0].chat is None:
+        raise ValueError("likelihood.prompt_gap = true needs conversations: set data.source.chat, or remove it")
+    if config.rows != "padded":
+        raise ValueError(
+            f'likelihood.prompt_gap = true needs rows of one conversation, and data.rows = "{config.rows}": set '
+            '"padded"'
+        )
+
+
+def resolve_method(config: NelboConfig | SamplerLikelihoodConfig, model: ModelConfig) -> tuple[int | None, str]:
+    """Tokens per block of block-causal attention (None: bidirectional), and the name of the method.
+
+    Raises:
+        ValueError: the model is autoregressive and the config is not, or the model needs a mask token and has none.
+    """
+    match config:
+        case SamplerLikelihoodConfig():
+            key = "likelihood.generation"
+            settings = resolve_settings(config.generation, model)
+            check_exact_likelihood(settings)
+            block_length = settings.block_causal_length
+            method = f"exact, {settings.strategy.name} sampler"
+        case NelboConfig():
+            key = "likelihood"
+            block_length = None if config.bidirectional else config.block_length or model.block_length
+            method = "bound, bidirectional" if block_length is None else f"bound, blocks of {block_length}"
+            if block_length == 1:
+                method = f"exact, {'next token' if model.logit_alignment == 'shifted' else 'block length 1'}"
+    if model.is_autoregressive and block_length != 1:
+        problem = "bidirectional attention" if block_length is None else f"block_length = {block_length}"
+        raise ValueError(
+            f"{key}: {problem} does not fit an autoregressive model, which predicts the next token: remove "
+            f"block_length and attention from [{key}]"
+        )
+    if block_length != 1 or model.logit_alignment != "shifted":
+        _ = model.required_mask_token_id
+    return block_length, method
+
+
+def build_data_config(config: EvalDataConfig, model: ModelConfig) -> DataConfig:
+    """The ``[data]`` section of a training run with these rows."""
+    source = config.source
+    if config.split == "all":
+        assert isinstance(source, LocalFiles)
+        # With validation files of its own, a source uses all of its `paths` for training.
+        source = source.model_copy(update={"validation_paths": source.paths})
+    return DataConfig(
+        source=source,
+        rows=config.rows,
+        begin_with_eos=model.begin_with_eos if config.begin_with_eos is None else config.begin_with_eos,
+        end_with_eos=config.end_with_eos,
+        document_shuffle_window=config.shuffle_window,
+        row_shuffle_window=0,
+    )
+
+
+def _resolve_row_length(config: EvalDataConfig, model: ModelConfig) -> int:
+    context = model.max_position_embeddings
+    if config.row_length is None:
+        return min(context, MAX_DEFAULT_ROW_LENGTH)
+    if config.row_length > context:
+        raise ValueError(
+            f"data.row_length = {config.row_length} is longer than the model's context, max_position_embeddings = "
+            f"{context}: lower it"
+        )
+    return config.row_length
+
+
 def evaluate_likelihood(
-    plan: EvaluationPlan, on_progress: OnProgress | None = None, model: Transformer | None = None
+    text: OpenedText, on_progress: OnProgress | None = None, model: Transformer | None = None
 ) -> LikelihoodResult:
     """Read the rows and score them.
 
@@ -83,10 +253,10 @@ def evaluate_likelihood(
         ValueError: the weights do not fit, there is no text, or the model's probabilities are not finite.
     """
     started_at = time.perf_counter()
-    config, row_length = plan.config, plan.row_length
+    config, row_length = text.config, text.row_length
     model = load_configured_model(config.model) if model is None else model
-    layout = InputLayout.from_config(model.config, plan.block_length)
-    rows = _read_rows(config.data, plan.reader, on_progress)
+    layout = InputLayout.from_config(model.config, text.block_length)
+    rows = _read_rows(config.data, text.reader, on_progress)
     _check_vocabulary(rows, model.config)
     batch = collate_rows(rows)
     maskable_BL = layout.maskable(batch)
@@ -96,13 +266,13 @@ def evaluate_likelihood(
             "token of a document; set data.begin_with_eos = true, or raise data.row_length"
         )
     report = _score(config.likelihood, layout, model, batch, on_progress)
-    bytes_B = count_row_bytes(plan.model.tokenizer, batch.tokens_BL.numpy(), maskable_BL)
+    bytes_B = count_row_bytes(text.model.tokenizer, batch.tokens_BL.numpy(), maskable_BL)
     bits, bits_error = bits_per_byte(report.row_nats, bytes_B)
     perplexity = math.exp(report.nats_per_token) if report.nats_per_token < 700.0 else math.inf
     is_exact = isinstance(report, SamplerReport) or layout.block_length == 1
     return LikelihoodResult(
         model=str(config.model.path),
-        method=plan.method,
+        method=text.method,
         is_exact=is_exact,
         block_length=layout.block_length,
         nats_per_token=report.nats_per_token,
@@ -117,33 +287,12 @@ def evaluate_likelihood(
         num_rows=len(rows),
         row_length=row_length,
         num_forwards=report.num_forwards if isinstance(report, SamplerReport) else None,
-        skipped_documents=dict(plan.components[0].skipped),
+        skipped_documents=dict(text.components[0].skipped),
         by_masked_fraction=() if isinstance(report, SamplerReport) or is_exact else report.by_masked_fraction,
         fill_nats_per_token=None if isinstance(report, SamplerReport) else report.fill_nats_per_token,
         prompt_gap=_measure_prompt_gap(config.likelihood, layout, model, rows, report, on_progress),
         seconds=round(time.perf_counter() - started_at, 3),
     )
-
-
-def _measure_prompt_gap(
-    config: NelboConfig | SamplerLikelihoodConfig,
-    layout: InputLayout,
-    model: Transformer,
-    rows: list[Row],
-    report: NelboReport | SamplerReport,
-    on_progress: OnProgress | None,
-) -> PromptGap | None:
-    """Score the rows with the prompts of others. None: the config does not ask for it."""
-    if isinstance(config, SamplerLikelihoodConfig) or isinstance(report, SamplerReport) or not config.prompt_gap:
-        return None
-    exchanged_rows, num_exchanged = exchange_prompts(rows)
-    exchanged = _score(config, layout, model, collate_rows(exchanged_rows), on_progress)
-    assert isinstance(exchanged, NelboReport)
-    batch = collate_rows(rows)
-    is_scored_BL = layout.maskable(batch)
-    if batch.is_fill_BL is not None:
-        is_scored_BL = is_scored_BL & ~batch.is_fill_BL.numpy()
-    return compute_prompt_gap(report, exchanged, is_scored_BL.sum(axis=1), num_exchanged)
 
 
 def _read_rows(config: EvalDataConfig, reader: ResumableReader[Row], on_progress: OnProgress | None) -> list[Row]:
@@ -200,3 +349,67 @@ def _score(
         if on_progress is not None:
             on_progress("scoring", index + 1, estimator.num_forwards)
     return estimator.build_report(forward_sums)
+
+
+def _measure_prompt_gap(
+    config: NelboConfig | SamplerLikelihoodConfig,
+    layout: InputLayout,
+    model: Transformer,
+    rows: list[Row],
+    report: NelboReport | SamplerReport,
+    on_progress: OnProgress | None,
+) -> PromptGap | None:
+    """Score the rows with the prompts of others. None: the config does not ask for it."""
+    if isinstance(config, SamplerLikelihoodConfig) or isinstance(report, SamplerReport) or not config.prompt_gap:
+        return None
+    exchanged_rows, num_exchanged = exchange_prompts(rows)
+    exchanged = _score(config, layout, model, collate_rows(exchanged_rows), on_progress)
+    assert isinstance(exchanged, NelboReport)
+    batch = collate_rows(rows)
+    is_scored_BL = layout.maskable(batch)
+    if batch.is_fill_BL is not None:
+        is_scored_BL = is_scored_BL & ~batch.is_fill_BL.numpy()
+    differences_B = np.array(exchanged.row_nats) - np.array(report.row_nats)
+    return PromptGap(*ratio_with_standard_error(differences_B, is_scored_BL.sum(axis=1)), num_exchanged)
+
+
+def exchange_prompts(rows: Sequence[Row]) -> tuple[list[Row], int]:
+    """Give each row of one conversation the prompt of the next row that has another prompt and fits.
+
+    The prompt is what precedes the first target. Padding stays at the end.
+
+    Returns:
+        The rows, and how many have another prompt.
+    """
+    prompts = [row.tokens_L[: int(row.loss_mask_L.argmax())] for row in rows]
+    exchanged, num_exchanged = [], 0
+    for index, row in enumerate(rows):
+        own = prompts[index]
+        free = int((row.document_ids_L < 0).sum())
+        others = (prompts[(index + offset) % len(rows)] for offset in range(1, len(rows)))
+        other = next((item for item in others if len(item) <= len(own) + free and not np.array_equal(item, own)), None)
+        num_exchanged += other is not None
+        exchanged.append(row if other is None else _replace_prompt(row, len(own), other))
+    return exchanged, num_exchanged
+
+
+def _replace_prompt(row: Row, num_own: int, prompt_P: NDArray[np.int32]) -> Row:
+    assert row.segment_ids_L is not None and row.is_fill_L is not None, "the row is a conversation"
+    length, shift = len(row.tokens_L), len(prompt_P) - num_own
+    size = int((row.document_ids_L >= 0).sum())
+    padding = length - size - shift
+
+    def move(values_L: NDArray[Any], prompt_value: int, padding_value: int) -> NDArray[Any]:
+        prompt, end = np.full(len(prompt_P), prompt_value), np.full(padding, padding_value)
+        return np.concatenate((prompt, values_L[num_own:size], end)).astype(values_L.dtype)
+
+    tokens_L = move(row.tokens_L, 0, int(row.tokens_L[-1]) if size < length else 0)
+    tokens_L[: len(prompt_P)] = prompt_P
+    return replace(
+        row,
+        tokens_L=tokens_L,
+        document_ids_L=move(row.document_ids_L, 0, -1),
+        loss_mask_L=move(row.loss_mask_L, 0, 0),
+        segment_ids_L=move(row.segment_ids_L, 0, -1),
+        is_fill_L=move(row.is_fill_L, 0, 0),
+    )

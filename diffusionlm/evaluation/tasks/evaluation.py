@@ -153,7 +153,7 @@ def _score_group(
 
 
 def _score_text(model: Transformer, task: PreparedText, on_progress: OnProgress | None) -> ItemResult:
-    result = evaluate_likelihood(task.plan, on_progress, model)
+    result = evaluate_likelihood(task.text, on_progress, model)
     return ItemResult(
         task=task.name,
         id=TEXT_ID,

@@ -13,13 +13,13 @@ from config.model import ModelConfig
 from diffusionlm.checkpoints.model_files import ModelDescription
 from diffusionlm.data.chat.templates import resolve_chat_template
 from diffusionlm.evaluation.pair_encoding import EncodedPair, PairEncoder
-from diffusionlm.evaluation.plan import EvaluationPlan, plan_evaluation
 from diffusionlm.evaluation.tasks.exact_match import ExactMatchTask
 from diffusionlm.evaluation.tasks.humaneval import HumanEvalTask
 from diffusionlm.evaluation.tasks.item_task import GenerationTask, LikelihoodTask, TaskItem
 from diffusionlm.evaluation.tasks.items import draw_seed, read_task_items
 from diffusionlm.evaluation.tasks.perplexity import PerplexityTask
 from diffusionlm.evaluation.tasks.prompts import EncodedItem, PromptBuilder, PromptEncoder
+from diffusionlm.evaluation.text_likelihood import OpenedText, open_text
 from diffusionlm.inference.request_builder import RequestBuilder, prepare_request
 from diffusionlm.inference.requests import PreparedRequest, RequestOptions
 from diffusionlm.inference.settings import DecodingSettings
@@ -60,7 +60,7 @@ class PreparedText:
 
     name: str
     config: PerplexityTask
-    plan: EvaluationPlan
+    text: OpenedText
 
 
 PreparedTask = PreparedItems | PreparedText
@@ -195,14 +195,14 @@ def _check_option(pair: EncodedPair, name: str, config: AnswerLikelihoodConfig, 
 
 def _prepare_text(task: PerplexityTask, model: InferModelConfig) -> PreparedText:
     config = EvalConfig(model=model, data=task.text_config, likelihood=task.likelihood)
-    # A plan of its own, because a plan counts the documents that it skips.
-    rows, _ = plan_evaluation(config).reader.read(0, None, 1)
+    # Opened again below, because an opened text counts the documents that it skips.
+    rows, _ = open_text(config).reader.read(0, None, 1)
     if not rows:
         raise ValueError(
             "there is no text in data or text.source: name other files or another split, and the field of the text as "
             "text.source.text_field"
         )
-    return PreparedText(task.name or task.kind, task, plan_evaluation(config))
+    return PreparedText(task.name or task.kind, task, open_text(config))
 
 
 def _find_template(task: AnyItemTask, tokenizer: Tokenizer) -> ChatTemplate | None:

@@ -26,10 +26,9 @@ from diffusionlm.data.loader import collate_rows
 from diffusionlm.data.packing import Row
 from diffusionlm.data.pipeline import build_row_reader, open_components
 from diffusionlm.evaluation.nelbo import nelbo
-from diffusionlm.evaluation.plan import plan_evaluation
 from diffusionlm.evaluation.sampler_likelihood import sampler_likelihood
 from diffusionlm.evaluation.statistics import bits_per_byte, count_row_bytes
-from diffusionlm.evaluation.text_likelihood import evaluate_likelihood
+from diffusionlm.evaluation.text_likelihood import evaluate_likelihood, open_text
 from diffusionlm.models.init import init_weights
 from diffusionlm.models.transformer import Transformer
 from tokenizer import Tokenizer, load_tokenizer, save_tokenizer
@@ -341,14 +340,12 @@ def test_splits_of_a_source(make_dir: MakeDirectory, data: Path) -> None:
     bytes_of = {}
     for split in ("train", "validation", "all"):
         config = EvalConfig.model_validate({**values, "data": {"source": source, "split": split}})
-        result = evaluate_likelihood(plan_evaluation(config))
+        result = evaluate_likelihood(open_text(config))
         bytes_of[split] = result.num_bytes
         assert result.num_unscored_tokens == 0
     assert 0 < bytes_of["validation"] < bytes_of["all"] == bytes_of["train"] + bytes_of["validation"]
     markov = {"source": "markov", "rows": "padded", "row_length": 32, "end_with_eos": False, "begin_with_eos": False}
-    result = evaluate_likelihood(
-        plan_evaluation(EvalConfig.model_validate({**values, "data": {**markov, "max_rows": 4}}))
-    )
+    result = evaluate_likelihood(open_text(EvalConfig.model_validate({**values, "data": {**markov, "max_rows": 4}})))
     assert (result.num_tokens, result.num_bytes) == (128, 128)
 
 

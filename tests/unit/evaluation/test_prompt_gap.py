@@ -15,9 +15,7 @@ from config.eval import EvalConfig
 from diffusionlm.checkpoints.huggingface import save_model
 from diffusionlm.data.packing import Row
 from diffusionlm.evaluation.evaluate import evaluate
-from diffusionlm.evaluation.plan import plan_evaluation
-from diffusionlm.evaluation.prompt_gap import exchange_prompts
-from diffusionlm.evaluation.text_likelihood import evaluate_likelihood
+from diffusionlm.evaluation.text_likelihood import evaluate_likelihood, exchange_prompts, open_text
 from diffusionlm.models.transformer import Transformer
 from tests.unit.data.chat_cases import chat, chat_tokenizer
 from tokenizer import save_tokenizer
@@ -66,7 +64,7 @@ def test_the_gap_is_the_difference_of_two_bounds(tiny_model: Callable[..., Trans
         },
         "likelihood": {"kind": "nelbo", "prompt_gap": True, "num_mc_samples": 2},
     }
-    plan = plan_evaluation(EvalConfig.model_validate(values))
+    plan = open_text(EvalConfig.model_validate(values))
     rows, _ = plan.reader.read(0, None, 100)
     gap = evaluate_likelihood(plan, model=model).prompt_gap
     assert gap is not None and gap.num_rows == len(rows) == 6
@@ -78,4 +76,4 @@ def test_the_gap_is_the_difference_of_two_bounds(tiny_model: Callable[..., Trans
     assert 0 < gap.standard_error < 1
     values["data"]["rows"] = "packed"
     with pytest.raises(ValueError, match="prompt_gap = true needs rows of one conversation"):
-        plan_evaluation(EvalConfig.model_validate(values))
+        open_text(EvalConfig.model_validate(values))
