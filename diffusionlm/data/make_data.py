@@ -12,14 +12,11 @@ import re
 import shutil
 import signal
 import threading
-from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
-
-from pydantic import NonNegativeInt
 
 from config.dump import list_differences, to_toml_values
 from config.make_data import MakeDataConfig
@@ -27,12 +24,13 @@ from diffusionlm.data.reader import (
     DocumentSource,
     ItemsFuture,
     ReaderPosition,
+    SkipLog,
     Split,
     Tokens,
+    WindowedReader,
     read_first_documents,
 )
 from diffusionlm.data.shard_files import (
-    FORMAT_VERSION,
     INDEX_FILE,
     PARTIAL_SUFFIX,
     PROGRESS_FILE,
@@ -49,6 +47,7 @@ from diffusionlm.data.shard_files import (
     read_json_model,
 )
 from diffusionlm.data.sources import open_source
+from diffusionlm.data.sources.record_source import RecordSource
 from diffusionlm.data.tokenization import TextEncoder, open_text_encoder, train_tokenizer
 from files.atomic import remove_temporary_paths, sync_to_disk, write_text_atomic
 from files.lock import LOCK_FILE, DirectoryInUseError, lock_directory
@@ -61,11 +60,8 @@ SPLITS: tuple[Split, ...] = ("validation", "train")
 SHARD_FILE_PATTERN = re.compile(r"(train|validation)-\d{5,}\.(bin|idx)(\.tmp)?")
 """Names of the files of shards, complete or partial."""
 
-CHUNK_CHARACTERS = 1 << 18
-"""Text that a process tokenizes at once: a tenth of a second's work."""
-
-CHUNK_READ_DOCUMENTS = 16
-"""Documents that are read before the size of a chunk is checked."""
+CHUNK_DOCUMENTS = 16
+"""Documents that a process tokenizes at once."""
 
 Log = Callable[[str], None]
 
@@ -77,18 +73,18 @@ class SplitProgress(StrictModel):
     """The finished part of a split."""
 
     index: SplitIndex
-    """The finished shards, and the records skipped before ``position``."""
+    """The finished shards, and the records skipped so far."""
     position: ReaderPosition = None
-    """Position at which to continue reading the source."""
-    past: NonNegativeInt = 0
-    """Number of documents after ``position`` that are in finished shards already."""
+    """Position in the tokenized documents after the finished shards."""
+    skip_log: dict[str, Any] | None = None
+    """The log of the source's skipped records, some of which may be after ``position``. None: it has none."""
     done: bool = False
 
 
 class MakeDataProgress(StrictModel):
     """``progress.json``, replaced after each shard."""
 
-    version: Literal[1] = FORMAT_VERSION
+    version: Literal[2] = 2
     config: dict[str, Any]
     tokenizer_fingerprint: str | None = None
     """None: there is no tokenizer yet."""
@@ -193,7 +189,9 @@ def _load_or_create_progress(
         save_progress(progress, directory)
         return progress
     remove_temporary_paths(directory)
-    progress = read_json_model(MakeDataProgress, path, "remove the directory and start again")
+    progress = read_json_model(
+        MakeDataProgress, path, "finish it with the version that began it, or remove the directory"
+    )
     identities = {split: state.index.identity for split, state in progress.splits.items()}
     _check_same_inputs(config, sources, provided_tokenizer, progress.config, identities, progress.tokenizer_fingerprint)
     finished_files = {name for state in progress.splits.values() for name in state.index.file_sizes}
@@ -249,66 +247,15 @@ def _check_same_inputs(
         )
 
 
-@dataclass(frozen=True)
-class _DocumentChunk:
-    """Documents that are tokenized together."""
+def _read_sized_tokens(source: DocumentSource, encoder: TextEncoder) -> WindowedReader[str, tuple[Tokens, int]]:
+    """Read the tokens of each document and the bytes of its text."""
 
-    texts: list[str]
-    position: ReaderPosition
-    """Position in the source from which they were read."""
-    num_past: int
-    """Number of documents after ``position`` that were dropped, because finished shards hold them."""
-    skipped: dict[str, int]
-    """Records of the source left out before ``position``, by reason."""
+    def tokenize(_epoch: int, _index: int, texts: list[str]) -> ItemsFuture[tuple[Tokens, int]]:
+        future = encoder.submit(texts)
+        sizes = [len(text.encode("utf-8", "surrogatepass")) for text in texts]
+        return lambda: list(zip(future(), sizes, strict=True))
 
-
-class _ResumedSource:
-    """The documents of a source that are in no finished shard, and the skip counts over all calls."""
-
-    def __init__(self, source: DocumentSource, state: SplitProgress) -> None:
-        self._source, self._state = source, state
-        # Records that are left out while a source is opened were counted in the first call.
-        self._already_counted = dict(source.skipped) if state.index.shards else {}
-
-    def skipped(self) -> dict[str, int]:
-        """Return the records left out so far, by reason."""
-        counts = Counter(self._source.skipped)
-        counts.subtract(self._already_counted)
-        counts.update(self._state.index.skipped)
-        return {reason: count for reason, count in sorted(counts.items()) if count}
-
-    def chunks(self) -> Iterator[_DocumentChunk]:
-        """Yield the documents in order. The chunk size changes the speed only."""
-        position, num_past = self._state.position, self._state.past
-        while True:
-            start, skipped = position, self.skipped()
-            texts: list[str] = []
-            num_characters = 0
-            while num_characters < CHUNK_CHARACTERS:
-                documents, position = self._source.read(0, position, CHUNK_READ_DOCUMENTS)
-                texts += documents
-                num_characters += sum(map(len, documents))
-                if position is None:
-                    break
-            if num_past < len(texts):
-                yield _DocumentChunk(texts[num_past:], start, num_past, skipped)
-            num_past = max(0, num_past - len(texts))
-            if position is None:
-                return
-
-
-def _tokenize_chunks(
-    chunks: Iterator[_DocumentChunk], encoder: TextEncoder
-) -> Iterator[tuple[_DocumentChunk, list[Tokens]]]:
-    """Yield each chunk with its tokens, in order, with as many chunks in flight as the encoder has use for."""
-    in_flight: deque[tuple[_DocumentChunk, ItemsFuture[Tokens]]] = deque()
-    for chunk in chunks:
-        in_flight.append((chunk, encoder.submit(chunk.texts)))
-        if len(in_flight) > encoder.prefetch_depth:
-            first, future = in_flight.popleft()
-            yield first, future()
-    for first, future in in_flight:
-        yield first, future()
+    return WindowedReader(source, CHUNK_DOCUMENTS, tokenize, encoder.prefetch_depth)
 
 
 class _MakeDataJob:
@@ -385,44 +332,46 @@ class _MakeDataJob:
 
     def _make_split(self, split: Split, encoder: TextEncoder, dtype: ShardDtype) -> None:
         """Write the remaining shards of a split."""
-        source = _ResumedSource(self._sources[split], self._progress.splits[split])
+        source, position = self._sources[split], self._progress.splits[split].position
+        if isinstance(source, RecordSource) and (saved := self._progress.splits[split].skip_log):
+            source.skip_log = SkipLog(**saved)
+        documents = _read_sized_tokens(source, encoder)
         shard: ShardWriter | None = None
-        totals = (0, 0, 0)
+        totals, is_done = (0, 0, 0), False
         self._on_progress(split, *totals)
         try:
-            for chunk, documents in _tokenize_chunks(source.chunks(), encoder):
-                text_bytes = [len(text.encode()) for text in chunk.texts]
-                num_written = 0
-                while num_written < len(documents):
-                    with _protect_write(self._directory):
-                        index = len(self._progress.splits[split].index.shards)
-                        target = self._config.output.shard_tokens
-                        shard = shard or ShardWriter(self._directory, split, index, dtype, target)
-                        num_written += shard.add_documents(documents[num_written:], text_bytes[num_written:])
-                        if shard.is_full:
-                            resume_point = {"position": chunk.position, "past": chunk.num_past + num_written}
-                            self._commit_shard(split, shard, chunk.skipped, resume_point)
-                            shard = None
-                num_tokens = sum(map(len, documents))
-                totals = (totals[0] + len(documents), totals[1] + num_tokens, totals[2] + sum(text_bytes))
+            while not is_done:
+                start = position
+                chunk, position = documents.read(0, start, CHUNK_DOCUMENTS)
+                with _protect_write(self._directory):
+                    if chunk:
+                        index, size = len(self._progress.splits[split].index.shards), self._config.output.shard_tokens
+                        shard = shard or ShardWriter(self._directory, split, index, dtype, size)
+                        count = shard.add_documents([tokens for tokens, _ in chunk], [size for _, size in chunk])
+                        if count < len(chunk):  # the others are for the next shard
+                            chunk, position = documents.read(0, start, count)
+                    is_done = position is None
+                    if is_done or (shard is not None and shard.is_full):
+                        self._commit_shard(split, shard, {"position": position, "done": is_done})
+                        shard = None
+                num_tokens, num_bytes = sum(len(tokens) for tokens, _ in chunk), sum(size for _, size in chunk)
+                totals = (totals[0] + len(chunk), totals[1] + num_tokens, totals[2] + num_bytes)
                 self._on_progress(split, *totals)
-            with _protect_write(self._directory):
-                self._commit_shard(split, shard, source.skipped(), {"done": True})
         except BaseException:
             if shard is not None:
                 shard.discard()
             raise
 
-    def _commit_shard(
-        self, split: Split, shard: ShardWriter | None, skipped: dict[str, int], update: dict[str, object]
-    ) -> None:
+    def _commit_shard(self, split: Split, shard: ShardWriter | None, update: dict[str, Any]) -> None:
         """Finish a shard (None: the last one was full) and record it and the new progress of its split."""
-        state = self._progress.splits[split]
+        source, state = self._sources[split], self._progress.splits[split]
         shards = (*state.index.shards, *([shard.finish()] if shard is not None else []))
         if not shards:
-            raise _no_documents_error(split, state.index.provenance, skipped)
-        index = state.index.model_copy(update={"shards": shards, "skipped": skipped})
-        splits = {**self._progress.splits, split: state.model_copy(update={"index": index, **update})}
+            raise _no_documents_error(split, source.provenance, source.skipped)
+        if isinstance(source, RecordSource):
+            update["skip_log"] = asdict(source.skip_log)
+        update["index"] = state.index.model_copy(update={"shards": shards, "skipped": source.skipped})
+        splits = {**self._progress.splits, split: state.model_copy(update=update)}
         self._save(self._progress.model_copy(update={"splits": splits}))
 
     def _save(self, progress: MakeDataProgress) -> None:

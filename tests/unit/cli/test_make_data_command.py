@@ -40,7 +40,6 @@ from logger.progress import ProgressMeter
 # Ctrl-C is ignored where the tests run in the background of a shell, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 directory, num_shards, gate = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-make_data.CHUNK_CHARACTERS = 700
 show_progress = ProgressMeter.set
 
 def show_progress_and_wait(meter, done):

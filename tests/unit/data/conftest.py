@@ -85,5 +85,4 @@ def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the chunks so small that there are many."""
-    monkeypatch.setattr(make_data_module, "CHUNK_CHARACTERS", 700)
-    monkeypatch.setattr(make_data_module, "CHUNK_READ_DOCUMENTS", 3)
+    monkeypatch.setattr(make_data_module, "CHUNK_DOCUMENTS", 9)

@@ -17,7 +17,7 @@ from diffusionlm.data import make_data as module
 from diffusionlm.data.shard_files import HashedFile
 
 values, reference = json.loads(sys.argv[1]), Path(sys.argv[2])
-module.CHUNK_CHARACTERS, module.CHUNK_READ_DOCUMENTS = 700, 3
+module.CHUNK_DOCUMENTS = 3
 config = MakeDataConfig.model_validate(values)
 directory = config.output.directory
 # This also imports all modules, once for all forked children.

@@ -87,11 +87,10 @@ def test_files_do_not_depend_on_workers_or_chunks(
     text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digests: list[Any] = []
-    for characters, documents in ((700, 3), (90, 1), (1 << 18, 16)):
-        monkeypatch.setattr(module, "CHUNK_CHARACTERS", characters)
-        monkeypatch.setattr(module, "CHUNK_READ_DOCUMENTS", documents)
+    for num_documents in (9, 1, 1_000):
+        monkeypatch.setattr(module, "CHUNK_DOCUMENTS", num_documents)
         directory = tmp_path / str(len(digests))
-        num_workers = 2 if characters == 90 else 0
+        num_workers = 2 if num_documents == 1 else 0
         make_data(config_of(text_folder, directory, workers=num_workers), ignore)
         digests.append(digest(directory))
     assert digests[0] == digests[1] == digests[2]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from config.make_data import MakeDataConfig, MakeDataOutputConfig
 from diffusionlm.data import make_data as module
 from diffusionlm.data.make_data import make_data
 from diffusionlm.data.shard_files import HashedFile
+from diffusionlm.data.tokenization import InlineTextEncoder
 from tests.unit.data.make_data_cases import (
     TRAIN,
     VALIDATION,
@@ -39,25 +40,20 @@ pytestmark = pytest.mark.usefixtures("small_chunks")
 def test_an_interruption_after_any_chunk(text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reference = tmp_path / "reference"
     make_data(config_of(text_folder, reference), ignore)
-    tokenize_chunks = module._tokenize_chunks
+    submit, num_left = InlineTextEncoder.submit, [0]
 
-    def stop_after(count: int) -> Callable[..., Any]:
-        num_left = [count]
+    def submit_or_stop(self: InlineTextEncoder, texts: list[str]) -> Any:
+        if not num_left[0]:
+            raise Stopped
+        num_left[0] -= 1
+        return submit(self, texts)
 
-        def generate(*arguments: Any) -> Any:
-            for item in tokenize_chunks(*arguments):
-                if not num_left[0]:
-                    raise Stopped
-                num_left[0] -= 1
-                yield item
-
-        return generate
-
+    monkeypatch.setattr(InlineTextEncoder, "submit", submit_or_stop)
     directory = tmp_path / "made"
     config = config_of(text_folder, directory)
     interruptions = 0
     for count in range(1, 100):
-        monkeypatch.setattr(module, "_tokenize_chunks", stop_after(count))
+        num_left[0] = count
         try:
             make_data(config, ignore)
             break
@@ -65,8 +61,8 @@ def test_an_interruption_after_any_chunk(text_folder: Path, tmp_path: Path, monk
             interruptions += 1
             assert not list(directory.glob("*-*.tmp"))  # an unfinished shard is removed
         if count % 3 == 0:  # one more interruption, so that positions differ
-            monkeypatch.setattr(module, "_tokenize_chunks", stop_after(10))
-            with pytest.raises(Stopped):
+            num_left[0] = 5
+            with contextlib.suppress(Stopped):
                 make_data(config, ignore)
     assert interruptions >= 5
     assert digest(directory) == digest(reference)
