@@ -22,7 +22,6 @@ from profiling.flops import count_idle_parameters
 
 CARD_FILE = "README.md"
 TRAINING_HEADING = "## Training"
-_UNLISTED_FILES = (CARD_FILE, MANIFEST, "state.json")
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def write_model_card(
     training: CardTraining | None = None,
     source: Path | None = None,
 ) -> None:
-    """Write README.md of a model directory whose other files are complete.
+    """Write README.md of a model directory.
 
     Args:
         folder: the model directory.
@@ -86,7 +85,6 @@ def write_model_card(
         title, training_text = training.name, _training_section(training) + training_text
         datasets += training.datasets
     training_text = training_text or f"{TRAINING_HEADING}\n\nThe training of this model is unknown.\n\n"
-    files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name not in _UNLISTED_FILES]
     num_parameters = sum(weight.numel() for weight in weights.values())
     base = None if training is None else training.adapter_base
     kind = _describe_model_kind(config)
@@ -98,8 +96,7 @@ def write_model_card(
     text = (
         f"{matter}\n# {_escape_markdown(title)}, {num_parameters:,} parameters\n\n{kind}.\n\n"
         f"## Architecture\n\n{_format_table(_architecture_rows(config, num_parameters))}\n\n{training_text}"
-        f"{_use_section(config, base)}{_limits_section(config)}## Files\n\n"
-        f"{_format_files(make_manifest_entries(folder, files))}\n"
+        f"{_use_section(config, base)}{_limits_section(config)}"
     )
     (folder / CARD_FILE).write_text(text, encoding="utf-8")
 
@@ -129,12 +126,6 @@ def update_training_section(folder: Path, training: CardTraining) -> None:
 
 def _write_manifest(folder: Path, entries: ManifestEntries) -> None:
     write_text_atomic(folder / MANIFEST, format_manifest(entries))
-
-
-def _format_files(files: ManifestEntries) -> str:
-    return _format_table(
-        {file: f"{entry['bytes']:,} bytes, SHA-256 `{entry['sha256']}`" for file, entry in files.items()}
-    )
 
 
 def _front_matter(config: ModelConfig, datasets: tuple[str, ...], training: CardTraining | None) -> str:
@@ -271,29 +262,21 @@ def _transformers_text(config: ModelConfig) -> str:
     if family.diffusion_defaults is not None:
         return f"`transformers` has no `{family.model_type}`: it needs the code that the family's models come with."
     loads = "`transformers.AutoModelForCausalLM.from_pretrained` loads this directory"
-    if config.block_length is None:
-        window = "; layers with a sliding window see one position more on each side" * (
-            SLIDING in (config.layer_types or ())
-        )
-        return (
-            f"{loads} and computes the same logits for a whole sequence (version 5.23 or newer, which reads "
-            f"`is_causal`{window}). Its `generate` does not decode diffusion models."
-        )
     if config.block_length == 1:
         return f"{loads} and computes the same logits."
-    return (
-        f"{loads}, but its attention is causal. It computes the logits of this model with a block-causal "
-        "`attention_mask` [batch, 1, query, key]. Its `generate` does not decode diffusion models."
-    )
+    needs = "with a block-causal `attention_mask` [batch, 1, query, key]"
+    if config.block_length is None:
+        window = "; sliding windows see one position more on each side" * (SLIDING in (config.layer_types or ()))
+        needs = f"for a whole sequence (version 5.23 or newer, which reads `is_causal`{window})"
+    return f"{loads} and computes the same logits {needs}. Its `generate` does not decode diffusion models."
 
 
 def _limits_section(config: ModelConfig) -> str:
     return (
         "## Limits\n\n"
         f"- Prompt and answer together have at most {config.max_position_embeddings:,} tokens.\n"
-        "- Its text is likely under its training data, which does not make it true; nothing prevents false or harmful "
-        "text.\n"
-        "- License unknown: it depends on the data, and on the model that training started from.\n\n"
+        "- Its text is likely under its training data, which does not make it true; nothing prevents harmful text.\n"
+        "- License unknown: it depends on the data, and on the model that training started from.\n"
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -75,9 +74,6 @@ def test_card_has_the_facts_of_the_run(tiny_model: MakeModel, tmp_path: Path) ->
     numbers = sum(parameter.numel() for parameter in model.parameters())
     assert f"# first\\_try, {numbers:,} parameters\n" in card
     facts = rows(card)
-    weights = hashlib.sha256((tmp_path / "model.safetensors").read_bytes()).hexdigest()
-    size = (tmp_path / "model.safetensors").stat().st_size
-    assert facts["model.safetensors"] == f"{size:,} bytes, SHA-256 `{weights}`"
     assert facts["parameters"] == f"{numbers:,}" and facts["layers"] == "2"
     assert facts["tokens seen"] == "327,680"
     assert facts["validation"] == "at most 3.988 ± 0.018 nats per token, at step 40"
@@ -89,14 +85,14 @@ def test_card_has_the_facts_of_the_run(tiny_model: MakeModel, tmp_path: Path) ->
 
 def test_kinds_of_models(tiny_model: MakeModel, tmp_path: Path) -> None:
     masked = card_of(tiny_model(), tmp_path)
-    assert "computes the same logits for a whole sequence" in masked and "sliding window" not in masked
+    assert "computes the same logits for a whole sequence" in masked and "sliding windows" not in masked
     assert "masked-diffusion" in front_matter(masked)["tags"] and "--infill" in masked
     assert "The training of this model is unknown." in masked and "datasets" not in front_matter(masked)
     next_token = card_of(tiny_model(block_length=1, logit_alignment="shifted", mask_token_id=None), tmp_path)
     assert front_matter(next_token)["tags"] == ["text-generation"] and rows(next_token)["mask token"] == "none"
     assert "loads this directory and computes the same logits." in next_token
     sliding = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "qk_norm": True}
-    assert "layers with a sliding window see one position more" in card_of(tiny_model(**sliding), tmp_path)
+    assert "sliding windows see one position more" in card_of(tiny_model(**sliding), tmp_path)
     assert "`transformers` has no `llada`" in card_of(tiny_model(model_type="llada", qk_norm=False), tmp_path)
     experts = card_of(tiny_model(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8), tmp_path)
     assert rows(experts)["experts"] == "2 of 4 per token"
@@ -234,8 +230,6 @@ def test_card_of_a_converted_model_names_its_source(
     again = ConvertConfig(source=tmp_path / "half", target=tmp_path / "quarter")
     convert(prepare_conversion(again))
     assert front_matter((tmp_path / "quarter" / "README.md").read_text())["datasets"] == ["someone/stories"]
-    weights = hashlib.sha256((tmp_path / "half" / "model.safetensors").read_bytes()).hexdigest()
-    assert weights in rows(card)["model.safetensors"]
     os.remove(source / "README.md")
     config = ConvertConfig(source=source, target=tmp_path / "bare")
     convert(prepare_conversion(config))
