@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -44,21 +44,34 @@ MAX_DIGITS = 15
 
 Schema = Mapping[str, Any]
 
-_ANNOTATIONS = frozenset(
-    ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$schema", "$id", "$comment")
+_SCHEMA_KEYS = ("$schema", "$id", "$comment", "$defs", "definitions")
+_IGNORED_KEYS = frozenset(
+    (*_SCHEMA_KEYS, "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly")
 )
 _ESCAPED: CodePoints = ((0x00, 0x1F), (0x22, 0x22), (0x5C, 0x5C))
-_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 _INTEGER_BOUNDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
-_FORMATS: Mapping[str, str] = MappingProxyType(
+_TYPES: Mapping[str, tuple[tuple[type, ...], frozenset[str]]] = MappingProxyType(
     {
-        "date": r"(?:\d{3}[1-9]|\d{2}[1-9]0|\d[1-9]00|[1-9]000)-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\d|3[01])"
-        r"|(?:0[469]|11)-(?:0[1-9]|[12]\d|30)|02-(?:0[1-9]|1\d|2[0-8]))",
-        "time": r"(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d{1,6})?(?:Z|[+-](?:[01]\d|2[0-3]):[0-5]\d)",
-        "uuid": r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
+        "object": ((dict,), frozenset(("properties", "required", "additionalProperties"))),
+        "array": ((list,), frozenset(("items", "minItems", "maxItems"))),
+        "string": ((str,), frozenset(("minLength", "maxLength", "pattern", "format"))),
+        "number": ((int, float), frozenset()),
+        "integer": ((int,), _INTEGER_BOUNDS),
+        "boolean": ((bool,), frozenset()),
+        "null": ((type(None),), frozenset()),
     }
 )
+"""Type -> Python's types of its values, and keys that describe it."""
+_DATE = (
+    r"(?:\d{3}[1-9]|\d{2}[1-9]0|\d[1-9]00|[1-9]000)-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\d|3[01])"
+    r"|(?:0[469]|11)-(?:0[1-9]|[12]\d|30)|02-(?:0[1-9]|1\d|2[0-8]))"
+)
 """Dates that exist in every year: the 29th of February is not written."""
+_TIME = r"(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d{1,6})?(?:Z|[+-](?:[01]\d|2[0-3]):[0-5]\d)"
+_UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
+_FORMATS: Mapping[str, str] = MappingProxyType(
+    {"date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}", "uuid": _UUID}
+)
 
 _COMMA = parse_regex(", ?").expression
 _COLON = parse_regex(": ?").expression
@@ -115,22 +128,25 @@ class _SchemaCompiler:
             return _any_value(MAX_FREE_DEPTH)
         if not isinstance(schema, Mapping):
             raise place.error(f"is {_shorten(schema)}: expected an object, true or false")
-        for key in ("$ref", "allOf", "anyOf", "enum", "const"):
-            if key in schema:
-                compile_part: Callable[..., Expression] = {
-                    "$ref": self._compile_reference,
-                    "allOf": self._compile_all_of,
-                    "anyOf": self._compile_any_of,
-                    "enum": self._compile_values,
-                    "const": self._compile_values,
-                }[key]
-                return compile_part(schema, place)
-        return self._compile_types(schema, place)
+        key = next((key for key in ("$ref", "allOf", "anyOf", "enum", "const") if key in schema), None)
+        if key is None:
+            return self._compile_types(schema, place)
+        _check_keys(schema, {key, "type"} if key in ("enum", "const") else {key}, place)
+        match key:
+            case "$ref":
+                return self._compile_reference(schema[key], place)
+            case "enum" | "const":
+                return self._compile_values(schema, key, place)
+        options = _read_list(schema, key, place)
+        if key == "allOf" and len(options) > 1:
+            raise place.error(f"allOf has {len(options)} schemas: only one is supported; join them")
+        return Alternation(tuple(self.compile(option, place.child(key, index)) for index, option in enumerate(options)))
 
     def _compile_types(self, schema: Schema, place: _Place) -> Expression:
-        types = _read_types(schema, _infer_types(schema), place)
-        used = {key for name in types for key in _KEYS_OF_TYPE[name]}
-        _check_keys(schema, {"type", "$defs", "definitions", *used}, place)
+        # Without "type" those that the other keys describe: a value of another type would be valid, but is not meant.
+        described = [name for name, (_, keys) in _TYPES.items() if keys & schema.keys()]
+        types = _read_types(schema, described or list(_TYPES), place)
+        _check_keys(schema, {"type"}.union(*(_TYPES[name][1] for name in types)), place)
         options: list[Expression] = []
         for name in types:
             match name:
@@ -178,9 +194,7 @@ class _SchemaCompiler:
         item = _any_value(MAX_FREE_DEPTH - 1) if is_free else self.compile(items, place.child("items"))
         return _enclose("[", Repetition(item, minimum, maximum, _COMMA), "]")
 
-    def _compile_reference(self, schema: Schema, place: _Place) -> Expression:
-        _check_keys(schema, {"$ref", "$defs", "definitions"}, place)
-        reference = schema["$ref"]
+    def _compile_reference(self, reference: Any, place: _Place) -> Expression:
         if not isinstance(reference, str) or not reference.startswith("#"):
             raise place.error(f"$ref is {_shorten(reference)}: only #/... within the schema is supported")
         if reference in place.references:
@@ -193,23 +207,7 @@ class _SchemaCompiler:
             part = part[key]
         return self.compile(part, replace(place.child(), references=(*place.references, reference)))
 
-    def _compile_any_of(self, schema: Schema, place: _Place) -> Expression:
-        _check_keys(schema, {"anyOf", "$defs", "definitions"}, place)
-        options = _read_list(schema, "anyOf", place)
-        return Alternation(
-            tuple(self.compile(option, place.child("anyOf", index)) for index, option in enumerate(options))
-        )
-
-    def _compile_all_of(self, schema: Schema, place: _Place) -> Expression:
-        _check_keys(schema, {"allOf", "$defs", "definitions"}, place)
-        parts = _read_list(schema, "allOf", place)
-        if len(parts) > 1:
-            raise place.error(f"allOf has {len(parts)} schemas: only one is supported; join them")
-        return self.compile(parts[0], place.child("allOf", 0))
-
-    def _compile_values(self, schema: Schema, place: _Place) -> Expression:
-        key = "const" if "const" in schema else "enum"
-        _check_keys(schema, {key, "type", "$defs", "definitions"}, place)
+    def _compile_values(self, schema: Schema, key: str, place: _Place) -> Expression:
         values = [schema["const"]] if key == "const" else _read_list(schema, "enum", place)
         self.num_values += len(values)
         if self.num_values > MAX_VALUES:
@@ -223,50 +221,25 @@ class _SchemaCompiler:
         return Alternation(tuple(LiteralText(_dump(value)) for value in values))
 
 
-_KEYS_OF_TYPE: Mapping[str, frozenset[str]] = MappingProxyType(
-    {
-        "object": frozenset(("properties", "required", "additionalProperties")),
-        "array": frozenset(("items", "minItems", "maxItems")),
-        "string": frozenset(("minLength", "maxLength", "pattern", "format")),
-        "number": frozenset(),
-        "integer": _INTEGER_BOUNDS,
-        "boolean": frozenset(),
-        "null": frozenset(),
-    }
-)
-
-
 def _has_type(value: Any, name: str) -> bool:
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
-    return {
-        "object": isinstance(value, Mapping),
-        "array": isinstance(value, list),
-        "string": isinstance(value, str),
-        "number": is_integer or isinstance(value, float),
-        "integer": is_integer,
-        "boolean": isinstance(value, bool),
-        "null": value is None,
-    }.get(name, False)
-
-
-def _infer_types(schema: Schema) -> list[str]:
-    """Types of a schema without "type": those that its other keys describe; a value of another type would be valid,
-    but is not what is meant."""
-    named = [name for name, keys in _KEYS_OF_TYPE.items() if keys & schema.keys()]
-    return named or list(_TYPES)
+    return isinstance(value, _TYPES[name][0]) and (name == "boolean" or not isinstance(value, bool))
 
 
 def _read_types(schema: Schema, default: list[str], place: _Place) -> list[str]:
     types = schema.get("type", default)
     types = [types] if isinstance(types, str) else types
-    if not isinstance(types, list) or not 1 <= len(types) <= len(_TYPES) or any(name not in _TYPES for name in types):
+    if (
+        not isinstance(types, list)
+        or not 1 <= len(types) <= len(_TYPES)
+        or not set(map(repr, types)) <= set(map(repr, _TYPES))
+    ):
         raise place.error(f"type is {_shorten(types)}: expected {', '.join(_TYPES)}, or a list of these")
     return types
 
 
 def _check_keys(schema: Schema, supported: set[str], place: _Place) -> None:
     for key in schema:
-        if key not in supported and key not in _ANNOTATIONS:
+        if key not in supported and key not in _IGNORED_KEYS:
             remedy = "use anyOf" if key == "oneOf" else "remove it"
             raise place.error(f"{_shorten(key, quoted=False)} is not supported here: {remedy}")
 
@@ -297,10 +270,12 @@ def _compile_string(schema: Schema, place: _Place) -> Expression:
     if not keys:
         return _string(minimum, maximum)
     value = schema[keys[0]]
-    if keys == ["format"]:
-        return _enclose('"', parse_regex(_format_pattern(value, place)).expression, '"')
     if not isinstance(value, str):
-        raise place.error(f"pattern is {_shorten(value)}: expected a text")
+        raise place.error(f"{keys[0]} is {_shorten(value)}: expected a text")
+    if keys == ["format"]:
+        if value not in _FORMATS:
+            raise place.error(f"format {_shorten(value)} is not supported: use {', '.join(_FORMATS)} or a pattern")
+        return _enclose('"', parse_regex(_FORMATS[value]).expression, '"')
     try:
         pattern = parse_regex(value)
     except ValueError as error:
@@ -310,14 +285,6 @@ def _compile_string(schema: Schema, place: _Place) -> Expression:
     before = () if pattern.begins_anchored else (anything,)
     after = () if pattern.ends_anchored else (anything,)
     return _enclose('"', Concatenation((*before, _escape(pattern.expression), *after)), '"')
-
-
-def _format_pattern(name: Any, place: _Place) -> str:
-    if name == "date-time":
-        return f"{_FORMATS['date']}T{_FORMATS['time']}"
-    if name not in _FORMATS:
-        raise place.error(f"format {_shorten(name)} is not supported: use date, time, date-time, uuid or a pattern")
-    return _FORMATS[name]
 
 
 def _compile_integer(schema: Schema, place: _Place) -> Expression:
@@ -355,13 +322,10 @@ def _any_value(depth: int) -> Expression:
     )
     if depth == 0:
         return Alternation(simple)
-    array = _enclose("[", Repetition(_any_value(depth - 1), 0, None, _COMMA), "]")
-    return Alternation((*simple, array, _any_object(depth)))
-
-
-def _any_object(depth: int) -> Expression:
-    pair = Concatenation((_string(0, None), _COLON, _any_value(depth - 1)))
-    return _enclose("{", Repetition(pair, 0, None, _COMMA), "}")
+    value = _any_value(depth - 1)
+    pair = Concatenation((_string(0, None), _COLON, value))
+    array = _enclose("[", Repetition(value, 0, None, _COMMA), "]")
+    return Alternation((*simple, array, _enclose("{", Repetition(pair, 0, None, _COMMA), "}")))
 
 
 def _enclose(left: str, expression: Expression, right: str) -> Expression:

@@ -187,6 +187,7 @@ def test_every_day_of_a_year_but_the_leap_day() -> None:
         ({"type": "string", "pattern": "(?=a)"}, "the schema: pattern: the regular expression has a construct"),
         ({"type": "string", "pattern": "a", "minLength": 2}, "pattern, format and lengths together"),
         ({"type": "string", "format": "email"}, 'format "email" is not supported'),
+        ({"type": "string", "format": []}, "format is ..: expected a text"),
         ({"type": "string", "minLength": -1}, "minLength is -1"),
         ({"type": "string", "minLength": 3, "maxLength": 2}, "maxLength = 2 is below minLength = 3"),
         ({"type": "array", "items": 5}, "the schema.items: is 5: expected an object, true or false"),
