@@ -55,7 +55,7 @@ Common ones:
   parallel.strategy          ddp or fsdp, for several ranks"""
 
 LOCAL_SOURCES = ("files", "shards", "chat_tasks")
-"""Kinds of sources that are opened before torch is loaded; others need a network or seconds."""
+"""Kinds of sources that are opened before a run begins; others need a network or seconds."""
 
 MEMORY_REMEDY = (
     "lower training.micro_batch_size, training.batch_size or data.row_length, or set "
@@ -97,8 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check_files(config: TrainConfig) -> None:
-    """Check what a run reads and writes, before torch is loaded: the run directory, the model and the tokenizer to
-    start from, the local text.
+    """Check what a run reads and writes, before it begins: the run directory, the model and the tokenizer to start
+    from, the local text.
 
     Raises:
         ValueError: a file is missing or unreadable, or the run directory cannot be written; names the key.
@@ -126,7 +126,7 @@ def check_files(config: TrainConfig) -> None:
 
 
 def check_model(config: TrainConfig) -> tuple[TrainConfig, Tokenizer | None]:
-    """Check the model by the config, its base's config.json and the tokenizer, before torch is loaded.
+    """Check the model by the config, its base's config.json and the tokenizer, before the run begins.
 
     Returns:
         The config with the size of the model's vocabulary as `tokenizer.vocab_size`, and the tokenizer of the run
@@ -167,7 +167,7 @@ def check_model(config: TrainConfig) -> tuple[TrainConfig, Tokenizer | None]:
 
 
 def check_adapter(config: TrainConfig) -> None:
-    """Check ``[lora]`` against the options of the model, before torch is loaded.
+    """Check ``[lora]`` against the options of the model, before the run begins.
 
     Raises:
         ValueError: a package or an adapter is missing, or the section names no projection of the model.

@@ -5,15 +5,12 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cli.arguments import Shorthand, add_overrides, parse_command, toml_string
 from cli.entry import exit_with_usage_error, friendly_errors, usage_errors
 from config.infer import InferConfig
 from diffusionlm.inference.strategies import STRATEGIES
-
-if TYPE_CHECKING:
-    from cli.infer.preparation import PreparedRun
 
 NAME = "diffusionlm-infer"
 
@@ -78,18 +75,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         shorthands=_SHORTHANDS,
         argv=argv,
     )
-    _run(config, _prepare(config))
-
-
-def _prepare(config: InferConfig) -> PreparedRun:
-    """Check what needs no torch. Exits with 2 on an error."""
     if config.model.path is None:
         exit_with_usage_error(NAME, "no model given: add --model DIR, or path to [model] of the config")
-    # Imported here, so that --help and config errors do not wait for numpy and regex.
+    # Imported here, so that --help and config errors do not wait for torch.
+    from cli.infer.conversation import run_chat
     from cli.infer.preparation import prepare_run
+    from cli.infer.session import answer
+    from diffusionlm.checkpoints.huggingface import load_configured_model
 
     with usage_errors(NAME):
-        return prepare_run(config)
+        prepared = prepare_run(config)
+    model = load_configured_model(config.model)
+    run = run_chat if config.input.interactive else answer
+    run(model, prepared, config)
 
 
 def _add_texts(parser: argparse.ArgumentParser) -> None:
@@ -136,16 +134,3 @@ def _override_texts(namespace: argparse.Namespace, dest: str) -> None:
 def _unescape(text: str) -> str:
     """Replace ``\\n``, ``\\t`` and ``\\\\`` by a newline, a tab and a backslash; other backslashes stay."""
     return _ESCAPE.sub(lambda match: _ESCAPED_CHARACTERS[match[1]], text)
-
-
-def _run(config: InferConfig, prepared: PreparedRun) -> None:
-    # Imported here, so that no error above waits for torch.
-    from cli.infer.conversation import run_chat
-    from cli.infer.session import answer
-    from diffusionlm.checkpoints.huggingface import load_configured_model
-
-    model = load_configured_model(config.model)
-    if config.input.interactive:
-        run_chat(model, prepared, config)
-    else:
-        answer(model, prepared, config)

@@ -1,4 +1,4 @@
-"""Everything of a call that is checked before the model is loaded. No torch."""
+"""Everything of a call that is checked before the model is loaded."""
 
 from __future__ import annotations
 

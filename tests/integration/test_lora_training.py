@@ -287,7 +287,7 @@ def test_targets_that_match_nothing(configure: Configure) -> None:
 def test_names_that_match_nothing(
     lora: dict[str, Any], message: str, configure: Configure, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They are said before torch is loaded, with exit code 2."""
+    """They are said before the run begins, with exit code 2."""
     configure(lora=lora)
     with pytest.raises(SystemExit, match="2"):
         main(["--config", str(tmp_path / "lora.toml")])
