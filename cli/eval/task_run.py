@@ -16,11 +16,7 @@ from cli.eval.variants import resolve_variants
 from cli.tables import print_parts
 from config.dump import to_toml
 from config.eval import EvalConfig
-from diffusionlm.checkpoints.adapter_config import read_adapter_config
-from diffusionlm.checkpoints.model_files import check_weight_files, read_model_description
-from diffusionlm.evaluation.grading.code_execution import probe_isolation
-from diffusionlm.evaluation.tasks.humaneval import HumanEvalTask
-from diffusionlm.evaluation.tasks.preparation import TaskReader
+from diffusionlm.evaluation.tasks.preparation import prepare_variants
 from diffusionlm.evaluation.tasks.results import CONFIG_FILE, RESULTS_FILE
 from files.atomic import write_text_atomic
 from files.json_files import read_text
@@ -30,7 +26,7 @@ from logger.pages.html import write_page
 from logger.progress import ProgressMeter
 
 if TYPE_CHECKING:
-    from diffusionlm.evaluation.tasks.runner import PlannedVariant
+    pass
 
 PROGRESS_DELAY_SECONDS = 3.0
 REPORT_FILE = "report.html"
@@ -50,7 +46,7 @@ def run_tasks(name: str, config: EvalConfig, argv: Sequence[str] | None) -> None
     with usage_errors(name):
         existing = directory if directory.exists() else directory.parent
         check_can_write(existing, f"output.directory (--output) = {directory}")
-        variants = prepare_variants(config)
+        variants = prepare_variants(resolve_variants(config))
         from diffusionlm.evaluation.tasks.runner import TaskRun
 
         run = TaskRun.open(directory, variants)
@@ -69,37 +65,6 @@ def run_tasks(name: str, config: EvalConfig, argv: Sequence[str] | None) -> None
     write_page(build_page(report), page)
     _print_results(config, directory, report)
     print_message(f"report: {page}")
-
-
-def prepare_variants(config: EvalConfig) -> list[PlannedVariant]:
-    """Resolve the variants, and check all tasks against their models, before a model is loaded.
-
-    Raises:
-        ValueError: something does not fit; names the variant, the task or the file.
-    """
-    resolved = resolve_variants(config)
-    if any(isinstance(task, HumanEvalTask) and task.run_code for variant in resolved for task in variant.tasks):
-        try:
-            probe_isolation()
-        except RuntimeError as error:
-            raise ValueError(f"run_code = true: {error}") from None
-    reader, planned = TaskReader(), []
-    for variant in resolved:
-        assert variant.model.path is not None, "resolve_variants has checked it"
-        try:
-            model = read_model_description(variant.model.path)
-            tasks = tuple(reader.prepare(task, model, variant.model) for task in variant.tasks)
-            check_weight_files(variant.model.path)
-            if variant.model.adapter is not None:
-                read_adapter_config(variant.model.adapter)
-        except ValueError as error:
-            if len(resolved) == 1:
-                raise
-            raise ValueError(f"variant {variant.name!r}: {error}") from None
-        planned.append((variant, model.directory, tasks))
-    from diffusionlm.evaluation.tasks.runner import PlannedVariant
-
-    return [PlannedVariant(variant.name, variant.model, directory, tasks) for variant, directory, tasks in planned]
 
 
 def _print_results(config: EvalConfig, directory: Path, report: TaskReport) -> None:

@@ -1,10 +1,9 @@
-"""The variants of an evaluation: models and settings, their names, and the tasks with their settings. No torch."""
+"""The variants of an evaluation: models and settings, their names, and the tasks with their settings."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,22 +16,14 @@ from config.evaluation.variants import VariantConfig
 from config.infer import InferModelConfig
 from config.load import ConfigError, validate_config
 from diffusionlm.evaluation.tasks.perplexity import PerplexityTask
+from diffusionlm.evaluation.tasks.preparation import Variant
 
 SECTIONS = ("prompt", "generation", "likelihood")
 """Sections of a task that variants may change."""
 MAX_VARIANTS = 200
 
 
-@dataclass(frozen=True)
-class ResolvedVariant:
-    """A model, and the tasks with the settings of the variant."""
-
-    name: str
-    model: InferModelConfig
-    tasks: tuple[AnyTask, ...]
-
-
-def resolve_variants(config: EvalConfig) -> list[ResolvedVariant]:
+def resolve_variants(config: EvalConfig) -> list[Variant]:
     """Combine variants and varied keys.
 
     Raises:
@@ -54,7 +45,7 @@ def resolve_variants(config: EvalConfig) -> list[ResolvedVariant]:
             for key, value in point:
                 _set_key(settings, key, value)
             tasks = _apply_settings(config, settings, name)
-            resolved.append(ResolvedVariant(name, _resolve_model(variant, config.model, name), tasks))
+            resolved.append(Variant(name, _resolve_model(variant, config.model, name), tasks))
     names = [variant.name for variant in resolved]
     duplicate = next((name for name in names if names.count(name) > 1), None)
     if duplicate is not None:

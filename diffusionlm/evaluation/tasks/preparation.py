@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from config.eval import EvalConfig
 from config.evaluation.likelihood import AnswerLikelihoodConfig
 from config.evaluation.tasks import AnyItemTask, AnyTask
 from config.infer import InferModelConfig
 from config.model import ModelConfig
-from diffusionlm.checkpoints.model_files import ModelDescription
+from diffusionlm.checkpoints.adapter_config import read_adapter_config
+from diffusionlm.checkpoints.model_files import ModelDescription, check_weight_files, read_model_description
 from diffusionlm.data.chat.templates import resolve_chat_template
+from diffusionlm.evaluation.grading.code_execution import probe_isolation
 from diffusionlm.evaluation.pair_encoding import EncodedPair, PairEncoder
 from diffusionlm.evaluation.tasks.exact_match import ExactMatchTask
 from diffusionlm.evaluation.tasks.humaneval import HumanEvalTask
@@ -64,6 +67,48 @@ class PreparedText:
 
 
 PreparedTask = PreparedItems | PreparedText
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A model with settings, and its tasks."""
+
+    name: str
+    model: InferModelConfig
+    tasks: tuple[AnyTask, ...]
+    """With the settings of the variant."""
+    prepared: tuple[PreparedTask, ...] = ()
+    """The tasks for its model, after `prepare_variants`."""
+    directory: Path = Path()
+    """Of the model, resolved."""
+
+
+def prepare_variants(variants: Sequence[Variant]) -> list[Variant]:
+    """Check the tasks of variants against their models, before a model is loaded.
+
+    Raises:
+        ValueError: something does not fit; names the variant, the task or the file.
+    """
+    if any(isinstance(task, HumanEvalTask) and task.run_code for variant in variants for task in variant.tasks):
+        try:
+            probe_isolation()
+        except RuntimeError as error:
+            raise ValueError(f"run_code = true: {error}") from None
+    reader, prepared = TaskReader(), []
+    for variant in variants:
+        assert variant.model.path is not None, "checked when variants were combined"
+        try:
+            model = read_model_description(variant.model.path)
+            tasks = tuple(reader.prepare(task, model, variant.model) for task in variant.tasks)
+            check_weight_files(variant.model.path)
+            if variant.model.adapter is not None:
+                read_adapter_config(variant.model.adapter)
+        except ValueError as error:
+            if len(variants) == 1:
+                raise
+            raise ValueError(f"variant {variant.name!r}: {error}") from None
+        prepared.append(replace(variant, prepared=tasks, directory=model.directory))
+    return prepared
 
 
 @dataclass

@@ -29,7 +29,7 @@ from diffusionlm.evaluation.tasks.evaluation import AnswerKey, evaluate_task, li
 from diffusionlm.evaluation.tasks.humaneval import HumanEvalTask
 from diffusionlm.evaluation.tasks.item_task import GenerationTask
 from diffusionlm.evaluation.tasks.perplexity import PerplexityTask
-from diffusionlm.evaluation.tasks.preparation import PreparedTask, PreparedText
+from diffusionlm.evaluation.tasks.preparation import PreparedTask, PreparedText, Variant
 from diffusionlm.evaluation.tasks.results import EvaluationResults, write_results
 from diffusionlm.evaluation.tasks.run_folder import RunFolder
 from diffusionlm.evaluation.tasks.summary import TaskSummary, compare_variants
@@ -50,31 +50,6 @@ CONFIG_FILES = (
 )
 
 
-@dataclass(frozen=True)
-class PlannedVariant:
-    """A model with settings, and the tasks that were prepared for it."""
-
-    name: str
-    model: InferModelConfig
-    directory: Path
-    """Of the model, resolved."""
-    tasks: tuple[PreparedTask, ...]
-
-    def fingerprint(self, model: str) -> dict[str, dict[str, str]]:
-        """Hashes by task.
-
-        Args:
-            model: hash of the model, which variants share.
-
-        Raises:
-            ValueError: a file cannot be read.
-        """
-        return {
-            task.name: {"model": model, "data": fingerprint_data(task.config), "prompt": fingerprint_prompt(task)}
-            for task in self.tasks
-        }
-
-
 class RunProgress(Protocol):
     """Callback for the progress of a run."""
 
@@ -90,13 +65,13 @@ class TaskRun:
         fingerprints: variant -> task -> hashes.
     """
 
-    variants: Sequence[PlannedVariant]
+    variants: Sequence[Variant]
     folder: RunFolder
     fingerprints: Mapping[str, Mapping[str, Mapping[str, str]]]
     _loaded: tuple[InferModelConfig, Transformer] | None = field(default=None, init=False)
 
     @classmethod
-    def open(cls, path: Path, variants: Sequence[PlannedVariant]) -> TaskRun:
+    def open(cls, path: Path, variants: Sequence[Variant]) -> TaskRun:
         """Create the folder of a run, or continue the run in it.
 
         Raises:
@@ -106,11 +81,19 @@ class TaskRun:
         models = {(variant.model, variant.directory) for variant in variants}
         hashes = {key: fingerprint_model(*key) for key in models}  # variants of one model read its weights once
         fingerprints = {
-            variant.name: variant.fingerprint(hashes[variant.model, variant.directory]) for variant in variants
+            variant.name: {
+                task.name: {
+                    "model": hashes[variant.model, variant.directory],
+                    "data": fingerprint_data(task.config),
+                    "prompt": fingerprint_prompt(task),
+                }
+                for task in variant.prepared
+            }
+            for variant in variants
         }
         decisive = {
             variant.name: {
-                task.name: fingerprint_task(task, fingerprints[variant.name][task.name]) for task in variant.tasks
+                task.name: fingerprint_task(task, fingerprints[variant.name][task.name]) for task in variant.prepared
             }
             for variant in variants
         }
@@ -132,12 +115,12 @@ class TaskRun:
             write_results(self.folder.path, results)
         return results
 
-    def _evaluate(self, variant: PlannedVariant, on_progress: RunProgress | None) -> None:
+    def _evaluate(self, variant: Variant, on_progress: RunProgress | None) -> None:
         done: dict[str, set[AnswerKey]] = defaultdict(set)
         for result in self.folder.read_items(variant.name):
             done[result.task].add((result.id, result.repeat))
         with self.folder.open_writer(variant.name) as writer:
-            for task in variant.tasks:
+            for task in variant.prepared:
                 answers = list_answers(task)
                 num_done, phase = len(done[task.name].intersection(answers)), f"{variant.name}: {task.name}"
                 if num_done == len(answers):
@@ -165,24 +148,26 @@ class TaskRun:
         summaries: list[TaskSummary] = []
         results = []
         for variant in self.variants:
-            own = {task.name: TaskSummary(task, variant.name, str(variant.model.path)) for task in variant.tasks}
-            selected = {task.name: set(list_answers(task)) for task in variant.tasks}
+            own = {task.name: TaskSummary(task, variant.name, str(variant.model.path)) for task in variant.prepared}
+            selected = {task.name: set(list_answers(task)) for task in variant.prepared}
             for item in self.folder.read_items(variant.name):
                 if (item.id, item.repeat) in selected.get(item.task, ()):
                     selected[item.task].remove((item.id, item.repeat))
                     own[item.task].add(item)
-            for task in variant.tasks:
+            for task in variant.prepared:
                 fingerprints = self.fingerprints[variant.name][task.name]
                 results.append(own[task.name].build(describe_protocol(task), fingerprints))
             summaries += own.values()
-        runs_code = any(isinstance(task.config, HumanEvalTask) for variant in self.variants for task in variant.tasks)
+        runs_code = any(
+            isinstance(task.config, HumanEvalTask) for variant in self.variants for task in variant.prepared
+        )
         notes = [f"Executed code: {probe_isolation().describe()}"] if runs_code else []
         return EvaluationResults(
             results=tuple(results),
             comparisons=compare_variants(summaries),
             item_ids={
                 task.name: tuple(item.id for item in task.items)
-                for task in self.variants[0].tasks
+                for task in self.variants[0].prepared
                 if not isinstance(task, PreparedText)
             },
             command=command,

@@ -15,9 +15,10 @@ from cli.eval.report.reading import read_evaluations
 from config.infer import InferModelConfig
 from diffusionlm.evaluation.grading.pass_at_k import pass_at_k
 from diffusionlm.evaluation.tasks import runner
+from diffusionlm.evaluation.tasks.preparation import Variant
 from diffusionlm.evaluation.tasks.results import EvaluationResults, read_results
 from diffusionlm.evaluation.tasks.run_folder import to_file_name
-from diffusionlm.evaluation.tasks.runner import PlannedVariant, TaskRun
+from diffusionlm.evaluation.tasks.runner import TaskRun
 from diffusionlm.models.transformer import Transformer
 from tests.unit.evaluation.tasks.conftest import MakeTask
 
@@ -33,10 +34,10 @@ def run_tasks(tmp_path: Path, make_task: MakeTask, random_model: Transformer, mo
 
     def run(folder: str, variants: dict[str, dict[str, Any]], end_after: int | None = None) -> EvaluationResults:
         planned = [
-            PlannedVariant(
+            Variant(
                 name,
                 InferModelConfig(path=Path("model")),
-                Path("model"),
+                (),
                 (make_task("gsm8k", QUESTIONS, **{"generation": SAMPLING, **options}),),
             )
             for name, options in variants.items()
