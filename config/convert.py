@@ -8,7 +8,6 @@ from typing import Literal
 from pydantic import field_validator
 
 from config.base import ConfigPath, NonEmptyStr, NonNegativeInt, PositiveInt, Section
-from diffusionlm.families.registry import FAMILIES
 
 
 class DiffusionSection(Section):
@@ -63,13 +62,6 @@ class ConvertConfig(Section):
     source's."""
     diffusion: DiffusionSection | None = None
     """None: no conversion to a diffusion model."""
-
-    @field_validator("model_type")
-    @classmethod
-    def _check_model_type(cls, value: str | None) -> str | None:
-        if value is not None and value not in FAMILIES:
-            raise ValueError(f"must be one of {', '.join(FAMILIES)}")
-        return value
 
 
 class AnalyzeConfig(Section):

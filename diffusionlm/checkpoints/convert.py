@@ -22,7 +22,7 @@ from diffusionlm.checkpoints.model_files import find_weights_directory, load_tok
 from diffusionlm.checkpoints.vocabulary import Vocabulary, check_vocabulary
 from diffusionlm.checkpoints.weights import EMBEDDING_WEIGHT, HEAD_WEIGHT, read_saved_dtype
 from diffusionlm.families.model_directory import read_model_config, resolve_model_directory
-from diffusionlm.families.registry import FAMILIES, get_family, infer_model_type
+from diffusionlm.families.registry import get_family, infer_model_type
 from diffusionlm.models.lora import merge_adapter
 from diffusionlm.models.transformer import Transformer
 from files.output_paths import check_can_write
@@ -210,6 +210,6 @@ def _to_diffusion_config(config: ModelConfig, section: DiffusionSection, mask_to
 
 
 def _change_family(config: ModelConfig, model_type: str) -> ModelConfig:
-    FAMILIES[model_type].check_diffusion(config)
-    is_inferable = infer_model_type(config) == model_type
-    return config.model_copy(update={"model_type": None if is_inferable else model_type})
+    changed = config.model_copy(update={"model_type": model_type})
+    get_family(changed).check_diffusion(config)
+    return config.model_copy(update={"model_type": None}) if infer_model_type(config) == model_type else changed
