@@ -105,7 +105,7 @@ class _OpenAnswer:
         self._ended_at = time.perf_counter()
         token_ids = self.request.final_token_ids()
         for token in token_ids[self._num_read :]:
-            self._text.push(token, 0.0)
+            self._text.push(token)
         self._num_read = len(token_ids)
         if self.request.is_done:
             self._text.finish()

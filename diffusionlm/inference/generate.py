@@ -7,7 +7,6 @@ forwards, and leaves the batch when it is done.
 
 from __future__ import annotations
 
-import codecs
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from diffusionlm.inference.request_builder import prepare_request
 from diffusionlm.inference.requests import ActiveRequest, AllowedTokens, PreparedRequest, RequestOptions, TopLogprobs
 from diffusionlm.inference.scheduler import PAGE_SIZE, DecoderLimits
 from diffusionlm.inference.settings import resolve_settings
+from diffusionlm.inference.text import AnswerText
 from diffusionlm.models.transformer import Transformer
 from tokenizer import Tokenizer
 
@@ -271,17 +271,18 @@ def stream(
     )
     thread.start()
     try:
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        num_decoded = 0
+        answer = AnswerText(tokenizer, num_repeated_bytes=text.num_repeated_bytes)
+        num_read = 0
         while (final_ids := updates.get()) is not None:
             if isinstance(final_ids, Exception):
                 raise final_ids
-            skipped = text.num_repeated_bytes if num_decoded == 0 else 0
-            piece = decoder.decode(tokenizer.decode_bytes(final_ids[num_decoded:])[skipped:])
-            num_decoded = len(final_ids)
-            if piece:
+            for token in final_ids[num_read:]:
+                answer.push(token)
+            num_read = len(final_ids)
+            if piece := answer.take_new()[0]:
                 yield piece
-        if piece := decoder.decode(b"", final=True):
+        answer.finish()
+        if piece := answer.take_new()[0]:
             yield piece
     finally:
         is_closed.set()

@@ -39,11 +39,13 @@ class HealedText:
     """A prompt or a canvas, without what was taken back."""
     options: RequestOptions = DEFAULT_OPTIONS
     """What the text determines: tokens that healed positions allow, masked spans, where blocks are counted anew."""
-    plain_token_ids: tuple[int, ...] = ()
-    """The text without healing. Empty: nothing was taken back."""
+    unhealed_token_ids: tuple[int, ...] = ()
+    """The text with what was taken back. Empty: nothing was."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "plain_token_ids", self.plain_token_ids or self.token_ids)
+    @property
+    def plain_token_ids(self) -> tuple[int, ...]:
+        """The text as it is, without healing."""
+        return self.unhealed_token_ids or self.token_ids
 
     @property
     def allowed_token_ids(self) -> Mapping[int, NDArray[np.int64]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -56,6 +57,7 @@ class AnswerText:
         self.is_complete = False
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._num_skipped = num_repeated_bytes
+        self._num_taken = self._num_taken_tokens = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._longest_stop = max(map(len, self._stop), default=0)
 
@@ -85,7 +87,15 @@ class AnswerText:
             end = min(end, len(self.text) - 1)
         return [token for token in tokens if self.is_complete or token.start + len(token.text) <= end]
 
-    def push(self, token_id: int, logprob: float, top_logprobs: tuple[tuple[int, float], ...] = ()) -> None:
+    def take_new(self) -> tuple[str, list[AnswerToken]]:
+        """Text and tokens since the last call that no later token changes."""
+        end, tokens = self.sendable_length, self.sendable_tokens(self._num_taken_tokens)
+        text = self.text[self._num_taken : end]
+        self._num_taken = max(end, self._num_taken)
+        self._num_taken_tokens += len(tokens)
+        return text, tokens
+
+    def push(self, token_id: int, logprob: float = math.nan, top_logprobs: tuple[tuple[int, float], ...] = ()) -> None:
         """Add a token; nothing happens after a stop string."""
         if self.is_complete:
             return

@@ -36,11 +36,11 @@ class RequestState:
     token_ids: tuple[int, ...]
     """New tokens from the left that will not change anymore."""
     logprobs: tuple[float, ...]
-    """Of each of these (`Generation.logprobs`)."""
+    """Log-probability of each of these tokens (`Generation.logprobs`)."""
     top_logprobs: tuple[TopLogprobs, ...]
-    """Of each of these, if the caller has asked for them (`Generation.top_logprobs`)."""
+    """Alternatives of each token, if the caller has asked for them (`Generation.top_logprobs`)."""
     steps: tuple[int, ...]
-    """Forward in which each of these was committed, from 1 on (`Generation.step_map`)."""
+    """Forward in which each token was committed, from 1 on (`Generation.step_map`)."""
     canvas: CanvasSnapshot | None
     """The whole canvas, if the caller has asked for it."""
     generation: Generation | None

@@ -62,9 +62,6 @@ class Choice:
         """Seconds between two arrivals of tokens."""
         self._tokenizer = tokenizer
         self._num_read = 0
-        self._num_sent = [0] * len(self.spans)
-        self._num_sent_tokens = [0] * len(self.spans)
-        self._is_sent = [False] * len(self.spans)
         self._has_sent = False
 
     @property
@@ -132,15 +129,9 @@ class Choice:
         """Return what may be sent and was not yet; None: nothing."""
         pieces = []
         for number, span in enumerate(self.spans):
-            if self._is_sent[number]:
-                continue
-            self._is_sent[number] = span.is_complete
-            end, tokens = span.sendable_length, span.sendable_tokens(self._num_sent_tokens[number])
-            text = span.text[self._num_sent[number] : end]
+            text, tokens = span.take_new()
             if text or tokens:
                 pieces.append(TextPiece(number, text, tuple(tokens)))
-            self._num_sent[number] = max(end, self._num_sent[number])
-            self._num_sent_tokens[number] += len(tokens)
         canvas = self._canvas()
         if not pieces and canvas is None and self.finish_reason is None:
             return None
@@ -165,7 +156,7 @@ class Choice:
                     continue
                 text = AnswerText(self._tokenizer, (), num_repeated if run[0] == positions[start] else 0)
                 for position in run:
-                    text.push(snapshot.token_ids[position], 0.0)
+                    text.push(snapshot.token_ids[position])
                 text.finish()
                 texts += [token.text for token in text.visible_tokens()]
         return tuple(texts)

@@ -346,8 +346,8 @@ def test_allowed_tokens_within_a_span(model: Transformer) -> None:
 
 def test_stream(blocks: Transformer) -> None:
     class _Letters:
-        def decode_bytes(self, ids: list[int]) -> bytes:
-            return to_text(tuple(ids)).encode()
+        def token_bytes(self, token_id: int) -> bytes:
+            return to_text((token_id,)).encode()
 
     config = GenerationConfig(max_new_tokens=8)
     pieces = stream(blocks, _Letters(), [1], config, constraint=make_constraint("(abc)*cd"))  # type: ignore[arg-type]
