@@ -89,11 +89,11 @@ def _fingerprint(config: LmEvalConfig) -> str:
     """Hash of the model's files and the settings."""
     import hashlib
 
-    from cli.pipeline.fingerprint import FingerprintBuilder
+    from cli.pipeline.stamps import FileHashes
 
-    builder = FingerprintBuilder()
+    hashes = FileHashes()
     paths = [path for path in (config.model.path, config.model.adapter) if path is not None]
-    parts = [config.model_dump_json(exclude={"batch_size"}), *(builder.hash_model(str(path)) for path in paths)]
+    parts = [config.model_dump_json(exclude={"batch_size"}), *(hashes.hash_model(str(path)) for path in paths)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 

@@ -12,7 +12,7 @@ from config.finetune.pipeline import PAGE, PipelineConfig
 from files.lock import DirectoryInUseError, lock_directory
 
 if TYPE_CHECKING:
-    from cli.pipeline.state import StageState
+    from cli.pipeline.stamps import StageState
 
 NAME = "diffusionlm-pipeline"
 
@@ -38,34 +38,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv=argv,
     )
     # Imported here, so that --help and config errors do not wait for numpy and regex.
-    from cli.pipeline.plan import plan_pipeline
     from cli.pipeline.report import describe_states, write_report
-    from cli.pipeline.runner import PipelineStoppedError, StageFailedError, run_stages
-    from cli.pipeline.state import read_states
-    from cli.tables import print_parts
+    from cli.pipeline.runner import StageFailedError, run_stages
+    from cli.pipeline.stages import build_stages
+    from cli.pipeline.stamps import read_states
+    from logger.pages.terminal import print_parts
 
     with usage_errors(NAME):
-        plans = plan_pipeline(config)
+        stages = build_stages(config)
         if arguments.dry_run:
-            states = select_states(read_states(plans), arguments)
-            print_parts(describe_states(states))
+            print_parts(describe_states(select_states(read_states(stages), arguments)))
             return 0
     page = config.directory / PAGE
     try:
         with lock_directory(config.directory, LOCK_TIMEOUT_SECONDS) as lock:
             with usage_errors(NAME):
-                all_states = read_states(plans)
+                all_states = read_states(stages)
                 states = select_states(all_states, arguments)
                 check_startable(states, all_states, arguments.force)
             try:
-                run_stages(states, lock, lambda: write_report(config.directory, plans))
+                stopped = run_stages(states, lock, lambda: write_report(config.directory, stages))
             except StageFailedError as error:
                 print_error(NAME, f"{error}; the same command goes on from there. Results so far: {page}")
                 return 1
-            except PipelineStoppedError as stopped:
+            if stopped is not None:
                 print_error(NAME, f"stopped; the same command goes on from there. Results so far: {page}")
-                return 128 + stopped.number
-            report = write_report(config.directory, plans)
+                return 128 + stopped
+            report = write_report(config.directory, stages)
     except DirectoryInUseError:
         exit_with_usage_error(NAME, f"directory = {config.directory} is in use by another pipeline: wait or stop it")
     print_parts(report)
@@ -78,7 +77,7 @@ def select_states(states: Sequence[StageState], arguments: argparse.Namespace) -
     Raises:
         ValueError: there is no such stage.
     """
-    names = [state.plan.name for state in states]
+    names = [state.stage.name for state in states]
     for option in ("only", "until"):
         name = getattr(arguments, option)
         if name is not None and name not in names:
@@ -99,22 +98,22 @@ def check_startable(selected: Sequence[StageState], states: Sequence[StageState]
     Raises:
         ValueError: one would, or it is not.
     """
-    stale = [state for state in selected if state.status == "stale"]
+    stale = [state for state in selected if state.action == "stale"]
     if stale and not force:
-        lines = [f'\n  stage "{state.plan.name}": {state.reason}' for state in stale]
+        lines = [f'\n  stage "{state.stage.name}": {state.reason}' for state in stale]
         raise ValueError(
             f"these stages have results of something else:{''.join(lines)}\n--force removes the results and runs them "
             "again; another name or directory keeps them"
         )
     names, done = (
-        {state.plan.name for state in selected},
-        {state.plan.name for state in states if state.status == "skip"},
+        {state.stage.name for state in selected},
+        {state.stage.name for state in states if state.action == "skip"},
     )
     for state in selected:
-        parent = state.plan.parent
+        parent = state.stage.parent
         if parent is not None and parent.name not in names | done:
             raise ValueError(
-                f'stage "{state.plan.name}" starts from stage "{parent.name}", which is not done: run it first'
+                f'stage "{state.stage.name}" starts from stage "{parent.name}", which is not done: run it first'
             )
 
 

@@ -1,81 +1,196 @@
-"""The report of a pipeline: what its stages did, as text, Markdown and a page."""
+"""The report of a pipeline: what its stages did, as a page of tables, loss curves and samples."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from cli.pipeline.page import render_page
-from cli.pipeline.results import (
-    BOUND_HEADER,
-    HEADER,
-    METRIC_HEADER,
-    StageResult,
-    list_bound_rows,
-    list_metric_rows,
-    read_results,
-)
-from cli.tables import make_table
+from cli.eval.report.reading import LIKELIHOOD_METRICS
+from cli.pipeline.stages import Stage
+from cli.pipeline.stamps import StageState, read_seconds
+from config.dump import to_toml_values
+from config.eval import EvalConfig
 from config.finetune.pipeline import MARKDOWN, PAGE
-from files.atomic import write_text_atomic
-from logger.pages import Part
+from files.json_files import read_json_object, read_text
+from logger import format_duration
+from logger.pages import Cell, Chart, Column, Example, Examples, Link, Number, Output, Page, Part, Table
+from logger.pages.html import write_page
+from logger.report.charts import build_curve
+from logger.report.reading import read_run
+from logger.report.samples import mark_fills
 
-if TYPE_CHECKING:
-    from cli.pipeline.plan import StagePlan
-    from cli.pipeline.state import StageState
+MAX_SAMPLES = 8
+"""Samples of a stage in the report; its files have all."""
+
+
+@dataclass
+class StageResult:
+    """The results of a stage, as far as it has them."""
+
+    stage: Stage
+    seconds: float | None
+    """None: it is not done."""
+    tokens: int | None = None
+    """Tokens that training has seen, or that were scored."""
+    bound: Number | None = None
+    """Nats per token on validation text."""
+    tasks: list[dict[str, Any]] = field(default_factory=list)
+    """`results` of results.json: of each task and variant."""
+    samples: list[Example] = field(default_factory=list)
+
+    def find_task(self, metric: str) -> dict[str, Any] | None:
+        """The result of the first task that has a metric."""
+        return next((task for task in self.tasks if metric in task["metrics"]), None)
 
 
 def describe_states(states: Sequence[StageState]) -> list[Part]:
     """What each stage would do, for ``--dry-run``."""
-    rows = [["stage", "kind", "from", "action", "why"]]
-    for state in states:
-        stage = state.plan.stage
-        rows.append([stage.name, stage.kind, stage.input or "", state.status, state.reason])
-    stale = sum(state.status == "stale" for state in states)
+    rows = [
+        [state.stage.name, state.stage.settings.kind, state.stage.settings.input, state.action, state.reason]
+        for state in states
+    ]
+    stale = sum(state.action == "stale" for state in states)
     note = f"{stale} stale: --force removes their results and runs them again" if stale else "nothing was started"
-    return [make_table(rows, has_header=True), note]
+    return [Table(["stage", "kind", "from", "action", "why"], rows), note]
 
 
-def write_report(directory: Path, plans: Sequence[StagePlan]) -> list[Part]:
-    """Write the report of the current results as Markdown and HTML, and return its tables.
+def write_report(directory: Path, stages: Sequence[Stage]) -> list[Part]:
+    """Write the report of the current results as HTML and Markdown, and return its tables.
 
     Raises:
         OSError: a file cannot be written.
     """
-    results = read_results(plans)
-    title = f"Pipeline {directory.resolve().name}"
-    write_text_atomic(directory / MARKDOWN, render_markdown(results, title))
-    write_text_atomic(directory / PAGE, render_page(results, title))
+    page = build_page(f"Pipeline {directory.resolve().name}", [_read_result(stage) for stage in stages])
+    write_page(page, directory / PAGE)
     parts: list[Part] = []
-    for header, rows in list_tables(results).values():
-        parts += [make_table([list(header), *rows], has_header=True), ""]
+    for section in page.sections.values():
+        for part in section:
+            parts += [part, ""] if isinstance(part, Table) else []
     return [*parts, *(str(directory / name) for name in (PAGE, MARKDOWN))]
 
 
-def list_tables(results: Sequence[StageResult]) -> dict[str, tuple[Sequence[str], list[list[str]]]]:
-    """Header and rows of the tables that have rows, by heading."""
-    tables: dict[str, tuple[Sequence[str], list[list[str]]]] = {
-        "Stages": (HEADER, [result.cells for result in results]),
-        "Before and after": (BOUND_HEADER, list_bound_rows(results)),
-        "Tasks": (METRIC_HEADER, list_metric_rows(results)),
+def build_page(title: str, results: Sequence[StageResult]) -> Page:
+    """Build the report. Pages of training runs and of samples are linked."""
+    done = sum(result.seconds is not None for result in results)
+    samples = [Examples(result.samples, result.stage.name) for result in results if result.samples]
+    sections: dict[str, list[Part]] = {
+        "Stages": [_tabulate_stages(results), *_list_links(results)],
+        "Before and after": [table for table in [_compare_bounds(results)] if table.rows],
+        "Tasks": [table for table in [_tabulate_metrics(results)] if table.rows],
+        "Training loss": list(_loss_curves(results)),
+        "Samples": [*samples],
     }
-    return {heading: table for heading, table in tables.items() if table[1]}
+    return Page(title, sections, states=[f"{done} of {len(results)} stages done"])
 
 
-def render_markdown(results: Sequence[StageResult], title: str) -> str:
-    """Render the tables and the samples."""
-    lines = [f"# {title}"]
-    for heading, (header, rows) in list_tables(results).items():
-        lines += ["", f"## {heading}", "", _markdown_row(header), "|" + " --- |" * len(header)]
-        lines += map(_markdown_row, rows)
+def _read_result(stage: Stage) -> StageResult:
+    """Read the results of a stage. A file that is missing or damaged has none."""
+    result, output = StageResult(stage, read_seconds(stage)), stage.output_paths[0]
+    if stage.is_training:
+        summary = _read_json(output / "summary.json")
+        evaluation = summary.get("evaluation") or {}
+        result.tokens = summary.get("tokens_seen")
+        if "nats_per_token" in evaluation:
+            result.bound = Number(evaluation["nats_per_token"], error=evaluation["standard_error"])
+    elif stage.settings.kind == "evaluate":
+        values = _read_json(output)
+        result.tokens = values.get("num_tokens")
+        if values.get("nats_per_token") is not None:
+            result.bound = Number(values["nats_per_token"], error=values.get("nats_per_token_standard_error"))
+        result.tasks = values.get("results") or []
+        text = result.find_task("nats_per_token")
+        if text is not None:
+            metric = text["metrics"]["nats_per_token"]
+            result.tokens, result.bound = text["num_tokens"], Number(metric["value"], error=metric["standard_error"])
+    elif stage.settings.kind == "sample":
+        result.samples = _read_answers(output)
+    return result
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return read_json_object(path)
+    except ValueError:
+        return {}
+
+
+def _read_answers(path: Path) -> list[Example]:
+    try:
+        texts = [json.loads(line)["text"] for line in read_text(path).splitlines()[:MAX_SAMPLES]]
+        return [Example(text["prompt"], [Output("", mark_fills(text["prompt"], text["output"]))]) for text in texts]
+    except (ValueError, KeyError, TypeError):
+        return []
+
+
+def _tabulate_stages(results: Sequence[StageResult]) -> Table:
+    rows: list[list[Cell]] = []
     for result in results:
-        if result.samples:
-            lines += ["", f"## Samples: {result.plan.name}", "", "| prompt | answer |", "| --- | --- |"]
-            lines += [_markdown_row([sample.prompt, sample.answer]) for sample in result.samples]
-    return "\n".join([*lines, ""])
+        stage, match = result.stage, result.find_task("exact_match")
+        time = "not done" if result.seconds is None else format_duration(result.seconds)
+        shares = [None, None] if match is None else [match["metrics"]["exact_match"]["value"], _stopped(match)]
+        row = [stage.name, stage.settings.kind, stage.describe_input(), time, result.tokens, result.bound, *shares]
+        rows.append(row)
+    numbers = [Column("tokens", ",d"), Column("nats per token", ".3f"), Column("exact match", ".1%")]
+    return Table(["stage", "kind", "from", Column("time"), *numbers, Column("stopped", ".1%")], rows)
 
 
-def _markdown_row(cells: Sequence[str]) -> str:
-    escaped = (cell.replace("\\", "\\\\").replace("|", "\\|").replace("\n", "<br>") for cell in cells)
-    return f"| {' | '.join(escaped)} |"
+def _stopped(task: dict[str, Any]) -> float | None:
+    return task["shares"]["stopped"] if task["shares"] else None
+
+
+def _list_links(results: Sequence[StageResult]) -> list[Part]:
+    """Link the reports of training runs and the replays of samples."""
+    rows: list[list[Cell]] = [
+        [result.stage.name, Link(name, f"{result.stage.name}/{name}")]
+        for result in results
+        for name in ("run/report.html", "answers.html")
+        if (result.stage.directory / name).is_file()
+    ]
+    return [Table((), rows, title="Pages of stages")] if rows else []
+
+
+def _compare_bounds(results: Sequence[StageResult]) -> Table:
+    """Compare the bounds of several models on one text: what a stage improved or made worse.
+
+    The change is relative to the first of the stages with equal data and method; a group of one stage is left out.
+    """
+    groups: dict[str, list[StageResult]] = {}
+    for result in results:
+        if isinstance(result.stage.config, EvalConfig) and result.bound is not None:
+            values: dict[str, Any] = to_toml_values(result.stage.config, result.stage.name)
+            texts = [task for task in values.get("tasks", ()) if task["kind"] == "perplexity"][:1]
+            key = json.dumps(texts or [values["data"], values["likelihood"]], sort_keys=True)
+            groups.setdefault(key, []).append(result)
+    rows: list[list[Cell]] = []
+    for first, *others in groups.values():
+        for result in (first, *others) if others else ():
+            assert result.bound is not None and first.bound is not None
+            change = None if result is first else result.bound.value / first.bound.value - 1.0
+            rows.append([result.stage.name, result.stage.describe_input(), result.bound, change])
+    return Table(["stage", "from", Column("nats per token", ".3f"), Column("change", "+.1%")], rows)
+
+
+def _tabulate_metrics(results: Sequence[StageResult]) -> Table:
+    rows: list[list[Cell]] = []
+    for result in results:
+        for task in result.tasks:
+            for name, metric in task["metrics"].items():
+                style = ".3f" if name in LIKELIHOOD_METRICS else ".1%"
+                value = Number(metric["value"], style, metric["standard_error"])
+                row = [result.stage.name, task["task"], task["variant"], task["num_items"], name, value, _stopped(task)]
+                rows.append(row)
+    numbers = [Column("value"), Column("stopped", ".1%")]
+    return Table(["stage", "task", "variant", Column("items", ",d"), "metric", *numbers], rows)
+
+
+def _loss_curves(results: Sequence[StageResult]) -> Iterator[Chart]:
+    """One chart for each training stage."""
+    for result in results:
+        run = result.stage.output_paths[0]
+        series = read_run(run).numbers.get("loss_smooth") if (run / "metrics.jsonl").is_file() else None
+        if series is not None:
+            curve = build_curve(result.stage.name, series)
+            yield Chart(result.stage.name, "nats per token", [curve], "Smoothed training loss.", log=False)

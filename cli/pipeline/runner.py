@@ -8,9 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from cli.child_process import ChildProcess, SignalQueue, build_command
-from cli.pipeline.fingerprint import check_files_unchanged
-from cli.pipeline.plan import ANSWERS, MODEL, REPLAY, RESULT, StagePlan
-from cli.pipeline.state import CONFIG, StageState, write_done, write_started
+from cli.pipeline.stages import Stage
+from cli.pipeline.stamps import CONFIG, StageState, check_files_unchanged, write_done, write_started
 from config.dump import to_toml
 from files.atomic import remove_temporary_paths, temporary_path, write_text_atomic
 from files.terminal_text import print_message
@@ -23,19 +22,7 @@ class StageFailedError(Exception):
     """A stage ended with an error, which its command has printed."""
 
 
-class PipelineStoppedError(Exception):
-    """A signal stopped the pipeline.
-
-    Args:
-        number: of the signal.
-    """
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
-def run_stages(states: Sequence[StageState], lock: int, on_change: Callable[[], object]) -> None:
+def run_stages(states: Sequence[StageState], lock: int, on_change: Callable[[], object]) -> int | None:
     """Run the stages that are not done.
 
     Args:
@@ -43,74 +30,75 @@ def run_stages(states: Sequence[StageState], lock: int, on_change: Callable[[], 
         lock: file descriptor of the pipeline's lock, which the processes of stages inherit.
         on_change: called after the end of each stage.
 
+    Returns:
+        The signal that stopped the pipeline, or None.
+
     Raises:
         StageFailedError: a stage failed; those before it are done, the others were not started.
-        PipelineStoppedError: a signal arrived.
         ValueError: the input of a stage is missing, or a file has changed.
         OSError: a file cannot be written.
     """
     with SignalQueue() as signals:
         for number, state in enumerate(states, 1):
-            plan, label = state.plan, f"stage {number} of {len(states)}, {state.plan.name}"
-            if state.status == "skip":
+            stage, label = state.stage, f"stage {number} of {len(states)}, {state.stage.name}"
+            if state.action == "skip":
                 print_message(f"{label}: done before")
                 continue
-            print_message(f"{label}: {plan.stage.kind}, {'resume' if state.status == 'resume' else 'run'}")
-            _check_input(plan)
-            check_files_unchanged(plan, state.fingerprint)
+            print_message(f"{label}: {stage.settings.kind}, {'resume' if state.action == 'resume' else 'run'}")
+            _check_input(stage)
+            check_files_unchanged(state)
             _prepare_directory(state)
             started = time.monotonic()
-            code = _run_process(plan, lock, signals)
+            code = _run_process(stage, lock, signals)
             seconds = time.monotonic() - started
             if code == 0 and signals.first is None:
-                check_files_unchanged(plan, state.fingerprint)
+                check_files_unchanged(state)
                 write_done(state, seconds)
             on_change()
             if signals.first is not None:
-                raise PipelineStoppedError(signals.first)
+                return signals.first
             if code != 0:
                 reason = f"signal {-code}" if code < 0 else f"exit code {code}"
-                raise StageFailedError(f'stage "{plan.name}" failed with {reason} after {format_duration(seconds)}')
+                raise StageFailedError(f'stage "{stage.name}" failed with {reason} after {format_duration(seconds)}')
             print_message(f"{label}: done after {format_duration(seconds)}")
+    return None
 
 
-def _check_input(plan: StagePlan) -> None:
-    if plan.parent is None or plan.model is None:
-        return
-    path = plan.model.path
-    if not path.is_dir():
+def _check_input(stage: Stage) -> None:
+    if stage.parent is not None and stage.model is not None and not stage.model.path.is_dir():
+        path = stage.model.path
         remedy = ": no saved step was validated; see validation.every_steps" if path.name == "best" else ""
-        raise ValueError(f'stage "{plan.name}": {path}, which it starts from, does not exist{remedy}')
+        raise ValueError(f'stage "{stage.name}": {path}, which it starts from, does not exist{remedy}')
 
 
 def _prepare_directory(state: StageState) -> None:
     """Write the config of a stage. Without a run to resume, remove what an earlier process left."""
-    directory = state.plan.directory
+    stage, directory = state.stage, state.stage.directory
     for path in directory.parent.glob(f"{directory.name}.tmp-*"):
         shutil.rmtree(path)
-    if state.status == "stale":
+    if state.action == "stale":
         # Renamed first: of a directory that is removed in part, nothing would say what it was.
         removed = directory.rename(temporary_path(directory))
         shutil.rmtree(removed)
     directory.mkdir(parents=True, exist_ok=True)
     remove_temporary_paths(directory)
     write_started(state)
-    write_text_atomic(directory / CONFIG, to_toml(state.plan.config))
-    for name in (RESULT, ANSWERS, REPLAY):
-        (directory / name).unlink(missing_ok=True)
-    if (directory / MODEL).exists():
-        shutil.rmtree(directory / MODEL)
+    write_text_atomic(directory / CONFIG, to_toml(stage.config))
+    for path in () if stage.is_training else stage.output_paths:
+        if path.is_dir():
+            shutil.rmtree(path)
+        path.unlink(missing_ok=True)
 
 
-def _run_process(plan: StagePlan, lock: int, signals: SignalQueue) -> int:
+def _run_process(stage: Stage, lock: int, signals: SignalQueue) -> int:
     """Run the command of a stage, and forward signals to it once. Returns its exit code."""
-    process = ChildProcess(build_command(plan.command, plan.directory / CONFIG), lock=lock)
+    process = ChildProcess(build_command(stage.command, stage.directory / CONFIG), lock=lock)
     try:
         while (code := process.poll()) is None:
             number = signals.take()
             if number is not None:
                 # Training saves at all of these; the other commands end in order at SIGINT.
-                process.send_signal(number if plan.is_training else signal.SIGINT)
+                process.send_signal(number if stage.is_training else signal.SIGINT)
             time.sleep(POLL_SECONDS)
         return code
     finally:

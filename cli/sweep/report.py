@@ -36,13 +36,12 @@ from logger.pages import (
     Table,
 )
 from logger.pages.html import write_page
+from logger.report.charts import build_curve
 from logger.report.samples import mark_fills
-from logger.report.series import downsample
 
 PAGE, JSON_LINES = "sweep.html", "sweep.jsonl"
 MAX_CURVES = 8
 """Loss curves on the page: of the first runs of the table."""
-CURVE_BUCKETS = 100
 _OTHER_ROWS = ("data.", "validation.")
 
 
@@ -219,13 +218,8 @@ def _importances(results: Sequence[Result], shares: Mapping[str, float]) -> list
 
 
 def _loss_curves(results: Sequence[Result]) -> list[Part]:
-    curves: list[Curve] = []
-    for result in results:
-        if result.result.curve is not None and len(curves) < MAX_CURVES:
-            series = result.result.curve
-            indices = downsample(series.values_N, CURVE_BUCKETS)
-            x_N, y_N = series.steps_N[indices], series.values_N[indices]
-            curves.append(Curve(_label(result), x_N, y_N, len(curves), has_dots=len(x_N) == 1))
+    shown = [(result, series) for result in results if (series := result.result.curve) is not None][:MAX_CURVES]
+    curves = [build_curve(_label(result), series, index, len(shown)) for index, (result, series) in enumerate(shown)]
     note = f"The first {MAX_CURVES} runs of the table." if len(results) > MAX_CURVES else ""
     return [Chart("Smoothed training loss", "nats per token", curves, note, log=False)] if curves else []
 

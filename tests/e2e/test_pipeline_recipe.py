@@ -11,7 +11,7 @@ import pytest
 import tomli_w
 
 from cli.pipeline import main
-from cli.pipeline.plan import plan_pipeline
+from cli.pipeline.stages import build_stages
 from config.finetune.pipeline import PipelineConfig
 from config.load import load_config
 
@@ -20,9 +20,9 @@ STAGES = ["pretrain", "before", "tune", "after", "answers"]
 
 
 def test_the_recipe_is_valid() -> None:
-    plans = plan_pipeline(load_config(PipelineConfig, RECIPE))
-    assert [plan.name for plan in plans] == STAGES
-    assert {plan.directory.parent for plan in plans} == {Path("runs/pipeline")}
+    stages = build_stages(load_config(PipelineConfig, RECIPE))
+    assert [stage.name for stage in stages] == STAGES
+    assert {stage.directory.parent for stage in stages} == {Path("runs/pipeline")}
 
 
 @pytest.mark.slow  # five processes that load torch
@@ -49,10 +49,10 @@ def test_a_small_version_of_the_recipe_runs(tmp_path: Path, monkeypatch: pytest.
     result = json.loads(Path("runs/pipeline/after/result.json").read_text())
     text, chats = result["results"]
     assert text["metrics"]["nats_per_token"]["value"] > 0 and chats["num_items"] == 8
-    assert {"exact_match", "exact_match/copy"} <= chats["metrics"].keys()
+    assert "exact_match" in chats["metrics"] and any(name.startswith("exact_match/") for name in chats["metrics"])
     answers = [json.loads(line) for line in Path("runs/pipeline/answers/answers.jsonl").read_text().splitlines()]
     assert len(answers) == len(stages["answers"]["settings"]["input"]["chats"])
     report = Path("runs/pipeline/report.md").read_text()
     assert all(f"| {name} |" in report for name in STAGES)
-    assert "## Before and after" in report and "## Tasks" in report and "## Samples: answers" in report
+    assert "## Before and after" in report and "## Tasks" in report and "### answers" in report
     assert main(["--config", "pipeline.toml", "--dry-run"]) == 0

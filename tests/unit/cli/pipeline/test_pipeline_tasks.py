@@ -11,7 +11,7 @@ from cli.pipeline import main
 from diffusionlm.checkpoints.huggingface import save_model_directory
 from diffusionlm.evaluation.tasks.results import read_results
 from tests.conftest import MakeModel
-from tests.unit.cli.pipeline.small_stages import write_pipeline
+from tests.unit.cli.pipeline.conftest import write_pipeline
 from tests.unit.data.chat_cases import chat_tokenizer
 
 
@@ -35,7 +35,7 @@ def test_tasks_of_a_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_
     [result] = read_results(Path("out/check/result_tasks")).results
     metric = result.metrics["acc_norm"]
     report = Path("out/report.md").read_text()
-    assert f"| {metric.value:.1%} +- {metric.standard_error:.1%} |" in report
+    assert f"| {metric.value:.1%} ± {metric.standard_error:.1%} |" in report
     assert "## Tasks" in report
     modified_ns = Path("out/check/result.json").stat().st_mtime_ns
     assert not main(arguments)

@@ -1,9 +1,8 @@
-"""The graph of a pipeline and the configs of its stages are checked before anything runs."""
+"""The graph of a pipeline and the configs of its stages are validated before anything runs."""
 
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,31 +10,27 @@ from typing import Any
 import pytest
 
 from cli.pipeline import main
-from cli.pipeline.plan import StagePlan, plan_pipeline
-from cli.pipeline.settings import merge_settings
+from cli.pipeline.stages import Stage, build_stages, merge_tables
 from config.finetune.pipeline import PipelineConfig
 from config.load import load_config
 from config.train import TrainConfig
-from tests.unit.cli.pipeline.small_stages import stage_of, train_settings, write_pipeline
-from tokenizer import train_bpe
-from tokenizer.files import save_tokenizer
+from tests.unit.cli.pipeline.conftest import stage_of, train_settings, write_pipeline
 
-ROOT = Path(__file__).parents[4]
 Change = Callable[[dict[str, Any]], object]
 
 
-def plan(values: dict[str, Any]) -> dict[str, StagePlan]:
-    """Plans by name, in the order of execution."""
+def plan(values: dict[str, Any]) -> dict[str, Stage]:
+    """Stages by name, in the order of execution."""
     config = load_config(PipelineConfig, Path(write_pipeline(values)))
-    return {plan.name: plan for plan in plan_pipeline(config)}
+    return {stage.name: stage for stage in build_stages(config)}
 
 
 def test_settings_are_merged_by_key_and_tables_of_another_kind_replaced() -> None:
     low = {"a": {"x": 1, "y": {"z": 1}}, "o": {"kind": "adamw", "eps": 1}, "l": [1, 2]}
     high = {"a": {"y": {"w": 2}}, "o": {"kind": "lion"}, "l": [3]}
-    assert merge_settings(low, high) == {"a": {"x": 1, "y": {"z": 1, "w": 2}}, "o": {"kind": "lion"}, "l": [3]}
-    assert merge_settings(low, {"o": {"lr": 2}})["o"] == {"kind": "adamw", "eps": 1, "lr": 2}
-    assert merge_settings(low, {"a": 3})["a"] == 3
+    assert merge_tables(low, high) == {"a": {"x": 1, "y": {"z": 1, "w": 2}}, "o": {"kind": "lion"}, "l": [3]}
+    assert merge_tables(low, {"o": {"lr": 2}})["o"] == {"kind": "adamw", "eps": 1, "lr": 2}
+    assert merge_tables(low, {"a": 3})["a"] == 3
 
 
 def test_stages_run_after_their_input_and_start_from_its_checkpoint(pipeline: dict[str, Any]) -> None:
@@ -89,13 +84,6 @@ def settings(values: dict[str, Any], name: str, section: str, **changes: Any) ->
     stage_of(values, name).setdefault("settings", {}).setdefault(section, {}).update(changes)
 
 
-def evaluate_task(values: dict[str, Any], **task: Any) -> None:
-    """Let the stage `before` evaluate a task in place of the text that all evaluations have in common."""
-    common = values["common"].pop("evaluate")
-    stage_of(values, "after")["settings"] = common
-    stage_of(values, "before")["settings"] = {"tasks": [task]}
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -106,14 +94,6 @@ def evaluate_task(values: dict[str, Any], **task: Any) -> None:
         (lambda v: rename(v, "tune", name="report.md"), "is a name of files that the pipeline writes"),
         (lambda v: rename(v, "tune", name="a.tmp-b"), "is a name of files that the pipeline writes"),
         (lambda v: stage_of(v, "tune")["settings"].update(model="x"), "stage \"tune\": model = 'x': expected a table"),
-        (
-            lambda v: settings(v, "tune", "lora", targets=["x_proj"]),
-            "stage \"tune\": lora.targets = ('x_proj',) selects",
-        ),
-        (
-            lambda v: settings(v, "tune", "lora", init_from="x"),
-            'stage "tune": lora.init_from = x: x has no adapter_con',
-        ),
         (
             lambda v: rename(v, "tune", **{"from": "bass"}),
             'stage "tune": from = "bass" is neither a stage (after, base, tune, before)',
@@ -134,20 +114,11 @@ def evaluate_task(values: dict[str, Any], **task: Any) -> None:
             lambda v: settings(v, "tune", "model", init_from="x"),
             'init_from is set by the pipeline: name the model in "f',
         ),
-        (
-            lambda v: settings(v, "tune", "model", hidden_size=32),
-            "has another architecture than [model]: model.hidden_s",
-        ),
-        (lambda v: settings(v, "tune", "tokenizer", path="a.txt"), "the model in from brings its own tokenizer"),
         (lambda v: settings(v, "tune", "data", source={"kind": "files", "paths": ["c.txt"]}), "c.txt"),
         (lambda v: settings(v, "before", "likelihood", block_size=2), "likelihood.block_size = 2: unknown key"),
-        (lambda v: evaluate_task(v, kind="gsm8k", data="none.jsonl"), "none.jsonl: cannot be read"),
-        (lambda v: evaluate_task(v, kind="gsm8k", data="a.txt"), "a.txt: items are read from .jsonl"),
         (lambda v: rename(v, "tune", checkpoint="ema"), 'stage "base" has no average: set its training.ema_decay'),
-        (lambda v: rename(v, "tune", checkpoint="best"), "max_steps = 10"),
+        (lambda v: rename(v, "tune", checkpoint="best"), "validation.every_steps to less"),
         (lambda v: rename(v, "before", kind="merge", settings={}), "has no adapter to merge"),
-        (lambda v: rename(v, "before", kind="sample", settings={}), 'stage "before": no input'),
-        (lambda v: rename(v, "before", kind="sample", settings={"input": {"prompts_file": "-"}}), "has no terminal"),
     ],
 )
 def test_mistakes_are_refused_before_the_first_stage(
@@ -159,50 +130,4 @@ def test_mistakes_are_refused_before_the_first_stage(
         main(["--config", write_pipeline(values)])
     error = capsys.readouterr().err
     assert caught.value.code == 2 and message in error and "Traceback" not in error
-    assert not Path("out").exists()
-
-
-def test_a_missing_chat_template_is_refused_before_the_first_stage(
-    pipeline: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("chats.jsonl").write_text("".join(f'{{"prompt": "a {i}", "completion": "b"}}\n' for i in range(50)))
-    source = {"kind": "files", "paths": ["chats.jsonl"], "validation_fraction": 0.2, "chat": {"template": "x.jinja"}}
-    stage_of(pipeline, "tune")["settings"]["data"] = {"source": source}
-    with pytest.raises(SystemExit):
-        main(["--config", write_pipeline(pipeline)])
-    assert 'stage "tune": data.source.chat.template = "x.jinja": there is no such' in capsys.readouterr().err
-
-
-def test_stages_may_share_the_path_of_their_tokenizer(
-    pipeline: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, text in (("one", "a b c "), ("two", "x y z ")):
-        save_tokenizer(train_bpe([text * 50], vocab_size=265), tmp_path / name)
-    pipeline["common"]["train"]["tokenizer"] = {"path": "one"}
-    assert isinstance(plan(pipeline)["tune"].config, TrainConfig)
-    stage_of(pipeline, "tune")["settings"]["tokenizer"] = {"path": "two"}
-    with pytest.raises(SystemExit):
-        main(["--config", write_pipeline(pipeline)])
-    assert 'tokenizer.path = "two" is another tokenizer than that of the model' in capsys.readouterr().err
-
-
-def test_decoding_must_fit_the_model_of_the_stage_before(
-    pipeline: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    rename(
-        pipeline, "before", kind="sample", settings={"input": {"prompts": ["a"]}, "generation": {"block_length": 99}}
-    )
-    with pytest.raises(SystemExit):
-        main(["--config", write_pipeline(pipeline)])
-    assert 'stage "before": block_length = 99 is more than the model\'s context' in capsys.readouterr().err
-
-
-def test_the_example_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that it reads exists."""
-    guide = (ROOT / "docs/operate.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"## Pipelines\n.*?```toml\n(.*?)```", guide, re.DOTALL)
-    path = tmp_path / "pipeline.toml"
-    path.write_text(example.replace("runs/mine", str(tmp_path / "mine")), encoding="utf-8")
-    monkeypatch.chdir(ROOT)
-    plans = plan_pipeline(load_config(PipelineConfig, path))
-    assert [plan.name for plan in plans] == ["pretrain", "more", "text"]
+    assert not list(Path("out").glob("*/stage.json"))

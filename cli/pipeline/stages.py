@@ -1,0 +1,280 @@
+"""The stages of a pipeline: each is a command with a config, which is put together and validated here, without torch.
+
+Whether models and data fit it is checked by the command itself when the stage runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from config.base import Section
+from config.convert import ConvertConfig
+from config.dump import to_toml_values
+from config.eval import EvalConfig
+from config.finetune.pipeline import PipelineConfig, StageConfig
+from config.infer import InferConfig
+from config.load import validate_config
+from config.model import Architecture
+from config.train import TrainConfig
+from config.training.parallel import SingleProcess
+from diffusionlm.families.model_directory import read_model_config, resolve_model_directory
+from files.toml_text import read_toml
+
+TAGS = ("kind", "strategy", "rope_type")
+"""Keys that select the other keys of their table."""
+
+
+@dataclass(frozen=True)
+class StageKindOptions:
+    """How stages of a kind run."""
+
+    config: type[Section]
+    model_key: str
+    """Key of the model that the stage reads."""
+    outputs: Mapping[str, str]
+    """Key of the config -> name in the directory of the stage; the first one is its result."""
+    command: str
+    common: str = ""
+    """Name of its part of ``[common]``."""
+
+    @property
+    def managed_keys(self) -> tuple[str, ...]:
+        """Keys of the config that the pipeline sets."""
+        return (self.model_key, *self.outputs)
+
+
+_TRAINING = StageKindOptions(TrainConfig, "model.init_from", {"run.directory": "run"}, "train", "train")
+_CONVERSION = StageKindOptions(ConvertConfig, "source", {"target": "model"}, "convert")
+STAGE_KINDS = {
+    "train": _TRAINING,
+    "sft": _TRAINING,
+    "merge": _CONVERSION,
+    "export": _CONVERSION,
+    "evaluate": StageKindOptions(EvalConfig, "model.path", {"output.file": "result.json"}, "eval", "evaluate"),
+    "sample": StageKindOptions(
+        InferConfig, "model.path", {"output.file": "answers.jsonl", "output.html": "answers.html"}, "infer", "sample"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is known of a model before it exists."""
+
+    path: Path
+    """Directory, or name on the Hub."""
+    architecture: Mapping[str, Any]
+    """The keys of `Architecture` that are set."""
+    is_adapter: bool
+    """The directory has an adapter in place of weights."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage with a valid config."""
+
+    settings: StageConfig
+    directory: Path
+    config: Section
+    """The command's config."""
+    parent: Stage | None
+    """The stage in ``from``. None: there is none, or it is a model."""
+    model: Model | None
+    """The model that it reads. None: random weights."""
+
+    @property
+    def name(self) -> str:
+        return self.settings.name
+
+    @property
+    def kind(self) -> StageKindOptions:
+        return STAGE_KINDS[self.settings.kind]
+
+    @property
+    def is_training(self) -> bool:
+        return isinstance(self.config, TrainConfig)
+
+    @property
+    def command(self) -> str:
+        """Name of the command, as in ``diffusionlm NAME``."""
+        has_ranks = isinstance(self.config, TrainConfig) and not isinstance(self.config.parallel, SingleProcess)
+        return "train-ddp" if has_ranks else self.kind.command
+
+    @property
+    def output_paths(self) -> list[Path]:
+        """Paths of the outputs: the run, the model, or the results."""
+        return [self.directory / name for name in self.kind.outputs.values()]
+
+    @property
+    def result(self) -> Path:
+        """What a stage that is done has: of training the last checkpoint."""
+        path = self.output_paths[0]
+        return path / "checkpoints" / "latest" if self.is_training else path
+
+    def describe_input(self) -> str:
+        checkpoint = self.settings.checkpoint
+        return f"{self.settings.input or ''}{'' if checkpoint == 'last' else f' ({checkpoint})'}"
+
+
+def build_stages(config: PipelineConfig) -> list[Stage]:
+    """Build all stages and validate their configs, in the order of their execution.
+
+    Raises:
+        ValueError: a stage is invalid; names it and the key.
+    """
+    stages: dict[str, Stage] = {}
+    for settings in config.ordered_stages:
+        try:
+            stages[settings.name] = _build_stage(settings, config, stages)
+        except ValueError as error:
+            label = f'stage "{settings.name}"'
+            raise ValueError(str(error) if str(error).startswith(label) else f"{label}: {error}") from error
+    return list(stages.values())
+
+
+def _build_stage(settings: StageConfig, config: PipelineConfig, stages: Mapping[str, Stage]) -> Stage:
+    kind, directory = STAGE_KINDS[settings.kind], config.directory / settings.name
+    parent = stages.get(settings.input or "")
+    model = _find_model(settings, parent, [other.name for other in config.stages])
+    values = _merge_stage_settings(settings, kind, getattr(config.common, kind.common) if kind.common else {})
+    if model is not None:
+        _check_adapter(settings, model, "adapter" in values)
+        values = with_value(values, kind.model_key, str(model.path))
+        if kind.config is TrainConfig:  # the directory, whose config.json has it, may not exist yet
+            values = {**values, "model": merge_tables(model.architecture, values["model"])}
+    for key, name in kind.outputs.items():
+        values = with_value(values, key, str(directory / name))
+    resolved = validate_config(kind.config, values, f'stage "{settings.name}"')
+    if settings.kind == "sft" and isinstance(resolved, TrainConfig) and not resolved.data.chats:
+        raise ValueError('kind = "sft" learns answers, and data has no conversations: add chat = {} to a source')
+    return Stage(settings, directory, resolved, parent, model)
+
+
+def _find_model(settings: StageConfig, parent: Stage | None, names: Sequence[str]) -> Model | None:
+    """The model in ``from``, without reading its weights."""
+    if settings.input is None:
+        if settings.kind in ("train", "sft"):
+            return None
+        raise ValueError(f'from is missing: the stage or the model that kind = "{settings.kind}" reads')
+    if settings.checkpoint != "last" and (parent is None or not parent.is_training):
+        raise ValueError(f'checkpoint = "{settings.checkpoint}" needs a training stage in from: remove it')
+    if parent is not None:
+        return _predict_model(parent, settings.checkpoint)
+    try:
+        directory = resolve_model_directory(settings.input, needs_weights=False)
+        architecture = _architecture(read_model_config(directory))
+    except ValueError as error:
+        raise ValueError(
+            f'from = "{settings.input}" is neither a stage ({", ".join(names)}) nor a model: {error}'
+        ) from error
+    return Model(Path(settings.input), architecture, (directory / "adapter_config.json").is_file())
+
+
+def _predict_model(parent: Stage, checkpoint: str) -> Model:
+    """The model that a stage will write."""
+    match parent.config:
+        case TrainConfig() as config:
+            if checkpoint == "ema" and not config.training.ema_decay:
+                raise ValueError(
+                    f'checkpoint = "ema", but stage "{parent.name}" has no average: set its training.ema_decay'
+                )
+            validates = 0 < config.validation.every_steps < (config.training.max_steps or 2**63)
+            if checkpoint == "best" and not (config.checkpoint.keep_best and validates):
+                raise ValueError(
+                    f'checkpoint = "best", but stage "{parent.name}" keeps no best checkpoint: set its '
+                    "checkpoint.keep_best = true, and validation.every_steps to less than its steps"
+                )
+            path = parent.result.with_name("best") if checkpoint == "best" else parent.result
+            return Model(path, _architecture(config.model), config.lora is not None)
+        case ConvertConfig() as config if parent.model is not None:
+            architecture = dict(parent.model.architecture)
+            if config.diffusion is not None:
+                if config.diffusion.untie_head:
+                    architecture["tie_word_embeddings"] = False
+                if config.diffusion.logit_alignment != "keep":
+                    architecture["logit_alignment"] = config.diffusion.logit_alignment
+            return Model(parent.result, architecture, is_adapter=False)
+        case _:
+            raise ValueError(f'from = "{parent.name}": a stage of kind "{parent.settings.kind}" has no model')
+
+
+def _architecture(config: Architecture) -> dict[str, Any]:
+    values = {name: getattr(config, name) for name in Architecture.model_fields}
+    return {name: to_toml_values(value, name) for name, value in values.items() if value is not None}
+
+
+def _check_adapter(settings: StageConfig, model: Model, names_adapter: bool) -> None:
+    """Check that an adapter is merged where weights are needed, and that there is one to merge."""
+    if model.is_adapter and settings.kind in ("train", "sft", "export"):
+        raise ValueError(
+            f'from = "{settings.input}" is an adapter: merge it first, in a stage of kind "merge" that this one '
+            "starts from"
+        )
+    if settings.kind == "merge" and not model.is_adapter and not names_adapter:
+        raise ValueError(
+            f'from = "{settings.input}" has no adapter to merge: set [settings.lora] there, settings.adapter here, or '
+            'kind = "export"'
+        )
+
+
+def _merge_stage_settings(settings: StageConfig, kind: StageKindOptions, common: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge the common part, the config file without managed keys, and the settings of a stage.
+
+    Raises:
+        ValueError: the config file cannot be read, or the stage or the common part has a managed key.
+    """
+    for values, place in ((settings.settings, "settings"), (common, f"common.{kind.common}")):
+        for key in kind.managed_keys:
+            if get_value(values, key) is not None:
+                remedy = 'name the model in "from"' if key == kind.model_key else "remove it"
+                raise ValueError(f"{place}.{key} is set by the pipeline: {remedy}")
+    file_values = {} if settings.config is None else read_toml(settings.config)[1]
+    for key in kind.managed_keys:
+        file_values = without_key(file_values, key)
+    return merge_tables(merge_tables(common, file_values), settings.settings)
+
+
+def merge_tables(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge two trees of tables; values of ``high`` win. A table of another kind replaces the whole table."""
+    merged = dict(low)
+    for key, value in high.items():
+        old = merged.get(key)
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            is_same_kind = all(old.get(tag) == value[tag] for tag in TAGS if tag in value)
+            merged[key] = merge_tables(old, value) if is_same_kind else value
+        else:
+            merged[key] = value
+    return merged
+
+
+def get_value(values: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a dotted key; None: it is not set."""
+    node: Any = values
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node
+
+
+def with_value(values: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """Return a copy with another value of a dotted key.
+
+    Raises:
+        ValueError: the value of a part of the key is no table; names it.
+    """
+    first, _, rest = key.partition(".")
+    inner = values.get(first, {})
+    if rest and not isinstance(inner, Mapping):
+        raise ValueError(f"{first} = {inner!r}: expected a table")
+    return {**values, first: with_value(inner, rest, value) if rest else value}
+
+
+def without_key(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return a copy without a dotted key."""
+    first, _, rest = key.partition(".")
+    if get_value(values, key) is None:
+        return dict(values)
+    others = {name: value for name, value in values.items() if name != first}
+    return {**others, first: without_key(values[first], rest)} if rest else others

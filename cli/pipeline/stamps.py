@@ -1,0 +1,236 @@
+"""The stamp of a stage, beside its results: what decided them. A stage whose stamp is that of its config is done."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from cli.pipeline.stages import Stage, without_key
+from config.base import Section
+from config.data import PythonStdlib
+from config.dump import list_differences, to_toml_values
+from diffusionlm.families.model_directory import resolve_model_directory
+from files.atomic import write_text_atomic
+from files.hashing import hash_file
+from files.json_files import read_json_object
+
+STARTED, DONE, CONFIG = "stage.json", "done.json", "config.toml"
+"""Files of a stage: its fingerprint from its start on; the same when it is done; the command's config."""
+FORMAT = 1
+"""Version of the fingerprint. A change makes all stages stale."""
+KEYS_WITHOUT_EFFECT = {
+    "train": (
+        "run.threads", "data.workers", "data.prefetch_steps", "logging", "samples", "profiler", "parallel",
+        "checkpoint.background", "checkpoint.keep_last", "checkpoint.keep_every_steps", "checkpoint.resume",
+        "checkpoint.config_change", "runtime.compile", "runtime.activation_checkpointing",
+        "runtime.attention_backend", "runtime.prefetch", "runtime.keep_freed_memory", "runtime.garbage_collection",
+    ),
+    "convert": (),
+    "eval": ("output",),
+    "infer": ("output",),
+}  # fmt: skip
+"""Keys that change no result, or only its rounding. `checkpoint.every_steps` and `keep_best` decide what `best` is."""
+TEXT_KEYS = ("paths", "validation_paths", "path", "dataset", "template")
+"""Keys whose texts may name files, besides those that are declared as paths."""
+SPLITS: tuple[Literal["train", "validation"], ...] = ("train", "validation")
+MAX_REASONS = 3
+
+Fingerprint = dict[str, Any]
+"""``kind``; ``config``: the values that have an effect; ``files``: hashes of their contents by key; ``source``: the
+fingerprint of the stage in ``from`` and its checkpoint, or the hash of the model; ``format``."""
+Action = Literal["skip", "resume", "run", "stale"]
+"""skip: done. resume: training was interrupted and goes on. run: not begun or interrupted. stale: of other inputs."""
+
+
+@dataclass(frozen=True)
+class StageState:
+    """A stage and what its directory has."""
+
+    stage: Stage
+    fingerprint: Fingerprint
+    action: Action
+    reason: str
+
+
+@dataclass
+class FileHashes:
+    """Hashes of files. A file is read once."""
+
+    _hashes: dict[Path, str] = field(default_factory=dict)
+
+    def hash_files(self, paths: Sequence[Path]) -> str:
+        """Hash names and contents of files."""
+        for path in paths:
+            if path not in self._hashes:
+                self._hashes[path] = hash_file(path)
+        text = "\n".join(f"{path.name} {self._hashes[path]}" for path in paths)
+        return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
+
+    def hash_model(self, name: str) -> str:
+        """Hash a model directory by its manifest, which has the checksums of all files, else by all files."""
+        directory = resolve_model_directory(name, needs_weights=False)
+        if not Path(name).exists():
+            return f"{name} {directory.name}"  # of the Hub: the directory in its cache has the name of the commit
+        manifest = directory / "MANIFEST.json"
+        return self.hash_files([manifest] if manifest.is_file() else _files_in(directory))
+
+    def hash_inputs(self, stage: Stage) -> dict[str, str]:
+        """Hash the files that the config of a stage names, by key."""
+        return {key: self.hash_files(paths) for key, paths in list_files(stage.config, _keys_without_effect(stage))}
+
+
+def read_states(stages: Sequence[Stage]) -> list[StageState]:
+    """Read the state of all stages, in the order of their execution.
+
+    Raises:
+        ValueError: a file of the config cannot be read, or a directory has other files.
+    """
+    hashes, digests = FileHashes(), dict[str, str]()
+    states = []
+    for stage in stages:
+        try:
+            fingerprint = _compute_fingerprint(stage, hashes, digests)
+            states.append(StageState(stage, fingerprint, *_find_action(stage, fingerprint)))
+        except ValueError as error:
+            raise ValueError(f'stage "{stage.name}": {error}') from error
+        digests[stage.name] = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()
+    return states
+
+
+def _keys_without_effect(stage: Stage) -> tuple[str, ...]:
+    return *stage.kind.managed_keys, *KEYS_WITHOUT_EFFECT[stage.kind.command]
+
+
+def _compute_fingerprint(stage: Stage, hashes: FileHashes, digests: Mapping[str, str]) -> Fingerprint:
+    values: dict[str, Any] = to_toml_values(stage.config, stage.name)
+    for key in _keys_without_effect(stage):
+        values = without_key(values, key)
+    source = ""
+    if stage.parent is not None:
+        source = f"{digests[stage.parent.name]} {stage.settings.checkpoint}"
+    elif stage.settings.input is not None:
+        source = hashes.hash_model(stage.settings.input)
+    files = hashes.hash_inputs(stage)
+    return {"kind": stage.settings.kind, "config": values, "files": files, "source": source, "format": FORMAT}
+
+
+def _find_action(stage: Stage, fingerprint: Fingerprint) -> tuple[Action, str]:
+    directory = stage.directory
+    is_done = (directory / DONE).is_file()
+    recorded = _read_record(directory / (DONE if is_done else STARTED)).get("fingerprint")
+    if recorded is None:
+        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+            raise ValueError(
+                f"{directory} exists and is no stage of a pipeline: rename the stage, or name another directory"
+            )
+        return "run", "not begun"
+    if recorded != fingerprint:
+        return "stale", f"changed: {'; '.join(_list_changes(recorded, fingerprint))}"
+    if is_done and not stage.result.exists():
+        return "stale", f"its output {stage.result.relative_to(directory)} is missing"
+    if is_done:
+        return "skip", "done"
+    return "resume" if (stage.output_paths[0] / CONFIG).is_file() else "run", "interrupted"
+
+
+def _list_changes(old: Fingerprint, new: Fingerprint) -> list[str]:
+    changes = list_differences(old.get("config", {}), new["config"])
+    old_files = old.get("files", {})
+    changes += [f"the content of {key}" for key in new["files"] if old_files.get(key) not in (None, new["files"][key])]
+    if old.get("source") != new["source"]:
+        changes.append("the model in from")
+    hidden = [f"{len(changes) - MAX_REASONS} more"] if len(changes) > MAX_REASONS else []
+    return [*(changes[:MAX_REASONS] or ["its kind, or the version of its stamp"]), *hidden]
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    """Read a record; an empty one: there is none, or it is damaged."""
+    try:
+        return read_json_object(path)
+    except ValueError:
+        return {}
+
+
+def write_started(state: StageState) -> None:
+    """Record that a stage begins."""
+    _write_record(state.stage.directory / STARTED, {"fingerprint": state.fingerprint})
+
+
+def write_done(state: StageState, seconds: float) -> None:
+    """Record that a stage is done.
+
+    Raises:
+        ValueError: its output is missing.
+    """
+    stage = state.stage
+    if not stage.result.exists():
+        raise ValueError(f'stage "{stage.name}": its output {stage.result} is missing')
+    _write_record(stage.directory / DONE, {"fingerprint": state.fingerprint, "seconds": round(seconds, 1)})
+
+
+def _write_record(path: Path, values: Mapping[str, Any]) -> None:
+    write_text_atomic(path, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+
+
+def read_seconds(stage: Stage) -> float | None:
+    """Duration of a stage that is done, of its last process; None: it is not done."""
+    return _read_record(stage.directory / DONE).get("seconds")
+
+
+def check_files_unchanged(state: StageState) -> None:
+    """Check that the files of a stage are those of its fingerprint.
+
+    Raises:
+        ValueError: one has changed; names its key.
+    """
+    hashes = FileHashes().hash_inputs(state.stage)
+    changed = [key for key, value in hashes.items() if value != state.fingerprint["files"].get(key)]
+    if changed:
+        raise ValueError(
+            f'stage "{state.stage.name}": the content of {", ".join(changed)} has changed since the pipeline began; '
+            "run the same command again"
+        )
+
+
+def list_files(
+    config: Section, ignored_keys: Collection[str] = (), prefix: str = ""
+) -> Iterator[tuple[str, list[Path]]]:
+    """Iterate over the keys of a config that name local files, with these files in a fixed order.
+
+    Raises:
+        ValueError: a pattern matches no file; names the key.
+    """
+    for name in type(config).model_fields:
+        value, key = getattr(config, name), f"{prefix}{name}"
+        if key in ignored_keys:
+            continue
+        if isinstance(value, Path) or (value and name in TEXT_KEYS):
+            yield key, _find_paths(value, key)
+        for index, item in enumerate(value if isinstance(value, tuple) else (value,)):
+            if isinstance(item, Section):
+                start = f"{key}.{index}." if isinstance(value, tuple) else f"{key}."
+                yield from list_files(item, ignored_keys, start)
+    if isinstance(config, PythonStdlib):
+        # Imported here, so that --help and config errors do not wait for numpy.
+        from diffusionlm.data.sources.local_files import StdlibSource
+
+        paths = [path for split in SPLITS for path in StdlibSource(config, split, prefix).paths]
+        yield prefix.rstrip("."), paths
+
+
+def _find_paths(value: Any, key: str) -> list[Path]:
+    """The files of patterns, of a directory or of a path. A name on the Hub has none."""
+    from diffusionlm.data.sources.local_files import find_files
+
+    if isinstance(value, tuple):
+        return [Path(path) for path in find_files(value, key)]
+    path = Path(value).expanduser()
+    return _files_in(path) if path.is_dir() else [path] if path.is_file() else []
+
+
+def _files_in(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file())
