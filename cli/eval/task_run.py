@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cli.entry import exit_with_usage_error, usage_errors
 from cli.eval.report import TaskReport, build_page, read_evaluations, summarize
@@ -24,9 +23,6 @@ from files.output_paths import check_can_write
 from files.terminal_text import print_message
 from logger.pages.html import write_page
 from logger.progress import ProgressMeter
-
-if TYPE_CHECKING:
-    pass
 
 PROGRESS_DELAY_SECONDS = 3.0
 REPORT_FILE = "report.html"

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from diffusionlm.evaluation.grading.paired import compare_paired
-from diffusionlm.evaluation.grading.pass_at_k import pass_at_k
 from diffusionlm.evaluation.statistics import ratio_with_standard_error
 from diffusionlm.evaluation.tasks.item_task import GenerationTask
 from diffusionlm.evaluation.tasks.preparation import PreparedTask, PreparedText
@@ -106,6 +105,27 @@ class TaskSummary:
         sizes = sorted({*(1 << power for power in range(num_repeats.bit_length())), num_repeats})
         counts = [round(sums[rule]) for sums in self._sums.values()]
         return {size: mean_with_error([pass_at_k(num_repeats, count, size) for count in counts]) for size in sizes}
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Return the unbiased estimate ``1 - C(n - c, k) / C(n, k)`` that one of k samples of an item is right (Chen et al.
+    2021, equation 1).
+
+    Args:
+        n: samples of the item.
+        c: right samples among them.
+        k: samples that are drawn without replacement.
+
+    Raises:
+        ValueError: not ``0 <= c <= n`` or not ``1 <= k <= n``.
+    """
+    if not 0 <= c <= n:
+        raise ValueError(f"c = {c} right samples of n = {n}: expected 0 to n")
+    if not 1 <= k <= n:
+        raise ValueError(f"k = {k} with n = {n} samples: expected 1 to n; draw more samples or lower k")
+    if n - c < k:
+        return 1.0
+    return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
 
 
 def mean_with_error(values: Sequence[float]) -> MetricValue:

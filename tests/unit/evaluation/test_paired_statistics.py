@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from diffusionlm.evaluation.grading.paired import compare_paired, sign_test
-from diffusionlm.evaluation.grading.pass_at_k import pass_at_k
+from diffusionlm.evaluation.tasks.summary import pass_at_k
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ import pytest
 
 from cli.eval.report.reading import read_evaluations
 from config.infer import InferModelConfig
-from diffusionlm.evaluation.grading.pass_at_k import pass_at_k
 from diffusionlm.evaluation.tasks import runner
 from diffusionlm.evaluation.tasks.preparation import Variant
 from diffusionlm.evaluation.tasks.results import EvaluationResults, read_results
 from diffusionlm.evaluation.tasks.run_folder import to_file_name
-from diffusionlm.evaluation.tasks.runner import TaskRun
+from diffusionlm.evaluation.tasks.runner import TaskRun, fingerprint_model
+from diffusionlm.evaluation.tasks.summary import pass_at_k
 from diffusionlm.models.transformer import Transformer
 from tests.unit.evaluation.tasks.conftest import MakeTask
 
@@ -159,3 +159,17 @@ def test_a_report_has_the_items_of_the_results(run_tasks: Any, tmp_path: Path) -
     assert len(read_lines(tmp_path / "run" / "items" / "a.jsonl")) == 12
     assert [(item.id, item.repeat) for item in variant.items] == [(id_, 0) for id_ in results.item_ids["gsm8k"]]
     assert len(variant.items) == variant.result.num_items == 2
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer_config.json"])
+def test_a_changed_byte_in_the_middle_changes_the_fingerprint(name: str, tmp_path: Path) -> None:
+    for folder in ("a", "b", "copy"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "model.safetensors").write_bytes(bytes(300_000))
+        (tmp_path / folder / name).write_bytes(bytes(300_000))
+    with (tmp_path / "b" / name).open("r+b") as file:
+        file.seek(150_000)
+        file.write(b"x")
+    model = InferModelConfig(path=tmp_path / "a")
+    first, second, copy = (fingerprint_model(model, tmp_path / folder) for folder in ("a", "b", "copy"))
+    assert first == copy != second
