@@ -155,16 +155,6 @@ def test_fill(tokenizer: Tokenizer) -> None:
     assert next(fill for _, _, fill in spell(two_turns[0], tokenizer)) == "", "an inner answer ends in a short block"
 
 
-def test_vector_d_the_fill_completes_the_block_of_the_document(tokenizer: Tokenizer) -> None:
-    """Prompt of 6, answer of 4, blocks of 4: two fill tokens, six targets."""
-    (document,) = encode(make_encoder(tokenizer, block_length=4), chat("q", "abc"))
-    size = int((~document.loss_mask).sum())
-    extra = (6 - size) % 4
-    (document,) = encode(make_encoder(tokenizer, block_length=4), chat("q" * (1 + extra), "abc"))
-    assert int((~document.loss_mask).sum()) % 4 == 6 % 4
-    assert int(document.loss_mask.sum()) == 6 and int(document.is_fill.sum()) == 2
-
-
 @pytest.mark.parametrize("row_length", range(20, 60))
 def test_truncation(row_length: int, tokenizer: Tokenizer) -> None:
     row = chat("question", "answer of some length", "and", "another")

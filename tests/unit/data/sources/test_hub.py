@@ -123,26 +123,6 @@ def test_max_documents(limit: dict[str, Any], parquet: Path, drain: Drain) -> No
     assert source.provenance.endswith("split train, the first 20 documents")
 
 
-@pytest.mark.parametrize("kind", ["json", "cached"])
-def test_few_documents_are_divided(
-    kind: str, request: pytest.FixtureRequest, tmp_path: Path, drain: Drain, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("diffusionlm.data.sources.validation_split.PART_CHARACTERS", 5)
-    if kind == "json":
-        dataset: Path | str = json_directory(tmp_path / "lines", [{"text": text} for text in TEXTS])
-    else:
-        dataset = request.getfixturevalue(kind)
-    options: dict[str, Any] = {"validation_split": None, "validation_fraction": 0.05}
-    train, validation = open_documents(dataset, **options), open_documents(dataset, "validation", **options)
-    parts = drain(train, (7,))
-    num_validation = len("".join(drain(validation)))
-    assert len("".join(parts)) + num_validation == len("".join(TEXTS)) and num_validation > 20
-    assert train.provenance.endswith("are validation text")
-    for cut in range(1, len(parts), 5):
-        position = json.loads(json.dumps(train.read(0, None, cut)[1]))
-        assert drain(open_documents(dataset, **options), (4,), position=position) == parts[cut:]
-
-
 def test_bad_records(tmp_path: Path, drain: Drain) -> None:
     values = ["a", "", None, 12, 1.5, True, ["x"], {"y": 1}, "b\ufffd"]
     folder = json_directory(tmp_path / "mixed", [{"text": value} for value in values])
