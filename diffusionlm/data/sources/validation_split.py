@@ -43,14 +43,16 @@ class WholeSource:
 
 @dataclass(frozen=True)
 class HashSplit:
-    """A hash of its text decides whether a document is in the split."""
+    """Documents whose hash is below a limit are for validation."""
 
-    validation_fraction: float
+    limit: float
+    """As a share of all hashes: the validation fraction, or that which divides the documents exactly."""
     is_validation: bool
-    description: ClassVar[str] = ""
+    description: str = ""
+    """Size of a validation split that divides the documents exactly."""
 
     def select(self, record: Record) -> list[Record]:
-        is_selected = _is_below(hash_record(record), self.validation_fraction)
+        is_selected = _hash_share(hash_record(record)) < self.limit
         return [record] if is_selected == self.is_validation else []
 
 
@@ -71,21 +73,7 @@ class EndSplit:
         return cut_into_parts(text[start:] if self.is_validation else text[:start])
 
 
-@dataclass(frozen=True)
-class SmallestHashSplit:
-    """The conversations with the smallest hashes are for validation."""
-
-    validation_digests: frozenset[bytes]
-    """Their hashes, of `hash_record`."""
-    is_validation: bool
-    description: str
-
-    def select(self, record: Record) -> list[Record]:
-        is_selected = hash_record(record) in self.validation_digests
-        return [record] if is_selected == self.is_validation else []
-
-
-DocumentSplit = WholeSource | HashSplit | EndSplit | SmallestHashSplit
+DocumentSplit = WholeSource | HashSplit | EndSplit
 """Assigns documents to the training or the validation split; `description` is the size of a validation split that was
 chosen by size. ``select(record)`` returns the parts of it that are
 in the split, in order."""
@@ -113,7 +101,7 @@ def choose_split(records: Iterable[Record], validation_fraction: float, is_valid
         is_chat = isinstance(record, Conversation)
         if digest not in sizes:
             sizes[digest] = (1, 1) if isinstance(record, Conversation) else (len(record), len(record.encode()))
-            num_validation += _is_below(digest, validation_fraction)
+            num_validation += _hash_share(digest) < validation_fraction
         is_enough = len(sizes) >= min_documents and 0 < num_validation < len(sizes)
         if is_enough or count == MAX_READ_DOCUMENTS:
             return HashSplit(validation_fraction, is_validation)
@@ -126,7 +114,7 @@ def choose_split(records: Iterable[Record], validation_fraction: float, is_valid
 
 def _select_smallest_hashes(
     digests: Iterable[bytes], validation_fraction: float, is_validation: bool, key: str
-) -> SmallestHashSplit:
+) -> HashSplit:
     """Hold out the share of the documents, at least one and not all."""
     ordered = sorted(digests)
     if len(ordered) == 1:
@@ -136,7 +124,7 @@ def _select_smallest_hashes(
         )
     count = min(len(ordered) - 1, max(1, round(validation_fraction * len(ordered))))
     description = f"{count:,} of its {len(ordered):,} conversations are for validation"
-    return SmallestHashSplit(frozenset(ordered[:count]), is_validation, description)
+    return HashSplit(_hash_share(ordered[count]), is_validation, description)
 
 
 def _divide_documents(
@@ -201,6 +189,6 @@ def hash_record(record: Record) -> bytes:
     return hashlib.sha256((record if isinstance(record, str) else record.to_json()).encode()).digest()
 
 
-def _is_below(digest: bytes, fraction: float) -> bool:
-    """Return True for this fraction of all hashes."""
-    return int.from_bytes(digest[:8], "big") / 2**64 < fraction
+def _hash_share(digest: bytes) -> float:
+    """Return the hash as a number from 0 to 1."""
+    return int.from_bytes(digest[:8], "big") / 2**64
