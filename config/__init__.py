@@ -12,5 +12,6 @@ config of ``diffusionlm-<command>``. `config.train` lists the sections of a trai
     diffusionlm-bench-tokenizer     bench/training.py
 
 `config.model` is config.json of a model, and `diffusionlm.families` reads it. `config.base` has the field types,
-`config.load` reads TOML and ``--set``, `config.schema` inspects field types, `config.dump` writes TOML.
+`config.load` reads TOML and ``--set``, `config.schema` inspects field types, `config.dump` writes TOML, and
+`config.spellings` lists renamed and removed keys.
 """
