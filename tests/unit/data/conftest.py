@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,25 @@ def drain() -> Drain:
             num_reads += 1
 
     return read_all
+
+
+@pytest.fixture
+def check_resuming(drain: Drain) -> Drain:
+    """``check_resuming(make_reader, equal=operator.eq, epoch=0, step=1)``: read an epoch from its start and, with new
+    readers, from its other positions (each ``step``-th); returns its items."""
+
+    def check(
+        make_reader: Callable[[], Any], equal: Callable[[Any, Any], bool] = operator.eq, epoch: int = 0, step: int = 1
+    ) -> list[Any]:
+        items = drain(make_reader(), epoch=epoch)
+        for count in range(1, len(items) + 1, step):
+            head, position = make_reader().read(epoch, None, count)
+            position = json.loads(json.dumps(position))
+            tail = [] if position is None else drain(make_reader(), (2, 1), epoch, position)
+            assert equal(head + tail, items), count
+        return items
+
+    return check
 
 
 @pytest.fixture(scope="module")
