@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from config.generation import GenerationConfig
-from config.model import ModelConfig
 from diffusionlm.inference.generate import generate, infill, stream
 from diffusionlm.inference.healing import HealedText, TokenHealer, encode_pieces, split_infill
 from diffusionlm.inference.request_builder import prepare_request
@@ -92,30 +91,16 @@ def test_a_single_new_token_adds_text(code: Tokenizer) -> None:
     assert set(healed.allowed_token_ids[2].tolist()) == tokens_from(code, b" ") - {code.vocab[b" "]}
 
 
-def test_excluded_tokens(code: Tokenizer) -> None:
+def test_excluded_tokens(code: Tokenizer, model: Transformer) -> None:
     name = code.vocab[b" name"]
     assert name not in TokenHealer(code, [name]).heal_prompt("def ").allowed_token_ids[1]
     assert not TokenHealer(code, [code.vocab[b" "]]).heal_prompt("def ").allowed_token_ids, "the text may not change"
     settings = resolve_settings(
-        GenerationConfig(suppress_token_ids=(1,), stop_token_ids=(2,), max_new_tokens=1), model_config(code)
+        GenerationConfig(suppress_token_ids=(1,), stop_token_ids=(2,), max_new_tokens=1), model.config
     )
     healer = TokenHealer.from_settings(code, settings)
     expected = TokenHealer(code, [1, 2], max_new_tokens=1).heal_prompt("def ")
     assert healer.heal_prompt("def ").allowed_token_ids[1].tolist() == expected.allowed_token_ids[1].tolist()
-
-
-def model_config(tokenizer: Tokenizer) -> ModelConfig:
-    return ModelConfig(
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=8,
-        intermediate_size=8,
-        max_position_embeddings=16,
-        vocab_size=tokenizer.vocab_size,
-        mask_token_id=tokenizer.mask_token_id,
-    )
 
 
 def test_prompts_keep_their_text(code: Tokenizer) -> None:
@@ -228,14 +213,14 @@ def test_streams_do_not_repeat_the_prompt(model: Transformer, code: Tokenizer, r
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("remasking_strategy", ["low_confidence", "entropy", "p2"])
 def test_samples_follow_the_renormalized_distribution(
-    code: Tokenizer, temperature: float, remasking_strategy: str, monkeypatch: pytest.MonkeyPatch
+    code: Tokenizer, model: Transformer, temperature: float, remasking_strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where chunks begin between requests."""
     monkeypatch.setattr("diffusionlm.inference.sampling.PROBABILITY_CHUNK_BYTES", 8 * code.vocab_size * 2)
     config = GenerationConfig(
         remasking_strategy=remasking_strategy, temperature=temperature, suppress_token_ids=(5,), steps=8
     )
-    settings = resolve_settings(config, model_config(code))
+    settings = resolve_settings(config, model.config)
     allowed = [{}, {4: np.array([5, 7, 300])}, {2: np.array([9]), 3: np.arange(50)}]
     rng = np.random.default_rng(0)
     uniforms = rng.random((3, 3))

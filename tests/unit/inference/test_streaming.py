@@ -7,36 +7,24 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from config.generation import GenerationConfig
-from config.model import ModelConfig
 from diffusionlm.inference import generate as generate_module
 from diffusionlm.inference.generate import generate, stream
 from diffusionlm.inference.requests import ActiveRequest
 from diffusionlm.inference.text import decode_continuation
-from diffusionlm.models.init import init_weights
 from diffusionlm.models.transformer import Transformer
+from tests.conftest import MakeModel
 from tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
-def model(tokenizer: Tokenizer) -> Transformer:
+def model(tiny_model: MakeModel, tokenizer: Tokenizer) -> Transformer:
     """Of a tokenizer of bytes, so that nearly all that it says is parts of characters."""
-    config = ModelConfig(
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        intermediate_size=16,
-        max_position_embeddings=64,
-        vocab_size=tokenizer.vocab_size,
-        mask_token_id=tokenizer.mask_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    model = Transformer(config)
-    init_weights(model, seed=1)
-    return model.double().eval()
+    ids = {"mask_token_id": tokenizer.mask_token_id, "eos_token_id": tokenizer.eos_token_id}
+    size = tokenizer.vocab_size
+    return tiny_model(torch.float64, vocab_size=size, max_position_embeddings=64, pad_token_id=None, **ids).eval()
 
 
 def settings(**keys: Any) -> GenerationConfig:
