@@ -43,9 +43,6 @@ FORMATS: dict[str, list[dict[str, Any]]] = {
         for question, answer in QUESTIONS
     ],
     "alpaca": [{"instruction": question, "output": answer, "system": SYSTEM} for question, answer in QUESTIONS],
-    "preference": [
-        {"prompt": question, "chosen": answer, "rejected": "no", "system": SYSTEM} for question, answer in QUESTIONS
-    ],
 }
 
 
@@ -112,19 +109,6 @@ def test_every_format_trains_alike_and_the_checkpoint_answers(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_preferences_train_the_chosen_answer(tmp_path: Path) -> None:
-    configs = [chat_config(tmp_path, name, FORMATS[name]) for name in ("messages", "preference")]
-    rows = []
-    for config in configs:
-        data = config.data.model_copy(update={"document_shuffle_window": 0})
-        train(config)
-        tokenizer = read_model_description(config.run.directory).tokenizer
-        reader = build_row_reader(open_components(data, "train"), data, tokenizer, 96, 0, block_length=4)
-        rows.append(reader.read(0, None, 20)[0])
-    assert sorted(row.tokens_L.tolist() for row in rows[0]) == sorted(row.tokens_L.tolist() for row in rows[1])
-
-
-@pytest.mark.slow
 def test_what_is_left_out_is_counted_in_the_metrics(tmp_path: Path) -> None:
     long_row = {"prompt": "x" * 200, "completion": "y"}
     rows = [*FORMATS["alpaca"][:50], long_row, *FORMATS["alpaca"][50:100]]
@@ -165,20 +149,6 @@ def test_what_is_left_out_is_told_once_and_in_the_summary(workers: int, tmp_path
         assert f"{name}.jsonl, line 1: " in line and "chat.columns" in line
         assert f"data: {line}" in read_events(config, "data")
         assert any(text.startswith("validation data: ") for text in read_events(config, "data"))
-
-
-@pytest.mark.slow
-def test_workers_change_nothing(tmp_path: Path) -> None:
-    config = chat_config(tmp_path, "plain", FORMATS["messages"])
-    source = to_toml_values(config.data.source, "source") | {"chat": {"template": "chatml", "turns": "one"}}
-    data = {"source": source, "document_shuffle_window": 16}
-    runs = [
-        chat_config(tmp_path, f"workers-{workers}", FORMATS["messages"], data={**data, "workers": workers})
-        for workers in (0, 2)
-    ]
-    for run in runs:
-        train(run)
-    assert losses(runs[0]) == losses(runs[1])
 
 
 def test_blocks_are_counted_from_turns_where_a_row_has_several_answers(tmp_path: Path) -> None:
