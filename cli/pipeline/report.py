@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cli.eval.report.reading import LIKELIHOOD_METRICS
 from cli.pipeline.stages import Stage
 from cli.pipeline.stamps import StageState, read_seconds
 from config.dump import to_toml_values
 from config.eval import EvalConfig
 from config.finetune.pipeline import MARKDOWN, PAGE
+from diffusionlm.evaluation.tasks.results import LIKELIHOOD_METRICS
 from files.json_files import read_json_object, read_text
 from logger import format_duration
 from logger.pages import Cell, Chart, Column, Example, Examples, Link, Number, Output, Page, Part, Table
@@ -178,7 +178,7 @@ def _tabulate_metrics(results: Sequence[StageResult]) -> Table:
     for result in results:
         for task in result.tasks:
             for name, metric in task["metrics"].items():
-                style = ".3f" if name in LIKELIHOOD_METRICS else ".1%"
+                style = ".3f" if name in task.get("number_metrics", LIKELIHOOD_METRICS) else ".1%"
                 value = Number(metric["value"], style, metric["standard_error"])
                 row = [result.stage.name, task["task"], task["variant"], task["num_items"], name, value, _stopped(task)]
                 rows.append(row)

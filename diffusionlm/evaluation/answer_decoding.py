@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,14 +14,8 @@ from diffusionlm.inference.text import AnswerText
 from diffusionlm.models.transformer import Transformer
 from tokenizer import Tokenizer
 
-
-@dataclass(frozen=True)
-class AnswerRequest:
-    """A prompt, with stop strings of its own."""
-
-    prepared: PreparedRequest
-    stop: tuple[str, ...] = ()
-    """The text ends before the first of these, wherever they lie in tokens and blocks."""
+AnswerRequest = tuple[PreparedRequest, tuple[str, ...]]
+"""A prompt with stop strings: the text ends before the first of these, wherever they lie in tokens and blocks."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +30,6 @@ class DecodedAnswer:
     """stop: a stop token or a stop string ended it. length: every position was decoded."""
     num_forwards: int
     """Forwards that the request took part in, until the stop was final."""
-    seconds: float
-    """From its first forward to its last. Requests that are decoded at the same time share the device."""
 
 
 def decode_answers(
@@ -64,13 +55,12 @@ def decode_answers(
     for answer in answers:
         decoder.add(answer.request)
     while decoder.has_work:
-        started_at = time.perf_counter()
         result = decoder.step()
         for request in dict.fromkeys((*result.decoded, *result.finished)):
             answer = open_answers[id(request)]
             if request.error is not None:
                 raise request.error
-            answer.read_final_tokens(started_at)
+            answer.read_final_tokens()
             if answer.is_done:
                 decoder.remove(request)
                 del open_answers[id(request)]
@@ -87,22 +77,18 @@ class _OpenAnswer:
 
     def __init__(self, index: int, tokenizer: Tokenizer, source: AnswerRequest) -> None:
         self.index = index
-        self.request = ActiveRequest(source.prepared)
-        self._text = AnswerText(tokenizer, source.stop)
+        prepared, stop = source
+        self.request = ActiveRequest(prepared)
+        self._text = AnswerText(tokenizer, stop)
         self._hidden_ids = tokenizer.hidden_ids
         self._num_read = 0
-        self._started_at: float | None = None
-        self._ended_at = 0.0
 
     @property
     def is_done(self) -> bool:
         return self.request.is_done or self._text.is_stopped
 
-    def read_final_tokens(self, started_at: float) -> None:
-        """Add the tokens that have become final. ``started_at``: when the round began."""
-        if self._started_at is None:
-            self._started_at = started_at
-        self._ended_at = time.perf_counter()
+    def read_final_tokens(self) -> None:
+        """Add the tokens that have become final."""
         token_ids = self.request.final_token_ids()
         for token in token_ids[self._num_read :]:
             self._text.push(token)
@@ -124,5 +110,4 @@ class _OpenAnswer:
             token_ids=tuple(token.token_id for token in tokens),
             finish_reason="stop" if is_stopped else "length",
             num_forwards=self.request.num_forwards,
-            seconds=self._ended_at - (self._started_at or self._ended_at),
         )

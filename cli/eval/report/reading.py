@@ -17,9 +17,6 @@ from diffusionlm.evaluation.tasks.results import (
 )
 from files.json_files import flatten
 
-LIKELIHOOD_METRICS = ("nats_per_token", "perplexity", "bits_per_byte")
-"""Metrics that are no accuracies."""
-
 
 @dataclass(frozen=True)
 class ReportedVariant:
@@ -54,7 +51,8 @@ class ReportedTask:
     @property
     def rules(self) -> tuple[str, ...]:
         """Names of the metrics that are accuracies in [0, 1], the main one first."""
-        return tuple(name for name in self.metrics if name not in LIKELIHOOD_METRICS)
+        numbers = {name for variant in self.variants for name in variant.result.number_metrics}
+        return tuple(name for name in self.metrics if name not in numbers)
 
 
 @dataclass(frozen=True)

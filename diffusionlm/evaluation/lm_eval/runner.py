@@ -201,7 +201,7 @@ class RequestRunner:
         except ValueError as error:
             raise ValueError(f"{label}: {error}") from None
         seed = request.answer_seed(self.config.seed)
-        return AnswerRequest(prepare_request(settings, prompt_ids, seed, label=label), parsed.until)
+        return prepare_request(settings, prompt_ids, seed, label=label), parsed.until
 
     def _truncate(self, context_ids: tuple[int, ...], num_following: int, label: str) -> tuple[int, ...]:
         """Shorten a context from the left, so that the tokens after it fit into the model's context.

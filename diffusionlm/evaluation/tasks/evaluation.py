@@ -7,12 +7,12 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
-from diffusionlm.evaluation.answer_decoding import AnswerRequest, decode_answers
+from diffusionlm.evaluation.answer_decoding import decode_answers
 from diffusionlm.evaluation.likelihood.scoring import OptionsRequest, greedy_matches, score_documents
 from diffusionlm.evaluation.tasks.item_task import GenerationTask, LikelihoodTask, TaskItem, Verdict
 from diffusionlm.evaluation.tasks.items import draw_seed
 from diffusionlm.evaluation.tasks.preparation import PreparedItems, PreparedTask, PreparedText
-from diffusionlm.evaluation.tasks.results import ItemResult, MetricValue
+from diffusionlm.evaluation.tasks.results import LIKELIHOOD_METRICS, ItemResult, MetricValue
 from diffusionlm.evaluation.text_likelihood import OnProgress, evaluate_likelihood
 from diffusionlm.models.transformer import Transformer
 
@@ -72,9 +72,7 @@ def _answer_items(
     previous = time.perf_counter()
     for start in range(0, len(pending), ANSWERS_PER_GROUP):
         group = pending[start : start + ANSWERS_PER_GROUP]
-        requests = [
-            AnswerRequest(task.build_request(indices[item_id], repeat), config.stop) for item_id, repeat in group
-        ]
+        requests = [(task.build_request(indices[item_id], repeat), config.stop) for item_id, repeat in group]
         for number, answer in decode_answers(model, task.tokenizer, requests, config.batch_size):
             item_id, repeat = group[number]
             item = task.items[indices[item_id]]
@@ -166,6 +164,6 @@ def _score_text(model: Transformer, task: PreparedText, on_progress: OnProgress 
         seconds=result.seconds,
         metrics={
             name: MetricValue.from_floats(getattr(result, name), getattr(result, f"{name}_standard_error"))
-            for name in task.config.metrics
+            for name in LIKELIHOOD_METRICS
         },
     )

@@ -17,7 +17,7 @@ from config.base import ConfigPath, NonEmptyStr, NonNegativeInt, PositiveInt, Se
 from config.evaluation.likelihood import AnswerLikelihoodConfig
 from config.evaluation.presets import apply_preset, describe_kind, get_preset, list_deviations
 from config.generation import GenerationConfig
-from diffusionlm.evaluation.tasks.results import ItemResult, MetricValue
+from diffusionlm.evaluation.tasks.results import LIKELIHOOD_METRICS, ItemResult, MetricValue
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,8 @@ class ItemTask(Section):
     answer_template: ClassVar[str] = "{answer}"
     delimiter: ClassVar[str] = " "
     """Defaults of the prompt: those of lm-evaluation-harness 0.4."""
+    number_metrics: ClassVar[tuple[str, ...]] = LIKELIHOOD_METRICS
+    """Names of metrics that are no shares in [0, 1], and not shown in percent."""
 
     @model_validator(mode="before")
     @classmethod

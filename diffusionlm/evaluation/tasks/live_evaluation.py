@@ -39,7 +39,7 @@ class TaskOutcome:
         parts = []
         for rule, metric in self.result.metrics.items():
             error = "" if metric.standard_error is None else f" +- {metric.standard_error:.1%}"
-            value = f"{metric.value:.1%}{error}" if rule != "perplexity" else f"{metric.value:.2f}"
+            value = f"{metric.value:.1%}{error}" if rule not in self.result.number_metrics else f"{metric.value:.2f}"
             parts.append(f"{rule} {value}")
         return f"{self.result.task}: {', '.join(parts)} of {self.result.num_items:,} items"
 

@@ -9,7 +9,6 @@ from pydantic import model_validator
 from config.base import ConfigPath, NonEmptyStr, Section
 from config.data import LocalFiles
 from config.evaluation.text import EvalDataConfig, LikelihoodConfig, NelboConfig
-from diffusionlm.evaluation.tasks.results import LIKELIHOOD_METRICS
 
 
 class PerplexityTask(Section):
@@ -38,8 +37,3 @@ class PerplexityTask(Section):
         if self.data is None:
             return self.text
         return self.text.model_copy(update={"source": LocalFiles(paths=(str(self.data),)), "split": "all"})
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """Names of the values of a result."""
-        return LIKELIHOOD_METRICS

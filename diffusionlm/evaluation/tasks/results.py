@@ -124,6 +124,8 @@ class VariantResult:
     metrics: dict[str, MetricValue]
     """Accuracy in [0, 1] by rule, the task's main rule first; of a perplexity task nats_per_token, perplexity and
     bits_per_byte."""
+    number_metrics: tuple[str, ...] = LIKELIHOOD_METRICS
+    """Those that are no shares in [0, 1]."""
     pass_at_k: dict[str, dict[int, MetricValue]] = field(default_factory=dict)
     """By rule and k; only with repeats."""
     shares: OutcomeShares | None = None

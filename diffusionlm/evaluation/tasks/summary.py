@@ -14,6 +14,7 @@ from diffusionlm.evaluation.statistics import ratio_with_standard_error
 from diffusionlm.evaluation.tasks.item_task import GenerationTask
 from diffusionlm.evaluation.tasks.preparation import PreparedTask, PreparedText
 from diffusionlm.evaluation.tasks.results import (
+    LIKELIHOOD_METRICS,
     ItemResult,
     MetricValue,
     OutcomeShares,
@@ -90,6 +91,7 @@ class TaskSummary:
             num_items=len(self._sums),
             num_repeats=num_repeats,
             metrics={**metrics, **self._text_metrics},
+            number_metrics=getattr(self.task.config, "number_metrics", LIKELIHOOD_METRICS),
             pass_at_k={rule: self._pass_at_k(rule, num_repeats) for rule in self.rules} if num_repeats > 1 else {},
             shares=shares if isinstance(self.task.config, GenerationTask) else None,
             num_grading_errors=counts["errors"],

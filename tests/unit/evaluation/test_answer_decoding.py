@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from config.generation import GenerationConfig
-from diffusionlm.evaluation.answer_decoding import AnswerRequest, DecodedAnswer, decode_answers
+from diffusionlm.evaluation.answer_decoding import DecodedAnswer, decode_answers
 from diffusionlm.inference.generate import generate
 from diffusionlm.inference.request_builder import prepare_request
 from diffusionlm.inference.settings import resolve_settings
@@ -54,9 +54,7 @@ def answer(
 ) -> list[DecodedAnswer]:
     config = GenerationConfig(**{"max_new_tokens": 12, "block_length": 4, "stop_token_ids": [], **options})
     settings = resolve_settings(config, model.config)
-    requests = [
-        AnswerRequest(prepare_request(settings, prompt, seed=seed), tuple(stop)) for seed, prompt in enumerate(prompts)
-    ]
+    requests = [(prepare_request(settings, prompt, seed=seed), tuple(stop)) for seed, prompt in enumerate(prompts)]
     return [result for _, result in sorted(decode_answers(model, tokenizer, requests, batch_size))]
 
 
@@ -70,10 +68,7 @@ def test_without_stop_strings_it_is_generate(model: Transformer, tokenizer: Toke
     (expected,) = generate(model, [PROMPT], config)
     assert whole.token_ids == expected.token_ids
     assert (whole.finish_reason, whole.num_forwards) == ("length", expected.num_forwards)
-    assert (
-        whole.text == tokenizer.decode([token for token in expected.token_ids if token not in tokenizer.hidden_ids])
-        and whole.seconds > 0
-    )
+    assert whole.text == tokenizer.decode([token for token in expected.token_ids if token not in tokenizer.hidden_ids])
 
 
 def test_stop_strings_at_every_place(model: Transformer, tokenizer: Tokenizer) -> None:

@@ -24,11 +24,11 @@ from diffusionlm.evaluation.tasks.results import (
 
 GENERATED = ItemResult(
     task="gsm8k", variant="a", id="7", repeat=1, prompt_sha256="00", gold="18", output="= 18\u2028 \n#### 18",
-    extracted={"strict": "18", "flexible": None}, is_correct={"strict": True, "flexible": False},
+    extracted={"strict": "18", "flexible": None}, is_correct={"strict": 1.0, "flexible": 0.0},
     finish_reason="stop", num_tokens=9, num_forwards=4, seconds=0.5,
 )  # fmt: skip
 CHOICE = ItemResult(
-    task="arc", variant="a", id="7", repeat=0, prompt_sha256="00", gold="1", is_correct={"acc": True},
+    task="arc", variant="a", id="7", repeat=0, prompt_sha256="00", gold="1", is_correct={"acc": 1.0},
     option_log_likelihoods=(-1.5, -1.25), option_standard_errors=(0.0, 0.125), chosen={"acc": 1},
 )  # fmt: skip
 
@@ -68,6 +68,20 @@ def test_results_are_read_back(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text("{}")
     with pytest.raises(ValueError, match=r"results\.json.*results"):
         read_results(tmp_path)
+
+
+def test_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    """Verdicts were booleans, and metrics had no list of those that are no shares."""
+    assert parse_item_line(format_item_line(CHOICE).replace("1.0", "true"), "here") == CHOICE
+    result = VariantResult(
+        task="text", kind="perplexity", variant="a", model="m", num_items=1, num_repeats=1,
+        metrics={"perplexity": MetricValue(2.0)},
+    )  # fmt: skip
+    write_results(tmp_path, EvaluationResults(results=(result,)))
+    values = json.loads((tmp_path / "results.json").read_text())
+    assert "perplexity" in values["results"][0].pop("number_metrics")
+    (tmp_path / "results.json").write_text(json.dumps(values))
+    assert read_results(tmp_path).results == (result,)
 
 
 def test_accuracy_averages_the_repeats_of_an_item() -> None:
