@@ -17,8 +17,7 @@ from diffusionlm.data.pipeline import list_skipped
 from diffusionlm.data.reader import SkipLog
 from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.evaluation.evaluate import EvaluationResult, FillAccuracy
-from diffusionlm.evaluation.tasks.results import format_item_line
-from diffusionlm.evaluation.tasks.run_folder import to_file_name
+from diffusionlm.evaluation.tasks.results import format_item_line, to_file_name
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import Optimizers
 from diffusionlm.training.metrics import StepMetrics

@@ -30,8 +30,7 @@ from diffusionlm.evaluation.tasks.humaneval import HumanEvalTask
 from diffusionlm.evaluation.tasks.item_task import GenerationTask
 from diffusionlm.evaluation.tasks.perplexity import PerplexityTask
 from diffusionlm.evaluation.tasks.preparation import PreparedTask, PreparedText, Variant
-from diffusionlm.evaluation.tasks.results import EvaluationResults, write_results
-from diffusionlm.evaluation.tasks.run_folder import RunFolder
+from diffusionlm.evaluation.tasks.results import EvaluationResults, RunFolder, write_results
 from diffusionlm.evaluation.tasks.summary import TaskSummary, compare_variants
 from diffusionlm.models.transformer import Transformer
 from files.hashing import hash_file

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from cli.eval import main
-from cli.eval.arguments import TASK_KINDS
 from cli.eval.variants import resolve_variants
 from config.eval import EvalConfig
 from diffusionlm.checkpoints.huggingface import save_model_directory
@@ -78,10 +77,6 @@ def test_arguments_are_overrides(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(names) == len(set(names)) == 8 and names[1] == "m temperature=0 remasking_strategy=topk_margin"
     assert {variant.tasks[0].generation.temperature for variant in resolve_variants(config)} == {0.0, 0.5}  # type: ignore[union-attr]
     assert {str(variant.model.path) for variant in resolve_variants(config)} == {"m", "n"}
-
-
-def test_all_kinds_are_choices() -> None:
-    assert set(TASK_KINDS) == {"gsm8k", "humaneval", "multiple_choice", "cloze", "exact_match", "perplexity"}
 
 
 def test_a_run_and_its_files(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

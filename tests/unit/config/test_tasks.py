@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from cli.eval.arguments import TASK_KINDS
 from config.evaluation.tasks import TaskConfig
 from diffusionlm.evaluation.tasks.gsm8k import Gsm8kTask
 from diffusionlm.evaluation.tasks.item_task import PromptConfig
@@ -14,7 +15,7 @@ from diffusionlm.evaluation.tasks.item_task import PromptConfig
 TASK: TypeAdapter[Any] = TypeAdapter(TaskConfig)
 
 
-@pytest.mark.parametrize("kind", ["gsm8k", "humaneval", "multiple_choice", "cloze", "exact_match", "perplexity"])
+@pytest.mark.parametrize("kind", TASK_KINDS)
 def test_a_kind_and_a_file_are_a_task(kind: str) -> None:
     assert TASK.validate_python({"kind": kind, "data": "items.jsonl"}).kind == kind
 

@@ -15,8 +15,7 @@ from cli.eval.report.reading import read_evaluations
 from config.infer import InferModelConfig
 from diffusionlm.evaluation.tasks import runner
 from diffusionlm.evaluation.tasks.preparation import Variant
-from diffusionlm.evaluation.tasks.results import EvaluationResults, read_results
-from diffusionlm.evaluation.tasks.run_folder import to_file_name
+from diffusionlm.evaluation.tasks.results import EvaluationResults, read_results, to_file_name
 from diffusionlm.evaluation.tasks.runner import TaskRun, fingerprint_model
 from diffusionlm.evaluation.tasks.summary import pass_at_k
 from diffusionlm.models.transformer import Transformer
