@@ -62,10 +62,6 @@ class World:
             total += rank_values
         return total.tolist()
 
-    def is_any(self, flag: bool) -> bool:
-        """Return whether ``flag`` is set on any rank."""
-        return self.sum(float(flag))[0] > 0
-
     def barrier(self) -> None:
         """Wait until all ranks have called this."""
         self.sum(0.0)
