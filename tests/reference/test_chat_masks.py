@@ -54,7 +54,7 @@ def documents(tokenizer: Tokenizer, seed: int, **options: Any) -> list[Document]
     encoder = ChatEncoder(ChatRecords(ChatRowsConfig(**options), "chat", "raise"), tokenizer, 1_000, block_length)
     conversation = ChatRowParser(encoder.config)(chat(*texts))
     assert not isinstance(conversation, BadRecord), conversation
-    return encoder.encode(conversation)
+    return encoder.encode(conversation)[0]
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -274,7 +274,7 @@ def test_training_keeps_the_order_of_tools_and_arguments(family: tuple[Path, Any
     for source in (row, row | {"tools": json.dumps(tools)}):
         conversation = ChatRowParser(config)(source)
         assert not isinstance(conversation, BadRecord), conversation
-        (document,) = encoder.encode(conversation)
+        (document,), _ = encoder.encode(conversation)
         prompt = ours.decode(document.tokens[~document.loss_mask].tolist())
         assert ours.chat_template is not None
         sampled = encode_chat(ours, ours.chat_template, [question], tools=tools, add_generation_prompt=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TypeVar
 from unicodedata import normalize
@@ -86,30 +86,21 @@ class ChatEncoder:
         self._fill_token_id = tokenizer.eos_token_id
 
     def encode(
-        self, conversation: Conversation, rng: np.random.Generator | None = None, *, is_counted: bool = False
-    ) -> list[Document]:
-        """Encode a conversation; a preference is its chosen answer.
+        self, conversation: Conversation, rng: np.random.Generator | None = None
+    ) -> tuple[list[Document], list[Skip]]:
+        """Encode a conversation; a preference is its chosen answer. Also returns what was left out or changed.
 
         Args:
             rng: selects the answer for `turns` = "one".
-            is_counted: add what is left out to the counts.
 
         Raises:
             ValueError: the template refuses the conversation while `on_bad_row` is "raise".
         """
         selection = self.config.turns if conversation.rejected is None else "last"
-        documents, reasons = self._encode_conversation(conversation, selection, rng)
-        if is_counted:
-            self._count(conversation, reasons, len(documents))
-        return documents
+        return self._encode_conversation(conversation, selection, rng)
 
-    def encode_preference(
-        self, conversation: Conversation, *, is_counted: bool = False
-    ) -> tuple[Document, Document] | None:
-        """Encode the chosen and the rejected answer with their prompt; None if one of them is left out.
-
-        Args:
-            is_counted: add to the counts why it is left out.
+    def encode_preference(self, conversation: Conversation) -> tuple[list[tuple[Document, Document]], list[Skip]]:
+        """Encode the chosen and the rejected answer with their prompt: a pair, or none and why one is left out.
 
         Raises:
             ValueError: there is no rejected answer, or the template refuses the conversation while `on_bad_row` is
@@ -120,23 +111,19 @@ class ChatEncoder:
                 f"{self.records.key}: {conversation.error_prefix}the conversation has no rejected answer, which "
                 'objective.kind = "preference" needs: set format = "preference", and name its columns'
             )
-        pair: list[Document] = []
-        reasons: list[Skip] = []
-        for messages in (conversation.messages, conversation.rejected):
-            chat = Conversation(messages, conversation.tools, location=conversation.location)
-            documents, new_reasons = self._encode_conversation(chat, "last", None)
-            pair += documents
-            reasons += new_reasons
-        if is_counted:
-            self._count(conversation, reasons[:1], len(pair) // 2)
-        return (pair[0], pair[1]) if len(pair) == 2 else None
+        chosen, rejected = (
+            self._encode_conversation(replace(conversation, messages=messages, context_answers=()), "last", None)
+            for messages in (conversation.messages, conversation.rejected)
+        )
+        return list(zip(chosen[0], rejected[0], strict=False)), [*chosen[1], *rejected[1]][:1]
 
-    def _count(self, conversation: Conversation, reasons: Sequence[Skip], num_documents: int) -> None:
+    def count(self, conversation: Conversation, reasons: Sequence[Skip], num_items: int) -> None:
+        """Count what was left out of a conversation or changed, and the documents or pairs that it became."""
         log = self.records.skip_log
         num_left_out = log.num_left_out
         for reason, detail in reasons:
             log.add(reason, f"{conversation.error_prefix}{detail}")
-        log.total += max(0, num_documents + log.num_left_out - num_left_out - 1)
+        log.total += max(0, num_items + log.num_left_out - num_left_out - 1)
 
     def _encode_conversation(
         self, conversation: Conversation, selection: TurnSelection | None, rng: np.random.Generator | None
@@ -252,44 +239,38 @@ def read_documents(
     """Read the documents of conversations. For `turns` = "one", (seed, key, epoch, index) select the answer."""
     is_random = encoder.config.turns == "one"
 
-    def encode(conversation: Conversation, place: tuple[int, int, int], is_counted: bool) -> list[Document]:
-        rng = keyed_rng(seed, RngStream.ANSWER, *key, *place) if is_random else None
-        return encoder.encode(conversation, rng, is_counted=is_counted)
+    def encode(conversation: Conversation, *place: int) -> tuple[list[Document], list[Skip]]:
+        return encoder.encode(conversation, keyed_rng(seed, RngStream.ANSWER, *key, *place) if is_random else None)
 
-    return _encode_windows(upstream, encode, encoder.records.skip_log)
+    return _encode_windows(upstream, encoder, encode)
 
 
 def read_pairs(
     upstream: ResumableReader[Conversation], encoder: ChatEncoder
 ) -> WindowedReader[Conversation, tuple[Document, Document]]:
     """Read the chosen and rejected conversations of preferences."""
-
-    def encode(
-        conversation: Conversation, place: tuple[int, int, int], is_counted: bool
-    ) -> list[tuple[Document, Document]]:
-        pair = encoder.encode_preference(conversation, is_counted=is_counted)
-        return [] if pair is None else [pair]
-
-    return _encode_windows(upstream, encode, encoder.records.skip_log)
+    return _encode_windows(upstream, encoder, lambda conversation, *_: encoder.encode_preference(conversation))
 
 
 def _encode_windows(
     upstream: ResumableReader[Conversation],
-    encode: Callable[[Conversation, tuple[int, int, int], bool], list[Encoded]],
-    skip_log: SkipLog,
+    encoder: ChatEncoder,
+    encode: Callable[..., tuple[list[Encoded], list[Skip]]],
 ) -> WindowedReader[Conversation, Encoded]:
-    """Encode window by window.
+    """Encode window by window, and count what is left out once, in the first epoch.
 
     Args:
-        encode: called with a conversation, its place (epoch, window, index in it), and whether what is left out is
-            counted: once, in the first epoch.
+        encode: called with a conversation and its place: epoch, window, index in it.
     """
 
-    def encode_window(epoch: int, index: int, conversations: list[Conversation]) -> list[Encoded]:
-        return [
-            item
-            for position, conversation in enumerate(conversations)
-            for item in encode(conversation, (epoch, index, position), skip_log.is_new(epoch, (index, position)))
-        ]
+    def encode_window(epoch: int, window: int, conversations: list[Conversation]) -> list[Encoded]:
+        encoded: list[Encoded] = []
+        for index, conversation in enumerate(conversations):
+            is_new = encoder.records.skip_log.is_new(epoch, (window, index))
+            items, reasons = encode(conversation, epoch, window, index)
+            if is_new:
+                encoder.count(conversation, reasons, len(items))
+            encoded += items
+        return encoded
 
     return WindowedReader(upstream, CHUNK_DOCUMENTS, lambda *window: lambda: encode_window(*window))

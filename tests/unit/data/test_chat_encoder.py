@@ -52,7 +52,10 @@ def parse(row: dict[str, Any], config: ChatRowsConfig) -> Conversation:
 
 
 def encode(encoder: ChatEncoder, row: dict[str, Any], rng: np.random.Generator | None = None) -> list[Document]:
-    return encoder.encode(parse(row, encoder.config), rng, is_counted=True)
+    conversation = parse(row, encoder.config)
+    documents, reasons = encoder.encode(conversation, rng)
+    encoder.count(conversation, reasons, len(documents))
+    return documents
 
 
 def test_all_turns_are_segments_of_one_document(tokenizer: Tokenizer) -> None:
@@ -256,8 +259,8 @@ def test_what_the_template_refuses_names_its_place(tokenizer: Tokenizer) -> None
     assert not encode(skipping, chat("a table", "x"))
     assert skipping.records.skip_log.counts == {"refused by the chat template": 1}
     pair = parse({"prompt": "a table", "chosen": "x", "rejected": "y"}, ChatRowsConfig())
-    assert skipping.encode_preference(pair, is_counted=True) is None
-    assert skipping.records.skip_log.counts == {"refused by the chat template": 2}
+    pairs, reasons = skipping.encode_preference(pair)
+    assert not pairs and [reason for reason, _ in reasons] == ["refused by the chat template"]
     strict = ChatEncoder(ChatRecords(ChatRowsConfig(), "data.source.chat", "raise"), tokenizer, LONG)
     conversation = replace(parse(chat("a table", "x"), ChatRowsConfig()), location="c.jsonl, line 7")
     with pytest.raises(ValueError, match=r"c.jsonl, line 7: .*no tables, please"):
@@ -318,12 +321,11 @@ def test_block_fill_needs_blocks(tokenizer: Tokenizer) -> None:
 def test_preferences_are_pairs_with_the_same_prompt(tokenizer: Tokenizer) -> None:
     encoder = make_encoder(tokenizer, fill="none", format="preference")
     conversation = parse({"prompt": "q", "chosen": "good", "rejected": "bad"}, encoder.config)
-    pair = encoder.encode_preference(conversation)
-    assert pair is not None
+    (pair,), _ = encoder.encode_preference(conversation)
     assert [spell(document, tokenizer)[0][1] for document in pair] == [f"good{STOP}", f"bad{STOP}"]
     prompts = [document.tokens[~document.loss_mask].tolist() for document in pair]
     assert prompts[0] == prompts[1]
-    (chosen,) = encoder.encode(conversation)
+    (chosen,), _ = encoder.encode(conversation)
     assert np.array_equal(chosen.tokens, pair[0].tokens), "fine-tuning learns the chosen answer"
     short = make_encoder(tokenizer, row_length=len(pair[0]) - 1, fill="none", format="preference")
-    assert short.encode_preference(conversation) is None
+    assert not short.encode_preference(conversation)[0]

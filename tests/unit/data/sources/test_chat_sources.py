@@ -18,7 +18,7 @@ from config.model import ModelConfig
 from config.training.objective import MaskedDiffusionConfig
 from diffusionlm.data.chat.encoder import ChatEncoder
 from diffusionlm.data.loader import Loader
-from diffusionlm.data.packing import Document, Row, fill_to_longest
+from diffusionlm.data.packing import Row, fill_to_longest
 from diffusionlm.data.pipeline import build_row_reader, describe_skipped, open_components
 from diffusionlm.data.reader import read_first_documents
 from diffusionlm.data.sources import open_source
@@ -263,9 +263,9 @@ def test_a_run_begins_after_few_conversations(monkeypatch: pytest.MonkeyPatch) -
     calls: list[int] = []
     encode = ChatEncoder.encode
 
-    def encode_and_count(*values: Any, **options: Any) -> list[Document]:
+    def encode_and_count(*values: Any) -> Any:
         calls.append(1)
-        return encode(*values, **options)
+        return encode(*values)
 
     monkeypatch.setattr(ChatEncoder, "encode", encode_and_count)
     build_row_reader(open_components(config, "train"), config, chat_tokenizer(), 128, 0).read(0, None, 4)
