@@ -174,9 +174,11 @@ def _rename_keys(source: _RawConfig) -> list[_Problem]:
         old = tuple(name.split("."))
         for number, (new_name, value) in enumerate(new_values.items()):
             *path, last = new_name.split(".")
-            table = source.tree
+            table: Any = source.tree
             for part in path:
                 table = table.setdefault(part, {}) if isinstance(table, dict) else {}
+            if not isinstance(table, dict):
+                continue  # validation reports it
             new = (*path, last)
             if last not in table or (number == 0 and old in source.overrides and new not in source.overrides):
                 table[last] = value

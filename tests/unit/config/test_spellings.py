@@ -59,6 +59,8 @@ def test_values_of_the_config_stay(tmp_path: Path) -> None:
 def test_both_spellings_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"objective\.loss: is the old name of objective\.normalizer: remove one"):
         load_objective(tmp_path, '[objective]\nloss = "guidelines"\nnormalizer = "targets"\n')
+    with pytest.raises(ConfigError, match=r"objective\.estimator"):
+        load_objective(tmp_path, '[objective]\nkind = "block_diffusion"\nloss = "dllm"\nestimator = "counts"\n')
     with pytest.raises(ConfigError, match='expected "targets", "rows"'):
         load_objective(tmp_path, '[objective]\nnormalizer = "dllm"\n')
 
