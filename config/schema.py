@@ -117,7 +117,7 @@ def parse_override_value(text: str, types: Sequence[Any]) -> Any:
     a type, the first one is returned for validation to reject.
     """
     word = text.strip()
-    if NoneType in types and word.lower() == "none":
+    if NoneType in types and word.lower() == "none" and word not in _literal_values(types):
         return None
     is_array_text = word[:1] + word[-1:] == "[]"
     inside = word[1:-1] if is_array_text else word

@@ -64,6 +64,7 @@ class Training(Section):
     optimizer: Annotated[Adam | Sgd, Field(discriminator="kind")] = Adam()
     compile: bool = False
     mode: Literal["full", "half"] = "full"
+    cache: Literal["none", "block"] | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Training:
@@ -203,6 +204,7 @@ class TestOverrides:
             ("training.gates=[4, 5]", (4, 5)),
             ("training.compile=true", True),
             ("training.mode=half", "half"),
+            ("training.cache=none", "none"),
             ('training.mode="half"', "half"),
             ("training.optimizer.betas=1,2.5", (1.0, 2.5)),
             ("training.optimizer.betas=", ()),
