@@ -42,7 +42,7 @@ CANVASES: list[dict[str, Any]] = [
 ]
 LIMITS = {
     "plenty": DecoderLimits(num_pages=200, page_size=8),
-    "small rounds": DecoderLimits(num_pages=200, page_size=8, max_num_batched_tokens=6, max_requests=3),
+    "small steps": DecoderLimits(num_pages=200, page_size=8, max_num_batched_tokens=6, max_requests=3),
     "few pages": DecoderLimits(num_pages=38, page_size=2),
     "shared pages": DecoderLimits(num_pages=50, page_size=4, has_prefix_cache=True, max_requests=4),
     "everything": DecoderLimits(
@@ -120,12 +120,12 @@ def drain(decoder: Decoder, *requests: ActiveRequest) -> None:
 
 
 def run_all(decoder: Decoder, jobs: list[Job], arrivals: list[int]) -> list[Generation]:
-    """Decode jobs that arrive after so many rounds each."""
+    """Decode jobs that arrive after so many steps each."""
     requests = [ActiveRequest(prepared) for prepared in jobs]
     finished: list[ActiveRequest] = []
-    for rounds in range(3000):
+    for steps in range(3000):
         for request, arrival in zip(requests, arrivals, strict=True):
-            if arrival == rounds:
+            if arrival == steps:
                 decoder.add(request)
         had_work = decoder.has_work
         result = decoder.step()
@@ -136,7 +136,7 @@ def run_all(decoder: Decoder, jobs: list[Job], arrivals: list[int]) -> list[Gene
             break
     assert sorted(map(id, finished)) == sorted(map(id, requests)), "each one ends once"
     assert not decoder.has_work and decoder.pool.num_owned == 0
-    # A round takes a step of a request or reads a block of its text; a preempted one reads again.
+    # A step of the decoder takes a step of a request or reads a block of its text; a preempted one reads again.
     num_blocks = [len(request.tokens_L) for request in requests]
     num_steps = sum(request.num_forwards for request in requests)
     assert decoder.counts.num_steps <= num_steps + sum(num_blocks) + decoder.counts.num_preemptions * max(num_blocks)

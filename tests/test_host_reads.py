@@ -30,13 +30,13 @@ ALLOWED = {
     "diffusionlm/evaluation/sampler_likelihood.py:reveal_tokens": "confidences: once in a forward",
     "diffusionlm/evaluation/sampler_likelihood.py:_split_into_documents": "inputs of the caller",
     "diffusionlm/kernels/triton_check.py:max_difference_to_eager": "losses of the doctor's check",
-    "diffusionlm/training/monitor.py:read": "metrics of a logged step, when the next one is launched",
+    "diffusionlm/training/metrics.py:read": "metrics of a logged step, when the next one is launched",
     "diffusionlm/training/skipped_batches.py:_write": "a batch that was skipped",
     "diffusionlm/training/skipped_batches.py:_decode_first_sequences": "a batch that was skipped",
     # decoding
     "diffusionlm/inference/constraints/sampler.py:_compute_logprobs": "constraints are computed on the CPU",
     "diffusionlm/inference/decoder.py:_check_model": "one forward after an error",
-    "diffusionlm/inference/sampling.py:_to_arrays": "predictions: once in a round",
+    "diffusionlm/inference/sampling.py:_to_arrays": "predictions: once in a step",
     "diffusionlm/models/row_adapters.py:select": "experts of a batch with several adapters: rows of each",
 }
 """``file:function`` -> what is read."""

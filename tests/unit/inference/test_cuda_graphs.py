@@ -120,7 +120,7 @@ def test_a_cuda_graph_is_recorded_on_the_device_of_its_tensors(*, fails: bool) -
 def decode_on_fake_gpu(config: ModelConfig) -> tuple[LaunchRecord, list[FakeGraph], int]:
     """Decode two prompts of different lengths; the launches, the graphs and the number of rounds."""
     graphs: list[FakeGraph] = []
-    num_rounds = 0
+    num_decoder_steps = 0
     with fake_cuda() as record:
         with torch.device("cuda"):
             model = Transformer(config)
@@ -130,8 +130,8 @@ def decode_on_fake_gpu(config: ModelConfig) -> tuple[LaunchRecord, list[FakeGrap
             return graphs[-1]
 
         def read_predictions(tensors: Sequence[torch.Tensor]) -> list[Any]:
-            nonlocal num_rounds
-            num_rounds += 1
+            nonlocal num_decoder_steps
+            num_decoder_steps += 1
             return [np.full(tensor.shape, 3.0) for tensor in tensors]
 
         record.clear()
@@ -142,21 +142,21 @@ def decode_on_fake_gpu(config: ModelConfig) -> tuple[LaunchRecord, list[FakeGrap
             patch.object(sampling, "_to_arrays", read_predictions),
         ):
             generate(model, [[1, 2, 3], [1, 2, 3, 4, 5]], generation)
-    return record, graphs, num_rounds
+    return record, graphs, num_decoder_steps
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_a_recorded_forward_never_waits_for_the_gpu(make_config: Callable[..., ModelConfig]) -> None:
-    """Nothing in it comes from the host. Beside it a round launches as much, however many layers there are."""
+    """Nothing in it comes from the host. Beside it a step launches as much, however many layers there are."""
     num_launches = []
     for depth in (2, 3):
-        record, graphs, num_rounds = decode_on_fake_gpu(make_config(num_hidden_layers=depth))
+        record, graphs, num_decoder_steps = decode_on_fake_gpu(make_config(num_hidden_layers=depth))
         assert len(graphs) > 1 and not record.waits
-        assert sum(graph.num_replays for graph in graphs) == num_rounds
+        assert sum(graph.num_replays for graph in graphs) == num_decoder_steps
         num_allocations = 2 * depth  # of the cache, once
         num_recorded = sum(graph.num_launches for graph in graphs)
-        num_launches.append((len(record.launches) - num_allocations - num_recorded) / num_rounds)
+        num_launches.append((len(record.launches) - num_allocations - num_recorded) / num_decoder_steps)
     assert num_launches[0] == num_launches[1] <= 25
 
 

@@ -1,4 +1,4 @@
-"""Bounds that are known in advance: memory of the cache, and rounds until a request is done."""
+"""Bounds that are known in advance: memory of the cache, and steps until a request is done."""
 
 from __future__ import annotations
 
@@ -17,42 +17,44 @@ from tests.decoding_jobs import check_pages
 
 MAX_REQUESTS, MAX_TOKENS = 3, 6
 LIMITS = {
-    "few rows": DecoderLimits(num_pages=60, page_size=4, max_requests=MAX_REQUESTS, max_num_batched_tokens=MAX_TOKENS),
+    "few tokens": DecoderLimits(
+        num_pages=60, page_size=4, max_requests=MAX_REQUESTS, max_num_batched_tokens=MAX_TOKENS
+    ),
     "few pages": DecoderLimits(num_pages=11, page_size=4, max_requests=MAX_REQUESTS, max_num_batched_tokens=MAX_TOKENS),
     "shared pages": DecoderLimits(11, 4, MAX_REQUESTS, MAX_TOKENS, has_prefix_cache=True),
 }
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_each_request_ends_within_a_number_of_rounds(blocks: Transformer, name: str) -> None:
-    """A new request arrives in every round, so there are always younger ones that want rows and pages.
+def test_each_request_ends_within_a_number_of_steps(blocks: Transformer, name: str) -> None:
+    """A new request arrives in every step, so there are always younger ones that want inputs and pages.
 
-    The oldest request keeps its pages, and has a turn in every `MAX_REQUESTS` rounds: it reads a block of its text or
-    takes a step. It so is done after that many rounds for each of its turns, and then the next one is the oldest.
+    The oldest request keeps its pages, and has a turn in every `MAX_REQUESTS` steps: it reads a block of its text or
+    takes a step. It so is done after that many steps for each of its turns, and then the next one is the oldest.
     """
     rng = np.random.default_rng(5)
     decoder = Decoder(blocks, LIMITS[name])
     requests: list[ActiveRequest] = []
     ends: list[int] = []
     arrivals: dict[int, int] = {}
-    num_rounds = 0
-    while num_rounds < 60 or decoder.has_work:
-        if num_rounds < 60:
+    num_decoder_steps = 0
+    while num_decoder_steps < 60 or decoder.has_work:
+        if num_decoder_steps < 60:
             prompt = [number % 20 for number in range(int(rng.integers(1, 30)))]
             settings = resolve_settings(
                 GenerationConfig(max_new_tokens=int(rng.integers(1, 12)), stop_token_ids=()), blocks.config
             )
             requests.append(ActiveRequest(prepare_request(settings, prompt)))
-            arrivals[id(requests[-1])] = num_rounds
+            arrivals[id(requests[-1])] = num_decoder_steps
             ends.append(0)
             decoder.add(requests[-1])
         finished = {id(request) for request in decoder.step().finished}
-        num_rounds += 1
+        num_decoder_steps += 1
         check_pages(decoder, requests)
         assert decoder.pool.num_owned <= decoder.limits.num_pages
         for index, request in enumerate(requests):
             if id(request) in finished:
-                ends[index] = num_rounds
+                ends[index] = num_decoder_steps
     bound = 0
     for request, end in zip(requests, ends, strict=True):
         num_blocks = -(-int(request.masked_positions[0]) // 4)
@@ -60,11 +62,11 @@ def test_each_request_ends_within_a_number_of_rounds(blocks: Transformer, name: 
         # It cannot begin before it has arrived, and waits for those before it at most as long as they may take.
         bound = max(bound, arrivals[id(request)]) + MAX_REQUESTS * (num_blocks + num_steps)
         assert 0 < end <= bound
-    assert (decoder.counts.num_preemptions > 0) == (name != "few rows")
+    assert (decoder.counts.num_preemptions > 0) == (name != "few tokens")
 
 
 def test_a_long_prompt_does_not_hold_up_its_neighbors(blocks: Transformer) -> None:
-    """A limit of rows splits it: others decode in every round, and a short prompt behind it waits for one part only."""
+    """A budget splits it: others decode in every step, and a short prompt behind it waits for one part only."""
     config = GenerationConfig(max_new_tokens=8, denoising_steps=4, stop_token_ids=())
 
     def add(length: int) -> ActiveRequest:
@@ -73,23 +75,23 @@ def test_a_long_prompt_does_not_hold_up_its_neighbors(blocks: Transformer) -> No
         decoder.add(request)
         return request
 
-    def count_rounds(request: ActiveRequest) -> int:
-        rounds = 0
+    def count_steps(request: ActiveRequest) -> int:
+        steps = 0
         while not request.final_token_ids():
             decoded = {id(other) for other in decoder.step().decoded}
             assert id(neighbor) in decoded
-            rounds += 1
-        return rounds
+            steps += 1
+        return steps
 
     decoder = Decoder(blocks, DecoderLimits(num_pages=60, page_size=4, max_num_batched_tokens=12))
     neighbor = add(4)
     decoder.step()
-    rounds_alone = count_rounds(add(4))
+    steps_alone = count_steps(add(4))
     decoder = Decoder(blocks, DecoderLimits(num_pages=60, page_size=4, max_num_batched_tokens=12))
     neighbor = add(4)
     decoder.step()
     long = add(32)
-    assert count_rounds(add(4)) <= rounds_alone + 1
+    assert count_steps(add(4)) <= steps_alone + 1
     assert not long.final_token_ids()
 
 

@@ -1,4 +1,4 @@
-"""Errors in a round end the requests that cause them; the others get their answers, and no page is lost."""
+"""Errors in a step end the requests that cause them; the others get their answers, and no page is lost."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_two_requests_that_cannot_be_computed(
     check_answers(run(decoder, own_jobs, prepare), answers, VICTIM, VICTIM + 1)
 
 
-def test_memory_for_a_part_of_a_round(
+def test_memory_for_a_part_of_a_step(
     blocks: Transformer, jobs: tuple[list[Job], list[Generation]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A forward of all requests does not fit, one of some of them does: nobody notices."""
@@ -181,7 +181,7 @@ def test_memory_for_a_part_of_a_round(
 
     monkeypatch.setattr(decoder._runner, "_compute_logits", compute_small)
     check_answers(run(decoder, own_jobs), answers)
-    assert len(sizes) > decoder.counts.num_steps, "some rounds took several forwards"
+    assert len(sizes) > decoder.counts.num_steps, "some steps took several forwards"
 
 
 def test_a_model_that_cannot_be_computed_is_no_fault_of_a_request(

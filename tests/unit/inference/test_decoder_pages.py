@@ -219,7 +219,7 @@ def test_the_output_before_the_block_is_computed_again(
 
 
 def test_pages_are_shared_evicted_and_found_again(blocks: Transformer) -> None:
-    """Two requests publish the same pages in one round; other texts take their room; a literal mask token is text."""
+    """Two requests publish the same pages in one step; other texts take their room; a literal mask token is text."""
     settings = settings_of(blocks)
     decoder = Decoder(blocks, DecoderLimits(num_pages=12, page_size=4, has_prefix_cache=True))
     common = list(range(12))

@@ -23,10 +23,10 @@ MakeConfig = Callable[..., ModelConfig]
 
 PREDICTIONS = "diffusionlm/inference/sampling.py:sample_predictions"
 ALLOWED_WAITS = {
-    PREDICTIONS: "the strategy decides on the host which predictions are committed: once in a round",
+    PREDICTIONS: "the strategy decides on the host which predictions are committed: once in a step",
 }
 """Places where the host waits for the GPU, and why. Whatever is not listed is a mistake."""
-NUM_ROUNDS = 6
+NUM_STEPS = 6
 
 
 def record_decoding(config: ModelConfig, dtype: torch.dtype = torch.float32, **settings: Any) -> LaunchRecord:
@@ -42,7 +42,7 @@ def record_decoding(config: ModelConfig, dtype: torch.dtype = torch.float32, **s
             return [np.full(tensor.shape, 3.0) for tensor in tensors]
 
         record.clear()
-        generation = GenerationConfig(max_new_tokens=NUM_ROUNDS, block_length=4, steps=NUM_ROUNDS, **settings)
+        generation = GenerationConfig(max_new_tokens=NUM_STEPS, block_length=4, steps=NUM_STEPS, **settings)
         with patch.object(sampling, "_to_arrays", read_predictions):
             generate(model, [[1, 2, 3], [1, 2, 3, 4, 5]], generation)
     return record
@@ -63,13 +63,13 @@ def test_where_decoding_waits_for_the_gpu(settings: dict[str, Any], make_config:
     vocab_size = sampling.NUM_TOP_P_CANDIDATES + 1
     record = record_decoding(make_config(vocab_size=vocab_size), **settings)
     assert set(record.waits) <= set(ALLOWED_WAITS)
-    assert 0 < record.waits[PREDICTIONS] <= NUM_ROUNDS
+    assert 0 < record.waits[PREDICTIONS] <= NUM_STEPS
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_launches_of_a_round(dtype: torch.dtype, make_config: MakeConfig) -> None:
-    """A budget for each layer of a round, which casts nothing, and for the rest of the round. Both prompts end their
-    blocks in other rounds, so shapes differ."""
+def test_launches_of_a_step(dtype: torch.dtype, make_config: MakeConfig) -> None:
+    """A budget for each layer of a step, which casts nothing, and for the rest of the step. Both prompts end their
+    blocks in other steps, so shapes differ."""
     counts, casts = [], []
     for depth in (2, 3):
         record = record_decoding(make_config(num_hidden_layers=depth), dtype, attention="block_causal")

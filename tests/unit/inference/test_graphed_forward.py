@@ -116,7 +116,7 @@ def test_windows_and_soft_caps(options: dict[str, Any], tiny_model: MakeModel, g
 
 
 def test_turns_of_chats(blocks: Transformer, graphs: list[RecordedGraph]) -> None:
-    """Blocks are counted anew in each turn, so texts of a round have patterns of their own."""
+    """Blocks are counted anew in each turn, so texts of a step have patterns of their own."""
     settings = resolve_settings(GenerationConfig(max_new_tokens=10, denoising_steps=4), blocks.config)
     chats = (([1] * 9, (3, 6)), ([2] * 5, ()), ([3] * 14, (10,)), ([4] * 7, (7,)))
     jobs = [
@@ -232,8 +232,8 @@ def test_two_decoders_of_a_model_at_a_time(blocks: Transformer, graphs: list[Rec
     check_generate(blocks)
     settings = resolve_settings(GENERATION, blocks.config)
     requests = [[ActiveRequest(prepare_request(settings, prompt))] for prompt in PROMPTS]
-    rounds = [decode_steps(blocks, own) for own in requests]
-    while sum(next(own, None) is not None for own in rounds):
+    steps = [decode_steps(blocks, own) for own in requests]
+    while sum(next(own, None) is not None for own in steps):
         pass
     with patch.object(decoder_module, "select_graph_factory", lambda model: None):
         for [request], prompt in zip(requests, PROMPTS, strict=True):
@@ -261,9 +261,7 @@ def test_large_caches_are_not_kept(
     assert graphs and not cuda_graphs._idle_graphs
 
 
-def test_rounds_without_adapters_have_graphs_beside_adapters(
-    tiny_model: MakeModel, graphs: list[RecordedGraph]
-) -> None:
+def test_steps_without_adapters_have_graphs_beside_adapters(tiny_model: MakeModel, graphs: list[RecordedGraph]) -> None:
     """One request of a server with an adapter costs the others their graphs only while it is decoded."""
     model, adapted = (
         tiny_model(torch.float64, vocab_size=23, mask_token_id=MASK, block_length=4).eval() for _ in range(2)

@@ -212,7 +212,7 @@ def test_unconstrained_neighbors_and_engine(blocks: Transformer) -> None:
 def test_a_slow_constraint_lets_others_go_ahead(
     pauses: bool, blocks: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For as long as its own round took, and not once it is alone; its answer stays the same. Only where a server asks
+    """For as long as its own step took, and not once it is alone; its answer stays the same. Only where a server asks
     for it: elsewhere forwards do not depend on the clock."""
     constraint, config = make_constraint("[abd]+"), GenerationConfig(max_new_tokens=9)
     [expected] = generate(blocks, [[1]], config, constraints=[constraint])
@@ -222,7 +222,7 @@ def test_a_slow_constraint_lets_others_go_ahead(
     def constrain_slowly(logits: LogitRows, predictions: Any) -> Any:
         results = constrain_predictions(logits, predictions)
         for request in logits.requests:
-            request.constraint_seconds = 2.5 if request.span_cursors else 0.0  # and each round takes a second
+            request.constraint_seconds = 2.5 if request.span_cursors else 0.0  # and each step takes a second
         return results
 
     monkeypatch.setattr(decoder_module, "constrain_predictions", constrain_slowly)
