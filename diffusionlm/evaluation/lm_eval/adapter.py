@@ -32,8 +32,7 @@ from ddp.process_group import SINGLE_PROCESS, World, read_torchrun_environment
 from diffusionlm.checkpoints.base_fingerprint import TensorDigest
 from diffusionlm.checkpoints.huggingface import load_configured_model
 from diffusionlm.checkpoints.model_files import load_tokenizer
-from diffusionlm.evaluation.lm_eval.requests import HarnessRequest, check_cacheable
-from diffusionlm.evaluation.lm_eval.runner import RequestRunner
+from diffusionlm.evaluation.lm_eval.runner import HarnessRequest, RequestRunner, check_cacheable
 from diffusionlm.models.transformer import Transformer
 from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer, render_chat
 

@@ -8,7 +8,7 @@ import pytest
 
 from config.evaluation.lm_eval import LmEvalConfig, nest_arguments
 from config.generation import GenerationConfig
-from diffusionlm.evaluation.lm_eval.requests import GenerationArguments, UniqueRequest, find_unique_requests
+from diffusionlm.evaluation.lm_eval.runner import GenerationArguments, UniqueRequest, find_unique_requests
 from tests.unit.evaluation.lm_eval.fake_instance import FakeInstance
 
 
