@@ -114,7 +114,7 @@ def parse_override_value(text: str, types: Sequence[Any]) -> Any:
     """Convert the text of an override to the first of its readings that has one of the types.
 
     The readings are TOML, an array without brackets, the text itself, and an array of texts without quotes. If none has
-    a type, the first one is returned for validation to reject.
+    a type, it is returned as TOML or else as text for validation to reject.
     """
     word = text.strip()
     if NoneType in types and word.lower() == "none" and word not in _literal_values(types):
@@ -122,10 +122,12 @@ def parse_override_value(text: str, types: Sequence[Any]) -> Any:
     is_array_text = word[:1] + word[-1:] == "[]"
     inside = word[1:-1] if is_array_text else word
     texts = [part.strip() for part in inside.split(",")] if inside.strip() else []
-    readings = [_parse_toml_value(f"0{word}" if word.startswith(".") else word), _parse_toml_value(f"[{word}]")]
+    number = f"0{word}" if word.startswith(".") else f"{word}0" if word.endswith(".") else word  # not valid in TOML
+    readings = [_parse_toml_value(number), _parse_toml_value(f"[{word}]")]
     values: list[Any] = [value for is_toml, value in readings if is_toml]
+    rejected = values[0] if readings[0][0] else text
     values += [text] if "[" in inside else [texts, text] if is_array_text else [text, texts]
-    return next((value for value in values if any(_matches_type(value, kind) for kind in types)), values[0])
+    return next((value for value in values if any(_matches_type(value, kind) for kind in types)), rejected)
 
 
 def _literal_values(types: Sequence[Any]) -> list[Any]:
