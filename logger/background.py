@@ -91,10 +91,5 @@ class BackgroundLogger(RunLogger):
     def _record_failure(self, error: BaseException) -> None:
         self._num_failures += 1
         if self._num_failures == 1:
-            message = format_error_first_line(error)
+            message = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
             self._problems.put(f"{self._name}: {message}; the run continues, and metrics.jsonl has all")
-
-
-def format_error_first_line(error: BaseException) -> str:
-    """Format the type of an error and the first line of its message."""
-    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])

@@ -84,6 +84,8 @@ class Sink(RunLogger, Generic[Options]):
 
     title: ClassVar[str]
     """Name of the service in messages."""
+    package: ClassVar[str | None] = None
+    """Package that the sink needs, and the extra that installs it."""
     options: type[Options]
     """Class of the options, whose docstring describes the table."""
 

@@ -17,7 +17,7 @@ from logger.tensorboard import TensorBoardLogger
 from logger.weights_and_biases import WandbLogger
 
 SINKS: dict[str, type[Sink[Any]]] = {"wandb": WandbLogger, "tensorboard": TensorBoardLogger}
-"""Key in ``[logging]``, which is also the package and the extra that installs it -> class."""
+"""Key in ``[logging]`` -> class."""
 
 
 def open_sinks(config: object, directory: Path, step: int, values: dict[str, Any], log: LogEvent) -> list[RunLogger]:
@@ -37,8 +37,9 @@ def open_sinks(config: object, directory: Path, step: int, values: dict[str, Any
         options = getattr(config, name)
         if options is None or not options.is_on:
             continue
-        if importlib.util.find_spec(name) is None:  # importing it may take seconds
-            text = f"[logging.{name}] needs the package {name}, which is not installed (uv sync --extra {name}); "
+        package = sink.package
+        if package is not None and importlib.util.find_spec(package) is None:  # importing it may take seconds
+            text = f"[logging.{name}] needs the package {package}, which is not installed (uv sync --extra {package}); "
             log(step, f"{text}the run continues, and metrics.jsonl has all")
             continue
         start = partial(sink, options, SinkRun(directory, step, values))

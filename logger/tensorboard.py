@@ -24,7 +24,7 @@ class TensorBoardConfig(SinkOptions):
 class TensorBoardLogger(Sink[TensorBoardConfig]):
     """Writes event files. A resumed run replaces the steps that it repeats."""
 
-    title = "TensorBoard"
+    title, package = "TensorBoard", "tensorboard"
     options = TensorBoardConfig
 
     def __init__(self, options: TensorBoardConfig, run: SinkRun, log: Callable[[str], None]) -> None:

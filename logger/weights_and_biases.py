@@ -64,7 +64,7 @@ class WandbConfig(SinkOptions):
 class WandbLogger(Sink[WandbConfig]):
     """Logs to Weights & Biases."""
 
-    title = "Weights & Biases"
+    title, package = "Weights & Biases", "wandb"
     options = WandbConfig
 
     def __init__(self, options: WandbConfig, run: SinkRun, log: Callable[[str], None]) -> None:

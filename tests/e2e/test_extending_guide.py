@@ -20,6 +20,7 @@ MAX_FILES = {
     "An optimizer": 3,
     "A data source": 2,
     "A model family": 1,
+    "A logging sink": 2,
 }
 """Section -> number of files that its example may touch."""
 
@@ -85,10 +86,11 @@ def test_tests_accept_a_new_strategy_and_a_new_schedule(tree: Path) -> None:
 
 
 @pytest.mark.slow
-def test_tests_accept_a_new_source(tree: Path) -> None:
+def test_tests_accept_a_new_source_and_a_new_sink(tree: Path) -> None:
     shutil.copytree(ROOT / "tests", tree / "tests", ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
     shutil.copy(ROOT / "pyproject.toml", tree)
     files = ["tests/unit/data/sources/test_sources.py", "tests/unit/config/test_data_section.py"]
+    files.append("tests/unit/logger/test_sinks.py")
     run_python(tree, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", *files)
 
 
