@@ -118,7 +118,7 @@ def generate(
     count = len(prompts)
     requests = _prepare_requests(
         model, prompts, config, seeds,
-        allowed_token_ids=_expand("allowed_token_ids", allowed_token_ids, count, {}),
+        allowed_token_ids=_expand("allowed_token_ids", allowed_token_ids, count, None),
         segment_starts=_expand("segment_starts", segment_starts, count, ()),
         constraints=[(item,) for item in _expand("constraints", constraints, count, None)],
     )  # fmt: skip
@@ -151,7 +151,7 @@ def infill(
     requests = _prepare_requests(
         model, canvases, config, seeds,
         is_infill=[True] * count,
-        allowed_token_ids=_expand("allowed_token_ids", allowed_token_ids, count, {}),
+        allowed_token_ids=_expand("allowed_token_ids", allowed_token_ids, count, None),
         constraints=_expand("constraints", constraints, count, ()),
     )  # fmt: skip
     return decode(model, requests, on_step)

@@ -126,7 +126,7 @@ class RequestBuilder:
         except ValueError:
             if not (any(merged.constraints) and any(merged.repeated_bytes)):
                 raise
-        plain = replace(merged, allowed_token_ids={}, repeated_bytes=())
+        plain = replace(merged, allowed_token_ids=None, repeated_bytes=())
         return prepare_request(self.settings, text.plain_token_ids, seed, plain, label)
 
 
@@ -165,7 +165,7 @@ def prepare_request(
         blocks = tuple(split_into_blocks(masked_positions, settings, segments))
     except ValueError as error:
         raise ValueError(f"{label}: {error}") from None
-    allowed = {position: np.asarray(ids, dtype=np.int64) for position, ids in options.allowed_token_ids.items()}
+    allowed = {position: np.asarray(ids, dtype=np.int64) for position, ids in (options.allowed_token_ids or {}).items()}
     request = PreparedRequest(
         settings, options, seed, canvas_L, masked_positions, blocks, text_length, allowed, segments
     )

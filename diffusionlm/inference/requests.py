@@ -29,14 +29,14 @@ TopLogprobs = tuple[tuple[int, float], ...]
 """Tokens and their log-probabilities, the most probable first."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RequestOptions:
     """What a request has beside its tokens, config and seed."""
 
     max_new_tokens: int | None = None
     """New tokens of a prompt. None: as the config says."""
-    allowed_token_ids: AllowedTokens = field(default_factory=dict)
-    """Position -> the tokens that it may hold, as in `generate`."""
+    allowed_token_ids: AllowedTokens | None = None
+    """Position -> the tokens that it may hold, as in `generate`. None: any."""
     repeated_bytes: Sequence[bytes] = ()
     """What the first token of each masked span repeats of the text before it (`TokenHealer`); a prompt has one span.
     Empty: nothing."""

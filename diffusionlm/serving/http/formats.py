@@ -99,9 +99,7 @@ class CompletionFormat(AnswerFormat):
 
     def _chunk_choice(self, update: ChoiceUpdate) -> dict[str, Any]:
         echo = self._echo(update.choice) if update.is_first else ""
-        tokens = [token for piece in update.pieces for token in piece.tokens]
-        text = "".join(piece.text for piece in update.pieces)
-        return {"index": update.choice.index, "text": echo + text, "logprobs": self._logprobs(tokens)}
+        return {"index": update.choice.index, "text": echo + update.text, "logprobs": self._logprobs(update.tokens)}
 
     def _logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any] | None:
         if self.prepared.body.num_alternatives is None:
@@ -151,10 +149,8 @@ class ChatFormat(AnswerFormat):
         }
 
     def _chunk_choice(self, update: ChoiceUpdate) -> dict[str, Any]:
-        tokens = [token for piece in update.pieces for token in piece.tokens]
-        text = "".join(piece.text for piece in update.pieces)
-        delta = {"content": text} if text else {}
-        logprobs = self._logprobs(tokens) if tokens else None
+        delta = {"content": update.text} if update.text else {}
+        logprobs = self._logprobs(update.tokens) if update.tokens else None
         return {"index": update.choice.index, "delta": delta, "logprobs": logprobs}
 
     def _logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any] | None:

@@ -106,7 +106,7 @@ class GenerationEndpoint:
         options = session.prepared.body.stream_options
         try:
             async for updates in session.updates():
-                num_tokens = sum(len(piece.tokens) for update in updates for piece in update.pieces)
+                num_tokens = sum(len(update.tokens) for update in updates)
                 events = await self._format(partial(_to_events, answer_format, updates), session.prepared, num_tokens)
                 await send({"type": "http.response.body", "body": events, "more_body": True})
             last = b"data: [DONE]\n\n"

@@ -131,9 +131,11 @@ class RequestPreparer:
         requests: list[PreparedRequest] = []
         for text, length in zip(texts, lengths, strict=True):
             self._check_steps(length, text, body, builder.settings)
-            options["max_new_tokens"] = None if has_total else length
-            with self._refusals(body):
-                request = builder.prepare(text, seed + len(requests), "the text", **options)
+            max_new_tokens = None if has_total else length
+            with _refusals(body):
+                request = builder.prepare(
+                    text, seed + len(requests), "the text", max_new_tokens=max_new_tokens, **options
+                )
             requests += [replace(request, seed=request.seed + choice) for choice in range(body.n)]
         counts = [text.num_given_tokens for text in texts for _ in range(body.n)]
         return PreparedCall(name, body, tuple(requests), tuple(counts))
@@ -308,21 +310,6 @@ class RequestPreparer:
             param = "response_format" if message.startswith("response_format") else "structured_outputs"
             raise ApiError(400, message, param=param) from None
 
-    @contextmanager
-    def _refusals(self, body: GenerationBody) -> Iterator[None]:
-        """Context whose ValueErrors say why a request does not fit the model."""
-        try:
-            yield
-        except ValueError as error:
-            message = str(error)
-            if "max_position_embeddings" in message:
-                raise ApiError(400, message, param=body.text_key, code="context_length_exceeded") from None
-            if "constraint" in message:
-                param = "structured_outputs" if body.response_format is None else "response_format"
-            else:
-                param = find_key(message, body.overrides) or body.text_key
-            raise ApiError(400, message, param=param) from None
-
 
 @contextmanager
 def _wrong_field(param: str) -> Iterator[None]:
@@ -331,3 +318,19 @@ def _wrong_field(param: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ApiError(400, str(error), param=param) from None
+
+
+@contextmanager
+def _refusals(body: GenerationBody) -> Iterator[None]:
+    """Context whose ValueErrors say why a request does not fit the model."""
+    try:
+        yield
+    except ValueError as error:
+        message = str(error)
+        if "max_position_embeddings" in message:
+            raise ApiError(400, message, param=body.text_key, code="context_length_exceeded") from None
+        if "constraint" in message:
+            param = "structured_outputs" if body.response_format is None else "response_format"
+        else:
+            param = find_key(message, body.overrides) or body.text_key
+        raise ApiError(400, message, param=param) from None

@@ -41,6 +41,15 @@ class ChoiceUpdate:
     canvas: tuple[str | None, ...] | None
     """Text of each new token, None where it is masked; of a call with `diffusing`."""
 
+    @property
+    def text(self) -> str:
+        """New text of all spans."""
+        return "".join(piece.text for piece in self.pieces)
+
+    @property
+    def tokens(self) -> list[AnswerToken]:
+        return [token for piece in self.pieces for token in piece.tokens]
+
 
 class Choice:
     """One choice of an answer: follows a request of the engine."""
