@@ -179,7 +179,7 @@ def build_ours(case: TrainCase) -> TrainImplementation:
 
     def step() -> Tensor:
         batch = load_step_batch(loader, next(steps), state.parallel.world, stop)
-        return synchronize(train_step(state, loader, batch, settings, monitor).results_4[0])
+        return synchronize(train_step(state, loader, batch, settings, monitor).tensors[0])
 
     # The FLOPs are those of another batch: batches differ by a few masked positions at most.
     [noised_batch] = build_loader().next_step(0)

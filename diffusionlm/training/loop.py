@@ -241,6 +241,7 @@ class MetricsTracker:
         Raises:
             ValueError: too many steps in a row were skipped.
         """
+        metrics.start_copy()
         self._unread.append(metrics)
         self._log_waiting()
         is_read_now = due.needs_all_metrics or self.run.settings.reads_metrics_each_step

@@ -98,22 +98,26 @@ def summarize_norms(norms: dict[str, float]) -> dict[str, float]:
 class StepMetrics:
     """The metrics of a step. A GPU may still be computing its results: asking for one of them waits for the step."""
 
-    def __init__(self, step: int, results_4: Tensor) -> None:
-        """``step``: from 1. ``results_4``: loss, gradient norm, load-balancing loss and 1.0 if it was accepted."""
-        self.step, self.results_4 = step, results_4
-        self._copy = AsyncHostCopy(results_4)
+    def __init__(
+        self, step: int, loss: Tensor, grad_norm: Tensor, load_balancing_loss: Tensor, is_accepted: Tensor
+    ) -> None:
+        """``step``: from 1. The tensors are 0-d, on the device."""
+        self.step = step
+        self.tensors = (loss, grad_norm, load_balancing_loss, is_accepted)
         self.at_launch: dict[str, Any] = {}
         """Logged metrics that are known when the step is launched; empty if it is not logged."""
         self.peak_seconds: float | None = None
         """Seconds at the peak of the device: see `ThroughputMeter.count_peak_seconds`."""
         self.monitor: MonitorResults | None = None
 
-    @classmethod
-    def from_tensors(
-        cls, step: int, loss: Tensor, grad_norm: Tensor, load_balancing_loss: Tensor, is_accepted: Tensor
-    ) -> StepMetrics:
-        """All 0-d, on the device."""
-        return cls(step, torch.stack([loss, grad_norm, load_balancing_loss, is_accepted.to(loss.dtype)]))
+    @cached_property
+    def _copy(self) -> AsyncHostCopy:
+        loss, *others = self.tensors
+        return AsyncHostCopy(torch.stack([loss, *(value.to(loss.dtype) for value in others)]))
+
+    def start_copy(self) -> None:
+        """Begin to copy the results to the host, before later steps are launched."""
+        _ = self._copy
 
     def wait(self) -> None:
         """Wait for the device."""

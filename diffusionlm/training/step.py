@@ -104,7 +104,7 @@ def train_step(
         apply_update(state, is_accepted, lr_factor(settings.schedule, batch.step, settings.max_steps), settings.device)
     if has_next_step and not waits_for_device:
         loader.prefetch(batch.step + 1)  # when the update is launched, so that the device has work
-    return StepMetrics.from_tensors(batch.step + 1, loss, grad_norm, load_balancing_loss, is_accepted)
+    return StepMetrics(batch.step + 1, loss, grad_norm, load_balancing_loss, is_accepted)
 
 
 def backward_micro_batches(

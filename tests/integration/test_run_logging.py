@@ -219,7 +219,7 @@ def test_the_copies_learn_how_the_run_ended(ending: str, config: TrainConfig, mo
 def test_gradient_clip_ratio_is_recorded(grad_norm: float, ratio: float) -> None:
     settings = SimpleNamespace(max_grad_norm=2.0, device=torch.device("cpu"))
     run: Any = SimpleNamespace(settings=settings)
-    values = collect_monitor_metrics(run, StepMetrics(1, torch.tensor([2.0, grad_norm, 0.0, 1.0])))
+    values = collect_monitor_metrics(run, StepMetrics(1, *torch.tensor([2.0, grad_norm, 0.0, 1.0])))
     assert values["grad_clip_ratio"] == pytest.approx(ratio, rel=1e-5, nan_ok=True)
     assert values["memory/peak_resident"] > 2**20
 

@@ -30,7 +30,7 @@ ALLOWED_WAITS = {
     "diffusionlm/training/adapters/adapter_spec.py:add_to": "weights are quantized on the GPU, one after the other",
     "diffusionlm/training/run.py:build_reference": "the weights of the reference of preferences are copied to the GPU",
     # in logged steps
-    "diffusionlm/training/monitor.py:read": "loss, gradient norm and sums over scored positions of a step before",
+    "diffusionlm/training/metrics.py:read": "loss, gradient norm and sums over scored positions of a step before",
     # in validations, which read each forward
     "diffusionlm/models/patterns.py:_map_tensors": "documents",
     "diffusionlm/diffusion/noised_batch.py:_map_forward_tensors": "inputs",

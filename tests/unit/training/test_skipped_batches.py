@@ -20,7 +20,7 @@ from diffusionlm.training.skipped_batches import SkippedBatches, load_skipped_st
 
 
 def skipped(step: int, loss: float = 2.5) -> StepMetrics:
-    return StepMetrics(step, torch.tensor([loss, 1.0, 0.0, 0.0]))
+    return StepMetrics(step, *torch.tensor([loss, 1.0, 0.0, 0.0]))
 
 
 def letters(ids: list[int]) -> str:

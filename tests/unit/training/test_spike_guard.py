@@ -149,7 +149,7 @@ def test_a_gpu_decides_as_a_cpu() -> None:
 
 
 def metrics_of(step: int, loss: float, grad_norm: float, is_accepted: bool) -> StepMetrics:
-    return StepMetrics(step, torch.tensor([loss, grad_norm, 0.0, float(is_accepted)]))
+    return StepMetrics(step, *torch.tensor([loss, grad_norm, 0.0, float(is_accepted)]))
 
 
 @pytest.fixture

@@ -75,13 +75,13 @@ def test_optimizers_without_device_skip_are_detected() -> None:
 
 
 def test_a_step_that_is_not_finite() -> None:
-    numbers = torch.tensor([1.5, 0.25, 0.0]).unbind()
-    metrics = StepMetrics.from_tensors(1, numbers[0], numbers[1], numbers[2], torch.tensor(True))
+    results = torch.tensor([1.5, 0.25, 0.0, 1.0])
+    metrics = StepMetrics(1, *results)
     assert (metrics.loss, metrics.grad_norm, metrics.is_accepted, metrics.is_finite) == (1.5, 0.25, True, True)
     for index in (0, 1):
         values = [1.5, 0.25, 0.0, 0.0]
         values[index] = float("nan")
-        metrics = StepMetrics(2, torch.tensor(values))
+        metrics = StepMetrics(2, *torch.tensor(values))
         assert not metrics.is_accepted and not metrics.is_finite
 
 
@@ -97,7 +97,7 @@ def test_many_unread_numbers_are_read_from_the_oldest_on() -> None:
     nothing_due = DueActions(log=False, validate=False, evaluate=False, sample=False, save=False, is_end=False)
     num_counted = []
     for step in range(1, 41):
-        tracker.add_step(StepMetrics(step, torch.tensor([1.0, 1.0, 0.0, 1.0])), batch, nothing_due)
+        tracker.add_step(StepMetrics(step, *torch.tensor([1.0, 1.0, 0.0, 1.0])), batch, nothing_due)
         num_counted.append(len(counted))
     assert counted == list(range(1, 33))
     assert [num_counted[step - 1] for step in (15, 16, 23, 24, 31, 32, 39, 40)] == [0, 8, 8, 16, 16, 24, 24, 32]
