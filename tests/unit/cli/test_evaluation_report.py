@@ -95,7 +95,7 @@ def test_the_report_is_its_golden_files(
     write_results(folder, replace(results, results=(changed, *results.results[1:])))
     report = read_evaluations([folder])
     page = build_page(report)
-    golden("evaluation.md", render_markdown(page))
+    golden("evaluation.markdown.txt", render_markdown(page))
     golden("evaluation.html", render_html(page))
     golden("evaluation.txt", render_text(summarize(report), io.StringIO()))
 

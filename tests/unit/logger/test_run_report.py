@@ -85,8 +85,8 @@ def test_reports_are_their_golden_files(
     quick, other = make_run(Path("quick")), make_run(Path("other"), steps=4, learning_rate=0.02, merges="h e")
     page = build_page(read_runs([quick]))
     golden("run.html", render_html(page))
-    golden("run.md", render_markdown(page))
-    golden("runs.md", render_markdown(build_page(read_runs([quick, other]))))
+    golden("run.markdown.txt", render_markdown(page))
+    golden("runs.markdown.txt", render_markdown(build_page(read_runs([quick, other]))))
 
 
 def test_every_chart_is_named_and_has_its_values(tmp_path: Path) -> None:

@@ -245,6 +245,6 @@ def test_the_report_has_all_stages_and_what_changed(
     capsys.readouterr()
     assert run(pipeline) == 0
     golden("terminal.txt", capsys.readouterr().out)
-    golden("report.md", Path("out/report.md").read_text())
+    golden("report.markdown.txt", Path("out/report.md").read_text())
     page = Path("out/report.html").read_text()
     assert "a | &lt;b&gt;" in page and "4 of 4 stages done" in page

@@ -138,7 +138,7 @@ def test_the_report_of_training_runs(trained: tuple[Sweep, list[SweepRun]], gold
     sweep, runs = trained
     text = render_text(write_report(sweep, runs), StringIO())
     golden("terminal.txt", text.replace(str(sweep.directory), "DIR"))
-    golden("sweep.md", (sweep.directory / "sweep.md").read_text())
+    golden("sweep.markdown.txt", (sweep.directory / "sweep.md").read_text())
     page = (sweep.directory / "sweep.html").read_text()
     assert "<mark>&lt;/script&gt;&lt;b&gt;second</mark>" in page and "logs/run-1.log" in page
     best, *_, failed = map(json.loads, (sweep.directory / "sweep.jsonl").read_text().splitlines())
@@ -200,7 +200,7 @@ def test_the_outputs_of_inference_runs_are_compared(tmp_path: Path, golden: Any)
     write_lines(sweep.run_path("run-0") / "answers.jsonl", *lines)
     write_lines(sweep.run_path("run-2") / "answers.jsonl", answer("given", "  ", 2, 1, 1, -1.0))
     write_report(sweep, runs)
-    golden("infer.md", (sweep.directory / "sweep.md").read_text())
+    golden("infer.markdown.txt", (sweep.directory / "sweep.md").read_text())
 
 
 @pytest.mark.parametrize(

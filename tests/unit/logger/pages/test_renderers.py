@@ -74,7 +74,7 @@ PAGE = Page(
 
 def test_pages_are_their_golden_files(golden: Callable[[str, str], None]) -> None:
     golden("page.html", render_html(PAGE))
-    golden("page.md", render_markdown(PAGE))
+    golden("page.markdown.txt", render_markdown(PAGE))
     golden("page.txt", render_text(list_parts(PAGE), io.StringIO()))
 
 
