@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import pickle
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,13 +24,14 @@ from torch.nn.utils import clip_grad_norm_
 
 from benchmarking.harness import (
     MEBIBYTE,
-    Benchmark,
-    Report,
-    ResultTable,
-    Settings,
+    at_least,
+    collect_environment,
     compare,
     describe_model,
-    main,
+    make_parser,
+    make_report,
+    make_table,
+    run_benchmark,
 )
 from config.model import ModelConfig
 from config.training.parallel import DDP, FSDP, MultiProcessOptions
@@ -41,6 +42,7 @@ from diffusionlm.models.init import init_weights
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.setup import parameter_units
+from logger.pages import Page, Table
 from profiling.memory import count_tensor_bytes
 
 NAME = "bench_ddp"
@@ -54,6 +56,7 @@ MAX_NORM = 1.0
 STEPS_BEFORE_LOSS = 4
 """The losses of all implementations are stated after this step: later, rounding on one repeated batch is large."""
 NUM_RANKS = 2
+WARMUP = 2
 
 
 @dataclass(frozen=True)
@@ -211,7 +214,7 @@ def minimum_sent_bytes(parameters: int, ranks: int) -> float:
     return 2 * 4 * parameters * (ranks - 1) / ranks
 
 
-def measure(case: DistributedCase, settings: Settings, world: World) -> Report:
+def measure(case: DistributedCase, world: World, rounds: int) -> Table:
     """Compare all implementations; a collective call of all ranks."""
     implementations = build_all(case, world)
 
@@ -224,7 +227,7 @@ def measure(case: DistributedCase, settings: Settings, world: World) -> Report:
         for name, implementation in implementations.items()
     }
     turns = {name: partial(turn, implementation) for name, implementation in implementations.items()}
-    times = compare(turns, settings, label="turn" if world.is_first else "")
+    times = compare(turns, rounds=rounds, warmup=WARMUP, label="turn" if world.is_first else "")
     tokens = case.batch_size * case.length * world.size * case.steps
     rows = []
     for name, implementation in implementations.items():
@@ -235,62 +238,53 @@ def measure(case: DistributedCase, settings: Settings, world: World) -> Report:
         sizes = [f"{size / MEBIBYTE:.2f}" for size in (state_bytes, sent)]
         rows.append([name, f"{tokens / times.median(name):,.0f}", ratio, *sizes, f"{losses[name]:.6f}"])
     header = ["implementation", "tok/s", "speedup over torch's [quartiles]", "optimizer MiB per rank", "sent MiB"]
-    return Report([_describe_case(case, world), ResultTable([*header, "loss"], rows)])
+    return make_table([*header, "loss"], rows)
 
 
-def _describe_case(case: DistributedCase, world: World) -> str:
+def _describe_case(case: DistributedCase) -> str:
     parameters = sum(parameter.numel() for parameter in case.build_model().parameters())
-    minimum = minimum_sent_bytes(parameters, world.size) / MEBIBYTE
+    minimum = minimum_sent_bytes(parameters, NUM_RANKS) / MEBIBYTE
     return (
         f"{describe_model(case.model_config())}, vocabulary {case.vocab_size:,}, {parameters:,} parameters; "
-        f"{world.size} ranks with {case.batch_size} sequences of {case.length} tokens each. Sent: by a rank in a "
+        f"{NUM_RANKS} ranks with {case.batch_size} sequences of {case.length} tokens each. Sent: by a rank in a "
         f"step; the minimum is {minimum:.2f} MiB. Loss: of step {STEPS_BEFORE_LOSS}."
     )
 
 
-def run_rank(case: DistributedCase, settings: Settings, report_file: Path) -> int:
-    """Run one rank; the first one writes the report."""
-    torch.set_num_threads(settings.threads)
+def run_rank(case: DistributedCase, rounds: int, threads: int, table_file: Path) -> int:
+    """Run one rank; the first one writes the table."""
+    torch.set_num_threads(threads)
     with process_group(DDP(backend="gloo"), "cpu") as world:
-        report = measure(case, settings, world)
+        table = measure(case, world, rounds)
         if world.is_first:
-            report_file.write_bytes(pickle.dumps(report))
+            table_file.write_bytes(pickle.dumps(table))
         world.barrier()
     return 0
 
 
-def run(settings: Settings) -> Report:
+def run(options: argparse.Namespace) -> Page:
     """Start the ranks and return the report of the first one."""
-    options = settings.options
+    environment = collect_environment(threads=options.threads, packages=["torch"], rounds=options.rounds, warmup=WARMUP)
     case = DistributedCase(hidden_size=options.hidden_size, batch_size=options.rows)
     with tempfile.TemporaryDirectory() as folder:
-        report_file = Path(folder) / "report"
-        exit_code = launch(partial(run_rank, case, settings, report_file), NUM_RANKS, name=NAME)
+        table_file = Path(folder) / "table"
+        exit_code = launch(partial(run_rank, case, options.rounds, options.threads, table_file), NUM_RANKS, name=NAME)
         if exit_code:
             raise ValueError(f"the ranks ended with exit code {exit_code}")
-        report: Report = pickle.loads(report_file.read_bytes())
-    return report
+        table: Table = pickle.loads(table_file.read_bytes())
+    return make_report("Training on two ranks", [_describe_case(case), table], environment)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--hidden-size", type=int, default=256, help="of the model (default: 256)")
-    parser.add_argument("--rows", type=int, default=4, help="sequences of a rank in a step (default: 4)")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the options and run the benchmark."""
+    parser = make_parser("Compare data parallelism and FSDP on two ranks with torch's.", rounds=8, threads=1)
+    parser.add_argument("--hidden-size", type=at_least(8), default=256, help="a multiple of 8 (default: 256)")
+    parser.add_argument("--rows", type=at_least(1), default=4, help="sequences of a rank in a step (default: 4)")
+    options = parser.parse_args(argv)
+    if options.hidden_size % 8:
+        parser.error(f"--hidden-size {options.hidden_size} must be a multiple of 8")
+    return run_benchmark(run, options)
 
-
-def check_arguments(options: argparse.Namespace) -> str | None:
-    is_valid = options.hidden_size >= 8 and options.hidden_size % 8 == 0 and options.rows >= 1
-    return None if is_valid else "--hidden-size must be a multiple of 8 and --rows at least 1"
-
-
-BENCHMARK = Benchmark(
-    "Compare data parallelism and FSDP on two ranks with torch's.",
-    run,
-    rounds=8,
-    warmup=2,
-    threads=1,
-    add_arguments=add_arguments,
-    check_arguments=check_arguments,
-)
 
 if __name__ == "__main__":
-    raise SystemExit(main(BENCHMARK))
+    raise SystemExit(main())

@@ -22,14 +22,12 @@ import torch
 from benchmarking.harness import (
     MEBIBYTE,
     Comparison,
-    Report,
-    ResultTable,
-    Settings,
     check_installed,
     collect_environment,
     compare,
-    describe_accelerator,
     describe_model,
+    make_report,
+    make_table,
     run_in_fresh_process,
 )
 from benchmarking.implementations.decoding import build_autoregressive_call, convert_to_qwen3
@@ -44,6 +42,7 @@ from diffusionlm.models.init import initial_std, initial_value
 from diffusionlm.models.transformer import Transformer
 from files.atomic import write_text_atomic
 from files.terminal_text import print_message
+from logger.pages import Page, Table
 from profiling.cores import usable_cores
 from profiling.memory import PeakGrowth, release_freed_memory
 from profiling.torch_setup import select_device, select_dtype
@@ -210,7 +209,7 @@ def _measure_peak_in_process(config: BenchInferConfig, cell: BenchCell) -> int:
     return peak.bytes()
 
 
-def bench_infer(config: BenchInferConfig) -> Report:
+def bench_infer(config: BenchInferConfig) -> Page:
     """Measure all cells; progress goes to stderr, JSON to the output file.
 
     Raises:
@@ -245,7 +244,7 @@ def bench_infer(config: BenchInferConfig) -> Report:
         for size, batch in prompts.items():
             calls[_peer_label(size)] = build_autoregressive_call(qwen3, batch, config.bench.new_tokens)
             work[_peer_label(size)] = float(size * config.bench.new_tokens)
-    times = compare(calls, Settings(config.bench.rounds, config.bench.warmup), label="decoding", work=work)
+    times = compare(calls, rounds=bench.rounds, warmup=bench.warmup, label="decoding", work=work)
     peaks: list[int | None] = [None] * len(cells)
     for index, cell in enumerate(cells if config.bench.memory else []):
         print_message(f"memory {index + 1}/{len(cells)}: {cell.label}")
@@ -259,7 +258,7 @@ def bench_infer(config: BenchInferConfig) -> Report:
             "cells": [result.to_json() for result in results],
         }
         write_text_atomic(path, json.dumps(record, indent=2) + "\n")
-    return Report([build_table(results), METHOD], facts)
+    return make_report("Decoding", [build_table(results), METHOD], facts)
 
 
 def _build_results(
@@ -312,9 +311,13 @@ def _describe_conditions(config: BenchInferConfig, model: Transformer) -> dict[s
         "shape": f"{describe_model(shape)}, vocabulary {shape.vocab_size:,}, {parameters:,} parameters, "
         f"{str(model.lm_head.weight.dtype).removeprefix('torch.')}",
         "requests": f"{bench.prompt_length} random tokens and {bench.new_tokens} new ones each",
-        **describe_accelerator(model.lm_head.weight.device.type),
-        **collect_environment(threads=torch.get_num_threads(), packages=["torch"]),
-        "rounds": f"{bench.rounds} after {bench.warmup} of warm-up",
+        **collect_environment(
+            threads=torch.get_num_threads(),
+            packages=["torch"],
+            rounds=bench.rounds,
+            warmup=bench.warmup,
+            device=model.lm_head.weight.device.type,
+        ),
     }
 
 
@@ -323,7 +326,7 @@ def _speed_over_first(cells: Sequence[BenchCell], cell: BenchCell, times: Compar
     return "1" if first is cell else times.speedup(cell.label, first.label).format_ratio()
 
 
-def build_table(results: Sequence[CellResult]) -> ResultTable:
+def build_table(results: Sequence[CellResult]) -> Table:
     """One row per cell; that of memory only if it was measured."""
     columns: dict[str, Callable[[CellResult], str]] = {
         "strategy": lambda result: result.cell.strategy,
@@ -341,4 +344,4 @@ def build_table(results: Sequence[CellResult]) -> ResultTable:
         columns[f"over {PEER}"] = lambda result: str(result.speed_over_peer)
     if results[0].peak_bytes is not None:
         columns["peak"] = lambda result: f"{(result.peak_bytes or 0) / MEBIBYTE:,.1f} MiB"
-    return ResultTable(list(columns), [[cell(result) for cell in columns.values()] for result in results])
+    return make_table(list(columns), [[cell(result) for cell in columns.values()] for result in results])

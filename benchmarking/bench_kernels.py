@@ -24,22 +24,26 @@ from torch import Tensor
 
 from benchmarking.harness import (
     MEBIBYTE,
-    Benchmark,
-    Report,
-    ResultTable,
-    Settings,
+    Clock,
+    at_least,
+    collect_environment,
     compare,
-    describe_accelerator,
     is_installed,
-    main,
+    make_parser,
+    make_report,
+    make_table,
+    run_benchmark,
     run_in_fresh_process,
 )
 from diffusionlm.kernels.cross_entropy import LossInputs, linear_cross_entropy
 from files.terminal_text import print_message
+from logger.pages import Page
+from profiling.cores import usable_cores
 from profiling.memory import PeakGrowth
 
 OURS = "diffusionlm"
 BASELINE = "full logits"
+WARMUP = 2
 IGNORE_INDEX = -100
 """Target of a position that is not in the loss."""
 ERROR_POSITIONS = 256
@@ -192,14 +196,16 @@ def _measure_peak_in_process(case: HeadCase, name: str, compiles: bool) -> int:
 
 
 def compare_losses(
-    case: HeadCase, settings: Settings, *, compiles: bool, names: Sequence[str] | None = None
+    case: HeadCase, *, rounds: int, compiles: bool, names: Sequence[str] | None = None
 ) -> list[list[str]]:
     """Compare time, memory and error of implementations, by default of all; one table row for each."""
     losses = build_losses(case.device, compiles=compiles)
     losses = {name: loss for name, loss in losses.items() if names is None or name in names}
     inputs = make_inputs(case)
     steps = {name: partial(step, loss, inputs) for name, loss in losses.items()}
-    times = compare(steps, settings, label=str(case))
+    # On a CPU, CPU time: other processes on the machine affect it less.
+    clock: Clock = "wall" if case.device == "cuda" else "process"
+    times = compare(steps, rounds=rounds, warmup=WARMUP, clock=clock, label=str(case))
     del inputs, steps
     rows = []
     for name, loss in losses.items():
@@ -219,18 +225,25 @@ def build_cases(device: str, threads: int, shape: Sequence[int] | None) -> Seque
     return [HeadCase(positions, masked, width, vocab, dtype, device, threads) for dtype in dtypes]
 
 
-def run(settings: Settings) -> Report:
+def run(options: argparse.Namespace) -> Page:
     """Compare all implementations in the cases of the device."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    compiles = device == "cuda" or settings.options.compile
-    # On a CPU, CPU time: other processes on the machine affect it less.
-    clocked = settings if device == "cuda" else replace(settings, clock="process")
-    cases = build_cases(device, settings.threads, settings.options.shape)
+    compiles = device == "cuda" or options.compile
     header = ["masked of positions x hidden x vocabulary", "implementation", "ms", "useful TFLOP/s"]
     header += [f"speedup over {BASELINE} [quartiles]", "peak MiB", "error of gradients"]
-    names = (OURS, BASELINE) if settings.options.baseline_only else None
-    rows = [row for case in cases for row in compare_losses(case, clocked, compiles=compiles, names=names)]
-    table = ResultTable(header, rows)
+    names = (OURS, BASELINE) if options.baseline_only else None
+    environment = collect_environment(
+        threads=options.threads,
+        packages=["torch", "triton", "liger_kernel"],
+        rounds=options.rounds,
+        warmup=WARMUP,
+        device=device,
+    )
+    rows = [
+        row
+        for case in build_cases(device, options.threads, options.shape)
+        for row in compare_losses(case, rounds=options.rounds, compiles=compiles, names=names)
+    ]
     clock = "CPU time of all threads" if device == "cpu" else "wall time"
     facts = {
         "each call": f"forward and backward, sum over the masked positions; {clock}",
@@ -238,32 +251,21 @@ def run(settings: Settings) -> Report:
         "peak": "above inputs and both gradients, in a fresh process",
         "error": f"relative to gradients in float64, {ERROR_POSITIONS} positions",
     }
-    return Report([table], facts | describe_accelerator(device))
+    return make_report("Head and loss", [make_table(header, rows)], facts | environment)
 
 
-def check_arguments(options: argparse.Namespace) -> str | None:
-    """Error of ``--shape``; None: there is none."""
-    if options.shape is None or (min(options.shape) >= 1 and options.shape[1] <= options.shape[0]):
-        return None
-    return f"--shape {' '.join(map(str, options.shape))}: numbers must be at least 1, and MASKED at most POSITIONS"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the options and run the benchmark."""
+    parser = make_parser("Compare implementations of the head and the loss.", rounds=10, threads=usable_cores())
     parser.add_argument("--compile", action="store_true", help="measure torch.compile on a CPU as well (minutes)")
     parser.add_argument("--baseline-only", action="store_true", help=f"compare with {BASELINE!r} alone")
     names = ("POSITIONS", "MASKED", "HIDDEN", "VOCABULARY")
-    parser.add_argument("--shape", type=int, nargs=len(names), metavar=names, help="default: that of the device")
+    parser.add_argument("--shape", type=at_least(1), nargs=4, metavar=names, help="default: that of the device")
+    options = parser.parse_args(argv)
+    if options.shape is not None and options.shape[1] > options.shape[0]:
+        parser.error(f"--shape {' '.join(map(str, options.shape))}: MASKED must be at most POSITIONS")
+    return run_benchmark(run, options)
 
-
-BENCHMARK = Benchmark(
-    "Compare implementations of the head and the loss.",
-    run,
-    rounds=10,
-    warmup=2,
-    packages=("torch", "triton", "liger_kernel"),
-    add_arguments=add_arguments,
-    check_arguments=check_arguments,
-)
 
 if __name__ == "__main__":
-    raise SystemExit(main(BENCHMARK))
+    raise SystemExit(main())

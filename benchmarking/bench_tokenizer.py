@@ -19,19 +19,19 @@ from typing import Any
 from benchmarking.harness import (
     SPEEDUP_COLUMN,
     Comparison,
-    Report,
     ResultFiles,
-    ResultTable,
-    Settings,
     check_installed,
     collect_environment,
     compare,
+    make_report,
+    make_table,
 )
 from config.bench.training import BenchTokenizerConfig, BenchTokenizerSection
 from config.data import DataConfig
 from diffusionlm.data.pipeline import build_row_reader, open_components
 from diffusionlm.data.reader import read_first_documents
 from diffusionlm.data.sources import open_source
+from logger.pages import Page, Part, Table
 from tokenizer import PATTERNS, Tokenizer, train_bpe
 from tokenizer.byte_alphabet import bytes_to_chars
 from tokenizer.huggingface import to_huggingface
@@ -45,11 +45,11 @@ MEAN_TOKEN_BYTES = 4
 """About as much text is read into rows as is encoded."""
 
 METHODS = {
-    OURS: "`train_bpe`, `Tokenizer.encode` and `Tokenizer.decode`; Python's `re` splits ASCII documents into words, "
-    "`regex` all others, at half its speed",
-    "tokenizers": "`train_from_iterator` with a `BpeTrainer`, `encode` of each document and `decode` of its ids, from "
+    OURS: "train_bpe, Tokenizer.encode and Tokenizer.decode; Python's re splits ASCII documents into words, "
+    "regex all others, at half its speed",
+    "tokenizers": "train_from_iterator with a BpeTrainer, encode of each document and decode of its ids, from "
     "the tokenizer.json that we write; it also computes the offsets of tokens",
-    "tiktoken": "`Encoding.encode_ordinary` and `Encoding.decode` with the same vocabulary; it has no cache of words, "
+    "tiktoken": "Encoding.encode_ordinary and Encoding.decode with the same vocabulary; it has no cache of words, "
     "so cold and warm are the same; it cannot train",
 }
 METHOD = """\
@@ -189,8 +189,7 @@ def measure_task(task: TokenizerTask, label: str, bench: BenchTokenizerSection) 
     def check(outputs: Mapping[str, Any]) -> None:
         check_equal_outputs(label, {name: task.as_list(output) for name, output in outputs.items()})
 
-    settings = Settings(bench.rounds, bench.warmup, clock="process")
-    return compare(task.calls, settings, label=label, check=check)
+    return compare(task.calls, rounds=bench.rounds, warmup=bench.warmup, clock="process", label=label, check=check)
 
 
 def build_tasks(texts: Sequence[str], vocab_size: int, bench: BenchTokenizerSection) -> Iterator[TokenizerTask]:
@@ -254,7 +253,7 @@ def extract_merges(trained: Any) -> list[Any]:
     return merges
 
 
-def bench_tokenizer(config: BenchTokenizerConfig) -> Report:
+def bench_tokenizer(config: BenchTokenizerConfig) -> Page:
     """Measure all vocabularies; progress goes to stderr, files to the output directory.
 
     Raises:
@@ -264,10 +263,11 @@ def bench_tokenizer(config: BenchTokenizerConfig) -> Report:
     check_installed(bench.peers)
     os.environ.update(ONE_THREAD)
     corpus = Corpus.read(config)
-    environment = collect_environment(threads=1, packages=["regex", *bench.peers])
+    packages = ["regex", *bench.peers]
+    environment = collect_environment(threads=1, packages=packages, rounds=bench.rounds, warmup=bench.warmup)
     environment["threads"] = "one for each implementation" + environment["threads"].removeprefix("1 of torch")
     files = ResultFiles(config.output.directory, "tokenizer_speed")
-    parts: list[ResultTable | str] = []
+    parts: list[Part] = []
     for vocab_size in bench.vocab_sizes:
         results = [*measure_vocabulary(corpus, vocab_size, bench), measure_reading(config, corpus, vocab_size)]
         files.append(record for result in results for record in result.to_records())
@@ -276,14 +276,13 @@ def bench_tokenizer(config: BenchTokenizerConfig) -> Report:
         **{name: METHODS[name] for name in (OURS, *bench.peers)},
         "text": f"{corpus}; pattern {bench.pattern}",
         **environment,
-        "rounds": f"{bench.rounds} after {bench.warmup} of warm-up",
     }
-    report = Report([*parts, METHOD], facts)
+    report = make_report("Tokenizer", [*parts, METHOD], facts)
     files.write_report(report)
     return report
 
 
-def build_table(results: Sequence[TokenizerSpeed], names: Sequence[str]) -> ResultTable:
+def build_table(results: Sequence[TokenizerSpeed], names: Sequence[str]) -> Table:
     """The tasks of one vocabulary: throughput of each implementation, and our speedup over each peer."""
     header = ["task", *(f"{name} MB/s" for name in names)]
     header += [cell for peer in names[1:] for cell in (f"speedup over {peer}", SPEEDUP_COLUMN)]
@@ -294,4 +293,4 @@ def build_table(results: Sequence[TokenizerSpeed], names: Sequence[str]) -> Resu
         for peer in names[1:]:
             row += result.times.speedup_cells(OURS, peer) if peer in measured else ["-", "-"]
         rows.append([result.task, *row])
-    return ResultTable(header, rows)
+    return make_table(header, rows)

@@ -18,16 +18,14 @@ from benchmarking.harness import (
     MEBIBYTE,
     SPEEDUP_COLUMN,
     Comparison,
-    Report,
     ResultFiles,
-    ResultTable,
-    Settings,
     check_installed,
     collect_environment,
     compare,
-    describe_accelerator,
     describe_model,
     is_installed,
+    make_report,
+    make_table,
     run_in_fresh_process,
 )
 from benchmarking.implementations.peers import METHODS_OF_PEERS, PEER_BUILDERS
@@ -41,6 +39,7 @@ from benchmarking.implementations.training import (
 )
 from config.bench.training import BenchShape, BenchTrainConfig, BenchTrainSection
 from files.terminal_text import print_message
+from logger.pages import Page, Part, Table
 from profiling.cores import usable_cores
 from profiling.flops import peak_flops
 from profiling.memory import PeakGrowth, count_tensor_bytes, keep_freed_memory, release_freed_memory
@@ -98,10 +97,8 @@ class TrainMeasurement:
         return records
 
 
-def measure_case(
-    case: TrainCase, names: Sequence[str], settings: Settings, *, measures_memory: bool = True
-) -> TrainMeasurement:
-    """Measure speed in this process, then memory in fresh ones. Without memory speed alone."""
+def measure_case(case: TrainCase, names: Sequence[str], bench: BenchTrainSection) -> TrainMeasurement:
+    """Measure speed in this process, then memory in fresh ones, with the rounds of a config."""
     forget_compiled_code()
     print_message(f"{case.label}: warm-up")
     implementations: dict[str, TrainImplementation] = {name: BUILDERS[name](case) for name in names}
@@ -113,11 +110,11 @@ def measure_case(
     assert flops is not None
     calls = {name: implementation.step for name, implementation in implementations.items()}
     work = dict.fromkeys(names, float(case.shape.tokens))
-    times = compare(calls, settings, label=case.label, work=work)
+    times = compare(calls, rounds=bench.rounds, warmup=bench.warmup, label=case.label, work=work)
     del implementations, calls
     gc.collect()
     memory = {}
-    for name in names if measures_memory else ():
+    for name in names if bench.memory else ():
         memory[name] = measure_memory(case, name)
         print_message(f"{case.label}: peak memory of {name} {_format_mebibytes(memory[name]['peak'])}")
     return TrainMeasurement(case, times, memory, parameters, flops)
@@ -178,7 +175,7 @@ def _tiny_shape(shape: BenchShape) -> BenchShape:
     return shape.model_copy(update=sizes | {"max_position_embeddings": min(16, shape.max_position_embeddings)})
 
 
-def bench_train(config: BenchTrainConfig) -> Report:
+def bench_train(config: BenchTrainConfig) -> Page:
     """Measure all cases; progress goes to stderr, files to the output directory.
 
     Raises:
@@ -199,15 +196,14 @@ def bench_train(config: BenchTrainConfig) -> Report:
     torch.set_num_threads(threads)
     if device == "cpu" and bench.keep_freed_memory:
         keep_freed_memory()
-    packages = ["torch", *(["transformers"] if names[1:] else []), *(["liger-kernel"] if "liger" in names else [])]
-    environment = describe_accelerator(device) | collect_environment(threads=threads, packages=packages)
-    environment["rounds"] = f"{bench.rounds} after {bench.warmup} of warm-up"
+    packages = ["torch", *(["transformers"] if names[1:] else []), *(["liger_kernel"] if "liger" in names else [])]
+    environment = collect_environment(
+        threads=threads, packages=packages, rounds=bench.rounds, warmup=bench.warmup, device=device
+    )
     files = ResultFiles(config.output.directory, "training_speed")
     results = []
     for case in cases:
-        settings = Settings(bench.rounds, bench.warmup, threads)
-        case_names = names if case.shape.has_peers else [OURS]
-        results.append(measure_case(case, case_names, settings, measures_memory=bench.memory))
+        results.append(measure_case(case, names if case.shape.has_peers else [OURS], bench))
         files.append(results[-1].to_records())
     report = build_report(results, skipped_peers, environment)
     files.write_report(report)
@@ -225,10 +221,10 @@ def find_skipped_peers(bench: BenchTrainSection, device: str) -> dict[str, str]:
 
 def build_report(
     results: Sequence[TrainMeasurement], skipped_peers: Mapping[str, str], environment: Mapping[str, str]
-) -> Report:
+) -> Page:
     """Build the tables of speed and memory, with their methods and conditions."""
     names = list(dict.fromkeys(name for result in results for name in result.parameters))
-    parts: list[ResultTable | str] = [
+    parts: list[Part] = [
         _build_speed_table(results, names),
         METHOD,
         _build_rate_table(results),
@@ -238,14 +234,14 @@ def build_report(
     methods = {OURS: METHOD_OF_OURS, **METHODS_OF_PEERS}
     facts = {name: methods[name] for name in names} | dict(skipped_peers)
     facts |= {result.case.shape.name: _describe_shape(result) for result in results}
-    return Report(parts, {**facts, **environment})
+    return make_report("Speed of training", parts, {**facts, **environment})
 
 
 def _case_cells(case: TrainCase) -> list[str]:
     return [case.shape.name, case.objective_label, case.precision]
 
 
-def _build_speed_table(results: Sequence[TrainMeasurement], names: Sequence[str]) -> ResultTable:
+def _build_speed_table(results: Sequence[TrainMeasurement], names: Sequence[str]) -> Table:
     header = [*COLUMNS_OF_CASE, *(f"{name} tok/s" for name in names)]
     header += [cell for peer in names[1:] for cell in (f"speedup over {peer}", SPEEDUP_COLUMN)]
     rows = []
@@ -256,17 +252,17 @@ def _build_speed_table(results: Sequence[TrainMeasurement], names: Sequence[str]
         for peer in names[1:]:
             row += result.times.speedup_cells(OURS, peer) if peer in measured else ["-", "-"]
         rows.append(row)
-    return ResultTable(header, rows)
+    return make_table(header, rows)
 
 
-def _build_rate_table(results: Sequence[TrainMeasurement]) -> ResultTable:
+def _build_rate_table(results: Sequence[TrainMeasurement]) -> Table:
     rows = []
     for result in results:
         case, times = result.case, result.times
         flops_per_second = result.flops / times.median(OURS)
         row = [*_case_cells(case), times.format_ms(OURS), f"{result.flops / 1e9:,.1f}"]
         rows.append([*row, f"{flops_per_second / 1e9:,.0f}", _format_mfu(case, flops_per_second)])
-    return ResultTable([*COLUMNS_OF_CASE, "step, ms", "GFLOP", "GFLOP/s", "MFU"], rows)
+    return make_table([*COLUMNS_OF_CASE, "step, ms", "GFLOP", "GFLOP/s", "MFU"], rows)
 
 
 def _format_mfu(case: TrainCase, flops_per_second: float) -> str:
@@ -274,13 +270,13 @@ def _format_mfu(case: TrainCase, flops_per_second: float) -> str:
     return f"{flops_per_second / peak:.1%}" if peak is not None and case.precision == "bfloat16" else "unknown peak"
 
 
-def _build_memory_table(results: Sequence[TrainMeasurement]) -> ResultTable:
+def _build_memory_table(results: Sequence[TrainMeasurement]) -> Table:
     rows = [
         [*_case_cells(result.case), name, *(_format_mebibytes(result.memory[name][part]) for part in MEMORY_PARTS)]
         for result in results
         for name in result.parameters
     ]
-    return ResultTable([*COLUMNS_OF_CASE, "implementation", *MEMORY_PARTS], rows)
+    return make_table([*COLUMNS_OF_CASE, "implementation", *MEMORY_PARTS], rows)
 
 
 def _describe_shape(result: TrainMeasurement) -> str:

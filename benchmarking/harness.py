@@ -1,7 +1,7 @@
 """The harness of all benchmarks: interleaved timing, comparison, reports and the command line.
 
-A benchmark module defines a `Benchmark` (or a function that takes a config) and returns a `Report`; only this module
-and cli/ parse arguments and print. Torch is imported only where it is used.
+A benchmark is a function that takes a config, or the options of `make_parser`, and returns a page. Torch is imported
+only where it is used.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from config.model import Architecture
-from files.terminal_text import print_line, print_message
+from files.terminal_text import print_message
+from logger.pages import Column, Page, Part, Table
+from logger.pages.markdown import render_markdown
+from logger.pages.terminal import list_parts, print_parts
 from profiling.cores import usable_cores
 from profiling.machine import read_processor_model
 
@@ -47,73 +50,14 @@ MIN_SECONDS_BETWEEN_LINES = 1.0
 INSTALL_HINT = "install the dependency group bench: uv sync --group bench"
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Rounds, threads and clock of a benchmark."""
-
-    rounds: int
-    """Measured rounds; at least 2."""
-    warmup: int = 0
-    """Rounds before them that are not measured."""
-    threads: int = 1
-    """CPU threads of torch."""
-    clock: Clock = "wall"
-    options: argparse.Namespace = field(default_factory=argparse.Namespace)
-    """All command-line options, those of the benchmark included."""
+def make_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table of formatted cells; all columns but the first are aligned to the right."""
+    return Table([header[0], *map(Column, header[1:])], rows)
 
 
-@dataclass(frozen=True)
-class Benchmark:
-    """A benchmark that is started as ``python -m benchmarking.NAME``."""
-
-    description: str
-    run: Callable[[Settings], Report]
-    rounds: int | None = 20
-    """Default of ``--rounds``. None: the benchmark has no rounds and no such option."""
-    warmup: int = 3
-    threads: int | None = None
-    """Default of ``--threads``. None: one thread for each usable core."""
-    clock: Clock = "wall"
-    packages: tuple[str, ...] = ("torch",)
-    """Packages whose versions the report states, where they are installed."""
-    add_arguments: Callable[[argparse.ArgumentParser], None] | None = None
-    check_arguments: Callable[[argparse.Namespace], str | None] | None = None
-    """Returns an error message for options that are out of range."""
-
-
-@dataclass(frozen=True)
-class ResultTable:
-    """A table of cells that are formatted already."""
-
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-    def to_markdown(self) -> str:
-        """Format as Markdown; the first column is aligned to the left, all others to the right."""
-        lines = [self.header, ["---", *["---:"] * (len(self.header) - 1)], *self.rows]
-        return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-
-    def column(self, name: str) -> list[str]:
-        index = list(self.header).index(name)
-        return [row[index] for row in self.rows]
-
-
-@dataclass(frozen=True)
-class Report:
-    """The result of a benchmark: tables with text between them, and the conditions of the measurement."""
-
-    parts: Sequence[ResultTable | str]
-    facts: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def tables(self) -> list[ResultTable]:
-        return [part for part in self.parts if isinstance(part, ResultTable)]
-
-    def to_markdown(self, environment: Mapping[str, str] | None = None) -> str:
-        """Format as Markdown; `facts` and the environment become a list at the end."""
-        parts = [part if isinstance(part, str) else part.to_markdown() for part in self.parts]
-        facts = [f"- {name}: {value}" for name, value in {**self.facts, **(environment or {})}.items()]
-        return "\n\n".join([*parts, "\n".join(facts)] if facts else parts)
+def make_report(title: str, parts: Sequence[Part], facts: Mapping[str, str]) -> Page:
+    """A report: results, and the conditions of the measurement."""
+    return Page(title, {"Results": list(parts), "Conditions": [Table((), list(facts.items()))]})
 
 
 @dataclass(frozen=True)
@@ -136,9 +80,9 @@ class ResultFiles:
             with self._path("jsonl").open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(record) + "\n" for record in records)
 
-    def write_report(self, report: Report) -> None:
+    def write_report(self, report: Page) -> None:
         if self.directory is not None:
-            self._path("md").write_text(report.to_markdown() + "\n", encoding="utf-8")
+            self._path("md").write_text(render_markdown(report), encoding="utf-8")
 
     def _path(self, suffix: str) -> Path:
         assert self.directory is not None
@@ -147,8 +91,10 @@ class ResultFiles:
 
 def compare(
     implementations: Mapping[str, Callable[[], object]],
-    settings: Settings,
     *,
+    rounds: int,
+    warmup: int = 0,
+    clock: Clock = "wall",
     label: str = "",
     work: Mapping[str, float] | None = None,
     check: Callable[[Mapping[str, Any]], None] | None = None,
@@ -157,20 +103,22 @@ def compare(
 
     Args:
         implementations: a call must not return before its work is done, also on a GPU.
+        rounds: measured rounds; at least 2.
+        warmup: rounds before them that are not measured.
         label: names the case in the progress lines; empty: no progress lines.
         work: tokens of a call, by implementation; progress lines then state tok/s instead of seconds.
         check: gets the outputs of each measured round, outside the clock, and raises if they are not equal. Without
             it no output is kept.
     """
-    clock = CLOCKS[settings.clock]
+    read_clock = CLOCKS[clock]
     seconds: dict[str, list[float]] = {name: [] for name in implementations}
     last_line = -MIN_SECONDS_BETWEEN_LINES
-    for number in range(1 - settings.warmup, settings.rounds + 1):
+    for number in range(1 - warmup, rounds + 1):
         outputs: dict[str, Any] = {}
         for name, call in implementations.items():
-            start = clock()
+            start = read_clock()
             output = call()
-            elapsed = clock() - start
+            elapsed = read_clock() - start
             if number >= 1:
                 seconds[name].append(elapsed)
             if check is not None:
@@ -180,12 +128,12 @@ def compare(
         if check is not None:
             check(outputs)
         now = time.monotonic()
-        if label and (number == settings.rounds or now - last_line >= MIN_SECONDS_BETWEEN_LINES):
+        if label and (number == rounds or now - last_line >= MIN_SECONDS_BETWEEN_LINES):
             last_line = now
             paces = {name: f"{values[-1]:.3g} s" for name, values in seconds.items()}
             paces |= {name: f"{amount / seconds[name][-1]:,.0f} tok/s" for name, amount in (work or {}).items()}
             text = ", ".join(f"{name} {pace}" for name, pace in paces.items())
-            print_message(f"{label}: round {number}/{settings.rounds}: {text}")
+            print_message(f"{label}: round {number}/{rounds}: {text}")
     return Comparison(seconds)
 
 
@@ -289,13 +237,6 @@ def format_command_line() -> str:
     return shlex.join([*program, *sys.argv[1:]])
 
 
-def describe_accelerator(device: str) -> dict[str, str]:
-    """A fact with the name of the GPU; none on a CPU."""
-    import torch
-
-    return {"accelerator": torch.cuda.get_device_name()} if device == "cuda" else {}
-
-
 def describe_model(shape: Architecture) -> str:
     """The shape of a model in words."""
     return (
@@ -304,52 +245,59 @@ def describe_model(shape: Architecture) -> str:
     )
 
 
-def collect_environment(*, threads: int, packages: Iterable[str]) -> dict[str, str]:
-    """Facts that are needed to repeat a measurement: command, date, CPU, threads and versions of software."""
+def collect_environment(
+    *, threads: int, packages: Iterable[str], rounds: int, warmup: int, device: str = "cpu"
+) -> dict[str, str]:
+    """Facts that are needed to repeat a measurement; packages that are not installed are left out."""
     load = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
-    versions = [f"{package} {version(package)}" for package in packages]
+    versions = [f"{package} {version(package)}" for package in packages if is_installed(package)]
     return {
-        "command": f"`{format_command_line()}`",
+        "command": format_command_line(),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "CPU": read_processor_model(),
+        **_describe_accelerator(device),
         "threads": f"{threads} of torch; the process may use {usable_cores()} cores; load average at the start {load}",
         "software": ", ".join([f"Python {platform.python_version()}", *versions, platform.platform(terse=True)]),
+        "rounds": f"{rounds} after {warmup} of warm-up",
     }
 
 
-def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
-    """Parse the options, run a benchmark and print its report. Returns 1 if it failed."""
-    settings = _parse_settings(benchmark, argv)
+def _describe_accelerator(device: str) -> dict[str, str]:
+    """A fact with the name of the GPU; none on a CPU."""
     import torch
 
-    torch.set_num_threads(settings.threads)
-    packages = [package for package in benchmark.packages if is_installed(package)]
-    environment = collect_environment(threads=settings.threads, packages=packages)
-    if benchmark.rounds is not None:
-        environment["rounds"] = f"{settings.rounds} after {settings.warmup} of warm-up"
+    return {"accelerator": torch.cuda.get_device_name()} if device == "cuda" else {}
+
+
+def at_least(lowest: int) -> Callable[[str], int]:
+    """A type of arguments: integers from ``lowest`` on."""
+
+    def integer(text: str) -> int:
+        if (value := int(text)) < lowest:
+            raise argparse.ArgumentTypeError(f"{value} must be at least {lowest}")
+        return value
+
+    return integer
+
+
+def make_parser(description: str, *, rounds: int, threads: int) -> argparse.ArgumentParser:
+    """A parser with the options of every benchmark that has no config; their defaults are given."""
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    note = f"measured calls of each implementation, at least 2 (default: {rounds})"
+    parser.add_argument("--rounds", type=at_least(2), default=rounds, help=note)
+    parser.add_argument("--threads", type=at_least(1), default=threads, help=f"CPU threads (default: {threads})")
+    return parser
+
+
+def run_benchmark(run: Callable[[argparse.Namespace], Page], options: argparse.Namespace) -> int:
+    """Run a benchmark and print its report. Returns 1 if it failed."""
+    import torch
+
+    torch.set_num_threads(options.threads)
     try:
-        report = benchmark.run(settings)
+        report = run(options)
     except ValueError as error:
         print_message(f"error: {error}")
         return 1
-    print_line(report.to_markdown(environment))
+    print_parts(list_parts(report))
     return 0
-
-
-def _parse_settings(benchmark: Benchmark, argv: Sequence[str] | None) -> Settings:
-    parser = argparse.ArgumentParser(description=benchmark.description, allow_abbrev=False)
-    if benchmark.rounds is not None:
-        note = f"measured calls of each implementation, at least 2 (default: {benchmark.rounds})"
-        parser.add_argument("--rounds", type=int, default=benchmark.rounds, help=note)
-    threads, default = (usable_cores(), "all usable cores") if benchmark.threads is None else (benchmark.threads,) * 2
-    parser.add_argument("--threads", type=int, default=threads, help=f"CPU threads (default: {default})")
-    if benchmark.add_arguments is not None:
-        benchmark.add_arguments(parser)
-    options = parser.parse_args(argv)
-    rounds = getattr(options, "rounds", 2)
-    if rounds < 2 or options.threads < 1:
-        parser.error(f"--rounds must be at least 2 and --threads at least 1, not {rounds} and {options.threads}")
-    problem = benchmark.check_arguments(options) if benchmark.check_arguments is not None else None
-    if problem is not None:
-        parser.error(problem)
-    return Settings(rounds, benchmark.warmup, options.threads, benchmark.clock, options)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cli.arguments import Shorthand, parse_command
-from cli.tables import make_table, print_parts
 from config.bench.inference import BenchInferConfig
 from config.bench.serve import BenchServeConfig
 from config.bench.training import BenchTokenizerConfig, BenchTrainConfig
-from files.terminal_text import print_line
+from logger.pages.terminal import list_parts, print_parts
 
 TRAIN, INFER = "diffusionlm-bench-train", "diffusionlm-bench-infer"
 SERVE, TOKENIZER = "diffusionlm-bench-serve", "diffusionlm-bench-tokenizer"
@@ -26,7 +25,7 @@ def train(argv: Sequence[str] | None = None) -> None:
     # Here and below only now, so that --help and config errors do not wait for torch.
     from benchmarking.bench_train import bench_train
 
-    print_line(bench_train(config).to_markdown())
+    print_parts(list_parts(bench_train(config)))
 
 
 def infer(argv: Sequence[str] | None = None) -> None:
@@ -42,7 +41,7 @@ def infer(argv: Sequence[str] | None = None) -> None:
     )
     from benchmarking.bench_infer import bench_infer
 
-    print_line(bench_infer(config).to_markdown())
+    print_parts(list_parts(bench_infer(config)))
 
 
 def serve(argv: Sequence[str] | None = None) -> None:
@@ -66,10 +65,7 @@ def serve(argv: Sequence[str] | None = None) -> None:
     from benchmarking.serving.summary import format_summary
 
     result = bench_serve(config)
-    rows, distributions = format_summary(result.summary, config.goodput)
-    columns = range(1, len(distributions[0]))
-    table = make_table([["model", result.model], *rows])
-    print_parts([table, "", make_table(distributions, right=columns, has_header=True)])
+    print_parts(format_summary(result.model, result.summary, config.goodput))
     if result.problems:
         raise ValueError("; ".join(result.problems))
 
@@ -84,4 +80,4 @@ def tokenizer(argv: Sequence[str] | None = None) -> None:
     )
     from benchmarking.bench_tokenizer import bench_tokenizer
 
-    print_line(bench_tokenizer(config).to_markdown())
+    print_parts(list_parts(bench_tokenizer(config)))

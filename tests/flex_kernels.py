@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarking.harness import ResultTable
+from benchmarking.harness import make_table
 from diffusionlm.models.dense_attention import AttentionScale
 from diffusionlm.models.flex import attend_flex, build_block_mask
 from diffusionlm.models.patterns import AttentionPattern, BlockDiffusion, Causal
+from logger.pages.markdown import render_table
 from tests.inductor_cuda import compile_source, lower, pretend_gpu
 from tests.kernels.ahead_of_time import CompiledKernel
 from tests.training_graphs import BATCH, DOCUMENTS, LENGTH, SEGMENTS, Graph, flex_as_on_a_gpu, make_recorder
@@ -130,4 +131,4 @@ def format_flex_table(kernels: Sequence[FlexKernel]) -> str:
     for row, kernel in zip(rows, kernels, strict=True):
         numbers = (kernel.threads, kernel.registers, kernel.shared_bytes, kernel.spill_bytes)
         row += [f"{number:,}" for number in numbers]
-    return ResultTable(header, rows).to_markdown()
+    return render_table(make_table(header, rows))

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from unittest.mock import patch
 
-from benchmarking.harness import ResultTable
+from benchmarking.harness import make_table
 from diffusionlm.models import flex
+from logger.pages.markdown import render_table
 from tests.flex_kernels import (
     CASES_OF_ALL_GPUS,
     FLEX_CASES,
@@ -108,7 +109,7 @@ def format_table(kernels: Sequence[BlockKernel]) -> str:
         )
     header = ["step", "graph", "kernels", "registers at most", "spilled bytes", "kernels with atomics"]
     header += ["threads of attention", "its registers", "its shared bytes", "its spilled bytes"]
-    return ResultTable(header, rows).to_markdown()
+    return render_table(make_table(header, rows))
 
 
 def main() -> None:

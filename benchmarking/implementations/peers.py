@@ -36,10 +36,10 @@ IGNORE_INDEX = -100
 METHODS_OF_PEERS = {
     "transformers": "Qwen3ForCausalLM, with experts Qwen3MoeForCausalLM (sdpa attention, no cache); bidirectional with "
     "a 4-D additive mask of zeros, block diffusion as [noisy | clean] with such a mask and logits of the noisy half, "
-    "next token causal; otherwise logits of all positions; cross-entropy of `logits.float()` with `ignore_index`; "
-    "noise and weights of LLaDA; `torch.optim.AdamW` at its defaults (neither foreach nor fused on a CPU)",
-    "liger": "the same model with `apply_liger_kernel_to_qwen3`; head and loss in its fused kernel, which has no token "
-    "weights at full speed: the mean over the masked tokens; `torch.optim.AdamW`, fused",
+    "next token causal; otherwise logits of all positions; cross-entropy of logits.float() with ignore_index; "
+    "noise and weights of LLaDA; torch.optim.AdamW at its defaults (neither foreach nor fused on a CPU)",
+    "liger": "the same model with apply_liger_kernel_to_qwen3; head and loss in its fused kernel, which has no token "
+    "weights at full speed: the mean over the masked tokens; torch.optim.AdamW, fused",
 }
 
 

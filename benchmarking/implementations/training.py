@@ -48,9 +48,9 @@ UNBOUNDED_STEPS = 1_000_000
 """max_steps of the run that the measured steps belong to."""
 
 METHOD_OF_OURS = (
-    "`train_step` of diffusionlm.training with the noise of its loader, over sequences in memory: fixed-count masking; "
+    "train_step of diffusionlm.training with the noise of its loader, over sequences in memory: fixed-count masking; "
     "the last block's queries and feed-forward, the head and the loss on masked positions only; AdamW, fused; "
-    "`[runtime]` at its defaults"
+    "[runtime] at its defaults"
 )
 
 

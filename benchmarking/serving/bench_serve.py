@@ -12,10 +12,8 @@ from typing import Any
 
 import httpx2
 
-from benchmarking.serving.client import Clock, LoadClient
-from benchmarking.serving.load import AnswerCheck, LoadResult, Send, check_answers, run_load
-from benchmarking.serving.server_metrics import ServerCounts, parse_counts
-from benchmarking.serving.summary import LoadSummary, summarize
+from benchmarking.serving.load import AnswerCheck, Clock, LoadClient, LoadResult, Send, check_answers, run_load
+from benchmarking.serving.summary import LoadSummary, ServerCounts, parse_counts, summarize
 from benchmarking.serving.workload import LoadRequest, arrival_times, build_requests
 from config.bench.serve import BenchServeConfig, ServerSection
 from files.atomic import write_text_atomic

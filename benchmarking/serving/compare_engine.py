@@ -30,15 +30,16 @@ from benchmarking.bench_infer import random_model
 from benchmarking.harness import (
     INSTALL_HINT,
     SPEEDUP_COLUMN,
-    Benchmark,
     Comparison,
-    Report,
-    ResultTable,
-    Settings,
+    at_least,
+    collect_environment,
     compare,
     describe_model,
     is_installed,
-    main,
+    make_parser,
+    make_report,
+    make_table,
+    run_benchmark,
 )
 from benchmarking.implementations.decoding import convert_to_qwen3
 from config.generation import GenerationConfig
@@ -47,6 +48,7 @@ from diffusionlm.inference.generate import generate
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.serving.engine import Engine, release_team
 from files.terminal_text import print_message
+from logger.pages import Page
 
 LENGTH_UNIT = 12
 """Lengths are multiples of it, so blocks of 3 and of 4 are whole and a longer answer begins like a shorter one."""
@@ -237,7 +239,7 @@ COMPARED = [(ENGINE, ALONE), (ENGINE, LEAVE), (ENGINE, PADDED), (NEXT_TOKENS, PE
 
 
 def run_concurrency(
-    requests: list[CallerRequest], concurrency: int, num_alone: int, settings: Settings, *, has_peer: bool
+    requests: list[CallerRequest], concurrency: int, num_alone: int, *, rounds: int, has_peer: bool
 ) -> list[list[str]]:
     """Measure all implementations; one row for each compared pair."""
     num_equal = dict.fromkeys(COMPARED[:-1], 0)
@@ -252,20 +254,21 @@ def run_concurrency(
         calls = build_calls(stack, requests, concurrency, num_alone, has_peer=has_peer)
         work = dict.fromkeys(calls, tokens)
         work[ALONE] = float(sum(request.new_tokens for request in requests[:num_alone]))
-        times = compare(calls, settings, label=f"concurrency {concurrency}", work=work, check=count_answers)
+        times = compare(calls, rounds=rounds, label=f"concurrency {concurrency}", work=work, check=count_answers)
     per_token = Comparison({name: [value / work[name] for value in times.seconds[name]] for name in calls})
     rows = []
     for ours, other in pairs:
-        num_answers = settings.rounds * (num_alone if other == ALONE else len(requests))
+        num_answers = rounds * (num_alone if other == ALONE else len(requests))
         equal = f"{num_equal[ours, other]} of {num_answers}" if (ours, other) in num_equal else ""
         speeds = [f"{1.0 / per_token.median(name):,.1f}" for name in (ours, other)]
         rows.append([ours, other, str(concurrency), *speeds, *per_token.speedup_cells(ours, other), equal])
     return rows
 
 
-def run(settings: Settings) -> Report:
+def run(options: argparse.Namespace) -> Page:
     """Build one table of all concurrencies."""
-    options = settings.options
+    packages = ["torch", "transformers"]
+    environment = collect_environment(threads=options.threads, packages=packages, rounds=options.rounds, warmup=0)
     has_peer = options.peers == ["transformers"]
     if has_peer and not is_installed("transformers"):
         print_message(f"transformers is not installed, so its rows are left out; {INSTALL_HINT}")
@@ -274,37 +277,25 @@ def run(settings: Settings) -> Report:
     for concurrency in options.concurrency:
         requests = draw_requests(SHAPE, options.requests or 3 * max(32, concurrency), LONGEST, seed=0)
         num_alone = min(options.alone, len(requests))
-        rows += run_concurrency(requests, concurrency, num_alone, settings, has_peer=has_peer)
+        rows += run_concurrency(requests, concurrency, num_alone, rounds=options.rounds, has_peer=has_peer)
     header = ["ours", "against", "concurrency", "ours tok/s", "its tok/s", "speedup", SPEEDUP_COLUMN, "equal answers"]
     facts = {
         "model": f"{describe_model(SHAPE)}, vocabulary {SHAPE.vocab_size:,}, float32, random weights",
         "requests": f"prompts and answers of 12, 24, ... {LONGEST} tokens; one at a time: the first {options.alone}",
     }
-    return Report([ResultTable(header, rows)], facts)
+    return make_report("The engine against other ways to decode", [make_table(header, rows)], facts | environment)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[8], metavar="N", help="default: 8")
-    parser.add_argument("--requests", type=int, metavar="N", help="default: 3 times the concurrency, at least 96")
-    parser.add_argument("--alone", type=int, default=4, metavar="N", help="requests one at a time (default: 4)")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the options and run the benchmark."""
+    description = "Compare the engine with one request at a time, static batches and transformers."
+    parser, number = make_parser(description, rounds=2, threads=2), at_least(1)
+    parser.add_argument("--concurrency", type=number, nargs="+", default=[8], metavar="N", help="default: 8")
+    parser.add_argument("--requests", type=number, metavar="N", help="default: 3 times the concurrency, at least 96")
+    parser.add_argument("--alone", type=number, default=4, metavar="N", help="requests one at a time (default: 4)")
     parser.add_argument("--peers", nargs="*", choices=["transformers"], default=["transformers"], help="none: --peers")
+    return run_benchmark(run, parser.parse_args(argv))
 
-
-def check_arguments(options: argparse.Namespace) -> str | None:
-    numbers = [*options.concurrency, options.alone, *([] if options.requests is None else [options.requests])]
-    return None if min(numbers) >= 1 else "--concurrency, --requests and --alone must be at least 1"
-
-
-BENCHMARK = Benchmark(
-    "Compare the engine with one request at a time, static batches and transformers.",
-    run,
-    rounds=2,
-    warmup=0,
-    threads=2,
-    packages=("torch", "transformers"),
-    add_arguments=add_arguments,
-    check_arguments=check_arguments,
-)
 
 if __name__ == "__main__":
-    raise SystemExit(main(BENCHMARK))
+    raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""What a load test has measured: latencies, rates and errors."""
+"""What a load test has measured: latencies, rates and errors, and what the server counted meanwhile."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarking.serving.client import RequestRecord
-from benchmarking.serving.load import AnswerCheck, LoadResult
-from benchmarking.serving.server_metrics import ServerCounts, format_counts
+from benchmarking.serving.load import AnswerCheck, LoadResult, RequestRecord
 from config.bench.serve import GoodputSection
+from logger.pages import Cell, Column, Part, Table
 
 PERCENTILES = {"median": 50, "p90": 90, "p99": 99}
 LATENCY_NAMES = {
@@ -23,6 +22,100 @@ LATENCY_NAMES = {
     "e2el_ms": "time to the end (E2EL), ms",
     "tokens_per_chunk": "tokens per piece of text",
 }
+
+
+COUNTERS = {
+    "num_forwards": "diffusionlm:forwards_total",
+    "num_request_steps": "diffusionlm:request_steps_total",
+    "model_seconds": "diffusionlm:model_seconds_total",
+    "busy_seconds": "diffusionlm:busy_seconds_total",
+    "new_tokens": "vllm:generation_tokens_total",
+    "num_preemptions": "vllm:num_preemptions_total",
+    "num_prefix_queries": "vllm:prefix_cache_queries_total",
+    "num_prefix_hits": "vllm:prefix_cache_hits_total",
+}
+"""Field of `ServerCounts` -> name of the metric."""
+
+
+@dataclass(frozen=True)
+class ServerCounts:
+    """Counters of a server, or their growth; None: the server does not have this one."""
+
+    num_forwards: float | None = None
+    num_request_steps: float | None = None
+    """Decoding steps of requests: a forward takes one of each request that it decodes."""
+    model_seconds: float | None = None
+    """Time of forwards and of sampling."""
+    busy_seconds: float | None = None
+    """Time in which there was work."""
+    new_tokens: float | None = None
+    num_preemptions: float | None = None
+    num_prefix_queries: float | None = None
+    num_prefix_hits: float | None = None
+
+    def since(self, earlier: ServerCounts) -> ServerCounts:
+        """The growth of each counter."""
+        return ServerCounts(
+            **{name: _subtract(getattr(self, name), getattr(earlier, name)) for name in COUNTERS},
+        )
+
+    @property
+    def tokens_per_forward(self) -> float | None:
+        """New tokens of all requests for each forward."""
+        return _divide(self.new_tokens, self.num_forwards)
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """New tokens of a request for each forward that decodes it."""
+        return _divide(self.new_tokens, self.num_request_steps)
+
+    @property
+    def host_share(self) -> float | None:
+        """Share of the time with work in which the model did not run."""
+        share = _divide(self.model_seconds, self.busy_seconds)
+        return None if share is None else 1.0 - share
+
+    @property
+    def prefix_hit_share(self) -> float | None:
+        """Share of the tokens of prompts that were in the prefix cache."""
+        return _divide(self.num_prefix_hits, self.num_prefix_queries)
+
+
+def parse_counts(text: str) -> ServerCounts:
+    """Read the counters from a page of metrics, summed over their labels. Other lines are ignored."""
+    sums: dict[str, float] = {}
+    for line in text.splitlines():
+        name, _, rest = line.partition("{" if "{" in line else " ")
+        try:
+            sums[name] = sums.get(name, 0.0) + float(rest.rpartition("}")[2].split()[0])
+        except (ValueError, IndexError):
+            continue
+    return ServerCounts(**{field: sums.get(name) for field, name in COUNTERS.items()})
+
+
+def format_counts(counts: ServerCounts) -> Mapping[str, str]:
+    """Names and values of what follows from the counters, for a table."""
+    values = {
+        "forwards": _format(counts.num_forwards, ",.0f"),
+        "tokens per forward, all requests": _format(counts.tokens_per_forward, ".2f"),
+        "tokens per forward of a request": _format(counts.tokens_per_step, ".2f"),
+        "host share of the time with work": _format(counts.host_share, ".1%"),
+        "preemptions": _format(counts.num_preemptions, ",.0f"),
+        "prompt tokens from the prefix cache": _format(counts.prefix_hit_share, ".1%"),
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _subtract(value: float | None, earlier: float | None) -> float | None:
+    return None if value is None or earlier is None else value - earlier
+
+
+def _divide(value: float | None, by: float | None) -> float | None:
+    return None if value is None or not by else value / by
+
+
+def _format(value: float | None, form: str) -> str | None:
+    return None if value is None else format(value, form)
 
 
 @dataclass(frozen=True)
@@ -110,9 +203,9 @@ def summarize(result: LoadResult, limits: GoodputSection, server: ServerCounts, 
     )
 
 
-def format_summary(summary: LoadSummary, limits: GoodputSection) -> tuple[list[list[str]], list[list[str]]]:
-    """Rows of two tables: counts and rates, and the distributions with a header."""
-    rows = [["requests", f"{summary.num_complete:,} of {summary.num_requests:,} complete"]]
+def format_summary(model: str, summary: LoadSummary, limits: GoodputSection) -> list[Part]:
+    """Two tables: counts and rates, and the distributions."""
+    rows = [["model", model], ["requests", f"{summary.num_complete:,} of {summary.num_requests:,} complete"]]
     rows += [[f"failed: {kind}", f"{count:,}"] for kind, count in sorted(summary.errors.items())]
     tokens = "new tokens" if summary.are_tokens_counted else "pieces of text (the server does not count tokens)"
     rows += [
@@ -131,10 +224,11 @@ def format_summary(summary: LoadSummary, limits: GoodputSection) -> tuple[list[l
     if summary.check.num_checked:
         share = f"{summary.check.num_equal:,} of {summary.check.num_checked:,}"
         rows.append(["answers equal to those alone", share])
-    table = [["", "mean", *PERCENTILES]]
-    for name, values in summary.distributions.items():
-        table.append([LATENCY_NAMES[name], *(f"{values[key]:,.2f}" for key in ("mean", *PERCENTILES))])
-    return rows, table
+    keys = ("mean", *PERCENTILES)
+    distributions: list[list[Cell]] = [
+        [LATENCY_NAMES[name], *(values[key] for key in keys)] for name, values in summary.distributions.items()
+    ]
+    return [Table((), rows), "", Table(["", *(Column(key, ",.2f") for key in keys)], distributions)]
 
 
 def _collect(records: Sequence[RequestRecord]) -> dict[str, list[float]]:

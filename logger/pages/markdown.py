@@ -30,7 +30,7 @@ def _render_part(part: Part) -> Iterator[str]:
     if part.title:
         yield f"### {escape(part.title)}"
     if isinstance(part, Table):
-        yield _render_table(part)
+        yield render_table(part)
     elif isinstance(part, Code):
         yield fence(part.text)
     else:
@@ -39,7 +39,8 @@ def _render_part(part: Part) -> Iterator[str]:
         yield escape(part.note)
 
 
-def _render_table(table: Table) -> str:
+def render_table(table: Table) -> str:
+    """Render a table without its title and note."""
     rules = ["---:" if is_right else "---" for is_right in table.is_right]
     lines = [_row(table.heads or [""] * len(rules)), f"| {' | '.join(rules)} |"]
     for index, row in enumerate(table.rows):

@@ -17,9 +17,10 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarking.harness import Benchmark, Report, ResultTable, Settings, main
+from benchmarking.harness import make_table
 from diffusionlm.kernels.loss_types import LossOptions
 from files.terminal_text import print_message
+from logger.pages.markdown import render_table
 from tests.kernels.accelerators import A100, B200, H100, H200, occupancy
 from tests.kernels.ahead_of_time import (
     AMD_TARGETS,
@@ -152,8 +153,8 @@ def format_row(variant: KernelVariant, kernels: dict[str, CompiledKernel]) -> li
     ]
 
 
-def run(settings: Settings) -> Report:
-    """Compile the selected variants.
+def compile_variants(vocabularies: Sequence[int], dtypes: Sequence[str], targets: Sequence[str]) -> str:
+    """Compile the selected variants; returns their table.
 
     Raises:
         ValueError: kernels cannot be compiled here, or exceed a budget.
@@ -161,38 +162,31 @@ def run(settings: Settings) -> Report:
     problem = find_compiler_problem()
     if problem is not None:
         raise ValueError(f"kernels cannot be compiled ahead of time: {problem}")
-    options = settings.options
     rows, violations = [], []
-    for variant in list_variants(options.vocabularies, options.dtypes):
+    for variant in list_variants(vocabularies, dtypes):
         print_message(str(variant))
-        kernels = {target: compile_variant(variant, target) for target in options.targets}
+        kernels = {target: compile_variant(variant, target) for target in targets}
         violations += [text for kernel in kernels.values() for text in find_violations(variant, kernel)]
         rows.append(format_row(variant, kernels))
     if violations:
         raise ValueError("kernels exceed their budgets:\n" + "\n".join(violations))
-    header = ["vocabulary", "logits", "soft cap", "gradient", "threads", f"registers, {' / '.join(options.targets)}"]
+    header = ["vocabulary", "logits", "soft cap", "gradient", "threads", f"registers, {' / '.join(targets)}"]
     header += ["shared bytes", "spilled bytes", "logits per load", "occupancy, A100 / H100 / B200"]
     header += [f"µs per {TIMED_ROWS:,} rows at least, H100 / H200 / B200"]
-    return Report([ResultTable(header, rows)])
+    return render_table(make_table(header, rows))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--vocabularies", type=int, nargs="+", default=VOCABULARIES, help="sizes (default: all classes)"
-    )
-    parser.add_argument(
-        "--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="of the logits (default: all)"
-    )
+def main() -> None:
+    """Print the table of the selected variants."""
+    parser = argparse.ArgumentParser(description="Compile the Triton kernels for GPUs that are not here.")
+    parser.add_argument("--vocabularies", type=int, nargs="+", default=VOCABULARIES, help="default: all classes")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="of logits (default: all)")
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=TARGETS, help="GPUs (default: all)")
+    try:
+        print(compile_variants(**vars(parser.parse_args())))
+    except ValueError as error:
+        parser.exit(1, f"error: {error}\n")
 
-
-BENCHMARK = Benchmark(
-    "Compile the Triton kernels for GPUs that are not here: registers, spills, occupancy.",
-    run,
-    rounds=None,
-    packages=("torch", "triton"),
-    add_arguments=add_arguments,
-)
 
 if __name__ == "__main__":
-    raise SystemExit(main(BENCHMARK))
+    main()

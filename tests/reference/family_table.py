@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 
-from benchmarking.harness import ResultTable
+from benchmarking.harness import make_table
+from logger.pages.markdown import render_table
 from tests.reference.family_cases import CASES, Measured, Row, measure
 
 HEADER = ["family", "compared with", "float32", "bfloat16", "values changed", "experts that differ"]
@@ -38,7 +39,7 @@ def format_case(name: str, measured: Measured) -> list[str]:
 
 def table(names: list[str]) -> str:
     """Measure these cases and build the table."""
-    return ResultTable(HEADER, [format_case(name, measure(name)) for name in names]).to_markdown()
+    return render_table(make_table(HEADER, [format_case(name, measure(name)) for name in names]))
 
 
 def main() -> None:

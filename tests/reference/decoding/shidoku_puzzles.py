@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
-from benchmarking.harness import Benchmark, Report, ResultTable, Settings, main
+from benchmarking.harness import at_least, make_table
 from config.generation import GenerationConfig
 from diffusionlm.checkpoints.huggingface import load_model
 from diffusionlm.checkpoints.model_files import load_tokenizer
@@ -22,6 +23,8 @@ from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from diffusionlm.inference.generate import infill
 from diffusionlm.models.transformer import Transformer
 from files.terminal_text import print_message
+from logger.pages import Table
+from logger.pages.terminal import print_parts
 from tokenizer import Tokenizer
 
 ORDERS = ("low_confidence", "random")
@@ -104,7 +107,7 @@ def keeps_givens(text: str, grid: str) -> bool:
     return all(given in (EMPTY_CELL, cell) for given, cell in zip(text, grid, strict=True))
 
 
-def evaluate(model: Transformer, tokenizer: Tokenizer, *, count: int, givens: int) -> ResultTable:
+def evaluate(model: Transformer, tokenizer: Tokenizer, *, count: int, givens: int) -> Table:
     """Measure the share of valid grids of each puzzle set and decoding order."""
     rows = []
     for puzzle_set in build_puzzle_sets(count, givens):
@@ -117,34 +120,20 @@ def evaluate(model: Transformer, tokenizer: Tokenizer, *, count: int, givens: in
             error = math.sqrt(share * (1.0 - share) / max(1, len(grids)))
             distinct = len(set(filter(is_shidoku, grids)))
             rows.append([puzzle_set.name, order, str(len(grids)), f"{share:.1%} +- {error:.1%}", str(distinct)])
-    return ResultTable(["puzzles", "order", "grids", "valid", "distinct"], rows)
+    return make_table(["puzzles", "order", "grids", "valid", "distinct"], rows)
 
 
-def run(settings: Settings) -> Report:
-    options = settings.options
-    model, tokenizer = load_model(options.model), load_tokenizer(options.model)
-    return Report([evaluate(model, tokenizer, count=options.count, givens=options.givens)])
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def main() -> None:
+    """Print the table of a model."""
+    parser = argparse.ArgumentParser(description="Count the valid grids of a Shidoku model.")
     parser.add_argument("--model", required=True, help="run or model directory")
-    parser.add_argument("--count", type=int, default=1_000, help="grids of each kind (default: 1000)")
-    parser.add_argument("--givens", type=int, default=6, help="digits of a puzzle (default: 6)")
+    parser.add_argument("--count", type=at_least(1), default=1_000, help="grids of each kind (default: 1000)")
+    parser.add_argument("--givens", type=int, choices=range(CELLS + 1), default=6, help="digits (default: 6)")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    model, tokenizer = load_model(options.model), load_tokenizer(options.model)
+    print_parts([evaluate(model, tokenizer, count=options.count, givens=options.givens)])
 
-
-def check_arguments(options: argparse.Namespace) -> str | None:
-    is_valid = options.count >= 1 and 0 <= options.givens <= CELLS
-    return None if is_valid else f"--count must be at least 1 and --givens from 0 to {CELLS}"
-
-
-BENCHMARK = Benchmark(
-    "Count the valid grids of a Shidoku model.",
-    run,
-    rounds=None,
-    threads=1,
-    add_arguments=add_arguments,
-    check_arguments=check_arguments,
-)
 
 if __name__ == "__main__":
-    raise SystemExit(main(BENCHMARK))
+    main()

@@ -15,9 +15,10 @@ from benchmarking.bench_ddp import (
     minimum_sent_bytes,
     parse_loopback_bytes,
 )
-from benchmarking.harness import Report, Settings
 from ddp.process_group import World
+from logger.pages import Table
 from tests.distributed.forked import run_ranks
+from tests.unit.benchmarking.cases import read_columns
 
 CASE = DistributedCase(hidden_size=16, layers=2, vocab_size=32, length=8, batch_size=2, bucket_mib=0.01, steps=1)
 DEV = """Inter-|   Receive                                        |  Transmit
@@ -36,14 +37,14 @@ def test_counters() -> None:
 
 @pytest.mark.slow  # five implementations, each of two ranks
 def test_losses_agree_and_the_report_has_every_implementation(tmp_path: Path) -> None:
-    def act(world: World) -> tuple[list[float], Report]:
+    def act(world: World) -> tuple[list[float], Table]:
         losses = [world.sum(float(implementation.turn(3)))[0] for implementation in build_all(CASE, world).values()]
-        return losses, measure(CASE, Settings(rounds=2), world)
+        return losses, measure(CASE, world, rounds=2)
 
-    (losses, report), (other_losses, _) = run_ranks(act, tmp_path)
+    (losses, table), (other_losses, _) = run_ranks(act, tmp_path)
     assert losses == other_losses
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
-    [speed] = report.tables
-    optimizer_mib = dict(zip(speed.column("implementation"), speed.column("optimizer MiB per rank"), strict=True))
+    columns = read_columns(table)
+    optimizer_mib = dict(zip(columns["implementation"], columns["optimizer MiB per rank"], strict=True))
     assert optimizer_mib.keys() >= {*OURS, TORCH_DDP}
     assert float(optimizer_mib["ours, ddp, optimizer sharded"]) < 0.7 * float(optimizer_mib["ours, ddp"])

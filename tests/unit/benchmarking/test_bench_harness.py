@@ -16,20 +16,19 @@ import torch
 
 from benchmarking import harness
 from benchmarking.harness import (
-    Benchmark,
-    Report,
     ResultFiles,
-    ResultTable,
-    Settings,
     check_installed,
     collect_environment,
     compare,
     format_command_line,
-    main,
+    make_parser,
+    make_report,
+    make_table,
+    run_benchmark,
     run_in_fresh_process,
     speedup,
 )
-from profiling.cores import usable_cores
+from logger.pages import Page
 from profiling.memory import reset_peak_resident
 
 GROW_AND_FREE = """
@@ -46,44 +45,34 @@ assert resident_bytes() <= peak_resident_bytes()
 del block
 assert 60 * MEBIBYTE < peak.bytes() < 72 * MEBIBYTE, peak.bytes()
 """
+REPORT = make_report("Speed", ["text", make_table(["name", "n"], [["a", "1"], ["b", "2"]])], {"data": "none"})
 
 
-class FakeClock:
-    """A clock that only the calls of implementations advance."""
+def test_implementations_take_turns_and_warmup_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    calls: list[str] = []
 
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.calls: list[str] = []
-
-    def __call__(self) -> float:
-        return self.now
-
-    def implementation(self, name: str, seconds: list[float]) -> Callable[[], str]:
+    def implementation(name: str, seconds: list[float]) -> Callable[[], str]:
         remaining = iter(seconds)
 
         def call() -> str:
-            self.calls.append(name)
-            self.now += next(remaining)
+            nonlocal now
+            calls.append(name)
+            now += next(remaining)
             return name.upper()
 
         return call
 
-
-def test_implementations_take_turns_and_warmup_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = FakeClock()
-    monkeypatch.setitem(harness.CLOCKS, "wall", clock)
-    implementations = {
-        "a": clock.implementation("a", [100.0, 1.0, 2.0]),
-        "b": clock.implementation("b", [200.0, 3.0, 5.0]),
-    }
-    outputs: list[dict[str, Any]] = []
-
     def check(values: Mapping[str, Any]) -> None:
+        nonlocal now
         outputs.append(dict(values))
-        clock.now += 1000.0  # outside the clock
+        now += 1000.0  # outside the clock
 
-    times = compare(implementations, Settings(2, 1), check=check)
-    assert clock.calls == ["a", "b"] * 3
+    monkeypatch.setitem(harness.CLOCKS, "wall", lambda: now)
+    outputs: list[dict[str, Any]] = []
+    implementations = {"a": implementation("a", [100.0, 1.0, 2.0]), "b": implementation("b", [200.0, 3.0, 5.0])}
+    times = compare(implementations, rounds=2, warmup=1, check=check)
+    assert calls == ["a", "b"] * 3
     assert times.seconds == {"a": [1.0, 2.0], "b": [3.0, 5.0]}
     assert times.median("a") == 1.5 and times.format_ms("b") == "4,000.00"
     assert times.speedup_cells("a", "b") == ["2.67", "2.75 [2.62, 2.88]"]
@@ -92,28 +81,18 @@ def test_implementations_take_turns_and_warmup_is_not_measured(monkeypatch: pyte
 
 def test_speedup_of_medians_and_within_rounds() -> None:
     ratio = speedup([1.0, 1.0, 2.0, 1.0, 4.0], [2.0, 3.0, 6.0, 1.0, 16.0])
-    assert ratio.ratio_of_medians == 3.0
-    assert (ratio.low, ratio.median_ratio, ratio.high) == (2.0, 3.0, 3.0)
-    assert ratio.format_ratio() == "3.00 [2.00, 3.00]"
-
-
-def test_noise_of_whole_rounds_cancels_within_rounds() -> None:
-    noise = [1.0, 10.0, 3.0, 30.0]
-    ratio = speedup(noise, [1.5 * factor for factor in noise])
-    assert (ratio.low, ratio.median_ratio, ratio.high) == (1.5, 1.5, 1.5)
-
-
-def test_speedup_needs_the_same_rounds() -> None:
+    assert ratio.ratio_of_medians == 3.0 and ratio.format_ratio() == "3.00 [2.00, 3.00]"
+    noise = [1.0, 10.0, 3.0, 30.0]  # of whole rounds cancels
+    assert speedup(noise, [1.5 * factor for factor in noise]).format_ratio() == "1.50 [1.50, 1.50]"
     with pytest.raises(ValueError, match="zip"):
         speedup([1.0, 2.0], [1.0, 2.0, 3.0])
 
 
 def test_environment_is_complete() -> None:
-    environment = collect_environment(threads=3, packages=["torch"])
-    assert f"torch {torch.__version__}" in environment["software"]
-    assert environment["threads"].startswith("3 of torch")
+    environment = collect_environment(threads=3, packages=["torch", "no_such_package"], rounds=5, warmup=2)
+    assert f"torch {torch.__version__}" in environment["software"] and "no_such" not in environment["software"]
+    assert environment["threads"].startswith("3 of torch") and environment["rounds"] == "5 after 2 of warm-up"
     assert environment["CPU"]
-    assert usable_cores() >= 1
 
 
 def test_command_line_is_what_one_would_type(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,17 +104,6 @@ def test_command_line_is_what_one_would_type(monkeypatch: pytest.MonkeyPatch) ->
     assert format_command_line() == "python -m benchmarking.harness --set 'a.b=x y'"
 
 
-REPORT = Report(["text", ResultTable(["name", "n"], [["a", "1"], ["b", "2"]])], {"data": "none"})
-MARKDOWN = "text\n\n| name | n |\n| --- | ---: |\n| a | 1 |\n| b | 2 |\n\n- data: none"
-
-
-def test_report() -> None:
-    assert REPORT.to_markdown() == MARKDOWN
-    assert REPORT.to_markdown({"date": "today"}) == MARKDOWN + "\n- date: today"
-    [table] = REPORT.tables
-    assert table.column("n") == ["1", "2"]
-
-
 def test_result_files_replace_existing_ones(tmp_path: Path) -> None:
     for _ in range(2):
         files = ResultFiles(tmp_path / "out", "speed")
@@ -143,45 +111,28 @@ def test_result_files_replace_existing_ones(tmp_path: Path) -> None:
         files.append([{"a": 2}, {"a": 3}])
         files.write_report(REPORT)
     assert (tmp_path / "out" / "speed.jsonl").read_text() == '{"a": 1}\n{"a": 2}\n{"a": 3}\n'
-    assert (tmp_path / "out" / "speed.md").read_text() == MARKDOWN + "\n"
+    assert (tmp_path / "out" / "speed.md").read_text() == (
+        "# Speed\n\n## Results\n\ntext\n\n| name | n |\n| --- | ---: |\n| a | 1 |\n| b | 2 |\n\n"
+        "## Conditions\n\n|  |  |\n| --- | --- |\n| data | none |\n"
+    )
     ResultFiles(None, "speed").append([{"a": 1}])
 
 
-def make_benchmark(run: Callable[[Settings], Report], **options: Any) -> Benchmark:
-    return Benchmark("A test.", run, threads=torch.get_num_threads(), **options)
+def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = make_parser("A test.", rounds=20, threads=torch.get_num_threads())
+    options = parser.parse_args(["--rounds", "4"])
+    assert options.rounds == 4
+    assert run_benchmark(lambda options: REPORT, options) == 0
+    assert capsys.readouterr().out.splitlines()[4:7] == ["name  n", "a     1", "b     2"]
+    for option in ("--rounds=1", "--threads=0", "--rounds=x"):
+        with pytest.raises(SystemExit, match="2"):
+            parser.parse_args([option])
+        assert f"argument {option.split('=')[0]}: " in capsys.readouterr().err
 
-
-def test_main_prints_the_report(capsys: pytest.CaptureFixture[str]) -> None:
-    received: list[Settings] = []
-
-    def run(settings: Settings) -> Report:
-        received.append(settings)
-        return REPORT
-
-    def add_arguments(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--size", type=int, default=7)
-
-    assert main(make_benchmark(run, add_arguments=add_arguments, warmup=2), ["--rounds", "4"]) == 0
-    [settings] = received
-    assert (settings.rounds, settings.warmup, settings.options.size) == (4, 2, 7)
-    assert capsys.readouterr().out.startswith(MARKDOWN)
-
-
-def test_main_rejects_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
-    benchmark = make_benchmark(
-        lambda settings: REPORT, check_arguments=lambda options: "--rounds 3 is odd" if options.rounds == 3 else None
-    )
-    for argv, option in (["--rounds", "1"], "--rounds"), (["--threads", "0"], "--threads"), (["--rounds", "3"], "odd"):
-        with pytest.raises(SystemExit) as caught:
-            main(benchmark, argv)
-        assert caught.value.code == 2 and option in capsys.readouterr().err
-
-
-def test_main_names_failures(capsys: pytest.CaptureFixture[str]) -> None:
-    def fail(settings: Settings) -> Report:
+    def fail(options: argparse.Namespace) -> Page:
         raise ValueError("results differ")
 
-    assert main(make_benchmark(fail, rounds=None), []) == 1
+    assert run_benchmark(fail, options) == 1
     assert "results differ" in capsys.readouterr().err
 
 

@@ -19,6 +19,7 @@ from config.model import ModelConfig
 from diffusionlm.models.init import OUTPUT_PROJECTIONS
 from diffusionlm.models.patterns import Causal
 from diffusionlm.models.transformer import Transformer
+from tests.unit.benchmarking.cases import read_facts, read_tables
 
 RESOURCE = Path(__file__).parents[3] / "config" / "resources" / "bench_infer.toml"
 SHAPE: dict[str, Any] = {
@@ -136,14 +137,12 @@ def test_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     threads = torch.get_num_threads()
     report = bench_infer(make_config(output={"path": tmp_path / "out" / "bench.json"}))
     torch.set_num_threads(threads)
-    [table] = report.tables
-    assert [row[:4] for row in table.rows] == [
-        ["static", "4", cache, size] for size in ("1", "2") for cache in ("none", "block")
-    ]
-    assert [cell == "1" for cell in table.column("over the first")] == [True, False, True, False]
-    assert table.column("forwards") == ["4"] * 4
-    assert table.column("tok/forward") == ["2.00"] * 4
-    assert report.facts["model"] == "random weights" and report.facts["threads"].startswith("1 of torch")
+    [columns] = read_tables(report)
+    assert (columns["cache"], columns["batch"]) == (["none", "block"] * 2, ["1", "1", "2", "2"])
+    assert [cell == "1" for cell in columns["over the first"]] == [True, False, True, False]
+    assert (columns["forwards"], columns["tok/forward"]) == (["4"] * 4, ["2.00"] * 4)
+    facts = read_facts(report)
+    assert facts["model"] == "random weights" and facts["threads"].startswith("1 of torch")
     output = capsys.readouterr()
     assert output.out == "" and "static, block 4, cache block, batch 2" in output.err
     record = json.loads((tmp_path / "out" / "bench.json").read_text())
@@ -199,8 +198,8 @@ def test_speed_over_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = torch.get_num_threads()
     report = bench_infer(config.model_copy(update={"bench": bench}))
     torch.set_num_threads(threads)
-    assert all("[" in cell for cell in report.tables[0].column("over transformers, next tokens"))
-    assert report.facts["transformers, next tokens, batch 2"].endswith(" tok/s")
+    assert all("[" in cell for cell in read_tables(report)[0]["over transformers, next tokens"])
+    assert read_facts(report)["transformers, next tokens, batch 2"].endswith(" tok/s")
 
 
 @pytest.mark.slow

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from benchmarking.serving.bench_serve import BenchServeResult, bench_serve
-from benchmarking.serving.client import Clock
-from benchmarking.serving.server_metrics import parse_counts
-from benchmarking.serving.summary import format_summary
+from benchmarking.serving.load import Clock
+from benchmarking.serving.summary import format_summary, parse_counts
 from benchmarking.serving.workload import arrival_times, build_requests
 from config.bench.serve import BenchServeConfig, RequestsSection
 from files.usage_error import UsageError
+from logger.pages import Table
 
 METRICS = """# HELP vllm:generation_tokens_total Tokens.
 vllm:generation_tokens_total{{model_name="a b",engine="0"}} {tokens}
@@ -105,6 +105,12 @@ def run(fake: FakeServer, /, *, load: dict[str, Any] | None = None, **sections: 
     return bench_serve(BenchServeConfig.model_validate(values), clock=fake.clock, transport=fake)
 
 
+def read_rows(result: BenchServeResult) -> list[list[list[str]]]:
+    """The texts of both tables."""
+    parts = format_summary(result.model, result.summary, BenchServeConfig().goodput)
+    return [list(map(part.texts, part.rows)) for part in parts if isinstance(part, Table)]
+
+
 @pytest.mark.parametrize(("endpoint", "path"), [("completions", "/v1/completions"), ("chat", "/v1/chat/completions")])
 def test_times_and_rates(endpoint: str, path: str) -> None:
     server = FakeServer()
@@ -121,9 +127,9 @@ def test_times_and_rates(endpoint: str, path: str) -> None:
     assert (summary.server.tokens_per_forward, summary.server.host_share) == (3.0, 0.25)
     rates = summary.to_json()
     assert (rates["tokens_per_second"], rates["requests_per_second"]) == (36 / 7, 4 / 7)
-    rows, table = format_summary(summary, BenchServeConfig().goodput)
+    rows, table = read_rows(result)
     assert ["answers equal to those alone", "4 of 4"] in rows and ["tokens per forward, all requests", "3.00"] in rows
-    assert table[1] == ["time to the first text (TTFT), ms", "1,000.00", "1,000.00", "1,000.00", "1,000.00"]
+    assert table[0] == ["time to the first text (TTFT), ms", "1,000.00", "1,000.00", "1,000.00", "1,000.00"]
 
 
 def test_bodies() -> None:
@@ -213,7 +219,7 @@ def test_errors_are_counted_and_their_times_are_not() -> None:
     assert result.summary.errors == {"HTTP 429": 2, "HTTP 503": 1, "stream": 1, "incomplete": 1, "invalid": 1}
     assert result.summary.num_complete == result.summary.check.num_equal == 2 and not result.problems
     assert result.summary.distributions["ttft_ms"]["mean"] == 1000.0
-    assert ["failed: HTTP 429", "2"] in format_summary(result.summary, BenchServeConfig().goodput)[0]
+    assert ["failed: HTTP 429", "2"] in read_rows(result)[0]
     server.answer = lambda *_: 400
     [problem] = run(server, requests={"count": 2}).problems
     assert problem.startswith('no request was complete; the first: HTTP 400: {"error"')
@@ -253,7 +259,7 @@ def test_a_server_that_counts_nothing(tmp_path: Path) -> None:
     assert (summary.prompt_tokens, summary.new_tokens, summary.are_tokens_counted) == (None, 3, False)
     assert summary.distributions["tpot_ms"]["mean"] == 375.0 and "tokens_per_chunk" not in summary.distributions
     assert summary.server.num_forwards is None
-    assert ["pieces/s", f"{3 / 1.75:.1f}"] in format_summary(summary, BenchServeConfig().goodput)[0]
+    assert ["pieces/s", f"{3 / 1.75:.1f}"] in read_rows(result)[0]
     record = json.loads((tmp_path / "new" / "out.json").read_text(encoding="utf-8"))
     assert record["requests"][0]["chunk_times"] == [1.0, 1.5, 1.75]
     assert record["results"]["tokens_per_second"] == 3 / 1.75 and record["config"]["requests"]["count"] == 1

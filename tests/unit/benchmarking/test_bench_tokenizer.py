@@ -26,6 +26,8 @@ from benchmarking.harness import Comparison
 from config.bench.training import BenchOutputSection, BenchTokenizerConfig, BenchTokenizerSection, TokenizerPeer
 from config.data import PythonStdlib
 from config.load import ConfigError, load_config
+from logger.pages.markdown import render_markdown
+from tests.unit.benchmarking.cases import read_facts, read_tables
 
 ROOT = Path(__file__).parents[3]
 RESOURCE = ROOT / "config" / "resources" / "bench_tokenizer.toml"
@@ -112,7 +114,7 @@ def test_table_of_speeds() -> None:
     ]
     assert results[0].megabytes_per_second(OURS) == 1.5
     table = build_table(results, [OURS, "tokenizers", "tiktoken"])
-    assert table.header[1:5] == ["diffusionlm MB/s", "tokenizers MB/s", "tiktoken MB/s", "speedup over tokenizers"]
+    assert table.heads[1:5] == ["diffusionlm MB/s", "tokenizers MB/s", "tiktoken MB/s", "speedup over tokenizers"]
     assert table.rows == [
         ["training", "1.50", "0.75", "-", "2.00", "2.00 [1.67, 3.00]", "-", "-"],
         ["decoding", "3.00", "6.00", "12.00", "0.50", "0.50 [0.50, 0.50]", "0.25", "0.25 [0.25, 0.25]"],
@@ -133,9 +135,9 @@ def test_end_to_end(
         monkeypatch.setenv(name, "7")
     report = bench_tokenizer(tiny(peers, tmp_path / "out"))
     assert {name: os.environ[name] for name in ONE_THREAD} == ONE_THREAD
-    assert (tmp_path / "out" / "tokenizer_speed.md").read_text() == report.to_markdown() + "\n"
-    assert [table.column("task") for table in report.tables] == [TASKS] * 2
-    assert ("tiktoken" in report.facts) == bool(peers)
+    assert (tmp_path / "out" / "tokenizer_speed.md").read_text() == render_markdown(report)
+    assert [table["task"] for table in read_tables(report)] == [TASKS] * 2
+    assert ("tiktoken" in read_facts(report)) == bool(peers)
     output = capsys.readouterr()
     assert output.out == "" and "vocabulary 400, decoding" in output.err
     lines = (tmp_path / "out" / "tokenizer_speed.jsonl").read_text().splitlines()

@@ -18,15 +18,15 @@ from benchmarking.bench_train import (
     measure_memory,
     measure_memory_in_process,
 )
-from benchmarking.harness import Settings
 from benchmarking.implementations.training import OURS, TrainCase
 from config.bench.training import BenchOutputSection, BenchShape, BenchTrainConfig, BenchTrainSection
 from config.dump import to_toml
 from config.load import ConfigError, load_config
 from diffusionlm.models.transformer import Transformer
 from files.usage_error import UsageError
+from logger.pages.markdown import render_markdown
 from profiling.torch_setup import select_device
-from tests.unit.benchmarking.train_cases import make_case, make_shape
+from tests.unit.benchmarking.cases import make_case, make_shape, read_facts, read_tables
 
 RESOURCES = Path(__file__).parents[3] / "config" / "resources"
 RESOURCE = RESOURCES / "bench_train.toml"
@@ -121,7 +121,6 @@ def test_a_peer_that_cannot_run_is_left_out_with_its_reason(monkeypatch: pytest.
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_compiled_code_is_forgotten_between_cases() -> None:
     """Else the second case would run code for any length, and a ninth case none that is compiled."""
     shapes: list[tuple[bool, ...]] = []
@@ -138,9 +137,10 @@ def test_compiled_code_is_forgotten_between_cases() -> None:
 
 
 def test_speed_without_memory() -> None:
-    measurement = module.measure_case(make_case(), [OURS], Settings(2, 0), measures_memory=False)
-    tables = module.build_report([measurement], {}, {}).tables
-    assert [table.header[3:] for table in tables] == [
+    bench = BenchTrainSection(rounds=2, warmup=0, memory=False)
+    measurement = module.measure_case(make_case(), [OURS], bench)
+    tables = read_tables(module.build_report([measurement], {}, {}))
+    assert [list(table)[3:] for table in tables] == [
         [f"{OURS} tok/s"],
         ["step, ms", "GFLOP", "GFLOP/s", "MFU"],
     ]
@@ -190,12 +190,13 @@ def test_without_peers_end_to_end(
         output=BenchOutputSection(directory=tmp_path / "out"),
     )
     report = bench_train(config)
-    assert (tmp_path / "out" / "training_speed.md").read_text() == report.to_markdown() + "\n"
-    assert list(report.tables[0].header) == ["shape", "objective", "precision", "diffusionlm tok/s"]
-    assert "transformers" not in report.facts and report.facts["threads"].startswith("1 of torch")
-    for table in report.tables:
-        assert table.column("objective") == ["masked diffusion", "block diffusion, 8", "next token"]
-    assert report.tables[1].column("MFU") == ["unknown peak"] * 3
+    assert (tmp_path / "out" / "training_speed.md").read_text() == render_markdown(report)
+    tables, facts = read_tables(report), read_facts(report)
+    assert list(tables[0]) == ["shape", "objective", "precision", "diffusionlm tok/s"]
+    assert "transformers" not in facts and facts["threads"].startswith("1 of torch")
+    for table in tables:
+        assert table["objective"] == ["masked diffusion", "block diffusion, 8", "next token"]
+    assert tables[1]["MFU"] == ["unknown peak"] * 3
     output = capsys.readouterr()
     assert output.out == "" and "tiny, next token, float32: round 2/2" in output.err
     lines = (tmp_path / "out" / "training_speed.jsonl").read_text().splitlines()
@@ -215,11 +216,9 @@ def test_with_transformers_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
         bench=BenchTrainSection(peers=("transformers", "liger"), rounds=2, warmup=0, threads=1, device="cpu"),
     )
     report = bench_train(config)
-    speed, rates, memory = report.tables
-    assert list(speed.header[3:6]) == ["diffusionlm tok/s", "transformers tok/s", "speedup over transformers"]
-    assert speed.column("precision") == rates.column("precision") == ["float32", "bfloat16"]
-    assert [row[3:] for row in memory.rows[:2]] == [
-        [OURS, "10 MiB", "11 MiB", "12 MiB", "13 MiB", "14 MiB"],
-        ["transformers", "20 MiB", "21 MiB", "22 MiB", "23 MiB", "24 MiB"],
-    ]
-    assert report.facts["liger"].startswith("left out: ")
+    speed, rates, memory = read_tables(report)
+    assert list(speed)[3:6] == ["diffusionlm tok/s", "transformers tok/s", "speedup over transformers"]
+    assert speed["precision"] == rates["precision"] == ["float32", "bfloat16"]
+    assert memory["implementation"][:2] == [OURS, "transformers"]
+    assert (memory["weights"][:2], memory["peak"][:2]) == (["10 MiB", "20 MiB"], ["14 MiB", "24 MiB"])
+    assert read_facts(report)["liger"].startswith("left out: ")

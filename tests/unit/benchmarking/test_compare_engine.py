@@ -7,15 +7,9 @@ import importlib.util
 
 import pytest
 
-from benchmarking.harness import Settings
 from benchmarking.serving import compare_engine
-from benchmarking.serving.compare_engine import (
-    CallerRequest,
-    count_equal,
-    draw_requests,
-    run,
-    split_batches,
-)
+from benchmarking.serving.compare_engine import CallerRequest, count_equal, draw_requests, run, split_batches
+from tests.unit.benchmarking.cases import read_tables
 
 SHAPE = compare_engine.SHAPE.model_copy(
     update={
@@ -37,9 +31,10 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare_engine, "LONGEST", 12)
 
 
-def settings(*peers: str) -> Settings:
-    options = argparse.Namespace(concurrency=[2], requests=3, alone=1, peers=list(peers))
-    return Settings(rounds=2, options=options)
+def measure(*peers: str) -> dict[str, list[str]]:
+    options = argparse.Namespace(rounds=2, threads=1, concurrency=[2], requests=3, alone=1, peers=list(peers))
+    [columns] = read_tables(run(options))
+    return columns
 
 
 def test_requests_have_unequal_lengths_of_whole_blocks() -> None:
@@ -57,22 +52,21 @@ def test_static_batches_and_equal_answers() -> None:
 
 
 def test_the_engine_is_compared_with_equal_answers() -> None:
-    [table] = run(settings()).tables
-    assert table.column("against") == ["one at a time", "static, leave", "static, padded"]
-    assert table.column("equal answers") == ["2 of 2", "6 of 6", "6 of 6"]
+    columns = measure()
+    assert columns["against"] == ["one at a time", "static, leave", "static, padded"]
+    assert columns["equal answers"] == ["2 of 2", "6 of 6", "6 of 6"]
 
 
 def test_without_transformers_its_rows_are_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(compare_engine, "is_installed", lambda package: False)
-    [table] = run(settings("transformers")).tables
-    assert len(table.rows) == 3 and "uv sync --group bench" in capsys.readouterr().err
+    assert len(measure("transformers")["ours"]) == 3 and "uv sync --group bench" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 def test_autoregressive_answers_are_those_of_transformers() -> None:
-    [table] = run(settings("transformers")).tables
-    assert table.column("against")[3:] == ["transformers, next tokens"] * 2
-    assert table.column("equal answers")[3:] == ["6 of 6", ""]
+    columns = measure("transformers")
+    assert columns["against"][3:] == ["transformers, next tokens"] * 2
+    assert columns["equal answers"][3:] == ["6 of 6", ""]

@@ -9,15 +9,15 @@ from unittest.mock import patch
 import torch
 
 from benchmarking import bench_infer, bench_kernels, bench_train
-from benchmarking.harness import Settings
 from benchmarking.implementations.training import OURS
 from config.bench.inference import BenchInferConfig
+from config.bench.training import BenchTrainSection
 from config.load import load_config
 from tests.fake_cuda import fake_cuda
-from tests.unit.benchmarking.train_cases import make_case
+from tests.unit.benchmarking.cases import make_case, read_facts, read_tables
 
 RESOURCE = Path(__file__).parents[3] / "config" / "resources" / "bench_infer_gpu.toml"
-SETTINGS = Settings(2, 0)
+BENCH = BenchTrainSection(rounds=2, warmup=0)
 
 
 def test_head_and_loss() -> None:
@@ -38,11 +38,11 @@ def test_training() -> None:
         patch.object(bench_train, "measure_memory", lambda case, name: memory),
     ):
         case = replace(make_case("bfloat16"), device="cuda")
-        measurement = bench_train.measure_case(case, [OURS], SETTINGS)
+        measurement = bench_train.measure_case(case, [OURS], BENCH)
         report = bench_train.build_report([measurement], {}, {})
-    assert len(measurement.times.seconds[OURS]) == SETTINGS.rounds
-    assert report.tables[1].column("MFU")[0].endswith("%")
-    assert record.waits["benchmarking/implementations/training.py:synchronize"] == SETTINGS.rounds
+    assert len(measurement.times.seconds[OURS]) == BENCH.rounds
+    assert read_tables(report)[1]["MFU"][0].endswith("%")
+    assert record.waits["benchmarking/implementations/training.py:synchronize"] == BENCH.rounds
 
 
 def test_decoding() -> None:
@@ -54,6 +54,6 @@ def test_decoding() -> None:
     ]  # fmt: skip
     with fake_cuda() as record:
         report = bench_infer.bench_infer(load_config(BenchInferConfig, RESOURCE, settings))
-    assert report.facts["accelerator"] == "NVIDIA H200"
-    assert report.tables[0].column("batch") == ["2"]
+    assert read_facts(report)["accelerator"] == "NVIDIA H200"
+    assert read_tables(report)[0]["batch"] == ["2"]
     assert record.product_dtypes() == {torch.bfloat16}

@@ -22,7 +22,7 @@ from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.patterns import BlockDiffusion as BlockDiffusionPattern
 from diffusionlm.training.metrics import StepMetrics
 from diffusionlm.training.step import StepBatch, TrainState, train_step
-from tests.unit.benchmarking.train_cases import make_case, make_shape
+from tests.unit.benchmarking.cases import make_case, make_shape
 
 OBJECTIVES: tuple[ObjectiveConfig, ...] = (
     MaskedDiffusionConfig(),

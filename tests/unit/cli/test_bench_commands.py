@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarking.serving.bench_serve import BenchServeResult
-from benchmarking.serving.client import RequestRecord
-from benchmarking.serving.load import AnswerCheck, LoadResult
-from benchmarking.serving.server_metrics import ServerCounts
-from benchmarking.serving.summary import summarize
+from benchmarking.serving.load import AnswerCheck, LoadResult, RequestRecord
+from benchmarking.serving.summary import ServerCounts, summarize
 from cli.commands import COMMANDS
 from config.bench.serve import BenchServeConfig
 

@@ -1,4 +1,4 @@
-"""A tiny shape and cases of the training benchmark."""
+"""Tiny cases of the training benchmark, and the parts of a report."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from benchmarking.implementations.training import TrainCase
 from config.bench.training import BenchShape, Precision
 from config.training.objective import MaskedDiffusionConfig, ObjectiveConfig
+from logger.pages import Page, Table
 
 
 def make_shape(**changes: Any) -> BenchShape:
@@ -32,3 +33,20 @@ def make_case(
     return TrainCase(
         shape or make_shape(), precision, "cpu", threads=1, seed=0, objective=objective or MaskedDiffusionConfig()
     )
+
+
+def read_columns(table: Table) -> dict[str, list[str]]:
+    """The texts of each column of a table, by heading."""
+    return {head: list(cells) for head, *cells in zip(table.heads, *map(table.texts, table.rows), strict=True)}
+
+
+def read_tables(report: Page) -> list[dict[str, list[str]]]:
+    """The columns of the tables of the results."""
+    return [read_columns(part) for part in report.sections["Results"] if isinstance(part, Table)]
+
+
+def read_facts(report: Page) -> dict[str, str]:
+    """The conditions of a report."""
+    [table] = report.sections["Conditions"]
+    assert isinstance(table, Table)
+    return dict(map(table.texts, table.rows))
