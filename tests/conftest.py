@@ -84,7 +84,7 @@ def _frozen_objects() -> Iterator[None]:
     functions = {name: getattr(gc, name) for name in ("collect", "disable", "enable", "isenabled")}
     keep_frozen = dict.fromkeys(("freeze", "unfreeze"), lambda: None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("diffusionlm.training.garbage.gc", SimpleNamespace(**functions, **keep_frozen))
+        patch.setattr("diffusionlm.training.loop.gc", SimpleNamespace(**functions, **keep_frozen))
         yield
     gc.unfreeze()
 

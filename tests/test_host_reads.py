@@ -15,7 +15,7 @@ ALLOWED = {
     "diffusionlm/checkpoints/adapter_files.py:save_adapter": "weights that are written",
     "diffusionlm/checkpoints/base_fingerprint.py:from_tensor": "weights that are hashed, part by part",
     "diffusionlm/checkpoints/weights.py:save_weights": "weights that are written",
-    "diffusionlm/training/checkpointing/snapshot_memory.py:copy": "all copies of a checkpoint: once",
+    "diffusionlm/training/checkpointing/staging.py:copy": "all copies of a checkpoint: once",
     "ddp/fully_sharded.py:_gather": "a whole parameter that is written",
     "ddp/replicas.py:check_replicas_equal": "hashes of all parameters: once in a checkpoint",
     # tensors on the CPU

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import TracebackType
 
 from config.train import TrainConfig
 from config.training.runtime import ProfilerConfig
 from ddp.process_group import process_group
 from diffusionlm.families.model_directory import resolve_model_directory
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
-from diffusionlm.training.garbage import GarbageCollection
 from diffusionlm.training.metrics import StepMetrics, TrainingProgress
 from diffusionlm.training.reporting import (
     RunSummary,
@@ -320,3 +321,35 @@ def update_progress(
         f"{text}; the last {max_consecutive_skips} steps were {reason} (training.max_nonfinite_steps). The last "
         f"checkpoint is intact; {remedy}"
     )
+
+
+class GarbageCollection:
+    """Context in which the collector runs every ``every_steps`` steps only; 0: as Python does it.
+
+    Objects that exist at its start are frozen: the collector does not traverse them.
+    """
+
+    def __init__(self, every_steps: int) -> None:
+        self.every_steps = every_steps
+        self._was_enabled = False
+
+    def __enter__(self) -> GarbageCollection:
+        self._was_enabled = gc.isenabled()
+        if self.every_steps:
+            gc.collect()
+            gc.freeze()
+            gc.disable()
+        return self
+
+    def collect_after_step(self, step: int) -> None:
+        """Collect if ``step`` is a multiple of ``every_steps``."""
+        if self.every_steps and step % self.every_steps == 0:
+            gc.collect()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.every_steps:
+            gc.unfreeze()
+            if self._was_enabled:
+                gc.enable()

@@ -28,11 +28,11 @@ from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import build_optimizers
 from diffusionlm.optim.ema import WeightAverage
 from diffusionlm.optim.master_weights import select_block_matrices
-from diffusionlm.training.adapters.checkpoint_files import ModelFiles
+from diffusionlm.training.adapters import ModelFiles
 from diffusionlm.training.block_wrapping import prepare_model
 from diffusionlm.training.checkpointing.async_checkpointer import AsyncCheckpointer
 from diffusionlm.training.checkpointing.run_directory import RunDirectory
-from diffusionlm.training.checkpointing.save_coordinator import SaveCoordinator
+from diffusionlm.training.checkpointing.staging import SaveCoordinator
 from diffusionlm.training.metrics import ThroughputMeter, TrainingProgress
 from diffusionlm.training.monitor import StepMonitor
 from diffusionlm.training.prefetch import Prefetcher

@@ -39,7 +39,7 @@ from diffusionlm.models.init import init_weights, initial_value
 from diffusionlm.models.lora import find_dropout
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import requires_whole_matrix
-from diffusionlm.training.adapters.adapter_spec import AdapterSpec
+from diffusionlm.training.adapters import AdapterSpec
 from diffusionlm.training.step import Perturbation
 from profiling import memory, triton_setup
 from profiling.cores import usable_cores

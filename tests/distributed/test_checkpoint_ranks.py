@@ -18,8 +18,7 @@ from ddp.process_group import SINGLE_PROCESS, World
 from diffusionlm.checkpoints.manifest import make_manifest_entries
 from diffusionlm.training.checkpointing import tensor_files
 from diffusionlm.training.checkpointing.async_checkpointer import AsyncCheckpointer
-from diffusionlm.training.checkpointing.save_coordinator import SaveCoordinator
-from diffusionlm.training.checkpointing.staging import StagedCheckpoint, TensorShard, stage_checkpoint
+from diffusionlm.training.checkpointing.staging import SaveCoordinator, StagedCheckpoint, TensorShard, stage_checkpoint
 from diffusionlm.training.checkpointing.store import CheckpointStore, LoadedCheckpoint
 from tests.distributed.forked import end_ranks, run_ranks
 

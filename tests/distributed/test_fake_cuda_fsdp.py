@@ -13,7 +13,7 @@ from ddp.fully_sharded import FullySharded
 from ddp.process_group import World
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.training.checkpointing.snapshot_memory import SnapshotMemory
+from diffusionlm.training.checkpointing.staging import SnapshotMemory
 from tests.conftest import MakeConfig
 from tests.distributed.toys import units_of_transformer
 from tests.fake_cuda import fake_cuda

@@ -13,7 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
-from diffusionlm.training.garbage import GarbageCollection
+from diffusionlm.training.loop import GarbageCollection
 
 MAX_WAIT_SECONDS = 600.0
 """A test that has ended sends no signal."""

@@ -27,7 +27,7 @@ Sections = dict[str, dict[str, Any]]
 ALLOWED_WAITS = {
     # at the start
     "diffusionlm/training/setup.py:build": "the weights are copied to the GPU",
-    "diffusionlm/training/adapters/adapter_spec.py:add_to": "weights are quantized on the GPU, one after the other",
+    "diffusionlm/training/adapters.py:add_to": "weights are quantized on the GPU, one after the other",
     "diffusionlm/training/run.py:build_reference": "the weights of the reference of preferences are copied to the GPU",
     # in logged steps
     "diffusionlm/training/metrics.py:read": "loss, gradient norm and sums over scored positions of a step before",
@@ -39,7 +39,7 @@ ALLOWED_WAITS = {
     # in samples
     "diffusionlm/inference/sampling.py:_to_arrays": "predictions: once in a round",
     # in checkpoints
-    "diffusionlm/training/checkpointing/snapshot_memory.py:copy": "all copies: once",
+    "diffusionlm/training/checkpointing/staging.py:copy": "all copies: once",
     "diffusionlm/optim/ema.py:num_updates": "number of updates of the averages",
 }
 """Places where the host waits for the GPU, and for what."""

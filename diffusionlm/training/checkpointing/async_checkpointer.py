@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 
-from diffusionlm.training.checkpointing.save_coordinator import SINGLE_PROCESS_COORDINATOR, SaveCoordinator
-from diffusionlm.training.checkpointing.snapshot_memory import SnapshotMemory
-from diffusionlm.training.checkpointing.staging import StagedCheckpoint
+from diffusionlm.training.checkpointing.staging import (
+    SINGLE_PROCESS_COORDINATOR,
+    SaveCoordinator,
+    SnapshotMemory,
+    StagedCheckpoint,
+)
 from diffusionlm.training.checkpointing.store import CheckpointStore
 
 

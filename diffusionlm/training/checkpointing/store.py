@@ -24,10 +24,11 @@ from diffusionlm.checkpoints.manifest import (
     verify_directory,
 )
 from diffusionlm.checkpoints.weights import read_weights
-from diffusionlm.training.checkpointing.save_coordinator import SINGLE_PROCESS_COORDINATOR, SaveCoordinator
 from diffusionlm.training.checkpointing.staging import (
+    SINGLE_PROCESS_COORDINATOR,
     TASK_METRICS_KEY,
     VALIDATION_BOUND_KEY,
+    SaveCoordinator,
     StagedCheckpoint,
     TensorShard,
 )

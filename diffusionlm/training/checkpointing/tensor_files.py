@@ -35,8 +35,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from ddp.process_group import SINGLE_PROCESS, World
 from diffusionlm.checkpoints.manifest import ManifestEntries, format_write_error, make_manifest_entries
 from diffusionlm.checkpoints.model_files import join_problems
-from diffusionlm.training.checkpointing.save_coordinator import SaveCoordinator
-from diffusionlm.training.checkpointing.staging import TensorShard
+from diffusionlm.training.checkpointing.staging import SaveCoordinator, TensorShard
 
 METADATA_FILE = ".metadata"
 _ALLOWED_GLOBALS = {

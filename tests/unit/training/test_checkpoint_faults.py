@@ -19,8 +19,12 @@ from safetensors.torch import save_file
 
 from diffusionlm.checkpoints.manifest import MANIFEST, list_files, make_manifest_entries, verify_directory
 from diffusionlm.training.checkpointing.async_checkpointer import AsyncCheckpointer
-from diffusionlm.training.checkpointing.save_coordinator import SINGLE_PROCESS_COORDINATOR
-from diffusionlm.training.checkpointing.staging import StagedCheckpoint, TensorShard, stage_checkpoint
+from diffusionlm.training.checkpointing.staging import (
+    SINGLE_PROCESS_COORDINATOR,
+    StagedCheckpoint,
+    TensorShard,
+    stage_checkpoint,
+)
 from diffusionlm.training.checkpointing.store import CheckpointStore
 from diffusionlm.training.checkpointing.tensor_files import StoredTensors, write_shards
 from files.atomic import write_text_atomic

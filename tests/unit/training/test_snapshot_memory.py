@@ -14,8 +14,13 @@ from safetensors.torch import save_file
 
 from ddp.process_group import World
 from diffusionlm.training.checkpointing.async_checkpointer import AsyncCheckpointer
-from diffusionlm.training.checkpointing.snapshot_memory import ALIGNMENT, SnapshotMemory
-from diffusionlm.training.checkpointing.staging import TensorShard, divide_over_ranks, stage_checkpoint
+from diffusionlm.training.checkpointing.staging import (
+    ALIGNMENT,
+    SnapshotMemory,
+    TensorShard,
+    divide_over_ranks,
+    stage_checkpoint,
+)
 from diffusionlm.training.checkpointing.store import CheckpointStore
 from tests.fake_cuda import fake_cuda
 
@@ -50,7 +55,7 @@ def test_memory_of_a_gpu_is_pinned_once() -> None:
             assert [copy.shape for copy in copies.values()] == [tensor.shape for tensor in tensors.values()]
             registered.append(list(record.registered.values()))
         assert registered == [[4032 + 64]] * 3 + [[12032 + 64]] * 2
-        assert record.waits == {"diffusionlm/training/checkpointing/snapshot_memory.py:copy": 5}, "once a snapshot"
+        assert record.waits == {"diffusionlm/training/checkpointing/staging.py:copy": 5}, "once a snapshot"
         memory.close()
         assert record.registered == {}
         memory.copy({"a": torch.empty(8, device="cuda")})

@@ -23,8 +23,7 @@ from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import Optimizers, build_optimizers
 from diffusionlm.training import block_wrapping
 from diffusionlm.training.block_wrapping import MIN_CPU_FLOPS, should_compile_blocks
-from diffusionlm.training.garbage import GarbageCollection
-from diffusionlm.training.loop import DueActions, MetricsTracker
+from diffusionlm.training.loop import DueActions, GarbageCollection, MetricsTracker
 from diffusionlm.training.metrics import StepMetrics, TrainingProgress
 from diffusionlm.training.prefetch import Prefetcher
 from diffusionlm.training.reporting import describe_memory
@@ -122,7 +121,7 @@ def test_prefetcher_state_matches_the_consumed_step(config: TrainConfig, tmp_pat
 @pytest.fixture
 def frozen_by_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Runs freeze objects and release them, which they do not in other tests."""
-    monkeypatch.setattr("diffusionlm.training.garbage.gc", gc)
+    monkeypatch.setattr("diffusionlm.training.loop.gc", gc)
     yield
     gc.freeze()
 

@@ -1,18 +1,28 @@
-"""The adapter that a run trains: how it is put on the model."""
+"""The adapter that a run trains: how it is put on the model, and the files of a checkpoint, whose model may be one."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from config.finetune.lora import LoraTrainingConfig
 from config.finetune.preference import PreferenceConfig
 from config.train import TrainConfig
-from diffusionlm.checkpoints.adapter_files import load_adapter_values, stored_module_names
+from ddp.parallelism import local_values
+from diffusionlm.checkpoints.adapter_files import (
+    load_adapter_values,
+    read_own_adapter,
+    save_adapter,
+    stored_module_names,
+)
+from diffusionlm.checkpoints.base_fingerprint import BaseFingerprint
+from diffusionlm.checkpoints.huggingface import save_model, save_model_config
 from diffusionlm.models.lora import LoRALinear, adapter_modules, add_adapter, keep_start
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.training.checkpointing.store import LoadedCheckpoint
 
 
 @dataclass(frozen=True)
@@ -67,3 +77,45 @@ class AdapterSpec:
         narrow = {module.weight for module in adapted}
         for parameter in model.parameters():
             parameter.data = parameter.data.to(self.base_dtype if parameter in narrow else torch.float32)
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """Writes and reads the model of a run. It uses only what training does not change."""
+
+    model: Transformer
+    config: TrainConfig
+    base_fingerprint: BaseFingerprint | None
+    """Of the base of the adapter; None: the run trains the whole model."""
+
+    def saved_values(self) -> dict[str, Tensor] | None:
+        """The parameters that a checkpoint holds, in this rank's form. None: all."""
+        if self.config.lora is None:
+            return None
+        return {name: local_values(value) for name, value in self.model.named_parameters() if value.requires_grad}
+
+    def write(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        """Write config.json, generation_config.json and the weights: the model's, or those of its adapter.
+
+        Args:
+            folder: must exist.
+            weights: whole, by parameter name.
+        """
+        if self.config.lora is None:
+            save_model(self.model, folder, weights)
+            return
+        save_model_config(self.model.config, torch.float32, folder)
+        base = str(self.config.model.init_from)
+        save_adapter(
+            self.model, self.config.lora, folder, base=base, weights=weights, fingerprint=self.base_fingerprint
+        )
+
+    def read(self, checkpoint: LoadedCheckpoint) -> dict[str, Tensor]:
+        """Read the weights that `write` wrote, whole, by parameter name.
+
+        Raises:
+            ValueError: they are of another base.
+        """
+        if self.base_fingerprint is None:
+            return checkpoint.weights()
+        return read_own_adapter(self.model, checkpoint.path, self.base_fingerprint)
