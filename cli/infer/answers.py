@@ -1,15 +1,18 @@
-"""Answers of requests and their JSON lines; checks of the output paths."""
+"""Answers of requests, their JSON lines and their page; checks of the output paths."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cli.infer.inputs import EncodedInput
 from config.infer import InferOutputConfig
 from files.output_paths import check_can_write
+from logger.pages import Example, Examples, Output, Page, Part, Token
+from logger.pages.settings import tabulate_settings
+from logger.report.samples import join_tokens
 
 if TYPE_CHECKING:
     from diffusionlm.inference.generate import Generation
@@ -95,6 +98,59 @@ def answer_record(answer: Answer, params: Mapping[str, Any]) -> dict[str, Any]:
         },
         **({"extra": dict(request.source.extra)} if request.source.extra else {}),
     }
+
+
+def build_page(tokenizer: Tokenizer, model_name: str, params: Mapping[str, Any], answers: Sequence[Answer]) -> Page:
+    """The page that replays the answers, forward by forward.
+
+    Args:
+        params: keys of the generation config with their defaults.
+    """
+    examples = [
+        Example(
+            answer.request.text,
+            [Output("", _trace_tokens(tokenizer, answer), list(_list_facts(answer)))],
+            title=answer.request.name,
+        )
+        for answer in answers
+    ]
+    settings = {key: value for key, value in params.items() if value is not None}
+    sections: dict[str, list[Part]] = {
+        "Answers": [Examples(examples)],
+        "Settings": tabulate_settings([(model_name, settings)]),
+    }
+    return Page(f"{model_name}: a replay", sections)
+
+
+def _trace_tokens(tokenizer: Tokenizer, answer: Answer) -> tuple[Token, ...]:
+    """The whole text, of a chat the answer alone, with the forward that committed each token last."""
+    from diffusionlm.inference.text import token_texts
+
+    request, result = answer.request, answer.result
+    is_infill, is_chat = request.source.kind == "infill", request.source.kind == "chat"
+    ids = result.token_ids if is_infill else (*request.token_ids, *result.token_ids)
+    first = len(request.token_ids) if is_chat else request.num_hidden
+    new_positions = [position for position, is_new in enumerate(request.is_new(len(ids))) if is_new]
+    forwards = dict(zip(new_positions, result.step_map, strict=True))
+    logprobs = {
+        position: value for position, value in zip(new_positions, result.logprobs, strict=True) if math.isfinite(value)
+    }
+    return join_tokens(
+        (text, forwards.get(position), logprobs.get(position))
+        for position, text in enumerate(token_texts(tokenizer, ids[first:]), first)
+    )
+
+
+def _list_facts(answer: Answer) -> Iterator[tuple[str, str]]:
+    result = answer.result
+    yield "finished by", {"stop": "a stop token", "length": "its length"}[result.finish_reason]
+    yield "new tokens", f"{answer.num_tokens:,}"
+    yield "forwards", f"{result.num_forwards:,}"
+    yield "tokens per forward", f"{result.tokens_per_forward:.2f}"
+    if answer.mean_logprob is not None:
+        yield "probability (geometric mean)", f"{math.exp(answer.mean_logprob):.1%}"
+    yield "seconds", f"{answer.batch_seconds:.2f}" + f" (batch of {answer.batch_size})" * (answer.batch_size > 1)
+    yield "seed", str(answer.request.seed)
 
 
 def check_output_paths(config: InferOutputConfig) -> None:

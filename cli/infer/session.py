@@ -10,15 +10,15 @@ from contextlib import closing, nullcontext
 from itertools import groupby
 from typing import Any
 
-from cli.infer.answers import Answer, answer_record, build_answers
+from cli.infer.answers import Answer, answer_record, build_answers, build_page
 from cli.infer.inputs import EncodedInput
 from cli.infer.preparation import PreparedRun
-from cli.infer.replay_page import ReplayRecorder, RequestReplay, render_replay
 from cli.infer.terminal import LiveView, print_answer
 from config.infer import InferConfig, InferOutputConfig
-from diffusionlm.inference.generate import DecodingStep, decode
+from diffusionlm.inference.generate import decode
 from diffusionlm.models.transformer import Transformer
 from files.atomic import write_text_atomic
+from logger.pages.html import render_html
 from logger.progress import ProgressMeter
 from tokenizer import Tokenizer
 
@@ -34,8 +34,7 @@ def answer(model: Transformer, prepared: PreparedRun, config: InferConfig) -> No
     """
     output, inputs, tokenizer = config.output, prepared.inputs, prepared.builder.tokenizer
     params = _describe_settings(prepared, config)
-    replays: list[tuple[RequestReplay, Answer]] = []
-    num_done = 0
+    done: list[Answer] = []
     # A bar and the canvases of --show would overwrite each other.
     meter = ProgressMeter(sys.stderr, style="lines" if output.show else "auto")
     if output.file is not None:
@@ -43,19 +42,16 @@ def answer(model: Transformer, prepared: PreparedRun, config: InferConfig) -> No
     try:
         with closing(meter):
             for batch in _split_into_batches(inputs, config.input.batch_size):
-                recorder = ReplayRecorder(batch) if output.html is not None else None
-                answers = _decode_batch(model, tokenizer, batch, output, recorder)
-                if recorder is not None:
-                    replays += zip(recorder.replays, answers, strict=True)
+                answers = _decode_batch(model, tokenizer, batch, output)
+                done += answers
                 _emit_answers(answers, tokenizer, params, output, shows_names=len(inputs) > 1)
-                num_done += len(answers)
                 if output.file is not None:
                     meter.set_postfix(f"{answers[0].tokens_per_second:.1f} tokens/s")
-                    meter.set(num_done)
+                    meter.set(len(done))
     finally:
-        if output.html is not None and replays:
+        if output.html is not None and done:
             model_name = "model" if config.model.path is None else config.model.path.resolve().name
-            write_text_atomic(output.html, render_replay(tokenizer, model_name, params, replays))
+            write_text_atomic(output.html, render_html(build_page(tokenizer, model_name, params, done)))
 
 
 def _describe_settings(prepared: PreparedRun, config: InferConfig) -> dict[str, Any]:
@@ -78,23 +74,13 @@ def _split_into_batches(encoded_inputs: Sequence[EncodedInput], size: int) -> It
 
 
 def _decode_batch(
-    model: Transformer,
-    tokenizer: Tokenizer,
-    batch: Sequence[EncodedInput],
-    output: InferOutputConfig,
-    recorder: ReplayRecorder | None,
+    model: Transformer, tokenizer: Tokenizer, batch: Sequence[EncodedInput], output: InferOutputConfig
 ) -> list[Answer]:
     """Decode a batch, and show its canvases if the config says so."""
     view = LiveView(tokenizer, batch, sys.stderr if _prints_json(output) else sys.stdout) if output.show else None
-    callbacks = [callback for callback in (view, recorder) if callback is not None]
-
-    def call_all(step: DecodingStep) -> None:
-        for callback in callbacks:
-            callback(step)
-
     start = time.perf_counter()
     with nullcontext() if view is None else closing(view):
-        results = decode(model, [encoded.prepared for encoded in batch], call_all if callbacks else None)
+        results = decode(model, [encoded.prepared for encoded in batch], view)
     return build_answers(tokenizer, batch, results, time.perf_counter() - start)
 
 

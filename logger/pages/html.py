@@ -77,7 +77,7 @@ def render_template(template: str, **values: Any) -> str:
     """Render a template.
 
     Args:
-        template: package and file, as in ``cli.infer/replay.html``.
+        template: package and file, as in ``logger.pages/sections.html``.
         values: the template's variables; `logger/pages/page.html` needs ``title`` and ``data``, which becomes JSON.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from logger.pages import Example, Examples, Output, Part, Token
@@ -51,11 +51,21 @@ def read_tokens(event: RunEvent) -> tuple[Token, ...] | None:
         columns = list(zip(texts, values.get("step_map", ()), values.get("logprobs", ()), strict=True))
     except (TypeError, ValueError):
         return None
+    if not all(isinstance(text, str) and _is_forward(forward) and _is_logprob(p) for text, forward, p in columns):
+        return None
+    return join_tokens(columns)
+
+
+def join_tokens(columns: Iterable[tuple[str, int | None, float | None]]) -> tuple[Token, ...]:
+    """Join the tokens of a text that form one character.
+
+    Args:
+        columns: text, forward and log-probability in nats of each token; None: it was given. A character of several
+            tokens is the text of the last of them.
+    """
     tokens: list[Token] = []
     rest: list[tuple[int | None, float | None]] = []
     for text, forward, logprob in columns:
-        if not isinstance(text, str) or not _is_forward(forward) or not _is_logprob(logprob):
-            return None
         rest.append((forward, logprob))
         if text:
             # Earlier tokens without text are bytes of this token's first character.

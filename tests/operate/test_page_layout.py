@@ -12,8 +12,8 @@ import pytest
 
 from cli.eval.report import build_page, read_evaluations
 from cli.infer.answers import build_answers
+from cli.infer.answers import build_page as infer_page
 from cli.infer.inputs import EncodedInput, Input
-from cli.infer.replay_page import ReplayRecorder, render_replay
 from cli.sweep import report as sweep_report
 from cli.sweep.definition import Sweep
 from cli.sweep.study import Status, SweepRun
@@ -26,8 +26,8 @@ from diffusionlm.evaluation.tasks.results import (
     format_item_line,
     write_results,
 )
-from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep, Generation
-from logger.pages.html import write_page
+from diffusionlm.inference.generate import Generation
+from logger.pages.html import render_html, write_page
 from logger.report import write_report
 from tests.decoding_jobs import make_request
 from tests.operate.chromium import Page, Picture, chromium
@@ -65,7 +65,7 @@ def write_run(folder: Path) -> Path:
 
 
 def write_replay(path: Path, tokenizer: Tokenizer) -> None:
-    """A replay of many prompts: each committed its tokens with probabilities of all levels, and left one masked."""
+    """A replay of many prompts: each committed its tokens with probabilities of all levels."""
     text = f"\n{HOSTILE} \u05e9\u05dc\u05d5\u05dd"
     ids = tuple(tokenizer.encode(text))
     levels = (0.2, 0.4, 0.6, 0.8, 0.95)
@@ -74,17 +74,11 @@ def write_replay(path: Path, tokenizer: Tokenizer) -> None:
         EncodedInput(Input("prompt", HOSTILE), number, HOSTILE, 0, make_request(tokenizer.encode(HOSTILE), seed=5))
         for number in range(1, 31)
     ]
-    recorder = ReplayRecorder(requests)
-    given = requests[0].token_ids
-    for num_masked in (1, 0):
-        is_masked = (False,) * (len(given) + len(ids) - num_masked) + (True,) * num_masked
-        canvas = CanvasSnapshot((*given, *ids), is_masked, (math.nan,) * len(given) + logprobs)
-        recorder(DecodingStep(2 - num_masked, (canvas,) * len(requests)))
-    results = [Generation(ids, "length", 2, logprobs, (1,) * len(ids)) for _ in requests]
+    steps = tuple(1 + index % 3 for index in range(len(ids)))
+    results = [Generation(ids, "length", 3, logprobs, steps) for _ in requests]
     answers = build_answers(tokenizer, requests, results, 0.5)
     params = {"remasking_strategy": HOSTILE, "cache": HOSTILE, HOSTILE: HOSTILE}
-    page = render_replay(tokenizer, HOSTILE, params, list(zip(recorder.replays, answers, strict=True)))
-    path.write_text(page, encoding="utf-8")
+    path.write_text(render_html(infer_page(tokenizer, HOSTILE, params, answers)), encoding="utf-8")
 
 
 def write_sweep(path: Path, directory: Path, command: str) -> None:
@@ -186,7 +180,7 @@ def test_nothing_is_cut_without_a_hint(pages: dict[str, Path], browser: Page, na
     assert browser.evaluate(CUT) == []
     assert browser.problems() == [] and len(browser.requests()) == 1
     number = browser.evaluate(f"{WIDE}.length")
-    assert number > 0 or name in ("run", "evaluation")
+    assert number > 0 or name in ("run", "replay", "evaluation")
     for index in range(min(number, 5)):
         colors = [edge_color(browser, index, scroll_left) for scroll_left in (0, 10**9)]
         assert max(abs(start - end) for start, end in zip(*colors, strict=True)) > 20, "a shadow, until the end"
@@ -237,19 +231,3 @@ def test_text_does_not_reorder_its_neighbors_or_become_html(pages: dict[str, Pat
     assert browser.evaluate("/\u202e|\\\\u202e/.test(document.body.innerText)"), "shown as it is, or as an escape"
     assert browser.evaluate(spilling) == []
     assert browser.evaluate("document.querySelectorAll('script').length") == 2
-
-
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_states_of_the_replay_look_different(pages: dict[str, Path], browser: Page, dark: bool) -> None:
-    browser.open(pages["replay"], 375, 812, dark=dark)
-    browser.evaluate(
-        "(() => { const slider = document.querySelector('input'); slider.value = 1;"
-        "slider.dispatchEvent(new Event('input')); })()"
-    )
-    styles = browser.evaluate(
-        """['.token.p4', '.token.p5', '.mask', '.given'].map(name => {
-          const style = getComputedStyle(document.querySelector('.canvas ' + name));
-          return [style.backgroundColor, style.backgroundImage]; })"""
-    )
-    assert len({tuple(style) for style in styles}) == 4
-    assert [image != "none" for _, image in styles] == [False, False, True, False]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,16 @@ from typing import Any
 import pytest
 
 from cli.infer import session
-from cli.infer.inputs import Input
+from cli.infer.answers import build_answers, build_page
+from cli.infer.inputs import EncodedInput, Input, InputKind
 from cli.infer.preparation import prepare_inputs
 from cli.infer.session import answer
 from config.generation import GenerationConfig
 from config.infer import InferConfig, InferInputConfig, InferOutputConfig
-from diffusionlm.inference.generate import decode
+from diffusionlm.inference.generate import Generation, decode
 from diffusionlm.models.transformer import Transformer
+from logger.pages import Examples, Token
+from tests.decoding_jobs import make_request
 from tokenizer import Tokenizer
 
 
@@ -57,7 +61,7 @@ def test_complete_batches_are_written_if_decoding_fails(
     assert calls.seeds == [[0, 1]]
     lines = (tmp_path / "a.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["params"]["seed"] for line in lines] == [0, 1]
-    assert (tmp_path / "a.html").read_text(encoding="utf-8").count('<section class="request card"') == 2
+    assert (tmp_path / "a.html").read_text(encoding="utf-8").count('<article class="sample card"') == 2
 
 
 def test_all_inputs_are_checked_at_once(model: Transformer, tokenizer: Tokenizer) -> None:
@@ -71,3 +75,37 @@ def test_all_inputs_are_checked_at_once(model: Transformer, tokenizer: Tokenizer
         prepare_inputs([Input("prompt"), long], tokenizer, model.config, whole)
     with pytest.raises(ValueError, match="has no masked span"):
         prepare_inputs([Input("prompt"), Input("infill", "x")], tokenizer, model.config, config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "tokens"),
+    [
+        ("prompt", (Token("a"),), (Token("é", 3, 0.25), Token("\n", 2))),
+        ("chat", (), (Token("é", 3, 0.25), Token("\n", 2))),
+    ],
+)
+def test_the_page_says_when_each_token_was_committed(
+    tokenizer: Tokenizer, kind: InputKind, given: tuple[Token, ...], tokens: tuple[Token, ...]
+) -> None:
+    """The first token is hidden, a character of two tokens has its later forward, and nan is no probability."""
+    eos = tokenizer.eos_token_id or 0
+    request = EncodedInput(Input(kind, "a"), 2, "a", 1, make_request([eos, *tokenizer.encode("a")], seed=5))
+    ids = tuple(tokenizer.vocab[bytes([byte])] for byte in b"\xc3\xa9\n")
+    result = Generation(ids, "stop", 3, (math.log(0.5), math.log(0.5), math.nan), (1, 3, 2))
+    page = build_page(tokenizer, "model", {"top_k": None}, build_answers(tokenizer, [request], [result], 0.5))
+    [examples] = page.sections["Answers"]
+    assert isinstance(examples, Examples)
+    [example] = examples.examples
+    assert (example.title, example.prompt) == (f"{kind} 2", "a")
+    assert example.outputs[0].text == (*given, *tokens)
+    facts = dict(example.outputs[0].facts)
+    assert facts["finished by"] == "a stop token" and facts["tokens per forward"] == "1.00"
+    assert facts["probability (geometric mean)"] == "50.0%" and facts["seed"] == "5"
+
+
+def test_the_page_shows_masked_spans_in_their_text(model: Transformer, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    config = settings(html=tmp_path / "a.html", file=tmp_path / "a.jsonl")
+    answer(model, prepare_inputs([Input("infill", "a[MASK:2]b")], tokenizer, model.config, config), config)
+    page = (tmp_path / "a.html").read_text(encoding="utf-8")
+    assert 'a<span class="hole">2</span>b' in page
+    assert page.count("<mark data-forward=") == 2
