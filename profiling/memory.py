@@ -124,18 +124,6 @@ def count_tensor_bytes(tensors: Iterable[Any]) -> int:
     return sum(storages.values())
 
 
-def split_peak_memory(
-    weights: Iterable[Any], gradients: Iterable[Any], optimizer: Iterable[Any], peak: int
-) -> dict[str, int]:
-    """Split a measured peak, in bytes, into tensors and ``activations``, the rest."""
-    parts = {
-        "weights": count_tensor_bytes(weights),
-        "gradients": count_tensor_bytes(gradients),
-        "optimizer": count_tensor_bytes(optimizer),
-    }
-    return {**parts, "activations": max(0, peak - sum(parts.values()))}
-
-
 def _uses_cuda(device: str | None) -> bool:
     if device is not None:
         return device == "cuda"

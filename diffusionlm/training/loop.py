@@ -21,7 +21,6 @@ from diffusionlm.training.reporting import (
     collect_launch_metrics,
     collect_monitor_metrics,
     collect_step_metrics,
-    describe_memory,
     find_large_loss,
     log_data_sources,
     log_skipped_records,
@@ -37,8 +36,7 @@ from diffusionlm.training.signals import StoppedError, StopRequest
 from diffusionlm.training.skipped_batches import SkippedBatches
 from diffusionlm.training.step import StepBatch, load_step_batch, train_step
 from logger import RunLogger
-from profiling import memory, nvtx
-from profiling.estimate import estimate_run
+from profiling import nvtx
 from profiling.trace import StepProfiler
 
 
@@ -111,7 +109,7 @@ def train_and_evaluate(run: Run, logger: RunLogger, stop: StopRequest) -> RunSum
 
 
 def train_remaining_steps(run: Run, logger: RunLogger, stop: StopRequest) -> None:
-    """`train_steps` with the profiler and the garbage collector of the config. At the end log the memory of a GPU."""
+    """`train_steps` with the profiler and the garbage collector of the config."""
     config, device_type = run.config, run.settings.device.type
     profiler_config = config.profiler if run.world.is_first else ProfilerConfig()  # ranks would write the same files
 
@@ -125,10 +123,6 @@ def train_remaining_steps(run: Run, logger: RunLogger, stop: StopRequest) -> Non
         ) as profiler,
     ):
         train_steps(run, logger, stop, profiler, garbage)
-    if peak := memory.peak_memory(device_type).get("peak_allocated"):
-        planned = estimate_run(config, run.world.size).bytes_activations
-        text = describe_memory(run.state.model, run.state.optimizers, peak, planned)
-        logger.event(run.progress.step, "memory", text)
 
 
 def train_steps(

@@ -18,8 +18,6 @@ from diffusionlm.data.reader import SkipLog
 from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.evaluation.evaluate import EvaluationResult, FillAccuracy
 from diffusionlm.evaluation.tasks.results import format_item_line, to_file_name
-from diffusionlm.models.transformer import Transformer
-from diffusionlm.optim.build import Optimizers
 from diffusionlm.training.metrics import StepMetrics
 from diffusionlm.training.run import Run, TaskMetrics
 from diffusionlm.training.run_checkpoint import add_final_bound_to_card
@@ -195,18 +193,6 @@ def collect_monitor_metrics(run: Run, metrics: StepMetrics) -> dict[str, float]:
     peak_memory = {f"memory/{name}": value for name, value in memory.peak_memory(run.settings.device.type).items()}
     ratio = min(1.0, run.settings.max_grad_norm / (metrics.grad_norm + 1e-6)) if metrics.is_finite else math.nan
     return {"grad_clip_ratio": ratio, **(metrics.monitor.metrics() if metrics.monitor else {}), **peak_memory}
-
-
-def describe_memory(model: Transformer, optimizers: Optimizers, peak: int, planned: int) -> str:
-    """Split the run's peak memory into weights, gradients, optimizer state and the rest, which is activations.
-
-    ``planned`` is the estimate of the activations. Both arguments are in bytes.
-    """
-    weights = [parameter.data for parameter in model.parameters()]
-    trained = [parameter.data for parameter in model.parameters() if parameter.requires_grad]  # as large as gradients
-    parts = memory.split_peak_memory(weights, trained, optimizers.state_dict().values(), peak)
-    text = ", ".join(f"{name} {size / 2**20:,.1f} MiB" for name, size in parts.items())
-    return f"memory: {text} ({planned / 2**20:,.1f} MiB by the plan); {peak / 2**20:,.1f} MiB at most"
 
 
 def run_validation(run: Run, logger: RunLogger) -> None:

@@ -78,13 +78,6 @@ def test_memory_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory.peak_memory().keys() == {"peak_resident"}
 
 
-def test_memory_by_part() -> None:
-    weight = torch.zeros(100)
-    parts = memory.split_peak_memory([weight, weight[:5]], [torch.zeros(10, dtype=torch.bfloat16)], [], peak=1000)
-    assert parts == {"weights": 400, "gradients": 20, "optimizer": 0, "activations": 580}
-    assert memory.split_peak_memory([weight], [], [], peak=0)["activations"] == 0
-
-
 def test_the_parts_of_a_step() -> None:
     """Two steps of 10 ms, with two micro-batches each; times are sums, in microseconds."""
     rows = {"step": (2, 20_000), "data": (2, 1_000), "forward": (4, 8_000), "backward": (4, 9_000), "aten::mm": (9, 1)}

@@ -26,7 +26,6 @@ from diffusionlm.training.block_wrapping import MIN_CPU_FLOPS, should_compile_bl
 from diffusionlm.training.loop import DueActions, GarbageCollection, MetricsTracker
 from diffusionlm.training.metrics import StepMetrics, TrainingProgress
 from diffusionlm.training.prefetch import Prefetcher
-from diffusionlm.training.reporting import describe_memory
 from diffusionlm.training.setup import check_triton
 from diffusionlm.training.step import StepBatch
 from logger import LoggerGroup
@@ -254,20 +253,3 @@ def test_a_gpu_without_a_c_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_conflicting_activation_checkpointing_options_are_rejected() -> None:
     with pytest.raises(ValueError, match='set compile = "none" or "auto"'):
         RuntimeConfig(compile="blocks", activation_checkpointing="selective")
-
-
-def test_memory_is_reported_by_component(config: TrainConfig, tmp_path: Path) -> None:
-    run = build_changed_run(config, tmp_path / "run", optimizer={"kind": "adamw"})
-    give_gradients(run.state.model, 0.5)
-    run.state.optimizers.step(1.0)
-    size = sum(parameter.numel() for parameter in run.state.model.parameters())
-    steps = len(list(run.state.model.parameters()))  # each has a count of its own
-    assert size * 4 < 1 << 20
-    text = describe_memory(run.state.model, run.state.optimizers, 3 << 20, 1 << 20)
-    activations = (3 << 20) - (4 * size * 4 + steps * 4)
-    expected = [4 * size, 4 * size, 8 * size + 4 * steps, activations]
-    sizes = [f"{size_in_bytes / 2**20:,.1f} MiB" for size_in_bytes in expected]
-    assert text == (
-        f"memory: weights {sizes[0]}, gradients {sizes[1]}, optimizer {sizes[2]}, activations {sizes[3]} "
-        "(1.0 MiB by the plan); 3.0 MiB at most"
-    )
