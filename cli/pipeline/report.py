@@ -193,4 +193,4 @@ def _loss_curves(results: Sequence[StageResult]) -> Iterator[Chart]:
         series = read_run(run).numbers.get("loss_smooth") if (run / "metrics.jsonl").is_file() else None
         if series is not None:
             curve = build_curve(result.stage.name, series)
-            yield Chart(result.stage.name, "nats per token", [curve], "Smoothed training loss.", log=False)
+            yield Chart(result.stage.name, "nats per token", [curve], "Smoothed training loss.")

@@ -221,7 +221,7 @@ def _loss_curves(results: Sequence[Result]) -> list[Part]:
     shown = [(result, series) for result in results if (series := result.result.curve) is not None][:MAX_CURVES]
     curves = [build_curve(_label(result), series, index, len(shown)) for index, (result, series) in enumerate(shown)]
     note = f"The first {MAX_CURVES} runs of the table." if len(results) > MAX_CURVES else ""
-    return [Chart("Smoothed training loss", "nats per token", curves, note, log=False)] if curves else []
+    return [Chart("Smoothed training loss", "nats per token", curves, note)] if curves else []
 
 
 def _examples(results: Sequence[Result]) -> list[Part]:

@@ -117,8 +117,8 @@ class Chart:
     """Names of the positions 0, 1, ... of the horizontal axis; empty: it has numbers."""
     x_end: float = 0.0
     """End of the horizontal axis, unless a point is beyond it."""
-    log: bool | None = None
-    """True if the logarithmic scale is on at first; None: there is no switch."""
+    is_log: bool = False
+    """Whether the vertical scale is logarithmic, if all values are positive."""
     from_zero: bool = False
     y_least: float = -math.inf
     """Smallest possible value, below which no margin or error bar extends the linear axis."""

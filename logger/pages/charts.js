@@ -27,8 +27,7 @@
   class Reader {
     constructor(plot) {
       this.plot = plot;
-      this.figure = plot.closest("[data-chart]");
-      this.chart = charts[Number(this.figure.dataset.chart)];
+      this.chart = charts[Number(plot.closest("[data-chart]").dataset.chart)];
       this.lines = this.chart.lines;
       this.places = [...new Set(this.lines.flatMap(line => line.x))].sort((a, b) => a - b);
       this.at = this.places.length - 1;
@@ -37,7 +36,6 @@
       this.plot.addEventListener("pointerleave", () => this.hide());
       this.plot.addEventListener("blur", () => this.hide());
       this.plot.addEventListener("keydown", event => this.key(event));
-      this.figure.addEventListener("change", () => this.hide());
     }
 
     point(event) {
@@ -63,14 +61,9 @@
       this.show(Math.min(far, Math.max(0, next)));
     }
 
-    get scale() {
-      const log = this.figure.querySelector(".to-log");
-      return log && log.checked ? "log" : "linear";
-    }
-
     height(value) {
-      const [low, high] = this.chart.scales[this.scale];
-      const share = this.scale === "log" ? Math.log(value / low) / Math.log(high / low) : (value - low) / (high - low);
+      const [low, high] = this.chart.y;
+      const share = this.chart.yLog ? Math.log(value / low) / Math.log(high / low) : (value - low) / (high - low);
       return Math.min(1, Math.max(0, share));
     }
 
@@ -78,7 +71,6 @@
       this.hide();
       this.at = at;
       const x = this.places[at], share = this.across(x);
-      const smooth = this.figure.querySelector(".to-smooth");
       this.cursor = make("div", "cursor");
       this.cursor.style.left = 100 * share + "%";
       this.readout = make("div", "readout");
@@ -90,7 +82,7 @@
         const place = nearest(line.x, x);
         // A line that is not here says nothing: its nearest point is further away than a hundredth of the chart.
         if (line.y[place] === null || Math.abs(this.across(line.x[place]) - share) > .01) continue;
-        const soft = smooth && smooth.checked && line.smooth;
+        const soft = line.smooth;
         const value = soft ? line.smooth[place] : line.y[place];
         const row = make("div");
         row.append(make("i", "c" + line.color));

@@ -1,14 +1,12 @@
-"""Draw a chart as HTML, or as an SVG file: curves in an SVG, beside the names and ticks of its axes.
+"""Draw a chart as SVG: its curves beside the names and ticks of its axes.
 
-In HTML both scales, and raw and smooth curves, are drawn; the switches of a chart select them by CSS, so they work
-without scripts. The script only shows values under the pointer.
+It needs no script, which only shows values under the pointer.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any
 
 import numpy as np
@@ -29,16 +27,6 @@ AREA = (48, 10, 412, 206)
 LETTER_WIDTH = 7
 """Width of a letter, to shorten the names of positions."""
 
-FILE_HEAD = 40
-"""Height of the title and the legend of an SVG file."""
-
-FILE_STYLES = """
-:root { --muted: #5a6672; --line: #d9dee4; }
-@media screen and (prefers-color-scheme: dark) { :root { --muted: #9aa7b4; --line: #2c3640; } }
-text { font: 12px system-ui, sans-serif; }
-tspan { fill: var(--c); font-weight: 600; }
-"""
-
 MAX_MARKS = 400
 
 
@@ -49,40 +37,17 @@ def escape_text(text: str) -> Markup:
 
 def draw_chart(chart: Chart) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what the template of a figure needs, and the values for the page's script."""
-    across, scales = _horizontal(chart), _vertical(chart)
+    across, up = _horizontal(chart), _vertical(chart)
     figure = {
         "title": chart.title,
         "unit": chart.unit,
         "note": chart.note,
-        "log": chart.log,
-        "has_smooth": any(line.smooth_N is not None for line in chart.lines),
-        "drawings": {name: Markup(_draw(chart, across, scale)) for name, scale in scales.items()},
+        "drawing": Markup(_draw(chart, across, up)),
         "view_box": f"0 0 {FRAME_WIDTH} {FRAME_HEIGHT}",
         "description": describe_chart(chart),
         "legend": _legend(chart),
     }
-    return figure, _values(chart, across, scales)
-
-
-def draw_svg(chart: Chart) -> str:
-    """Return a self-contained SVG file of the linear scale, light or dark like the page that shows it."""
-    legend = "   ".join(
-        f'<tspan class="{style_classes(line.color)}">{escape_text(line.name)}</tspan>' for line in chart.lines
-    )
-    height = FRAME_HEIGHT + FILE_HEAD
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {FRAME_WIDTH} {height}" width="{FRAME_WIDTH}" '
-        f'height="{height}" role="img">',
-        f"<title>{escape_text(describe_chart(chart))}</title>",
-        f"<style>\n{resources.files('logger.pages').joinpath('curves.css').read_text(encoding='utf-8')}{FILE_STYLES}</style>",
-        _text(AREA[0], 16, escape_text(f"{chart.title}, {chart.unit}" if chart.unit else chart.title)),
-        _text(AREA[0], 34, legend),
-        f'<svg y="{FILE_HEAD}" width="{FRAME_WIDTH}" height="{FRAME_HEIGHT}">',
-        _draw(chart, _horizontal(chart), _vertical(chart)["linear"]),
-        "</svg>",
-        "</svg>\n",
-    ]
-    return "\n".join(parts)
+    return figure, _values(chart, across, up)
 
 
 def _draw(chart: Chart, across: AxisScale, scale: AxisScale) -> str:
@@ -143,22 +108,20 @@ def _horizontal(chart: Chart) -> AxisScale:
     return AxisScale(float(low), float(high if high > low else low + 1.0))
 
 
-def _vertical(chart: Chart) -> dict[str, AxisScale]:
-    """Return the vertical scales, with a margin around values and error bars."""
+def _vertical(chart: Chart) -> AxisScale:
+    """Return the vertical scale, with a margin around values and error bars."""
     errors = [(line.y_N, 0.0 if line.error_N is None else line.error_N) for line in chart.lines]
     values_N = np.concatenate([part for y_N, error in errors for part in (y_N, y_N - error, y_N + error)])
     values_N = values_N[np.isfinite(values_N)]
     low, high = float(values_N.min()), float(values_N.max())
+    if chart.is_log and low > 1e-100:
+        ratio = max((high / low) ** 0.05, 1.02)
+        return AxisScale(low / ratio, high * ratio, is_log=True)
     if chart.from_zero:
         low, high = min(0.0, low), max(0.0, high)
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
     bottom = 0.0 if chart.from_zero and low == 0.0 else chart.y_least
-    scales = {"linear": AxisScale(max(low - margin, bottom), high + margin)}
-    least, greatest = float(values_N.min()), float(values_N.max())
-    if chart.log is not None and least > 1e-100:
-        ratio = max((greatest / least) ** 0.05, 1.02)
-        scales["log"] = AxisScale(least / ratio, greatest * ratio, is_log=True)
-    return scales
+    return AxisScale(max(low - margin, bottom), high + margin)
 
 
 def _line(line: Curve, across: AxisScale, scale: AxisScale) -> str:
@@ -243,7 +206,7 @@ def _last_value(line: Curve) -> str:
     return text
 
 
-def _values(chart: Chart, across: AxisScale, scales: dict[str, AxisScale]) -> dict[str, Any]:
+def _values(chart: Chart, across: AxisScale, up: AxisScale) -> dict[str, Any]:
     """Return the values for the script, with five digits."""
     return {
         "x": [across.low, across.high],
@@ -251,7 +214,8 @@ def _values(chart: Chart, across: AxisScale, scales: dict[str, AxisScale]) -> di
         "share": chart.x_is_share,
         "xLog": chart.x_is_log,
         "xLabels": chart.x_labels,
-        "scales": {name: [scale.low, scale.high] for name, scale in scales.items()},
+        "y": [up.low, up.high],
+        "yLog": up.is_log,
         "lines": [
             {
                 "name": line.name,

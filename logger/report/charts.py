@@ -30,7 +30,7 @@ class ChartSpec:
     """Regular expression for whole metric names; its first group, if any, names the curve."""
     scale: float = 1.0
     """Factor from the metric to the unit."""
-    log: bool | None = None
+    is_log: bool = False
     from_zero: bool = False
     is_smoothed: bool = False
     note: str = ""
@@ -44,23 +44,20 @@ CHART_SPECS = (
         "Loss by masked share, over the run",
         "nats per masked token",
         r"loss_by_masked_fraction/(.+)",
-        log=False,
         is_smoothed=True,
     ),
-    ChartSpec("Gradient norm", "before clipping", "grad_l2_norm", log=True, is_smoothed=True),
+    ChartSpec("Gradient norm", "before clipping", "grad_l2_norm", is_log=True, is_smoothed=True),
     ChartSpec("Gradient clipping", "factor on the gradient", "grad_clip_ratio", from_zero=True, is_smoothed=True),
     ChartSpec("Masked tokens", "share of the targets", "mask_ratio", is_smoothed=True),
-    ChartSpec("Learning rate", "", r"lr/(.+)", log=False, from_zero=True),
+    ChartSpec("Learning rate", "", r"lr/(.+)", from_zero=True),
     ChartSpec(
         "Throughput", "tokens per second", "tokens_per_second", from_zero=True, note="Mean since the start of the run."
     ),
-    ChartSpec("Time of a step", "seconds", "step_seconds", log=False, from_zero=True, is_smoothed=True),
+    ChartSpec("Time of a step", "seconds", "step_seconds", from_zero=True, is_smoothed=True),
     ChartSpec("Model FLOPs utilisation", "% of the peak", "mfu", 100.0, from_zero=True, is_smoothed=True),
     ChartSpec("Memory of the device", "GiB", r"memory/(.+)", 2.0**-30, from_zero=True),
-    ChartSpec("Norms of weights", "L2, of all parameters", r"weight_norms/(mean|min|max)", log=False),
-    ChartSpec(
-        "Norms of activations", "L2, mean over positions", r"activation_norms/(?!mean$|min$|max$)(.+)", log=False
-    ),
+    ChartSpec("Norms of weights", "L2, of all parameters", r"weight_norms/(mean|min|max)"),
+    ChartSpec("Norms of activations", "L2, mean over positions", r"activation_norms/(?!mean$|min$|max$)(.+)"),
 )
 
 
@@ -100,7 +97,7 @@ def main_charts(runs: Sequence[LoggedRun]) -> list[Chart]:
     ]
     charts += [chart for kind in CHART_SPECS for chart in _build_charts(kind, runs)]
     if not any(re.fullmatch(r"lr/.+", key) for run in runs for key in run.numbers):
-        charts += _build_charts(ChartSpec("Learning rate", "", "lr", log=False, from_zero=True), runs)
+        charts += _build_charts(ChartSpec("Learning rate", "", "lr", from_zero=True), runs)
     return _nonempty(charts, runs)
 
 
@@ -138,7 +135,7 @@ def _nonempty(charts: Sequence[Chart], runs: Sequence[LoggedRun]) -> list[Chart]
 
 
 def _training_loss(runs: Sequence[LoggedRun]) -> list[Chart]:
-    charts = _build_charts(ChartSpec("Training loss", "nats per token", "loss", log=False, is_smoothed=True), runs)
+    charts = _build_charts(ChartSpec("Training loss", "nats per token", "loss", is_smoothed=True), runs)
     for run in runs:
         skipped = np.array([event.step for event in run.events_of("skipped")], dtype=np.float64)
         if len(skipped) and charts:
@@ -148,7 +145,7 @@ def _training_loss(runs: Sequence[LoggedRun]) -> list[Chart]:
 
 def _validation(runs: Sequence[LoggedRun], metric: ValidationMetric) -> Chart:
     """Build a chart of validation over the run (metrics) and at its end (summary)."""
-    chart = Chart("Validation" if metric is NATS_PER_TOKEN else "Validation, by bytes", metric.unit, [], log=False)
+    chart = Chart("Validation" if metric is NATS_PER_TOKEN else "Validation, by bytes", metric.unit, [])
     for color, run in enumerate(runs):
         series = run.numbers.get(metric.key)
         if series is not None and not series.is_empty:
@@ -198,7 +195,7 @@ def _build_charts(kind: ChartSpec, runs: Sequence[LoggedRun]) -> list[Chart]:
 
 def _build_chart(kind: ChartSpec, title: str, metrics: Sequence[tuple[str, LoggedRun, str]]) -> Chart:
     """Build a chart of metrics: name of the curve, run and key."""
-    chart = Chart(title, kind.unit, [], log=kind.log, from_zero=kind.from_zero)
+    chart = Chart(title, kind.unit, [], is_log=kind.is_log, from_zero=kind.from_zero)
     num_missing = 0
     for color, (name, run, key) in enumerate(metrics):
         logged = run.numbers.get(key)

@@ -105,7 +105,7 @@ def test_accuracies_have_no_axis_below_zero(tmp_path: Path) -> None:
     for name, flags in (("none", [False] * 2), ("few", [True, *[False] * 99])):
         chart, _ = draw_curves(read_task(write_run(tmp_path / name, {"base": flags, "fast": flags})))
         assert isinstance(chart, Chart)
-        labels = re.findall(r">(-?[\d.]+)</text>", draw_chart(chart)[0]["drawings"]["linear"])
+        labels = re.findall(r">(-?[\d.]+)</text>", draw_chart(chart)[0]["drawing"])
         assert "0" in labels and not any(label.startswith("-") for label in labels)
 
 
