@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import SplitResult, urlsplit
 
 from config.base import NonEmptyStr, PositiveFloat, StrTuple, TupleOf
 from files.atomic import write_text_atomic
@@ -23,13 +21,6 @@ checkpoint."""
 OFFLINE_NOTICE = (
     "the run is logged offline: `wandb sync` of the folder wandb/offline-run-* in the run directory sends it later"
 )
-
-CONNECT_SECONDS = 5.0
-
-Mode = Literal["online", "offline"]
-
-_MODES = {mode: mode for mode in ("online", "offline", "disabled")} | {"run": "online", "dryrun": "offline"}
-"""Values of WANDB_MODE, also the package's older ones, and the modes that they mean."""
 
 
 class WandbConfig(SinkOptions):
@@ -73,38 +64,33 @@ class WandbLogger(Sink[WandbConfig]):
         Raises:
             Exception: whatever the package raises.
         """
-        self._config, self._directory = options, run.directory
-        self._samples = read_logged_samples(run) if "samples" in options.artifacts else []
-        mode, message = choose_mode(options)
-        if mode == "online" and (problem := find_connection_problem()) is not None:
-            mode, message = "offline", f"Weights & Biases: {problem}; {OFFLINE_NOTICE}"
-        if message is not None:
-            log(message)
-        self._run_id = get_run_id(run.directory, run.step)
-        self._wandb = self._start(run, mode)
-        self._wandb.define_metric("*", step_metric=STEP_METRIC)
-
-    def _start(self, run: SinkRun, mode: Mode) -> Any:
         import wandb
 
-        config = self._config
-        return wandb.init(
-            project=config.project,
-            entity=config.entity,
-            name=config.name or run.directory.resolve().name,
+        self._config, self._directory = options, run.directory
+        self._samples = read_logged_samples(run) if "samples" in options.artifacts else []
+        mode = _requested_mode(options)
+        if mode == "online" and (problem := find_login_problem()) is not None:
+            log(f"Weights & Biases: {problem}; {OFFLINE_NOTICE}")
+            mode = "offline"
+        self._run_id = get_run_id(run.directory, run.step)
+        self._wandb: Any = wandb.init(
+            project=options.project,
+            entity=options.entity,
+            name=options.name or run.directory.resolve().name,
             id=self._run_id,
             resume="allow",
-            mode=mode,
+            mode=mode,  # type: ignore[arg-type]
             dir=str(run.directory),
-            tags=list(config.tags),
+            tags=list(options.tags),
             config=dict(run.values),
             settings=wandb.Settings(
                 console="off",  # do not capture the run's standard output
                 quiet=True,
-                init_timeout=config.timeout_seconds,
-                finish_timeout=config.timeout_seconds,
+                init_timeout=options.timeout_seconds,
+                finish_timeout=options.timeout_seconds,
             ),
         )
+        self._wandb.define_metric("*", step_metric=STEP_METRIC)
 
     def metrics(self, step: int, values: Metrics) -> None:
         self._wandb.log({STEP_METRIC: step, **values})
@@ -132,56 +118,22 @@ class WandbLogger(Sink[WandbConfig]):
             self._wandb.finish(exit_code=exit_code)
 
 
-def choose_mode(config: WandbConfig) -> tuple[Mode, str | None]:
-    """Return the mode of a run that is not disabled, and a message to print, if any.
-
-    Without a key the package would prompt for one or raise, so the mode is offline then.
-    """
-    mode = _requested_mode(config)
-    if mode not in _MODES.values():
-        return "offline", f"WANDB_MODE={mode} is not online, offline or disabled; {OFFLINE_NOTICE}"
-    if mode == "offline":
-        return "offline", None
-    if has_key():
-        return "online", None
-    return "offline", f"Weights & Biases: no key in WANDB_API_KEY or ~/.netrc; {OFFLINE_NOTICE}"
-
-
 def _requested_mode(config: WandbConfig) -> str:
-    if config.mode != "auto":
-        return config.mode
-    mode = os.environ.get("WANDB_MODE") or "online"
-    return _MODES.get(mode, mode)
+    return config.mode if config.mode != "auto" else os.environ.get("WANDB_MODE") or "online"
 
 
-def has_key() -> bool:
-    """Return whether a key is configured, in the environment or in a netrc file."""
-    from requests.utils import get_netrc_auth  # a package that wandb needs
+def find_login_problem() -> str | None:
+    """Return why the service cannot be used: no key, a wrong one, or no connection. None: it can.
 
-    variables = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
-    return any(map(os.environ.get, variables)) or get_netrc_auth(_service_url().geturl()) is not None
-
-
-def find_connection_problem() -> str | None:
-    """Return why the service cannot be reached; None: it can, or a proxy is configured, which hides it.
-
-    The package itself would retry for minutes, also when the process ends.
+    `wandb.init` itself would prompt for a key, and retry a connection for minutes.
     """
-    from urllib.request import getproxies, proxy_bypass  # the config imports this module, and must be quick
+    import wandb
 
-    service = _service_url()
-    host, port = service.hostname or "", service.port or (80 if service.scheme == "http" else 443)
-    if service.scheme in getproxies() and not proxy_bypass(host):
-        return None
     try:
-        socket.create_connection((host, port), CONNECT_SECONDS).close()
-    except OSError as error:
-        return f"{host}:{port} cannot be reached ({error})"
-    return None
-
-
-def _service_url() -> SplitResult:
-    return urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai")
+        has_key = wandb.login(prompt=False)
+    except Exception as error:
+        return str(error)
+    return None if has_key else "no key in WANDB_API_KEY or ~/.netrc"
 
 
 def read_logged_samples(run: SinkRun) -> list[tuple[int, str]]:
