@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from config.evaluation.likelihood import AnswerLikelihoodConfig
 from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
-from diffusionlm.evaluation.likelihood.copies import CopyHandle, CopyTable, MaskedCopy, count_forwards
+from diffusionlm.evaluation.likelihood.copies import CopyHandle, MaskedCopy, MaskedSampleBatcher, count_forwards
 from diffusionlm.evaluation.likelihood.masks import (
     WeightedMasks,
     count_masks,
@@ -184,7 +184,7 @@ class AnswerEstimate:
         """Forwards of a single row that the estimate has taken by itself."""
         return count_forwards(self.handles)
 
-    def add_copies(self, table: CopyTable, num_draws: int) -> Callable[[], None]:
+    def add_copies(self, table: MaskedSampleBatcher, num_draws: int) -> Callable[[], None]:
         """Add the masked copies of the draws up to ``num_draws`` to a table. Returns a function that reads their values
         once the table is computed."""
         readers = [self._add_block(table, number, num_draws) for number in range(len(self.answer.blocks))]
@@ -194,7 +194,7 @@ class AnswerEstimate:
 
         return read
 
-    def _add_block(self, table: CopyTable, number: int, num_draws: int) -> Callable[[], NDArray[np.float64]]:
+    def _add_block(self, table: MaskedSampleBatcher, number: int, num_draws: int) -> Callable[[], NDArray[np.float64]]:
         """Add the copies of a block. Returns a function that reads the block's value in each new draw."""
         answer, block = self.answer, self.answer.blocks[number]
         masks = self._choose_masks(number, num_draws)

@@ -11,7 +11,7 @@ vocabulary.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -27,9 +27,6 @@ from diffusionlm.models.tensors import copy_to_device
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.models.varlen import SequenceSlice, VarlenBatch
 from profiling import nvtx
-
-OnForward = Callable[[int, int], None]
-"""Called after each forward with the number of computed copies, and of all copies."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,7 @@ class _SharedText:
 
 @dataclass(frozen=True)
 class CopyHandle:
-    """A copy and tokens in a `CopyTable`."""
+    """A copy and tokens in a `MaskedSampleBatcher`."""
 
     text: _SharedText
     reading: _Reading
@@ -102,7 +99,7 @@ def count_forwards(handles: Sequence[CopyHandle]) -> int:
     return sum(num_rows.values())
 
 
-class CopyTable:
+class MaskedSampleBatcher:
     """Collects masked copies, and computes each of them once."""
 
     def __init__(self, layout: InputLayout, *, cfg_scale: float = 0.0, reads_top: bool = False) -> None:
@@ -138,20 +135,16 @@ class CopyTable:
         return CopyHandle(text, reading, target)
 
     @torch.no_grad()
-    def compute(self, model: Transformer, batch_tokens: int, on_forward: OnForward | None = None) -> None:
+    def compute(self, model: Transformer, batch_tokens: int) -> None:
         """Compute what has been added since the last call.
 
         Raises:
             ValueError: the model's probabilities are not finite, or a text is longer than its context.
         """
         sequences = [part for text in self._texts.values() for part in self._split(text, batch_tokens)]
-        num_copies, num_done = sum(len(part.readings) for part in sequences), 0
         num_texts = 2 if self._cfg_scale > 0.0 else 1
         for batch in _split_into_batches(sequences, batch_tokens // num_texts, num_texts * model.config.vocab_size):
             self._read_batch(model, batch)
-            num_done += sum(len(part.readings) for part in batch)
-            if on_forward is not None:
-                on_forward(num_done, num_copies)
 
     def _read_batch(self, model: Transformer, batch: Sequence[_CopySequence]) -> None:
         """Run one forward, and read the log-probabilities with one host-device synchronization."""

@@ -18,7 +18,7 @@ from config.evaluation.likelihood import AnswerLikelihoodConfig
 from config.model import ModelConfig
 from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.evaluation.likelihood.answers import AnswerEstimate, BlockedAnswer, Key, SamplingPlan
-from diffusionlm.evaluation.likelihood.copies import CopyTable, count_forwards
+from diffusionlm.evaluation.likelihood.copies import MaskedSampleBatcher, count_forwards
 from diffusionlm.inference.settings import check_token_ids
 from diffusionlm.models.transformer import Transformer
 
@@ -146,18 +146,20 @@ def score_documents(
             the model cannot predict; or the model's probabilities are not finite.
     """
     config = AnswerLikelihoodConfig() if config is None else config
-    builder = _AnswerBuilder.from_model(model.config, config)
+    builder = AnswerBuilder.from_model(model.config, config)
     scores: list[OptionScores] = []
     for group in _split_into_groups(requests, config):
-        races = [_Race(builder, request, config, f"document {len(scores) + i}") for i, request in enumerate(group)]
-        table, unfinished = CopyTable(builder.layout, cfg_scale=config.cfg_scale), races
+        samplers = [
+            AdaptiveSampler(builder, request, config, f"document {len(scores) + i}") for i, request in enumerate(group)
+        ]
+        table, unfinished = MaskedSampleBatcher(builder.layout, cfg_scale=config.cfg_scale), samplers
         while unfinished:
-            readers = [reader for race in unfinished for reader in race.add_stage(table)]
+            readers = [reader for sampler in unfinished for reader in sampler.add_stage(table)]
             table.compute(model, config.batch_tokens)
             for reader in readers:
                 reader()
-            unfinished = [race for race in unfinished if not race.is_decided()]
-        scores += [race.build_scores() for race in races]
+            unfinished = [sampler for sampler in unfinished if not sampler.is_decided()]
+        scores += [sampler.build_scores() for sampler in samplers]
     return scores
 
 
@@ -245,7 +247,7 @@ def greedy_matches(
         ValueError: as `score_documents`.
     """
     config = AnswerLikelihoodConfig() if config is None else config
-    builder = _AnswerBuilder.from_model(model.config, config)
+    builder = AnswerBuilder.from_model(model.config, config)
     results: list[bool] = []
     for group in _split_into_groups(requests, config):
         states = [
@@ -253,7 +255,7 @@ def greedy_matches(
             for index, item in enumerate(group)
         ]
         while active := [state for state in states if state.is_matching and state.masked_positions]:
-            table = CopyTable(builder.layout, cfg_scale=config.cfg_scale, reads_top=True)
+            table = MaskedSampleBatcher(builder.layout, cfg_scale=config.cfg_scale, reads_top=True)
             readers = [state.add_copies(table) for state in active]
             table.compute(model, config.batch_tokens)
             for reader in readers:
@@ -263,7 +265,7 @@ def greedy_matches(
 
 
 @dataclass(frozen=True)
-class _AnswerBuilder:
+class AnswerBuilder:
     """Builds the answers of a model and of settings."""
 
     model: ModelConfig
@@ -274,7 +276,7 @@ class _AnswerBuilder:
     """Tokens after each continuation that are not scored."""
 
     @classmethod
-    def from_model(cls, model: ModelConfig, config: AnswerLikelihoodConfig) -> _AnswerBuilder:
+    def from_model(cls, model: ModelConfig, config: AnswerLikelihoodConfig) -> AnswerBuilder:
         """Resolve the block length, and the end-of-text token.
 
         Raises:
@@ -338,11 +340,11 @@ def _split_into_groups(
         yield requests[start:]
 
 
-class _Race:
-    """The options of one document."""
+class AdaptiveSampler:
+    """The options of one document, of which draws are added until the best one leads."""
 
     def __init__(
-        self, builder: _AnswerBuilder, request: OptionsRequest, config: AnswerLikelihoodConfig, name: str
+        self, builder: AnswerBuilder, request: OptionsRequest, config: AnswerLikelihoodConfig, name: str
     ) -> None:
         if not request.options:
             raise ValueError(f"{name} has no options: give at least one")
@@ -355,7 +357,7 @@ class _Race:
         self._estimates = [AnswerEstimate(answer, self._plan, config.seed, key) for answer in answers]
         self._num_stages = 0
 
-    def add_stage(self, table: CopyTable) -> list[Callable[[], None]]:
+    def add_stage(self, table: MaskedSampleBatcher) -> list[Callable[[], None]]:
         """Add the copies of the next stage, or of all stages without racing. Returns what reads their values."""
         is_race = self._config.racing and len(self._estimates) > 1
         self._num_stages = self._num_stages + 1 if is_race else self._plan.num_stages
@@ -408,7 +410,7 @@ class _GreedyState:
         """Number of each unfinished block -> its masked positions."""
         self.is_matching = True
 
-    def add_copies(self, table: CopyTable) -> Callable[[], None]:
+    def add_copies(self, table: MaskedSampleBatcher) -> Callable[[], None]:
         """Add the unfinished blocks to a table. Returns a function that commits a token of each once it is computed."""
         answer = self._answer
         handles = {
