@@ -31,7 +31,7 @@ EXAMPLE = f"""  {NAME} --model runs/quickstart --task gsm8k --data test.jsonl --
       --set likelihood.generation.remasking_strategy=entropy"""
 
 PROGRESS_DELAY_SECONDS = 3.0
-UNITS_OF_PHASES = {"reading": "rows", "scoring": "forwards", "decoding": "tokens"}
+UNITS_OF_PHASES = {"scoring": "forwards", "decoding": "tokens"}
 
 
 @friendly_errors(NAME, "lower batch_size of the task or of [likelihood]")

@@ -6,6 +6,7 @@ Shapes: B rows, L tokens of a row.
 from __future__ import annotations
 
 import math
+import sys
 import time
 import tomllib
 from collections.abc import Callable, Sequence
@@ -26,7 +27,6 @@ from diffusionlm.checkpoints.model_files import ModelDescription, check_weight_f
 from diffusionlm.data.loader import collate_rows
 from diffusionlm.data.packing import Row
 from diffusionlm.data.pipeline import MixtureComponent, build_row_reader, open_components
-from diffusionlm.data.reader import ReaderPosition, ResumableReader
 from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.diffusion.noised_batch import CleanBatch
 from diffusionlm.evaluation.nelbo import NelboEstimator, NelboReport
@@ -36,10 +36,8 @@ from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.transformer import Transformer
 from files.json_files import read_text
 
-ROWS_PER_READ = 64
-
 OnProgress = Callable[[str, int, int | None], None]
-"""Called with the phase (``reading`` rows, ``scoring`` forwards or ``decoding`` tokens), and how many of how many are
+"""Called with the phase (``scoring`` forwards or ``decoding`` tokens), and how many of how many are
 done; None: unknown."""
 MAX_DEFAULT_ROW_LENGTH = 1_024
 
@@ -97,12 +95,12 @@ class LikelihoodResult:
 
 @dataclass(frozen=True)
 class OpenedText:
-    """A text whose config fits the model, opened but not read."""
+    """A text in rows that fit the model."""
 
     config: EvalConfig
     model: ModelDescription
-    components: list[MixtureComponent]
-    reader: ResumableReader[Row]
+    rows: list[Row]
+    skipped_documents: dict[str, int]
     row_length: int
     block_length: int | None
     """Tokens per block of block-causal attention; None: bidirectional."""
@@ -111,10 +109,10 @@ class OpenedText:
 
 
 def open_text(config: EvalConfig) -> OpenedText:
-    """Check the config against the model, and open the text.
+    """Check the config against the model, and read the text.
 
     Raises:
-        ValueError: the model, its tokenizer or the text is missing, the rows do not fit the model, or the model does
+        ValueError: the model, its tokenizer or the text is missing, the rows do not fit the model, or it does
             not support this kind of likelihood.
     """
     if config.model.path is None or config.data.source is None:
@@ -140,7 +138,19 @@ def open_text(config: EvalConfig) -> OpenedText:
     check_weight_files(config.model.path)
     if config.model.adapter is not None:
         read_adapter_config(config.model.adapter)
-    return OpenedText(config, model, components, reader, row_length, block_length, method)
+    rows, _ = reader.read(0, None, config.data.max_rows or sys.maxsize)
+    if not rows:
+        raise ValueError(
+            f'data.source has no text for split = "{config.data.split}": name other files, another split, or the field '
+            "of the text as source.text_field"
+        )
+    max_token = max(int(row.tokens_L.max()) for row in rows)
+    if max_token >= model.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer produced token {max_token}, outside the model's vocabulary of {model.config.vocab_size} "
+            "tokens: use the model's own tokenizer"
+        )
+    return OpenedText(config, model, rows, dict(components[0].skipped), row_length, block_length, method)
 
 
 def check_trained_attention(directory: Path | None) -> None:
@@ -244,20 +254,19 @@ def _resolve_row_length(config: EvalDataConfig, model: ModelConfig) -> int:
 def evaluate_likelihood(
     text: OpenedText, on_progress: OnProgress | None = None, model: Transformer | None = None
 ) -> LikelihoodResult:
-    """Read the rows and score them.
+    """Score the rows of a text.
 
     Args:
         model: None: it is loaded.
 
     Raises:
-        ValueError: the weights do not fit, there is no text, or the model's probabilities are not finite.
+        ValueError: the weights do not fit, no token can be scored, or the model's probabilities are not finite.
     """
     started_at = time.perf_counter()
     config, row_length = text.config, text.row_length
     model = load_configured_model(config.model) if model is None else model
     layout = InputLayout.from_config(model.config, text.block_length)
-    rows = _read_rows(config.data, text.reader, on_progress)
-    _check_vocabulary(rows, model.config)
+    rows = text.rows
     batch = collate_rows(rows)
     maskable_BL = layout.maskable(batch)
     if not maskable_BL.any():
@@ -287,42 +296,12 @@ def evaluate_likelihood(
         num_rows=len(rows),
         row_length=row_length,
         num_forwards=report.num_forwards if isinstance(report, SamplerReport) else None,
-        skipped_documents=dict(text.components[0].skipped),
+        skipped_documents=text.skipped_documents,
         by_masked_fraction=() if isinstance(report, SamplerReport) or is_exact else report.by_masked_fraction,
         fill_nats_per_token=None if isinstance(report, SamplerReport) else report.fill_nats_per_token,
         prompt_gap=_measure_prompt_gap(config.likelihood, layout, model, rows, report, on_progress),
         seconds=round(time.perf_counter() - started_at, 3),
     )
-
-
-def _read_rows(config: EvalDataConfig, reader: ResumableReader[Row], on_progress: OnProgress | None) -> list[Row]:
-    """Read at most ``max_rows`` rows.
-
-    Raises:
-        ValueError: there are none.
-    """
-    rows: list[Row] = []
-    position: ReaderPosition = None
-    while not config.max_rows or len(rows) < config.max_rows:
-        limit = min(ROWS_PER_READ, config.max_rows - len(rows)) if config.max_rows else ROWS_PER_READ
-        new_rows, position = reader.read(0, position, limit)
-        rows += new_rows
-        if on_progress is not None:
-            on_progress("reading", len(rows), config.max_rows or None)
-        if position is None:
-            break
-    if not rows:
-        raise ValueError(f'data.source has no text for split = "{config.split}": name other files or another split')
-    return rows
-
-
-def _check_vocabulary(rows: list[Row], model: ModelConfig) -> None:
-    max_token = max(int(row.tokens_L.max()) for row in rows)
-    if max_token >= model.vocab_size:
-        raise ValueError(
-            f"the tokenizer produced token {max_token}, outside the model's vocabulary of {model.vocab_size} "
-            "tokens: use the model's own tokenizer"
-        )
 
 
 def _score(

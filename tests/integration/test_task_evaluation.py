@@ -58,10 +58,10 @@ def test_a_run_with_tasks(tasks: list[dict[str, Any]], tmp_path: Path) -> None:
     assert [record["step"] for record in logged] == [4, 8]
     assert all(0.0 <= record["tasks/choice/acc"] <= 1.0 for record in logged)
     assert [record["step"] for record in records(config, "tasks_stopped/gsm8k")] == [4, 8]
-    items = read_items(config.run.directory / "evaluation/step-00000008-choice.jsonl")
+    items = list(read_items(config.run.directory / "evaluation/step-00000008-choice.jsonl"))
     accuracy = sum(item.is_correct["acc"] for item in items) / 3
     assert logged[1]["tasks/choice/acc"] == pytest.approx(accuracy)
-    assert len(read_items(config.run.directory / "evaluation/step-00000004-gsm8k.jsonl")) == 10
+    assert len(list(read_items(config.run.directory / "evaluation/step-00000004-gsm8k.jsonl"))) == 10
     # Training is the same without the tasks.
     plain = load_config(TrainConfig, write_train_config(tmp_path, "plain", run={"directory": str(tmp_path / "plain")}))
     train(plain)

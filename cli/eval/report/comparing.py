@@ -33,13 +33,13 @@ def compare_pairs(task: ReportedTask) -> list[Table]:
             if not common:
                 continue
             first_N, second_N = (np.array([own[key] for key in common]) for own in scores)
-            result = compare_paired(second_N, first_N)
+            result = compare_paired(first_N, second_N)
             p_value = "< 0.0001" if result.p_value < 1e-4 else Number(result.p_value, ".2g")
             num_left_out = len(scores[0]) + len(scores[1]) - 2 * len(common)
             items = f"{result.num_items:,}" + (f" ({num_left_out:,} left out)" if num_left_out else "")
             difference = Number(result.difference, "+.1%", result.standard_error)
             pair = f"{second.label} - {first.label}"
-            rows.append([pair, rule, difference, p_value, result.num_a_better, result.num_b_better, items])
+            rows.append([pair, rule, difference, p_value, result.num_only_second, result.num_only_first, items])
     note = (
         "Difference of accuracies on the same items, ± one standard error; p: exact two-sided sign test on the items "
         f"that differ, not corrected for the number of comparisons ({len(rows)} here)."

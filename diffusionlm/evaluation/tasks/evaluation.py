@@ -124,7 +124,7 @@ def _score_group(
     requests, hashes = [], []
     for item in items:
         options = config.list_options(item)
-        pairs, sha256 = task.encoder.encode_options(item, options)
+        pairs, sha256 = task.builder.encode_options(item, options)
         # Two models with the same likelihood.seed have the same masks; items of the same number in other tasks do not.
         key = draw_seed(0, f"{task.name} {item.id}", 0)
         divisors = tuple(config.list_divisors(options).values())

@@ -74,6 +74,12 @@ class HumanEvalTask(ItemTask, GenerationTask):
         return TaskItem(gold, {**fields, "question": fields["prompt"], "answer": gold})
 
     def check_item(self, item: TaskItem) -> None:
+        if not self.run_code:
+            raise ValueError(
+                "run_code = false, and grading executes programs that the model has written, with the rights of your "
+                "user: limits of time, memory and system calls contain accidents, not a determined program. Set "
+                "run_code = true (--run-code) to allow it, best in a container without network"
+            )
         self.build_candidate(item, "")
 
     def build_candidate(self, item: TaskItem, text: str) -> CandidateProgram:

@@ -89,10 +89,7 @@ class LiveEvaluation:
         outcomes = []
         for task in self.tasks:
             items = self._collect(task, model)
-            summary = TaskSummary(task, "", "")
-            for item in items:
-                summary.add(item)
-            outcomes.append(TaskOutcome(summary.build({}, {}), items))
+            outcomes.append(TaskOutcome(TaskSummary(task, "", "", list(items)).build({}, {}), items))
         return outcomes
 
     def _collect(self, task: PreparedItems, model: Transformer) -> tuple[ItemResult, ...]:

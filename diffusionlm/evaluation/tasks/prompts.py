@@ -57,14 +57,26 @@ class EncodedItem:
 
 
 class PromptBuilder:
-    """Builds the prompts of a task's items."""
+    """Builds the prompts of a task's items, and encodes them for a model."""
 
-    def __init__(self, task: ItemTask) -> None:
+    def __init__(
+        self,
+        task: ItemTask,
+        encoder: PairEncoder,
+        chat_template: ChatTemplate | None = None,
+        requests: RequestBuilder | None = None,
+    ) -> None:
         """Read the examples.
+
+        Args:
+            chat_template: None: the prompts are texts.
+            requests: encodes chats whose answers are decoded. None: nothing is decoded.
 
         Raises:
             ValueError: the file of the examples cannot be read, or has too few.
         """
+        self.chat_template = chat_template
+        self._encoder, self._requests = encoder, requests
         self.config = task.prompt_config
         defaults = (task.question_template, task.answer_template, task.delimiter)
         values = (self.config.template, self.config.answer_template, self.config.delimiter)
@@ -132,6 +144,34 @@ class PromptBuilder:
                 selected.append(self._shots[index])
         return selected
 
+    def encode(self, item: TaskItem) -> EncodedItem:
+        """Encode a prompt whose answer is to be generated.
+
+        Raises:
+            ValueError: a field is missing, or the chat template rejects the chat.
+        """
+        if self.chat_template is None:
+            text = self.text(item)
+            return EncodedItem(np.array(self._encoder.encode(text), dtype=np.int32), (), _hash(text))
+        assert self._requests is not None, "only answers that are decoded are encoded alone"
+        messages, prefix = self.messages(item), self.answer_prefix(item)
+        chat = self._requests.encode_chat(messages, item.tools, prefix)
+        text = json.dumps([messages, item.tools, prefix], ensure_ascii=False)
+        return EncodedItem(np.array(chat.token_ids, dtype=np.int32), tuple(chat.options.segment_starts), _hash(text))
+
+    def encode_options(self, item: TaskItem, options: Sequence[str]) -> tuple[list[EncodedPair], str]:
+        """Encode a prompt with each of its possible continuations. Returns the hash of the prompt's text as well.
+
+        Raises:
+            ValueError: a field is missing, or the chat template rejects the chat.
+        """
+        if self.chat_template is None:
+            text, delimiter = self.text(item), self.delimiter
+        else:
+            chat = render_chat(self.chat_template, self.messages(item), add_generation_prompt=True)
+            text, delimiter = chat + self.answer_prefix(item), ""
+        return [self._encoder.encode_pair(text, f"{delimiter}{option}") for option in options], _hash(text)
+
     def _reject_shots(self, num_examples: int, which: str) -> NoReturn:
         raise ValueError(
             f"prompt.shots_data = {self.config.shots_data} has {num_examples} examples{which}, and prompt.shots = "
@@ -148,52 +188,6 @@ class PromptBuilder:
 
     def _answer(self, item: TaskItem) -> str:
         return fill_template(self.answer_template, item.fields, "prompt.answer_template")
-
-
-class PromptEncoder:
-    """Encodes the prompts of a task for a model.
-
-    Args:
-        template: of chats. None: the prompts are texts.
-        requests: encodes chats whose answers are decoded. None: nothing is decoded.
-    """
-
-    def __init__(
-        self,
-        builder: PromptBuilder,
-        encoder: PairEncoder,
-        template: ChatTemplate | None,
-        requests: RequestBuilder | None = None,
-    ) -> None:
-        self._builder, self._encoder, self._template, self._requests = builder, encoder, template, requests
-
-    def encode(self, item: TaskItem) -> EncodedItem:
-        """Encode a prompt whose answer is to be generated.
-
-        Raises:
-            ValueError: a field is missing, or the chat template rejects the chat.
-        """
-        if self._template is None:
-            text = self._builder.text(item)
-            return EncodedItem(np.array(self._encoder.encode(text), dtype=np.int32), (), _hash(text))
-        assert self._requests is not None, "only answers that are decoded are encoded alone"
-        messages, prefix = self._builder.messages(item), self._builder.answer_prefix(item)
-        chat = self._requests.encode_chat(messages, item.tools, prefix)
-        text = json.dumps([messages, item.tools, prefix], ensure_ascii=False)
-        return EncodedItem(np.array(chat.token_ids, dtype=np.int32), tuple(chat.options.segment_starts), _hash(text))
-
-    def encode_options(self, item: TaskItem, options: Sequence[str]) -> tuple[list[EncodedPair], str]:
-        """Encode a prompt with each of its possible continuations. Returns the hash of the prompt's text as well.
-
-        Raises:
-            ValueError: a field is missing, or the chat template rejects the chat.
-        """
-        if self._template is None:
-            text, delimiter = self._builder.text(item), self._builder.delimiter
-        else:
-            chat = render_chat(self._template, self._builder.messages(item), add_generation_prompt=True)
-            text, delimiter = chat + self._builder.answer_prefix(item), ""
-        return [self._encoder.encode_pair(text, f"{delimiter}{option}") for option in options], _hash(text)
 
 
 def _question_and_gold(item: TaskItem) -> tuple[str, str]:

@@ -15,11 +15,11 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -34,7 +34,6 @@ CONFIG_FILE = "config.toml"
 """Names within the folder of a run."""
 
 MAX_SHOWN_DIFFERENCES = 8
-_BLOCK_BYTES = 1 << 16
 LIKELIHOOD_METRICS = ("nats_per_token", "perplexity", "bits_per_byte")
 """Metrics that are no shares in [0, 1]."""
 
@@ -158,24 +157,30 @@ class VariantResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VariantComparison:
-    """The paired difference of two variants on the same items by one rule."""
+class PairedDifference:
+    """The difference of the mean scores of two variants over the same items."""
+
+    num_items: int
+    difference: float
+    """Mean of the second minus that of the first."""
+    standard_error: float | None
+    """Over the items' differences; None: a single item."""
+    p_value: float
+    """Exact two-sided sign test on the items that differ (of right and wrong answers: McNemar's exact test)."""
+    num_only_first: int
+    """Items that only the first variant answers right; with repeats: more often."""
+    num_only_second: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class VariantComparison(PairedDifference):
+    """The paired difference of two variants in a task by one rule."""
 
     task: str
     rule: str
     first: str
     second: str
     """Names of the variants."""
-    num_items: int
-    difference: float
-    """Accuracy of the second minus that of the first."""
-    standard_error: float | None
-    """Over the items' differences; None: a single item."""
-    p_value: float
-    """Exact two-sided sign test on the items that one variant answers better."""
-    num_only_first: int
-    """Items that only the first variant answers right; with repeats: more often."""
-    num_only_second: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,13 +202,17 @@ class EvaluationResults:
     """What a reader of the numbers has to know, such as how executed code was isolated."""
 
 
-def accuracy_by_item(items: list[ItemResult], rule: str) -> dict[str, float]:
+def mean_by_item(values: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Mean over the repeats of an item, by item id in order of appearance."""
+    repeats: dict[str, list[float]] = {}
+    for name, value in values:
+        repeats.setdefault(name, []).append(value)
+    return {name: sum(own) / len(own) for name, own in repeats.items()}
+
+
+def accuracy_by_item(items: Iterable[ItemResult], rule: str) -> dict[str, float]:
     """Share of an item's repeats that are right, by item id in order of appearance."""
-    counts: dict[str, tuple[float, int]] = {}
-    for item in items:
-        num_correct, total = counts.get(item.id, (0, 0))
-        counts[item.id] = (num_correct + item.is_correct.get(rule, 0.0), total + 1)
-    return {name: num_correct / total for name, (num_correct, total) in counts.items()}
+    return mean_by_item((item.id, item.is_correct.get(rule, 0.0)) for item in items)
 
 
 _ITEM = TypeAdapter(ItemResult)
@@ -248,14 +257,17 @@ def read_results(folder: Path) -> EvaluationResults:
         ) from None
 
 
-def read_items(path: Path) -> list[ItemResult]:
-    """Read the answers of a variant.
+def read_items(path: Path) -> Iterator[ItemResult]:
+    """Iterate over the answers of a variant, without a torn last line.
 
     Raises:
-        ValueError: the file cannot be read, or a line is no result.
+        OSError: the file cannot be read.
+        ValueError: a line is no result.
     """
-    lines = read_text(path).removesuffix("\n").split("\n")  # not splitlines: texts contain U+2028 and the like
-    return [parse_item_line(line, f"{path}: line {number}") for number, line in enumerate(lines, 1) if line]
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.endswith(b"\n"):
+                yield parse_item_line(line.decode("utf-8", "replace"), f"{path}: line {number}")
 
 
 def _first_problem(error: ValidationError) -> str:
@@ -290,59 +302,30 @@ class RunFolder:
         """File of a variant's results."""
         return self.path / ITEMS_FOLDER / f"{to_file_name(variant)}.jsonl"
 
-    def open_writer(self, variant: str) -> ItemWriter:
-        """Open the file of a variant's results for appending, without a torn last line."""
-        return ItemWriter(self.items_path(variant))
+    @contextmanager
+    def open_writer(self, variant: str) -> Iterator[Callable[[ItemResult], None]]:
+        """Drop a torn last line of a variant's results, and yield a function that appends a result, flushed at once."""
+        with self.items_path(variant).open("ab+") as file:
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
+
+            def write(result: ItemResult) -> None:
+                file.write(format_item_line(result).encode() + b"\n")
+                file.flush()
+
+            try:
+                yield write
+            finally:
+                os.fsync(file.fileno())
 
     def read_items(self, variant: str) -> Iterator[ItemResult]:
-        """Iterate over the results of a variant, without a torn last line.
+        """Iterate over the results of a variant; none if it has no file yet.
 
         Raises:
             ValueError: a line is no result.
         """
         path = self.items_path(variant)
-        if not path.is_file():
-            return
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.endswith(b"\n"):
-                    yield parse_item_line(line.decode("utf-8", "replace"), f"{path}: line {number}")
-
-
-class ItemWriter:
-    """Appends results to a file, each flushed at once."""
-
-    def __init__(self, path: Path) -> None:
-        self._file: BinaryIO = path.open("ab+")
-        self._file.truncate(_end_of_lines(self._file))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Write everything to disk."""
-        os.fsync(self._file.fileno())
-        self._file.close()
-
-    def write(self, result: ItemResult) -> None:
-        """Append a line with a result, and flush it."""
-        self._file.write(format_item_line(result).encode() + b"\n")
-        self._file.flush()
-
-
-def _end_of_lines(file: BinaryIO) -> int:
-    """Offset after the last line break."""
-    end = file.seek(0, os.SEEK_END)
-    while end:
-        start = max(0, end - _BLOCK_BYTES)
-        file.seek(start)
-        index = file.read(end - start).rfind(b"\n")
-        if index >= 0:
-            return start + index + 1
-        end = start
-    return 0
+        return read_items(path) if path.is_file() else iter(())
 
 
 def to_file_name(variant: str) -> str:

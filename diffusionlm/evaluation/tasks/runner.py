@@ -118,7 +118,7 @@ class TaskRun:
         done: dict[str, set[AnswerKey]] = defaultdict(set)
         for result in self.folder.read_items(variant.name):
             done[result.task].add((result.id, result.repeat))
-        with self.folder.open_writer(variant.name) as writer:
+        with self.folder.open_writer(variant.name) as write:
             for task in variant.prepared:
                 answers = list_answers(task)
                 num_done, phase = len(done[task.name].intersection(answers)), f"{variant.name}: {task.name}"
@@ -131,7 +131,7 @@ class TaskRun:
 
                 model = self._load(variant.model)
                 for result in evaluate_task(model, task, variant.name, done[task.name], show_phase):
-                    writer.write(result)
+                    write(result)
                     num_done += 1
                     if on_progress is not None:
                         on_progress(phase, "answers", num_done, len(answers))
@@ -152,7 +152,7 @@ class TaskRun:
             for item in self.folder.read_items(variant.name):
                 if (item.id, item.repeat) in selected.get(item.task, ()):
                     selected[item.task].remove((item.id, item.repeat))
-                    own[item.task].add(item)
+                    own[item.task].results.append(item)
             for task in variant.prepared:
                 fingerprints = self.fingerprints[variant.name][task.name]
                 results.append(own[task.name].build(describe_protocol(task), fingerprints))
@@ -218,7 +218,8 @@ def fingerprint_prompt(task: PreparedTask) -> str:
     """Hash the templates of a task's prompts; empty for a text."""
     if isinstance(task, PreparedText):
         return ""
-    chat = "" if task.template is None else task.template.source
+    template = task.builder.chat_template
+    chat = "" if template is None else template.source
     return _hash([task.builder.template, task.builder.answer_template, task.builder.delimiter, chat])
 
 

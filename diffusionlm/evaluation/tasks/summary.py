@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
@@ -20,49 +22,33 @@ from diffusionlm.evaluation.tasks.results import (
     OutcomeShares,
     VariantComparison,
     VariantResult,
+    mean_by_item,
 )
 
 
+@dataclass(frozen=True)
 class TaskSummary:
-    """Sums over the results of one variant and task; results themselves are not kept."""
+    """The results of one variant and task, and what they say together."""
 
-    def __init__(self, task: PreparedTask, variant: str, model: str) -> None:
-        self.task, self.variant, self._model = task, variant, model
-        self._sums: dict[str, dict[str, float]] = {}
-        """Item -> metric -> sum over its repeats."""
-        self._num_repeats: dict[str, int] = {}
-        self._text_metrics: dict[str, MetricValue] = {}
-        self._counts = dict.fromkeys(
-            ("answers", "stop", "length", "empty", "invalid", "errors", "tokens", "forwards"), 0
-        )
-        self._seconds = 0.0
+    task: PreparedTask
+    variant: str
+    model: str
+    results: list[ItemResult] = field(default_factory=list)
 
     @property
     def rules(self) -> tuple[str, ...]:
         """Rules by which answers are right or wrong, the main one first; none of a perplexity task."""
         return () if isinstance(self.task, PreparedText) else self.task.config.rules
 
-    def add(self, result: ItemResult) -> None:
-        """Add a result to the sums of its variant and task."""
-        counts, sums = self._counts, self._sums.setdefault(result.id, {})
-        values = {} if isinstance(self.task, PreparedText) else self.task.config.measure(result)
-        for name, value in (dict.fromkeys(self.rules, 0.0) | dict(values)).items():
-            sums[name] = sums.get(name, 0.0) + value
-        self._num_repeats[result.id] = self._num_repeats.get(result.id, 0) + 1
-        counts["answers"] += 1
-        if result.finish_reason is not None:
-            counts[result.finish_reason] += 1
-        counts["empty"] += result.is_empty
-        counts["invalid"] += result.is_invalid
-        counts["errors"] += result.error is not None
-        counts["tokens"] += result.num_tokens
-        counts["forwards"] += result.num_forwards
-        self._seconds += result.seconds
-        self._text_metrics |= result.metrics or {}
-
-    def means(self, metric: str) -> dict[str, float]:
-        """Mean over each item's repeats, of the items that have the metric."""
-        return {name: sums[metric] / self._num_repeats[name] for name, sums in self._sums.items() if metric in sums}
+    def means(self) -> dict[str, dict[str, float]]:
+        """By metric: mean over each item's repeats, of the items that have the metric."""
+        values: dict[str, list[tuple[str, float]]] = {rule: [] for rule in self.rules}
+        for result in self.results:
+            measured = {} if isinstance(self.task, PreparedText) else self.task.config.measure(result)
+            for name, value in (dict.fromkeys(self.rules, 0.0) | dict(measured)).items():
+                values.setdefault(name, []).append((result.id, value))
+        names = [*self.rules, *sorted(values.keys() - set(self.rules))]
+        return {name: mean_by_item(values[name]) for name in names}
 
     def build(self, protocol: Mapping[str, Any], fingerprints: Mapping[str, str]) -> VariantResult:
         """The result over all items.
@@ -71,42 +57,44 @@ class TaskSummary:
             protocol: settings of the task with this variant.
             fingerprints: of model, data and prompt.
         """
-        counts, num_answers = self._counts, self._counts["answers"]
-        names = dict.fromkeys([*self.rules, *sorted({name for sums in self._sums.values() for name in sums})])
-        metrics = {name: mean_with_error(list(self.means(name).values())) for name in names}
+        results, means = self.results, self.means()
+        metrics = {name: mean_with_error(list(values.values())) for name, values in means.items()}
         if not isinstance(self.task, PreparedText):
             metrics = self.task.config.summarize(metrics)
-        num_repeats = max(self._num_repeats.values(), default=1)
-        shares = OutcomeShares(
-            stopped=counts["stop"] / num_answers,
-            length=counts["length"] / num_answers,
-            empty=counts["empty"] / num_answers,
-            invalid=counts["invalid"] / num_answers,
+        num_repeats = max(Counter(result.id for result in results).values(), default=1)
+        endings = Counter(result.finish_reason for result in results)
+        counts = (
+            endings["stop"],
+            endings["length"],
+            sum(result.is_empty for result in results),
+            sum(result.is_invalid for result in results),
         )
+        is_generated = isinstance(self.task.config, GenerationTask)
         return VariantResult(
             task=self.task.name,
             kind=self.task.config.kind,
             variant=self.variant,
-            model=self._model,
-            num_items=len(self._sums),
+            model=self.model,
+            num_items=len({result.id for result in results}),
             num_repeats=num_repeats,
-            metrics={**metrics, **self._text_metrics},
+            metrics=metrics | {name: value for result in results for name, value in (result.metrics or {}).items()},
             number_metrics=getattr(self.task.config, "number_metrics", LIKELIHOOD_METRICS),
-            pass_at_k={rule: self._pass_at_k(rule, num_repeats) for rule in self.rules} if num_repeats > 1 else {},
-            shares=shares if isinstance(self.task.config, GenerationTask) else None,
-            num_grading_errors=counts["errors"],
-            num_tokens=counts["tokens"],
-            num_forwards=counts["forwards"],
-            seconds=round(self._seconds, 3),
+            pass_at_k={rule: _estimate_pass_at_k(means[rule], num_repeats) for rule in self.rules if num_repeats > 1},
+            shares=OutcomeShares(*(count / len(results) for count in counts)) if is_generated else None,
+            num_grading_errors=sum(result.error is not None for result in results),
+            num_tokens=sum(result.num_tokens for result in results),
+            num_forwards=sum(result.num_forwards for result in results),
+            seconds=round(sum(result.seconds for result in results), 3),
             protocol=dict(protocol),
             fingerprints=dict(fingerprints),
         )
 
-    def _pass_at_k(self, rule: str, num_repeats: int) -> dict[int, MetricValue]:
-        """For k = 1, powers of 2 and all repeats."""
-        sizes = sorted({*(1 << power for power in range(num_repeats.bit_length())), num_repeats})
-        counts = [round(sums[rule]) for sums in self._sums.values()]
-        return {size: mean_with_error([pass_at_k(num_repeats, count, size) for count in counts]) for size in sizes}
+
+def _estimate_pass_at_k(means: Mapping[str, float], num_repeats: int) -> dict[int, MetricValue]:
+    """For k = 1, powers of 2 and all repeats."""
+    sizes = sorted({*(1 << power for power in range(num_repeats.bit_length())), num_repeats})
+    counts = [round(mean * num_repeats) for mean in means.values()]
+    return {size: mean_with_error([pass_at_k(num_repeats, count, size) for count in counts]) for size in sizes}
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -139,29 +127,16 @@ def mean_with_error(values: Sequence[float]) -> MetricValue:
 def compare_variants(summaries: Iterable[TaskSummary]) -> tuple[VariantComparison, ...]:
     """Paired differences of each pair of variants of a task, by each rule, on the items that both have answered."""
     comparisons = []
-    for first, second in combinations(summaries, 2):
-        if first.task.name != second.task.name:
-            continue
-        for rule in first.rules:
-            if rule not in second.rules:
-                continue
-            a, b = first.means(rule), second.means(rule)
+    for (first, means), (second, other_means) in combinations([(item, item.means()) for item in summaries], 2):
+        for rule in first.rules if first.task.name == second.task.name else ():
+            a, b = means[rule], other_means.get(rule, {})
             common = [name for name in a if name in b]
             if not common:
                 continue
-            paired = compare_paired(np.array([b[name] for name in common]), np.array([a[name] for name in common]))
-            error = paired.standard_error
-            comparison = VariantComparison(
-                task=first.task.name,
-                rule=rule,
-                first=first.variant,
-                second=second.variant,
-                num_items=paired.num_items,
-                difference=paired.difference,
-                standard_error=error if math.isfinite(error) else None,
-                p_value=paired.p_value,
-                num_only_first=paired.num_b_better,
-                num_only_second=paired.num_a_better,
+            paired = compare_paired(np.array([a[name] for name in common]), np.array([b[name] for name in common]))
+            comparisons.append(
+                VariantComparison(
+                    task=first.task.name, rule=rule, first=first.variant, second=second.variant, **vars(paired)
+                )
             )
-            comparisons.append(comparison)
     return tuple(comparisons)

@@ -64,9 +64,9 @@ def test_the_gap_is_the_difference_of_two_bounds(tiny_model: Callable[..., Trans
         },
         "likelihood": {"kind": "nelbo", "prompt_gap": True, "num_mc_samples": 2},
     }
-    plan = open_text(EvalConfig.model_validate(values))
-    rows, _ = plan.reader.read(0, None, 100)
-    gap = evaluate_likelihood(plan, model=model).prompt_gap
+    text = open_text(EvalConfig.model_validate(values))
+    rows = text.rows
+    gap = evaluate_likelihood(text, model=model).prompt_gap
     assert gap is not None and gap.num_rows == len(rows) == 6
     bounds = [
         evaluate(model, tokenizer, some, num_mc_samples=2, batch_size=3).nats_per_token

@@ -11,7 +11,7 @@ import pytest
 from config.evaluation.presets import load_presets
 from diffusionlm.evaluation.tasks.evaluation import evaluate_task, grade
 from diffusionlm.evaluation.tasks.items import read_task_items
-from diffusionlm.evaluation.tasks.prompts import PromptBuilder
+from diffusionlm.evaluation.tasks.prompts import fill_template
 from diffusionlm.inference.text import AnswerText
 from diffusionlm.models.transformer import Transformer
 from tests.unit.evaluation.tasks.conftest import TASK, MakeTask
@@ -113,7 +113,7 @@ def test_stops_leave_right_answers(tmp_path: Path, byte_tokenizer: Tokenizer, na
     options = {"answer": "code_block"} if name is None else {"preset": name}
     task = TASK.validate_python({"kind": "humaneval", "data": path, "run_code": True, **options})
     [item] = read_task_items(task)
-    prefix = PromptBuilder(task).answer_prefix(item)
+    prefix = fill_template(task.prompt.answer_prefix, item.fields, "prompt.answer_prefix")
     if task.answer == "completion":
         text = f"{ITEM['canonical_solution']}\ndef unfinished("
     elif prefix:

@@ -114,10 +114,8 @@ def test_guided_scores_have_no_perplexity(make_task: MakeTask, random_model: Tra
     """Without guidance it is exp of the mean negative log-likelihood."""
     for cfg_scale, names in ((0.0, {"acc", "perplexity"}), (0.5, {"acc"})):
         task = make_task("cloze", [{"text": "it is y"}], likelihood={"cfg_scale": cfg_scale})
-        summary = TaskSummary(task, "", "")
         [result] = evaluate_task(random_model, task)
-        summary.add(result)
-        metrics = summary.build({}, {}).metrics
+        metrics = TaskSummary(task, "", "", [result]).build({}, {}).metrics
         assert set(metrics) == names
         if cfg_scale == 0.0:
             assert result.option_log_likelihoods is not None
@@ -234,10 +232,7 @@ def test_a_source_of_conversations(byte_tokenizer: Tokenizer, biased_model: Bias
     config = TASK.validate_python(values)
     model, items = biased_model({"0": 9.0}), read_task_items(config)
     task = prepare_items(config, items, byte_tokenizer, model.config)
-    summary = TaskSummary(task, "", "")
-    for result in evaluate_task(model, task):
-        summary.add(result)
-    metrics = summary.build({}, {}).metrics
+    metrics = TaskSummary(task, "", "", list(evaluate_task(model, task))).build({}, {}).metrics
     for name, group in (("exact_match", ""), ("exact_match/copy", "copy"), ("exact_match/count", "count")):
         golds = [item.gold for item in items if group in ("", item.group)]
         assert metrics[name].value == pytest.approx(golds.count("0") / len(golds))
@@ -250,14 +245,14 @@ def test_prompts_that_do_not_fit_are_named(make_task: MakeTask) -> None:
     long = {"question": "x" * 240, "answer": "1", "id": "long"}
     with pytest.raises(ValueError, match=r"item 'long'.*max_new_tokens = 256"):
         make_task("gsm8k", [long])
-    with pytest.raises(ValueError, match=r"item 'long'.*prompt\.shots"):
+    with pytest.raises(ValueError, match=r"item 'long': option 0 .*max_position_embeddings"):
         make_task("multiple_choice", [{"question": "x" * 240, "choices": ["a", "b"], "gold": 0, "id": "long"}])
 
 
 def test_all_options_are_checked_with_the_end_of_text(make_task: MakeTask) -> None:
     """The longest option in characters may be a short one in tokens; ö are two bytes, so two tokens."""
     record = {"question": "q", "choices": ["a" * 130, "ö" * 120], "gold": 0, "id": "bytes"}
-    with pytest.raises(ValueError, match=r"item 'bytes': 2\d\d tokens of prompt and option 1"):
+    with pytest.raises(ValueError, match=r"item 'bytes': option 1 has 2\d\d tokens"):
         make_task("multiple_choice", [record])
 
     def fits(length: int, **likelihood: Any) -> bool:

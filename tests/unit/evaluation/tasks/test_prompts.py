@@ -13,9 +13,9 @@ from pydantic import TypeAdapter
 from config.evaluation.tasks import TaskConfig
 from config.generation import GenerationConfig
 from diffusionlm.evaluation.pair_encoding import PairEncoder
-from diffusionlm.evaluation.tasks.item_task import ItemTask, TaskItem
+from diffusionlm.evaluation.tasks.item_task import TaskItem
 from diffusionlm.evaluation.tasks.items import read_task_items
-from diffusionlm.evaluation.tasks.prompts import PromptBuilder, PromptEncoder, fill_template
+from diffusionlm.evaluation.tasks.prompts import PromptBuilder, fill_template
 from diffusionlm.inference.request_builder import RequestBuilder
 from diffusionlm.inference.settings import resolve_settings
 from tests.conftest import MakeConfig
@@ -33,13 +33,13 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def build(path: Path, **prompt: Any) -> tuple[ItemTask, PromptBuilder, list[TaskItem]]:
+def build(path: Path, *encoders: Any, **prompt: Any) -> tuple[PromptBuilder, list[TaskItem]]:
     task = TASK.validate_python({"kind": "gsm8k", "data": path, "prompt": prompt})
-    return task, PromptBuilder(task), read_task_items(task)
+    return PromptBuilder(task, *(encoders or (PairEncoder(chat_tokenizer(), (), None),))), read_task_items(task)
 
 
 def test_text_with_examples_that_are_not_the_item(path: Path) -> None:
-    _, builder, items = build(path, shots=2, shots_data=path)
+    builder, items = build(path, shots=2, shots_data=path)
     assert builder.text(items[3]) == (
         "Question: 0 + 1?\nAnswer: #### 1\n\nQuestion: 1 + 1?\nAnswer: #### 2\n\nQuestion: 3 + 1?\nAnswer:"
     )
@@ -48,7 +48,7 @@ def test_text_with_examples_that_are_not_the_item(path: Path) -> None:
 
 
 def test_templates_and_the_beginning_of_the_answer(path: Path) -> None:
-    _, builder, [item, *_] = build(
+    builder, [item, *_] = build(
         path, template="Q: {question} {{}}", answer_prefix="({question})", delimiter="\n", separator="--",
         shots=1, shots_data=path, answer_template="A: {answer}",
     )  # fmt: skip
@@ -57,14 +57,14 @@ def test_templates_and_the_beginning_of_the_answer(path: Path) -> None:
 
 def test_chats(path: Path) -> None:
     prompt = {"format": "chat", "system": "Be short.", "shots": 1, "shots_data": path, "template": "{question}"}
-    _, builder, [item, *_] = build(path, **prompt)
+    builder, [item, *_] = build(path, **prompt)
     assert builder.messages(item) == [
         {"role": "system", "content": "Be short."},
         {"role": "user", "content": "1 + 1?"},
         {"role": "assistant", "content": "#### 2"},
         {"role": "user", "content": "0 + 1?"},
     ]
-    _, builder, [item, *_] = build(path, **prompt, shots_as="text")
+    builder, [item, *_] = build(path, **prompt, shots_as="text")
     assert builder.messages(item)[1:] == [{"role": "user", "content": "1 + 1? #### 2\n\n0 + 1?"}]
 
 
@@ -74,22 +74,23 @@ def test_encoded_prompts(path: Path, make_config: MakeConfig) -> None:
         vocab_size=tokenizer.vocab_size, mask_token_id=tokenizer.mask_token_id, eos_token_id=tokenizer.eos_token_id
     )
     encoder = PairEncoder.from_model(tokenizer, model)
-    _, builder, [item, *_] = build(path)
-    encoded = PromptEncoder(builder, encoder, None).encode(item)
+    builder, [item, *_] = build(path, encoder)
+    encoded = builder.encode(item)
     assert encoded.token_ids.tolist() == list(encoder.encode("Question: 0 + 1?\nAnswer:"))
     assert encoded.sha256 == hashlib.sha256(b"Question: 0 + 1?\nAnswer:").hexdigest()
-    pairs, _ = PromptEncoder(builder, encoder, None).encode_options(item, ["1", "two"])
+    pairs, _ = builder.encode_options(item, ["1", "two"])
     assert [pair.continuation_ids for pair in pairs] == [
         encoder.encode_pair("Question: 0 + 1?\nAnswer:", f" {text}").continuation_ids for text in ("1", "two")
     ]
 
-    _, builder, [item, *_] = build(path, format="chat", answer_prefix="It is ")
     template, settings = CHAT_TEMPLATES["chatml"], resolve_settings(GenerationConfig(), model)
-    encoded = PromptEncoder(builder, encoder, template, RequestBuilder(tokenizer, settings, template)).encode(item)
+    encoders = encoder, template, RequestBuilder(tokenizer, settings, template)
+    builder, [item, *_] = build(path, *encoders, format="chat", answer_prefix="It is ")
+    encoded = builder.encode(item)
     messages = builder.messages(item)
     expected = encode_chat(tokenizer, template, messages, add_generation_prompt=True) + tokenizer.encode("It is ")
     assert encoded.token_ids.tolist() == expected
-    pairs, _ = PromptEncoder(builder, encoder, template).encode_options(item, ["1"])
+    pairs, _ = builder.encode_options(item, ["1"])
     text = tokenizer.decode([*pairs[0].context_ids, *pairs[0].continuation_ids])
     assert text.endswith("It is 1")
 
@@ -99,7 +100,7 @@ def test_encoded_prompts(path: Path, make_config: MakeConfig) -> None:
     [("{answe}", "'answer'"), ("{question.x}", "question.x"), ("{question!r}", "{question}"), ("{question", "braces")],
 )
 def test_wrong_templates(path: Path, template: str, words: str) -> None:
-    _, builder, [item, *_] = build(path, template=template)
+    builder, [item, *_] = build(path, template=template)
     with pytest.raises(ValueError, match=r"prompt\.template") as caught:
         builder.text(item)
     assert words in str(caught.value)
@@ -122,10 +123,10 @@ def test_copies_of_an_item_are_no_examples_of_it(path: Path) -> None:
     copies = [{"question": "0 + 1?", "answer": "#### 1", "source": number} for number in range(3)]
     shots = path.with_name("shots.jsonl")
     shots.write_text("".join(json.dumps(record) + "\n" for record in copies) + path.read_text())
-    _, builder, items = build(path, shots=2, shots_data=shots)
+    builder, items = build(path, shots=2, shots_data=shots)
     assert [shot.fields["question"] for shot in builder.select_shots(items[0])] == ["1 + 1?", "2 + 1?"]
     assert [shot.fields["question"] for shot in builder.select_shots(items[1])] == ["0 + 1?", "0 + 1?"]
-    _, builder, items = build(path, shots=4, shots_data=shots)
+    builder, items = build(path, shots=4, shots_data=shots)
     assert len(builder.select_shots(items[1])) == 4
     with pytest.raises(ValueError, match=r"shots\.jsonl has 3 examples.*shots = 4"):
         builder.select_shots(items[0])

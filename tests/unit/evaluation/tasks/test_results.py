@@ -40,7 +40,7 @@ def test_item_lines_are_read_back(item: ItemResult, tmp_path: Path) -> None:
     assert parse_item_line(line, "here") == item
     path = tmp_path / "a.jsonl"
     path.write_text(f"{line}\n{line}\n", encoding="utf-8")
-    assert read_items(path) == [item, item]
+    assert list(read_items(path)) == [item, item]
     assert "option_log_likelihoods" not in json.loads(format_item_line(GENERATED))
 
 
@@ -48,7 +48,7 @@ def test_bad_lines_are_located(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(f'{format_item_line(CHOICE)}\n{{"task": "arc"}}\n', encoding="utf-8")
     with pytest.raises(ValueError, match=r"a\.jsonl: line 2: .*id"):
-        read_items(path)
+        list(read_items(path))
 
 
 def test_results_are_read_back(tmp_path: Path) -> None:
