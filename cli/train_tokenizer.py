@@ -60,7 +60,7 @@ def check_output_directory(directory: Path) -> None:
     if names:
         listing = ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])])
         remedy = "choose another directory (--set output.directory=...)"
-        if "tokenizer.json" in names or "special_tokens.json" in names:
+        if "tokenizer.json" in names:
             remedy += f", or remove this tokenizer first (rm -r {shlex.quote(str(directory))})"
         raise ValueError(f"output.directory = {directory} is not empty ({listing}): {remedy}")
     check_can_write(directory, f"output.directory = {directory}")

@@ -1,4 +1,4 @@
-"""Byte-level BPE: training, encoding, our own and Hugging Face's file formats, chat templates."""
+"""Byte-level BPE: training, encoding, Hugging Face's files, chat templates."""
 
 from tokenizer.bpe import Tokenizer
 from tokenizer.chat import encode_chat, render_chat
@@ -10,13 +10,12 @@ from tokenizer.chat_answers import (
     encode_prompt,
     join_answers,
 )
-from tokenizer.chat_template import ChatTemplate
-from tokenizer.chat_templates import CHAT_TEMPLATES, load_chat_template, save_chat_template
-from tokenizer.files import load_tokenizer, save_tokenizer
+from tokenizer.chat_templates import CHAT_TEMPLATES, ChatTemplate
+from tokenizer.files import load_chat_template, load_tokenizer, save_chat_template, save_tokenizer
 from tokenizer.incremental import IncrementalDecoder
-from tokenizer.options import TokenOptions
 from tokenizer.patterns import PATTERNS
 from tokenizer.sentencepiece import SentencePieceTokenizer
+from tokenizer.special_tokens import TokenOptions
 from tokenizer.trainer import train_bpe
 
 __all__ = [

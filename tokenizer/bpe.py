@@ -14,10 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenizer.byte_alphabet import bytes_to_chars
-from tokenizer.chat_template import ChatTemplate
-from tokenizer.options import TokenOptions
+from tokenizer.chat_templates import ChatTemplate
 from tokenizer.patterns import make_splitter, pattern_regex
-from tokenizer.special_tokens import SpecialTokens
+from tokenizer.special_tokens import SpecialTokens, TokenOptions
 
 Normalization = Literal["NFC"] | None
 

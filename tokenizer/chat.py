@@ -8,8 +8,7 @@ from typing import Any
 
 from tokenizer.bpe import Tokenizer
 from tokenizer.chat_process import run_template, run_trusted_template
-from tokenizer.chat_template import ChatTemplate
-from tokenizer.chat_templates import CHAT_TEMPLATES
+from tokenizer.chat_templates import CHAT_TEMPLATES, ChatTemplate
 
 Message = Mapping[str, Any]
 

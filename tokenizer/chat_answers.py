@@ -25,7 +25,7 @@ from tokenizer.chat import (
     resolve_template,
     template_variables,
 )
-from tokenizer.chat_template import ChatTemplate
+from tokenizer.chat_templates import ChatTemplate
 
 RENDERING_TIME = datetime(2025, 1, 1)
 """The time that templates see in training: the same tokens on every day."""

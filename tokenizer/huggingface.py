@@ -6,8 +6,8 @@ from typing import Any, cast
 
 from tokenizer.bpe import Normalization, Tokenizer
 from tokenizer.byte_alphabet import bytes_to_chars, chars_to_bytes
-from tokenizer.options import TokenOptions
 from tokenizer.patterns import pattern_name, pattern_regex
+from tokenizer.special_tokens import TokenOptions
 
 # Searched in this order if tokenizer_config.json names no token for a role.
 WELL_KNOWN_TOKENS: dict[str, tuple[str, ...]] = {
@@ -15,6 +15,9 @@ WELL_KNOWN_TOKENS: dict[str, tuple[str, ...]] = {
     "eos_token": ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<eos>"),
     "pad_token": ("<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>", "[PAD]", "<pad>"),
 }
+
+UNSET_ROLES = "unset_tokens"
+"""Key of our tokenizer_config.json: roles that have no token, although the file has a well-known one."""
 
 # Pattern and normalization of the tokenizer classes that are supported without a tokenizer.json.
 _SLOW_CLASSES: dict[str, tuple[str, Normalization]] = {
@@ -69,11 +72,15 @@ def to_huggingface(tokenizer: Tokenizer) -> dict[str, Any]:
 def to_huggingface_config(tokenizer: Tokenizer) -> dict[str, Any]:
     """Build the contents of a tokenizer_config.json with which transformers loads the tokenizer.json."""
     roles = {role: getattr(tokenizer, role) for role in ("bos_token", *WELL_KNOWN_TOKENS)}
+    unset = [
+        role for role in WELL_KNOWN_TOKENS if select_role_token(role, tokenizer.special_tokens, roles) != roles[role]
+    ]
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         **({"add_bos_token": True} if tokenizer.adds_bos else {}),
         **{role: token for role, token in roles.items() if token is not None},
+        **({UNSET_ROLES: unset} if unset else {}),
     }
 
 
@@ -344,7 +351,8 @@ def select_role_token(role: str, special: Iterable[str], config: Mapping[str, An
     """
     token = read_role_token(role, config)
     if token is None:
-        return next((text for text in WELL_KNOWN_TOKENS[role] if text in special), None)
+        well_known = () if role in config.get(UNSET_ROLES, ()) else WELL_KNOWN_TOKENS[role]
+        return next((text for text in well_known if text in special), None)
     if token not in special:
         raise ValueError(
             f"{role} {token!r} of tokenizer_config.json is not among the added tokens: add it there, or correct it"

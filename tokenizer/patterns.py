@@ -80,8 +80,7 @@ def make_splitter(pattern: str) -> Splitter:
         except TimeoutError:
             raise ValueError(
                 f"the tokenizer's pattern {pattern[:200]!r} takes more than {seconds:.0f} s for a text of {len(text)} "
-                "characters: correct it in the tokenizer's file (pre_tokenizer in tokenizer.json, pattern in "
-                "special_tokens.json), without repetitions within repetitions, such as (a|aa)+"
+                "characters: correct pre_tokenizer in tokenizer.json, without nested repetitions such as (a|aa)+"
             ) from None
 
     return split

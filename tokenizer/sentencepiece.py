@@ -22,8 +22,7 @@ from tokenizer.huggingface import (
     read_role_token,
     select_role_token,
 )
-from tokenizer.options import TokenOptions
-from tokenizer.special_tokens import SpecialTokens
+from tokenizer.special_tokens import SpecialTokens, TokenOptions
 
 SPACE = "\u2581"
 """The character for a space in such a vocabulary."""

@@ -11,7 +11,7 @@ from config.model import ModelConfig
 from files.json_files import read_json_object
 from tokenizer import Tokenizer
 
-SPECIAL_TOKENS_FILE, VOCAB_FILE = "special_tokens.json", "vocab.json"
+VOCAB_FILE = "vocab.json"
 """Files that this project writes; transformers' slow tokenizers have the second one too."""
 TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 
@@ -34,9 +34,6 @@ class Vocabulary:
 def read_vocabulary(directory: Path) -> Vocabulary | None:
     """Read the ids of a directory's tokenizer. None: it has none, or `load_tokenizer` has to report what is wrong."""
     try:
-        if (directory / SPECIAL_TOKENS_FILE).is_file():
-            special = set(_read_json_or_empty(directory / SPECIAL_TOKENS_FILE)["special_tokens"].items())
-            return _build_vocabulary(_read_json_or_empty(directory / VOCAB_FILE), special)
         if not (directory / TOKENIZER_FILE).is_file() and not (directory / VOCAB_FILE).is_file():
             return None
         config = _read_json_or_empty(directory / TOKENIZER_CONFIG_FILE)

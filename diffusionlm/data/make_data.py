@@ -319,7 +319,7 @@ class _MakeDataJob:
         if tokenizer.eos_token_id is None:
             raise ValueError(
                 f"tokenizer.path = {self._config.tokenizer.path}: the tokenizer has no end-of-text token, which "
-                "ends documents; name one in its special_tokens.json or tokenizer_config.json"
+                "ends documents; name one in its tokenizer_config.json"
             )
         with _protect_write(self._directory):
             shutil.rmtree(partial_path(folder), ignore_errors=True)

@@ -245,7 +245,7 @@ def create_model_builder(
     if tokenizer.mask_token_id is None and not isinstance(config.objective, NextTokenConfig):
         raise ValueError(
             f'the tokenizer has no mask token, which objective.kind = "{config.objective.kind}" needs: name one in its '
-            "special_tokens.json or tokenizer_config.json, or train a tokenizer by leaving tokenizer.path out"
+            "tokenizer_config.json, or train a tokenizer by leaving tokenizer.path out"
         )
     section = config.model
     directory = None if section.init_from is None else resolve_model_directory(section.init_from)

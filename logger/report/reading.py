@@ -232,7 +232,8 @@ def _rename_accuracies(summary: dict[str, Any]) -> None:
 
 def _fingerprint(folder: Path) -> str | None:
     """Hash the tokenizer files that exist; None: there are none."""
-    names = ("vocab.json", "merges.txt", "special_tokens.json", "tokenizer.json", "tokenizer.model")
+    # Older versions wrote more files beside tokenizer.json.
+    names = ["tokenizer.json"] if (folder / "tokenizer.json").is_file() else ["vocab.json", "merges.txt"]
     try:
         contents = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
     except OSError:

@@ -182,8 +182,8 @@ def test_a_warm_start_takes_weights_and_tokenizer(config: Path, uninterrupted: P
     assert result.returncode == 0, result.stderr
     first = numbers(tmp_path / "warm")[0]["metrics"]["loss"]
     assert first < numbers(uninterrupted)[0]["metrics"]["loss"] - 0.5
-    assert (tmp_path / "warm/tokenizer/vocab.json").read_bytes() == (
-        uninterrupted / "tokenizer/vocab.json"
+    assert (tmp_path / "warm/tokenizer/tokenizer.json").read_bytes() == (
+        uninterrupted / "tokenizer/tokenizer.json"
     ).read_bytes()
 
 

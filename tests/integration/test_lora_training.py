@@ -98,7 +98,7 @@ def test_only_the_adapter_is_trained_and_saved(configure: Configure, base: Path)
     train(config)
     checkpoint = config.run.directory / "checkpoints/latest"
     names = {path.name for path in checkpoint.iterdir()}
-    assert {"adapter_config.json", "adapter_model.safetensors", "config.json", "README.md", "vocab.json"} <= names
+    assert {"adapter_config.json", "adapter_model.safetensors", "config.json", "README.md", "tokenizer.json"} <= names
     assert "model.safetensors" not in names
     card = (checkpoint / "README.md").read_text(encoding="utf-8")
     assert "--adapter . --prompt" in card and "tags: [text-generation, masked-diffusion, diffusion, lora, peft]" in card

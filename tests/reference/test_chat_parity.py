@@ -29,7 +29,7 @@ from tokenizer import (
     save_tokenizer,
 )
 from tokenizer.byte_alphabet import BYTE_ORDER
-from tokenizer.options import TokenOptions
+from tokenizer.special_tokens import TokenOptions
 
 transformers: Any = pytest.importorskip("transformers")
 

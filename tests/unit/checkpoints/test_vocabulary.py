@@ -158,14 +158,13 @@ def test_special_tokens_of_special_tokens_map_are_read(with_tokenizer: Path) -> 
     load_model(with_tokenizer)
 
 
-def test_files_of_slow_classes_and_our_own(with_tokenizer: Path) -> None:
+def test_files_of_slow_classes(with_tokenizer: Path) -> None:
     contents = json.loads((with_tokenizer / "tokenizer.json").read_text())
     (with_tokenizer / "tokenizer.json").unlink()
     vocab, added = contents["model"]["vocab"], {token["content"]: token["id"] for token in contents["added_tokens"]}
     (with_tokenizer / "vocab.json").write_text(json.dumps(vocab))
-    for name, special in (("added_tokens.json", added), ("special_tokens.json", {"special_tokens": added})):
-        (with_tokenizer / name).write_text(json.dumps(special))
-        load_model(with_tokenizer)
+    (with_tokenizer / "added_tokens.json").write_text(json.dumps(added))
+    load_model(with_tokenizer)
     (with_tokenizer / "vocab.json").write_text(json.dumps({**vocab, "mat": 19}))
     with pytest.raises(ValueError, match=r"tokenizer has 20 ids, .*vocab_size = 19.*diffusionlm-convert"):
         load_model(with_tokenizer)

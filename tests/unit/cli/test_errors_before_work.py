@@ -32,8 +32,7 @@ def folder(tiny_model: Callable[..., Transformer], tmp_path_factory: pytest.Temp
         shutil.copytree(folder / "model", folder / name)
     (folder / "no-config/config.json").unlink()
     (folder / "no-weights/model.safetensors").unlink()
-    for name in ("vocab.json", "tokenizer.json", "special_tokens.json"):
-        (folder / "no-tokenizer" / name).unlink()
+    (folder / "no-tokenizer/tokenizer.json").unlink()
     (folder / "broken/config.json").write_text("{", encoding="utf-8")
     config = json.loads((folder / "model/config.json").read_text(encoding="utf-8"))
     (folder / "bert/config.json").write_text(json.dumps({**config, "model_type": "bert"}), encoding="utf-8")

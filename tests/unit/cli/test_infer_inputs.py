@@ -18,7 +18,7 @@ from config.model import ModelConfig
 from diffusionlm.inference.request_builder import RequestBuilder
 from diffusionlm.inference.settings import DecodingSettings, resolve_settings
 from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer, train_bpe
-from tokenizer.options import TokenOptions
+from tokenizer.special_tokens import TokenOptions
 
 
 @pytest.fixture(scope="module")

@@ -293,7 +293,7 @@ def test_unusable_templates_are_refused_before_work(template: str | None, proble
 
 def test_a_second_beginning_of_text_is_refused() -> None:
     tokenizer = chat_tokenizer()
-    options = tokenizer.options.__class__.from_json({"bos_token": "<|mask|>"})
+    options = replace(tokenizer.options, bos_token="<|mask|>")
     assert tokenizer.chat_template is not None
     twice = type(tokenizer.chat_template)("<|mask|><|mask|>" + tokenizer.chat_template.source)
     with pytest.raises(ValueError, match="more than once"):

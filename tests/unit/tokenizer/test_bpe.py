@@ -9,7 +9,7 @@ import tokenizers
 
 from tokenizer import PATTERNS, IncrementalDecoder, Tokenizer, save_tokenizer
 from tokenizer.byte_alphabet import BYTE_ORDER, bytes_to_chars, chars_to_bytes
-from tokenizer.options import TokenOptions
+from tokenizer.special_tokens import TokenOptions
 
 MakeTokenizer = Callable[[str], Tokenizer]
 BYTES = {bytes([byte]): i for i, byte in enumerate(BYTE_ORDER)}

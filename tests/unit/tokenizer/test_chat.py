@@ -1,5 +1,7 @@
 import json
 import os
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,9 @@ from tokenizer import (
     render_chat,
     save_chat_template,
 )
+from tokenizer.bpe import Normalization
 from tokenizer.byte_alphabet import BYTE_ORDER
-from tokenizer.options import TokenOptions
+from tokenizer.special_tokens import TokenOptions
 
 CHAT = [{"role": "system", "content": " s "}, {"role": "user", "content": "q\n"}]
 ANSWERED = [*CHAT, {"role": "assistant", "content": "<think>\nhm\n</think>\n\na"}]
@@ -23,11 +26,10 @@ NAMES = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
 FIRST = 256
 
 
-def tokenizer_with(special: dict[str, int], **options: Any) -> Tokenizer:
+def tokenizer_with(special: dict[str, int], normalization: Normalization = None, **sets: Collection[str]) -> Tokenizer:
     vocab = {bytes([byte]): byte for byte in BYTE_ORDER}
-    return Tokenizer(vocab, [], special, "qwen", options.pop("normalization", None)).with_options(
-        TokenOptions.from_json(options)
-    )
+    changes: dict[str, Any] = {name: frozenset(tokens) for name, tokens in sets.items()}
+    return Tokenizer(vocab, [], special, "qwen", normalization).with_options(replace(TokenOptions(), **changes))
 
 
 @pytest.fixture
@@ -98,7 +100,7 @@ def test_ids_of_a_chat(chatter: Tokenizer) -> None:
 
 @pytest.mark.parametrize("normalization", [None, "NFC"])
 @pytest.mark.parametrize("late", [(), ("<|im_start|>", "<|im_end|>")])
-def test_messages_cannot_spell_special_tokens(normalization: str | None, late: tuple[str, ...]) -> None:
+def test_messages_cannot_spell_special_tokens(normalization: Normalization, late: tuple[str, ...]) -> None:
     special = {text: FIRST + i for i, text in enumerate(NAMES)}
     chatter = tokenizer_with(special, normalization=normalization, normalized_tokens=late)
     start, end = FIRST, FIRST + 1

@@ -8,7 +8,7 @@ import pytest
 
 from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer, encode_answer, encode_chat, encode_prompt, render_chat
 from tokenizer.byte_alphabet import BYTE_ORDER
-from tokenizer.options import TokenOptions
+from tokenizer.special_tokens import TokenOptions
 
 SPECIAL = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|begin_of_text|>", "<|startoftext|>",
@@ -40,7 +40,7 @@ def chatter() -> Tokenizer:
     """A tokenizer of bytes with the special tokens of all templates."""
     special = {text: 256 + index for index, text in enumerate(SPECIAL)}
     vocab = {bytes([byte]): byte for byte in BYTE_ORDER}
-    options = TokenOptions.from_json({"visible_tokens": ["<think>", "</think>"]})
+    options = TokenOptions(visible_tokens=frozenset({"<think>", "</think>"}))
     return Tokenizer(vocab, [], special, "qwen", None, eos_token="<|endoftext|>").with_options(options)
 
 

@@ -23,7 +23,7 @@ from tokenizer import (
     load_tokenizer,
     save_tokenizer,
 )
-from tokenizer.options import TokenOptions
+from tokenizer.special_tokens import TokenOptions
 
 SPACE = "\u2581"
 SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_turn>", "<end_of_turn>"]

@@ -8,10 +8,10 @@ import pytest
 import tokenizers
 
 from tokenizer import CHAT_TEMPLATES, PATTERNS, Tokenizer, load_tokenizer, render_chat, save_tokenizer, train_bpe
-from tokenizer.byte_alphabet import BYTE_ORDER
-from tokenizer.options import TokenOptions
+from tokenizer.byte_alphabet import BYTE_ORDER, bytes_to_chars
+from tokenizer.special_tokens import TokenOptions
 
-OWN_FILES = ("vocab.json", "merges.txt", "special_tokens.json")
+FILES = ["tokenizer.json", "tokenizer_config.json"]
 Edit = Callable[[dict[str, Any]], None]
 
 
@@ -22,11 +22,20 @@ def saved(tokenizer: Tokenizer, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def foreign(saved: Path) -> Path:
-    """A directory as Hugging Face leaves it: tokenizer.json and tokenizer_config.json only."""
-    for name in OWN_FILES:
-        (saved / name).unlink()
+def old(saved: Path, tokenizer: Tokenizer) -> Path:
+    """A directory as earlier versions wrote it: special_tokens.json, vocab.json and merges.txt beside both files."""
+    save_slow_files(tokenizer, saved)
+    own = {"special_tokens": dict(tokenizer.special_tokens), "pattern": tokenizer.pattern, "pad_token": None}
+    roles = {"mask_token": tokenizer.mask_token, "eos_token": tokenizer.eos_token}
+    (saved / "special_tokens.json").write_text(json.dumps(own | roles | {"fingerprint": tokenizer.fingerprint}))
     return saved
+
+
+def save_slow_files(tokenizer: Tokenizer, folder: Path) -> None:
+    vocab = {bytes_to_chars(token): token_id for token, token_id in tokenizer.vocab.items()}
+    merges = [f"{bytes_to_chars(left)} {bytes_to_chars(right)}" for left, right in tokenizer.merges]
+    (folder / "vocab.json").write_text(json.dumps(vocab))
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
 
 
 def edit(path: Path, change: Edit) -> None:
@@ -35,22 +44,34 @@ def edit(path: Path, change: Edit) -> None:
     path.write_text(json.dumps(contents))
 
 
-def test_round_trip_of_both_forms(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_round_trip(tokenizer: Tokenizer, tmp_path: Path) -> None:
     options = TokenOptions(True, frozenset({"<|endoftext|>"}), frozenset({"<|mask|>"}))
     variants = [tokenizer, tokenizer.with_options(options)]
     for normalization in (None, "NFC"):
-        special = {**tokenizer.special_tokens, "é<p>": tokenizer.vocab_size + 7}
+        special = {**tokenizer.special_tokens, "é<p>": tokenizer.vocab_size + 7, "<|pad|>": tokenizer.vocab_size + 8}
         parts = (tokenizer.vocab, tokenizer.merges, special, r"\p{L}+| ?\d", normalization)
         variants.append(Tokenizer(*parts, mask_token="<|mask|>", eos_token="<|endoftext|>", pad_token="é<p>"))  # type: ignore[arg-type]
+        variants.append(Tokenizer(*parts))  # type: ignore[arg-type]  # well-known tokens without a role
     for i, variant in enumerate(variants):
         folder = tmp_path / str(i)
-        save_tokenizer(variant, folder)
-        save_tokenizer(variant, folder)
-        assert {path.name for path in folder.iterdir()} == {*OWN_FILES, "tokenizer.json", "tokenizer_config.json"}
-        assert load_tokenizer(folder).fingerprint == variant.fingerprint
-        for name in OWN_FILES:
-            (folder / name).unlink()
+        for _ in range(2):
+            save_tokenizer(variant, folder)
+        assert sorted(path.name for path in folder.iterdir()) == FILES
         assert load_tokenizer(str(folder)).fingerprint == variant.fingerprint
+
+
+def test_directories_of_earlier_versions(old: Path, tokenizer: Tokenizer) -> None:
+    assert load_tokenizer(old).fingerprint == tokenizer.fingerprint
+    (old / "merges.txt").write_text("of another tokenizer")
+    edit(old / "tokenizer.json", lambda c: c["model"]["merges"].reverse())
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not the tokenizer of special_tokens\.json .*delete"):
+        load_tokenizer(old)
+    edit(old / "special_tokens.json", lambda c: (c.pop("fingerprint"), c.update(pad_token="<|endoftext|>"))[-1])
+    loaded = load_tokenizer(old)
+    assert loaded.pad_token == "<|endoftext|>"
+    save_tokenizer(loaded, old)
+    assert sorted(path.name for path in old.iterdir()) == FILES
+    assert load_tokenizer(old).fingerprint == loaded.fingerprint
 
 
 @pytest.mark.parametrize("ids", [(998, 999), (5000, 4000)])
@@ -74,7 +95,7 @@ def test_transformers_loads_it(saved: Path, tokenizer: Tokenizer, monkeypatch: p
         assert theirs.decode(ids) == text
 
 
-def test_old_spellings_load(foreign: Path, tokenizer: Tokenizer) -> None:
+def test_old_spellings_load(saved: Path, tokenizer: Tokenizer) -> None:
     def old(contents: dict[str, Any]) -> None:
         model = contents["model"]
         model["merges"] = [" ".join(merge) for merge in model["merges"]]
@@ -85,45 +106,17 @@ def test_old_spellings_load(foreign: Path, tokenizer: Tokenizer) -> None:
         contents["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "NFC"}]}
         contents["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False}
 
-    edit(foreign / "tokenizer.json", old)
-    (foreign / "tokenizer_config.json").unlink()
-    loaded = load_tokenizer(foreign)
+    edit(saved / "tokenizer.json", old)
+    (saved / "tokenizer_config.json").unlink()
+    loaded = load_tokenizer(saved)
     assert loaded.vocab == tokenizer.vocab
     assert loaded.merges == tokenizer.merges
     assert (loaded.pattern, loaded.normalization) == ("gpt2", "NFC")
     assert (loaded.mask_token, loaded.eos_token) == ("<|mask|>", "<|endoftext|>")
 
 
-@pytest.mark.parametrize(
-    ("change", "name", "is_own"),
-    [
-        (lambda c: c["model"]["vocab"].update({"Ġnew": 4321}), "vocab.json", True),
-        (lambda c: c["model"]["vocab"].update({"Ġnew": 4321}), "vocab.json", False),
-        (lambda c: c["model"]["merges"].reverse(), "merges.txt", True),
-        (lambda c: c["model"]["merges"].reverse(), "merges.txt", False),
-        (lambda c: c["added_tokens"][0].update(content="<new>"), "special_tokens.json", True),
-    ],
-)
-def test_forms_of_different_tokenizers_are_refused(saved: Path, change: Edit, name: str, is_own: bool) -> None:
-    if not is_own:
-        (saved / "special_tokens.json").unlink()
-    edit(saved / "tokenizer.json", change)
-    with pytest.raises(ValueError, match="delete the wrong one") as error:
-        load_tokenizer(saved)
-    assert str(saved / "tokenizer.json") in str(error.value) and name in str(error.value)
-
-
-def test_a_corrupt_tokenizer_json_beside_own_files_is_refused(saved: Path) -> None:
-    for text, problem in (("{", "is not valid JSON"), ("{}", "unexpected structure")):
-        (saved / "tokenizer.json").write_text(text)
-        with pytest.raises(ValueError, match=rf"tokenizer\.json: .*{problem}"):
-            load_tokenizer(saved)
-
-
-def test_both_forms_of_published_directories_load(saved: Path, tokenizer: Tokenizer) -> None:
-    """vocab.json with and without the added tokens, merges as text, added tokens in tokenizer_config.json alone, a mask
-    token that it spells anew (SDAR)."""
-    (saved / "special_tokens.json").unlink()
+def test_published_directories_load(saved: Path, tokenizer: Tokenizer) -> None:
+    """Merges as text, added tokens in tokenizer_config.json alone, a mask token that it spells anew (SDAR)."""
 
     def publish(contents: dict[str, Any]) -> None:
         contents["model"]["merges"] = [" ".join(merge) for merge in contents["model"]["merges"]]
@@ -137,7 +130,6 @@ def test_both_forms_of_published_directories_load(saved: Path, tokenizer: Tokeni
         path = saved / "tokenizer_config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | declared))
         assert load_tokenizer(saved).mask_token == text
-    edit(saved / "vocab.json", lambda c: c.update(tokenizer.special_tokens))
     assert load_tokenizer(saved).vocab == tokenizer.vocab
 
 
@@ -159,23 +151,23 @@ def test_a_file_trained_by_tokenizers_loads(tmp_path: Path, sources: list[str]) 
         assert ours.encode(text, allow_special=True) == theirs.encode(text).ids
 
 
-def test_roles_come_from_the_config_first(foreign: Path) -> None:
-    edit(foreign / "tokenizer_config.json", lambda c: c.update(eos_token={"content": "<|mask|>"}, mask_token=None))
-    loaded = load_tokenizer(foreign)
+def test_roles_come_from_the_config_first(saved: Path) -> None:
+    edit(saved / "tokenizer_config.json", lambda c: c.update(eos_token={"content": "<|mask|>"}, mask_token=None))
+    loaded = load_tokenizer(saved)
     assert (loaded.eos_token, loaded.mask_token) == ("<|mask|>", "<|mask|>")
     added = {"1500": {"content": "<|MASK|>", "special": True}, "1501": {"content": "<think>", "special": False}}
-    edit(foreign / "tokenizer_config.json", lambda c: c.update(added_tokens_decoder=added, mask_token="<|MASK|>"))
-    loaded = load_tokenizer(foreign)
+    edit(saved / "tokenizer_config.json", lambda c: c.update(added_tokens_decoder=added, mask_token="<|MASK|>"))
+    loaded = load_tokenizer(saved)
     assert (loaded.mask_token_id, loaded.vocab_size) == (1500, 1502)
     assert loaded.visible_tokens == frozenset({"<think>"})
-    edit(foreign / "tokenizer_config.json", lambda c: c.update(mask_token="<gone>"))
+    edit(saved / "tokenizer_config.json", lambda c: c.update(mask_token="<gone>"))
     with pytest.raises(ValueError, match=r"tokenizer\.json: mask_token '<gone>' of tokenizer_config\.json"):
-        load_tokenizer(foreign)
+        load_tokenizer(saved)
 
 
 def test_vocab_and_merges_with_a_known_class(saved: Path, tokenizer: Tokenizer) -> None:
-    for name in ("special_tokens.json", "tokenizer.json"):
-        (saved / name).unlink()
+    save_slow_files(tokenizer, saved)
+    (saved / "tokenizer.json").unlink()
     added = {str(token_id): {"content": text} for text, token_id in tokenizer.special_tokens.items()}
     config = saved / "tokenizer_config.json"
     edit(config, lambda c: c.update(tokenizer_class="Qwen2Tokenizer", added_tokens_decoder=added))
@@ -192,7 +184,8 @@ def test_hash_merges_survive(tmp_path: Path) -> None:
     """A line of merges.txt that starts with # is a merge, not a comment."""
     vocab = {bytes([byte]): i for i, byte in enumerate(BYTE_ORDER)}
     vocab.update({b"##": 256, b"#version:": 257, b"version:": 258})
-    save_tokenizer(Tokenizer(vocab, [(b"#", b"#"), (b"#", b"version:")], {}, "gpt2"), tmp_path)
+    save_slow_files(Tokenizer(vocab, [(b"#", b"#"), (b"#", b"version:")], {}, "gpt2"), tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
     assert load_tokenizer(tmp_path).merges == ((b"#", b"#"), (b"#", b"version:"))
 
 
@@ -224,15 +217,15 @@ UNSUPPORTED: list[tuple[str, Edit]] = [
 
 
 @pytest.mark.parametrize(("message", "change"), UNSUPPORTED, ids=[message for message, _ in UNSUPPORTED])
-def test_unsupported_features_are_named(foreign: Path, message: str, change: Edit) -> None:
-    edit(foreign / "tokenizer.json", change)
+def test_unsupported_features_are_named(saved: Path, message: str, change: Edit) -> None:
+    edit(saved / "tokenizer.json", change)
     with pytest.raises(ValueError) as caught:
-        load_tokenizer(foreign)
+        load_tokenizer(saved)
     assert "tokenizer.json: " in str(caught.value)
     assert message in str(caught.value)
 
 
-def test_missing_and_corrupt_files_are_named(saved: Path, tmp_path: Path) -> None:
+def test_missing_and_corrupt_files_are_named(saved: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     def expect_error(message: str) -> None:
         with pytest.raises(ValueError) as caught:
             load_tokenizer(saved)
@@ -240,40 +233,29 @@ def test_missing_and_corrupt_files_are_named(saved: Path, tmp_path: Path) -> Non
 
     with pytest.raises(ValueError, match="nowhere"):
         load_tokenizer(tmp_path / "nowhere")
+    for text in ('{"a": 1,', '{"a":' * 100_000, f'{{"a": {"1" * 5_000}}}'):
+        (saved / "tokenizer.json").write_text(text)
+        expect_error("tokenizer.json: is not valid JSON")
+    (saved / "tokenizer.json").unlink()
+    save_slow_files(tokenizer, saved)
+    edit(saved / "tokenizer_config.json", lambda c: c.update(tokenizer_class="GPT2Tokenizer"))
     merges = saved / "merges.txt"
-    original = merges.read_text()
-    merges.write_text(original + "a b c\n")
-    expect_error("merges.txt: merge 'a b c' is not a pair")
-    merges.write_text("\n".join(original.split("\n")[:-2]) + "\n")
-    expect_error("remove fingerprint")
+    with merges.open("a") as file:
+        file.write("a b c\n")
+    expect_error("merge 'a b c' is not a pair")
     merges.write_bytes(b"\xff\xfe")
     expect_error("merges.txt: is not UTF-8")
     merges.unlink()
     expect_error("merges.txt: ")
-    merges.write_text(original)
-    edit(saved / "special_tokens.json", lambda c: c.update(mask_token="<gone>"))
-    expect_error("mask_token '<gone>' is not among the special tokens")
-    edit(saved / "special_tokens.json", lambda c: c.pop("special_tokens"))
-    expect_error("special_tokens.json: ")
-    for text in ('{"a": 1,', '{"a":' * 100_000, f'{{"a": {"1" * 5_000}}}'):
-        (saved / "vocab.json").write_text(text)
-        expect_error("vocab.json: is not valid JSON")
-    (saved / "special_tokens.json").write_text("[]")
-    expect_error("special_tokens.json: ")
-
-
-def test_edited_roles_load_without_the_fingerprint(saved: Path) -> None:
-    edit(saved / "special_tokens.json", lambda c: (c.pop("fingerprint"), c.update(pad_token="<|endoftext|>"))[-1])
-    assert load_tokenizer(saved).pad_token == "<|endoftext|>"
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_a_known_pattern_is_recognized_by_name(foreign: Path, pattern: str) -> None:
+def test_a_known_pattern_is_recognized_by_name(saved: Path, pattern: str) -> None:
     def change(contents: dict[str, Any]) -> None:
         contents["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = PATTERNS[pattern]
 
-    edit(foreign / "tokenizer.json", change)
-    assert load_tokenizer(foreign).pattern == pattern
+    edit(saved / "tokenizer.json", change)
+    assert load_tokenizer(saved).pattern == pattern
 
 
 def test_the_chat_template_is_kept(tmp_path: Path) -> None:
