@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from cli.arguments import add_shorthand, parse_command
 from cli.entry import exit_with_usage_error, friendly_errors, usage_errors
-from cli.tables import make_table, print_parts
 from config.convert import AnalyzeConfig
-from logger.pages import Part
+from logger.pages import Part, Table
+from logger.pages.terminal import print_parts
 
 if TYPE_CHECKING:
     from diffusionlm.checkpoints.analyze import Analysis, TensorInfo, TensorPair
@@ -105,7 +105,7 @@ def _format_shape(info: TensorInfo) -> str:
 
 def _format_table(rows: Sequence[Sequence[str]], max_rows: int) -> list[Part]:
     visible = rows[:max_rows] if max_rows else rows
-    table = make_table([["", *row] for row in visible])  # the empty cell indents
+    table = Table((), [["", *row] for row in visible])  # the empty cell indents
     if len(visible) == len(rows):
         return [table]
     return [table, f"  ... and {len(rows) - len(visible)} more; set max_rows = 0 to see all"]

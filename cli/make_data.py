@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from cli.arguments import parse_command
 from cli.entry import friendly_errors, usage_errors
-from cli.tables import make_table, print_parts
 from config.make_data import MakeDataConfig
 from files.output_paths import check_can_write
-from logger.pages import Part
+from logger.pages import Cell, Column, Part, Table
+from logger.pages.terminal import print_parts
 
 if TYPE_CHECKING:
     from diffusionlm.data.shard_files import ShardIndex
@@ -59,7 +59,8 @@ def format_summary(index: ShardIndex, directory: Path) -> list[Part]:
     from diffusionlm.data.make_data import format_skip_counts
     from diffusionlm.data.shard_files import INDEX_FILE
 
-    rows = [["", "documents", "tokens", "bytes of text", "bytes/token", "files", "MiB"]]
+    names = ("documents", "tokens", "bytes of text", "bytes/token", "files", "MiB")
+    rows: list[list[Cell]] = []
     skipped = []
     for name, split in sorted(index.splits.items()):
         ratio = f"{split.text_bytes / split.tokens:.2f}" if split.tokens else "-"
@@ -67,7 +68,7 @@ def format_summary(index: ShardIndex, directory: Path) -> list[Part]:
         rows.append([name, *counts, ratio, str(len(split.file_sizes)), f"{split.bytes_on_disk / 2**20:,.1f}"])
         skipped.append(f"left out or mended, {name}: {format_skip_counts(split.skipped)}")
     return [
-        make_table(rows, right=range(1, len(rows[0])), has_header=True),
+        Table(["", *map(Column, names)], rows),
         *skipped,
         f"written to {directory}: {index.dtype}, {index.vocab_size:,} ids; {INDEX_FILE} lists the files",
         "next: uv run diffusionlm-train --config config/resources/train.toml --set data.source.kind=shards \\",

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 from cli.arguments import parse_command
 from cli.entry import friendly_errors, memory_errors, usage_errors
-from cli.tables import make_table, print_parts
 from config.train import TrainConfig
 from diffusionlm.families.model_directory import read_model_config, resolve_model_directory
 from files.output_paths import check_can_write
 from files.resilient_stream import resilient
 from files.terminal_text import print_message
-from logger.pages import Part
+from logger.pages import Part, Table
+from logger.pages.terminal import print_parts
 from profiling.adapter_size import check_targets
 from profiling.estimate import REFERENCE_GPU, ResourceEstimate, estimate_run
 from profiling.machine import read_memory
@@ -279,7 +279,7 @@ def format_run_estimate(config: TrainConfig, ranks: int = 1) -> Part:
         ("memory, together", estimate.bytes_total, " (estimate)"),
     ):
         lines.append((name, f"{_format_bytes(size)}{note}"))
-    return make_table(lines)
+    return Table((), lines)
 
 
 def _format_trained(estimate: ResourceEstimate) -> str:
@@ -331,7 +331,7 @@ def format_summary(
     notes = []
     if result.nats_per_token > result.unigram_entropy:
         notes = ["", "the model is not yet better than the frequencies of tokens: train longer (training.max_steps)"]
-    return [make_table(lines), *notes, "", f"next: {suggest_next_command(directory, example_input, is_chat=is_chat)}"]
+    return [Table((), lines), *notes, "", f"next: {suggest_next_command(directory, example_input, is_chat=is_chat)}"]
 
 
 def suggest_next_command(directory: Path, example_input: str, *, is_chat: bool = False) -> str:

@@ -9,9 +9,9 @@ from functools import partial
 
 from cli.arguments import parse_command
 from cli.entry import friendly_errors, usage_errors
-from cli.tables import print_parts
 from cli.train import KEYS, add_arguments, check_files, format_run_estimate, train_as_rank
 from config.train import DistributedTrainConfig
+from logger.pages.terminal import print_parts
 
 NAME = "diffusionlm-train-ddp"
 

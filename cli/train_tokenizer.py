@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 
 from cli.arguments import parse_command
 from cli.entry import friendly_errors, usage_errors
-from cli.tables import make_table, print_parts
 from config.data import PythonStdlib
 from config.dump import to_toml
 from config.tokenizer import TrainTokenizerConfig
 from files.output_paths import check_can_write
+from logger.pages import Table
+from logger.pages.terminal import print_parts
 
 if TYPE_CHECKING:
     from diffusionlm.data.reader import DocumentSource
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     with usage_errors(NAME):
         check_output_directory(config.output.directory)
-    print_parts([make_table(train_tokenizer(config)), f"next: {_next_command(config)}"])
+    print_parts([Table((), train_tokenizer(config)), f"next: {_next_command(config)}"])
 
 
 def check_output_directory(directory: Path) -> None:

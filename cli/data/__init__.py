@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from cli.arguments import toml_string
 from cli.entry import build_parser, exit_with_usage_error, friendly_errors, path_argument, usage_errors
-from cli.tables import print_parts
 from config.data import DataConfig
 from config.load import ConfigError, load_config
 from config.train import TrainConfig
+from logger.pages.terminal import print_parts
 
 NAME = "diffusionlm-data"
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cli.tables import make_table
 from config.data import DataConfig
 from config.train import TrainConfig
 from diffusionlm.checkpoints.model_files import load_tokenizer
@@ -25,7 +24,7 @@ from diffusionlm.data.pipeline import (
 )
 from diffusionlm.data.reader import Split
 from files.terminal_text import escape_control_characters, print_message
-from logger.pages import Part
+from logger.pages import Part, Table
 from tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -309,7 +308,7 @@ def format_counts(counts: dict[str, Any], settings: RowSettings) -> list[Part]:
     logs = [log for component in settings.components for log in component.skip_logs]
     examples = {reason: f"; the first: {text}" for log in logs for reason, text in log.examples.items()}
     skipped = sorted(counts["skipped"].items())
-    return [make_table([*lines, *((f"  {count:,}", reason + examples.get(reason, "")) for reason, count in skipped)])]
+    return [Table((), [*lines, *((f"  {count:,}", reason + examples.get(reason, "")) for reason, count in skipped)])]
 
 
 def _format_quantiles(lengths: dict[str, int]) -> str:

@@ -1,27 +1,35 @@
-"""Run the tasks of a config: check everything, evaluate with a progress bar, write and print the results."""
+"""Run the tasks of a config with their variants: check, evaluate, write and print the results."""
 
 from __future__ import annotations
 
+import copy
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 from cli.entry import exit_with_usage_error, usage_errors
 from cli.eval.report import TaskReport, build_page, read_evaluations, summarize
-from cli.eval.variants import resolve_variants
-from cli.tables import print_parts
-from config.dump import to_toml
+from config.dump import format_value, to_toml, to_toml_values
 from config.eval import EvalConfig
-from diffusionlm.evaluation.tasks.preparation import prepare_variants
+from config.evaluation.presets import get_preset
+from config.evaluation.tasks import AnyTask
+from config.evaluation.variants import VariantConfig
+from config.infer import InferModelConfig
+from config.load import ConfigError, validate_config
+from diffusionlm.evaluation.tasks.perplexity import PerplexityTask
+from diffusionlm.evaluation.tasks.preparation import Variant, prepare_variants
 from diffusionlm.evaluation.tasks.results import CONFIG_FILE, RESULTS_FILE
 from files.atomic import write_text_atomic
 from files.json_files import read_text
 from files.output_paths import check_can_write
 from files.terminal_text import print_message
 from logger.pages.html import write_page
+from logger.pages.terminal import print_parts
 from logger.progress import ProgressMeter
 
 PROGRESS_DELAY_SECONDS = 3.0
@@ -73,3 +81,108 @@ def _print_results(config: EvalConfig, directory: Path, report: TaskReport) -> N
         print(text)
     else:
         print_parts(summarize(report))
+
+
+SECTIONS = ("prompt", "generation", "likelihood")
+"""Sections of a task that variants may change."""
+MAX_VARIANTS = 200
+
+
+def resolve_variants(config: EvalConfig) -> list[Variant]:
+    """Combine variants and varied keys.
+
+    Raises:
+        ValueError: a variant has no model, two have the same name, there are too many, a key is of no task, or settings
+            are invalid; names the variant.
+    """
+    variants = config.variants or (VariantConfig(),)
+    points = list(product(*[[(key, value) for value in values] for key, values in config.vary.items()]))
+    if len(variants) * len(points) > MAX_VARIANTS:
+        raise ValueError(f"{len(variants) * len(points)} variants, and at most {MAX_VARIANTS} are compared: vary less")
+    labels = _name_models(variants, config.model)
+    resolved = []
+    for variant, label in zip(variants, labels, strict=True):
+        for point in points:
+            parts = [label] if len(variants) > 1 or variant.name is not None else []
+            parts += [f"{_shorten_key(key)}={_format(value)}" for key, value in point]
+            name = " ".join(parts) or label
+            settings = {section: dict(getattr(variant, section)) for section in SECTIONS}
+            for key, value in point:
+                _set_key(settings, key, value)
+            tasks = _apply_settings(config, settings, name)
+            resolved.append(Variant(name, _resolve_model(variant, config.model, name), tasks))
+    names = [variant.name for variant in resolved]
+    duplicate = next((name for name in names if names.count(name) > 1), None)
+    if duplicate is not None:
+        raise ValueError(f"two variants are named {duplicate!r}: remove one, or set variants.N.name in a config")
+    return resolved
+
+
+def _name_models(variants: Sequence[VariantConfig], model: InferModelConfig) -> list[str]:
+    """The names of variants; of those without one the last part of the model's path, or all of it if needed."""
+    paths = [str(variant.model or model.path or "") for variant in variants]
+    short = [Path(path).name or path for path in paths]
+    is_distinct = len(set(short)) == len(set(paths))
+    labels = short if is_distinct else paths
+    return [variant.name or label for variant, label in zip(variants, labels, strict=True)]
+
+
+def _shorten_key(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _format(value: Any) -> str:
+    return value if isinstance(value, str) else format_value(value)
+
+
+def _set_key(settings: dict[str, dict[str, Any]], key: str, value: Any) -> None:
+    section, _, name = key.partition(".")
+    if section not in SECTIONS or not name or "." in name:
+        raise ValueError(f"vary: {key!r} is no key of tasks that can vary: name one of {', '.join(SECTIONS)}.KEY")
+    settings[section][name] = value
+
+
+def _resolve_model(variant: VariantConfig, model: InferModelConfig, name: str) -> InferModelConfig:
+    path = variant.model or model.path
+    if path is None:
+        raise ValueError(f"variant {name!r} has no model: set its model, or model.path")
+    adapter = variant.adapter or (model.adapter if variant.model is None else None)
+    return model.model_copy(update={"path": path, "adapter": adapter})
+
+
+def _own_settings(task: AnyTask, section: str, table: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a section that do not come from the task's preset, which is applied anew: of keys that exclude
+    each other, those of the preset give way to the variant's."""
+    own: dict[str, Any] = dict(table.get(section, {}))
+    if isinstance(task, PerplexityTask) or task.preset is None:
+        return own
+    published = get_preset(task.preset).values.get(section, {})
+    return {
+        key: value
+        for key, value in own.items()
+        if key not in published or (list(value) if isinstance(value, tuple) else value) != published[key]
+    }
+
+
+def _apply_settings(config: EvalConfig, settings: Mapping[str, Mapping[str, Any]], name: str) -> tuple[AnyTask, ...]:
+    """The tasks with the settings of a variant, where they have such a section."""
+    if not any(settings.values()):
+        return config.tasks
+    tables = []
+    is_used = dict.fromkeys((section for section in SECTIONS if settings[section]), False)
+    for task in config.tasks:
+        table = copy.deepcopy(task.model_dump(exclude_unset=True))
+        for section in is_used:
+            if section in type(task).model_fields:
+                table[section] = {**_own_settings(task, section, table), **settings[section]}
+                is_used[section] = True
+        tables.append(table)
+    unused = next((section for section, used in is_used.items() if not used), None)
+    if unused is not None:
+        keys = ", ".join(f"{unused}.{key}" for key in settings[unused])
+        raise ValueError(f"variant {name!r}: {keys} has no effect: no task has a section {unused}")
+    values = {"tasks": tables, "model": to_toml_values(config.model, "model")}
+    try:
+        return validate_config(EvalConfig, values, f"variant {name!r}").tasks
+    except ConfigError as error:
+        raise ValueError(str(error)) from None

@@ -78,9 +78,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if config.model.path is None:
         exit_with_usage_error(NAME, "no model given: add --model DIR, or path to [model] of the config")
     # Imported here, so that --help and config errors do not wait for torch.
-    from cli.infer.conversation import run_chat
-    from cli.infer.preparation import prepare_run
-    from cli.infer.session import answer
+    from cli.infer.inputs import prepare_run
+    from cli.infer.session import answer, run_chat
     from diffusionlm.checkpoints.huggingface import load_configured_model
 
     with usage_errors(NAME):

@@ -1,4 +1,4 @@
-"""Answers of requests, their JSON lines and their page; checks of the output paths."""
+"""Answers of requests, their JSON lines and their page."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cli.infer.inputs import EncodedInput
-from config.infer import InferOutputConfig
-from files.output_paths import check_can_write
 from logger.pages import Example, Examples, Output, Page, Part, Token
 from logger.pages.settings import tabulate_settings
 from logger.report.samples import join_tokens
@@ -151,27 +149,3 @@ def _list_facts(answer: Answer) -> Iterator[tuple[str, str]]:
         yield "probability (geometric mean)", f"{math.exp(answer.mean_logprob):.1%}"
     yield "seconds", f"{answer.batch_seconds:.2f}" + f" (batch of {answer.batch_size})" * (answer.batch_size > 1)
     yield "seed", str(answer.request.seed)
-
-
-def check_output_paths(config: InferOutputConfig) -> None:
-    """Check that the output files can be written, before decoding.
-
-    Raises:
-        ValueError: a directory does not exist or is not writable, a path is a directory, both paths are equal, or the
-            answers file is not empty.
-    """
-    for key, path in (("file", config.file), ("html", config.html)):
-        if path is None:
-            continue
-        parent = path.parent
-        if not parent.is_dir():
-            raise ValueError(
-                f'output.{key} = "{path}": the directory {parent} does not exist: create it or set another path'
-            )
-        if path.is_dir():
-            raise ValueError(f'output.{key} = "{path}" is a directory: set the path of a file')
-        check_can_write(parent, f'output.{key} = "{path}"')
-    if config.file is not None and config.file.exists() and config.file.stat().st_size > 0:
-        raise ValueError(f'output.file = "{config.file}" contains answers already: set a new path or remove the file')
-    if config.file is not None and config.file == config.html:
-        raise ValueError(f'output.file and output.html are both "{config.file}": set two paths')

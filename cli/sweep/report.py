@@ -1,19 +1,22 @@
-"""The results of a sweep: a page of its runs, and the same numbers as JSON lines."""
+"""The results of a sweep: a page of its runs, and the same numbers as JSON lines.
+
+Files of a run that are missing or damaged are ignored, because it may be active.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cli.sweep.definition import REPLAY_FILE, Sweep
-from cli.sweep.results import EVALUATION_KEYS, INFER_COLUMNS, TRAIN_COLUMNS, RunResult, read_result
+from cli.sweep.definition import ANSWERS_FILE, REPLAY_FILE, Sweep
 from cli.sweep.study import SweepRun, importances
 from cli.sweep.values import is_logarithmic, parse_numbers, short_keys
 from files.atomic import write_text_atomic
@@ -37,7 +40,114 @@ from logger.pages import (
 )
 from logger.pages.html import write_page
 from logger.report.charts import build_curve
+from logger.report.reading import LoggedRun, read_run
 from logger.report.samples import mark_fills
+from logger.report.series import Series
+
+EVALUATION_KEYS = {
+    "bound": ("nats_per_token", "standard_error"),
+    "bits_per_byte": ("bits_per_byte", "bits_per_byte_standard_error"),
+}
+"""Measurement -> its key, and that of its standard error, in an evaluation; metrics have them after ``val_``."""
+TRAIN_COLUMNS = {
+    "bound": Column("bound, nats per token", ".4f"),
+    "bits_per_byte": Column("bits per byte", ".4f"),
+    "tokens_per_second": Column("tokens/s", ",.0f"),
+}
+INFER_COLUMNS = {
+    "tokens_per_second": Column("tokens/s", ",.0f"),
+    "tokens_per_forward": Column("tokens per forward", ".2f"),
+    "forwards": Column("forwards", ",.0f"),
+    "mean_logprob": Column("mean log-probability", ".4f"),
+}
+"""Columns of the table by measurement."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Numbers and texts of a run; those that do not exist yet are missing."""
+
+    numbers: dict[str, Number] = field(default_factory=dict)
+    """Measurements by column."""
+    texts: tuple[tuple[str, str], ...] = ()
+    """Pairs of a prompt, or a text with masked spans, and the output of the model."""
+    curve: Series | None = None
+    """The smoothed training loss by step."""
+    step: int | None = None
+    """The last step; None: an inference run, or no step yet."""
+    is_final: bool = False
+
+
+def read_result(command: str, directory: Path) -> RunResult:
+    """Read the result of a run of this command."""
+    return read_training_result(directory) if command == "train" else read_inference_result(directory)
+
+
+def read_training_result(directory: Path) -> RunResult:
+    """Read ``summary.json``, or the last validation in ``metrics.jsonl`` while the run is active."""
+    try:
+        run = read_run(directory)
+    except ValueError:
+        return RunResult()
+    numbers: dict[str, Number] = {}
+    for name, (key, error_key) in EVALUATION_KEYS.items():
+        if run.summary:
+            value, error = run.result("evaluation", key), run.result("evaluation", error_key)
+        else:
+            value, error = _last(run, f"val_{key}"), _last(run, f"val_{error_key}")
+        if value is not None:
+            numbers[name] = Number(value, error=error)
+    tokens, seconds = run.result("tokens_seen"), run.result("seconds")
+    rate = tokens / seconds if tokens and seconds else _last(run, "tokens_per_second")
+    if rate is not None:
+        numbers["tokens_per_second"] = Number(rate)
+    samples = run.events_of("sample")
+    pairs = [(event.values.get("given", ""), event.values.get("filled", event.text)) for event in samples
+             if event.step == samples[-1].step]  # fmt: skip
+    texts = tuple((str(given), str(filled)) for given, filled in pairs)
+    curve = run.numbers.get("loss_smooth", run.numbers.get("loss"))
+    step = run.last_step if run.numbers else None
+    return RunResult(numbers, texts, None if curve is None or curve.is_empty else curve, step, bool(run.summary))
+
+
+def _last(run: LoggedRun, key: str) -> float | None:
+    series = run.numbers.get(key)
+    return None if series is None or series.last is None else series.last[1]
+
+
+def read_inference_result(directory: Path) -> RunResult:
+    """Read the JSON lines of ``diffusionlm-infer``."""
+    texts, logprobs = [], []
+    tokens = forwards = seconds = 0.0
+    for line in read_json_lines(directory / ANSWERS_FILE):
+        text, metrics = line.get("text", {}), line.get("metrics", {})
+        texts.append((str(text.get("prompt", "")), str(text.get("output", ""))))
+        tokens += metrics.get("num_tokens", 0)
+        forwards += metrics.get("num_forwards", 0)
+        # Each answer of a batch states the seconds of the whole batch.
+        seconds += metrics.get("seconds", 0.0) / max(1, metrics.get("batch_size", 1))
+        if metrics.get("mean_logprob") is not None:
+            logprobs.append((metrics["mean_logprob"], metrics.get("num_tokens", 0)))
+    weight = sum(count for _, count in logprobs)
+    numbers = {
+        "forwards": forwards,
+        "tokens_per_second": tokens / seconds if seconds else math.nan,
+        "tokens_per_forward": tokens / forwards if forwards else math.nan,
+        "mean_logprob": sum(a * b for a, b in logprobs) / weight if weight else math.nan,
+    }
+    finite = {name: Number(value) for name, value in numbers.items() if texts and math.isfinite(value)}
+    return RunResult(finite, tuple(texts), is_final=bool(texts))
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Read the objects of a JSON lines file, except invalid lines; a missing file has none."""
+    values = []
+    with contextlib.suppress(OSError):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError):
+                values.append(json.loads(line))
+    return [value for value in values if isinstance(value, dict)]
+
 
 PAGE, JSON_LINES = "sweep.html", "sweep.jsonl"
 MAX_CURVES = 8

@@ -17,7 +17,7 @@ from optuna.trial import Trial
 from cli.child_process import ChildProcess, SignalQueue, build_command
 from cli.sweep import study
 from cli.sweep.definition import ANSWERS_FILE
-from cli.sweep.results import EVALUATION_KEYS, read_result
+from cli.sweep.report import EVALUATION_KEYS, read_result
 from cli.sweep.study import Status, SweepStudy
 from config.dump import to_toml
 from config.train import TrainConfig

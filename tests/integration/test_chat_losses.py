@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from cli.tables import render
 from cli.train import format_summary
 from config.load import load_config
 from config.train import TrainConfig
 from diffusionlm.training.loop import train
+from logger.pages.terminal import render_text
 from tests.tiny_run import write_train_config
 
 MASKED = {"kind": "masked_diffusion", "normalizer": "rows"}
@@ -73,4 +73,4 @@ def test_answers_and_fill_are_reported_apart(objective: dict[str, Any], tmp_path
     assert validations and all(metrics["val_fill_nats_per_token"] > 0 for metrics in validations)
     assert result.summary is not None
     assert result.summary.evaluation.fill_nats_per_token is not None and not result.summary.ngrams
-    assert "fill after answers" in render(format_summary(result.summary, config.run.directory), StringIO())
+    assert "fill after answers" in render_text(format_summary(result.summary, config.run.directory), StringIO())

@@ -16,7 +16,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cli.tables import print_parts
 from cli.train import check_files, format_run_estimate, main
 from config.convert import ConvertConfig
 from config.load import ConfigError, load_config
@@ -34,6 +33,7 @@ from diffusionlm.training.checkpointing.run_directory import open_run_directory
 from diffusionlm.training.loop import train
 from diffusionlm.training.run import Run, build_run
 from diffusionlm.training.run_checkpoint import resume_run
+from logger.pages.terminal import print_parts
 from profiling.estimate import estimate_run
 from tests.tiny_run import write_train_config
 

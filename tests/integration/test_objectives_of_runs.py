@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from cli.tables import render
 from cli.train import format_summary
 from config.generation import GenerationConfig
 from config.load import load_config
@@ -31,6 +30,7 @@ from diffusionlm.training.reporting import RunSummary
 from diffusionlm.training.run import Run, build_run
 from diffusionlm.training.signals import StopRequest
 from diffusionlm.training.step import load_step_batch, train_step
+from logger.pages.terminal import render_text
 from tokenizer import Tokenizer, save_tokenizer, train_bpe
 
 BLOCKS = {"kind": "block_diffusion", "block_length": [1, 4, 16]}
@@ -199,7 +199,7 @@ def test_a_model_of_several_block_lengths_is_judged_by_all(config: TrainConfig) 
     saved = json.loads((config.run.directory / "summary.json").read_text(encoding="utf-8"))
     assert RunSummary.from_json(saved) == summary
     assert not summary.evaluation.fills
-    text = render(format_summary(summary, config.run.directory), StringIO())
+    text = render_text(format_summary(summary, config.run.directory), StringIO())
     for part in (
         "validation bound, blocks of 16",
         "loss, token by token",
@@ -250,7 +250,7 @@ def test_next_token_from_a_tokenizer_without_mask_token(config: TrainConfig, tmp
     config = with_objective(config, NEXT, tokenizer={"path": str(tmp_path / "bare")}, validation={"every_steps": 4})
     summary = train(config).summary
     assert summary is not None and summary.evaluation.block_length == 1
-    text = render(format_summary(summary, config.run.directory), StringIO())
+    text = render_text(format_summary(summary, config.run.directory), StringIO())
     assert "validation loss, token by token" in text and "cross-entropy by" not in text and "masked" not in text
     model = load_model(config.run.directory)
     assert model.config.is_autoregressive and model.config.mask_token_id is None

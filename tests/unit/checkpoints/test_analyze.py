@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cli.analyze import format_analysis, main
-from cli.tables import render
 from diffusionlm.checkpoints.analyze import analyze, list_tensors
+from logger.pages.terminal import render_text
 
 Tensors = dict[str, Tensor]
 
@@ -45,7 +45,7 @@ def test_equal_directories_are_equal_however_they_are_sharded(tensors: Tensors, 
     assert result.is_equal and len(result.pairs) == 4 and not result.only_a + result.only_b
     assert result.config_differences == (("b", 2, 3), ("c", None, 4))
     assert {info.file for info in list_tensors(two).values()} == set(shards)
-    assert "4 tensors are equal" in render(format_analysis(result, 40), StringIO())
+    assert "4 tensors are equal" in render_text(format_analysis(result, 40), StringIO())
 
 
 def test_differences_are_measured(tensors: Tensors, tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_renamed_tensors_are_matched_by_value(tensors: Tensors, tmp_path: Path) 
         (name, f"other.{name}", "values") for name in ("embed", "layer.q", "layer.k")
     }
     assert [info.name for info in result.only_a] == ["norm"] and [info.name for info in result.only_b] == ["new"]
-    text = render(format_analysis(result, 40), StringIO())
+    text = render_text(format_analysis(result, 40), StringIO())
     assert "layer.q = other.layer.q" in text and "only in b:" in text
     without = analyze(one, two, values=False)
     assert len(without.only_a) == 4 and not without.pairs
@@ -80,7 +80,7 @@ def test_shape_mismatches_are_listed_without_comparison(tensors: Tensors, tmp_pa
     result = analyze(one, directory(tmp_path / "two", {"model.safetensors": grown}))
     [pair] = [pair for pair in result.pairs if pair.max_difference is None]
     assert (pair.a.shape, pair.b.shape) == ((5, 4), (6, 4)) and not result.is_equal
-    assert "5x4 / 6x4" in render(format_analysis(result, 40), StringIO())
+    assert "5x4 / 6x4" in render_text(format_analysis(result, 40), StringIO())
 
 
 def test_lossless_dtype_change_is_no_difference(tensors: Tensors, tmp_path: Path) -> None:

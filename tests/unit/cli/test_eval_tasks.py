@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cli.eval import main
-from cli.eval.variants import resolve_variants
+from cli.eval.task_run import resolve_variants
 from config.eval import EvalConfig
 from diffusionlm.checkpoints.huggingface import save_model_directory
 from diffusionlm.evaluation.tasks.results import read_results

@@ -13,10 +13,16 @@ from typing import Any
 
 import pytest
 
-from cli.eval.report import build_page, read_evaluations, summarize
-from cli.eval.report.comparing import compare_pairs, select_examples
-from cli.eval.report.curve import draw_curves, name_curves
-from cli.eval.report.reading import ReportedTask
+from cli.eval.report import (
+    ReportedTask,
+    build_page,
+    compare_pairs,
+    draw_curves,
+    name_curves,
+    read_evaluations,
+    select_examples,
+    summarize,
+)
 from cli.report import main
 from diffusionlm.evaluation.grading.speed_quality import accuracy_under_parallelism
 from diffusionlm.evaluation.tasks.results import (

@@ -12,8 +12,7 @@ import pytest
 
 from cli.infer import session
 from cli.infer.answers import build_answers, build_page
-from cli.infer.inputs import EncodedInput, Input, InputKind
-from cli.infer.preparation import prepare_inputs
+from cli.infer.inputs import EncodedInput, Input, InputKind, prepare_inputs
 from cli.infer.session import answer
 from config.generation import GenerationConfig
 from config.infer import InferConfig, InferInputConfig, InferOutputConfig

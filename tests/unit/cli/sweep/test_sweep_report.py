@@ -12,8 +12,7 @@ import pytest
 from optuna.distributions import FloatDistribution
 
 from cli.sweep.definition import Sweep
-from cli.sweep.report import build_page, read_results, write_report
-from cli.sweep.results import read_inference_result, read_training_result
+from cli.sweep.report import build_page, read_inference_result, read_results, read_training_result, write_report
 from cli.sweep.study import SweepRun, importances
 from cli.sweep.values import Setting
 from logger.pages import Chart, Number, Page

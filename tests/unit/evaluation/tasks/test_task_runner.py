@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cli.eval.report.reading import read_evaluations
+from cli.eval.report import read_evaluations
 from config.infer import InferModelConfig
 from diffusionlm.evaluation.tasks import runner
 from diffusionlm.evaluation.tasks.preparation import Variant

@@ -6,9 +6,13 @@ import io
 
 import pytest
 
-from cli.tables import make_table, print_parts, render
+from logger.pages import Column, Table
+from logger.pages.terminal import print_parts, render_text
 
-ROWS = [["name", "count"], ["[red]a[/red] \x1b[2J :smile:", "1"], ["日本", "1,234"], ["  b " + "c" * 200, ""]]
+TABLE = Table(
+    ["name", Column("count")],
+    [["[red]a[/red] \x1b[2J :smile:", "1"], ["日本", "1,234"], ["  b " + "c" * 200, ""]],
+)
 
 
 class Terminal(io.StringIO):
@@ -27,7 +31,7 @@ def test_a_file_has_the_complete_plain_text(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
-    print_parts(["path \x1b[2J " + "word " * 60 + "\nend", "", make_table(ROWS, right=[1], has_header=True)])
+    print_parts(["path \x1b[2J " + "word " * 60 + "\nend", "", TABLE])
     assert capsys.readouterr().out.splitlines() == [
         r"path \x1b[2J " + ("word " * 60).rstrip(),
         "end",
@@ -41,7 +45,7 @@ def test_a_file_has_the_complete_plain_text(
 
 def test_a_terminal_folds_cells_and_leaves_lines_to_copy() -> None:
     command = "next: " + "word " * 20 + "end"
-    lines = render([make_table(ROWS, right=[1], has_header=True), command], Terminal()).split("\n")
+    lines = render_text([TABLE, command], Terminal()).split("\n")
     assert lines[0].startswith("\x1b[1mname") and lines[-1] == command
     assert all(len(line) <= 40 for line in lines[1:-1])
     assert sum(line.count("c") for line in lines[1:-1]) == 200, "nothing is cut"
@@ -50,9 +54,4 @@ def test_a_terminal_folds_cells_and_leaves_lines_to_copy() -> None:
 @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
 def test_no_escapes_where_none_are_wanted(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
-    assert "\x1b" not in render([make_table(ROWS, has_header=True)], Terminal())
-
-
-def test_columns_are_two_spaces_apart() -> None:
-    table = make_table([["a", "b", "c"], ["long", "", "5"]], right=[2])
-    assert render([table], io.StringIO()) == "a     b  c\nlong     5"
+    assert "\x1b" not in render_text([TABLE], Terminal())

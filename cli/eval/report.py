@@ -1,0 +1,466 @@
+"""The report of evaluations of tasks: results, paired comparisons, the speed-quality curve and answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from diffusionlm.evaluation.grading.paired import compare_paired
+from diffusionlm.evaluation.grading.speed_quality import accuracy_under_parallelism
+from diffusionlm.evaluation.tasks.results import (
+    ITEMS_FOLDER,
+    RESULTS_FILE,
+    ItemResult,
+    MetricValue,
+    VariantResult,
+    accuracy_by_item,
+    read_items,
+    read_results,
+)
+from files.json_files import flatten
+from logger.console import format_duration
+from logger.pages import Cell, Chart, Code, Column, Curve, Example, Examples, Number, Output, Page, Part, Table
+from logger.pages.settings import tabulate_settings
+
+
+@dataclass(frozen=True)
+class ReportedVariant:
+    """The result of a variant in one task, with its answers."""
+
+    label: str
+    """Name in the report: unlike that of every other variant."""
+    result: VariantResult
+    items: tuple[ItemResult, ...]
+    """Empty if the task has no items, or their file is gone."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The protocol, the model and the fingerprints by dotted key."""
+        result = self.result
+        settings = {"model": result.model, **result.protocol, "fingerprints": result.fingerprints}
+        return dict(flatten(settings, "."))
+
+
+@dataclass(frozen=True)
+class ReportedTask:
+    """A task with all variants that were evaluated on it."""
+
+    name: str
+    variants: tuple[ReportedVariant, ...]
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the metrics of all variants, the main one first."""
+        return tuple(dict.fromkeys(name for variant in self.variants for name in variant.result.metrics))
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        """Names of the metrics that are accuracies in [0, 1], the main one first."""
+        numbers = {name for variant in self.variants for name in variant.result.number_metrics}
+        return tuple(name for name in self.metrics if name not in numbers)
+
+
+@dataclass(frozen=True)
+class TaskReport:
+    """What the report shows."""
+
+    title: str
+    tasks: tuple[ReportedTask, ...]
+    origins: tuple[tuple[str, str, dict[str, str]], ...]
+    """Name of each folder, command and software."""
+    notes: tuple[str, ...]
+
+
+def is_evaluation(folder: Path) -> bool:
+    """Return whether the folder holds the results of an evaluation of tasks."""
+    return (folder / RESULTS_FILE).is_file() and (folder / ITEMS_FOLDER).is_dir()
+
+
+def read_evaluations(folders: Sequence[Path]) -> TaskReport:
+    """Read evaluations. A folder that is named twice counts once.
+
+    Raises:
+        ValueError: a folder holds no results of an evaluation, or a file of its answers is damaged.
+    """
+    paths = list({folder.resolve(): folder for folder in folders}.values())
+    names = _distinct_names(paths)
+    results = [read_results(path) for path in paths]
+    variants: dict[str, list[ReportedVariant]] = {}
+    notes: list[str] = []
+    for path, name, result in zip(paths, names, results, strict=True):
+        prefix = f"{name}: " if len(paths) > 1 else ""
+        notes += [prefix + note for note in result.notes]
+        items = _read_all_items(path)
+        for variant in result.results:
+            own = _select_items(items, variant, result.item_ids.get(variant.task))
+            if variant.kind != "perplexity" and len(own) != variant.num_items * variant.num_repeats:
+                expected = variant.num_items * variant.num_repeats
+                notes.append(
+                    f"{prefix}{variant.variant}, {variant.task}: {len(own):,} of {expected:,} answers are in "
+                    f"{ITEMS_FOLDER}/; comparisons and examples use these"
+                )
+            label = f"{name}/" * (len(paths) > 1) + variant.variant
+            variants.setdefault(variant.task, []).append(ReportedVariant(label, variant, own))
+    tasks = tuple(ReportedTask(name, tuple(own)) for name, own in variants.items())
+    notes += [note for task in tasks for note in _differences_of_data(task)]
+    return TaskReport(
+        title=names[0] if len(paths) == 1 else f"{len(paths)} evaluations: {', '.join(names)}",
+        tasks=tasks,
+        origins=tuple((name, result.command, result.software) for name, result in zip(names, results, strict=True)),
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+def _distinct_names(paths: Sequence[Path]) -> list[str]:
+    """Return the last part of each path, or the whole path of those whose last part is not the only one."""
+    last = [path.resolve().name for path in paths]
+    return [name if last.count(name) == 1 else str(path) for name, path in zip(last, paths, strict=True)]
+
+
+def _select_items(
+    items: Sequence[ItemResult], variant: VariantResult, ids: Sequence[str] | None
+) -> tuple[ItemResult, ...]:
+    """The answers that a result is of: the folder keeps those of an earlier run with more items or repeats.
+
+    Args:
+        ids: of the items. None: unknown, as of results without them; then all.
+    """
+    selected = None if ids is None else frozenset(ids)
+    return tuple(
+        item
+        for item in items
+        if (item.task, item.variant) == (variant.task, variant.variant)
+        and (selected is None or (item.id in selected and item.repeat < variant.num_repeats))
+    )
+
+
+def _read_all_items(folder: Path) -> list[ItemResult]:
+    """Read the answers of all variants; of an answer that is there twice, the last counts."""
+    items: dict[tuple[str, str, str, int], ItemResult] = {}
+    for path in sorted((folder / ITEMS_FOLDER).rglob("*.jsonl")):
+        for item in read_items(path):
+            items[item.task, item.variant, item.id, item.repeat] = item
+    return list(items.values())
+
+
+def _differences_of_data(task: ReportedTask) -> list[str]:
+    """Return a note if the variants of a task were evaluated on different data."""
+    if not any(variant.items for variant in task.variants):
+        return []
+    sets = {frozenset((item.id, item.gold) for item in variant.items) for variant in task.variants if variant.items}
+    if len(sets) == 1:
+        return []
+    common = frozenset.intersection(*sets)
+    sizes = ", ".join(f"{len(ids):,}" for ids in sorted(sets, key=len))
+    return [
+        f"{task.name}: the variants have different items ({sizes}; {len(common):,} in common). Accuracies are over "
+        "each variant's own items; comparisons are over the items that both have"
+    ]
+
+
+_ResultColumn = tuple[Column, list[Cell]]
+
+
+def build_page(report: TaskReport) -> Page:
+    """Build the page of one evaluation, or of several compared."""
+    sections: dict[str, list[Part]] = {}
+    for task in report.tasks:
+        parts: dict[str, Sequence[Part]] = {
+            "Results": tabulate_results(task),
+            "Comparisons": compare_pairs(task),
+            "Speed and quality": draw_curves(task),
+            "Answers": select_examples(task),
+            "Protocol": tabulate_settings(
+                [(variant.label, variant.settings) for variant in task.variants], "protocols"
+            ),
+        }
+        for name, own in parts.items():
+            title: list[Part] = [task.name] if len(report.tasks) > 1 and own else []
+            sections.setdefault(name, []).extend([*title, *own])
+    commands = [Code(_describe_origin(command, software), name) for name, command, software in report.origins]
+    num_variants = len({variant.label for task in report.tasks for variant in task.variants})
+    states = [_plural(len(report.tasks), "task"), _plural(num_variants, "variant")]
+    return Page(report.title, {**sections, "Commands": [*commands]}, report.notes, states)
+
+
+def summarize(report: TaskReport) -> list[Part]:
+    """Return the results and comparisons of each task, and the notes, for a terminal."""
+    parts: list[Part] = []
+    for task in report.tasks:
+        parts += [task.name, *tabulate_results(task), *compare_pairs(task), ""]
+    return [*parts[:-1], *report.notes]
+
+
+def tabulate_results(task: ReportedTask) -> list[Table]:
+    """Tabulate accuracies with pass@k, and how answers ended and what they cost; a row for each variant."""
+    results = [variant.result for variant in task.variants]
+    accuracies: list[_ResultColumn] = [
+        (Column(name), [_metric(result.metrics.get(name), name in task.rules) for result in results])
+        for name in task.metrics
+    ]
+    samples = dict.fromkeys(
+        (rule, k) for result in results for rule in result.pass_at_k for k in result.pass_at_k[rule] if k > 1
+    )  # pass@1 is the accuracy
+    for rule, k in samples:
+        name = f"pass@{k}" if len({rule for rule, _ in samples}) == 1 else f"pass@{k}, {rule}"
+        accuracies.append((Column(name), [_metric(result.pass_at_k.get(rule, {}).get(k), True) for result in results]))
+    accuracies.append((Column("items"), [_count_items(result) for result in results]))
+    answers: list[_ResultColumn] = [
+        (Column("tokens per forward", ".2f"), [result.tokens_per_forward for result in results])
+    ]
+    for share in ("stopped", "length", "empty", "invalid"):
+        shares = [None if result.shares is None else getattr(result.shares, share) for result in results]
+        answers.append((Column("cut by length" if share == "length" else share, ".1%"), shares))
+    answers += [
+        (Column("grading errors", ","), [result.num_grading_errors or None for result in results]),
+        (Column("tokens"), [result.num_tokens or None for result in results]),
+        (Column("forwards"), [result.num_forwards or None for result in results]),
+        (Column("time"), [format_duration(result.seconds) if result.seconds else None for result in results]),
+    ]
+    note = "± is one standard error over items, whose repeats are averaged first." if task.rules else ""
+    tables = [_build_table(task, accuracies, note), _build_table(task, answers)]
+    return [table for table in tables if len(table.columns) > 1]
+
+
+def _build_table(task: ReportedTask, columns: Sequence[_ResultColumn], note: str = "") -> Table:
+    """Build a table of the columns that have a value."""
+    columns = [(column, cells) for column, cells in columns if any(cell is not None for cell in cells)]
+    rows = [[variant.label, *(cells[index] for _, cells in columns)] for index, variant in enumerate(task.variants)]
+    return Table(["variant", *(column for column, _ in columns)], rows, note=note)
+
+
+def _metric(metric: MetricValue | None, is_accuracy: bool) -> Cell:
+    return None if metric is None else Number(metric.value, ".1%" if is_accuracy else "", metric.standard_error)
+
+
+def _count_items(result: VariantResult) -> Cell:
+    repeats = f" x {result.num_repeats}" if result.num_repeats > 1 else ""
+    return f"{result.num_items:,}{repeats}" if result.num_items else None
+
+
+def _describe_origin(command: str, software: dict[str, str]) -> str:
+    return "\n".join([command, "", *(f"{name}: {value}" for name, value in software.items())]).rstrip()
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+MAX_VARIANTS_FOR_ALL_PAIRS = 5
+"""Of more variants, each is compared with the first only, and by the main rule only."""
+
+MAX_EXAMPLES = 10
+"""Items that are shown of each group."""
+
+MAX_ANSWERS = 4
+"""Variants whose answers to an item are shown."""
+
+
+def compare_pairs(task: ReportedTask) -> list[Table]:
+    """Tabulate the paired differences by each rule; pairs without a common item are left out."""
+    rows: list[list[Cell]] = []
+    has_few = len(task.variants) <= MAX_VARIANTS_FOR_ALL_PAIRS
+    for rule in task.rules if has_few else task.rules[:1]:
+        for first, second in _pairs(task.variants):
+            scores = [_scores(variant, rule) for variant in (first, second)]
+            common = [key for key in scores[0] if key in scores[1]]
+            if not common:
+                continue
+            first_N, second_N = (np.array([own[key] for key in common]) for own in scores)
+            result = compare_paired(first_N, second_N)
+            p_value = "< 0.0001" if result.p_value < 1e-4 else Number(result.p_value, ".2g")
+            num_left_out = len(scores[0]) + len(scores[1]) - 2 * len(common)
+            items = f"{result.num_items:,}" + (f" ({num_left_out:,} left out)" if num_left_out else "")
+            difference = Number(result.difference, "+.1%", result.standard_error)
+            pair = f"{second.label} - {first.label}"
+            rows.append([pair, rule, difference, p_value, result.num_only_second, result.num_only_first, items])
+    note = (
+        "Difference of accuracies on the same items, ± one standard error; p: exact two-sided sign test on the items "
+        f"that differ, not corrected for the number of comparisons ({len(rows)} here)."
+    )
+    names = ("difference", "p", "only B right", "only A right", "items in both")
+    return [Table(["B - A", "rule", *(Column(name, ",") for name in names)], rows, note=note)] if rows else []
+
+
+def _pairs(variants: Sequence[ReportedVariant]) -> Iterator[tuple[ReportedVariant, ReportedVariant]]:
+    if len(variants) <= MAX_VARIANTS_FOR_ALL_PAIRS:
+        return combinations(variants, 2)
+    return ((variants[0], variant) for variant in variants[1:])
+
+
+def _scores(variant: ReportedVariant, rule: str) -> dict[tuple[str, str], float]:
+    """Accuracy by item and its right answer, of items that the rule grades."""
+    items = [item for item in variant.items if rule in item.is_correct]
+    golds = {item.id: item.gold for item in items}
+    return {(name, golds[name]): accuracy for name, accuracy in accuracy_by_item(items, rule).items()}
+
+
+def select_examples(task: ReportedTask) -> list[Examples]:
+    """Select items that only one of two variants answers right, and those that all answer wrong."""
+    variants = [variant for variant in task.variants if variant.items]
+    if not variants or not task.rules:
+        return []
+    rule = task.rules[0]
+    scores = {variant.label: _scores(variant, rule) for variant in variants}
+
+    def build(keys: Sequence[tuple[str, str]], shown: Sequence[tuple[ReportedVariant, bool]], title: str) -> Examples:
+        examples = [
+            Example(
+                f"right answer: {gold}",
+                [_show_answer(variant, name, rule, is_right) for variant, is_right in shown],
+                title=name,
+            )
+            for name, gold in keys[:MAX_EXAMPLES]
+        ]
+        note = f", {len(examples)} of them here" * (len(keys) > len(examples))
+        count = f"{len(keys):,} item{'s' * (len(keys) != 1)}"
+        return Examples(examples, f"{title}: {count}{note}", is_folded=True)
+
+    groups = []
+    for first, second in list(_pairs(variants))[:MAX_ANSWERS]:
+        for better, worse in ((second, first), (first, second)):
+            high, low = scores[better.label], scores[worse.label]
+            flipped = sorted(
+                (key for key in low if key in high and high[key] > low[key]), key=lambda key: low[key] - high[key]
+            )
+            groups.append(
+                build(flipped, [(better, True), (worse, False)], f"{better.label} right, {worse.label} wrong")
+            )
+    wrong = [key for key in scores[variants[0].label] if all(own.get(key) == 0.0 for own in scores.values())]
+    shown = [(variant, False) for variant in variants[:MAX_ANSWERS]]
+    groups.append(build(wrong, shown, "Wrong" if len(variants) == 1 else "Wrong with every variant"))
+    return [group for group in groups if group.examples]
+
+
+def _show_answer(variant: ReportedVariant, name: str, rule: str, is_right: bool) -> Output:
+    """Show the first of a variant's answers to an item that is right or wrong as asked for, else the first."""
+    answers = [item for item in variant.items if item.id == name]
+    answer = next((answer for answer in answers if answer.is_correct.get(rule) == is_right), answers[0])
+    return Output(variant.label, answer.output, list(_describe_answer(answer)))
+
+
+def _describe_answer(answer: ItemResult) -> Iterator[tuple[str, str]]:
+    """Iterate over names and values: what each rule extracted and whether it is right, how the answer ended."""
+    for rule, is_right in answer.is_correct.items():
+        extracted: str | None = answer.extracted.get(rule, "")
+        if answer.chosen and rule in answer.chosen:
+            extracted = f"option {answer.chosen[rule]}"
+        text = "nothing" if extracted is None else extracted[:80]
+        yield rule, f"{'right' if is_right else 'wrong'}{': ' * bool(text)}{text}"
+    if answer.option_log_likelihoods:
+        yield "log-likelihoods", ", ".join(f"{value:.2f}" for value in answer.option_log_likelihoods)
+    if answer.finish_reason is not None:
+        ending = "stopped" if answer.finish_reason == "stop" else "cut by length"
+        yield "ended", f"{ending}, {answer.num_tokens:,} tokens, {answer.num_forwards:,} forwards"
+    if answer.detail:
+        yield "detail", answer.detail[:300]
+    if answer.error:
+        yield "error", answer.error[:300]
+
+
+def draw_curves(task: ReportedTask) -> list[Part]:
+    """Build the chart and the table of the variants that generate; empty if fewer than two have accuracy and speed."""
+    rule = task.rules[0] if task.rules else ""
+    points = {variant.label: point for variant in task.variants if (point := _point(variant, rule)) is not None}
+    if len(points) < 2:
+        return []
+    settings = {variant.label: variant.settings for variant in task.variants if variant.label in points}
+    groups: dict[str, list[str]] = {}
+    for label, name in name_curves(settings).items():
+        groups.setdefault(name, []).append(label)
+    best = max(accuracy.value for _, accuracy in points.values())
+    curves: list[Curve] = []
+    rows: list[list[Cell]] = []
+    for name, labels in groups.items():
+        labels.sort(key=lambda label: points[label][0])
+        speeds = [points[label][0] for label in labels]
+        values = [100.0 * points[label][1].value for label in labels]
+        errors = [math.nan if (e := points[label][1].error) is None else 100.0 * e for label in labels]
+        curve = Curve(name, np.array(speeds), np.array(values), len(curves), error_N=np.array(errors), has_dots=True)
+        curves.append(curve)
+        area = accuracy_under_parallelism(list(zip(speeds, values, strict=True)), 100.0 * best) if best > 0.0 else None
+        for label, aup in zip(labels, [area, *[None] * len(labels)], strict=False):
+            rows.append([label, name, *points[label], aup])
+    chart = Chart(
+        f"{task.name}: accuracy over speed",
+        f"% right ({rule}) by tokens per forward",
+        curves,
+        note="Bars: one standard error over items. Tokens count up to the stop, forwards as the decoder counts them.",
+        x_name="tokens per forward",
+        y_least=0.0,
+        x_end=1.05 * max(speed for speed, _ in points.values()),
+    )
+    note = (
+        f"AUP: accuracy under parallelism with y_max = {best:.1%}, the best accuracy of this table. Compare it only "
+        "with values of the same y_max."
+    )
+    heads: list[Column | str] = ["variant", "curve", Column("tokens per forward", ".2f"), Column(rule)]
+    heads.append(Column("AUP", ".1f"))
+    if not best:
+        heads, rows, note = heads[:-1], [row[:-1] for row in rows], "No answer is right."
+    return [chart, Table(heads, rows, note=note)]
+
+
+def _point(variant: ReportedVariant, rule: str) -> tuple[float, Number] | None:
+    metric, speed = variant.result.metrics.get(rule), variant.result.tokens_per_forward
+    if metric is None or speed is None or not math.isfinite(metric.value):
+        return None
+    return speed, Number(metric.value, ".1%", metric.standard_error)
+
+
+def name_curves(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Name the curve of each variant.
+
+    Variants with the same texts and switches (model, strategy, ...) belong together. If several numbers differ among
+    them, the one with the most values runs along the curve, and each combination of the others has a curve of its own,
+    except for numbers that follow from the first one.
+
+    Args:
+        settings: dotted key -> value, by variant.
+
+    Returns:
+        The name of the curve, by variant.
+    """
+    keys = list(dict.fromkeys(key for own in settings.values() for key in own))
+    different = [key for key in keys if len({repr(own.get(key)) for own in settings.values()}) > 1]
+    numbers = [key for key in different if all(_is_number(own.get(key)) for own in settings.values())]
+    texts = [key for key in different if key not in numbers]
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for label, own in settings.items():
+        groups.setdefault(tuple(repr(own.get(key)) for key in texts), []).append(label)
+    names = {}
+    for members in groups.values():
+        splitting = _splitting_numbers([settings[label] for label in members], numbers)
+        for label in members:
+            parts = [_describe(key, settings[label].get(key)) for key in (*texts, *splitting)]
+            names[label] = ", ".join(filter(None, parts)) or "all variants"
+    return names
+
+
+def _splitting_numbers(members: Sequence[Mapping[str, Any]], numbers: Sequence[str]) -> list[str]:
+    """Return the numbers that part the variants into curves: those that vary while the main number does not."""
+    values = {key: [own.get(key) for own in members] for key in numbers}
+    if not values:
+        return []
+    main = max(values, key=lambda key: len(set(values[key])))
+    return [
+        key
+        for key in numbers
+        if key != main and len(set(zip(values[main], values[key], strict=True))) > len(set(values[main]))
+    ]
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+
+
+def _describe(key: str, value: Any) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
+    return f"{key.rpartition('.')[2]} {value}"
