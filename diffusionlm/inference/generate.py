@@ -7,10 +7,8 @@ forwards, and leaves the batch when it is done.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from queue import SimpleQueue
 from typing import Any, Literal, TypeVar
 
 from config.generation import GenerationConfig
@@ -246,8 +244,7 @@ def stream(
 
     Pieces do not repeat the text that a `HealedText` has taken back.
 
-    Decoding runs in a thread of its own. It starts with the request for the first piece, and stops at its next forward
-    when the iterator is closed.
+    A forward is computed when the pieces before it have been taken: a closed iterator computes no more.
 
     Args:
         segment_starts: of the prompt, as in `generate`.
@@ -261,50 +258,21 @@ def stream(
     if segment_starts:
         options = replace(options, segment_starts=segment_starts)
     prepared = prepare_request(resolve_settings(config, model.config), text.token_ids, seed, options, "the prompt")
-    updates: SimpleQueue[Sequence[int] | Exception | None] = SimpleQueue()
-    is_closed = threading.Event()
-    thread = threading.Thread(
-        target=_decode_into_queue,
-        args=(model, ActiveRequest(prepared), updates, is_closed),
-        name="diffusionlm-stream",
-        daemon=True,
-    )
-    thread.start()
-    try:
-        answer = AnswerText(tokenizer, num_repeated_bytes=text.num_repeated_bytes)
-        num_read = 0
-        while (final_ids := updates.get()) is not None:
-            if isinstance(final_ids, Exception):
-                raise final_ids
-            for token in final_ids[num_read:]:
-                answer.push(token)
-            num_read = len(final_ids)
-            if piece := answer.take_new()[0]:
-                yield piece
-        answer.finish()
+    request = ActiveRequest(prepared)
+    answer = AnswerText(tokenizer, num_repeated_bytes=text.num_repeated_bytes)
+    num_read = 0
+    for _ in decode_steps(model, [request]):
+        token_ids = request.final_token_ids()
+        for token in token_ids[num_read:]:
+            answer.push(token)
+        num_read = len(token_ids)
         if piece := answer.take_new()[0]:
             yield piece
-    finally:
-        is_closed.set()
-        thread.join()
-
-
-def _decode_into_queue(
-    model: Transformer,
-    request: ActiveRequest,
-    updates: SimpleQueue[Sequence[int] | Exception | None],
-    is_closed: threading.Event,
-) -> None:
-    """After each forward put all final new tokens into the queue; at the end None, or an error."""
-    try:
-        for _ in decode_steps(model, [request]):
-            if is_closed.is_set():
-                return
-            updates.put(request.final_token_ids())
-        updates.put(request.final_token_ids())
-        updates.put(None)
-    except Exception as error:
-        updates.put(error)
+    for token in request.final_token_ids()[num_read:]:
+        answer.push(token)
+    answer.finish()
+    if piece := answer.take_new()[0]:
+        yield piece
 
 
 def take_snapshot(request: ActiveRequest) -> CanvasSnapshot:
