@@ -25,8 +25,6 @@ class PagePool:
         self.num_free = num_pages
         self.num_owned = 0
         self._is_free = np.ones(num_pages, dtype=np.bool_)
-        self._is_reserved = np.zeros(num_pages, dtype=np.bool_)
-        """Free pages behind an owner's last one. Others get them last: adjacent pages are read without a copy."""
         self._num_owners = np.zeros(num_pages, dtype=np.int64)
         self._page_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
@@ -42,12 +40,11 @@ class PagePool:
         """Pages that `allocate` can give."""
         return self.num_free + self.num_cached
 
-    def allocate(self, count: int, after: int | None = None, num_later: int = 0) -> list[int]:
-        """Give pages to an owner: adjacent ones, if there are.
+    def allocate(self, count: int, after: int | None = None) -> list[int]:
+        """Give pages to an owner: adjacent ones, if there are, which are read without a copy.
 
         Args:
             after: last page that the owner has; the next ones are preferred.
-            num_later: pages that the owner will ask for later. A place with as many free pages behind it is preferred.
 
         Raises:
             ValueError: there are fewer.
@@ -59,23 +56,23 @@ class PagePool:
             self._forget(page)
             self._is_free[page] = True
             self.num_free += 1
-        pages = self._find_pages(count, after, num_later)
-        self._is_free[pages] = self._is_reserved[pages] = False
+        pages = self._find_pages(count, after)
+        self._is_free[pages] = False
         self._num_owners[pages] = 1
         self.num_free -= count
         self.num_owned += count
         return pages
 
-    def _find_pages(self, count: int, after: int | None, num_later: int) -> list[int]:
+    def _find_pages(self, count: int, after: int | None) -> list[int]:
         if after is not None and self._is_free[after + 1 : after + 1 + count].sum() == count:
             return list(range(after + 1, after + 1 + count))
-        unreserved = np.flatnonzero(self._is_free & ~self._is_reserved)
-        if num_later and (run := _find_run(unreserved, count + num_later)) is not None:
-            self._is_reserved[run[count:]] = True
-            return run[:count]
         free = np.flatnonzero(self._is_free)
-        run = _find_run(unreserved, count) or _find_run(free, count)
-        return [int(page) for page in free[:count]] if run is None else run
+        longest = max(np.split(free, np.flatnonzero(np.diff(free) > 1) + 1), key=len)
+        if len(longest) < max(count, 1):
+            return [int(page) for page in free[:count]]
+        # In the middle, so that this text and the one before it can grow.
+        start = (len(longest) - count) // 2 if longest[0] else 0
+        return [int(page) for page in longest[start : start + count]]
 
     def share(self, digests: Sequence[bytes]) -> list[int]:
         """Give an owner the pages that hold the longest known beginning of a text.
@@ -101,10 +98,6 @@ class PagePool:
 
     def release(self, pages: Sequence[int]) -> None:
         """Take pages from an owner; the last one comes last."""
-        if pages:
-            end = pages[-1] + 1
-            later = np.flatnonzero(~self._is_reserved[end:])
-            self._is_reserved[end : end + int(later[0]) if len(later) else None] = False
         for page in reversed(pages):  # the end of a text is evicted before its beginning
             assert self._num_owners[page] > 0, "a page without an owner is released"
             self._num_owners[page] -= 1
@@ -161,11 +154,10 @@ class PageManager:
         if self._missing(request, length) > self.pool.num_available:
             return False
         request.pages = request.pages or [[] for _ in range(request.num_texts)]
-        num_pages, num_later = (-(-end // self._page_size) for end in (length, len(request.tokens_L)))
+        num_pages = -(-length // self._page_size)
         for pages in request.pages:
             if num_pages > len(pages):
-                after = pages[-1] if pages else None
-                pages += self.pool.allocate(num_pages - len(pages), after, max(0, num_later - num_pages))
+                pages += self.pool.allocate(num_pages - len(pages), pages[-1] if pages else None)
         return True
 
     def release(self, request: ActiveRequest) -> None:
@@ -222,15 +214,6 @@ class PageManager:
         slices = [slice(end - size, block_end) for end, block_end in zip(ends, block_ends, strict=True)]
         salt = request.page_digests[-1] if num_known else request.cache_salt
         return page_digests([contents_2L[:, part] for part in slices], salt)
-
-
-def _find_run(pages: NDArray[np.int64], count: int) -> list[int] | None:
-    """The first ``count`` adjacent ones of ascending pages; None: there are none."""
-    if not 0 < count <= len(pages):
-        return None
-    # A run begins where the count-th page from here is count - 1 pages away.
-    starts = np.flatnonzero(pages[count - 1 :] - pages[: len(pages) - count + 1] == count - 1)
-    return [int(page) for page in pages[starts[0] : starts[0] + count]] if len(starts) else None
 
 
 def page_digests(contents: Iterable[NDArray[np.int64]], salt: bytes) -> list[bytes]:

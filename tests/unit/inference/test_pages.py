@@ -14,16 +14,19 @@ def counts(pool: PagePool) -> tuple[int, int, int]:
 
 
 def test_pages_are_adjacent_where_they_can_be() -> None:
-    pool = PagePool(8)
-    first, second = pool.allocate(2), pool.allocate(3)
-    assert (first, second) == ([0, 1], [2, 3, 4])
-    assert pool.allocate(1, after=4) == [5]
-    pool.release(first)
-    assert pool.allocate(2, after=5) == [6, 7]
+    pool = PagePool(16)
+    texts = [pool.allocate(1), pool.allocate(1)]
+    for _ in range(3):
+        for pages in texts:
+            pages += pool.allocate(1, pages[-1])
+    assert texts == [[0, 1, 2, 3], [8, 9, 10, 11]]
+    pool.release(texts[0])
+    assert pool.allocate(8) == list(range(8)), "the longest place"
+    assert sorted(pool.allocate(4)) == [12, 13, 14, 15]
     pool.release([3])
-    assert pool.allocate(1, after=7) == [0], "nothing is free behind it"
-    assert sorted(pool.allocate(2)) == [1, 3], "not adjacent, but there"
-    assert counts(pool) == (0, 8, 0)
+    pool.release([9])
+    assert sorted(pool.allocate(2, after=15)) == [3, 9], "not adjacent, but there"
+    assert counts(pool) == (0, 16, 0)
     assert pool.allocate(0) == []
     with pytest.raises(ValueError, match="1 pages are more than the 0 that are available"):
         pool.allocate(1)
@@ -84,30 +87,3 @@ def test_digests_of_pages_chain() -> None:
     ]
     assert not set(digests) & {digest for row in others for digest in row}
     assert page_digests([], b"salt") == []
-
-
-def test_texts_that_grow_get_adjacent_pages() -> None:
-    pool = PagePool(12)
-    texts = [pool.allocate(1, None, 3), pool.allocate(1, None, 3)]
-    for _ in range(3):
-        for pages in texts:
-            pages += pool.allocate(1, pages[-1])
-    assert texts == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    pool.release(texts[0])
-    assert pool.allocate(1, None, 1) == [0]
-    assert pool.allocate(2) == [2, 3], "1 is for the text that has 0"
-
-
-def test_pages_are_kept_for_nobody() -> None:
-    pool = PagePool(6)
-    pages = pool.allocate(1, None, 3)
-    assert pool.allocate(2) == [4, 5] and pool.num_available == 3
-    others = pool.allocate(2)
-    assert others == [1, 2], "the room of a text is given to others before they have to wait"
-    pages += pool.allocate(1, pages[-1])
-    assert pages == [0, 3] and pool.num_available == 0
-    for owned in (pages, others, [4, 5]):
-        pool.release(owned)
-    assert pool.allocate(6) == [0, 1, 2, 3, 4, 5]
-    pool.release([0, 1, 2, 3, 4, 5])
-    assert pool.allocate(3, None, 3) == [0, 1, 2], "nothing stays reserved"
