@@ -11,11 +11,11 @@ import pytest
 
 from config.generation import GenerationConfig
 from config.model import ModelConfig
+from config.serving.server import EngineLimits
 from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.generate import Generation, to_generation
 from diffusionlm.inference.request_builder import prepare_request
 from diffusionlm.inference.requests import ActiveRequest, PreparedRequest, RequestOptions
-from diffusionlm.inference.scheduler import DecoderLimits
 from diffusionlm.inference.settings import DecodingSettings, resolve_settings
 from diffusionlm.models.transformer import Transformer
 
@@ -40,14 +40,19 @@ CANVASES: list[dict[str, Any]] = [
     {"cache": "none", "remasking_strategy": "p2", "temperature": 1.0, "steps": 9},
     {"block_length": 4, "attention": "prompt_and_own_block", "cache": "none"},
 ]
+
+
+def limit_decoder(num_pages: int, page_size: int = 16, **keys: Any) -> tuple[int, EngineLimits]:
+    """Pages and limits of a decoder, without a prefix cache unless the keys say otherwise."""
+    return num_pages, EngineLimits.model_validate({"page_size": page_size, "prefix_cache": False, **keys})
+
+
 LIMITS = {
-    "plenty": DecoderLimits(num_pages=200, page_size=8),
-    "small steps": DecoderLimits(num_pages=200, page_size=8, max_num_batched_tokens=6, max_requests=3),
-    "few pages": DecoderLimits(num_pages=38, page_size=2),
-    "shared pages": DecoderLimits(num_pages=50, page_size=4, has_prefix_cache=True, max_requests=4),
-    "everything": DecoderLimits(
-        num_pages=32, page_size=2, max_num_batched_tokens=5, max_requests=5, has_prefix_cache=True
-    ),
+    "plenty": limit_decoder(num_pages=200, page_size=8),
+    "small steps": limit_decoder(num_pages=200, page_size=8, max_num_batched_tokens=6, max_requests=3),
+    "few pages": limit_decoder(num_pages=38, page_size=2),
+    "shared pages": limit_decoder(num_pages=50, page_size=4, prefix_cache=True, max_requests=4),
+    "everything": limit_decoder(num_pages=32, page_size=2, max_num_batched_tokens=5, max_requests=5, prefix_cache=True),
 }
 
 
@@ -93,10 +98,10 @@ def make_jobs(model: Transformer, options: list[dict[str, Any]], count: int, see
 def check_pages(decoder: Decoder, requests: Iterable[ActiveRequest]) -> None:
     """Free, owned and cached pages are all pages, and the owned ones are those of the requests."""
     pool = decoder.pool
-    assert pool.num_free + pool.num_owned + pool.num_cached == decoder.limits.num_pages
+    assert pool.num_free + pool.num_owned + pool.num_cached == decoder.pool.num_pages
     owned = [page for request in requests for pages in request.pages for page in pages]
     assert len(set(owned)) == pool.num_owned
-    assert len(owned) == pool.num_owned or decoder.limits.has_prefix_cache
+    assert len(owned) == pool.num_owned or decoder.scheduler.pages.has_prefix_cache
 
 
 def assert_same(ours: Generation, expected: Generation) -> None:

@@ -9,7 +9,6 @@ from typing import Literal
 
 from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.requests import ActiveRequest, PreparedRequest
-from diffusionlm.inference.scheduler import PAGE_SIZE, DecoderLimits
 from diffusionlm.inference.text import AnswerText
 from diffusionlm.models.transformer import Transformer
 from tokenizer import Tokenizer
@@ -49,11 +48,7 @@ def decode_answers(
         raise ValueError(f"batch_size = {batch_size} must be at least 1")
     answers = [_OpenAnswer(index, tokenizer, request) for index, request in enumerate(requests)]
     open_answers = {id(answer.request): answer for answer in answers}
-    # Enough for the largest requests at the same time.
-    num_pages = sum(sorted((_count_pages(answer.request) for answer in answers), reverse=True)[:batch_size])
-    decoder = Decoder(model, DecoderLimits(num_pages, max_requests=batch_size))
-    for answer in answers:
-        decoder.add(answer.request)
+    decoder = Decoder.for_requests(model, [answer.request for answer in answers], batch_size)
     while decoder.has_work:
         result = decoder.step()
         for request in dict.fromkeys((*result.decoded, *result.finished)):
@@ -66,10 +61,6 @@ def decode_answers(
                 del open_answers[id(request)]
                 yield answer.index, answer.build()
     decoder.keep_graphs()
-
-
-def _count_pages(request: ActiveRequest) -> int:
-    return -(-len(request.tokens_L) // PAGE_SIZE) * request.num_texts if request.uses_cache else 0
 
 
 class _OpenAnswer:

@@ -11,6 +11,7 @@ still be computed. A forward in which other ranks take part is not repeated: the
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from config.serving.server import EngineLimits
 from diffusionlm.inference.constraints.sampler import constrain_predictions
 from diffusionlm.inference.cuda_graphs import GraphedForward, keep_graphs, select_graph_factory, take_graphs
 from diffusionlm.inference.model_runner import (
@@ -31,9 +33,9 @@ from diffusionlm.inference.model_runner import (
 from diffusionlm.inference.requests import ActiveRequest, Predictions
 from diffusionlm.inference.sampling import BatchSampler, LogitRows
 from diffusionlm.inference.scheduler import (
+    PAGE_SIZE,
     TOKEN_BOUNDS,
     DecoderCounts,
-    DecoderLimits,
     Scheduler,
     end_with_error,
     free_frames,
@@ -64,24 +66,26 @@ class Decoder:
     def __init__(
         self,
         model: Transformer,
-        limits: DecoderLimits,
+        num_pages: int,
+        limits: EngineLimits,
         adapters: Mapping[str, ModelAdapter] | None = None,
         *,
-        deterministic: bool = False,
+        pauses_slow_constraints: bool = False,
     ) -> None:
         """Allocate the cache.
 
         Args:
+            num_pages: of the cache, in place of the memory that the limits name.
+            limits: with ``deterministic`` the caller sees to it that torch uses one thread.
             adapters: that requests may name (`PreparedRequest.adapter`).
-            deterministic: answers, log-probabilities included, are the same bits, whatever is decoded at the same time
-                and whatever the limits are. The caller sees to it that torch uses one thread.
+            pauses_slow_constraints: of the `Scheduler`.
 
         Raises:
-            ValueError: a limit is not positive, an adapter is of another model, or the model cannot be deterministic.
+            ValueError: an adapter is of another model, or the model cannot be deterministic.
         """
         self.counts = DecoderCounts()
-        self.limits = limits
-        self.scheduler = Scheduler(limits, self.counts)
+        self.scheduler = Scheduler(num_pages, limits, self.counts, pauses_slow_constraints=pauses_slow_constraints)
+        page_size, deterministic = limits.page_size or PAGE_SIZE, limits.deterministic
         self.pool = self.scheduler.pages.pool
         self._model, adapter_rows = model, None
         if deterministic:
@@ -92,16 +96,35 @@ class Decoder:
         make_graph = None if deterministic else select_graph_factory(self._model)
         self.cache: PagedCache | None = None
         self._graphed_forward: GraphedForward | None = None
-        if limits.num_pages and make_graph is not None:
-            self._graphed_forward = take_graphs(self._model, limits.num_pages, limits.page_size, make_graph)
+        if num_pages and make_graph is not None:
+            self._graphed_forward = take_graphs(self._model, num_pages, page_size, make_graph)
             self.cache = self._graphed_forward.cache
-        elif limits.num_pages:
-            self.cache = PagedCache(
-                model.config, limits.num_pages, limits.page_size, weight.device, compute_dtype(weight)
-            )
+        elif num_pages:
+            self.cache = PagedCache(model.config, num_pages, page_size, weight.device, compute_dtype(weight))
         build_runner = FixedShapeRunner if deterministic else ModelRunner
         self._runner = build_runner(model, self.cache, adapter_rows, self._graphed_forward)
         self._sampler = BatchSampler(weight.device, samples_alone=deterministic)
+
+    @classmethod
+    def for_requests(
+        cls, model: Transformer, requests: Sequence[ActiveRequest], max_requests: int | None = None
+    ) -> Decoder:
+        """A decoder to which these requests were added: its cache holds the largest ones at the same time, and no step
+        is limited.
+
+        Args:
+            max_requests: that are decoded at a time. None: all.
+        """
+        sizes = sorted(
+            (-(-len(request.tokens_L) // PAGE_SIZE) * request.num_texts * request.uses_cache for request in requests),
+            reverse=True,
+        )
+        max_requests = max_requests or max(len(requests), 1)
+        limits = EngineLimits(max_requests=max_requests, max_num_batched_tokens=sys.maxsize, prefix_cache=False)
+        decoder = cls(model, sum(sizes[:max_requests]), limits)
+        for request in requests:
+            decoder.add(request)
+        return decoder
 
     def keep_graphs(self) -> None:
         """Leave the CUDA graphs and the cache to the next decoder of the model: the last call of a decoder without

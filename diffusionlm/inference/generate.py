@@ -17,7 +17,6 @@ from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.healing import HealedText
 from diffusionlm.inference.request_builder import prepare_request
 from diffusionlm.inference.requests import ActiveRequest, AllowedTokens, PreparedRequest, RequestOptions, TopLogprobs
-from diffusionlm.inference.scheduler import PAGE_SIZE, DecoderLimits
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.inference.text import AnswerText
 from diffusionlm.models.transformer import Transformer
@@ -212,12 +211,7 @@ def decode_steps(model: Transformer, requests: Sequence[ActiveRequest]) -> Itera
     Raises:
         ValueError: the model's probabilities are not finite.
     """
-    num_pages = sum(
-        -(-len(request.tokens_L) // PAGE_SIZE) * request.num_texts for request in requests if request.uses_cache
-    )
-    decoder = Decoder(model, DecoderLimits(num_pages))
-    for request in requests:
-        decoder.add(request)
+    decoder = Decoder.for_requests(model, requests)
     while decoder.has_work:
         result = decoder.step()
         error = next((request.error for request in requests if request.error is not None), None)

@@ -119,7 +119,7 @@ class PageManager:
 
     def __init__(self, num_pages: int, page_size: int, *, has_prefix_cache: bool) -> None:
         self.pool = PagePool(num_pages)
-        self._page_size, self._has_prefix_cache = page_size, has_prefix_cache
+        self._page_size, self.has_prefix_cache = page_size, has_prefix_cache
 
     def check_size(self, request: ActiveRequest) -> None:
         """Check that a request can fit into the cache.
@@ -179,7 +179,7 @@ class PageManager:
     def can_share(self, request: ActiveRequest) -> bool:
         """Whether keys and values of a page depend on the text up to the end of its last block alone."""
         is_causal = request.uses_blocks and request.settings.block_causal_length is not None
-        return self._has_prefix_cache and is_causal and not request.has_guidance
+        return self.has_prefix_cache and is_causal and not request.has_guidance
 
     def _num_pages(self, request: ActiveRequest, length: int) -> int:
         """Pages of all texts of a request up to a length."""

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from config.serving.server import EngineLimits
 from diffusionlm.inference.model_runner import ScheduledRequest, count_final_tokens, find_input_slice, find_prompt_slice
 from diffusionlm.inference.pages import PageManager
 from diffusionlm.inference.requests import ActiveRequest
@@ -25,25 +26,6 @@ TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Inputs of a step, by which steps are counted (`DecoderCounts.steps_by_tokens`)."""
 SLOW_CONSTRAINT_SECONDS = 0.02
 """Time of a request's constraint in a step, beyond which the others then go ahead for about as long."""
-
-
-@dataclass(frozen=True)
-class DecoderLimits:
-    """Bounds of memory and of a step."""
-
-    num_pages: int
-    """Pages of the cache."""
-    page_size: int = PAGE_SIZE
-    """Positions of a page."""
-    max_requests: int | None = None
-    """Requests that are decoded at a time. None: no limit."""
-    max_num_batched_tokens: int | None = None
-    """Inputs of a step, beyond which texts that are read for the first time wait or are read in parts; a step has at
-    least one. None: no limit."""
-    has_prefix_cache: bool = False
-    """Share pages between requests whose texts begin alike."""
-    pauses_slow_constraints: bool = False
-    """A request whose constraint takes long lets others go ahead. Its forwards then depend on the clock."""
 
 
 @dataclass
@@ -69,17 +51,16 @@ class DecoderCounts:
 class Scheduler:
     """Queues of requests, and the choice of those that the next forward serves. Not thread-safe."""
 
-    def __init__(self, limits: DecoderLimits, counts: DecoderCounts) -> None:
+    def __init__(
+        self, num_pages: int, limits: EngineLimits, counts: DecoderCounts, *, pauses_slow_constraints: bool
+    ) -> None:
         """
-        Raises:
-            ValueError: a limit is not positive.
+        Args:
+            pauses_slow_constraints: a request whose constraint takes long lets others go ahead. Its forwards then
+                depend on the clock.
         """
-        for key in ("page_size", "max_requests", "max_num_batched_tokens"):
-            value = getattr(limits, key)
-            if value is not None and value < 1:
-                raise ValueError(f"{key} = {value} must be at least 1")
-        self._limits, self._counts = limits, counts
-        self.pages = PageManager(limits.num_pages, limits.page_size, has_prefix_cache=limits.has_prefix_cache)
+        self._limits, self._counts, self._pauses_slow_constraints = limits, counts, pauses_slow_constraints
+        self.pages = PageManager(num_pages, limits.page_size or PAGE_SIZE, has_prefix_cache=limits.prefix_cache)
         self.waiting: list[ActiveRequest] = []
         self.active: list[ActiveRequest] = []
         """Both in order of arrival."""
@@ -142,7 +123,7 @@ class Scheduler:
             request = self.waiting[0]
             if not self._prepare(request):
                 continue
-            if self._limits.max_requests is not None and len(self.active) >= self._limits.max_requests:
+            if len(self.active) >= self._limits.max_requests:
                 break
             # What the next step reads is not known yet if many steps before it have no forward: it gets pages later.
             needs_pages = request.uses_cache and (request.is_prepared or not request.uses_blocks)
@@ -184,17 +165,15 @@ class Scheduler:
         ]
 
     def _take_turns(self) -> list[ActiveRequest]:
-        """Requests that may take a step: with `pauses_slow_constraints` those whose constraint has just taken long only
-        if there are no others."""
+        """Requests that may take a step: with ``pauses_slow_constraints`` those whose constraint has just taken long
+        only if there are no others."""
         prepared = [request for request in self.active if request.is_prepared]
-        if not self._limits.pauses_slow_constraints:
+        if not self._pauses_slow_constraints:
             return prepared
         return [item for item in prepared if item.constraint_seconds <= SLOW_CONSTRAINT_SECONDS] or prepared
 
     def _take_within_budget(self, scheduled: Sequence[ScheduledRequest], num_tokens: int) -> list[ScheduledRequest]:
         """Those within the budget, the least recently served first; a long prompt is read in parts."""
-        if self._limits.max_num_batched_tokens is None:
-            return list(scheduled)
         taken: list[ScheduledRequest] = []
         budget = self._limits.max_num_batched_tokens - num_tokens
         for item in sorted(scheduled, key=lambda item: (item.request.last_step or 0, item.request.arrival)):

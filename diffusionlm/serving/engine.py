@@ -27,7 +27,7 @@ from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.model_runner import build_pattern
 from diffusionlm.inference.request_builder import prepare_request
 from diffusionlm.inference.requests import DEFAULT_OPTIONS, ActiveRequest, PreparedRequest, RequestOptions
-from diffusionlm.inference.scheduler import PAGE_SIZE, DecoderCounts, DecoderLimits
+from diffusionlm.inference.scheduler import PAGE_SIZE, DecoderCounts
 from diffusionlm.inference.settings import MAX_KEPT_SETTINGS, resolve_settings
 from diffusionlm.models.layers import compute_dtype
 from diffusionlm.models.row_adapters import ModelAdapter
@@ -96,7 +96,8 @@ class Engine:
         self._max_unfinished = limits.max_requests + limits.max_waiting
         self.adapter_names = tuple(adapters or ())
         self._deterministic = limits.deterministic
-        self._decoder = Decoder(model, _size_decoder(model, limits), adapters, deterministic=limits.deterministic)
+        num_pages, limits = _size_cache(model, limits)
+        self._decoder = Decoder(model, num_pages, limits, adapters, pauses_slow_constraints=True)
         # It reads a bias: what is wrong with it is the caller's, not the thread's.
         self._check_pattern = lru_cache(MAX_KEPT_SETTINGS)(build_pattern)
         self._condition = threading.Condition()
@@ -320,8 +321,8 @@ def _use_one_thread() -> None:
     other.join()
 
 
-def _size_decoder(model: Transformer, limits: EngineLimits) -> DecoderLimits:
-    """Limits of the decoder: pages of whole blocks, as many as the memory holds.
+def _size_cache(model: Transformer, limits: EngineLimits) -> tuple[int, EngineLimits]:
+    """Number of pages that the memory holds, and the limits with the size of a page, which holds whole blocks.
 
     Raises:
         ValueError: it holds none.
@@ -336,14 +337,7 @@ def _size_decoder(model: Transformer, limits: EngineLimits) -> DecoderLimits:
             f"cache_memory = {limits.cache_memory} does not hold a page of {page_size} positions, {page_bytes} bytes: "
             "raise it"
         )
-    return DecoderLimits(
-        num_pages,
-        page_size,
-        limits.max_requests,
-        limits.max_num_batched_tokens,
-        has_prefix_cache=limits.prefix_cache,
-        pauses_slow_constraints=True,
-    )
+    return num_pages, limits.model_copy(update={"page_size": page_size})
 
 
 def _check_model(model: Transformer) -> None:

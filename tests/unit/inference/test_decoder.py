@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.generate import Generation, decode, to_generation
 from diffusionlm.inference.request_builder import prepare_request
 from diffusionlm.inference.requests import ActiveRequest, RequestOptions
-from diffusionlm.inference.scheduler import DecoderLimits
 from diffusionlm.models.transformer import Transformer
 from tests.decoding_jobs import (
     BLOCKS,
@@ -27,6 +25,7 @@ from tests.decoding_jobs import (
     assert_same,
     check_pages,
     drain,
+    limit_decoder,
     make_jobs,
     run_all,
     settings_of,
@@ -60,7 +59,7 @@ def test_answers_do_not_depend_on_neighbors(name: str, limits: str, expected: Ca
     rng = np.random.default_rng(1)
     order = rng.permutation(len(jobs)).tolist()
     arrivals = rng.integers(0, 30, len(jobs)).tolist()
-    decoder = Decoder(model, LIMITS[limits])
+    decoder = Decoder(model, *LIMITS[limits])
     results = run_all(decoder, [jobs[index] for index in order], arrivals)
     for index, result in zip(order, results, strict=True):
         assert_same(result, answers[index])
@@ -76,7 +75,7 @@ def test_a_prompt_is_read_in_parts_beside_others(blocks: Transformer) -> None:
     """Neither waits for the other."""
     settings = settings_of(blocks, max_new_tokens=12)
     jobs = [prepare_request(settings, [1]), prepare_request(settings, list(range(20)))]
-    decoder = Decoder(blocks, DecoderLimits(num_pages=20, page_size=4, max_num_batched_tokens=12))
+    decoder = Decoder(blocks, *limit_decoder(num_pages=20, page_size=4, max_num_batched_tokens=12))
     [first] = add_requests(decoder, jobs[0])
     decoder.step()
     [second] = add_requests(decoder, jobs[1])
@@ -96,7 +95,7 @@ def test_removed_requests_leave_nothing_behind(expected: Callable[..., Any]) -> 
     model, jobs, answers = expected("blocks")
     rng = np.random.default_rng(2)
     for limits in ("everything", "plenty"):
-        decoder = Decoder(model, LIMITS[limits])
+        decoder = Decoder(model, *LIMITS[limits])
         requests = add_requests(decoder, *jobs)
         removed: set[int] = set()
         while decoder.has_work:
@@ -120,14 +119,14 @@ def test_the_youngest_gives_way_until_someone_is_served(blocks: Transformer) -> 
         prepare_request(settings, [1] * 36),
         prepare_request(settings, canvas, options=RequestOptions(is_infill=True)),
     ]
-    decoder = Decoder(blocks, DecoderLimits(num_pages=12, page_size=4, max_num_batched_tokens=8))
+    decoder = Decoder(blocks, *limit_decoder(num_pages=12, page_size=4, max_num_batched_tokens=8))
     for result, answer in zip(run_all(decoder, jobs, [0, 0]), alone(blocks, jobs), strict=True):
         assert_same(result, answer)
 
 
 def test_newcomers_do_not_overtake_prompts_that_are_read(blocks: Transformer) -> None:
     settings = settings_of(blocks, denoising_steps=1)
-    decoder = Decoder(blocks, DecoderLimits(num_pages=400, page_size=4, max_num_batched_tokens=12))
+    decoder = Decoder(blocks, *limit_decoder(num_pages=400, page_size=4, max_num_batched_tokens=12))
     [first] = add_requests(decoder, prepare_request(settings, [1] * 32))
     for _ in range(8):
         add_requests(decoder, prepare_request(settings, [2] * 32))
@@ -136,7 +135,7 @@ def test_newcomers_do_not_overtake_prompts_that_are_read(blocks: Transformer) ->
 
 
 def test_the_end_is_reported_in_its_step(blocks: Transformer) -> None:
-    decoder = Decoder(blocks, LIMITS["plenty"])
+    decoder = Decoder(blocks, *LIMITS["plenty"])
     [request] = add_requests(decoder, prepare_request(settings_of(blocks, max_new_tokens=3, denoising_steps=1), [1]))
     result = decoder.step()
     assert result.decoded == result.finished == (request,) and not decoder.has_work
@@ -144,7 +143,7 @@ def test_the_end_is_reported_in_its_step(blocks: Transformer) -> None:
 
 def test_preempted_requests_do_not_count_as_cached(blocks: Transformer) -> None:
     settings = settings_of(blocks, max_new_tokens=28)
-    decoder = Decoder(blocks, DecoderLimits(num_pages=13, page_size=4, has_prefix_cache=True))
+    decoder = Decoder(blocks, *limit_decoder(num_pages=13, page_size=4, prefix_cache=True))
     requests = add_requests(decoder, *(prepare_request(settings, [number] * 9) for number in (1, 2)))
     drain(decoder, *requests)
     assert decoder.counts.num_preemptions > 0
@@ -154,7 +153,7 @@ def test_preempted_requests_do_not_count_as_cached(blocks: Transformer) -> None:
 def test_the_same_prompt_again_is_not_read_again(blocks: Transformer) -> None:
     settings, prompt = settings_of(blocks), list(range(20))
     [answer] = alone(blocks, [prepare_request(settings, prompt)])
-    decoder = Decoder(blocks, DecoderLimits(num_pages=20, page_size=4, has_prefix_cache=True))
+    decoder = Decoder(blocks, *limit_decoder(num_pages=20, page_size=4, prefix_cache=True))
     num_tokens = []
     for text in (prompt, prompt, [9, *prompt[1:]], [*prompt[:19], 5]):
         before = decoder.counts.num_batched_tokens
@@ -168,10 +167,7 @@ def test_the_same_prompt_again_is_not_read_again(blocks: Transformer) -> None:
 def test_what_can_never_fit_is_refused(blocks: Transformer) -> None:
     request = ActiveRequest(prepare_request(settings_of(blocks, max_new_tokens=12), list(range(20))))
     with pytest.raises(ValueError, match=r"32 tokens need 8 pages of 4 positions, and the cache has 7: shorten"):
-        Decoder(blocks, DecoderLimits(num_pages=7, page_size=4)).add(request)
-    for key in ("page_size", "max_requests", "max_num_batched_tokens"):
-        with pytest.raises(ValueError, match=f"{key} = 0 must be at least 1"):
-            Decoder(blocks, replace(LIMITS["plenty"], **{key: cast(Any, 0)}))
+        Decoder(blocks, *limit_decoder(num_pages=7, page_size=4)).add(request)
 
 
 def test_an_error_ends_its_own_request(blocks: Transformer) -> None:
@@ -180,7 +176,7 @@ def test_an_error_ends_its_own_request(blocks: Transformer) -> None:
     with torch.no_grad():
         broken.model.embed_tokens.weight[3] = torch.nan
     jobs = [prepare_request(settings_of(blocks, suppress_token_ids=(3,)), prompt) for prompt in ([1, 2], [3, 4])]
-    decoder = Decoder(broken, LIMITS["plenty"])
+    decoder = Decoder(broken, *LIMITS["plenty"])
     good, bad = add_requests(decoder, *jobs)
     drain(decoder, good, bad)
     assert good.error is None and "not finite" in str(bad.error)

@@ -9,19 +9,20 @@ from config.generation import GenerationConfig
 from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.request_builder import prepare_request
 from diffusionlm.inference.requests import ActiveRequest
-from diffusionlm.inference.scheduler import DecoderLimits
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.serving.engine import Engine
-from tests.decoding_jobs import check_pages
+from tests.decoding_jobs import check_pages, limit_decoder
 
 MAX_REQUESTS, MAX_TOKENS = 3, 6
 LIMITS = {
-    "few tokens": DecoderLimits(
+    "few tokens": limit_decoder(
         num_pages=60, page_size=4, max_requests=MAX_REQUESTS, max_num_batched_tokens=MAX_TOKENS
     ),
-    "few pages": DecoderLimits(num_pages=11, page_size=4, max_requests=MAX_REQUESTS, max_num_batched_tokens=MAX_TOKENS),
-    "shared pages": DecoderLimits(11, 4, MAX_REQUESTS, MAX_TOKENS, has_prefix_cache=True),
+    "few pages": limit_decoder(num_pages=11, page_size=4, max_requests=MAX_REQUESTS, max_num_batched_tokens=MAX_TOKENS),
+    "shared pages": limit_decoder(
+        11, 4, max_requests=MAX_REQUESTS, max_num_batched_tokens=MAX_TOKENS, prefix_cache=True
+    ),
 }
 
 
@@ -33,7 +34,7 @@ def test_each_request_ends_within_a_number_of_steps(blocks: Transformer, name: s
     takes a step. It so is done after that many steps for each of its turns, and then the next one is the oldest.
     """
     rng = np.random.default_rng(5)
-    decoder = Decoder(blocks, LIMITS[name])
+    decoder = Decoder(blocks, *LIMITS[name])
     requests: list[ActiveRequest] = []
     ends: list[int] = []
     arrivals: dict[int, int] = {}
@@ -51,7 +52,7 @@ def test_each_request_ends_within_a_number_of_steps(blocks: Transformer, name: s
         finished = {id(request) for request in decoder.step().finished}
         num_decoder_steps += 1
         check_pages(decoder, requests)
-        assert decoder.pool.num_owned <= decoder.limits.num_pages
+        assert decoder.pool.num_owned <= decoder.pool.num_pages
         for index, request in enumerate(requests):
             if id(request) in finished:
                 ends[index] = num_decoder_steps
@@ -83,11 +84,11 @@ def test_a_long_prompt_does_not_hold_up_its_neighbors(blocks: Transformer) -> No
             steps += 1
         return steps
 
-    decoder = Decoder(blocks, DecoderLimits(num_pages=60, page_size=4, max_num_batched_tokens=12))
+    decoder = Decoder(blocks, *limit_decoder(num_pages=60, page_size=4, max_num_batched_tokens=12))
     neighbor = add(4)
     decoder.step()
     steps_alone = count_steps(add(4))
-    decoder = Decoder(blocks, DecoderLimits(num_pages=60, page_size=4, max_num_batched_tokens=12))
+    decoder = Decoder(blocks, *limit_decoder(num_pages=60, page_size=4, max_num_batched_tokens=12))
     neighbor = add(4)
     decoder.step()
     long = add(32)

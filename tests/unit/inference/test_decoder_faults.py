@@ -14,9 +14,8 @@ from diffusionlm.inference.generate import Generation, decode, generate, to_gene
 from diffusionlm.inference.model_runner import InputText, find_input_slice
 from diffusionlm.inference.requests import ActiveRequest
 from diffusionlm.inference.sampling import BatchSampler
-from diffusionlm.inference.scheduler import DecoderLimits
 from diffusionlm.models.transformer import Transformer
-from tests.decoding_jobs import BLOCKS, LIMITS, Job, check_pages, make_jobs
+from tests.decoding_jobs import BLOCKS, LIMITS, Job, check_pages, limit_decoder, make_jobs
 
 NUM_JOBS, VICTIM = 8, 3
 Fault = Callable[[pytest.MonkeyPatch, Decoder, ActiveRequest], None]
@@ -146,7 +145,7 @@ def test_a_fault_of_one_request_ends_it_alone(
     limits: str,
 ) -> None:
     own_jobs, answers = jobs
-    decoder = Decoder(blocks, LIMITS[limits])
+    decoder = Decoder(blocks, *LIMITS[limits])
     requests = run(decoder, own_jobs, lambda requests: fault(monkeypatch, decoder, requests[VICTIM]))
     check_answers(requests, answers, VICTIM)
 
@@ -155,7 +154,7 @@ def test_two_requests_that_cannot_be_computed(
     blocks: Transformer, jobs: tuple[list[Job], list[Generation]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own_jobs, answers = jobs
-    decoder = Decoder(blocks, LIMITS["plenty"])
+    decoder = Decoder(blocks, *LIMITS["plenty"])
 
     def prepare(requests: list[ActiveRequest]) -> None:
         in_the_forward(monkeypatch, decoder, requests[VICTIM])
@@ -169,7 +168,7 @@ def test_memory_for_a_part_of_a_step(
 ) -> None:
     """A forward of all requests does not fit, one of some of them does: nobody notices."""
     own_jobs, answers = jobs
-    decoder, sizes = Decoder(blocks, LIMITS["plenty"]), []
+    decoder, sizes = Decoder(blocks, *LIMITS["plenty"]), []
     compute = decoder._runner._compute_logits
 
     def compute_small(texts: Sequence[InputText]) -> torch.Tensor:
@@ -216,6 +215,6 @@ def test_a_request_that_fails_alone_is_no_fault_of_the_model(
     blocks: Transformer, jobs: tuple[list[Job], list[Generation]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody else is there whose success would show it."""
-    decoder = Decoder(blocks, DecoderLimits(num_pages=50, page_size=4))
+    decoder = Decoder(blocks, *limit_decoder(num_pages=50, page_size=4))
     [request] = run(decoder, [jobs[0][VICTIM]], lambda requests: in_the_forward(monkeypatch, decoder, requests[0]))
     assert isinstance(request.error, InjectedError) and request.num_forwards == 2

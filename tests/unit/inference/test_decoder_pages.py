@@ -13,7 +13,6 @@ from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.generate import Generation, decode, to_generation
 from diffusionlm.inference.request_builder import prepare_request
 from diffusionlm.inference.requests import ActiveRequest, RequestOptions
-from diffusionlm.inference.scheduler import DecoderLimits
 from diffusionlm.inference.settings import DecodingSettings
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.patterns import BlockCausal
@@ -28,11 +27,12 @@ from tests.decoding_jobs import (
     assert_same,
     check_pages,
     drain,
+    limit_decoder,
     make_jobs,
     settings_of,
 )
 
-SHARED = DecoderLimits(num_pages=20, page_size=4, has_prefix_cache=True)
+SHARED = limit_decoder(num_pages=20, page_size=4, prefix_cache=True)
 
 
 def answer(model: Transformer, settings: DecodingSettings, prompt: list[int], *starts: int) -> Generation:
@@ -50,13 +50,13 @@ def answer(model: Transformer, settings: DecodingSettings, prompt: list[int], *s
 def test_what_pages_without_an_owner_hold_has_no_effect(request: pytest.FixtureRequest, name: str, limits: str) -> None:
     model: Transformer = request.getfixturevalue(name)
     jobs = make_jobs(model, CANVASES if name == "model" else BLOCKS, 6)
-    decoder = Decoder(model, LIMITS[limits])
+    decoder = Decoder(model, *LIMITS[limits])
     requests = add_requests(decoder, *jobs)
     while decoder.has_work:
         decoder.step()
         check_pages(decoder, requests)
         used = {page for active in requests for pages in active.pages for page in pages} | {*decoder.pool._cached}
-        free = torch.tensor(sorted(set(range(decoder.limits.num_pages)) - used), dtype=torch.int64)
+        free = torch.tensor(sorted(set(range(decoder.pool.num_pages)) - used), dtype=torch.int64)
         cache = decoder.cache
         assert cache is not None
         slots = (free[:, None] * cache.page_size + torch.arange(cache.page_size)).flatten()
@@ -76,7 +76,7 @@ def test_what_pages_without_an_owner_hold_has_no_effect(request: pytest.FixtureR
 def test_a_preemption_at_every_step_changes_nothing(blocks: Transformer, options: dict[str, Any]) -> None:
     settings = settings_of(blocks, **{"max_new_tokens": 9, **options})
     active = ActiveRequest(prepare_request(settings, [1, 2, 3, 4, 5], seed=3))
-    decoder = Decoder(blocks, DecoderLimits(num_pages=20, page_size=2, max_num_batched_tokens=4))
+    decoder = Decoder(blocks, *limit_decoder(num_pages=20, page_size=2, max_num_batched_tokens=4))
     decoder.add(active)
     while decoder.has_work:
         before = active.num_forwards
@@ -94,7 +94,7 @@ def test_a_preemption_at_every_step_changes_nothing(blocks: Transformer, options
 def test_removed_while_it_is_read_and_while_it_waits_again(blocks: Transformer) -> None:
     settings = settings_of(blocks, max_new_tokens=12)
     expected = answer(blocks, settings, [1] * 20)
-    decoder = Decoder(blocks, DecoderLimits(num_pages=9, page_size=4, max_num_batched_tokens=8))
+    decoder = Decoder(blocks, *limit_decoder(num_pages=9, page_size=4, max_num_batched_tokens=8))
     first, second, read = (
         ActiveRequest(prepare_request(settings, [number] * length)) for number, length in ((1, 20), (2, 4), (3, 20))
     )
@@ -116,7 +116,7 @@ def test_removed_while_it_is_read_and_while_it_waits_again(blocks: Transformer) 
 
 def test_admission_leaves_a_page_to_those_that_will_need_one(blocks: Transformer) -> None:
     settings = settings_of(blocks, max_new_tokens=8)
-    decoder = Decoder(blocks, DecoderLimits(num_pages=4, page_size=4))
+    decoder = Decoder(blocks, *limit_decoder(num_pages=4, page_size=4))
     requests = add_requests(decoder, *(prepare_request(settings, [number] * 4) for number in (1, 2)))
     decoder.step()
     assert (len(decoder.scheduler.active), len(decoder.scheduler.waiting)) == (1, 1)
@@ -127,7 +127,7 @@ def test_admission_leaves_a_page_to_those_that_will_need_one(blocks: Transformer
 
 def test_guidance_shares_no_pages(blocks: Transformer) -> None:
     prompt, settings = list(range(16)), settings_of(blocks, cfg_scale=1.0)
-    decoder = Decoder(blocks, SHARED)
+    decoder = Decoder(blocks, *SHARED)
     for _ in range(2):
         [active] = add_requests(decoder, prepare_request(settings, prompt))
         drain(decoder, active)
@@ -138,7 +138,7 @@ def test_guidance_shares_no_pages(blocks: Transformer) -> None:
 def test_turns_of_a_chat_share_their_beginning(blocks: Transformer) -> None:
     """Blocks of 4 are counted anew at each turn, so pages of 4 end within blocks."""
     settings = settings_of(blocks)
-    decoder = Decoder(blocks, DecoderLimits(num_pages=60, page_size=4, has_prefix_cache=True))
+    decoder = Decoder(blocks, *limit_decoder(num_pages=60, page_size=4, prefix_cache=True))
     chat = [number % 20 for number in range(0, 23 * 7, 7)]
     other = [*chat[:9], 1, *chat[10:]]
     for prompt, starts, num_cached in (
@@ -177,8 +177,10 @@ def test_chats_of_any_turns_have_the_answers_of_a_cold_cache(
     num_cached = 0
     for page_size, block_length in ((2, 4), (3, 4), (4, 8), (5, 2), (4, 1)):
         settings = settings_of(model, block_length=block_length, max_new_tokens=3)
-        limits = DecoderLimits(90, page_size, max_requests=3, max_num_batched_tokens=9, has_prefix_cache=True)
-        decoder = Decoder(model, limits, deterministic=deterministic)
+        limits = limit_decoder(
+            90, page_size, max_requests=3, max_num_batched_tokens=9, prefix_cache=True, deterministic=deterministic
+        )
+        decoder = Decoder(model, *limits)
         requests = []
         for _ in range(count):
             length = int(rng.integers(1, 31))
@@ -192,7 +194,7 @@ def test_chats_of_any_turns_have_the_answers_of_a_cold_cache(
             decoder.step()
         drain(decoder, *requests)
         for active in requests:
-            cold = Decoder(model, DecoderLimits(90, page_size), deterministic=deterministic)
+            cold = Decoder(model, *limit_decoder(90, page_size, deterministic=deterministic))
             [alone] = add_requests(cold, active.prepared)
             drain(cold, alone)
             assert_same(to_generation(active), to_generation(alone))
@@ -207,7 +209,7 @@ def test_the_output_before_the_block_is_computed_again(
 ) -> None:
     """A shifted model predicts the first new token at the last one of the prompt."""
     model: Transformer = request.getfixturevalue(name)
-    decoder = Decoder(model, SHARED)
+    decoder = Decoder(model, *SHARED)
     for max_new_tokens, expected in ((4, 0), (8, num_cached), (4, num_cached)):
         settings = settings_of(model, max_new_tokens=max_new_tokens, stop_token_ids=())
         [active] = add_requests(decoder, prepare_request(settings, list(range(16))))
@@ -221,7 +223,7 @@ def test_the_output_before_the_block_is_computed_again(
 def test_pages_are_shared_evicted_and_found_again(blocks: Transformer) -> None:
     """Two requests publish the same pages in one step; other texts take their room; a literal mask token is text."""
     settings = settings_of(blocks)
-    decoder = Decoder(blocks, DecoderLimits(num_pages=12, page_size=4, has_prefix_cache=True))
+    decoder = Decoder(blocks, *limit_decoder(num_pages=12, page_size=4, prefix_cache=True))
     common = list(range(12))
 
     def run(*prompts: list[int]) -> list[int]:
@@ -248,7 +250,7 @@ def test_final_keys_and_values_are_those_of_the_whole_text(
     model: Transformer = request.getfixturevalue(name)
     settings = settings_of(model, max_new_tokens=14, denoising_steps=2, stop_token_ids=())
     prompt = list(range(10))
-    decoder = Decoder(model, DecoderLimits(num_pages=30, page_size=4, max_num_batched_tokens=4, has_prefix_cache=True))
+    decoder = Decoder(model, *limit_decoder(num_pages=30, page_size=4, max_num_batched_tokens=4, prefix_cache=True))
     for _ in range(2):
         options = RequestOptions(segment_starts=starts)
         [active] = add_requests(decoder, prepare_request(settings, prompt, options=options))
@@ -276,7 +278,7 @@ def test_steps_without_a_forward_hold_up_nobody(blocks: Transformer, monkeypatch
     monkeypatch.setattr(requests_module, "MAX_SKIPPED_STEPS", 10)
     slow = settings_of(blocks, remasking_strategy="ancestral", denoising_steps=2000, max_new_tokens=3)
     quick = settings_of(blocks, max_new_tokens=8)
-    decoder = Decoder(blocks, LIMITS["plenty"])
+    decoder = Decoder(blocks, *LIMITS["plenty"])
     requests = add_requests(decoder, *(prepare_request(own, [1, 2, 3]) for own in (quick, slow, slow, quick)))
     num_calls = 0
     while decoder.has_work and not (requests[0].is_done and requests[3].is_done):

@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from config.generation import GenerationConfig
+from config.serving.server import EngineLimits
 from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.generate import Generation, decode, to_generation
 from diffusionlm.inference.model_runner import TILE_ROWS, InputText, pack_tiles
 from diffusionlm.inference.request_builder import prepare_request
 from diffusionlm.inference.requests import ActiveRequest
-from diffusionlm.inference.scheduler import DecoderLimits
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.patterns import Bidirectional, BlockCausal
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.models.varlen import SequenceSlice
 from tests.conftest import MakeModel
-from tests.decoding_jobs import BLOCKS, CANVASES, LIMITS, MASK, Job, make_jobs, run_all
+from tests.decoding_jobs import BLOCKS, CANVASES, LIMITS, MASK, Job, limit_decoder, make_jobs, run_all
 
 MODELS: dict[str, tuple[dict[str, Any], Sequence[dict[str, Any]]]] = {
     "blocks": ({"block_length": 4}, BLOCKS),
@@ -46,9 +46,14 @@ def build(tiny_model: MakeModel, name: str, **options: Any) -> tuple[Transformer
     return tiny_model(**{**shape, **values, **options}).eval(), list(settings)
 
 
+def make_deterministic(bounds: tuple[int, EngineLimits]) -> tuple[int, EngineLimits]:
+    num_pages, limits = bounds
+    return num_pages, limits.model_copy(update={"deterministic": True})
+
+
 def decode_alone(model: Transformer, jobs: Sequence[Job]) -> list[Generation]:
-    limits = DecoderLimits(num_pages=20, page_size=4)
-    return [run_all(Decoder(model, limits, deterministic=True), [job], [0])[0] for job in jobs]
+    limits = limit_decoder(20, 4, deterministic=True)
+    return [run_all(Decoder(model, *limits), [job], [0])[0] for job in jobs]
 
 
 def decode_with_aborts(decoder: Decoder, jobs: Sequence[Job], rng: np.random.Generator) -> dict[int, Generation]:
@@ -77,7 +82,7 @@ def test_log_probabilities_are_the_same_bits(tiny_model: MakeModel, name: str) -
     for number, limits in enumerate(("everything", "shared pages")):
         rng = np.random.default_rng(number)
         order = rng.permutation(len(jobs)).tolist()
-        decoder = Decoder(model, LIMITS[limits], deterministic=True)
+        decoder = Decoder(model, *make_deterministic(LIMITS[limits]))
         results = run_all(decoder, [jobs[index] for index in order], rng.integers(0, 6, len(jobs)).tolist())
         assert results == [expected[index] for index in order]
         if limits == "shared pages" and name == "blocks":
@@ -97,14 +102,15 @@ def test_log_probabilities_are_the_same_bits_in_many_mixes(tiny_model: MakeModel
     expected = decode_alone(model, jobs)
     rng = np.random.default_rng(3)
     for page_size in (1, 4, 16):
-        limits = DecoderLimits(
+        limits = limit_decoder(
             num_pages=int(rng.integers(96, 300)) // page_size,
             page_size=page_size,
             max_num_batched_tokens=int(rng.integers(1, 60)),
             max_requests=int(rng.integers(1, 20)),
-            has_prefix_cache=bool(rng.integers(2)),
+            prefix_cache=bool(rng.integers(2)),
+            deterministic=True,
         )
-        answers = decode_with_aborts(Decoder(model, limits, deterministic=True), jobs, rng)
+        answers = decode_with_aborts(Decoder(model, *limits), jobs, rng)
         assert len(answers) >= 12
         for index, answer in answers.items():
             assert answer == expected[index], (limits, index)
@@ -134,14 +140,14 @@ def test_each_block_has_one_place() -> None:
 def test_other_dtypes_are_refused(tiny_model: MakeModel) -> None:
     model = tiny_model(torch.bfloat16)
     with pytest.raises(ValueError, match=r"CPU in float32 or float64, and it is on cpu in bfloat16: load it so"):
-        Decoder(model, DecoderLimits(num_pages=1), deterministic=True)
+        Decoder(model, *limit_decoder(1, deterministic=True))
 
 
 def test_waiting_for_a_tile_costs_no_step(tiny_model: MakeModel) -> None:
     """Two texts whose blocks have the same place take two tiles of one round."""
     model, _ = build(tiny_model, "blocks")
     settings = resolve_settings(GenerationConfig(max_new_tokens=4), model.config)
-    decoder = Decoder(model, LIMITS["plenty"], deterministic=True)
+    decoder = Decoder(model, *make_deterministic(LIMITS["plenty"]))
     requests = [ActiveRequest(prepare_request(settings, [1, 2, 3, 4])) for _ in range(2)]
     for request in requests:
         decoder.add(request)

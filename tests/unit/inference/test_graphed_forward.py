@@ -26,7 +26,6 @@ from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.generate import Generation, decode, decode_steps, generate, to_generation
 from diffusionlm.inference.request_builder import prepare_request
 from diffusionlm.inference.requests import ActiveRequest, RequestOptions
-from diffusionlm.inference.scheduler import DecoderLimits
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.lora import LoRALinear, add_adapter
@@ -36,7 +35,7 @@ from diffusionlm.models.transformer import Transformer
 from diffusionlm.models.varlen import SequenceSlice
 from diffusionlm.serving.engine import Engine
 from tests.conftest import MakeModel
-from tests.decoding_jobs import LIMITS, MASK, Job, add_requests, assert_same, make_jobs, run_all
+from tests.decoding_jobs import LIMITS, MASK, Job, add_requests, assert_same, limit_decoder, make_jobs, run_all
 from tests.recorded_graph import RecordedGraph
 
 OPTIONS: list[dict[str, Any]] = [
@@ -47,7 +46,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-GRAPH_LIMITS = {**LIMITS, "everything": replace(LIMITS["everything"], num_pages=40)}
+GRAPH_LIMITS = {**LIMITS, "everything": (40, LIMITS["everything"][1])}
 
 
 @pytest.fixture
@@ -81,7 +80,7 @@ def test_answers_are_those_without_graphs(
     model: Transformer = request.getfixturevalue(name)
     jobs = make_jobs(model, OPTIONS, 12)
     arrivals = np.random.default_rng(1).integers(0, 6, len(jobs)).tolist()
-    decoder = Decoder(model, GRAPH_LIMITS[limits])
+    decoder = Decoder(model, *GRAPH_LIMITS[limits])
     check_answers(model, jobs, run_all(decoder, jobs, arrivals))
     assert len(graphs) > 1
     assert sum(graph.num_replays for graph in graphs) > decoder.counts.num_steps / 5
@@ -96,7 +95,7 @@ def test_bidirectional_attention_with_a_cache(
     options = {"cache": cache, "block_length": 4, "denoising_steps": 4}
     jobs = make_jobs(model, [options, {**options, "cfg_scale": 1.0}], 6)
     arrivals = [0, 0, 1, 2, 9, 9]
-    check_answers(model, jobs, run_all(Decoder(model, LIMITS["plenty"]), jobs, arrivals))
+    check_answers(model, jobs, run_all(Decoder(model, *LIMITS["plenty"]), jobs, arrivals))
     assert sum(graph.num_replays for graph in graphs) > 5
 
 
@@ -111,7 +110,7 @@ def test_bidirectional_attention_with_a_cache(
 def test_windows_and_soft_caps(options: dict[str, Any], tiny_model: MakeModel, graphs: list[RecordedGraph]) -> None:
     model = tiny_model(torch.float64, vocab_size=23, mask_token_id=MASK, block_length=4, **options).eval()
     jobs = make_jobs(model, OPTIONS[:1], 4)
-    check_answers(model, jobs, run_all(Decoder(model, LIMITS["plenty"]), jobs, [0, 0, 2, 5]))
+    check_answers(model, jobs, run_all(Decoder(model, *LIMITS["plenty"]), jobs, [0, 0, 2, 5]))
     assert sum(graph.num_replays for graph in graphs) > 3
 
 
@@ -122,14 +121,14 @@ def test_turns_of_chats(blocks: Transformer, graphs: list[RecordedGraph]) -> Non
     jobs = [
         prepare_request(settings, prompt, options=RequestOptions(segment_starts=starts)) for prompt, starts in chats
     ]
-    check_answers(blocks, jobs, run_all(Decoder(blocks, LIMITS["plenty"]), jobs, [0, 0, 1, 3]))
+    check_answers(blocks, jobs, run_all(Decoder(blocks, *LIMITS["plenty"]), jobs, [0, 0, 1, 3]))
     assert sum(graph.num_replays for graph in graphs) > 3
 
 
 def test_what_other_pages_hold_has_no_effect(blocks: Transformer, graphs: list[RecordedGraph]) -> None:
     """Neither pages without an owner nor the page of what pads."""
     jobs = make_jobs(blocks, OPTIONS[:1], 5)
-    decoder = Decoder(blocks, DecoderLimits(num_pages=60, page_size=4))
+    decoder = Decoder(blocks, *limit_decoder(num_pages=60, page_size=4))
     requests = add_requests(decoder, *jobs)
     cache = decoder.cache
     assert cache is not None and cache.num_pages == 61
@@ -274,7 +273,7 @@ def test_steps_without_adapters_have_graphs_beside_adapters(tiny_model: MakeMode
     settings = resolve_settings(GENERATION, model.config)
     plain = [prepare_request(settings, prompt) for prompt in PROMPTS]
     jobs = [*plain, replace(plain[0], options=RequestOptions(adapter="own"))]
-    decoder = Decoder(model, LIMITS["plenty"], {"own": ModelAdapter.from_model(adapted)})
+    decoder = Decoder(model, *LIMITS["plenty"], {"own": ModelAdapter.from_model(adapted)})
     check_answers(model, jobs[:2], run_all(decoder, jobs[:2], [0, 0]))
     num_replays = sum(graph.num_replays for graph in graphs)
     assert num_replays > 3
@@ -298,7 +297,7 @@ def test_a_graph_that_cannot_be_recorded_ends_their_use(
     monkeypatch.setattr(decoder_module, "select_graph_factory", lambda model: Broken)
     monkeypatch.setattr(cuda_graphs, "MIN_USES", 1)
     jobs = make_jobs(blocks, OPTIONS[:1], 4)
-    check_answers(blocks, jobs, run_all(Decoder(blocks, LIMITS["plenty"]), jobs, [0] * 4))
+    check_answers(blocks, jobs, run_all(Decoder(blocks, *LIMITS["plenty"]), jobs, [0] * 4))
     assert [
         record.message for record in caplog.records if "CUDA graphs" in record.message and "no memory" in record.message
     ]
@@ -312,7 +311,7 @@ def test_without_memory_for_a_graph_forwards_go_on(
     """Neither is the forward repeated in halves, nor does the memory of earlier graphs stay occupied. Before the second
     attempt torch's cache is emptied."""
     jobs = make_jobs(blocks, OPTIONS[:1], 4)
-    decoder = Decoder(blocks, LIMITS["plenty"])
+    decoder = Decoder(blocks, *LIMITS["plenty"])
     num_batches = 0
 
     def fail(*args: Any) -> Any:
@@ -439,5 +438,5 @@ def test_cuda_graphs(name: str, request: pytest.FixtureRequest, monkeypatch: pyt
         replay(graph)
 
     monkeypatch.setattr(CudaGraph, "replay", count_replays)
-    check_answers(model, jobs, run_all(Decoder(model, GRAPH_LIMITS["everything"]), jobs, [*range(12)]))
+    check_answers(model, jobs, run_all(Decoder(model, *GRAPH_LIMITS["everything"]), jobs, [*range(12)]))
     assert replays["all"] > 10

@@ -25,11 +25,11 @@ from diffusionlm.inference.healing import HealedText
 from diffusionlm.inference.request_builder import prepare_request
 from diffusionlm.inference.requests import ActiveRequest, RequestOptions
 from diffusionlm.inference.sampling import LogitRows
-from diffusionlm.inference.scheduler import DecoderLimits
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.inference.strategies import STRATEGIES
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.serving.engine import Engine
+from tests.decoding_jobs import limit_decoder
 
 EOS, MASK, V = 21, 22, 23
 LETTERS = [b"a", b"b", b"c", b"d"]
@@ -229,7 +229,7 @@ def test_a_slow_constraint_lets_others_go_ahead(
     settings = resolve_settings(config, blocks.config)
     slow = ActiveRequest(prepare_request(settings, [1], options=RequestOptions(constraints=[constraint])))
     other = ActiveRequest(prepare_request(settings, [1]))
-    decoder = Decoder(blocks, DecoderLimits(num_pages=20, pauses_slow_constraints=pauses))
+    decoder = Decoder(blocks, *limit_decoder(20), pauses_slow_constraints=pauses)
     decoder.add(slow)
     decoder.add(other)
     turns: list[str] = []
