@@ -307,8 +307,13 @@ def format_summary(
     lines += [
         (f"  {_describe_bound(evaluation)}", _format_bound(evaluation)) for evaluation in summary.other_block_lengths
     ]
-    if result.fill_nats_per_token is not None:
-        lines.append(("fill after answers", f"{result.fill_nats_per_token:.3f} nats per token, not in the bound above"))
+    if result.eos_padding_nats_per_token is not None:
+        lines.append(
+            (
+                "EOS padding after answers",
+                f"{result.eos_padding_nats_per_token:.3f} nats per token, not in the bound above",
+            )
+        )
     if summary.source_entropy is not None:
         lines.append(("entropy of the source", _compare_with_entropy(result, summary.source_entropy)))
     lines.append(

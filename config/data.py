@@ -245,7 +245,7 @@ class ChatTasks(Section):
     validation_fraction: Fraction = 0.1
     """Share of all prompts that is held out, selected by a hash of the prompt: no prompt is in both splits."""
     chat: ChatRowsConfig = ChatRowsConfig()
-    """Template, fill and other options of conversations."""
+    """Template, EOS padding and other options of conversations."""
 
 
 SyntheticText = MarkovChain | ShidokuGrids | CopiedSymbols | ReversedAddition | NestedExpressions
@@ -305,7 +305,7 @@ class DataConfig(Section):
     covers the same tokens as a diffusion model's. Conversations begin as their template says."""
     end_with_eos: bool = True
     """Each document ends with the end-of-text token, which is learned like any other. Documents of one fixed length do
-    not need it. Conversations end with a stop token and `chat.fill`."""
+    not need it. Conversations end with a stop token and `chat.eos_padding`."""
     row_length: PositiveInt | None = None
     """Tokens per row. None: model.max_position_embeddings."""
     random_length_probability: Probability = 0.0
@@ -349,10 +349,10 @@ class DataConfig(Section):
                 f"chat.template and template_variables differ between the sources, {templates[0]} and {other}: a model "
                 "answers with one template, which its checkpoints keep; set the same ones in every source"
             )
-        if self.fills_to_longest and (self.rows != "padded" or self.mixture):
+        if self.pads_to_longest and (self.rows != "padded" or self.mixture):
             raise ValueError(
-                'chat.fill = "batch_max" depends on the other conversations of a step, so it needs one source and rows '
-                'of one conversation each: set data.rows = "padded", or chat.fill = "length:N"'
+                'chat.eos_padding = "batch_max" depends on the other conversations of a step, so it needs one source '
+                'and rows of one conversation each: set data.rows = "padded", or chat.eos_padding = "length:N"'
             )
         return self
 
@@ -368,9 +368,9 @@ class DataConfig(Section):
         return len(self.chats) == len(self.components)
 
     @property
-    def fills_to_longest(self) -> bool:
-        """Each conversation is filled up to the longest of its step."""
-        return any(section.fill == "batch_max" for section in self.chats)
+    def pads_to_longest(self) -> bool:
+        """Each conversation is padded to the longest of its step."""
+        return any(section.eos_padding == "batch_max" for section in self.chats)
 
     @property
     def components(self) -> tuple[MixtureEntry, ...]:

@@ -168,24 +168,23 @@ def _rename_keys(source: _RawConfig) -> list[_Problem]:
     """Replace the keys of older versions. An override wins over the file, whichever spelling it has."""
     problems = []
     for name in find_removed(source.tree):
-        *path, last = name.split(".")
-        del source.value(tuple(path))[last]
-    for name, new_values in list(find_renamed(source.tree)):
-        old = tuple(name.split("."))
-        for number, (new_name, value) in enumerate(new_values.items()):
-            *path, last = new_name.split(".")
+        removed = tuple(name.split("."))
+        del source.value(removed[:-1])[removed[-1]]
+    for old, new_values in list(find_renamed(source.tree)):
+        for number, (new, value) in enumerate(new_values.items()):
             table: Any = source.tree
-            for part in path:
-                table = table.setdefault(part, {}) if isinstance(table, dict) else {}
+            for part in new[:-1]:
+                table = table.setdefault(part, {}) if isinstance(table, dict) else child_value(table, part)
             if not isinstance(table, dict):
                 continue  # validation reports it
-            new = (*path, last)
+            last = new[-1]
             if last not in table or (number == 0 and old in source.overrides and new not in source.overrides):
                 table[last] = value
                 for origins in (source.lines, source.overrides):
                     origins.update({new: origins[old]} if old in origins else {})  # type: ignore[dict-item]
             elif number == 0 and (old in source.overrides) == (new in source.overrides) and table[last] != value:
-                problems.append(source.problem(old, name, f"is the old name of {new_name}: remove one of them"))
+                message = f"is the old name of {_format_key(new)}: remove one of them"
+                problems.append(source.problem(old, _format_key(old), message))
         del source.value(old[:-1])[old[-1]]
     return problems
 

@@ -1,6 +1,6 @@
 """Keys of older versions and of other programs: renamed while a config is loaded, or explained in the error.
 
-All keys are whole dotted keys of a config file.
+Keys are whole dotted keys of a config file, where no table is named.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from files.toml_text import KeyPath
 
 ANY = object()
 
@@ -24,9 +26,13 @@ class Renamed:
     """The old value. `ANY`: each one."""
     where: Mapping[str, Any] = field(default_factory=dict)
     """Other keys with the values that this row is for."""
+    table: str = ""
+    """The keys are those of each table of this name, wherever it stands. Empty: of the whole config."""
 
 
 RENAMED = (
+    Renamed("fill", {"eos_padding": ANY}, table="chat"),
+    Renamed("objective.fill_weight", {"objective.eos_padding_weight": ANY}),
     Renamed("bench.details", {"bench.memory": ANY}),
     Renamed("serve.max_holes", {"serve.max_masked_spans": ANY}),
     Renamed("serve.max_rows", {"serve.max_num_batched_tokens": ANY}),
@@ -101,15 +107,26 @@ FOREIGN_KEYS = {
 """Keys that similar names and the keys of other sections do not lead to, most of other training programs -> advice."""
 
 
-def find_renamed(tree: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def find_renamed(tree: Mapping[str, Any]) -> Iterator[tuple[KeyPath, dict[KeyPath, Any]]]:
     """Iterate over the old keys in the tables of a config, with the new keys and values that stand for each."""
-    seen: set[str] = set()
+    seen: set[KeyPath] = set()
     for row in RENAMED:
-        value = read_key(tree, row.key)
-        fits = row.value in (ANY, value) and all(read_key(tree, key) == wanted for key, wanted in row.where.items())
-        if value is not None and fits and row.key not in seen:
-            seen.add(row.key)
-            yield row.key, {key: value if new is ANY else new for key, new in row.new.items()}
+        for path, table in [((), tree)] if not row.table else _find_tables(tree, row.table):
+            old, value = (*path, *row.key.split(".")), read_key(table, row.key)
+            fits = row.value in (ANY, value) and all(read_key(table, key) == text for key, text in row.where.items())
+            if value is not None and fits and old not in seen:
+                seen.add(old)
+                new_values = {key: value if new is ANY else new for key, new in row.new.items()}
+                yield old, {(*path, *key.split(".")): new for key, new in new_values.items()}
+
+
+def _find_tables(node: Any, name: str, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Mapping[str, Any]]]:
+    """Iterate over the tables of a name, also of those in arrays, with their paths."""
+    children = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+    for key, child in children:
+        if key == name and isinstance(child, Mapping):
+            yield (*path, key), child
+        yield from _find_tables(child, name, (*path, key))
 
 
 def find_removed(tree: Mapping[str, Any]) -> list[str]:

@@ -145,12 +145,14 @@ class TrainConfig(Section):
                     "(data.row_length or model.max_position_embeddings): lower it, or set "
                     'objective.kind = "masked_diffusion", which has one block for the whole sequence'
                 )
-        if objective.longest_block_length is None and any(section.fill == "block" for section in self.data.chats):
+        if objective.longest_block_length is None and any(
+            section.eos_padding == "block" for section in self.data.chats
+        ):
             raise ValueError(
-                'chat.fill = "block" fills the last block of an answer, and objective.kind = "masked_diffusion" has no '
-                'blocks: set "length:N", or objective.kind = "block_diffusion"'
+                'chat.eos_padding = "block" fills the last block of an answer, and objective.kind = "masked_diffusion" '
+                'has no blocks: set "length:N", or objective.kind = "block_diffusion"'
             )
-        self._check_fill_length()
+        self._check_eos_padding_length()
         if stages and max_steps is not None and stages[-1].from_step >= max_steps:
             raise ValueError(
                 f"objective.stages: from_step = {stages[-1].from_step} must be less than training.max_steps = "
@@ -164,14 +166,14 @@ class TrainConfig(Section):
             )
         return self
 
-    def _check_fill_length(self) -> None:
+    def _check_eos_padding_length(self) -> None:
         length = self.row_length // 2 if isinstance(self.objective, PreferenceConfig) else self.row_length
         for chat in self.data.chats:
-            if chat.fill_length is not None and chat.fill_length >= length:
+            if chat.eos_padding_length is not None and chat.eos_padding_length >= length:
                 raise ValueError(
-                    f'chat.fill = "{chat.fill}" leaves no room for a prompt: a conversation has at most {length} '
-                    "tokens (data.row_length or model.max_position_embeddings; half of it for preferences); set a "
-                    "smaller N, or longer rows"
+                    f'chat.eos_padding = "{chat.eos_padding}" leaves no room for a prompt: a conversation has at most '
+                    f"{length} tokens (data.row_length or model.max_position_embeddings; half of it for preferences); "
+                    "set a smaller N, or longer rows"
                 )
 
     def _check_preferences(self) -> None:
@@ -184,10 +186,10 @@ class TrainConfig(Section):
                 'objective.kind = "preference" needs rows with a chosen and a rejected answer: set chat = '
                 '{ format = "preference" } in every source'
             )
-        if self.data.fills_to_longest:
+        if self.data.pads_to_longest:
             raise ValueError(
-                'chat.fill = "batch_max" fills rows of one conversation, and objective.kind = "preference" has two in '
-                'each: set chat.fill = "length:N" or "none"'
+                'chat.eos_padding = "batch_max" pads rows of one conversation, and objective.kind = "preference" has '
+                'two in each: set chat.eos_padding = "length:N" or "none"'
             )
         if self.runtime.weights != "float32":
             raise ValueError(
@@ -217,10 +219,11 @@ class TrainConfig(Section):
                 'objective.attention = "prompt_and_own_block" has one answer in a document: set chat.turns = "expand" '
                 'or "last" in [data.source]'
             )
-        if has_independent_blocks and any(chat.fill in (None, "block", "batch_max") for chat in self.data.chats):
+        if has_independent_blocks and any(chat.eos_padding in (None, "block", "batch_max") for chat in self.data.chats):
             raise ValueError(
                 'objective.attention = "prompt_and_own_block" counts blocks from the start of the answer, and '
-                'chat.fill = "block" from that of the prompt: set chat.fill = "length:N" or "none" in [data.source]'
+                'chat.eos_padding = "block" from that of the prompt: set chat.eos_padding = "length:N" or "none" in '
+                "[data.source]"
             )
         return self
 

@@ -31,7 +31,7 @@ def write_preferences(folder: Path, tiny_model: MakeModel) -> None:
 
 def configure_preferences(folder: Path, name: str, **sections: dict[str, Any]) -> TrainConfig:
     """The config of a run of six steps on what `write_preferences` wrote, in the directory ``name``."""
-    chat = {"format": "preference", "fill": "length:6"}
+    chat = {"format": "preference", "eos_padding": "length:6"}
     source = {"kind": "files", "paths": [str(folder / "pairs.jsonl")], "chat": chat, "validation_fraction": 0.2}
     changes: dict[str, dict[str, Any]] = {
         "run": {"directory": str(folder / name), "device": "cpu", "threads": 1},

@@ -1,4 +1,4 @@
-"""``diffusionlm-data``: show the rows that a training run reads: prompts, targets, fill, and what is left out."""
+"""``diffusionlm-data``: show the rows that a training run reads: prompts, targets, padding, and what is left out."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ def _count(text: str) -> int:
 def _build_parser() -> argparse.ArgumentParser:
     parser = build_parser(
         NAME,
-        "Show the rows that a training run reads, and count what is learned, filled, padded and left out. In color on "
-        "a terminal.",
+        "Show the rows that a training run reads, and count what is learned, padded and left out. In color on a "
+        "terminal.",
         EXAMPLE,
     )
     parser.add_argument("files", metavar="FILE", nargs="*", help="files of conversations, in place of --config")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from config.data import DataConfig
 from config.train import TrainConfig
 from diffusionlm.checkpoints.model_files import load_tokenizer
-from diffusionlm.data.packing import Row, fill_to_longest
+from diffusionlm.data.packing import Row, pad_to_longest
 from diffusionlm.data.pipeline import (
     MixtureComponent,
     build_pair_reader,
@@ -34,10 +34,10 @@ ROWS_PER_READ = 64
 MAX_COUNTED_ROWS = 10_000
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.95, 1.0)
 
-STYLES = {"context": "dim", "answer": "green", "stop": "bold reverse green", "fill": "magenta", "block": "cyan"}
-OPENING = {"context": "", "answer": "[[", "fill": "{"}
-CLOSING = {"": "", "context": "", "answer": "]]", "fill": "}"}
-LEGEND = "prompts as they are, [[learned tokens]], {fill}, | begins a block"
+STYLES = {"context": "dim", "answer": "green", "stop": "bold reverse green", "eos_padding": "magenta", "block": "cyan"}
+OPENING = {"context": "", "answer": "[[", "eos_padding": "{"}
+CLOSING = {"": "", "context": "", "answer": "]]", "eos_padding": "}"}
+LEGEND = "prompts as they are, [[learned tokens]], {EOS padding}, | begins a block"
 
 MAX_SEGMENTS = 3
 """Segments of a shortened row."""
@@ -58,8 +58,8 @@ class RowSettings:
     seed: int = 0
     has_pairs: bool = False
     """Rows are preferences: the chosen conversation, then the rejected one."""
-    fill_batch_size: int | None = None
-    """Rows of a step, which are filled up to the longest of them. None: rows do not depend on the step."""
+    padded_batch_size: int | None = None
+    """Rows of a step, which are padded to the longest of them. None: rows do not depend on the step."""
     validated_run: TrainConfig | None = None
     """The rows are those of this run's validations. None: those of an epoch."""
 
@@ -91,7 +91,7 @@ def settings_of_config(config: TrainConfig, split: Split) -> RowSettings:
         block_length,
         config.run.seed,
         has_pairs,
-        config.training.batch_size if config.data.fills_to_longest else None,
+        config.training.batch_size if config.data.pads_to_longest else None,
         config if split == "validation" else None,
     )
 
@@ -118,8 +118,8 @@ def read_rows(settings: RowSettings) -> Iterator[Row]:
     )
     position, is_empty = None, True
     while True:
-        rows, position = reader.read(0, position, settings.fill_batch_size or ROWS_PER_READ)
-        yield from fill_to_longest(rows) if rows and settings.fill_batch_size else rows
+        rows, position = reader.read(0, position, settings.padded_batch_size or ROWS_PER_READ)
+        yield from pad_to_longest(rows) if rows and settings.padded_batch_size else rows
         is_empty = is_empty and not rows
         if position is None:
             break
@@ -132,10 +132,10 @@ def count_rows(rows: Iterator[Row], settings: RowSettings, num_kept: int) -> tup
 
     Returns:
         The rows, and their numbers, as a JSON value. ``answers`` are segments (of text, the documents), ``targets``
-        have the fill, ``skipped`` are records left out or repaired, by reason; lengths are quantiles by percent.
+        have the EOS padding, ``skipped`` are records left out or repaired, by reason; lengths are quantiles by percent.
     """
     kept, is_complete = list[Row](), True
-    counts = dict.fromkeys(("rows", "positions", "tokens", "targets", "fill"), 0)
+    counts = dict.fromkeys(("rows", "positions", "tokens", "targets", "eos_padding"), 0)
     documents, answers = list[int](), list[int]()
     for row in rows:
         if counts["rows"] == MAX_COUNTED_ROWS:
@@ -143,12 +143,12 @@ def count_rows(rows: Iterator[Row], settings: RowSettings, num_kept: int) -> tup
             break
         if len(kept) < num_kept:
             kept.append(row)
-        segment_ids_L, is_fill_L = _segments_and_fill(row)
+        segment_ids_L, is_eos_padding_L = _segments_and_eos_padding(row)
         is_token_L = row.document_ids_L >= 0
-        numbers = (1, len(is_token_L), is_token_L.sum(), row.loss_mask_L.sum(), is_fill_L.sum())
+        numbers = (1, len(is_token_L), is_token_L.sum(), row.loss_mask_L.sum(), is_eos_padding_L.sum())
         counts = {name: count + int(number) for (name, count), number in zip(counts.items(), numbers, strict=True)}
         documents += np.bincount(row.document_ids_L[is_token_L]).tolist()
-        answer_ids = segment_ids_L[row.loss_mask_L & ~is_fill_L]
+        answer_ids = segment_ids_L[row.loss_mask_L & ~is_eos_padding_L]
         answers += np.bincount(answer_ids, minlength=int(segment_ids_L.max()) + 1).tolist()
     return kept, {
         "is_complete": is_complete,
@@ -162,11 +162,13 @@ def count_rows(rows: Iterator[Row], settings: RowSettings, num_kept: int) -> tup
     }
 
 
-def _segments_and_fill(row: Row) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """Segment of each position, a document of text being one, and whether it is fill."""
+def _segments_and_eos_padding(row: Row) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+    """Segment of each position, a document of text being one, and whether it is EOS padding."""
     segment_ids_L = row.document_ids_L if row.segment_ids_L is None else row.segment_ids_L
-    is_fill_L = np.zeros(len(row.tokens_L), dtype=np.bool_) if row.is_fill_L is None else row.is_fill_L
-    return segment_ids_L, is_fill_L
+    is_eos_padding_L = (
+        np.zeros(len(row.tokens_L), dtype=np.bool_) if row.is_eos_padding_L is None else row.is_eos_padding_L
+    )
+    return segment_ids_L, is_eos_padding_L
 
 
 def _quantiles(lengths: Sequence[int]) -> dict[str, int]:
@@ -186,17 +188,17 @@ class _Segment:
     """Index within its document."""
     tokens: NDArray[np.int32]
     loss_mask: NDArray[np.bool_]
-    is_fill: NDArray[np.bool_]
+    is_eos_padding: NDArray[np.bool_]
 
 
 def _split_row(row: Row) -> Iterator[_Segment]:
     """Iterate over the segments of a row; a document of text is one segment."""
-    segment_ids_L, is_fill_L = _segments_and_fill(row)
+    segment_ids_L, is_eos_padding_L = _segments_and_eos_padding(row)
     for document in range(int(row.document_ids_L.max()) + 1):
         numbers = np.unique(segment_ids_L[row.document_ids_L == document])
         for index, number in enumerate(numbers):
             part = (row.document_ids_L == document) & (segment_ids_L == number)
-            yield _Segment(document, index, row.tokens_L[part], row.loss_mask_L[part], is_fill_L[part])
+            yield _Segment(document, index, row.tokens_L[part], row.loss_mask_L[part], is_eos_padding_L[part])
 
 
 def format_row(row: Row, number: int, settings: RowSettings, *, is_full: bool) -> list[Part | Text]:
@@ -216,10 +218,11 @@ def format_row(row: Row, number: int, settings: RowSettings, *, is_full: bool) -
     segments = list(_split_row(row))
     first_segments = segments if is_full else segments[:MAX_SEGMENTS]
     for segment in first_segments:
-        num_fill = int(segment.is_fill.sum())
-        num_answer = int(segment.loss_mask.sum()) - num_fill
+        num_eos_padding = int(segment.is_eos_padding.sum())
+        num_answer = int(segment.loss_mask.sum()) - num_eos_padding
         name = f"document {segment.document + 1}, segment {segment.number + 1}"
-        numbers = f"{len(segment.tokens) - num_answer - num_fill:,} context, {num_answer:,} learned, {num_fill:,} fill"
+        num_context = len(segment.tokens) - num_answer - num_eos_padding
+        numbers = f"{num_context:,} context, {num_answer:,} learned, {num_eos_padding:,} EOS padding"
         parts.append(Text(f"- {name}: {numbers}", "bold"))
         parts.append(_format_segment(segment, settings, None if is_full else MAX_TOKENS // len(first_segments)))
     if len(first_segments) < len(segments):
@@ -232,8 +235,8 @@ def _format_segment(segment: _Segment, settings: RowSettings, max_tokens: int | 
 
     tokenizer, text = settings.tokenizer, Text()
     kinds = [
-        "fill" if is_fill else "answer" if is_target else "context"
-        for is_target, is_fill in zip(segment.loss_mask, segment.is_fill, strict=True)
+        "eos_padding" if is_eos_padding else "answer" if is_target else "context"
+        for is_target, is_eos_padding in zip(segment.loss_mask, segment.is_eos_padding, strict=True)
     ]
     hidden = set[int]() if max_tokens is None else _find_hidden(kinds, max_tokens)
     length = len(kinds) if settings.block_length in (None, 1) else settings.block_length
@@ -255,15 +258,17 @@ def _format_segment(segment: _Segment, settings: RowSettings, max_tokens: int | 
 
 
 def _find_hidden(kinds: Sequence[str], max_tokens: int) -> set[int]:
-    """Find the tokens to leave out: the middle of long contexts and answers. Fill is short as it is."""
+    """Find the tokens to leave out: the middle of long contexts and answers. EOS padding is short as it is."""
     runs = [list(group) for _, group in groupby(range(len(kinds)), key=lambda index: kinds[index])]
     half = max(4, max_tokens // len(runs) // 2)
-    return {index for run in runs if kinds[run[0]] != "fill" and len(run) > 3 * half for index in run[half:-half]}
+    return {
+        index for run in runs if kinds[run[0]] != "eos_padding" and len(run) > 3 * half for index in run[half:-half]
+    }
 
 
 def _append_tokens(text: Text, token_ids: Sequence[int], kind: str, tokenizer: Tokenizer) -> None:
-    """Append the text of tokens; equal fill tokens as a number, and special tokens of an answer in their own style."""
-    if kind == "fill":
+    """Append the text of tokens; EOS padding as a number, and special tokens of an answer in their own style."""
+    if kind == "eos_padding":
         text.append(f"{len(token_ids)} x {_decode(token_ids[:1], tokenizer)}", STYLES[kind])
         return
     for is_special, group in groupby(token_ids, key=lambda token: token in tokenizer.hidden_ids):
@@ -279,8 +284,8 @@ def row_to_json(row: Row, tokenizer: Tokenizer) -> dict[str, Any]:
     """The arrays of a row, and its segments as text."""
     segments = []
     for segment in _split_row(row):
-        is_answer = segment.loss_mask & ~segment.is_fill
-        parts = {"context": ~segment.loss_mask, "answer": is_answer, "fill": segment.is_fill}
+        is_answer = segment.loss_mask & ~segment.is_eos_padding
+        parts = {"context": ~segment.loss_mask, "answer": is_answer, "eos_padding": segment.is_eos_padding}
         texts = {name: tokenizer.decode(segment.tokens[part].tolist()) for name, part in parts.items()}
         segments.append({"document": segment.document, "segment": segment.number, **texts})
     arrays = {name.removesuffix("_L"): None if value is None else value.tolist() for name, value in vars(row).items()}
@@ -289,7 +294,7 @@ def row_to_json(row: Row, tokenizer: Tokenizer) -> dict[str, Any]:
 
 def format_counts(counts: dict[str, Any], settings: RowSettings) -> list[Part]:
     """Format the table of numbers."""
-    num_answer_tokens = counts["targets"] - counts["fill"]
+    num_answer_tokens = counts["targets"] - counts["eos_padding"]
     whole = "of an epoch" if settings.validated_run is None else "of the run's validations"
     scope = whole if counts["is_complete"] else "the first ones; others were not counted"
     tokens, targets = max(1, counts["tokens"]), max(1, counts["targets"])
@@ -299,7 +304,7 @@ def format_counts(counts: dict[str, Any], settings: RowSettings) -> list[Part]:
         ("documents", f"{counts['documents']:,}, with {counts['answers']:,} segments"),
         ("tokens", f"{counts['tokens']:,}, and {counts['padding_share']:.1%} of the positions are padding"),
         ("learned", f"{num_answer_tokens:,} tokens, {num_answer_tokens / tokens:.1%} of all"),
-        ("fill", f"{counts['fill']:,} tokens, {counts['fill'] / targets:.1%} of the targets"),
+        ("EOS padding", f"{counts['eos_padding']:,} tokens, {counts['eos_padding'] / targets:.1%} of the targets"),
         ("document length", _format_quantiles(counts["document_length"])),
         ("learned per segment", _format_quantiles(counts["answer_length"])),
         ("blocks", blocks),

@@ -41,13 +41,13 @@ ROLE_ALIASES: dict[str, ChatRole] = {
 RENDER_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables that every rendering of a template sets."""
 
-FILL_PATTERN = re.compile(r"none|block|batch_max|length:([1-9][0-9]*)")
+EOS_PADDING_PATTERN = re.compile(r"none|block|batch_max|length:([1-9][0-9]*)")
 
 
-def _check_fill(fill: str) -> str:
-    if FILL_PATTERN.fullmatch(fill) is None:
-        raise ValueError(f'{fill!r} is none of "none", "block", "length:N" (N a number of tokens) and "batch_max"')
-    return fill
+def _check_eos_padding(value: str) -> str:
+    if EOS_PADDING_PATTERN.fullmatch(value) is None:
+        raise ValueError(f'{value!r} is none of "none", "block", "length:N" (N a number of tokens) and "batch_max"')
+    return value
 
 
 class ChatRowsConfig(Section):
@@ -79,9 +79,11 @@ class ChatRowsConfig(Section):
     truncate_mode: Literal["drop", "cut"] = "drop"
     """Conversations that are longer than a row: drop leaves them out; cut keeps the beginning, without a stop token
     after the answer that was cut. Both are counted."""
-    fill: Annotated[str, AfterValidator(_check_fill)] | None = None
+    eos_padding: Annotated[str, AfterValidator(_check_eos_padding)] | None = Field(
+        default=None, serialization_alias="fill"
+    )
     """End-of-text tokens after the last answer of a document. They are learned, because a canvas of fixed length has
-    them. none; block: up to the end of the block; length:N: up to N tokens of answer and fill, fewer than a row has;
+    them. none; block: up to the end of the block; length:N: up to N tokens of answer and padding, fewer than a row has;
     batch_max: up to the longest conversation of the step, in validation of as many conversations as a step has; with
     rows = "padded" only. None: length:128 for masked diffusion, block for block diffusion, none for next tokens."""
     allow_empty_answers: bool = False
@@ -115,22 +117,29 @@ class ChatRowsConfig(Section):
         return self
 
     @property
+    def identity(self) -> str:
+        """What checkpoints compare of these options, with the names that the first ones have."""
+        return self.model_dump_json(by_alias=True)
+
+    @property
     def role_aliases(self) -> dict[str, ChatRole]:
         """Role name in the data -> role."""
         return ROLE_ALIASES | dict(self.roles)
 
     @property
-    def fill_length(self) -> int | None:
-        """The number N of ``fill = "length:N"``. None: another fill."""
-        match = FILL_PATTERN.fullmatch(self.fill or "none")
+    def eos_padding_length(self) -> int | None:
+        """The number N of ``eos_padding = "length:N"``. None: another value."""
+        match = EOS_PADDING_PATTERN.fullmatch(self.eos_padding or "none")
         return None if match is None or match[1] is None else int(match[1])
 
     def resolve(self, block_length: int | None) -> ChatRowsConfig:
-        """Return a copy with `turns` and `fill` that fit an objective, where they are not set.
+        """Return a copy with `turns` and `eos_padding` that fit an objective, where they are not set.
 
         Args:
             block_length: None: masked diffusion; 1: next tokens.
         """
         turns = self.turns or ("last" if self.format == "preference" else "expand" if block_length is None else "all")
-        fill = self.fill or ("length:128" if block_length is None else "none" if block_length == 1 else "block")
-        return self.model_copy(update={"turns": turns, "fill": fill})
+        eos_padding = self.eos_padding or (
+            "length:128" if block_length is None else "none" if block_length == 1 else "block"
+        )
+        return self.model_copy(update={"turns": turns, "eos_padding": eos_padding})

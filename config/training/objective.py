@@ -118,9 +118,9 @@ class _DiffusionConfig(BlockLengths, Section):
     """Share of the target distribution that is uniform over the vocabulary."""
     z_loss: NonNegativeFloat = 0.0
     """Factor of the squared log of the softmax denominator, which keeps logits small (PaLM); 1e-4 is usual."""
-    fill_weight: NonNegativeFloat = 1.0
-    """Loss weight, and share in the divisor, of a target token that fills up the space after an answer
-    (`data.source.chat.fill`), relative to other target tokens."""
+    eos_padding_weight: NonNegativeFloat = 1.0
+    """Loss weight, and share in the divisor, of a target token that is padding after an answer
+    (`data.source.chat.eos_padding`), relative to other target tokens."""
     next_token_weight: NonNegativeFloat = 0.0
     """Weight of an auxiliary next-token loss on the clean tokens, divided like the loss. It is computed by a causal
     forward of its own: in a block-causal one, outputs know the tokens after them. Output i - 1 predicts token i."""
@@ -231,9 +231,9 @@ class NextTokenConfig(BlockLengths, Section):
     """Share of the target distribution that is uniform over the vocabulary."""
     z_loss: NonNegativeFloat = 0.0
     """Factor of the squared log of the softmax denominator."""
-    fill_weight: NonNegativeFloat = 1.0
-    """Loss weight, and share in the divisor, of a target token that fills up the space after an answer
-    (`data.source.chat.fill`), relative to other target tokens."""
+    eos_padding_weight: NonNegativeFloat = 1.0
+    """Loss weight, and share in the divisor, of a target token that is padding after an answer
+    (`data.source.chat.eos_padding`), relative to other target tokens."""
 
     @property
     def block_lengths(self) -> tuple[int, ...]:

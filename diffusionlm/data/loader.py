@@ -25,7 +25,7 @@ from torch import Tensor
 from config.data import DataConfig
 from config.model import ModelConfig
 from config.training.objective import ObjectiveConfig
-from diffusionlm.data.packing import Row, fill_to_longest, split_row_randomly
+from diffusionlm.data.packing import Row, pad_to_longest, split_row_randomly
 from diffusionlm.data.pipeline import (
     MixtureComponent,
     build_pair_reader,
@@ -54,7 +54,7 @@ def collate_rows(rows: Sequence[Row]) -> CleanBatch:
         loss_mask_BL=torch.from_numpy(np.stack([row.loss_mask_L for row in rows])),
         document_BL=torch.from_numpy(np.stack([row.document_ids_L for row in rows])),
         segment_BL=None if segments_BL is None else segments_BL.long(),
-        is_fill_BL=_stack([row.is_fill_L for row in rows if row.is_fill_L is not None]),
+        is_eos_padding_BL=_stack([row.is_eos_padding_L for row in rows if row.is_eos_padding_L is not None]),
     )
 
 
@@ -148,7 +148,7 @@ class Loader:
     world_size: int = 1
     components: Sequence[MixtureComponent] = ()
     """The sources of the rows, for their skip counts."""
-    fills_to_longest: bool = False
+    pads_to_longest: bool = False
     """Each row of a step is filled up to the length of its longest conversation."""
 
     def __post_init__(self) -> None:
@@ -169,8 +169,8 @@ class Loader:
         rows_per_rank = self.batch_size // self.world_size
         first_row = self.rank * rows_per_rank
         all_rows = self._next_rows()
-        if self.fills_to_longest:
-            all_rows = fill_to_longest(all_rows)
+        if self.pads_to_longest:
+            all_rows = pad_to_longest(all_rows)
         self._count_positions(all_rows)
         rows = all_rows[first_row : first_row + rows_per_rank]
         if keyed_rng(self.seed, RngStream.RANDOM_LENGTH, step).random() < self.random_length_probability:
@@ -287,7 +287,7 @@ class LoaderSpec:
             rank=self.rank,
             world_size=self.world_size,
             components=components,
-            fills_to_longest=self.data.fills_to_longest,
+            pads_to_longest=self.data.pads_to_longest,
         )
 
     def _build_row_reader(

@@ -26,9 +26,9 @@ class Document:
 
     tokens: NDArray[np.int32]
     loss_mask: NDArray[np.bool_]
-    """True: a target, which is part of an answer, its stop token, or fill."""
-    is_fill: NDArray[np.bool_]
-    """True for targets that fill up the space after the stop token."""
+    """True: a target, which is part of an answer, its stop token, or EOS padding."""
+    is_eos_padding: NDArray[np.bool_]
+    """True for targets that are padding after the stop token."""
     segment_ids: NDArray[np.int32]
     """0, 1, ...: one segment per answer, with the context since the answer before it."""
 
@@ -49,8 +49,8 @@ class Row:
     segment_ids_L: NDArray[np.int32] | None = None
     """Index of the segment within the row, from 0; -1: padding. Each document of text is one segment. None: a run
     without conversations."""
-    is_fill_L: NDArray[np.bool_] | None = None
-    """Targets that fill up the space after a stop token. None: a run without conversations."""
+    is_eos_padding_L: NDArray[np.bool_] | None = None
+    """Targets that are padding after a stop token. None: a run without conversations."""
 
 
 @dataclass(frozen=True)
@@ -280,20 +280,22 @@ def pack_pairs(upstream: ResumableReader[tuple[Document, Document]], row_format:
 
 def _build_conversation_row(documents: Sequence[Document], row_format: RowFormat) -> Row:
     row = label_segments(row_format.empty_row())
-    assert row.segment_ids_L is not None and row.is_fill_L is not None
+    assert row.segment_ids_L is not None and row.is_eos_padding_L is not None
     start, num_segments = 0, 0
     for index, document in enumerate(documents):
         part = slice(start, row_format.write_document(row, document.tokens, start, index))
         row.loss_mask_L[part] = document.loss_mask
-        row.is_fill_L[part] = document.is_fill
+        row.is_eos_padding_L[part] = document.is_eos_padding
         row.segment_ids_L[part] = document.segment_ids + num_segments
         start, num_segments = part.stop, num_segments + int(document.segment_ids[-1]) + 1
     return row
 
 
 def label_segments(row: Row) -> Row:
-    """Return a row of text as it stands beside conversations: each document is one segment without fill."""
-    return replace(row, segment_ids_L=row.document_ids_L.copy(), is_fill_L=np.zeros(len(row.tokens_L), dtype=np.bool_))
+    """Return a row of text as it stands beside conversations: each document is one segment without EOS padding."""
+    return replace(
+        row, segment_ids_L=row.document_ids_L.copy(), is_eos_padding_L=np.zeros(len(row.tokens_L), dtype=np.bool_)
+    )
 
 
 @dataclass
@@ -307,23 +309,23 @@ class SegmentLabelingReader:
         return [label_segments(row) for row in rows], position
 
 
-def fill_to_longest(rows: Sequence[Row]) -> list[Row]:
-    """Return rows of one conversation each, filled with end-of-text up to the longest of them: LLaDA's batches.
+def pad_to_longest(rows: Sequence[Row]) -> list[Row]:
+    """Return rows of one conversation each, padded with end-of-text up to the longest of them: LLaDA's batches.
 
-    The fill belongs to the last answer and is learned.
+    The EOS padding belongs to the last answer and is learned.
     """
     length = max(int((row.document_ids_L >= 0).sum()) for row in rows)
-    return [_fill_row(row, length) for row in rows]
+    return [_pad_row(row, length) for row in rows]
 
 
-def _fill_row(row: Row, length: int) -> Row:
-    assert row.segment_ids_L is not None and row.is_fill_L is not None
+def _pad_row(row: Row, length: int) -> Row:
+    assert row.segment_ids_L is not None and row.is_eos_padding_L is not None
     size = int((row.document_ids_L >= 0).sum())
-    fill = slice(size, length)  # padding is end-of-text already
-    filled = Row(*(values.copy() for values in vars(row).values()))
-    assert filled.segment_ids_L is not None and filled.is_fill_L is not None
-    filled.document_ids_L[fill] = 0
-    filled.segment_ids_L[fill] = row.segment_ids_L[size - 1]
-    filled.loss_mask_L[fill] = True
-    filled.is_fill_L[fill] = True
-    return filled
+    padding = slice(size, length)  # its tokens are end-of-text already
+    padded = Row(*(values.copy() for values in vars(row).values()))
+    assert padded.segment_ids_L is not None and padded.is_eos_padding_L is not None
+    padded.document_ids_L[padding] = 0
+    padded.segment_ids_L[padding] = row.segment_ids_L[size - 1]
+    padded.loss_mask_L[padding] = True
+    padded.is_eos_padding_L[padding] = True
+    return padded

@@ -108,9 +108,7 @@ class InputLayout:
         masked = torch.from_numpy(masked_BL)
         documents_BL = _document_ids_or_none(batch)
         masked_indices_N = masked.flatten().nonzero()[:, 0]
-        targets_N = batch.tokens_BL.flatten()[masked_indices_N]
-        weights_N = torch.from_numpy(weights_BL).flatten()[masked_indices_N].double()
-        is_fill_N = None if batch.is_fill_BL is None else batch.is_fill_BL.flatten()[masked_indices_N]
+        is_padding_BL = batch.is_eos_padding_BL
         positions_N = masked_indices_N - int(self.alignment == "shifted")
         inputs: Tensor = batch.tokens_BL
         pattern: AttentionPattern = Causal(documents_BL)
@@ -130,19 +128,18 @@ class InputLayout:
                     inputs = torch.cat([inputs, batch.tokens_BL], dim=1)
                     pattern = BlockDiffusion(self.block_length, documents_BL, batch.segment_BL)
                     positions_N, order = self._find_positions_in_halves(is_block_start_BL, masked_indices_N)
-                    targets_N, weights_N = targets_N[order], weights_N[order]
-                    is_fill_N = None if is_fill_N is None else is_fill_N[order]
+                    masked_indices_N = masked_indices_N[order]
         return NoisedBatch(
             inputs,
             pattern,
             positions_N,
-            targets_N,
-            weights_N,
+            batch.tokens_BL.flatten()[masked_indices_N],
+            torch.from_numpy(weights_BL).flatten()[masked_indices_N].double(),
             num_targets,
             denominator,
             batch.loss_mask_BL,
             batch.segment_BL,
-            is_fill_N=is_fill_N,
+            is_eos_padding_N=None if is_padding_BL is None else is_padding_BL.flatten()[masked_indices_N],
         )
 
     def split_for_noise(self, batch: CleanBatch) -> CleanBatch:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from diffusionlm.models.patterns import AttentionPattern
 
-FORWARD_TENSORS = ("inputs_BS", "positions_N", "targets_N", "weights_N", "is_fill_N", "answers_N")
+FORWARD_TENSORS = ("inputs_BS", "positions_N", "targets_N", "weights_N", "is_eos_padding_N", "answers_N")
 """Tensors of a `NoisedBatch` that a forward and its loss read on the device."""
 
 
@@ -37,8 +37,8 @@ class CleanBatch:
     """Segment number of each token, int64; -1 for padding. A segment is an answer with its context since the answer
     before it: the part of a conversation that is noised as a sequence of its own. Each segment is a run of its own
     number in the row, inside of one document. None: each sequence is one segment."""
-    is_fill_BL: Tensor | None = None
-    """True for target tokens that fill up the space after an answer. None: there are none."""
+    is_eos_padding_BL: Tensor | None = None
+    """True for target tokens that are padding after an answer. None: there are none."""
 
     def select(self, sequences: slice) -> CleanBatch:
         """Some of the sequences."""
@@ -49,7 +49,7 @@ class CleanBatch:
         return self if num_copies == 1 else self._map(lambda tensor: tensor.repeat(num_copies, 1))
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> CleanBatch:
-        optional = (self.document_BL, self.segment_BL, self.is_fill_BL)
+        optional = (self.document_BL, self.segment_BL, self.is_eos_padding_BL)
         return CleanBatch(
             function(self.tokens_BL),
             function(self.loss_mask_BL),
@@ -102,13 +102,13 @@ class NoisedBatch:
     """Index of the first row among those of the optimizer step, over all ranks and micro-batches."""
     num_rows: int | None = None
     """Rows of the clean batch; with several noise samples of each, the inputs have a multiple. None: as the inputs."""
-    is_fill_N: Tensor | None = None
-    """True for targets that fill up the space after an answer. None: there are none."""
+    is_eos_padding_N: Tensor | None = None
+    """True for targets that are padding after an answer. None: there are none."""
     answers_N: Tensor | None = None
     """Of preferences: number of the answer that each target belongs to, 2 p of the chosen and 2 p + 1 of the rejected
     answer of pair p. None: there are no pairs."""
-    fill_denominator: float = 0.0
-    """Part of `denominator` that fill contributes."""
+    eos_padding_denominator: float = 0.0
+    """Part of `denominator` that EOS padding contributes."""
     is_auxiliary: bool = False
     """True for the forward of an auxiliary loss, which is not counted: no targets, no denominator."""
     on_host: NoisedBatch | None = None

@@ -72,8 +72,8 @@ class DiffusionObjective:
         noise_batch = layout.split_for_noise(sequences.batch)
         group_ids_QM = assign_noise_groups(noise_batch, maskable_QM, noise_grouping(config), layout.block_length)
         samples = sample_masks(group_ids_QM, key, estimator, weight)
-        shares = TargetShares.from_batch(sequences, maskable_QM, config.fill_weight)
-        weights, denominator, fill_denominator = _normalize_weights(samples, shares, normalizer)
+        shares = TargetShares.from_batch(sequences, maskable_QM, config.eos_padding_weight)
+        weights, denominator, eos_padding_denominator = _normalize_weights(samples, shares, normalizer)
         replacement_tokens_BL = None
         if estimator.replace_with == "random":
             assert layout.mask_token is not None
@@ -97,7 +97,7 @@ class DiffusionObjective:
         pattern = noised_batch.pattern
         if isinstance(config, MaskedDiffusionConfig):
             pattern = anneal_attention(pattern, masked.shape[1], key, config.anneal_attention_steps)
-        return replace(noised_batch, pattern=pattern, fill_denominator=fill_denominator)
+        return replace(noised_batch, pattern=pattern, eos_padding_denominator=eos_padding_denominator)
 
     def build_auxiliary_batch(self, batch: CleanBatch) -> NoisedBatch | None:
         """The next-token loss on the clean tokens, if it has a weight.
@@ -108,7 +108,9 @@ class DiffusionObjective:
         if not config.next_token_weight:
             return None
         sequences = NoiseSequences.from_batch(batch)
-        shares = TargetShares.from_batch(sequences, sequences.gather(self.layout.maskable(batch)), config.fill_weight)
+        shares = TargetShares.from_batch(
+            sequences, sequences.gather(self.layout.maskable(batch)), config.eos_padding_weight
+        )
         weights_QM = config.next_token_weight * shares.values_QM
         _, normalizer = loss_weighting(config)
         if normalizer != "targets":
@@ -134,7 +136,7 @@ class NextTokenObjective:
         """All target tokens with weight 1; no random numbers are used."""
         maskable_BL = self.layout.maskable(batch)
         shares = TargetShares.from_batch(
-            NoiseSequences(batch, maskable_BL.shape, None), maskable_BL, self.config.fill_weight
+            NoiseSequences(batch, maskable_BL.shape, None), maskable_BL, self.config.eos_padding_weight
         )
         noised_batch = self.layout.build_noised_batch(
             batch,
@@ -143,7 +145,7 @@ class NextTokenObjective:
             num_targets=int(maskable_BL.sum()),
             denominator=float(shares.values_QM.sum()),
         )
-        return replace(noised_batch, fill_denominator=float(shares.fill_QM.sum()))
+        return replace(noised_batch, eos_padding_denominator=float(shares.eos_padding_QM.sum()))
 
     def build_auxiliary_batch(self, batch: CleanBatch) -> None:
         """None: there is no auxiliary loss."""
@@ -212,8 +214,8 @@ def find_nelbo_deviation(config: ObjectiveConfig) -> str | None:
     if isinstance(config, PreferenceConfig):
         return "it compares the bounds of answers with those of the reference"
     if isinstance(config, NextTokenConfig):
-        has_other_terms = config.label_smoothing or config.z_loss or config.fill_weight != 1.0
-        return "it has label smoothing, a z-loss or a fill_weight" if has_other_terms else None
+        has_other_terms = config.label_smoothing or config.z_loss or config.eos_padding_weight != 1.0
+        return "it has label smoothing, a z-loss or an eos_padding_weight" if has_other_terms else None
     estimator = config.estimator
     weight, normalizer = loss_weighting(config)
     is_linear = isinstance(estimator, FixedCountMasking) or estimator.schedule.kind == "linear"
@@ -236,7 +238,7 @@ def find_nelbo_deviation(config: ObjectiveConfig) -> str | None:
             isinstance(estimator, IndependentMasking) and estimator.min_masking_rate > 0.0,
             "min_masking_rate raises small shares",
         ),
-        (config.fill_weight != 1.0, "fill has another weight than answers"),
+        (config.eos_padding_weight != 1.0, "EOS padding has another weight than answers"),
         (config.next_token_weight > 0.0, "there is a next-token loss"),
         (
             isinstance(config, MaskedDiffusionConfig) and config.anneal_attention_steps > 0,
@@ -250,36 +252,36 @@ def find_nelbo_deviation(config: ObjectiveConfig) -> str | None:
 
 @dataclass(frozen=True)
 class TargetShares:
-    """What each target token counts in divisors: 1, or ``objective.fill_weight`` for fill."""
+    """What each target token counts in divisors: 1, or ``objective.eos_padding_weight`` for EOS padding."""
 
     values_QM: NDArray[np.float64]
     """0 for other tokens."""
-    fill_QM: NDArray[np.float64]
-    """The same of fill only."""
+    eos_padding_QM: NDArray[np.float64]
+    """The same of EOS padding only."""
 
     @classmethod
-    def from_batch(cls, sequences: NoiseSequences, maskable_QM: NDArray[np.bool_], fill_weight: float) -> Self:
+    def from_batch(cls, sequences: NoiseSequences, maskable_QM: NDArray[np.bool_], eos_padding_weight: float) -> Self:
         values_QM = maskable_QM.astype(np.float64)
-        if sequences.batch.is_fill_BL is None:
+        if sequences.batch.is_eos_padding_BL is None:
             return cls(values_QM, np.zeros_like(values_QM))
-        is_fill_QM = sequences.batch.is_fill_BL.numpy()
-        values_QM = np.where(is_fill_QM, fill_weight * values_QM, values_QM)
-        return cls(values_QM, np.where(is_fill_QM, values_QM, 0.0))
+        is_eos_padding_QM = sequences.batch.is_eos_padding_BL.numpy()
+        values_QM = np.where(is_eos_padding_QM, eos_padding_weight * values_QM, values_QM)
+        return cls(values_QM, np.where(is_eos_padding_QM, values_QM, 0.0))
 
 
 def _normalize_weights(
     samples: list[MaskSample], shares: TargetShares, normalizer: LossNormalizer
 ) -> tuple[list[NDArray[np.float64]], float, float]:
-    """Normalized weights of each sample, the batch's contribution to the denominator, and that of its fill."""
+    """Normalized weights of each sample, the batch's contribution to the denominator, and that of its EOS padding."""
     weights = [sample.weights_BL * shares.values_QM for sample in samples]
-    sizes_Q, fill_sizes_Q = shares.values_QM.sum(axis=1), shares.fill_QM.sum(axis=1)
+    sizes_Q, eos_padding_sizes_Q = shares.values_QM.sum(axis=1), shares.eos_padding_QM.sum(axis=1)
     match normalizer:
         case "targets":
-            return weights, float(sizes_Q.sum()), float(fill_sizes_Q.sum())
+            return weights, float(sizes_Q.sum()), float(eos_padding_sizes_Q.sum())
         case "masked":
             counts = [
                 sum(float(values_QM[sample.masked_BL].sum()) for sample in samples)
-                for values_QM in (shares.values_QM, shares.fill_QM)
+                for values_QM in (shares.values_QM, shares.eos_padding_QM)
             ]
             return [weights_QM * len(samples) for weights_QM in weights], counts[0], counts[1]
         case "rows":
@@ -290,8 +292,8 @@ def _normalize_weights(
         weights_QM / np.where(divisors_Q > 0.0, divisors_Q, 1.0)[:, None]
         for weights_QM, divisors_Q in zip(weights, divisors, strict=True)
     ]
-    fill_shares_Q = fill_sizes_Q / np.where(sizes_Q > 0.0, sizes_Q, 1.0)
-    return scaled, float((sizes_Q > 0.0).sum()), float(fill_shares_Q.sum())
+    eos_padding_shares_Q = eos_padding_sizes_Q / np.where(sizes_Q > 0.0, sizes_Q, 1.0)
+    return scaled, float((sizes_Q > 0.0).sum()), float(eos_padding_shares_Q.sum())
 
 
 def _build_loss_inputs(

@@ -51,8 +51,8 @@ class NoiseSequences:
         def gather(tensor: Tensor) -> Tensor:
             return torch.from_numpy(_gather(tensor.numpy(), indices_QM))
 
-        is_fill_QM = None if batch.is_fill_BL is None else gather(batch.is_fill_BL)
-        segments = CleanBatch(gather(batch.tokens_BL), gather(batch.loss_mask_BL), is_fill_BL=is_fill_QM)
+        is_eos_padding_QM = None if batch.is_eos_padding_BL is None else gather(batch.is_eos_padding_BL)
+        segments = CleanBatch(gather(batch.tokens_BL), gather(batch.loss_mask_BL), is_eos_padding_BL=is_eos_padding_QM)
         return cls(segments, (B, L), indices_QM)
 
     def gather(self, values_BL: NDArray[Scalar]) -> NDArray[Scalar]:

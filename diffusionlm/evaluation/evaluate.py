@@ -59,8 +59,8 @@ class EvaluationResult:
     block_length: int | None
     """Block length of block diffusion; 1: exact, token by token. None: bidirectional."""
     num_rows: int
-    fill_nats_per_token: float | None = None
-    """Bound of the tokens that fill up the space after an answer, which no other number counts; None: there are
+    eos_padding_nats_per_token: float | None = None
+    """Bound of the EOS padding after an answer, which no other number counts; None: there are
     none."""
 
 
@@ -114,7 +114,7 @@ def evaluate(
         fills=tuple(fills),
         block_length=layout.block_length,
         num_rows=len(rows),
-        fill_nats_per_token=report.fill_nats_per_token,
+        eos_padding_nats_per_token=report.eos_padding_nats_per_token,
     )
 
 
@@ -128,14 +128,14 @@ def measure_fill_accuracy(
     majority_token: int | None,
     map_forwards: MapOverRanks = SINGLE_PROCESS_MAP,
 ) -> FillAccuracy:
-    """Mask a fraction of each row's tokens once, and measure top-1 and top-5 accuracy on them. Fill stays visible.
+    """Mask a fraction of each row's tokens once, and measure top-1 and top-5 accuracy on them. Padding stays visible.
 
     Args:
         batch_size: rows per forward; fewer if their logits exceed `MAX_LOGITS_BYTES`.
     """
     maskable_BL = layout.maskable(batch)
-    if batch.is_fill_BL is not None:
-        maskable_BL = maskable_BL & ~batch.is_fill_BL.numpy()
+    if batch.is_eos_padding_BL is not None:
+        maskable_BL = maskable_BL & ~batch.is_eos_padding_BL.numpy()
     counts_B = np.ceil(fraction * maskable_BL.sum(axis=1)).astype(np.int64)
     masked_BL = np.zeros_like(maskable_BL)
     for row, count in enumerate(counts_B):

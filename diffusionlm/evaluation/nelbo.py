@@ -34,11 +34,11 @@ class NelboReport:
     """An upper bound on the negative log-likelihood of text, in nats."""
 
     nats_per_token: float
-    """Mean over target tokens without fill."""
+    """Mean over target tokens without EOS padding."""
     standard_error: float
     """Standard error of `nats_per_token` over rows and Monte Carlo samples; infinite for a single row."""
     num_tokens: int
-    """Number of target tokens without fill."""
+    """Number of target tokens without EOS padding."""
     nats: float
     """Sum over them."""
     by_masked_fraction: tuple[tuple[float, float, float], ...]
@@ -46,10 +46,10 @@ class NelboReport:
     group: of the block in block diffusion, else of the row."""
     row_nats: tuple[float, ...]
     """Sum over each row."""
-    fill_nats_per_token: float | None = None
-    """Mean over the tokens that fill up the space after an answer; no other number counts them. None: there are
+    eos_padding_nats_per_token: float | None = None
+    """Mean over the EOS padding after answers; no other number counts them. None: there are
     none."""
-    num_fill_tokens: int = 0
+    num_eos_padding_tokens: int = 0
 
 
 @torch.no_grad()
@@ -105,9 +105,9 @@ class NelboForwardSums:
     """Contribution of one forward to a `NelboReport`."""
 
     sums_B: NDArray[np.float64]
-    """Weighted sum of cross-entropies of each row without fill, in nats."""
-    fill_sum: float
-    """The same of the fill of all rows."""
+    """Weighted sum of cross-entropies of each row without EOS padding, in nats."""
+    eos_padding_sum: float
+    """The same of the EOS padding of all rows."""
     bin_sums: NDArray[np.float64]
     bin_counts: NDArray[np.float64]
 
@@ -119,7 +119,7 @@ class NelboEstimator:
     layout: InputLayout
     batch: CleanBatch
     maskable_BL: NDArray[np.bool_]
-    is_fill_BL: NDArray[np.bool_]
+    is_eos_padding_BL: NDArray[np.bool_]
     first_sequences: NDArray[np.int64]
     """Index of the first noise sequence of each row, and their number, [B + 1]: a row has one, or one per segment."""
     num_mc_samples: int
@@ -139,16 +139,20 @@ class NelboEstimator:
         maskable_BL = layout.maskable(batch)
         if not maskable_BL.any():
             raise ValueError("no target token: loss_mask_BL is false at all positions that can be predicted")
-        is_fill_BL = np.zeros_like(maskable_BL) if batch.is_fill_BL is None else maskable_BL & batch.is_fill_BL.numpy()
-        if is_fill_BL.sum() == maskable_BL.sum():
-            raise ValueError("no answer token: all target tokens are fill")
+        is_eos_padding_BL = (
+            np.zeros_like(maskable_BL)
+            if batch.is_eos_padding_BL is None
+            else maskable_BL & batch.is_eos_padding_BL.numpy()
+        )
+        if is_eos_padding_BL.sum() == maskable_BL.sum():
+            raise ValueError("no answer token: all target tokens are EOS padding")
         num_masks = count_masks(_largest_noise_group(layout, batch))
         is_enumerated = num_masks <= num_mc_samples
         return cls(
             layout,
             batch,
             maskable_BL,
-            is_fill_BL,
+            is_eos_padding_BL,
             _count_sequences(batch),
             num_masks if is_enumerated else num_mc_samples,
             is_enumerated,
@@ -158,8 +162,8 @@ class NelboEstimator:
 
     @property
     def is_scored_BL(self) -> NDArray[np.bool_]:
-        """Target tokens without fill, which `NelboReport.nats_per_token` is over."""
-        return self.maskable_BL & ~self.is_fill_BL
+        """Target tokens without EOS padding, which `NelboReport.nats_per_token` is over."""
+        return self.maskable_BL & ~self.is_eos_padding_BL
 
     @property
     def num_forwards(self) -> int:
@@ -178,9 +182,11 @@ class NelboEstimator:
         masked_BL, weights_BL, fractions_BL = self._build_masks(batch, rows.start, sample)
         nll_BL = compute_masked_nll(model, self.layout, batch, masked_BL)
         nats_BL = np.nan_to_num(nll_BL * weights_BL)
-        is_fill_BL = self.is_fill_BL[rows]
-        bins = _bin_by_masked_fraction(np.where(is_fill_BL, np.nan, nll_BL), fractions_BL)
-        return NelboForwardSums(np.where(is_fill_BL, 0.0, nats_BL).sum(axis=1), float(nats_BL[is_fill_BL].sum()), *bins)
+        is_eos_padding_BL = self.is_eos_padding_BL[rows]
+        bins = _bin_by_masked_fraction(np.where(is_eos_padding_BL, np.nan, nll_BL), fractions_BL)
+        return NelboForwardSums(
+            np.where(is_eos_padding_BL, 0.0, nats_BL).sum(axis=1), float(nats_BL[is_eos_padding_BL].sum()), *bins
+        )
 
     def _build_masks(
         self, batch: CleanBatch, first_row: int, sample: int
@@ -209,8 +215,8 @@ class NelboEstimator:
             sums_BK[self._locate_forward(index)] = sums.sums_B
             bin_sums += sums.bin_sums
             bin_counts += sums.bin_counts
-        num_fill_tokens = int(self.is_fill_BL.sum())
-        fill_nats = sum(sums.fill_sum for sums in forward_sums) / self.num_mc_samples
+        num_eos_padding_tokens = int(self.is_eos_padding_BL.sum())
+        eos_padding_nats = sum(sums.eos_padding_sum for sums in forward_sums) / self.num_mc_samples
         sizes_B, nats_B = self.is_scored_BL.sum(axis=1), sums_BK.mean(axis=1)
         mean, error = ratio_with_standard_error(nats_B, sizes_B)
         curve = tuple(
@@ -225,8 +231,8 @@ class NelboEstimator:
             nats=float(nats_B.sum()),
             by_masked_fraction=curve,
             row_nats=tuple(nats_B.tolist()),
-            fill_nats_per_token=fill_nats / num_fill_tokens if num_fill_tokens else None,
-            num_fill_tokens=num_fill_tokens,
+            eos_padding_nats_per_token=eos_padding_nats / num_eos_padding_tokens if num_eos_padding_tokens else None,
+            num_eos_padding_tokens=num_eos_padding_tokens,
         )
 
     @property

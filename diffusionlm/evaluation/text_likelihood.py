@@ -86,8 +86,8 @@ class LikelihoodResult:
     """Number of skipped documents by reason."""
     by_masked_fraction: tuple[tuple[float, float, float], ...]
     """See `NelboReport`; empty if the likelihood is exact."""
-    fill_nats_per_token: float | None
-    """See `NelboReport`; None also for the likelihood of a sampler, which scores fill like answers."""
+    eos_padding_nats_per_token: float | None
+    """See `NelboReport`; None also for the likelihood of a sampler, which scores EOS padding like answers."""
     seconds: float
     prompt_gap: PromptGap | None = None
     """None: not measured."""
@@ -298,7 +298,7 @@ def evaluate_likelihood(
         num_forwards=report.num_forwards if isinstance(report, SamplerReport) else None,
         skipped_documents=text.skipped_documents,
         by_masked_fraction=() if isinstance(report, SamplerReport) or is_exact else report.by_masked_fraction,
-        fill_nats_per_token=None if isinstance(report, SamplerReport) else report.fill_nats_per_token,
+        eos_padding_nats_per_token=None if isinstance(report, SamplerReport) else report.eos_padding_nats_per_token,
         prompt_gap=_measure_prompt_gap(config.likelihood, layout, model, rows, report, on_progress),
         seconds=round(time.perf_counter() - started_at, 3),
     )
@@ -346,8 +346,8 @@ def _measure_prompt_gap(
     assert isinstance(exchanged, NelboReport)
     batch = collate_rows(rows)
     is_scored_BL = layout.maskable(batch)
-    if batch.is_fill_BL is not None:
-        is_scored_BL = is_scored_BL & ~batch.is_fill_BL.numpy()
+    if batch.is_eos_padding_BL is not None:
+        is_scored_BL = is_scored_BL & ~batch.is_eos_padding_BL.numpy()
     differences_B = np.array(exchanged.row_nats) - np.array(report.row_nats)
     return PromptGap(*ratio_with_standard_error(differences_B, is_scored_BL.sum(axis=1)), num_exchanged)
 
@@ -373,7 +373,7 @@ def exchange_prompts(rows: Sequence[Row]) -> tuple[list[Row], int]:
 
 
 def _replace_prompt(row: Row, num_own: int, prompt_P: NDArray[np.int32]) -> Row:
-    assert row.segment_ids_L is not None and row.is_fill_L is not None, "the row is a conversation"
+    assert row.segment_ids_L is not None and row.is_eos_padding_L is not None, "the row is a conversation"
     length, shift = len(row.tokens_L), len(prompt_P) - num_own
     size = int((row.document_ids_L >= 0).sum())
     padding = length - size - shift
@@ -390,5 +390,5 @@ def _replace_prompt(row: Row, num_own: int, prompt_P: NDArray[np.int32]) -> Row:
         document_ids_L=move(row.document_ids_L, 0, -1),
         loss_mask_L=move(row.loss_mask_L, 0, 0),
         segment_ids_L=move(row.segment_ids_L, 0, -1),
-        is_fill_L=move(row.is_fill_L, 0, 0),
+        is_eos_padding_L=move(row.is_eos_padding_L, 0, 0),
     )

@@ -11,7 +11,7 @@ from config.train import TrainConfig
 from config.training.parallel import FSDP
 from ddp.map_over_ranks import MapOverRanks
 from ddp.process_group import SINGLE_PROCESS, World
-from diffusionlm.data.packing import Row, fill_to_longest
+from diffusionlm.data.packing import Row, pad_to_longest
 from diffusionlm.data.pipeline import (
     MixtureComponent,
     build_row_reader,
@@ -36,7 +36,7 @@ def read_validation_rows(
 ) -> list[Row]:
     """Read the rows of a run's validations: the first ones of the shuffled validation documents.
 
-    With ``chat.fill = "batch_max"``, groups of ``training.batch_size`` rows are filled as the steps of the run are.
+    With ``chat.eos_padding = "batch_max"``, groups of ``training.batch_size`` rows are padded as the steps are.
 
     Args:
         components: the validation sources.
@@ -59,10 +59,10 @@ def read_validation_rows(
         if any(component.num_skipped for component in components):
             remedy = "mend such records"
         raise ValueError(f"[data]: the sources have no validation text{describe_skipped(components)}; {remedy}")
-    if not config.data.fills_to_longest:
+    if not config.data.pads_to_longest:
         return rows
     size = config.training.batch_size
-    return [row for start in range(0, len(rows), size) for row in fill_to_longest(rows[start : start + size])]
+    return [row for start in range(0, len(rows), size) for row in pad_to_longest(rows[start : start + size])]
 
 
 @dataclass(frozen=True)

@@ -59,8 +59,9 @@ class MonitorResults:
 
         ``mask_ratio``: masked tokens per target token. ``loss_by_masked_fraction/0.2-0.4``: unweighted nats per masked
         token where more than 0.2 and at most 0.4 of the sequence, or block, was masked; left out if there was none.
-        ``loss_answer``, ``loss_fill``: the loss of answers and of the fill after them, each divided by its own part of
-        the denominator; left out if no answer has fill. ``loss_next_token``: the auxiliary loss, without its weight.
+        ``loss_answer``, ``loss_eos_padding``: the loss of answers and of the padding after them, each divided by its
+        own part of the denominator; left out if no answer has padding. ``loss_next_token``: the auxiliary loss, without
+        its weight.
         ``preference_accuracy``, ``preference_margin``: share of the preferences with a positive margin, and its mean
         (`preference_margins`).
         ``weight_norms/...`` and ``activation_norms/...``: see `summarize_norms`.
@@ -73,9 +74,12 @@ class MonitorResults:
             bin_name = f"{index / NUM_LOSS_BINS:g}-{(index + 1) / NUM_LOSS_BINS:g}"
             if count:
                 metrics[f"loss_by_masked_fraction/{bin_name}"] = nll / count
-        (answer, fill, next_token), (num_answer, num_fill, num_next_token) = islice(values, 3), islice(values, 3)
-        if num_answer and num_fill:
-            metrics |= {"loss_answer": answer / num_answer, "loss_fill": fill / num_fill}
+        (answer, eos_padding, next_token), (num_answer, num_eos_padding, num_next_token) = (
+            islice(values, 3),
+            islice(values, 3),
+        )
+        if num_answer and num_eos_padding:
+            metrics |= {"loss_answer": answer / num_answer, "loss_eos_padding": eos_padding / num_eos_padding}
         if num_next_token:
             metrics["loss_next_token"] = next_token / num_next_token
         num_pairs, num_right, margin = islice(values, 3)

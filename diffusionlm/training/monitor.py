@@ -86,7 +86,7 @@ class StepMonitor:
     def add_micro_batch(self, noised_batch: NoisedBatch, nll_N: Tensor) -> None:
         """Add the losses of a micro-batch, both on the device. Next-token prediction masks nothing and has no masked
         fractions."""
-        if self._part_sums is not None and (noised_batch.is_fill_N is not None or noised_batch.is_auxiliary):
+        if self._part_sums is not None and (noised_batch.is_eos_padding_N is not None or noised_batch.is_auxiliary):
             self._part_sums += sum_loss_parts(noised_batch, nll_N.detach())
         if self._sums is None or isinstance(noised_batch.pattern, Causal):
             return
@@ -102,15 +102,18 @@ class StepMonitor:
 
 
 def sum_loss_parts(noised_batch: NoisedBatch, nll_N: Tensor) -> Tensor:
-    """Weighted negative log-likelihoods of answers, of fill and of the auxiliary next-token loss, and their divisors,
+    """Weighted negative log-likelihoods of answers, EOS padding and the auxiliary next-token loss, and their divisors,
     [2, 3], fp64, without a host sync."""
     loss_N, zero = noised_batch.weights_N * nll_N.double(), torch.zeros((), dtype=torch.float64, device=nll_N.device)
     if noised_batch.is_auxiliary:
         return torch.stack([zero, zero, loss_N.sum(), zero, zero, noised_batch.weights_N.sum()]).view(2, 3)
-    assert noised_batch.is_fill_N is not None
-    fill_loss, num_fill = (loss_N * noised_batch.is_fill_N).sum(), zero + noised_batch.fill_denominator
-    answer_loss, num_answer = loss_N.sum() - fill_loss, noised_batch.denominator - num_fill
-    return torch.stack([answer_loss, fill_loss, zero, num_answer, num_fill, zero]).view(2, 3)
+    assert noised_batch.is_eos_padding_N is not None
+    eos_padding_loss, num_eos_padding = (
+        (loss_N * noised_batch.is_eos_padding_N).sum(),
+        zero + noised_batch.eos_padding_denominator,
+    )
+    answer_loss, num_answer = loss_N.sum() - eos_padding_loss, noised_batch.denominator - num_eos_padding
+    return torch.stack([answer_loss, eos_padding_loss, zero, num_answer, num_eos_padding, zero]).view(2, 3)
 
 
 def sum_losses_by_masked_fraction(noised_batch: NoisedBatch, nll_N: Tensor, alignment: LogitAlignment) -> Tensor:

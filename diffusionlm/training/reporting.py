@@ -33,7 +33,7 @@ from logger import (
     console_style,
     open_sinks,
 )
-from logger.report.reading import RENAMED_METRICS
+from logger.report.reading import rename_metrics
 from profiling import memory
 
 MAX_LEFT_OUT_SHARE = 0.1
@@ -87,10 +87,8 @@ class RunSummary:
 
 
 def _read_evaluation(values: dict[str, Any]) -> EvaluationResult:
-    fills = tuple(
-        FillAccuracy(**{RENAMED_METRICS.get(key, key): value for key, value in fill.items()})
-        for fill in values["fills"]
-    )
+    values = rename_metrics(values)
+    fills = tuple(FillAccuracy(**fill) for fill in values["fills"])
     curve = tuple(tuple(point) for point in values["by_masked_fraction"])
     return EvaluationResult(**{**values, "fills": fills, "by_masked_fraction": curve})
 
@@ -269,6 +267,10 @@ def evaluation_metrics(prefix: str, result: EvaluationResult) -> dict[str, float
         f"{prefix}_standard_error": result.standard_error,
         f"{prefix}_bits_per_byte": result.bits_per_byte,
         f"{prefix}_bits_per_byte_standard_error": result.bits_per_byte_standard_error,
-        **({} if result.fill_nats_per_token is None else {f"{prefix}_fill_nats_per_token": result.fill_nats_per_token}),
+        **(
+            {}
+            if result.eos_padding_nats_per_token is None
+            else {f"{prefix}_eos_padding_nats_per_token": result.eos_padding_nats_per_token}
+        ),
         **{f"{prefix}_top1_accuracy/{fill.fraction}": fill.top1_accuracy for fill in result.fills},
     }

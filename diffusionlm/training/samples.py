@@ -210,8 +210,8 @@ class Samples:
     ) -> Samples:
         """Encode held-out prompts with the generation prompt, those that fit the model with an answer."""
         context = model.max_position_embeddings
-        fill_length = config.data.chats[0].resolve(config.objective.longest_block_length).fill_length
-        num_tokens = min(fill_length or MAX_ANSWER_TOKENS, MAX_ANSWER_TOKENS, max(1, context // 2))
+        eos_padding_length = config.data.chats[0].resolve(config.objective.longest_block_length).eos_padding_length
+        num_tokens = min(eos_padding_length or MAX_ANSWER_TOKENS, MAX_ANSWER_TOKENS, max(1, context // 2))
         generation = generation.model_copy(update={"max_new_tokens": num_tokens})
         assert tokenizer.chat_template is not None, "prepare_tokenizer has set it"
         builder = RequestBuilder.from_config(tokenizer, model, generation, tokenizer.chat_template)

@@ -22,7 +22,13 @@ from logger.report.series import Series
 NUMBERS = (float, int)
 """Types of JSON numbers; true and false count as 1 and 0."""
 
-RENAMED_METRICS = {"first_guess": "top1_accuracy", "first_five": "top5_accuracy", "commonest": "majority_baseline"}
+RENAMED_METRICS = {
+    "first_guess": "top1_accuracy",
+    "first_five": "top5_accuracy",
+    "commonest": "majority_baseline",
+    "loss_fill": "loss_eos_padding",
+    "fill_nats_per_token": "eos_padding_nats_per_token",
+}
 """Former name -> name, of metrics and keys of summary.json that finished runs may still have."""
 
 RunState = Literal["complete", "going", "stopped", "failed", "ended"]
@@ -146,7 +152,7 @@ def _read_metrics(run: LoggedRun, path: Path) -> None:
             run.events.append(RunEvent(step, str(record["event"]), text, data if isinstance(data, dict) else {}))
         values = record.get("metrics")
         for logged_key, value in flatten(values if isinstance(values, dict) else {}, "/"):
-            key = logged_key.replace("first_guess", RENAMED_METRICS["first_guess"])
+            key = rename_metric(logged_key)
             if value is None or isinstance(value, NUMBERS):
                 if key not in columns:
                     columns[key] = (array("d"), array("d"))
@@ -219,15 +225,21 @@ def _read_summary(run: LoggedRun) -> None:
     if step < run.last_step:
         run.notes.append(f"summary.json is of step {step:,.0f}, and the run went on: it is left out.")
         return
-    run.summary = summary
-    _rename_accuracies(summary)
+    run.summary = rename_metrics(summary)
 
 
-def _rename_accuracies(summary: dict[str, Any]) -> None:
-    evaluation = summary.get("evaluation")
-    fills = evaluation.get("fills") if isinstance(evaluation, dict) else None
-    if isinstance(evaluation, dict) and isinstance(fills, list) and all(isinstance(fill, dict) for fill in fills):
-        evaluation["fills"] = [{RENAMED_METRICS.get(key, key): fill[key] for key in fill} for fill in fills]
+def rename_metric(key: str) -> str:
+    """Return the name of a metric, which a finished run may have logged under a former one."""
+    for former, name in RENAMED_METRICS.items():
+        key = key.replace(former, name)
+    return key
+
+
+def rename_metrics(values: Any) -> Any:
+    """Return JSON values with the names of metrics in all their tables."""
+    if isinstance(values, dict):
+        return {rename_metric(key): rename_metrics(value) for key, value in values.items()}
+    return [rename_metrics(value) for value in values] if isinstance(values, list) else values
 
 
 def _fingerprint(folder: Path) -> str | None:

@@ -1,4 +1,4 @@
-"""Runs on conversations: answers and fill apart in metrics and validation."""
+"""Runs on conversations: answers and EOS padding apart in metrics and validation."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from logger.pages.terminal import render_text
 from tests.tiny_run import write_train_config
 
 MASKED = {"kind": "masked_diffusion", "normalizer": "rows"}
-BLOCKS = {"kind": "block_diffusion", "block_length": 4, "fill_weight": 0.5, "next_token_weight": 0.2}
+BLOCKS = {"kind": "block_diffusion", "block_length": 4, "eos_padding_weight": 0.5, "next_token_weight": 0.2}
 INDEPENDENT = {"kind": "block_diffusion", "block_length": 4, "attention": "prompt_and_own_block"}
 
 
 def chat_config(folder: Path, objective: dict[str, Any]) -> TrainConfig:
-    chat = {"template": "chatml", "fill": "length:8", "turns": "expand"}
+    chat = {"template": "chatml", "eos_padding": "length:8", "turns": "expand"}
     sections: dict[str, dict[str, Any]] = {
         "run": {"directory": str(folder / "run")},
         "model": {"max_position_embeddings": 128},
@@ -58,19 +58,19 @@ def metrics_of(config: TrainConfig) -> list[dict[str, Any]]:
         pytest.param(INDEPENDENT, id="independent", marks=pytest.mark.slow),
     ],
 )
-def test_answers_and_fill_are_reported_apart(objective: dict[str, Any], tmp_path: Path) -> None:
+def test_answers_and_eos_padding_are_reported_apart(objective: dict[str, Any], tmp_path: Path) -> None:
     config = chat_config(tmp_path, objective)
     result = train(config)
     steps = [metrics for metrics in metrics_of(config) if "loss" in metrics]
     assert len(steps) == 3
     for metrics in steps:
-        parts = sorted([metrics["loss_answer"], metrics["loss_fill"]])
+        parts = sorted([metrics["loss_answer"], metrics["loss_eos_padding"]])
         has_next_token = bool(objective.get("next_token_weight"))
         assert ("loss_next_token" in metrics) == has_next_token
         loss = metrics["loss"] - (0.2 * metrics["loss_next_token"] * 0.95 if has_next_token else 0.0)
         assert parts[0] - 0.5 <= loss <= parts[1] + 0.5
     validations = [metrics for metrics in metrics_of(config) if "val_nats_per_token" in metrics]
-    assert validations and all(metrics["val_fill_nats_per_token"] > 0 for metrics in validations)
+    assert validations and all(metrics["val_eos_padding_nats_per_token"] > 0 for metrics in validations)
     assert result.summary is not None
-    assert result.summary.evaluation.fill_nats_per_token is not None and not result.summary.ngrams
-    assert "fill after answers" in render_text(format_summary(result.summary, config.run.directory), StringIO())
+    assert result.summary.evaluation.eos_padding_nats_per_token is not None and not result.summary.ngrams
+    assert "EOS padding after answers" in render_text(format_summary(result.summary, config.run.directory), StringIO())

@@ -103,8 +103,8 @@ def test_every_format_trains_alike_and_the_checkpoint_answers(tmp_path: Path) ->
     prompt = rows[0].tokens_L[: len(encoded.token_ids)]
     assert prompt.tolist() == list(encoded.token_ids)
     assert not rows[0].loss_mask_L[: len(prompt)].any() and rows[0].loss_mask_L[len(prompt)]
-    assert rows[0].is_fill_L is not None
-    answer = rows[0].tokens_L[rows[0].loss_mask_L & ~rows[0].is_fill_L].tolist()
+    assert rows[0].is_eos_padding_L is not None
+    answer = rows[0].tokens_L[rows[0].loss_mask_L & ~rows[0].is_eos_padding_L].tolist()
     assert tokenizer.decode(answer) == f"{QUESTIONS[100][1]}<|im_end|>" and answer[-1] == stop
 
 
@@ -176,8 +176,11 @@ def test_a_tokenizer_without_the_special_tokens_is_refused(tmp_path: Path) -> No
 def test_bad_settings_are_refused_before_torch(tmp_path: Path) -> None:
     rows = FORMATS["messages"]
     for section, problem in (
-        ({"fill": "block"}, 'chat.fill = "block" fills the last block'),
-        ({"fill": "length:16"}, 'chat.fill = "length:16" leaves no room for a prompt: .* at most 16 tokens'),
+        ({"eos_padding": "block"}, 'chat.eos_padding = "block" fills the last block'),
+        (
+            {"eos_padding": "length:16"},
+            'chat.eos_padding = "length:16" leaves no room for a prompt: .* at most 16 tokens',
+        ),
         ({"roles": {"wizard": "sorcerer"}}, 'roles.wizard = "sorcerer": expected "system"'),
     ):
         path = write_train_config(tmp_path, data={"source": {"kind": "chat_tasks", "chat": section}})
@@ -210,7 +213,7 @@ def test_a_changed_template_file_is_refused_when_a_run_continues(tmp_path: Path)
 @pytest.mark.parametrize("attention", ["block_diffusion", "prompt_and_own_block"])
 def test_samples_are_answers_to_held_out_prompts_with_the_attention_of_training(attention: str, tmp_path: Path) -> None:
     base = chat_config(tmp_path, "chats", FORMATS["messages"])
-    chat = {"template": "chatml", "turns": "expand", "fill": "length:8"}
+    chat = {"template": "chatml", "turns": "expand", "eos_padding": "length:8"}
     source = to_toml_values(base.data.source, "source") | {"chat": chat}
     objective = {"kind": "block_diffusion", "block_length": 4, "attention": attention}
     training = {"batch_size": 2, "max_steps": 1}
@@ -260,7 +263,7 @@ def test_eight_conversations_are_learned_by_heart(kind: str, tmp_path: Path) -> 
     path.write_text(
         "\n".join(json.dumps({"prompt": f"color {index}", "completion": color}) for index, color in enumerate(colors))
     )
-    chats = {"template": "chatml", "fill": "length:8"}  # the canvas of the evaluation below
+    chats = {"template": "chatml", "eos_padding": "length:8"}  # the canvas of the evaluation below
     source = {"kind": "files", "paths": [str(path)], "validation_paths": [str(path)], "chat": chats}
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
     config = chat_config(

@@ -180,8 +180,8 @@ def test_a_resumed_run_has_the_start_of_its_adapter_as_reference(
     [
         ({"data": {"source": "python-stdlib"}}, "needs rows with a chosen and a rejected answer"),
         (
-            {"data": {"source": {"kind": "chat_tasks", "chat": {"fill": "batch_max"}}, "rows": "padded"}},
-            'set chat.fill = "length:N" or "none"',
+            {"data": {"source": {"kind": "chat_tasks", "chat": {"eos_padding": "batch_max"}}, "rows": "padded"}},
+            'set chat.eos_padding = "length:N" or "none"',
         ),
         ({"objective": {"num_draws": 3}}, "num_draws = 3 must be 1 or even"),
         ({"objective": {"beta": 0.0}}, "objective.beta = 0.0: must be greater than 0"),

@@ -142,37 +142,40 @@ def test_normalization_by_tokens_and_by_answers(loss: Any, expected: float, part
     assert total == pytest.approx(expected, abs=1e-12)
 
 
-FILLED = CleanBatch(
+PADDED = CleanBatch(
     torch.tensor([[3, 3, 3, 0, 0, 2, 2, 2]]),
     torch.tensor([[False] * 3 + [True] * 5]),
-    is_fill_BL=torch.tensor([[False] * 5 + [True] * 3]),
+    is_eos_padding_BL=torch.tensor([[False] * 5 + [True] * 3]),
 )
-"""An answer of 2 tokens of 1 nat and fill of 3 tokens of 0.01 nats."""
-FILL_MODEL = constant_loss({0: 1.0, 2: 0.01})
+"""An answer of 2 tokens of 1 nat and EOS padding of 3 tokens of 0.01 nats."""
+EOS_PADDING_MODEL = constant_loss({0: 1.0, 2: 0.01})
 
 
 @pytest.mark.parametrize("loss", ["targets", "rows"])
-@pytest.mark.parametrize(("fill_weight", "expected"), [(1.0, 2.03 / 5), (0.5, 2.015 / 3.5), (0.0, 1.0)])
-def test_fill_dilutes_the_loss_by_its_weight(loss: Any, fill_weight: float, expected: float) -> None:
-    config = MaskedDiffusionConfig(normalizer=loss, fill_weight=fill_weight)
-    values = losses(config, FILLED, FILL_MODEL)  # all targets share one level: their cross-entropies, in expectation
+@pytest.mark.parametrize(("weight", "expected"), [(1.0, 2.03 / 5), (0.5, 2.015 / 3.5), (0.0, 1.0)])
+def test_eos_padding_dilutes_the_loss_by_its_weight(loss: Any, weight: float, expected: float) -> None:
+    config = MaskedDiffusionConfig(normalizer=loss, eos_padding_weight=weight)
+    # All targets share one level: their cross-entropies, in expectation.
+    values = losses(config, PADDED, EOS_PADDING_MODEL)
     assert_mean(values, expected, relative_error=0.1)
 
 
-@pytest.mark.parametrize("config", [MaskedDiffusionConfig(), MaskedDiffusionConfig(normalizer="rows", fill_weight=0.3)])
-def test_answer_and_fill_are_reported_apart(config: MaskedDiffusionConfig) -> None:
-    objective, total = build_objective(config, FILL_MODEL.config), torch.zeros(2, 3, dtype=torch.float64)
+@pytest.mark.parametrize(
+    "config", [MaskedDiffusionConfig(), MaskedDiffusionConfig(normalizer="rows", eos_padding_weight=0.3)]
+)
+def test_answer_and_eos_padding_are_reported_apart(config: MaskedDiffusionConfig) -> None:
+    objective, total = build_objective(config, EOS_PADDING_MODEL.config), torch.zeros(2, 3, dtype=torch.float64)
     for step in range(100):
-        draw = objective.build_noised_batch(FILLED, NoiseKey(1, step, 0, 1))
+        draw = objective.build_noised_batch(PADDED, NoiseKey(1, step, 0, 1))
         loss_inputs = objective.build_loss_inputs(draw, 1.0)
-        output = FILL_MODEL(
+        output = EOS_PADDING_MODEL(
             draw.inputs_BS, pattern=draw.pattern, output_positions=draw.positions_N, loss_inputs=loss_inputs
         )
         total += sum_loss_parts(draw, output.nll_N)
-    (answer, fill, _), (answer_denominator, fill_denominator, _) = total.tolist()
-    assert answer_denominator + fill_denominator == pytest.approx(100 * draw.denominator)
+    (answer, eos_padding, _), (answer_denominator, eos_padding_denominator, _) = total.tolist()
+    assert answer_denominator + eos_padding_denominator == pytest.approx(100 * draw.denominator)
     assert answer / answer_denominator == pytest.approx(1.0, rel=0.15)
-    assert fill / fill_denominator == pytest.approx(0.01, rel=0.15)
+    assert eos_padding / eos_padding_denominator == pytest.approx(0.01, rel=0.15)
 
 
 def report_of(model: Any, batch: CleanBatch, block_length: int | None = None, samples: int = 5) -> NelboReport:
@@ -181,23 +184,25 @@ def report_of(model: Any, batch: CleanBatch, block_length: int | None = None, sa
     return estimator.build_report([estimator.run_forward(model, index) for index in range(estimator.num_forwards)])
 
 
-def test_validation_reports_fill_apart() -> None:
-    report = report_of(FILL_MODEL, FILLED, samples=300)
+def test_validation_reports_eos_padding_apart() -> None:
+    report = report_of(EOS_PADDING_MODEL, PADDED, samples=300)
     assert report.nats_per_token == pytest.approx(1.0, rel=0.1) and report.num_tokens == 2
-    assert report.fill_nats_per_token == pytest.approx(0.01, rel=0.1) and report.num_fill_tokens == 3
+    assert report.eos_padding_nats_per_token == pytest.approx(0.01, rel=0.1) and report.num_eos_padding_tokens == 3
+    is_padding_BL = PADDED.is_eos_padding_BL
+    assert is_padding_BL is not None
     with pytest.raises(ValueError, match="no answer token"):
-        report_of(FILL_MODEL, CleanBatch(FILLED.tokens_BL, FILLED.is_fill_BL, is_fill_BL=FILLED.is_fill_BL))  # type: ignore[arg-type]
+        report_of(EOS_PADDING_MODEL, CleanBatch(PADDED.tokens_BL, is_padding_BL, is_eos_padding_BL=is_padding_BL))
 
 
-@pytest.mark.parametrize("fill", [0, 2])
-def test_blocks_are_counted_from_the_start_of_the_prompt(fill: int) -> None:
+@pytest.mark.parametrize("num_padding", [0, 2])
+def test_blocks_are_counted_from_the_start_of_the_prompt(num_padding: int) -> None:
     """A prompt of 6, an answer of 4, blocks of 4: the answer's head shares a block with the prompt's tail, as at
-    inference. Fill to the block's end makes 6 targets of 4."""
-    length = 10 + fill
+    inference. Padding to the block's end makes 6 targets of 4."""
+    length = 10 + num_padding
     tokens = torch.zeros(1, length, dtype=torch.int64)
     batch = CleanBatch(tokens, torch.arange(length)[None] >= 6, None, torch.zeros_like(tokens))
     groups = assign_noise_groups(NoiseSequences.from_batch(batch).batch, batch.loss_mask_BL.numpy(), "block", 4)
-    assert groups.tolist() == [[-1] * 6 + [0] * 2 + [1] * (2 + fill)]
+    assert groups.tolist() == [[-1] * 6 + [0] * 2 + [1] * (2 + num_padding)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -209,16 +214,16 @@ DOCUMENTS = [[(3, 2), (4, 3)], [(2, 1)], [(1, 5), (1, 1)]]
 EXACT: dict[str, Any] = {"rtol": 0.0, "atol": 1e-12}
 
 
-def conversations(num_fill: int = 0, seed: int = 0) -> list[CleanBatch]:
-    """Each document as a row of its own; the last answer of each has ``num_fill`` tokens of fill."""
+def conversations(num_padding: int = 0, seed: int = 0) -> list[CleanBatch]:
+    """Each document as a row of its own; the last answer of each has ``num_padding`` tokens of EOS padding."""
     generator = torch.Generator().manual_seed(seed)
     batches = []
     for segments in DOCUMENTS:
-        targets, fill, numbers = [], [], []
+        targets, is_padding, numbers = [], [], []
         for number, (before, answer) in enumerate(segments):
-            filled = num_fill if number == len(segments) - 1 else 0
+            filled = num_padding if number == len(segments) - 1 else 0
             targets += [False] * before + [True] * (answer + filled)
-            fill += [False] * (before + answer) + [True] * filled
+            is_padding += [False] * (before + answer) + [True] * filled
             numbers += [number] * (before + answer + filled)
         tokens = torch.randint(0, MASK, (1, len(targets)), generator=generator)
         batches.append(
@@ -227,7 +232,7 @@ def conversations(num_fill: int = 0, seed: int = 0) -> list[CleanBatch]:
                 torch.tensor([targets]),
                 torch.zeros_like(tokens),
                 torch.tensor([numbers]),
-                torch.tensor([fill]) if num_fill else None,
+                torch.tensor([is_padding]) if num_padding else None,
             )
         )
     return batches
@@ -243,14 +248,14 @@ def pack(batches: Sequence[CleanBatch], padding: int = 2) -> CleanBatch:
     first_segments = np.cumsum(
         [0, *(int(batch.segment_BL.max()) + 1 for batch in batches if batch.segment_BL is not None)]
     )
-    fills = [batch.is_fill_BL for batch in batches if batch.is_fill_BL is not None]
+    is_padding = [batch.is_eos_padding_BL for batch in batches if batch.is_eos_padding_BL is not None]
     return CleanBatch(
         join([batch.tokens_BL for batch in batches], 0),
         join([batch.loss_mask_BL for batch in batches], 0),
         join([torch.full((1, length), number) for number, length in enumerate(lengths)], -1),
         join([batch.segment_BL + int(first) for batch, first in zip(batches, first_segments, strict=False)
               if batch.segment_BL is not None], -1),
-        join(fills, 0) if fills else None,
+        join(is_padding, 0) if is_padding else None,
     )  # fmt: skip
 
 
@@ -260,14 +265,14 @@ def place(batches: Sequence[CleanBatch], padding: int = 2) -> list[CleanBatch]:
     assert packed.document_BL is not None and packed.segment_BL is not None
     for number in range(len(batches)):
         is_here = packed.document_BL == number
-        fill = None if packed.is_fill_BL is None else packed.is_fill_BL & is_here
+        is_padding = None if packed.is_eos_padding_BL is None else packed.is_eos_padding_BL & is_here
         rows.append(
             CleanBatch(
                 packed.tokens_BL,
                 packed.loss_mask_BL & is_here,
                 torch.where(is_here, 0, -1),
                 torch.where(is_here, packed.segment_BL, -1),
-                fill,
+                is_padding,
             )
         )
         start += int(is_here.sum())
@@ -284,10 +289,10 @@ def model(tiny_model: MakeModel, request: pytest.FixtureRequest) -> Transformer:
     return small(tiny_model, request.param)
 
 
-def block_starts(segments: Sequence[tuple[int, int]], block_length: int, num_fill: int) -> list[int]:
+def block_starts(segments: Sequence[tuple[int, int]], block_length: int, num_padding: int) -> list[int]:
     starts, first = [], 0
     for number, (before, answer) in enumerate(segments):
-        end = first + before + answer + (num_fill if number == len(segments) - 1 else 0)
+        end = first + before + answer + (num_padding if number == len(segments) - 1 else 0)
         starts += list(range(first, end, block_length))
         first = end
     return [*starts, first]
@@ -325,21 +330,23 @@ def test_every_answer_token_equals_a_forward_of_its_block(model: Transformer, bl
         start += len(x)
 
 
-FILL_CASES = [(0, 1.0), (2, 0.25), (3, 0.0)]
-"""Tokens of fill, and their weight."""
+EOS_PADDING_CASES = [(0, 1.0), (2, 0.25), (3, 0.0)]
+"""Tokens of EOS padding, and their weight."""
 
 
-def objectives(alignment: str, fill_weight: float) -> list[ObjectiveConfig]:
+def objectives(alignment: str, weight: float) -> list[ObjectiveConfig]:
     blocks: list[ObjectiveConfig] = [
-        BlockDiffusionConfig(block_length=length, fill_weight=fill_weight) for length in (1, 2, 3, 4, 5, 8, 30)
+        BlockDiffusionConfig(block_length=length, eos_padding_weight=weight) for length in (1, 2, 3, 4, 5, 8, 30)
     ]
     others: list[ObjectiveConfig] = [
-        MaskedDiffusionConfig(fill_weight=fill_weight),
-        MaskedDiffusionConfig(normalizer="rows", fill_weight=fill_weight, estimator=IndependentMasking()),
-        BlockDiffusionConfig(block_length=3, normalizer="rows", fill_weight=fill_weight),
-        BlockDiffusionConfig(block_length=2, fill_weight=fill_weight, estimator=FixedCountMasking(complementary=True)),
+        MaskedDiffusionConfig(eos_padding_weight=weight),
+        MaskedDiffusionConfig(normalizer="rows", eos_padding_weight=weight, estimator=IndependentMasking()),
+        BlockDiffusionConfig(block_length=3, normalizer="rows", eos_padding_weight=weight),
+        BlockDiffusionConfig(
+            block_length=2, eos_padding_weight=weight, estimator=FixedCountMasking(complementary=True)
+        ),
     ]
-    next_token: list[ObjectiveConfig] = [NextTokenConfig(fill_weight=fill_weight)] if alignment == "shifted" else []
+    next_token: list[ObjectiveConfig] = [NextTokenConfig(eos_padding_weight=weight)] if alignment == "shifted" else []
     return [*blocks, *others, *next_token]
 
 
@@ -369,14 +376,14 @@ def loss_and_gradient(model: Transformer, objective: Any, draws: Sequence[Noised
     return total.detach(), list(torch.autograd.grad(total, parameters))
 
 
-@pytest.mark.parametrize(("num_fill", "fill_weight"), FILL_CASES)
-def test_packed_conversations_equal_separate_ones(model: Transformer, num_fill: int, fill_weight: float) -> None:
+@pytest.mark.parametrize(("num_padding", "weight"), EOS_PADDING_CASES)
+def test_packed_conversations_equal_separate_ones(model: Transformer, num_padding: int, weight: float) -> None:
     """Loss and gradient of a row of three documents, and of three rows of one document where they are in the row.
 
     Moved to the row's start, the rotary angles are rounded differently, in fp32.
     """
-    separate = conversations(num_fill)
-    for config in objectives(model.config.logit_alignment, fill_weight):
+    separate = conversations(num_padding)
+    for config in objectives(model.config.logit_alignment, weight):
         objective = build_objective(config, model.config)
         loss, gradient = loss_and_gradient(model, objective, draws_of(objective, [pack(separate)]))
         assert loss > 0
@@ -401,7 +408,7 @@ def test_validation_of_packed_conversations_equals_that_of_separate_ones(
         report_of(model, batch, block_length, samples=3) for batch in (together, pack(conversations(2)))
     )
     assert packed.nats == pytest.approx(separate.nats, rel=1e-11) and packed.num_tokens == separate.num_tokens
-    assert packed.fill_nats_per_token == pytest.approx(separate.fill_nats_per_token, rel=1e-11)
+    assert packed.eos_padding_nats_per_token == pytest.approx(separate.eos_padding_nats_per_token, rel=1e-11)
     np.testing.assert_allclose(packed.by_masked_fraction, separate.by_masked_fraction, rtol=1e-11)
 
 

@@ -28,21 +28,21 @@ def tokenizer() -> Tokenizer:
 
 
 def expected_masks(document: Document, tokenizer: Tokenizer) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Targets, fill and segments by the characters of the text."""
+    """Targets, EOS padding and segments by the characters of the text."""
     pieces = [tokenizer.decode([token]) for token in document.tokens.tolist()]
     ends = np.cumsum([len(piece) for piece in pieces])
     text = "".join(pieces)
     spans = [match.span(1) for match in ANSWER.finditer(text)]
     is_answer = np.array([any(start < end <= stop for start, stop in spans) for end in ends])
-    is_fill = np.array([piece == EOS for piece in pieces])
+    is_eos_padding = np.array([piece == EOS for piece in pieces])
     last_segment = len(spans) - 1
     segments = np.array([min(last_segment, sum(end > stop for _, stop in spans)) for end in ends])
-    return is_answer | is_fill, is_fill, segments
+    return is_answer | is_eos_padding, is_eos_padding, segments
 
 
 def is_right(document: Document, tokenizer: Tokenizer) -> bool:
     expected = expected_masks(document, tokenizer)
-    found = (document.loss_mask, document.is_fill, document.segment_ids)
+    found = (document.loss_mask, document.is_eos_padding, document.segment_ids)
     return all(np.array_equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
@@ -61,10 +61,10 @@ def documents(tokenizer: Tokenizer, seed: int, **options: Any) -> list[Document]
 @pytest.mark.parametrize(
     "options",
     [
-        {"turns": "all", "fill": "none"},
+        {"turns": "all", "eos_padding": "none"},
         {"block_length": 4},
         {"block_length": 7},
-        {"turns": "last", "fill": "length:30"},
+        {"turns": "last", "eos_padding": "length:30"},
     ],
     ids=str,
 )
@@ -73,9 +73,9 @@ def test_masks_equal_those_of_the_text(seed: int, options: dict[str, Any], token
         if options.get("turns") != "last":
             assert is_right(document, tokenizer)
             continue
-        expected, is_fill, segments = expected_masks(document, tokenizer)
+        expected, is_eos_padding, segments = expected_masks(document, tokenizer)
         assert np.array_equal(document.loss_mask, expected & (segments == segments[-1]))
-        assert np.array_equal(document.is_fill, is_fill) and not document.segment_ids.any()
+        assert np.array_equal(document.is_eos_padding, is_eos_padding) and not document.segment_ids.any()
 
 
 MUTATIONS: dict[str, Callable[[Document], Document]] = {
@@ -86,8 +86,8 @@ MUTATIONS: dict[str, Callable[[Document], Document]] = {
     "with the line break after the stop": lambda d: replace(d, loss_mask=d.loss_mask | np.roll(d.loss_mask, 1)),
     "prompts learned": lambda d: replace(d, loss_mask=np.ones_like(d.loss_mask)),
     "only the last answer": lambda d: replace(d, loss_mask=d.loss_mask & (d.segment_ids == d.segment_ids[-1])),
-    "fill not learned": lambda d: replace(d, loss_mask=d.loss_mask & ~d.is_fill),
-    "fill taken for an answer": lambda d: replace(d, is_fill=np.zeros_like(d.is_fill)),
+    "padding not learned": lambda d: replace(d, loss_mask=d.loss_mask & ~d.is_eos_padding),
+    "padding taken for an answer": lambda d: replace(d, is_eos_padding=np.zeros_like(d.is_eos_padding)),
     "segments end before the stop": lambda d: replace(d, segment_ids=np.append(d.segment_ids[1:], d.segment_ids[-1])),
     "one segment": lambda d: replace(d, segment_ids=np.zeros_like(d.segment_ids)),
 }
@@ -96,5 +96,5 @@ MUTATIONS: dict[str, Callable[[Document], Document]] = {
 @pytest.mark.parametrize("mutate", MUTATIONS.values(), ids=MUTATIONS)
 def test_mutated_masks_are_caught(mutate: Callable[[Document], Document], tokenizer: Tokenizer) -> None:
     (document,) = documents(tokenizer, 1, block_length=8)
-    assert is_right(document, tokenizer) and document.is_fill.any() and document.segment_ids[-1]
+    assert is_right(document, tokenizer) and document.is_eos_padding.any() and document.segment_ids[-1]
     assert not is_right(mutate(document), tokenizer)

@@ -269,7 +269,7 @@ def test_training_keeps_the_order_of_tools_and_arguments(family: tuple[Path, Any
     question = {"role": "user", "content": "2 + 2"}
     messages: Chat = [question, {"role": "assistant", "content": "", "tool_calls": [call]}]
     row: dict[str, Any] = {"messages": messages, "tools": tools}
-    config = ChatRowsConfig(turns="last", fill="none")
+    config = ChatRowsConfig(turns="last", eos_padding="none")
     encoder = ChatEncoder(ChatRecords(config, "data.source.chat", "raise"), ours, 1_000)
     for source in (row, row | {"tools": json.dumps(tools)}):
         conversation = ChatRowParser(config)(source)

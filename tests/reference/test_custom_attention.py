@@ -187,7 +187,7 @@ INDEPENDENT = {"kind": "block_diffusion", "block_length": 4, "attention": "promp
         ({"objective": INDEPENDENT, "data": {"source": {"kind": "chat_tasks"}}}, 'chat.turns = "expand"'),
         (
             {"objective": INDEPENDENT, "data": {"source": {"kind": "chat_tasks", "chat": {"turns": "last"}}}},
-            'chat.fill = "length:N"',
+            'chat.eos_padding = "length:N"',
         ),
         (
             {"objective": {"kind": "masked_diffusion", "attention_bias": "b.npy", "anneal_attention_steps": 3}},

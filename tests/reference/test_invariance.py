@@ -69,9 +69,9 @@ OBJECTIVES: dict[str, ObjectiveConfig] = {
     "next-token": NextTokenConfig(label_smoothing=0.1),
 }
 CHAT_OBJECTIVES: dict[str, ObjectiveConfig] = {
-    "masked": MaskedDiffusionConfig(fill_weight=0.5),
-    "per answer": MaskedDiffusionConfig(normalizer="rows", estimator=IndependentMasking(), fill_weight=0.5),
-    "blocks": BlockDiffusionConfig(block_length=3, fill_weight=0.5),
+    "masked": MaskedDiffusionConfig(eos_padding_weight=0.5),
+    "per answer": MaskedDiffusionConfig(normalizer="rows", estimator=IndependentMasking(), eos_padding_weight=0.5),
+    "blocks": BlockDiffusionConfig(block_length=3, eos_padding_weight=0.5),
     "next token, too": BlockDiffusionConfig(block_length=3, normalizer="rows", next_token_weight=0.3),
     "pairs": BlockDiffusionConfig(block_length=2, normalizer="rows", estimator=FixedCountMasking(complementary=True)),
 }
@@ -170,7 +170,8 @@ def assert_partition_is_not_seen(model: Transformer, config: ObjectiveConfig, ro
 
     def sums(draws: list[NoisedBatch]) -> list[float]:
         return [
-            sum(getattr(draw, name) for draw in draws) for name in ("num_targets", "denominator", "fill_denominator")
+            sum(getattr(draw, name) for draw in draws)
+            for name in ("num_targets", "denominator", "eos_padding_denominator")
         ]
 
     whole = load(len(rows), 1)

@@ -1,4 +1,4 @@
-"""Turn conversations into documents of tokens, with targets, fill and segments."""
+"""Turn conversations into documents of tokens, with targets, EOS padding and segments."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ class ChatEncoder:
     """Encodes conversations for rows of a fixed length.
 
     Args:
-        block_length: of block diffusion; None: bidirectional. It selects the defaults of `turns` and `fill`.
+        block_length: of block diffusion; None: bidirectional. It selects the defaults of `turns` and `eos_padding`.
 
     Raises:
-        ValueError: the template does not allow to learn answers, or the fill does not fit the objective.
+        ValueError: the template does not allow to learn answers, or the EOS padding does not fit the objective.
     """
 
     def __init__(
@@ -76,14 +76,15 @@ class ChatEncoder:
         self.records, self.row_length, self.block_length = records, row_length, block_length
         self._tokenizer = tokenizer
         self._template = resolve_chat_template(self.config, tokenizer, records.key)
-        if self.config.fill == "block" and block_length is None:
+        if self.config.eos_padding == "block" and block_length is None:
             raise ValueError(
-                f'{records.key}.fill = "block" needs blocks: set "length:N", or objective.kind = "block_diffusion"'
+                f'{records.key}.eos_padding = "block" needs blocks: set "length:N", or '
+                'objective.kind = "block_diffusion"'
             )
         header = render_chat(self._template, [QUESTION], add_generation_prompt=True)
         self._has_closed_thoughts = header.rstrip().endswith(THOUGHTS_END)
         assert tokenizer.eos_token_id is not None, "build_row_reader has checked it"
-        self._fill_token_id = tokenizer.eos_token_id
+        self._eos_token_id = tokenizer.eos_token_id
 
     def encode(
         self, conversation: Conversation, rng: np.random.Generator | None = None
@@ -190,10 +191,10 @@ class ChatEncoder:
         return answers
 
     def _build_document(self, answers: Sequence[EncodedAnswer], reasons: list[Skip]) -> Document | None:
-        """Concatenate prompts and answers and add the fill; None if they do not fit."""
+        """Concatenate prompts and answers and add the EOS padding; None if they do not fit."""
         parts = [part for answer in answers for part in (answer.prompt_ids, answer.answer_ids)]
         sizes = [len(part) for part in parts]
-        end, num_fill = sum(sizes), 0
+        end, num_eos_padding = sum(sizes), 0
         loss_mask = np.repeat([False, True] * len(answers), sizes)
         if end > self.row_length:
             detail = f"{end:,} tokens in rows of {self.row_length:,}; raise data.row_length"
@@ -206,23 +207,23 @@ class ChatEncoder:
                 return None
             end = int(learned[-1]) + 1  # ends with an answer: a context alone teaches nothing
         else:
-            num_fill = min(self._count_fill(answers[-1]), self.row_length - end)
+            num_eos_padding = min(self._count_eos_padding(answers[-1]), self.row_length - end)
         tokens = np.fromiter(chain.from_iterable(parts), np.int32, sum(sizes))[:end]
         segment_ids = np.repeat(np.arange(len(parts), dtype=np.int32) // 2, sizes)[:end]
-        fill = (0, num_fill)
+        padding = (0, num_eos_padding)
         return Document(
-            np.pad(tokens, fill, constant_values=self._fill_token_id),
-            np.pad(loss_mask[:end], fill, constant_values=True),
-            np.arange(end + num_fill) >= end,
-            np.pad(segment_ids, fill, mode="edge"),
+            np.pad(tokens, padding, constant_values=self._eos_token_id),
+            np.pad(loss_mask[:end], padding, constant_values=True),
+            np.arange(end + num_eos_padding) >= end,
+            np.pad(segment_ids, padding, mode="edge"),
         )
 
-    def _count_fill(self, answer: EncodedAnswer) -> int:
-        """Fill tokens after the last answer. Blocks are counted from the start of its segment."""
-        if self.config.fill == "block":
+    def _count_eos_padding(self, answer: EncodedAnswer) -> int:
+        """Count the EOS padding after the last answer. Blocks are counted from the start of its segment."""
+        if self.config.eos_padding == "block":
             assert self.block_length is not None
             return -(len(answer.prompt_ids) + len(answer.answer_ids)) % self.block_length
-        length = self.config.fill_length
+        length = self.config.eos_padding_length
         return 0 if length is None else max(0, length - len(answer.answer_ids))
 
 

@@ -44,7 +44,7 @@ class ChatTaskSource(SampledSource[Conversation]):
 
     @property
     def identity(self) -> str:
-        digest = hashlib.sha256(self.config.model_dump_json().encode()).hexdigest()[:16]
+        digest = hashlib.sha256(self.config.model_dump_json(by_alias=True).encode()).hexdigest()[:16]
         return f"chat_tasks/{self.split}/{digest}"
 
     @property

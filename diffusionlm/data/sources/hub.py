@@ -51,7 +51,7 @@ def open_hub(config: HubDataset, split: Split, key: str) -> RecordSource:
     records = HubRecords(stream, config.dataset, field, key, field_setting)
     document_split = select_split(records, config, validation_fraction, is_validation, split_key)
     options: list[object] = [validation_fraction, max_documents, config.on_bad_row, config.text_field]
-    options += [] if config.chat is None else [config.chat.model_dump_json()]
+    options += [] if config.chat is None else [config.chat.identity]
     title = portable_path(config.dataset) if is_directory(config) else config.dataset
     limit = "" if max_documents is None else f", the first {max_documents:,} documents"
     if document_split.description:

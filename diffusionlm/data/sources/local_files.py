@@ -190,7 +190,7 @@ def open_local_files(config: LocalFiles, split: Split, key: str) -> RecordSource
         records.check_first_bytes(key)
     document_split = select_split(records, config, validation_fraction, is_validation, f"{key}.{name}")
     options: list[object] = [validation_fraction, max_documents, config.on_bad_row, config.text_field, config.sample_by]
-    options += [] if config.chat is None else [config.chat.model_dump_json()]
+    options += [] if config.chat is None else [config.chat.identity]
     provenance = _describe_files(files, patterns)
     if document_split.description:
         options.append("ends")

@@ -1,4 +1,4 @@
-"""diffusionlm-data: rows with their prompts, targets and fill, and numbers that agree with the rows."""
+"""diffusionlm-data: rows with their prompts, targets and EOS padding, and numbers that agree with the rows."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from tokenizer import load_tokenizer, save_tokenizer
 LONG_ROWS = [chat(letter * 200, "z") for letter in "abc"]
 
 EXPECTED = """\
-prompts as they are, [[learned tokens]], {fill}, | begins a block; --full shows rows in full
+prompts as they are, [[learned tokens]], {EOS padding}, | begins a block; --full shows rows in full
 
 row 1: 56 of 70 positions, 13 learned
-- document 1, segment 1: 21 context, 3 learned, 0 fill
+- document 1, segment 1: 21 context, 3 learned, 0 EOS padding
 <|im_start|>user
 q0<|im_end|>
 <|im_start|>assis|tant
 [[a0<|im_end|>]]
-- document 1, segment 2: 22 context, 3 learned, 7 fill
+- document 1, segment 2: 22 context, 3 learned, 7 EOS padding
 
 <|im_start|>user
 r0<|im_end|>
@@ -88,20 +88,20 @@ def test_json_agrees_with_the_rows(files: tuple[str, str], capsys: pytest.Captur
     rows, counts = result["rows"], result["counts"]
     assert counts["rows"] == len(rows) and counts["is_complete"]
     assert counts["targets"] == sum(map(sum, (row["loss_mask"] for row in rows)))
-    assert counts["fill"] == sum(map(sum, (row["is_fill"] for row in rows)))
+    assert counts["eos_padding"] == sum(map(sum, (row["is_eos_padding"] for row in rows)))
     assert counts["documents"] == counts["answers"] == sum(max(row["document_ids"]) + 1 for row in rows)
     # Nothing is held out: everything in the file is counted.
     assert counts["skipped"] == {"no messages": 1, "empty answer": 1, "longer than a row": len(LONG_ROWS)}
     for row in rows:
         for segment in row["segments"]:
             assert segment["context"].endswith("<|im_start|>assistant\n") and segment["answer"].endswith("<|im_end|>")
-            assert not segment["fill"].replace("<|endoftext|>", "")
+            assert not segment["eos_padding"].replace("<|endoftext|>", "")
 
 
 def test_preferences_are_rows_of_pairs(tmp_path: Path) -> None:
     rows = [{"prompt": f"q{index}", "chosen": "yes", "rejected": "no"} for index in range(9)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    source = {"kind": "files", "paths": [str(tmp_path / "pairs.jsonl")], "chat": {"fill": "none"}}
+    source = {"kind": "files", "paths": [str(tmp_path / "pairs.jsonl")], "chat": {"eos_padding": "none"}}
     data = DataConfig.model_validate({"source": source})
     settings = RowSettings(data, open_components(data, "train"), chat_tokenizer(), 200, None, has_pairs=True)
     for row in read_rows(settings):
@@ -122,7 +122,7 @@ def test_tokens_are_colored(files: tuple[str, str]) -> None:
     assert isinstance(text, Text)
     styled = {str(span.style): text.plain[span.start : span.end] for span in text.spans}
     assert styled[STYLES["stop"]] == "<|im_end|>"
-    assert styled[STYLES["fill"]].endswith("}")
+    assert styled[STYLES["eos_padding"]].endswith("}")
     assert styled[STYLES["answer"]] == "]]"
 
 
@@ -145,7 +145,11 @@ def test_a_training_config_with_its_own_tokenizer(tmp_path: Path, capsys: pytest
 
 
 def test_the_validation_split_is_what_the_validator_sees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = {"kind": "chat_tasks", "documents_per_epoch": 30, "chat": {"template": "chatml", "fill": "batch_max"}}
+    source = {
+        "kind": "chat_tasks",
+        "documents_per_epoch": 30,
+        "chat": {"template": "chatml", "eos_padding": "batch_max"},
+    }
     path = write_train_config(
         tmp_path,
         run={"seed": 5},
@@ -164,8 +168,8 @@ def test_the_validation_split_is_what_the_validator_sees(tmp_path: Path, capsys:
     assert result["counts"]["rows"] == 10
     lengths = [int((row.document_ids_L >= 0).sum()) for row in validated]
     assert [len(set(lengths[start : start + 4])) for start in (0, 4, 8)] == [1, 1, 1], "filled like steps of 4 rows"
-    num_fill = sum(int(row.is_fill_L.sum()) for row in validated if row.is_fill_L is not None)
-    assert result["counts"]["fill"] == num_fill > 0
+    num_eos_padding = sum(int(row.is_eos_padding_L.sum()) for row in validated if row.is_eos_padding_L is not None)
+    assert result["counts"]["eos_padding"] == num_eos_padding > 0
 
 
 def test_settings_of_files_can_be_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from config.base import Section
 from config.bench.training import BenchTrainConfig
+from config.data import DataConfig
 from config.load import ConfigError, load_config
 from config.serving.server import ServeConfig
 from config.spellings import FOREIGN_KEYS, RENAMED
@@ -69,7 +70,23 @@ def test_old_keys_are_accepted() -> None:
     assert not load_config(BenchTrainConfig, RESOURCES / "bench_train.toml", ["bench.details=false"]).bench.memory
     assert load_config(ServeConfig, None, ["serve.max_rows=7"]).serve.max_num_batched_tokens == 7
     assert load_config(ServeConfig, None, ["serve.max_holes=7"]).serve.max_masked_spans == 7
-    assert {row.key for row in RENAMED} == {"bench.details", "objective.loss", "serve.max_holes", "serve.max_rows"}
+    keys = {"bench.details", "objective.loss", "serve.max_holes", "serve.max_rows"}
+    assert {row.key for row in RENAMED} == {*keys, "fill", "objective.fill_weight"}
+
+
+def test_old_keys_of_chats_are_accepted_in_every_source(tmp_path: Path) -> None:
+    path = tmp_path / "train.toml"
+    source = 'kind = "files", paths = ["x"], chat = { fill = "length:9" }'
+    path.write_text(f'rows = "padded"\nmixture = [{{ weight = 1.0, source = {{ {source} }} }}]\n', encoding="utf-8")
+    assert load_config(DataConfig, path).chats[0].eos_padding == "length:9"
+    (overridden,) = load_config(DataConfig, path, ["mixture.0.source.chat.fill=none"]).chats
+    assert overridden.eos_padding == "none"
+    with pytest.raises(
+        ConfigError,
+        match=r"mixture\.0\.source\.chat\.fill.* is the old name of mixture\.0\.source\.chat\.eos_padding: rem",
+    ):
+        load_config(DataConfig, path, ["mixture.0.source.chat.fill=none", "mixture.0.source.chat.eos_padding=block"])
+    assert load_objective(tmp_path, "[objective]\nfill_weight = 0.5\n")["eos_padding_weight"] == 0.5
 
 
 @pytest.mark.parametrize("key", sorted(FOREIGN_KEYS))

@@ -27,11 +27,15 @@ def chat(*texts: str) -> dict[str, Any]:
 
 
 def spell(document: Document, tokenizer: Tokenizer) -> list[tuple[str, str, str]]:
-    """Context, answer and fill of each segment."""
+    """Context, answer and EOS padding of each segment."""
     segments = []
     for number in range(int(document.segment_ids[-1]) + 1):
         mine = document.segment_ids == number
-        parts = (mine & ~document.loss_mask, mine & document.loss_mask & ~document.is_fill, mine & document.is_fill)
-        context, answer, fill = (tokenizer.decode(document.tokens[part].tolist()) for part in parts)
-        segments.append((context, answer, fill))
+        parts = (
+            mine & ~document.loss_mask,
+            mine & document.loss_mask & ~document.is_eos_padding,
+            mine & document.is_eos_padding,
+        )
+        context, answer, padding = (tokenizer.decode(document.tokens[part].tolist()) for part in parts)
+        segments.append((context, answer, padding))
     return segments

@@ -59,19 +59,19 @@ def encode(encoder: ChatEncoder, row: dict[str, Any], rng: np.random.Generator |
 
 
 def test_all_turns_are_segments_of_one_document(tokenizer: Tokenizer) -> None:
-    encoder = make_encoder(tokenizer, turns="all", fill="none")
+    encoder = make_encoder(tokenizer, turns="all", eos_padding="none")
     (document,) = encode(encoder, chat("q1", "a1", "q2", "a2"))
     assert spell(document, tokenizer) == [
         (f"{USER}q1{STOP}\n{ASSISTANT}", f"a1{STOP}", ""),
         (f"\n{USER}q2{STOP}\n{ASSISTANT}", f"a2{STOP}", ""),
     ]
     assert document.tokens.dtype == document.segment_ids.dtype == np.int32
-    assert document.loss_mask.dtype == document.is_fill.dtype == np.bool_
+    assert document.loss_mask.dtype == document.is_eos_padding.dtype == np.bool_
 
 
 def test_decoding_begins_segments_where_training_does(tokenizer: Tokenizer) -> None:
     row = chat("q1", "a1", "question 2", "a", "q3", "answer 3")
-    (document,) = encode(make_encoder(tokenizer, turns="all", fill="block", block_length=4), row)
+    (document,) = encode(make_encoder(tokenizer, turns="all", eos_padding="block", block_length=4), row)
     prompt = encode_prompt(tokenizer, "chatml", row["messages"][:-1])
     assert prompt.answer_ends == tuple(np.flatnonzero(np.diff(document.segment_ids)) + 1)
     assert document.tokens[: len(prompt.token_ids)].tolist() == list(prompt.token_ids)
@@ -81,7 +81,7 @@ def test_decoding_begins_segments_where_training_does(tokenizer: Tokenizer) -> N
 
 def test_expanded_turns_have_the_prompts_of_the_sampler(tokenizer: Tokenizer) -> None:
     row = chat("q1", "a1", "q2", "a2")
-    documents = encode(make_encoder(tokenizer, fill="none"), row)
+    documents = encode(make_encoder(tokenizer, eos_padding="none"), row)
     assert len(documents) == 2, "masked diffusion expands by default"
     for index, document in enumerate(documents):
         prompt = row["messages"][: 2 * index + 1]
@@ -102,7 +102,7 @@ def test_stop_tokens_are_targets_once_per_answer(tokenizer: Tokenizer) -> None:
         for num_turns in range(1, 5):
             row = chat(*("x" * int(rng.integers(1, 9)) for _ in range(2 * num_turns)))
             documents = encode(encoder, row)
-            scored = [document.tokens[document.loss_mask & ~document.is_fill].tolist() for document in documents]
+            scored = [document.tokens[document.loss_mask & ~document.is_eos_padding].tolist() for document in documents]
             assert sum(tokens.count(stop) for tokens in scored) == num_turns
             assert all(tokens[-1] == stop for tokens in scored)
             for document in documents:
@@ -112,7 +112,7 @@ def test_stop_tokens_are_targets_once_per_answer(tokenizer: Tokenizer) -> None:
 
 
 def test_one_turn_is_random_per_epoch_and_reproducible(tokenizer: Tokenizer, list_reader: Any) -> None:
-    encoder = make_encoder(tokenizer, turns="one", fill="none")
+    encoder = make_encoder(tokenizer, turns="one", eos_padding="none")
     conversation = parse(chat("q1", "a1", "q2", "a2", "q3", "a3"), encoder.config)
     reader = read_documents(list_reader([conversation] * 20), encoder, seed=3)
 
@@ -122,7 +122,7 @@ def test_one_turn_is_random_per_epoch_and_reproducible(tokenizer: Tokenizer, lis
 
     assert set(answers(0)) == {f"a{index}{STOP}" for index in (1, 2, 3)}
     assert answers(0) == answers(0) != answers(1)
-    last = make_encoder(tokenizer, turns="last", fill="none")
+    last = make_encoder(tokenizer, turns="last", eos_padding="none")
     assert spell(encode(last, chat("q1", "a1", "q2", "a2"))[0], tokenizer)[0][1] == f"a2{STOP}"
 
 
@@ -130,7 +130,7 @@ def test_one_turn_is_random_per_epoch_and_reproducible(tokenizer: Tokenizer, lis
 def test_an_answer_with_weight_0_is_context(turns: str, tokenizer: Tokenizer) -> None:
     row = chat("q1", "a1", "q2", "wrong", "q3", "a3")
     row["messages"][3]["weight"] = 0
-    encoder = make_encoder(tokenizer, turns=turns, fill="none")
+    encoder = make_encoder(tokenizer, turns=turns, eos_padding="none")
     learned: set[str] = set()
     for seed in range(20):
         for document in encode(encoder, row, np.random.default_rng(seed)):
@@ -141,28 +141,30 @@ def test_an_answer_with_weight_0_is_context(turns: str, tokenizer: Tokenizer) ->
     assert learned == ({"a3"} if turns == "last" else {"a1", "a3"})
 
 
-def test_fill(tokenizer: Tokenizer) -> None:
+def test_eos_padding(tokenizer: Tokenizer) -> None:
     row = chat("q", "abc")  # an answer of 4 tokens
-    (plain,) = encode(make_encoder(tokenizer, fill="none"), row)
+    (plain,) = encode(make_encoder(tokenizer, eos_padding="none"), row)
     num_prompt = int((~plain.loss_mask).sum())
-    for fill, expected in (("none", 0), ("length:3", 0), ("length:4", 0), ("length:9", 5)):
-        (document,) = encode(make_encoder(tokenizer, fill=fill), row)
+    for eos_padding, expected in (("none", 0), ("length:3", 0), ("length:4", 0), ("length:9", 5)):
+        (document,) = encode(make_encoder(tokenizer, eos_padding=eos_padding), row)
         assert spell(document, tokenizer)[0][1:] == (f"abc{STOP}", EOS * expected)
         assert document.loss_mask[num_prompt:].all()
     for block_length in (1, 2, 5, 16, 64):
-        (document,) = encode(make_encoder(tokenizer, block_length=block_length, fill="block"), row)
-        assert int(document.is_fill.sum()) == -(num_prompt + 4) % block_length
-    (short,) = encode(make_encoder(tokenizer, row_length=num_prompt + 6, fill="length:100"), row)
-    assert int(short.is_fill.sum()) == 2, "the fill ends with the row"
+        (document,) = encode(make_encoder(tokenizer, block_length=block_length, eos_padding="block"), row)
+        assert int(document.is_eos_padding.sum()) == -(num_prompt + 4) % block_length
+    (short,) = encode(make_encoder(tokenizer, row_length=num_prompt + 6, eos_padding="length:100"), row)
+    assert int(short.is_eos_padding.sum()) == 2, "the padding ends with the row"
     two_turns = encode(make_encoder(tokenizer, block_length=8), chat("q1", "a1", "q2", "a2"))
-    assert next(fill for _, _, fill in spell(two_turns[0], tokenizer)) == "", "an inner answer ends in a short block"
+    assert next(padding for _, _, padding in spell(two_turns[0], tokenizer)) == "", (
+        "an inner answer ends in a short block"
+    )
 
 
 @pytest.mark.parametrize("row_length", range(20, 60))
 def test_truncation(row_length: int, tokenizer: Tokenizer) -> None:
     row = chat("question", "answer of some length", "and", "another")
     stop = tokenizer.special_tokens[STOP]
-    whole = encode(make_encoder(tokenizer, turns="all", fill="none"), row)[0]
+    whole = encode(make_encoder(tokenizer, turns="all", eos_padding="none"), row)[0]
     drop = make_encoder(tokenizer, row_length, 4, turns="all")
     assert not encode(drop, row)
     assert drop.records.skip_log.counts == {TOO_LONG: 1}
@@ -175,7 +177,7 @@ def test_truncation(row_length: int, tokenizer: Tokenizer) -> None:
     assert cut.records.skip_log.counts == {CUT: 1}
     (document,) = documents
     size = len(document)
-    assert size <= row_length and not document.is_fill.any() and document.loss_mask[-1]
+    assert size <= row_length and not document.is_eos_padding.any() and document.loss_mask[-1]
     assert not whole.loss_mask[size:row_length].any(), "only a context without answer is left out"
     for name in ("tokens", "loss_mask", "segment_ids"):
         assert np.array_equal(getattr(document, name), getattr(whole, name)[:size])
@@ -187,7 +189,7 @@ def test_a_conversation_that_the_template_rewrites_is_expanded() -> None:
     tokenizer = chat_tokenizer("qwen3")
     row = chat("q1", "a1", "q2", "a2")
     row["messages"][1]["reasoning_content"] = "r1"
-    encoder = make_encoder(tokenizer, block_length=4, fill="none")
+    encoder = make_encoder(tokenizer, block_length=4, eos_padding="none")
     documents = encode(encoder, row)
     assert [spell(document, tokenizer)[0][1] for document in documents] == [
         f"<think>\nr1\n</think>\n\na1{STOP}",
@@ -206,9 +208,9 @@ def test_thoughts_are_refused_where_prompts_end_them(answer: dict[str, str]) -> 
     tokenizer = chat_tokenizer("qwen3")
     row = chat("q", "a")
     row["messages"][1] |= answer
-    thinking = make_encoder(tokenizer, fill="none")
+    thinking = make_encoder(tokenizer, eos_padding="none")
     assert spell(encode(thinking, row)[0], tokenizer)[0][1] == f"<think>\nwhy\n</think>\n\na{STOP}"
-    options: dict[str, Any] = {"template_variables": {"enable_thinking": False}, "fill": "none"}
+    options: dict[str, Any] = {"template_variables": {"enable_thinking": False}, "eos_padding": "none"}
     skipping = make_encoder(tokenizer, **options)
     assert not encode(skipping, row)
     assert skipping.records.skip_log.counts == {THOUGHTS: 1}
@@ -223,17 +225,17 @@ def test_thoughts_are_refused_where_prompts_end_them(answer: dict[str, str]) -> 
 def test_thoughts_that_a_template_does_not_write_are_counted(tokenizer: Tokenizer) -> None:
     row = chat("q", "a")
     row["messages"][1]["reasoning_content"] = "why"
-    encoder = make_encoder(tokenizer, fill="none")
+    encoder = make_encoder(tokenizer, eos_padding="none")
     assert spell(encode(encoder, row)[0], tokenizer)[0][1] == f"a{STOP}"
     assert encoder.records.skip_log.counts == {NO_THOUGHTS: 1}
     row["messages"][1] = {"role": "assistant", "content": "<think>why</think>a"}
-    plain = make_encoder(tokenizer, fill="none")
+    plain = make_encoder(tokenizer, eos_padding="none")
     assert spell(encode(plain, row)[0], tokenizer)[0][1] == f"<think>why</think>a{STOP}"
     assert not plain.records.skip_log.counts
 
 
 def test_messages_after_the_last_answer_are_left_out_and_counted(tokenizer: Tokenizer) -> None:
-    encoder = make_encoder(tokenizer, turns="all", fill="none")
+    encoder = make_encoder(tokenizer, turns="all", eos_padding="none")
     (document,) = encode(encoder, chat("q1", "a1", "q2"))
     assert [answer for _, answer, _ in spell(document, tokenizer)] == [f"a1{STOP}"]
     assert encoder.records.skip_log.counts == {UNANSWERED: 1}
@@ -242,7 +244,7 @@ def test_messages_after_the_last_answer_are_left_out_and_counted(tokenizer: Toke
 def test_a_last_answer_with_weight_0_is_no_unanswered_end(tokenizer: Tokenizer) -> None:
     row = chat("q1", "a1", "q2", "a2")
     row["messages"][-1]["weight"] = 0
-    encoder = make_encoder(tokenizer, turns="all", fill="none")
+    encoder = make_encoder(tokenizer, turns="all", eos_padding="none")
     (document,) = encode(encoder, row)
     assert [answer for _, answer, _ in spell(document, tokenizer)] == [f"a1{STOP}"]
     assert not encoder.records.skip_log.counts
@@ -309,17 +311,17 @@ def test_variables_of_the_template_are_kept_with_it() -> None:
     template = resolve_chat_template(config, tokenizer, "chat")
     prompt = encode_chat(tokenizer, template, [{"role": "user", "content": "q"}], add_generation_prompt=True)
     assert tokenizer.decode(prompt).endswith("<think>\n\n</think>\n\n")
-    encoder = make_encoder(tokenizer, template_variables={"enable_thinking": False}, fill="none")
+    encoder = make_encoder(tokenizer, template_variables={"enable_thinking": False}, eos_padding="none")
     assert spell(encode(encoder, chat("q", "a"))[0], tokenizer)[0][1] == f"a{STOP}"
 
 
-def test_block_fill_needs_blocks(tokenizer: Tokenizer) -> None:
+def test_eos_padding_of_blocks_needs_blocks(tokenizer: Tokenizer) -> None:
     with pytest.raises(ValueError, match="needs blocks"):
-        make_encoder(tokenizer, fill="block")
+        make_encoder(tokenizer, eos_padding="block")
 
 
 def test_preferences_are_pairs_with_the_same_prompt(tokenizer: Tokenizer) -> None:
-    encoder = make_encoder(tokenizer, fill="none", format="preference")
+    encoder = make_encoder(tokenizer, eos_padding="none", format="preference")
     conversation = parse({"prompt": "q", "chosen": "good", "rejected": "bad"}, encoder.config)
     (pair,), _ = encoder.encode_preference(conversation)
     assert [spell(document, tokenizer)[0][1] for document in pair] == [f"good{STOP}", f"bad{STOP}"]
@@ -327,5 +329,5 @@ def test_preferences_are_pairs_with_the_same_prompt(tokenizer: Tokenizer) -> Non
     assert prompts[0] == prompts[1]
     (chosen,), _ = encoder.encode(conversation)
     assert np.array_equal(chosen.tokens, pair[0].tokens), "fine-tuning learns the chosen answer"
-    short = make_encoder(tokenizer, row_length=len(pair[0]) - 1, fill="none", format="preference")
+    short = make_encoder(tokenizer, row_length=len(pair[0]) - 1, eos_padding="none", format="preference")
     assert not short.encode_preference(conversation)[0]

@@ -237,7 +237,7 @@ def test_options_of_the_section() -> None:
     assert isinstance(record, BadRecord) and record.reason == "no column 'instruction'"
     for options, problem in (
         ({"columns": {"question": "q"}}, "no field of a format"),
-        ({"fill": "length:0"}, "length:N"),
+        ({"eos_padding": "length:0"}, "length:N"),
         ({"roles": {"x": "wizard"}}, "system"),
         ({"format": "preference", "turns": "all"}, "last answer"),
     ):

@@ -1,4 +1,4 @@
-"""Rows of conversations: no conversation is cut, and targets, fill and segments stay with their tokens."""
+"""Rows of conversations: no conversation is cut, and targets, EOS padding and segments stay with their tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAD = 99
 
 
 def document(*segments: str, first_token: int = 0) -> Document:
-    """Each segment is spelled: `p` prompt, `a` answer, `f` fill."""
+    """Each segment is spelled: `p` prompt, `a` answer, `f` EOS padding."""
     letters = "".join(segments)
     return Document(
         np.arange(first_token, first_token + len(letters), dtype=np.int32),
@@ -28,8 +28,8 @@ def document(*segments: str, first_token: int = 0) -> Document:
 
 
 def facts(row: Row) -> tuple[list[int], ...]:
-    assert row.segment_ids_L is not None and row.is_fill_L is not None
-    values = (row.tokens_L, row.document_ids_L, row.loss_mask_L, row.is_fill_L, row.segment_ids_L)
+    assert row.segment_ids_L is not None and row.is_eos_padding_L is not None
+    values = (row.tokens_L, row.document_ids_L, row.loss_mask_L, row.is_eos_padding_L, row.segment_ids_L)
     return tuple(value.astype(int).tolist() for value in values)
 
 
@@ -76,9 +76,9 @@ def test_text_beside_conversations_has_a_segment_per_document(list_reader: Any, 
     assert facts(row)[3:] == ([0] * 5, [0, 0, 1, 1, -1])
     chat = drain(pack(list_reader([document("pa")]), RowFormat(5, PAD), 1, is_padded=True))[0]
     batch = collate_rows([row, chat])
-    assert batch.segment_BL is not None and batch.is_fill_BL is not None
+    assert batch.segment_BL is not None and batch.is_eos_padding_BL is not None
     assert batch.segment_BL.tolist() == [[0, 0, 1, 1, -1], [0, 0, -1, -1, -1]]
-    assert not batch.is_fill_BL.any()
+    assert not batch.is_eos_padding_BL.any()
     assert collate_rows([text]).segment_BL is None
     assert label_segments(text).tokens_L is text.tokens_L
 

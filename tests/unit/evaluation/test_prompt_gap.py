@@ -21,10 +21,10 @@ from tests.unit.data.chat_cases import chat, chat_tokenizer
 from tokenizer import save_tokenizer
 
 
-def row(prompt: list[int], answer: list[int], fill: int = 0, length: int = 10) -> Row:
-    size = len(prompt) + len(answer) + fill
+def row(prompt: list[int], answer: list[int], padding: int = 0, length: int = 10) -> Row:
+    size = len(prompt) + len(answer) + padding
     tokens = [*prompt, *answer, *[9] * (length - len(prompt) - len(answer))]
-    kinds = np.repeat([0, 1, 2, 3], [len(prompt), len(answer), fill, length - size])
+    kinds = np.repeat([0, 1, 2, 3], [len(prompt), len(answer), padding, length - size])
     ids = np.where(kinds == 3, -1, 0).astype(np.int32)
     is_target = (kinds == 1) | (kinds == 2)
     return Row(np.array(tokens, np.int32), ids, is_target, ids.copy(), kinds == 2)
@@ -58,7 +58,7 @@ def test_the_gap_is_the_difference_of_two_bounds(tiny_model: Callable[..., Trans
     values: dict[str, Any] = {
         "model": {"path": tmp_path / "model", "device": "cpu"},
         "data": {
-            "source": {"kind": "files", "paths": [str(path)], "chat": {"fill": "length:6"}},
+            "source": {"kind": "files", "paths": [str(path)], "chat": {"eos_padding": "length:6"}},
             "split": "all",
             "rows": "padded",
         },

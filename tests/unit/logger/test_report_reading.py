@@ -51,12 +51,16 @@ def test_numbers_events_config_and_summary(tmp_path: Path) -> None:
 
 
 def test_former_names_of_metrics_are_read(tmp_path: Path) -> None:
-    record = [step(1, **{"val_first_guess/0.15": 0.4}), step(2, **{"val_top1_accuracy/0.15": 0.5})]
+    record = [
+        step(1, **{"val_first_guess/0.15": 0.4, "loss_fill": 0.3, "val_fill_nats_per_token": 0.2}),
+        step(2, **{"val_top1_accuracy/0.15": 0.5}),
+    ]
     folder = write(tmp_path / "run", record)
     fill = {"fraction": 0.15, "first_guess": 0.5, "first_five": 0.75, "commonest": 0.1}
     (folder / "summary.json").write_text(json.dumps({"step": 2, "evaluation": {"fills": [fill]}}))
     run = read_run(folder)
     assert values(run, "val_top1_accuracy/0.15") == [(1.0, 0.4), (2.0, 0.5)]
+    assert values(run, "loss_eos_padding") + values(run, "val_eos_padding_nats_per_token") == [(1.0, 0.3), (1.0, 0.2)]
     names = ("top1_accuracy", "top5_accuracy", "majority_baseline")
     assert [run.result("evaluation", "fills", 0, name) for name in names] == [0.5, 0.75, 0.1]
 

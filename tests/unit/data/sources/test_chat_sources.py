@@ -18,7 +18,7 @@ from config.model import ModelConfig
 from config.training.objective import MaskedDiffusionConfig
 from diffusionlm.data.chat.encoder import ChatEncoder
 from diffusionlm.data.loader import Loader
-from diffusionlm.data.packing import Row, fill_to_longest
+from diffusionlm.data.packing import Row, pad_to_longest
 from diffusionlm.data.pipeline import build_row_reader, describe_skipped, open_components
 from diffusionlm.data.reader import read_first_documents
 from diffusionlm.data.sources import open_source
@@ -119,7 +119,7 @@ def test_a_resumed_loader_counts_each_record_once(
     ]
     path = write(tmp_path / "a.jsonl", rows)
     objective = build_objective(MaskedDiffusionConfig(), make_config(vocab_size=260, mask_token_id=257))
-    values = config_of(path, {"turns": turns, "fill": "none"}, on_bad_row="skip").model_dump()
+    values = config_of(path, {"turns": turns, "eos_padding": "none"}, on_bad_row="skip").model_dump()
     config = DataConfig.model_validate(values | {"document_shuffle_window": 16, "row_shuffle_window": 7})
 
     def make() -> Loader:
@@ -182,7 +182,7 @@ def test_few_conversations_are_not_cut(tmp_path: Path) -> None:
 
 def test_rows_resume_exactly_and_shuffle(tmp_path: Path, drain: Drain) -> None:
     path = write(tmp_path / "a.jsonl", [chat(*(f"t{i}{j}" for j in range(2 + 2 * (i % 3)))) for i in range(100)])
-    values = config_of(path, {"turns": "one", "fill": "length:3"}).model_dump()
+    values = config_of(path, {"turns": "one", "eos_padding": "length:3"}).model_dump()
     config = DataConfig.model_validate(values | {"document_shuffle_window": 16, "row_shuffle_window": 7})
     tokenizer = chat_tokenizer()
 
@@ -208,7 +208,7 @@ def test_text_and_conversations_in_one_run(tmp_path: Path) -> None:
     rows, _ = build_row_reader(components, config, tokenizer, 64, 0, block_length=4).read(0, None, 40)
     kinds = set()
     for row in rows:
-        assert row.segment_ids_L is not None and row.is_fill_L is not None
+        assert row.segment_ids_L is not None and row.is_eos_padding_L is not None
         kinds.add(bool((row.loss_mask_L == (row.document_ids_L >= 0)).all()))
         assert ((row.segment_ids_L >= 0) == (row.document_ids_L >= 0)).all()
     assert kinds == {True, False}
@@ -220,23 +220,23 @@ def test_text_and_conversations_in_one_run(tmp_path: Path) -> None:
         DataConfig.model_validate({"source": chats, "random_length_probability": 0.1})
 
 
-def test_fill_up_to_the_longest_of_a_step(tmp_path: Path) -> None:
+def test_padding_to_the_longest_of_a_step(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [chat("q", "a" * (1 + index % 7)) for index in range(100)])
     with pytest.raises(ValueError, match="padded"):
-        config_of(path, {"fill": "batch_max"})
-    values = {"kind": "files", "paths": [str(path)], "chat": {"fill": "batch_max"}}
+        config_of(path, {"eos_padding": "batch_max"})
+    values = {"kind": "files", "paths": [str(path)], "chat": {"eos_padding": "batch_max"}}
     config = DataConfig.model_validate({"source": values, "rows": "padded"})
     tokenizer = chat_tokenizer()
     batches: list[list[Row]] = []
     reader = build_row_reader(open_components(config, "train"), config, tokenizer, 64, 0)
     for _ in range(3):
         rows, _ = reader.read(0, None, 10)
-        batches.append(fill_to_longest(rows))
+        batches.append(pad_to_longest(rows))
     for before, row in zip(rows, batches[-1], strict=True):
-        assert row.is_fill_L is not None and row.segment_ids_L is not None
+        assert row.is_eos_padding_L is not None and row.segment_ids_L is not None
         size, old_size = int((row.document_ids_L >= 0).sum()), int((before.document_ids_L >= 0).sum())
         assert size == max(int((other.document_ids_L >= 0).sum()) for other in rows)
-        assert row.is_fill_L.nonzero()[0].tolist() == list(range(old_size, size))
+        assert row.is_eos_padding_L.nonzero()[0].tolist() == list(range(old_size, size))
         assert row.loss_mask_L[old_size:size].all() and not row.loss_mask_L[size:].any()
         assert not row.segment_ids_L[:size].any() and (row.segment_ids_L[size:] == -1).all()
         assert (row.tokens_L[old_size:] == tokenizer.eos_token_id).all()

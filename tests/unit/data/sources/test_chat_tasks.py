@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 
 import pytest
 
 from config.data import ChatTasks, LocalFiles, PythonStdlib
+from config.finetune.chat import ChatRowsConfig
 from diffusionlm.data.chat.conversation import Conversation
 from diffusionlm.data.chat.reference_answers import ReferenceAnswer, read_reference_answers
 from diffusionlm.data.reader import Split
@@ -50,6 +52,12 @@ def test_reading_is_repeatable_from_any_position() -> None:
     rest, _ = ChatTaskSource(config, "train", "data.source").read(1, json.loads(json.dumps(position)), 1_000)
     assert start + rest == whole != source.read(2, None, 10_000)[0]
     assert source.identity != ChatTaskSource(config.model_copy(update={"seed": 1}), "train", "data.source").identity
+
+
+def test_identities_are_those_of_checkpoints_of_older_versions() -> None:
+    config = ChatTasks(chat=ChatRowsConfig(template="chatml", eos_padding="length:8"))
+    assert ChatTaskSource(config, "train", "data.source").identity == "chat_tasks/train/333e024ab180f088"
+    assert hashlib.sha256(config.chat.identity.encode()).hexdigest()[:16] == "e7776cad59a7a47e"
 
 
 def test_too_few_prompts_are_refused() -> None:
