@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_can_write(config.output.directory, f"output.directory = {config.output.directory}")
     # Imported here so that --help and config errors do not wait.
     from diffusionlm.data.make_data import make_data
-    from logger.progress import ProgressMeter
+    from logger.console import ProgressMeter
 
     with closing(ProgressMeter(sys.stderr)) as meter:
 

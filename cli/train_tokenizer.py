@@ -21,7 +21,7 @@ from logger.pages.terminal import print_parts
 
 if TYPE_CHECKING:
     from diffusionlm.data.reader import DocumentSource
-    from logger.progress import ProgressMeter
+    from logger.console import ProgressMeter
     from tokenizer import Tokenizer
 
 NAME = "diffusionlm-train-tokenizer"
@@ -77,7 +77,7 @@ def train_tokenizer(config: TrainTokenizerConfig) -> list[tuple[str, str]]:
     from diffusionlm.checkpoints.manifest import write_directory_atomically
     from diffusionlm.data.reader import read_first_documents
     from diffusionlm.data.sources import open_source
-    from logger.progress import ProgressMeter
+    from logger.console import ProgressMeter
     from tokenizer import save_tokenizer
 
     options, directory = config.tokenizer, config.output.directory

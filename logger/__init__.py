@@ -1,8 +1,7 @@
 """Logging of runs. No torch."""
 
-from logger.console import ConsoleLogger, JsonConsole, format_duration
+from logger.console import ConsoleLogger, JsonConsole, console_style, format_duration
 from logger.jsonl import JsonLinesLogger
-from logger.progress import console_style
 from logger.run_logger import LoggerGroup, RunLogger
 from logger.sinks import open_sinks
 

@@ -1,15 +1,130 @@
-"""Loggers to the console: a progress bar or text lines, or JSON lines for programs."""
+"""Progress of long work, and loggers to the console: a bar in a terminal, lines elsewhere, JSON lines for programs."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from typing import Literal, TextIO
+from typing import TYPE_CHECKING, Literal, TextIO
 
 from files.resilient_stream import discard_pending_output
-from files.terminal_text import print_line
+from files.terminal_text import accepts_escapes, escape_control_characters, print_line
 from logger.jsonl import format_metrics_line
-from logger.progress import ProgressMeter
+from logger.pages.terminal import make_console
 from logger.run_logger import Metrics, RunLogger
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+SECONDS_BETWEEN_LINES = 15.0
+SECONDS_BETWEEN_DRAWINGS = 0.1
+SPEED_SECONDS = 3600.0
+"""The remaining time is estimated from the speed of the last 1,000 drawings, but of no more than this time."""
+DELAY_SECONDS = 3.0
+"""A transient phase that takes less time shows nothing."""
+
+
+def console_style(choice: Literal["auto", "bar", "lines", "none"], stream: TextIO) -> Literal["bar", "lines", "none"]:
+    """Resolve ``auto``: a bar in a terminal that takes escape sequences, lines elsewhere."""
+    if choice != "auto":
+        return choice
+    return "bar" if accepts_escapes(stream) else "lines"
+
+
+class ProgressMeter:
+    """Counts the units of one phase after the other.
+
+    In a terminal each phase has a bar. Elsewhere a line is printed every `SECONDS_BETWEEN_LINES` and at the end of a
+    phase.
+
+    Args:
+        stream: where the bar or the lines go.
+        style: ``bar`` or ``lines`` overrules the choice by terminal.
+        is_transient: the bar appears after `DELAY_SECONDS` and is erased at the end, and no last line is printed.
+    """
+
+    def __init__(
+        self, stream: TextIO, *, style: Literal["auto", "bar", "lines"] = "auto", is_transient: bool = False
+    ) -> None:
+        self._stream, self._is_transient = stream, is_transient
+        self._has_bar = console_style(style, stream) == "bar"
+        self._bar: Progress | None = None
+        self.name: str | None = None
+        """Name of the current phase; None: there is none."""
+
+    def begin(self, name: str, unit: str, total: int | None = None, initial: int = 0) -> None:
+        """End the current phase and start one of ``total`` units (None: unknown), ``initial`` of which are done."""
+        self.close()
+        self.name, self._unit, self._total = name, unit, total
+        self._done, self._initial, self._postfix = initial, initial, ""
+        self._started_at = self._last_shown_at = time.monotonic()
+        if self._has_bar and not self._is_transient:
+            self._show()
+
+    def set(self, done: int) -> None:
+        """Set the number of units of the phase that are done."""
+        self._done = done
+        seconds = SECONDS_BETWEEN_DRAWINGS if self._bar is not None else DELAY_SECONDS
+        if time.monotonic() - self._last_shown_at > (seconds if self._has_bar else SECONDS_BETWEEN_LINES):
+            self._show()
+
+    def set_postfix(self, text: str) -> None:
+        """Set the text behind the counts; it appears with the next update."""
+        self._postfix = text
+
+    def log(self, text: str) -> None:
+        """Print a line, above the bar if there is one."""
+        if self._bar is not None:
+            self._bar.console.print(escape_control_characters(text), soft_wrap=True)
+        else:
+            print_line(text, self._stream)
+
+    def close(self) -> None:
+        """End the current phase, if there is one."""
+        if self.name is not None and (self._bar is not None or not self._is_transient):
+            self._show()
+        if self._bar is not None:
+            self._bar.stop()
+        self._bar = self.name = None
+
+    def _show(self) -> None:
+        """Draw the bar, or print a line. No other thread draws, so the process may be forked at any time."""
+        self._last_shown_at = time.monotonic()
+        if not self._has_bar:
+            self.log(f"{self.name}: {self._describe()}")
+            return
+        if self._bar is None:
+            self._bar = _start_bar(self._stream, has_total=self._total is not None, is_transient=self._is_transient)
+            self._bar.add_task(self.name or "", total=self._total, completed=self._initial, status="")
+        status = escape_control_characters(self._describe())
+        self._bar.update(self._bar.task_ids[0], completed=self._done, status=status, refresh=True)
+
+    def _describe(self) -> str:
+        seconds = self._last_shown_at - self._started_at
+        of_total = "" if self._total is None else f" of {self._total:,}"
+        rate = (self._done - self._initial) / seconds if seconds > 0 else 0.0
+        speed = f", {rate:,.{2 if rate < 100 else 0}f} {self._unit}/s" if rate else ""
+        postfix = f", {self._postfix}" if self._postfix else ""
+        return f"{self._done:,}{of_total} {self._unit}{speed}{postfix}"
+
+
+def _start_bar(stream: TextIO, *, has_total: bool, is_transient: bool) -> Progress:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    bar = Progress(
+        TextColumn("{task.description}", markup=False),
+        *([BarColumn(bar_width=None), TimeRemainingColumn(elapsed_when_finished=True)] if has_total else []),
+        TextColumn("{task.fields[status]}", markup=False),
+        console=make_console(stream, is_forced=True),
+        auto_refresh=False,
+        redirect_stdout=False,  # results may be piped
+        transient=is_transient,
+        speed_estimate_period=SPEED_SECONDS,
+        get_time=time.monotonic,
+        expand=has_total,
+    )
+    bar.start()
+    bar.console.show_cursor(True)  # a process that is killed would leave it hidden
+    return bar
 
 
 class ConsoleLogger(RunLogger):

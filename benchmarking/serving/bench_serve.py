@@ -19,7 +19,7 @@ from config.bench.serve import BenchServeConfig, ServerSection
 from files.atomic import write_text_atomic
 from files.output_paths import check_can_write
 from files.usage_error import UsageError
-from logger.progress import ProgressMeter
+from logger.console import ProgressMeter
 
 SYSTEM_CLOCK = Clock(time.perf_counter)
 MAX_SHOWN_MISMATCHES = 3

@@ -33,7 +33,6 @@ EXAMPLE = f"""  {NAME} --model runs/quickstart --task gsm8k --data test.jsonl --
   {NAME} --model runs/quickstart --data README.md --set likelihood.kind=sampler \\
       --set likelihood.generation.remasking_strategy=entropy"""
 
-PROGRESS_DELAY_SECONDS = 3.0
 UNITS_OF_PHASES = {"scoring": "forwards", "decoding": "tokens"}
 
 
@@ -79,9 +78,9 @@ def _evaluate(config: EvalConfig, text: OpenedText) -> LikelihoodResult:
     # Imported here, so that no error before waits for torch.
     from diffusionlm.checkpoints.huggingface import load_configured_model
     from diffusionlm.evaluation.text_likelihood import evaluate_likelihood
-    from logger.progress import ProgressMeter
+    from logger.console import ProgressMeter
 
-    with closing(ProgressMeter(sys.stderr, delay_seconds=PROGRESS_DELAY_SECONDS, leave=False)) as meter:
+    with closing(ProgressMeter(sys.stderr, is_transient=True)) as meter:
 
         def show_progress(phase: str, done: int, total: int | None) -> None:
             if phase != meter.name:

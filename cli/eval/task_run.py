@@ -28,11 +28,10 @@ from files.atomic import write_text_atomic
 from files.json_files import read_text
 from files.output_paths import check_can_write
 from files.terminal_text import print_message
+from logger.console import ProgressMeter
 from logger.pages.html import write_page
 from logger.pages.terminal import print_parts
-from logger.progress import ProgressMeter
 
-PROGRESS_DELAY_SECONDS = 3.0
 REPORT_FILE = "report.html"
 
 
@@ -56,7 +55,7 @@ def run_tasks(name: str, config: EvalConfig, argv: Sequence[str] | None) -> None
         run = TaskRun.open(directory, variants)
         write_text_atomic(directory / CONFIG_FILE, to_toml(config))
     command = shlex.join([name, *(sys.argv[1:] if argv is None else argv)])
-    with closing(ProgressMeter(sys.stderr, delay_seconds=PROGRESS_DELAY_SECONDS, leave=False)) as meter:
+    with closing(ProgressMeter(sys.stderr, is_transient=True)) as meter:
 
         def show_progress(phase: str, unit: str, done: int, total: int | None) -> None:
             if phase != meter.name:

@@ -19,8 +19,8 @@ from diffusionlm.inference.generate import decode, stream
 from diffusionlm.models.transformer import Transformer
 from files.atomic import write_text_atomic
 from files.terminal_text import escape_control_characters, print_line
+from logger.console import ProgressMeter
 from logger.pages.html import render_html
-from logger.progress import ProgressMeter
 from tokenizer import Tokenizer
 
 

@@ -24,8 +24,8 @@ from config.train import TrainConfig
 from files.atomic import write_text_atomic
 from files.stop_signals import STOP_SIGNALS
 from logger import format_duration
+from logger.console import ProgressMeter
 from logger.jsonl import RecordReader
-from logger.progress import ProgressMeter
 from profiling.cores import usable_cores
 from profiling.torch_setup import drivers
 
@@ -73,7 +73,7 @@ class SweepRunner:
         self._study, self._sweep, self._points, self._on_change = opened, opened.sweep, points, on_change
         self._active: list[ActiveRun] = []
         self._gpus = visible_gpus() if self._sweep.jobs > 1 else []
-        self._progress = ProgressMeter(sys.stderr, leave=False)
+        self._progress = ProgressMeter(sys.stderr, is_transient=True)
         self._next_claim = 0.0
         self._waits_until: float | None = None
 

@@ -323,7 +323,7 @@ def test_long_evaluations_show_progress(
 ) -> None:
     run("--model", model_dir, "--data", data)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr("logger.progress.SECONDS_BETWEEN_LINES", -1.0)
+    monkeypatch.setattr("logger.console.SECONDS_BETWEEN_LINES", -1.0)
     run("--model", model_dir, "--data", data, "--json")
     output = capsys.readouterr()
     assert "scoring:" in output.err

@@ -35,7 +35,7 @@ import signal, sys, time
 from pathlib import Path
 import cli.make_data
 from diffusionlm.data import make_data
-from logger.progress import ProgressMeter
+from logger.console import ProgressMeter
 
 # Ctrl-C is ignored where the tests run in the background of a shell, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)

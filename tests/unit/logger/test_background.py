@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from logger import LoggerGroup
-from logger.background import BackgroundLogger
 from logger.run_logger import Metrics
+from logger.sinks import BackgroundLogger
 
 
 class Recorder(LoggerGroup):

@@ -15,7 +15,7 @@ import pytest
 
 from files.resilient_stream import resilient
 from logger import ConsoleLogger
-from logger.progress import ProgressMeter, console_style
+from logger.console import ProgressMeter, console_style
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 
@@ -106,7 +106,7 @@ def test_a_bar_in_a_terminal(terminal: PseudoTerminal, clock: Clock) -> None:
 
 
 def test_phases_that_end_soon_show_nothing(terminal: PseudoTerminal, clock: Clock) -> None:
-    meter = ProgressMeter(terminal.stream, delay_seconds=3.0, leave=False)
+    meter = ProgressMeter(terminal.stream, is_transient=True)
     meter.begin("reading", "rows", 10)
     meter.set(10)
     meter.begin("scoring", "forwards")
@@ -172,7 +172,7 @@ def test_lines_elsewhere(terminal: PseudoTerminal, clock: Clock, monkeypatch: py
 
 def test_a_transient_phase_prints_no_last_line(clock: Clock) -> None:
     stream = io.StringIO()
-    run_phase(ProgressMeter(stream, leave=False), clock)
+    run_phase(ProgressMeter(stream, is_transient=True), clock)
     assert stream.getvalue().splitlines() == LINES[:2]
 
 
