@@ -25,8 +25,21 @@ from diffusionlm.evaluation.tasks.results import (
 )
 from files.json_files import flatten
 from logger.console import format_duration
-from logger.pages import Cell, Chart, Code, Column, Curve, Example, Examples, Number, Output, Page, Part, Table
-from logger.pages.settings import tabulate_settings
+from logger.pages import (
+    Cell,
+    Chart,
+    Code,
+    Column,
+    Curve,
+    Example,
+    Examples,
+    Number,
+    Output,
+    Page,
+    Part,
+    Table,
+    tabulate_settings,
+)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cli.infer.inputs import EncodedInput
-from logger.pages import Example, Examples, Output, Page, Part, Token
-from logger.pages.settings import tabulate_settings
+from logger.pages import Example, Examples, Output, Page, Part, Token, tabulate_settings
 from logger.report.samples import join_tokens
 
 if TYPE_CHECKING:

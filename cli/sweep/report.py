@@ -40,9 +40,8 @@ from logger.pages import (
 )
 from logger.pages.html import write_page
 from logger.report.charts import build_curve
-from logger.report.reading import LoggedRun, read_run
+from logger.report.reading import LoggedRun, Series, read_run
 from logger.report.samples import mark_fills
-from logger.report.series import Series
 
 EVALUATION_KEYS = {
     "bound": ("nats_per_token", "standard_error"),

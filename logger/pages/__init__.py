@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
@@ -111,7 +112,6 @@ class Chart:
     lines: list[Curve]
     note: str = ""
     x_name: str = "step"
-    x_is_share: bool = False
     x_is_log: bool = False
     x_labels: tuple[str, ...] = ()
     """Names of the positions 0, 1, ... of the horizontal axis; empty: it has numbers."""
@@ -122,8 +122,6 @@ class Chart:
     from_zero: bool = False
     y_least: float = -math.inf
     """Smallest possible value, below which no margin or error bar extends the linear axis."""
-    marks: list[tuple[str, Floats]] = field(default_factory=list)
-    """Names of marks and their positions on the horizontal axis."""
 
 
 @dataclass(frozen=True)
@@ -259,3 +257,36 @@ def describe_chart(chart: Chart) -> str:
             parts.append(f"{line.name}: {format_number(values[0])}")
     title = ", ".join(filter(None, [chart.title, chart.unit]))
     return f"{title}, by {chart.x_name}. {'; '.join(parts)}"
+
+
+def tabulate_settings(columns: Sequence[tuple[str, Mapping[str, Any]]], subject: str = "settings") -> list[Part]:
+    """Tabulate settings.
+
+    Args:
+        columns: name and settings (dotted key -> value) of each thing.
+        subject: what the settings are called in "The ... are the same".
+    """
+    keys = dict.fromkeys(key for _, settings in columns for key in settings)
+    rows = [[key, *(format_setting(own[key]) if key in own else None for _, own in columns)] for key in keys]
+    different = [row for row in rows if len(set(row[1:])) > 1]
+    common = [row[:2] for row in rows if len(set(row[1:])) == 1]
+    parts: list[Part] = []
+    if different:
+        parts.append(Table(["Differences", *(name for name, _ in columns)], different))
+    elif len(columns) > 1:
+        parts.append(f"The {subject} are the same.")
+    if common:
+        title = "All values" if len(columns) == 1 else f"{len(common)} value{'s' * (len(common) != 1)} in common"
+        parts.append(Table((), common, title=title, is_folded=True))
+    return parts
+
+
+def format_setting(value: Any) -> str:
+    """Format a value of a config: "" in quotes, true and false, lists as JSON."""
+    if isinstance(value, str):
+        return value or '""'
+    if isinstance(value, list):
+        return json.dumps(value, ensure_ascii=False, default=str)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)

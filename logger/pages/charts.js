@@ -76,8 +76,7 @@
       this.readout = make("div", "readout");
       this.readout.setAttribute("role", "status");
       const label = this.chart.xLabels[x] ?? x.toLocaleString("en", { maximumSignificantDigits: 6 });
-      const where = this.chart.share ? Math.round(100 * x) + "% masked" : this.chart.xName + " " + label;
-      this.readout.append(make("b", "", where));
+      this.readout.append(make("b", "", this.chart.xName + " " + label));
       for (const line of this.lines) {
         const place = nearest(line.x, x);
         // A line that is not here says nothing: its nearest point is further away than a hundredth of the chart.

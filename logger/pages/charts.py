@@ -27,8 +27,6 @@ AREA = (48, 10, 412, 206)
 LETTER_WIDTH = 7
 """Width of a letter, to shorten the names of positions."""
 
-MAX_MARKS = 400
-
 
 def escape_text(text: str) -> Markup:
     """Escape text, and show its control characters, so that it can neither reorder nor hide its neighbors."""
@@ -59,15 +57,13 @@ def _draw(chart: Chart, across: AxisScale, scale: AxisScale) -> str:
         for value in _without_negative_zero(scale.ticks())
     ]
     labels += [_text(left + width * place, bottom + 19, name, "middle") for place, name in _positions(chart, across)]
-    if not chart.x_is_share:
-        name = _shorten(chart.x_name, width // LETTER_WIDTH)
-        labels.append(_text(left + width / 2, bottom + 35, escape_text(name), "middle"))
+    name = _shorten(chart.x_name, width // LETTER_WIDTH)
+    labels.append(_text(left + width / 2, bottom + 35, escape_text(name), "middle"))
     grid = "".join(f"M0 {_y(scale.to_unit(value))}H{WIDTH}" for value in scale.ticks())
     lines = "".join(_line(line, across, scale) for line in chart.lines)
     return (
         f'<svg x="{left}" y="{top}" width="{width}" height="{height}" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        f'preserveAspectRatio="none"><path class="grid" d="{grid}"/>{_marks(chart, across)}{lines}</svg>'
-        + "".join(labels)
+        f'preserveAspectRatio="none"><path class="grid" d="{grid}"/>{lines}</svg>' + "".join(labels)
     )
 
 
@@ -78,7 +74,7 @@ def _positions(chart: Chart, across: AxisScale) -> list[tuple[float, str]]:
         names = [escape_text(_shorten(name, length)) for name in chart.x_labels]
         return [(across.to_unit(float(index)), name) for index, name in enumerate(names)]
     values = _without_negative_zero(across.ticks())
-    return [(across.to_unit(value), f"{value:.0%}" if chart.x_is_share else format_number(value)) for value in values]
+    return [(across.to_unit(value), format_number(value)) for value in values]
 
 
 def _shorten(name: str, length: int) -> str:
@@ -95,12 +91,9 @@ def _text(x: float, y: float, markup: str, anchor: str = "start") -> str:
 
 
 def _horizontal(chart: Chart) -> AxisScale:
-    if chart.x_is_share:
-        return AxisScale(0.0, 1.0)
     if chart.x_labels:
         return AxisScale(-0.5, len(chart.x_labels) - 0.5)
     edges = [chart.x_end, *(edge for line in chart.lines for edge in (line.x_N[0], line.x_N[-1]))]
-    edges += [edge for _, x_N in chart.marks for edge in (x_N.min(), x_N.max())]
     if chart.x_is_log:
         positive = [float(edge) for edge in edges if edge > 0.0]
         return AxisScale(min(positive) / 1.2, max(positive) * 1.2, is_log=True)
@@ -167,13 +160,6 @@ def _bars(x_N: Floats, low_N: Floats, high_N: Floats) -> str:
     return f'<path class="bar" d="{path}"/>' if path else ""
 
 
-def _marks(chart: Chart, across: AxisScale) -> str:
-    steps = np.concatenate([steps_N for _, steps_N in chart.marks]) if chart.marks else np.array([])
-    marks = sorted({_x(float(x)) for x in across(steps)})
-    marks = marks[:: max(1, math.ceil(len(marks) / MAX_MARKS))]
-    return f'<path class="marks" d="{"".join(f"M{x} {HEIGHT}v-45" for x in marks)}"/>' if marks else ""
-
-
 def _x(share: float) -> int:
     return round(WIDTH * min(1.0, max(0.0, share)))
 
@@ -183,16 +169,12 @@ def _y(share: float) -> int:
 
 
 def _legend(chart: Chart) -> list[tuple[str, str, str]]:
-    """Return the classes of the swatch, the name and the last value of each curve, and the numbers of marks."""
+    """Return the classes of the swatch, the name and the last value of each curve."""
     entries = []
-    has_many = sum(len(line.x_N) > 1 for line in chart.lines) > 1
     for line in chart.lines:
-        if has_many and len(line.x_N) == 1 and line.error_N is not None:
-            continue  # final values of several runs stand in the table
-        last = _last_value(line) if line.has_line and not chart.x_is_share else ""
         dot = " dot" * (len(line.x_N) == 1 or not line.has_line)
-        entries.append((style_classes(line.color) + dot, line.name, last))
-    return entries + [("mark", name, f"{len(at_N):,}") for name, at_N in chart.marks]
+        entries.append((style_classes(line.color) + dot, line.name, _last_value(line) if line.has_line else ""))
+    return entries
 
 
 def _last_value(line: Curve) -> str:
@@ -211,7 +193,6 @@ def _values(chart: Chart, across: AxisScale, up: AxisScale) -> dict[str, Any]:
     return {
         "x": [across.low, across.high],
         "xName": chart.x_name,
-        "share": chart.x_is_share,
         "xLog": chart.x_is_log,
         "xLabels": chart.x_labels,
         "y": [up.low, up.high],

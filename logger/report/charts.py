@@ -6,12 +6,13 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from logger.pages import Chart, Curve, Floats
-from logger.report.reading import LoggedRun
-from logger.report.series import Series, downsample, moving_average
+from logger.report.reading import LoggedRun, Series
 
 MAX_CHARTS_PER_FAMILY = 12
 """A family (prefix) with more other metrics than this becomes a table."""
@@ -90,11 +91,8 @@ METRICS_WITH_OWN_CHART = {
 
 def main_charts(runs: Sequence[LoggedRun]) -> list[Chart]:
     """Return the charts of known metrics, in order, without empty ones."""
-    charts = [
-        *_training_loss(runs),
-        *(_validation(runs, metric) for metric in (NATS_PER_TOKEN, BITS_PER_BYTE)),
-        _by_masked_share(runs),
-    ]
+    charts = _build_charts(ChartSpec("Training loss", "nats per token", "loss", is_smoothed=True), runs)
+    charts += [_validation(runs, metric) for metric in (NATS_PER_TOKEN, BITS_PER_BYTE)]
     charts += [chart for kind in CHART_SPECS for chart in _build_charts(kind, runs)]
     if not any(re.fullmatch(r"lr/.+", key) for run in runs for key in run.numbers):
         charts += _build_charts(ChartSpec("Learning rate", "", "lr", from_zero=True), runs)
@@ -130,21 +128,12 @@ def _changes(run: LoggedRun, key: str) -> bool:
 def _nonempty(charts: Sequence[Chart], runs: Sequence[LoggedRun]) -> list[Chart]:
     """Drop empty charts, and make the axis of steps as long as the longest run."""
     for chart in charts:
-        chart.x_end = 1.0 if chart.x_is_share else float(max(run.last_step for run in runs))
+        chart.x_end = float(max(run.last_step for run in runs))
     return [chart for chart in charts if chart.lines]
 
 
-def _training_loss(runs: Sequence[LoggedRun]) -> list[Chart]:
-    charts = _build_charts(ChartSpec("Training loss", "nats per token", "loss", is_smoothed=True), runs)
-    for run in runs:
-        skipped = np.array([event.step for event in run.events_of("skipped")], dtype=np.float64)
-        if len(skipped) and charts:
-            charts[0].marks.append(("skipped steps" if len(runs) == 1 else f"{run.name}, skipped steps", skipped))
-    return charts
-
-
 def _validation(runs: Sequence[LoggedRun], metric: ValidationMetric) -> Chart:
-    """Build a chart of validation over the run (metrics) and at its end (summary)."""
+    """Build a chart of the validations during the run; the final one is in the table of results."""
     chart = Chart("Validation" if metric is NATS_PER_TOKEN else "Validation, by bytes", metric.unit, [])
     for color, run in enumerate(runs):
         series = run.numbers.get(metric.key)
@@ -153,33 +142,8 @@ def _validation(runs: Sequence[LoggedRun], metric: ValidationMetric) -> Chart:
             is_aligned = errors is not None and np.array_equal(errors.steps_N, series.steps_N)
             error_N = errors.values_N if errors is not None and is_aligned else None
             chart.lines.append(build_curve(run.name, series, color, len(runs), error_N=error_N))
-    for color, run in enumerate(runs):
-        value, error = (run.result("evaluation", key) for key in metric.summary_keys)
-        if value is not None:
-            at, name = run.result("step") or run.last_step, "final" if len(runs) == 1 else f"{run.name}, final"
-            bar = np.array([np.nan if error is None else error])
-            chart.lines.append(Curve(name, np.array([float(at)]), np.array([value]), color, None, bar, has_dots=True))
-            chart.note = "At the end validation.final_rows rows are read, before it validation.rows. "
     if any(line.error_N is not None for line in chart.lines):
-        chart.note += "Bars: one standard error."
-    return chart
-
-
-def _by_masked_share(runs: Sequence[LoggedRun]) -> Chart:
-    chart = Chart(
-        "Loss by masked share, at the end", "nats per masked token", [], x_name="masked share", x_is_share=True
-    )
-    for color, run in enumerate(runs):
-        rows = run.summary.get("evaluation", {})
-        rows = rows.get("by_masked_fraction", []) if isinstance(rows, dict) else []
-        x, y = [], []
-        for index in range(len(rows) if isinstance(rows, list) else 0):
-            low, high, value = (run.result("evaluation", "by_masked_fraction", index, column) for column in range(3))
-            if low is not None and high is not None and value is not None:
-                x += [low, high]
-                y += [value, value]
-        if x:
-            chart.lines.append(Curve(run.name, np.array(x), np.array(y), color))
+        chart.note = "Bars: one standard error."
     return chart
 
 
@@ -237,3 +201,39 @@ def build_curve(
     smooth_N, error_N = (None if values_N is None else values_N[indices] for values_N in (smooth_N, error_N))
     steps_N, values_N = series.steps_N[indices], series.values_N[indices]
     return Curve(name, steps_N, values_N, color, smooth_N, error_N, has_dots=len(indices) <= 30)
+
+
+def downsample(values_N: Floats, num_buckets: int) -> NDArray[np.int64]:
+    """Return indices of points that draw the same curve.
+
+    These are the minimum and maximum of each bucket, the first and the last point. A bucket without finite values keeps
+    one index, as a gap. Short series keep all indices.
+    """
+    number = len(values_N)
+    if number <= 2 * num_buckets + 2:
+        return np.arange(number)
+    least_N = np.where(np.isfinite(values_N), values_N, np.inf)
+    greatest_N = np.where(np.isfinite(values_N), values_N, -np.inf)
+    edges = np.linspace(0, number, num_buckets + 1).astype(np.int64)
+    indices = {0, number - 1}
+    for start, end in pairwise(edges.tolist()):
+        indices |= {start + int(least_N[start:end].argmin()), start + int(greatest_N[start:end].argmax())}
+    return np.array(sorted(indices))
+
+
+def moving_average(values_N: Floats) -> Floats:
+    """Return centered means over a fiftieth of the points, at least five; NaN is ignored.
+
+    The window shrinks symmetrically at the start, where curves are steep, and is one-sided at the end.
+    """
+    number = len(values_N)
+    reach = max(2, number // 100)
+    is_there_N = np.isfinite(values_N)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(is_there_N, values_N, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(is_there_N)])
+    indices_N = np.arange(number)
+    reach_N = np.minimum(reach, indices_N)
+    first_N, end_N = indices_N - reach_N, np.minimum(number, indices_N + reach_N + 1)
+    counts_N = counts[end_N] - counts[first_N]
+    means_N: Floats = (sums[end_N] - sums[first_N]) / np.maximum(1, counts_N)
+    return np.where(is_there_N & (counts_N > 0), means_N, np.nan)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from logger.pages import Chart, Page
+from logger.pages import Page, tabulate_settings
 from logger.pages.html import write_page
-from logger.pages.settings import tabulate_settings
 from logger.report.charts import main_charts, other_metrics
 from logger.report.reading import LoggedRun, read_runs
 from logger.report.results import (
@@ -26,11 +25,6 @@ STATES = {
     "failed": "failed",
     "ended": "ended early",
 }
-
-_KEYS_WITHOUT_EFFECT_ON_ROWS = {
-    f"data.{key}" for key in ("workers", "prefetch_steps", "document_shuffle_window", "row_shuffle_window")
-}
-"""Keys of ``[data]`` that do not change which sequences are validated."""
 
 
 def write_report(paths: Sequence[Path], output: Path) -> list[LoggedRun]:
@@ -58,7 +52,7 @@ def build_page(runs: Sequence[LoggedRun]) -> Page:
         names + ", ".join(run.name for run in runs),
         {
             "Results": [tabulate_results(runs)],
-            "Curves": [*_in_order(main_charts(runs), is_comparable(runs))],
+            "Curves": [*main_charts(runs)],
             "Samples": collect_samples(runs),
             "Config": tabulate_settings(configs, "configs of these runs"),
             "Environment": [tabulate_environment(runs)],
@@ -70,11 +64,6 @@ def build_page(runs: Sequence[LoggedRun]) -> Page:
     )
 
 
-def is_comparable(runs: Sequence[LoggedRun]) -> bool:
-    """Return whether nats per token are comparable: the runs share one tokenizer, as far as they have one."""
-    return len({run.tokenizer for run in runs if run.tokenizer is not None}) <= 1
-
-
 def _prefix(run: LoggedRun, runs: Sequence[LoggedRun]) -> str:
     return f"{run.name}: " if len(runs) > 1 else ""
 
@@ -82,14 +71,11 @@ def _prefix(run: LoggedRun, runs: Sequence[LoggedRun]) -> str:
 def _notes(runs: Sequence[LoggedRun]) -> list[str]:
     """Return warnings that precede the numbers."""
     messages: list[str] = []
-    if not is_comparable(runs):
+    if len({run.tokenizer for run in runs if run.tokenizer is not None}) > 1:
         messages.append(
             "These runs have different tokenizers. Nats per token are not comparable between them, nor is the top-1 "
             "accuracy: compare bits per byte."
         )
-    validated = {tuple(str(run.config.get(key)) for key in _validation_keys(runs)) for run in runs if run.config}
-    if len(validated) > 1:
-        messages.append("These runs have different data or validation settings: their validation texts may differ.")
     for run in runs:
         own = list(run.notes)
         if run.state == "going":
@@ -101,19 +87,3 @@ def _notes(runs: Sequence[LoggedRun]) -> list[str]:
             own.append(f"The run ended before {before} without an error message.")
         messages += [_prefix(run, runs) + note for note in own]
     return messages
-
-
-def _validation_keys(runs: Sequence[LoggedRun]) -> list[str]:
-    """Return the config keys that decide which sequences are validated."""
-    keys = {key for run in runs for key in run.config if key.startswith("data.")} - _KEYS_WITHOUT_EFFECT_ON_ROWS
-    return sorted(keys | {"validation.rows", "validation.final_rows", "model.max_position_embeddings"})
-
-
-def _in_order(charts: list[Chart], comparable: bool) -> list[Chart]:
-    """Sort bits per byte first and mark nats as not comparable, if tokenizers differ."""
-    if comparable:
-        return charts
-    for chart in charts:
-        if chart.unit.startswith("nats") or chart.title.startswith("Top-1 accuracy"):
-            chart.note = f"Not comparable: different tokenizers. {chart.note}".strip()
-    return sorted(charts, key=lambda chart: chart.unit != "bits per byte")

@@ -17,7 +17,7 @@ from files.json_files import flatten, read_json_object, read_text
 from files.lock import is_locked
 from files.toml_text import parse_toml
 from logger.jsonl import parse_record
-from logger.report.series import Series
+from logger.pages import Floats
 
 NUMBERS = (float, int)
 """Types of JSON numbers; true and false count as 1 and 0."""
@@ -33,6 +33,30 @@ RENAMED_METRICS = {
 
 RunState = Literal["complete", "going", "stopped", "failed", "ended"]
 """``ended``: no process holds the run, and no event says why it is not complete."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """Values at increasing steps; NaN: missing."""
+
+    steps_N: Floats
+    values_N: Floats
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no value is finite."""
+        return not np.isfinite(self.values_N).any()
+
+    @property
+    def num_missing(self) -> int:
+        """Number of points that are null, NaN or infinite."""
+        return int((~np.isfinite(self.values_N)).sum())
+
+    @property
+    def last(self) -> tuple[float, float] | None:
+        """Step and value of the last finite point."""
+        indices = np.flatnonzero(np.isfinite(self.values_N))
+        return (float(self.steps_N[indices[-1]]), float(self.values_N[indices[-1]])) if len(indices) else None
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Literal
 
 from logger.console import format_duration
@@ -13,8 +14,6 @@ from logger.report.reading import LoggedRun, RunEvent
 
 MAX_EVENTS = 200
 """Events listed for each run; all are in metrics.jsonl."""
-
-EVENTS_WITH_OWN_SECTION = ("sample", "environment")
 
 FAILURE_EVENTS = ("failed", "skipped", "report")
 
@@ -42,11 +41,16 @@ def _result_rows(runs: Sequence[LoggedRun]) -> Iterator[tuple[str, list[Cell]]]:
     for name in dict.fromkeys(name for entropies in ngrams if isinstance(entropies, dict) for name in entropies):
         yield f"{name}, nats per token", _column(runs, "ngrams", name)
     for index in range(2):
-        fractions = [run.result("evaluation", "fills", index, "fraction") for run in runs]
-        fraction = next((value for value in fractions if value is not None), math.nan)
-        for rank in (1, 5):
+        fraction = _first(runs, "evaluation", "fills", index, "fraction")
+        for rank in (1, 5) if fraction is not None else ():
             cells = _column(runs, "evaluation", "fills", index, f"top{rank}_accuracy", style=".1%")
             yield f"Top-{rank} accuracy, {fraction:.0%} masked", cells
+    for index in count():
+        low, high = (_first(runs, "evaluation", "by_masked_fraction", index, column) for column in range(2))
+        if low is None or high is None:
+            break
+        cells = _column(runs, "evaluation", "by_masked_fraction", index, 2)
+        yield f"Loss, {low:.0%} to {high:.0%} masked", cells
     yield "Training loss, averaged", [_number(_last(run, "loss_smooth")) for run in runs]
     yield "Parameters", _column(runs, "parameters", style=",.0f")
     yield "Tokens seen", [_number(_tokens(run), ",.0f") for run in runs]
@@ -59,6 +63,11 @@ def _result_rows(runs: Sequence[LoggedRun]) -> Iterator[tuple[str, list[Cell]]]:
 
 def _number(value: float | None, style: str = ".3f") -> Cell:
     return None if value is None else Number(value, style)
+
+
+def _first(runs: Sequence[LoggedRun], *keys: str | int) -> float | None:
+    """Return a number of the first summary that has it."""
+    return next((value for run in runs if (value := run.result(*keys)) is not None), None)
 
 
 def _column(runs: Sequence[LoggedRun], *keys: str | int, style: str = ".3f") -> list[Cell]:
@@ -132,7 +141,7 @@ def list_events(runs: Sequence[LoggedRun]) -> list[Part]:
     """Tabulate the events of each run, the newest first."""
     parts: list[Part] = []
     for run in runs:
-        events = [event for event in run.events if event.kind not in EVENTS_WITH_OWN_SECTION]
+        events = [event for event in run.events if event.kind != "sample"]
         newest = events[::-1][:MAX_EVENTS]
         rows: list[list[Cell]] = [[event.step, event.kind, _without_step(event)] for event in newest]
         styles: dict[int, Literal["best", "bad"]] = {
@@ -152,15 +161,11 @@ def _without_step(event: RunEvent) -> str:
 
 
 def tabulate_environment(runs: Sequence[LoggedRun]) -> Table:
-    """Tabulate the environment of each part of a run, from ``environment`` events: ``name value; name value``."""
-    heads, columns = [], []
+    """Tabulate the environment of each run since its last start, an event: ``name value; name value``."""
+    columns: list[dict[str, str]] = []
     for run in runs:
-        texts = list(dict.fromkeys(event.text for event in run.events_of("environment"))) or [""]
-        for number, text in enumerate(texts, 1):
-            items = [item for item in text.removeprefix("environment: ").split("; ") if item]
-            pieces = dict(item.partition(" ")[::2] for item in items)
-            heads.append(run.name + (f", part {number}" if len(texts) > 1 else ""))
-            columns.append({**pieces, "directory": str(run.path)})
+        text = "; ".join(event.text for event in run.events_of("environment")[-1:])
+        items = [item for item in text.removeprefix("environment: ").split("; ") if item]
+        columns.append({**dict(item.partition(" ")[::2] for item in items), "directory": str(run.path)})
     names = dict.fromkeys(name for column in columns for name in column)
-    rows = [[name, *(column.get(name) for column in columns)] for name in names]
-    return Table(["", *heads] if len(heads) > 1 else (), rows)
+    return _table_by_run("", runs, [[name, *(column.get(name) for column in columns)] for name in names])

@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from logger.report.series import Series, downsample, moving_average
+from logger.report.charts import downsample, moving_average
+from logger.report.reading import Series
 
 
 def test_fewer_points_keep_every_extreme_and_both_ends() -> None:
