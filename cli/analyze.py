@@ -109,7 +109,3 @@ def _format_table(rows: Sequence[Sequence[str]], max_rows: int) -> list[Part]:
     if len(visible) == len(rows):
         return [table]
     return [table, f"  ... and {len(rows) - len(visible)} more; set max_rows = 0 to see all"]
-
-
-if __name__ == "__main__":
-    main()

@@ -87,7 +87,3 @@ def describe_steps(conversion: Conversion) -> list[str]:
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the steps without writing anything")
-
-
-if __name__ == "__main__":
-    main()

@@ -307,7 +307,3 @@ def format_bytes(value: float) -> str:
             return f"{value:.4g} {unit}"
         value /= 1024
     return f"{value:,.1f} TiB"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -75,7 +75,3 @@ def format_summary(index: ShardIndex, directory: Path) -> list[Part]:
         f"    --set {shlex.quote(f'data.source.path={directory}')} "
         f"--set {shlex.quote(f'run.directory=runs/{directory.name}')}",
     ]
-
-
-if __name__ == "__main__":
-    main()

@@ -64,7 +64,3 @@ def _write_evaluations(paths: Sequence[Path], output: Path) -> None:
     report = read_evaluations(paths)
     write_page(build_page(report), output)
     print_parts([*report.notes, f"{output} and {output.with_suffix('.md').name} show {report.title}"])
-
-
-if __name__ == "__main__":
-    main()

@@ -206,7 +206,3 @@ class _AdapterAction(argparse.Action):
             parser.error(f"argument --adapter: {values!r} must be NAME=DIR")
         namespace.adapters = [*namespace.adapters, f"{{name={toml_string(name)}, path={toml_string(path)}}}"]
         add_overrides(namespace, f"adapters=[{', '.join(namespace.adapters)}]")
-
-
-if __name__ == "__main__":
-    main()

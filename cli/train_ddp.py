@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from functools import partial
@@ -77,7 +76,3 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--rendezvous", metavar="HOST:PORT", help="where several machines meet: one of them, a free port"
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

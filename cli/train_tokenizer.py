@@ -157,7 +157,3 @@ def _next_command(config: TrainTokenizerConfig) -> str:
     command = shlex.join(["uv", "run", "diffusionlm-train", "--config", "config/resources/train.toml", *arguments])
     uses_same_text = isinstance(config.source, PythonStdlib)
     return command if uses_same_text else f"{command}, with your text as [data.source]"
-
-
-if __name__ == "__main__":
-    main()

@@ -95,7 +95,3 @@ def _fingerprint(config: LmEvalConfig) -> str:
     paths = [path for path in (config.model.path, config.model.adapter) if path is not None]
     parts = [config.model_dump_json(exclude={"batch_size"}), *(hashes.hash_model(str(path)) for path in paths)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-
-
-if __name__ == "__main__":
-    main()

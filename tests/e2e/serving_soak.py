@@ -89,7 +89,7 @@ class Soak:
     def _start(self) -> subprocess.Popen[str]:
         settings = [word for setting in ARGUMENTS for word in ("--set", setting)]
         process = subprocess.Popen(
-            [sys.executable, "-m", "cli.serve", "--model", str(self._model), "--port", str(self._port), *settings],
+            [sys.executable, "-m", "cli", "serve", "--model", str(self._model), "--port", str(self._port), *settings],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,

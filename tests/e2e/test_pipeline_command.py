@@ -55,7 +55,7 @@ def write_pipeline(folder: Path) -> Path:
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-P", "-m", "cli.pipeline", "--config", "pipeline.toml", *arguments]
+    command = [sys.executable, "-P", "-m", "cli", "pipeline", "--config", "pipeline.toml", *arguments]
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, cwd=folder, env=environment, **pipes)

@@ -50,7 +50,7 @@ class ServerProcess:
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "cli.serve", "--model", "runs/quickstart", *arguments],
+            [sys.executable, "-m", "cli", "serve", "--model", "runs/quickstart", *arguments],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
@@ -172,7 +172,7 @@ def test_an_address_in_use(folder: Path) -> None:
         bound.listen()
         port = str(bound.getsockname()[1])
         done = subprocess.run(
-            [sys.executable, "-m", "cli.serve", "--model", "runs/quickstart", "--port", port],
+            [sys.executable, "-m", "cli", "serve", "--model", "runs/quickstart", "--port", port],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             capture_output=True,

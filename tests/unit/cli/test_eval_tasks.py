@@ -203,7 +203,7 @@ def test_a_killed_process_is_continued(model: Path, tmp_path: Path, capsys: pyte
     arguments += ["--set", "tasks.0.generation={max_new_tokens = 48, temperature = 1.0}"]
     main([*arguments, "--output", str(tmp_path / "whole")])
     killed = tmp_path / "killed"
-    command = [sys.executable, "-m", "cli.eval", *arguments, "--output", str(killed)]
+    command = [sys.executable, "-m", "cli", "eval", *arguments, "--output", str(killed)]
     process = subprocess.Popen(command, cwd=Path(__file__).parents[3], stderr=subprocess.PIPE)
     [name] = [path.name for path in (tmp_path / "whole" / "items").iterdir()]
     path = killed / "items" / name

@@ -102,7 +102,6 @@ def test_the_report_is_its_golden_files(
     report = read_evaluations([folder])
     page = build_page(report)
     golden("evaluation.markdown.txt", render_markdown(page))
-    golden("evaluation.html", render_html(page))
     golden("evaluation.txt", render_text(summarize(report), io.StringIO()))
 
 

@@ -322,7 +322,7 @@ def test_the_command_line(directory: Path, tmp_path: Path) -> None:
         "--output_path", str(tmp_path / "out"), "--log_samples", "--use_cache", str(tmp_path / "cache"),
     ]  # fmt: skip
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "DISABLE_MULTIPROC": "1"}
-    command = [sys.executable, "-m", "cli.eval.lm_eval", *arguments]
+    command = [sys.executable, "-m", "cli", "lm-eval", *arguments]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=240)
     assert result.returncode == 0, result.stderr
     assert "|own_choice|" in result.stdout and "|own_text" in result.stdout

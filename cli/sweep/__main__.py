@@ -1,4 +1,0 @@
-from cli.sweep import main
-
-if __name__ == "__main__":
-    raise SystemExit(main())
