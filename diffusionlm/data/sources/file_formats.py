@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
-import io
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -31,8 +29,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-FIRST_BYTES = 1 << 16
-"""Bytes by which a binary file is recognized."""
 MAX_RECORD_BYTES = 1 << 28
 """Default of `max_record_bytes`."""
 PARQUET_BATCH_BYTES = 4 << 20
@@ -76,26 +72,6 @@ def _check_size(size: int, max_bytes: int, name: str = "record") -> None:
 def _too_large_record(max_bytes: int) -> BadRecord:
     detail = f"more bytes than max_record_bytes = {max_bytes:,}; raise it, or write a smaller one"
     return BadRecord("record too large", detail)
-
-
-def check_first_bytes(path: Path, sample_by: SampleBy) -> tuple[BadRecord, int] | None:
-    """Return the bad record, and its line, with which a plain-text file begins; None: its first bytes are text.
-
-    Only the part of the first document within `FIRST_BYTES` is read. A corrupt archive is left to the reader.
-    """
-    try:
-        with open_bytes(path) as stream:
-            content = stream.read(FIRST_BYTES)
-    except CorruptFileError:
-        return None
-    if len(content) == FIRST_BYTES:  # may end within a character
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        decoder.decode(content)
-        content = content[: FIRST_BYTES - len(decoder.getstate()[0])]
-    for first, _, line in DOCUMENT_SPLITTERS[sample_by](io.BytesIO(content), 0, 0, FIRST_BYTES):
-        text = _parse_plain_text(first, is_first=True)
-        return (text, line) if isinstance(text, BadRecord) else None
-    return None
 
 
 def _parse_plain_text(content: bytes | BadRecord, *, is_first: bool) -> str | BadRecord:

@@ -16,19 +16,13 @@ from config.data import LocalFiles, PythonStdlib, SampleBy
 from diffusionlm.data.chat.conversation import Record
 from diffusionlm.data.chat.formats import ChatRowParser
 from diffusionlm.data.reader import ReaderPosition, SkipLog, Split
-from diffusionlm.data.sources.file_formats import (
-    check_first_bytes,
-    read_json_records,
-    read_parquet_records,
-    read_plain_records,
-)
+from diffusionlm.data.sources.file_formats import read_json_records, read_parquet_records, read_plain_records
 from diffusionlm.data.sources.record_source import (
     NOT_UTF8,
     BadRecord,
     ParsedRecord,
     RecordSource,
     TextField,
-    bad_record_error,
     select_split,
 )
 from files.compressed import DECOMPRESSORS, CorruptFileError, check_regular_file, detect_compression
@@ -162,8 +156,8 @@ def open_local_files(config: LocalFiles, split: Split, key: str) -> RecordSource
         key: the config key of the section, for errors.
 
     Raises:
-        ValueError: a pattern matches no file, a file is empty, unreadable, binary or of an unknown format, or the text
-            is too short to hold out a part of it.
+        ValueError: a pattern matches no file, a file is empty, unreadable or of an unknown format, or the text is too
+            short to hold out a part of it; or as `select_split`.
     """
     is_validation, has_own_paths = split == "validation", bool(config.validation_paths)
     name = "validation_paths" if is_validation and has_own_paths else "paths"
@@ -186,8 +180,6 @@ def open_local_files(config: LocalFiles, split: Split, key: str) -> RecordSource
     field: TextField = config.text_field if config.chat is None else ChatRowParser(config.chat)
     field_setting = f"{key}.chat" if is_chat else f"{key}.text_field = {config.text_field!r}"
     records = LocalFileRecords(files, f"{key}.{name}", field_setting, field, config.sample_by, config.max_record_bytes)
-    if config.on_bad_row == "raise":
-        records.check_first_bytes(key)
     document_split = select_split(records, config, validation_fraction, is_validation, f"{key}.{name}")
     options: list[object] = [validation_fraction, max_documents, config.on_bad_row, config.text_field, config.sample_by]
     options += [] if config.chat is None else [config.chat.identity]
@@ -279,19 +271,6 @@ class LocalFileRecords:
 
     def error_key(self, *, is_field_error: bool) -> str:
         return self.field_setting if is_field_error else self.paths_key
-
-    def check_first_bytes(self, key: str) -> None:
-        """Check that plain-text files begin with text. ``key`` is the config key of the source's section.
-
-        Raises:
-            ValueError: one begins with binary data or invalid UTF-8.
-        """
-        for index, file in enumerate(self.files):
-            found = check_first_bytes(file.path, self.sample_by) if file.format == "text" else None
-            if found is not None:
-                record, self.line = found
-                self.file = index
-                raise bad_record_error(record, self, key)
 
     def _read_file(self, file: DataFile) -> Iterator[ParsedRecord]:
         """Read the records of one file from the position on."""

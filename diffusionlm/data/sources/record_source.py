@@ -184,16 +184,25 @@ def _other_remedy(record: BadRecord) -> str:
 def select_split(
     records: RecordCursor, config: RecordSourceOptions, validation_fraction: float | None, is_validation: bool, key: str
 ) -> DocumentSplit:
-    """Hold out validation text of the records, as `choose_split`; None: they are all of one split."""
+    """Hold out validation text of the records, as `choose_split`; None: they are all of one split.
+
+    Raises:
+        ValueError: as `choose_split`; or a record that is read for it is bad while `on_bad_row` is "raise".
+    """
     if validation_fraction is None:
         return WholeSource()
     records.seek(None)
-    is_repaired = config.on_bad_row == "replace"
-    usable = (
-        (record.repaired_text if is_repaired else None) if isinstance(record, BadRecord) else record
-        for record in records
-    )
-    return choose_split(filter(None, usable), validation_fraction, is_validation, key)
+
+    def read_usable() -> Iterator[Record]:
+        for record in records:
+            if not isinstance(record, BadRecord):
+                yield record
+            elif config.on_bad_row == "raise":
+                raise bad_record_error(record, records, key.rpartition(".")[0])
+            elif config.on_bad_row == "replace" and record.repaired_text is not None:
+                yield record.repaired_text
+
+    return choose_split(filter(None, read_usable()), validation_fraction, is_validation, key)
 
 
 def validate_text(value: object) -> str | BadRecord:

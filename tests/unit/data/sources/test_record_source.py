@@ -16,8 +16,6 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from diffusionlm.data.reader import DocumentSource
-from diffusionlm.data.sources.file_formats import FIRST_BYTES
 from tests.unit.data.sources.record_documents import open_documents
 
 Drain = Callable[..., list[Any]]
@@ -216,24 +214,12 @@ def test_binary_file(content: bytes, tmp_path: Path, drain: Drain) -> None:
     assert drain(source) == ["b"] and sum(source.skipped.values()) == 1
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
-def test_first_bytes_are_checked_when_the_source_is_opened(name: str, tmp_path: Path) -> None:
-    (tmp_path / "0.txt").write_text("text")
-    pack = gzip.compress if name.endswith(".gz") else bytes
-
-    def opens(content: bytes, **options: str) -> DocumentSource:
-        (tmp_path / name).write_bytes(pack(content))
-        return open_documents(tmp_path, "raise", **options)
-
-    far = b"a" * (FIRST_BYTES - 1)
-    opens(far + "é".encode())  # not cut within a character
-    opens(far + b" \0")  # the reader finds it
-    opens(b"\na\n\0\n", sample_by="line")  # the first document only
-    for content, message in ((far + b"\0", "binary data"), (far + b"\xff", "not UTF-8"), (b"a\xc3", "not UTF-8")):
-        with pytest.raises(ValueError, match=rf"{tmp_path / name}: {message}: "):
-            opens(content)
-    with pytest.raises(ValueError, match=rf"{tmp_path / name}, line 2: binary data: "):
-        opens(b"\n\0\na\n", sample_by="line")
+def test_a_bad_record_among_those_of_the_split_is_an_error_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.txt").write_bytes(b"text \0")
+    with pytest.raises(ValueError, match=rf"{tmp_path / 'b.txt'}: binary data: .*data\.source\.on_bad_row = \"skip\""):
+        open_documents(tmp_path, "raise", validation_paths=())
+    open_documents(tmp_path, "skip", validation_paths=())
 
 
 def test_text_file_that_is_not_utf8(tmp_path: Path, drain: Drain) -> None:
