@@ -29,7 +29,7 @@ from profiling.torch_setup import drivers
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from diffusionlm.evaluation.evaluate import EvaluationResult
+    from diffusionlm.evaluation.validation import EvaluationResult
     from diffusionlm.training.reporting import RunSummary
     from tokenizer import Tokenizer
 

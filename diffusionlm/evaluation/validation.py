@@ -1,4 +1,9 @@
-"""Validation of a training run: the same rows and masks each time, so that results compare."""
+"""Validation of a training run: the same rows and masks each time, so that results compare.
+
+The likelihood bound, bits per byte, accuracy on masked tokens, and n-gram models as baselines for the bound.
+
+Shapes: B rows, L tokens of a row, N masked positions, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from config.train import TrainConfig
 from config.training.parallel import FSDP
-from ddp.map_over_ranks import MapOverRanks
+from ddp.map_over_ranks import SINGLE_PROCESS_MAP, MapOverRanks
 from ddp.process_group import SINGLE_PROCESS, World
+from diffusionlm.data.loader import collate_rows
 from diffusionlm.data.packing import Row, pad_to_longest
 from diffusionlm.data.pipeline import (
     MixtureComponent,
@@ -21,14 +29,27 @@ from diffusionlm.data.pipeline import (
     read_training_tokens,
 )
 from diffusionlm.data.sources.synthetic import SyntheticSource
+from diffusionlm.diffusion.layout import InputLayout
+from diffusionlm.diffusion.noised_batch import CleanBatch
 from diffusionlm.diffusion.objectives import build_layout
-from diffusionlm.evaluation.evaluate import VALIDATION_SEED, EvaluationResult, evaluate
-from diffusionlm.evaluation.ngram import NgramModel, max_order
+from diffusionlm.diffusion.rng import RngStream, keyed_rng
+from diffusionlm.evaluation.nelbo import NelboEstimator
+from diffusionlm.evaluation.statistics import MAX_LOGITS_BYTES, bits_per_byte, count_row_bytes, entropy
 from diffusionlm.models.transformer import Transformer
+from profiling import nvtx
 from tokenizer import Tokenizer
 
+MASKED_FRACTIONS = (0.15, 0.50)
+"""Masked fractions at which the accuracy on masked tokens is measured."""
+VALIDATION_SEED = 0
+"""Rows and masks of a validation do not depend on the run's seed, so that runs compare."""
 MAX_NGRAM_TOKENS = 10_000_000
 """Number of training tokens that the n-gram models count at most."""
+DISCOUNT = 0.75
+"""Subtracted from every count above zero; its probability goes to the shorter context."""
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 
 def read_validation_rows(
@@ -163,3 +184,217 @@ class Validator:
             majority_token=majority_token,
             map_forwards=MapOverRanks(self.world, is_collective=isinstance(self.config.parallel, FSDP)),
         )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Evaluation of rows
+
+
+@dataclass(frozen=True)
+class MaskedTokenAccuracy:
+    """Accuracy on masked held-out tokens, as shares of the masked tokens."""
+
+    fraction: float
+    """Fraction of each row's tokens that is masked."""
+    top1_accuracy: float
+    top5_accuracy: float
+    majority_baseline: float | None
+    """Accuracy of always predicting the most frequent training token."""
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Result of `evaluate`; the fields are keys of summary.json."""
+
+    nats_per_token: float
+    standard_error: float
+    bits_per_byte: float
+    bits_per_byte_standard_error: float
+    unigram_entropy: float
+    """Entropy of the validation tokens' own frequencies, in nats per token."""
+    num_tokens: int
+    num_bytes: int
+    by_masked_fraction: tuple[tuple[float, float, float], ...]
+    """See `NelboReport`."""
+    fills: tuple[MaskedTokenAccuracy, ...]
+    """Empty unless the evaluation is bidirectional."""
+    block_length: int | None
+    """Block length of block diffusion; 1: exact, token by token. None: bidirectional."""
+    num_rows: int
+    eos_padding_nats_per_token: float | None = None
+    """Bound of the EOS padding after an answer, which no other number counts; None: there is none."""
+
+
+def evaluate(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    rows: list[Row],
+    *,
+    num_mc_samples: int,
+    batch_size: int,
+    layout: InputLayout | None = None,
+    majority_token: int | None = None,
+    map_forwards: MapOverRanks = SINGLE_PROCESS_MAP,
+) -> EvaluationResult:
+    """Evaluate rows on a fixed grid of masks.
+
+    Args:
+        rows: validation rows; padding and prompts are not counted.
+        num_mc_samples: masked versions of each row.
+        batch_size: rows per forward.
+        layout: of the forwards. None: bidirectional. Without blocks the result includes the accuracy on masked tokens.
+        majority_token: the most frequent training token, if known.
+        map_forwards: shares the forwards among the ranks.
+
+    Raises:
+        ValueError: no token can be scored, or the model's probabilities are not finite.
+    """
+    batch = collate_rows(rows)
+    layout = layout or InputLayout.from_config(model.config, None)
+    estimator = NelboEstimator.from_batch(layout, batch, num_mc_samples, VALIDATION_SEED, batch_size)
+    report = estimator.build_report(
+        map_forwards(estimator.num_forwards, lambda index: estimator.run_forward(model, index))
+    )
+    tokens = batch.tokens_BL.numpy()[estimator.is_scored_BL]
+    bytes_B = count_row_bytes(tokenizer, batch.tokens_BL.numpy(), estimator.is_scored_BL)
+    bits, bits_error = bits_per_byte(report.row_nats, bytes_B)
+    fills = [
+        measure_masked_token_accuracy(model, layout, batch, fraction, batch_size, majority_token, map_forwards)
+        for fraction in MASKED_FRACTIONS
+        if layout.block_length is None
+    ]
+    return EvaluationResult(
+        nats_per_token=report.nats_per_token,
+        standard_error=report.standard_error,
+        bits_per_byte=bits,
+        bits_per_byte_standard_error=bits_error,
+        unigram_entropy=entropy(np.bincount(tokens)),
+        num_tokens=report.num_tokens,
+        num_bytes=int(bytes_B.sum()),
+        by_masked_fraction=report.by_masked_fraction,
+        fills=tuple(fills),
+        block_length=layout.block_length,
+        num_rows=len(rows),
+        eos_padding_nats_per_token=report.eos_padding_nats_per_token,
+    )
+
+
+@torch.no_grad()
+def measure_masked_token_accuracy(
+    model: Transformer,
+    layout: InputLayout,
+    batch: CleanBatch,
+    fraction: float,
+    batch_size: int,
+    majority_token: int | None,
+    map_forwards: MapOverRanks = SINGLE_PROCESS_MAP,
+) -> MaskedTokenAccuracy:
+    """Mask a fraction of each row's tokens once, and measure top-1 and top-5 accuracy on them. Padding stays visible.
+
+    Args:
+        batch_size: rows per forward; fewer if their logits exceed `MAX_LOGITS_BYTES`.
+    """
+    maskable_BL = layout.maskable(batch)
+    if batch.is_eos_padding_BL is not None:
+        maskable_BL = maskable_BL & ~batch.is_eos_padding_BL.numpy()
+    counts_B = np.ceil(fraction * maskable_BL.sum(axis=1)).astype(np.int64)
+    masked_BL = np.zeros_like(maskable_BL)
+    for row, count in enumerate(counts_B):
+        rng = keyed_rng(VALIDATION_SEED, RngStream.FILL_MASKS, round(1000 * fraction), row)
+        masked_BL[row, rng.permutation(np.flatnonzero(maskable_BL[row]))[:count]] = True
+    row_bytes = 4 * model.config.vocab_size * max(1, int(counts_B.max(initial=0)))
+    batch_size = max(1, min(batch_size, MAX_LOGITS_BYTES // row_bytes))
+
+    def count_hits(index: int) -> tuple[int, int, int, int]:
+        """Numbers of top-1 hits, top-5 hits, majority tokens and masked tokens in one batch of rows."""
+        rows = slice(index * batch_size, (index + 1) * batch_size)
+        noised = layout.build_noised_batch(batch.select(rows), masked_BL[rows], np.ones(masked_BL[rows].shape)).to(
+            model.lm_head.weight.device
+        )
+        with nvtx.annotate("masked accuracy: forward"):
+            logits_NV = model(noised.inputs_BS, pattern=noised.pattern, output_positions=noised.positions_N).float()
+        logits_NV[:, model.config.required_mask_token_id] = float("-inf")
+        is_hit_N5 = logits_NV.topk(min(5, logits_NV.shape[1]), dim=1).indices == noised.targets_N[:, None]
+        num_majority = 0 if majority_token is None else int((noised.targets_N == majority_token).sum())
+        return int(is_hit_N5[:, 0].sum()), int(is_hit_N5.sum()), num_majority, len(noised.targets_N)
+
+    counts = map_forwards(-(-len(maskable_BL) // batch_size), count_hits)
+    top1, top5, majority, total = (sum(column) for column in zip(*counts, strict=True))
+    return MaskedTokenAccuracy(
+        fraction, top1 / total, top5 / total, None if majority_token is None else majority / total
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# n-gram models
+
+
+@dataclass(frozen=True)
+class _OrderCounts:
+    """Counts of the n-grams of one order. Contexts and n-grams are sorted codes of `_encode_ngrams`."""
+
+    contexts: Ints
+    totals_per_context: Floats
+    continuations_per_context: Floats
+    ngrams: Ints
+    counts_per_ngram: Floats
+
+
+class NgramModel:
+    """n-gram model with interpolated absolute discounting (Ney et al. 1994).
+
+    p(w | c) = max(n(cw) - d, 0) / n(c) + d continuations(c) / n(c) p(w | c'), down to unigrams with add-one counts. c'
+    is c without its first token, d is `DISCOUNT`.
+
+    Contexts cross document boundaries; the end-of-text token is one like the others.
+    """
+
+    def __init__(self, tokens: Ints, order: int, vocab_size: int) -> None:
+        self.order, self.vocab_size = order, vocab_size
+        counts = np.bincount(tokens, minlength=vocab_size).astype(np.float64)
+        self.unigram = (counts + 1.0) / (counts.sum() + vocab_size)
+        self._orders = [
+            _count_ngrams(_encode_ngrams(tokens, length, vocab_size), vocab_size) for length in range(2, order + 1)
+        ]
+
+    def probabilities(self, tokens: Ints) -> Floats:
+        """Probability of each token given the up to ``order - 1`` tokens before it."""
+        result: Floats = self.unigram[tokens]
+        for length, order in zip(range(2, self.order + 1), self._orders, strict=True):
+            codes = _encode_ngrams(tokens, length, self.vocab_size)
+            context, has_context = _look_up(order.contexts, codes // self.vocab_size)
+            ngram, has_ngram = _look_up(order.ngrams, codes)
+            total = order.totals_per_context[context]
+            discounted = np.where(has_ngram, order.counts_per_ngram[ngram] - DISCOUNT, 0.0) / total
+            backoff_weight = DISCOUNT * order.continuations_per_context[context] / total
+            shorter = result[length - 1 :]
+            result[length - 1 :] = np.where(has_context, discounted + backoff_weight * shorter, shorter)
+        return result
+
+
+def max_order(vocab_size: int) -> int:
+    """Largest order, up to 4, whose n-gram codes fit into 63 bits."""
+    return min(4, int(63 / np.log2(vocab_size)))
+
+
+def _encode_ngrams(tokens: Ints, length: int, vocab_size: int) -> Ints:
+    """Code of the n-gram that ends at each position from length - 1 on; code // vocab_size is its context's code."""
+    codes = np.zeros(max(0, len(tokens) - length + 1), dtype=np.int64)
+    for offset in range(length):
+        codes = codes * vocab_size + tokens[offset : offset + len(codes)]
+    return codes
+
+
+def _count_ngrams(codes: Ints, vocab_size: int) -> _OrderCounts:
+    ngrams, counts = np.unique(codes, return_counts=True)
+    contexts, starts, continuations = np.unique(ngrams // vocab_size, return_index=True, return_counts=True)
+    totals = np.add.reduceat(counts, starts) if len(starts) else counts
+    return _OrderCounts(
+        contexts, totals.astype(np.float64), continuations.astype(np.float64), ngrams, counts.astype(np.float64)
+    )
+
+
+def _look_up(table: Ints, codes: Ints) -> tuple[Ints, NDArray[np.bool_]]:
+    """Index of each code in a sorted table (any index if it is absent), and whether it is present."""
+    indices = np.minimum(np.searchsorted(table, codes), len(table) - 1)
+    return indices, table[indices] == codes

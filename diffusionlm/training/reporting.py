@@ -16,8 +16,8 @@ from diffusionlm.data.loader import LoaderMetrics
 from diffusionlm.data.pipeline import list_skipped
 from diffusionlm.data.reader import SkipLog
 from diffusionlm.diffusion.noised_batch import NoisedBatch
-from diffusionlm.evaluation.evaluate import EvaluationResult, FillAccuracy
 from diffusionlm.evaluation.tasks.results import format_item_line, to_file_name
+from diffusionlm.evaluation.validation import EvaluationResult, MaskedTokenAccuracy
 from diffusionlm.training.metrics import StepMetrics
 from diffusionlm.training.run import Run, TaskMetrics
 from diffusionlm.training.run_checkpoint import add_final_bound_to_card
@@ -88,7 +88,7 @@ class RunSummary:
 
 def _read_evaluation(values: dict[str, Any]) -> EvaluationResult:
     values = rename_metrics(values)
-    fills = tuple(FillAccuracy(**fill) for fill in values["fills"])
+    fills = tuple(MaskedTokenAccuracy(**fill) for fill in values["fills"])
     curve = tuple(tuple(point) for point in values["by_masked_fraction"])
     return EvaluationResult(**{**values, "fills": fills, "by_masked_fraction": curve})
 

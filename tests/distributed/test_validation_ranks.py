@@ -12,7 +12,7 @@ from ddp.map_over_ranks import SINGLE_PROCESS_MAP, MapOverRanks
 from ddp.process_group import SINGLE_PROCESS, World
 from diffusionlm.data.packing import Row
 from diffusionlm.diffusion.layout import InputLayout
-from diffusionlm.evaluation.evaluate import EvaluationResult, evaluate
+from diffusionlm.evaluation.validation import EvaluationResult, evaluate
 from diffusionlm.models.transformer import Transformer
 from tests.distributed.forked import run_ranks
 from tokenizer import Tokenizer, train_bpe

@@ -35,7 +35,7 @@ ALLOWED_WAITS = {
     "diffusionlm/models/patterns.py:_map_tensors": "documents",
     "diffusionlm/diffusion/noised_batch.py:_map_forward_tensors": "inputs",
     "diffusionlm/evaluation/nelbo.py:compute_masked_nll": "losses",
-    "diffusionlm/evaluation/evaluate.py:count_hits": "hits",
+    "diffusionlm/evaluation/validation.py:count_hits": "hits",
     # in samples
     "diffusionlm/inference/sampling.py:_to_arrays": "predictions: once in a round",
     # in checkpoints

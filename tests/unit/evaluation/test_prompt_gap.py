@@ -14,8 +14,8 @@ import pytest
 from config.eval import EvalConfig
 from diffusionlm.checkpoints.huggingface import save_model
 from diffusionlm.data.packing import Row
-from diffusionlm.evaluation.evaluate import evaluate
 from diffusionlm.evaluation.text_likelihood import evaluate_likelihood, exchange_prompts, open_text
+from diffusionlm.evaluation.validation import evaluate
 from diffusionlm.models.transformer import Transformer
 from tests.unit.data.chat_cases import chat, chat_tokenizer
 from tokenizer import save_tokenizer

@@ -1,7 +1,8 @@
-"""The final table's numbers on cases where they are known."""
+"""Validation: numbers on cases where they are known, and n-gram models against their definition, word by word."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +13,12 @@ import torch
 from diffusionlm.data.loader import collate_rows
 from diffusionlm.data.packing import Row
 from diffusionlm.diffusion.layout import InputLayout
-from diffusionlm.evaluation.evaluate import evaluate, measure_fill_accuracy
 from diffusionlm.evaluation.statistics import entropy
+from diffusionlm.evaluation.validation import DISCOUNT, NgramModel, evaluate, max_order, measure_masked_token_accuracy
 from diffusionlm.models.transformer import Transformer
 from tokenizer import Tokenizer
+
+VOCAB = 7
 
 
 class Constant(torch.nn.Module):
@@ -66,7 +69,7 @@ def test_a_uniform_model_scores_the_logarithm_of_the_vocabulary(
     assert result.unigram_entropy == pytest.approx(entropy(np.bincount(tokens)))
 
 
-def test_fills_are_counted(tiny_model: Callable[..., Transformer], tokenizer: Tokenizer) -> None:
+def test_right_masked_tokens_are_counted(tiny_model: Callable[..., Transformer], tokenizer: Tokenizer) -> None:
     like = tiny_model(vocab_size=tokenizer.vocab_size, mask_token_id=tokenizer.mask_token_id)
     logits = torch.zeros(tokenizer.vocab_size)
     logits[[5, 6, 7, 8, 9]] = torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0])
@@ -75,14 +78,14 @@ def test_fills_are_counted(tiny_model: Callable[..., Transformer], tokenizer: To
     batch = collate_rows([Row(tokens, np.zeros(8, dtype=np.int32), np.ones(8, dtype=np.bool_))] * 4)
     model: Any = Constant(like, logits)
     layout = InputLayout.from_config(like.config, None)
-    all_masked = measure_fill_accuracy(model, layout, batch, 1.0, 3, majority_token=10)
+    all_masked = measure_masked_token_accuracy(model, layout, batch, 1.0, 3, majority_token=10)
     assert (all_masked.top1_accuracy, all_masked.top5_accuracy, all_masked.majority_baseline) == (2 / 8, 6 / 8, 2 / 8)
-    half = measure_fill_accuracy(model, layout, batch, 0.5, 3, majority_token=None)
+    half = measure_masked_token_accuracy(model, layout, batch, 0.5, 3, majority_token=None)
     assert half.majority_baseline is None
-    assert half == measure_fill_accuracy(model, layout, batch, 0.5, 2, majority_token=None)
+    assert half == measure_masked_token_accuracy(model, layout, batch, 0.5, 2, majority_token=None)
 
 
-def test_fills_of_a_forward_have_bounded_logits(
+def test_logits_of_a_forward_are_bounded(
     tiny_model: Callable[..., Transformer], tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A vocabulary of 150,000 and 32 rows of thousands of tokens would take tens of GiB."""
@@ -91,12 +94,53 @@ def test_fills_of_a_forward_have_bounded_logits(
     layout = InputLayout.from_config(model.config, None)
     num_logits: list[int] = []
     model.lm_head.register_forward_hook(lambda _module, _inputs, logits: num_logits.append(logits.numel()))
-    whole = measure_fill_accuracy(model, layout, batch, 0.5, 6, majority_token=None)
-    monkeypatch.setattr("diffusionlm.evaluation.evaluate.MAX_LOGITS_BYTES", 4 * tokenizer.vocab_size * 9)
-    assert measure_fill_accuracy(model, layout, batch, 0.5, 6, majority_token=None) == whole
+    whole = measure_masked_token_accuracy(model, layout, batch, 0.5, 6, majority_token=None)
+    monkeypatch.setattr("diffusionlm.evaluation.validation.MAX_LOGITS_BYTES", 4 * tokenizer.vocab_size * 9)
+    assert measure_masked_token_accuracy(model, layout, batch, 0.5, 6, majority_token=None) == whole
     row = 4 * tokenizer.vocab_size
     assert num_logits == [6 * row, 2 * row, 2 * row, 2 * row]
 
 
 def test_entropy() -> None:
     assert entropy(np.array([1, 0, 1, 2])) == pytest.approx(1.5 * np.log(2))
+
+
+def text(seed: int, length: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, VOCAB - 1, length)
+
+
+def probability(train: list[int], context: tuple[int, ...], word: int) -> float:
+    """The definition, by counting."""
+    if not context:
+        return (train.count(word) + 1) / (len(train) + VOCAB)
+    size = len(context) + 1
+    grams = Counter(tuple(train[i : i + size]) for i in range(len(train) - size + 1))
+    total = sum(count for gram, count in grams.items() if gram[:-1] == context)
+    shorter = probability(train, context[1:], word)
+    if total == 0:
+        return shorter
+    kinds = sum(gram[:-1] == context for gram in grams)
+    return max(grams[(*context, word)] - DISCOUNT, 0) / total + DISCOUNT * kinds / total * shorter
+
+
+@pytest.mark.parametrize("order", [1, 2, 4])
+def test_probabilities_are_the_definition(order: int) -> None:
+    train, held_out = text(0, 200), text(1, 30)
+    held_out[5] = VOCAB - 1  # never seen in training
+    probabilities = NgramModel(train, order, VOCAB).probabilities(held_out)
+    for position, word in enumerate(held_out.tolist()):
+        context = tuple(held_out[max(0, position - order + 1) : position].tolist())
+        assert probabilities[position] == pytest.approx(probability(train.tolist(), context, word), rel=1e-12)
+
+
+def test_probabilities_sum_to_one() -> None:
+    model = NgramModel(text(0, 300), 3, VOCAB)
+    for context in ([0, 1], [5, 5], [6, 6]):
+        total = sum(model.probabilities(np.array([*context, word]))[-1] for word in range(VOCAB))
+        assert total == pytest.approx(1.0, abs=1e-12)
+
+
+def test_numbers_fit_63_bits() -> None:
+    for vocab_size in (2, 2_048, 50_000, 151_936, 2**31):
+        assert vocab_size ** max_order(vocab_size) < 2**63
+    assert max_order(2_048) == 4
