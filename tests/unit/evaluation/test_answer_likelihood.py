@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,31 +15,10 @@ from config.evaluation.likelihood import AnswerLikelihoodConfig
 from diffusionlm.evaluation.likelihood.scoring import OptionScores, OptionsRequest, score_documents
 from diffusionlm.models.patterns import Bidirectional, BlockCausal, Causal
 from diffusionlm.models.transformer import Transformer
+from tests.unit.evaluation.conftest import MASK, VOCAB
 
-MakeModel = Callable[..., Transformer]
-VOCAB, MASK = 6, 5
 CONTEXT = (2, 0, 1)
 SAMPLED = AnswerLikelihoodConfig(max_enumerated_forwards=1, num_mc_samples=24)
-
-
-@pytest.fixture(scope="module")
-def diffusion(tiny_model: MakeModel) -> Transformer:
-    return build(tiny_model)
-
-
-@pytest.fixture(scope="module")
-def shifted(tiny_model: MakeModel) -> Transformer:
-    return build(tiny_model, logit_alignment="shifted")
-
-
-@pytest.fixture(scope="module")
-def autoregressive(tiny_model: MakeModel) -> Transformer:
-    return build(tiny_model, logit_alignment="shifted", mask_token_id=None, block_length=1)
-
-
-def build(tiny_model: MakeModel, **changes: object) -> Transformer:
-    values = {"vocab_size": VOCAB, "mask_token_id": MASK, "eos_token_id": 0, "pad_token_id": 0, **changes}
-    return tiny_model(torch.float64, num_hidden_layers=1, scale=0.5, **values)
 
 
 @torch.no_grad()

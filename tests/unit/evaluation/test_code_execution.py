@@ -23,7 +23,6 @@ from diffusionlm.evaluation.grading.code_execution import (
     probe_isolation,
     run_candidate,
 )
-from diffusionlm.evaluation.tasks.humaneval import humaneval_candidate
 
 MEMORY_BYTES = (192 << 20) + 4096 * os.getpid()
 """A limit that only processes started here have, so that they can be found."""
@@ -190,18 +189,6 @@ def test_setup_and_several_entry_points() -> None:
         setup="def helper(x): return x + 1",
     )
     assert run_candidate(candidate, LIMITS).is_passed
-
-
-def test_an_item_of_humaneval() -> None:
-    prompt = 'def helper(x):\n    return x\n\ndef add(x: int) -> int:\n    """Add one."""\n'
-    test = "def check(candidate):\n    assert candidate(helper(1)) == 2\n"
-    completions = [
-        "    return x + 1\n",
-        "    return x\n",
-        "    pass\n\ndef helper(x): return 9\n\ndef add(x): return 2\n",
-    ]
-    candidates = [humaneval_candidate(prompt, completion, test, "add") for completion in completions]
-    assert [run_candidate(candidate, LIMITS).is_passed for candidate in candidates] == [True, False, True]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -16,23 +15,15 @@ from diffusionlm.evaluation.likelihood.scoring import OptionScores, OptionsReque
 from diffusionlm.evaluation.nelbo import nelbo
 from diffusionlm.inference.generate import generate
 from diffusionlm.models.transformer import Transformer
+from tests.conftest import MakeModel
+from tests.unit.evaluation.conftest import MASK, VOCAB
 
-MakeModel = Callable[..., Transformer]
-VOCAB, MASK = 6, 5
 TEXT = tuple(np.random.default_rng(3).integers(0, 5, 23).tolist())
 
 
 @pytest.fixture(scope="module")
-def models(tiny_model: MakeModel) -> dict[str, Transformer]:
-    def build(**changes: object) -> Transformer:
-        values = {"vocab_size": VOCAB, "mask_token_id": MASK, "eos_token_id": 0, "pad_token_id": 0, **changes}
-        return tiny_model(torch.float64, num_hidden_layers=1, scale=0.5, **values)
-
-    return {
-        "diffusion": build(),
-        "shifted": build(logit_alignment="shifted"),
-        "autoregressive": build(logit_alignment="shifted", mask_token_id=None, block_length=1),
-    }
+def models(diffusion: Transformer, shifted: Transformer, autoregressive: Transformer) -> dict[str, Transformer]:
+    return {"diffusion": diffusion, "shifted": shifted, "autoregressive": autoregressive}
 
 
 def nelbo_of_windows(model: Transformer, prefix: tuple[int, ...], window: int, block_length: int | None) -> float:
