@@ -390,9 +390,3 @@ def test_shorthands_are_overrides(capsys: pytest.CaptureFixture[str], tmp_path: 
 )
 def test_usage_errors(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], model_dir: Path) -> None:
     assert message in failure(capsys, 2, "--model", model_dir, *arguments)
-
-
-def test_a_missing_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert failure(capsys, 2, "--prompt", "a") == (
-        "diffusionlm-infer: error: no model given: add --model DIR, or path to [model] of the config\n"
-    )
