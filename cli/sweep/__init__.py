@@ -53,8 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _read_sweep(arguments: argparse.Namespace) -> Sweep:
-    from cli.sweep.definition import SWEEP_COMMANDS, Sweep
-    from cli.sweep.values import read_settings
+    from cli.sweep.definition import SWEEP_COMMANDS, Sweep, read_settings
 
     settings = read_settings(arguments.settings, SWEEP_COMMANDS[arguments.command].managed_keys)
     has_ranges = any(setting.range is not None for setting in settings)
@@ -109,7 +108,7 @@ def _run_sweep(sweep: Sweep, points: Mapping[str, Mapping[str, str]]) -> int:
 
 
 def _print_dry_run(sweep: Sweep, points: Iterable[Mapping[str, str]]) -> None:
-    from cli.sweep.values import format_values
+    from cli.sweep.definition import format_values
     from logger.pages import Table
     from logger.pages.terminal import print_parts
 

@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cli.sweep.definition import ANSWERS_FILE, REPLAY_FILE, Sweep
+from cli.sweep.definition import ANSWERS_FILE, REPLAY_FILE, Sweep, is_logarithmic, parse_numbers, short_keys
 from cli.sweep.study import SweepRun, importances
-from cli.sweep.values import is_logarithmic, parse_numbers, short_keys
 from files.atomic import write_text_atomic
 from files.json_files import read_text
 from files.toml_text import parse_toml

@@ -21,9 +21,10 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
-from cli.sweep.definition import STUDY_FILE, Sweep
-from cli.sweep.values import (
+from cli.sweep.definition import (
+    STUDY_FILE,
     Setting,
+    Sweep,
     SweepError,
     format_number,
     format_values,

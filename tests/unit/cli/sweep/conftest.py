@@ -16,8 +16,7 @@ import pytest
 
 from cli import child_process
 from cli.sweep import main, runner, study
-from cli.sweep.definition import Sampler, Sweep
-from cli.sweep.values import read_settings
+from cli.sweep.definition import Sampler, Sweep, read_settings
 from tests.tiny_run import REQUIRED_SECTIONS
 
 PROGRAM = """

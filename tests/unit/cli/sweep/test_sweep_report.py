@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 from optuna.distributions import FloatDistribution
 
-from cli.sweep.definition import Sweep
+from cli.sweep.definition import Setting, Sweep
 from cli.sweep.report import build_page, read_inference_result, read_results, read_training_result, write_report
 from cli.sweep.study import SweepRun, importances
-from cli.sweep.values import Setting
 from logger.pages import Chart, Number, Page
 from logger.pages.terminal import render_text
 

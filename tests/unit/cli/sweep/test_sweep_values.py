@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from optuna.distributions import BaseDistribution, FloatDistribution, IntDistribution
 
-from cli.sweep.definition import SWEEP_COMMANDS, Sweep
-from cli.sweep.values import (
+from cli.sweep.definition import (
+    SWEEP_COMMANDS,
+    Sweep,
     SweepError,
     format_number,
     name_run,
