@@ -9,6 +9,7 @@ The scripts need only Python 3.11, so that they run without the project and its 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import re
@@ -18,8 +19,7 @@ import stat
 import subprocess
 import sys
 import time
-import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -29,43 +29,20 @@ import environment
 from host import PROJECT_ROOT, CommandError, ConnectionLostError, Host, connected
 from transfer import describe_tree, fetch, find_path, git, push, resolve_remote_path, send, send_tree
 
-
-@dataclass(frozen=True)
-class Arguments:
-    """The arguments of a recipe: named ones, and words that are passed on."""
-
-    named: dict[str, str]
-    rest: list[str]
-
-    def get(self, name: str, default: str = "") -> str:
-        return self.named.get(name) or default
-
-    def need(self, name: str, example: str) -> str:
-        """Return a required argument."""
-        if not (value := self.get(name)):
-            raise CommandError(f"{name}= is missing: {example}")
-        return value
-
-    def split(self, name: str) -> list[str]:
-        """Split a named argument like a shell, and append the words that are passed on."""
-        try:
-            return [*shlex.split(self.get(name)), *self.rest]
-        except ValueError as error:
-            raise CommandError(f"{name} = {self.get(name)!r}: {error}") from error
+Words = Sequence[str]
 
 
-def bootstrap(host: Host, _: Arguments) -> None:
+def bootstrap(host: Host) -> None:
     host.run("bootstrap")
     send_tree(host)
 
 
-def data(host: Host, arguments: Arguments) -> int:
-    if config := arguments.get("config"):
-        path = send_config(host, config)
-        return host.in_terminal("execute", "diffusionlm-make-data", "--config", path, *arguments.split("extra"))
-    if arguments.split("extra"):
+def send_data(host: Host, path: str = "data", config: str = "", extra: Words = ()) -> int:
+    if config:
+        return host.in_terminal("execute", "diffusionlm-make-data", "--config", send_config(host, config), *extra)
+    if extra:
         raise CommandError("extra= and options are for config=FILE, which makes data there: nothing was sent")
-    source = Path(os.path.normpath(PROJECT_ROOT / arguments.get("path", "data")))  # a link may point anywhere
+    source = Path(os.path.normpath(PROJECT_ROOT / path))  # a link may point anywhere
     if not (source.is_dir() or source.is_file()):
         raise CommandError(
             f"path = {source} is not here: name a file or folder of this tree, or config=FILE makes data there"
@@ -81,12 +58,12 @@ def data(host: Host, arguments: Arguments) -> int:
     return 0
 
 
-def build(host: Host, arguments: Arguments) -> None:
+def build_remote(host: Host, extra: Words = ()) -> None:
     has_key = (PROJECT_ROOT / "env" / "wandb.env").exists()
-    host.run("build", *arguments.split("extra"), *(["--extra", "wandb"] if has_key else []))
+    host.run("build", *extra, *(["--extra", "wandb"] if has_key else []))
 
 
-def send_env(host: Host, _: Arguments) -> None:
+def send_env(host: Host) -> None:
     files = environment.files(PROJECT_ROOT)
     for file in files:
         try:
@@ -104,30 +81,27 @@ def send_env(host: Host, _: Arguments) -> None:
     print(f"sent {len(files)} files to {host.name}:{host.root}/env", flush=True)
 
 
-def train(host: Host, arguments: Arguments) -> None:
-    launch(host, arguments)
+def train(host: Host, config: str, extra: Words = (), command: str = "diffusionlm-train") -> None:
+    start(host, command, send_config(host, config), extra)
 
 
-def launch(host: Host, arguments: Arguments) -> Launch:
-    config = arguments.need("config", "just train config=config/resources/train.toml")
-    return start(host, arguments.get("command", "diffusionlm-train"), config, arguments.split("extra"))
-
-
-def auto_train(host: Host, arguments: Arguments) -> int:
-    config = arguments.need("config", "just auto-train config=config/resources/train.toml")
-    check_run_directory(host, config, arguments.split("extra"))
-    bootstrap(host, arguments)
-    build(host, Arguments({"extra": arguments.get("build")}, []))
-    if "data" in arguments.named or (PROJECT_ROOT / "data").is_dir():
-        data(host, Arguments({"path": arguments.get("data", "data")}, []))
-    send_env(host, arguments)
-    launched = launch(host, arguments)
+def auto_train(
+    host: Host, config: str, extra: Words = (), command: str = "diffusionlm-train", data: str = "", build: Words = ()
+) -> int:
+    bootstrap(host)
+    build_remote(host, build)
+    if data or (PROJECT_ROOT / "data").is_dir():
+        send_data(host, data or "data")
+    send_env(host)
+    path = send_config(host, config)
+    check_run_directory(host, host.run("run_directory", command, "--config", path, *extra, capture=True))
+    launched = start(host, command, path, extra)
     code = follow(host, launched.name)
     print(f"the run ended with exit code {code}", flush=True)
-    path = launched.directory
-    rest = f"the rest of {path} is there (just fetch any_file={shlex.quote(path)} brings it)"
+    directory = launched.directory
+    rest = f"the rest of {directory} is there (just fetch any_file={shlex.quote(directory)} brings it)"
     try:
-        host.retry(lambda: fetch(host, path, linked_only=True), rest)
+        host.retry(lambda: fetch(host, directory, linked_only=True), rest)
     except ConnectionLostError:
         raise
     except CommandError as error:  # a run that failed early may have no files
@@ -136,8 +110,8 @@ def auto_train(host: Host, arguments: Arguments) -> int:
     return code
 
 
-def infer(host: Host, arguments: Arguments) -> int:
-    words = arguments.split("args")
+def infer(host: Host, command: str = "diffusionlm-infer", args: Words = ()) -> int:
+    words = list(args)
     for index, word in enumerate(words):
         name, equals, value = word.partition("=")
         # Messages go to stderr, because stdout belongs to the remote command.
@@ -146,14 +120,13 @@ def infer(host: Host, arguments: Arguments) -> int:
                 words[index] = f"--config={send_config(host, value)}"
             elif index and words[index - 1] == "--config":
                 words[index] = send_config(host, word)
-    return host.in_terminal("execute", arguments.get("command", "diffusionlm-infer"), *words)
+    return host.in_terminal("execute", command, *words)
 
 
-def kill(host: Host, arguments: Arguments) -> None:
-    seconds = arguments.get("wait", "120")
-    if not seconds.isdecimal():
-        raise CommandError(f"wait = {seconds!r} is no number of seconds")
-    host.run("stop", int(seconds))
+def kill(host: Host, wait: str = "120") -> None:
+    if not wait.isdecimal():
+        raise CommandError(f"wait = {wait!r} is no number of seconds")
+    host.run("stop", int(wait))
 
 
 # --- runs
@@ -168,16 +141,14 @@ class Launch:
     code: int | None = None
 
 
-def start(host: Host, command: str, config: str, extra: list[str]) -> Launch:
-    """Check the config on the remote machine and start the training in tmux.
+def start(host: Host, command: str, config: str, extra: Words) -> Launch:
+    """Check the config, a path on the remote machine, and start the training in tmux.
 
     Raises:
-        CommandError: the config is missing or invalid, or a session exists already.
+        CommandError: the config is invalid, or a session exists already.
     """
-    path = send_config(host, config)
-    name, directory, *_ = host.run("start", describe_tree(), command, "--config", path, *extra, capture=True).split(
-        "\n"
-    )
+    output = host.run("start", describe_tree(), command, "--config", config, *extra, capture=True)
+    name, directory, *_ = output.split("\n")
     print(f"{command} runs in tmux session {host.session} on {host.name}; its run directory is {directory}")
     print("just follow-train or just attach-train shows it, just kill-train ends it", flush=True)
     return Launch(name, directory)
@@ -243,48 +214,41 @@ def read_launch(host: Host, name: str = "") -> Launch:
     return Launch(name, directory, int(code) if code else None)
 
 
-def format_runs_table(host: Host) -> str:
-    """Format a table of the runs on the remote machine."""
+def list_runs(host: Host) -> None:
+    """Print a table of the runs on the remote machine."""
     fields = host.run("runs", capture=True).split("\0")[:-1]
     rows = [("run", "step", "loss", "bound", "newest checkpoint", "written")]
     for folder, written, newest, metrics, summary in zip(*[iter(fields)] * 5, strict=True):
-        records = [parse_record(line) for line in metrics.splitlines()]
-        steps = [step for record in records if (step := find_number(record, "step")) is not None]
-        losses = [loss for record in records if (loss := find_number(record, "metrics", "loss")) is not None]
-        bound = find_number(parse_record(summary), "evaluation", "nats_per_token")
-        numbers = ["-" if value is None else f"{value:.4f}" for value in (losses[-1] if losses else None, bound)]
+        lines = metrics.splitlines()
+        steps = [step for line in lines if (step := find_number(line, "step")) is not None]
+        losses = [loss for line in lines if (loss := find_number(line, "metrics", "loss")) is not None]
+        numbers = (losses[-1] if losses else None, find_number(summary, "evaluation", "nats_per_token"))
+        last_loss, bound = ("-" if value is None else f"{value:.4f}" for value in numbers)
         written_at = time.strftime("%Y-%m-%d %H:%M", time.localtime(int(written)))
-        rows.append((folder, str(max(steps, default=0)), numbers[0], numbers[1], newest or "-", written_at))
+        rows.append((folder, f"{max(steps, default=0):.0f}", last_loss, bound, newest or "-", written_at))
     if len(rows) == 1:
-        return f"{host.name}:{host.root} has no runs yet: just train config=FILE"
+        print(f"{host.name}:{host.root} has no runs yet: just train config=FILE")
+        return
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    print("\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows))
 
 
-def parse_record(line: str) -> Any:
-    """Parse JSON; None if it is invalid, because the last line may be truncated."""
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError:
-        return None
+def find_number(line: str, *names: str) -> float | None:
+    """Return a nested number of a JSON object; None if there is none, or if the text is cut off."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        record = json.loads(line)
+        for name in names:
+            record = record[name]
+        return float(record)
+    return None
 
 
-def find_number(record: Any, *names: str) -> float | None:
-    """Return a nested number of a record, or None."""
-    for name in names:
-        record = record.get(name) if isinstance(record, dict) else None
-    return record if isinstance(record, float | int) else None
-
-
-def check_run_directory(host: Host, config: str, extra: list[str]) -> None:
+def check_run_directory(host: Host, directory: str) -> None:
     """Check that the run that is fetched at the end does not replace another one.
 
     Raises:
         CommandError: its directory exists here and not there.
     """
-    directory = run_directory(config, extra)
-    if not directory:
-        return
     path, folder = resolve_remote_path(host, directory)
     if folder.is_dir() and any(folder.iterdir()) and find_path(host, path) == ["nothing"]:
         raise CommandError(
@@ -294,75 +258,47 @@ def check_run_directory(host: Host, config: str, extra: list[str]) -> None:
         )
 
 
-def run_directory(config: str, extra: list[str]) -> str:
-    """Read ``run.directory`` from the config and the options; empty if it cannot be determined locally."""
-    directory = ""
-    # The config may exist only on the remote machine, or be invalid, which the remote command reports.
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        directory = tomllib.loads((PROJECT_ROOT / config).read_text(encoding="utf-8"))["run"]["directory"]
-    for before, word in zip(["", *extra], extra, strict=False):
-        key, equals, value = word.removeprefix("--set=").partition("=")
-        if equals and key.strip() == "run.directory" and (before == "--set" or word.startswith("--set=")):
-            directory = value.strip().strip("\"'")
-    is_plain = isinstance(directory, str) and not directory.startswith("~") and ".." not in directory.split("/")
-    return directory if is_plain else ""
-
-
 # --- the command line
 
-
-@dataclass(frozen=True)
-class Recipe:
-    """A recipe: its function, its named arguments, and whether options are passed on."""
-
-    run: Callable[[Host, Arguments], int | None]
-    names: tuple[str, ...] = ()
-    options: bool = False
-
-    def usage(self, recipe: str) -> str:
-        """The help text of the recipe."""
-        words = [*(f"[{name}=...]" for name in self.names), *(["[--option ...]"] if self.options else [])]
-        return (
-            f"usage: {' '.join(['just', recipe, *words])}\n\njust --list says what it does, docs/operate.md shows it."
-        )
-
-
-COMMANDS = {
-    "bootstrap-remote": Recipe(bootstrap),
-    "data-remote": Recipe(data, ("path", "config", "extra"), options=True),
-    "build-remote": Recipe(build, ("extra",), options=True),
-    "sync-env": Recipe(send_env),
-    "train": Recipe(train, ("config", "extra", "command"), options=True),
-    "auto-train": Recipe(auto_train, ("config", "extra", "command", "data", "build"), options=True),
-    "infer": Recipe(infer, ("command", "args"), options=True),
-    "fetch": Recipe(
-        lambda host, arguments: fetch(host, arguments.need("any_file", "just fetch runs/a")), ("any_file",)
-    ),
-    "kill-train": Recipe(kill, ("wait",)),
-    "status": Recipe(lambda host, _: host.in_terminal("status")),
-    "list-runs": Recipe(lambda host, _: print(format_runs_table(host))),
-    "nvitop": Recipe(lambda host, arguments: host.in_terminal("nvitop", *arguments.rest), options=True),
-    "attach-train": Recipe(lambda host, _: host.in_terminal("attach")),
-    "follow-train": Recipe(lambda host, _: follow(host, read_launch(host).name)),
+RECIPES: dict[str, Callable[..., int | None]] = {
+    "bootstrap-remote": bootstrap,
+    "data-remote": send_data,
+    "build-remote": build_remote,
+    "sync-env": send_env,
+    "train": train,
+    "auto-train": auto_train,
+    "infer": infer,
+    "fetch": lambda host, any_file: fetch(host, any_file),
+    "kill-train": kill,
+    "status": lambda host: host.in_terminal("status"),
+    "list-runs": list_runs,
+    "nvitop": lambda host, args=(): host.in_terminal("nvitop", *args),
+    "attach-train": lambda host: host.in_terminal("attach"),
+    "follow-train": lambda host: follow(host, read_launch(host).name),
 }
-"""Recipes by name; the name of the first argument may be left out."""
+"""Recipes by name. Their parameters are the arguments; those that are tuples are split as by a shell."""
 
 
-def parse_arguments(words: list[str], command: Recipe) -> Arguments:
-    """Parse the words of a command.
+def parse_arguments(recipe: str, words: list[str]) -> dict[str, Any]:
+    """Parse the words of a recipe: the name of its first argument may be left out, and words from the first that begins
+    with a dash on belong to its first argument that is split.
 
     Raises:
-        CommandError: a word is neither an argument nor an option that is passed on.
+        CommandError: a word is neither an argument nor an option, or an argument is missing.
     """
-    named: dict[str, str] = {}
-    names = command.names
+    parameters = list(inspect.signature(RECIPES[recipe]).parameters.values())[1:]
+    named: dict[str, Any] = {}
+    names = [parameter.name for parameter in parameters]
+    split = [parameter.name for parameter in parameters if parameter.default == ()]
     known_names = ", ".join(f"{name}=" for name in names) or "none"
+    options: list[str] = []
     for index, word in enumerate(words):
-        if word.startswith("-"):
-            if not command.options:
-                raise CommandError(f"{word} is not an option: there are none here, and these arguments: {known_names}")
-            return Arguments(named, words[index + (word == "--") :])
         name, equals, value = word.partition("=")
+        if word.startswith("-"):
+            if not split:
+                raise CommandError(f"{word} is not an option: there are none here, and these arguments: {known_names}")
+            options = words[index + (word == "--") :]
+            break
         if equals and name in names:
             named[name] = value
         elif index == 0 and names and not re.match(r"\w+=", word):
@@ -371,7 +307,24 @@ def parse_arguments(words: list[str], command: Recipe) -> Arguments:
             raise CommandError(
                 f"{word!r} is not an argument here (there are: {known_names}); options begin with a dash"
             )
-    return Arguments(named, [])
+    named = {name: value for name, value in named.items() if value}
+    for name in split:
+        try:
+            named[name] = [*shlex.split(named.get(name, "")), *(options if name == split[0] else [])]
+        except ValueError as error:
+            raise CommandError(f"{name} = {named[name]!r}: {error}") from error
+    for parameter in parameters:
+        if parameter.default is parameter.empty and parameter.name not in named:
+            raise CommandError(f"{parameter.name}= is missing: just {recipe} {parameter.name}=...")
+    return named
+
+
+def format_usage(recipe: str) -> str:
+    """The help text of a recipe."""
+    parameters = list(inspect.signature(RECIPES[recipe]).parameters.values())[1:]
+    words = [f"[{parameter.name}=...]" for parameter in parameters]
+    words += ["[--option ...]"] if any(parameter.default == () for parameter in parameters) else []
+    return f"usage: {' '.join(['just', recipe, *words])}\n\njust --list says what it does, docs/operate.md shows it."
 
 
 def exit_on_signal(number: int, _: FrameType | None) -> None:
@@ -384,23 +337,19 @@ def exit_on_signal(number: int, _: FrameType | None) -> None:
 def main(words: list[str]) -> int:
     """Run a command. Returns its exit code, 2 for a user error or 255 for a lost connection."""
     recipe, *words = words or [""]
-    if recipe not in COMMANDS:
-        print(
-            f"usage: python scripts/remote COMMAND [name=value ...]; commands: {', '.join(COMMANDS)}", file=sys.stderr
-        )
+    if recipe not in RECIPES:
+        print(f"usage: python scripts/remote COMMAND [name=value ...]; commands: {', '.join(RECIPES)}", file=sys.stderr)
         return 2
-    command = COMMANDS[recipe]
-    # After other words, --help may be an option that is passed on.
-    if {"-h", "--help"} & set(words[:1] if command.options else words):
-        print(command.usage(recipe))
+    if {"-h", "--help"} & set(words[:1]):  # after other words it may be an option that is passed on
+        print(format_usage(recipe))
         return 0
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # ignored under nohup
             signal.signal(number, exit_on_signal)
     try:
-        arguments = parse_arguments(words, command)
+        arguments = parse_arguments(recipe, words)
         with connected(os.environ) as host:
-            return command.run(host, arguments) or 0
+            return RECIPES[recipe](host, **arguments) or 0
     except (CommandError, OSError) as error:
         if str(error):
             print(f"{recipe}: error: {error}", file=sys.stderr)

@@ -173,10 +173,20 @@ refuse_another() {
         fail "the training of $root runs in tmux session $its, not in $session: set REMOTE_SESSION=$its"
 }
 
+# The run directory of a training command, whose config is checked.
+run_directory() {
+    local settings directory
+    settings=$(execute "$@" --print-config) || exit
+    directory=$(.venv/bin/python -c 'import sys, tomllib
+print(tomllib.load(sys.stdin.buffer).get("run", {}).get("directory", ""))' <<<"$settings")
+    [[ -n $directory ]] || fail "command = $1 has no run.directory, so it is no training: just infer executes it"
+    printf '%s' "$directory"
+}
+
 # Check a config and start its training in tmux; prints the name of the launch and the run directory, a line each.
 # Arguments: the description of the sender's tree; the command and its arguments.
 start() {
-    local tree=$1 program=$2 tenth folder sent_tree settings directory launch message
+    local tree=$1 program=$2 tenth folder sent_tree directory launch message
     shift 2
     have tmux || fail "tmux is not there: run just bootstrap-remote"
     # One start after the other: what is found out here holds until the session is there.
@@ -193,10 +203,7 @@ nothing of $root: REMOTE_SESSION=NAME trains in another"
     sent_tree=$(cat .remote/tree 2>/dev/null || true)
     [[ ${sent_tree##*(files } == "${tree##*(files }" ]] ||
         echo "the tree on $HOSTNAME is not that from here ($tree): just bootstrap-remote sends it" >&2
-    settings=$(execute "$program" "$@" --print-config)
-    directory=$(.venv/bin/python -c 'import sys, tomllib
-print(tomllib.load(sys.stdin.buffer).get("run", {}).get("directory", ""))' <<<"$settings")
-    [[ -n $directory ]] || fail "command = $program has no run.directory, so it is no training: just infer executes it"
+    directory=$(run_directory "$program" "$@")
 
     launch=$(mktemp -d ".remote/launches/$(date +%Y%m%d-%H%M%S)-XXX")
     printf '%s\0' "$program" "$@" >"$launch/command"

@@ -133,6 +133,18 @@ def test_each_gpu_has_its_line(stubbed: Remote) -> None:
     stand_in.unlink()
 
 
+def test_auto_train_does_not_begin_what_would_replace_a_run_of_this_machine(stubbed: Remote) -> None:
+    metrics = stubbed.tree / "runs" / "stub" / "metrics.jsonl"
+    metrics.parent.mkdir(parents=True)
+    metrics.write_text("{}", encoding="utf-8")
+    done = stubbed.just("auto-train", *stub())
+    assert done.returncode == 2
+    assert "run.directory = runs/stub is here already" in done.stderr
+    assert "just fetch any_file=runs/stub" in done.stderr
+    assert stubbed.sessions() == "" and not (stubbed.root / "runs" / "stub").exists()
+    shutil.rmtree(metrics.parent)
+
+
 def test_auto_train_ends_as_the_run_does(stubbed: Remote) -> None:
     weights = random.Random(0).randbytes(2_000_000)
     (stubbed.root / "runs" / "stub").mkdir()

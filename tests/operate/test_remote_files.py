@@ -199,21 +199,6 @@ def test_local_files_are_preserved_by_a_fetch(ready: Remote, folder: Path) -> No
     assert len(kept_here(ready)) == 3
 
 
-def test_auto_train_does_not_begin_what_would_replace_a_run_of_this_machine(ready: Remote) -> None:
-    metrics = ready.tree / "runs" / "mine" / "metrics.jsonl"
-    metrics.parent.mkdir(parents=True)
-    metrics.write_text("{}", encoding="utf-8")
-    before = (ready.root / ".remote" / "tree").stat().st_mtime_ns
-    line = ready.fails("auto-train", "tiny.toml", "--set", "run.directory=runs/mine")
-    assert "run.directory = runs/mine" in line
-    assert "just fetch any_file=runs/mine" in line
-    (ready.tree / "runs" / "a tiny one").mkdir()
-    (ready.tree / "runs" / "a tiny one" / "anything").touch()
-    assert "run.directory = runs/a tiny one" in ready.fails("auto-train", "tiny.toml")
-    assert (ready.root / ".remote" / "tree").stat().st_mtime_ns == before
-    shutil.rmtree(ready.tree / "runs")
-
-
 def test_fetch_of_an_active_run_copies_complete_files(ready: Remote, folder: Path) -> None:
     for name in ("first", ".lock", "steps/2.tmp-old/model", "summary.json.tmp-0123abcd", "later", "of theirs.tmp-x"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
