@@ -12,7 +12,7 @@ import contextlib
 import functools
 import json
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,21 +84,22 @@ class CellResult:
 
     cell: BenchCell
     counts: DecodingCounts
-    seconds: list[float]
-    speed_over_first: str
-    """Speed over the first cell of the batch size, within rounds."""
-    speed_over_peer: str | None
-    """Speed over autoregressive decoding of the same batch, within rounds; None without a peer."""
+    times: Comparison
+    """Of all cells, and of the peer."""
     peak_bytes: int | None
 
     @property
     def latency(self) -> float:
         """Seconds of the median call."""
-        return statistics.median(self.seconds)
+        return self.times.median(self.cell.label)
 
     @property
     def latency_quartiles(self) -> list[float]:
-        return statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return statistics.quantiles(self.times.seconds[self.cell.label], n=4, method="inclusive")
+
+    def speed_over(self, label: str) -> str:
+        """Speed over another call, within rounds."""
+        return "1" if label == self.cell.label else self.times.speedup(self.cell.label, label).format_ratio()
 
     def to_json(self) -> dict[str, Any]:
         """All measurements, and the rates that follow from them."""
@@ -110,7 +111,7 @@ class CellResult:
             "cache": generation.cache,
             "generation": generation.model_dump(mode="json", exclude_none=True),
             **vars(self.counts),
-            "seconds": self.seconds,
+            "seconds": self.times.seconds[self.cell.label],
             "latency_quartiles": self.latency_quartiles,
             "tokens_per_second": self.counts.new_tokens / self.latency,
             "forwards_per_second": self.counts.forwards / self.latency,
@@ -249,7 +250,7 @@ def bench_infer(config: BenchInferConfig) -> Page:
     for index, cell in enumerate(cells if config.bench.memory else []):
         print_message(f"memory {index + 1}/{len(cells)}: {cell.label}")
         peaks[index] = measure_peak(config, cell)
-    results = _build_results(cells, counts, times, peaks)
+    results = [CellResult(cell, counts[cell.label], times, peak) for cell, peak in zip(cells, peaks, strict=True)]
     facts |= {label: f"{work[label] / times.median(label):,.1f} tok/s" for label in calls if label not in counts}
     if path is not None:
         record = {
@@ -259,21 +260,6 @@ def bench_infer(config: BenchInferConfig) -> Page:
         }
         write_text_atomic(path, json.dumps(record, indent=2) + "\n")
     return make_report("Decoding", [build_table(results), METHOD], facts)
-
-
-def _build_results(
-    cells: Sequence[BenchCell],
-    counts: Mapping[str, DecodingCounts],
-    times: Comparison,
-    peaks: Sequence[int | None],
-) -> list[CellResult]:
-    results = []
-    for cell, peak in zip(cells, peaks, strict=True):
-        seconds, peer = times.seconds[cell.label], _peer_label(cell.batch_size)
-        over_first = _speed_over_first(cells, cell, times)
-        over_peer = times.speedup(cell.label, peer).format_ratio() if peer in times.seconds else None
-        results.append(CellResult(cell, counts[cell.label], seconds, over_first, over_peer, peak))
-    return results
 
 
 def _peer_label(batch_size: int) -> str:
@@ -321,13 +307,9 @@ def _describe_conditions(config: BenchInferConfig, model: Transformer) -> dict[s
     }
 
 
-def _speed_over_first(cells: Sequence[BenchCell], cell: BenchCell, times: Comparison) -> str:
-    first = next(other for other in cells if other.batch_size == cell.batch_size)
-    return "1" if first is cell else times.speedup(cell.label, first.label).format_ratio()
-
-
 def build_table(results: Sequence[CellResult]) -> Table:
     """One row per cell; that of memory only if it was measured."""
+    first = {result.cell.batch_size: result.cell.label for result in reversed(results)}
     columns: dict[str, Callable[[CellResult], str]] = {
         "strategy": lambda result: result.cell.strategy,
         "block": lambda result: str(result.cell.generation.block_length or "all"),
@@ -335,13 +317,13 @@ def build_table(results: Sequence[CellResult]) -> Table:
         "batch": lambda result: str(result.cell.batch_size),
         "latency, s": lambda result: "{1:.3f} [{0:.3f}, {2:.3f}]".format(*result.latency_quartiles),
         "tok/s": lambda result: f"{result.counts.new_tokens / result.latency:,.1f}",
-        "over the first": lambda result: result.speed_over_first,
+        "over the first": lambda result: result.speed_over(first[result.cell.batch_size]),
         "forwards": lambda result: f"{result.counts.forwards:,}",
         "forwards/s": lambda result: f"{result.counts.forwards / result.latency:,.1f}",
         "tok/forward": lambda result: f"{result.counts.tokens_per_forward:.2f}",
     }
-    if results[0].speed_over_peer is not None:
-        columns[f"over {PEER}"] = lambda result: str(result.speed_over_peer)
+    if _peer_label(results[0].cell.batch_size) in results[0].times.seconds:
+        columns[f"over {PEER}"] = lambda result: result.speed_over(_peer_label(result.cell.batch_size))
     if results[0].peak_bytes is not None:
         columns["peak"] = lambda result: f"{(result.peak_bytes or 0) / MEBIBYTE:,.1f} MiB"
     return make_table(list(columns), [[cell(result) for cell in columns.values()] for result in results])

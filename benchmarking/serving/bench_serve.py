@@ -13,7 +13,7 @@ from typing import Any
 import httpx2
 
 from benchmarking.serving.load import AnswerCheck, Clock, LoadClient, LoadResult, Send, check_answers, run_load
-from benchmarking.serving.summary import LoadSummary, ServerCounts, parse_counts, summarize
+from benchmarking.serving.summary import LoadSummary, compare_counts, parse_counts, summarize
 from benchmarking.serving.workload import LoadRequest, arrival_times, build_requests
 from config.bench.serve import BenchServeConfig, ServerSection
 from files.atomic import write_text_atomic
@@ -86,7 +86,7 @@ async def _bench(
             arrivals=None if load.rate is None else arrival_times(load.rate, len(bodies), config.requests.seed),
             on_progress=meter.set,
         )
-        counts = (await _read_counts(client, server)).since(before)
+        counts = compare_counts(before, await _read_counts(client, server))
         meter.begin("requests alone", "requests")
         check = await check_answers(
             send, bodies, result.records, max_requests=config.check.max_requests, on_progress=meter.set
@@ -153,13 +153,13 @@ async def _warm_up(send: Send, bodies: Sequence[Mapping[str, Any]], meter: Progr
         meter.set(done)
 
 
-async def _read_counts(client: httpx2.AsyncClient, server: ServerSection) -> ServerCounts:
-    """The server's own counters; without values if it has no such page."""
+async def _read_counts(client: httpx2.AsyncClient, server: ServerSection) -> dict[str, float]:
+    """The server's own counters; none if it has no such page."""
     try:
         response = await client.get(server.url.removesuffix("/v1") + "/metrics")
     except httpx2.HTTPError:
-        return ServerCounts()
-    return parse_counts(response.text) if response.status_code == 200 else ServerCounts()
+        return {}
+    return parse_counts(response.text) if response.status_code == 200 else {}
 
 
 def _find_problems(config: BenchServeConfig, result: LoadResult, check: AnswerCheck) -> list[str]:

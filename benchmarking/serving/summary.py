@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -25,97 +26,56 @@ LATENCY_NAMES = {
 
 
 COUNTERS = {
-    "num_forwards": "diffusionlm:forwards_total",
-    "num_request_steps": "diffusionlm:request_steps_total",
-    "model_seconds": "diffusionlm:model_seconds_total",
-    "busy_seconds": "diffusionlm:busy_seconds_total",
-    "new_tokens": "vllm:generation_tokens_total",
-    "num_preemptions": "vllm:num_preemptions_total",
-    "num_prefix_queries": "vllm:prefix_cache_queries_total",
-    "num_prefix_hits": "vllm:prefix_cache_hits_total",
+    "diffusionlm:forwards_total": "num_forwards",
+    "diffusionlm:request_steps_total": "num_request_steps",
+    "diffusionlm:model_seconds_total": "model_seconds",
+    "diffusionlm:busy_seconds_total": "busy_seconds",
+    "vllm:generation_tokens_total": "new_tokens",
+    "vllm:num_preemptions_total": "num_preemptions",
+    "vllm:prefix_cache_queries_total": "num_prefix_queries",
+    "vllm:prefix_cache_hits_total": "num_prefix_hits",
 }
-"""Field of `ServerCounts` -> name of the metric."""
+"""Metric of a server -> its name here. A forward takes a decoding step of each request that it decodes; the model's
+seconds are those of forwards and sampling, the busy ones those with work."""
+RATIOS = {
+    "tokens_per_forward": ("new_tokens", "num_forwards"),
+    "tokens_per_step": ("new_tokens", "num_request_steps"),
+    "model_share": ("model_seconds", "busy_seconds"),
+    "prefix_hit_share": ("num_prefix_hits", "num_prefix_queries"),
+}
+SERVER_ROWS = {
+    "num_forwards": ("forwards", ",.0f"),
+    "tokens_per_forward": ("tokens per forward, all requests", ".2f"),
+    "tokens_per_step": ("tokens per forward of a request", ".2f"),
+    "host_share": ("host share of the time with work", ".1%"),
+    "num_preemptions": ("preemptions", ",.0f"),
+    "prefix_hit_share": ("prompt tokens from the prefix cache", ".1%"),
+}
 
 
-@dataclass(frozen=True)
-class ServerCounts:
-    """Counters of a server, or their growth; None: the server does not have this one."""
-
-    num_forwards: float | None = None
-    num_request_steps: float | None = None
-    """Decoding steps of requests: a forward takes one of each request that it decodes."""
-    model_seconds: float | None = None
-    """Time of forwards and of sampling."""
-    busy_seconds: float | None = None
-    """Time in which there was work."""
-    new_tokens: float | None = None
-    num_preemptions: float | None = None
-    num_prefix_queries: float | None = None
-    num_prefix_hits: float | None = None
-
-    def since(self, earlier: ServerCounts) -> ServerCounts:
-        """The growth of each counter."""
-        return ServerCounts(
-            **{name: _subtract(getattr(self, name), getattr(earlier, name)) for name in COUNTERS},
-        )
-
-    @property
-    def tokens_per_forward(self) -> float | None:
-        """New tokens of all requests for each forward."""
-        return _divide(self.new_tokens, self.num_forwards)
-
-    @property
-    def tokens_per_step(self) -> float | None:
-        """New tokens of a request for each forward that decodes it."""
-        return _divide(self.new_tokens, self.num_request_steps)
-
-    @property
-    def host_share(self) -> float | None:
-        """Share of the time with work in which the model did not run."""
-        share = _divide(self.model_seconds, self.busy_seconds)
-        return None if share is None else 1.0 - share
-
-    @property
-    def prefix_hit_share(self) -> float | None:
-        """Share of the tokens of prompts that were in the prefix cache."""
-        return _divide(self.num_prefix_hits, self.num_prefix_queries)
-
-
-def parse_counts(text: str) -> ServerCounts:
-    """Read the counters from a page of metrics, summed over their labels. Other lines are ignored."""
+def parse_counts(text: str) -> dict[str, float]:
+    """Read the counters that a server has from its page of metrics, summed over their labels."""
     sums: dict[str, float] = {}
     for line in text.splitlines():
         name, _, rest = line.partition("{" if "{" in line else " ")
-        try:
-            sums[name] = sums.get(name, 0.0) + float(rest.rpartition("}")[2].split()[0])
-        except (ValueError, IndexError):
-            continue
-    return ServerCounts(**{field: sums.get(name) for field, name in COUNTERS.items()})
+        if name in COUNTERS:
+            with suppress(ValueError, IndexError):
+                value = float(rest.rpartition("}")[2].split()[0])
+                sums[COUNTERS[name]] = sums.get(COUNTERS[name], 0.0) + value
+    return sums
 
 
-def format_counts(counts: ServerCounts) -> Mapping[str, str]:
-    """Names and values of what follows from the counters, for a table."""
-    values = {
-        "forwards": _format(counts.num_forwards, ",.0f"),
-        "tokens per forward, all requests": _format(counts.tokens_per_forward, ".2f"),
-        "tokens per forward of a request": _format(counts.tokens_per_step, ".2f"),
-        "host share of the time with work": _format(counts.host_share, ".1%"),
-        "preemptions": _format(counts.num_preemptions, ",.0f"),
-        "prompt tokens from the prefix cache": _format(counts.prefix_hit_share, ".1%"),
+def compare_counts(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """The growth of each counter, and the ratios that follow from it."""
+    growth = {name: after[name] - before[name] for name in after if name in before}
+    ratios = {
+        name: growth[above] / growth[below]
+        for name, (above, below) in RATIOS.items()
+        if above in growth and growth.get(below)
     }
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _subtract(value: float | None, earlier: float | None) -> float | None:
-    return None if value is None or earlier is None else value - earlier
-
-
-def _divide(value: float | None, by: float | None) -> float | None:
-    return None if value is None or not by else value / by
-
-
-def _format(value: float | None, form: str) -> str | None:
-    return None if value is None else format(value, form)
+    if "model_share" in ratios:
+        ratios["host_share"] = 1.0 - ratios.pop("model_share")
+    return growth | ratios
 
 
 @dataclass(frozen=True)
@@ -166,23 +126,22 @@ class LoadSummary:
     """Key of `LATENCY_NAMES` -> mean and percentiles over all complete requests; only what they have."""
     num_good: int | None
     """None: there are no limits."""
-    server: ServerCounts
+    server: Mapping[str, float]
+    """What the server counted, and ratios of it; only what it has."""
     check: AnswerCheck
 
     def to_json(self) -> dict[str, Any]:
         """All results, and the rates that follow from them."""
-        server = self.server
         return asdict(self) | {
             "requests_per_second": self.num_complete / self.seconds,
             "tokens_per_second": self.new_tokens / self.seconds,
             "goodput_per_second": None if self.num_good is None else self.num_good / self.seconds,
-            "tokens_per_forward": server.tokens_per_forward,
-            "tokens_per_step": server.tokens_per_step,
-            "host_share": server.host_share,
         }
 
 
-def summarize(result: LoadResult, limits: GoodputSection, server: ServerCounts, check: AnswerCheck) -> LoadSummary:
+def summarize(
+    result: LoadResult, limits: GoodputSection, server: Mapping[str, float], check: AnswerCheck
+) -> LoadSummary:
     """Compute the results of a load test."""
     complete = [record for record in result.records if record.is_complete]
     prompt_tokens = [record.prompt_tokens for record in complete]
@@ -220,7 +179,11 @@ def format_summary(model: str, summary: LoadSummary, limits: GoodputSection) -> 
         named = [f"{name} <= {limit:g} ms" for name, limit in limits.model_dump().items() if limit is not None]
         share = f"{summary.num_good / summary.seconds:,.3f}/s, {summary.num_good / summary.num_requests:.1%}"
         rows.append([f"good requests ({', '.join(named)})", share])
-    rows += [[name, value] for name, value in format_counts(summary.server).items()]
+    rows += [
+        [label, format(summary.server[name], style)]
+        for name, (label, style) in SERVER_ROWS.items()
+        if name in summary.server
+    ]
     if summary.check.num_checked:
         share = f"{summary.check.num_equal:,} of {summary.check.num_checked:,}"
         rows.append(["answers equal to those alone", share])

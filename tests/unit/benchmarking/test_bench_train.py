@@ -62,7 +62,7 @@ def test_the_shipped_config_is_what_the_docs_say() -> None:
         ("bench.precisions=[float32,float32]", "bench.precisions: 'float32' is given twice"),
         ("shapes.1.name=vocabulary 4,096", "shapes.name: 'vocabulary 4,096' is given twice"),
         ("bench.objectives=[next_token,next_token]", "bench.objectives: 'next_token' is given twice"),
-        ("bench.objectives=[diffusion]", "masked_diffusion"),
+        ('bench.objectives=["diffusion"]', "masked_diffusion"),
         ("bench.block_length=257", "bench.block_length = 257"),
         ("shapes.0.shape=qwen3-8b", "qwen3-8b"),
         ("shapes.0.num_key_value_heads=3", "num_attention_heads = 4 must be a multiple of num_key_value_heads = 3"),

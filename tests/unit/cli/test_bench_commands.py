@@ -8,7 +8,7 @@ import pytest
 
 from benchmarking.serving.bench_serve import BenchServeResult
 from benchmarking.serving.load import AnswerCheck, LoadResult, RequestRecord
-from benchmarking.serving.summary import ServerCounts, summarize
+from benchmarking.serving.summary import summarize
 from cli.commands import COMMANDS
 from config.bench.serve import BenchServeConfig
 
@@ -45,7 +45,7 @@ def test_tables_are_printed_before_the_error(
 ) -> None:
     config = BenchServeConfig()
     result = LoadResult([RequestRecord(0.0, [0.5, 1.0], 1.0, "ab", "stop", 3, 4)], 0.0, 2.0, 1)
-    summary = summarize(result, config.goodput, ServerCounts(), AnswerCheck(0, [0], []))
+    summary = summarize(result, config.goodput, {}, AnswerCheck(0, [0], []))
     monkeypatch.setattr(
         "benchmarking.serving.bench_serve.bench_serve", lambda _: BenchServeResult("tiny", summary, ["one differs"])
     )
