@@ -34,6 +34,21 @@ _INITS_OF_THE_SAME_BASE = (True, False, "gaussian", "eva", "orthogonal")
 """Initial values that leave the base as it is. PEFT changes it for the others."""
 
 
+_OPTIONS: dict[str, tuple[str, object]] = {
+    "rank": ("r", 8),
+    "alpha": ("lora_alpha", 8),
+    "dropout": ("lora_dropout", 0.0),
+    "targets": ("target_modules", ""),
+    "exclude": ("exclude_modules", []),
+    "rank_patterns": ("rank_pattern", {}),
+    "alpha_patterns": ("alpha_pattern", {}),
+    "rslora": ("use_rslora", False),
+    "dora": ("use_dora", False),
+}
+"""Option -> its key in the file, and the value if the file has none."""
+_NULLABLE = ("targets", "exclude", "rank_patterns", "alpha_patterns")
+
+
 def resolve_adapter_directory(path: Path) -> Path:
     """Find the directory with adapter_config.json: the path itself, or the newest checkpoint of a run directory.
 
@@ -70,50 +85,24 @@ def read_adapter_config(path: Path) -> LoraConfig:
             f"init_lora_weights = {json.dumps(init)} changes the base: save the adapter in PEFT with "
             "path_initial_model_for_weight_conversion"
         )
-    exclude = values.get("exclude_modules") or []
-    if isinstance(exclude, str):
+    if values.get("exclude_modules") and isinstance(values["exclude_modules"], str):
         problems.append("exclude_modules is a regular expression, which is not supported: list the names")
     if problems:
         raise ValueError(f"{path}: {join_problems(problems)}")
     try:
-        return LoraConfig.model_validate(
-            {
-                "rank": values.get("r", 8),
-                "alpha": values.get("lora_alpha", 8),
-                "dropout": values.get("lora_dropout", 0.0),
-                "targets": values.get("target_modules") or "",
-                "exclude": exclude,
-                "rank_patterns": values.get("rank_pattern") or {},
-                "alpha_patterns": values.get("alpha_pattern") or {},
-                "rslora": values.get("use_rslora", False),
-                "dora": values.get("use_dora", False),
-                **_read_trained_rows(values.get("trainable_token_indices"), path),
-            }
-        )
+        options = {option: values.get(key, default) for option, (key, default) in _OPTIONS.items()}
+        options |= {option: options[option] or _OPTIONS[option][1] for option in _NULLABLE}
+        return LoraConfig.model_validate(options | _read_trained_rows(values.get("trainable_token_indices"), path))
     except ValidationError as error:
         details = [f"{_key_of(problem['loc'])}: {problem['msg']}" for problem in error.errors()]
         raise ValueError(f"{path}: {join_problems(details)}") from error
 
 
-_KEYS = {
-    "rank": "r",
-    "alpha": "lora_alpha",
-    "dropout": "lora_dropout",
-    "targets": "target_modules",
-    "exclude": "exclude_modules",
-    "rank_patterns": "rank_pattern",
-    "alpha_patterns": "alpha_pattern",
-    "rslora": "use_rslora",
-    "dora": "use_dora",
-    "trainable_tokens": "trainable_token_indices",
-}
-"""Option -> its key in the file."""
-
-
 def _key_of(location: tuple[int | str, ...]) -> str:
     """The key in the file, of the place of an error in the options."""
     option, *rest = location or ("",)
-    return ".".join(map(str, [_KEYS.get(str(option), option), *rest]))
+    key = "trainable_token_indices" if option == "trainable_tokens" else _OPTIONS.get(str(option), (option,))[0]
+    return ".".join(map(str, [key, *rest]))
 
 
 def _read_trained_rows(value: object, path: Path) -> dict[str, Any]:

@@ -102,14 +102,14 @@ def _errors_name(path: Path) -> Iterator[None]:
 
 
 def _check_tensors(model: Transformer, tensors: Mapping[str, Tensor], directory: Path) -> None:
-    problems = _find_mismatches({name: value.shape for name, value in stored_adapter_tensors(model)}, tensors)
+    problems = _find_mismatches({name: value.shape for name, _, value in _list_adapter_tensors(model)}, tensors)
     if problems:
         raise ValueError(f"{directory / ADAPTER_WEIGHTS} does not fit the model: {join_problems(problems)}")
 
 
 @torch.no_grad()
 def _copy_tensors(model: Transformer, tensors: Mapping[str, Tensor]) -> None:
-    for name, parameter in stored_adapter_tensors(model):
+    for name, _, parameter in _list_adapter_tensors(model):
         parameter.copy_(tensors[name])
 
 
@@ -207,11 +207,6 @@ def stored_module_names(model: Transformer) -> dict[str, str]:
     }
 
 
-def stored_adapter_tensors(model: Transformer) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of a model's adapter by their names in a PEFT file."""
-    return ((stored_name, parameter) for stored_name, _, parameter in _list_adapter_tensors(model))
-
-
 def _list_adapter_tensors(model: Transformer) -> Iterator[tuple[str, str, nn.Parameter]]:
     """Name in a PEFT file, name in the model and parameter of each tensor of the adapter."""
     family = get_family(model.config)
@@ -302,10 +297,7 @@ def _whole(value: float) -> int | float:
 
 
 def _check_base(directory: Path, stored: BaseFingerprint, fingerprint: BaseFingerprint) -> None:
-    """
-    Raises:
-        ValueError: the adapter of a directory was trained on a base with another fingerprint; names its tensors.
-    """
+    """Raise a ValueError with names of tensors if an adapter was trained on a base with another fingerprint."""
     difference = stored.find_difference(fingerprint)
     if difference is not None:
         raise ValueError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -120,21 +119,17 @@ def list_tensors(directory: Path) -> dict[str, TensorInfo]:
     """
     tensors: dict[str, TensorInfo] = {}
     for path in list_safetensors_files(directory):
-        for info in _read_headers(path):
+        try:
+            with safe_open(path, framework="pt") as file:
+                slices = {name: file.get_slice(name) for name in list(file.keys())}
+                infos = [TensorInfo(n, tuple(s.get_shape()), str(s.get_dtype()), path.name) for n, s in slices.items()]
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{path}: cannot be read as safetensors: {error}") from error
+        for info in infos:
             if info.name in tensors:
                 raise ValueError(f"{directory}: {info.name} is in {tensors[info.name].file} and in {info.file}")
             tensors[info.name] = info
     return tensors
-
-
-def _read_headers(path: Path) -> Iterator[TensorInfo]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (not a dictionary)
-                tensor = file.get_slice(name)
-                yield TensorInfo(name, tuple(tensor.get_shape()), str(tensor.get_dtype()), path.name)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path}: cannot be read as safetensors: {error}") from error
 
 
 def _compare_values(a: Path, b: Path, pair: TensorPair) -> TensorPair:

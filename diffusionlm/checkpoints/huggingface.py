@@ -29,12 +29,7 @@ from diffusionlm.models.transformer import Transformer
 from profiling.torch_setup import select_device, select_dtype
 from tokenizer import Tokenizer, save_tokenizer
 
-DTYPES = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
 
 
 def load_model(

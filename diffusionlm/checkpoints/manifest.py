@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -13,6 +12,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from files.atomic import sync_to_disk, temporary_path
+from files.hashing import hash_file
 from files.json_files import read_json_object
 from files.output_paths import UNWRITABLE
 
@@ -53,7 +53,9 @@ def make_manifest_entries(folder: Path, files: Collection[Path]) -> ManifestEntr
     """Fsync files of a folder and return their manifest entries."""
     for path in files:
         sync_to_disk(path)
-    return {path.relative_to(folder).as_posix(): _make_entry(path) for path in files}
+    return {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": hash_file(path)} for path in files
+    }
 
 
 def publish_directory(tmp_path: Path, target: Path, entries: ManifestEntries) -> None:
@@ -115,18 +117,6 @@ def verify_directory(
         if file.stat().st_size != size:
             raise ValueError(f"{file} has {file.stat().st_size} bytes instead of {size} ({MANIFEST})")
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        for (file, (_, expected_sum)), checksum in zip(files.items(), pool.map(_compute_checksum, files), strict=True):
+        for (file, (_, expected_sum)), checksum in zip(files.items(), pool.map(hash_file, files), strict=True):
             if checksum != expected_sum:
                 raise ValueError(f"{file} is damaged: its SHA-256 differs from the one in {MANIFEST}")
-
-
-def _make_entry(path: Path) -> dict[str, str | int]:
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _compute_checksum(path: Path) -> str:
-    try:
-        return str(_make_entry(path)["sha256"])
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from config.generation import DEFAULT_NEW_TOKENS
 from config.model import ModelConfig
-from diffusionlm.checkpoints.manifest import MANIFEST, ManifestEntries, format_manifest, make_manifest_entries
+from diffusionlm.checkpoints.manifest import MANIFEST, format_manifest, make_manifest_entries
 from diffusionlm.families.family import SLIDING
 from diffusionlm.families.hub import describe_origin
 from diffusionlm.families.registry import get_family
@@ -119,12 +119,9 @@ def update_training_section(folder: Path, training: CardTraining) -> None:
         raise ValueError(f"{folder / MANIFEST}: damaged manifest: {error!r}") from error
     if section is None:
         raise ValueError(f"{folder / CARD_FILE} has no {TRAINING_HEADING!r}")
-    _write_manifest(folder, entries)
+    write_text_atomic(folder / MANIFEST, format_manifest(entries))
     write_text_atomic(folder / CARD_FILE, card.replace(section, _training_section(training).strip(), 1))
-    _write_manifest(folder, entries | make_manifest_entries(folder, [folder / CARD_FILE]))
-
-
-def _write_manifest(folder: Path, entries: ManifestEntries) -> None:
+    entries |= make_manifest_entries(folder, [folder / CARD_FILE])
     write_text_atomic(folder / MANIFEST, format_manifest(entries))
 
 

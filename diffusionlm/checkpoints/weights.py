@@ -15,9 +15,10 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -229,13 +230,13 @@ def _split_stacked_experts(entry: StoredTensor) -> Iterator[tuple[str, StoredTen
     size = num_rows // len(kinds)
     for expert in range(num_experts):
         for index, kind in enumerate(kinds):
-            read = _make_slice_reader(entry, expert, slice(index * size, (index + 1) * size))
+            read = functools.partial(_read_slice, entry, expert, slice(index * size, (index + 1) * size))
             parameter = f"{match['stem']}.{expert}.{kind}.weight"
             yield parameter, StoredTensor(entry.file, entry.stored_name, (size, num_columns), read)
 
 
-def _make_slice_reader(entry: StoredTensor, expert: int, rows: slice) -> Callable[[], Tensor]:
-    return lambda: entry.read()[expert, rows]
+def _read_slice(entry: StoredTensor, expert: int, rows: slice) -> Tensor:
+    return entry.read()[expert, rows]
 
 
 def _find_mismatches(parameters: dict[str, nn.Parameter], entries: dict[str, StoredTensor]) -> list[str]:
@@ -280,14 +281,10 @@ def parse_byte_size(size: int | str) -> int:
     Raises:
         ValueError: it is not a positive size.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i)?B)?", str(size).strip(), re.IGNORECASE)
-    num_bytes = 0
-    if match:
-        power = "KMGT".index(match[2].upper()) + 1 if match[2] else 0
-        num_bytes = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
-    if num_bytes <= 0:
-        raise ValueError(f'max_shard_size = {size!r} must be a number of bytes, or a size such as "5GB"')
-    return num_bytes
+    try:
+        return TypeAdapter(Annotated[ByteSize, Field(gt=0)]).validate_python(size)
+    except ValidationError:
+        raise ValueError(f'max_shard_size = {size!r} must be a number of bytes, or a size such as "5GB"') from None
 
 
 def save_weights(tensors: dict[str, Tensor], directory: Path, max_shard_size: int | str = "5GB") -> list[Path]:
