@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -47,14 +48,6 @@ def test_resumes_at_every_position(list_reader: ListReader, check_resuming: Drai
         return shuffle_windows(inner, 3, seed=3, stream=RngStream.SEQUENCE_ORDER) if is_chained else inner
 
     assert sorted(check_resuming(make, epoch=2)) == list(range(23))
-
-
-def test_positions_in_any_order(list_reader: ListReader, drain: Drain) -> None:
-    shuffle = shuffle_windows(list_reader(list(range(23))), 5, seed=3, stream=RngStream.DOCUMENT_ORDER)
-    epochs = [drain(shuffle, epoch=epoch) for epoch in range(2)]
-    for epoch, count in [(1, 7), (0, 7), (1, 2), (0, 21), (0, 3)]:
-        _, position = shuffle.read(epoch, None, count)
-        assert drain(shuffle, (4,), epoch=epoch, position=position) == epochs[epoch][count:]
 
 
 class RecordingTransform:
@@ -136,15 +129,8 @@ def test_first_documents_of_empty_sources_and_texts(list_reader: ListReader) -> 
     assert list(read_first_documents(list_reader(["\ud800", "b"]), 4)) == ["\ud800", "b"]
 
 
-def test_first_documents_read_no_more_than_needed(list_reader: ListReader) -> None:
+def test_first_documents_read_no_more_than_needed(list_reader: ListReader, monkeypatch: pytest.MonkeyPatch) -> None:
     reader = list_reader(["ab"] * 1000)
-    read = reader.read
-    limits: list[int] = []
-
-    def record_limit(epoch: int, position: Any, limit: int) -> Any:
-        limits.append(limit)
-        return read(epoch, position, limit)
-
-    reader.read = record_limit
+    monkeypatch.setattr(reader, "read", Mock(wraps=reader.read))
     assert len(list(read_first_documents(reader, 20))) == 10
-    assert len(limits) == 1
+    assert reader.read.call_count == 1

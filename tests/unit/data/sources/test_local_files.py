@@ -220,14 +220,6 @@ def test_documents_of_a_text_file(
     assert drain(open_documents(path, sample_by=sample_by), (1,)) == expected
 
 
-def test_positions_in_any_order(tmp_path: Path) -> None:
-    source = open_documents(write(tmp_path / "data", TEXTS, "jsonl", ""))
-    first, position = source.read(0, None, 5)
-    source.read(0, position, 9)
-    assert source.read(0, position, 3)[0] == TEXTS[5:8]
-    assert source.read(0, None, 5) == (first, position)
-
-
 def test_continuing_does_not_open_the_file_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(tmp_path / "data", TEXTS[:30], "jsonl", ".gz")
     source = open_documents(folder)

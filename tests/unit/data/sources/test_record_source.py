@@ -107,19 +107,15 @@ def test_raise_names_key_file_line_and_remedy(case: Case, tmp_path: Path, drain:
     assert source.skipped == {}
 
 
-def test_skip_leaves_a_record_out_and_counts_it_once(case: Case, tmp_path: Path, drain: Drain) -> None:
-    source = open_documents(case.write(tmp_path), "skip", **case.options)
+@pytest.mark.parametrize("policy", ["skip", "replace"])
+def test_a_bad_record_is_left_out_or_repaired_and_counted_once(
+    case: Case, policy: str, tmp_path: Path, drain: Drain
+) -> None:
+    source = open_documents(case.write(tmp_path), policy, **case.options)
+    repaired = [case.repaired_text] if case.repaired_text is not None and policy == "replace" else []
     for epoch in (0, 0, 1):
-        assert drain(source, (1,), epoch=epoch) == ["a", "b"]
-        assert source.skipped == {case.reason: 1}
-
-
-def test_replace_repairs_records(case: Case, tmp_path: Path, drain: Drain) -> None:
-    source = open_documents(case.write(tmp_path), "replace", **case.options)
-    middle = [] if case.repaired_text is None else [case.repaired_text]
-    for epoch in (0, 0, 1):
-        assert drain(source, (1,), epoch=epoch) == ["a", *middle, "b"]
-        assert source.skipped == {case.reason if case.repaired_text is None else f"mended: {case.reason}": 1}
+        assert drain(source, (1,), epoch=epoch) == ["a", *repaired, "b"]
+        assert source.skipped == {f"mended: {case.reason}" if repaired else case.reason: 1}
 
 
 @pytest.mark.parametrize("policy", ["skip", "replace"])
