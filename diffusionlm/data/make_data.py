@@ -10,8 +10,6 @@ import contextlib
 import os
 import re
 import shutil
-import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from itertools import chain
@@ -116,7 +114,7 @@ def make_data(config: MakeDataConfig, log: Log, on_progress: OnProgress | None =
             raise ValueError(f"output.directory = {directory} cannot be written: {error.strerror}") from error
         if (directory / INDEX_FILE).is_file():
             return _check_complete(config, sources, provided_tokenizer, log)
-        with _protect_write(directory):
+        with _explain_write_errors(directory):
             progress = _load_or_create_progress(config, sources, provided_tokenizer)
         job = _MakeDataJob(config, sources, progress, log, on_progress)
         try:
@@ -127,11 +125,8 @@ def make_data(config: MakeDataConfig, log: Log, on_progress: OnProgress | None =
 
 
 @contextlib.contextmanager
-def _protect_write(directory: Path) -> Iterator[None]:
-    """Delay Ctrl-C until the block ends, so that no unknown file is left behind, and name the directory in errors."""
-    pending: list[int] = []
-    is_main = threading.current_thread() is threading.main_thread()  # only this thread is interrupted
-    previous = signal.signal(signal.SIGINT, lambda number, _frame: pending.append(number)) if is_main else None
+def _explain_write_errors(directory: Path) -> Iterator[None]:
+    """Name the directory and its free space in the errors of writing to it."""
     try:
         yield
     except OSError as error:
@@ -140,11 +135,6 @@ def _protect_write(directory: Path) -> Iterator[None]:
             f"output.directory = {directory} could not be written: {error.strerror or error} ({free_mib:,.0f} MiB are "
             "free there). Finished shards are kept: free some space, and repeat the command"
         ) from error
-    finally:
-        if is_main:
-            signal.signal(signal.SIGINT, previous)
-        if pending:
-            signal.raise_signal(signal.SIGINT)
 
 
 def _check_complete(
@@ -298,7 +288,7 @@ class _MakeDataJob:
             config=self._progress.config,
             splits={split: state.index for split, state in self._progress.splits.items()},
         )
-        with _protect_write(self._directory):
+        with _explain_write_errors(self._directory):
             for split_index in index.splits.values():
                 check_sizes(self._directory, split_index)
             write_text_atomic(self._directory / INDEX_FILE, index.model_dump_json(indent=1) + "\n")
@@ -321,7 +311,7 @@ class _MakeDataJob:
                 f"tokenizer.path = {self._config.tokenizer.path}: the tokenizer has no end-of-text token, which "
                 "ends documents; name one in its tokenizer_config.json"
             )
-        with _protect_write(self._directory):
+        with _explain_write_errors(self._directory):
             shutil.rmtree(partial_path(folder), ignore_errors=True)
             save_tokenizer(tokenizer, partial_path(folder))
             sync_to_disk(partial_path(folder))
@@ -343,7 +333,7 @@ class _MakeDataJob:
             while not is_done:
                 start = position
                 chunk, position = documents.read(0, start, CHUNK_DOCUMENTS)
-                with _protect_write(self._directory):
+                with _explain_write_errors(self._directory):
                     if chunk:
                         index, size = len(self._progress.splits[split].index.shards), self._config.output.shard_tokens
                         shard = shard or ShardWriter(self._directory, split, index, dtype, size)
