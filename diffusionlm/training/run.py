@@ -21,7 +21,7 @@ from diffusionlm.data.reader import read_first_documents
 from diffusionlm.data.shards import ShardDocuments
 from diffusionlm.diffusion.objectives import build_objective, find_nelbo_deviation
 from diffusionlm.diffusion.preference_reference import PreferenceReference
-from diffusionlm.evaluation.tasks.live_evaluation import LiveEvaluation
+from diffusionlm.evaluation.tasks.evaluation import LiveEvaluation
 from diffusionlm.evaluation.validation import Validator
 from diffusionlm.models.lora import start_values
 from diffusionlm.models.transformer import Transformer

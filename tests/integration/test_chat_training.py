@@ -20,7 +20,7 @@ from config.training.validation import SamplesConfig
 from diffusionlm import generate, load_model, load_tokenizer
 from diffusionlm.checkpoints.model_files import read_model_description
 from diffusionlm.data.pipeline import build_row_reader, open_components
-from diffusionlm.evaluation.tasks.live_evaluation import LiveEvaluation
+from diffusionlm.evaluation.tasks.evaluation import LiveEvaluation
 from diffusionlm.evaluation.text_likelihood import evaluate_likelihood, open_text
 from diffusionlm.inference.request_builder import RequestBuilder
 from diffusionlm.inference.settings import resolve_settings

@@ -14,7 +14,7 @@ from config.evaluation.in_training import TrainingEvaluationConfig
 from config.load import load_config
 from config.train import TrainConfig
 from ddp.process_group import World
-from diffusionlm.evaluation.tasks.live_evaluation import LiveEvaluation, TaskOutcome
+from diffusionlm.evaluation.tasks.evaluation import LiveEvaluation, TaskOutcome
 from diffusionlm.evaluation.tasks.results import MetricValue, read_items
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
