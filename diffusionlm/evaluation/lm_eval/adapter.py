@@ -73,6 +73,7 @@ class DiffusionLM(LM):  # type: ignore[misc]
             arguments["device"] = _read_device(str(arguments["device"]))
         self.config = LmEvalConfig.model_validate(nest_arguments(arguments))
         self.world = _find_world()
+        self._rank, self._world_size = self.world.rank, self.world.size
         if (model is None) == (self.config.model.path is None) or (model is None) != (tokenizer is None):
             raise ValueError("name the model as path=DIR, or pass both a loaded model and its tokenizer")
         if model is None or tokenizer is None:
@@ -218,14 +219,6 @@ class DiffusionLM(LM):  # type: ignore[misc]
     def max_length(self) -> int:
         """Tokens of the model's context."""
         return self.runner.max_length
-
-    @property
-    def rank(self) -> int:
-        return self.world.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.world.size
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Concatenate the ranks' tensors, of which scalars become elements."""
