@@ -25,8 +25,7 @@ from config.base import (
     TupleOf,
 )
 from config.dump import list_differences, to_toml
-from config.load import ConfigError, json_schema, load_config
-from files.toml_text import find_key_lines
+from config.load import ConfigError, find_key_lines, json_schema, load_config
 
 
 class Source(Section):
@@ -422,6 +421,18 @@ last = 1"""
         f"a.{key}": line
         for key, line in {"b": 12, "b.x.y": 13, "b.x.y.z": 13, "b.c": 14, "e": 15, "e.0": 15, "e.0.k": 16}.items()
     } | {"a.e.0.f": 17, "a.e.0.f.0": 17, "a.e.0.f.0.m": 18, "a.e.1": 19, "a.e.1.g": 20, "a.e.1.g.k": 21}
+
+
+@pytest.mark.parametrize("piece", ["x", '\\"', "x\\n", "'", "''", " # ", "[", "a.b = "])
+def test_lines_after_strings_of_any_contents(piece: str) -> None:
+    text = f'a = "{piece}"\nb = """\n{piece}\n"""\n'
+    if "'" not in piece:
+        text += f"c = '{piece}'\nd = '''\n{piece}'''\n"
+    tomllib.loads(text)
+    lines = find_key_lines(text)
+    assert {key: line for (key, *_), line in lines.items()} == {"a": 1, "b": 2} | (
+        {} if "'" in piece else {"c": 5, "d": 6}
+    )
 
 
 class TestDump:
