@@ -18,6 +18,7 @@ from config.finetune.pipeline import PipelineConfig, StageConfig
 from config.infer import InferConfig
 from config.load import validate_config
 from config.model import Architecture
+from config.spellings import read_key
 from config.train import TrainConfig
 from config.training.parallel import SingleProcess
 from diffusionlm.families.model_directory import read_model_config, resolve_model_directory
@@ -228,7 +229,7 @@ def _merge_stage_settings(settings: StageConfig, kind: StageKindOptions, common:
     """
     for values, place in ((settings.settings, "settings"), (common, f"common.{kind.common}")):
         for key in kind.managed_keys:
-            if get_value(values, key) is not None:
+            if read_key(values, key) is not None:
                 remedy = 'name the model in "from"' if key == kind.model_key else "remove it"
                 raise ValueError(f"{place}.{key} is set by the pipeline: {remedy}")
     file_values = {} if settings.config is None else read_toml(settings.config)[1]
@@ -250,14 +251,6 @@ def merge_tables(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, A
     return merged
 
 
-def get_value(values: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a dotted key; None: it is not set."""
-    node: Any = values
-    for part in key.split("."):
-        node = node.get(part) if isinstance(node, Mapping) else None
-    return node
-
-
 def with_value(values: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
     """Return a copy with another value of a dotted key.
 
@@ -274,7 +267,7 @@ def with_value(values: Mapping[str, Any], key: str, value: Any) -> dict[str, Any
 def without_key(values: Mapping[str, Any], key: str) -> dict[str, Any]:
     """Return a copy without a dotted key."""
     first, _, rest = key.partition(".")
-    if get_value(values, key) is None:
+    if read_key(values, key) is None:
         return dict(values)
     others = {name: value for name, value in values.items() if name != first}
     return {**others, first: without_key(values[first], rest)} if rest else others

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from cli.sweep.definition import ANSWERS_FILE, REPLAY_FILE, Sweep, is_logarithmic, parse_numbers, short_keys
 from cli.sweep.study import SweepRun, importances
+from config.spellings import read_key
 from files.atomic import write_text_atomic
 from files.json_files import read_text
 from files.toml_text import parse_toml
@@ -214,9 +215,7 @@ def _read_values(sweep: Sweep, run: SweepRun, keys: Sequence[str]) -> dict[str, 
         config = {}
     values = {}
     for key in keys:
-        node: Any = config
-        for part in key.split("."):
-            node = node.get(part) if isinstance(node, dict) else None
+        node = read_key(config, key)
         text = "none" if node is None else node if isinstance(node, str) else json.dumps(node)
         values[key] = run.values.get(key, text)
     return values
