@@ -41,6 +41,14 @@ from logger.pages import (
     tabulate_settings,
 )
 
+_ResultColumn = tuple[Column, list[Cell]]
+MAX_VARIANTS_FOR_ALL_PAIRS = 5
+"""Of more variants, each is compared with the first only, and by the main rule only."""
+MAX_EXAMPLES = 10
+"""Items that are shown of each group."""
+MAX_ANSWERS = 4
+"""Variants whose answers to an item are shown."""
+
 
 @dataclass(frozen=True)
 class ReportedVariant:
@@ -177,9 +185,6 @@ def _differences_of_data(task: ReportedTask) -> list[str]:
     ]
 
 
-_ResultColumn = tuple[Column, list[Cell]]
-
-
 def build_page(report: TaskReport) -> Page:
     """Build the page of one evaluation, or of several compared."""
     sections: dict[str, list[Part]] = {}
@@ -263,16 +268,6 @@ def _describe_origin(command: str, software: dict[str, str]) -> str:
 
 def _plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'s' * (count != 1)}"
-
-
-MAX_VARIANTS_FOR_ALL_PAIRS = 5
-"""Of more variants, each is compared with the first only, and by the main rule only."""
-
-MAX_EXAMPLES = 10
-"""Items that are shown of each group."""
-
-MAX_ANSWERS = 4
-"""Variants whose answers to an item are shown."""
 
 
 def compare_pairs(task: ReportedTask) -> list[Table]:

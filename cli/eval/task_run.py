@@ -35,6 +35,11 @@ from logger.pages.terminal import print_parts
 REPORT_FILE = "report.html"
 
 
+SECTIONS = ("prompt", "generation", "likelihood")
+"""Sections of a task that variants may change."""
+MAX_VARIANTS = 200
+
+
 def run_tasks(name: str, config: EvalConfig, argv: Sequence[str] | None) -> None:
     """Evaluate the tasks, and print the results.
 
@@ -80,11 +85,6 @@ def _print_results(config: EvalConfig, directory: Path, report: TaskReport) -> N
         print(text)
     else:
         print_parts(summarize(report))
-
-
-SECTIONS = ("prompt", "generation", "likelihood")
-"""Sections of a task that variants may change."""
-MAX_VARIANTS = 200
 
 
 def resolve_variants(config: EvalConfig) -> list[Variant]:

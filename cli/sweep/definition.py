@@ -30,6 +30,13 @@ _COMPARED_BY_BYTES = ("tokenizer.", "model.init_from")
 _ANY_DIRECTORY = Path("run")
 
 
+_NAME_LENGTH = 96
+_UNSAFE = re.compile(r"[^a-z0-9_.+-]+", re.IGNORECASE)
+_NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)"
+_RANGE = re.compile(rf"(log:)?{_NUMBER}\.\.{_NUMBER}(?::{_NUMBER})?")
+_QUOTED = re.compile(r'"(?:\\.|[^"\\])*"|\'[^\']*\'')
+
+
 @dataclass(frozen=True)
 class SweepCommand:
     """A command that a sweep can run."""
@@ -181,13 +188,6 @@ def _format_problems(problems: Mapping[str, list[str]], count: int) -> str:
         lines.append(f"{where}:\n  {problem}")
     invalid = sum(map(len, problems.values()))
     return "\n".join([f"{invalid} of {count} runs have an invalid config; nothing was started", *lines])
-
-
-_NAME_LENGTH = 96
-_UNSAFE = re.compile(r"[^a-z0-9_.+-]+", re.IGNORECASE)
-_NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)"
-_RANGE = re.compile(rf"(log:)?{_NUMBER}\.\.{_NUMBER}(?::{_NUMBER})?")
-_QUOTED = re.compile(r'"(?:\\.|[^"\\])*"|\'[^\']*\'')
 
 
 class SweepError(UsageError):

@@ -62,6 +62,13 @@ INFER_COLUMNS = {
 """Columns of the table by measurement."""
 
 
+PAGE = "sweep.html"
+JSON_LINES = "sweep.jsonl"
+MAX_CURVES = 8
+"""Loss curves on the page: of the first runs of the table."""
+_OTHER_ROWS = ("data.", "validation.")
+
+
 @dataclass(frozen=True)
 class RunResult:
     """Numbers and texts of a run; those that do not exist yet are missing."""
@@ -146,12 +153,6 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
             with contextlib.suppress(ValueError):
                 values.append(json.loads(line))
     return [value for value in values if isinstance(value, dict)]
-
-
-PAGE, JSON_LINES = "sweep.html", "sweep.jsonl"
-MAX_CURVES = 8
-"""Loss curves on the page: of the first runs of the table."""
-_OTHER_ROWS = ("data.", "validation.")
 
 
 @dataclass(frozen=True)
