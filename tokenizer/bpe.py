@@ -225,7 +225,7 @@ class Tokenizer:
         """
         if not allow_special:
             return self._encode_words(self._normalize(text))
-        return self._encode_with_special(text)
+        return self.encode_marked(text, "")
 
     def mark_control_tokens(self, text: str, marker: str) -> str:
         """Insert `marker`, a character that occurs nowhere, into every special token that is not visible, so that
@@ -260,6 +260,7 @@ class Tokenizer:
         """Encode a text with special tokens, except those that `mark_control_tokens` has marked.
 
         Args:
+            marker: the character of `mark_control_tokens`; "": nothing is marked.
             is_continuation: the text follows another one. It matters only where a tokenizer adds a space before texts.
             encoded_pieces: tokens of pieces between special tokens, which texts with the same pieces share.
         """
@@ -272,19 +273,12 @@ class Tokenizer:
             ids += special
         return ids
 
-    def _encode_with_special(self, text: str) -> list[int]:
-        ids: list[int] = []
-        for piece, special in self._early.split_text(text):
-            ids += self._encode_piece(piece)
-            ids += special
-        return ids
-
-    def _encode_piece(self, piece: str, marker: str | None = None) -> list[int]:
+    def _encode_piece(self, piece: str, marker: str) -> list[int]:
         """Encode text between special tokens that are found before normalization."""
         ids: list[int] = []
         for part, special in self._late.split_text(self._normalize(piece)):
             # Normalized again, because a marker may have separated a letter and its accent.
-            ids += self._encode_words(part if marker is None else self._normalize(part.replace(marker, "")))
+            ids += self._encode_words(part if not marker else self._normalize(part.replace(marker, "")))
             ids += special
         return ids
 

@@ -18,7 +18,7 @@ _TRUSTED_SOURCES = frozenset(template.source for template in CHAT_TEMPLATES.valu
 # Unicode noncharacters, reserved for internal use in programs.
 _MARKERS = frozenset(map(chr, range(0xFDD0, 0xFDF0)))
 # Message keys of the reasoning before the answer; templates read the first one.
-_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
 def render_chat(
@@ -111,7 +111,7 @@ def render_escaped(
     if marked == data:
         return text
     marked_text = render_variables(template, marked, now)
-    if not is_same_text(marked_text.replace(marker, ""), text):
+    if compose(marked_text.replace(marker, "")) != compose(text):
         raise ValueError(
             "the chat template treats special tokens in messages differently from other text: "
             "remove them from the messages, or set allow_special_in_messages to encode them as special tokens"
@@ -132,9 +132,9 @@ def choose_markers(texts: Iterable[str], count: int) -> list[str]:
     return markers
 
 
-def is_same_text(first: str, second: str) -> bool:
-    """Compare two texts in their composed form, because a marker may separate a letter and its accent."""
-    return unicodedata.normalize("NFC", first) == unicodedata.normalize("NFC", second)
+def compose(text: str) -> str:
+    """Return the composed form, in which texts are compared: a marker may have separated a letter and its accent."""
+    return unicodedata.normalize("NFC", text)
 
 
 def resolve_template(template: ChatTemplate | str) -> ChatTemplate:
@@ -191,7 +191,7 @@ def _copy_message(index: int, message: Message) -> dict[str, Any]:
     if not isinstance(message.get("role"), str):
         raise ValueError(f"{location} has the role {message.get('role')!r}: expected a string such as 'user'")
     plain: dict[str, Any] = _copy_json(location, message)
-    reasoning = next((plain[key] for key in _REASONING_KEYS if plain.get(key) is not None), None)
+    reasoning = next((plain[key] for key in REASONING_KEYS if plain.get(key) is not None), None)
     return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
 
 

@@ -6,7 +6,6 @@ found by markers around its texts in one rendering of the whole chat, never by c
 """
 
 import re
-import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -14,10 +13,11 @@ from typing import Any
 
 from tokenizer.bpe import Tokenizer
 from tokenizer.chat import (
+    REASONING_KEYS,
     Message,
     choose_markers,
+    compose,
     encode_variables,
-    is_same_text,
     iterate_texts,
     map_texts,
     render_escaped,
@@ -31,8 +31,7 @@ RENDERING_TIME = datetime(2025, 1, 1)
 """The time that templates see in training: the same tokens on every day."""
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\b")
-_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-_ANSWER_KEYS = ("content", "tool_calls", *_REASONING_KEYS)
+_ANSWER_KEYS = ("content", "tool_calls", *REASONING_KEYS)
 _REASONING_END = "</think>"
 _SHOWN_CHARACTERS = 40
 
@@ -258,21 +257,16 @@ def _check_content(rendered: _RenderedChat, content: Any, escape: str) -> None:
     parts = content if isinstance(content, list) else [{"text": content}]
     texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
     start = rendered.content_start
-    written = [_compose(rendered.text[start or 0 : end].replace(escape, "")) for end in rendered.text_ends]
+    written = [compose(rendered.text[start or 0 : end].replace(escape, "")) for end in rendered.text_ends]
     for text in map(str.strip, texts):
         answer = text.rpartition(_REASONING_END)[2].strip()
-        composed = _compose(answer)
+        composed = compose(answer)
         is_whole = start is not None and answer == text
         if not any(part == composed if is_whole else part.endswith(composed) for part in written):
             raise ValueError(
                 f"the chat template changes the text of an answer: {answer[-_SHOWN_CHARACTERS:]!r} becomes "
                 f"{written[-1][-_SHOWN_CHARACTERS:]!r}, and the model would learn that; remove the filter that does it"
             )
-
-
-def _compose(text: str) -> str:
-    """Return the composed form, because a marker may have separated a letter and its accent."""
-    return unicodedata.normalize("NFC", text)
 
 
 def _find_start(rendered: _RenderedChat, prompt: str) -> int:
@@ -301,7 +295,7 @@ def _render_marked(
         last = _mark_message(escaped["messages"][-1], content_start, markers.text_end)
         variables = {**escaped, "messages": [*escaped["messages"][:-1], last]}
         marked = _locate_markers(render_variables(template, variables, now, tags), markers)
-        if marked is not None and is_same_text(marked.text.replace(markers.escape, ""), plain):
+        if marked is not None and compose(marked.text.replace(markers.escape, "")) == compose(plain):
             return marked
     raise ValueError(
         "the chat template changes the texts of the last answer, or leaves them out, so that its end cannot be found"
@@ -344,7 +338,7 @@ def _mark_message(message: Mapping[str, Any], content_start: str, text_end: str)
         return insert
 
     marked = dict(message)
-    for key in _REASONING_KEYS:
+    for key in REASONING_KEYS:
         if key in marked:
             marked[key] = map_texts(marked[key], mark(""))
     content = marked.get("content")
