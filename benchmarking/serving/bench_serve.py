@@ -14,7 +14,7 @@ import httpx2
 
 from benchmarking.serving.load import AnswerCheck, Clock, LoadClient, LoadResult, Send, check_answers, run_load
 from benchmarking.serving.summary import LoadSummary, compare_counts, parse_counts, summarize
-from benchmarking.serving.workload import LoadRequest, arrival_times, build_requests
+from benchmarking.serving.workload import arrival_times, build_requests
 from config.bench.serve import BenchServeConfig, ServerSection
 from files.atomic import write_text_atomic
 from files.output_paths import check_can_write
@@ -58,7 +58,7 @@ def bench_serve(
 
 async def _bench(
     config: BenchServeConfig,
-    requests: Sequence[LoadRequest],
+    requests: Sequence[Mapping[str, Any]],
     clock: Clock,
     transport: httpx2.AsyncBaseTransport | None,
 ) -> BenchServeResult:
@@ -73,7 +73,7 @@ async def _bench(
     ) as client:
         model = await _find_model(client, server)
         send = LoadClient(client, server.url, is_chat=server.endpoint == "chat", clock=clock).send
-        bodies = [request.to_body(model, config.requests.body) for request in requests]
+        bodies = [{"model": model, **request} for request in requests]
         bodies, warmup = bodies[: len(bodies) - load.warmup], bodies[len(bodies) - load.warmup :]
         await _warm_up(send, warmup, meter)
         before = await _read_counts(client, server)

@@ -135,16 +135,13 @@ def decode_static_batches(engine: Engine, requests: Sequence[CallerRequest], siz
             batches do; else they leave, and nobody takes their place.
     """
     answers: Answers = []
-    for batch in split_batches(requests, size):
+    for start in range(0, len(requests), size):
+        batch = requests[start : start + size]
         longest = max(request.new_tokens for request in batch)
         padded = [CallerRequest(request.prompt, longest) for request in batch] if is_padded else batch
         texts = decode_by_engine(engine, padded, 4, 4)
         answers += [text[: request.new_tokens] for text, request in zip(texts, batch, strict=True)]
     return answers
-
-
-def split_batches(requests: Sequence[CallerRequest], size: int) -> list[Sequence[CallerRequest]]:
-    return [requests[start : start + size] for start in range(0, len(requests), size)]
 
 
 def count_equal(answers: Answers, expected: Answers) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,30 +26,9 @@ TEXT = (
 FILE_KEYS = {"prompt", "messages", "prompt_length", "max_tokens", "seed"}
 
 
-@dataclass(frozen=True)
-class LoadRequest:
-    """A request of a load test."""
-
-    content: Mapping[str, Any]
-    """The field ``prompt`` or ``messages``."""
-    max_tokens: int
-    seed: int
-
-    def to_body(self, model: str, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """The body of the HTTP request."""
-        return {
-            "model": model,
-            **self.content,
-            "max_tokens": self.max_tokens,
-            "seed": self.seed,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **extra,
-        }
-
-
-def build_requests(section: RequestsSection, *, is_chat: bool, num_warmup: int = 0) -> list[LoadRequest]:
-    """Read or draw the requests of a load test, and then those of its warm-up. Request i is the same for any count.
+def build_requests(section: RequestsSection, *, is_chat: bool, num_warmup: int = 0) -> list[dict[str, Any]]:
+    """Read or draw the bodies of a load test's requests, without the model, and then those of its warm-up. Request i is
+    the same for any count.
 
     Raises:
         UsageError: the file cannot be read, or a line is wrong; names file and line.
@@ -69,7 +47,7 @@ def arrival_times(rate: float, count: int, seed: int) -> list[float]:
     return [float(time) for time in np.cumsum(gaps) - gaps[0]]
 
 
-def _build_request(section: RequestsSection, line: Mapping[str, Any], index: int, *, is_chat: bool) -> LoadRequest:
+def _build_request(section: RequestsSection, line: Mapping[str, Any], index: int, *, is_chat: bool) -> dict[str, Any]:
     rng = np.random.default_rng([section.seed, 0, index])
     lengths = [_draw_length(rng, section.prompt_length), _draw_length(rng, section.answer_length)]
     content = {key: line[key] for key in ("prompt", "messages") if key in line}
@@ -77,7 +55,14 @@ def _build_request(section: RequestsSection, line: Mapping[str, Any], index: int
         content = {"prompt": " ".join(rng.choice(TEXT.split(), line.get("prompt_length", lengths[0])).tolist())}
     if is_chat and "prompt" in content:
         content = {"messages": [{"role": "user", "content": content["prompt"]}]}
-    return LoadRequest(content, line.get("max_tokens", lengths[1]), line.get("seed", section.seed + index))
+    return {
+        **content,
+        "max_tokens": line.get("max_tokens", lengths[1]),
+        "seed": line.get("seed", section.seed + index),
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **section.body,
+    }
 
 
 def _draw_length(rng: np.random.Generator, limits: LengthRange) -> int:

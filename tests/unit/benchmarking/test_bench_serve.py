@@ -153,11 +153,11 @@ def test_requests_of_a_file(tmp_path: Path) -> None:
     lines = [{"prompt": "one", "max_tokens": 3, "seed": 5}, {"prompt_length": 4}]
     path.write_text("\n\n".join(map(json.dumps, lines)), encoding="utf-8")
     requests = build_requests(RequestsSection(file=path, count=3, answer_length=(9, 9)), is_chat=False)
-    assert [request.max_tokens for request in requests] == [3, 9, 3]
-    assert [request.seed for request in requests] == [5, 1, 5]
-    assert requests[0].content == {"prompt": "one"} and len(requests[1].content["prompt"].split()) == 4
+    assert [request["max_tokens"] for request in requests] == [3, 9, 3]
+    assert [request["seed"] for request in requests] == [5, 1, 5]
+    assert requests[0]["prompt"] == "one" and len(requests[1]["prompt"].split()) == 4
     [first, _] = build_requests(RequestsSection(file=path), is_chat=True)
-    assert first.content == {"messages": [{"role": "user", "content": "one"}]}
+    assert first["messages"] == [{"role": "user", "content": "one"}] and "prompt" not in first
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import importlib.util
 import pytest
 
 from benchmarking.serving import compare_engine
-from benchmarking.serving.compare_engine import CallerRequest, count_equal, draw_requests, run, split_batches
+from benchmarking.serving.compare_engine import count_equal, draw_requests, run
 from tests.unit.benchmarking.cases import read_tables
 
 SHAPE = compare_engine.SHAPE.model_copy(
@@ -45,9 +45,7 @@ def test_requests_have_unequal_lengths_of_whole_blocks() -> None:
     assert all(max(request.prompt) < 127 for request in requests)
 
 
-def test_static_batches_and_equal_answers() -> None:
-    requests = [CallerRequest([1], length) for length in (10, 30, 20, 20, 5)]
-    assert [len(batch) for batch in split_batches(requests, 2)] == [2, 2, 1]
+def test_equal_answers() -> None:
     assert count_equal([(1, 2), (3,)], [(1, 2), (4,), (5,)]) == 1
 
 
