@@ -76,6 +76,21 @@ def equal(x: list[NoisedBatch], y: list[NoisedBatch]) -> bool:
     )
 
 
+def check_resuming(make: Callable[[], Loader], num_steps: int, length: int) -> tuple[Loader, list[list[NoisedBatch]]]:
+    """Take steps without an interruption, and resume before each of them for ``length`` steps. Returns the loader and
+    its steps."""
+    loader, states, steps = make(), [], []
+    for step in range(num_steps):
+        states.append(json.loads(json.dumps(loader.state_dict())))
+        steps.append(loader.next_step(step))
+    for resumed_at in range(num_steps):
+        resumed = make()
+        resumed.load_state_dict(states[resumed_at])
+        for step in range(resumed_at, min(resumed_at + length, num_steps)):
+            assert equal(resumed.next_step(step), steps[step]), (resumed_at, step)
+    return loader, steps
+
+
 @pytest.fixture(params=["packed", "best_fit", "padded"])
 def rows(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -89,18 +104,8 @@ def test_resumed_tail_equals_the_uninterrupted_run(
         reader = build_rows(list_reader(DOCUMENTS), config_of(rows, *windows), byte_tokenizer, LENGTH, seed=1)
         return Loader(reader, RecordingObjective(), BATCH, 3, seed=1)
 
-    loader = make()
-    states, steps = [], []
-    for step in range(16):  # about 29 rows an epoch, 6 a step: three epochs
-        states.append(json.loads(json.dumps(loader.state_dict())))
-        steps.append(loader.next_step(step))
-    assert loader.epoch >= 2
-    for resumed_at in range(16):
-        resumed = make()
-        resumed.load_state_dict(states[resumed_at])
-        for step in range(resumed_at, min(resumed_at + 6, 16)):
-            assert equal(resumed.next_step(step), steps[step]), (resumed_at, step)
-    assert not equal(steps[0], steps[5])
+    loader, steps = check_resuming(make, 16, length=6)  # about 29 rows an epoch, 6 a step: three epochs
+    assert loader.epoch >= 2 and not equal(steps[0], steps[5])
 
 
 BAD = [b"not json", b'{"text": 12}', b'{"id": 1}', b'{"text": "x\xff"}', b'{"text": "\\ud800"}', b"[]"]
@@ -118,15 +123,8 @@ def test_a_run_over_bad_records_resumes_exactly(policy: str, tmp_path: Path, byt
         source = open_source(config, "train", "data.source")
         return Loader(build_rows(source, config_of("packed"), byte_tokenizer, LENGTH, 1), RecordingObjective(), 4, 4, 1)
 
-    loader, states, steps = make(), [], []
-    for step in range(9):
-        states.append(json.loads(json.dumps(loader.state_dict())))
-        steps.append(loader.next_step(step))
+    loader, steps = check_resuming(make, 9, length=1)
     assert loader.epoch >= 1 and not equal(steps[1], steps[2])
-    for cut in range(1, 9):
-        resumed = make()
-        resumed.load_state_dict(states[cut])
-        assert equal(resumed.next_step(cut), steps[cut])
 
 
 def test_an_epoch_that_ends_exactly_at_a_checkpoint(list_reader: Any, byte_tokenizer: Any) -> None:
@@ -136,17 +134,10 @@ def test_an_epoch_that_ends_exactly_at_a_checkpoint(list_reader: Any, byte_token
         reader = build_rows(list_reader(documents), config_of("padded", 5, 3), byte_tokenizer, LENGTH, seed=1)
         return Loader(reader, RecordingObjective(), 4, 4, seed=1)
 
-    loader, states, steps = make(), [], []
-    for step in range(7):
-        states.append(json.loads(json.dumps(loader.state_dict())))
-        steps.append(loader.next_step(step))
+    loader, _ = check_resuming(make, 7, length=7)
     assert isinstance(loader.objective, RecordingObjective)
     rows = [bytes(row[:11].tolist()).decode() for batch in loader.objective.batches for row in batch.tokens_BL]
     assert sorted(rows[:12]) == sorted(rows[12:24]) == documents, "an epoch is three steps"
-    for cut in (3, 6):
-        resumed = make()
-        resumed.load_state_dict(states[cut])
-        assert all(equal(resumed.next_step(step), steps[step]) for step in range(cut, 7))
 
 
 def test_an_epoch_has_every_row_once(rows: str, list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
@@ -234,17 +225,8 @@ def test_stream_of_files_resumes_through_both_shuffles(rows: str, tmp_path: Path
             build_rows(source, config_of(rows), byte_tokenizer, LENGTH, seed=1), RecordingObjective(), 4, 2, seed=1
         )
 
-    loader = make()
-    states, steps = [], []
-    for step in range(16):
-        states.append(json.loads(json.dumps(loader.state_dict())))
-        steps.append(loader.next_step(step))
+    loader, _ = check_resuming(make, 16, length=3)
     assert loader.epoch >= 2
-    for resumed_at in (0, 1, 4, 5, 6, 9, 13):
-        resumed = make()
-        resumed.load_state_dict(states[resumed_at])
-        for step in range(resumed_at, min(resumed_at + 3, 16)):
-            assert equal(resumed.next_step(step), steps[step]), (resumed_at, step)
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.3, 1.0])
