@@ -225,7 +225,7 @@ class NestedExpressions(Synthetic):
 class ChatTasks(Section):
     """Conversations of one question with an answer that can be checked, such as `reverse: abc` and `cba`."""
 
-    opener: ClassVar[str] = "chat_tasks:ChatTaskSource"
+    opener: ClassVar[str] = "synthetic:ChatTaskSource"
 
     kind: Literal["chat_tasks"] = "chat_tasks"
     tasks: Annotated[TupleOf[ChatTask], Field(min_length=1)] = ("copy", "reverse", "sort", "add", "count")

@@ -12,7 +12,7 @@ from config.finetune.chat import ChatRowsConfig
 from diffusionlm.data.chat.conversation import Conversation
 from diffusionlm.data.chat.reference_answers import ReferenceAnswer, read_reference_answers
 from diffusionlm.data.reader import Split
-from diffusionlm.data.sources.chat_tasks import TASKS_PER_BLOCK, ChatTaskSource, is_held_out
+from diffusionlm.data.sources.synthetic import TASKS_PER_BLOCK, ChatTaskSource, is_held_out
 
 
 def conversations(config: ChatTasks, split: Split = "train", epoch: int = 0) -> list[Conversation]:
