@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from cli.arguments import parse_command
 from cli.entry import friendly_errors, usage_errors
 from config.make_data import MakeDataConfig
-from files.output_paths import check_can_write
+from files.paths import check_can_write
 from logger.pages import Cell, Column, Part, Table
 from logger.pages.terminal import print_parts
 

@@ -16,7 +16,7 @@ from cli.arguments import parse_command
 from cli.entry import friendly_errors, memory_errors, usage_errors
 from config.train import TrainConfig
 from diffusionlm.families.model_directory import read_model_config, resolve_model_directory
-from files.output_paths import check_can_write
+from files.paths import check_can_write
 from files.resilient_stream import resilient
 from files.terminal_text import print_message
 from logger.pages import Part, Table

@@ -15,7 +15,7 @@ from cli.entry import friendly_errors, usage_errors
 from config.data import PythonStdlib
 from config.dump import to_toml
 from config.tokenizer import TrainTokenizerConfig
-from files.output_paths import check_can_write
+from files.paths import check_can_write
 from logger.pages import Table
 from logger.pages.terminal import print_parts
 

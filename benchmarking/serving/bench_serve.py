@@ -17,7 +17,7 @@ from benchmarking.serving.summary import LoadSummary, compare_counts, parse_coun
 from benchmarking.serving.workload import arrival_times, build_requests
 from config.bench.serve import BenchServeConfig, ServerSection
 from files.atomic import write_text_atomic
-from files.output_paths import check_can_write
+from files.paths import check_can_write
 from files.usage_error import UsageError
 from logger.console import ProgressMeter
 

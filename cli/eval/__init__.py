@@ -15,7 +15,7 @@ from cli.entry import exit_with_usage_error, friendly_errors, usage_errors
 from cli.eval.arguments import add_eval_arguments
 from config.eval import EvalConfig
 from files.atomic import write_text_atomic
-from files.output_paths import check_can_write
+from files.paths import check_can_write
 from logger.pages import Part, Table
 from logger.pages.terminal import print_parts
 

@@ -26,7 +26,7 @@ from diffusionlm.evaluation.tasks.preparation import Variant, prepare_variants
 from diffusionlm.evaluation.tasks.results import CONFIG_FILE, RESULTS_FILE
 from files.atomic import write_text_atomic
 from files.json_files import read_text
-from files.output_paths import check_can_write
+from files.paths import check_can_write
 from files.terminal_text import print_message
 from logger.console import ProgressMeter
 from logger.pages.html import write_page

@@ -21,7 +21,7 @@ from diffusionlm.checkpoints.model_files import ModelDescription, check_weight_f
 from diffusionlm.inference.constraints.compiler import ConstraintCompiler, TokenConstraint
 from diffusionlm.inference.request_builder import RequestBuilder
 from files.json_files import read_json_object
-from files.output_paths import check_can_write
+from files.paths import check_can_write
 from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer, load_chat_template
 
 if TYPE_CHECKING:

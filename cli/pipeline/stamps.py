@@ -15,8 +15,8 @@ from config.data import PythonStdlib
 from config.dump import list_differences, to_toml_values
 from diffusionlm.families.model_directory import resolve_model_directory
 from files.atomic import write_text_atomic
-from files.hashing import hash_file
 from files.json_files import read_json_object
+from files.paths import hash_file
 
 STARTED, DONE, CONFIG = "stage.json", "done.json", "config.toml"
 """Files of a stage: its fingerprint from its start on; the same when it is done; the command's config."""

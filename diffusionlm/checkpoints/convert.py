@@ -25,7 +25,7 @@ from diffusionlm.families.model_directory import read_model_config, resolve_mode
 from diffusionlm.families.registry import get_family, infer_model_type
 from diffusionlm.models.lora import merge_adapter
 from diffusionlm.models.transformer import Transformer
-from files.output_paths import check_can_write
+from files.paths import check_can_write
 from tokenizer import SentencePieceTokenizer, Tokenizer
 
 MAX_LISTED_TOKENS = 20

@@ -12,9 +12,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from files.atomic import sync_to_disk, temporary_path
-from files.hashing import hash_file
 from files.json_files import read_json_object
-from files.output_paths import UNWRITABLE
+from files.paths import UNWRITABLE, hash_file
 
 MANIFEST = "MANIFEST.json"
 WRITE_ERRORS = (OSError, SafetensorError)

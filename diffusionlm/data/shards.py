@@ -32,7 +32,7 @@ from diffusionlm.data.shard_files import (
     read_index,
 )
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
-from files.portable_path import portable_path
+from files.paths import portable_path
 
 LOOK_AHEAD_DOCUMENTS = 1_024
 LOOK_AHEAD_TOKENS = 1 << 20

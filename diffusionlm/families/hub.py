@@ -8,7 +8,7 @@ import re
 import sys
 from pathlib import Path
 
-from files.portable_path import portable_path
+from files.paths import portable_path
 from files.terminal_text import accepts_escapes
 
 DESCRIPTION_FILES = (

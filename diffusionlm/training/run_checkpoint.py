@@ -35,7 +35,7 @@ from diffusionlm.training.metrics import TrainingProgress
 from diffusionlm.training.run import Run
 from diffusionlm.training.setup import only_on_first_rank
 from diffusionlm.training.step import TrainState
-from files.portable_path import portable_path
+from files.paths import portable_path
 from files.terminal_text import print_message
 from logger import RunLogger
 from tokenizer import save_tokenizer

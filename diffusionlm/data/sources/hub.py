@@ -16,7 +16,7 @@ from diffusionlm.data.reader import Split
 from diffusionlm.data.sources.file_formats import parse_arrow_row
 from diffusionlm.data.sources.local_files import FileFingerprint, find_files
 from diffusionlm.data.sources.record_source import BadRecord, RecordSource, TextField, select_split, validate_text
-from files.portable_path import portable_path
+from files.paths import portable_path
 
 CACHE_MODULE = "datasets.packaged_modules.cache."
 """Module of the library's builder that serves its local cache."""

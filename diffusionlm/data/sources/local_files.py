@@ -26,7 +26,7 @@ from diffusionlm.data.sources.record_source import (
     select_split,
 )
 from files.compressed import DECOMPRESSORS, CorruptFileError, check_regular_file, detect_compression
-from files.portable_path import portable_path
+from files.paths import portable_path
 
 FINGERPRINT_BYTES = 1 << 16
 """Bytes at each end of a file that its fingerprint hashes."""

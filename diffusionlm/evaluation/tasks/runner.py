@@ -33,8 +33,8 @@ from diffusionlm.evaluation.tasks.preparation import PreparedTask, PreparedText,
 from diffusionlm.evaluation.tasks.results import EvaluationResults, RunFolder, write_results
 from diffusionlm.evaluation.tasks.summary import TaskSummary, compare_variants
 from diffusionlm.models.transformer import Transformer
-from files.hashing import hash_file
 from files.lock import lock_directory
+from files.paths import hash_file
 from profiling.torch_setup import select_device, select_dtype
 
 KEYS_WITHOUT_EFFECT = ("name", "data", "limit", "item_ids", "repeats", "batch_size")

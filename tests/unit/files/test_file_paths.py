@@ -1,4 +1,4 @@
-"""Whether a directory can be written is known before the work, also to root."""
+"""Whether a directory can be written is known before the work, also to root; and names of paths for others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from files.output_paths import check_can_write
+from files.paths import check_can_write, portable_path
 
 
 def test_existing_and_missing_directories_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,3 +41,20 @@ def test_the_remedy_fits_the_error(number: int, remedy: str, tmp_path: Path, mon
     monkeypatch.setattr("tempfile.mkdtemp", fail)
     with pytest.raises(ValueError, match=f"{tmp_path}: {os.strerror(number)}; {remedy}"):
         check_can_write(tmp_path, "key = x")
+
+
+def test_portable_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tmp_path / "work"
+    directory.mkdir()
+    monkeypatch.chdir(directory)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    names: dict[str | Path, str] = {
+        "texts/*.jsonl": "texts/*.jsonl",
+        directory / "texts" / "a.txt": "texts/a.txt",
+        tmp_path / "a.txt": "a.txt",
+        "../models/tiny/": "tiny",
+        "~/models/tiny": "tiny",
+        ".": "work",
+    }
+    for path, name in names.items():
+        assert portable_path(path) == name
