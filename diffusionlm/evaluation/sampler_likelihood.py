@@ -18,8 +18,8 @@ from config.generation import GenerationConfig
 from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.diffusion.noised_batch import CleanBatch
 from diffusionlm.evaluation.statistics import MAX_LOGITS_BYTES, ratio_with_standard_error
-from diffusionlm.inference.blocks import DecodingBlock, round_if_uniform_canvas, split_into_blocks
 from diffusionlm.inference.model_runner import build_pattern, masked_position_logits
+from diffusionlm.inference.requests import DecodingBlock, round_if_uniform_canvas, split_into_blocks
 from diffusionlm.inference.sampling import check_finite, iterate_chunks
 from diffusionlm.inference.settings import DecodingSettings, resolve_settings
 from diffusionlm.inference.strategies import STRATEGIES

@@ -16,10 +16,15 @@ from numpy.typing import NDArray
 
 from config.generation import GenerationConfig
 from config.model import ModelConfig
-from diffusionlm.inference.blocks import TextSegments, split_into_blocks
 from diffusionlm.inference.constraints.token_automaton import ConstrainedSpan
 from diffusionlm.inference.healing import HealedText, TokenHealer, encode_pieces
-from diffusionlm.inference.requests import DEFAULT_OPTIONS, PreparedRequest, RequestOptions
+from diffusionlm.inference.requests import (
+    DEFAULT_OPTIONS,
+    PreparedRequest,
+    RequestOptions,
+    TextSegments,
+    split_into_blocks,
+)
 from diffusionlm.inference.settings import DecodingSettings, check_token_ids, resolve_settings
 from tokenizer import ChatTemplate, Tokenizer, encode_chat, encode_prompt
 

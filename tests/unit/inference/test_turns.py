@@ -12,11 +12,10 @@ from config.generation import GenerationConfig
 from config.training.objective import BlockDiffusionConfig
 from diffusionlm.diffusion.noised_batch import CleanBatch
 from diffusionlm.diffusion.objectives import build_layout
-from diffusionlm.inference.blocks import WHOLE_TEXT, TextSegments, split_into_blocks
 from diffusionlm.inference.generate import generate
 from diffusionlm.inference.model_runner import ModelRunner, ScheduledRequest, find_input_slice
 from diffusionlm.inference.request_builder import prepare_request
-from diffusionlm.inference.requests import ActiveRequest, RequestOptions
+from diffusionlm.inference.requests import WHOLE_TEXT, ActiveRequest, RequestOptions, TextSegments, split_into_blocks
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.patterns import DenseBias
