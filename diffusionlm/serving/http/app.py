@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from diffusionlm.serving.http.bodies import ChatBody, CompletionBody, GenerationBody, InfillBody
+from diffusionlm.serving.http.bodies import ChatBody, CompletionBody, InfillBody
 from diffusionlm.serving.http.context import (
     CLIENT_GONE,
     STATE_KEY,
@@ -31,7 +31,7 @@ from diffusionlm.serving.http.context import (
     send_json,
 )
 from diffusionlm.serving.http.errors import ApiError, to_api_error, to_json
-from diffusionlm.serving.http.formats import AnswerFormat, ChatFormat, CompletionFormat, InfillFormat
+from diffusionlm.serving.http.formats import ChatFormat, CompletionFormat, InfillFormat
 from diffusionlm.serving.http.generation import GenerationEndpoint
 from diffusionlm.serving.http.guarded_protocol import IS_PROBE_KEY, PROBE_PATHS, too_many_connections
 from diffusionlm.serving.http.listening import is_loopback
@@ -43,12 +43,6 @@ LOGGER = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/", "/health"})
 """Paths that need no key."""
-
-_GENERATION_ROUTES: tuple[tuple[str, type[GenerationBody], type[AnswerFormat]], ...] = (
-    ("/v1/completions", CompletionBody, CompletionFormat),
-    ("/v1/chat/completions", ChatBody, ChatFormat),
-    ("/v1/infill", InfillBody, InfillFormat),
-)
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _MAX_LOGGED_PATH = 100
