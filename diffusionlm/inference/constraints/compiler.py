@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MappingProxyType
+from typing import Any
 
 from diffusionlm.inference.constraints.byte_automaton import (
     MAX_STATES,
@@ -19,8 +20,8 @@ from diffusionlm.inference.constraints.token_automaton import TokenAutomaton, To
 from diffusionlm.inference.settings import DecodingSettings
 from tokenizer import Tokenizer
 
-MAX_CACHED_CONSTRAINTS = 16
-"""Of each kind. Each has some megabytes, with a large vocabulary."""
+MAX_CACHED_CONSTRAINTS = 48
+"""Each has some megabytes, with a large vocabulary."""
 _KEPT_VARIANTS = 4
 _STRUCTURED_OUTPUTS = MappingProxyType(
     {"choice": "a list of texts", "regex": "a text", "json": "a schema, or its JSON text", "json_object": "true"}
@@ -31,9 +32,9 @@ class TokenConstraint:
     """The texts that an answer, or a masked span, may be; made by `ConstraintCompiler`."""
 
     def __init__(self, automaton: ByteAutomaton, trie: TokenTrie) -> None:
-        self._automaton, self._trie = automaton, trie
-        self._compile = lru_cache(_KEPT_VARIANTS)(self._compile_tokens)
-        self._prepend = lru_cache(_KEPT_VARIANTS)(self._prepend_bytes)
+        self._automaton = automaton
+        self._compile = lru_cache(_KEPT_VARIANTS)(partial(TokenAutomaton, automaton, trie))
+        self._prepend = lru_cache(_KEPT_VARIANTS)(lambda prefix: TokenConstraint(automaton.with_prefix(prefix), trie))
 
     @property
     def num_states(self) -> int:
@@ -43,9 +44,6 @@ class TokenConstraint:
     def after(self, prefix: bytes) -> TokenConstraint:
         """The same texts behind bytes that the first new token repeats (`RequestOptions.repeated_bytes`)."""
         return self._prepend(prefix) if prefix else self
-
-    def _prepend_bytes(self, prefix: bytes) -> TokenConstraint:
-        return TokenConstraint(self._automaton.with_prefix(prefix), self._trie)
 
     def token_automaton(self, settings: DecodingSettings, *, can_stop: bool) -> TokenAutomaton:
         """The automaton over tokens, for a model and its stop tokens.
@@ -59,11 +57,6 @@ class TokenConstraint:
         stop_token_ids = settings.stop_token_ids if can_stop else frozenset()
         return self._compile(settings.model.vocab_size, stop_token_ids, frozenset(settings.forbidden_token_ids))
 
-    def _compile_tokens(
-        self, vocab_size: int, stop_token_ids: frozenset[int], forbidden_token_ids: frozenset[int]
-    ) -> TokenAutomaton:
-        return TokenAutomaton(self._automaton, self._trie, vocab_size, stop_token_ids, forbidden_token_ids)
-
 
 class ConstraintCompiler:
     """Compiles constraints for the tokens of a tokenizer. Recent ones are kept, and its methods may be called from any
@@ -76,9 +69,7 @@ class ConstraintCompiler:
     def __init__(self, tokenizer: Tokenizer, max_states: int = MAX_STATES) -> None:
         self._max_states = min(max_states, MAX_STATES)
         self._trie = TokenTrie.from_tokenizer(tokenizer)
-        self._compile_regex = lru_cache(MAX_CACHED_CONSTRAINTS)(self._compile_new_regex)
-        self._compile_schema = lru_cache(MAX_CACHED_CONSTRAINTS)(self._compile_new_schema)
-        self._compile_choices = lru_cache(MAX_CACHED_CONSTRAINTS)(self._compile_new_choices)
+        self._compile = lru_cache(MAX_CACHED_CONSTRAINTS)(self._compile_new)
 
     def compile_regex(self, pattern: str) -> TokenConstraint:
         """Texts that a regular expression matches from beginning to end (`expressions` has the syntax).
@@ -86,7 +77,7 @@ class ConstraintCompiler:
         Raises:
             ValueError: the expression is wrong, not supported, too large, or matches no text.
         """
-        return self._compile_regex(pattern)
+        return self._compile("regex", pattern)
 
     def compile_choices(self, choices: Sequence[str]) -> TokenConstraint:
         """Exactly one of these texts.
@@ -94,7 +85,7 @@ class ConstraintCompiler:
         Raises:
             ValueError: there is none, or they are too many.
         """
-        return self._compile_choices(tuple(choices))
+        return self._compile("choice", tuple(choices))
 
     def compile_json_schema(self, schema: Schema | bool) -> TokenConstraint:
         """JSON values of a schema, on one line (`json_schema` has what is supported).
@@ -102,11 +93,11 @@ class ConstraintCompiler:
         Raises:
             ValueError: a part of the schema is wrong or not supported, or the automaton is too large.
         """
-        return self._compile_schema(json.dumps(schema))
+        return self._compile("json", json.dumps(schema))
 
     def compile_json_object(self) -> TokenConstraint:
         """Any JSON object, on one line, of limited depth."""
-        return self._compile_schema('{"type": "object"}')
+        return self.compile_json_schema({"type": "object"})
 
     def compile_structured_outputs(self, value: object) -> TokenConstraint:
         """A constraint in the form of vLLM's ``structured_outputs``: an object with one of the keys choice (texts),
@@ -136,13 +127,12 @@ class ConstraintCompiler:
             raise ValueError(f"{key}: {error}") from None
         raise ValueError(f"{key}: expected {_STRUCTURED_OUTPUTS[key]}")
 
-    def _compile_new_schema(self, schema: str) -> TokenConstraint:
-        return TokenConstraint(
-            compile_expression(compile_json_schema(json.loads(schema)), self._max_states), self._trie
-        )
-
-    def _compile_new_regex(self, pattern: str) -> TokenConstraint:
-        return TokenConstraint(compile_expression(parse_regex(pattern).expression, self._max_states), self._trie)
-
-    def _compile_new_choices(self, choices: tuple[str, ...]) -> TokenConstraint:
-        return TokenConstraint(compile_choices(choices, self._max_states), self._trie)
+    def _compile_new(self, kind: str, source: Any) -> TokenConstraint:
+        match kind:
+            case "choice":
+                automaton = compile_choices(source, self._max_states)
+            case "regex":
+                automaton = compile_expression(parse_regex(source).expression, self._max_states)
+            case _:
+                automaton = compile_expression(compile_json_schema(json.loads(source)), self._max_states)
+        return TokenConstraint(automaton, self._trie)
