@@ -191,15 +191,6 @@ def test_a_model_that_knows_the_options_and_a_uniform_one(
     assert accuracies == [1.0, 0.25]  # among equals the first option, which is right in a quarter
 
 
-def test_repeats(evaluate: Callable[..., Any], manager: Any) -> None:
-    sampled = {"until": ["\n"], "max_gen_toks": 12, "do_sample": True, "temperature": 1.0}
-    config = task(manager, "own_math", repeats=4, generation_kwargs=sampled)
-    first, second = (evaluate(config)["samples"]["own_math"] for _ in range(2))
-    for sample, other in zip(first, second, strict=True):
-        assert sample["resps"] == other["resps"]
-        assert len(set(sample["resps"][0])) == 4
-
-
 def test_request_cache(evaluate: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("own_choice", "own_math", "own_text")
     path = str(tmp_path / "cache")
