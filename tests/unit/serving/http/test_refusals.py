@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from typing import Any
 
 import pytest
@@ -233,7 +232,13 @@ def test_values_that_ask_for_nothing(preparer: RequestPreparer, field: str) -> N
         (b"[" * 100_000, "nested too deeply"),
         (b'{"a": ' * 100_000, "nested too deeply"),
         (b'{"n": ' + b"9" * 5000 + b"}", "not valid JSON"),
+        # Comparing each key with all others would take minutes.
+        (
+            b'{"99999": 0, ' + b", ".join(b'"%d": 0' % number for number in range(100_000)) + b"}",
+            "99999 is given twice",
+        ),
     ],
+    ids=range(15),
 )
 def test_bodies_that_are_no_objects(text: bytes, message: str) -> None:
     with pytest.raises(ApiError, match=message) as caught:
@@ -244,15 +249,6 @@ def test_bodies_that_are_no_objects(text: bytes, message: str) -> None:
 def test_bodies_in_utf_8() -> None:
     for encoding in ("utf-8", "utf-8-sig"):
         assert parse_object('{"prompt": "é"}'.encode(encoding)) == {"prompt": "é"}
-
-
-def test_many_keys_are_read_once() -> None:
-    """Comparing each key with all others takes minutes here."""
-    keys = ",".join(f'"{number}": 0' for number in range(100_000))
-    start = time.process_time()
-    with pytest.raises(ApiError, match="99999 is given twice"):
-        parse_object(f'{{{keys}, "99999": 1}}'.encode())
-    assert time.process_time() - start < 5
 
 
 def test_another_model(server: RunningServer) -> None:
