@@ -160,11 +160,6 @@ def test_a_cell_that_the_model_cannot_decode_is_named() -> None:
         bench_infer(make_config(strategies=[strategy], grid=grid))
 
 
-def test_an_output_that_is_a_directory_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"output\.path"):
-        bench_infer(make_config(output={"path": tmp_path}))
-
-
 def test_memory_is_above_the_loaded_model() -> None:
     config = make_config()
     threads = torch.get_num_threads()

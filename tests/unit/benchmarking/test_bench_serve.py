@@ -42,7 +42,6 @@ class FakeServer(httpx2.AsyncBaseTransport):
     """Seconds before a piece of text, and the piece."""
     tokens: int = 9
     metrics: str | None = METRICS
-    usage_in_last_chunk: bool = False
     answer: Callable[[dict[str, Any], int], list[str] | int] | None = None
     """Gets a body and the number of requests before it; returns the data of all events, or an HTTP status."""
     time: float = 100.0
@@ -84,9 +83,9 @@ class FakeServer(httpx2.AsyncBaseTransport):
             return {"index": 0, "finish_reason": finish_reason, **content}
 
         usage = {"prompt_tokens": 5, "completion_tokens": self.tokens}
-        last = {"choices": [choice("", "length")], **({"usage": usage} if self.usage_in_last_chunk else {})}
+        last = {"choices": [choice("", "length")]}
         pieces: list[dict[str, Any]] = [{"choices": [choice(text, None)]} for _, text in self.chunks]
-        events = [*pieces, last, *([] if self.usage_in_last_chunk else [{"choices": [], "usage": usage}])]
+        events = [*pieces, last, {"choices": [], "usage": usage}]
         return [*(json.dumps(event, ensure_ascii=False) for event in events), "[DONE]"]
 
     async def stream(self, events: Sequence[str]) -> AsyncIterator[bytes]:
@@ -263,11 +262,6 @@ def test_a_server_that_counts_nothing(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "new" / "out.json").read_text(encoding="utf-8"))
     assert record["requests"][0]["chunk_times"] == [1.0, 1.5, 1.75]
     assert record["results"]["tokens_per_second"] == 3 / 1.75 and record["config"]["requests"]["count"] == 1
-
-
-def test_usage_may_come_with_the_last_choice() -> None:
-    result = run(FakeServer(usage_in_last_chunk=True), requests={"count": 1})
-    assert result.summary.new_tokens == 9
 
 
 def test_api_keys(tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ from benchmarking.bench_tokenizer import (
 )
 from benchmarking.harness import Comparison
 from config.bench.training import BenchOutputSection, BenchTokenizerConfig, BenchTokenizerSection, TokenizerPeer
-from config.data import PythonStdlib
 from config.load import ConfigError, load_config
 from logger.pages.markdown import render_markdown
 from tests.unit.benchmarking.cases import read_facts, read_tables
@@ -40,13 +39,6 @@ def tiny(peers: tuple[TokenizerPeer, ...], directory: Path | None = None) -> Ben
         bench=BenchTokenizerSection(vocab_sizes=(300, 400), peers=peers, max_bytes=20_000, rounds=2),
         output=BenchOutputSection(directory=directory),
     )
-
-
-def test_the_shipped_config_is_what_the_docs_say() -> None:
-    config = load_config(BenchTokenizerConfig, RESOURCE)
-    assert config.source == PythonStdlib()
-    assert config.bench.vocab_sizes == (4096, 16384)
-    assert config.bench.peers == ("tokenizers", "tiktoken")
 
 
 @pytest.mark.parametrize(

@@ -33,26 +33,6 @@ RESOURCE = RESOURCES / "bench_train.toml"
 GPU_RESOURCE = RESOURCES / "bench_train_gpu.toml"
 
 
-def test_the_shipped_config_is_what_the_docs_say() -> None:
-    config = load_config(BenchTrainConfig, RESOURCE)
-    assert [(shape.vocab_size, shape.num_experts) for shape in config.shapes] == [
-        (4096, 0),
-        (32768, 0),
-        (4096, 16),
-        (4096, 0),
-        (4096, 0),
-    ]
-    assert [shape.has_peers for shape in config.shapes] == [True, True, True, False, False]
-    assert {shape.tokens for shape in config.shapes} == {4096}
-    assert all(shape.tie_word_embeddings and shape.mask_token == shape.vocab_size - 1 for shape in config.shapes)
-    first, second = (shape.model_dump(exclude={"shape", "name", "vocab_size"}) for shape in config.shapes[:2])
-    assert first == second
-    assert config.bench.precisions == ("float32", "bfloat16")
-    assert config.bench.objectives == ("masked_diffusion", "block_diffusion", "next_token")
-    assert config.bench.peers == ("transformers",)
-    assert config.shapes[0].to_model_config().mask_token_id == 4095
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [

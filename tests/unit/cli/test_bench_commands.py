@@ -27,6 +27,7 @@ INFER = ["--config", str(Path(__file__).parents[3] / "config" / "resources" / "b
         ("bench-serve", ["--set", "server.api_key_file=no/key"], 2, "server.api_key_file = no/key cannot be read"),
         ("bench-infer", [*INFER, "--set", "grid.caches=prefix"], 2, 'cache = "prefix" is for bidirectional attention'),
         ("bench-infer", [*INFER, "--set", "strategies=[]"], 2, "--set strategies=[]: must not be empty"),
+        ("bench-infer", [*INFER, "--set", "output.path=."], 1, "output.path = . is a directory: name a file in it"),
         ("bench-infer", [*INFER, "--model", "no/such/model"], 1, "no model at no/such/model: there is no such"),
     ],
 )

@@ -1,6 +1,5 @@
 import pickle
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,6 @@ from tokenizer import PATTERNS, IncrementalDecoder, Tokenizer, save_tokenizer
 from tokenizer.byte_alphabet import BYTE_ORDER, bytes_to_chars, chars_to_bytes
 from tokenizer.special_tokens import TokenOptions
 
-MakeTokenizer = Callable[[str], Tokenizer]
 BYTES = {bytes([byte]): i for i, byte in enumerate(BYTE_ORDER)}
 
 
@@ -22,18 +20,12 @@ def tiny(merges: list[tuple[bytes, bytes]], pattern: str = r"[\s\S]+", **options
     return Tokenizer(vocab, merges, {"<|mask|>": len(vocab), "<|mask|>>": len(vocab) + 1}, pattern, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("pattern", ["qwen"])
 def test_ids_equal_tokenizers_library(
-    pattern: str,
-    make_tokenizer: MakeTokenizer,
-    sources: list[str],
-    nasty: list[str],
-    tmp_path_factory: pytest.TempPathFactory,
+    tokenizer: Tokenizer, sources: list[str], nasty: list[str], tmp_path: Path
 ) -> None:
-    ours = make_tokenizer(pattern)
-    folder = tmp_path_factory.mktemp(pattern)
-    save_tokenizer(ours, folder)
-    theirs = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ours = tokenizer
+    save_tokenizer(ours, tmp_path)
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     for text in [*sources, *nasty]:
         # Their encode always recognises special tokens.
         assert ours.encode(text, allow_special=True) == theirs.encode(text, add_special_tokens=False).ids
@@ -127,13 +119,13 @@ def test_short_and_long_loops_agree() -> None:
             assert tok._merge_short(list(ids)) == tok._merge_long(list(ids))
 
 
-@pytest.mark.parametrize("unit", ["a", "-", " ", "ab", "é", "\n"])
+@pytest.mark.parametrize("unit", ["a", "é", "\n"])
 def test_long_runs_complete(tokenizer: Tokenizer, unit: str) -> None:
     text = unit * (200_000 // len(unit))
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@pytest.mark.parametrize("unit", ["a", "ab", "é", " "])
+@pytest.mark.parametrize("unit", ["ab", "é"])
 def test_long_words_are_encoded_in_parts(unit: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths: list[int] = []
     merge_long = Tokenizer._merge_long
@@ -179,20 +171,6 @@ def test_normalized_tokens_are_looked_for_last() -> None:
     assert pickle.loads(pickle.dumps(alone)).encode("<|mask|>", allow_special=True) == [mask]
 
 
-def test_ignore_merges_emits_a_whole_token() -> None:
-    vocab = {**BYTES, b"abc": 256}
-    tok = Tokenizer(vocab, [], {}, "qwen")
-    assert len(tok.encode("abc")) == 3
-    assert tok.with_options(TokenOptions(ignore_merges=True)).encode("abc") == [256]
-    assert len(tok.encode("abc")) == 3
-
-
-def test_text_between_empty_matches_is_preserved() -> None:
-    tok = tiny([(b"a", b"b")], "x*")
-    for text in ("", "xxaxx\nb\nab", "abx"):
-        assert tok.decode(tok.encode(text)) == text
-
-
 def test_pickle_keeps_everything(tokenizer: Tokenizer) -> None:
     other = pickle.loads(pickle.dumps(tokenizer.with_options(TokenOptions(ignore_merges=True))))
     assert other.fingerprint == tokenizer.with_options(TokenOptions(ignore_merges=True)).fingerprint
@@ -207,14 +185,6 @@ def test_fingerprint_sees_contents_not_representation() -> None:
     fingerprints.add(tiny(merges, "qwen", mask_token="<|mask|>").fingerprint)
     fingerprints.add(tiny(merges, "qwen", normalization="NFC").fingerprint)
     assert len(fingerprints) == 10
-
-
-def test_incremental_decoder_equals_decode(tokenizer: Tokenizer, nasty: list[str]) -> None:
-    decoder = IncrementalDecoder(tokenizer)
-    for text in nasty:
-        pieces = [decoder.push(token_id) for token_id in tokenizer.encode(text)]
-        assert "".join(pieces) == text
-        assert decoder.finish() == ""
 
 
 def test_incremental_decoder_on_arbitrary_ids(tokenizer: Tokenizer) -> None:
