@@ -24,7 +24,6 @@ from torch.nn.utils import clip_grad_norm_
 
 from benchmarking.harness import (
     MEBIBYTE,
-    at_least,
     collect_environment,
     compare,
     describe_model,
@@ -265,7 +264,7 @@ def run_rank(case: DistributedCase, rounds: int, threads: int, table_file: Path)
 def run(options: argparse.Namespace) -> Page:
     """Start the ranks and return the report of the first one."""
     environment = collect_environment(threads=options.threads, packages=["torch"], rounds=options.rounds, warmup=WARMUP)
-    case = DistributedCase(hidden_size=options.hidden_size, batch_size=options.rows)
+    case = DistributedCase()
     with tempfile.TemporaryDirectory() as folder:
         table_file = Path(folder) / "table"
         exit_code = launch(partial(run_rank, case, options.rounds, options.threads, table_file), NUM_RANKS, name=NAME)
@@ -278,12 +277,7 @@ def run(options: argparse.Namespace) -> Page:
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the options and run the benchmark."""
     parser = make_parser("Compare data parallelism and FSDP on two ranks with torch's.", rounds=8, threads=1)
-    parser.add_argument("--hidden-size", type=at_least(8), default=256, help="a multiple of 8 (default: 256)")
-    parser.add_argument("--rows", type=at_least(1), default=4, help="sequences of a rank in a step (default: 4)")
-    options = parser.parse_args(argv)
-    if options.hidden_size % 8:
-        parser.error(f"--hidden-size {options.hidden_size} must be a multiple of 8")
-    return run_benchmark(run, options)
+    return run_benchmark(run, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

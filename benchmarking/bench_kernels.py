@@ -25,7 +25,6 @@ from torch import Tensor
 from benchmarking.harness import (
     MEBIBYTE,
     Clock,
-    at_least,
     collect_environment,
     compare,
     is_installed,
@@ -217,10 +216,10 @@ def compare_losses(
     return rows
 
 
-def build_cases(device: str, threads: int, shape: Sequence[int] | None) -> Sequence[HeadCase]:
-    """The cases of the device. ``shape``: positions, masked positions, hidden and vocabulary instead of its own."""
+def build_cases(device: str, threads: int) -> Sequence[HeadCase]:
+    """The cases of the device."""
     dtypes = [torch.bfloat16] if device == "cuda" else [torch.float32, torch.bfloat16]
-    sizes = shape or ((16384, 8192, 2048, 151936) if device == "cuda" else (4096, 4096, 256, 32768))
+    sizes = (16384, 8192, 2048, 151936) if device == "cuda" else (4096, 4096, 256, 32768)
     positions, masked, width, vocab = sizes
     return [HeadCase(positions, masked, width, vocab, dtype, device, threads) for dtype in dtypes]
 
@@ -241,7 +240,7 @@ def run(options: argparse.Namespace) -> Page:
     )
     rows = [
         row
-        for case in build_cases(device, options.threads, options.shape)
+        for case in build_cases(device, options.threads)
         for row in compare_losses(case, rounds=options.rounds, compiles=compiles, names=names)
     ]
     clock = "CPU time of all threads" if device == "cpu" else "wall time"
@@ -259,12 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser("Compare implementations of the head and the loss.", rounds=10, threads=usable_cores())
     parser.add_argument("--compile", action="store_true", help="measure torch.compile on a CPU as well (minutes)")
     parser.add_argument("--baseline-only", action="store_true", help=f"compare with {BASELINE!r} alone")
-    names = ("POSITIONS", "MASKED", "HIDDEN", "VOCABULARY")
-    parser.add_argument("--shape", type=at_least(1), nargs=4, metavar=names, help="default: that of the device")
-    options = parser.parse_args(argv)
-    if options.shape is not None and options.shape[1] > options.shape[0]:
-        parser.error(f"--shape {' '.join(map(str, options.shape))}: MASKED must be at most POSITIONS")
-    return run_benchmark(run, options)
+    return run_benchmark(run, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

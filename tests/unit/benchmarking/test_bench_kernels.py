@@ -11,7 +11,6 @@ from benchmarking.bench_kernels import (
     IGNORE_INDEX,
     OURS,
     HeadCase,
-    build_cases,
     build_losses,
     compare_losses,
     make_inputs,
@@ -42,12 +41,3 @@ def test_a_row_for_each_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row[1] for row in compare_losses(CASE, rounds=2, compiles=False, names=names)] == list(names)
     assert {row[0] for row in rows} == {"5 of 12 x 4 x 31 float32"} and {row[5] for row in rows} == {"3"}
     assert CASE.teraflops == pytest.approx(6 * 5 * 4 * 31 / 1e12)
-
-
-def test_shape_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    [case] = build_cases("cuda", 1, [64, 32, 16, 97])
-    assert str(case) == "32 of 64 x 16 x 97 bfloat16" and case.device == "cuda"
-    for shape, problem in ("64 65 16 97", "MASKED must be at most POSITIONS"), ("0 0 16 97", "0 must be at least 1"):
-        with pytest.raises(SystemExit, match="2"):
-            bench_kernels.main(["--shape", *shape.split()])
-        assert problem in capsys.readouterr().err
