@@ -17,14 +17,13 @@ from itertools import count
 from typing import Any
 
 from benchmarking.harness import (
-    SPEEDUP_COLUMN,
     Comparison,
     ResultFiles,
     check_installed,
     collect_environment,
     compare,
     make_report,
-    make_table,
+    make_speed_table,
 )
 from config.bench.training import BenchTokenizerConfig, BenchTokenizerSection
 from config.data import DataConfig
@@ -86,10 +85,6 @@ class TokenizerSpeed:
     vocab_size: int
     text_bytes: int
     times: Comparison
-
-    def megabytes_per_second(self, name: str) -> float:
-        """Throughput of an implementation at the median round."""
-        return self.text_bytes / 1e6 / self.times.median(name)
 
     def to_records(self) -> list[dict[str, Any]]:
         """One record for each implementation."""
@@ -284,13 +279,5 @@ def bench_tokenizer(config: BenchTokenizerConfig) -> Page:
 
 def build_table(results: Sequence[TokenizerSpeed], names: Sequence[str]) -> Table:
     """The tasks of one vocabulary: throughput of each implementation, and our speedup over each peer."""
-    header = ["task", *(f"{name} MB/s" for name in names)]
-    header += [cell for peer in names[1:] for cell in (f"speedup over {peer}", SPEEDUP_COLUMN)]
-    rows = []
-    for result in results:
-        measured = result.times.seconds
-        row = [f"{result.megabytes_per_second(name):.2f}" if name in measured else "-" for name in names]
-        for peer in names[1:]:
-            row += result.times.speedup_cells(OURS, peer) if peer in measured else ["-", "-"]
-        rows.append([result.task, *row])
-    return make_table(header, rows)
+    rows = [([result.task], result.text_bytes / 1e6, result.times) for result in results]
+    return make_speed_table(["task"], rows, names, unit="MB/s", style=".2f")

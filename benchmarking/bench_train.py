@@ -16,7 +16,6 @@ import torch
 
 from benchmarking.harness import (
     MEBIBYTE,
-    SPEEDUP_COLUMN,
     Comparison,
     ResultFiles,
     check_installed,
@@ -25,6 +24,7 @@ from benchmarking.harness import (
     describe_model,
     is_installed,
     make_report,
+    make_speed_table,
     make_table,
     run_in_fresh_process,
 )
@@ -224,8 +224,9 @@ def build_report(
 ) -> Page:
     """Build the tables of speed and memory, with their methods and conditions."""
     names = list(dict.fromkeys(name for result in results for name in result.parameters))
+    rows = [(_case_cells(result.case), float(result.case.shape.tokens), result.times) for result in results]
     parts: list[Part] = [
-        _build_speed_table(results, names),
+        make_speed_table(COLUMNS_OF_CASE, rows, names, unit="tok/s", style=",.0f"),
         METHOD,
         _build_rate_table(results),
         METHOD_OF_RATES,
@@ -239,20 +240,6 @@ def build_report(
 
 def _case_cells(case: TrainCase) -> list[str]:
     return [case.shape.name, case.objective_label, case.precision]
-
-
-def _build_speed_table(results: Sequence[TrainMeasurement], names: Sequence[str]) -> Table:
-    header = [*COLUMNS_OF_CASE, *(f"{name} tok/s" for name in names)]
-    header += [cell for peer in names[1:] for cell in (f"speedup over {peer}", SPEEDUP_COLUMN)]
-    rows = []
-    for result in results:
-        row, measured = _case_cells(result.case), result.parameters
-        for name in names:
-            row.append(f"{result.case.shape.tokens / result.times.median(name):,.0f}" if name in measured else "-")
-        for peer in names[1:]:
-            row += result.times.speedup_cells(OURS, peer) if peer in measured else ["-", "-"]
-        rows.append(row)
-    return make_table(header, rows)
 
 
 def _build_rate_table(results: Sequence[TrainMeasurement]) -> Table:

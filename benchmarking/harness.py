@@ -10,6 +10,7 @@ import argparse
 import datetime
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import multiprocessing
 import os
@@ -53,6 +54,30 @@ INSTALL_HINT = "install the dependency group bench: uv sync --group bench"
 def make_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """A table of formatted cells; all columns but the first are aligned to the right."""
     return Table([header[0], *map(Column, header[1:])], rows)
+
+
+def make_speed_table(
+    header: Sequence[str],
+    rows: Iterable[tuple[Sequence[str], float, Comparison]],
+    names: Sequence[str],
+    *,
+    unit: str,
+    style: str,
+) -> Table:
+    """A table of the rates of implementations, and of the speedup of the first one over each other.
+
+    Args:
+        rows: first cells, work of a call in units, and times; an implementation that was not timed has no rate.
+    """
+    ours, *peers = names
+    header = [*header, *(f"{name} {unit}" for name in names)]
+    header += [cell for peer in peers for cell in (f"speedup over {peer}", SPEEDUP_COLUMN)]
+    lines = []
+    for cells, work, times in rows:
+        rates = [f"{work / times.median(name):{style}}" if name in times.seconds else "-" for name in names]
+        speedups = [times.speedup_cells(ours, peer) if peer in times.seconds else ["-", "-"] for peer in peers]
+        lines.append([*cells, *rates, *itertools.chain.from_iterable(speedups)])
+    return make_table(header, lines)
 
 
 def make_report(title: str, parts: Sequence[Part], facts: Mapping[str, str]) -> Page:

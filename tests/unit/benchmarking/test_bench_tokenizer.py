@@ -104,7 +104,6 @@ def test_table_of_speeds() -> None:
         TokenizerSpeed("training", 400, 3_000_000, training),
         TokenizerSpeed("decoding", 400, 3_000_000, decoding),
     ]
-    assert results[0].megabytes_per_second(OURS) == 1.5
     table = build_table(results, [OURS, "tokenizers", "tiktoken"])
     assert table.heads[1:5] == ["diffusionlm MB/s", "tokenizers MB/s", "tiktoken MB/s", "speedup over tokenizers"]
     assert table.rows == [
