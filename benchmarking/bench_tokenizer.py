@@ -27,6 +27,7 @@ from benchmarking.harness import (
 )
 from config.bench.training import BenchTokenizerConfig, BenchTokenizerSection
 from config.data import DataConfig
+from diffusionlm.data.packing import Row
 from diffusionlm.data.pipeline import build_row_reader, open_components
 from diffusionlm.data.reader import read_first_documents
 from diffusionlm.data.sources import open_source
@@ -222,11 +223,15 @@ def measure_reading(config: BenchTokenizerConfig, corpus: Corpus, vocab_size: in
     """Measure reading the source into packed rows, as training does: reading, shuffling, encoding and packing."""
     tokenizer = train_bpe(corpus.texts, vocab_size=vocab_size, pattern=config.bench.pattern)
     data = DataConfig(source=config.source)
-    reader = build_row_reader(open_components(data, "train"), data, tokenizer, ROW_LENGTH, seed=0)
     num_rows = max(1, corpus.text_bytes // (MEAN_TOKEN_BYTES * ROW_LENGTH))
-    rows, _ = reader.read(0, None, num_rows)
-    text_bytes = sum(len(tokenizer.decode(row.tokens_L.tolist()).encode()) for row in rows)
-    task = TokenizerTask("reading rows", {OURS: lambda: reader.read(0, None, num_rows)})
+
+    def read_rows() -> list[Row]:
+        # A new reader each time, because a reader keeps the rows that it returned last.
+        reader = build_row_reader(open_components(data, "train"), data, tokenizer, ROW_LENGTH, seed=0)
+        return reader.read(0, None, num_rows)[0]
+
+    text_bytes = sum(len(tokenizer.decode(row.tokens_L.tolist()).encode()) for row in read_rows())
+    task = TokenizerTask("reading rows", {OURS: read_rows})
     times = measure_task(task, f"vocabulary {vocab_size:,}, {task.name}", config.bench)
     return TokenizerSpeed(task.name, vocab_size, text_bytes, times)
 
