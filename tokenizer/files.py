@@ -16,6 +16,7 @@ from tokenizer.huggingface import (
     WELL_KNOWN_TOKENS,
     build_slow_tokenizer_json,
     from_huggingface,
+    read_added_tokens,
     read_role_token,
     to_huggingface,
     to_huggingface_config,
@@ -74,12 +75,39 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
     with _errors_name_file(path):
         is_characters = is_sentencepiece(contents)
         tokenizer = SentencePieceTokenizer(contents, config) if is_characters else from_huggingface(contents, config)
+    if path != folder and not is_characters:
+        _check_agreement(folder, contents, config)
     if own.get("fingerprint", tokenizer.fingerprint) != tokenizer.fingerprint:
         raise ValueError(
             f"{path} is not the tokenizer of {SPECIAL_FILE} beside it, which has the fingerprint "
             f"{own['fingerprint']!r} (edited, or an interrupted save?): if it is right, delete {SPECIAL_FILE}"
         )
     return tokenizer.with_chat_template(load_chat_template(folder))
+
+
+def _check_agreement(folder: Path, contents: dict[str, Any], config: dict[str, Any]) -> None:
+    """Check that tokenizer.json has the tokens and merges of vocab.json and merges.txt beside it, which another program
+    may read. Added tokens may be in any of them.
+
+    Raises:
+        ValueError: they differ; names the files.
+    """
+    added = {text: token["id"] for text, token in read_added_tokens(contents, config).items()}
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in contents["model"]["merges"]]
+
+    def drop_added(vocab: dict[str, Any]) -> dict[str, Any]:
+        return {text: id_ for text, id_ in vocab.items() if text not in added and id_ not in added.values()}
+
+    vocab = _read_if_there(folder / VOCAB_FILE)
+    differing = [VOCAB_FILE] if vocab and drop_added(vocab) != drop_added(contents["model"]["vocab"]) else []
+    if (folder / MERGES_FILE).is_file() and _split_merges(read_text(folder / MERGES_FILE)) != merges:
+        differing.append(MERGES_FILE)
+    if differing:
+        raise ValueError(
+            f"{folder / TOKENIZER_FILE} and {', '.join(differing)} beside it are of different tokenizers (edited, or "
+            f"of two downloads?): correct one of them, or delete the wrong one: {TOKENIZER_FILE}, or {VOCAB_FILE} and "
+            f"{MERGES_FILE}"
+        )
 
 
 def _read_if_there(path: Path) -> dict[str, Any]:

@@ -66,8 +66,8 @@ def test_examples_touch_no_more_files_than_promised() -> None:
 
 
 @pytest.mark.slow
-def test_tests_accept_a_new_strategy_and_a_new_schedule(tree: Path) -> None:
-    """They find both by their registries; one command writes the table of the documentation."""
+def test_tests_accept_a_new_strategy_schedule_and_optimizer(tree: Path) -> None:
+    """They find them by their registries; one command writes the table of the documentation."""
     for folder in ("tests", "docs"):
         shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
     shutil.copy(ROOT / "pyproject.toml", tree)
@@ -78,6 +78,8 @@ def test_tests_accept_a_new_strategy_and_a_new_schedule(tree: Path) -> None:
         "tests/unit/inference/test_strategy_docs.py",
         "tests/unit/config/test_generation_section.py",
         "tests/reference/decoding/test_sampler_truths.py",
+        "tests/unit/config/test_optimizer_section.py",
+        "tests/unit/optim/test_build.py",
         "tests/unit/diffusion/test_schedules.py",
         "tests/reference/test_nelbo_exact.py::test_drawn_times_probabilities_and_weights_fit_together",
         "tests/reference/test_nelbo_forms.py::test_nelbo_does_not_depend_on_the_schedule",

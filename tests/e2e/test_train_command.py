@@ -200,7 +200,7 @@ def test_incompatible_warm_start_lists_the_differences(config: Path, uninterrupt
     ("override", "code", "message"),
     [
         ("data.source.paths=nothing/*.jsonl", 2, "matches no file"),
-        ("data.source.text_field=body", 1, "no field 'body': its fields are 'text'"),
+        ("data.source.text_field=body", 2, "no field 'body': its fields are 'text'"),
     ],
 )
 def test_bad_data_is_named(config: Path, tmp_path: Path, override: str, code: int, message: str) -> None:

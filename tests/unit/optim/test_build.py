@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from config.training.optimizer import AdamWConfig, LionConfig, MuonConfig, ParameterGroup
+from config.training.optimizer import AdamWConfig, LionConfig, MuonConfig, OptimizerConfig, ParameterGroup
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import Optimizers, build_optimizers, requires_whole_matrix
 
 MakeModel = Callable[..., Transformer]
-CONFIGS: list[AdamWConfig | LionConfig | MuonConfig] = [
+CONFIGS: list[Any] = [
     AdamWConfig(weight_decay=0.3),
     LionConfig(weight_decay=0.3),
     MuonConfig(weight_decay=0.2, rest=AdamWConfig(weight_decay=0.1)),
 ]
+EVERY_KIND = CONFIGS + [kind() for kind in get_args(get_args(OptimizerConfig)[0]) if kind not in map(type, CONFIGS)]
 MIXTURE = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
 
 
@@ -115,7 +116,7 @@ def test_groups_of_one_kind_may_differ(tiny_model: MakeModel) -> None:
     assert options == {"hidden": (*rest, 1.0), "embed": (0.25, (0.9, 0.99), 0.75), "scalar": (*rest, 0.0)}
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.kind)
+@pytest.mark.parametrize("config", EVERY_KIND, ids=lambda c: c.kind)
 def test_frozen_parameters_need_no_optimizer(
     config: AdamWConfig | LionConfig | MuonConfig, tiny_model: MakeModel
 ) -> None:
@@ -125,7 +126,7 @@ def test_frozen_parameters_need_no_optimizer(
     assert build_optimizers(config, named(model)).learning_rates().keys() == {"head"}
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.kind)
+@pytest.mark.parametrize("config", EVERY_KIND, ids=lambda c: c.kind)
 def test_restored_optimizer_continues_bit_equal(
     config: AdamWConfig | LionConfig | MuonConfig, tiny_model: MakeModel, tmp_path: Path
 ) -> None:
@@ -148,7 +149,7 @@ def test_restored_optimizer_continues_bit_equal(
         assert not torch.equal(one, weights[name]), f"{name} was not trained"
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.kind)
+@pytest.mark.parametrize("config", EVERY_KIND, ids=lambda c: c.kind)
 def test_resume_keeps_the_loaded_state(config: AdamWConfig | LionConfig | MuonConfig, tiny_model: MakeModel) -> None:
     model = tiny_model()
     optimizers = build_optimizers(config, named(model))

@@ -60,9 +60,25 @@ def test_round_trip(tokenizer: Tokenizer, tmp_path: Path) -> None:
         assert load_tokenizer(str(folder)).fingerprint == variant.fingerprint
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("vocab.json", lambda c: c["model"]["vocab"].update({"Ġnew": 4321})),
+        ("merges.txt", lambda c: c["model"]["merges"].reverse()),
+    ],
+)
+def test_files_of_different_tokenizers_are_refused(name: str, change: Edit, saved: Path, tokenizer: Tokenizer) -> None:
+    save_slow_files(tokenizer, saved)
+    edit(saved / "vocab.json", lambda c: c.update(tokenizer.special_tokens))  # added tokens may be in it
+    assert load_tokenizer(saved).fingerprint == tokenizer.fingerprint
+    edit(saved / "tokenizer.json", change)
+    with pytest.raises(ValueError, match=rf"tokenizer\.json and {name} beside it .*delete the wrong one"):
+        load_tokenizer(saved)
+
+
 def test_directories_of_earlier_versions(old: Path, tokenizer: Tokenizer) -> None:
     assert load_tokenizer(old).fingerprint == tokenizer.fingerprint
-    (old / "merges.txt").write_text("of another tokenizer")
+    (old / "merges.txt").unlink()
     edit(old / "tokenizer.json", lambda c: c["model"]["merges"].reverse())
     with pytest.raises(ValueError, match=r"tokenizer\.json is not the tokenizer of special_tokens\.json .*delete"):
         load_tokenizer(old)
