@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import sys
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 from cli.arguments import parse_command
 from cli.entry import friendly_errors, memory_errors, usage_errors
 from config.train import TrainConfig
+from config.training.parallel import SingleProcess
 from diffusionlm.families.model_directory import read_model_config, resolve_model_directory
 from files.paths import check_can_write
 from files.resilient_stream import resilient
@@ -61,6 +63,8 @@ MEMORY_REMEDY = (
     "lower training.micro_batch_size, training.batch_size or data.row_length, or set "
     'runtime.activation_checkpointing = "full"; --dry-run shows the parts'
 )
+REFUSED_MEMORY_RATIO = 10
+"""A run that is estimated to need so many times the memory of the machine is refused; the estimate is a rough one."""
 RANK_ZERO_HEAD_START_SECONDS = 2.0
 """Time that other ranks wait for rank 0 to report an error that all have."""
 
@@ -122,7 +126,7 @@ def check_files(config: TrainConfig) -> None:
             check_template_name(chat.config, chat.key)
         else:
             resolve_chat_template(chat.config, tokenizer, chat.key)
-    warn_of_missing_memory(config)
+    check_memory(config)
 
 
 def check_model(config: TrainConfig) -> tuple[TrainConfig, Tokenizer | None]:
@@ -184,15 +188,24 @@ def check_adapter(config: TrainConfig) -> None:
             read_adapter_config(lora.init_from)
 
 
-def warn_of_missing_memory(config: TrainConfig) -> None:
-    """Warn before the work if a run on the CPU is estimated to need more memory than is free."""
+def check_memory(config: TrainConfig) -> None:
+    """Warn before the work if a run on the CPU is estimated to need more memory than is free.
+
+    Raises:
+        ValueError: a run of one process needs many times what the machine has.
+    """
     if "WORLD_SIZE" in os.environ or config.run.device == "cuda" or (config.run.device == "auto" and drivers()):
         return
-    free, needed = read_memory().free, estimate_run(config).bytes_total
-    if free is not None and needed > free:
+    memory, needed = read_memory(), estimate_run(config).bytes_total
+    if isinstance(config.parallel, SingleProcess) and needed > REFUSED_MEMORY_RATIO * (memory.total or math.inf):
+        raise ValueError(
+            f"the run needs about {_format_bytes(needed)} of memory, and this machine has "
+            f"{_format_bytes(memory.total or 0)}: {MEMORY_REMEDY}"
+        )
+    if memory.free is not None and needed > memory.free:
         print_message(
-            f"{NAME}: warning: the run needs about {_format_bytes(needed)} of memory, and {_format_bytes(free)} are "
-            f"free: {MEMORY_REMEDY}"
+            f"{NAME}: warning: the run needs about {_format_bytes(needed)} of memory, and "
+            f"{_format_bytes(memory.free)} are free: {MEMORY_REMEDY}"
         )
 
 

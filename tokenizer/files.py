@@ -105,8 +105,7 @@ def _check_agreement(folder: Path, contents: dict[str, Any], config: dict[str, A
     if differing:
         raise ValueError(
             f"{folder / TOKENIZER_FILE} and {', '.join(differing)} beside it are of different tokenizers (edited, or "
-            f"of two downloads?): correct one of them, or delete the wrong one: {TOKENIZER_FILE}, or {VOCAB_FILE} and "
-            f"{MERGES_FILE}"
+            f"of two downloads?): correct one of them, or delete {VOCAB_FILE} and {MERGES_FILE} if they are wrong"
         )
 
 

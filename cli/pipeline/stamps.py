@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -13,6 +14,8 @@ from cli.pipeline.stages import Stage, without_key
 from config.base import Section
 from config.data import PythonStdlib
 from config.dump import list_differences, to_toml_values
+from config.load import ConfigError, validate_config
+from config.spellings import read_key
 from diffusionlm.families.model_directory import resolve_model_directory
 from files.atomic import write_text_atomic
 from files.json_files import read_json_object
@@ -94,6 +97,9 @@ def read_states(stages: Sequence[Stage]) -> list[StageState]:
     for stage in stages:
         try:
             fingerprint = _compute_fingerprint(stage, hashes, digests)
+            recorded = _read_fingerprint(stage)
+            if recorded is not None and _with_present_keys(stage, recorded) == fingerprint:
+                fingerprint = recorded  # later stages have recorded its digest
             states.append(StageState(stage, fingerprint, *_find_action(stage, fingerprint)))
         except ValueError as error:
             raise ValueError(f'stage "{stage.name}": {error}') from error
@@ -105,23 +111,57 @@ def _keys_without_effect(stage: Stage) -> tuple[str, ...]:
     return *stage.kind.managed_keys, *KEYS_WITHOUT_EFFECT[stage.kind.command]
 
 
-def _compute_fingerprint(stage: Stage, hashes: FileHashes, digests: Mapping[str, str]) -> Fingerprint:
+def _read_fingerprint(stage: Stage) -> Fingerprint | None:
+    name = DONE if (stage.directory / DONE).is_file() else STARTED
+    recorded: Fingerprint | None = _read_record(stage.directory / name).get("fingerprint")
+    return recorded
+
+
+def _with_present_keys(stage: Stage, recorded: Fingerprint) -> Fingerprint:
+    """The fingerprint that an older version recorded, with today's spellings of keys."""
     values: dict[str, Any] = to_toml_values(stage.config, stage.name)
+    tree = copy.deepcopy(recorded.get("config", {}))
+    for key in _keys_without_effect(stage):
+        value, table = read_key(values, key), tree
+        *parents, last = key.split(".")
+        for name in parents:
+            table = table.setdefault(name, {})
+        if value is not None:
+            table[last] = value
+    try:
+        config = validate_config(type(stage.config), tree, "the recorded config")
+    except ConfigError:
+        return recorded
+    return {**recorded, "config": _effective_values(stage, config)}
+
+
+def _effective_values(stage: Stage, config: Section) -> dict[str, Any]:
+    values: dict[str, Any] = to_toml_values(config, stage.name)
     for key in _keys_without_effect(stage):
         values = without_key(values, key)
+    return values
+
+
+def _compute_fingerprint(stage: Stage, hashes: FileHashes, digests: Mapping[str, str]) -> Fingerprint:
     source = ""
     if stage.parent is not None:
         source = f"{digests[stage.parent.name]} {stage.settings.checkpoint}"
     elif stage.settings.input is not None:
         source = hashes.hash_model(stage.settings.input)
     files = hashes.hash_inputs(stage)
-    return {"kind": stage.settings.kind, "config": values, "files": files, "source": source, "format": FORMAT}
+    return {
+        "kind": stage.settings.kind,
+        "config": _effective_values(stage, stage.config),
+        "files": files,
+        "source": source,
+        "format": FORMAT,
+    }
 
 
 def _find_action(stage: Stage, fingerprint: Fingerprint) -> tuple[Action, str]:
     directory = stage.directory
     is_done = (directory / DONE).is_file()
-    recorded = _read_record(directory / (DONE if is_done else STARTED)).get("fingerprint")
+    recorded = _read_fingerprint(stage)
     if recorded is None:
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
             raise ValueError(

@@ -136,6 +136,11 @@ class SweepStudy:
                 )
             study.set_user_attr(key, value)
         values = study.user_attrs.get("values")
+        if values is None and study.trials:
+            raise SweepError(
+                f"{sweep.directory} contains a sweep that an older version made (its page is sweep.html): choose "
+                "another --directory"
+            )
         if values is None:
             values = {axis.key: axis.values[0] for axis in sweep.axes}
             study.set_user_attr("config", sweep.format_config(values))

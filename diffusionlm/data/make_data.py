@@ -180,7 +180,7 @@ def _load_or_create_progress(
         return progress
     remove_temporary_paths(directory)
     progress = read_json_model(
-        MakeDataProgress, path, "finish it with the version that began it, or remove the directory"
+        MakeDataProgress, path, "if an older version began it, finish it with that one; or remove the directory"
     )
     identities = {split: state.index.identity for split, state in progress.splits.items()}
     _check_same_inputs(config, sources, provided_tokenizer, progress.config, identities, progress.tokenizer_fingerprint)
@@ -221,7 +221,8 @@ def _check_same_inputs(
         ValueError: lists the differences.
     """
     values = _content_config(config)
-    if saved_config["output"].get("format") == "bin":  # older versions had other formats too
+    saved_output = saved_config.get("output")
+    if isinstance(saved_output, dict) and saved_output.get("format") == "bin":  # the key of older versions
         values["output"]["format"] = "bin"
     differences = list_differences(saved_config, values)
     for split, source in sources.items():

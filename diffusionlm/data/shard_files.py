@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import re
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -25,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, Validat
 
 from diffusionlm.data.reader import Split, Tokens
 from files.atomic import sync_to_disk
+from files.json_files import read_json_object
 
 INDEX_FILE = "index.json"
 PROGRESS_FILE = "progress.json"
@@ -36,7 +36,7 @@ OFFSET_DTYPE = "<i8"
 
 ShardDtype = Literal["uint16", "uint32"]
 
-FORMER_FORMATS = re.compile(rb'"format": ?"(parquet|dat)"')
+FORMER_FORMATS = ("parquet", "dat")
 
 
 class StrictModel(BaseModel):
@@ -129,7 +129,7 @@ def read_index(directory: Path, key: str) -> ShardIndex:
     Raises:
         ValueError: there is no index, or it is damaged or of another version or format.
     """
-    path = directory / INDEX_FILE
+    path, former_format = directory / INDEX_FILE, None
     setting = f"{key} = {directory}"
     if not directory.is_dir():
         raise ValueError(f"{setting} is not a directory; make one with diffusionlm-make-data")
@@ -137,11 +137,12 @@ def read_index(directory: Path, key: str) -> ShardIndex:
         if (directory / PROGRESS_FILE).is_file():
             raise ValueError(f"{setting} is incomplete; repeat the diffusionlm-make-data command, which continues it")
         raise ValueError(f"{setting} has no {INDEX_FILE}; name a directory that diffusionlm-make-data wrote")
-    former_format = FORMER_FORMATS.search(path.read_bytes())
-    if former_format is not None:
+    with contextlib.suppress(ValueError):  # of a damaged file, which is named below
+        former_format = read_json_object(path).get("format")
+    if former_format in FORMER_FORMATS:
         tokenizer = f"--set 'tokenizer={{path=\"{directory / TOKENIZER_DIRECTORY}\"}}'"
         raise ValueError(
-            f'{setting} has the format "{former_format[1].decode()}", which is no longer read. Make the same tokens '
+            f'{setting} has the format "{former_format}", which is no longer read. Make the same tokens '
             f"again: uv run diffusionlm-make-data --config FILE {tokenizer} --set output.directory={directory}-bin; "
             'a run resumes with them and checkpoint.config_change = "accept"'
         )

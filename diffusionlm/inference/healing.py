@@ -31,7 +31,7 @@ _MASKED_SPAN = re.compile(r"\[MASK:([^\[\]\n]*)\]")
 _NUMBER = re.compile(r"[0-9]{1,9}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HealedText:
     """A text as token ids, and what its tokens say about decoding."""
 

@@ -181,6 +181,9 @@ def prepare_request(
 def _check_options(options: RequestOptions, settings: DecodingSettings, label: str) -> None:
     if not 0 <= options.num_top_logprobs <= MAX_TOP_LOGPROBS:
         raise ValueError(f"num_top_logprobs = {options.num_top_logprobs} must be 0 to {MAX_TOP_LOGPROBS}")
+    length = options.max_new_tokens
+    if length is not None and (not isinstance(length, int) or length < 1):
+        raise ValueError(f"{label}: max_new_tokens = {length!r} must be a whole number of at least 1")
     check_token_ids(options.logit_bias.keys(), settings.model, "logit_bias")
     for token, value in options.logit_bias.items():
         if not math.isfinite(value):

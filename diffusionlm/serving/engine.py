@@ -10,6 +10,7 @@ import ctypes
 import functools
 import logging
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -90,6 +91,8 @@ class Engine:
         """
         if limits is not None and keys:
             raise ValueError(f"{', '.join(keys)} and limits exclude each other: pass one of them")
+        if keys.get("max_rows", 0) is None:
+            keys["max_rows"] = sys.maxsize  # the older name's word for no limit
         limits = limits or EngineLimits.model_validate({_OLD_LIMITS.get(key, key): keys[key] for key in keys})
         _check_model(model)
         self.model = model

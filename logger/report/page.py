@@ -26,6 +26,11 @@ STATES = {
     "ended": "ended early",
 }
 
+KEYS_WITHOUT_EFFECT_ON_ROWS = {
+    f"data.{key}" for key in ("workers", "prefetch_steps", "document_shuffle_window", "row_shuffle_window")
+}
+"""Keys of ``[data]`` that do not change which sequences are validated."""
+
 
 def write_report(paths: Sequence[Path], output: Path) -> list[LoggedRun]:
     """Read the runs, write their page as HTML and Markdown, and return the runs.
@@ -76,6 +81,9 @@ def _notes(runs: Sequence[LoggedRun]) -> list[str]:
             "These runs have different tokenizers. Nats per token are not comparable between them, nor is the top-1 "
             "accuracy: compare bits per byte."
         )
+    validated = {tuple(str(run.config.get(key)) for key in _validation_keys(runs)) for run in runs if run.config}
+    if len(validated) > 1:
+        messages.append("These runs have different data or validation settings: their validation texts may differ.")
     for run in runs:
         own = list(run.notes)
         if run.state == "going":
@@ -87,3 +95,9 @@ def _notes(runs: Sequence[LoggedRun]) -> list[str]:
             own.append(f"The run ended before {before} without an error message.")
         messages += [_prefix(run, runs) + note for note in own]
     return messages
+
+
+def _validation_keys(runs: Sequence[LoggedRun]) -> list[str]:
+    """Return the config keys that decide which sequences are validated."""
+    keys = {key for run in runs for key in run.config if key.startswith("data.")} - KEYS_WITHOUT_EFFECT_ON_ROWS
+    return sorted(keys | {"validation.rows", "validation.final_rows", "model.max_position_embeddings"})

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from config.spellings import find_renamed
 from files.json_files import flatten, read_json_object, read_text
 from files.lock import is_locked
 from files.toml_text import parse_toml
@@ -231,7 +232,11 @@ def _series(steps: array[float], numbers: array[float]) -> Series:
 def _read_config(run: LoggedRun) -> None:
     path = run.path / "config.toml"
     try:
-        run.config = dict(flatten(parse_toml(read_text(path)), "."))
+        config = parse_toml(read_text(path))
+        run.config = dict(flatten(config, "."))
+        for old, values in find_renamed(config):  # so that a run of an older version differs by its values alone
+            run.config.pop(".".join(map(str, old)), None)
+            run.config |= {".".join(map(str, new)): value for new, value in values.items()}
     except ValueError as error:
         run.notes.append(f"config.toml cannot be read: {error}")
 

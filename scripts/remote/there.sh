@@ -113,6 +113,7 @@ stage() {
     local path replaced=.remote/replaced/.new
     export LC_ALL=C
     refuse_running
+    rm -f .remote/tree # what is there is no whole tree until `install`
     sort -z >.remote/files.new
     touch .remote/files
     while IFS= read -r -d '' path; do

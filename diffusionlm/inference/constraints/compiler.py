@@ -14,7 +14,7 @@ from diffusionlm.inference.constraints.byte_automaton import (
     compile_choices,
     compile_expression,
 )
-from diffusionlm.inference.constraints.expressions import parse_regex
+from diffusionlm.inference.constraints.expressions import nesting_error, parse_regex
 from diffusionlm.inference.constraints.json_schema import Schema, compile_json_schema
 from diffusionlm.inference.constraints.token_automaton import TokenAutomaton, TokenTrie
 from diffusionlm.inference.settings import DecodingSettings
@@ -132,7 +132,10 @@ class ConstraintCompiler:
             case "choice":
                 automaton = compile_choices(source, self._max_states)
             case "regex":
-                automaton = compile_expression(parse_regex(source).expression, self._max_states)
+                try:
+                    automaton = compile_expression(parse_regex(source).expression, self._max_states)
+                except RecursionError:
+                    raise nesting_error() from None
             case _:
                 automaton = compile_expression(compile_json_schema(json.loads(source)), self._max_states)
         return TokenConstraint(automaton, self._trie)

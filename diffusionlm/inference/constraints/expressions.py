@@ -12,6 +12,7 @@ ends the process on ``((a{1000}){1000}){1000}``) and ignores keys of schemas, an
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from re import _constants, _parser  # type: ignore[attr-defined]
@@ -177,7 +178,15 @@ def parse_regex(pattern: str) -> ParsedPattern:
             f"the regular expression has {len(pattern)} characters: use at most {MAX_PATTERN_LENGTH}, or a choice"
         )
     try:
-        tree = _parser.parse(pattern, re.ASCII)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # what re may read in another way one day
+            tree = _parser.parse(pattern, re.ASCII)
+        if tree.state.flags != re.ASCII:
+            raise _unsupported_error("flag")
+        items = list(tree)
+        begins_anchored = bool(items) and items[0] == (_constants.AT, _constants.AT_BEGINNING)
+        ends_anchored = bool(items) and items[-1] == (_constants.AT, _constants.AT_END)
+        expression = _convert(items[begins_anchored : len(items) - ends_anchored], 0)
     except re.error as error:
         position = 1 if error.pos is None else error.pos + 1
         raise ValueError(
@@ -187,20 +196,14 @@ def parse_regex(pattern: str) -> ParsedPattern:
     except OverflowError:
         raise _repetition_error() from None
     except RecursionError:
-        raise _nesting_error() from None
-    if tree.state.flags != re.ASCII:
-        raise _unsupported_error("flag")
-    items = list(tree)
-    begins_anchored = bool(items) and items[0] == (_constants.AT, _constants.AT_BEGINNING)
-    ends_anchored = bool(items) and items[-1] == (_constants.AT, _constants.AT_END)
-    expression = _convert(items[begins_anchored : len(items) - ends_anchored], 0)
+        raise nesting_error() from None
     return ParsedPattern(expression, begins_anchored, ends_anchored)
 
 
 def _convert(items: Sequence[tuple[Any, Any]], depth: int) -> Expression:
     """The expression of a sequence of the parser's items."""
     if depth > MAX_NESTING:
-        raise _nesting_error()
+        raise nesting_error()
     parts = [_convert_item(operation, argument, depth) for operation, argument in items]
     return parts[0] if len(parts) == 1 else Concatenation(tuple(parts))
 
@@ -266,5 +269,6 @@ def _repetition_error() -> ValueError:
     )
 
 
-def _nesting_error() -> ValueError:
-    return ValueError(f"the regular expression has groups nested more than {MAX_NESTING} deep: simplify it")
+def nesting_error() -> ValueError:
+    """The error of an expression whose groups, choices and repetitions are too deep."""
+    return ValueError(f"the regular expression is nested too deeply (at most {MAX_NESTING} groups): simplify it")

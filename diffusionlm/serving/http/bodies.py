@@ -368,7 +368,9 @@ def validation_error(error: ValidationError) -> ApiError:
         return ApiError(400, f"{param} is missing", param=param, code="missing_required_parameter")
     if problem["type"] == "extra_forbidden":
         return ApiError(400, f"{param} is not supported", param=param, code="unsupported_parameter")
-    return ApiError(400, f"{param} = {_describe(problem['input'])}: {message}", param=param)
+    value = problem["input"]
+    field = f"{param} = {_describe(value)}" if isinstance(value, str | int | float | bool) else param
+    return ApiError(400, f"{field}: {message}", param=param)
 
 
 def _describe(value: Any) -> str:

@@ -204,6 +204,8 @@ class RequestPreparer:
             return self._encode_segments([prompt, max_tokens, body.suffix], "prompt", builder)
         with _wrong_field("prompt"):
             check_token_ids((min(prompt), max(prompt)), self.model, "prompt")
+            if body.echo:
+                self.tokenizer.decode(prompt)  # the model may have more tokens than the tokenizer
         if mask in prompt:
             raise ApiError(400, "with suffix the ids of prompt must not have the mask token", param="prompt")
         ids = (*prompt, *[mask] * max_tokens, *suffix_ids)

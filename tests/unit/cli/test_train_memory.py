@@ -54,12 +54,23 @@ def test_a_run_larger_than_the_memory_is_announced(
 ) -> None:
     monkeypatch.setattr(train, "drivers", list)
     monkeypatch.setattr(train, "read_memory", lambda: Memory(1 << 40, 1 << 40))
-    train.warn_of_missing_memory(train_config)
+    train.check_memory(train_config)
     assert not capsys.readouterr().err
     monkeypatch.setattr(train, "read_memory", lambda: Memory(1 << 40, 1 << 10))
-    train.warn_of_missing_memory(train_config)
+    train.check_memory(train_config)
     assert "training.micro_batch_size" in capsys.readouterr().err
     monkeypatch.setattr(train, "drivers", lambda: ["580, GPU"])
     run = train_config.run.model_copy(update={"device": "auto"})
-    train.warn_of_missing_memory(train_config.model_copy(update={"run": run}))
+    train.check_memory(train_config.model_copy(update={"run": run}))
     assert not capsys.readouterr().err, "the GPU has memory of its own"
+
+
+def test_a_run_that_needs_many_times_the_memory_is_refused(
+    train_config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "drivers", list)
+    monkeypatch.setattr(train, "read_memory", lambda: Memory(1 << 34, 1 << 33))
+    train.check_memory(train_config)
+    training = train_config.training.model_copy(update={"batch_size": 100_000_000, "micro_batch_size": None})
+    with pytest.raises(ValueError, match=r"this machine has 16\.0 GiB: lower training\.micro_batch_size"):
+        train.check_memory(train_config.model_copy(update={"training": training}))

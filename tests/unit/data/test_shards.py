@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,13 @@ def test_former_formats_name_the_command_that_makes_them_again(three: tuple[Path
     message = error_of(folder)
     assert f'data.source.path = {folder} has the format "{former}"' in message
     assert f"--set 'tokenizer={{path=\"{folder / 'tokenizer'}\"}}' --set output.directory={folder}-bin" in message
+
+
+def test_shards_of_parquet_files_are_no_parquet_shards(three: tuple[Path, list[Tokens]]) -> None:
+    folder, _ = three
+    path = folder / "index.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"config": {"source": {"format": "parquet"}}}))
+    open_shards(folder)
 
 
 def test_missing_and_short_files(three: tuple[Path, list[Tokens]]) -> None:

@@ -72,7 +72,7 @@ def test_files_of_different_tokenizers_are_refused(name: str, change: Edit, save
     edit(saved / "vocab.json", lambda c: c.update(tokenizer.special_tokens))  # added tokens may be in it
     assert load_tokenizer(saved).fingerprint == tokenizer.fingerprint
     edit(saved / "tokenizer.json", change)
-    with pytest.raises(ValueError, match=rf"tokenizer\.json and {name} beside it .*delete the wrong one"):
+    with pytest.raises(ValueError, match=rf"tokenizer\.json and {name} beside it .*or delete vocab\.json"):
         load_tokenizer(saved)
 
 

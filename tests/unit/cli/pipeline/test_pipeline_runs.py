@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -103,6 +104,28 @@ def test_a_changed_config_is_named_and_keys_without_effect_are_not(
     assert actions(pipeline, capsys) == dict.fromkeys(ALL, "skip done")
     stage_of(pipeline, "tune")["settings"]["checkpoint"] = {"keep_best": False}
     assert actions(pipeline, capsys)["tune"] == "stale changed: checkpoint.keep_best: true -> false"
+
+
+def test_stages_with_older_spellings_of_keys_stay_done(
+    pipeline: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also those that start from them, which have recorded the digest of the older stamp."""
+    run(pipeline)
+    done = Path("out/base/done.json")
+    record = json.loads(done.read_text())
+    objective = record["fingerprint"]["config"]["objective"]
+    assert objective.pop("normalizer") == "targets"
+    objective["loss"] = "elbo"
+    done.write_text(json.dumps(record))
+    older = hashlib.sha256(json.dumps(record["fingerprint"], sort_keys=True).encode()).hexdigest()
+    for name in ALL:
+        path = Path("out") / name / "done.json"
+        child = json.loads(path.read_text())
+        if stage_of(pipeline, name).get("from") == "base":
+            child["fingerprint"]["source"] = f"{older} {child['fingerprint']['source'].split()[1]}"
+            path.write_text(json.dumps(child))
+    result = actions(pipeline, capsys)
+    assert result["base"] == "skip done" and result["before"] == "skip done"
 
 
 def test_a_missing_output_and_a_damaged_record_are_noticed(
