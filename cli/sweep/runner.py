@@ -32,6 +32,8 @@ from profiling.torch_setup import drivers
 POLL_SECONDS = 0.2
 CLAIM_SECONDS = 5.0
 """Time until a process asks again for runs, which another one may have left."""
+ROUNDING_SECONDS = 2.0
+"""Databases may store the times of heartbeats, and compare them, in whole seconds."""
 SAVE_TIMEOUT_SECONDS = 120.0
 """Time for the runs to save after an error in the sweep itself."""
 STOPPED_EXIT_CODES = (*(128 + number for number in STOP_SIGNALS), *(-number for number in STOP_SIGNALS))
@@ -124,7 +126,7 @@ class SweepRunner:
             if not others or now >= (self._waits_until or math.inf):
                 return False
             if self._waits_until is None:
-                self._waits_until = now + study.GRACE_SECONDS + CLAIM_SECONDS
+                self._waits_until = now + study.GRACE_SECONDS + ROUNDING_SECONDS + CLAIM_SECONDS
                 self._progress.log(f"{others} runs belong to other processes; they are continued if one is dead")
         return True
 
