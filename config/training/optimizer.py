@@ -86,6 +86,8 @@ class ParameterGroup(Section):
 class OptimizerSection(Section):
     """Options of all optimizers. A ``kind`` that ends in 8bit has 8-bit moments."""
 
+    implementation: ClassVar[str]
+    """Module of `diffusionlm.optim` and class, as in "adamw:AdamW"; it is imported when an optimizer is built."""
     option_keys: ClassVar[tuple[str, ...]]
     """Keys of the section that are options of its parameter groups."""
     num_moments: ClassVar[int]
@@ -115,9 +117,14 @@ class OptimizerSection(Section):
 
     @model_validator(mode="after")
     def _check_fallback(self) -> Self:
-        if getattr(self, "fallback", False) and not self.is_quantized:
+        if self.has_fallback and not self.is_quantized:
             raise ValueError(f'fallback needs kind = "{self.kind}8bit", but kind = "{self.kind}": remove fallback')
         return self
+
+    @property
+    def has_fallback(self) -> bool:
+        """True if moments of float32 may replace those of 8 bits. Sections without 8-bit kinds have no such key."""
+        return bool(getattr(self, "fallback", False))
 
     @property
     def is_quantized(self) -> bool:
@@ -134,6 +141,7 @@ class OptimizerSection(Section):
 class AdamWConfig(OptimizerSection):
     """AdamW (Loshchilov and Hutter 2019): decoupled weight decay for matrices, none for norms and biases."""
 
+    implementation = "adamw:AdamW"
     option_keys = ("learning_rate", "betas", "eps", "weight_decay")
     num_moments = 2
 
@@ -154,6 +162,7 @@ class AdamWConfig(OptimizerSection):
 class LionConfig(OptimizerSection):
     """Lion (Chen et al. 2023): the sign of an average of gradients, with decoupled weight decay."""
 
+    implementation = "lion:Lion"
     option_keys = ("learning_rate", "betas", "weight_decay")
     num_moments = 1
 
@@ -172,6 +181,7 @@ class LionConfig(OptimizerSection):
 class MuonConfig(OptimizerSection):
     """Muon (Jordan et al. 2024) for the matrices of the blocks, AdamW for all other parameters."""
 
+    implementation = "muon:Muon"
     option_keys = ("learning_rate", "momentum", "weight_decay", "precision")
     num_moments = 1
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
 
-from config.training.optimizer import PARAMETER_GROUPS, AdamWConfig, LionConfig, MuonConfig, OptimizerSection
+from config.training.optimizer import PARAMETER_GROUPS, MuonConfig, OptimizerSection
 from ddp.all_to_all_rows import AllToAllRows
 from diffusionlm.optim import eight_bit
-from diffusionlm.optim.adamw import AdamW
-from diffusionlm.optim.lion import Lion
 from diffusionlm.optim.muon import Muon, select_product_dtype
 from files.terminal_text import print_message
 
@@ -20,11 +19,6 @@ OptimizerState = dict[str, torch.Tensor]
 Group = dict[str, Any]
 """A parameter group in torch's form: ``params``, ``name`` and options."""
 
-ELEMENTWISE_OPTIMIZERS: Mapping[type[OptimizerSection], type[AdamW] | type[Lion]] = {
-    AdamWConfig: AdamW,
-    LionConfig: Lion,
-}
-"""Config section -> optimizer that updates each element by that element's gradients alone."""
 FULL_PRECISION_STATE_GROUPS = ("embed", "scalar")
 """Groups whose moments are never quantized, as Dettmers et al. advise: the gradients of an embedding are too uneven for
 blocks with one scale."""
@@ -111,7 +105,8 @@ class Optimizers:
             )
         for name, value in state.items():
             optimizer, parameter, key = slots[name]
-            is_host_count = key == "step" and not isinstance(optimizer, AdamW)
+            # `state_dict` makes a tensor of integers of a count that the host keeps; a count on the device is a float.
+            is_host_count = key == "step" and not value.is_floating_point()
             optimizer.state[parameter][key] = int(value) if is_host_count else value.to(parameter.device, copy=True)
 
 
@@ -125,7 +120,7 @@ def _truncate(problems: list[str], limit: int = 4) -> list[str]:
 
 
 def build_optimizers(
-    config: AdamWConfig | LionConfig | MuonConfig,
+    config: OptimizerSection,
     named: Mapping[str, nn.Parameter],
     log: Callable[[str], None] = print_message,
     row_exchange: AllToAllRows | None = None,
@@ -157,9 +152,7 @@ def build_optimizers(
         parameters[_assign_group(name, parameter)].append(parameter)
     present = [group for group in PARAMETER_GROUPS if parameters[group]]
 
-    def make_groups(
-        section: AdamWConfig | LionConfig | MuonConfig, names: list[str], decaying: set[str]
-    ) -> list[Group]:
+    def make_groups(section: OptimizerSection, names: list[str], decaying: set[str]) -> list[Group]:
         return [
             {
                 **_torch_options(section.group_options(name, decays=name in decaying)),
@@ -194,7 +187,7 @@ def _split_factors(group: Group, factors_b: set[nn.Parameter], lr_ratio: float) 
     return [part for part in parts if part["params"]]
 
 
-def requires_whole_matrix(config: AdamWConfig | LionConfig | MuonConfig, name: str, parameter: torch.Tensor) -> bool:
+def requires_whole_matrix(config: OptimizerSection, name: str, parameter: torch.Tensor) -> bool:
     """Return whether sharding by rows is forbidden: Muon's matrices, and moments with 8 bits, which share scales.
 
     AdamW and Lion update each element independently.
@@ -221,9 +214,9 @@ def _torch_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _build_elementwise(
-    config: AdamWConfig | LionConfig, groups: list[Group], log: Callable[[str], None], *, is_sharded: bool
+    config: OptimizerSection, groups: list[Group], log: Callable[[str], None], *, is_sharded: bool
 ) -> list[torch.optim.Optimizer]:
-    """Build AdamW or Lion: one optimizer, or two if the moments of some groups have 8 bits."""
+    """Build an optimizer that updates each element by its gradients alone, or two if some groups have 8-bit moments."""
     quantized = [group for group in groups if group["name"] not in FULL_PRECISION_STATE_GROUPS]
     if not config.is_quantized or not quantized:
         return _build_full_precision(config, groups)
@@ -238,18 +231,19 @@ def _build_elementwise(
         full_precision = [group for group in groups if group["name"] in FULL_PRECISION_STATE_GROUPS]
         return [eight_bit.build_eight_bit(config.kind, quantized), *_build_full_precision(config, full_precision)]
     full_precision_kind = config.kind.removesuffix("8bit")
-    if not config.fallback:
+    if not config.has_fallback:
         raise ValueError(f'{problem}: {remedy}, choose kind = "{full_precision_kind}", or set fallback = true')
     log(f'{problem}; using kind = "{full_precision_kind}", since fallback = true')
     return _build_full_precision(config, groups)
 
 
-def _build_full_precision(config: AdamWConfig | LionConfig, groups: list[Group]) -> list[torch.optim.Optimizer]:
+def _build_full_precision(config: OptimizerSection, groups: list[Group]) -> list[torch.optim.Optimizer]:
     if not groups:
         return []
     # Every group has all options, so those of the first one serve as torch's defaults, which nothing reads.
     defaults = {key: value for key, value in groups[0].items() if key not in ("params", "name")}
-    return [ELEMENTWISE_OPTIMIZERS[type(config)](groups, **defaults)]
+    module, _, name = config.implementation.partition(":")
+    return [getattr(import_module(f"diffusionlm.optim.{module}"), name)(groups, **defaults)]
 
 
 def _build_muon(group: Group, row_exchange: AllToAllRows | None) -> Muon:

@@ -17,7 +17,7 @@ PACKAGES = ("config", "ddp", "diffusionlm", "files", "logger", "profiling", "tok
 MAX_FILES = {
     "A decoding strategy": 1,
     "A noise schedule": 1,
-    "An optimizer": 3,
+    "An optimizer": 2,
     "A data source": 2,
     "A model family": 1,
     "A logging sink": 2,
