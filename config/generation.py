@@ -88,7 +88,7 @@ class GenerationConfig(StrategyOptions):
     position, and all later masks stay visible; the last block may be shorter. Block-causal: counted from the start of
     the text. None: the model's block length, or else one block."""
     block_origin: BlockOrigin | None = None
-    """What the blocks of a chat are counted from with block-causal attention. text: the start of the text (SDAR). turn:
+    """Origin of the blocks of a chat with block-causal attention. text: the start of the text (SDAR). turn:
     they also begin anew after each earlier answer; if the template changes earlier answers, as training expands such
     conversations, at the start of the text. None: as the model was trained (block_origin in its config.json)."""
     denoising_steps: StepCount | None = None

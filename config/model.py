@@ -18,7 +18,7 @@ from config.base import (
 )
 
 BlockOrigin = Literal["text", "turn"]
-"""What blocks are counted from: the start of the text, or in a chat the end of the last answer before them."""
+"""Origin of blocks: the start of the text, or in a chat the end of the last answer before them."""
 
 
 class LinearRope(Section):
@@ -215,7 +215,7 @@ class ModelConfig(Architecture):
     """Tokens of a block in block diffusion, for which the model was trained. None: one block for the whole sequence. 1
     with shifted logits: an autoregressive model."""
     block_origin: BlockOrigin = "text"
-    """What blocks are counted from. turn: the model was trained on all answers of conversations, with blocks that begin
+    """Origin of blocks. turn: the model was trained on all answers of conversations, with blocks that begin
     anew after each answer. text: at the start of the text."""
     eos_token_id: NonNegativeInt | None = None
     """Id of the end-of-text token."""

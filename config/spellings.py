@@ -48,12 +48,12 @@ RENAMED = (
     Renamed("objective.loss", {"objective.normalizer": "masked_rows"}, "dllm"),
     Renamed("objective.loss", {"objective.normalizer": "masked"}, "masked_mean"),
 )
-"""Of the rows of a key, the first that fits counts."""
+"""Old spellings; the first row of a key that fits counts."""
 
 
 @dataclass(frozen=True)
 class Removed:
-    """What to do instead of setting a key that is no more."""
+    """Return what to do instead of setting a key that is no more."""
 
     remedy: str
     default: Any = None

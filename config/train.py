@@ -52,7 +52,7 @@ class TrainConfig(Section):
 
     @property
     def block_origin(self) -> BlockOrigin:
-        """What the blocks of the finished model are counted from: the turns, if several answers share a row."""
+        """Origin of the blocks of the finished model: the turns, if several answers share a row."""
         objective = self.objective
         if not isinstance(objective, BlockDiffusionConfig) or objective.attention == "prompt_and_own_block":
             return "text"

@@ -67,7 +67,7 @@ class LmEvalConfig(Section):
 
     @property
     def deviations(self) -> list[str]:
-        """What differs from the preset, as far as it is set here."""
+        """Return what differs from the preset, as far as it is set here."""
         if self.preset is None:
             return []
         published = get_preset(self.preset).values

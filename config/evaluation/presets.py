@@ -98,7 +98,7 @@ def _merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
 
 
 def list_deviations(name: str, values: Mapping[str, Any]) -> list[str]:
-    """What differs from a published protocol, as ``key = value (published: value)``.
+    """Return what differs from a published protocol, as ``key = value (published: value)``.
 
     Args:
         values: those of the task, complete or as far as they are set.

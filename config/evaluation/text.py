@@ -63,7 +63,7 @@ class NelboConfig(Section):
     seed: NonNegativeInt = 0
     """Seed of the masks; two models with the same seed are compared on the same masks."""
     prompt_gap: bool = False
-    """Of conversations, with data.rows = "padded": score the answers a second time, each to the prompt of another
+    """For conversations, with data.rows = "padded": score the answers a second time, each to the prompt of another
     conversation, and report the difference. It is positive if the model reads its prompts."""
 
     @model_validator(mode="after")

@@ -118,7 +118,7 @@ class ChatRowsConfig(Section):
 
     @property
     def identity(self) -> str:
-        """What checkpoints compare of these options, with the names that the first ones have."""
+        """Return what checkpoints compare of these options, with the names that the first ones have."""
         return self.model_dump_json(by_alias=True)
 
     @property

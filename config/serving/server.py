@@ -31,7 +31,7 @@ ByteSize = Annotated[int, Field(gt=0), BeforeValidator(_parse_byte_size)]
 
 
 class EngineLimits(Section):
-    """What an engine may take of memory and of a step; keys of ``[serve]``, and arguments of `diffusionlm.Engine`."""
+    """Limits of an engine in memory and in a step; keys of ``[serve]``, and arguments of `diffusionlm.Engine`."""
 
     cache_memory: ByteSize = 1 << 30
     """Memory of keys and values, as bytes or as a text such as "2GiB". A request that can never fit is refused."""
@@ -129,7 +129,7 @@ class ServeConfig(Section):
     adapters: TupleOf[AdapterEntry] = ()
     serve: ServeSection = ServeSection()
     generation: GenerationConfig = GenerationConfig()
-    """What a request does not set."""
+    """Settings of requests that do not set them."""
 
     @model_validator(mode="after")
     def _check_sections_agree(self) -> Self:

@@ -108,7 +108,7 @@ class _DiffusionConfig(BlockLengths, Section):
     """Options shared by masked and block diffusion."""
 
     normalizer: LossNormalizer = "targets"
-    """What divides the sum of the masked tokens' weighted cross-entropies. `estimator.weight` has the weights.
+    """Divisor of the sum of the masked tokens' weighted cross-entropies. `estimator.weight` has the weights.
     targets: all target tokens of the step. rows: each row's sum is divided by its target tokens, then the mean over
     rows (LLaDA). masked_rows: each row's sum is divided by its masked tokens, then the mean over rows (dLLM-RL).
     masked: all masked tokens of the step."""

@@ -21,7 +21,7 @@ _DTYPES = ("bfloat16", "float16", "float32")
 _SAMPLED_VALUES = 8
 """Values of each tensor in the samples."""
 _DIGEST_CHARACTERS = 16
-"""Of each hash, in hex: nobody attacks it, and a model may have thousands of tensors."""
+"""Length of each hash, in hex: nobody attacks it, and a model may have thousands of tensors."""
 _CHUNK = 1 << 22
 """Values that are hashed at once, so that little memory is needed."""
 
@@ -34,7 +34,7 @@ class TensorDigest:
     """The narrowest of `_DTYPES` that holds all values."""
     exact: str
     rounded: str
-    """Of the values rounded to bfloat16."""
+    """Hash of the values rounded to bfloat16."""
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> TensorDigest:

@@ -1,4 +1,4 @@
-"""What a model directory contains, without its values: weight files, tokenizer, manifest. No torch."""
+"""Contents of a model directory, without its values: weight files, tokenizer, manifest. No torch."""
 
 from __future__ import annotations
 

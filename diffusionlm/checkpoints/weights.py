@@ -59,7 +59,7 @@ class StoredWeights:
     entries: dict[str, StoredTensor]
     """By parameter name."""
     problems: tuple[str, ...]
-    """What is wrong with the files, whatever the model."""
+    """Faults of the files, whatever the model."""
 
     def check_size(self, config: ModelConfig) -> None:
         """Check that the files have at least one tensor for each layer and expert of a config, before a model of that

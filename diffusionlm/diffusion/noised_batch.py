@@ -105,7 +105,7 @@ class NoisedBatch:
     is_eos_padding_N: Tensor | None = None
     """True for targets that are padding after an answer. None: there are none."""
     answers_N: Tensor | None = None
-    """Of preferences: number of the answer that each target belongs to, 2 p of the chosen and 2 p + 1 of the rejected
+    """For preferences: number of the answer that each target belongs to, 2 p of the chosen and 2 p + 1 of the rejected
     answer of pair p. None: there are no pairs."""
     eos_padding_denominator: float = 0.0
     """Part of `denominator` that EOS padding contributes."""

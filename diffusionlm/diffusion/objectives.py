@@ -252,7 +252,7 @@ def find_nelbo_deviation(config: ObjectiveConfig) -> str | None:
 
 @dataclass(frozen=True)
 class TargetShares:
-    """What each target token counts in divisors: 1, or ``objective.eos_padding_weight`` for EOS padding."""
+    """Weight of each target token in divisors: 1, or ``objective.eos_padding_weight`` for EOS padding."""
 
     values_QM: NDArray[np.float64]
     """0 for other tokens."""

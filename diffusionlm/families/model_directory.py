@@ -45,7 +45,7 @@ def resolve_model_directory(path: str | Path, *, needs_weights: bool = True) -> 
 
 
 def _suggest_model(path: Path) -> str:
-    """What else a missing directory may mean."""
+    """Return a similar name, or the name on the Hub, for a directory that is missing."""
     siblings = [child.name for child in path.parent.iterdir() if child.is_dir()] if path.parent.is_dir() else []
     similar = get_close_matches(path.name, siblings, 1)
     name = path.as_posix()

@@ -29,7 +29,7 @@ from diffusionlm.models.transformer import Transformer
 FACTOR_INITS = ("pissa", "olora")
 """Initial values that are a part of the weight."""
 AdapterValues = Literal["trained", "start", "none"]
-"""What a module computes with: its parameters, the values of `keep_start`, or its base alone (`before_training`)."""
+"""Values a module computes with: its parameters, the values of `keep_start`, or its base alone (`before_training`)."""
 _START = "start_"
 """Begins the names of the buffers of `keep_start`."""
 

@@ -68,7 +68,7 @@ class AttentionPattern(Protocol):
 
 
 class _PatternBase:
-    """What most patterns have in common."""
+    """Methods that most patterns share."""
 
     positions_per_token: ClassVar[int] = 1
 
@@ -133,7 +133,7 @@ class Causal(_PatternBase):
 
 @dataclass(frozen=True)
 class _BlockPattern(_PatternBase):
-    """What patterns of blocks have in common. Blocks are counted from the start of the document, or of the segment; the
+    """Base of patterns of blocks. Blocks are counted from the start of the document, or of the segment; the
     last one of a document or segment may be shorter."""
 
     block_length: int

@@ -43,7 +43,7 @@ class SequenceSlice:
     num_visible: int
     """Inputs attend to keys below this position, if the pattern allows it."""
     pattern: AttentionPattern
-    """Of the whole sequence."""
+    """Attention pattern of the whole sequence."""
     pages: Sequence[int] | None = None
     """Pages of the cache for its positions, ascending. None: no cache; keys and values are those of the inputs."""
     outputs: NDArray[np.int64] | None = None
