@@ -7,14 +7,11 @@ from datetime import datetime
 from typing import Any
 
 from tokenizer.bpe import Tokenizer
-from tokenizer.chat_process import run_template, run_trusted_template
 from tokenizer.chat_templates import CHAT_TEMPLATES, ChatTemplate
 
 Message = Mapping[str, Any]
 
 _MAX_DEPTH = 64
-# The only templates that are rendered in this process. They are short, and their time is linear in the messages.
-_TRUSTED_SOURCES = frozenset(template.source for template in CHAT_TEMPLATES.values())
 # Unicode noncharacters, reserved for internal use in programs.
 _MARKERS = frozenset(map(chr, range(0xFDD0, 0xFDF0)))
 # Message keys of the reasoning before the answer; templates read the first one.
@@ -31,8 +28,7 @@ def render_chat(
 ) -> str:
     """Render a chat to text.
 
-    The template runs in a sandbox with the helper functions of transformers. One that is not built in has a process of
-    its own with limits of memory and CPU time (`tokenizer.chat_process`).
+    The template runs in a sandbox with the helper functions of transformers (`tokenizer.chat_sandbox`).
 
     In the text, special tokens that a message contains look like those of the template; only `encode_chat`
     distinguishes them.
@@ -46,7 +42,7 @@ def render_chat(
 
     Raises:
         ValueError: the messages are malformed, or the template is invalid, calls `raise_exception`, does something
-            that the sandbox forbids, or exceeds a limit.
+            that the sandbox forbids, or writes too much.
     """
     data = template_variables(messages, add_generation_prompt, tools, variables)
     return render_variables(resolve_template(template), data, datetime.now())
@@ -154,11 +150,10 @@ def resolve_template(template: ChatTemplate | str) -> ChatTemplate:
 def render_variables(
     template: ChatTemplate, data: Mapping[str, Any], now: datetime, generation_markers: tuple[str, str] = ("", "")
 ) -> str:
-    """Render a template with these variables and its special tokens (`TemplateProcess.render`)."""
-    variables = {**template.tokens, **data}
-    if template.source in _TRUSTED_SOURCES:
-        return run_trusted_template(template.source, variables, now)
-    return run_template(template.source, variables, now, generation_markers)
+    """Render a template with these variables and its special tokens (`render_template`)."""
+    from tokenizer.chat_sandbox import render_template  # loads Jinja
+
+    return render_template(template.source, {**template.tokens, **data}, now, generation_markers)
 
 
 def template_variables(
