@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from diffusionlm.data.reader import ReaderPosition, ResumableReader, Tokens, WindowedReader
 
+T = TypeVar("T")
 SizedItem = TypeVar("SizedItem", bound=Sized)
 
 EMPTY_TOKENS: Tokens = np.zeros(0, dtype=np.int32)
@@ -19,9 +20,9 @@ EMPTY_TOKENS: Tokens = np.zeros(0, dtype=np.int32)
 
 @dataclass(frozen=True)
 class Document:
-    """The T tokens of a conversation; a text is `Tokens` alone, all of them targets.
+    """The T tokens of a conversation, which its reader has shortened to a row; it brings its own end-of-text tokens.
 
-    A document is never cut: its reader has shortened it to a row.
+    A text is `Tokens` alone, all of them targets, and one segment.
     """
 
     tokens: NDArray[np.int32]
@@ -47,15 +48,14 @@ class Row:
     """True: the position may be noised and has a loss. False for padding, prompts and the end-of-text token at the
     start of a document."""
     segment_ids_L: NDArray[np.int32] | None = None
-    """Index of the segment within the row, from 0; -1: padding. Each document of text is one segment. None: a run
-    without conversations."""
+    """Index of the segment within the row, from 0; -1: padding. None: a run without conversations."""
     is_eos_padding_L: NDArray[np.bool_] | None = None
     """Targets that are padding after a stop token. None: a run without conversations."""
 
 
 @dataclass(frozen=True)
 class RowFormat:
-    """The length of rows and the end-of-text tokens around each document.
+    """The length of rows and the end-of-text tokens around each text.
 
     Raises:
         ValueError: a row has no room for a document's start and one token.
@@ -64,8 +64,10 @@ class RowFormat:
     row_length: int
     eos_token_id: int
     begin_with_eos: bool = False
-    """Each document, and each row that continues one, begins with end-of-text: context without a loss."""
+    """Each text, and each row that continues one, begins with end-of-text: context without a loss."""
     end_with_eos: bool = True
+    has_segments: bool = False
+    """Rows have segments and EOS padding, because the run has conversations."""
 
     def __post_init__(self) -> None:
         if self.begin_with_eos and self.row_length < 2:
@@ -75,34 +77,50 @@ class RowFormat:
             )
 
     def append_eos(self, tokens: Tokens) -> Tokens:
-        """Append the end-of-text token, if documents end with it."""
+        """Append the end-of-text token, if texts end with it."""
         if not self.end_with_eos:
             return tokens
         return np.concatenate((tokens, np.array([self.eos_token_id], dtype=np.int32)))
 
-    def empty_row(self) -> Row:
-        """Return a row that is all padding."""
-        return Row(
-            tokens_L=np.full(self.row_length, self.eos_token_id, dtype=np.int32),
-            document_ids_L=np.full(self.row_length, -1, dtype=np.int32),
-            loss_mask_L=np.zeros(self.row_length, dtype=np.bool_),
+    def build_row(self, documents: Sequence[Tokens | Document]) -> Row:
+        """Build the row of these documents, which it has room for; the rest is padding."""
+        length, start, num_segments = self.row_length, 0, 0
+        tokens: Any
+        loss_mask: Any
+        segment_ids: Any
+        is_eos_padding: Any
+        row = Row(
+            tokens_L=np.full(length, self.eos_token_id, dtype=np.int32),
+            document_ids_L=np.full(length, -1, dtype=np.int32),
+            loss_mask_L=np.zeros(length, dtype=np.bool_),
+            segment_ids_L=np.full(length, -1, dtype=np.int32) if self.has_segments else None,
+            is_eos_padding_L=np.zeros(length, dtype=np.bool_) if self.has_segments else None,
         )
-
-    def write_document(self, row: Row, tokens: Tokens, start: int, index: int) -> int:
-        """Write tokens of document ``index`` into the row at ``start``. Returns the position after them."""
-        first = start + self.begin_with_eos  # padding is end-of-text, so the token at the start is already there
-        end = first + len(tokens)
-        row.tokens_L[first:end] = tokens
-        row.document_ids_L[start:end] = index
-        row.loss_mask_L[first:end] = True
-        return end
+        for index, document in enumerate(documents):
+            first, tokens = start, document
+            loss_mask, segment_ids, is_eos_padding = True, 0, False
+            if isinstance(document, Document):
+                tokens, loss_mask = document.tokens, document.loss_mask
+                segment_ids, is_eos_padding = document.segment_ids, document.is_eos_padding
+            else:
+                first += self.begin_with_eos  # padding is end-of-text, so the token at the start is already there
+            end = first + len(document)
+            row.tokens_L[first:end] = tokens
+            row.document_ids_L[start:end] = index
+            row.loss_mask_L[first:end] = loss_mask
+            if row.segment_ids_L is not None and row.is_eos_padding_L is not None:
+                row.segment_ids_L[start:end] = num_segments + segment_ids
+                row.is_eos_padding_L[start:end] = is_eos_padding
+                num_segments = int(row.segment_ids_L[end - 1]) + 1
+            start = end
+        return row
 
 
 @dataclass
 class PackedRowReader:
-    """Rows of consecutive documents without gaps; the last row of an epoch is padded.
+    """Rows of consecutive texts without gaps; the last row of an epoch is padded.
 
-    A document that is cut continues in the next row, as a new document. Documents without tokens are left out.
+    A text that is cut continues in the next row, as a new document. Texts without tokens are left out.
     """
 
     upstream: ResumableReader[Tokens]
@@ -112,36 +130,36 @@ class PackedRowReader:
         self._cached: tuple[tuple[int, ReaderPosition] | None, Tokens, ReaderPosition] = (None, EMPTY_TOKENS, None)
 
     def read(self, epoch: int, position: ReaderPosition, limit: int) -> tuple[list[Row], ReaderPosition]:
-        """Read rows; a position is that of a document, and an offset into its tokens."""
+        """Read rows; a position is that of a text, and an offset into its tokens."""
         position = position or {"document": None, "offset": 0}
         rows: list[Row] = []
         while len(rows) < limit and position is not None:
-            row, position = self._build_row(epoch, position)
-            if row is not None:
-                rows.append(row)
+            pieces, position = self._read_pieces(epoch, position)
+            rows += [self.row_format.build_row(pieces)] if pieces else []
         return rows, position
 
-    def _build_row(self, epoch: int, position: ReaderPosition) -> tuple[Row | None, ReaderPosition]:
-        row_format = self.row_format
-        row, filled, num_documents = row_format.empty_row(), 0, 0
-        while filled < row_format.row_length:
+    def _read_pieces(self, epoch: int, position: ReaderPosition) -> tuple[list[Tokens], ReaderPosition]:
+        """Return the texts of a row, the first and the last of which may be cut."""
+        begin_with_eos = self.row_format.begin_with_eos
+        pieces: list[Tokens] = []
+        num_free = self.row_format.row_length
+        while num_free > 0:
             tokens, next_document = self._read_document(epoch, position["document"])
-            num_free = row_format.row_length - filled - row_format.begin_with_eos
-            piece = tokens[position["offset"] : position["offset"] + num_free]
-            if len(tokens) and num_free == 0:
-                return row, position  # a start without a token after it has no loss: the position stays padding
+            piece = tokens[position["offset"] : position["offset"] + num_free - begin_with_eos]
+            if len(tokens) and num_free == begin_with_eos:
+                break  # a start without a token after it has no loss: the position stays padding
             if len(piece):
-                filled = row_format.write_document(row, piece, filled, num_documents)
-                num_documents += 1
+                pieces.append(piece)
+                num_free -= len(piece) + begin_with_eos
             if position["offset"] + len(piece) < len(tokens):
-                return row, {"document": position["document"], "offset": position["offset"] + len(piece)}
+                return pieces, {"document": position["document"], "offset": position["offset"] + len(piece)}
             if next_document is None:
-                return (row if filled else None), None
+                return pieces, None
             position = {"document": next_document, "offset": 0}
-        return row, position
+        return pieces, position
 
     def _read_document(self, epoch: int, position: ReaderPosition) -> tuple[Tokens, ReaderPosition]:
-        """Return the tokens of the document at a position (none at the end), and the position of the next one."""
+        """Return the tokens of the text at a position (none at the end), and the position of the next one."""
         key, tokens, next_position = self._cached
         if key != (epoch, position):
             documents, next_position = self.upstream.read(epoch, position, 1)
@@ -152,66 +170,66 @@ class PackedRowReader:
 
 @dataclass
 class PaddedRowReader:
-    """Rows of one document each: long documents are truncated, short ones padded.
+    """Rows of one text each: long texts are truncated, short ones padded.
 
-    A truncated document also ends in end-of-text. Documents without tokens are left out.
+    A truncated text also ends in end-of-text. Texts without tokens are left out.
     """
 
     upstream: ResumableReader[Tokens]
     row_format: RowFormat
 
     def read(self, epoch: int, position: ReaderPosition, limit: int) -> tuple[list[Row], ReaderPosition]:
-        """Read rows; positions are those of the documents."""
+        """Read rows; positions are those of the texts."""
+        row_format = self.row_format
+        length = row_format.row_length - row_format.begin_with_eos - row_format.end_with_eos
         rows: list[Row] = []
         while True:
-            documents, position = self.upstream.read(epoch, position, limit - len(rows))
-            rows += [row for row in map(self._build_row, documents) if row is not None]
+            texts, position = self.upstream.read(epoch, position, limit - len(rows))
+            documents = (row_format.append_eos(tokens[:length]) for tokens in texts)
+            rows += [row_format.build_row([tokens]) for tokens in documents if len(tokens)]
             if position is None or len(rows) == limit:
                 return rows, position
 
-    def _build_row(self, tokens: Tokens) -> Row | None:
-        row_format = self.row_format
-        num_free = row_format.row_length - row_format.begin_with_eos - row_format.end_with_eos
-        tokens = row_format.append_eos(tokens[:num_free])
-        if not len(tokens):
-            return None
-        row = row_format.empty_row()
-        row_format.write_document(row, tokens, 0, 0)
-        return row
+
+def pack_windows(
+    upstream: ResumableReader[T],
+    row_format: RowFormat,
+    window_size: int,
+    group: Callable[[list[T], RowFormat], Sequence[Sequence[Tokens | Document]]],
+) -> WindowedReader[T, Row]:
+    """Pack window by window: `group` distributes its documents to rows."""
+
+    def pack(items: list[T]) -> list[Row]:
+        return [row_format.build_row(documents) for documents in group(items, row_format)]
+
+    return WindowedReader(upstream, window_size, lambda _epoch, _index, items: lambda: pack(items))
 
 
-def pack_best_fit(
-    upstream: ResumableReader[Tokens], row_format: RowFormat, window_size: int
-) -> WindowedReader[Tokens, Row]:
-    """Pack documents so that only those longer than a row are cut; free space at the end of a row is padding.
-
-    Best-fit decreasing (Ding et al. 2024, "Fewer truncations improve language modeling") within windows of
-    ``window_size`` documents: from the longest to the shortest, each goes into the fullest row with enough space.
-    """
-
-    return WindowedReader(
-        upstream, window_size, lambda _epoch, _index, documents: lambda: _pack_window(documents, row_format)
-    )
-
-
-def _pack_window(documents: list[Tokens], row_format: RowFormat) -> list[Row]:
+def pack_texts(texts: list[Tokens], row_format: RowFormat) -> list[list[Tokens]]:
+    """Distribute texts to rows so that only those longer than a row are cut."""
     max_length = row_format.row_length - row_format.begin_with_eos
     pieces = [
         tokens[start : start + max_length]
-        for tokens in map(row_format.append_eos, documents)
+        for tokens in map(row_format.append_eos, texts)
         for start in range(0, len(tokens), max_length)
     ]
-    rows: list[Row] = []
-    for group in group_best_fit(pieces, row_format.row_length, row_format.begin_with_eos):
-        row, filled = row_format.empty_row(), 0
-        for index, piece in enumerate(group):
-            filled = row_format.write_document(row, piece, filled, index)
-        rows.append(row)
-    return rows
+    return group_best_fit(pieces, row_format.row_length, row_format.begin_with_eos)
+
+
+def pack_conversations(documents: list[Document], row_format: RowFormat) -> list[list[Document]]:
+    """Distribute conversations to rows; none is cut."""
+    return group_best_fit(documents, row_format.row_length)
+
+
+def pack_separately(documents: list[Document], row_format: RowFormat) -> list[list[Document]]:
+    """Give each conversation a row of its own."""
+    return [[document] for document in documents]
 
 
 def group_best_fit(pieces: Sequence[SizedItem], capacity: int, overhead: int = 0) -> list[list[SizedItem]]:
     """Distribute pieces to rows: from the longest to the shortest, each goes into the fullest row with enough space.
+
+    Best-fit decreasing (Ding et al. 2024, "Fewer truncations improve language modeling").
 
     Args:
         capacity: positions of a row; no piece is longer.
@@ -245,68 +263,7 @@ def split_row_randomly(row: Row, rng: np.random.Generator) -> Row:
         piece_ids_L[start:] += 1
     # The sum changes at every old and new boundary; padding stays padding.
     document_ids_L = np.where(row.document_ids_L < 0, row.document_ids_L, row.document_ids_L + piece_ids_L)
-    return Row(row.tokens_L, document_ids_L.astype(np.int32), row.loss_mask_L)
-
-
-def pack_conversations(
-    upstream: ResumableReader[Document], row_format: RowFormat, window_size: int, *, is_padded: bool
-) -> WindowedReader[Document, Row]:
-    """Pack whole conversations: one per row, or combined as `pack_best_fit` does. None is cut, and they bring all of
-    their tokens, whatever the format says of end-of-text tokens.
-
-    Args:
-        window_size: documents that are packed together.
-    """
-    row_format = replace(row_format, begin_with_eos=False, end_with_eos=False)
-
-    def pack(documents: list[Document]) -> list[Row]:
-        groups = (
-            [[document] for document in documents] if is_padded else group_best_fit(documents, row_format.row_length)
-        )
-        return [_build_conversation_row(group, row_format) for group in groups]
-
-    return WindowedReader(upstream, window_size, lambda _epoch, _index, documents: lambda: pack(documents))
-
-
-def pack_pairs(upstream: ResumableReader[tuple[Document, Document]], row_format: RowFormat) -> WindowedReader[Any, Row]:
-    """One row for each chosen and rejected conversation, in this order."""
-    row_format = replace(row_format, begin_with_eos=False, end_with_eos=False)
-
-    def pack(pairs: list[tuple[Document, Document]]) -> list[Row]:
-        return [_build_conversation_row(pair, row_format) for pair in pairs]
-
-    return WindowedReader(upstream, 1, lambda _epoch, _index, pairs: lambda: pack(pairs))
-
-
-def _build_conversation_row(documents: Sequence[Document], row_format: RowFormat) -> Row:
-    row = label_segments(row_format.empty_row())
-    assert row.segment_ids_L is not None and row.is_eos_padding_L is not None
-    start, num_segments = 0, 0
-    for index, document in enumerate(documents):
-        part = slice(start, row_format.write_document(row, document.tokens, start, index))
-        row.loss_mask_L[part] = document.loss_mask
-        row.is_eos_padding_L[part] = document.is_eos_padding
-        row.segment_ids_L[part] = document.segment_ids + num_segments
-        start, num_segments = part.stop, num_segments + int(document.segment_ids[-1]) + 1
-    return row
-
-
-def label_segments(row: Row) -> Row:
-    """Return a row of text as it stands beside conversations: each document is one segment without EOS padding."""
-    return replace(
-        row, segment_ids_L=row.document_ids_L.copy(), is_eos_padding_L=np.zeros(len(row.tokens_L), dtype=np.bool_)
-    )
-
-
-@dataclass
-class SegmentLabelingReader:
-    """Rows of text for a mixture with conversations: with their segments."""
-
-    upstream: ResumableReader[Row]
-
-    def read(self, epoch: int, position: ReaderPosition, limit: int) -> tuple[list[Row], ReaderPosition]:
-        rows, position = self.upstream.read(epoch, position, limit)
-        return [label_segments(row) for row in rows], position
+    return replace(row, document_ids_L=document_ids_L.astype(np.int32))
 
 
 def pad_to_longest(rows: Sequence[Row]) -> list[Row]:

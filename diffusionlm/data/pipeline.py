@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from config.data import ChatTasks, DataConfig, RecordSourceOptions, Shards, Source
-from diffusionlm.data.chat.encoder import ChatEncoder, ChatRecords, read_documents, read_pairs
+from diffusionlm.data.chat.encoder import ChatEncoder, ChatRecords, read_documents
 from diffusionlm.data.chat.templates import hash_template_files
 from diffusionlm.data.packing import (
-    Document,
     PackedRowReader,
     PaddedRowReader,
     Row,
     RowFormat,
-    SegmentLabelingReader,
-    pack_best_fit,
     pack_conversations,
-    pack_pairs,
+    pack_separately,
+    pack_texts,
+    pack_windows,
 )
 from diffusionlm.data.reader import (
     DOCUMENTS_PER_READ,
@@ -197,7 +196,7 @@ def build_token_reader(
     source = component.source
     if isinstance(source, ShardDocuments):
         return ShardReader(source, seed, shuffle_window > 1, key)
-    texts = _shuffle_documents(source, shuffle_window, seed, key)
+    texts = _shuffle_documents(component, shuffle_window, seed, key)
     return tokenize_reader(texts, encoder or InlineTextEncoder(tokenizer.encode))
 
 
@@ -229,29 +228,31 @@ def build_row_reader(
         raise ValueError(
             "the tokenizer has no end-of-text token, which separates documents and pads rows; use one that has"
         )
-    row_format = RowFormat(row_length, tokenizer.eos_token_id, config.begin_with_eos, config.end_with_eos)
     has_chats = any(component.chat is not None for component in components)
-    readers: list[ResumableReader[Row]] = []
-    for index, component in enumerate(components):
-        key = (index,) if len(components) > 1 else ()
+    row_format = RowFormat(row_length, tokenizer.eos_token_id, config.begin_with_eos, config.end_with_eos, has_chats)
+
+    def read(component: MixtureComponent, key: tuple[int, ...]) -> ResumableReader[Row]:
         rows: ResumableReader[Row]
-        if component.chat is not None:
-            chat_encoder = ChatEncoder(component.chat, tokenizer, row_length, block_length)
-            documents = read_conversations(component, chat_encoder, config.document_shuffle_window, seed, key)
-            is_padded = config.rows == "padded"
-            rows = pack_conversations(documents, row_format, config.packing_window, is_padded=is_padded)
-        else:
-            tokens = build_token_reader(component, tokenizer, config.document_shuffle_window, seed, key, encoder)
-            rows = _pack_text(tokens, config, row_format)
-            if has_chats:
-                rows = SegmentLabelingReader(rows)
         window = config.row_shuffle_window
-        if component.chat is not None:
+        if component.chat is None:
+            tokens = build_token_reader(component, tokenizer, config.document_shuffle_window, seed, key, encoder)
+            match config.rows:
+                case "packed":
+                    rows = PackedRowReader(tokens, row_format)
+                case "best_fit":
+                    rows = pack_windows(tokens, row_format, config.packing_window, pack_texts)
+                case "padded":
+                    rows = PaddedRowReader(tokens, row_format)
+        else:
             window = min(window, MAX_CONVERSATION_ROWS)
-        if window > 1:
-            rows = shuffle_windows(rows, window, seed, RngStream.SEQUENCE_ORDER, *key)
-        readers.append(rows)
-    return _mix_readers(readers, components, repeat)
+            chat_encoder = ChatEncoder(component.chat, tokenizer, row_length, block_length)
+            conversations = _shuffle_documents(component, config.document_shuffle_window, seed, key)
+            documents = read_documents(conversations, chat_encoder, seed, key)
+            group = pack_separately if config.rows == "padded" else pack_conversations
+            rows = pack_windows(documents, row_format, config.packing_window, group)
+        return shuffle_windows(rows, window, seed, RngStream.SEQUENCE_ORDER, *key) if window > 1 else rows
+
+    return _mix_components(components, read, repeat)
 
 
 def build_pair_reader(
@@ -271,52 +272,37 @@ def build_pair_reader(
         ValueError: a component has no conversations, or the chat template does not allow to learn answers.
     """
     assert tokenizer.eos_token_id is not None, "prepare_tokenizer has checked it"
-    row_format = RowFormat(row_length, tokenizer.eos_token_id)
-    readers: list[ResumableReader[Row]] = []
-    for index, component in enumerate(components):
-        key = (index,) if len(components) > 1 else ()
-        if component.chat is None or isinstance(component.source, ShardDocuments):
+    row_format = RowFormat(row_length, tokenizer.eos_token_id, has_segments=True)
+
+    def read(component: MixtureComponent, key: tuple[int, ...]) -> ResumableReader[Row]:
+        if component.chat is None:
             raise ValueError(f"{component.name} has no conversations: preferences need a chosen and a rejected answer")
         encoder = ChatEncoder(component.chat, tokenizer, row_length // 2, block_length)
-        conversations = _shuffle_documents(component.source, config.document_shuffle_window, seed, key)
-        readers.append(pack_pairs(read_pairs(conversations, encoder), row_format))
-    return _mix_readers(readers, components, repeat=True)
+        conversations = _shuffle_documents(component, config.document_shuffle_window, seed, key)
+        pairs = read_documents(conversations, encoder, seed, key, as_pairs=True)
+        return pack_windows(pairs, row_format, 1, lambda pairs, _: pairs)
+
+    return _mix_components(components, read, repeat=True)
 
 
-def _mix_readers(
-    readers: list[ResumableReader[Row]], components: Sequence[MixtureComponent], repeat: bool
+def _mix_components(
+    components: Sequence[MixtureComponent],
+    read: Callable[[MixtureComponent, tuple[int, ...]], ResumableReader[Row]],
+    repeat: bool,
 ) -> ResumableReader[Row]:
-    if len(readers) == 1:
-        return readers[0]
+    """Mix the rows that `read` reads of each component, with the RNG key of the component in a mixture."""
+    if len(components) == 1:
+        return read(components[0], ())
+    readers = [read(component, (index,)) for index, component in enumerate(components)]
     weights, names = [component.weight for component in components], [component.name for component in components]
     return MixedRowReader(readers, weights, names, repeat)
 
 
-def _pack_text(documents: ResumableReader[Tokens], config: DataConfig, row_format: RowFormat) -> ResumableReader[Row]:
-    match config.rows:
-        case "packed":
-            return PackedRowReader(documents, row_format)
-        case "best_fit":
-            return pack_best_fit(documents, row_format, config.packing_window)
-        case "padded":
-            return PaddedRowReader(documents, row_format)
-
-
-def read_conversations(
-    component: MixtureComponent,
-    encoder: ChatEncoder,
-    shuffle_window: int,
-    seed: int,
-    key: tuple[int, ...] = (),
-) -> ResumableReader[Document]:
-    """Read the documents of a component's conversations, shuffled as texts are (`build_token_reader`)."""
-    assert not isinstance(component.source, ShardDocuments), "shards have no conversations"
-    return read_documents(_shuffle_documents(component.source, shuffle_window, seed, key), encoder, seed, key)
-
-
 def _shuffle_documents(
-    source: ResumableReader[Any], window: int, seed: int, key: tuple[int, ...]
+    component: MixtureComponent, window: int, seed: int, key: tuple[int, ...]
 ) -> ResumableReader[Any]:
+    source = component.source
+    assert not isinstance(source, ShardDocuments), "shards have tokens"
     return shuffle_windows(source, window, seed, RngStream.DOCUMENT_ORDER, *key) if window > 1 else source
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TypeVar
+from typing import Any
 from unicodedata import normalize
 
 import numpy as np
@@ -20,8 +20,6 @@ from diffusionlm.data.sources.record_source import shorten_repr
 from diffusionlm.data.tokenization import CHUNK_DOCUMENTS
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from tokenizer import EncodedAnswer, Tokenizer, encode_answers, join_answers, render_chat
-
-Encoded = TypeVar("Encoded")
 
 Skip = tuple[str, str]
 """Reason why something was left out or changed, by which it is counted; what is wrong with it, and the remedy."""
@@ -235,40 +233,31 @@ def find_thoughts(message: Message) -> str:
 
 
 def read_documents(
-    upstream: ResumableReader[Conversation], encoder: ChatEncoder, seed: int, key: tuple[int, ...] = ()
-) -> WindowedReader[Conversation, Document]:
-    """Read the documents of conversations. For `turns` = "one", (seed, key, epoch, index) select the answer."""
-    is_random = encoder.config.turns == "one"
-
-    def encode(conversation: Conversation, *place: int) -> tuple[list[Document], list[Skip]]:
-        return encoder.encode(conversation, keyed_rng(seed, RngStream.ANSWER, *key, *place) if is_random else None)
-
-    return _encode_windows(upstream, encoder, encode)
-
-
-def read_pairs(
-    upstream: ResumableReader[Conversation], encoder: ChatEncoder
-) -> WindowedReader[Conversation, tuple[Document, Document]]:
-    """Read the chosen and rejected conversations of preferences."""
-    return _encode_windows(upstream, encoder, lambda conversation, *_: encoder.encode_preference(conversation))
-
-
-def _encode_windows(
     upstream: ResumableReader[Conversation],
     encoder: ChatEncoder,
-    encode: Callable[..., tuple[list[Encoded], list[Skip]]],
-) -> WindowedReader[Conversation, Encoded]:
-    """Encode window by window, and count what is left out once, in the first epoch.
+    seed: int,
+    key: tuple[int, ...] = (),
+    *,
+    as_pairs: bool = False,
+) -> WindowedReader[Conversation, Any]:
+    """Read the documents of conversations, and count once, in the first epoch, what is left out.
 
     Args:
-        encode: called with a conversation and its place: epoch, window, index in it.
+        seed: selects the answer for `turns` = "one", with key, epoch and index.
+        as_pairs: read the chosen and rejected documents of preferences.
     """
+    is_random = encoder.config.turns == "one"
 
-    def encode_window(epoch: int, window: int, conversations: list[Conversation]) -> list[Encoded]:
-        encoded: list[Encoded] = []
+    def encode_window(epoch: int, window: int, conversations: list[Conversation]) -> list[Any]:
+        encoded: list[Any] = []
         for index, conversation in enumerate(conversations):
             is_new = encoder.records.skip_log.is_new(epoch, (window, index))
-            items, reasons = encode(conversation, epoch, window, index)
+            items: Sequence[Any]
+            if as_pairs:
+                items, reasons = encoder.encode_preference(conversation)
+            else:
+                rng = keyed_rng(seed, RngStream.ANSWER, *key, epoch, window, index) if is_random else None
+                items, reasons = encoder.encode(conversation, rng)
             if is_new:
                 encoder.count(conversation, reasons, len(items))
             encoded += items

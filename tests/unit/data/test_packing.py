@@ -1,4 +1,4 @@
-"""Packing: each token is in exactly one row, in order; positions resume exactly."""
+"""Packing: each token is in exactly one row, in order; conversations are whole; positions resume exactly."""
 
 from __future__ import annotations
 
@@ -9,90 +9,91 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diffusionlm.data.packing import PackedRowReader, PaddedRowReader, Row, RowFormat, pack_best_fit, split_row_randomly
+from diffusionlm.data.loader import collate_rows
+from diffusionlm.data.packing import (
+    Document,
+    PackedRowReader,
+    PaddedRowReader,
+    Row,
+    RowFormat,
+    group_best_fit,
+    pack_conversations,
+    pack_separately,
+    pack_texts,
+    pack_windows,
+    split_row_randomly,
+)
 from diffusionlm.data.tokenization import InlineTextEncoder, tokenize_reader
 
 Drain = Callable[..., list[Any]]
 ReadTokens = Callable[[list[str]], Any]
 EOS = 256
-LENGTHS = list(itertools.product((2, 3, 8, 64), (False, True), (False, True)))
+FORMATS = [(1, False, True), *itertools.product((2, 3, 8, 64), (False, True), (False, True))]
 """Row length, begin_with_eos, end_with_eos."""
-DOCUMENTS = ["abc", "", "a long document that spans several rows", "x", "seven77", "1234567", "the end"]
-CASES = [DOCUMENTS, ["only"], ["12345678" * 3, "1234567"], ["1234567", "1234567"], ["", "", ""], ["x" * 100]]
+TEXTS = ["abc", "", "a long document that spans several rows", "x", "seven77", "1234567", "the end"]
+CASES = [TEXTS, ["only"], ["12345678" * 3, "1234567"], ["1234567", "1234567"], ["", "", ""], [], ["x" * 100]]
 
-
-def row_format(length: int, begin_with_eos: bool = False, end_with_eos: bool = True) -> RowFormat:
-    return RowFormat(length, EOS, begin_with_eos, end_with_eos)
+Slots = list[tuple[int, bool, int]]
+"""(token, loss mask, document) per position."""
 
 
 @pytest.fixture
 def read_tokens(list_reader: Any, byte_tokenizer: Any) -> ReadTokens:
-    """A reader of the tokens of these documents."""
-    return lambda documents: tokenize_reader(list_reader(documents), InlineTextEncoder(byte_tokenizer.encode))
+    """A reader of the tokens of these texts."""
+    return lambda texts: tokenize_reader(list_reader(texts), InlineTextEncoder(byte_tokenizer.encode))
+
+
+def slots_of(row: Row) -> Slots:
+    return list(zip(row.tokens_L.tolist(), row.loss_mask_L.tolist(), row.document_ids_L.tolist(), strict=True))
 
 
 def equal_rows(x: list[Row], y: list[Row]) -> bool:
-    return len(x) == len(y) and all(
-        np.array_equal(a.tokens_L, b.tokens_L)
-        and np.array_equal(a.document_ids_L, b.document_ids_L)
-        and np.array_equal(a.loss_mask_L, b.loss_mask_L)
-        for a, b in zip(x, y, strict=True)
-    )
+    return list(map(slots_of, x)) == list(map(slots_of, y))
 
 
-def format_row(text: str, begin: bool, end: bool) -> tuple[list[int], list[bool]]:
-    """Return the tokens of a document and their loss mask."""
-    scored = [*text.encode(), *[EOS] * end]
-    if not scored:
-        return [], []
-    return [*[EOS] * begin, *scored], [*[False] * begin, *[True] * len(scored)]
+def pad(slots: Slots, length: int) -> Slots:
+    return slots + [(EOS, False, -1)] * (length - len(slots))
 
 
-def packed_rows(scored: list[list[int]], length: int, begin: bool) -> list[list[tuple[int, bool, int]]]:
-    """Reference: (token, loss mask, document) per position; a token goes where it fits, after a start token at the
-    beginning of its document or row."""
-    rows: list[list[tuple[int, bool, int]]] = []
-    for tokens in scored:
+def expect_packed(texts: list[str], length: int, begin: bool, end: bool) -> list[Slots]:
+    """Reference: a token goes where it fits, after a start token at the beginning of its text or row."""
+    rows: list[Slots] = []
+    for tokens in ([*text.encode(), *[EOS] * end] for text in texts):
         for place, token in enumerate(tokens):
             fresh = not rows or len(rows[-1]) + 1 + (begin and place == 0) > length
             if fresh:
                 rows.append([])
-            starts = fresh or place == 0
             number = 0 if not rows[-1] else rows[-1][-1][2] + (place == 0)
-            rows[-1] += [(EOS, False, number)] * (begin and starts) + [(token, True, number)]
-    return rows
+            rows[-1] += [(EOS, False, number)] * (begin and (fresh or place == 0)) + [(token, True, number)]
+    return [pad(slots, length) for slots in rows]
 
 
-@pytest.mark.parametrize("documents", CASES)
-@pytest.mark.parametrize(("length", "begin", "end"), [(1, False, True), *LENGTHS])
-def test_packed_documents_begin_and_end_as_configured(
-    documents: list[str], length: int, begin: bool, end: bool, read_tokens: ReadTokens, check_resuming: Drain
+def expect_padded(texts: list[str], length: int, begin: bool, end: bool) -> list[Slots]:
+    cut = [text.encode()[: length - begin - end] for text in texts if text or end]
+    rows = [[(EOS, False, 0)] * begin + [(token, True, 0) for token in [*text, *[EOS] * end]] for text in cut]
+    return [pad(slots, length) for slots in rows]
+
+
+@pytest.mark.parametrize("texts", CASES)
+@pytest.mark.parametrize(("length", "begin", "end"), FORMATS)
+@pytest.mark.parametrize("kind", [PackedRowReader, PaddedRowReader])
+def test_rows_of_texts(
+    kind: Any,
+    texts: list[str],
+    length: int,
+    begin: bool,
+    end: bool,
+    read_tokens: ReadTokens,
+    check_resuming: Drain,
 ) -> None:
-    def make() -> PackedRowReader:
-        return PackedRowReader(
-            read_tokens(documents),
-            row_format(length, begin, end),
-        )
-
-    rows = check_resuming(make, equal_rows)
-    expected = packed_rows([[*text.encode(), *[EOS] * end] for text in documents], length, begin)
-    assert len(rows) == len(expected)
-    for row, slots in zip(rows, expected, strict=True):
-        padding = [(EOS, False, -1)] * (length - len(slots))
-        tokens, targets, numbers = zip(*slots, *padding, strict=True)
-        assert tuple(row.tokens_L.tolist()) == tokens
-        assert tuple(row.loss_mask_L.tolist()) == targets
-        assert tuple(row.document_ids_L.tolist()) == numbers
-        assert row.loss_mask_L.any() and row.loss_mask_L.dtype == np.bool_
+    rows = check_resuming(lambda: kind(read_tokens(texts), RowFormat(length, EOS, begin, end)), equal_rows)
+    expect = expect_packed if kind is PackedRowReader else expect_padded
+    assert list(map(slots_of, rows)) == expect(texts, length, begin, end)
+    assert all(row.loss_mask_L.any() and row.loss_mask_L.dtype == np.bool_ for row in rows)
 
 
-def test_a_cut_document_begins_again(read_tokens: ReadTokens, drain: Drain) -> None:
-    rows = drain(
-        PackedRowReader(
-            read_tokens(["ab", "cdefgh", "i"]),
-            row_format(6, begin_with_eos=True),
-        )
-    )
+def test_a_cut_text_begins_again(read_tokens: ReadTokens, drain: Drain) -> None:
+    rows = drain(PackedRowReader(read_tokens(["ab", "cdefgh", "i"]), RowFormat(6, EOS, begin_with_eos=True)))
     a, b, c, d, e, f, g, h, i = b"abcdefghi"
     assert [row.tokens_L.tolist() for row in rows] == [
         [EOS, a, b, EOS, EOS, c],
@@ -103,102 +104,47 @@ def test_a_cut_document_begins_again(read_tokens: ReadTokens, drain: Drain) -> N
     assert rows[2].loss_mask_L.tolist() == [False, True, False, True, True, False]
 
 
-@pytest.mark.parametrize(("length", "begin", "end"), [(1, False, True), *LENGTHS])
-def test_padded_documents_begin_and_end_as_configured(
-    length: int, begin: bool, end: bool, read_tokens: ReadTokens, check_resuming: Drain
-) -> None:
-    def make() -> PaddedRowReader:
-        return PaddedRowReader(
-            read_tokens(DOCUMENTS),
-            row_format(length, begin, end),
-        )
-
-    rows = check_resuming(make, equal_rows)
-    texts = [text[: length - begin - end] for text in DOCUMENTS if text or end]
-    assert len(rows) == len(texts)
-    for text, row in zip(texts, rows, strict=True):
-        tokens, targets = format_row(text, begin, end)
-        padding = length - len(tokens)
-        assert row.tokens_L.tolist() == tokens + [EOS] * padding
-        assert row.loss_mask_L.tolist() == targets + [False] * padding
-        assert row.document_ids_L.tolist() == [0] * len(tokens) + [-1] * padding
-        assert row.loss_mask_L.any()
-
-
-@pytest.mark.parametrize("kind", [PackedRowReader, PaddedRowReader])
-@pytest.mark.parametrize("begin", [False, True])
-def test_empty_documents_are_left_out(kind: Any, begin: bool, read_tokens: ReadTokens, drain: Drain) -> None:
-    for documents in (["", "", ""], [], ["", "", "ab", "", "", "cd", "", ""]):
-        rows = drain(
-            kind(
-                read_tokens(documents),
-                row_format(8, begin, False),
-            ),
-            (2,),
-        )
-        scored = [bytes(row.tokens_L[row.loss_mask_L].tolist()).decode() for row in rows]
-        assert "".join(scored) == "".join(documents)
-        assert all(scored)
-
-
-@pytest.mark.parametrize("kind", [PackedRowReader, PaddedRowReader])
-def test_a_row_needs_room_for_a_start_and_a_token(kind: Any, read_tokens: ReadTokens) -> None:
+def test_a_row_needs_room_for_a_start_and_a_token() -> None:
     with pytest.raises(ValueError, match=r"data\.begin_with_eos needs rows of at least 2 tokens.* is 1"):
-        kind(
-            read_tokens(["ab"]),
-            row_format(1, begin_with_eos=True),
-        )
+        RowFormat(1, EOS, begin_with_eos=True)
 
 
-def test_packed_documents_are_encoded_once(read_tokens: ReadTokens, byte_tokenizer: Any, drain: Drain) -> None:
+def test_packed_texts_are_encoded_once_per_epoch() -> None:
+    """Positions are the same in every epoch; texts are not."""
     encoded_texts: list[str] = []
-    original = byte_tokenizer.encode
 
-    def encode(text: str) -> Any:
+    def encode(text: str) -> list[int]:
         encoded_texts.append(text)
-        return original(text)
-
-    byte_tokenizer.encode = encode
-    drain(
-        PackedRowReader(read_tokens(DOCUMENTS), row_format(4)),
-        (1,),
-    )
-    assert encoded_texts == DOCUMENTS
-
-
-def test_the_cached_document_is_of_the_same_epoch(byte_tokenizer: Any) -> None:
-    """Positions are the same in every epoch; documents are not."""
+        return list(text.encode())
 
     class Changing:
         def read(self, epoch: int, position: Any, limit: int) -> tuple[list[str], Any]:
             return [f"epoch {epoch} " * 3], None
 
-    packed = PackedRowReader(tokenize_reader(Changing(), InlineTextEncoder(byte_tokenizer.encode)), row_format(8))
+    reader, position = PackedRowReader(tokenize_reader(Changing(), InlineTextEncoder(encode)), RowFormat(8, EOS)), None
     for epoch in (0, 1, 0):
-        row = packed.read(epoch, None, 1)[0][0]
-        assert bytes(row.tokens_L.tolist()) == f"epoch {epoch} "[:8].encode()
+        (row,), position = reader.read(epoch, None, 1)
+        assert bytes(row.tokens_L.tolist()) == f"epoch {epoch} ".encode()
+        while position is not None:
+            _, position = reader.read(epoch, position, 1)
+    assert len(encoded_texts) == 3
 
 
-@pytest.mark.parametrize("documents", [*CASES, [f"{'ab' * (index * 7 % 13)}" for index in range(60)]])
-@pytest.mark.parametrize(("length", "begin", "end"), LENGTHS)
-def test_best_fit_cuts_long_documents_only(
-    documents: list[str], length: int, begin: bool, end: bool, read_tokens: ReadTokens, check_resuming: Drain
+@pytest.mark.parametrize("texts", [*CASES, [f"{'ab' * (index * 7 % 13)}" for index in range(60)]])
+@pytest.mark.parametrize(("length", "begin", "end"), FORMATS)
+def test_best_fit_cuts_long_texts_only(
+    texts: list[str], length: int, begin: bool, end: bool, read_tokens: ReadTokens, check_resuming: Drain
 ) -> None:
-    def make() -> Any:
-        texts = read_tokens(documents)
-        return pack_best_fit(texts, row_format(length, begin, end), window_size=25)
-
-    rows = check_resuming(make, equal_rows, step=9)
+    row_format = RowFormat(length, EOS, begin, end)
+    rows = check_resuming(lambda: pack_windows(read_tokens(texts), row_format, 25, pack_texts), equal_rows, step=9)
     longest = length - begin
     expected = []
-    for text in documents:
-        scored = [*text.encode(), *[EOS] * end]
-        expected += [[*[EOS] * begin, *scored[at : at + longest]] for at in range(0, len(scored), longest)]
+    for tokens in ([*text.encode(), *[EOS] * end] for text in texts):
+        expected += [[*[EOS] * begin, *tokens[at : at + longest]] for at in range(0, len(tokens), longest)]
     actual = []
     for row in rows:
         num_tokens = int((row.document_ids_L >= 0).sum())
-        assert (row.document_ids_L[num_tokens:] == -1).all() and (row.tokens_L[num_tokens:] == EOS).all()
-        assert not row.loss_mask_L[num_tokens:].any() and row.loss_mask_L.any()
+        assert pad(slots_of(row)[:num_tokens], length) == slots_of(row) and row.loss_mask_L.any()
         for number in range(int(row.document_ids_L.max()) + 1):
             places = np.flatnonzero(row.document_ids_L == number)
             assert (np.diff(places) == 1).all()
@@ -207,16 +153,17 @@ def test_best_fit_cuts_long_documents_only(
     assert sorted(actual) == sorted(expected)
 
 
-def test_best_fit_of_documents_that_fill_rows_exactly(read_tokens: ReadTokens, drain: Drain) -> None:
+def test_best_fit_fills_rows(read_tokens: ReadTokens, drain: Drain) -> None:
+    assert group_best_fit(["aaaa", "b", "ccc", "dd"], 5) == [["aaaa", "b"], ["ccc", "dd"]], "the fullest row"
     rng = np.random.default_rng(0)
     sizes: list[int] = []
-    for _ in range(200):  # 200 full rows, each cut into documents
+    for _ in range(200):  # 200 full rows, each cut into texts
         cuts = np.sort(rng.choice(np.arange(8, 57), size=2, replace=False))
         sizes += np.diff([0, *cuts, 64]).tolist()
     texts = ["x" * (size - 1) for size in rng.permutation(sizes)]
-    rows = drain(pack_best_fit(read_tokens(texts), row_format(64), 1000))
+    rows = drain(pack_windows(read_tokens(texts), RowFormat(64, EOS), 1000, pack_texts))
     assert 200 <= len(rows) <= 204, "within 2 % of the optimum"
-    small_window = drain(pack_best_fit(read_tokens(texts), row_format(64), 3))
+    small_window = drain(pack_windows(read_tokens(texts), RowFormat(64, EOS), 3, pack_texts))
     assert len(small_window) > 230, "a small window has less to choose from"
 
 
@@ -241,3 +188,51 @@ def test_split_rows_keep_tokens_padding_and_documents() -> None:
     assert (counts[:8] > 8).all()
     assert counts[8] > counts[:8].max()
     assert max(pieces) > 4
+
+
+CHATS = RowFormat(9, EOS, begin_with_eos=True, has_segments=True)
+
+
+def conversation(*segments: str, first_token: int = 0) -> Document:
+    """Each segment is spelled: `p` prompt, `a` answer, `f` EOS padding."""
+    letters = "".join(segments)
+    return Document(
+        np.arange(first_token, first_token + len(letters), dtype=np.int32),
+        np.array([letter in "af" for letter in letters]),
+        np.array([letter == "f" for letter in letters]),
+        np.repeat(np.arange(len(segments), dtype=np.int32), [len(segment) for segment in segments]),
+    )
+
+
+def test_rows_of_conversations_and_texts(list_reader: Any, drain: Drain) -> None:
+    """Targets, EOS padding and segments stay with their tokens; a text is one segment."""
+    documents = [conversation("pa", "paf"), conversation("ppa", first_token=20)]
+    (row,) = drain(pack_windows(list_reader(documents), CHATS, 10, pack_conversations))
+    batch = collate_rows([row, CHATS.build_row([np.array([1, 2], np.int32), np.array([3], np.int32)])])
+    assert batch.document_BL is not None and batch.segment_BL is not None and batch.is_eos_padding_BL is not None
+    assert batch.tokens_BL.tolist() == [[0, 1, 2, 3, 4, 20, 21, 22, EOS], [EOS, 1, 2, EOS, 3, *[EOS] * 4]]
+    assert batch.document_BL.tolist() == [[0, 0, 0, 0, 0, 1, 1, 1, -1], [0, 0, 0, 1, 1, -1, -1, -1, -1]]
+    assert batch.loss_mask_BL.int().tolist() == [[0, 1, 0, 1, 1, 0, 0, 1, 0], [0, 1, 1, 0, 1, 0, 0, 0, 0]]
+    assert batch.is_eos_padding_BL.int().tolist() == [[0, 0, 0, 0, 1, 0, 0, 0, 0], [0] * 9]
+    assert batch.segment_BL.tolist() == [[0, 0, 1, 1, 1, 2, 2, 2, -1], [0, 0, 0, 1, 1, -1, -1, -1, -1]]
+    separate = drain(pack_windows(list_reader(documents), CHATS, 10, pack_separately))
+    assert [row.tokens_L.tolist() for row in separate] == [[0, 1, 2, 3, 4, *[EOS] * 4], [20, 21, 22, *[EOS] * 6]]
+    assert collate_rows([RowFormat(3, EOS).build_row([])]).segment_BL is None
+
+
+@pytest.mark.parametrize("row_length", [7, 20, 64])
+def test_no_conversation_is_cut_or_lost(row_length: int, list_reader: Any, drain: Drain) -> None:
+    rng = np.random.default_rng(0)
+    documents = [
+        conversation("p" * int(rng.integers(1, 4)) + "a" * int(rng.integers(1, 4)), first_token=100 * index)
+        for index in range(50)
+    ]
+    row_format = RowFormat(row_length, EOS, end_with_eos=True, has_segments=True)
+    rows = drain(pack_windows(list_reader(documents), row_format, 16, pack_conversations))
+    found = [
+        (row.tokens_L[mine].tolist(), row.loss_mask_L[mine].tolist())
+        for row in rows
+        for index in range(row.document_ids_L.max() + 1)
+        for mine in [row.document_ids_L == index]
+    ]
+    assert sorted(found) == sorted((item.tokens.tolist(), item.loss_mask.tolist()) for item in documents)

@@ -30,11 +30,10 @@ def row_of(tokenizer: Tokenizer, *documents: str, num_cut: int = 0) -> Row:
     """A row of these documents, the first of which lacks its first ``num_cut`` tokens."""
     assert tokenizer.eos_token_id is not None
     row_format = RowFormat(100, tokenizer.eos_token_id)
-    row, filled = row_format.empty_row(), 0
-    for index, text in enumerate(documents):
-        token_ids = np.array(tokenizer.encode(text)[0 if index else num_cut :], np.int32)
-        filled = row_format.write_document(row, row_format.append_eos(token_ids), filled, index)
-    return row
+    tokens = (np.array(tokenizer.encode(text), np.int32) for text in documents)
+    return row_format.build_row(
+        [row_format.append_eos(ids[0 if index else num_cut :]) for index, ids in enumerate(tokens)]
+    )
 
 
 def train_config(source: Any, **samples: Any) -> TrainConfig:
