@@ -1,26 +1,26 @@
-"""Bodies of requests: OpenAI's fields, the keys of `GenerationConfig`, and what is refused.
+"""Bodies of requests: OpenAI's fields and the keys of `GenerationConfig`, which pydantic checks.
 
 A key is a field of the endpoint, a key of decoding, or unsupported; only what does not change an answer is ignored.
-null stands for an absent field, as clients send it. pydantic checks the fields; limits of the server are the context of
-its validators.
+null stands for an absent field, as clients send it. Limits of the server are the context of the validators. An error
+is a ValueError that names its field; `to_refusal` finds it.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
     BeforeValidator,
-    ConfigDict,
     Field,
     ValidationError,
     ValidationInfo,
+    create_model,
+    field_validator,
     model_validator,
 )
 
@@ -29,21 +29,19 @@ from config.generation import STRATEGY_KEYS, GenerationConfig
 from config.serving.server import ServeSection
 from diffusionlm.serving.http.errors import ApiError, shorten
 
-MAX_SEED = 2**63 - 1
-_RANDOM_SEEDS = 2**48
-"""Seeds of requests without one: every JSON parser can hold them."""
+NUM_SEEDS = 2**63
 MAX_TOP_LOGPROBS = 20
 MAX_COMPLETION_LOGPROBS = 5
 MAX_BIASED_TOKENS = 1024
 MAX_STOP_LENGTH = 1024
 """Characters of a stop string."""
 
-SERVER_KEYS = {"attention_bias": "it names a file of the server"}
-"""Keys of `GenerationConfig` that a request may not set, and why."""
-
-MODERATE_KEYS = ("temperature", "alg_temp", "cfg_scale")
 SMALLEST_VALUE, LARGEST_VALUE = 1e-4, 100.0
-"""Bounds of these keys, except zero: beyond them probabilities overflow."""
+"""Bounds of temperatures and of cfg_scale, except zero: beyond them probabilities overflow."""
+
+LENGTH_KEYS = ("max_completion_tokens", "max_tokens", "max_new_tokens")
+"""Fields that set the number of new tokens."""
+INFILL_EXCLUDED_KEYS = ("total_length", "stop_token_ids")
 
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
@@ -58,16 +56,12 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "service_tier": ("auto", "default"),
     "modalities": (["text"],),
-    "prediction": (),
-    "audio": (),
-    "reasoning_effort": (),
-    "verbosity": (),
-    "web_search_options": (),
     "metadata": ({},),
-    "prompt_logprobs": (),
     "chat_template_kwargs": ({},),
 }
-"""Fields of other servers that are not supported -> the values that ask for nothing."""
+"""Fields that are not supported -> the values that ask for nothing."""
+SERVER_KEYS = {"attention_bias"}
+"""Keys of decoding that name files of the server, so a request may not set them."""
 
 
 @dataclass(frozen=True)
@@ -76,18 +70,51 @@ class BodyContext:
 
     limits: ServeSection
     vocab_size: int
+    max_length: int
+    """Tokens of the model's context."""
+    max_characters: int
+    """No text that fits the context has more."""
+
+
+def _context(info: ValidationInfo) -> BodyContext:
+    assert isinstance(info.context, BodyContext)
+    return info.context
+
+
+def _check_text(value: str, info: ValidationInfo) -> str:
+    """Refuse a text before it is encoded that no tokenization could fit into the context."""
+    value.encode()  # a lone surrogate is a ValueError
+    if len(value) > _context(info).max_characters:
+        raise ValueError(
+            f"{len(value)} characters are more than the model's context can hold, max_position_embeddings = "
+            f"{_context(info).max_length}: shorten it"
+        )
+    return value
+
+
+def _check_length(value: int, info: ValidationInfo) -> int:
+    if value > _context(info).max_length:
+        raise ValueError(
+            f"{value} tokens are more than the model's context, max_position_embeddings = {_context(info).max_length}"
+        )
+    return value
+
+
+def _check_count(items: Any, info: ValidationInfo, limit: str) -> None:
+    if len(items) > (largest := getattr(_context(info).limits, limit)):
+        raise ValueError(f"there are {len(items)}: this server allows at most {largest} (serve.{limit})")
 
 
 def _check_prompts(value: Any, info: ValidationInfo) -> list[Any]:
     """A text, token ids, or a list of either, as a list."""
     if isinstance(value, str) or (isinstance(value, list) and value and all(type(item) is int for item in value)):
-        return [value]
+        value = [value]
     items = value if isinstance(value, list) else []
     _check_count(items, info, "max_prompts")
     are_ids = (isinstance(item, list) and item and all(type(token) is int for token in item) for item in items)
     if not items or not (all(isinstance(item, str) for item in items) or all(are_ids)):
         raise ValueError("must be a text, token ids, or a list of texts or of token ids")
-    return items
+    return [_check_text(item, info) if isinstance(item, str) else item for item in items]
 
 
 def _check_stop(value: Any, info: ValidationInfo) -> tuple[str, ...]:
@@ -107,29 +134,27 @@ def _check_segments(value: Any, info: ValidationInfo) -> list[str | int]:
     if not lengths or min(lengths) < 1:
         raise ValueError("there must be a masked span, and each at least one token long")
     _check_count(lengths, info, "max_masked_spans")
+    _check_length(sum(lengths), info)
+    _check_text("".join(item for item in value if isinstance(item, str)), info)
     return value
 
 
 def _check_bias(value: dict[str, float], info: ValidationInfo) -> dict[str, float]:
     if len(value) > MAX_BIASED_TOKENS:
         raise ValueError(f"there are more than {MAX_BIASED_TOKENS} tokens")
-    size = info.context.vocab_size if info.context else 0
     for key in value:
-        if not key.isascii() or not key.isdigit() or len(key) > 9 or int(key) >= size:
-            raise ValueError(f"{shorten(key)!r} is not a token id below {size}")
+        if not key.isascii() or not key.isdigit() or len(key) > 9 or int(key) >= _context(info).vocab_size:
+            raise ValueError(f"{shorten(key)!r} is not a token id below {_context(info).vocab_size}")
     return value
 
 
 def _check_choices(value: int, info: ValidationInfo) -> int:
-    limit = info.context.limits.max_choices if info.context else 1
-    if value > limit:
-        raise ValueError(f"this server allows at most {limit}")
+    if value > (limit := _context(info).limits.max_choices):
+        raise ValueError(f"this server allows at most {limit} (serve.max_choices)")
     return value
 
 
-def _check_count(items: Any, info: ValidationInfo, limit: str) -> None:
-    if info.context and len(items) > (largest := getattr(info.context.limits, limit)):
-        raise ValueError(f"there are {len(items)}: this server allows at most {largest} (serve.{limit})")
+NewTokens = Annotated[PositiveInt, AfterValidator(_check_length)]
 
 
 def _join_parts(value: Any) -> Any:
@@ -146,7 +171,7 @@ class ChatMessage(Section):
     """A message of a chat. What is empty of other fields is ignored."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_join_parts)]
+    content: Annotated[str, BeforeValidator(_join_parts), AfterValidator(_check_text)]
     name: str | None = None
     reasoning_content: str | None = None
 
@@ -171,15 +196,56 @@ class StreamOptions(Section):
     """Chunks are never padded."""
 
 
-class GenerationBody(Section):
-    """Fields of every endpoint that decodes; the extra ones are keys of `GenerationConfig`."""
+class JsonSchemaFormat(Section):
+    """``json_schema`` of a `ResponseFormat`; all but the schema has no effect."""
 
-    model_config = ConfigDict(extra="allow")
+    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Section):
+    """OpenAI's constraint on the whole answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError('type = "json_schema" needs json_schema, an object with a schema; no other type has one')
+        return self
+
+
+if TYPE_CHECKING:
+    DecodingKeys = GenerationConfig
+else:
+    DecodingKeys = create_model(
+        "DecodingKeys",
+        __base__=Section,
+        __module__=__name__,
+        **{
+            key: (field.rebuild_annotation(), field)
+            for key, field in GenerationConfig.model_fields.items()
+            if key not in SERVER_KEYS
+        },
+    )
+    """Keys of decoding. What they mean together is checked with those of the server."""
+
+
+class GenerationBody(DecodingKeys):
+    """Fields of every endpoint that decodes."""
+
     text_key: ClassVar[str]
     """The field with the text."""
     model: NonEmptyStr | None = None
     n: Annotated[PositiveInt, AfterValidator(_check_choices)] = 1
-    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=NUM_SEEDS)] | None = None
+    max_tokens: NewTokens | None = None
+    max_completion_tokens: NewTokens | None = None
+    max_new_tokens: NewTokens | None = None
+    stop: Annotated[tuple[str, ...], BeforeValidator(_check_stop)] = ()
     stream: bool = False
     stream_options: StreamOptions | None = None
     diffusing: bool = False
@@ -188,25 +254,61 @@ class GenerationBody(Section):
     )
     token_healing: bool | None = None
     return_token_ids: bool = False
-    response_format: Any = None
+    response_format: ResponseFormat | None = None
     structured_outputs: Any = None
     user: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
     safety_identifier: str | None = None
 
-    @property
-    def overrides(self) -> Mapping[str, Any]:
-        """Keys of `GenerationConfig` that the request sets, and their values."""
-        return self.model_extra or {}
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral_fields(cls, values: Any) -> Any:
+        return {key: value for key, value in values.items() if value is not None and not _is_neutral(key, value)}
+
+    @field_validator("steps", "denoising_steps")
+    @classmethod
+    def _check_steps(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and value > (limit := _context(info).limits.max_steps):
+            raise ValueError(f"this server allows at most {limit} (serve.max_steps)")
+        return value
+
+    @field_validator("temperature", "alg_temp", "cfg_scale")
+    @classmethod
+    def _check_scale(cls, value: float | None) -> float | None:
+        if value and not SMALLEST_VALUE <= value <= LARGEST_VALUE:
+            raise ValueError(f"must be 0, or {SMALLEST_VALUE:g} to {LARGEST_VALUE:g} on this server")
+        return value
+
+    @field_validator("stop_token_ids", "suppress_token_ids", "defer_token_ids")
+    @classmethod
+    def _check_token_ids(cls, value: tuple[int, ...] | None, info: ValidationInfo) -> tuple[int, ...] | None:
+        if value is not None and len(value) > _context(info).vocab_size:
+            raise ValueError(f"there are {len(value)} entries, more than the vocabulary has")
+        return value
+
+    @model_validator(mode="after")
+    def _check_fields_agree(self) -> Self:
+        for key in ("stream_options", "diffusing"):
+            if getattr(self, key) and not self.stream:
+                raise ValueError(f"{key} needs stream = true")
+        if self.response_format is not None and self.structured_outputs is not None:
+            raise ValueError("structured_outputs and response_format exclude each other: send one")
+        if len({*self.lengths.values()}) > 1:
+            raise ValueError(f"{' and '.join(self.lengths)} are all the number of new tokens: set one")
+        if self.lengths and self.total_length is not None:
+            raise ValueError(f"{', '.join(self.lengths)} and total_length both set the length: remove one")
+        return self
+
+    def _refuse_keys(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            if key in self.model_fields_set:
+                raise ValueError(f"{key} has no effect on masked spans, whose lengths are given: remove it")
 
     @property
-    def has_constraint(self) -> bool:
-        return self.response_format is not None or self.structured_outputs is not None
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        return ()
+    def lengths(self) -> dict[str, int]:
+        """The fields that set the number of new tokens, and their values, which are equal."""
+        return {key: value for key in LENGTH_KEYS if (value := getattr(self, key)) is not None}
 
     @property
     def num_alternatives(self) -> int | None:
@@ -214,14 +316,36 @@ class GenerationBody(Section):
         raise NotImplementedError
 
     @property
-    def alternatives_key(self) -> str:
-        """The field that sets their number."""
-        return "logprobs"
+    def constraint_key(self) -> str:
+        """The field that constrains the answer."""
+        return "structured_outputs" if self.response_format is None else "response_format"
 
     @property
-    def token_limits(self) -> dict[str, int | None]:
-        """Fields that set the number of new tokens."""
-        return {}
+    def constraint(self) -> Any:
+        """What the answer has to be, in the form of vLLM's ``structured_outputs``, or a list of such, one for each
+        masked span. None: any text."""
+        response_format = self.response_format
+        if response_format is None:
+            return self.structured_outputs
+        if response_format.json_schema is not None:
+            return {"json": response_format.json_schema.json_schema}
+        return {"json_object": True} if response_format.type == "json_object" else None
+
+    def build_config(self, base: GenerationConfig) -> GenerationConfig:
+        """Set the keys of decoding that the request has in the server's config.
+
+        Raises:
+            ValueError: a key contradicts another one.
+        """
+        keys = {key: getattr(self, key) for key in self.model_fields_set & GenerationConfig.model_fields.keys()}
+        replaced: set[str] = set()
+        if {"steps", "denoising_steps"} & keys.keys():
+            replaced |= {"steps", "denoising_steps"}
+        if keys.get("remasking_strategy", base.remasking_strategy) != base.remasking_strategy:
+            replaced |= {*STRATEGY_KEYS}
+        values = {key: getattr(base, key) for key in base.model_fields_set - replaced} | keys
+        values["suppress_token_ids"] = (*base.suppress_token_ids, *self.suppress_token_ids)
+        return GenerationConfig.model_validate(values)
 
 
 class CompletionBody(GenerationBody):
@@ -229,24 +353,26 @@ class CompletionBody(GenerationBody):
 
     text_key = "prompt"
     prompt: Annotated[list[Any], BeforeValidator(_check_prompts)]
-    suffix: str | None = None
-    max_tokens: PositiveInt | None = None
-    stop: Annotated[tuple[str, ...], BeforeValidator(_check_stop)] = ()
+    suffix: Annotated[str, AfterValidator(_check_text)] | None = None
     echo: bool = False
     best_of: PositiveInt | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None = None
 
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        return self.stop
+    @model_validator(mode="after")
+    def _check_completion(self) -> Self:
+        if self.best_of not in (None, self.n):
+            raise ValueError("best_of is not supported, except if it equals n")
+        if self.echo and self.logprobs is not None:
+            raise ValueError("logprobs of a prompt have no meaning in diffusion: remove echo or logprobs")
+        if self.suffix is not None:
+            self._refuse_keys(INFILL_EXCLUDED_KEYS)
+            if not self.lengths:
+                raise ValueError("suffix needs max_tokens, the length of the masked span")
+        return self
 
     @property
     def num_alternatives(self) -> int | None:
         return self.logprobs
-
-    @property
-    def token_limits(self) -> dict[str, int | None]:
-        return {"max_tokens": self.max_tokens}
 
 
 class ChatBody(GenerationBody):
@@ -254,27 +380,20 @@ class ChatBody(GenerationBody):
 
     text_key = "messages"
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_tokens: PositiveInt | None = None
-    max_completion_tokens: PositiveInt | None = None
-    stop: Annotated[tuple[str, ...], BeforeValidator(_check_stop)] = ()
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        return self.stop
+    @model_validator(mode="after")
+    def _check_chat(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs = true")
+        if self.token_healing:
+            raise ValueError("token_healing has no effect on a chat")
+        return self
 
     @property
     def num_alternatives(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
-
-    @property
-    def alternatives_key(self) -> str:
-        return "top_logprobs"
-
-    @property
-    def token_limits(self) -> dict[str, int | None]:
-        return {"max_completion_tokens": self.max_completion_tokens, "max_tokens": self.max_tokens}
 
 
 class InfillBody(GenerationBody):
@@ -283,6 +402,11 @@ class InfillBody(GenerationBody):
     text_key = "segments"
     segments: Annotated[list[Any], BeforeValidator(_check_segments)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _check_infill(self) -> Self:
+        self._refuse_keys((*LENGTH_KEYS, "stop", *INFILL_EXCLUDED_KEYS))
+        return self
 
     @property
     def num_alternatives(self) -> int | None:
@@ -298,122 +422,36 @@ def parse_body(values: Mapping[str, Any], kind: type[Body], context: BodyContext
     Raises:
         ApiError: a key is unknown or not supported, a field has a wrong type or value, or fields contradict each other.
     """
-    values = {key: value for key, value in values.items() if value is not None}
-    for key, value in values.items():
-        if key not in kind.model_fields and key not in GenerationConfig.model_fields:
-            _check_other_key(key, value, kind)
-        elif key in SERVER_KEYS:
-            raise ApiError(400, f"{key} cannot be set by a request: {SERVER_KEYS[key]}", param=key)
-    known = {*kind.model_fields, *GenerationConfig.model_fields}
     try:
-        body = kind.model_validate({key: value for key, value in values.items() if key in known}, context=context)
+        return kind.model_validate(values, context=context)
     except ValidationError as error:
-        raise validation_error(error) from None
-    _check_fields_agree(body)
-    return body
+        raise to_refusal(error, kind, values) from None
 
 
-def _check_fields_agree(body: GenerationBody) -> None:
-    for key, is_set in (("stream_options", body.stream_options is not None), ("diffusing", body.diffusing)):
-        if is_set and not body.stream:
-            raise ApiError(400, f"{key} needs stream = true", param=key)
-    match body:
-        case CompletionBody():
-            if body.best_of not in (None, body.n):
-                raise ApiError(400, "best_of is not supported, except if it equals n", param="best_of")
-            if body.echo and body.logprobs is not None:
-                raise ApiError(
-                    400, "logprobs of a prompt have no meaning in diffusion: remove echo or logprobs", param="logprobs"
-                )
-            if body.suffix is not None:
-                _refuse_keys(body, ("total_length", "stop_token_ids"), "max_tokens is the length of the masked span")
-        case ChatBody():
-            if body.top_logprobs is not None and not body.logprobs:
-                raise ApiError(400, "top_logprobs needs logprobs = true", param="top_logprobs")
-            if body.token_healing:
-                raise ApiError(400, "token_healing has no effect on a chat", param="token_healing")
-        case InfillBody():
-            _refuse_keys(body, ("max_new_tokens", "total_length", "stop_token_ids"), "its masked spans have a length")
+def to_refusal(error: ValueError, kind: type[GenerationBody], keys: Collection[str]) -> ApiError:
+    """Describe the first problem of a request.
 
-
-def _refuse_keys(body: GenerationBody, keys: Iterable[str], reason: str) -> None:
-    for key in keys:
-        if key in body.overrides:
-            raise ApiError(400, f"{key} has no effect on an infill: {reason}", param=key)
-
-
-def _check_other_key(key: str, value: Any, kind: type[GenerationBody]) -> None:
-    """Raise unless a key asks for nothing."""
-    if key in NEUTRAL_VALUES:
-        if not any(
-            value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in NEUTRAL_VALUES[key]
-        ):
-            raise ApiError(400, f"{key} is not supported", param=key, code="unsupported_parameter")
-        return
-    known = [*kind.model_fields, *GenerationConfig.model_fields]
-    similar = difflib.get_close_matches(key[:64], known, n=1)
-    hint = f": did you mean {similar[0]}?" if similar else ""
-    raise ApiError(400, f"unknown field {shorten(key)!r}{hint}", param=shorten(key), code="unknown_parameter")
-
-
-def validation_error(error: ValidationError) -> ApiError:
-    """Describe the first problem of a validation."""
-    problem = error.errors(include_url=False, include_context=False)[0]
-    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]]
-    message = str(problem["msg"]).removeprefix("Value error, ")
-    if not parts:
-        return ApiError(400, message)
-    param = shorten("".join(parts).removeprefix("."))
-    if problem["type"] == "missing":
-        return ApiError(400, f"{param} is missing", param=param, code="missing_required_parameter")
-    if problem["type"] == "extra_forbidden":
-        return ApiError(400, f"{param} is not supported", param=param, code="unsupported_parameter")
-    value = problem["input"]
-    field = f"{param} = {_describe(value)}" if isinstance(value, str | int | float | bool) else param
-    return ApiError(400, f"{field}: {message}", param=param)
-
-
-def _describe(value: Any) -> str:
-    return shorten(repr(value)) if isinstance(value, str | int | float | bool) else type(value).__name__
-
-
-def build_generation_config(base: GenerationConfig, body: GenerationBody, context: BodyContext) -> GenerationConfig:
-    """Set what a request names in the server's config of decoding.
-
-    Raises:
-        ApiError: a value is wrong, contradicts another one, or is beyond a limit of the server.
+    Args:
+        keys: fields of the request, one of which is wrong.
     """
-    overrides, limits = body.overrides, context.limits
-    for key, value in overrides.items():
-        if isinstance(value, list) and len(value) > context.vocab_size:
-            raise ApiError(400, f"{key} has {len(value)} entries, more than the vocabulary", param=key)
-    for key in ("steps", "denoising_steps"):
-        value = overrides.get(key)
-        if isinstance(value, int) and value > limits.max_steps:
-            raise ApiError(400, f"{key} = {value}: this server allows at most {limits.max_steps}", param=key)
-    for key in MODERATE_KEYS:
-        value = overrides.get(key)
-        if isinstance(value, int | float) and value > 0 and not SMALLEST_VALUE <= value <= LARGEST_VALUE:
-            raise ApiError(
-                400,
-                f"{key} = {_describe(value)} must be 0, or {SMALLEST_VALUE:g} to {LARGEST_VALUE:g} on this server",
-                param=key,
-            )
-    replaced: set[str] = set()
-    if {"steps", "denoising_steps"} & overrides.keys():
-        replaced |= {"steps", "denoising_steps"}
-    if overrides.get("remasking_strategy", base.remasking_strategy) != base.remasking_strategy:
-        replaced |= {*STRATEGY_KEYS}
-    values = {key: getattr(base, key) for key in base.model_fields_set - replaced} | dict(overrides)
-    if isinstance(overrides.get("suppress_token_ids"), list):
-        values["suppress_token_ids"] = [*base.suppress_token_ids, *overrides["suppress_token_ids"]]
-    try:
-        return GenerationConfig.model_validate(values)
-    except ValidationError as error:
-        problem = validation_error(error)
-        raise (
-            problem if problem.param else ApiError(400, problem.message, param=find_key(problem.message, overrides))
-        ) from None
+    message, param, code = str(error), None, None
+    if isinstance(error, ValidationError):
+        problem = error.errors(include_url=False, include_context=False)[0]
+        parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]]
+        param, value = shorten("".join(parts).removeprefix(".")), problem["input"]
+        message = str(problem["msg"]).removeprefix("Value error, ")
+        if problem["type"] == "missing":
+            message, code = f"{param} is missing", "missing_required_parameter"
+        elif problem["type"] == "extra_forbidden":
+            is_unknown = len(parts) == 1 and problem["loc"][0] not in NEUTRAL_VALUES
+            message = f"unknown field {param!r}{_hint(param, kind)}" if is_unknown else f"{param} is not supported"
+            code = "unknown_parameter" if is_unknown else "unsupported_parameter"
+        elif param:
+            field = f"{param} = {shorten(repr(value))}" if isinstance(value, str | int | float | bool) else param
+            message = f"{field}: {message}"
+    if "max_position_embeddings" in message:
+        param, code = param or kind.text_key, "context_length_exceeded"
+    return ApiError(400, message, param=param or find_key(message, keys) or kind.text_key, code=code)
 
 
 def find_key(message: str, keys: Iterable[str]) -> str | None:
@@ -422,54 +460,12 @@ def find_key(message: str, keys: Iterable[str]) -> str | None:
     return min((key for key in keys if key in words), key=words.index, default=None)
 
 
-def count_choices(body: GenerationBody, num_prompts: int, limits: ServeSection) -> int:
-    """Return the number of choices of a request.
-
-    Raises:
-        ApiError: the server never accepts so many at a time.
-    """
-    count, limit = body.n * num_prompts, limits.max_requests + limits.max_waiting
-    if count > limit:
-        raise ApiError(
-            400,
-            f"{num_prompts} prompts x n = {body.n} are {count} choices, more than the server accepts at a time "
-            f"(serve.max_requests + max_waiting = {limit}): send fewer",
-            param="n" if body.n > 1 else body.text_key,
-        )
-    return count
+def _hint(key: str, kind: type[GenerationBody]) -> str:
+    similar = difflib.get_close_matches(key[:64], kind.model_fields, n=1)
+    return f": did you mean {similar[0]}?" if similar else ""
 
 
-def choose_seed(body: GenerationBody, num_choices: int) -> int:
-    """Return the seed of the first choice, a random one if the request has none; each choice has the next one.
-
-    Raises:
-        ApiError: the last choice would have a seed that a request may not have.
-    """
-    seed = secrets.randbelow(_RANDOM_SEEDS) if body.seed is None else body.seed
-    if seed + num_choices - 1 > MAX_SEED:
-        raise ApiError(
-            400,
-            f"seed = {seed}: the last of {num_choices} choices would have one above {MAX_SEED}: lower it",
-            param="seed",
-        )
-    return seed
-
-
-def choose_max_tokens(body: GenerationBody, config: GenerationConfig, limits: ServeSection) -> int | None:
-    """Return the number of new tokens that a request names; None: none.
-
-    Raises:
-        ApiError: two keys differ, it contradicts ``total_length``, or it is beyond the limit of the server.
-    """
-    fields = {**body.token_limits, "max_new_tokens": config.max_new_tokens}
-    present = {key: value for key, value in fields.items() if value is not None}
-    if not present:
-        return None
-    key, value = next(iter(present.items()))
-    if len({*present.values()}) > 1:
-        raise ApiError(400, f"{' and '.join(present)} are all the number of new tokens: set one", param=key)
-    if config.total_length is not None:
-        raise ApiError(400, f"{key} and total_length both set the length: remove one", param=key)
-    if limits.max_tokens is not None and value > limits.max_tokens:
-        raise ApiError(400, f"{key} = {value}: this server allows at most {limits.max_tokens}", param=key)
-    return value
+def _is_neutral(key: str, value: Any) -> bool:
+    """Whether a field that is not supported asks for nothing."""
+    neutral_values = NEUTRAL_VALUES.get(key, ())
+    return any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in neutral_values)

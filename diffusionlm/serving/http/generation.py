@@ -68,7 +68,7 @@ class GenerationEndpoint:
             with service.preparation():
                 body = await service.run_in_thread(partial(self._parse, content), context)
                 prepare = partial(service.preparer.prepare, body, context.cache_salt)
-                prepared = await service.run_in_thread(prepare, context, has_constraint=body.has_constraint)
+                prepared = await service.run_in_thread(prepare, context, has_constraint=body.constraint is not None)
             context.details["model"] = prepared.model
             service.check_is_ready()
             await self._decode(RequestSession(service.engine, prepared, service.preparer.tokenizer), context, send)

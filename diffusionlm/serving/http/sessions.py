@@ -62,7 +62,7 @@ class Choice:
         """Of a prompt there is one span of any length."""
         num_spans = len(options.span_lengths) or 1
         self._num_repeated = [len(repeated) for repeated in options.repeated_bytes] or [0] * num_spans
-        self.spans = [AnswerText(tokenizer, call.body.stop_strings, count) for count in self._num_repeated]
+        self.spans = [AnswerText(tokenizer, call.body.stop, count) for count in self._num_repeated]
         self.finish_reason: str | None = None
         self.state: RequestState | None = None
         self.first_token_time: float | None = None

@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from diffusionlm.serving.structured_outputs import StructuredOutputs
+from diffusionlm.inference.constraints.compiler import ConstraintCompiler
 from tests.unit.serving.http.conftest import RunningServer, StartServer
 
 SCHEMA = {
@@ -111,10 +111,10 @@ def test_each_hole_has_a_constraint(server: RunningServer, healing: bool) -> Non
         ({"structured_outputs": [{"regex": "a"}]}, "structured_outputs", "expected an object"),
         ({"structured_outputs": {"regex": "a"}, "response_format": FORMAT}, "structured_outputs", "exclude each other"),
         ({"structured_outputs": {"regex": "(a|b)*a(a|b){30}"}}, "structured_outputs", "the constraint is too large"),
-        ({"response_format": {"type": "grammar"}}, "response_format", "must be text, json_object or json_schema"),
-        ({"response_format": "text"}, "response_format", "must be text, json_object or json_schema"),
-        ({"response_format": {"type": "json_schema"}}, "response_format", "must be an object with a schema"),
-        ({"response_format": {"type": "json_object", "a": 1}}, "response_format", "a is not supported"),
+        ({"response_format": {"type": "grammar"}}, "response_format.type", "'json_object' or 'json_schema'"),
+        ({"response_format": "text"}, "response_format", "dictionary"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "needs json_schema, an object with a schema"),
+        ({"response_format": {"type": "json_object", "a": 1}}, "response_format.a", "is not supported"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "number", "minimum": 1}}}},
          "response_format", "the schema: minimum is not supported here"),
         ({"structured_outputs": {"choice": ["a" * 100]}}, "structured_outputs", "needs at least 100 tokens"),
@@ -202,17 +202,18 @@ def test_constraints_that_are_compiled_hold_up_nobody_else(
     server = start_server(max_requests=4, max_waiting=5)
     entered, release = threading.Semaphore(0), threading.Event()
 
-    def wait(self: StructuredOutputs, response_format: Any, structured_outputs: Any, num_holes: Any) -> Any:
-        if structured_outputs is not None:
-            entered.release()
-            assert release.wait(30)
-        return []
+    compile_constraint = ConstraintCompiler.compile_structured_outputs
 
-    monkeypatch.setattr(StructuredOutputs, "compile", wait)
+    def wait(self: ConstraintCompiler, value: object) -> Any:
+        entered.release()
+        assert release.wait(30)
+        return compile_constraint(self, value)
+
+    monkeypatch.setattr(ConstraintCompiler, "compile_structured_outputs", wait)
     results: list[int] = []
 
     def ask(structured_outputs: Any) -> None:
-        body = {"prompt": PROMPT, "max_tokens": 2, "structured_outputs": structured_outputs}
+        body = {"prompt": PROMPT, "max_tokens": 1, "structured_outputs": structured_outputs}
         results.append(server.request("POST", "/v1/completions", body)[0])
 
     def start(count: int) -> list[threading.Thread]:
