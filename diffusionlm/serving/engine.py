@@ -188,12 +188,12 @@ class Engine:
             self._decoder.scheduler.pages.check_size(request)
             handles.append(EngineRequest(request))
         with self._condition:
-            self.check_capacity(len(handles))
+            self._check_capacity(len(handles))
             self._submitted += handles
             self._condition.notify_all()
         return handles
 
-    def check_capacity(self, count: int) -> None:
+    def _check_capacity(self, count: int) -> None:
         """Check that so many more requests would be accepted now.
 
         Raises:

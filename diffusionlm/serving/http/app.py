@@ -15,22 +15,14 @@ from importlib import resources
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from diffusionlm.serving.http.bodies import ChatBody, CompletionBody, InfillBody
-from diffusionlm.serving.http.context import (
-    CLIENT_GONE,
-    STATE_KEY,
-    ClientGoneError,
-    RequestContext,
-    discard_body,
-    identify_send,
-    send_json,
-)
-from diffusionlm.serving.http.errors import ApiError, to_api_error, to_json
+from diffusionlm.serving.http.context import STATE_KEY, RequestContext, discard_body, identify_send
+from diffusionlm.serving.http.errors import ApiError, JsonResponse, to_api_error
 from diffusionlm.serving.http.formats import ChatFormat, CompletionFormat, InfillFormat
 from diffusionlm.serving.http.generation import GenerationEndpoint
 from diffusionlm.serving.http.guarded_protocol import IS_PROBE_KEY, PROBE_PATHS, too_many_connections
@@ -43,6 +35,9 @@ LOGGER = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/", "/health"})
 """Paths that need no key."""
+
+CLIENT_GONE = 499
+"""Status in the log of a request whose client has left."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _MAX_LOGGED_PATH = 100
@@ -78,7 +73,6 @@ class ServerApp:
         scope["app"] = self  # the router then raises its errors
         scope.setdefault("state", {})[STATE_KEY] = context
         send = identify_send(send, context)
-        is_gone = False
         try:
             try:
                 if scope["state"][IS_PROBE_KEY] and scope["path"] not in PROBE_PATHS:
@@ -87,32 +81,32 @@ class ServerApp:
                 self._check_host(scope)
                 self._check_key(scope, context)
                 await self._router(scope, receive, send)
-            except ClientGoneError:
+            except ClientDisconnect:
                 raise
             except Exception as error:
-                await self._refuse(error, context, scope, receive, send)
-        except ClientGoneError:
-            is_gone = True
+                await self._refuse(error, context, Request(scope, receive), send)
+        except ClientDisconnect:
+            context.status = CLIENT_GONE
         finally:
-            self._log(scope, context, is_gone=is_gone)
+            self._log(scope, context)
 
-    async def _refuse(
-        self, error: Exception, context: RequestContext, scope: Scope, receive: Receive, send: Send
-    ) -> None:
+    async def _refuse(self, error: Exception, context: RequestContext, request: Request, send: Send) -> None:
         """Answer with an error."""
         if isinstance(error, HTTPException):
             phrase = HTTPStatus(error.status_code).phrase.lower()
-            text = f"{_to_line(scope['path'])}: {phrase}"
+            text = f"{_to_line(request.scope['path'])}: {phrase}"
             error = ApiError(error.status_code, text, headers=dict(error.headers or {}))
         problem = to_api_error(error)
         if problem.code == "internal_error":
             LOGGER.error("request %s has failed", context.request_id, exc_info=error)
+        if problem.status == 429:
+            self._service.metrics.record_rejection(context.details.get("model", self._service.preparer.names[0]))
         context.details["error"] = problem.code or problem.status
         if context.status is not None:
-            raise ClientGoneError  # too late for a response: the connection is closed
-        is_read = await discard_body(scope, receive, self._service.limits.max_body)
+            raise ClientDisconnect  # too late for a response: the connection is closed
+        is_read = await discard_body(request, self._service.limits.max_body)
         headers = problem.headers if is_read else {**problem.headers, "Connection": "close"}
-        await send_json(send, problem.status, problem.body, headers)
+        await JsonResponse(problem.body, problem.status, headers)(request.scope, request.receive, send)
 
     def _check_headers(self, scope: Scope) -> None:
         """Refuse what h11 lets through: headers that are too long but arrive at once, and two lengths of a body, which
@@ -159,7 +153,7 @@ class ServerApp:
 
     async def _answer_health(self, request: Request) -> Response:
         self._service.check_is_healthy()
-        return _json_response({"status": "ok"})
+        return JsonResponse({"status": "ok"})
 
     async def _answer_metrics(self, request: Request) -> Response:
         text = self._service.metrics.render(self._service.engine)
@@ -167,10 +161,10 @@ class ServerApp:
 
     async def _list_models(self, request: Request) -> Response:
         models = [self._describe_model(name) for name in self._service.preparer.names]
-        return _json_response({"object": "list", "data": models})
+        return JsonResponse({"object": "list", "data": models})
 
     async def _answer_model(self, request: Request) -> Response:
-        return _json_response(self._describe_model(self._service.preparer.find_model(request.path_params["name"])))
+        return JsonResponse(self._describe_model(self._service.preparer.find_model(request.path_params["name"])))
 
     def _describe_model(self, name: str) -> dict[str, object]:
         preparer = self._service.preparer
@@ -187,18 +181,15 @@ class ServerApp:
             "has_chat": preparer.has_chat,
         }
 
-    def _log(self, scope: Scope, context: RequestContext, *, is_gone: bool) -> None:
+    def _log(self, scope: Scope, context: RequestContext) -> None:
         if not self._service.limits.log_requests:
             return
-        status = CLIENT_GONE if is_gone else context.status
         path = _to_line(scope["path"])
         details = "".join(f" {key}={value}" for key, value in context.details.items())
         seconds = time.monotonic() - context.started
-        LOGGER.info("%s %s %s id=%s%s %.3fs", scope["method"], path, status, context.request_id, details, seconds)
-
-
-def _json_response(value: object) -> Response:
-    return Response(to_json(value), media_type="application/json")
+        LOGGER.info(
+            "%s %s %s id=%s%s %.3fs", scope["method"], path, context.status, context.request_id, details, seconds
+        )
 
 
 def _to_line(text: str) -> str:

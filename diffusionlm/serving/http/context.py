@@ -1,27 +1,21 @@
-"""One HTTP request and its response, below the routes: bodies, disconnects, JSON."""
+"""One HTTP request and its response, below the routes: bodies and disconnects."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
-from diffusionlm.serving.http.errors import ApiError, to_json
+from diffusionlm.serving.http.errors import ApiError
 
 DISCARD_SECONDS, _DISCARD_PAUSE_SECONDS = 2.0, 0.1
 """Time to read the rest of a refused body, and of it between two parts."""
 STATE_KEY = "request"
-CLIENT_GONE = 499
-"""Status in the log of a request whose client has left."""
-
-
-class ClientGoneError(Exception):
-    """The connection is closed: the client has left, or did not read what was sent to it (`GuardedProtocol`)."""
 
 
 @dataclass
@@ -34,10 +28,6 @@ class RequestContext:
     status: int | None = None
     """Of the response; None: not sent."""
     is_body_read: bool = False
-    body_size: int = 0
-    """Bytes of the body, once it is read."""
-    owner: str = ""
-    """The key of the request; without keys the address of its client."""
     details: dict[str, Any] = field(default_factory=dict)
     """For the log: counts, names, never a text of a client."""
 
@@ -48,44 +38,40 @@ def get_context(scope: Scope) -> RequestContext:
     return context
 
 
-async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
+async def read_body(request: Request, max_bytes: int) -> bytes:
     """Read the body of a request.
 
     Raises:
         ApiError: it is larger than ``max_bytes``.
-        ClientGoneError: the client has left.
+        ClientDisconnect: the client has left.
     """
     too_large = ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
-    length = Headers(scope=scope).get("content-length", "")
+    length = request.headers.get("content-length", "")
     if length.isdigit() and int(length[:18]) > max_bytes:
         raise too_large
     body = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGoneError
-        body += message.get("body", b"")
+    async for part in request.stream():
+        body += part
         if len(body) > max_bytes:
             raise too_large
-        if not message.get("more_body", False):
-            get_context(scope).is_body_read = True
-            return bytes(body)
+    get_context(request.scope).is_body_read = True
+    return bytes(body)
 
 
-async def discard_body(scope: Scope, receive: Receive, max_bytes: int) -> bool:
+async def discard_body(request: Request, max_bytes: int) -> bool:
     """Read the rest of a body, so that a client that is still sending sees the response.
 
     Returns:
         Whether all was read; otherwise the connection has to be closed.
     """
-    context = get_context(scope)
-    if context.is_body_read or "expect" in Headers(scope=scope):
+    context = get_context(request.scope)
+    if context.is_body_read or "expect" in request.headers:
         return context.is_body_read
     num_bytes = 0
     try:
         async with asyncio.timeout(DISCARD_SECONDS):
             while num_bytes <= max_bytes:
-                message = await asyncio.wait_for(receive(), _DISCARD_PAUSE_SECONDS)
+                message = await asyncio.wait_for(request.receive(), _DISCARD_PAUSE_SECONDS)
                 num_bytes += len(message.get("body", b""))
                 if message["type"] == "http.disconnect" or not message.get("more_body", False):
                     return True
@@ -98,13 +84,13 @@ async def run_until_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> N
     """Run something as long as the client is there; when it leaves, cancel it.
 
     Raises:
-        ClientGoneError: the client has left.
+        ClientDisconnect: the client has left.
     """
     tasks = asyncio.create_task(work), asyncio.create_task(_wait_for_disconnect(receive))
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not tasks[0].done():
-            raise ClientGoneError
+            raise ClientDisconnect
         await tasks[0]
     finally:
         for task in tasks:
@@ -128,18 +114,3 @@ def identify_send(send: Send, context: RequestContext) -> Send:
         await send(message)
 
     return send_identified
-
-
-async def send_response(
-    send: Send, status: int, body: bytes, content_type: str, headers: Mapping[str, str] | None = None
-) -> None:
-    """Send a whole response."""
-    pairs = {"content-type": content_type, "content-length": str(len(body)), **(headers or {})}
-    raw_headers = [(key.lower().encode(), value.encode("latin-1", "replace")) for key, value in pairs.items()]
-    await send({"type": "http.response.start", "status": status, "headers": raw_headers})
-    await send({"type": "http.response.body", "body": body})
-
-
-async def send_json(send: Send, status: int, value: Any, headers: Mapping[str, str] | None = None) -> None:
-    """Send a JSON response."""
-    await send_response(send, status, to_json(value), "application/json", headers)

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from starlette.responses import Response
+
 from diffusionlm.serving.requests import EngineStoppedError, QueueFullError
 
 RETRY_AFTER_SECONDS = 1
@@ -56,13 +58,17 @@ class ApiError(Exception):
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
 
+def retry_later(status: int, message: str, code: str) -> ApiError:
+    """An error of a request that may be sent again."""
+    return ApiError(status, message, code=code, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
+
+
 def to_api_error(error: Exception) -> ApiError:
     """Describe why a request could not be decoded."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):
-        retry = {"Retry-After": str(RETRY_AFTER_SECONDS)}
-        return ApiError(429, str(error), code="queue_full", headers=retry)
+        return retry_later(429, str(error), "queue_full")
     if isinstance(error, EngineStoppedError):
         return ApiError(503, str(error), code="engine_stopped")
     if isinstance(error, ValueError):
@@ -94,6 +100,15 @@ def parse_object(body: bytes) -> dict[str, Any]:
 def to_json(value: Any) -> bytes:
     """Format a value; lone surrogates become escapes, since UTF-8 has no form of them."""
     return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()
+
+
+class JsonResponse(Response):
+    """A response with a value."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return to_json(content)
 
 
 def shorten(value: Any, limit: int = 60) -> str:

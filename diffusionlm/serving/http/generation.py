@@ -7,18 +7,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from diffusionlm.serving.http.bodies import GenerationBody, parse_body
-from diffusionlm.serving.http.context import (
-    ClientGoneError,
-    RequestContext,
-    get_context,
-    read_body,
-    run_until_gone,
-    send_response,
-)
+from diffusionlm.serving.http.context import RequestContext, get_context, read_body, run_until_gone
 from diffusionlm.serving.http.errors import ApiError, parse_object, to_api_error, to_json
 from diffusionlm.serving.http.formats import AnswerFormat
 from diffusionlm.serving.http.preparation import PreparedCall
@@ -47,53 +41,44 @@ class GenerationEndpoint:
         """
         Raises:
             ApiError: the request is refused, or fails before the response begins.
-            ClientGoneError: the client has left.
+            ClientDisconnect: the client has left.
         """
-        service, limits = self._service, self._service.limits
+        service, request = self._service, Request(scope, receive)
         service.check_is_ready()
-        content_type = Headers(scope=scope).get("content-type", "").partition(";")[0].strip().lower()
+        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type != "application/json":
             raise ApiError(415, "the Content-Type must be application/json", code="unsupported_media_type")
         async with service.upload():
-            content = await read_body(scope, receive, limits.max_body)
-        context = get_context(scope)
-        context.owner = context.cache_salt or (scope.get("client") or [""])[0]
-        context.body_size = len(content)
-        await run_until_gone(receive, self._respond(context, content, send))
+            content = await read_body(request, service.limits.max_body)
+        await run_until_gone(receive, self._respond(request, content, send))
 
-    async def _respond(self, context: RequestContext, content: bytes, send: Send) -> None:
-        service = self._service
-        service.num_active += 1
-        try:
-            with service.preparation():
-                body = await service.run_in_thread(partial(self._parse, content), context)
-                prepare = partial(service.preparer.prepare, body, context.cache_salt)
-                prepared = await service.run_in_thread(prepare, context, has_constraint=body.constraint is not None)
+    async def _respond(self, request: Request, content: bytes, send: Send) -> None:
+        service, context = self._service, get_context(request.scope)
+        owner = context.cache_salt or (request.client.host if request.client else "")
+        with service.activity():
+            body = await service.threads.run(partial(self._parse, content), owner)
+            threads = service.threads if body.constraint is None else service.constraint_threads
+            prepared = await threads.run(partial(service.preparer.prepare, body, context.cache_salt), owner)
             context.details["model"] = prepared.model
             service.check_is_ready()
-            await self._decode(RequestSession(service.engine, prepared, service.preparer.tokenizer), context, send)
-        finally:
-            service.num_active -= 1
+            await self._decode(RequestSession(service.engine, prepared, service.preparer.tokenizer), request, send)
 
     def _parse(self, content: bytes) -> GenerationBody:
         return parse_body(parse_object(content), self._body_class, self._service.preparer.context)
 
-    async def _decode(self, session: RequestSession, context: RequestContext, send: Send) -> None:
-        service, prepared = self._service, session.prepared
-        answer_format = self._format_class(prepared, service.preparer.tokenizer, context.request_id)
+    async def _decode(self, session: RequestSession, request: Request, send: Send) -> None:
+        prepared, context = session.prepared, get_context(request.scope)
+        answer_format = self._format_class(prepared, self._service.preparer.tokenizer, context.request_id)
         try:
             session.submit()
             if prepared.body.stream:
                 await self._stream(session, answer_format, context, send)
             else:
-                await session.finish()
+                async for _ in session.updates():
+                    pass
                 num_tokens = sum(choice.num_tokens for choice in session.choices)
                 content = await self._format(partial(answer_format.whole, session.choices), prepared, num_tokens)
-                await send_response(send, 200, content, "application/json")
-        except ApiError as error:
-            if error.status == 429:
-                service.metrics.record_rejection(prepared.model)
-            raise
+                await Response(content, media_type="application/json")(request.scope, request.receive, send)
         finally:
             session.abort()
             self._record(session, context)
@@ -112,7 +97,7 @@ class GenerationEndpoint:
             last = b"data: [DONE]\n\n"
             if options is not None and options.include_usage:
                 last = to_event(answer_format.usage_chunk(session.choices)) + last
-        except ClientGoneError:
+        except ClientDisconnect:
             raise
         except Exception as error:
             problem = to_api_error(error)
@@ -124,7 +109,7 @@ class GenerationEndpoint:
 
     async def _format(self, function: Callable[[], bytes], prepared: PreparedCall, num_tokens: int) -> bytes:
         is_large = num_tokens * (1 + (prepared.body.num_alternatives or 0)) > _LARGE_ANSWER
-        return await self._service.run_in_thread(function) if is_large else function()
+        return await self._service.threads.run(function) if is_large else function()
 
     def _record(self, session: RequestSession, context: RequestContext) -> None:
         if not session.is_submitted:

@@ -11,7 +11,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from config.serving.server import ServeSection
-from diffusionlm.serving.http.errors import RETRY_AFTER_SECONDS, ApiError, to_json
+from diffusionlm.serving.http.errors import ApiError, retry_later, to_json
 
 PROBE_PATHS = frozenset({"/health", "/metrics"})
 """Paths that are answered beyond ``max_connections``, so that a full server does not look like a dead one."""
@@ -23,8 +23,9 @@ _SEND_BUFFER_BYTES = 1 << 17
 
 
 def too_many_connections() -> ApiError:
-    headers = {"Retry-After": str(RETRY_AFTER_SECONDS), "Connection": "close"}
-    return ApiError(503, "too many connections", code="too_many_connections", headers=headers)
+    error = retry_later(503, "too many connections", "too_many_connections")
+    error.headers["Connection"] = "close"
+    return error
 
 
 class GuardedProtocol(H11Protocol):

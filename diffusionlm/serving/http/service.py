@@ -1,21 +1,21 @@
-"""What the routes share: the engine, the model's names, limits, keys, counts."""
+"""What the routes share: the engine, the model's names, limits, keys, counts, and threads beside the event loop."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from config.serving.server import ServeSection
-from diffusionlm.serving.daemon_threads import DaemonThreads
 from diffusionlm.serving.engine import Engine
-from diffusionlm.serving.http.context import RequestContext
-from diffusionlm.serving.http.errors import RETRY_AFTER_SECONDS, ApiError, to_api_error
+from diffusionlm.serving.http.errors import ApiError, retry_later
 from diffusionlm.serving.http.keys import ApiKeys
 from diffusionlm.serving.http.metrics import ServerMetrics
 from diffusionlm.serving.http.preparation import RequestPreparer
-from diffusionlm.serving.requests import QueueFullError
 
 T = TypeVar("T")
 
@@ -24,22 +24,65 @@ _CONSTRAINT_THREADS = 2
 """For requests with constraints, whose compilation may take seconds, so that all others do not wait for it."""
 
 
+class DaemonThreads:
+    """Runs functions in a fixed number of threads, which the end of the process does not wait for, unlike for those of
+    `concurrent.futures.ThreadPoolExecutor`. Owners take turns, so that many functions of one hold up nobody else's."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._condition = threading.Condition()
+        self._tasks: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}
+        """Owner -> results and functions. The owner whose turn it is comes first."""
+        self._is_closed = False
+        for number in range(count):
+            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True).start()
+
+    async def run(self, function: Callable[[], T], owner: str = "") -> T:
+        """Wait for a function without holding up the event loop; a cancelled one does not start."""
+        future: Future[T] = Future()
+        with self._condition:
+            self._tasks.setdefault(owner, deque()).append((future, function))
+            self._condition.notify()
+        return await asyncio.wrap_future(future)
+
+    def close(self) -> None:
+        """End each thread after what it is doing, and after what was asked for before."""
+        with self._condition:
+            self._is_closed = True
+            self._condition.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._tasks or self._is_closed)
+                if not self._tasks:
+                    return
+                owner = next(iter(self._tasks))
+                tasks = self._tasks.pop(owner)
+                future, function = tasks.popleft()
+                if tasks:
+                    self._tasks[owner] = tasks  # now behind all other owners
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+
 class Service:
     """A model that is served."""
 
     def __init__(self, engine: Engine, preparer: RequestPreparer, limits: ServeSection, keys: ApiKeys | None) -> None:
         self.engine, self.preparer, self.limits, self.keys = engine, preparer, limits, keys
         self.metrics = ServerMetrics(preparer.names)
+        self.threads = DaemonThreads(_PREPARATION_THREADS, "diffusionlm-prepare")
+        self.constraint_threads = DaemonThreads(_CONSTRAINT_THREADS, "diffusionlm-constrain")
         self.is_draining = False
         """No request is accepted anymore."""
         self.num_active = 0
-        """Requests that decode, or wait for it."""
-        self.num_preparing = 0
-        """Those of them that the engine has not been given yet."""
+        """Requests that are prepared or decoded, or wait for it."""
         self.uploads: set[asyncio.Timeout] = set()
         """Times of the bodies that are being read."""
-        self._threads = DaemonThreads(_PREPARATION_THREADS, "diffusionlm-prepare")
-        self._constraint_threads = DaemonThreads(_CONSTRAINT_THREADS, "diffusionlm-constrain")
 
     def begin_to_drain(self) -> None:
         """Accept no more requests, also none whose body is being read."""
@@ -54,8 +97,7 @@ class Service:
             ApiError: the server is about to end, or its engine has ended.
         """
         if self.is_draining:
-            retry = {"Retry-After": str(RETRY_AFTER_SECONDS)}
-            raise ApiError(503, "the server is about to end", code="draining", headers=retry)
+            raise retry_later(503, "the server is about to end", "draining")
         if not self.engine.is_alive:
             raise ApiError(
                 503, "an error has ended the engine: the server has to be started again", code="engine_stopped"
@@ -81,25 +123,20 @@ class Service:
             raise ApiError(408, f"the body was not complete after {seconds:g} s", code="body_timeout") from None
 
     @contextmanager
-    def preparation(self) -> Iterator[None]:
-        """Context in which a request is prepared. Its body is in memory, so they are as many as the engine accepts.
+    def activity(self) -> Iterator[None]:
+        """Context of an accepted request. Its body is in memory, so there are as many as the engine accepts.
 
         Raises:
-            ApiError: there are as many already, or too many wait.
+            ApiError: there are as many already.
         """
         limit = self.limits.max_requests + self.limits.max_waiting
-        try:
-            if self.num_preparing >= limit:
-                raise QueueFullError(f"{limit} requests are being prepared: try again later")
-            self.engine.check_capacity(1)
-        except QueueFullError as error:
-            self.metrics.record_rejection(self.preparer.names[0])  # which one it names is not known yet
-            raise to_api_error(error) from None
-        self.num_preparing += 1
+        if self.num_active >= limit:
+            raise retry_later(429, f"{limit} requests are not done yet: try again later", "queue_full")
+        self.num_active += 1
         try:
             yield
         finally:
-            self.num_preparing -= 1
+            self.num_active -= 1
 
     def check_is_healthy(self) -> None:
         """
@@ -114,21 +151,8 @@ class Service:
                 code="engine_stalled",
             )  # fmt: skip
 
-    async def run_in_thread(
-        self, function: Callable[[], T], context: RequestContext | None = None, *, has_constraint: bool = False
-    ) -> T:
-        """Run what takes long beside the event loop; requests with constraints have threads of their own.
-
-        Args:
-            context: the request, whose owner takes turns with the others'.
-        """
-        threads = self._constraint_threads if has_constraint else self._threads
-        if context is None:
-            return await threads.run(function)
-        return await threads.run(function, owner=context.owner, size=context.body_size)
-
     def close(self) -> None:
         """End the engine at once, and the threads without a wait; requests that are not done end with an error."""
         self.engine.close(drain=False)
-        self._threads.close()
-        self._constraint_threads.close()
+        self.threads.close()
+        self.constraint_threads.close()

@@ -218,35 +218,17 @@ class RequestSession:
         Raises:
             ApiError: a choice has ended with an error.
         """
-        async for choices in self._read_changes():
-            updates = [update for choice in choices if (update := choice.take_update()) is not None]
-            if updates:
-                yield updates
-
-    async def finish(self) -> None:
-        """Wait until every choice is done.
-
-        Raises:
-            ApiError: a choice has ended with an error.
-        """
-        async for _ in self._read_changes():
-            pass
-
-    async def _read_changes(self) -> AsyncIterator[list[Choice]]:
-        """Iterate over the choices that have changed, until every choice is done.
-
-        Raises:
-            ApiError: a choice has ended with an error.
-        """
         while True:
-            changed = []
+            updates = []
             for choice, handle in zip(self.choices, self._handles, strict=True):
                 state, before = handle.state, None if choice.state is None else choice.state.version
                 if choice.finish_reason is None and state.version != before:
                     if choice.read(state):
                         self._engine.abort(handle)
-                    changed.append(choice)
-            yield changed
+                    if (update := choice.take_update()) is not None:
+                        updates.append(update)
+            if updates:
+                yield updates
             if all(choice.finish_reason is not None for choice in self.choices):
                 return
             await self._changed.wait()

@@ -174,26 +174,25 @@ def test_the_states_of_any_constraint_are_limited(start_server: StartServer, con
 
 
 @pytest.mark.parametrize("has_keys", [True, False])
-def test_large_constraints_take_turns_by_key_and_size(
+def test_constraints_take_turns_by_key(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch, has_keys: bool
 ) -> None:
     """Without keys the owner is the address of the client. What it means is in the tests of `DaemonThreads`."""
     keys = ("a-first-key-of-sixteen", "a-second-key-of-sixteen") if has_keys else ()
     server = start_server(keys=keys)
-    turns: list[tuple[str, int]] = []
+    owners: list[str] = []
 
-    async def note_turn(function: Any, *, owner: str = "", size: int = 0) -> Any:
-        turns.append((owner, size))
+    async def note_turn(function: Any, owner: str) -> Any:
+        owners.append(owner)
         return function()
 
-    monkeypatch.setattr(server.service._constraint_threads, "run", note_turn)
-    for key, regex in ((0, "a" * 99), (0, "a"), (-1, "a")):
-        body = {"prompt": PROMPT, "max_tokens": 1, "structured_outputs": {"regex": regex}}
+    monkeypatch.setattr(server.service.constraint_threads, "run", note_turn)
+    for key in (0, 0, -1):
+        body = {"prompt": PROMPT, "max_tokens": 1, "structured_outputs": {"regex": "a"}}
         headers = {"Authorization": f"Bearer {keys[key]}"} if keys else {}
         server.request("POST", "/v1/completions", body, headers)
-    (first, large), (second, small), (other, _) = turns
-    assert first == second and large == small + 98
-    assert (first != other) == has_keys and (has_keys or first == "127.0.0.1")
+    first, second, other = owners
+    assert first == second and (first != other) == has_keys and (has_keys or first == "127.0.0.1")
 
 
 def test_constraints_that_are_compiled_hold_up_nobody_else(
@@ -223,17 +222,17 @@ def test_constraints_that_are_compiled_hold_up_nobody_else(
         return threads
 
     threads = start(8)
-    while server.service.num_preparing < 8:
+    while server.service.num_active < 8:
         time.sleep(0.001)
     assert entered.acquire(timeout=30)
     ask(None)
     assert results == [200]
     threads += start(1)
-    while server.service.num_preparing < 9:
+    while server.service.num_active < 9:
         time.sleep(0.001)
     ask(None)
     assert results == [200, 429], "their bodies are in memory"
     release.set()
     for thread in threads:
         thread.join(30)
-    assert results == [200, 429, *[200] * 9] and server.service.num_preparing == 0
+    assert results == [200, 429, *[200] * 9] and server.service.num_active == 0
