@@ -36,18 +36,19 @@ class AnswerFormat:
         """The response of a call that is done, as JSON. Choices are formatted one by one, since `json` lets no other
         thread run meanwhile."""
         head = self._head(self.whole_object) | {"usage": build_usage(choices, self.prepared.body.n)}
-        parts = [to_json(self._whole_choice(choice) | self._details(choice)) for choice in choices]
+        parts = [to_json(self._whole_choice(choice)) for choice in choices]
         return to_json(head).removesuffix(b"}") + b',"choices":[' + b",".join(parts) + b"]}"
 
     def chunks(self, update: ChoiceUpdate) -> list[dict[str, Any]]:
         """The chunks of a stream for what is new of a choice; one with a finish reason is the choice's last."""
-        choice = update.choice
-        chunk = self._chunk_choice(update) | {"finish_reason": choice.finish_reason}
+        choice, contents = update.choice, self._new_contents(update)
+        chunks = [{"index": choice.index, **content, "finish_reason": None} for content in contents]
+        chunks[-1]["finish_reason"] = choice.finish_reason
         if update.canvas is not None:
-            chunk["canvas"] = list(update.canvas)
+            chunks[-1]["canvas"] = list(update.canvas)
         if choice.finish_reason is not None:
-            chunk |= self._details(choice)
-        return [self._wrap([chunk])]
+            chunks[-1] |= self._details(choice)
+        return [self._wrap([chunk]) for chunk in chunks]
 
     def usage_chunk(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """The last chunk of a stream with `include_usage`."""
@@ -70,9 +71,20 @@ class AnswerFormat:
         return details
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        logprobs = self._logprobs(choice.visible_tokens)
+        content = {"index": choice.index, **self._content(choice), "logprobs": logprobs}
+        return content | {"finish_reason": choice.finish_reason} | self._details(choice)
+
+    def _content(self, choice: Choice) -> dict[str, Any]:
+        """The text of a choice that is done."""
         raise NotImplementedError
 
-    def _chunk_choice(self, update: ChoiceUpdate) -> dict[str, Any]:
+    def _new_contents(self, update: ChoiceUpdate) -> list[dict[str, Any]]:
+        """New text of a choice and its log-probabilities, for one chunk or more."""
+        raise NotImplementedError
+
+    def _logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any] | None:
+        """None: the request has not asked for them."""
         raise NotImplementedError
 
     def _bytes(self, token: AnswerToken, token_id: int) -> bytes:
@@ -89,17 +101,12 @@ class CompletionFormat(AnswerFormat):
 
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        return {
-            "index": choice.index,
-            "text": self._echo(choice) + choice.spans[0].text,
-            "logprobs": self._logprobs(choice.visible_tokens),
-            "finish_reason": choice.finish_reason,
-        }
+    def _content(self, choice: Choice) -> dict[str, Any]:
+        return {"text": self._echo(choice) + choice.spans[0].text}
 
-    def _chunk_choice(self, update: ChoiceUpdate) -> dict[str, Any]:
+    def _new_contents(self, update: ChoiceUpdate) -> list[dict[str, Any]]:
         echo = self._echo(update.choice) if update.is_first else ""
-        return {"index": update.choice.index, "text": echo + update.text, "logprobs": self._logprobs(update.tokens)}
+        return [{"text": echo + update.text, "logprobs": self._logprobs(update.tokens)}]
 
     def _logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any] | None:
         if self.prepared.body.num_alternatives is None:
@@ -132,26 +139,13 @@ class ChatFormat(AnswerFormat):
 
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def chunks(self, update: ChoiceUpdate) -> list[dict[str, Any]]:
-        chunks = super().chunks(update)
-        if update.is_first:
-            delta = {"role": "assistant", "content": ""}
-            choice = {"index": update.choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
-            return [self._wrap([choice]), *chunks]
-        return chunks
+    def _content(self, choice: Choice) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": choice.spans[0].text, "refusal": None}}
 
-    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        return {
-            "index": choice.index,
-            "message": {"role": "assistant", "content": choice.spans[0].text, "refusal": None},
-            "logprobs": self._logprobs(choice.visible_tokens),
-            "finish_reason": choice.finish_reason,
-        }
-
-    def _chunk_choice(self, update: ChoiceUpdate) -> dict[str, Any]:
-        delta = {"content": update.text} if update.text else {}
+    def _new_contents(self, update: ChoiceUpdate) -> list[dict[str, Any]]:
+        first = [{"delta": {"role": "assistant", "content": ""}, "logprobs": None}] if update.is_first else []
         logprobs = self._logprobs(update.tokens) if update.tokens else None
-        return {"index": update.choice.index, "delta": delta, "logprobs": logprobs}
+        return [*first, {"delta": {"content": update.text} if update.text else {}, "logprobs": logprobs}]
 
     def _logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any] | None:
         if self.prepared.body.num_alternatives is None:
@@ -172,37 +166,16 @@ class InfillFormat(ChatFormat):
 
     prefix, whole_object, chunk_object = "infill", "infill", "infill.chunk"
 
-    def chunks(self, update: ChoiceUpdate) -> list[dict[str, Any]]:
-        pieces = update.pieces or (TextPiece(len(update.choice.spans) - 1, "", ()),)
-        chunks = []
-        for number, piece in enumerate(pieces):
-            is_last = number == len(pieces) - 1
-            choice = {
-                "index": update.choice.index,
-                "hole": piece.span,
-                "text": piece.text,
-                "logprobs": self._logprobs(piece.tokens),
-                "finish_reason": update.choice.finish_reason if is_last else None,
-            }
-            if is_last and update.canvas is not None:
-                choice["canvas"] = list(update.canvas)
-            if is_last and update.choice.finish_reason is not None:
-                choice |= self._details(update.choice)
-            chunks.append(self._wrap([choice]))
-        return chunks
-
-    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+    def _content(self, choice: Choice) -> dict[str, Any]:
         body = self.prepared.body
         assert isinstance(body, InfillBody)
         texts = iter([span.text for span in choice.spans])
         parts = [segment if isinstance(segment, str) else next(texts) for segment in body.segments]
-        return {
-            "index": choice.index,
-            "text": "".join(parts),
-            "holes": [span.text for span in choice.spans],
-            "logprobs": self._logprobs(choice.visible_tokens),
-            "finish_reason": choice.finish_reason,
-        }
+        return {"text": "".join(parts), "holes": [span.text for span in choice.spans]}
+
+    def _new_contents(self, update: ChoiceUpdate) -> list[dict[str, Any]]:
+        pieces = update.pieces or (TextPiece(len(update.choice.spans) - 1, "", ()),)
+        return [{"hole": piece.span, "text": piece.text, "logprobs": self._logprobs(piece.tokens)} for piece in pieces]
 
 
 def build_usage(choices: Sequence[Choice], num_choices: int) -> dict[str, Any]:
