@@ -1,4 +1,4 @@
-"""Deterministic automata over the bytes of UTF-8 text, from expressions and choices.
+"""Deterministic automata over the bytes of UTF-8 text, from expressions.
 
 Shapes: S states, C classes of bytes.
 """
@@ -6,7 +6,7 @@ Shapes: S states, C classes of bytes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -20,7 +20,6 @@ from diffusionlm.inference.constraints.expressions import (
     CodePoints,
     Concatenation,
     Expression,
-    LiteralText,
     OptionalItems,
     Repetition,
     utf8_sequences,
@@ -94,44 +93,6 @@ def compile_expression(expression: Expression, max_states: int = MAX_STATES) -> 
     return _SubsetConstruction(graph, end, max_states).run(start)
 
 
-def compile_choices(choices: Iterable[str], max_states: int = MAX_STATES) -> ByteAutomaton:
-    """The automaton of exactly these texts.
-
-    Raises:
-        ValueError: there is none, or they are too many.
-    """
-    graph = _Graph()
-    start, end = graph.add_state(), graph.add_state()
-    following: dict[tuple[int, int], int] = {}
-    """State and byte -> next state: a prefix tree, which has as many states as the result."""
-    for text in choices:
-        state = start
-        for byte in encode_text(text):
-            if (state, byte) not in following:
-                following[state, byte] = graph.add_bytes(state, bytes((byte,)))
-                if len(following) >= max_states:
-                    raise too_large_error(max_states, "states")
-            state = following[state, byte]
-        graph.add_empty_edge(state, end)
-    if not graph.empty_edges[start] and not following:
-        raise ValueError("there are no choices: name at least one text")
-    return _SubsetConstruction(graph, end, max_states).run(start)
-
-
-def encode_text(text: str) -> bytes:
-    """UTF-8 of a text of a constraint.
-
-    Raises:
-        ValueError: it has a surrogate.
-    """
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"character {error.start + 1} of the text {text[:40]!r} is half of a surrogate pair: write the whole one"
-        ) from None
-
-
 class _Graph:
     """A nondeterministic automaton (Thompson 1968)."""
 
@@ -151,7 +112,7 @@ class _Graph:
         self.byte_edges.append([])
         return len(self.empty_edges) - 1
 
-    def add_empty_edge(self, start: int, end: int) -> None:
+    def _add_empty_edge(self, start: int, end: int) -> None:
         self._count_edge()
         self.empty_edges[start].append(end)
 
@@ -170,14 +131,6 @@ class _Graph:
             self._sequences[id(expression)] = [(first, tuple(rest)) for first, *rest in utf8_sequences(code_points)]
         return self._sequences[id(expression)]
 
-    def add_bytes(self, start: int, text: bytes) -> int:
-        """Add a path, and return its end."""
-        for byte in text:
-            state = self.add_state()
-            self._add_byte_edge(start, byte, byte, state)
-            start = state
-        return start
-
     def _add_ranges(self, ranges: ByteRanges, states: dict[ByteRanges, int]) -> int:
         """State before bytes of these ranges; equal ranges share it."""
         if ranges not in states:
@@ -193,15 +146,20 @@ class _Graph:
                 states: dict[ByteRanges, int] = {(): end}
                 for (low, high), rest in self._encode(expression, code_points):
                     self._add_byte_edge(start, low, high, self._add_ranges(rest, states))
-            case LiteralText(text):
-                self.add_empty_edge(self.add_bytes(start, encode_text(text)), end)
             case Concatenation(parts):
                 for part in parts:
                     start = self._append(part, start)
-                self.add_empty_edge(start, end)
+                self._add_empty_edge(start, end)
             case Alternation(options):
+                # Options share the states of the parts that they begin with, so that texts make up a prefix tree.
+                following: dict[tuple[int, int], int] = {}
                 for option in options:
-                    self.connect(option, start, end)
+                    state = start
+                    for part in option.parts if isinstance(option, Concatenation) else (option,):
+                        if (state, id(part)) not in following:
+                            following[state, id(part)] = self._append(part, state)
+                        state = following[state, id(part)]
+                    self._add_empty_edge(state, end)
             case Repetition():
                 self._connect_repetition(expression, start, end)
             case OptionalItems():
@@ -215,7 +173,7 @@ class _Graph:
     def _connect_repetition(self, repetition: Repetition, start: int, end: int) -> None:
         part, separator = repetition.part, repetition.separator
         if repetition.minimum == 0:
-            self.add_empty_edge(start, end)
+            self._add_empty_edge(start, end)
         if repetition.maximum is None:
             num_copies = max(repetition.minimum, 1)
         elif repetition.maximum == 0:
@@ -223,11 +181,11 @@ class _Graph:
         else:
             num_copies = repetition.maximum
         state = self.add_state()
-        self.add_empty_edge(start, state)
+        self._add_empty_edge(start, state)
         for index in range(1, num_copies + 1):
             last, state = state, self._append(part, state)
             if index >= repetition.minimum:
-                self.add_empty_edge(state, end)
+                self._add_empty_edge(state, end)
             if index < num_copies:
                 state = self._append(separator, state)
         if repetition.maximum is None:
@@ -240,17 +198,17 @@ class _Graph:
         for item, is_required in items.items:
             item_start, item_end = self.add_state(), self.add_state()
             if without is not None:
-                self.add_empty_edge(without, item_start)
+                self._add_empty_edge(without, item_start)
             if some is not None:
                 self.connect(items.separator, some, item_start)
             self.connect(item, item_start, item_end)
             if not is_required and some is not None:
-                self.add_empty_edge(some, item_end)
+                self._add_empty_edge(some, item_end)
             some = item_end
             without = None if is_required else without
         for state in (without, some):
             if state is not None:
-                self.add_empty_edge(state, end)
+                self._add_empty_edge(state, end)
 
 
 class _SubsetConstruction:

@@ -11,10 +11,9 @@ from typing import Any
 from diffusionlm.inference.constraints.byte_automaton import (
     MAX_STATES,
     ByteAutomaton,
-    compile_choices,
     compile_expression,
 )
-from diffusionlm.inference.constraints.expressions import nesting_error, parse_regex
+from diffusionlm.inference.constraints.expressions import Alternation, Expression, literal, nesting_error, parse_regex
 from diffusionlm.inference.constraints.json_schema import Schema, compile_json_schema
 from diffusionlm.inference.constraints.token_automaton import TokenAutomaton, TokenTrie
 from diffusionlm.inference.settings import DecodingSettings
@@ -130,12 +129,14 @@ class ConstraintCompiler:
     def _compile_new(self, kind: str, source: Any) -> TokenConstraint:
         match kind:
             case "choice":
-                automaton = compile_choices(source, self._max_states)
+                if not source:
+                    raise ValueError("there are no choices: name at least one text")
+                expression: Expression = Alternation(tuple(map(literal, source)))
             case "regex":
-                try:
-                    automaton = compile_expression(parse_regex(source).expression, self._max_states)
-                except RecursionError:
-                    raise nesting_error() from None
+                expression = parse_regex(source).expression
             case _:
-                automaton = compile_expression(compile_json_schema(json.loads(source)), self._max_states)
-        return TokenConstraint(automaton, self._trie)
+                expression = compile_json_schema(json.loads(source))
+        try:
+            return TokenConstraint(compile_expression(expression, self._max_states), self._trie)
+        except RecursionError:
+            raise nesting_error() from None

@@ -15,6 +15,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from re import _constants, _parser  # type: ignore[attr-defined]
 from types import MappingProxyType
 from typing import Any
@@ -33,13 +34,6 @@ class CharacterSet:
     """One character of a set."""
 
     code_points: CodePoints
-
-
-@dataclass(frozen=True)
-class LiteralText:
-    """An expression that matches one text alone."""
-
-    text: str
 
 
 @dataclass(frozen=True)
@@ -76,7 +70,27 @@ class OptionalItems:
     separator: Expression
 
 
-Expression = CharacterSet | LiteralText | Concatenation | Alternation | Repetition | OptionalItems
+Expression = CharacterSet | Concatenation | Alternation | Repetition | OptionalItems
+
+
+def literal(text: str) -> Concatenation:
+    """The expression of one text alone.
+
+    Raises:
+        ValueError: it has a surrogate.
+    """
+    for number, character in enumerate(text, 1):
+        if 0xD800 <= ord(character) <= 0xDFFF:
+            raise ValueError(
+                f"character {number} of the text {text[:40]!r} is half of a surrogate pair: write the whole one"
+            )
+    return Concatenation(tuple(map(_single_character, text)))
+
+
+@lru_cache(1 << 12)
+def _single_character(character: str) -> CharacterSet:
+    """A set of one character; mostly the same object, which lets texts share their beginning in an automaton."""
+    return CharacterSet(((ord(character), ord(character)),))
 
 
 def merge_ranges(ranges: Iterable[tuple[int, int]]) -> CodePoints:

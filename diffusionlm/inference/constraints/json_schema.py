@@ -22,11 +22,11 @@ from diffusionlm.inference.constraints.expressions import (
     CodePoints,
     Concatenation,
     Expression,
-    LiteralText,
     OptionalItems,
     Repetition,
     complement,
     intersect,
+    literal,
     parse_regex,
 )
 
@@ -159,9 +159,9 @@ class _SchemaCompiler:
                 case "integer" | "number":
                     options.append(_compile_integer(schema, place) if name == "integer" else _NUMBER)
                 case "boolean":
-                    options += [LiteralText("true"), LiteralText("false")]
+                    options += [literal("true"), literal("false")]
                 case _:
-                    options.append(LiteralText("null"))
+                    options.append(literal("null"))
         return Alternation(tuple(options))
 
     def _compile_object(self, schema: Schema, place: _Place) -> Expression:
@@ -183,7 +183,7 @@ class _SchemaCompiler:
         items = []
         for name, value in properties.items():
             expression = self.compile(value, place.child("properties", name))
-            pair = Concatenation((LiteralText(_dump(name)), _COLON, expression))
+            pair = Concatenation((literal(_dump(name)), _COLON, expression))
             items.append((pair, name in required_names))
         return _enclose("{", OptionalItems(tuple(items), _COMMA), "}")
 
@@ -218,7 +218,7 @@ class _SchemaCompiler:
                 raise place.error(
                     f"{key} has {_shorten(value)}, which is not of type {_shorten(schema.get('type'))}: remove it"
                 )
-        return Alternation(tuple(LiteralText(_dump(value)) for value in values))
+        return Alternation(tuple(literal(_dump(value)) for value in values))
 
 
 def _has_type(value: Any, name: str) -> bool:
@@ -302,7 +302,7 @@ def _compile_integer(schema: Schema, place: _Place) -> Expression:
         if not numbers:
             raise place.error("no integer is within the bounds: correct them")
         if len(numbers) <= MAX_INTEGERS:
-            return Alternation(tuple(LiteralText(str(number)) for number in numbers))
+            return Alternation(tuple(literal(str(number)) for number in numbers))
     if highs or (lows and max(lows) not in (0, 1)):
         raise place.error(
             f"these bounds of an integer are not supported: use a range of at most {MAX_INTEGERS} numbers, a minimum "
@@ -318,7 +318,7 @@ def _any_value(depth: int) -> Expression:
     simple = (
         _string(0, None),
         _NUMBER,
-        *(LiteralText(word) for word in ("true", "false", "null")),
+        *(literal(word) for word in ("true", "false", "null")),
     )
     if depth == 0:
         return Alternation(simple)
@@ -329,7 +329,7 @@ def _any_value(depth: int) -> Expression:
 
 
 def _enclose(left: str, expression: Expression, right: str) -> Expression:
-    return Concatenation((LiteralText(left), expression, LiteralText(right)))
+    return Concatenation((literal(left), expression, literal(right)))
 
 
 def _string(minimum: int, maximum: int | None) -> Expression:
@@ -341,10 +341,8 @@ def _escape(expression: Expression) -> Expression:
     match expression:
         case CharacterSet(code_points):
             special = intersect(code_points, _ESCAPED)
-            written = [LiteralText(_dump(chr(c))[1:-1]) for low, high in special for c in range(low, high + 1)]
+            written = [literal(_dump(chr(c))[1:-1]) for low, high in special for c in range(low, high + 1)]
             return Alternation((CharacterSet(intersect(code_points, complement(_ESCAPED))), *written))
-        case LiteralText(text):
-            return LiteralText(_dump(text)[1:-1])
         case Concatenation(parts):
             return Concatenation(tuple(map(_escape, parts)))
         case Alternation(options):

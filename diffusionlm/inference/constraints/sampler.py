@@ -5,9 +5,9 @@ Shapes: N output positions of a request, P positions of a span in the current bl
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -119,14 +119,7 @@ class _SpanSampler:
         classes_P = self._automaton.class_of_V[tokens_P]
         rows_P = np.arange(len(tokens_P))
         logprobs_P = np.minimum(self._logprobs_PV[rows_P, tokens_P] + marginals_PK[rows_P, classes_P], 0.0)
-        new = replace(
-            predictions,
-            tokens_N=predictions.tokens_N.copy(),
-            confidence_N=predictions.confidence_N.copy(),
-            logprobs_N=predictions.logprobs_N.copy(),
-            top_tokens_NT=predictions.top_tokens_NT.copy(),
-            top_logprobs_NT=predictions.top_logprobs_NT.copy(),
-        )
+        new = copy.deepcopy(predictions)
         new.tokens_N[self._rows_N] = tokens_P[self._is_output_P]
         new.logprobs_N[self._rows_N] = logprobs_P[self._is_output_P]
         confidence_P = self._compute_confidence(tokens_P, logprobs_P, marginals_PK).round(CONFIDENCE_DECIMALS)

@@ -10,7 +10,6 @@ Shapes: S states, K classes, E transitions, V tokens, D nodes of one depth of th
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -129,10 +128,8 @@ class TokenAutomaton:
         """Tokens that are possible, by class and ascending; first index and number of those of each class."""
         self._sort_transitions(functions)
         self._completable = [np.packbits(self.is_accepting_S)]
-        """Bits of the states that can be completed with 0, 1, ... tokens."""
-        self._has_settled = False
-        self._lock = threading.Lock()
-        """Held to extend these."""
+        """Bits of the states that can be completed with 0, 1, ... tokens; if the last two are equal, also with more.
+        Threads replace the list, so that it needs no lock."""
 
     def _sort_tokens(self) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
         num_impossible = int((self.class_of_V < 0).sum())
@@ -180,24 +177,17 @@ class TokenAutomaton:
         Raises:
             ValueError: automaton and length together are too large.
         """
-        if length * len(self._edge_sources) > MAX_STEPS and not self._has_settled:
-            error = too_large_error(MAX_STEPS, f"transitions times the {length:,} tokens of the answer")
-            raise ValueError(f"{error}, or a shorter answer")
-        while len(self._completable) <= length and not self._has_settled:
-            with self._lock:
-                self._extend_completable(length)
-        states = self._completable[min(length, len(self._completable) - 1)]
-        return np.unpackbits(states, count=self.num_states).view(np.bool_)
-
-    def _extend_completable(self, length: int) -> None:
-        """Add the states of one more length, unless another thread has added them."""
-        if len(self._completable) > length or self._has_settled:
-            return
-        following = np.unpackbits(self._completable[-1], count=self.num_states).view(np.bool_)
-        states = np.packbits(self._before(following[self._edge_targets], self._edge_sources))
-        has_settled = np.array_equal(states, self._completable[-1])  # all greater lengths are the same
-        self._completable.append(states)
-        self._has_settled = has_settled  # last: a reader without the lock finds the states
+        known = self._completable
+        if len(known) <= length and not _has_settled(known):
+            if length * len(self._edge_sources) > MAX_STEPS:
+                error = too_large_error(MAX_STEPS, f"transitions times the {length:,} tokens of the answer")
+                raise ValueError(f"{error}, or a shorter answer")
+            known = [*known]
+            while len(known) <= length and not _has_settled(known):
+                following = np.unpackbits(known[-1], count=self.num_states).view(np.bool_)
+                known.append(np.packbits(self._before(following[self._edge_targets], self._edge_sources)))
+            self._completable = known
+        return np.unpackbits(known[min(length, len(known) - 1)], count=self.num_states).view(np.bool_)
 
     def completable_by(self, token_ids: NDArray[np.int64], following: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """True for the states from which one of these tokens leads to one of the states ``following``, [S]."""
@@ -222,6 +212,11 @@ class TokenAutomaton:
             targets = np.unique(self.targets_E[self.transitions_from(states)])
             states, length = targets[~is_seen[targets]], length + 1
         return None
+
+
+def _has_settled(sets: Sequence[NDArray[np.uint8]]) -> bool:
+    """Whether the last two sets are equal; as each follows from the one before, so are all further ones."""
+    return len(sets) > 1 and np.array_equal(sets[-1], sets[-2])
 
 
 @dataclass(frozen=True, eq=False)
