@@ -86,9 +86,6 @@ class Sequential(Strategy):
     family = SDAR
     forwards = "at most min(S, B)"
     measure = None
-    uses_steps = True
-    uses_randomness = False
-    can_remask = False
     schedule = whole_block_tokens_per_step
 
     def select_positions(self, state: DecodeState) -> NDArray[np.bool_]:
@@ -111,10 +108,6 @@ class LowConfidenceDynamic(Strategy):
     name = "low_confidence_dynamic"
     family = SDAR
     forwards = "1 to min(S, B)"
-    measure = TOKEN_PROBABILITY
-    uses_steps = True
-    uses_randomness = False
-    can_remask = False
     schedule = whole_block_tokens_per_step
 
     confidence_threshold: Probability = 0.85
@@ -283,9 +276,6 @@ class PathPlanning(Strategy):
     name = "p2"
     family = P2
     forwards = "S"
-    measure = TOKEN_PROBABILITY
-    uses_steps = True
-    uses_randomness = False
     can_remask = True
     schedule = linear_fractions
 
@@ -300,7 +290,6 @@ class ReMDM(Strategy):
     committed in return, so that the fraction of committed tokens follows alpha."""
 
     measure = None
-    uses_steps = True
     uses_randomness = True
     can_remask = True
     schedule = linear_fractions

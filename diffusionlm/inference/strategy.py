@@ -123,7 +123,7 @@ class Strategy(BaseModel, ABC):
 
     The fields of a subclass are its options: each has a default, and its docstring is the help text. The first line of
     the class docstring describes the rule in the help and in docs/decoding.md. A subclass with a ``name`` of its own
-    must set every class variable below, itself or in a base class.
+    must set every class variable below that has no default, itself or in a base class.
     """
 
     model_config = Section.model_config
@@ -135,13 +135,13 @@ class Strategy(BaseModel, ABC):
     """Publication or code that defines the rule, if it is not the family's."""
     forwards: ClassVar[str]
     """Forwards per block, for the documentation: m masks, S steps, B positions."""
-    measure: ClassVar[ConfidenceMeasure | None]
+    measure: ClassVar[ConfidenceMeasure | None] = TOKEN_PROBABILITY
     """None: positions are selected before the forward, which then computes only their logits."""
-    uses_steps: ClassVar[bool]
+    uses_steps: ClassVar[bool] = True
     """True: the number of forwards follows ``steps`` or ``denoising_steps``."""
-    uses_randomness: ClassVar[bool]
+    uses_randomness: ClassVar[bool] = False
     """True: `select_positions` reads `DecodeState.uniforms_M` whatever the options are."""
-    can_remask: ClassVar[bool]
+    can_remask: ClassVar[bool] = False
     """True: committed tokens of the current block may be masked again."""
     schedule: ClassVar[UnmaskingSchedule]
 
@@ -292,11 +292,6 @@ def _dream_unmask_fractions(num_steps: int) -> Tensor:
 class MostConfident(Strategy):
     """Base of the strategies that commit a scheduled count of the most confident positions."""
 
-    measure = TOKEN_PROBABILITY
-    uses_steps = True
-    uses_randomness = False
-    can_remask = False
-
     alg_temp: Annotated[NonNegativeFloat, OffByDefault()] = 0.0
     """Sample positions without replacement from softmax(confidence / alg_temp). 0: the most confident positions."""
 
@@ -315,9 +310,7 @@ class RandomPositions(Strategy):
     """Base of the strategies that commit a scheduled count of random positions; all sets are equally likely."""
 
     measure: ClassVar[ConfidenceMeasure | None] = None
-    uses_steps = True
     uses_randomness = True
-    can_remask = False
     schedule = even_tokens_per_step
 
     def select_positions(self, state: DecodeState) -> NDArray[np.bool_]:
@@ -328,9 +321,7 @@ class IndependentUnmasking(Strategy):
     """Base of the strategies that commit each position independently with a scheduled probability."""
 
     measure = None
-    uses_steps = True
     uses_randomness = True
-    can_remask = False
 
     def select_positions(self, state: DecodeState) -> NDArray[np.bool_]:
         return state.uniforms_M < state.schedule_value
@@ -339,10 +330,7 @@ class IndependentUnmasking(Strategy):
 class ConfidenceDependentCount(Strategy):
     """Base of the strategies whose counts follow from the confidences alone, at least one per step."""
 
-    measure = TOKEN_PROBABILITY
     uses_steps = False
-    uses_randomness = False
-    can_remask = False
     schedule = one_token_per_step
 
 
