@@ -6,9 +6,7 @@ Shapes: S states, C classes of bytes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +52,15 @@ class ByteAutomaton:
     """Class of each byte, [256]."""
     is_accepting_S: NDArray[np.bool_]
 
+    @classmethod
+    def from_table(
+        cls, table_SC: NDArray[np.int32], byte_classes: NDArray[np.int32], is_accepting_S: NDArray[np.bool_]
+    ) -> ByteAutomaton:
+        """Join the classes of bytes that lead every state to the same one."""
+        columns, numbers = np.unique(table_SC, axis=1, return_inverse=True)
+        joined_classes = numbers.reshape(-1)[byte_classes].astype(np.int32)
+        return cls(np.ascontiguousarray(columns), joined_classes, is_accepting_S)
+
     @property
     def num_states(self) -> int:
         return len(self.is_accepting_S)
@@ -73,9 +80,8 @@ class ByteAutomaton:
         own_SB = self.transitions_SC[:, self.byte_classes]
         table_SB[length:] = np.where(own_SB == DEAD, DEAD, own_SB + length)
         table_SB[np.arange(length), np.frombuffer(prefix, dtype=np.uint8)] = np.arange(1, length + 1)
-        columns, byte_classes = np.unique(table_SB, axis=1, return_inverse=True)
         is_accepting_S = np.append(np.zeros(length, dtype=np.bool_), self.is_accepting_S)
-        return ByteAutomaton(np.ascontiguousarray(columns), byte_classes.reshape(-1).astype(np.int32), is_accepting_S)
+        return ByteAutomaton.from_table(table_SB, np.arange(256, dtype=np.int32), is_accepting_S)
 
 
 def compile_expression(expression: Expression, max_states: int = MAX_STATES) -> ByteAutomaton:
@@ -144,7 +150,10 @@ class _Graph:
         match expression:
             case CharacterSet(code_points):
                 states: dict[ByteRanges, int] = {(): end}
-                for (low, high), rest in self._encode(expression, code_points):
+                sequences = self._encode(expression, code_points)
+                if not sequences:  # so that every state can be completed
+                    raise ValueError("no text matches the constraint, because a set has no character: correct it")
+                for (low, high), rest in sequences:
                     self._add_byte_edge(start, low, high, self._add_ranges(rest, states))
             case Concatenation(parts):
                 for part in parts:
@@ -237,7 +246,7 @@ class _SubsetConstruction:
         for number, row in enumerate(rows):
             transitions_SC[number, list(row)] = list(row.values())
         is_accepting_S = np.array([self._end in subset for subset in self._numbers])
-        return _remove_dead_states(transitions_SC, self._byte_classes, is_accepting_S)
+        return ByteAutomaton.from_table(transitions_SC, self._byte_classes, is_accepting_S)
 
     def _follow_bytes(self, subset: frozenset[int]) -> dict[int, int]:
         """Next state for each class of bytes."""
@@ -291,37 +300,3 @@ def _classify_bytes(graph: _Graph) -> NDArray[np.int32]:
             is_cut[low] = is_cut[high + 1] = 1
     is_cut[0] = 0
     return is_cut[:256].cumsum(dtype=np.int32)
-
-
-def _remove_dead_states(
-    transitions_SC: NDArray[np.int32], byte_classes: NDArray[np.int32], is_accepting_S: NDArray[np.bool_]
-) -> ByteAutomaton:
-    """Remove the states from which no accepting one can be reached, and join classes of bytes."""
-    sources, classes = np.nonzero(transitions_SC != DEAD)
-    targets = transitions_SC[sources, classes]
-    predecessors = group_by(targets, sources, len(is_accepting_S))
-    is_live_S = is_accepting_S.copy()
-    stack = np.flatnonzero(is_live_S).tolist()
-    while stack:
-        for state in predecessors[stack.pop()]:
-            if not is_live_S[state]:
-                is_live_S[state] = True
-                stack.append(state)
-    if not is_live_S[0]:
-        raise ValueError("no text matches the constraint: correct it")
-    numbers_S = np.where(is_live_S, np.cumsum(is_live_S) - 1, DEAD).astype(np.int32)
-    numbers = np.append(numbers_S, DEAD)  # the last one is that of DEAD
-    columns, class_numbers = np.unique(numbers[transitions_SC[is_live_S]], axis=1, return_inverse=True)
-    return ByteAutomaton(
-        np.ascontiguousarray(columns, dtype=np.int32),
-        class_numbers.reshape(-1)[byte_classes].astype(np.int32),
-        is_accepting_S[is_live_S],
-    )
-
-
-def group_by(keys: NDArray[np.integer], values: NDArray[np.integer], num_keys: int) -> Sequence[list[int]]:
-    """Values of each key."""
-    order = np.argsort(keys, kind="stable")
-    bounds = np.searchsorted(keys[order], np.arange(num_keys + 1)).tolist()
-    sorted_values = values[order].tolist()
-    return [sorted_values[start:stop] for start, stop in pairwise(bounds)]

@@ -340,9 +340,9 @@ def _escape(expression: Expression) -> Expression:
     """The texts of an expression as they are written inside a JSON string."""
     match expression:
         case CharacterSet(code_points):
-            special = intersect(code_points, _ESCAPED)
+            special, plain = intersect(code_points, _ESCAPED), intersect(code_points, complement(_ESCAPED))
             written = [literal(_dump(chr(c))[1:-1]) for low, high in special for c in range(low, high + 1)]
-            return Alternation((CharacterSet(intersect(code_points, complement(_ESCAPED))), *written))
+            return Alternation((*([CharacterSet(plain)] if plain or not written else []), *written))
         case Concatenation(parts):
             return Concatenation(tuple(map(_escape, parts)))
         case Alternation(options):
