@@ -12,6 +12,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import takewhile
 
 import numpy as np
@@ -64,16 +65,6 @@ class HealedText:
         return len(self.plain_token_ids) - sum(self.options.span_lengths)
 
 
-@dataclass(frozen=True)
-class _Continuations:
-    """Tokens that begin with some bytes, as ids."""
-
-    equal: NDArray[np.int64]
-    """Tokens of these bytes."""
-    longer: NDArray[np.int64]
-    all: NDArray[np.int64]
-
-
 class TokenHealer:
     """Encodes texts with token healing.
 
@@ -89,7 +80,7 @@ class TokenHealer:
         self._max_new_tokens = max_new_tokens
         allowed_ids = set(tokenizer.vocab.values()) - set(excluded_token_ids)
         self._tokens = sorted((tokenizer.token_bytes(token), token) for token in allowed_ids)
-        self._continuations: dict[bytes, _Continuations] = {}
+        self._find_continuations = cache(self._search_continuations)
 
     @classmethod
     def from_settings(cls, tokenizer: Tokenizer, settings: DecodingSettings) -> TokenHealer:
@@ -160,19 +151,17 @@ class TokenHealer:
         """
         if not start or (is_alone and start != SPACE):
             return None
-        tokens = self._find_continuations(start)
-        if not len(tokens.equal) or not len(tokens.longer):
+        token_ids, num_equal = self._find_continuations(start)
+        if not 0 < num_equal < len(token_ids):
             return None
-        return tokens.longer if is_alone else tokens.all
+        return token_ids[num_equal:] if is_alone else token_ids
 
-    def _find_continuations(self, start: bytes) -> _Continuations:
-        if start not in self._continuations:
-            first = bisect_left(self._tokens, (start, -1))
-            tokens = list(takewhile(lambda item: item[0].startswith(start), self._tokens[first:]))
-            ids = np.array([token for _, token in tokens], dtype=np.int64)
-            num_equal = sum(text == start for text, _ in tokens)
-            self._continuations[start] = _Continuations(ids[:num_equal], ids[num_equal:], ids)
-        return self._continuations[start]
+    def _search_continuations(self, start: bytes) -> tuple[NDArray[np.int64], int]:
+        """Tokens that begin with some bytes, and how many of them, the first ones, are these bytes."""
+        first = bisect_left(self._tokens, (start, -1))
+        tokens = list(takewhile(lambda item: item[0].startswith(start), self._tokens[first:]))
+        ids = np.array([token for _, token in tokens], dtype=np.int64)
+        return ids, sum(text == start for text, _ in tokens)
 
 
 def split_infill(text: str) -> list[tuple[str, int]]:

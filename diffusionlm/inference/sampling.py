@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -174,19 +173,15 @@ class LogitRows:
         self.requests = requests
         self._logits_NV = logits_NV
         guided = [request for request in requests if request.has_guidance]
-        counts = [len(request.output_positions) for request in (*requests, *guided)]
-        slices = [slice(*bounds) for bounds in pairwise(np.cumsum([0, *counts]).tolist())]
-        self._slices = {id(request): rows for request, rows in zip(requests, slices, strict=False)}
-        self._unconditional_slices = {
-            id(request): rows for request, rows in zip(guided, slices[len(requests) :], strict=True)
-        }
+        parts = torch.split(logits_NV, [len(request.output_positions) for request in (*requests, *guided)])
+        self._parts: dict[int, list[Tensor]] = {id(request): [] for request in requests}
+        """By request: its logits, and with guidance those without what was given."""
+        for request, part_NV in zip((*requests, *guided), parts, strict=True):
+            self._parts[id(request)].append(part_NV)
 
     def only(self, request: ActiveRequest) -> LogitRows:
         """The logits of one request."""
-        slices = [self._slices[id(request)]]
-        if request.has_guidance:
-            slices.append(self._unconditional_slices[id(request)])
-        return LogitRows(torch.cat([self._logits_NV[rows] for rows in slices]), [request])
+        return LogitRows(torch.cat(self._parts[id(request)]), [request])
 
     def select(self, requests: Sequence[ActiveRequest]) -> Tensor:
         """Logits of requests with the same settings, [N, V]; with guidance in fp64."""
@@ -199,10 +194,10 @@ class LogitRows:
 
         Classifier-free guidance (Nie et al. 2025): ``u + (s + 1) (c - u)``, where u is computed with the prompt masked.
         """
-        conditional_NV = self._logits_NV[self._slices[id(request)]]
-        if not request.has_guidance:
+        conditional_NV, *unconditional = self._parts[id(request)]
+        if not unconditional:
             return conditional_NV
-        unconditional_NV = self._logits_NV[self._unconditional_slices[id(request)]].double()
+        unconditional_NV = unconditional[0].double()
         scale = request.settings.config.cfg_scale + 1.0
         return unconditional_NV + scale * (conditional_NV.double() - unconditional_NV)
 
