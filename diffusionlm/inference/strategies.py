@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from config.base import Fraction, PositiveFloat, PositiveFraction, Probability
@@ -28,7 +29,6 @@ from diffusionlm.inference.strategy import (
     RandomPositions,
     Strategy,
     ThresholdComparison,
-    collect_strategies,
     dream_tokens_per_step,
     dream_unmask_probabilities,
     even_tokens_per_step,
@@ -374,5 +374,11 @@ class ReMDMLoop(ReMDM):
         return self.remdm_eta if start <= self.remdm_t_on and end >= self.remdm_t_off else 0.0
 
 
-STRATEGIES = collect_strategies(globals())
+STRATEGIES = MappingProxyType(
+    {
+        value.name: value
+        for value in list(globals().values())
+        if isinstance(value, type) and issubclass(value, Strategy) and "name" in vars(value)
+    }
+)
 """Strategy by name, in the order of the documentation."""

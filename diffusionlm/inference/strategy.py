@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import BaseModel
 
@@ -146,20 +145,6 @@ class Strategy(BaseModel, ABC):
     schedule: ClassVar[UnmaskingSchedule]
 
     @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Reject an incomplete strategy when its class is defined."""
-        super().__pydantic_init_subclass__(**kwargs)
-        if "name" not in vars(cls):
-            return
-        missing = [key for key in Strategy.__annotations__ if key != "model_config" and not hasattr(cls, key)]
-        missing += sorted(cls.__abstractmethods__)
-        missing += [f"default of {key}" for key, option in cls.model_fields.items() if option.is_required()]
-        missing += [f"docstring of {key}" for key, option in cls.model_fields.items() if not option.description]
-        missing += [] if cls.__doc__ else ["docstring"]
-        if missing:
-            raise TypeError(f"strategy class {cls.__name__} lacks {', '.join(missing)}: define them")
-
-    @classmethod
     def option_keys(cls) -> tuple[str, ...]:
         """Keys of `GenerationConfig` that affect this strategy and not every other one."""
         return (*STEP_KEYS * cls.uses_steps, *CONFIDENCE_KEYS * (cls.measure is not None), *cls.model_fields)
@@ -198,27 +183,6 @@ class Strategy(BaseModel, ABC):
     def select_positions(self, state: DecodeState) -> NDArray[np.bool_]:
         """Candidates that hold a token after this step, [M]. At least one, unless the strategy selects before the
         forward or can remask."""
-
-
-def collect_strategies(namespace: Mapping[str, object]) -> Mapping[str, type[Strategy]]:
-    """The strategies of a module by name, in order of definition.
-
-    Raises:
-        TypeError: two strategies share a name, or an option has different types.
-    """
-    strategies: dict[str, type[Strategy]] = {}
-    annotations: dict[str, Any] = {}
-    for value in namespace.values():
-        if not (isinstance(value, type) and issubclass(value, Strategy) and "name" in vars(value)):
-            continue
-        if value.name in strategies:
-            raise TypeError(f'strategy name "{value.name}" is defined twice: rename {value.__name__}')
-        strategies[value.name] = value
-        for key, option in value.model_fields.items():
-            annotation = option.rebuild_annotation()
-            if annotations.setdefault(key, annotation) != annotation:
-                raise TypeError(f"option {key} of {value.__name__} has another type in an earlier strategy")
-    return MappingProxyType(strategies)
 
 
 DREAM_FINAL_TIME = 1e-3

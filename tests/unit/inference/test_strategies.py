@@ -1,4 +1,4 @@
-"""Strategies: confidences, unmasking schedules, selected positions, and the checks when a class is defined."""
+"""Strategies: confidences, unmasking schedules, selected positions, and what a class must have."""
 
 from __future__ import annotations
 
@@ -13,22 +13,19 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from config.base import PositiveFloat, PositiveInt
+from diffusionlm.inference import strategies
 from diffusionlm.inference.strategies import STRATEGIES
 from diffusionlm.inference.strategy import (
-    LLADA,
     NEGATIVE_ENTROPY,
     TOKEN_PROBABILITY,
     TOP2_MARGIN,
     DecodeState,
     Strategy,
     UnmaskingSchedule,
-    collect_strategies,
     dream_tokens_per_step,
     dream_unmask_probabilities,
     even_tokens_per_step,
     linear_unmask_probabilities,
-    one_token_per_step,
     select_most_confident,
     whole_block_tokens_per_step,
 )
@@ -77,67 +74,34 @@ def chi_square(counts: list[int], probabilities: list[float]) -> float:
 # The contract
 
 
-COMPLETE: dict[str, Any] = {
-    "name": "mine",
-    "family": LLADA,
-    "forwards": "m",
-    "schedule": one_token_per_step,
-    "select_positions": lambda self, state: state.is_masked_M,
-    "__doc__": "All positions.",
-    "__module__": __name__,
-}
-
-
-def define(**attributes: Any) -> type[Strategy]:
-    return type("Mine", (Strategy,), attributes)
-
-
-@pytest.mark.parametrize("key", [key for key in COMPLETE if key not in ("name", "__module__")])
-def test_an_incomplete_strategy_cannot_be_defined(key: str) -> None:
-    define(**COMPLETE)
-    with pytest.raises(TypeError, match="docstring" if key == "__doc__" else key):
-        define(**{name: value for name, value in COMPLETE.items() if name != key})
-
-
-def test_options_need_a_default_and_a_docstring() -> None:
-    with pytest.raises(TypeError, match="default of strength, docstring of strength"):
-        define(**COMPLETE, __annotations__={"strength": "int"})
-    with pytest.raises(TypeError, match="lacks docstring of strength"):
-        define(**COMPLETE, __annotations__={"strength": "int"}, strength=1)
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+def test_every_strategy_is_complete(strategy: type[Strategy]) -> None:
+    missing = [key for key in Strategy.__annotations__ if not hasattr(strategy, key)]
+    missing += [*strategy.__abstractmethods__, *([] if strategy.__doc__ else ["docstring"])]
+    for key, option in strategy.model_fields.items():
+        missing += [f"default of {key}"] * option.is_required()
+        missing += [f"docstring of {key}"] * (not option.description)
+    assert not missing
 
 
 def test_names_and_option_types_are_unique() -> None:
-    class One(Strategy):
-        """One."""
-
-        strength: PositiveInt = 1
-        """Strength."""
-
-    class Two(Strategy):
-        """Two."""
-
-        strength: PositiveFloat = 1.0
-        """Strength."""
-
-    values = {key: value for key, value in COMPLETE.items() if key != "name"}
-    one, other = type("A", (One,), {**values, "name": "one"}), type("B", (One,), {**values, "name": "one"})
-    two = type("C", (Two,), {**values, "name": "two"})
-    assert list(collect_strategies({"A": one, "One": One, "x": 3})) == ["one"]
-    with pytest.raises(TypeError, match='"one" is defined twice'):
-        collect_strategies({"A": one, "B": other})
-    with pytest.raises(TypeError, match="option strength of C has another type"):
-        collect_strategies({"A": one, "C": two})
+    classes = [value for value in vars(strategies).values() if isinstance(value, type) and issubclass(value, Strategy)]
+    assert sum("name" in vars(value) for value in classes) == len(STRATEGIES)
+    annotations: dict[str, Any] = {}
+    for strategy in STRATEGIES.values():
+        for key, option in strategy.model_fields.items():
+            assert annotations.setdefault(key, option.rebuild_annotation()) == option.rebuild_annotation(), key
 
 
 def test_traits() -> None:
     """Those of the published strategies: the exact likelihood, streaming and the fast greedy path depend on them."""
-    strategies = {name: build(name) for names in PUBLISHED_SCHEDULES for name in names}
+    published = {name: build(name) for names in PUBLISHED_SCHEDULES for name in names}
     without_measure = {"random", "sequential", "origin", "ancestral", "first_hitting", "equal_counts"}
     without_measure |= {"remdm_cap", "remdm_loop"}
-    assert {name for name, strategy in strategies.items() if strategy.measure is None} == without_measure
+    assert {name for name, strategy in published.items() if strategy.measure is None} == without_measure
     other_measures = {
         name: strategy.measure
-        for name, strategy in strategies.items()
+        for name, strategy in published.items()
         if strategy.measure not in (None, TOKEN_PROBABILITY)
     }
     assert other_measures == {
@@ -145,8 +109,8 @@ def test_traits() -> None:
         "entropy": NEGATIVE_ENTROPY,
         "entropy_bounded": NEGATIVE_ENTROPY,
     }
-    assert {name for name, strategy in strategies.items() if strategy.can_remask} == {"p2", "remdm_cap", "remdm_loop"}
-    assert {name for name, strategy in strategies.items() if not strategy.has_exact_likelihood} == {
+    assert {name for name, strategy in published.items() if strategy.can_remask} == {"p2", "remdm_cap", "remdm_loop"}
+    assert {name for name, strategy in published.items() if not strategy.has_exact_likelihood} == {
         *("random", "random_topk", "origin", "ancestral", "first_hitting", "equal_counts"),
         *("p2", "remdm_cap", "remdm_loop"),
     }
