@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from typing import Any
 
 import torch
@@ -18,9 +17,6 @@ from config.model import ModelConfig
 from diffusionlm.diffusion.noised_batch import NoisedBatch
 from profiling.adapter_size import measure_adapter
 from profiling.flops import peak_flops, step_flops
-
-NUM_LOSS_BINS = 5
-"""Bins of equal width for the masked fraction: (0, 0.2], (0.2, 0.4] and so on."""
 
 LOSS_AVERAGE_DECAY, LOSS_AVERAGE_GAIN = 0.98, 0.02
 
@@ -49,54 +45,37 @@ class AsyncHostCopy:
 class MonitorResults:
     """What a `StepMonitor` has computed in a step."""
 
-    numbers: AsyncHostCopy
-    """2 K + 1 + 6 + 3 sums, see `StepMonitor`, and the norms."""
-    norm_names: tuple[str, ...]
-    """``weight_norms/<parameter>`` and ``activation_norms/<module>``, in the order of the norms."""
+    sums: AsyncHostCopy
+    """Numerators of all metrics, then their denominators."""
+    names: tuple[str, ...]
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the step; waits until the device has made it.
+        """Metrics of the step whose denominator is not zero; waits until the device has made it.
 
-        ``mask_ratio``: masked tokens per target token. ``loss_by_masked_fraction/0.2-0.4``: unweighted nats per masked
-        token where more than 0.2 and at most 0.4 of the sequence, or block, was masked; left out if there was none.
-        ``loss_answer``, ``loss_eos_padding``: the loss of answers and of the padding after them, each divided by its
-        own part of the denominator; left out if no answer has padding. ``loss_next_token``: the auxiliary loss, without
-        its weight.
-        ``preference_accuracy``, ``preference_margin``: share of the preferences with a positive margin, and its mean
-        (`preference_margins`).
-        ``weight_norms/...`` and ``activation_norms/...``: see `summarize_norms`.
+        ``loss_answer`` is left out if no answer has padding. ``weight_norms/...`` and ``activation_norms/...``: see
+        `summarize_norms`.
         """
-        values = iter(self.numbers.read())
-        nll_K, count_K = list(islice(values, NUM_LOSS_BINS)), list(islice(values, NUM_LOSS_BINS))
-        num_targets = next(values)
-        metrics = {"mask_ratio": sum(count_K) / num_targets} if num_targets else {}
-        for index, (nll, count) in enumerate(zip(nll_K, count_K, strict=True)):
-            bin_name = f"{index / NUM_LOSS_BINS:g}-{(index + 1) / NUM_LOSS_BINS:g}"
-            if count:
-                metrics[f"loss_by_masked_fraction/{bin_name}"] = nll / count
-        (answer, eos_padding, next_token), (num_answer, num_eos_padding, num_next_token) = (
-            islice(values, 3),
-            islice(values, 3),
-        )
-        if num_answer and num_eos_padding:
-            metrics |= {"loss_answer": answer / num_answer, "loss_eos_padding": eos_padding / num_eos_padding}
-        if num_next_token:
-            metrics["loss_next_token"] = next_token / num_next_token
-        num_pairs, num_right, margin = islice(values, 3)
-        if num_pairs:
-            metrics |= {"preference_accuracy": num_right / num_pairs, "preference_margin": margin / num_pairs}
-        return metrics | summarize_norms(dict(zip(self.norm_names, values, strict=True)))
+        sums = self.sums.read()
+        pairs = zip(self.names, sums[: len(self.names)], sums[len(self.names) :], strict=True)
+        metrics = {name: numerator / denominator for name, numerator, denominator in pairs if denominator}
+        if "loss_eos_padding" not in metrics:
+            metrics.pop("loss_answer", None)
+        return summarize_norms(metrics)
 
 
-def summarize_norms(norms: dict[str, float]) -> dict[str, float]:
-    """The norms by ``prefix/<name>``, and before those of each prefix their ``prefix/mean``, ``/min`` and ``/max``."""
-    metrics: dict[str, float] = {}
+def summarize_norms(metrics: dict[str, float]) -> dict[str, float]:
+    """The metrics with the root of each sum of squares ``weight_norms/...``, and before the norms of each prefix their
+    ``prefix/mean``, ``/min`` and ``/max``."""
+    norms = {name: value for name, value in metrics.items() if "_norms/" in name}
+    summary = {name: value for name, value in metrics.items() if name not in norms}
     for prefix in dict.fromkeys(name.partition("/")[0] for name in norms):
         values = {name: value for name, value in norms.items() if name.partition("/")[0] == prefix}
+        if prefix == "weight_norms":
+            values = {name: math.sqrt(square) for name, square in values.items()}
         numbers = values.values()
-        metrics |= {f"{prefix}/mean": sum(numbers) / len(numbers)}
-        metrics |= {f"{prefix}/min": min(numbers), f"{prefix}/max": max(numbers), **values}
-    return metrics
+        summary |= {f"{prefix}/mean": sum(numbers) / len(numbers)}
+        summary |= {f"{prefix}/min": min(numbers), f"{prefix}/max": max(numbers), **values}
+    return summary
 
 
 class StepMetrics:

@@ -1,7 +1,7 @@
 """Extra metrics of logged steps: loss by masked fraction, weight and activation norms. Other steps pay nothing.
 
 Shapes: B sequences, L tokens, S input positions, N output positions of the flat B * S, K bins of the masked fraction,
-M modules.
+M metrics.
 """
 
 from __future__ import annotations
@@ -23,17 +23,34 @@ from diffusionlm.models.patterns import BlockDiffusion, Causal, document_offsets
 from diffusionlm.models.tensors import copy_to_device
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.master_weights import MasterWeights
-from diffusionlm.training.metrics import NUM_LOSS_BINS, AsyncHostCopy, MonitorResults
+from diffusionlm.training.metrics import AsyncHostCopy, MonitorResults
 
-NormsByName = dict[str, Tensor]
-"""Norms over all ranks, 0-d on the device."""
+NUM_LOSS_BINS = 5
+"""Bins of equal width for the masked fraction: (0, 0.2], (0.2, 0.4] and so on."""
+
+LOSS_METRICS = (
+    "mask_ratio",
+    *(f"loss_by_masked_fraction/{i / NUM_LOSS_BINS:g}-{(i + 1) / NUM_LOSS_BINS:g}" for i in range(NUM_LOSS_BINS)),
+    "loss_answer",
+    "loss_eos_padding",
+    "loss_next_token",
+    "preference_accuracy",
+    "preference_margin",
+)
+"""``mask_ratio``: masked tokens per target token. ``loss_by_masked_fraction/0.2-0.4``: unweighted nats per masked token
+where more than 0.2 and at most 0.4 of the sequence, or block, was masked. ``loss_answer``, ``loss_eos_padding``: the
+loss of answers and of the padding after them, each divided by its own part of the denominator. ``loss_next_token``: the
+auxiliary loss, without its weight. ``preference_accuracy``, ``preference_margin``: share of the preferences with a
+positive margin, and its mean (`preference_margins`)."""
+BINS, PARTS, PAIRS = slice(1, 1 + NUM_LOSS_BINS), slice(1 + NUM_LOSS_BINS, 4 + NUM_LOSS_BINS), slice(-2, None)
 
 
 @dataclass
 class StepMonitor:
     """Computes the loss by masked fraction in logged steps, and norms every ``logging.norms_every_steps``.
 
-    Sums over ranks are computed on the devices. The host reads them when the step is logged.
+    Each metric is the quotient of two sums over micro-batches and ranks, which the devices compute. The host reads them
+    when the step is logged.
     """
 
     config: LoggingConfig
@@ -41,64 +58,53 @@ class StepMonitor:
     model: Transformer
     parallel: Parallelism
     master_weights: MasterWeights
-    _sums: Tensor | None = None
-    """[2 K + 1], fp64: negative log-likelihoods by bin, masked tokens by bin, target tokens. None: not a logged
-    step."""
-    _part_sums: Tensor | None = None
-    """[2, 3], fp64: see `sum_loss_parts`. None: not a logged step."""
-    _pair_sums: Tensor | None = None
-    """[3], fp64: preferences, those with a positive margin, sum of the margins. None: not a logged step."""
+    _sums_2M: Tensor | None = None
+    """Numerators and denominators of `LOSS_METRICS`, fp64. None: not a logged step."""
     results: MonitorResults | None = None
     """Of the last step. None: it is not logged."""
-
-    def should_record_norms(self, step: int) -> bool:
-        """Return whether norms are recorded in a step; steps count from 1."""
-        every = self.config.norms_every_steps
-        return every > 0 and step % every == 0
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
         """Context of the forwards, backwards and update of a step, from 1. All ranks enter it."""
-        self._sums, self._part_sums, self._pair_sums, self.results = None, None, None, None
-        should_record_norms = self.should_record_norms(step)
-        if step % self.config.every_steps and step != self.max_steps and not should_record_norms:
+        self._sums_2M, self.results = None, None
+        every_steps, norms_every_steps = self.config.every_steps, self.config.norms_every_steps
+        has_norms = norms_every_steps > 0 and step % norms_every_steps == 0
+        if step % every_steps and step != self.max_steps and not has_norms:
             yield
             return
         device = self.model.model.norm.weight.device
-        sums = torch.zeros(2 * NUM_LOSS_BINS + 1 + 6 + 3, dtype=torch.float64, device=device)
-        self._sums, part_sums, self._pair_sums = torch.split(sums, [2 * NUM_LOSS_BINS + 1, 6, 3])
-        self._part_sums = part_sums.view(2, 3)
-        activations = ActivationNorms(self.model) if should_record_norms else None
-        with activations.record_forwards() if activations is not None else contextlib.nullcontext():
+        self._sums_2M = torch.zeros(2, len(LOSS_METRICS), dtype=torch.float64, device=device)
+        norms: dict[str, Tensor] = {}
+        with contextlib.ExitStack() as stack:
+            if has_norms:
+                norms |= stack.enter_context(record_activation_norms(self.model))
             yield
-        self.parallel.world.all_reduce_on_device(sums)
-        norms: NormsByName = {}
-        if activations is not None:
+        self._sums_2M[0, 0].copy_(self._sums_2M[1, BINS].sum())
+        if has_norms:
             self.parallel.wait_for_weights()
             with self.master_weights.as_float32():
-                weight_norms = compute_weight_norms(self.model, self.parallel.world)
-            norms |= {f"weight_norms/{name}": norm for name, norm in weight_norms.items()}
-            activation_norms = activations.result(self.parallel.world)
-            norms |= {f"activation_norms/{name}": norm for name, norm in activation_norms.items()}
-        values = torch.cat([sums, torch.stack(list(norms.values()))]) if norms else sums
-        self.results = MonitorResults(AsyncHostCopy(values), tuple(norms))
+                norms |= sum_weight_squares(self.model, self.parallel.world)
+        sums_2M = torch.cat([self._sums_2M, *norms.values()], dim=1) if norms else self._sums_2M
+        self.parallel.world.all_reduce_on_device(sums_2M)
+        self.results = MonitorResults(AsyncHostCopy(sums_2M.flatten()), (*LOSS_METRICS, *norms))
 
     def add_micro_batch(self, noised_batch: NoisedBatch, nll_N: Tensor) -> None:
         """Add the losses of a micro-batch, both on the device. Next-token prediction masks nothing and has no masked
         fractions."""
-        if self._part_sums is not None and (noised_batch.is_eos_padding_N is not None or noised_batch.is_auxiliary):
-            self._part_sums += sum_loss_parts(noised_batch, nll_N.detach())
-        if self._sums is None or isinstance(noised_batch.pattern, Causal):
+        if self._sums_2M is None:
             return
-        sums_2K = sum_losses_by_masked_fraction(noised_batch, nll_N.detach(), self.model.config.logit_alignment)
-        self._sums[:-1] += sums_2K.flatten()
-        self._sums[-1] += noised_batch.num_targets
+        if noised_batch.is_eos_padding_N is not None or noised_batch.is_auxiliary:
+            self._sums_2M[:, PARTS].add_(sum_loss_parts(noised_batch, nll_N.detach()))
+        if not isinstance(noised_batch.pattern, Causal):
+            sums_2K = sum_losses_by_masked_fraction(noised_batch, nll_N.detach(), self.model.config.logit_alignment)
+            self._sums_2M[:, BINS].add_(sums_2K)
+            self._sums_2M[1, 0].add_(noised_batch.num_targets)
 
     def add_pairs(self, margins_P: Tensor) -> None:
         """Add the margins of the preferences of a micro-batch, on the device."""
-        if self._pair_sums is not None:
-            values_3P = torch.stack([torch.ones_like(margins_P), (margins_P > 0).double(), margins_P])
-            self._pair_sums += values_3P.sum(dim=1)
+        if self._sums_2M is not None:
+            sums_2 = torch.stack([(margins_P > 0).double().sum(), margins_P.double().sum()])
+            self._sums_2M[:, PAIRS].add_(torch.stack([sums_2, torch.full_like(sums_2, len(margins_P))]))
 
 
 def sum_loss_parts(noised_batch: NoisedBatch, nll_N: Tensor) -> Tensor:
@@ -154,55 +160,43 @@ def _noise_group_starts(noised_batch: NoisedBatch, B: int, L: int) -> Tensor:
     return row_starts_BL + starts_BL.expand(B, L).flatten()
 
 
-class ActivationNorms:
-    """Mean L2 norms of the output vectors of the embedding, the blocks and the last norm, over all positions that they
-    compute. The last block and the norm compute output positions only."""
+@contextlib.contextmanager
+def record_activation_norms(model: Transformer) -> Iterator[dict[str, Tensor]]:
+    """Context whose forwards are recorded by hooks: the L2 norms of the output vectors of the embedding, the blocks and
+    the last norm, over all positions that they compute. The last block and the norm compute output positions only.
 
-    def __init__(self, model: Transformer) -> None:
-        blocks = {f"layers.{index}": block for index, block in enumerate(model.model.layers)}
-        self.modules: dict[str, nn.Module] = {
-            "embed_tokens": model.model.embed_tokens,
-            **blocks,
-            "norm": model.model.norm,
-        }
-        device = model.model.norm.weight.device
-        self._sums_M2 = torch.zeros(len(self.modules), 2, dtype=torch.float64, device=device)
+    Yields ``activation_norms/<module>`` -> the sum of the norms and their number, [2, 1], fp64.
+    """
+    blocks = {f"layers.{index}": block for index, block in enumerate(model.model.layers)}
+    modules: dict[str, nn.Module] = {"embed_tokens": model.model.embed_tokens, **blocks, "norm": model.model.norm}
+    device = model.model.norm.weight.device
+    sums = {f"activation_norms/{name}": torch.zeros(2, 1, dtype=torch.float64, device=device) for name in modules}
 
-    @contextlib.contextmanager
-    def record_forwards(self) -> Iterator[None]:
-        """Record forwards inside by hooks, which are removed afterwards."""
-        with contextlib.ExitStack() as stack:
-            for index, module in enumerate(self.modules.values()):
-                handle = module.register_forward_hook(self._create_hook(index))
-                stack.callback(handle.remove)
-            yield
+    @torch.no_grad()
+    def add_output(sums_21: Tensor, output: Tensor) -> None:
+        norms = torch.linalg.vector_norm(output.detach(), dim=-1, dtype=torch.float32)
+        sums_21[0] += norms.sum(dtype=torch.float64)
+        sums_21[1] += norms.numel()
 
-    def result(self, world: World) -> NormsByName:
-        """Mean norms over all ranks, without a host sync."""
-        world.all_reduce_on_device(self._sums_M2)
-        means_M = self._sums_M2[:, 0] / self._sums_M2[:, 1].clamp(min=1.0)
-        return dict(zip(self.modules, means_M, strict=True))
+    def create_hook(sums_21: Tensor) -> Callable[[nn.Module, Any, Tensor], None]:
+        return lambda module, inputs, output: add_output(sums_21, output)
 
-    def _create_hook(self, index: int) -> Callable[[nn.Module, Any, Tensor], None]:
-        @torch.no_grad()
-        def add_output(module: nn.Module, inputs: Any, output: Tensor) -> None:
-            norms = torch.linalg.vector_norm(output.detach(), dim=-1, dtype=torch.float32)
-            self._sums_M2[index, 0] += norms.sum(dtype=torch.float64)
-            self._sums_M2[index, 1] += norms.numel()
-
-        return add_output
+    with contextlib.ExitStack() as stack:
+        for module, sums_21 in zip(modules.values(), sums.values(), strict=True):
+            stack.callback(module.register_forward_hook(create_hook(sums_21)).remove)
+        yield sums
 
 
 @torch.no_grad()
-def compute_weight_norms(model: Transformer, world: World) -> NormsByName:
-    """L2 norm of every parameter, a tied one once. All ranks call this; there is no host sync.
+def sum_weight_squares(model: Transformer, world: World) -> dict[str, Tensor]:
+    """``weight_norms/<parameter>`` -> this rank's part of the squared L2 norm, and 1 on the first rank, [2, 1], fp64.
 
-    A replicated parameter is counted on the first rank only. Of a sharded one every rank adds its rows.
+    A tied parameter is counted once, a replicated one on the first rank only; of a sharded one each rank adds its rows.
     """
-    squares = []
-    for parameter in model.parameters():
-        is_sharded = hasattr(parameter, "to_local")
+    sums = {}
+    for name, parameter in model.named_parameters():
         square = torch.linalg.vector_norm(local_values(parameter), dtype=torch.float32).double().square()
-        squares.append(square if is_sharded or world.is_first else torch.zeros_like(square))
-    norms = world.all_reduce_on_device(torch.stack(squares)).sqrt()
-    return dict(zip((name for name, _ in model.named_parameters()), norms, strict=True))
+        if not hasattr(parameter, "to_local") and not world.is_first:
+            square = torch.zeros_like(square)
+        sums[f"weight_norms/{name}"] = torch.stack([square, torch.full_like(square, float(world.is_first))])[:, None]
+    return sums

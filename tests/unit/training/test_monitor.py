@@ -18,12 +18,13 @@ from diffusionlm.kernels.loss_types import LossInputs
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.master_weights import MasterWeights
-from diffusionlm.training.metrics import NUM_LOSS_BINS, summarize_norms
+from diffusionlm.training.metrics import summarize_norms
 from diffusionlm.training.monitor import (
-    ActivationNorms,
+    NUM_LOSS_BINS,
     StepMonitor,
-    compute_weight_norms,
+    record_activation_norms,
     sum_losses_by_masked_fraction,
+    sum_weight_squares,
 )
 from tests.conftest import MakeModel
 
@@ -157,38 +158,41 @@ def test_sums_are_over_the_micro_batches_of_a_step(tiny_model: MakeModel) -> Non
     assert monitor.results.metrics() == {"mask_ratio": 0.1, "loss_by_masked_fraction/0-0.2": 2.5}
 
 
+def read_norms(sums: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Names without their prefix, and the quotients."""
+    return {name.partition("/")[2]: float(value[0] / value[1]) for name, value in sums.items()}
+
+
 def test_norms_of_activations(tiny_model: MakeModel) -> None:
     model = tiny_model()
     tokens = torch.arange(B * L).view(B, L) % 19
-    norms = ActivationNorms(model)
-    with torch.no_grad(), norms.record_forwards():
-        model(tokens, pattern=Bidirectional(), output_positions=torch.tensor([3, 17]))
-    norms_by_name = {name: value.item() for name, value in norms.result(SINGLE_PROCESS).items()}
-    assert list(norms_by_name) == ["embed_tokens", "layers.0", "layers.1", "norm"]
-    rows = model.model.embed_tokens.weight[tokens.flatten()].double()
-    assert norms_by_name["embed_tokens"] == pytest.approx(rows.norm(dim=1).mean().item(), rel=1e-6)
     recorded: list[torch.Tensor] = []
     handle = model.model.norm.register_forward_hook(lambda module, inputs, output: recorded.extend([inputs[0], output]))
-    with torch.no_grad():
+    with torch.no_grad(), record_activation_norms(model) as sums:
         model(tokens, pattern=Bidirectional(), output_positions=torch.tensor([3, 17]))
     handle.remove()
+    norms = read_norms(sums)
+    assert list(norms) == ["embed_tokens", "layers.0", "layers.1", "norm"]
+    rows = model.model.embed_tokens.weight[tokens.flatten()].double()
+    assert norms["embed_tokens"] == pytest.approx(rows.norm(dim=1).mean().item(), rel=1e-6)
     assert [len(norms_of_layer) for norms_of_layer in recorded] == [2, 2], "of the scored positions alone"
     for name, output in zip(("layers.1", "norm"), recorded, strict=True):
-        assert norms_by_name[name] == pytest.approx(output.double().norm(dim=1).mean().item(), rel=1e-6)
+        assert norms[name] == pytest.approx(output.double().norm(dim=1).mean().item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_norms_of_weights(tied: bool, tiny_model: MakeModel) -> None:
     model = tiny_model(tie_word_embeddings=tied)
-    norms_by_name = {name: value.item() for name, value in compute_weight_norms(model, SINGLE_PROCESS).items()}
-    assert ("lm_head.weight" in norms_by_name) is not tied
+    squares = read_norms(sum_weight_squares(model, SINGLE_PROCESS))
+    assert ("lm_head.weight" in squares) is not tied
     for name, parameter in model.named_parameters():
-        assert norms_by_name[name] == pytest.approx(parameter.detach().double().square().sum().sqrt().item(), rel=1e-6)
+        assert squares[name] == pytest.approx(parameter.detach().double().square().sum().item(), rel=1e-6)
 
 
 def test_norm_statistics_have_mean_minimum_and_maximum() -> None:
-    named = {"weight_norms/a": 1.0, "activation_norms/a.b": 7.0, "weight_norms/b": 4.0}
-    assert summarize_norms(named) == {
+    metrics = {"mask_ratio": 0.5, "weight_norms/a": 1.0, "activation_norms/a.b": 7.0, "weight_norms/b": 16.0}
+    assert summarize_norms(metrics) == {
+        "mask_ratio": 0.5,
         "weight_norms/mean": 2.5,
         "weight_norms/min": 1.0,
         "weight_norms/max": 4.0,
