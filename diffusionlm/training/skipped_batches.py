@@ -1,24 +1,24 @@
 """Record the batches of skipped steps, so that a person can inspect them and repeat the step.
 
-``<run>/skipped/step-00000007-rank-0.json`` describes the step and shows the text of the first sequences. The
-``.safetensors`` file beside it has the tensors. `load_skipped_step` rebuilds the noised batches.
+``<run>/skipped/step-00000007-rank-0.json`` describes the step and shows the text of the first sequences. The ``.pt``
+file beside it has the noised batches, which `load_skipped_step` reads.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
-from torch import Tensor
+import torch
 
 from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.models.patterns import (
-    AttentionPattern,
     Bidirectional,
     BlockCausal,
     BlockDiffusion,
@@ -36,16 +36,16 @@ MAX_RECORDS = 20
 NUM_SHOWN_SEQUENCES = 4
 """Sequences whose text is in the record."""
 
-PATTERNS: tuple[type[AttentionPattern], ...] = (
+STORED_TYPES: list[Any] = [
+    NoisedBatch,
     Bidirectional,
     BlockCausal,
     BlockDiffusion,
     Causal,
     DenseBias,
     PromptAndOwnBlock,
-)
-FILE_KEYS = {"inputs_BS": "inputs_BS", "positions_N": "rows_R", "targets_N": "targets_R", "weights_N": "weights_R"}
-"""Tensors of a `NoisedBatch` and their keys in the file."""
+]
+"""Classes that a file of batches may contain, beside tensors; others are not loaded."""
 
 
 @dataclass(frozen=True)
@@ -93,23 +93,9 @@ class SkippedBatches:
         return f"its batch is kept in {path}"
 
     def _write(self, path: Path, metrics: StepMetrics, pending: _PendingBatch) -> None:
-        file_tensors: dict[str, Tensor] = {}
-        descriptions = []
-        for index, noised_batch in enumerate(pending.noised_batches):
-            fields = {key: getattr(noised_batch, name) for name, key in FILE_KEYS.items()}
-            fields |= {f"pattern.{name}": value for name, value in vars(noised_batch.pattern).items()}
-            tensors = {key: value for key, value in fields.items() if isinstance(value, Tensor)}
-            file_tensors |= {
-                f"{index}.{key}": tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()
-            }
-            descriptions.append(
-                {
-                    "pattern": type(noised_batch.pattern).__name__,
-                    **{key: value for key, value in fields.items() if key not in tensors},
-                    "num_targets": noised_batch.num_targets,
-                    "denominator": noised_batch.denominator,
-                }
-            )
+        noised_batches = [noised_batch.on_host or noised_batch for noised_batch in pending.noised_batches]
+        content = io.BytesIO()
+        torch.save(noised_batches, content)
         record = {
             "step": metrics.step,
             "seed": self._seed,
@@ -117,12 +103,11 @@ class SkippedBatches:
             "reason": "spike" if metrics.is_finite else "not finite",
             "loss": _to_json_number(metrics.loss),
             "grad_norm": _to_json_number(metrics.grad_norm),
-            "first_rows": self._decode_first_sequences(pending.noised_batches),
+            "first_rows": self._decode_first_sequences(noised_batches),
             "loader": pending.loader_state,
-            "batches": descriptions,
         }
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_bytes_atomic(path.with_suffix(".safetensors"), safetensors.torch.save(file_tensors))
+        write_bytes_atomic(path.with_suffix(".pt"), content.getvalue())
         write_bytes_atomic(path, (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
 
     def _decode_first_sequences(self, noised_batches: Sequence[NoisedBatch]) -> list[dict[str, str]]:
@@ -131,17 +116,17 @@ class SkippedBatches:
         for noised_batch in noised_batches:
             S = noised_batch.inputs_BS.shape[1]
             L = S // noised_batch.pattern.positions_per_token
-            sequence_N = noised_batch.positions_N.cpu() // S
+            sequence_N = noised_batch.positions_N // S
             inputs = noised_batch.inputs_BS[: NUM_SHOWN_SEQUENCES - len(texts), :L].tolist()
             for index, token_ids in enumerate(inputs):
-                target_ids = noised_batch.targets_N.cpu()[sequence_N == index].tolist()
+                target_ids = noised_batch.targets_N[sequence_N == index].tolist()
                 texts.append({"input": self._decode(token_ids), "target": self._decode(target_ids)})
         return texts
 
     def _remove_oldest(self) -> None:
         for path in sorted(self.folder.glob(f"step-*-rank-{self._rank}.json"))[:-MAX_RECORDS]:
             path.unlink()
-            path.with_suffix(".safetensors").unlink(missing_ok=True)
+            path.with_suffix(".pt").unlink(missing_ok=True)
 
 
 def load_skipped_step(path: Path) -> tuple[dict[str, Any], list[NoisedBatch]]:
@@ -151,29 +136,10 @@ def load_skipped_step(path: Path) -> tuple[dict[str, Any], list[NoisedBatch]]:
         ValueError: the file is no record, or damaged.
     """
     try:
-        record = read_json_object(path)
-        tensors = safetensors.torch.load(path.with_suffix(".safetensors").read_bytes())
-        return record, [
-            _load_noised_batch(description, tensors, index)
-            for index, description in enumerate(record.get("batches") or record["draws"])
-        ]
-    except (OSError, KeyError, TypeError, ValueError, safetensors.SafetensorError) as error:
+        with torch.serialization.safe_globals(STORED_TYPES):
+            return read_json_object(path), torch.load(path.with_suffix(".pt"), weights_only=True)
+    except (OSError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
         raise ValueError(f"{path} is not the whole record of a skipped step: {error}") from error
-
-
-def _load_noised_batch(description: dict[str, Any], tensors: dict[str, Tensor], index: int) -> NoisedBatch:
-    patterns = {pattern.__name__: pattern for pattern in PATTERNS}
-    prefix = f"{index}."
-    values = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
-    values |= description
-    fields: dict[str, Any] = {name: values[key] for name, key in FILE_KEYS.items()}
-    options = {key.removeprefix("pattern."): value for key, value in values.items() if key.startswith("pattern.")}
-    return NoisedBatch(
-        pattern=patterns[description["pattern"]](**options),
-        num_targets=description["num_targets"],
-        denominator=description["denominator"],
-        **fields,
-    )
 
 
 def _to_json_number(value: float) -> float | str:
