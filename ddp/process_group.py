@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,6 +26,10 @@ HEARTBEAT_SECONDS = 1.0
 """Time between two heartbeats of a rank that the others wait for."""
 
 
+class LostRankError(RuntimeError):
+    """A rank died or did not answer in time."""
+
+
 @dataclass(frozen=True)
 class World:
     """This process's rank and the size of the process group.
@@ -40,6 +44,8 @@ class World:
     """Rank among the processes on this machine."""
     timeout_seconds: float = 600.0
     """Limit of a collective, and of the silence of the rank that the others wait for."""
+    group: dist.ProcessGroup | None = None
+    """The gloo group of `run_on_all` and `all_agree`. None: the run's."""
 
     @property
     def is_first(self) -> bool:
@@ -115,19 +121,17 @@ class World:
         self,
         function: Callable[[], T],
         describe: Callable[[Exception], str] | None = None,
-        group: dist.ProcessGroup | None = None,
     ) -> list[T]:
         """Call ``function`` on every rank and gather the results, pickled, in rank order.
 
         Args:
             describe: turns an exception into the text that all ranks see; by default its message, with its type unless
                 it is a ValueError.
-            group: the gloo group to talk in; by default the run's.
 
         Raises:
             ValueError: ``function`` raised on one rank or several; on every rank, naming them. A rank's own exception
                 is the cause.
-            RuntimeError: another rank died or did not answer within the group's timeout.
+            LostRankError: another rank died or did not answer within the group's timeout.
             Exception: the world has a single process, whose exception is passed on.
         """
         if self.is_single_process:
@@ -140,9 +144,9 @@ class World:
             own_error, outcome = error, (None, (describe or _error_text)(error))
         outcomes: list[Any] = [None] * self.size
         try:
-            dist.all_gather_object(outcomes, outcome, group=group)
+            dist.all_gather_object(outcomes, outcome, group=self.group)
         except RuntimeError as error:
-            raise RuntimeError(f"a rank died or hangs ({error})") from own_error or error
+            raise LostRankError(f"a rank died or hangs ({error})") from own_error or error
         problems = [problem for _, problem in outcomes]
         if any(problem is not None for problem in problems):
             raise ValueError(_combine_errors(problems)) from own_error
@@ -152,11 +156,25 @@ class World:
         """Call ``function`` on every rank and return this rank's result, which may be anything, also a tensor.
 
         Raises:
-            ValueError, RuntimeError, Exception: as `run_on_all`.
+            ValueError, LostRankError, Exception: as `run_on_all`.
         """
         results: list[T] = []
         self.run_on_all(lambda: results.append(function()))
         return results[0]
+
+    def with_own_group(self) -> World:
+        """The same ranks with a gloo group of their own, in which a thread talks while training continues. All ranks
+        call this at the same point; the last one to leave calls `close_group`."""
+        if self.is_single_process:
+            return self
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_seconds))
+        assert isinstance(group, dist.ProcessGroup), "all ranks of the run are in it"
+        return replace(self, group=group)
+
+    def close_group(self) -> None:
+        """Destroy the group of `with_own_group`."""
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
 
 
 SINGLE_PROCESS = World()

@@ -32,7 +32,6 @@ from diffusionlm.training.adapters import ModelFiles
 from diffusionlm.training.block_wrapping import prepare_model
 from diffusionlm.training.checkpointing.async_checkpointer import AsyncCheckpointer
 from diffusionlm.training.checkpointing.run_directory import RunDirectory
-from diffusionlm.training.checkpointing.staging import SaveCoordinator
 from diffusionlm.training.metrics import ThroughputMeter, TrainingProgress
 from diffusionlm.training.monitor import StepMonitor
 from diffusionlm.training.prefetch import Prefetcher
@@ -157,7 +156,6 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
     validator = Validator.open(config, tokenizer, components, world)
     infills = choose_infills(config, state.model.config, tokenizer, validator.rows)
     is_sampling = world.is_first or isinstance(config.parallel, FSDP)
-    timeout = 0.0 if world.is_single_process else getattr(config.parallel, "timeout_seconds", 0.0)
     return Run(
         config=config,
         directory=directory,
@@ -174,7 +172,7 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
         ),
         example_input=choose_example_input(config, infills, state.model.config, tokenizer, validator.rows),
         checkpointer=AsyncCheckpointer(
-            directory.store, SaveCoordinator.join(world, timeout), background=config.checkpoint.background
+            directory.store, world.with_own_group(), background=config.checkpoint.background
         ),
         throughput=ThroughputMeter(state.model.config, device, config.lora, has_reference=state.reference is not None),
         model_files=ModelFiles(state.model, config, world.run_on_first(model_builder.fingerprint_base)),

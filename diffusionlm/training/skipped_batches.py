@@ -36,16 +36,8 @@ MAX_RECORDS = 20
 NUM_SHOWN_SEQUENCES = 4
 """Sequences whose text is in the record."""
 
-STORED_TYPES: list[Any] = [
-    NoisedBatch,
-    Bidirectional,
-    BlockCausal,
-    BlockDiffusion,
-    Causal,
-    DenseBias,
-    PromptAndOwnBlock,
-]
-"""Classes that a file of batches may contain, beside tensors; others are not loaded."""
+PATTERNS = (Bidirectional, BlockCausal, BlockDiffusion, Causal, DenseBias, PromptAndOwnBlock)
+"""Attention patterns that a file of batches may contain, beside tensors; other objects are not loaded."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +128,7 @@ def load_skipped_step(path: Path) -> tuple[dict[str, Any], list[NoisedBatch]]:
         ValueError: the file is no record, or damaged.
     """
     try:
-        with torch.serialization.safe_globals(STORED_TYPES):
+        with torch.serialization.safe_globals([NoisedBatch, *PATTERNS]):
             return read_json_object(path), torch.load(path.with_suffix(".pt"), weights_only=True)
     except (OSError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
         raise ValueError(f"{path} is not the whole record of a skipped step: {error}") from error

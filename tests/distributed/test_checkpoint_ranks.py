@@ -18,7 +18,7 @@ from ddp.process_group import SINGLE_PROCESS, World
 from diffusionlm.checkpoints.manifest import make_manifest_entries
 from diffusionlm.training.checkpointing import tensor_files
 from diffusionlm.training.checkpointing.async_checkpointer import AsyncCheckpointer
-from diffusionlm.training.checkpointing.staging import SaveCoordinator, StagedCheckpoint, TensorShard, stage_checkpoint
+from diffusionlm.training.checkpointing.staging import StagedCheckpoint, TensorShard, stage_checkpoint
 from diffusionlm.training.checkpointing.store import CheckpointStore, LoadedCheckpoint
 from tests.distributed.forked import end_ranks, run_ranks
 
@@ -59,7 +59,7 @@ def snapshot(world: World, step: int, write: Callable[..., None] = write_model) 
 
 
 def save(store: CheckpointStore, world: World, step: int) -> Path:
-    return store.save(snapshot(world, step), SaveCoordinator.join(world, 20))
+    return store.save(snapshot(world, step), world.with_own_group())
 
 
 def load(store: CheckpointStore, world: World = SINGLE_PROCESS) -> tuple[LoadedCheckpoint, list[str]]:
@@ -151,7 +151,7 @@ def test_a_full_disk_of_one_rank_fails_on_both(store: CheckpointStore, tmp_path:
                 raise OSError(28, "No space left on device")
             return original(path, mode, *args, **kwargs)
 
-        saves = AsyncCheckpointer(store, SaveCoordinator.join(world, 20))
+        saves = AsyncCheckpointer(store, world.with_own_group())
         io.open = full  # type: ignore[assignment]
         saves.start(snapshot(world, 2))
         with pytest.raises(ValueError, match="step-00000002 was not written") as caught:
@@ -201,7 +201,7 @@ def test_a_rank_that_dies_during_a_save_ends_it_on_the_other(store: CheckpointSt
             return original(path, mode, *args, **kwargs)
 
         io.open = opened  # type: ignore[assignment]
-        saves = AsyncCheckpointer(store, SaveCoordinator.join(world, 20))
+        saves = AsyncCheckpointer(store, world.with_own_group())
         saves.start(snapshot(world, 2))
         with pytest.raises(ValueError) as caught:
             saves.wait()
@@ -218,7 +218,7 @@ def test_training_talks_while_a_thread_saves(store: CheckpointStore, tmp_path: P
     """Values of the training are not mixed up with those of the save, whatever comes first."""
 
     def act(world: World) -> list[float]:
-        saves = AsyncCheckpointer(store, SaveCoordinator.join(world, 20))
+        saves = AsyncCheckpointer(store, world.with_own_group())
         totals = []
         for step in (2, 3, 4):
             saves.start(snapshot(world, step))

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from diffusionlm.training.checkpointing.staging import (
-    SINGLE_PROCESS_COORDINATOR,
-    SaveCoordinator,
-    SnapshotMemory,
-    StagedCheckpoint,
-)
+from ddp.process_group import SINGLE_PROCESS, World
+from diffusionlm.training.checkpointing.staging import SnapshotMemory, StagedCheckpoint
 from diffusionlm.training.checkpointing.store import CheckpointStore
 
 
@@ -20,15 +16,10 @@ class AsyncCheckpointer:
     only after its thread, unless it is killed; then older checkpoints are intact.
     """
 
-    def __init__(
-        self,
-        store: CheckpointStore,
-        coordinator: SaveCoordinator = SINGLE_PROCESS_COORDINATOR,
-        *,
-        background: bool = True,
-    ) -> None:
+    def __init__(self, store: CheckpointStore, world: World = SINGLE_PROCESS, *, background: bool = True) -> None:
+        """``world``: all ranks, with a group of their own (`World.with_own_group`)."""
         self.store = store
-        self.coordinator = coordinator
+        self.world = world
         self.background = background
         self._thread: threading.Thread | None = None
         self._last_error: Exception | None = None
@@ -77,11 +68,11 @@ class AsyncCheckpointer:
         """Wait for the thread, free the memory and destroy the process group; `pop_failures` still reports failures."""
         self._join()
         self._memory.close()
-        self.coordinator.close()
+        self.world.close_group()
 
     def _write(self, checkpoint: StagedCheckpoint) -> None:
         try:
-            self.store.save(checkpoint, self.coordinator)
+            self.store.save(checkpoint, self.world)
         except Exception as error:
             self._last_error = error
 

@@ -8,19 +8,15 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ddp.parallelism import Parallelism
-from ddp.process_group import SINGLE_PROCESS, World
-
-T = TypeVar("T")
+from ddp.process_group import World
 
 LOGGER = logging.getLogger(__name__)
 
@@ -213,47 +209,3 @@ def stage_checkpoint(
     weight_copies = {name: copies[f"model.{name}"] for name in weights}
     json_state = dict(state) if bound is None else {**state, VALIDATION_BOUND_KEY: bound}
     return StagedCheckpoint(step, json.dumps(json_state, indent=1) + "\n", weight_copies, shard_copies, write_model)
-
-
-@dataclass(frozen=True)
-class SaveCoordinator:
-    """The ranks of a run with a gloo group of their own, so that a thread can communicate while training continues."""
-
-    world: World = SINGLE_PROCESS
-    group: dist.ProcessGroup | None = None
-
-    @staticmethod
-    def join(world: World, timeout_seconds: float) -> SaveCoordinator:
-        """Create the group. All ranks call this at the same point.
-
-        Args:
-            timeout_seconds: how long a rank waits for another one, which may have a large shard to write. A rank that
-                dies is noticed at once.
-        """
-        if world.is_single_process:
-            return SaveCoordinator()
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
-        assert isinstance(group, dist.ProcessGroup), "all ranks of the run are in it"
-        return SaveCoordinator(world, group)
-
-    def close(self) -> None:
-        """Destroy the process group."""
-        if self.group is not None:
-            dist.destroy_process_group(self.group)
-
-    def gather_results(self, function: Callable[[], T], describe: Callable[[Exception], str] | None = None) -> list[T]:
-        """Call ``function`` on every rank and gather the results, as `World.run_on_all` does.
-
-        Raises:
-            ValueError: it raised on one rank or several, or a rank died or hangs; on every rank, with the same text.
-            Exception: it raised that, and the world has a single process.
-        """
-        if self.group is None:
-            return [function()]
-        try:
-            return self.world.run_on_all(function, describe, self.group)
-        except RuntimeError as error:  # not fatal: the run continues and fails at its next collective
-            raise ValueError(str(error)) from error.__cause__
-
-
-SINGLE_PROCESS_COORDINATOR = SaveCoordinator()

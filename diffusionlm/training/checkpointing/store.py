@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ddp.process_group import SINGLE_PROCESS, World
+from ddp.process_group import SINGLE_PROCESS, LostRankError, World
 from diffusionlm.checkpoints.manifest import (
     WRITE_ERRORS,
     format_write_error,
@@ -25,10 +25,8 @@ from diffusionlm.checkpoints.manifest import (
 )
 from diffusionlm.checkpoints.weights import read_weights
 from diffusionlm.training.checkpointing.staging import (
-    SINGLE_PROCESS_COORDINATOR,
     TASK_METRICS_KEY,
     VALIDATION_BOUND_KEY,
-    SaveCoordinator,
     StagedCheckpoint,
     TensorShard,
 )
@@ -96,7 +94,7 @@ class CheckpointStore:
         """Directory of a step's checkpoint."""
         return self.folder / f"step-{step:08d}"
 
-    def save(self, checkpoint: StagedCheckpoint, coordinator: SaveCoordinator = SINGLE_PROCESS_COORDINATOR) -> Path:
+    def save(self, checkpoint: StagedCheckpoint, world: World = SINGLE_PROCESS) -> Path:
         """Write a checkpoint, update the links ``latest`` and ``best``, and remove expired checkpoints.
 
         All ranks call this and write into the same folder; the first rank writes what is not sharded. The directory
@@ -107,17 +105,17 @@ class CheckpointStore:
         """
         from diffusionlm.training.checkpointing.tensor_files import write_shards
 
-        target, is_first = self.path(checkpoint.step), coordinator.world.is_first
+        target, is_first = self.path(checkpoint.step), world.is_first
 
         def describe(error: Exception) -> str:
             return format_write_error(error, target)
 
         tmp_path = temporary_path(target)
         try:
-            tmp_path = coordinator.gather_results(
+            tmp_path = world.run_on_all(
                 lambda: self._create_temporary_directory(tmp_path) if is_first else tmp_path, describe
             )[0]
-            entries = write_shards(tmp_path / TENSOR_DIRECTORY, checkpoint.shards, coordinator)
+            entries = write_shards(tmp_path / TENSOR_DIRECTORY, checkpoint.shards, world)
 
             def finish() -> None:
                 checkpoint.write(tmp_path)
@@ -127,15 +125,18 @@ class CheckpointStore:
                 other_files = [path for path in list_files(tmp_path) if path.parent.name != TENSOR_DIRECTORY]
                 publish_directory(tmp_path, target, entries | make_manifest_entries(tmp_path, other_files))
 
-            coordinator.gather_results(finish if is_first else lambda: None, describe)
+            world.run_on_all(finish if is_first else lambda: None, describe)
         except WRITE_ERRORS as error:  # of a single process; several ranks raise ValueError
             raise ValueError(f"{target} was not written: {describe(error)}") from error
-        except ValueError as error:
+        except (ValueError, LostRankError) as error:  # the run continues, and fails at its next collective
             raise ValueError(f"{target} was not written: {error}") from error
         finally:
             if is_first:
                 shutil.rmtree(tmp_path, ignore_errors=True)
-        coordinator.gather_results(lambda: self._update_links_and_expire(target) if is_first else None)
+        try:
+            world.run_on_all(lambda: self._update_links_and_expire(target) if is_first else None)
+        except LostRankError as error:
+            raise ValueError(f"{target} was written, and then {error}") from error
         return target
 
     def load_newest(self, log: Log, world: World = SINGLE_PROCESS) -> LoadedCheckpoint | None:

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from ddp.process_group import SINGLE_PROCESS, World
 from diffusionlm.checkpoints.manifest import ManifestEntries, format_write_error, make_manifest_entries
 from diffusionlm.checkpoints.model_files import join_problems
-from diffusionlm.training.checkpointing.staging import SaveCoordinator, TensorShard
+from diffusionlm.training.checkpointing.staging import TensorShard
 
 METADATA_FILE = ".metadata"
 _ALLOWED_GLOBALS = {
@@ -61,7 +61,7 @@ MAX_LISTED_PROBLEMS = 4
 """Problems that an error lists."""
 
 
-def write_shards(folder: Path, shards: Mapping[str, TensorShard], coordinator: SaveCoordinator) -> ManifestEntries:
+def write_shards(folder: Path, shards: Mapping[str, TensorShard], world: World) -> ManifestEntries:
     """Write this rank's shards, and on the first rank ``.metadata``. Every rank calls this.
 
     A shard that several ranks have is written by one of them.
@@ -75,13 +75,13 @@ def write_shards(folder: Path, shards: Mapping[str, TensorShard], coordinator: S
     """
     planner = _ShardSavePlanner(shards)
     writer = _RelocatableWriter(folder, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0)
-    rank = coordinator.world.rank
+    rank = world.rank
 
     def create_plan() -> SavePlan:
         return writer.prepare_local_plan(planner.create_local_plan())
 
     # Every rank computes the global plan from the same local plans, so it is not sent.
-    plans, metadata = planner.create_global_plan(coordinator.gather_results(create_plan))
+    plans, metadata = planner.create_global_plan(world.run_on_all(create_plan))
     own_plan = planner.finish_plan(writer.prepare_global_plan(plans)[rank])
 
     def write() -> tuple[list[Any], ManifestEntries]:
@@ -94,13 +94,13 @@ def write_shards(folder: Path, shards: Mapping[str, TensorShard], coordinator: S
     def describe(error: Exception) -> str:
         return format_write_error(error, folder)
 
-    outcomes = coordinator.gather_results(write, describe)
+    outcomes = world.run_on_all(write, describe)
 
     def finish() -> ManifestEntries:
         writer.finish(metadata, [results for results, _ in outcomes])
         return make_manifest_entries(folder.parent, [folder / METADATA_FILE])
 
-    metadata_entries = coordinator.gather_results(finish if rank == 0 else dict, describe)
+    metadata_entries = world.run_on_all(finish if rank == 0 else dict, describe)
     all_entries = [*(entries for _, entries in outcomes), *metadata_entries]
     return {name: entry for entries in all_entries for name, entry in entries.items()}
 

@@ -17,10 +17,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ddp.process_group import SINGLE_PROCESS
 from diffusionlm.checkpoints.manifest import MANIFEST, list_files, make_manifest_entries, verify_directory
 from diffusionlm.training.checkpointing.async_checkpointer import AsyncCheckpointer
 from diffusionlm.training.checkpointing.staging import (
-    SINGLE_PROCESS_COORDINATOR,
     StagedCheckpoint,
     TensorShard,
     stage_checkpoint,
@@ -333,7 +333,7 @@ def test_tensors_are_not_loaded_by_an_open_pickle(store: CheckpointStore, tmp_pa
 def test_a_missing_row_is_noticed_before_it_is_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read"):
         StoredTensors.open(tmp_path / "none")
-    entries = write_shards(tmp_path / "training_state", snapshot(1).shards, SINGLE_PROCESS_COORDINATOR)
+    entries = write_shards(tmp_path / "training_state", snapshot(1).shards, SINGLE_PROCESS)
     assert sorted(entries) == ["training_state/.metadata", "training_state/__0_0.distcp"]
     write_text_atomic(tmp_path / "training_state" / "__0_0.distcp", "")
     with pytest.raises(ValueError, match="training_state cannot be read"):
