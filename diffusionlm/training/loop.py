@@ -7,7 +7,6 @@ import gc
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import TracebackType
 
 from config.train import TrainConfig
 from config.training.runtime import ProfilerConfig
@@ -21,16 +20,16 @@ from diffusionlm.training.reporting import (
     collect_launch_metrics,
     collect_monitor_metrics,
     collect_step_metrics,
-    find_large_loss,
+    find_data_problems,
     log_data_sources,
     log_skipped_records,
+    record_run_events,
     run_final_evaluation,
     run_tasks,
     run_validation,
 )
 from diffusionlm.training.run import Run, build_run
 from diffusionlm.training.run_checkpoint import log_failed_saves, resume_run, save_checkpoint
-from diffusionlm.training.run_events import record_run_events
 from diffusionlm.training.setup import set_up_device
 from diffusionlm.training.signals import StoppedError, StopRequest
 from diffusionlm.training.skipped_batches import SkippedBatches
@@ -109,53 +108,47 @@ def train_and_evaluate(run: Run, logger: RunLogger, stop: StopRequest) -> RunSum
 
 
 def train_remaining_steps(run: Run, logger: RunLogger, stop: StopRequest) -> None:
-    """`train_steps` with the profiler and the garbage collector of the config."""
-    config, device_type = run.config, run.settings.device.type
-    profiler_config = config.profiler if run.world.is_first else ProfilerConfig()  # ranks would write the same files
+    """Make steps until the last one or a signal; log, validate, sample and save when due."""
+    progress, settings, tracker = run.progress, run.settings, MetricsTracker(run, logger)
+    every_steps = run.config.runtime.garbage_collection
+    with pause_garbage_collection(every_steps), build_profiler(run, logger) as profiler:
+        while progress.step < settings.max_steps:
+            tracker.start_clock()
+            with tracker.log_on_error(), nvtx.annotate("step"):
+                with nvtx.annotate("data"):
+                    batch = load_step_batch(run.loader, progress.step, run.world, stop)
+                with run.monitor.step(progress.step + 1):
+                    metrics = train_step(run.state, run.loader, batch, settings, run.monitor)
+            progress.step += 1
+            progress.tokens_seen += batch.num_target_tokens
+            run.skipped_batches.hold(progress.step, batch.noised_batches, run.loader.state_dict())
+            due = find_due_actions(run, stop)
+            tracker.add_step(metrics, batch, due)
+            if due.validate:
+                run_validation(run, logger)
+            if due.evaluate:
+                run_tasks(run, logger)
+            if due.sample:
+                with run.evaluation_mode():
+                    run.samples.log_samples(run.state.model, progress.step, logger)
+            log_failed_saves(run, logger)
+            if due.save:
+                save_checkpoint(run, logger, must_succeed=due.is_end)
+            profiler.step()
+            collect_garbage(progress.step, every_steps)
+            if due.is_end:  # not the signal itself: one that came after the save ends the next step
+                return
+
+
+def build_profiler(run: Run, logger: RunLogger) -> StepProfiler:
+    """The profiler of the config, on the first rank only: ranks would write the same files."""
+    config = run.config.profiler if run.world.is_first else ProfilerConfig()
 
     def log_profile(text: str) -> None:
         logger.event(run.progress.step, "profile", text)
 
-    with (
-        GarbageCollection(config.runtime.garbage_collection) as garbage,
-        StepProfiler(
-            profiler_config, run.directory.path / "profile", device_type, run.progress.step, log=log_profile
-        ) as profiler,
-    ):
-        train_steps(run, logger, stop, profiler, garbage)
-
-
-def train_steps(
-    run: Run, logger: RunLogger, stop: StopRequest, profiler: StepProfiler, garbage: GarbageCollection
-) -> None:
-    """Make steps until the last one or a signal; log, validate, sample and save when due."""
-    progress, settings, tracker = run.progress, run.settings, MetricsTracker(run, logger)
-    while progress.step < settings.max_steps:
-        tracker.start_clock()
-        with tracker.log_on_error(), nvtx.annotate("step"):
-            with nvtx.annotate("data"):
-                batch = load_step_batch(run.loader, progress.step, run.world, stop)
-            with run.monitor.step(progress.step + 1):
-                metrics = train_step(run.state, run.loader, batch, settings, run.monitor)
-        progress.step += 1
-        progress.tokens_seen += batch.num_target_tokens
-        run.skipped_batches.hold(progress.step, batch.noised_batches, run.loader.state_dict())
-        due = find_due_actions(run, stop)
-        tracker.add_step(metrics, batch, due)
-        if due.validate:
-            run_validation(run, logger)
-        if due.evaluate:
-            run_tasks(run, logger)
-        if due.sample:
-            with run.evaluation_mode():
-                run.samples.log_samples(run.state.model, progress.step, logger)
-        log_failed_saves(run, logger)
-        if due.save:
-            save_checkpoint(run, logger, must_succeed=due.is_end)
-        profiler.step()
-        garbage.collect_after_step(progress.step)
-        if due.is_end:  # not the signal itself: one that came after the save ends the next step
-            return
+    device_type = run.settings.device.type
+    return StepProfiler(config, run.directory.path / "profile", device_type, run.progress.step, log=log_profile)
 
 
 @dataclass(frozen=True)
@@ -214,7 +207,7 @@ class MetricsTracker:
         self._waiting: StepMetrics | None = None
         """The step that is logged when the next one is launched."""
         self._clock_start = 0.0
-        self._has_warned = False
+        self._reported_problems: set[str] = set()
 
     def start_clock(self) -> None:
         """Begin to measure a step. Logging is not part of its duration, waiting for the device is."""
@@ -276,10 +269,10 @@ class MetricsTracker:
         self.logger.progress(metrics.step, values)
         if with_metrics:
             self.logger.metrics(metrics.step, {**values, **collect_monitor_metrics(self.run, metrics)})
-            warning = None if self._has_warned else find_large_loss(self.run)
-            if warning is not None:
-                self.logger.event(metrics.step, "data", warning)
-                self._has_warned = True
+            for problem, text in find_data_problems(self.run, metrics).items():
+                if problem not in self._reported_problems:
+                    self.logger.event(metrics.step, "data", f"warning: {text}")
+                    self._reported_problems.add(problem)
 
 
 def update_progress(
@@ -317,33 +310,27 @@ def update_progress(
     )
 
 
-class GarbageCollection:
-    """Context in which the collector runs every ``every_steps`` steps only; 0: as Python does it.
+@contextlib.contextmanager
+def pause_garbage_collection(every_steps: int) -> Iterator[None]:
+    """Context in which `collect_garbage` alone runs the collector; 0: as Python does it.
 
     Objects that exist at its start are frozen: the collector does not traverse them.
     """
-
-    def __init__(self, every_steps: int) -> None:
-        self.every_steps = every_steps
-        self._was_enabled = False
-
-    def __enter__(self) -> GarbageCollection:
-        self._was_enabled = gc.isenabled()
-        if self.every_steps:
-            gc.collect()
-            gc.freeze()
-            gc.disable()
-        return self
-
-    def collect_after_step(self, step: int) -> None:
-        """Collect if ``step`` is a multiple of ``every_steps``."""
-        if self.every_steps and step % self.every_steps == 0:
-            gc.collect()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.every_steps:
+    was_enabled = gc.isenabled()
+    if every_steps:
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+    try:
+        yield
+    finally:
+        if every_steps:
             gc.unfreeze()
-            if self._was_enabled:
+            if was_enabled:
                 gc.enable()
+
+
+def collect_garbage(step: int, every_steps: int) -> None:
+    """Collect if ``step`` is a multiple of ``every_steps``."""
+    if every_steps and step % every_steps == 0:
+        gc.collect()

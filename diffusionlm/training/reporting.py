@@ -1,14 +1,22 @@
-"""Reports of a run: metrics, events, validation results and the summary of its final evaluation."""
+"""Reports of a run: metrics, events, validation results, the summary of its final evaluation, and ``report.html``."""
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import json
 import math
+import os
+import platform
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+from pydantic import TypeAdapter
 
 from config.dump import to_toml_values
 from diffusionlm.checkpoints.model_card import ValidationBound
@@ -17,7 +25,7 @@ from diffusionlm.data.pipeline import list_skipped
 from diffusionlm.data.reader import SkipLog
 from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.evaluation.tasks.results import format_item_line, to_file_name
-from diffusionlm.evaluation.validation import EvaluationResult, MaskedTokenAccuracy
+from diffusionlm.evaluation.validation import EvaluationResult
 from diffusionlm.training.metrics import StepMetrics
 from diffusionlm.training.run import Run, TaskMetrics
 from diffusionlm.training.run_checkpoint import add_final_bound_to_card
@@ -33,11 +41,15 @@ from logger import (
     console_style,
     open_sinks,
 )
+from logger.report import write_report
 from logger.report.reading import rename_metrics
 from profiling import memory
 
+_ROOT = Path(__file__).parents[2]
 MAX_LEFT_OUT_SHARE = 0.1
 """A source that leaves out a larger share of its records is worth a warning."""
+MANY_EPOCHS = 40
+"""Data that was repeated so often adds nothing (Muennighoff et al. 2023, https://arxiv.org/abs/2305.16264)."""
 
 
 @dataclass(frozen=True)
@@ -79,18 +91,12 @@ class RunSummary:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> RunSummary:
-        """The inverse of `to_json`."""
-        other_results = tuple(_read_evaluation(evaluation) for evaluation in values["other_block_lengths"])
-        return cls(
-            **{**values, "evaluation": _read_evaluation(values["evaluation"]), "other_block_lengths": other_results}
-        )
-
-
-def _read_evaluation(values: dict[str, Any]) -> EvaluationResult:
-    values = rename_metrics(values)
-    fills = tuple(MaskedTokenAccuracy(**fill) for fill in values["fills"])
-    curve = tuple(tuple(point) for point in values["by_masked_fraction"])
-    return EvaluationResult(**{**values, "fills": fills, "by_masked_fraction": curve})
+        """The inverse of `to_json`; former names of metrics are accepted."""
+        evaluations = {
+            "evaluation": rename_metrics(values["evaluation"]),
+            "other_block_lengths": [rename_metrics(evaluation) for evaluation in values["other_block_lengths"]],
+        }
+        return TypeAdapter(cls).validate_python(values | evaluations)
 
 
 def build_logger(run: Run) -> RunLogger:
@@ -139,14 +145,22 @@ def log_skipped_records(run: Run, logger: RunLogger) -> None:
             logger.event(run.progress.step, "data", f"data: {line}")
 
 
-def find_large_loss(run: Run) -> str | None:
-    """Describe the first source that leaves out more than `MAX_LEFT_OUT_SHARE` of its records; None: there is none."""
+def find_data_problems(run: Run, metrics: StepMetrics) -> dict[str, str]:
+    """Describe what is wrong with the training data so far, by problem: a source that leaves out more than
+    `MAX_LEFT_OUT_SHARE` of its records, or data that is read too often."""
+    problems: dict[str, str] = {}
     for name, logs in read_skip_logs(run):
         share = 1.0 - math.prod(1.0 - log.num_left_out / max(1, log.total) for log in logs)
         if share > MAX_LEFT_OUT_SHARE:
             lines = "; ".join(list_skipped(name, logs))
-            return f"warning: {share:.0%} of the records are left out so far: {lines}"
-    return None
+            problems.setdefault("left out", f"{share:.0%} of the records are left out so far: {lines}")
+    if metrics.at_launch["data/epoch"] >= MANY_EPOCHS:
+        problems["repeated"] = (
+            f"the training data is so small that it was read {metrics.at_launch['data/epoch']} times in "
+            f"{metrics.step:,} of {run.settings.max_steps:,} steps, and the model can only memorize it: add text, or "
+            "lower training.max_steps or training.batch_size"
+        )
+    return problems
 
 
 def _loader_metrics(metrics: LoaderMetrics) -> dict[str, Any]:
@@ -274,3 +288,84 @@ def evaluation_metrics(prefix: str, result: EvaluationResult) -> dict[str, float
         ),
         **{f"{prefix}_top1_accuracy/{fill.fraction}": fill.top1_accuracy for fill in result.fills},
     }
+
+
+@contextlib.contextmanager
+def record_run_events(run: Run, logger: RunLogger) -> Iterator[None]:
+    """Log the environment at the start. At the end append how the run ended to metrics.jsonl and write report.html.
+
+    The logger may be closed inside. A failure to write is never raised, so it does not hide why the run ended.
+    """
+    logger.event(run.progress.step, "environment", f"environment: {describe_environment(run)}")
+    try:
+        yield
+    except BaseException as error:
+        reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        _append_event(run, "failed", f"failed after step {run.progress.step}: {reason}")
+        raise
+    else:
+        if run.progress.step < run.settings.max_steps:
+            _append_event(run, "stopped", f"stopped after step {run.progress.step} and saved")
+        elif not run.directory.summary.is_file():
+            text = "stopped after the last step, which is saved, and before the final evaluation"
+            _append_event(run, "stopped", text)
+    finally:
+        _write_report_page(run)
+
+
+def describe_environment(run: Run) -> str:
+    """``name value; name value; ...``: start time in UTC, software, device, ranks, and the commit if there is one."""
+    device = run.settings.device
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    started = datetime.datetime.now(datetime.UTC)
+    values = {
+        "started": f"{started:%Y-%m-%d %H:%M} UTC",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": f"{device.type}, {device_name}",
+        "threads": str(torch.get_num_threads()),
+        "ranks": str(run.world.size),
+        "precision": str(run.settings.precision).removeprefix("torch."),
+        "system": f"{platform.system()} {platform.release()}",
+    }
+    commit = describe_commit(_ROOT)
+    if commit is not None:
+        values["commit"] = commit
+    return "; ".join(f"{name} {value}" for name, value in values.items())
+
+
+def describe_commit(root: Path) -> str | None:
+    """Commit of the checkout at ``root``, with ``-dirty`` if files were changed; None if there is no checkout."""
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=5, env=environment, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip() or None
+
+
+def _append_event(run: Run, kind: str, text: str) -> None:
+    """Append an event to metrics.jsonl only: the command shows it to people by itself."""
+    if not run.world.is_first:
+        return
+    with contextlib.suppress(OSError, ValueError):
+        record = JsonLinesLogger(run.directory.metrics, run.progress.step)
+        record.event(run.progress.step, kind, text)
+        record.close()
+
+
+def _write_report_page(run: Run) -> None:
+    if not run.world.is_first:
+        return
+    page = run.directory.path / "report.html"
+    try:
+        write_report([run.directory.path], page)
+    except Exception as error:
+        text = f"report.html could not be written: {type(error).__name__}: {error}"
+        run.log(text)
+        _append_event(run, "report", text)
+    else:
+        run.log(f"report: {page}")

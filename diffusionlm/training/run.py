@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from config.data import LocalFiles
 from config.finetune.preference import PreferenceConfig
 from config.train import TrainConfig
 from config.training.parallel import FSDP
@@ -16,9 +15,7 @@ from ddp.process_group import SINGLE_PROCESS, World
 from diffusionlm.checkpoints.base_fingerprint import BaseFingerprint, TensorDigest
 from diffusionlm.checkpoints.model_card import ValidationBound
 from diffusionlm.data.loader import LoaderSpec, StepLoader, WorkerLoader, count_rows
-from diffusionlm.data.pipeline import MixtureComponent, build_row_reader, open_components
-from diffusionlm.data.reader import read_first_documents
-from diffusionlm.data.shards import ShardDocuments
+from diffusionlm.data.pipeline import MixtureComponent, open_components
 from diffusionlm.diffusion.objectives import build_objective, find_nelbo_deviation
 from diffusionlm.diffusion.preference_reference import PreferenceReference
 from diffusionlm.evaluation.tasks.evaluation import LiveEvaluation
@@ -30,8 +27,8 @@ from diffusionlm.optim.ema import WeightAverage
 from diffusionlm.optim.master_weights import select_block_matrices
 from diffusionlm.training.adapters import ModelFiles
 from diffusionlm.training.block_wrapping import prepare_model
-from diffusionlm.training.checkpointing.async_checkpointer import AsyncCheckpointer
 from diffusionlm.training.checkpointing.run_directory import RunDirectory
+from diffusionlm.training.checkpointing.store import AsyncCheckpointer
 from diffusionlm.training.metrics import ThroughputMeter, TrainingProgress
 from diffusionlm.training.monitor import StepMonitor
 from diffusionlm.training.prefetch import Prefetcher
@@ -52,11 +49,6 @@ from diffusionlm.training.spike_guard import SpikeGuard
 from diffusionlm.training.step import StepSettings, TrainState, autocast
 from files.terminal_text import print_message
 from tokenizer import Tokenizer
-
-FEW_ROWS = 10
-"""A training text with fewer rows is too small to train on without a warning."""
-MAX_BYTES_PER_TOKEN = 16
-"""A text with more bytes for each token of `FEW_ROWS` rows is not small: its rows are not counted."""
 
 
 @dataclass(frozen=True)
@@ -144,9 +136,6 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
     max_steps = config.training.max_steps or world.run_on_first(lambda: _count_epoch_steps(config, spec, components))
     settings = build_step_settings(config, state.model, device, precision, max_steps)
     log_once(_describe_run(state.model, settings, world))
-    warning = world.run_on_first(lambda: warn_small_dataset(spec, components, max_steps))
-    if warning is not None:
-        log_once(f"warning: {warning}")
     reason = find_nelbo_deviation(config.objective)
     if reason is not None:
         log_once(f"the training loss is no estimate of the NELBO: {reason}. Validation always is")
@@ -279,34 +268,6 @@ def _count_epoch_steps(config: TrainConfig, spec: LoaderSpec, components: list[M
     print_message("counting the rows of an epoch ...")
     assert config.training.epochs is not None
     return max(1, config.training.epochs * count_rows(spec.open(components).rows) // spec.batch_size)
-
-
-def warn_small_dataset(spec: LoaderSpec, components: list[MixtureComponent], max_steps: int) -> str | None:
-    """Describe a training text of local files with fewer than `FEW_ROWS` rows, which the run only repeats.
-
-    Returns:
-        None: the data is larger, or is no text of local files.
-    """
-    num_bytes_left = FEW_ROWS * spec.row_length * MAX_BYTES_PER_TOKEN
-    for entry, component in zip(spec.data.components, components, strict=True):
-        if not isinstance(entry.source, LocalFiles) or component.chat is not None:
-            return None
-        assert not isinstance(component.source, ShardDocuments), "local files are text"
-        documents = read_first_documents(component.source, num_bytes_left)
-        num_bytes_left -= sum(len(text.encode("utf-8", "surrogatepass")) for text in documents)
-        if num_bytes_left <= 0:
-            return None
-    reader = build_row_reader(components, spec.data, spec.tokenizer, spec.row_length, spec.seed, repeat=False)
-    rows, _ = reader.read(0, None, FEW_ROWS)
-    if not rows or len(rows) >= FEW_ROWS:  # without any, the first step is an error
-        return None
-    num_tokens = sum(int((row.document_ids_L >= 0).sum()) for row in rows)
-    num_epochs = max_steps * spec.batch_size / len(rows)
-    return (
-        f"the training text is very small: {num_tokens:,} tokens (rows of {spec.row_length:,}: {len(rows)}); "
-        f"{max_steps:,} steps of {spec.batch_size:,} rows are {num_epochs:,.0f} epochs, and the model can only "
-        "memorize it: add text, or lower training.max_steps or training.batch_size"
-    )
 
 
 def _describe_run(model: Transformer, settings: StepSettings, world: World) -> str:

@@ -17,9 +17,8 @@ from safetensors.torch import save_file
 from ddp.process_group import SINGLE_PROCESS, World
 from diffusionlm.checkpoints.manifest import make_manifest_entries
 from diffusionlm.training.checkpointing import tensor_files
-from diffusionlm.training.checkpointing.async_checkpointer import AsyncCheckpointer
 from diffusionlm.training.checkpointing.staging import StagedCheckpoint, TensorShard, stage_checkpoint
-from diffusionlm.training.checkpointing.store import CheckpointStore, LoadedCheckpoint
+from diffusionlm.training.checkpointing.store import AsyncCheckpointer, CheckpointStore, LoadedCheckpoint
 from tests.distributed.forked import end_ranks, run_ranks
 
 SHAPES = {"long": (7, 3), "short": (1, 4), "bias": (5,)}

@@ -13,16 +13,16 @@ import signal
 import sys
 from pathlib import Path
 
-from diffusionlm.training.loop import GarbageCollection
+from diffusionlm.training import loop
 
 MAX_WAIT_SECONDS = 600.0
 """A test that has ended sends no signal."""
 
-collect_after_step = GarbageCollection.collect_after_step
+collect_garbage = loop.collect_garbage
 
 
-def wait_after_step(collection: GarbageCollection, step: int) -> None:
-    collect_after_step(collection, step)
+def wait_after_step(step: int, every_steps: int) -> None:
+    collect_garbage(step, every_steps)
     gate, is_first = Path(os.environ["GATE"]), os.environ.get("RANK", "0") == "0"
     if step != int(os.environ["GATE_STEP"]) or not is_first or gate.exists():
         return
@@ -34,7 +34,7 @@ def wait_after_step(collection: GarbageCollection, step: int) -> None:
     signal.set_wakeup_fd(previous)
 
 
-GarbageCollection.collect_after_step = wait_after_step  # type: ignore[assignment, method-assign]
+loop.collect_garbage = wait_after_step
 
 if __name__ == "__main__":
     sys.exit(importlib.import_module(sys.argv.pop(1)).main())

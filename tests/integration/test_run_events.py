@@ -14,7 +14,7 @@ import pytest
 from cli.train import train_as_rank
 from config.train import TrainConfig
 from diffusionlm.training.loop import train
-from diffusionlm.training.run_events import describe_commit
+from diffusionlm.training.reporting import describe_commit
 from logger.report import read_run
 
 
@@ -97,7 +97,7 @@ def test_a_page_that_cannot_be_written_is_an_event_and_not_the_end(
     def fail(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("diffusionlm.training.run_events.write_report", fail)
+    monkeypatch.setattr("diffusionlm.training.reporting.write_report", fail)
     config = config.model_copy(update={"training": config.training.model_copy(update={"max_steps": 2})})
     assert train(config).summary is not None
     text = "report.html could not be written: OSError: [Errno 28] No space left on device"

@@ -1,5 +1,5 @@
-"""Store the checkpoints of a run, so that a killed process, a full disk or a flipped bit loses none of the older
-ones."""
+"""Store the checkpoints of a run, so that a killed process, a full disk or a flipped bit loses none of the older ones,
+and write them in a background thread, one at a time."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from diffusionlm.checkpoints.weights import read_weights
 from diffusionlm.training.checkpointing.staging import (
     TASK_METRICS_KEY,
     VALIDATION_BOUND_KEY,
+    SnapshotMemory,
     StagedCheckpoint,
     TensorShard,
 )
@@ -40,10 +42,6 @@ STATE_FILE, TENSOR_DIRECTORY, OLD_OPTIMIZER_FILE = "state.json", "training_state
 LATEST_LINK, BEST_LINK = "latest", "best"
 _STEP_DIRECTORY = re.compile(r"step-(\d+)")
 Log = Callable[[str], None]
-
-
-class OlderFormatError(ValueError):
-    """The checkpoint is intact, but an older version wrote it in another format."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +144,7 @@ class CheckpointStore:
         The first rank selects it for all.
 
         Raises:
-            ValueError: there are checkpoints but none is valid, or an older version wrote the newest one.
+            ValueError: there are checkpoints but none is valid.
         """
         name = world.run_on_first(lambda: self._select_newest_valid(log))
         return None if name is None else world.all_agree(lambda: _open_checkpoint(self.folder / name, world))
@@ -178,8 +176,6 @@ class CheckpointStore:
             try:
                 verify_directory(path, must_have_manifest=True)
                 _open_checkpoint(path, SINGLE_PROCESS)
-            except OlderFormatError:
-                raise
             except (ValueError, OSError) as error:
                 log(f"checkpoint refused: {error}")
                 continue
@@ -214,6 +210,86 @@ class CheckpointStore:
             (self.folder / BEST_LINK).unlink(missing_ok=True)
 
 
+class AsyncCheckpointer:
+    """Writes staged checkpoints. `pop_failures` and `wait` report failures, not `start`.
+
+    With several ranks, all make the same calls of `start`, `wait` and `close` and see the same failures. A process ends
+    only after its thread, unless it is killed; then older checkpoints are intact.
+    """
+
+    def __init__(self, store: CheckpointStore, world: World = SINGLE_PROCESS, *, background: bool = True) -> None:
+        """``world``: all ranks, with a group of their own (`World.with_own_group`)."""
+        self.store = store
+        self.world = world
+        self.background = background
+        self._thread: threading.Thread | None = None
+        self._last_error: Exception | None = None
+        self._unreported_failures: list[str] = []
+        self._memory = SnapshotMemory()
+
+    def reserve_memory(self) -> SnapshotMemory:
+        """Wait for the previous checkpoint, whose copies are in this memory, and return it for the next one: there are
+        never two snapshots in memory."""
+        self._join()
+        return self._memory
+
+    def start(self, checkpoint: StagedCheckpoint) -> None:
+        """Wait for the previous checkpoint, then start to write this one; in the background if enabled."""
+        self._join()
+        self._store_failure()
+        if not self.background:
+            self._write(checkpoint)
+            return
+        self._thread = threading.Thread(target=self._write, args=(checkpoint,), name="checkpoint")
+        self._thread.start()
+
+    def pop_failures(self) -> list[str]:
+        """Return failures that were not reported yet; does not wait.
+
+        Raises:
+            Exception: any error other than a failure to write: a bug in this program.
+        """
+        if self._thread is None or not self._thread.is_alive():
+            self._store_failure()
+        failures, self._unreported_failures = self._unreported_failures, []
+        return failures
+
+    def wait(self) -> None:
+        """Wait for the last started checkpoint.
+
+        Raises:
+            ValueError: it could not be written; older checkpoints are intact. `pop_failures` reports earlier failures.
+        """
+        self._join()
+        error, self._last_error = self._last_error, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Wait for the thread, free the memory and destroy the process group; `pop_failures` still reports failures."""
+        self._join()
+        self._memory.close()
+        self.world.close_group()
+
+    def _write(self, checkpoint: StagedCheckpoint) -> None:
+        try:
+            self.store.save(checkpoint, self.world)
+        except Exception as error:
+            self._last_error = error
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _store_failure(self) -> None:
+        error, self._last_error = self._last_error, None
+        if isinstance(error, ValueError):
+            self._unreported_failures.append(str(error))
+        elif error is not None:
+            raise error
+
+
 def _open_checkpoint(path: Path, world: World) -> LoadedCheckpoint:
     """Open a checkpoint without reading its tensors.
 
@@ -223,7 +299,7 @@ def _open_checkpoint(path: Path, world: World) -> LoadedCheckpoint:
     from diffusionlm.training.checkpointing.tensor_files import StoredTensors
 
     if (path / OLD_OPTIMIZER_FILE).exists() and not (path / TENSOR_DIRECTORY).exists():
-        raise OlderFormatError(
+        raise ValueError(
             f"{path} has the format of an older version, which stored the training state in {OLD_OPTIMIZER_FILE}; this "
             f"one stores it in {TENSOR_DIRECTORY}/ and cannot go on with it. Go on with the older version, or start a "
             f'new run from its weights: model.init_from = "{path}"'

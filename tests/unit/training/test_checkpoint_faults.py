@@ -19,13 +19,12 @@ from safetensors.torch import save_file
 
 from ddp.process_group import SINGLE_PROCESS
 from diffusionlm.checkpoints.manifest import MANIFEST, list_files, make_manifest_entries, verify_directory
-from diffusionlm.training.checkpointing.async_checkpointer import AsyncCheckpointer
 from diffusionlm.training.checkpointing.staging import (
     StagedCheckpoint,
     TensorShard,
     stage_checkpoint,
 )
-from diffusionlm.training.checkpointing.store import CheckpointStore
+from diffusionlm.training.checkpointing.store import AsyncCheckpointer, CheckpointStore
 from diffusionlm.training.checkpointing.tensor_files import StoredTensors, write_shards
 from files.atomic import write_text_atomic
 

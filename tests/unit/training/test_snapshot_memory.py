@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import save_file
 
 from ddp.process_group import World
-from diffusionlm.training.checkpointing.async_checkpointer import AsyncCheckpointer
 from diffusionlm.training.checkpointing.staging import (
     ALIGNMENT,
     SnapshotMemory,
@@ -21,7 +20,7 @@ from diffusionlm.training.checkpointing.staging import (
     divide_over_ranks,
     stage_checkpoint,
 )
-from diffusionlm.training.checkpointing.store import CheckpointStore
+from diffusionlm.training.checkpointing.store import AsyncCheckpointer, CheckpointStore
 from tests.fake_cuda import fake_cuda
 
 

@@ -23,9 +23,10 @@ from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import Optimizers, build_optimizers
 from diffusionlm.training import block_wrapping
 from diffusionlm.training.block_wrapping import MIN_CPU_FLOPS, should_compile_blocks
-from diffusionlm.training.loop import DueActions, GarbageCollection, MetricsTracker
+from diffusionlm.training.loop import DueActions, MetricsTracker, collect_garbage, pause_garbage_collection
 from diffusionlm.training.metrics import StepMetrics, TrainingProgress
 from diffusionlm.training.prefetch import Prefetcher
+from diffusionlm.training.reporting import MANY_EPOCHS, find_data_problems
 from diffusionlm.training.setup import check_triton
 from diffusionlm.training.step import StepBatch
 from logger import LoggerGroup
@@ -101,6 +102,18 @@ def test_many_unread_numbers_are_read_from_the_oldest_on() -> None:
     assert [num_counted[step - 1] for step in (15, 16, 23, 24, 31, 32, 39, 40)] == [0, 8, 8, 16, 16, 24, 24, 32]
 
 
+def test_data_that_is_read_too_often_is_reported() -> None:
+    run: Any = SimpleNamespace(
+        settings=SimpleNamespace(max_steps=1000), loader=SimpleNamespace(state_dict=dict), components=[]
+    )
+    metrics = StepMetrics(500, *torch.zeros(4))
+    for epoch, problems in ((MANY_EPOCHS - 1, []), (MANY_EPOCHS, ["repeated"])):
+        metrics.at_launch["data/epoch"] = epoch
+        found = find_data_problems(run, metrics)
+        assert list(found) == problems
+    assert "40 times in 500 of 1,000 steps" in found["repeated"] and "training.max_steps" in found["repeated"]
+
+
 def test_prefetcher_state_matches_the_consumed_step(config: TrainConfig, tmp_path: Path) -> None:
     plain = build_changed_run(config, tmp_path / "plain").loader
     ahead = Prefetcher(build_changed_run(config, tmp_path / "ahead").loader, CPU)
@@ -128,18 +141,18 @@ def frozen_by_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("frozen_by_runs")
 def test_garbage_collection_runs_at_loop_intervals() -> None:
     assert gc.isenabled()
-    with GarbageCollection(3) as garbage:
+    with pause_garbage_collection(3):
         assert not gc.isenabled()
         ring: list[Any] = []
         ring.append(ring)
         del ring
-        garbage.collect_after_step(2)
+        collect_garbage(2, 3)
         before = gc.get_stats()[2]["collections"]
-        garbage.collect_after_step(3)
+        collect_garbage(3, 3)
         assert gc.get_stats()[2]["collections"] == before + 1
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
-    with GarbageCollection(0):
+    with pause_garbage_collection(0):
         assert gc.isenabled()
 
 
