@@ -41,7 +41,6 @@ from logger.pages import (
     tabulate_settings,
 )
 
-_ResultColumn = tuple[Column, list[Cell]]
 MAX_VARIANTS_FOR_ALL_PAIRS = 5
 """Of more variants, each is compared with the first only, and by the main rule only."""
 MAX_EXAMPLES = 10
@@ -110,55 +109,30 @@ def read_evaluations(folders: Sequence[Path]) -> TaskReport:
         ValueError: a folder holds no results of an evaluation, or a file of its answers is damaged.
     """
     paths = list({folder.resolve(): folder for folder in folders}.values())
-    names = _distinct_names(paths)
-    results = [read_results(path) for path in paths]
+    last = [path.resolve().name for path in paths]
+    names = [name if last.count(name) == 1 else str(path) for name, path in zip(last, paths, strict=True)]
     variants: dict[str, list[ReportedVariant]] = {}
-    notes: list[str] = []
-    for path, name, result in zip(paths, names, results, strict=True):
+    origins, notes = [], []
+    for path, name in zip(paths, names, strict=True):
+        results = read_results(path)
+        origins.append((name, results.command, results.software))
         prefix = f"{name}: " if len(paths) > 1 else ""
-        notes += [prefix + note for note in result.notes]
+        notes += [prefix + note for note in results.notes]
         items = _read_all_items(path)
-        for variant in result.results:
-            own = _select_items(items, variant, result.item_ids.get(variant.task))
-            if variant.kind != "perplexity" and len(own) != variant.num_items * variant.num_repeats:
-                expected = variant.num_items * variant.num_repeats
+        for result in results.results:
+            own = _select_items(items, result, results.item_ids.get(result.task))
+            expected = result.num_items * result.num_repeats
+            if result.kind != "perplexity" and len(own) != expected:
                 notes.append(
-                    f"{prefix}{variant.variant}, {variant.task}: {len(own):,} of {expected:,} answers are in "
+                    f"{prefix}{result.variant}, {result.task}: {len(own):,} of {expected:,} answers are in "
                     f"{ITEMS_FOLDER}/; comparisons and examples use these"
                 )
-            label = f"{name}/" * (len(paths) > 1) + variant.variant
-            variants.setdefault(variant.task, []).append(ReportedVariant(label, variant, own))
+            label = f"{name}/" * (len(paths) > 1) + result.variant
+            variants.setdefault(result.task, []).append(ReportedVariant(label, result, own))
     tasks = tuple(ReportedTask(name, tuple(own)) for name, own in variants.items())
-    notes += [note for task in tasks for note in _differences_of_data(task)]
-    return TaskReport(
-        title=names[0] if len(paths) == 1 else f"{len(paths)} evaluations: {', '.join(names)}",
-        tasks=tasks,
-        origins=tuple((name, result.command, result.software) for name, result in zip(names, results, strict=True)),
-        notes=tuple(dict.fromkeys(notes)),
-    )
-
-
-def _distinct_names(paths: Sequence[Path]) -> list[str]:
-    """Return the last part of each path, or the whole path of those whose last part is not the only one."""
-    last = [path.resolve().name for path in paths]
-    return [name if last.count(name) == 1 else str(path) for name, path in zip(last, paths, strict=True)]
-
-
-def _select_items(
-    items: Sequence[ItemResult], variant: VariantResult, ids: Sequence[str] | None
-) -> tuple[ItemResult, ...]:
-    """The answers that a result is of: the folder keeps those of an earlier run with more items or repeats.
-
-    Args:
-        ids: of the items. None: unknown, as of results without them; then all.
-    """
-    selected = None if ids is None else frozenset(ids)
-    return tuple(
-        item
-        for item in items
-        if (item.task, item.variant) == (variant.task, variant.variant)
-        and (selected is None or (item.id in selected and item.repeat < variant.num_repeats))
-    )
+    notes += [note for task in tasks if (note := _describe_different_items(task))]
+    title = names[0] if len(paths) == 1 else f"{len(paths)} evaluations: {', '.join(names)}"
+    return TaskReport(title, tasks, tuple(origins), tuple(dict.fromkeys(notes)))
 
 
 def _read_all_items(folder: Path) -> list[ItemResult]:
@@ -170,19 +144,31 @@ def _read_all_items(folder: Path) -> list[ItemResult]:
     return list(items.values())
 
 
-def _differences_of_data(task: ReportedTask) -> list[str]:
-    """Return a note if the variants of a task were evaluated on different data."""
-    if not any(variant.items for variant in task.variants):
-        return []
+def _select_items(
+    items: Sequence[ItemResult], result: VariantResult, ids: Sequence[str] | None
+) -> tuple[ItemResult, ...]:
+    """The answers that a result is of: the folder keeps those of an earlier run with more items or repeats.
+
+    Args:
+        ids: of the items. None: unknown, as of results without them; then all.
+    """
+    own = (item for item in items if (item.task, item.variant) == (result.task, result.variant))
+    if ids is None:
+        return tuple(own)
+    selected = frozenset(ids)
+    return tuple(item for item in own if item.id in selected and item.repeat < result.num_repeats)
+
+
+def _describe_different_items(task: ReportedTask) -> str:
+    """Return a note if the variants of a task were evaluated on different data; else an empty text."""
     sets = {frozenset((item.id, item.gold) for item in variant.items) for variant in task.variants if variant.items}
-    if len(sets) == 1:
-        return []
-    common = frozenset.intersection(*sets)
+    if len(sets) < 2:
+        return ""
     sizes = ", ".join(f"{len(ids):,}" for ids in sorted(sets, key=len))
-    return [
-        f"{task.name}: the variants have different items ({sizes}; {len(common):,} in common). Accuracies are over "
-        "each variant's own items; comparisons are over the items that both have"
-    ]
+    return (
+        f"{task.name}: the variants have different items ({sizes}; {len(frozenset.intersection(*sets)):,} in common). "
+        "Accuracies are over each variant's own items; comparisons are over the items that both have"
+    )
 
 
 def build_page(report: TaskReport) -> Page:
@@ -201,7 +187,10 @@ def build_page(report: TaskReport) -> Page:
         for name, own in parts.items():
             title: list[Part] = [task.name] if len(report.tasks) > 1 and own else []
             sections.setdefault(name, []).extend([*title, *own])
-    commands = [Code(_describe_origin(command, software), name) for name, command, software in report.origins]
+    commands = [
+        Code("\n".join([command, "", *(f"{key}: {value}" for key, value in software.items())]).rstrip(), name)
+        for name, command, software in report.origins
+    ]
     num_variants = len({variant.label for task in report.tasks for variant in task.variants})
     states = [_plural(len(report.tasks), "task"), _plural(num_variants, "variant")]
     return Page(report.title, {**sections, "Commands": [*commands]}, report.notes, states)
@@ -218,39 +207,45 @@ def summarize(report: TaskReport) -> list[Part]:
 def tabulate_results(task: ReportedTask) -> list[Table]:
     """Tabulate accuracies with pass@k, and how answers ended and what they cost; a row for each variant."""
     results = [variant.result for variant in task.variants]
-    accuracies: list[_ResultColumn] = [
-        (Column(name), [_metric(result.metrics.get(name), name in task.rules) for result in results])
-        for name in task.metrics
-    ]
     samples = dict.fromkeys(
         (rule, k) for result in results for rule in result.pass_at_k for k in result.pass_at_k[rule] if k > 1
     )  # pass@1 is the accuracy
-    for rule, k in samples:
-        name = f"pass@{k}" if len({rule for rule, _ in samples}) == 1 else f"pass@{k}, {rule}"
-        accuracies.append((Column(name), [_metric(result.pass_at_k.get(rule, {}).get(k), True) for result in results]))
-    accuracies.append((Column("items"), [_count_items(result) for result in results]))
-    answers: list[_ResultColumn] = [
-        (Column("tokens per forward", ".2f"), [result.tokens_per_forward for result in results])
+    has_one_rule = len({rule for rule, _ in samples}) == 1
+    accuracies: list[tuple[Column, list[Cell]]] = [
+        *((Column(name), [_metric(r.metrics.get(name), name in task.rules) for r in results]) for name in task.metrics),
+        *(
+            (
+                Column(f"pass@{k}" if has_one_rule else f"pass@{k}, {rule}"),
+                [_metric(result.pass_at_k.get(rule, {}).get(k), True) for result in results],
+            )
+            for rule, k in samples
+        ),
+        (Column("items"), [_count_items(result) for result in results]),
     ]
-    for share in ("stopped", "length", "empty", "invalid"):
-        shares = [None if result.shares is None else getattr(result.shares, share) for result in results]
-        answers.append((Column("cut by length" if share == "length" else share, ".1%"), shares))
-    answers += [
+    answers: list[tuple[Column, list[Cell]]] = [
+        (Column("tokens per forward", ".2f"), [result.tokens_per_forward for result in results]),
+        *(
+            (Column(head, ".1%"), [None if r.shares is None else getattr(r.shares, name) for r in results])
+            for head, name in (
+                ("stopped", "stopped"),
+                ("cut by length", "length"),
+                ("empty", "empty"),
+                ("invalid", "invalid"),
+            )
+        ),
         (Column("grading errors", ","), [result.num_grading_errors or None for result in results]),
         (Column("tokens"), [result.num_tokens or None for result in results]),
         (Column("forwards"), [result.num_forwards or None for result in results]),
         (Column("time"), [format_duration(result.seconds) if result.seconds else None for result in results]),
     ]
     note = "± is one standard error over items, whose repeats are averaged first." if task.rules else ""
-    tables = [_build_table(task, accuracies, note), _build_table(task, answers)]
-    return [table for table in tables if len(table.columns) > 1]
-
-
-def _build_table(task: ReportedTask, columns: Sequence[_ResultColumn], note: str = "") -> Table:
-    """Build a table of the columns that have a value."""
-    columns = [(column, cells) for column, cells in columns if any(cell is not None for cell in cells)]
-    rows = [[variant.label, *(cells[index] for _, cells in columns)] for index, variant in enumerate(task.variants)]
-    return Table(["variant", *(column for column, _ in columns)], rows, note=note)
+    tables = []
+    for columns, text in ((accuracies, note), (answers, "")):
+        used = [(column, cells) for column, cells in columns if any(cell is not None for cell in cells)]
+        rows = [[variant.label, *(cells[row] for _, cells in used)] for row, variant in enumerate(task.variants)]
+        if used:
+            tables.append(Table(["variant", *(column for column, _ in used)], rows, note=text))
+    return tables
 
 
 def _metric(metric: MetricValue | None, is_accuracy: bool) -> Cell:
@@ -260,10 +255,6 @@ def _metric(metric: MetricValue | None, is_accuracy: bool) -> Cell:
 def _count_items(result: VariantResult) -> Cell:
     repeats = f" x {result.num_repeats}" if result.num_repeats > 1 else ""
     return f"{result.num_items:,}{repeats}" if result.num_items else None
-
-
-def _describe_origin(command: str, software: dict[str, str]) -> str:
-    return "\n".join([command, "", *(f"{name}: {value}" for name, value in software.items())]).rstrip()
 
 
 def _plural(count: int, noun: str) -> str:
@@ -316,41 +307,39 @@ def select_examples(task: ReportedTask) -> list[Examples]:
         return []
     rule = task.rules[0]
     scores = {variant.label: _scores(variant, rule) for variant in variants}
-
-    def build(keys: Sequence[tuple[str, str]], shown: Sequence[tuple[ReportedVariant, bool]], title: str) -> Examples:
-        examples = [
-            Example(
-                f"right answer: {gold}",
-                [_show_answer(variant, name, rule, is_right) for variant, is_right in shown],
-                title=name,
-            )
-            for name, gold in keys[:MAX_EXAMPLES]
-        ]
-        note = f", {len(examples)} of them here" * (len(keys) > len(examples))
-        count = f"{len(keys):,} item{'s' * (len(keys) != 1)}"
-        return Examples(examples, f"{title}: {count}{note}", is_folded=True)
-
     groups = []
-    for first, second in list(_pairs(variants))[:MAX_ANSWERS]:
-        for better, worse in ((second, first), (first, second)):
+    for pair in list(_pairs(variants))[:MAX_ANSWERS]:
+        for better, worse in (pair[::-1], pair):
             high, low = scores[better.label], scores[worse.label]
-            flipped = sorted(
-                (key for key in low if key in high and high[key] > low[key]), key=lambda key: low[key] - high[key]
-            )
-            groups.append(
-                build(flipped, [(better, True), (worse, False)], f"{better.label} right, {worse.label} wrong")
-            )
+            gains = {key: high[key] - low[key] for key in low if high.get(key, 0.0) > low[key]}
+            flipped = sorted(gains, key=gains.__getitem__, reverse=True)
+            title = f"{better.label} right, {worse.label} wrong"
+            groups.append(_build_examples(title, flipped, [(better, True), (worse, False)], rule))
     wrong = [key for key in scores[variants[0].label] if all(own.get(key) == 0.0 for own in scores.values())]
-    shown = [(variant, False) for variant in variants[:MAX_ANSWERS]]
-    groups.append(build(wrong, shown, "Wrong" if len(variants) == 1 else "Wrong with every variant"))
+    title = "Wrong" if len(variants) == 1 else "Wrong with every variant"
+    groups.append(_build_examples(title, wrong, [(variant, False) for variant in variants[:MAX_ANSWERS]], rule))
     return [group for group in groups if group.examples]
 
 
-def _show_answer(variant: ReportedVariant, name: str, rule: str, is_right: bool) -> Output:
-    """Show the first of a variant's answers to an item that is right or wrong as asked for, else the first."""
-    answers = [item for item in variant.items if item.id == name]
-    answer = next((answer for answer in answers if answer.is_correct.get(rule) == is_right), answers[0])
-    return Output(variant.label, answer.output, list(_describe_answer(answer)))
+def _build_examples(
+    title: str, keys: Sequence[tuple[str, str]], variants: Sequence[tuple[ReportedVariant, bool]], rule: str
+) -> Examples:
+    """Build the first examples of some items.
+
+    Args:
+        keys: item and its right answer.
+        variants: each with whether to show its first answer that is right, or that is wrong.
+    """
+    examples = []
+    for name, gold in keys[:MAX_EXAMPLES]:
+        outputs = []
+        for variant, is_right in variants:
+            answers = [item for item in variant.items if item.id == name]
+            answer = next((answer for answer in answers if answer.is_correct.get(rule) == is_right), answers[0])
+            outputs.append(Output(variant.label, answer.output, list(_describe_answer(answer))))
+        examples.append(Example(f"right answer: {gold}", outputs, title=name))
+    note = f", {len(examples)} of them here" * (len(keys) > len(examples))
+    return Examples(examples, f"{title}: {_plural(len(keys), 'item')}{note}", is_folded=True)
 
 
 def _describe_answer(answer: ItemResult) -> Iterator[tuple[str, str]]:
@@ -375,26 +364,29 @@ def _describe_answer(answer: ItemResult) -> Iterator[tuple[str, str]]:
 def draw_curves(task: ReportedTask) -> list[Part]:
     """Build the chart and the table of the variants that generate; empty if fewer than two have accuracy and speed."""
     rule = task.rules[0] if task.rules else ""
-    points = {variant.label: point for variant in task.variants if (point := _point(variant, rule)) is not None}
+    points: dict[str, tuple[float, MetricValue]] = {}
+    for variant in task.variants:
+        accuracy, speed = variant.result.metrics.get(rule), variant.result.tokens_per_forward
+        if accuracy is not None and speed is not None and math.isfinite(accuracy.value):
+            points[variant.label] = speed, accuracy
     if len(points) < 2:
         return []
-    settings = {variant.label: variant.settings for variant in task.variants if variant.label in points}
-    groups: dict[str, list[str]] = {}
-    for label, name in name_curves(settings).items():
-        groups.setdefault(name, []).append(label)
+    names = name_curves({variant.label: variant.settings for variant in task.variants if variant.label in points})
     best = max(accuracy.value for _, accuracy in points.values())
     curves: list[Curve] = []
     rows: list[list[Cell]] = []
-    for name, labels in groups.items():
-        labels.sort(key=lambda label: points[label][0])
+    for name in dict.fromkeys(names.values()):
+        labels = sorted((label for label in points if names[label] == name), key=lambda label: points[label][0])
         speeds = [points[label][0] for label in labels]
-        values = [100.0 * points[label][1].value for label in labels]
-        errors = [math.nan if (e := points[label][1].error) is None else 100.0 * e for label in labels]
-        curve = Curve(name, np.array(speeds), np.array(values), len(curves), error_N=np.array(errors), has_dots=True)
-        curves.append(curve)
+        accuracies = [points[label][1] for label in labels]
+        values = [100.0 * accuracy.value for accuracy in accuracies]
+        errors_N = 100.0 * np.array([accuracy.standard_error for accuracy in accuracies], np.float64)  # None: nan
+        curves.append(Curve(name, np.array(speeds), np.array(values), len(curves), error_N=errors_N, has_dots=True))
         area = accuracy_under_parallelism(list(zip(speeds, values, strict=True)), 100.0 * best) if best > 0.0 else None
-        for label, aup in zip(labels, [area, *[None] * len(labels)], strict=False):
-            rows.append([label, name, *points[label], aup])
+        rows += [
+            [label, name, speed, _metric(accuracy, True), None if number else area]
+            for number, (label, speed, accuracy) in enumerate(zip(labels, speeds, accuracies, strict=True))
+        ]
     chart = Chart(
         f"{task.name}: accuracy over speed",
         f"% right ({rule}) by tokens per forward",
@@ -408,25 +400,20 @@ def draw_curves(task: ReportedTask) -> list[Part]:
         f"AUP: accuracy under parallelism with y_max = {best:.1%}, the best accuracy of this table. Compare it only "
         "with values of the same y_max."
     )
-    heads: list[Column | str] = ["variant", "curve", Column("tokens per forward", ".2f"), Column(rule)]
-    heads.append(Column("AUP", ".1f"))
-    if not best:
-        heads, rows, note = heads[:-1], [row[:-1] for row in rows], "No answer is right."
-    return [chart, Table(heads, rows, note=note)]
-
-
-def _point(variant: ReportedVariant, rule: str) -> tuple[float, Number] | None:
-    metric, speed = variant.result.metrics.get(rule), variant.result.tokens_per_forward
-    if metric is None or speed is None or not math.isfinite(metric.value):
-        return None
-    return speed, Number(metric.value, ".1%", metric.standard_error)
+    heads: list[Column | str] = [
+        "variant",
+        "curve",
+        Column("tokens per forward", ".2f"),
+        Column(rule),
+        Column("AUP", ".1f"),
+    ]
+    return [chart, Table(heads, rows, note=note if best > 0.0 else "No answer is right.")]
 
 
 def name_curves(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Name the curve of each variant.
 
-    Variants with the same texts and switches (model, strategy, ...) belong together. If several numbers differ among
-    them, the one with the most values runs along the curve, and each combination of the others has a curve of its own,
+    The number with the most values runs along the curve. Each combination of other settings has a curve of its own,
     except for numbers that follow from the first one.
 
     Args:
@@ -435,40 +422,21 @@ def name_curves(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     Returns:
         The name of the curve, by variant.
     """
-    keys = list(dict.fromkeys(key for own in settings.values() for key in own))
-    different = [key for key in keys if len({repr(own.get(key)) for own in settings.values()}) > 1]
-    numbers = [key for key in different if all(_is_number(own.get(key)) for own in settings.values())]
-    texts = [key for key in different if key not in numbers]
-    groups: dict[tuple[str, ...], list[str]] = {}
+    keys = dict.fromkeys(key for own in settings.values() for key in own)
+    columns = {key: [own.get(key) for own in settings.values()] for key in keys}
+    num_values = {key: len({repr(value) for value in column}) for key, column in columns.items()}
+    numbers = [key for key, column in columns.items() if num_values[key] > 1 and all(map(_is_number, column))]
+    main = max(numbers, key=lambda key: num_values[key], default="")
+    names: dict[str, str] = {}
     for label, own in settings.items():
-        groups.setdefault(tuple(repr(own.get(key)) for key in texts), []).append(label)
-    names = {}
-    for members in groups.values():
-        splitting = _splitting_numbers([settings[label] for label in members], numbers)
-        for label in members:
-            parts = [_describe(key, settings[label].get(key)) for key in (*texts, *splitting)]
-            names[label] = ", ".join(filter(None, parts)) or "all variants"
+        parts = []
+        for key, column in columns.items():
+            splits = key not in numbers or len(set(zip(columns[main], column, strict=True))) > num_values[main]
+            if num_values[key] > 1 and splits and own.get(key) not in (None, ""):
+                parts.append(own[key] if isinstance(own[key], str) else f"{key.rpartition('.')[2]} {own[key]}")
+        names[label] = ", ".join(parts) or "all variants"
     return names
-
-
-def _splitting_numbers(members: Sequence[Mapping[str, Any]], numbers: Sequence[str]) -> list[str]:
-    """Return the numbers that part the variants into curves: those that vary while the main number does not."""
-    values = {key: [own.get(key) for own in members] for key in numbers}
-    if not values:
-        return []
-    main = max(values, key=lambda key: len(set(values[key])))
-    return [
-        key
-        for key in numbers
-        if key != main and len(set(zip(values[main], values[key], strict=True))) > len(set(values[main]))
-    ]
 
 
 def _is_number(value: Any) -> bool:
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-
-
-def _describe(key: str, value: Any) -> str:
-    if value is None or isinstance(value, str):
-        return value or ""
-    return f"{key.rpartition('.')[2]} {value}"
