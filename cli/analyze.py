@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cli.arguments import add_shorthand, parse_command
+from cli.arguments import Shorthand, parse_command, toml_string
 from cli.entry import exit_with_usage_error, friendly_errors, usage_errors
 from config.convert import AnalyzeConfig
 from logger.pages import Part, Table
@@ -32,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         description="Compare the configs and the tensor names, shapes and values of two model directories.",
         example=EXAMPLE,
         config_required=False,
-        add_arguments=_add_shorthands,
+        add_arguments=_add_models,
+        shorthands=[Shorthand("--json", None, 'format="json"', "print one JSON object")],
         argv=argv,
     )
     if config.a is None:
@@ -51,14 +52,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         print_parts(format_analysis(analysis, config.max_rows))
 
 
-def _add_shorthands(parser: argparse.ArgumentParser) -> None:
-    for name, text in (
-        ("a", "model, checkpoint or run directory, or org/name on the Hub"),
-        ("b", "model to compare with"),
-    ):
-        options = {"metavar": name.upper(), "nargs": "?", "default": argparse.SUPPRESS, "help": text}
-        add_shorthand(parser, name, f"{name}={{string}}", **options)
-    add_shorthand(parser, "--json", 'format="json"', help="print one JSON object")
+def _add_models(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(list_overrides=_list_overrides)
+    parser.add_argument("a", metavar="A", nargs="?", help="model, checkpoint or run directory, or org/name on the Hub")
+    parser.add_argument("b", metavar="B", nargs="?", help="model to compare with")
+
+
+def _list_overrides(arguments: argparse.Namespace) -> list[str]:
+    return [f"{key}={toml_string(path)}" for key in "ab" if (path := getattr(arguments, key)) is not None]
 
 
 def format_directory(directory: Path, max_rows: int) -> list[Part]:

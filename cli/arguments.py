@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from cli.entry import build_parser, exit_with_usage_error, path_argument
@@ -17,13 +18,18 @@ T = TypeVar("T", bound=Section)
 
 
 class Shorthand(NamedTuple):
-    """An argument that stands for an override of the config; see `add_shorthand`."""
+    """An argument that stands for an override of the config, so that --print-config shows its effect."""
 
     name: str
     metavar: str | None
     """None: a flag."""
     override: str
+    """`section.key=value`; {text} in it is the value of the argument as typed, {string} the same as a TOML string."""
     help: str
+
+
+MODEL = Shorthand("--model", "DIR", "model.path={string}", "model directory, checkpoint or run, or org/name on the Hub")
+ADAPTER = Shorthand("--adapter", "DIR", "model.adapter={string}", "PEFT adapter (LoRA) of the model")
 
 
 def parse_command(
@@ -45,7 +51,8 @@ def parse_command(
         description: first text of `--help`.
         example: last text of `--help`.
         config_required: `--config` must be given. False: the defaults alone are a config.
-        add_arguments: adds arguments of the command's own.
+        add_arguments: adds arguments of the command's own. Its default for `list_overrides` is a function of the parsed
+            arguments, whose overrides give way to `--set` and to shorthands, and whose ValueError is a usage error.
         shorthands: arguments that stand for overrides.
         argv: arguments. None: those of the process.
 
@@ -53,6 +60,30 @@ def parse_command(
         The config and the parsed arguments. Exits with 2 and a message if the config is invalid.
     """
     parser = build_parser(name, description, example)
+    _add_config_arguments(parser, config_class)
+    if add_arguments is not None:
+        add_arguments(parser)
+    group = parser.add_argument_group("shorthands for --set") if shorthands else parser
+    for option, metavar, override, text in shorthands:
+        options: dict[str, Any] = {"nargs": 0} if metavar is None else {"metavar": metavar}
+        group.add_argument(option, action=_Override, const=override, help=text, **options)
+    arguments = parser.parse_args(argv)
+    if arguments.config is None and config_required:
+        parser.error("--config is missing: add --config FILE.toml")
+    try:
+        overrides = [*arguments.list_overrides(arguments), *arguments.overrides]
+        config = load_config(config_class, arguments.config, overrides)
+    except ConfigError as error:
+        exit_with_usage_error(name, str(error))
+    except ValueError as error:
+        parser.error(str(error))
+    if arguments.print_config:
+        sys.stdout.write(to_toml(config))
+        parser.exit(0)
+    return config, arguments
+
+
+def _add_config_arguments(parser: argparse.ArgumentParser, config_class: type[Section]) -> None:
     parser.add_argument("--config", metavar="FILE.toml", type=path_argument, help="TOML file of the config")
     parser.add_argument(
         "--set",
@@ -63,65 +94,34 @@ def parse_command(
         help="override a value of the config; repeatable, the last one wins",
     )
     parser.add_argument("--print-config", action="store_true", help="print the config with all defaults, and exit")
-    parser.add_argument(
-        "--schema",
-        action=_PrintSchema,
-        nargs=0,
-        const=config_class,
-        help="print the JSON schema of the config, and exit",
-    )
-    if add_arguments is not None:
-        add_arguments(parser)
-    _add_shorthands(parser, shorthands)
-    arguments = parser.parse_args(argv)
-    if arguments.config is None and config_required:
-        parser.error("--config is missing: add --config FILE.toml")
-    try:
-        config = load_config(config_class, arguments.config, arguments.overrides)
-    except ConfigError as error:
-        exit_with_usage_error(name, str(error))
-    if arguments.print_config:
-        sys.stdout.write(to_toml(config))
-        parser.exit(0)
-    return config, arguments
+    text = "print the JSON schema of the config, and exit"
+    parser.add_argument("--schema", action=_PrintSchema, nargs=0, const=config_class, help=text)
+    parser.set_defaults(list_overrides=lambda _: ())
 
 
-def _add_shorthands(parser: argparse.ArgumentParser, shorthands: Sequence[Shorthand]) -> None:
-    if shorthands:
-        group = parser.add_argument_group("shorthands for --set")
-        for name, metavar, override, text in shorthands:
-            options = {} if metavar is None else {"metavar": metavar}
-            add_shorthand(group, name, override, help=text, **options)
+def require_model(name: str, path: Path | None) -> Path:
+    """Return the path of the model; exits with 2 if there is none."""
+    if path is None:
+        exit_with_usage_error(name, "no model: add --model DIR, or path to [model] of the config")
+    return path
 
 
-def add_shorthand(parser: Any, name: str, *overrides: str, **options: Any) -> None:
-    """Add an argument that stands for `--set` overrides, so that --print-config shows its effect.
+class _Override(argparse.Action):
+    """Adds an override as if given by --set."""
 
-    Args:
-        parser: a parser or a group of arguments.
-        name: name of the argument.
-        overrides: each `section.key=value`; {text} in it is the value of the argument as typed, {string} the same as a
-            TOML string.
-        options: those of `ArgumentParser.add_argument`. An argument without metavar is a flag.
-    """
-    if "metavar" not in options:
-        options["nargs"] = 0
-    parser.add_argument(name, action=_Shorthand, const=overrides, **options)
-
-
-class _Shorthand(argparse.Action):
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        add_overrides(namespace, *(text.format(text=values, string=toml_string(values)) for text in self.const))
-
-
-def add_overrides(namespace: argparse.Namespace, *overrides: str) -> None:
-    """Add overrides as if given by `--set`."""
-    namespace.overrides = [*namespace.overrides, *overrides]  # a new list, because the first one is the default
+        text = self.const.format(text=values, string=toml_string(values))
+        namespace.overrides = [*namespace.overrides, text]  # a new list, because the first one is the default
 
 
 def toml_string(text: str) -> str:
     """Format a basic string of TOML. JSON differs in one character."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def toml_strings(texts: Iterable[str]) -> str:
+    """Format an array of strings of TOML."""
+    return f"[{', '.join(map(toml_string, texts))}]"
 
 
 class _PrintSchema(argparse.Action):

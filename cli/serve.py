@@ -7,11 +7,11 @@ import gc
 import importlib.util
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from cli.arguments import Shorthand, add_overrides, parse_command, toml_string
+from cli.arguments import MODEL, Shorthand, parse_command, require_model, toml_string
 from cli.entry import exit_with_usage_error, friendly_errors, usage_errors
 from config.serving.server import ServeConfig, ServeSection
 from files.terminal_text import print_line
@@ -35,7 +35,7 @@ EXAMPLE = f"""  {NAME} --model runs/quickstart
 _PACKAGES = ("starlette", "uvicorn")
 
 _SHORTHANDS = (
-    Shorthand("--model", "DIR", "model.path={string}", "model directory, checkpoint or run, or org/name on the Hub"),
+    MODEL,
     Shorthand("--host", "ADDRESS", "serve.host={string}", "address to listen at; 127.0.0.1 is this machine only"),
     Shorthand("--port", "N", "serve.port={text}", "port to listen at"),
     Shorthand("--model-name", "NAME", "serve.model_name={string}", "name of the model in requests"),
@@ -60,8 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         shorthands=_SHORTHANDS,
         argv=argv,
     )
-    if config.model.path is None:
-        exit_with_usage_error(NAME, "no model given: add --model DIR, or path to [model] of the config")
+    require_model(NAME, config.model.path)
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         exit_with_usage_error(
@@ -188,21 +187,18 @@ def _configure_log() -> None:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(adapters=[])
-    parser.add_argument(
-        "--adapter",
-        metavar="NAME=DIR",
-        action=_AdapterAction,
-        help="serve this PEFT adapter (LoRA) under a name of its own; repeatable",
-    )
+    parser.set_defaults(list_overrides=_list_overrides)
+    text = "serve this PEFT adapter (LoRA) under a name of its own; repeatable"
+    parser.add_argument("--adapter", metavar="NAME=DIR", action="append", default=[], help=text)
 
 
-class _AdapterAction(argparse.Action):
-    """Append an adapter; together they replace those of the config."""
-
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        name, separator, path = values.partition("=")
-        if not (name and separator and path):
-            parser.error(f"argument --adapter: {values!r} must be NAME=DIR")
-        namespace.adapters = [*namespace.adapters, f"{{name={toml_string(name)}, path={toml_string(path)}}}"]
-        add_overrides(namespace, f"adapters=[{', '.join(namespace.adapters)}]")
+def _list_overrides(arguments: argparse.Namespace) -> Iterator[str]:
+    """The adapters replace those of the config."""
+    tables = []
+    for text in arguments.adapter:
+        name, _, path = text.partition("=")
+        if not (name and path):
+            raise ValueError(f"argument --adapter: {text!r} must be NAME=DIR")
+        tables.append(f"{{name={toml_string(name)}, path={toml_string(path)}}}")
+    if tables:
+        yield f"adapters=[{', '.join(tables)}]"

@@ -52,7 +52,10 @@ class ProgressMeter:
         """Name of the current phase; None: there is none."""
 
     def begin(self, name: str, unit: str, total: int | None = None, initial: int = 0) -> None:
-        """End the current phase and start one of ``total`` units (None: unknown), ``initial`` of which are done."""
+        """End the current phase and start one of ``total`` units (None: unknown), ``initial`` of which are done. Of a
+        phase that has begun it changes nothing."""
+        if name == self.name:
+            return
         self.close()
         self.name, self._unit, self._total = name, unit, total
         self._done, self._initial, self._postfix = initial, initial, ""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from cli.arguments import parse_command
+from pydantic import TypeAdapter
+
+from cli.arguments import ADAPTER, Shorthand, parse_command, require_model
 from cli.entry import exit_with_usage_error, friendly_errors, usage_errors
 from cli.eval.arguments import add_eval_arguments
 from config.eval import EvalConfig
@@ -20,7 +20,7 @@ from logger.pages import Part, Table
 from logger.pages.terminal import print_parts
 
 if TYPE_CHECKING:
-    from diffusionlm.evaluation.text_likelihood import LikelihoodResult, OpenedText
+    from diffusionlm.evaluation.text_likelihood import LikelihoodResult
 
 NAME = "diffusionlm-eval"
 
@@ -33,7 +33,15 @@ EXAMPLE = f"""  {NAME} --model runs/quickstart --task gsm8k --data test.jsonl --
   {NAME} --model runs/quickstart --data README.md --set likelihood.kind=sampler \\
       --set likelihood.generation.remasking_strategy=entropy"""
 
-UNITS_OF_PHASES = {"scoring": "forwards", "decoding": "tokens"}
+_SHORTHANDS = (
+    ADAPTER,
+    Shorthand(
+        "--shots-data", "FILE", "tasks.0.prompt.shots_data={string}", "file of the examples before each question"
+    ),
+    Shorthand("--run-code", None, "tasks.0.run_code=true", "allow to execute code that the model has written"),
+    Shorthand("--output", "DIR", "output.directory={string}", "folder of the results of tasks"),
+    Shorthand("--json", None, 'output.format="json"', "one JSON object"),
+)
 
 
 @friendly_errors(NAME, "lower batch_size of the task or of [likelihood]")
@@ -45,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         example=EXAMPLE,
         config_required=False,
         add_arguments=add_eval_arguments,
+        shorthands=_SHORTHANDS,
         argv=argv,
     )
     if config.tasks:
@@ -53,8 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         run_tasks(NAME, config, argv)
         return
-    if config.model.path is None:
-        exit_with_usage_error(NAME, "no model: add --model DIR, or path to [model] of the config")
+    require_model(NAME, config.model.path)
     if config.data.source is None:
         exit_with_usage_error(NAME, "no data: add --data FILE, or source to [data] of the config, or [[tasks]]")
     # Imported here, so that --help and config errors do not wait for numpy and regex.
@@ -64,8 +72,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         text = open_text(config)
         if config.output.file is not None:
             check_can_write(config.output.file.parent, f"output.file = {config.output.file}")
-    result = _evaluate(config, text)
-    line = format_json(result)
+    # Imported here, so that no error before waits for torch.
+    from diffusionlm.checkpoints.huggingface import load_configured_model
+    from diffusionlm.evaluation.text_likelihood import LikelihoodResult, evaluate_likelihood
+    from logger.console import ProgressMeter
+
+    with closing(ProgressMeter(sys.stderr, is_transient=True)) as meter:
+
+        def show_progress(phase: str, done: int, total: int | None) -> None:
+            meter.begin(phase, "tokens" if phase == "decoding" else "forwards", total)
+            meter.set(done)
+
+        result = evaluate_likelihood(text, show_progress, load_configured_model(config.model))
+    # Numbers that are not finite are null.
+    line = TypeAdapter(LikelihoodResult).dump_json(result).decode()
     if config.output.file is not None:
         write_text_atomic(config.output.file, line + "\n")
     if config.output.format == "json":
@@ -74,47 +94,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         print_parts([format_table(result)])
 
 
-def _evaluate(config: EvalConfig, text: OpenedText) -> LikelihoodResult:
-    # Imported here, so that no error before waits for torch.
-    from diffusionlm.checkpoints.huggingface import load_configured_model
-    from diffusionlm.evaluation.text_likelihood import evaluate_likelihood
-    from logger.console import ProgressMeter
-
-    with closing(ProgressMeter(sys.stderr, is_transient=True)) as meter:
-
-        def show_progress(phase: str, done: int, total: int | None) -> None:
-            if phase != meter.name:
-                meter.begin(phase, UNITS_OF_PHASES[phase], total)
-            meter.set(done)
-
-        return evaluate_likelihood(text, show_progress, load_configured_model(config.model))
-
-
-def format_json(result: LikelihoodResult) -> str:
-    """Format as one JSON object on one line; numbers that are not finite are null."""
-    return json.dumps(_replace_not_finite(asdict(result)), allow_nan=False)
-
-
-def _replace_not_finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _replace_not_finite(item) for key, item in value.items()}
-    return [_replace_not_finite(item) for item in value] if isinstance(value, list | tuple) else value
-
-
 def format_table(result: LikelihoodResult) -> Part:
+    """Tabulate the numbers with their errors, how they were obtained, and what is not in them."""
     sign = "" if result.is_exact else "<= "
-    nats = _format_with_error(result.nats_per_token, result.nats_per_token_standard_error)
-    perplexity = _format_with_error(result.perplexity, result.perplexity_standard_error)
-    bits = _format_with_error(result.bits_per_byte, result.bits_per_byte_standard_error)
-    lines = [
-        (result.method, f"{sign}{nats} nats per token"),
-        ("", f"{sign}{perplexity} perplexity"),
-        ("", f"{sign}{bits} bits per byte"),
-        ("scored", f"{result.num_tokens:,} tokens, {result.num_bytes:,} bytes"),
-        ("rows", f"{result.num_rows:,} of up to {result.row_length:,} tokens"),
-    ]
+    lines: list[tuple[str, str]] = []
+    for key, unit in (
+        ("nats_per_token", "nats per token"),
+        ("perplexity", "perplexity"),
+        ("bits_per_byte", "bits per byte"),
+    ):
+        number = _format_with_error(getattr(result, key), getattr(result, f"{key}_standard_error"))
+        lines.append(("" if lines else result.method, f"{sign}{number} {unit}"))
+    lines.append(("scored", f"{result.num_tokens:,} tokens, {result.num_bytes:,} bytes"))
+    lines.append(("rows", f"{result.num_rows:,} of up to {result.row_length:,} tokens"))
     if result.prompt_gap is not None:
         gap = _format_with_error(result.prompt_gap.nats_per_token, result.prompt_gap.standard_error)
         lines.append(("prompts", f"{gap} nats per token more with the prompts of other conversations"))

@@ -1,12 +1,12 @@
-"""The shorthands of ``diffusionlm-eval`` for ``--set``."""
+"""The arguments of ``diffusionlm-eval`` that stand for keys of the config, depending on each other."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from typing import Any, get_args
+from collections.abc import Iterator, Sequence
+from typing import get_args
 
-from cli.arguments import add_overrides, add_shorthand, toml_string
+from cli.arguments import toml_string, toml_strings
 from config.evaluation.presets import describe_kind, get_preset
 from config.evaluation.tasks import AnyTask
 from diffusionlm.evaluation.tasks.perplexity import PerplexityTask
@@ -17,108 +17,63 @@ PERPLEXITY = PerplexityTask.model_fields["kind"].default
 
 
 def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that stand for keys of the config, such as --task and --vary."""
-    parser.set_defaults(models=[], task=None, data=None, limit=None)
-    group = parser.add_argument_group("shorthands for --set")
-    _add(group, "--model", _override_model, "DIR", "model, checkpoint or run, or org/name on the Hub; repeatable")
-    add_shorthand(group, "--adapter", "model.adapter={string}", metavar="DIR", help="PEFT adapter (LoRA) of the model")
-    _add(group, "--task", _override_task, "KIND", "evaluate a task", choices=TASK_KINDS)
-    _add(
-        group,
-        "--preset",
-        _override_preset,
-        "NAME",
-        "evaluate a task by a published protocol",
+    """Add the model, the task and what is compared."""
+    parser.set_defaults(list_overrides=_list_overrides)
+    group = parser.add_argument_group("what is evaluated")
+    for name, metavar, text in (
+        ("--model", "DIR", "model, checkpoint or run, or org/name on the Hub; repeatable"),
+        ("--vary", "SECTION.KEY=VALUE,VALUE...", "compare these values; repeatable"),
+    ):
+        group.add_argument(name, metavar=metavar, action="append", default=[], help=text)
+    group.add_argument("--task", metavar="KIND", choices=TASK_KINDS, help="evaluate a task")
+    group.add_argument("--preset", metavar="NAME", help="evaluate a task by a published protocol")
+    text = "items of the task; without one a file, directory or glob of text"
+    group.add_argument("--data", metavar="FILE", help=text)
+    group.add_argument("--limit", metavar="N", help="evaluate a random subset of N items")
+
+
+def _list_overrides(arguments: argparse.Namespace) -> Iterator[str]:
+    """The overrides that the arguments stand for.
+
+    Raises:
+        ValueError: an argument is wrong, or does not fit another one; names it.
+    """
+    yield from _list_models(arguments.model)
+    kind, data = arguments.task, arguments.data
+    if arguments.preset is not None:
+        kind = get_preset(arguments.preset).kind
+        if kind is None:
+            raise ValueError(f"--preset {arguments.preset}: {describe_kind(arguments.preset)}")
+        yield f"tasks.0.preset={toml_string(arguments.preset)}"
+    if kind is not None:
+        yield f"tasks.0.kind={toml_string(kind)}"
+    if data is not None and kind is not None:
+        yield f"tasks.0.data={toml_string(data)}"
+    elif data is not None:
+        yield from ("data.source=files", f"data.source.paths={toml_strings([data])}", 'data.split="all"')
+    if arguments.limit is not None:
+        if kind == PERPLEXITY:
+            raise ValueError(
+                f"--limit {arguments.limit} selects items, and --task {kind} reads a text: use --set "
+                f"tasks.0.text.max_rows={arguments.limit}"
+            )
+        yield f"tasks.0.limit={arguments.limit}"
+    for text in arguments.vary:
+        key, _, values = text.partition("=")
+        if not key.strip() or not values.strip():
+            raise ValueError(f"--vary {text}: expected SECTION.KEY=VALUE,VALUE...")
+        array = ", ".join(_to_toml_value(value.strip()) for value in values.split(","))
+        yield f"vary.{toml_string(key.strip())}=[{array}]"
+
+
+def _list_models(models: Sequence[str]) -> Iterator[str]:
+    """The first model is that of [model]; of several each is a variant."""
+    if len(set(models)) < len(models):
+        raise ValueError(f"--model {max(models, key=models.count)} is named twice: remove one of them")
+    yield from (f"model.path={toml_string(model)}" for model in models[:1])
+    yield from (
+        f"variants.{index}.model={toml_string(model)}" for index, model in enumerate(models if len(models) > 1 else [])
     )
-    _add(group, "--data", _override_data, "FILE", "items of the task; without one a file, directory or glob of text")
-    text = "file of the examples before each question"
-    add_shorthand(group, "--shots-data", "tasks.0.prompt.shots_data={string}", metavar="FILE", help=text)
-    _add(group, "--vary", _override_vary, "SECTION.KEY=VALUE,VALUE...", "compare these values; repeatable")
-    _add(group, "--limit", _override_limit, "N", "evaluate a random subset of N items")
-    add_shorthand(group, "--run-code", "tasks.0.run_code=true", help="allow to execute code that the model has written")
-    add_shorthand(group, "--output", "output.directory={string}", metavar="DIR", help="folder of the results of tasks")
-    add_shorthand(group, "--json", 'output.format="json"', help="one JSON object")
-
-
-Override = Callable[[argparse.Namespace, str], None]
-
-
-def _add(group: Any, name: str, override: Override, metavar: str, text: str, **options: Any) -> None:
-    """Add an argument whose overrides depend on other arguments."""
-    group.add_argument(name, action=_ShorthandOfOthers, const=override, metavar=metavar, help=text, **options)
-
-
-class _ShorthandOfOthers(argparse.Action):
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        try:
-            self.const(namespace, values)
-        except ValueError as error:
-            parser.error(f"{option_string}: {error}")
-
-
-def _override_model(namespace: argparse.Namespace, path: str) -> None:
-    """The first model is that of [model]; from the second on each is a variant."""
-    if path in namespace.models:
-        raise ValueError(f"{path} is named twice: remove one of them")
-    namespace.models = [*namespace.models, path]
-    if len(namespace.models) == 1:
-        add_overrides(namespace, f"model.path={toml_string(path)}")
-    for index, model in enumerate(namespace.models if len(namespace.models) > 1 else ()):
-        add_overrides(namespace, f"variants.{index}.model={toml_string(model)}")
-
-
-def _override_task(namespace: argparse.Namespace, kind: str) -> None:
-    namespace.task = kind
-    _check_limit(namespace)
-    namespace.overrides = [text for text in namespace.overrides if text not in _text_overrides(namespace.data)]
-    add_overrides(namespace, f"tasks.0.kind={toml_string(kind)}")
-    if namespace.data is not None:
-        add_overrides(namespace, f"tasks.0.data={toml_string(namespace.data)}")
-
-
-def _override_preset(namespace: argparse.Namespace, name: str) -> None:
-    kind = get_preset(name).kind
-    if kind is None:
-        raise ValueError(f"{name}: {describe_kind(name)}")
-    _override_task(namespace, kind)
-    add_overrides(namespace, f"tasks.0.preset={toml_string(name)}")
-
-
-def _override_limit(namespace: argparse.Namespace, number: str) -> None:
-    namespace.limit = number
-    _check_limit(namespace)
-    add_overrides(namespace, f"tasks.0.limit={number}")
-
-
-def _check_limit(namespace: argparse.Namespace) -> None:
-    if namespace.limit is not None and namespace.task == PERPLEXITY:
-        raise ValueError(
-            f"--limit {namespace.limit} selects items, and --task {PERPLEXITY} reads a text: use --set "
-            f"tasks.0.text.max_rows={namespace.limit}"
-        )
-
-
-def _override_data(namespace: argparse.Namespace, path: str) -> None:
-    namespace.data = path
-    if namespace.task is None:
-        add_overrides(namespace, *_text_overrides(path))
-    else:
-        add_overrides(namespace, f"tasks.0.data={toml_string(path)}")
-
-
-def _text_overrides(path: str | None) -> tuple[str, ...]:
-    """What --data overrides without --task."""
-    if path is None:
-        return ()
-    return "data.source=files", f"data.source.paths=[{toml_string(path)}]", 'data.split="all"'
-
-
-def _override_vary(namespace: argparse.Namespace, text: str) -> None:
-    key, equals, values = text.partition("=")
-    if not equals or not key.strip() or not values.strip():
-        raise ValueError(f"{text!r}: expected SECTION.KEY=VALUE,VALUE...")
-    array = ", ".join(_to_toml_value(value.strip()) for value in values.split(","))
-    add_overrides(namespace, f"vary.{toml_string(key.strip())}=[{array}]")
 
 
 def _to_toml_value(text: str) -> str:

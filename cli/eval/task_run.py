@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cli.entry import exit_with_usage_error, usage_errors
-from cli.eval.report import TaskReport, build_page, read_evaluations, summarize
+from cli.eval.report import build_page, read_evaluations, summarize
 from config.dump import format_value, to_toml, to_toml_values
 from config.eval import EvalConfig
 from config.evaluation.presets import get_preset
@@ -41,7 +41,7 @@ MAX_VARIANTS = 200
 
 
 def run_tasks(name: str, config: EvalConfig, argv: Sequence[str] | None) -> None:
-    """Evaluate the tasks, and print the results.
+    """Evaluate the tasks, write the report, and print the results.
 
     Args:
         name: of the command.
@@ -63,19 +63,13 @@ def run_tasks(name: str, config: EvalConfig, argv: Sequence[str] | None) -> None
     with closing(ProgressMeter(sys.stderr, is_transient=True)) as meter:
 
         def show_progress(phase: str, unit: str, done: int, total: int | None) -> None:
-            if phase != meter.name:
-                meter.begin(phase, unit, total)
+            meter.begin(phase, unit, total)
             meter.set(done)
 
         run.run(show_progress, command)
     page = directory / REPORT_FILE
     report = read_evaluations([directory])
     write_page(build_page(report), page)
-    _print_results(config, directory, report)
-    print_message(f"report: {page}")
-
-
-def _print_results(config: EvalConfig, directory: Path, report: TaskReport) -> None:
     values = json.loads(read_text(directory / RESULTS_FILE))
     del values["item_ids"]  # as long as the data; the folder has them
     text = json.dumps(values, ensure_ascii=False)
@@ -85,6 +79,7 @@ def _print_results(config: EvalConfig, directory: Path, report: TaskReport) -> N
         print(text)
     else:
         print_parts(summarize(report))
+    print_message(f"report: {page}")
 
 
 def resolve_variants(config: EvalConfig) -> list[Variant]:
@@ -98,47 +93,29 @@ def resolve_variants(config: EvalConfig) -> list[Variant]:
     points = list(product(*[[(key, value) for value in values] for key, values in config.vary.items()]))
     if len(variants) * len(points) > MAX_VARIANTS:
         raise ValueError(f"{len(variants) * len(points)} variants, and at most {MAX_VARIANTS} are compared: vary less")
-    labels = _name_models(variants, config.model)
-    resolved = []
+    paths = [str(variant.model or config.model.path or "") for variant in variants]
+    short = [Path(path).name or path for path in paths]
+    labels = short if len(set(short)) == len(set(paths)) else paths
+    resolved: dict[str, Variant] = {}
     for variant, label in zip(variants, labels, strict=True):
         for point in points:
-            parts = [label] if len(variants) > 1 or variant.name is not None else []
-            parts += [f"{_shorten_key(key)}={_format(value)}" for key, value in point]
+            parts = [variant.name or label] if len(variants) > 1 or variant.name is not None else []
+            for key, value in point:
+                text = value if isinstance(value, str) else format_value(value)
+                parts.append(f"{key.rpartition('.')[2]}={text}")
             name = " ".join(parts) or label
+            if name in resolved:
+                raise ValueError(f"two variants are named {name!r}: remove one, or set variants.N.name in a config")
             settings = {section: dict(getattr(variant, section)) for section in SECTIONS}
             for key, value in point:
-                _set_key(settings, key, value)
+                section, _, own_key = key.partition(".")
+                if section not in SECTIONS or not own_key or "." in own_key:
+                    sections = ", ".join(SECTIONS)
+                    raise ValueError(f"vary: {key!r} is no key of tasks that can vary: name one of {sections}.KEY")
+                settings[section][own_key] = value
             tasks = _apply_settings(config, settings, name)
-            resolved.append(Variant(name, _resolve_model(variant, config.model, name), tasks))
-    names = [variant.name for variant in resolved]
-    duplicate = next((name for name in names if names.count(name) > 1), None)
-    if duplicate is not None:
-        raise ValueError(f"two variants are named {duplicate!r}: remove one, or set variants.N.name in a config")
-    return resolved
-
-
-def _name_models(variants: Sequence[VariantConfig], model: InferModelConfig) -> list[str]:
-    """The names of variants; of those without one the last part of the model's path, or all of it if needed."""
-    paths = [str(variant.model or model.path or "") for variant in variants]
-    short = [Path(path).name or path for path in paths]
-    is_distinct = len(set(short)) == len(set(paths))
-    labels = short if is_distinct else paths
-    return [variant.name or label for variant, label in zip(variants, labels, strict=True)]
-
-
-def _shorten_key(key: str) -> str:
-    return key.rpartition(".")[2]
-
-
-def _format(value: Any) -> str:
-    return value if isinstance(value, str) else format_value(value)
-
-
-def _set_key(settings: dict[str, dict[str, Any]], key: str, value: Any) -> None:
-    section, _, name = key.partition(".")
-    if section not in SECTIONS or not name or "." in name:
-        raise ValueError(f"vary: {key!r} is no key of tasks that can vary: name one of {', '.join(SECTIONS)}.KEY")
-    settings[section][name] = value
+            resolved[name] = Variant(name, _resolve_model(variant, config.model, name), tasks)
+    return list(resolved.values())
 
 
 def _resolve_model(variant: VariantConfig, model: InferModelConfig, name: str) -> InferModelConfig:

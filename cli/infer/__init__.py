@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from cli.arguments import Shorthand, add_overrides, parse_command, toml_string
-from cli.entry import exit_with_usage_error, friendly_errors, usage_errors
+from cli.arguments import ADAPTER, MODEL, Shorthand, parse_command, require_model, toml_strings
+from cli.entry import friendly_errors, usage_errors
 from config.infer import InferConfig
 from diffusionlm.inference.strategies import STRATEGIES
 
@@ -23,8 +22,8 @@ EXAMPLE = f"""  {NAME} --model runs/quickstart --prompt "def " --show
   {NAME} --config config/resources/infer.toml --temperature 0.8 --json | jq .metrics"""
 
 _SHORTHANDS = (
-    Shorthand("--model", "DIR", "model.path={string}", "model directory, checkpoint or run, or org/name on the Hub"),
-    Shorthand("--adapter", "DIR", "model.adapter={string}", "PEFT adapter (LoRA) of the model"),
+    MODEL,
+    ADAPTER,
     Shorthand(
         "--prompts",
         "FILE",
@@ -52,13 +51,13 @@ _SHORTHANDS = (
     Shorthand("--json", None, 'output.format="json"', "print one JSON object per request"),
 )
 
-_TEXT_KEYS = {
-    "prompts": "input.prompts",
-    "chats": "input.chats",
-    "infills": "input.infills",
-    "choices": "constraint.choices",
+_TEXTS = {
+    "prompt": ("input.prompts", "continue this text; may be repeated"),
+    "infill": ("input.infills", "fill each [MASK:n] with n tokens; may be repeated"),
+    "chat": ("input.chats", "answer this message; may be repeated; without a text, chat in the terminal"),
+    "choice": ("constraint.choices", "each new text is this one, or another choice; may be repeated"),
 }
-"""Arguments that are texts, and what they override."""
+"""Arguments that are texts: the key that all of one name replace, and the help."""
 _ESCAPE = re.compile(r"\\([nt\\])")
 _ESCAPED_CHARACTERS = {"n": "\n", "t": "\t", "\\": "\\"}
 
@@ -75,59 +74,38 @@ def main(argv: Sequence[str] | None = None) -> None:
         shorthands=_SHORTHANDS,
         argv=argv,
     )
-    if config.model.path is None:
-        exit_with_usage_error(NAME, "no model given: add --model DIR, or path to [model] of the config")
+    require_model(NAME, config.model.path)
     # Imported here, so that --help and config errors do not wait for torch.
     from cli.infer.inputs import prepare_run
     from cli.infer.session import answer, run_chat
     from diffusionlm.checkpoints.huggingface import load_configured_model
 
     with usage_errors(NAME):
-        prepared = prepare_run(config)
+        builder, inputs = prepare_run(config)
     model = load_configured_model(config.model)
-    run = run_chat if config.input.interactive else answer
-    run(model, prepared, config)
+    if config.input.interactive:
+        run_chat(model, builder, config.input)
+    else:
+        answer(model, builder, inputs, config)
 
 
 def _add_texts(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(raw=False, **{dest: [] for dest in _TEXT_KEYS})
+    parser.set_defaults(list_overrides=_list_overrides)
     group = parser.add_argument_group("texts; \\n, \\t and \\\\ are escapes in prompts, chats, infills and choices")
-    for name, text in (
-        ("prompt", "continue this text; may be repeated"),
-        ("infill", "fill each [MASK:n] with n tokens; may be repeated"),
-        ("chat", "answer this message; may be repeated; without a text, chat in the terminal"),
-        ("choice", "each new text is this one, or another choice; may be repeated"),
-    ):
+    for name, (_, text) in _TEXTS.items():
         nargs = "?" if name == "chat" else None
-        group.add_argument(f"--{name}", metavar="TEXT", action=_TextAction, dest=f"{name}s", nargs=nargs, help=text)
-    group.add_argument("--raw", action=_RawAction, nargs=0, help="do not read escapes in these texts")
+        group.add_argument(f"--{name}", metavar="TEXT", action="append", default=[], nargs=nargs, help=text)
+    group.add_argument("--raw", action="store_true", help="do not read escapes in these texts")
 
 
-class _TextAction(argparse.Action):
-    """Append a prompt, chat, infill or choice; together they replace those of the config."""
-
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        if values is None:
-            add_overrides(namespace, "input.interactive=true")
-            return
-        setattr(namespace, self.dest, [*getattr(namespace, self.dest), values])
-        _override_texts(namespace, self.dest)
-
-
-class _RawAction(argparse.Action):
-    """Turn off escapes, also in the texts before this argument."""
-
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        namespace.raw = True
-        for dest in _TEXT_KEYS:
-            if getattr(namespace, dest):
-                _override_texts(namespace, dest)
-
-
-def _override_texts(namespace: argparse.Namespace, dest: str) -> None:
-    texts = [text if namespace.raw else _unescape(text) for text in getattr(namespace, dest)]
-    value = ", ".join(toml_string(text) for text in texts)
-    add_overrides(namespace, f"{_TEXT_KEYS[dest]}=[{value}]")
+def _list_overrides(arguments: argparse.Namespace) -> Iterator[str]:
+    """The overrides that the texts stand for."""
+    if None in arguments.chat:
+        yield "input.interactive=true"
+    for name, (key, _) in _TEXTS.items():
+        texts = [text for text in getattr(arguments, name) if text is not None]
+        if texts:
+            yield f"{key}={toml_strings(texts if arguments.raw else map(_unescape, texts))}"
 
 
 def _unescape(text: str) -> str:

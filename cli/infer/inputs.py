@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from config.infer import InferConfig, InferConstraintConfig, InferInputConfig, InferOutputConfig
-from config.model import ModelConfig
 from diffusionlm.checkpoints.adapter_config import read_adapter_config
-from diffusionlm.checkpoints.model_files import ModelDescription, check_weight_files, read_model_description
+from diffusionlm.checkpoints.model_files import check_weight_files, read_model_description
 from diffusionlm.inference.constraints.compiler import ConstraintCompiler, TokenConstraint
 from diffusionlm.inference.request_builder import RequestBuilder
 from files.json_files import read_json_object
 from files.paths import check_can_write
-from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer, load_chat_template
+from tokenizer import CHAT_TEMPLATES, Tokenizer
 
 if TYPE_CHECKING:
     from diffusionlm.inference.healing import HealedText
@@ -32,9 +31,10 @@ InputKind = Literal["prompt", "chat", "infill"]
 
 MAX_LINE_BYTES = 1 << 24
 """Longer lines of a file of prompts are refused: an endless one would fill the memory."""
-MAX_INPUTS = 1_000_000
-"""So are more inputs in a file."""
-
+NO_TEMPLATE = (
+    "the model has no chat template: set one with --set input.chat_template=chatml (qwen3, llama3, llada), or write "
+    "the whole text as --prompt"
+)
 _KEYS: dict[str, InputKind] = {"prompt": "prompt", "messages": "chat", "infill": "infill"}
 
 
@@ -63,7 +63,7 @@ class EncodedInput:
     text: str
     """The text of a prompt or an infill, the rendered template of a chat."""
     num_hidden: int
-    """Prefix tokens of every text of the model, which are not displayed."""
+    """Tokens at the beginning that are not displayed: the prefix of every text of the model, and all of a chat."""
     prepared: PreparedRequest
 
     @property
@@ -143,7 +143,7 @@ def encode_inputs(
         label = source.location or f"{source.kind} {counts[source.kind]} of {len(inputs)}"
         constraints = [constraint] * max(1, len(encoded.options.span_lengths)) if constraint is not None else []
         prepared = builder.prepare(encoded, seed + index, label, constraints=constraints)
-        num_hidden = 0 if source.kind == "chat" else len(builder.prefix_ids)
+        num_hidden = len(builder.prefix_ids if source.kind != "chat" else prepared.token_ids)
         encoded_inputs.append(EncodedInput(source, counts[source.kind], text, num_hidden, prepared))
     return encoded_inputs
 
@@ -153,29 +153,14 @@ def _encode(source: Input, builder: RequestBuilder) -> tuple[str, HealedText]:
     from diffusionlm.inference.healing import split_infill
     from tokenizer import render_chat
 
-    match source.kind:
-        case "prompt":
-            return source.text, builder.encode_text(source.text)
-        case "infill":
-            return source.text, builder.encode_spans(split_infill(source.text))
-        case "chat":
-            template = require_template(builder.template)
-            text = render_chat(template, source.messages, add_generation_prompt=True)
-            return text, builder.encode_chat(source.messages)
-
-
-def require_template(template: ChatTemplate | None) -> ChatTemplate:
-    """Return the template.
-
-    Raises:
-        ValueError: it is None.
-    """
-    if template is None:
-        raise ValueError(
-            "the model has no chat template: set one with --set input.chat_template=chatml (qwen3, llama3, llada), or "
-            "write the whole text as --prompt"
-        )
-    return template
+    if source.kind == "prompt":
+        return source.text, builder.encode_text(source.text)
+    if source.kind == "infill":
+        return source.text, builder.encode_spans(split_infill(source.text))
+    if builder.template is None:
+        raise ValueError(NO_TEMPLATE)
+    text = render_chat(builder.template, source.messages, add_generation_prompt=True)
+    return text, builder.encode_chat(source.messages)
 
 
 @contextmanager
@@ -196,82 +181,68 @@ def _read_file(path: Path, file_format: str | None) -> list[Input]:
         for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES + 1), b""), 1):
             location = f"{name}:{number}"
             with _prefix_errors(location):
-                text = _decode_line(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
+                if len(line) > MAX_LINE_BYTES:
+                    raise ValueError(f"is longer than {MAX_LINE_BYTES:,} bytes: is this a text file?")
+                text = _decode_line(line, "utf-8-sig" if number == 1 else "utf-8")
                 if text.strip():
-                    parse = _parse_json_line if is_json else _parse_text_line
-                    inputs.append(parse(text, location))
-                if len(inputs) > MAX_INPUTS:
-                    raise ValueError(f"has more than {MAX_INPUTS:,} inputs: divide them among several calls")
+                    inputs.append(_parse_json(text, location) if is_json else Input("prompt", text, location=location))
     if not inputs:
         raise ValueError(f"{name}: has no prompts: write one per line")
     return inputs
 
 
-def _decode_line(line: bytes) -> str:
+def _decode_line(line: bytes, encoding: str) -> str:
     """The text of a line, without its end."""
-    if len(line) > MAX_LINE_BYTES:
-        raise ValueError(f"is longer than {MAX_LINE_BYTES:,} bytes: is this a text file?")
     try:
-        return line.removesuffix(b"\n").removesuffix(b"\r").decode()
+        return line.decode(encoding).removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
-        raise ValueError(f"is not UTF-8 (byte {error.start + 1} of the line); convert the file") from None
+        raise ValueError(f"is not UTF-8 ({error.reason}); convert the file") from None
 
 
-def _parse_text_line(line: str, location: str) -> Input:
-    """The input of a line of another file."""
-    return Input("prompt", line, location=location)
-
-
-def _parse_json_line(line: str, location: str) -> Input:
+def _parse_json(line: str, location: str) -> Input:
     """The input of a line of a .jsonl file."""
     try:
         value = json.loads(line, parse_constant=_reject_constant)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"is not JSON ({error})") from None
-    if isinstance(value, str):
-        return Input("prompt", value, location=location)
-    names = [key for key in _KEYS if isinstance(value, dict) and key in value]
+    values: Any = {"prompt": value} if isinstance(value, str) else value
+    names = [key for key in _KEYS if isinstance(values, dict) and key in values]
     if len(names) != 1:
-        problem = f"has {' and '.join(names)}" if names else f"is {_shorten(line)}"
-        raise ValueError(f'{problem}: expected a string, or an object with one of "prompt", "messages" and "infill"')
+        raise ValueError(
+            f'is {_shorten(line)}: expected a string, or an object with one of "prompt", "messages" and "infill"'
+        )
     [name] = names
-    extra = {key: item for key, item in value.items() if key != name}
+    content = values.pop(name)
     if name == "messages":
-        return Input("chat", messages=_parse_messages(value[name]), location=location, extra=extra)
-    if not isinstance(value[name], str):
-        raise ValueError(f'"{name}" is {_shorten(json.dumps(value[name]))}: expected a string')
-    return Input(_KEYS[name], value[name], location=location, extra=extra)
+        if not _are_messages(content):
+            raise ValueError(
+                f'"messages" is {_shorten(json.dumps(content))}: expected a list of objects such as '
+                '{"role": "user", "content": "..."}'
+            )
+        return Input("chat", messages=tuple(content), location=location, extra=values)
+    if not isinstance(content, str):
+        raise ValueError(f'"{name}" is {_shorten(json.dumps(content))}: expected a string')
+    return Input(_KEYS[name], content, location=location, extra=values)
 
 
 def _reject_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _parse_messages(value: Any) -> tuple[Mapping[str, Any], ...]:
-    messages = value if isinstance(value, list) else []
-    if not messages or not all(isinstance(item, dict) and isinstance(item.get("role"), str) for item in messages):
-        raise ValueError(
-            f'"messages" is {_shorten(json.dumps(value))}: expected a list of objects such as '
-            '{"role": "user", "content": "..."}'
-        )
-    return tuple(messages)
+def _are_messages(value: Any) -> bool:
+    is_list = isinstance(value, list) and bool(value)
+    return is_list and all(isinstance(item, dict) and isinstance(item.get("role"), str) for item in value)
 
 
 def _shorten(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-@dataclass(frozen=True)
-class PreparedRun:
-    """A call whose inputs fit the model and the settings."""
-
-    builder: RequestBuilder
-    inputs: tuple[EncodedInput, ...] = ()
-    """Empty for an interactive chat."""
-
-
-def prepare_run(config: InferConfig) -> PreparedRun:
+def prepare_run(config: InferConfig) -> tuple[RequestBuilder, list[EncodedInput]]:
     """Check the output paths, the inputs, the files of the model, and that inputs and settings fit it.
+
+    Returns:
+        What makes requests, and the requests of the inputs; none for an interactive chat.
 
     Raises:
         ValueError: one of them is wrong; names the key, the argument, or the file and line.
@@ -281,65 +252,38 @@ def prepare_run(config: InferConfig) -> PreparedRun:
     check_output_paths(config.output)
     inputs = read_inputs(config.input)
     model = read_model_description(config.model.path)
-    has_chats = config.input.interactive or any(item.kind == "chat" for item in inputs)
-    template = require_template(_find_template(config, model)) if has_chats else None
-    run = prepare_inputs(inputs, model.tokenizer, model.config, config, template)
+    name = config.input.chat_template
+    template = model.tokenizer.chat_template if name is None else CHAT_TEMPLATES[name]
+    if config.input.interactive and template is None:
+        raise ValueError(NO_TEMPLATE)
+    builder = RequestBuilder.from_config(
+        model.tokenizer, model.config, config.generation, template, token_healing=config.input.token_healing
+    )
+    constraint = compile_constraint(config.constraint, model.tokenizer)
+    encoded_inputs = encode_inputs(inputs, builder, config.input.seed, constraint)
     check_weight_files(config.model.path)
     if config.model.adapter is not None:
         read_adapter_config(config.model.adapter)
-    return run
+    return builder, encoded_inputs
 
 
 def check_output_paths(config: InferOutputConfig) -> None:
     """Check that the output files can be written, before decoding.
 
     Raises:
-        ValueError: a directory does not exist or is not writable, a path is a directory, both paths are equal, or the
-            answers file is not empty.
+        ValueError: one cannot, both are the same, or the answers file is not empty.
     """
     for key, path in (("file", config.file), ("html", config.html)):
-        if path is None:
-            continue
-        parent = path.parent
-        if not parent.is_dir():
-            raise ValueError(
-                f'output.{key} = "{path}": the directory {parent} does not exist: create it or set another path'
-            )
-        if path.is_dir():
-            raise ValueError(f'output.{key} = "{path}" is a directory: set the path of a file')
-        check_can_write(parent, f'output.{key} = "{path}"')
-    if config.file is not None and config.file.exists() and config.file.stat().st_size > 0:
-        raise ValueError(f'output.file = "{config.file}" contains answers already: set a new path or remove the file')
-    if config.file is not None and config.file == config.html:
-        raise ValueError(f'output.file and output.html are both "{config.file}": set two paths')
-
-
-def _find_template(config: InferConfig, model: ModelDescription) -> ChatTemplate | None:
-    """The chat template of the config, else of the given directory, else of its checkpoint."""
-    if config.input.chat_template is not None:
-        return CHAT_TEMPLATES[config.input.chat_template]
-    assert config.model.path is not None
-    return load_chat_template(config.model.path) or load_chat_template(model.directory)
-
-
-def prepare_inputs(
-    inputs: Sequence[Input],
-    tokenizer: Tokenizer,
-    model: ModelConfig,
-    config: InferConfig,
-    template: ChatTemplate | None = None,
-) -> PreparedRun:
-    """Encode the inputs and check them against the model and the settings.
-
-    Raises:
-        ValueError: an input does not fit the model, a masked span cannot be parsed, the template rejects a chat, the
-            settings do not fit the model, or the constraint is wrong or does not fit an input.
-    """
-    builder = RequestBuilder.from_config(
-        tokenizer, model, config.generation, template, token_healing=config.input.token_healing
-    )
-    constraint = compile_constraint(config.constraint, tokenizer)
-    return PreparedRun(builder, tuple(encode_inputs(inputs, builder, config.input.seed, constraint)))
+        if path is not None and path.is_dir():
+            raise ValueError(f"output.{key} = {path} is a directory: set the path of a file")
+        if path is not None:
+            check_can_write(path.parent, f"output.{key} = {path}")
+    if config.file is None:
+        return
+    if config.file.exists() and config.file.stat().st_size > 0:
+        raise ValueError(f"output.file = {config.file} contains answers already: set a new path or remove the file")
+    if config.file == config.html:
+        raise ValueError(f"output.file and output.html are both {config.file}: set two paths")
 
 
 def compile_constraint(config: InferConstraintConfig, tokenizer: Tokenizer) -> TokenConstraint | None:
@@ -353,13 +297,9 @@ def compile_constraint(config: InferConstraintConfig, tokenizer: Tokenizer) -> T
     compiler = ConstraintCompiler(tokenizer)
     if config.json_schema is not None:
         schema = read_json_object(config.json_schema)
-        try:
+        with _prefix_errors(str(config.json_schema)):
             return compiler.compile_json_schema(schema)
-        except ValueError as error:
-            raise ValueError(f"{config.json_schema}: {error}") from None
-    try:
-        if config.regex is not None:
-            return compiler.compile_regex(config.regex)
-        return compiler.compile_choices(config.choices)
-    except ValueError as error:
-        raise ValueError(f"constraint.{'choices' if config.regex is None else 'regex'}: {error}") from None
+    with _prefix_errors(f"constraint.{'choices' if config.regex is None else 'regex'}"):
+        return (
+            compiler.compile_choices(config.choices) if config.regex is None else compiler.compile_regex(config.regex)
+        )

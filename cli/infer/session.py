@@ -8,14 +8,16 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext, suppress
-from itertools import count, groupby
-from typing import Any
+from itertools import count
+from pathlib import Path
+from typing import Any, TextIO
 
 from cli.infer.answers import Answer, answer_record, build_answers, build_page
-from cli.infer.inputs import EncodedInput, PreparedRun
+from cli.infer.inputs import EncodedInput
 from cli.infer.terminal import LiveView, print_answer
-from config.infer import InferConfig, InferOutputConfig
+from config.infer import InferConfig, InferInputConfig
 from diffusionlm.inference.generate import decode, stream
+from diffusionlm.inference.request_builder import RequestBuilder
 from diffusionlm.models.transformer import Transformer
 from files.atomic import write_text_atomic
 from files.terminal_text import escape_control_characters, print_line
@@ -24,7 +26,7 @@ from logger.pages.html import render_html
 from tokenizer import Tokenizer
 
 
-def answer(model: Transformer, prepared: PreparedRun, config: InferConfig) -> None:
+def answer(model: Transformer, builder: RequestBuilder, inputs: Sequence[EncodedInput], config: InferConfig) -> None:
     """Decode every input, and print and write the answers in order, after each batch.
 
     If decoding fails, the replay page is written with the batches that are complete.
@@ -33,91 +35,70 @@ def answer(model: Transformer, prepared: PreparedRun, config: InferConfig) -> No
         ValueError: the model's probabilities are not finite.
         OSError: a file cannot be written.
     """
-    output, inputs, tokenizer = config.output, prepared.inputs, prepared.builder.tokenizer
-    params = _describe_settings(prepared, config)
-    done: list[Answer] = []
+    output, tokenizer = config.output, builder.tokenizer
+    params = {
+        **builder.settings.config.model_dump(mode="json"),
+        "stop_token_ids": sorted(builder.settings.stop_token_ids),
+        # Without the ids that have no text: a model may have thousands.
+        "suppress_token_ids": list(config.generation.suppress_token_ids),
+    }
+    is_json = output.format == "json" or output.file is not None
+    for path in (output.file, output.html):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+    answers: list[Answer] = []
     # A bar and the canvases of --show would overwrite each other.
     meter = ProgressMeter(sys.stderr, style="lines" if output.show else "auto")
     if output.file is not None:
         meter.begin("decoding", "inputs", len(inputs))
     try:
         with closing(meter):
-            for batch in _split_into_batches(inputs, config.input.batch_size):
-                answers = _decode_batch(model, tokenizer, batch, output)
-                done += answers
-                _emit_answers(answers, tokenizer, params, output, shows_names=len(inputs) > 1)
+            for start in range(0, len(inputs), config.input.batch_size):
+                batch = inputs[start : start + config.input.batch_size]
+                stream = (sys.stderr if is_json else sys.stdout) if output.show else None
+                new_answers = _decode_batch(model, tokenizer, batch, stream)
+                answers += new_answers
+                if is_json:
+                    _write_lines([answer_record(item, params) for item in new_answers], output.file)
+                else:
+                    for item in new_answers:
+                        print_answer(tokenizer, item, shows_name=len(inputs) > 1)
                 if output.file is not None:
-                    meter.set_postfix(f"{answers[0].tokens_per_second:.1f} tokens/s")
-                    meter.set(len(done))
+                    meter.set_postfix(f"{new_answers[0].metrics['tokens_per_second']:.1f} tokens/s")
+                    meter.set(len(answers))
     finally:
-        if output.html is not None and done:
+        if output.html is not None and answers:
             model_name = "model" if config.model.path is None else config.model.path.resolve().name
-            write_text_atomic(output.html, render_html(build_page(tokenizer, model_name, params, done)))
-
-
-def _describe_settings(prepared: PreparedRun, config: InferConfig) -> dict[str, Any]:
-    """Keys of the generation config with their effective values."""
-    settings = prepared.builder.settings
-    return {
-        **settings.config.model_dump(mode="json"),
-        "stop_token_ids": sorted(settings.stop_token_ids),
-        # Without the ids that have no text: a model may have thousands.
-        "suppress_token_ids": list(config.generation.suppress_token_ids),
-    }
-
-
-def _split_into_batches(encoded_inputs: Sequence[EncodedInput], size: int) -> Iterator[list[EncodedInput]]:
-    """Split inputs into batches, keeping order; a batch is all infills or none."""
-    for _, group in groupby(encoded_inputs, key=lambda encoded: encoded.source.kind == "infill"):
-        inputs = list(group)
-        for start in range(0, len(inputs), size):
-            yield inputs[start : start + size]
+            write_text_atomic(output.html, render_html(build_page(tokenizer, model_name, params, answers)))
 
 
 def _decode_batch(
-    model: Transformer, tokenizer: Tokenizer, batch: Sequence[EncodedInput], output: InferOutputConfig
+    model: Transformer, tokenizer: Tokenizer, batch: Sequence[EncodedInput], stream: TextIO | None
 ) -> list[Answer]:
-    """Decode a batch, and show its canvases if the config says so."""
-    view = LiveView(tokenizer, batch, sys.stderr if _prints_json(output) else sys.stdout) if output.show else None
+    """Decode a batch, and show its canvases on a stream, if there is one."""
     start = time.perf_counter()
-    with nullcontext() if view is None else closing(view):
+    with nullcontext() if stream is None else closing(LiveView(tokenizer, batch, stream)) as view:
         results = decode(model, [encoded.prepared for encoded in batch], view)
     return build_answers(tokenizer, batch, results, time.perf_counter() - start)
 
 
-def _prints_json(output: InferOutputConfig) -> bool:
-    return output.format == "json" or output.file is not None
-
-
-def _emit_answers(
-    answers: Sequence[Answer],
-    tokenizer: Tokenizer,
-    params: Mapping[str, Any],
-    output: InferOutputConfig,
-    *,
-    shows_names: bool,
-) -> None:
-    """Append answers to the file, else print them."""
-    if not _prints_json(output):
-        for answer in answers:
-            print_answer(tokenizer, answer, shows_name=shows_names)
-        return
-    lines = "".join(json.dumps(answer_record(answer, params)) + "\n" for answer in answers)
-    if output.file is None:
+def _write_lines(records: Sequence[Mapping[str, Any]], path: Path | None) -> None:
+    """Append JSON lines to a file, or print them."""
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    if path is None:
         print(lines, end="", flush=True)
-        return
-    with output.file.open("a", encoding="utf-8", newline="\n") as file:
-        file.write(lines)
+    else:
+        with path.open("a", encoding="utf-8", newline="\n") as file:
+            file.write(lines)
 
 
-def run_chat(model: Transformer, prepared: PreparedRun, config: InferConfig) -> None:
+def run_chat(model: Transformer, builder: RequestBuilder, config: InferInputConfig) -> None:
     """Read questions and print answers until the input ends (Ctrl-D). Ctrl-C ends an answer or, between answers, the
     chat.
 
     A turn that fails, for example because the chat exceeds the model's context, is reported and dropped.
     """
-    builder = prepared.builder
-    messages = [] if config.input.system is None else [{"role": "system", "content": config.input.system}]
+    messages = [] if config.system is None else [{"role": "system", "content": config.system}]
     with suppress(ImportError):
         importlib.import_module("readline")  # lets input() edit lines
     for number in count():
@@ -127,7 +108,7 @@ def run_chat(model: Transformer, prepared: PreparedRun, config: InferConfig) -> 
             return
         turn_messages = [*messages, {"role": "user", "content": question}]
         try:
-            prompt, seed = builder.encode_chat(turn_messages), config.input.seed + number
+            prompt, seed = builder.encode_chat(turn_messages), config.seed + number
             answer = _print_answer(stream(model, builder.tokenizer, prompt, builder.settings.config, seed))
         except ValueError as error:
             print_line(f"failed; the conversation continues without this turn: {error}")

@@ -8,21 +8,21 @@ import re
 import sys
 
 import pytest
-from rich.text import Text
 
 from cli.infer.answers import build_answers
-from cli.infer.inputs import EncodedInput, Input, InputKind
+from cli.infer.inputs import EncodedInput, Input, InputKind, encode_inputs
 from cli.infer.terminal import (
     MASK_GLYPH,
     LiveView,
     canvas_text_pieces,
     fold_lines,
     print_answer,
-    render_canvas,
     style_pieces,
 )
+from config.generation import GenerationConfig
 from diffusionlm.inference.generate import CanvasSnapshot, DecodingStep, Generation
-from diffusionlm.inference.healing import encode_pieces, split_infill
+from diffusionlm.inference.request_builder import RequestBuilder
+from tests.conftest import MakeConfig
 from tests.decoding_jobs import make_request
 from tokenizer import Tokenizer
 
@@ -58,7 +58,8 @@ class Screen(io.StringIO):
 
 
 def request_of(tokenizer: Tokenizer, text: str, kind: InputKind = "prompt", number: int = 1) -> EncodedInput:
-    return EncodedInput(Input(kind, text), number, text, 0, make_request(tokenizer.encode(text)))
+    request = make_request(tokenizer.encode(text))
+    return EncodedInput(Input(kind, text), number, text, len(text) if kind == "chat" else 0, request)
 
 
 def canvas(tokenizer: Tokenizer, text: str) -> CanvasSnapshot:
@@ -136,10 +137,6 @@ def test_folded_lines_fit() -> None:
     assert folded([("a b [red]c  ", True)], 4) == ["a b ", "[red", "]c  "], "spaces and brackets are text"
 
 
-def test_given_text_is_dimmed() -> None:
-    assert style_pieces([("given\x07", False), ("new", True)]) == Text.assemble(("given\\x07", "dim"), "new")
-
-
 @pytest.mark.parametrize(
     ("kind", "many", "expected"),
     [("prompt", False, "abc\n"), ("prompt", True, "[prompt 1]\nabc\n"), ("chat", False, "bc\n")],
@@ -173,22 +170,17 @@ def test_answers_in_a_terminal_are_harmless(tokenizer: Tokenizer, monkeypatch: p
     assert pipe.getvalue() == "a\x1b[2J\x1b]0;x\x07[red]" + "b " * 30 + "\n", "a pipe gets the exact text"
 
 
-def test_rendering(tokenizer: Tokenizer) -> None:
-    ids = list(encode_pieces(tokenizer, split_infill("the [MASK:2] sat")).token_ids)
-    masked = [token == tokenizer.mask_token_id for token in ids]
-    assert render_canvas(ids, masked, tokenizer) == f"the {MASK_GLYPH}{MASK_GLYPH} sat"
-    first = masked.index(True)
-    ids[first], still = tokenizer.encode("c")[0], list(masked)
-    still[first] = False
-    assert render_canvas(ids, still, tokenizer) == f"the c{MASK_GLYPH} sat"
-    assert canvas_text_pieces(ids, still, masked, tokenizer) == [
-        ("the ", False),
-        ("c", True),
-        (MASK_GLYPH, True),
-        (" sat", False),
-    ]
-
-
-def test_final_mask_token_is_printed_as_text(tokenizer: Tokenizer) -> None:
-    assert tokenizer.mask_token_id is not None
-    assert render_canvas([tokenizer.mask_token_id] * 2, [False, True], tokenizer) == f"<|mask|>{MASK_GLYPH}"
+def test_pieces_of_a_canvas(tokenizer: Tokenizer, make_config: MakeConfig) -> None:
+    """What was given, what is new, and masks; a final mask token is text."""
+    mask = tokenizer.mask_token_id or 0
+    model = make_config(vocab_size=tokenizer.vocab_size, mask_token_id=mask)
+    builder = RequestBuilder.from_config(tokenizer, model, GenerationConfig(max_new_tokens=1))
+    [request] = encode_inputs([Input("infill", "the [MASK:2] sat")], builder, 0)
+    ids = list(request.token_ids)
+    first = ids.index(mask)
+    for token, text in ((tokenizer.encode("c")[0], "c"), (mask, "<|mask|>")):
+        ids[first] = token
+        is_masked = [position == first + 1 for position in range(len(ids))]
+        assert canvas_text_pieces(request, ids, is_masked, tokenizer) == [
+            ("the ", False), (text, True), (MASK_GLYPH, True), (" sat", False)
+        ]  # fmt: skip
