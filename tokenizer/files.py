@@ -12,11 +12,8 @@ from files.json_files import read_json_object, read_text
 from tokenizer.bpe import Tokenizer
 from tokenizer.chat_templates import ChatTemplate
 from tokenizer.huggingface import (
-    UNSET_ROLES,
-    WELL_KNOWN_TOKENS,
     build_slow_tokenizer_json,
     from_huggingface,
-    read_added_tokens,
     read_role_token,
     to_huggingface,
     to_huggingface_config,
@@ -25,8 +22,6 @@ from tokenizer.sentencepiece import SentencePieceTokenizer, is_sentencepiece
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
-SPECIAL_FILE = "special_tokens.json"
-"""Roles and fingerprint of a tokenizer that an older version wrote, with vocab.json and merges.txt beside it."""
 VOCAB_FILE, MERGES_FILE, ADDED_FILE = "vocab.json", "merges.txt", "added_tokens.json"
 CHAT_TEMPLATE_FILE, CHAT_TEMPLATE_JSON_FILE = "chat_template.jinja", "chat_template.json"
 
@@ -42,8 +37,8 @@ def save_tokenizer(tokenizer: Tokenizer, directory: str | os.PathLike[str]) -> N
     else:
         contents = json.dumps(to_huggingface(tokenizer), ensure_ascii=False, indent=1) + "\n"
         config = to_huggingface_config(tokenizer)
-    for name in (SPECIAL_FILE, VOCAB_FILE, MERGES_FILE):
-        (folder / name).unlink(missing_ok=True)  # of an older version or another tokenizer
+    for name in (VOCAB_FILE, MERGES_FILE):
+        (folder / name).unlink(missing_ok=True)  # of another tokenizer
     write_text_atomic(folder / TOKENIZER_FILE, contents)
     write_text_atomic(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
 
@@ -58,10 +53,7 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
         ValueError: a file is missing, corrupt or unsupported; names the file and the key.
     """
     folder = Path(directory)
-    config, own = _read_if_there(folder / CONFIG_FILE), _read_if_there(folder / SPECIAL_FILE)
-    if own:
-        roles = {role: own.get(role) for role in WELL_KNOWN_TOKENS}
-        config |= roles | {UNSET_ROLES: [role for role, token in roles.items() if token is None]}
+    config = _read_if_there(folder / CONFIG_FILE)
     path = folder / TOKENIZER_FILE
     if path.is_file():
         contents = read_json_object(path)
@@ -73,40 +65,9 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
     else:
         raise ValueError(f"{folder}: contains no tokenizer; expected {TOKENIZER_FILE}")
     with _errors_name_file(path):
-        is_characters = is_sentencepiece(contents)
-        tokenizer = SentencePieceTokenizer(contents, config) if is_characters else from_huggingface(contents, config)
-    if path != folder and not is_characters:
-        _check_agreement(folder, contents, config)
-    if own.get("fingerprint", tokenizer.fingerprint) != tokenizer.fingerprint:
-        raise ValueError(
-            f"{path} is not the tokenizer of {SPECIAL_FILE} beside it, which has the fingerprint "
-            f"{own['fingerprint']!r} (edited, or an interrupted save?): if it is right, delete {SPECIAL_FILE}"
-        )
+        build = SentencePieceTokenizer if is_sentencepiece(contents) else from_huggingface
+        tokenizer = build(contents, config)
     return tokenizer.with_chat_template(load_chat_template(folder))
-
-
-def _check_agreement(folder: Path, contents: dict[str, Any], config: dict[str, Any]) -> None:
-    """Check that tokenizer.json has the tokens and merges of vocab.json and merges.txt beside it, which another program
-    may read. Added tokens may be in any of them.
-
-    Raises:
-        ValueError: they differ; names the files.
-    """
-    added = {text: token["id"] for text, token in read_added_tokens(contents, config).items()}
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in contents["model"]["merges"]]
-
-    def drop_added(vocab: dict[str, Any]) -> dict[str, Any]:
-        return {text: id_ for text, id_ in vocab.items() if text not in added and id_ not in added.values()}
-
-    vocab = _read_if_there(folder / VOCAB_FILE)
-    differing = [VOCAB_FILE] if vocab and drop_added(vocab) != drop_added(contents["model"]["vocab"]) else []
-    if (folder / MERGES_FILE).is_file() and _split_merges(read_text(folder / MERGES_FILE)) != merges:
-        differing.append(MERGES_FILE)
-    if differing:
-        raise ValueError(
-            f"{folder / TOKENIZER_FILE} and {', '.join(differing)} beside it are of different tokenizers (edited, or "
-            f"of two downloads?): correct one of them, or delete {VOCAB_FILE} and {MERGES_FILE} if they are wrong"
-        )
 
 
 def _read_if_there(path: Path) -> dict[str, Any]:

@@ -9,8 +9,8 @@ import hashlib
 import importlib
 import json
 import re
-import threading
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from tokenizer.bpe import Tokenizer, surrogate_error
@@ -29,11 +29,6 @@ SPACE = "\u2581"
 
 _BYTE = re.compile(rb"<0x([0-9A-F]{2})>")
 _FRAMING = ("truncation", "padding", "post_processor")
-_KNOWN_STEPS: dict[str, tuple[str, ...]] = {
-    "normalizer": ("Prepend", "Replace"),
-    "pre_tokenizer": ("Metaspace", "Split"),
-    "decoder": ("Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"),
-}
 
 
 def is_sentencepiece(contents: Mapping[str, Any]) -> bool:
@@ -85,18 +80,12 @@ class SentencePieceTokenizer(Tokenizer):
         self.options = TokenOptions(bool(model.get("ignore_merges")), bos_token=bos_token, adds_bos=adds_bos)
         self.strips_first_space = _prepends_space(contents)
 
-    def with_options(self, options: TokenOptions) -> Tokenizer:
-        raise ValueError("the options of a SentencePiece tokenizer are those of its tokenizer.json: edit that file")
-
     def with_mask_token(self, text: str, token_id: int) -> Tokenizer:
         if self._special.get(text) != token_id:
             raise ValueError(
                 f"{text!r} with the id {token_id} is not among the special tokens: add it to the files first"
             )
         return SentencePieceTokenizer(json.loads(self._file), {**self._config, "mask_token": text})
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in super().__getstate__().items() if key not in ("_libraries", "_lock")}
 
     @property
     def fingerprint(self) -> str:
@@ -112,14 +101,6 @@ class SentencePieceTokenizer(Tokenizer):
         """Return the text of tokenizer.json and the contents of tokenizer_config.json."""
         return self._file, copy.deepcopy(self._config)
 
-    def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
-        """Encode a text; special tokens in it are ordinary text, unless `allow_special`.
-
-        Raises:
-            ValueError: the text contains a lone surrogate, which has no UTF-8 form.
-        """
-        return self._encode_with_library("special" if allow_special else "plain", text)
-
     def encode_marked(
         self,
         text: str,
@@ -132,66 +113,35 @@ class SentencePieceTokenizer(Tokenizer):
         encoded_pieces = {} if encoded_pieces is None else encoded_pieces
         ids: list[int] = []
         for piece, special in self._early.split_text(text):
-            # Some files add a space before the first piece only, and the library treats every text as a first piece.
             if piece:
-                kind = "inner" if ids else "continuation" if is_continuation else "plain"
-                key = (kind, piece.replace(marker, ""))
+                adds_space = self._adds_space_inside if ids else not is_continuation
+                key = (piece.replace(marker, "") if marker else piece, str(adds_space))
                 if key not in encoded_pieces:
-                    encoded_pieces[key] = self._encode_with_library(*key)
+                    encoded_pieces[key] = self._encode_words(key[0], adds_space)
                 ids += encoded_pieces[key]
             ids += special
         return ids
 
-    def _encode_with_library(self, kind: str, text: str) -> list[int]:
+    def _encode_words(self, text: str, adds_space: bool = True) -> list[int]:
         try:
-            ids: list[int] = self._get_library_tokenizer(kind).encode(text, add_special_tokens=False).ids
+            ids: list[int] = _build_library(self._file, adds_space).encode(text, add_special_tokens=False).ids
         except (UnicodeEncodeError, TypeError):
             raise surrogate_error(text) from None
         return ids
 
-    def _get_library_tokenizer(self, kind: str) -> Any:
-        """Return the library's tokenizer of a kind, which is built at its first use.
-
-        Kinds: `plain` encodes special tokens as text, `inner` does so for a piece inside a text, `continuation` for a
-        piece before which no space is added, `special` encodes them as ids.
-        """
-        with self._lock:
-            if kind not in self._libraries:
-                contents = json.loads(self._file)
-                if kind == "inner":
-                    for step in _steps(contents, "pre_tokenizer"):
-                        if step.get("prepend_scheme") == "first":
-                            step["prepend_scheme"] = "never"
-                if kind == "continuation":
-                    _remove_prepended_space(contents)
-                library = _import_tokenizers().Tokenizer.from_str(json.dumps({**contents, **dict.fromkeys(_FRAMING)}))
-                for token in contents["added_tokens"]:
-                    library_id = library.token_to_id(token["content"])
-                    if library_id != token["id"]:
-                        raise ValueError(
-                            f"added token {token['content']!r} has the id {token['id']}, but the tokenizers library "
-                            f"gives it {library_id}: list it in model.vocab of tokenizer.json"
-                        )
-                library.encode_special_tokens = kind != "special"
-                self._libraries[kind] = library
-            return self._libraries[kind]
-
     def _prepare(self) -> None:
-        self._libraries: dict[str, Any] = {}
-        self._lock = threading.Lock()
         contents = json.loads(self._file)
-        token_sets = (
-            {
-                token["content"]
-                for token in contents["added_tokens"]
-                if token.get(flag) and token["content"] in self._special
-            }
+        flagged = (
+            {token["content"] for token in contents["added_tokens"] if token.get(flag)} & self._special.keys()
             for flag in ("lstrip", "rstrip", "single_word")
         )
-        self._early = SpecialTokens(self._special, *token_sets)
+        self._early = SpecialTokens(self._special, *flagged)
         self._control = SpecialTokens(self._special)
         self._hidden_ids = frozenset(self._special.values())
         self._lengths = self._compute_byte_lengths()
+        # Some files add a space before the first piece only, and the library treats every text as a first piece.
+        schemes = [step.get("prepend_scheme") for step in _steps(contents, "pre_tokenizer")]
+        self._adds_space_inside = "first" not in schemes
 
     def _check(self) -> None:
         token_ids = [*self._vocab.values(), *self._special.values()]
@@ -226,21 +176,27 @@ def _check(contents: Mapping[str, Any], model: Mapping[str, Any]) -> None:
     missing = [f"<0x{byte:02X}>" for byte in range(256) if f"<0x{byte:02X}>" not in model["vocab"]]
     if missing:
         raise ValueError(f"model.vocab lacks the bytes {', '.join(missing[:4])}: text with them would be lost")
-    for part, known_types in _KNOWN_STEPS.items():
+    for part in ("normalizer", "pre_tokenizer", "decoder"):
         for step in _steps(contents, part):
-            if step.get("type") not in known_types or not _is_space_step(step):
+            if not _is_known_step(part, step):
                 raise ValueError(
                     f"{part}: {step!r} is unsupported: only steps that replace spaces by {SPACE!r} and back are"
                 )
 
 
-def _is_space_step(step: Mapping[str, Any]) -> bool:
-    kind = step["type"]
-    if kind in ("Replace", "Split"):
-        pattern = step.get("pattern", {})
-        is_known = pattern in ({"String": " "}, {"String": SPACE}) and step.get("behavior") != "Removed"
-        return is_known and step.get("content", SPACE) in (SPACE, " ")
-    return {"Prepend": step.get("prepend"), "Metaspace": step.get("replacement")}.get(kind, SPACE) == SPACE
+def _is_known_step(part: str, step: Mapping[str, Any]) -> bool:
+    match part, step:
+        case "pre_tokenizer", {"type": "Split", "behavior": "Removed"}:
+            return False
+        case (
+            ("normalizer", {"type": "Prepend", "prepend": "\u2581"})
+            | ("normalizer" | "decoder", {"type": "Replace", "pattern": {"String": " " | "\u2581"}})
+            | ("pre_tokenizer", {"type": "Split", "pattern": {"String": " " | "\u2581"}})
+            | ("pre_tokenizer" | "decoder", {"type": "Metaspace", "replacement": "\u2581"})
+            | ("decoder", {"type": "ByteFallback" | "Fuse" | "Strip"})
+        ):
+            return step.get("content", " ") in (" ", SPACE)
+    return False
 
 
 def _prepends_space(contents: Mapping[str, Any]) -> bool:
@@ -273,11 +229,30 @@ def _decode_token(token: bytes) -> bytes:
     return token.replace(SPACE.encode(), b" ") if byte is None else bytes([int(byte[1], 16)])
 
 
-def _import_tokenizers() -> Any:
+@lru_cache(maxsize=4)
+def _build_library(file: str, adds_space: bool) -> Any:
+    """Build the library's tokenizer of a tokenizer.json, which encodes special tokens as text.
+
+    Args:
+        adds_space: whether it adds a space before texts, if the file says so.
+    """
     try:
-        return importlib.import_module("tokenizers")
+        tokenizers = importlib.import_module("tokenizers")
     except ImportError:
         raise ValueError(
             "this tokenizer.json is a SentencePiece tokenizer, which needs the tokenizers library: "
             "pip install 'diffusionlm[sentencepiece]', or pip install tokenizers"
         ) from None
+    contents = json.loads(file) | dict.fromkeys(_FRAMING)
+    if not adds_space:
+        _remove_prepended_space(contents)
+    library = tokenizers.Tokenizer.from_str(json.dumps(contents))
+    for token in contents["added_tokens"]:
+        library_id = library.token_to_id(token["content"])
+        if library_id != token["id"]:
+            raise ValueError(
+                f"added token {token['content']!r} has the id {token['id']}, but the tokenizers library gives it "
+                f"{library_id}: list it in model.vocab of tokenizer.json"
+            )
+    library.encode_special_tokens = True
+    return library
