@@ -9,7 +9,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 from tokenizer.bpe import Tokenizer
 from tokenizer.chat import (
@@ -32,6 +33,7 @@ RENDERING_TIME = datetime(2025, 1, 1)
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\b")
 _ANSWER_KEYS = ("content", "tool_calls", *REASONING_KEYS)
+_TEXT_KEYS = frozenset({"text", "name", "arguments", *REASONING_KEYS})
 _REASONING_END = "</think>"
 _SHOWN_CHARACTERS = 40
 
@@ -188,7 +190,7 @@ def _encode_answer(
     rendered = _render_marked(tokenizer, template, data, markers, now)
     _check_content(rendered, data["messages"][-1].get("content"), markers.escape)
     start = _find_start(rendered, prompt)
-    stop = tokenizer.find_control_token(rendered.text[rendered.texts_end :])
+    stop = tokenizer.find_control_token(rendered.text[rendered.text_ends[-1] :])
     if stop is None:
         raise ValueError(
             "the chat template writes no special token of the tokenizer after an answer, so the model could not learn "
@@ -205,16 +207,16 @@ def _encode_answer(
 
     prompt_ids = encode(prompt, is_continuation=False)
     if _GENERATION_TAG.search(template.source):
-        tag_start = rendered.find_generation_start()
+        end = rendered.text_ends[-1]
+        tag_start = next((first for first, last in rendered.generation_spans if first < end <= last), None)
         if tag_start is None:
             return None
         if tag_start > start:
             prompt_ids, start = prompt_ids + encode(rendered.text[start:tag_start]), tag_start
-    return EncodedAnswer(prompt_ids, encode(rendered.text[start : rendered.texts_end + stop[1]]))
+    return EncodedAnswer(prompt_ids, encode(rendered.text[start : rendered.text_ends[-1] + stop[1]]))
 
 
-@dataclass(frozen=True)
-class _Markers:
+class _Markers(NamedTuple):
     """Characters that occur in no text."""
 
     escape: str
@@ -226,24 +228,14 @@ class _Markers:
     generation_end: str
 
 
-@dataclass(frozen=True)
-class _RenderedChat:
+class _RenderedChat(NamedTuple):
     text: str
     """With `_Markers.escape`, without the other markers. Positions below refer to it."""
     content_start: int | None
-    text_ends: tuple[int, ...]
+    text_ends: list[int]
     """End of each text of the answer."""
-    generation_spans: tuple[tuple[int, int], ...]
+    generation_spans: list[tuple[int, int]]
     """What `{% generation %}` encloses."""
-
-    @property
-    def texts_end(self) -> int:
-        """End of the last text of the answer."""
-        return self.text_ends[-1]
-
-    def find_generation_start(self) -> int | None:
-        """Find the start of the span that contains the end of the answer's texts."""
-        return next((start for start, end in self.generation_spans if start < self.texts_end <= end), None)
 
 
 def _check_content(rendered: _RenderedChat, content: Any, escape: str) -> None:
@@ -304,63 +296,37 @@ def _render_marked(
 
 def _locate_markers(text: str, markers: _Markers) -> _RenderedChat | None:
     """Remove the markers and note their positions; None if no text of the answer is there."""
-    kinds = (markers.content_start, markers.text_end, markers.generation_start, markers.generation_end)
-    positions: dict[str, list[int]] = {kind: [] for kind in kinds}
-    pieces: list[str] = []
-    length = 0
-    for piece in re.split(f"([{''.join(kinds)}])", text):
-        if piece in positions:
-            positions[piece].append(length)
-        else:
-            pieces.append(piece)
-            length += len(piece)
-    if not positions[markers.text_end]:
+    pieces = re.split(f"([{''.join(markers[1:])}])", text)
+    found = list(zip(pieces[1::2], accumulate(map(len, pieces[::2])), strict=False))
+    content_starts, text_ends, first, last = ([end for mark, end in found if mark == kind] for kind in markers[1:])
+    content_start = min(content_starts, default=None)
+    if not text_ends or (content_start is not None and content_start > text_ends[-1]):
         return None
-    if positions[markers.content_start] and positions[markers.content_start][0] > positions[markers.text_end][-1]:
-        return None
-    starts, ends = positions[markers.generation_start], positions[markers.generation_end]
-    return _RenderedChat(
-        text="".join(pieces),
-        content_start=min(positions[markers.content_start], default=None),
-        text_ends=tuple(positions[markers.text_end]),
-        generation_spans=tuple(zip(starts, ends, strict=False)),
-    )
+    return _RenderedChat("".join(pieces[::2]), content_start, text_ends, list(zip(first, last, strict=False)))
 
 
 def _mark_message(message: Mapping[str, Any], content_start: str, text_end: str) -> dict[str, Any]:
     """Mark the texts of an answer, inside of the spaces around them, which templates remove."""
 
-    def mark(start: str) -> Callable[[str], str]:
-        def insert(text: str) -> str:
-            core = text.strip()
-            return text.replace(core, f"{start}{core}{text_end}", 1) if core else text
+    def mark(text: str, start: str = "") -> str:
+        core = text.strip()
+        return text.replace(core, f"{start}{core}{text_end}", 1) if core else text
 
-        return insert
-
-    marked = dict(message)
-    for key in REASONING_KEYS:
-        if key in marked:
-            marked[key] = map_texts(marked[key], mark(""))
-    content = marked.get("content")
+    marked: dict[str, Any] = _mark_texts(message, mark)
+    content = message.get("content")
     if isinstance(content, str):
-        marked["content"] = mark(content_start)(content)
-        if not any(text.strip() for key in _ANSWER_KEYS for text in iterate_texts(message.get(key))):
-            marked["content"] = f"{content_start}{text_end}{content}"  # an answer without text ends where it begins
-    elif isinstance(content, list):
-        marked["content"] = [
-            {**part, "text": map_texts(part["text"], mark(""))} if isinstance(part, dict) and "text" in part else part
-            for part in content
-        ]
-    if isinstance(marked.get("tool_calls"), list):
-        marked["tool_calls"] = [_mark_tool_call(call, mark("")) for call in marked["tool_calls"]]
+        has_text = any(text.strip() for key in _ANSWER_KEYS for text in iterate_texts(message.get(key)))
+        # An answer without text ends where it begins.
+        marked["content"] = mark(content, content_start) if has_text else f"{content_start}{text_end}{content}"
     return marked
 
 
-def _mark_tool_call(call: Any, mark: Callable[[str], str]) -> Any:
-    """Mark name and arguments of a call, which may be in its `function`."""
-    if not isinstance(call, dict):
-        return call
-    marked = {key: map_texts(call[key], mark) for key in ("name", "arguments") if key in call}
-    if "function" in call:
-        marked["function"] = _mark_tool_call(call["function"], mark)
-    return {**call, **marked}
+def _mark_texts(value: Any, mark: Callable[[str], str], is_text: bool = False) -> Any:
+    """Mark all strings below the keys of texts, such as the arguments of tool calls."""
+    if isinstance(value, str):
+        return mark(value) if is_text else value
+    if isinstance(value, list):
+        return [_mark_texts(item, mark, is_text) for item in value]
+    if isinstance(value, dict):
+        return {key: _mark_texts(item, mark, is_text or key in _TEXT_KEYS) for key, item in value.items()}
+    return value
