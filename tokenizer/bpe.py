@@ -5,7 +5,7 @@ import hashlib
 import heapq
 import json
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain, pairwise
 from types import MappingProxyType
 from typing import Any, Literal
@@ -90,8 +90,6 @@ class Tokenizer:
         self.chat_template: ChatTemplate | None = None
         self.strips_first_space = False
         self._check()
-        self._bytes_of = self._decode_vocab()
-        self._bytes_of.update((token_id, text.encode()) for text, token_id in self._special.items())
         self._ranks, self._products = self._rank_merges()
         self._byte_ids = [self._vocab.get(bytes([byte]), -1) for byte in range(256)]
         self._fingerprint: str | None = None
@@ -104,17 +102,11 @@ class Tokenizer:
             ValueError: a token in the options is not among the special tokens.
         """
         options.check(self._special)
-        tokenizer = copy.copy(self)  # through __getstate__, so that nothing mutable is shared
-        tokenizer.options = options
-        tokenizer._fingerprint = None
-        tokenizer._prepare()
-        return tokenizer
+        return self._change(options=options)
 
     def with_chat_template(self, template: ChatTemplate | None) -> "Tokenizer":
         """Return a copy with this chat template, which is saved with it. It does not change the fingerprint."""
-        tokenizer = copy.copy(self)
-        tokenizer.chat_template = template
-        return tokenizer
+        return self._change(chat_template=template, _fingerprint=self._fingerprint)
 
     def with_mask_token(self, text: str, token_id: int) -> "Tokenizer":
         """Return a copy with this mask token, which is added to the special tokens if it is missing.
@@ -122,12 +114,12 @@ class Tokenizer:
         Raises:
             ValueError: the id belongs to another token, or the file cannot represent another one.
         """
-        tokenizer = copy.copy(self)
-        tokenizer._special = {**self._special, text: token_id}
-        tokenizer.mask_token = text
+        return self._change(_special={**self._special, text: token_id}, mask_token=text)
+
+    def _change(self, **attributes: Any) -> "Tokenizer":
+        tokenizer = copy.copy(self)  # through __getstate__, so that nothing mutable is shared
+        tokenizer.__dict__.update({"_fingerprint": None, **attributes})
         tokenizer._check()
-        tokenizer._bytes_of = {**self._bytes_of, token_id: text.encode()}
-        tokenizer._fingerprint = None
         tokenizer._prepare()
         return tokenizer
 
@@ -135,7 +127,7 @@ class Tokenizer:
         return f"Tokenizer(vocab_size={self.vocab_size}, pattern={self.pattern!r}, special={list(self._special)})"
 
     def __getstate__(self) -> dict[str, Any]:
-        derived = ("_cache", "_split", "_early", "_late", "_control", "_hidden_ids", "_lengths")
+        derived = ("_bytes_of", "_cache", "_split", "_early", "_late", "_control", "_hidden_ids", "_lengths")
         return {key: value for key, value in self.__dict__.items() if key not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -179,10 +171,6 @@ class Tokenizer:
         return self.options.bos_token
 
     @property
-    def adds_bos(self) -> bool:
-        return self.options.adds_bos
-
-    @property
     def visible_tokens(self) -> frozenset[str]:
         return self.options.visible_tokens
 
@@ -192,8 +180,8 @@ class Tokenizer:
 
     @property
     def prefix_ids(self) -> list[int]:
-        """Ids before a text that is not a chat: the `bos_token`, if `adds_bos`. A chat template writes its own."""
-        return [self._special[self.bos_token]] if self.adds_bos and self.bos_token is not None else []
+        """Ids before a text that is not a chat: the `bos_token`, if it is added. A chat template writes its own."""
+        return [self._special[self.bos_token]] if self.options.adds_bos and self.bos_token else []
 
     @property
     def fingerprint(self) -> str:
@@ -316,17 +304,6 @@ class Tokenizer:
         """Ids that `decode(skip_special=True)` omits."""
         return self._hidden_ids
 
-    def num_bytes(self, ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> int:
-        """Number of bytes of text that ids stand for; special tokens have none.
-
-        Raises:
-            ValueError: an id is outside 0..vocab_size-1.
-        """
-        id_array = np.asarray(ids, dtype=np.int64)
-        if id_array.size and not 0 <= int(id_array.min()) <= int(id_array.max()) < self.vocab_size:
-            raise self._unknown_id(int(id_array.min()) if int(id_array.min()) < 0 else int(id_array.max()))
-        return int(self._lengths[id_array].sum())
-
     def byte_lengths(self) -> npt.NDArray[np.int64]:
         """Bytes of text of each id, ``[vocab_size]``: 0 for special tokens and gaps. Read-only."""
         return self._lengths
@@ -376,6 +353,7 @@ class Tokenizer:
 
     def _prepare(self) -> None:
         """Build the derived attributes, which are not pickled."""
+        self._decode_vocab()
         self._split = make_splitter(self.pattern)
         self._cache = _WordCache(self._encode_word)
         late = self._special.keys() & self.options.normalized_tokens
@@ -386,18 +364,18 @@ class Tokenizer:
         spellings = hidden | {self._normalize(text) for text in hidden & late}
         self._control = SpecialTokens(dict.fromkeys(spellings, 0))
         self._hidden_ids = frozenset(self._special[text] for text in hidden)
-        self._lengths = self._compute_byte_lengths()
 
-    def _decode_vocab(self) -> dict[int, bytes]:
-        """Map the ids of ordinary tokens to their text, in UTF-8."""
-        return {token_id: token for token, token_id in self._vocab.items()}
+    def _decode_vocab(self) -> None:
+        """Build the text of each id, in UTF-8, and its length."""
+        self._bytes_of = {token_id: self._decode_token(token) for token, token_id in self._vocab.items()}
+        self._lengths = np.zeros(max(*self._bytes_of, *self._special.values()) + 1, dtype=np.int64)
+        self._lengths[list(self._bytes_of)] = list(map(len, self._bytes_of.values()))
+        self._lengths.flags.writeable = False
+        self._bytes_of.update((token_id, text.encode()) for text, token_id in self._special.items())
 
-    def _compute_byte_lengths(self) -> npt.NDArray[np.int64]:
-        lengths = np.zeros(max(self._bytes_of) + 1, dtype=np.int64)
-        for token_id in self._vocab.values():
-            lengths[token_id] = len(self._bytes_of[token_id])
-        lengths.flags.writeable = False
-        return lengths
+    def _decode_token(self, token: bytes) -> bytes:
+        """Return the text of an ordinary token, as it stands in the vocabulary."""
+        return token
 
     def _build_special_tokens(self, ids: Mapping[str, int]) -> SpecialTokens:
         token_sets = (self.options.lstrip_tokens, self.options.rstrip_tokens, self.options.single_word_tokens)

@@ -78,7 +78,7 @@ def to_huggingface_config(tokenizer: Tokenizer) -> dict[str, Any]:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        **({"add_bos_token": True} if tokenizer.adds_bos else {}),
+        **({"add_bos_token": True} if tokenizer.options.adds_bos else {}),
         **{role: token for role, token in roles.items() if token is not None},
         **({UNSET_ROLES: unset} if unset else {}),
     }
@@ -215,7 +215,7 @@ def read_merge(merge: object) -> tuple[bytes, bytes]:
 
 def _bos_post_processor(tokenizer: Tokenizer) -> dict[str, Any] | None:
     """Build the post_processor that adds `bos_token` before a text; None without `adds_bos`."""
-    if not tokenizer.adds_bos or tokenizer.bos_token is None:
+    if not tokenizer.options.adds_bos or tokenizer.bos_token is None:
         return None
     bos, first = tokenizer.bos_token, {"SpecialToken": {"id": tokenizer.bos_token, "type_id": 0}}
     texts = [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}]
@@ -312,25 +312,19 @@ def _normalization(normalizer: Any) -> Normalization:
 
 def _pattern(pre_tokenizer: Any) -> str:
     """Read the regular expression of the pre-tokenizer."""
-    if pre_tokenizer is None:
-        raise ValueError("pre_tokenizer is null: only ByteLevel, or Split and ByteLevel, is supported")
-    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
-    kinds = [step.get("type") for step in steps]
-    if kinds not in (["ByteLevel"], ["Split", "ByteLevel"]):
-        raise ValueError(f"pre_tokenizer {kinds} is unsupported: only ByteLevel, or Split and ByteLevel, is")
-    byte_level = steps[-1]
-    uses_regex = byte_level.get("use_regex", True)
-    if byte_level.get("add_prefix_space", True):
-        raise ValueError("pre_tokenizer: add_prefix_space = true of ByteLevel is unsupported: only false is")
-    if uses_regex == (len(steps) == 2):
-        raise ValueError(f"pre_tokenizer {kinds} with use_regex = {uses_regex} is unsupported: exactly one may split")
-    if len(steps) == 1:
-        return "gpt2"
-    split = steps[0]
-    expression = split.get("pattern", {}).get("Regex")
-    if str(split.get("behavior")).lower() != "isolated" or split.get("invert") or not isinstance(expression, str):
-        raise ValueError(f"pre_tokenizer {split!r} is unsupported: only Split by a Regex, Isolated, not inverted, is")
-    return pattern_name(expression)
+    steps = [] if pre_tokenizer is None else pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    match steps:
+        case [{"type": "ByteLevel", "add_prefix_space": False, **byte_level}] if byte_level.get("use_regex", True):
+            return "gpt2"
+        case [
+            {"type": "Split", "pattern": {"Regex": str(expression)}, "behavior": "Isolated" | "isolated", **split},
+            {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+        ] if not split.get("invert"):
+            return pattern_name(expression)
+    raise ValueError(
+        f"pre_tokenizer {steps!r} is unsupported: only ByteLevel, or Split by a Regex (isolated, not inverted) and "
+        "ByteLevel with use_regex = false, is, each with add_prefix_space = false"
+    )
 
 
 def read_role_token(role: str, config: Mapping[str, Any]) -> str | None:

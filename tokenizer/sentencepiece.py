@@ -92,7 +92,7 @@ class SentencePieceTokenizer(Tokenizer):
         """SHA-256 (hex) of everything that determines ids and text."""
         if self._fingerprint is None:
             contents = {key: value for key, value in json.loads(self._file).items() if key not in _FRAMING}
-            roles = [self.mask_token, self.eos_token, self.pad_token, self.bos_token, self.adds_bos]
+            roles = [self.mask_token, self.eos_token, self.pad_token, self.bos_token, self.options.adds_bos]
             text = json.dumps([contents, sorted(self._special.items()), roles], sort_keys=True)
             self._fingerprint = hashlib.sha256(text.encode()).hexdigest()
         return self._fingerprint
@@ -138,7 +138,7 @@ class SentencePieceTokenizer(Tokenizer):
         self._early = SpecialTokens(self._special, *flagged)
         self._control = SpecialTokens(self._special)
         self._hidden_ids = frozenset(self._special.values())
-        self._lengths = self._compute_byte_lengths()
+        self._decode_vocab()
         # Some files add a space before the first piece only, and the library treats every text as a first piece.
         schemes = [step.get("prepend_scheme") for step in _steps(contents, "pre_tokenizer")]
         self._adds_space_inside = "first" not in schemes
@@ -148,8 +148,9 @@ class SentencePieceTokenizer(Tokenizer):
         if len(set(token_ids)) < len(token_ids):
             raise ValueError("two tokens have one id: make model.vocab and the added tokens agree")
 
-    def _decode_vocab(self) -> dict[int, bytes]:
-        return {token_id: _decode_token(token) for token, token_id in self._vocab.items()}
+    def _decode_token(self, token: bytes) -> bytes:
+        byte = _BYTE.fullmatch(token)
+        return token.replace(SPACE.encode(), b" ") if byte is None else bytes([int(byte[1], 16)])
 
 
 def _added_tokens(
@@ -222,11 +223,6 @@ def _steps(contents: Mapping[str, Any], part: str) -> list[dict[str, Any]]:
         if key in step:
             return list(step[key])
     return [step]
-
-
-def _decode_token(token: bytes) -> bytes:
-    byte = _BYTE.fullmatch(token)
-    return token.replace(SPACE.encode(), b" ") if byte is None else bytes([int(byte[1], 16)])
 
 
 @lru_cache(maxsize=4)

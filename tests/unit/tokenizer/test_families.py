@@ -107,7 +107,7 @@ def test_llama3_texts_begin_with_a_token(tmp_path: Path, monkeypatch: pytest.Mon
     contents = contents_of("llama3", added, post_processor=template(LLAMA_TOKENS[0], FIRST))
     ours, theirs = write(tmp_path, contents, config)
     assert ours.options.ignore_merges
-    assert (ours.bos_token_id, ours.adds_bos, ours.prefix_ids) == (FIRST, True, [FIRST])
+    assert (ours.bos_token_id, ours.options.adds_bos, ours.prefix_ids) == (FIRST, True, [FIRST])
     assert_same_ids(ours, theirs, [*TEXTS, "<|begin_of_text|>the<|eot_id|>\n"])
     for text in TEXTS:
         assert ours.prefix_ids + ours.encode(text) == theirs.encode(text).ids
@@ -138,7 +138,7 @@ def test_whether_texts_begin_with_a_token_is_the_configs_word(tmp_path: Path) ->
     prints = set()
     for file, config, expected in cases:
         ours, _ = write(tmp_path, file, config)
-        assert (ours.bos_token, ours.adds_bos) == expected
+        assert (ours.bos_token, ours.options.adds_bos) == expected
         prints.add(ours.fingerprint)
     assert len(prints) == 4
 
