@@ -127,7 +127,7 @@ class Tokenizer:
         return f"Tokenizer(vocab_size={self.vocab_size}, pattern={self.pattern!r}, special={list(self._special)})"
 
     def __getstate__(self) -> dict[str, Any]:
-        derived = ("_bytes_of", "_cache", "_split", "_early", "_late", "_control", "_hidden_ids", "_lengths")
+        derived = ("_bytes_of", "_cache", "_split", "_added", "_control", "_hidden_ids", "_lengths")
         return {key: value for key, value in self.__dict__.items() if key not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -205,8 +205,7 @@ class Tokenizer:
         """Encode a text.
 
         Special tokens in the text are ordinary text, unless `allow_special`: then they become their ids. The search is
-        leftmost and longest first and precedes normalization, as in Hugging Face (but see
-        `TokenOptions.normalized_tokens`).
+        leftmost and longest first and precedes normalization, as in Hugging Face.
 
         Raises:
             ValueError: the text contains a lone surrogate, which has no UTF-8 form.
@@ -227,10 +226,7 @@ class Tokenizer:
                 raise ValueError(
                     f"{token!r} is a special token of one character, which cannot be encoded as text: remove it"
                 )
-        marked = self._control.insert_marker(text, marker)
-        if self.options.normalized_tokens <= self.visible_tokens:
-            return marked
-        return self._control.insert_marker(self._normalize(marked), marker)  # normalization may create more of them
+        return self._control.insert_marker(text, marker)
 
     def find_control_token(self, text: str) -> tuple[int, int] | None:
         """Find the first special token that is not visible: its start and end in the text, or None."""
@@ -254,19 +250,11 @@ class Tokenizer:
         """
         encoded_pieces = {} if encoded_pieces is None else encoded_pieces
         ids: list[int] = []
-        for piece, special in self._early.split_text(text):
+        for piece, special in self._added.split_text(text):
             if (piece, marker) not in encoded_pieces:
-                encoded_pieces[piece, marker] = self._encode_piece(piece, marker)
+                plain = piece.replace(marker, "") if marker else piece
+                encoded_pieces[piece, marker] = self._encode_words(self._normalize(plain))
             ids += encoded_pieces[piece, marker]
-            ids += special
-        return ids
-
-    def _encode_piece(self, piece: str, marker: str) -> list[int]:
-        """Encode text between special tokens that are found before normalization."""
-        ids: list[int] = []
-        for part, special in self._late.split_text(self._normalize(piece)):
-            # Normalized again, because a marker may have separated a letter and its accent.
-            ids += self._encode_words(part if not marker else self._normalize(part.replace(marker, "")))
             ids += special
         return ids
 
@@ -356,14 +344,13 @@ class Tokenizer:
         self._decode_vocab()
         self._split = make_splitter(self.pattern)
         self._cache = _WordCache(self._encode_word)
-        late = self._special.keys() & self.options.normalized_tokens
-        self._early = self._build_special_tokens({text: self._special[text] for text in self._special.keys() - late})
-        self._late = self._build_special_tokens({self._normalize(text): self._special[text] for text in late})
-        hidden = self._special.keys() - self.visible_tokens
-        # In both forms, because normalization precedes the search for the late ones.
-        spellings = hidden | {self._normalize(text) for text in hidden & late}
-        self._control = SpecialTokens(dict.fromkeys(spellings, 0))
-        self._hidden_ids = frozenset(self._special[text] for text in hidden)
+        options = self.options
+        self._added = SpecialTokens(
+            self._special, options.lstrip_tokens, options.rstrip_tokens, options.single_word_tokens
+        )
+        hidden = {text: token_id for text, token_id in self._special.items() if text not in options.visible_tokens}
+        self._control = SpecialTokens(hidden)
+        self._hidden_ids = frozenset(hidden.values())
 
     def _decode_vocab(self) -> None:
         """Build the text of each id, in UTF-8, and its length."""
@@ -376,10 +363,6 @@ class Tokenizer:
     def _decode_token(self, token: bytes) -> bytes:
         """Return the text of an ordinary token, as it stands in the vocabulary."""
         return token
-
-    def _build_special_tokens(self, ids: Mapping[str, int]) -> SpecialTokens:
-        token_sets = (self.options.lstrip_tokens, self.options.rstrip_tokens, self.options.single_word_tokens)
-        return SpecialTokens(ids, *(frozenset(map(self._normalize, tokens)) | tokens for tokens in token_sets))
 
     def _normalize(self, text: str) -> str:
         return text if self.normalization is None else unicodedata.normalize(self.normalization, text)

@@ -1,7 +1,6 @@
 """Render and encode chats with chat templates."""
 
 import re
-import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -107,7 +106,7 @@ def render_escaped(
     if marked == data:
         return text
     marked_text = render_variables(template, marked, now)
-    if compose(marked_text.replace(marker, "")) != compose(text):
+    if marked_text.replace(marker, "") != text:
         raise ValueError(
             "the chat template treats special tokens in messages differently from other text: "
             "remove them from the messages, or set allow_special_in_messages to encode them as special tokens"
@@ -126,11 +125,6 @@ def choose_markers(texts: Iterable[str], count: int) -> list[str]:
     if len(markers) < count:
         raise ValueError("messages contain the noncharacters U+FDD0 to U+FDEF: remove them")
     return markers
-
-
-def compose(text: str) -> str:
-    """Return the composed form, in which texts are compared: a marker may have separated a letter and its accent."""
-    return unicodedata.normalize("NFC", text)
 
 
 def resolve_template(template: ChatTemplate | str) -> ChatTemplate:

@@ -17,7 +17,6 @@ from tokenizer.chat import (
     REASONING_KEYS,
     Message,
     choose_markers,
-    compose,
     encode_variables,
     iterate_texts,
     map_texts,
@@ -249,12 +248,11 @@ def _check_content(rendered: _RenderedChat, content: Any, escape: str) -> None:
     parts = content if isinstance(content, list) else [{"text": content}]
     texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
     start = rendered.content_start
-    written = [compose(rendered.text[start or 0 : end].replace(escape, "")) for end in rendered.text_ends]
+    written = [rendered.text[start or 0 : end].replace(escape, "") for end in rendered.text_ends]
     for text in map(str.strip, texts):
         answer = text.rpartition(_REASONING_END)[2].strip()
-        composed = compose(answer)
         is_whole = start is not None and answer == text
-        if not any(part == composed if is_whole else part.endswith(composed) for part in written):
+        if not any(part == answer if is_whole else part.endswith(answer) for part in written):
             raise ValueError(
                 f"the chat template changes the text of an answer: {answer[-_SHOWN_CHARACTERS:]!r} becomes "
                 f"{written[-1][-_SHOWN_CHARACTERS:]!r}, and the model would learn that; remove the filter that does it"
@@ -287,7 +285,7 @@ def _render_marked(
         last = _mark_message(escaped["messages"][-1], content_start, markers.text_end)
         variables = {**escaped, "messages": [*escaped["messages"][:-1], last]}
         marked = _locate_markers(render_variables(template, variables, now, tags), markers)
-        if marked is not None and compose(marked.text.replace(markers.escape, "")) == compose(plain):
+        if marked is not None and marked.text.replace(markers.escape, "") == plain:
             return marked
     raise ValueError(
         "the chat template changes the texts of the last answer, or leaves them out, so that its end cannot be found"

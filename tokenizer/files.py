@@ -92,30 +92,35 @@ def _errors_name_file(path: Path) -> Iterator[None]:
         raise ValueError(f"{path}: has an unexpected structure ({type(error).__name__}: {error})") from error
 
 
-def load_chat_template(directory: str | os.PathLike[str], name: str = "default") -> ChatTemplate | None:
+def load_chat_template(directory: str | os.PathLike[str]) -> ChatTemplate | None:
     """Load the chat template of a model directory; None if there is none.
 
     chat_template.jinja takes precedence over chat_template.json, and that over `chat_template` in
-    tokenizer_config.json; the last two may contain several templates by name. additional_chat_templates/ contains
-    further named templates.
+    tokenizer_config.json. Of templates by name, in the last two, it is the one called default.
 
     Raises:
-        ValueError: a file cannot be read or has an unexpected structure, or no template has this name.
+        ValueError: a file cannot be read or has an unexpected structure.
     """
     folder = Path(directory)
-    config, templates = _read_if_there(folder / CONFIG_FILE), dict[str, str]()
+    config, template = _read_if_there(folder / CONFIG_FILE), None
     for path in (folder / CONFIG_FILE, folder / CHAT_TEMPLATE_JSON_FILE):
-        templates |= _named_templates(path, _read_if_there(path).get("chat_template"))
+        template = _find_default(path, _read_if_there(path).get("chat_template")) or template
     if (folder / CHAT_TEMPLATE_FILE).is_file():
-        templates["default"] = read_text(folder / CHAT_TEMPLATE_FILE, newline="")
-    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        templates[path.stem] = read_text(path, newline="")
-    if name not in templates:
-        if not templates or name == "default":
-            return None
-        raise ValueError(f"{folder}: has no chat template {name!r}, only {', '.join(sorted(templates))}")
+        template = read_text(folder / CHAT_TEMPLATE_FILE, newline="")
+    if template is None:
+        return None
     named = {key: read_role_token(key, config) for key in config if key.endswith("_token") and "add_" not in key}
-    return ChatTemplate(templates[name], {key: text for key, text in named.items() if text is not None})
+    return ChatTemplate(template, {key: text for key, text in named.items() if text is not None})
+
+
+def _find_default(path: Path, value: Any) -> str | None:
+    """Find the default template of a file, in which it may be one of several by name."""
+    match value:
+        case None | str():
+            return value
+        case [*entries] if all(isinstance(entry, dict) and isinstance(entry.get("template"), str) for entry in entries):
+            return next((str(entry["template"]) for entry in entries if entry.get("name") == "default"), None)
+    raise ValueError(f"{path}: chat_template is neither a string nor a list of objects with name and template")
 
 
 def save_chat_template(template: ChatTemplate, directory: str | os.PathLike[str]) -> None:
@@ -126,18 +131,3 @@ def save_chat_template(template: ChatTemplate, directory: str | os.PathLike[str]
         if key in source and f"set {key} = " not in source:
             source = f"{{%- set {key} = {json.dumps(text, ensure_ascii=False)} %}}\n{source}"
     write_text_atomic(Path(directory) / CHAT_TEMPLATE_FILE, source)
-
-
-def _named_templates(path: Path, value: Any) -> dict[str, str]:
-    if value is None:
-        return {}
-    listed = [{"name": "default", "template": value}] if isinstance(value, str) else value
-    if isinstance(listed, dict):
-        listed = [{"name": name, "template": text} for name, text in listed.items()]
-    try:
-        templates = {entry["name"]: entry["template"] for entry in listed}
-    except (KeyError, TypeError):
-        templates = {"": None}
-    if not all(isinstance(text, str) for pair in templates.items() for text in pair):
-        raise ValueError(f"{path}: chat_template is neither a string nor a list of objects with name and template")
-    return templates

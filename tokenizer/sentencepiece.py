@@ -112,7 +112,7 @@ class SentencePieceTokenizer(Tokenizer):
         """Encode a text as `Tokenizer.encode_marked`. A continuation gets no space before it."""
         encoded_pieces = {} if encoded_pieces is None else encoded_pieces
         ids: list[int] = []
-        for piece, special in self._early.split_text(text):
+        for piece, special in self._added.split_text(text):
             if piece:
                 adds_space = self._adds_space_inside if ids else not is_continuation
                 key = (piece.replace(marker, "") if marker else piece, str(adds_space))
@@ -135,7 +135,7 @@ class SentencePieceTokenizer(Tokenizer):
             {token["content"] for token in contents["added_tokens"] if token.get(flag)} & self._special.keys()
             for flag in ("lstrip", "rstrip", "single_word")
         )
-        self._early = SpecialTokens(self._special, *flagged)
+        self._added = SpecialTokens(self._special, *flagged)
         self._control = SpecialTokens(self._special)
         self._hidden_ids = frozenset(self._special.values())
         self._decode_vocab()

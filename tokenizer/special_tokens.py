@@ -28,8 +28,8 @@ class TokenOptions:
     """Tokens that `decode(skip_special=True)` keeps: added tokens that are not marked special, such as `<think>` of
     Qwen3."""
     normalized_tokens: frozenset[str] = frozenset()
-    """Tokens that `encode(allow_special=True)` searches after normalization, in the text between the others: added
-    tokens that are marked normalized."""
+    """Added tokens that are marked normalized. They are searched before normalization, like the others: the ids differ
+    from Hugging Face's only where a combining character follows one, or where one overlaps another."""
     lstrip_tokens: frozenset[str] = frozenset()
     """Tokens that absorb whitespace before them; `decode` does not restore it."""
     rstrip_tokens: frozenset[str] = frozenset()

@@ -154,22 +154,6 @@ def test_nfc_is_applied_before_words_are_cut() -> None:
     assert tok.encode("e\u0301") == tok.encode("é")
 
 
-def test_normalized_tokens_are_looked_for_last() -> None:
-    tok = tiny([], "qwen", normalization="NFC")
-    mask, longer = tok.special_tokens["<|mask|>"], tok.special_tokens["<|mask|>>"]
-    late = tok.with_options(TokenOptions(normalized_tokens=frozenset({"<|mask|>>"})))
-    assert tok.encode("<|mask|>>", allow_special=True) == [longer]
-    assert late.encode("<|mask|>>", allow_special=True) == [mask, *tok.encode(">")]
-    alone = tok.with_options(TokenOptions(normalized_tokens=frozenset({"<|mask|>"})))
-    composed = tok.encode("<|mask|≯")  # what NFC makes of > and a long solidus
-    assert tok.encode("<|mask|>\u0338", allow_special=True) == [mask, *tok.encode("\u0338")]
-    assert alone.encode("<|mask|>\u0338", allow_special=True) == composed
-    assert alone.encode("<|mask|>>", allow_special=True) == [longer]
-    assert alone.encode("<|mask|>", allow_special=True) == [mask]
-    assert len({tok.fingerprint, late.fingerprint, alone.fingerprint}) == 3
-    assert pickle.loads(pickle.dumps(alone)).encode("<|mask|>", allow_special=True) == [mask]
-
-
 def test_pickle_keeps_everything(tokenizer: Tokenizer) -> None:
     other = pickle.loads(pickle.dumps(tokenizer.with_options(TokenOptions(ignore_merges=True))))
     assert other.fingerprint == tokenizer.with_options(TokenOptions(ignore_merges=True)).fingerprint
@@ -244,8 +228,6 @@ def test_contradictions_are_refused() -> None:
     refused("'<s>' has the id 16777216: ids start at 0 and end at 16777215", special_tokens={"<s>": 1 << 24})
     with pytest.raises(ValueError, match="visible_tokens: '<x>'"):
         tiny([]).with_options(TokenOptions(visible_tokens=frozenset({"<x>"})))
-    with pytest.raises(ValueError, match="normalized_tokens: '<x>'"):
-        tiny([]).with_options(TokenOptions(normalized_tokens=frozenset({"<x>"})))
 
 
 def test_holes_in_the_ids_are_allowed() -> None:
