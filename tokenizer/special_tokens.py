@@ -29,7 +29,7 @@ class TokenOptions:
     Qwen3."""
     normalized_tokens: frozenset[str] = frozenset()
     """Added tokens that are marked normalized. They are searched before normalization, like the others: the ids differ
-    from Hugging Face's only where a combining character follows one, or where one overlaps another."""
+    from Hugging Face's only where normalization changes or makes the text of one, or where one overlaps another."""
     lstrip_tokens: frozenset[str] = frozenset()
     """Tokens that absorb whitespace before them; `decode` does not restore it."""
     rstrip_tokens: frozenset[str] = frozenset()

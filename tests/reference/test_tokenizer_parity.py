@@ -198,7 +198,7 @@ def test_added_tokens_that_are_marked_normalized(tmp_path: Path) -> None:
     )
     theirs.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     theirs.normalizer = tokenizers.normalizers.NFC()
-    early, late = ["<b>", "ab", "abc"], ["<a>", "é1", "  "]
+    early, late = ["<b>", "ab", "abc"], ["<a>", "q1", "  "]
     theirs.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in early])
     theirs.add_tokens([tokenizers.AddedToken(text, normalized=True) for text in late])
     theirs.save(str(tmp_path / "tokenizer.json"))
