@@ -10,12 +10,10 @@ results = lm_eval.simple_evaluate(model=model, tasks=["arc_easy"], bootstrap_ite
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from importlib.metadata import version
 from operator import itemgetter
-from pathlib import Path
 from typing import Any, TypeVar
 
 import lm_eval.models  # registers the harness's own models, which would stay unknown without it
@@ -32,12 +30,12 @@ from ddp.process_group import SINGLE_PROCESS, World, read_torchrun_environment
 from diffusionlm.checkpoints.base_fingerprint import TensorDigest
 from diffusionlm.checkpoints.huggingface import load_configured_model
 from diffusionlm.checkpoints.model_files import load_tokenizer
-from diffusionlm.evaluation.lm_eval.runner import HarnessRequest, RequestRunner, check_cacheable
+from diffusionlm.evaluation.lm_eval.runner import HarnessRequest, RequestRunner
 from diffusionlm.models.transformer import Transformer
 from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer, render_chat
 
 CACHE_KEY = "diffusionlm"
-"""Key of a request cache under which there is the fingerprint of the model and the settings that filled it."""
+"""Key of a request cache under which there are the fingerprints and settings of the model that filled it."""
 T = TypeVar("T")
 
 
@@ -72,7 +70,7 @@ class DiffusionLM(LM):  # type: ignore[misc]
         if "device" in arguments:
             arguments["device"] = _read_device(str(arguments["device"]))
         self.config = LmEvalConfig.model_validate(nest_arguments(arguments))
-        self.world = _find_world()
+        self.world = _join_world()
         self._rank, self._world_size = self.world.rank, self.world.size
         if (model is None) == (self.config.model.path is None) or (model is None) != (tokenizer is None):
             raise ValueError("name the model as path=DIR, or pass both a loaded model and its tokenizer")
@@ -88,35 +86,42 @@ class DiffusionLM(LM):  # type: ignore[misc]
     def create_from_arg_obj(
         cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
     ) -> DiffusionLM:
-        """Create the model of a command line, with the process group of torchrun."""
-        _join_torchrun()
+        """Create the model of a command line, whose ``--model_args`` win over its other options."""
         return cls(**{key: value for key, value in (additional_config or {}).items() if value is not None} | arg_dict)
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> DiffusionLM:
-        """Create the model from ``key=value,key=value``, with the process group of torchrun."""
+        """Create the model from ``key=value,key=value``."""
         return cls.create_from_arg_obj(lm_eval.utils.simple_parse_args_string(arg_string), additional_config)
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        return self._run("loglikelihood", self.runner.score, requests)
+        return self._collect("loglikelihood", requests, self.runner.score(requests))
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
-        return self._run("loglikelihood_rolling", self.runner.roll, requests)
+        return self._collect("loglikelihood_rolling", requests, self.runner.roll(requests))
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
-        return self._run("generate_until", self.runner.generate, requests)
+        return self._collect("generate_until", requests, self.runner.generate(requests))
 
-    def _run(self, method: str, call: Callable[..., list[T]], requests: Sequence[HarnessRequest]) -> list[T]:
-        """Answer requests, with a progress bar; results go into the request cache as soon as they are there."""
-        if self.cache_hook.dbdict is not None:
-            check_cacheable(method, requests, self.runner.is_random)
-        with tqdm(total=len(requests), desc=f"diffusionlm: {method}", disable=self.rank > 0) as progress:
+    def _collect(self, method: str, requests: Sequence[HarnessRequest], results: Iterator[tuple[int, T]]) -> list[T]:
+        """Sort results, with a progress bar; they go into the request cache as soon as they are there.
 
-            def on_result(request: HarnessRequest, result: T) -> None:
-                self.cache_hook.add_partial(method, request.args, result)
-                progress.update()
-
-            return call(requests, on_result)
+        Raises:
+            ValueError: repeats of a request would all get one result from the cache.
+        """
+        for request in requests if self.cache_hook.dbdict is not None else ():
+            is_uncached = method == "generate_until" and request.args[1].get("do_sample")
+            if (request.repeats or 1) > 1 and not is_uncached:
+                raise ValueError(
+                    f"task {request.task_name}: repeats = {request.repeats} would all get the same value from the "
+                    "request cache: leave out --use_cache, or add do_sample=true to --gen_kwargs, with which answers "
+                    "are not cached"
+                )
+        collected: dict[int, T] = {}
+        for index, result in tqdm(results, total=len(requests), desc=f"diffusionlm: {method}", disable=self.rank > 0):
+            collected[index] = result
+            self.cache_hook.add_partial(method, requests[index].args, result)
+        return [collected[index] for index in range(len(requests))]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Render a chat. Without a generation prompt its last message, the beginning of an answer, stays open.
@@ -169,34 +174,30 @@ class DiffusionLM(LM):  # type: ignore[misc]
         """What the results say about the model and its settings."""
         model = self.runner.model
         settings = self.config.model_dump(mode="json", exclude={"model", "batch_size"})
+        own_ids = {"suppress_token_ids": self.config.generation.suppress_token_ids}  # without the ids that have no text
+        resolved = self.runner.resolve_generation(self.config.generation).config.model_copy(update=own_ids)
         return {
             "model_path": str(self.config.model.path or "loaded"),
             "model_num_parameters": sum(parameter.numel() for parameter in model.parameters()),
             "model_dtype": str(model.lm_head.weight.dtype),
-            "model_fingerprint": self._model_fingerprint,
+            "model_fingerprint": self.model_fingerprint,
             "model_config": model.config.model_dump(mode="json", exclude_defaults=True),
             "diffusionlm_version": version("diffusionlm"),
             "diffusionlm_settings": settings,
-            "resolved_generation": self.runner.describe_generation(self.config.generation),
+            "resolved_generation": resolved.model_dump(mode="json", exclude_none=True),
             "preset_deviations": self.config.deviations,
             "num_truncated_contexts": self.runner.num_truncated,
         }
 
     @cached_property
-    def _model_fingerprint(self) -> str:
-        return _fingerprint_model(self.runner.model)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Hash of all that decides results: the model, its tokenizer and the settings."""
-        settings = self.config.model_dump_json(exclude={"model", "batch_size"})
-        parts = [self._model_fingerprint, self.runner.tokenizer.fingerprint, settings]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-    def request_cache_path(self, folder: str | Path) -> str:
-        """Path for ``use_cache`` of `simple_evaluate`: a file in a folder that is named after the `fingerprint`. The
-        harness finds results by the texts of requests alone, so other models and settings need other files."""
-        return str(Path(folder) / self.fingerprint[:16] / "requests")
+    def model_fingerprint(self) -> str:
+        """SHA-256 of the config and of all parameters, adapters included, whatever file they were loaded from. Reads
+        all weights once: 0.5 to 1 GB each second."""
+        model = self.runner.model
+        digest = hashlib.sha256(model.config.model_dump_json().encode())
+        for name, parameter in sorted(model.named_parameters(), key=itemgetter(0)):
+            digest.update(f"{name} {list(parameter.shape)} {TensorDigest.from_tensor(parameter).exact}".encode())
+        return digest.hexdigest()
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
         """Use a request cache.
@@ -206,13 +207,14 @@ class DiffusionLM(LM):  # type: ignore[misc]
         """
         database = cache_hook.dbdict
         if database is not None:
+            settings = self.config.model_dump_json(exclude={"model", "batch_size"})
+            fingerprint = [self.model_fingerprint, self.runner.tokenizer.fingerprint, settings]
             stored = database.get(CACHE_KEY)
-            if stored != self.fingerprint and (stored is not None or len(database)):
+            if stored != fingerprint and (stored is not None or len(database)):
                 raise ValueError(
-                    f"{database.filename} has results of another model, or of other settings: name another file; "
-                    "request_cache_path(FOLDER) of the model makes one for its settings"
+                    f"{database.filename} has results of another model, or of other settings: name another file"
                 )
-            database[CACHE_KEY] = self.fingerprint
+            database[CACHE_KEY] = fingerprint
         super().set_cache_hook(cache_hook)
 
     @property
@@ -234,15 +236,6 @@ class DiffusionLM(LM):  # type: ignore[misc]
         self.world.barrier()
 
 
-def _fingerprint_model(model: Transformer) -> str:
-    """SHA-256 of the config and of all parameters, adapters included, whatever file they were loaded from. Reads all
-    weights once: 0.5 to 1 GB each second."""
-    digest = hashlib.sha256(model.config.model_dump_json().encode())
-    for name, parameter in sorted(model.named_parameters(), key=itemgetter(0)):
-        digest.update(f"{name} {list(parameter.shape)} {TensorDigest.from_tensor(parameter).exact}".encode())
-    return digest.hexdigest()
-
-
 def _read_device(name: str) -> str:
     """The device of `InferModelConfig`. The harness's default is cuda:0, also where there is no CUDA.
 
@@ -254,20 +247,13 @@ def _read_device(name: str) -> str:
     return "auto" if name == "cuda:0" else name
 
 
-def _find_world() -> World:
-    """The process group that exists."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return SINGLE_PROCESS
-    local_rank = (read_torchrun_environment() or (0, 1, 0))[2]
+def _join_world() -> World:
+    """The process group that exists, or a new one for host values if torchrun has started several processes."""
+    rank, world_size, local_rank = read_torchrun_environment() or (0, 1, 0)
+    if not dist.is_initialized():
+        if world_size == 1:
+            return SINGLE_PROCESS
+        if torch.cuda.is_available():
+            torch.cuda.set_device(local_rank)
+        dist.init_process_group("gloo", rank=rank, world_size=world_size)
     return World(dist.get_rank(), dist.get_world_size(), local_rank)
-
-
-def _join_torchrun() -> None:
-    """Create a process group for host values, if torchrun has started several processes and there is none."""
-    environment = read_torchrun_environment()
-    if environment is None or environment[1] == 1 or dist.is_initialized():
-        return
-    rank, world_size, local_rank = environment
-    if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank)
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)

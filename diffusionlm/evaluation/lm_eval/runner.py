@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,7 +25,7 @@ from tokenizer import Tokenizer
 
 DEFAULT_NEW_TOKENS = 256
 """Length of an answer if neither the task nor the settings say it, as with the harness's own models."""
-LIMIT_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+LENGTH_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Spellings of the length of an answer, in tasks and on the command line."""
 SAMPLING_KEYS = ("temperature", "top_p", "top_k")
 NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
@@ -39,6 +39,8 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "use_cache": (True, False),
 }
 """Arguments that tasks write and diffusion has no use for -> values that change nothing."""
+DOCUMENTS_PER_CALL = 64
+"""Documents that are scored before their results are passed on, so that an interrupted run loses little."""
 _KEY_BITS = 62
 
 
@@ -54,21 +56,9 @@ class HarnessRequest(Protocol):
     def args(self) -> tuple[Any, ...]: ...
 
 
-OnResult = Callable[[HarnessRequest, Any], None]
-"""Called with a request and its result, as soon as it is computed."""
-
-
-DOCUMENTS_PER_CALL = 64
-"""Documents that are scored before their results are passed on, so that an interrupted run loses little."""
-
-
-def ignore_result(request: HarnessRequest, result: Any) -> None:
-    """The default of `OnResult`."""
-
-
 @dataclass(frozen=True)
-class UniqueRequest:
-    """A request that is computed: one repeat of an instance."""
+class NumberedRequest:
+    """One repeat of an instance."""
 
     instance: HarnessRequest
     repeat: int
@@ -84,55 +74,26 @@ class UniqueRequest:
         """What the options of a document share, of this repeat, and another document with the same content does not."""
         return self.document_key, getattr(self.instance, "doc_id", None)
 
+    @property
+    def label(self) -> str:
+        """Name in errors."""
+        return f"task {self.instance.task_name}, document {getattr(self.instance, 'doc_id', None)}"
+
     def answer_seed(self, seed: int) -> int:
         """Seed of the answer, which differs between the requests of a document."""
         return _hash_key(seed, self.document_key, self.instance.idx)
 
 
-def find_unique_requests(instances: Sequence[HarnessRequest]) -> tuple[list[UniqueRequest], list[int]]:
-    """Number the repeats of each instance, and leave out those that only fill up a rank.
-
-    The harness passes the same object once for each repeat. With several ranks it appends the last request again, so
-    that all ranks have equally many: those are answered like its first repeats.
-
-    Returns:
-        The requests to compute, and for each instance the index of its request.
-    """
-    requests: list[UniqueRequest] = []
-    indices: dict[tuple[int, int], int] = {}
+def number_repeats(instances: Sequence[HarnessRequest]) -> list[NumberedRequest]:
+    """Number the repeats of each instance: the harness passes the same object once for each. With several ranks it
+    appends the last request again, so that all have equally many; those are answered like its first repeats."""
     counts: dict[int, int] = {}
-    places = []
+    requests = []
     for instance in instances:
         count = counts.get(id(instance), 0)
         counts[id(instance)] = count + 1
-        repeat = count % (instance.repeats or 1)
-        place = indices.setdefault((id(instance), repeat), len(requests))
-        if place == len(requests):
-            requests.append(UniqueRequest(instance, repeat))
-        places.append(place)
-    return requests, places
-
-
-def check_cacheable(
-    method: str, requests: Sequence[HarnessRequest], is_random: Callable[[HarnessRequest], bool]
-) -> None:
-    """Check that a request cache of the harness, which keeps one result for each text, is no loss.
-
-    Raises:
-        ValueError: a request with random results has repeats, or may have some in a later run.
-    """
-    for request in requests:
-        if method == "generate_until":
-            if is_random(request) and not request.args[1].get("do_sample"):
-                raise ValueError(
-                    f"task {request.task_name}: answers are random, and the request cache would give all repeats the "
-                    "same: add do_sample=true to --gen_kwargs, with which they are not cached, or leave out --use_cache"
-                )
-        elif (request.repeats or 1) > 1:
-            raise ValueError(
-                f"task {request.task_name}: repeats = {request.repeats} of likelihoods would all get the same value "
-                "from the request cache: leave out --use_cache"
-            )
+        requests.append(NumberedRequest(instance, count % (instance.repeats or 1)))
+    return requests
 
 
 def _hash_key(*parts: object) -> int:
@@ -140,62 +101,51 @@ def _hash_key(*parts: object) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> (64 - _KEY_BITS)
 
 
-@dataclass(frozen=True)
-class GenerationArguments:
-    """Arguments of ``generate_until``, in our terms."""
+def parse_generation_arguments(
+    arguments: Mapping[str, Any], defaults: GenerationConfig
+) -> tuple[tuple[str, ...], GenerationConfig]:
+    """Combine the arguments of a request of ``generate_until`` with the settings of the model.
 
-    until: tuple[str, ...]
-    """The answer ends before the first of these texts."""
-    config: GenerationConfig
+    The request's length wins. Its temperature, top_p and top_k win if they ask for sampling (do_sample = true), or if
+    the settings leave them open: tasks ask for greedy decoding by default, and would overwrite the published settings
+    of a model. All other keys of `GenerationConfig` may be arguments too, and win.
 
-    @classmethod
-    def parse(cls, arguments: Mapping[str, Any], defaults: GenerationConfig) -> GenerationArguments:
-        """Combine the arguments of a request with the settings of the model.
-
-        The request's length wins. Its temperature, top_p and top_k win if they ask for sampling (do_sample = true), or
-        if the settings leave them open: tasks ask for greedy decoding by default, and would overwrite the published
-        settings of a model. All other keys of `GenerationConfig` may be arguments too, and win.
-
-        Raises:
-            ValueError: a key is unknown or has a value that diffusion cannot follow, spellings of the length contradict
-                each other, or the settings do not fit each other.
-        """
-        values = dict(arguments)
-        until = _parse_until(values.pop("until", None))
-        limit = _pop_limit(values)
-        do_sample = values.get("do_sample")
-        _check_known(values)
-        values = {key: value for key, value in values.items() if key not in NEUTRAL_VALUES}
-        if do_sample is False:
-            values.setdefault("temperature", 0.0)
-        if values.get("top_k") in (0, -1):  # as vLLM and transformers spell that there is no bound
-            values["top_k"] = None
-        for key in SAMPLING_KEYS:
-            is_set = key in defaults.model_fields_set and getattr(defaults, key) is not None
-            if is_set and not do_sample:
-                values.pop(key, None)
-        if limit is None and defaults.max_new_tokens is None and defaults.total_length is None:
-            limit = DEFAULT_NEW_TOKENS
-        if limit is not None:
-            values |= {"max_new_tokens": limit, "total_length": None}
-        chosen = {key: getattr(defaults, key) for key in defaults.model_fields_set}
-        return cls(until, GenerationConfig.model_validate({**chosen, **values}))
-
-
-def _check_known(values: Mapping[str, Any]) -> None:
-    """Check that no argument would be ignored.
+    Returns:
+        The stop strings, and the settings of the answer.
 
     Raises:
-        ValueError: one would; names it.
+        ValueError: a key is unknown or has a value that diffusion cannot follow, spellings of the length contradict
+            each other, or the settings do not fit each other.
     """
-    for key, value in values.items():
-        if key in NEUTRAL_VALUES and value not in NEUTRAL_VALUES[key]:
+    values = dict(arguments)
+    until = _parse_until(values.pop("until", None))
+    lengths = {key: values.pop(key) for key in LENGTH_KEYS if key in values}
+    lengths = {key: length for key, length in lengths.items() if length is not None}
+    if len(set(lengths.values())) > 1:
+        spelled = " and ".join(f"{key} = {length}" for key, length in lengths.items())
+        raise ValueError(f"generation arguments {spelled} contradict each other: keep one of them")
+    do_sample = values.get("do_sample")
+    for key in NEUTRAL_VALUES.keys() & values.keys():
+        if (value := values.pop(key)) not in NEUTRAL_VALUES[key]:
             raise ValueError(f"generation argument {key} = {value!r} has no meaning for diffusion: remove it")
-        if key not in NEUTRAL_VALUES and key not in GenerationConfig.model_fields:
-            raise ValueError(
-                f"generation argument {key} = {value!r} is unknown: remove it from the task or from --gen_kwargs; "
-                f"lengths are {', '.join(LIMIT_KEYS)}, and all keys of [generation] are possible"
-            )
+    for key in values.keys() - GenerationConfig.model_fields.keys():
+        raise ValueError(
+            f"generation argument {key} = {values[key]!r} is unknown: remove it from the task or from --gen_kwargs; "
+            f"lengths are {', '.join(LENGTH_KEYS)}, and all keys of [generation] are possible"
+        )
+    if do_sample is False:
+        values.setdefault("temperature", 0.0)
+    if values.get("top_k") in (0, -1):  # as vLLM and transformers spell that there is no bound
+        values["top_k"] = None
+    chosen = {key: getattr(defaults, key) for key in defaults.model_fields_set}
+    for key in SAMPLING_KEYS:
+        if chosen.get(key) is not None and not do_sample:
+            values.pop(key, None)
+    if lengths:
+        values |= {"max_new_tokens": next(iter(lengths.values())), "total_length": None}
+    elif defaults.max_new_tokens is None and defaults.total_length is None:
+        values["max_new_tokens"] = DEFAULT_NEW_TOKENS
+    return until, GenerationConfig.model_validate({**chosen, **values})
 
 
 def _parse_until(value: Any) -> tuple[str, ...]:
@@ -207,22 +157,10 @@ def _parse_until(value: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(text for text in texts if text))
 
 
-def _pop_limit(values: dict[str, Any]) -> int | None:
-    """Remove all spellings of the length, and return it."""
-    limits = {key: values.pop(key) for key in LIMIT_KEYS if key in values}
-    limits = {key: limit for key, limit in limits.items() if limit is not None}
-    if len(set(limits.values())) > 1:
-        spelled = " and ".join(f"{key} = {limit}" for key, limit in limits.items())
-        raise ValueError(f"generation arguments {spelled} contradict each other: keep one of them")
-    key, limit = next(iter(limits.items()), (None, None))
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        raise ValueError(f"generation argument {key} = {limit!r} must be a whole number of at least 1")
-    return limit
-
-
 @dataclass
 class RequestRunner:
-    """A model with its settings."""
+    """A model with its settings. The results of requests are pairs of an index among them and a result, which come as
+    soon as they are computed; all requests are checked before the first forward."""
 
     model: Transformer
     tokenizer: Tokenizer
@@ -249,41 +187,19 @@ class RequestRunner:
             self._settings[config] = resolve_settings(complete, self.model.config)
         return self._settings[config]
 
-    def is_random(self, instance: HarnessRequest) -> bool:
-        """Whether repeats of a request of ``generate_until`` give different answers.
-
-        Raises:
-            ValueError: its arguments do not fit the model.
-        """
-        parsed = GenerationArguments.parse(instance.args[1], self.config.generation)
-        return self.resolve_generation(parsed.config).is_random
-
-    def describe_generation(self, config: GenerationConfig) -> dict[str, Any]:
-        """The settings with the defaults of the model, for results; without the ids that have no text."""
-        resolved = self.resolve_generation(config).config.model_copy(
-            update={"suppress_token_ids": config.suppress_token_ids}
-        )
-        return resolved.model_dump(mode="json", exclude_none=True)
-
-    def generate(self, instances: Sequence[HarnessRequest], on_result: OnResult = ignore_result) -> list[str]:
-        """Answer requests of ``generate_until``, in their order. All are checked before the first forward.
+    def generate(self, instances: Sequence[HarnessRequest]) -> Iterator[tuple[int, str]]:
+        """Answer requests of ``generate_until``.
 
         Raises:
             ValueError: the arguments or the length of a request do not fit the model; names its document.
         """
-        unique, places = find_unique_requests(instances)
-        requests = [self._prepare(request) for request in unique]
-        texts = [""] * len(unique)
+        requests = [self._prepare(request) for request in number_repeats(instances)]
         for index, answer in decode_answers(self.model, self.tokenizer, requests, self.config.batch_size):
-            texts[index] = answer.text
-            on_result(unique[index].instance, answer.text)
-        return [texts[place] for place in places]
+            yield index, answer.text
 
-    def score(
-        self, instances: Sequence[HarnessRequest], on_result: OnResult = ignore_result
-    ) -> list[tuple[float, bool]]:
-        """Answer requests of ``loglikelihood``, in their order: log-likelihoods in nats, and whether greedy decoding
-        yields the continuation. All are checked before the first forward.
+    def score(self, instances: Sequence[HarnessRequest]) -> Iterator[tuple[int, tuple[float, bool]]]:
+        """Answer requests of ``loglikelihood``: log-likelihoods in nats, and whether greedy decoding yields the
+        continuation.
 
         Continuations of a document after the same context are its options: all exact or all sampled, with common random
         numbers. An empty continuation has probability one.
@@ -291,100 +207,76 @@ class RequestRunner:
         Raises:
             ValueError: a text does not fit the model; names its document.
         """
-        unique, places = find_unique_requests(instances)
-        pairs = [self._encode_pair(request) for request in unique]
+        requests = number_repeats(instances)
+        pairs = [self._encode_pair(request) for request in requests]
         documents: dict[tuple[tuple[int, int | None], tuple[int, ...]], list[int]] = {}
         continuations: dict[tuple[int, int | None], set[tuple[Any, ...]]] = {}
-        for index, (request, pair) in enumerate(zip(unique, pairs, strict=True)):
-            documents.setdefault((request.document_identity, pair.context_ids), []).append(index)
+        for index, (request, pair) in enumerate(zip(requests, pairs, strict=True)):
             continuations.setdefault(request.document_identity, set()).add(request.instance.args)
-        results: dict[int, tuple[float, bool]] = {}
-        groups = [(unique[indices[0]].document_key, indices) for indices in documents.values()]
+            if pair.continuation_ids:
+                documents.setdefault((request.document_identity, pair.context_ids), []).append(index)
+            else:
+                yield index, (0.0, self.config.is_greedy != "never")
+        groups = [
+            (OptionsRequest(context_ids, tuple(pairs[index].continuation_ids for index in indices), key), indices)
+            for ((key, _), context_ids), indices in documents.items()
+        ]
         for start in range(0, len(groups), DOCUMENTS_PER_CALL):
             part = groups[start : start + DOCUMENTS_PER_CALL]
-            scores = self._score_documents([(key, [pairs[index] for index in indices]) for key, indices in part])
-            log_likelihoods = dict(zip((index for _, indices in part for index in indices), scores, strict=True))
-            compared = [i for i in log_likelihoods if self._compares(len(continuations[unique[i].document_identity]))]
-            matches = dict(zip(compared, self._match_greedily([pairs[index] for index in compared]), strict=True))
-            for index, log_likelihood in log_likelihoods.items():
-                results[index] = (log_likelihood, matches.get(index, False))
-                on_result(unique[index].instance, results[index])
-        return [results[place] for place in places]
+            scores = score_documents(self.model, [document for document, _ in part], self.config.likelihood)
+            indices = [index for _, own in part for index in own]
+            compared = [i for i in indices if self._compares(len(continuations[requests[i].document_identity]))]
+            singles = [OptionsRequest(pairs[i].context_ids, (pairs[i].continuation_ids,)) for i in compared]
+            matches = dict(zip(compared, greedy_matches(self.model, singles, self.config.likelihood), strict=True))
+            values = [value for score in scores for value in score.log_likelihoods]
+            for index, value in zip(indices, values, strict=True):
+                yield index, (value, matches.get(index, False))
 
-    def roll(self, instances: Sequence[HarnessRequest], on_result: OnResult = ignore_result) -> list[float]:
-        """Answer requests of ``loglikelihood_rolling``, in their order: log-likelihoods of whole texts, in nats. Each
-        text is scored by itself, in disjoint windows, after the token that stands for an empty context.
+    def roll(self, instances: Sequence[HarnessRequest]) -> Iterator[tuple[int, float]]:
+        """Answer requests of ``loglikelihood_rolling``: log-likelihoods of whole texts, in nats. Each text is scored by
+        itself, in disjoint windows, after the token that stands for an empty context.
 
         Raises:
             ValueError: a text has a token that the model cannot predict.
         """
-        unique, places = find_unique_requests(instances)
-        pairs = [self.encoder.encode_pair("", request.instance.args[0]) for request in unique]
-        results: list[float] = []
-        documents = list(zip(unique, pairs, strict=True))
-        for start in range(0, len(documents), DOCUMENTS_PER_CALL):
-            part = documents[start : start + DOCUMENTS_PER_CALL]
-            texts = [
-                OptionsRequest(pair.context_ids[-1:], (pair.continuation_ids,), request.document_key)
-                for request, pair in part
-                if pair.continuation_ids
-            ]
-            scores = iter(score_texts(self.model, texts, self.config.window, self.config.likelihood))
-            for request, pair in part:
-                results.append(next(scores).log_likelihood if pair.continuation_ids else 0.0)
-                on_result(request.instance, results[-1])
-        return [results[place] for place in places]
-
-    def _encode_pair(self, request: UniqueRequest) -> EncodedPair:
-        label = describe_request(request.instance)
-        try:
-            pair = self.encoder.encode_pair(*request.instance.args)
-            context_ids = self._truncate(pair.context_ids, len(pair.continuation_ids), label)
-        except ValueError as error:
-            raise ValueError(f"{label}: {error}") from None
-        return EncodedPair(context_ids, pair.continuation_ids)
+        texts: list[tuple[int, OptionsRequest]] = []
+        for index, request in enumerate(number_repeats(instances)):
+            pair = self.encoder.encode_pair("", request.instance.args[0])
+            if pair.continuation_ids:
+                text = OptionsRequest(pair.context_ids[-1:], (pair.continuation_ids,), request.document_key)
+                texts.append((index, text))
+            else:
+                yield index, 0.0
+        for start in range(0, len(texts), DOCUMENTS_PER_CALL):
+            part = texts[start : start + DOCUMENTS_PER_CALL]
+            scores = score_texts(self.model, [text for _, text in part], self.config.window, self.config.likelihood)
+            for (index, _), score in zip(part, scores, strict=True):
+                yield index, score.log_likelihood
 
     def _compares(self, num_continuations: int) -> bool:
         """Whether the continuations of a document with so many different ones are compared with greedy decoding."""
         choice = self.config.is_greedy
         return choice == "always" or (choice == "auto" and num_continuations == 1)
 
-    def _score_documents(self, documents: Sequence[tuple[int, Sequence[EncodedPair]]]) -> list[float]:
-        """Log-likelihoods of the options of documents, one after the other; each is a key and its options."""
-        requests = [
-            OptionsRequest(
-                pairs[0].context_ids, tuple(pair.continuation_ids for pair in pairs if pair.continuation_ids), key
-            )
-            for key, pairs in documents
-        ]
-        scores = iter(score_documents(self.model, [item for item in requests if item.options], self.config.likelihood))
-        values: list[float] = []
-        for (_, pairs), request in zip(documents, requests, strict=True):
-            scored = iter(next(scores).log_likelihoods if request.options else ())
-            values += [next(scored) if pair.continuation_ids else 0.0 for pair in pairs]
-        return values
-
-    def _match_greedily(self, pairs: Sequence[EncodedPair]) -> list[bool]:
-        """Whether greedy decoding yields each continuation; an empty one it does."""
-        scored = [pair for pair in pairs if pair.continuation_ids]
-        requests = [OptionsRequest(pair.context_ids, (pair.continuation_ids,)) for pair in scored]
-        matches = iter(greedy_matches(self.model, requests, self.config.likelihood))
-        return [next(matches) if pair.continuation_ids else True for pair in pairs]
-
-    def _prepare(self, request: UniqueRequest) -> AnswerRequest:
-        context, arguments = request.instance.args
-        label = describe_request(request.instance)
+    def _encode_pair(self, request: NumberedRequest) -> EncodedPair:
         try:
-            parsed = GenerationArguments.parse(arguments, self.config.generation)
-            settings = self.resolve_generation(parsed.config)
-            prompt_ids = self.encoder.encode(context) if context else self.encoder.encode_pair("", "").context_ids
-            prompt_ids = self._truncate(prompt_ids, settings.config.max_new_tokens or 1, label)
+            pair = self.encoder.encode_pair(*request.instance.args)
+            return EncodedPair(self._truncate(pair.context_ids, len(pair.continuation_ids)), pair.continuation_ids)
         except ValueError as error:
-            raise ValueError(f"{label}: {error}") from None
-        seed = request.answer_seed(self.config.seed)
-        return prepare_request(settings, prompt_ids, seed, label=label), parsed.until
+            raise ValueError(f"{request.label}: {error}") from None
 
-    def _truncate(self, context_ids: tuple[int, ...], num_following: int, label: str) -> tuple[int, ...]:
+    def _prepare(self, request: NumberedRequest) -> AnswerRequest:
+        context, arguments = request.instance.args
+        try:
+            until, config = parse_generation_arguments(arguments, self.config.generation)
+            settings = self.resolve_generation(config)
+            prompt_ids = self.encoder.encode(context) if context else self.encoder.encode_pair("", "").context_ids
+            prompt_ids = self._truncate(prompt_ids, settings.config.max_new_tokens or 1)
+        except ValueError as error:
+            raise ValueError(f"{request.label}: {error}") from None
+        return prepare_request(settings, prompt_ids, request.answer_seed(self.config.seed), label=request.label), until
+
+    def _truncate(self, context_ids: tuple[int, ...], num_following: int) -> tuple[int, ...]:
         """Shorten a context from the left, so that the tokens after it fit into the model's context.
 
         Raises:
@@ -406,8 +298,3 @@ class RequestRunner:
             )
         self.num_truncated += 1
         return context_ids[num_excess:]
-
-
-def describe_request(instance: HarnessRequest) -> str:
-    """Name a request in errors."""
-    return f"task {instance.task_name}, document {getattr(instance, 'doc_id', None)}"

@@ -160,75 +160,28 @@ def test_tasks_of_all_kinds(evaluate: Callable[..., Any]) -> None:
             assert values[0] == pytest.approx(expected[0], abs=1e-9)
 
 
-def set_logits(model: Transformer, tokens: dict[int, float]) -> Transformer:
-    """A model whose logits are these (0 for all others), whatever it reads."""
-    constant = Transformer(model.config.model_copy(update={"tie_word_embeddings": False}))
-    with torch.no_grad():
-        for parameter in constant.parameters():
-            parameter.zero_()
-        constant.model.embed_tokens.weight.fill_(1.0)
-        constant.model.norm.weight.fill_(1.0)
-        for token, logit in tokens.items():
-            constant.lm_head.weight[token] = logit / model.config.hidden_size
-    return constant.double()
-
-
-def test_a_model_that_knows_the_options_and_a_uniform_one(
-    model: Transformer, tokenizer: Tokenizer, manager: Any, tmp_path: Path
-) -> None:
-    data = tmp_path / "options.jsonl"
-    questions = [{"question": f"{n}?", "choices": [" b", " c", " d", " e"], "gold": n % 4} for n in range(40)]
-    for item in questions:
-        item["choices"][item["gold"]] = " a"  # type: ignore[index]
-    data.write_text("".join(json.dumps(item) + "\n" for item in questions))
-    config = task(manager, "own_choice", dataset_kwargs={"data_files": {"test": str(data)}}, target_delimiter="")
-    (known,) = tokenizer.encode(" a")
-    accuracies = []
-    for logits in ({known: 5.0}, {}):
-        lm = adapter.DiffusionLM(set_logits(model, logits), tokenizer)
-        results = lm_eval.simple_evaluate(model=lm, tasks=[config], task_manager=manager, bootstrap_iters=0)
-        accuracies.append(results["results"]["own_choice"]["acc,none"])
-    assert accuracies == [1.0, 0.25]  # among equals the first option, which is right in a quarter
-
-
 def test_request_cache(evaluate: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("own_choice", "own_math", "own_text")
     path = str(tmp_path / "cache")
     first = evaluate(*names, use_cache=path)
-    with monkeypatch.context() as patch:
-        for method in ("score", "roll", "generate"):
-            patch.setattr(f"diffusionlm.evaluation.lm_eval.runner.RequestRunner.{method}", None)
-        assert evaluate(*names, use_cache=path)["results"] == first["results"]
-    with pytest.raises(ValueError, match="request_cache_path"):
+    with pytest.raises(ValueError, match=r"another model.*another file"):
         evaluate("own_choice", use_cache=path, settings={**SETTINGS, "likelihood.seed": 1})
+    for method in ("score", "roll", "generate"):
+        monkeypatch.setattr(f"diffusionlm.evaluation.lm_eval.runner.RequestRunner.{method}", None)
+    assert evaluate(*names, use_cache=path, settings={**SETTINGS, "batch_size": 2})["results"] == first["results"]
 
 
-def test_the_path_of_a_request_cache_has_the_settings(model: Transformer, tokenizer: Tokenizer) -> None:
-    variants: list[dict[str, Any]] = [
-        {},
-        {"batch_size": 2},
-        {"seed": 1},
-        {"generation.steps": 4},
-        {"likelihood.seed": 1},
-    ]
-    paths = [adapter.DiffusionLM(model, tokenizer, **values).request_cache_path("cache") for values in variants]
-    assert paths[0] == paths[1] and len(set(paths)) == 4
-
-
-def test_what_a_request_cache_would_spoil(evaluate: Callable[..., Any], manager: Any, tmp_path: Path) -> None:
-    path = str(tmp_path / "cache")
-    random_settings = {**SETTINGS, "generation.temperature": 1.0}
-    with pytest.raises(ValueError, match="do_sample"):
-        evaluate("own_math", use_cache=path, settings=random_settings)
-    # Asked for sampling, the harness does not cache: repeats differ in the second run too.
-    config = task(
-        manager, "own_math", repeats=2, generation_kwargs={"until": ["\n"], "max_gen_toks": 12, "do_sample": True}
-    )
+def test_repeats_with_a_request_cache(evaluate: Callable[..., Any], manager: Any, tmp_path: Path) -> None:
+    """Asked for sampling, the harness does not cache: repeats differ in the second run too. Other repeats would not."""
+    path, settings = str(tmp_path / "cache"), {**SETTINGS, "generation.temperature": 1.0}
+    arguments = {"until": ["\n"], "max_gen_toks": 12, "do_sample": True}
+    config = task(manager, "own_math", repeats=2, generation_kwargs=arguments)
     for _ in range(2):
-        samples = evaluate(config, use_cache=path, settings=random_settings)["samples"]["own_math"]
+        samples = evaluate(config, use_cache=path, settings=settings)["samples"]["own_math"]
         assert all(len(set(sample["resps"][0])) == 2 for sample in samples)
-    with pytest.raises(ValueError, match="repeats = 2"):
-        evaluate(task(manager, "own_text", repeats=2), use_cache=path, settings=random_settings)
+    for name in ("own_math", "own_text"):
+        with pytest.raises(ValueError, match=r"repeats = 2.*do_sample"):
+            evaluate(task(manager, name, repeats=2), use_cache=path, settings=settings)
 
 
 def test_chats(evaluate: Callable[..., Any], model: Transformer, tokenizer: Tokenizer) -> None:
@@ -344,5 +297,7 @@ def test_each_rank_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", calls.append)
     monkeypatch.setattr(adapter.dist, "init_process_group", lambda backend, **ranks: calls.append((backend, ranks)))
-    adapter._join_torchrun()
+    monkeypatch.setattr(adapter.dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(adapter.dist, "get_world_size", lambda: 4)
+    assert adapter._join_world() == World(3, 4, 1)
     assert calls == [1, ("gloo", {"rank": 3, "world_size": 4})]

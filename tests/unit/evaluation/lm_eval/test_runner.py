@@ -1,20 +1,40 @@
-"""Requests answered by a tiny model: values against brute force; order, neighbors and batches change nothing."""
+"""Requests of lm-evaluation-harness: their numbers, keys and arguments, and answers of a tiny model to them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 
-from config.evaluation.lm_eval import LmEvalConfig
+from config.evaluation.lm_eval import LmEvalConfig, nest_arguments
+from config.generation import GenerationConfig
 from diffusionlm.evaluation.likelihood.scoring import OptionsRequest, score_documents
-from diffusionlm.evaluation.lm_eval.runner import RequestRunner
+from diffusionlm.evaluation.lm_eval.runner import (
+    LENGTH_KEYS,
+    NumberedRequest,
+    RequestRunner,
+    number_repeats,
+    parse_generation_arguments,
+)
 from diffusionlm.models.transformer import Transformer
-from tests.unit.evaluation.lm_eval.fake_instance import FakeInstance
 from tokenizer import Tokenizer
+
+
+@dataclass
+class FakeInstance:
+    """What the adapter reads of an Instance."""
+
+    args: tuple[Any, ...]
+    doc: Any = field(default_factory=dict)
+    idx: int = 0
+    task_name: str | None = "task"
+    repeats: int | None = 1
+    doc_id: int = 0
+
 
 CONTEXT = "Question: is it blue?\nAnswer:"
 
@@ -31,10 +51,20 @@ def model(tokenizer: Tokenizer, tiny_model: Callable[..., Transformer]) -> Trans
     )
 
 
+class OrderedRunner(RequestRunner):
+    """With the results in the order of the requests."""
+
+    def score(self, instances: Sequence[Any]) -> Any:
+        return [result for _, result in sorted(super().score(instances))]
+
+    def generate(self, instances: Sequence[Any]) -> Any:
+        return [result for _, result in sorted(super().generate(instances))]
+
+
 @pytest.fixture
-def build(model: Transformer, tokenizer: Tokenizer) -> Callable[..., RequestRunner]:
-    def build(**options: Any) -> RequestRunner:
-        return RequestRunner(model, tokenizer, LmEvalConfig.model_validate(options))
+def build(model: Transformer, tokenizer: Tokenizer) -> Callable[..., OrderedRunner]:
+    def build(**options: Any) -> OrderedRunner:
+        return OrderedRunner(model, tokenizer, LmEvalConfig.model_validate(options))
 
     return build
 
@@ -43,7 +73,7 @@ def options_of(document: str, texts: Sequence[str], context: str = CONTEXT) -> l
     return [FakeInstance((context, text), {"document": document}, index) for index, text in enumerate(texts)]
 
 
-def test_short_options_are_those_of_documents(model: Transformer, build: Callable[..., RequestRunner]) -> None:
+def test_short_options_are_those_of_documents(model: Transformer, build: Callable[..., OrderedRunner]) -> None:
     runner = build()
     instances = options_of("a", [" yes", " is?", " q"]) + options_of("b", [" it"])
     for instance, (log_likelihood, is_greedy) in zip(instances, runner.score(instances), strict=True):
@@ -52,13 +82,13 @@ def test_short_options_are_those_of_documents(model: Transformer, build: Callabl
         assert score.is_exact and log_likelihood == pytest.approx(score.log_likelihood, abs=1e-9) and not is_greedy
 
 
-def test_order_and_neighbors_change_nothing(build: Callable[..., RequestRunner]) -> None:
+def test_order_and_neighbors_change_nothing(build: Callable[..., OrderedRunner]) -> None:
     """Long options, which are sampled: their masks depend on their document alone."""
     texts = [" is it blue? yes", " no no no maybe, xyz", "", " is it"]
     instances = options_of("a", texts) + options_of("b", texts[:2], CONTEXT * 2) + options_of("c", texts[1:2])
     settings: dict[str, Any] = {"likelihood": {"num_mc_samples": 16}}
     expected = build(**settings).score(instances)
-    assert len({value for value, _ in expected}) == 7 and expected[2] == (0.0, False)
+    assert len({value for value, _ in expected}) == 7 and expected[2] == (0.0, True)
     shuffled = [5, 0, 3, 6, 1, 4, 2]
     others = build(likelihood={"num_mc_samples": 16, "batch_tokens": 40}).score([instances[i] for i in shuffled])
     for index, value in zip(shuffled, others, strict=True):
@@ -69,7 +99,7 @@ def test_order_and_neighbors_change_nothing(build: Callable[..., RequestRunner])
     assert seeded[0] != expected[0] and seeded[6] != expected[6]
 
 
-def test_repeats_have_draws_of_their_own(build: Callable[..., RequestRunner]) -> None:
+def test_repeats_have_draws_of_their_own(build: Callable[..., OrderedRunner]) -> None:
     instance = FakeInstance((CONTEXT, " is it blue? yes, maybe xyz"), {"q": 1}, repeats=3)
     runs = [build(likelihood={"num_mc_samples": 16}).score([instance] * 4) for _ in range(2)]
     assert runs[0] == runs[1]
@@ -77,7 +107,7 @@ def test_repeats_have_draws_of_their_own(build: Callable[..., RequestRunner]) ->
     assert len(set(values)) == 3 and values[3] == values[0]  # the fourth one fills up a rank
 
 
-def test_a_single_continuation_is_compared_with_greedy_decoding(build: Callable[..., RequestRunner]) -> None:
+def test_a_single_continuation_is_compared_with_greedy_decoding(build: Callable[..., OrderedRunner]) -> None:
     runner = build(generation={"max_new_tokens": 2, "stop_token_ids": []})
     contexts = [f"{letter}: is it {letter}?" for letter in "abcdefghijklmnop"]
     answers = runner.generate([FakeInstance((context, {})) for context in contexts])
@@ -93,7 +123,7 @@ def test_a_single_continuation_is_compared_with_greedy_decoding(build: Callable[
     assert [is_greedy for _, is_greedy in build(is_greedy="never").score([right])] == [False]
 
 
-def test_documents_with_the_same_content_are_no_options_of_each_other(build: Callable[..., RequestRunner]) -> None:
+def test_documents_with_the_same_content_are_no_options_of_each_other(build: Callable[..., OrderedRunner]) -> None:
     """The same document twice, and a document whose only continuation is asked for twice."""
     score = build().score
     [(value, expected)] = score([FakeInstance((CONTEXT, ""), {"q": 1})])
@@ -118,13 +148,14 @@ def test_rolling_windows_of_a_uniform_model(
         uniform.lm_head.weight.zero_()
     runner = RequestRunner(uniform, tokenizer, LmEvalConfig.model_validate({"window": 5}))
     texts = ["is it blue?" * 3, "", "no"]
-    values = runner.roll([FakeInstance((text,), {"text": text}) for text in texts])
+    values = dict(runner.roll([FakeInstance((text,), {"text": text}) for text in texts]))
     lengths = [len(tokenizer.encode(text)) for text in texts]
     assert lengths[0] > 10 and values[1] == 0.0
-    assert values == pytest.approx([-length * math.log(tokenizer.vocab_size - 1) for length in lengths])
+    expected = {index: -length * math.log(tokenizer.vocab_size - 1) for index, length in enumerate(lengths)}
+    assert values == pytest.approx(expected)
 
 
-def test_answers_with_unequal_settings_keep_their_order(build: Callable[..., RequestRunner]) -> None:
+def test_answers_with_unequal_settings_keep_their_order(build: Callable[..., OrderedRunner]) -> None:
     arguments: list[dict[str, Any]] = [
         {"max_gen_toks": 4},
         {"max_gen_toks": 7, "temperature": 1.0, "do_sample": True},
@@ -141,7 +172,7 @@ def test_answers_with_unequal_settings_keep_their_order(build: Callable[..., Req
     assert together[2] == together[0].partition("e")[0].partition("\n")[0]
 
 
-def test_repeats_are_different_answers_and_the_same_in_a_second_run(build: Callable[..., RequestRunner]) -> None:
+def test_repeats_are_different_answers_and_the_same_in_a_second_run(build: Callable[..., OrderedRunner]) -> None:
     arguments = {"max_gen_toks": 8, "temperature": 1.0, "do_sample": True}
     instance = FakeInstance((CONTEXT, arguments), {"q": 1}, repeats=4)
     first, second = (build().generate([instance] * 5) for _ in range(2))
@@ -149,18 +180,7 @@ def test_repeats_are_different_answers_and_the_same_in_a_second_run(build: Calla
     assert build(seed=1).generate([instance]) != first[:1]
 
 
-def test_results_are_passed_on(build: Callable[..., RequestRunner]) -> None:
-    seen: list[Any] = []
-    instances = options_of("a", [" yes", " no"])
-    scores = build().score(instances, lambda instance, result: seen.append((instance.args[1], result)))
-    assert seen == [(" yes", scores[0]), (" no", scores[1])]
-    seen.clear()
-    build().roll([FakeInstance(("is it",))], lambda instance, result: seen.append(instance.args))
-    build().generate([FakeInstance((CONTEXT, {"max_gen_toks": 2}))], lambda instance, text: seen.append(text))
-    assert seen[0] == ("is it",) and isinstance(seen[1], str)
-
-
-def test_contexts_that_do_not_fit(build: Callable[..., RequestRunner]) -> None:
+def test_contexts_that_do_not_fit(build: Callable[..., OrderedRunner]) -> None:
     long = CONTEXT * 20
     for call in (lambda runner: runner.score(options_of("a", [" yes"], long)),
                  lambda runner: runner.generate([FakeInstance((long, {"max_gen_toks": 4}))])):  # fmt: skip
@@ -173,3 +193,91 @@ def test_contexts_that_do_not_fit(build: Callable[..., RequestRunner]) -> None:
         build(truncation="left").generate([FakeInstance((CONTEXT, {"max_gen_toks": 96}))])
     with pytest.raises(ValueError, match=r"task task, document 0: .*num_beams"):
         build().generate([FakeInstance((CONTEXT, {"num_beams": 2}))])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Numbers, keys and arguments of requests
+
+
+def test_repeats_are_numbered_and_padding_begins_again() -> None:
+    """The harness appends the last request of a rank, with its repeats, as often as another rank has more."""
+    first, second = (FakeInstance((name, {}), {"q": name}, repeats=2) for name in "ab")
+    requests = number_repeats([first, first, second, second, second, second])
+    assert [(request.instance.args[0], request.repeat) for request in requests] == [
+        ("a", 0), ("a", 1), ("b", 0), ("b", 1), ("b", 0), ("b", 1),
+    ]  # fmt: skip
+
+
+def test_keys_are_of_the_document_and_the_repeat() -> None:
+    options = [NumberedRequest(FakeInstance(("q", text), {"q": 1}, idx), 0) for idx, text in enumerate(("a", "b"))]
+    assert options[0].document_key == options[1].document_key
+    assert options[0].answer_seed(0) != options[1].answer_seed(0) != options[1].answer_seed(1)
+    others = [
+        NumberedRequest(options[0].instance, 1),
+        NumberedRequest(FakeInstance(("q", "a"), {"q": 2}), 0),
+        NumberedRequest(FakeInstance(("q", "a"), {"q": 1}, task_name="other"), 0),
+        NumberedRequest(FakeInstance(("q", "a")), 0),  # without a document
+        NumberedRequest(FakeInstance(("q", "b")), 0),
+    ]
+    assert len({request.document_key for request in [options[0], *others]}) == 6
+    # The position in the task is no part of it: a subset draws the same.
+    moved = NumberedRequest(FakeInstance(("q", "a"), {"q": 1}, doc_id=7), 0)
+    assert moved.document_key == options[0].document_key == 4373528749710171147
+
+
+@pytest.mark.parametrize(
+    ("arguments", "defaults", "expected"),
+    [
+        *(({key: 7}, {"max_new_tokens": 99}, {"max_new_tokens": 7}) for key in LENGTH_KEYS),
+        ({}, {}, {"max_new_tokens": 256}),
+        ({}, {"max_new_tokens": 99}, {"max_new_tokens": 99}),
+        ({}, {"total_length": 99}, {"total_length": 99}),
+        ({"max_tokens": 7}, {"total_length": 99}, {"max_new_tokens": 7}),
+        ({"max_tokens": 7, "max_gen_toks": 7, "max_new_tokens": None}, {}, {"max_new_tokens": 7}),
+        # Published settings of a model stay, unless sampling is asked for.
+        ({"do_sample": False}, {}, {"max_new_tokens": 256, "temperature": 0.0}),
+        ({"do_sample": False, "temperature": 0.0}, {"temperature": 0.2, "max_new_tokens": 9, "top_p": 0.9},
+         {"temperature": 0.2, "max_new_tokens": 9, "top_p": 0.9}),
+        ({"do_sample": True, "temperature": 0.8, "top_k": 5}, {"temperature": 0.2, "max_new_tokens": 9},
+         {"temperature": 0.8, "max_new_tokens": 9, "top_k": 5}),
+        ({"top_k": 0, "num_beams": 1, "block_length": 8}, {"block_length": 4, "steps": 64, "max_new_tokens": 9},
+         {"block_length": 8, "steps": 64, "max_new_tokens": 9}),
+    ],
+)  # fmt: skip
+def test_arguments_of_generation(arguments: dict[str, Any], defaults: Any, expected: dict[str, Any]) -> None:
+    until, config = parse_generation_arguments(arguments, GenerationConfig(**defaults))
+    assert (until, config) == ((), GenerationConfig(**expected))
+
+
+@pytest.mark.parametrize(
+    ("until", "expected"), [("\n\n", ("\n\n",)), (["a", "b", "a", ""], ("a", "b")), (None, ()), ("", ())]
+)
+def test_until_is_a_text_or_a_list(until: Any, expected: tuple[str, ...]) -> None:
+    assert parse_generation_arguments({"until": until}, GenerationConfig())[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"max_tokens": 7, "max_gen_toks": 8}, "max_gen_toks = 8 and max_tokens = 7 contradict"),
+        *(({"max_tokens": wrong}, "max_new_tokens") for wrong in (0, -1, 1.5, True, "x")),
+        ({"until": ["a", 1]}, "until has 1"),
+        ({"num_beams": 4}, "num_beams = 4 has no meaning"),
+        ({"repetition_penalty": 1.2}, "repetition_penalty"),
+        ({"max_length": 5}, "max_length = 5 is unknown"),
+        ({"block_length": 0}, "block_length"),
+    ],
+)
+def test_wrong_arguments_of_generation(arguments: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        parse_generation_arguments(arguments, GenerationConfig())
+
+
+def test_arguments_of_the_command_line() -> None:
+    tree = nest_arguments({"pretrained": "DIR", "dtype": "bfloat16", "generation.steps": 8, "likelihood": {"seed": 1}})
+    config = LmEvalConfig.model_validate(tree)
+    assert (str(config.model.path), config.model.dtype) == ("DIR", "bfloat16")
+    assert (config.generation.steps, config.likelihood.seed, config.likelihood.racing) == (8, 1, False)
+    for arguments in ({"path": "a", "pretrained": "b"}, {"generation": 1, "generation.steps": 2}):
+        with pytest.raises(ValueError, match="once"):
+            nest_arguments(arguments)
