@@ -19,7 +19,7 @@ from diffusionlm.evaluation.tasks.results import (
     ItemResult,
     MetricValue,
     VariantResult,
-    accuracy_by_item,
+    mean_by_item,
     read_items,
     read_results,
 )
@@ -297,7 +297,8 @@ def _scores(variant: ReportedVariant, rule: str) -> dict[tuple[str, str], float]
     """Accuracy by item and its right answer, of items that the rule grades."""
     items = [item for item in variant.items if rule in item.is_correct]
     golds = {item.id: item.gold for item in items}
-    return {(name, golds[name]): accuracy for name, accuracy in accuracy_by_item(items, rule).items()}
+    accuracies = mean_by_item((item.id, item.is_correct[rule]) for item in items)
+    return {(name, golds[name]): accuracy for name, accuracy in accuracies.items()}
 
 
 def select_examples(task: ReportedTask) -> list[Examples]:

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from diffusionlm.evaluation.tasks.results import PairedDifference
+
+@dataclass(frozen=True, kw_only=True)
+class PairedDifference:
+    """The difference of the mean scores of two variants over the same items."""
+
+    num_items: int
+    difference: float
+    """Mean of the second minus that of the first."""
+    standard_error: float | None
+    """Over the items' differences; None: a single item."""
+    p_value: float
+    """Exact two-sided sign test on the items that differ (of right and wrong answers: McNemar's exact test)."""
+    num_only_first: int
+    """Items that only the first variant answers right; with repeats: more often."""
+    num_only_second: int
 
 
 def compare_paired(first_N: NDArray[np.float64], second_N: NDArray[np.float64]) -> PairedDifference:

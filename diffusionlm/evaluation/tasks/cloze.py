@@ -13,10 +13,9 @@ from diffusionlm.evaluation.tasks.item_task import (
     LikelihoodTask,
     PromptConfig,
     TaskItem,
-    Verdict,
     find_text,
 )
-from diffusionlm.evaluation.tasks.results import ItemResult, MetricValue
+from diffusionlm.evaluation.tasks.results import ItemResult, MetricValue, Verdict
 
 NATS = "nats"
 

@@ -15,11 +15,17 @@ from config.model import ModelConfig
 from ddp.process_group import SINGLE_PROCESS, World
 from diffusionlm.evaluation.answer_decoding import decode_answers
 from diffusionlm.evaluation.likelihood.scoring import OptionsRequest, greedy_matches, score_documents
-from diffusionlm.evaluation.tasks.item_task import GenerationTask, LikelihoodTask, TaskItem, Verdict
+from diffusionlm.evaluation.tasks.item_task import GenerationTask, LikelihoodTask, TaskItem
 from diffusionlm.evaluation.tasks.items import draw_seed, read_task_items
 from diffusionlm.evaluation.tasks.preparation import PreparedItems, PreparedTask, PreparedText, prepare_items
-from diffusionlm.evaluation.tasks.results import LIKELIHOOD_METRICS, ItemResult, MetricValue, VariantResult
-from diffusionlm.evaluation.tasks.summary import TaskSummary
+from diffusionlm.evaluation.tasks.results import (
+    LIKELIHOOD_METRICS,
+    ItemResult,
+    MetricValue,
+    VariantResult,
+    Verdict,
+)
+from diffusionlm.evaluation.tasks.summary import summarize_task
 from diffusionlm.evaluation.text_likelihood import OnProgress, evaluate_likelihood
 from diffusionlm.models.transformer import Transformer
 from tokenizer import Tokenizer
@@ -28,8 +34,6 @@ ANSWERS_PER_GROUP = 512
 """Requests that are in memory at a time; at the end of each group the batch runs empty once."""
 DOCUMENTS_PER_GROUP = 32
 """Documents whose options are scored before their results are written."""
-TEXT_ID = "text"
-"""Id of the only item of a perplexity task."""
 
 AnswerKey = tuple[str, int]
 """Id of an item, and number of the repeat."""
@@ -37,8 +41,6 @@ AnswerKey = tuple[str, int]
 
 def list_answers(task: PreparedTask) -> list[AnswerKey]:
     """The answers of a complete evaluation."""
-    if isinstance(task, PreparedText):
-        return [(TEXT_ID, 0)]
     repeats = task.config.repeats if isinstance(task.config, GenerationTask) else 1
     return [(item.id, repeat) for item in task.items for repeat in range(repeats)]
 
@@ -93,14 +95,11 @@ def _answer_items(
                 prompt_sha256=task.prompts[indices[item_id]].sha256,
                 gold=item.gold,
                 output=answer.text,
-                extracted=verdict.extracted,
-                is_correct=verdict.scores,
                 finish_reason=answer.finish_reason,
                 num_tokens=len(answer.token_ids),
                 num_forwards=answer.num_forwards,
                 seconds=round(seconds, 4),
-                error=verdict.error,
-                detail=verdict.detail,
+                **vars(verdict),
             )
 
 
@@ -149,12 +148,11 @@ def _score_group(
             repeat=0,
             gold=item.gold,
             prompt_sha256=sha256,
-            is_correct=verdict.scores,
             num_tokens=sum(score.num_tokens),
             num_forwards=score.num_forwards,
             option_log_likelihoods=score.log_likelihoods,
             option_standard_errors=tuple(error if math.isfinite(error) else None for error in score.standard_errors),
-            chosen=verdict.chosen,
+            **vars(verdict),
         )
 
 
@@ -162,7 +160,7 @@ def _score_text(model: Transformer, task: PreparedText, on_progress: OnProgress 
     result = evaluate_likelihood(task.text, on_progress, model)
     return ItemResult(
         task=task.name,
-        id=TEXT_ID,
+        id=task.items[0].id,
         repeat=0,
         prompt_sha256="",
         gold="",
@@ -253,7 +251,7 @@ class LiveEvaluation:
         outcomes = []
         for task in self.tasks:
             items = self._collect(task, model)
-            outcomes.append(TaskOutcome(TaskSummary(task, "", "", list(items)).build({}, {}), items))
+            outcomes.append(TaskOutcome(summarize_task(task, items), items))
         return outcomes
 
     def _collect(self, task: PreparedItems, model: Transformer) -> tuple[ItemResult, ...]:

@@ -11,7 +11,8 @@ from config.base import NonEmptyStr, PositiveInt, TupleOf
 from config.data import TextSourceOrName
 from config.finetune.chat import ChatRowsConfig
 from config.generation import GenerationConfig
-from diffusionlm.evaluation.tasks.item_task import GenerationTask, ItemTask, TaskItem, Verdict
+from diffusionlm.evaluation.tasks.item_task import GenerationTask, ItemTask, TaskItem
+from diffusionlm.evaluation.tasks.results import Verdict
 
 DEFAULT_SOURCE_ITEMS = 256
 

@@ -20,10 +20,10 @@ from diffusionlm.evaluation.tasks.item_task import (
     ItemTask,
     PromptConfig,
     TaskItem,
-    Verdict,
     find_field,
     find_text,
 )
+from diffusionlm.evaluation.tasks.results import Verdict
 
 _STRICT = re.compile(r"#### (-?[0-9.,]+)")
 _FLEXIBLE = re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+")

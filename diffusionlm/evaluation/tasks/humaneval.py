@@ -17,9 +17,9 @@ from diffusionlm.evaluation.tasks.item_task import (
     ItemTask,
     PromptConfig,
     TaskItem,
-    Verdict,
     find_text,
 )
+from diffusionlm.evaluation.tasks.results import Verdict
 
 COMPLETION_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 """Beginnings of code that follows a function, as in lm-evaluation-harness 0.4."""

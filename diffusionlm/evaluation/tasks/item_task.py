@@ -17,7 +17,7 @@ from config.base import ConfigPath, NonEmptyStr, NonNegativeInt, PositiveInt, Se
 from config.evaluation.likelihood import AnswerLikelihoodConfig
 from config.evaluation.presets import apply_preset, describe_kind, get_preset, list_deviations
 from config.generation import GenerationConfig
-from diffusionlm.evaluation.tasks.results import LIKELIHOOD_METRICS, ItemResult, MetricValue
+from diffusionlm.evaluation.tasks.results import LIKELIHOOD_METRICS, ItemResult, MetricValue, Verdict
 
 
 @dataclass(frozen=True)
@@ -37,19 +37,6 @@ class TaskItem:
     group: str = ""
     """Items of a group have metrics of their own."""
     id: str = ""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """How good an answer is."""
-
-    scores: dict[str, float]
-    """By metric: 1 for a right answer and 0 for a wrong one, or another number, whose mean over items is reported."""
-    extracted: dict[str, str | None] = field(default_factory=dict)
-    chosen: dict[str, int] | None = None
-    detail: str | None = None
-    error: str | None = None
-    """See `ItemResult`."""
 
 
 class PromptConfig(Section):
@@ -98,7 +85,27 @@ class PromptConfig(Section):
         return self
 
 
-class ItemTask(Section):
+class ScoredTask:
+    """What all kinds have: metrics."""
+
+    number_metrics: ClassVar[tuple[str, ...]] = LIKELIHOOD_METRICS
+    """Names of metrics that are no shares in [0, 1], and not shown in percent."""
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        """Metrics in [0, 1] that every verdict has, the main one first."""
+        return ()
+
+    def measure(self, result: ItemResult) -> Mapping[str, float]:
+        """Values of an answer whose means over items are metrics."""
+        return result.is_correct
+
+    def summarize(self, means: dict[str, MetricValue]) -> dict[str, MetricValue]:
+        """The metrics of a task, from the means of `measure`."""
+        return means
+
+
+class ItemTask(Section, ScoredTask):
     """Options of tasks with items."""
 
     name: NonEmptyStr | None = None
@@ -123,8 +130,6 @@ class ItemTask(Section):
     answer_template: ClassVar[str] = "{answer}"
     delimiter: ClassVar[str] = " "
     """Defaults of the prompt: those of lm-evaluation-harness 0.4."""
-    number_metrics: ClassVar[tuple[str, ...]] = LIKELIHOOD_METRICS
-    """Names of metrics that are no shares in [0, 1], and not shown in percent."""
 
     @model_validator(mode="before")
     @classmethod
@@ -154,11 +159,6 @@ class ItemTask(Section):
         config: PromptConfig = getattr(self, "prompt", PromptConfig())
         return config
 
-    @property
-    @abstractmethod
-    def rules(self) -> tuple[str, ...]:
-        """Metrics in [0, 1] that every verdict has, the main one first."""
-
     @abstractmethod
     def parse_item(self, record: Mapping[str, Any]) -> TaskItem:
         """Read an item from a record of the file.
@@ -170,14 +170,6 @@ class ItemTask(Section):
     def read_source(self) -> list[TaskItem]:
         """Read the items of a kind without a file."""
         raise NotImplementedError
-
-    def measure(self, result: ItemResult) -> Mapping[str, float]:
-        """Values of an answer whose means over items are metrics."""
-        return result.is_correct
-
-    def summarize(self, means: dict[str, MetricValue]) -> dict[str, MetricValue]:
-        """The metrics of a task, from the means of `measure`."""
-        return means
 
 
 class GenerationTask:

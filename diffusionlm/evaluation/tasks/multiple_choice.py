@@ -12,10 +12,10 @@ from diffusionlm.evaluation.tasks.item_task import (
     LikelihoodTask,
     PromptConfig,
     TaskItem,
-    Verdict,
     find_field,
     find_text,
 )
+from diffusionlm.evaluation.tasks.results import Verdict
 
 QUESTION_FIELDS = ("question", "ctx", "goal", "sentence", "prompt")
 CHOICES_FIELDS = ("choices", "endings", "options")

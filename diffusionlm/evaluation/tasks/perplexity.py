@@ -9,9 +9,10 @@ from pydantic import model_validator
 from config.base import ConfigPath, NonEmptyStr, Section
 from config.data import LocalFiles
 from config.evaluation.text import EvalDataConfig, LikelihoodConfig, NelboConfig
+from diffusionlm.evaluation.tasks.item_task import ScoredTask
 
 
-class PerplexityTask(Section):
+class PerplexityTask(Section, ScoredTask):
     """The likelihood of a text: nats per token, perplexity and bits per byte."""
 
     kind: Literal["perplexity"] = "perplexity"

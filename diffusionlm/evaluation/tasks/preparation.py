@@ -62,6 +62,7 @@ class PreparedText:
     name: str
     config: PerplexityTask
     text: OpenedText
+    items: Sequence[TaskItem] = (TaskItem("", id="text"),)
 
 
 PreparedTask = PreparedItems | PreparedText

@@ -1,11 +1,16 @@
-"""Run tasks with several variants, write each result at once, and continue an interrupted run."""
+"""Run tasks with several variants, write each result at once, and continue an interrupted run.
+
+A result is one line of ``items/VARIANT.jsonl``, flushed at once. A last line without a line break was torn when the
+process ended, and is dropped when the run goes on. ``fingerprint.json`` holds what decides results; a run with other
+values is refused.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -13,8 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from config.data import LocalFiles
-from config.dump import to_toml_values
-from config.evaluation.tasks import AnyTask
+from config.dump import list_differences, to_toml_values
 from config.infer import InferModelConfig
 from diffusionlm.checkpoints.huggingface import load_configured_model
 from diffusionlm.checkpoints.model_files import (
@@ -28,15 +32,26 @@ from diffusionlm.evaluation.grading.code_execution import probe_isolation
 from diffusionlm.evaluation.tasks.evaluation import AnswerKey, evaluate_task, list_answers
 from diffusionlm.evaluation.tasks.humaneval import HumanEvalTask
 from diffusionlm.evaluation.tasks.item_task import GenerationTask
-from diffusionlm.evaluation.tasks.perplexity import PerplexityTask
 from diffusionlm.evaluation.tasks.preparation import PreparedTask, PreparedText, Variant
-from diffusionlm.evaluation.tasks.results import EvaluationResults, RunFolder, write_results
-from diffusionlm.evaluation.tasks.summary import TaskSummary, compare_variants
+from diffusionlm.evaluation.tasks.results import (
+    ITEMS_FOLDER,
+    EvaluationResults,
+    ItemResult,
+    format_item_line,
+    read_items,
+    to_file_name,
+    write_results,
+)
+from diffusionlm.evaluation.tasks.summary import summarize_task
 from diffusionlm.models.transformer import Transformer
+from files.atomic import write_text_atomic
+from files.json_files import read_json_object
 from files.lock import lock_directory
 from files.paths import hash_file
 from profiling.torch_setup import select_device, select_dtype
 
+FINGERPRINT_FILE = "fingerprint.json"
+MAX_SHOWN_DIFFERENCES = 8
 KEYS_WITHOUT_EFFECT = ("name", "data", "limit", "item_ids", "repeats", "batch_size")
 """Keys of a task that change no result of an item: which items there are, where they are, what is computed together."""
 CONFIG_FILES = (
@@ -56,17 +71,18 @@ class RunProgress(Protocol):
         """``phase``: such as variant and task. ``done`` of ``total`` units (None: unknown) are finished."""
 
 
+def ignore_progress(phase: str, unit: str, done: int, total: int | None) -> None:
+    """The default of `RunProgress`."""
+
+
 @dataclass
 class TaskRun:
-    """A run in a folder.
+    """A run in a folder."""
 
-    Args:
-        fingerprints: variant -> task -> hashes.
-    """
-
+    path: Path
     variants: Sequence[Variant]
-    folder: RunFolder
-    fingerprints: Mapping[str, Mapping[str, Mapping[str, str]]]
+    hashes: Mapping[str, Mapping[str, Mapping[str, str]]]
+    """Variant -> task -> hashes of its files."""
     _loaded: tuple[InferModelConfig, Transformer] | None = field(default=None, init=False)
 
     @classmethod
@@ -74,31 +90,28 @@ class TaskRun:
         """Create the folder of a run, or continue the run in it.
 
         Raises:
-            ValueError: it holds another run, or a file cannot be read.
+            ValueError: it holds another run (names what differs), or a file cannot be read.
             OSError: it cannot be written.
         """
         models = {(variant.model, variant.directory) for variant in variants}
-        hashes = {key: fingerprint_model(*key) for key in models}  # variants of one model read its weights once
-        fingerprints = {
-            variant.name: {
-                task.name: {
-                    "model": hashes[variant.model, variant.directory],
-                    "data": fingerprint_data(task.config),
-                    "prompt": fingerprint_prompt(task),
-                }
-                for task in variant.prepared
-            }
-            for variant in variants
-        }
-        decisive = {
-            variant.name: {
-                task.name: fingerprint_task(task, fingerprints[variant.name][task.name]) for task in variant.prepared
-            }
-            for variant in variants
-        }
-        return cls(variants, RunFolder(path, decisive), fingerprints)
+        model_hashes = {key: fingerprint_model(*key) for key in models}  # variants of one model read its weights once
+        hashes: dict[str, dict[str, dict[str, str]]] = {}
+        fingerprint: dict[str, dict[str, Any]] = {}
+        for variant in variants:
+            model = {"model": model_hashes[variant.model, variant.directory]}
+            own = {task.name: {**model, **_hash_inputs(task)} for task in variant.prepared}
+            hashes[variant.name] = own
+            fingerprint[variant.name] = {task.name: fingerprint_task(task, own[task.name]) for task in variant.prepared}
+        file = path / FINGERPRINT_FILE
+        if file.is_file():
+            check_fingerprint(path, read_json_object(file), fingerprint)
+        elif path.is_dir() and any(path.iterdir()):
+            raise ValueError(f"{path} is not empty, and holds no evaluation: name another folder as output")
+        (path / ITEMS_FOLDER).mkdir(parents=True, exist_ok=True)
+        write_text_atomic(file, json.dumps(fingerprint, indent=1, ensure_ascii=False) + "\n")
+        return cls(path, variants, hashes)
 
-    def run(self, on_progress: RunProgress | None = None, command: str = "") -> EvaluationResults:
+    def run(self, on_progress: RunProgress = ignore_progress, command: str = "") -> EvaluationResults:
         """Evaluate what is missing, and write results.json.
 
         Raises:
@@ -106,35 +119,46 @@ class TaskRun:
                 damaged.
             OSError: a file cannot be written, or another process works in the folder.
         """
-        with lock_directory(self.folder.path):
+        with lock_directory(self.path):
             for variant in self.variants:
                 self._evaluate(variant, on_progress)
             self._loaded = None
             results = self._summarize(command)
-            write_results(self.folder.path, results)
+            write_results(self.path, results)
         return results
 
-    def _evaluate(self, variant: Variant, on_progress: RunProgress | None) -> None:
-        done: dict[str, set[AnswerKey]] = defaultdict(set)
-        for result in self.folder.read_items(variant.name):
-            done[result.task].add((result.id, result.repeat))
-        with self.folder.open_writer(variant.name) as write:
+    def _read_results(self, variant: Variant) -> dict[str, dict[AnswerKey, ItemResult]]:
+        """Results of a variant that the folder has, by task."""
+        path = self._items_path(variant)
+        results: dict[str, dict[AnswerKey, ItemResult]] = {task.name: {} for task in variant.prepared}
+        for item in read_items(path) if path.is_file() else ():
+            results.setdefault(item.task, {}).setdefault((item.id, item.repeat), item)
+        return results
+
+    def _items_path(self, variant: Variant) -> Path:
+        return self.path / ITEMS_FOLDER / f"{to_file_name(variant.name)}.jsonl"
+
+    def _evaluate(self, variant: Variant, on_progress: RunProgress) -> None:
+        done = self._read_results(variant)
+        with self._items_path(variant).open("ab+") as file:
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
             for task in variant.prepared:
                 answers = list_answers(task)
-                num_done, phase = len(done[task.name].intersection(answers)), f"{variant.name}: {task.name}"
+                num_done, phase = len(done[task.name].keys() & set(answers)), f"{variant.name}: {task.name}"
                 if num_done == len(answers):
                     continue
 
                 def show_phase(name: str, count: int, total: int | None, phase: str = phase) -> None:
-                    if on_progress is not None:
-                        on_progress(f"{phase}, {name}", "steps", count, total)
+                    on_progress(f"{phase}, {name}", "steps", count, total)
 
                 model = self._load(variant.model)
                 for result in evaluate_task(model, task, variant.name, done[task.name], show_phase):
-                    write(result)
+                    file.write(format_item_line(result).encode() + b"\n")
+                    file.flush()
                     num_done += 1
-                    if on_progress is not None:
-                        on_progress(phase, "answers", num_done, len(answers))
+                    on_progress(phase, "answers", num_done, len(answers))
+            os.fsync(file.fileno())
 
     def _load(self, config: InferModelConfig) -> Transformer:
         """Load a model, unless it is the one that is loaded."""
@@ -144,34 +168,49 @@ class TaskRun:
         return self._loaded[1]
 
     def _summarize(self, command: str) -> EvaluationResults:
-        summaries: list[TaskSummary] = []
         results = []
         for variant in self.variants:
-            own = {task.name: TaskSummary(task, variant.name, str(variant.model.path)) for task in variant.prepared}
-            selected = {task.name: set(list_answers(task)) for task in variant.prepared}
-            for item in self.folder.read_items(variant.name):
-                if (item.id, item.repeat) in selected.get(item.task, ()):
-                    selected[item.task].remove((item.id, item.repeat))
-                    own[item.task].results.append(item)
+            found = self._read_results(variant)
             for task in variant.prepared:
-                fingerprints = self.fingerprints[variant.name][task.name]
-                results.append(own[task.name].build(describe_protocol(task), fingerprints))
-            summaries += own.values()
-        runs_code = any(
-            isinstance(task.config, HumanEvalTask) for variant in self.variants for task in variant.prepared
-        )
-        notes = [f"Executed code: {probe_isolation().describe()}"] if runs_code else []
+                selected = set(list_answers(task))
+                own = [item for key, item in found[task.name].items() if key in selected]
+                hashes = self.hashes[variant.name][task.name]
+                path = str(variant.model.path)
+                results.append(summarize_task(task, own, variant.name, path, describe_protocol(task), hashes))
+        tasks = [task for variant in self.variants for task in variant.prepared]
+        runs_code = any(isinstance(task.config, HumanEvalTask) for task in tasks)
         return EvaluationResults(
             results=tuple(results),
-            comparisons=compare_variants(summaries),
-            item_ids={
-                task.name: tuple(item.id for item in task.items)
-                for task in self.variants[0].prepared
-                if not isinstance(task, PreparedText)
-            },
+            item_ids={task.name: tuple(item.id for item in task.items) for task in self.variants[0].prepared},
             command=command,
             software={name: version(name) for name in ("diffusionlm", "torch")} | {"python": platform.python_version()},
-            notes=tuple(notes),
+            notes=(f"Executed code: {probe_isolation().describe()}",) if runs_code else (),
+        )
+
+
+def check_fingerprint(path: Path, old: Mapping[str, Any], new: Mapping[str, Mapping[str, Any]]) -> None:
+    """Check that a run continues an earlier one; it may have more variants and tasks.
+
+    Raises:
+        ValueError: a variant or task is missing, or differs.
+    """
+    differences = []
+    for name, tasks in old.items():
+        if name not in new:
+            differences.append(f"variant {name!r} is missing")
+            continue
+        for task, values in tasks.items():
+            if task not in new[name]:
+                differences.append(f"task {task!r} is missing")
+            else:
+                lines = list_differences(values, dict(new[name][task]))
+                differences += [f"{name}, {task}: {line}" for line in lines]
+    if differences:
+        shown = differences[:MAX_SHOWN_DIFFERENCES]
+        more = [f"and {len(differences) - len(shown)} more"] if len(differences) > len(shown) else []
+        raise ValueError(
+            f"{path} holds the results of another evaluation: {'; '.join([*shown, *more])}. Name another folder as "
+            "output, or remove this one"
         )
 
 
@@ -200,27 +239,27 @@ def fingerprint_model(model: InferModelConfig, directory: Path) -> str:
     return _hash([*lines, select_dtype(model.dtype, select_device(model.device, "model.device"))])
 
 
-def fingerprint_data(task: AnyTask) -> str:
-    """Hash the files of a task's items or text, and of its examples; a source that is no files by its settings.
+def _hash_inputs(task: PreparedTask) -> dict[str, str]:
+    """Hashes of a task's data (items or text, and examples) and of the templates of its prompts (empty for a text).
 
     Raises:
         ValueError: a file cannot be read.
     """
-    source = task.text_config.source if isinstance(task, PerplexityTask) else getattr(task, "source", None)
-    patterns = source.paths if isinstance(source, LocalFiles) else ()
-    files = [Path(path) for path in find_files(patterns, "data")] if patterns else []
-    if not isinstance(task, PerplexityTask):
-        files += [path for path in (task.data, task.prompt_config.shots_data) if path is not None]
-    return _hash([hash_file(path) for path in files])
-
-
-def fingerprint_prompt(task: PreparedTask) -> str:
-    """Hash the templates of a task's prompts; empty for a text."""
     if isinstance(task, PreparedText):
-        return ""
-    template = task.builder.chat_template
-    chat = "" if template is None else template.source
-    return _hash([task.builder.template, task.builder.answer_template, task.builder.delimiter, chat])
+        return {"data": _hash(_hash_source(task.config.text_config.source)), "prompt": ""}
+    config, builder = task.config, task.builder
+    paths = [path for path in (config.data, config.prompt_config.shots_data) if path is not None]
+    chat = "" if builder.chat_template is None else builder.chat_template.source
+    return {
+        "data": _hash([*_hash_source(getattr(config, "source", None)), *map(hash_file, paths)]),
+        "prompt": _hash([builder.template, builder.answer_template, builder.delimiter, chat]),
+    }
+
+
+def _hash_source(source: object) -> list[str]:
+    """Hashes of the files of a source; a source that is no files is known by its settings."""
+    paths = source.paths if isinstance(source, LocalFiles) else ()
+    return [hash_file(Path(path)) for path in find_files(paths, "data")] if paths else []
 
 
 def describe_protocol(task: PreparedTask) -> dict[str, Any]:
@@ -244,14 +283,14 @@ def describe_protocol(task: PreparedTask) -> dict[str, Any]:
     return values
 
 
-def fingerprint_task(task: PreparedTask, fingerprints: dict[str, str]) -> dict[str, Any]:
+def fingerprint_task(task: PreparedTask, hashes: Mapping[str, str]) -> dict[str, Any]:
     """What decides the results of a task's items: all its settings but `KEYS_WITHOUT_EFFECT`, and hashes of files."""
     values = {key: value for key, value in describe_protocol(task).items() if key not in KEYS_WITHOUT_EFFECT}
     for section, key in (("prompt", "shots_data"), ("likelihood", "batch_tokens")):
         if isinstance(values.get(section), dict):
             values[section] = {name: value for name, value in values[section].items() if name != key}
-    return {**json.loads(json.dumps(values)), "fingerprints": fingerprints}
+    return {**json.loads(json.dumps(values)), "fingerprints": dict(hashes)}
 
 
-def _hash(lines: list[str]) -> str:
+def _hash(lines: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps(lines).encode()).hexdigest()[:16]

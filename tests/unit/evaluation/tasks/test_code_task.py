@@ -35,7 +35,7 @@ def grade_answers(make_task: MakeTask, answers: list[str], item: dict[str, str] 
     task = make_task("humaneval", [item], run_code=True, generation={"max_new_tokens": 2}, **options)
     verdicts = [grade(task, task.items[0], answer) for answer in answers]
     assert all(verdict.error is None for verdict in verdicts)
-    return [bool(verdict.scores["passed"]) for verdict in verdicts]
+    return [bool(verdict.is_correct["passed"]) for verdict in verdicts]
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ def test_stops_leave_right_answers(tmp_path: Path, byte_tokenizer: Tokenizer, na
     else:
         text = f"Here it is:\n```python\n{PROGRAM}```\nIt filters."
     verdict = task.grade(item, prefix + cut_answer(byte_tokenizer, text, task.stop))
-    assert verdict.scores == {"passed": 1.0}, verdict
+    assert verdict.is_correct == {"passed": 1.0}, verdict
 
 
 def test_stops_that_are_set_are_kept(make_task: MakeTask) -> None:

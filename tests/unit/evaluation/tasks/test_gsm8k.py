@@ -58,7 +58,7 @@ def test_gsm8k_rules_extract_what_the_harness_extracts(
 ) -> None:
     verdict = Gsm8kTask(data=Path("items.jsonl")).grade(TaskItem("18"), text)
     assert verdict.extracted == {"strict": strict, "flexible": flexible}
-    assert verdict.scores == {"strict": is_strict, "flexible": is_flexible}
+    assert verdict.is_correct == {"strict": is_strict, "flexible": is_flexible}
 
 
 @pytest.mark.parametrize(
