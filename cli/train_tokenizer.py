@@ -98,8 +98,8 @@ def train_tokenizer(config: TrainTokenizerConfig) -> list[tuple[str, str]]:
     if num_missing := options.vocab_size - tokenizer.vocab_size:
         lines.append(("", f"{num_missing:,} fewer than tokenizer.vocab_size: the text has no more pairs to merge"))
     lines.append(("trained on", _format_volume(volume)))
-    if source.skipped:
-        lines.append(("skipped", ", ".join(f"{count:,} {reason}" for reason, count in source.skipped.items())))
+    if skipped := source.skip_log.counts:
+        lines.append(("skipped", ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())))
     compression = "the source has no validation documents to measure it on"
     if num_tokens:
         ratio = held_out_volume["bytes"] / num_tokens

@@ -68,7 +68,7 @@ class LocalFiles(RecordSourceOptions):
     """The field or column that holds the text; plain-text files do not use it."""
     max_record_bytes: PositiveInt = 1 << 28
     """Largest record in bytes: a line, a paragraph, an archive that is one document or one JSON array, a value of
-    Parquet and the dictionary of a column. It bounds memory, some ten times as much."""
+    Parquet. It bounds memory, some ten times as much."""
     sample_by: SampleBy = "document"
     """A document of a plain-text file is the whole file, a paragraph (between blank lines) or a line. Windows line
     breaks become plain ones."""

@@ -34,7 +34,7 @@ from diffusionlm.data.pipeline import (
     describe_skipped,
     open_components,
 )
-from diffusionlm.data.reader import ReaderPosition, ResumableReader
+from diffusionlm.data.reader import ReaderPosition, ResumableReader, iterate
 from diffusionlm.data.tokenization import SPAWN_CONTEXT, TextEncoder, block_signals, open_text_encoder
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
 from diffusionlm.diffusion.objectives import Objective, build_objective
@@ -73,12 +73,7 @@ def _rename_former_keys(state: dict[str, Any]) -> dict[str, Any]:
 
 def count_rows(reader: ResumableReader[Row]) -> int:
     """Count the rows of one epoch by reading it."""
-    count, position = 0, None
-    while True:
-        rows, position = reader.read(0, position, ROWS_PER_READ)
-        count += len(rows)
-        if position is None:
-            return count
+    return sum(1 for _ in iterate(reader, ROWS_PER_READ))
 
 
 @dataclass(frozen=True)
@@ -243,8 +238,9 @@ class Loader:
         self.epoch, self.position = state["epoch"], state["position"]
         state = _rename_former_keys(state)
         self._num_positions, self._num_padding = state["num_positions"], state["padding"]
-        for component, saved in zip(self.components, state.get("skip_logs", ()), strict=False):  # absent in older ones
-            for log, log_state in zip(component.skip_logs, saved, strict=False):
+        # Older states have no logs, or none of synthetic sources, which are first.
+        for component, saved in zip(self.components, state.get("skip_logs", ()), strict=False):
+            for log, log_state in zip(reversed(component.skip_logs), reversed(saved), strict=False):
                 vars(log).update(log_state)
 
     def close(self) -> None:

@@ -22,7 +22,6 @@ from diffusionlm.data.reader import (
     DocumentSource,
     ItemsFuture,
     ReaderPosition,
-    SkipLog,
     Split,
     Tokens,
     WindowedReader,
@@ -45,7 +44,6 @@ from diffusionlm.data.shard_files import (
     read_json_model,
 )
 from diffusionlm.data.sources import open_source
-from diffusionlm.data.sources.record_source import RecordSource
 from diffusionlm.data.tokenization import TextEncoder, open_text_encoder, train_tokenizer
 from files.atomic import remove_temporary_paths, sync_to_disk, write_text_atomic
 from files.lock import LOCK_FILE, DirectoryInUseError, lock_directory
@@ -75,8 +73,13 @@ class SplitProgress(StrictModel):
     position: ReaderPosition = None
     """Position in the tokenized documents after the finished shards."""
     skip_log: dict[str, Any] | None = None
-    """The log of the source's skipped records, some of which may be after ``position``. None: it has none."""
+    """The log of the source's skipped records, some of which may be after ``position``. None: nothing was written."""
     done: bool = False
+
+    @property
+    def identity(self) -> str:
+        """Identity of the source."""
+        return self.index.identity
 
 
 class MakeDataProgress(StrictModel):
@@ -114,8 +117,8 @@ def make_data(config: MakeDataConfig, log: Log, on_progress: OnProgress | None =
             raise ValueError(f"output.directory = {directory} cannot be written: {error.strerror}") from error
         if (directory / INDEX_FILE).is_file():
             return _check_complete(config, sources, provided_tokenizer, log)
-        with _explain_write_errors(directory):
-            progress = _load_or_create_progress(config, sources, provided_tokenizer)
+        stack.enter_context(_explain_write_errors(directory))
+        progress = _load_or_create_progress(config, sources, provided_tokenizer)
         job = _MakeDataJob(config, sources, progress, log, on_progress)
         try:
             return job.run(provided_tokenizer)
@@ -143,8 +146,7 @@ def _check_complete(
     """Check the inputs and the checksums of a complete directory, and return its index."""
     directory = config.output.directory
     index = read_index(directory, "output.directory")
-    identities = {split: split_index.identity for split, split_index in index.splits.items()}
-    _check_same_inputs(config, sources, provided_tokenizer, index.config, identities, index.tokenizer_fingerprint)
+    _check_same_inputs(config, sources, provided_tokenizer, index)
     log(f"{directory} is complete; comparing its files with their checksums ...")
     for split_index in index.splits.values():
         check_checksums(directory, split_index)
@@ -182,8 +184,7 @@ def _load_or_create_progress(
     progress = read_json_model(
         MakeDataProgress, path, "if an older version began it, finish it with that one; or remove the directory"
     )
-    identities = {split: state.index.identity for split, state in progress.splits.items()}
-    _check_same_inputs(config, sources, provided_tokenizer, progress.config, identities, progress.tokenizer_fingerprint)
+    _check_same_inputs(config, sources, provided_tokenizer, progress)
     finished_files = {name for state in progress.splits.values() for name in state.index.file_sizes}
     for file in directory.iterdir():
         is_finished = not finished_files.isdisjoint({file.name, file.name.removesuffix(PARTIAL_SUFFIX)})
@@ -211,9 +212,7 @@ def _check_same_inputs(
     config: MakeDataConfig,
     sources: Mapping[Split, DocumentSource],
     provided_tokenizer: Tokenizer | None,
-    saved_config: dict[str, Any],
-    saved_identities: Mapping[Split, str],
-    saved_fingerprint: str | None,
+    saved: ShardIndex | MakeDataProgress,
 ) -> None:
     """Check that a directory was made from the same config, documents and tokenizer.
 
@@ -221,14 +220,16 @@ def _check_same_inputs(
         ValueError: lists the differences.
     """
     values = _content_config(config)
-    saved_output = saved_config.get("output")
+    saved_output = saved.config.get("output")
     if isinstance(saved_output, dict) and saved_output.get("format") == "bin":  # the key of older versions
         values["output"]["format"] = "bin"
-    differences = list_differences(saved_config, values)
+    differences = list_differences(saved.config, values)
     for split, source in sources.items():
-        if saved_identities.get(split) != source.identity:
-            differences.append(f"the {split} documents: {saved_identities.get(split)} -> {source.identity}")
-    if provided_tokenizer is not None and saved_fingerprint not in (None, provided_tokenizer.fingerprint):
+        identity = getattr(saved.splits.get(split), "identity", None)
+        if identity != source.identity:
+            differences.append(f"the {split} documents: {identity} -> {source.identity}")
+    fingerprint = saved.tokenizer_fingerprint
+    if provided_tokenizer is not None and fingerprint not in (None, provided_tokenizer.fingerprint):
         differences.append(f"the tokenizer in {config.tokenizer.path}: it has another fingerprint now")
     if differences:
         lines = "\n  ".join(differences)
@@ -289,11 +290,10 @@ class _MakeDataJob:
             config=self._progress.config,
             splits={split: state.index for split, state in self._progress.splits.items()},
         )
-        with _explain_write_errors(self._directory):
-            for split_index in index.splits.values():
-                check_sizes(self._directory, split_index)
-            write_text_atomic(self._directory / INDEX_FILE, index.model_dump_json(indent=1) + "\n")
-            (self._directory / PROGRESS_FILE).unlink()
+        for split_index in index.splits.values():
+            check_sizes(self._directory, split_index)
+        write_text_atomic(self._directory / INDEX_FILE, index.model_dump_json(indent=1) + "\n")
+        (self._directory / PROGRESS_FILE).unlink()
         return index
 
     def _prepare_tokenizer(self, provided_tokenizer: Tokenizer | None) -> Tokenizer:
@@ -312,20 +312,19 @@ class _MakeDataJob:
                 f"tokenizer.path = {self._config.tokenizer.path}: the tokenizer has no end-of-text token, which "
                 "ends documents; name one in its tokenizer_config.json"
             )
-        with _explain_write_errors(self._directory):
-            shutil.rmtree(partial_path(folder), ignore_errors=True)
-            save_tokenizer(tokenizer, partial_path(folder))
-            sync_to_disk(partial_path(folder))
-            os.rename(partial_path(folder), folder)
-            sync_to_disk(self._directory)
-            self._save(self._progress.model_copy(update={"tokenizer_fingerprint": tokenizer.fingerprint}))
+        shutil.rmtree(partial_path(folder), ignore_errors=True)
+        save_tokenizer(tokenizer, partial_path(folder))
+        sync_to_disk(partial_path(folder))
+        os.rename(partial_path(folder), folder)
+        sync_to_disk(self._directory)
+        self._save(self._progress.model_copy(update={"tokenizer_fingerprint": tokenizer.fingerprint}))
         return tokenizer
 
     def _make_split(self, split: Split, encoder: TextEncoder, dtype: ShardDtype) -> None:
         """Write the remaining shards of a split."""
         source, position = self._sources[split], self._progress.splits[split].position
-        if isinstance(source, RecordSource) and (saved := self._progress.splits[split].skip_log):
-            source.skip_log = SkipLog(**saved)
+        if saved := self._progress.splits[split].skip_log:
+            vars(source.skip_log).update(saved)
         documents = _read_sized_tokens(source, encoder)
         shard: ShardWriter | None = None
         totals, is_done = (0, 0, 0), False
@@ -334,17 +333,16 @@ class _MakeDataJob:
             while not is_done:
                 start = position
                 chunk, position = documents.read(0, start, CHUNK_DOCUMENTS)
-                with _explain_write_errors(self._directory):
-                    if chunk:
-                        index, size = len(self._progress.splits[split].index.shards), self._config.output.shard_tokens
-                        shard = shard or ShardWriter(self._directory, split, index, dtype, size)
-                        count = shard.add_documents([tokens for tokens, _ in chunk], [size for _, size in chunk])
-                        if count < len(chunk):  # the others are for the next shard
-                            chunk, position = documents.read(0, start, count)
-                    is_done = position is None
-                    if is_done or (shard is not None and shard.is_full):
-                        self._commit_shard(split, shard, {"position": position, "done": is_done})
-                        shard = None
+                if chunk:
+                    index, size = len(self._progress.splits[split].index.shards), self._config.output.shard_tokens
+                    shard = shard or ShardWriter(self._directory, split, index, dtype, size)
+                    count = shard.add_documents([tokens for tokens, _ in chunk], [size for _, size in chunk])
+                    if count < len(chunk):  # the others are for the next shard
+                        chunk, position = documents.read(0, start, count)
+                is_done = position is None
+                if is_done or (shard is not None and shard.is_full):
+                    self._commit_shard(split, shard, {"position": position, "done": is_done})
+                    shard = None
                 num_tokens, num_bytes = sum(len(tokens) for tokens, _ in chunk), sum(size for _, size in chunk)
                 totals = (totals[0] + len(chunk), totals[1] + num_tokens, totals[2] + num_bytes)
                 self._on_progress(split, *totals)
@@ -358,10 +356,9 @@ class _MakeDataJob:
         source, state = self._sources[split], self._progress.splits[split]
         shards = (*state.index.shards, *([shard.finish()] if shard is not None else []))
         if not shards:
-            raise _no_documents_error(split, source.provenance, source.skipped)
-        if isinstance(source, RecordSource):
-            update["skip_log"] = asdict(source.skip_log)
-        update["index"] = state.index.model_copy(update={"shards": shards, "skipped": source.skipped})
+            raise _no_documents_error(split, source.provenance, source.skip_log.counts)
+        update["skip_log"] = asdict(source.skip_log)
+        update["index"] = state.index.model_copy(update={"shards": shards, "skipped": source.skip_log.counts})
         splits = {**self._progress.splits, split: state.model_copy(update=update)}
         self._save(self._progress.model_copy(update={"splits": splits}))
 
@@ -375,7 +372,7 @@ def _train_tokenizer(config: MakeDataConfig, log: Log) -> Tokenizer:
     texts = read_first_documents(source, config.tokenizer.max_training_bytes)
     first = next(texts, None)
     if first is None:
-        raise _no_documents_error("train", source.provenance, source.skipped)
+        raise _no_documents_error("train", source.provenance, source.skip_log.counts)
     return train_tokenizer(chain([first], texts), config.tokenizer, log)
 
 
@@ -393,5 +390,5 @@ def _no_documents_error(split: Split, provenance: str, skipped: dict[str, int]) 
 
 
 def format_skip_counts(skipped: Mapping[str, int]) -> str:
-    """Format the counts of `DocumentSource.skipped`, such as ``3 empty, 1 not UTF-8``."""
+    """Format the counts of a `SkipLog`, such as ``3 empty, 1 not UTF-8``."""
     return ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items())) or "nothing"

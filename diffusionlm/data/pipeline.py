@@ -25,7 +25,6 @@ from diffusionlm.data.packing import (
 )
 from diffusionlm.data.reader import (
     DOCUMENTS_PER_READ,
-    REPAIRED_PREFIX,
     DocumentSource,
     ReaderPosition,
     ResumableReader,
@@ -36,7 +35,6 @@ from diffusionlm.data.reader import (
 )
 from diffusionlm.data.shards import ShardDocuments, ShardReader
 from diffusionlm.data.sources import open_source
-from diffusionlm.data.sources.record_source import RecordSource
 from diffusionlm.data.tokenization import InlineTextEncoder, TextEncoder, tokenize_reader
 from diffusionlm.diffusion.rng import RngStream
 from tokenizer import Tokenizer
@@ -61,20 +59,19 @@ class MixtureComponent:
 
     @property
     def skip_logs(self) -> list[SkipLog]:
-        """Of the source and of the encoder of its conversations, if they leave out records."""
-        logs = [self.source.skip_log] if isinstance(self.source, RecordSource) else []
+        """Of the source and of the encoder of its conversations. Shards have none."""
+        logs = [] if isinstance(self.source, ShardDocuments) else [self.source.skip_log]
         return logs if self.chat is None else [*logs, self.chat.skip_log]
 
     @property
     def skipped(self) -> dict[str, int]:
         """Number of records left out or repaired so far, by reason."""
-        records = {} if isinstance(self.source, ShardDocuments) else self.source.skipped
-        return records if self.chat is None else records | self.chat.skip_log.counts
+        return {reason: count for log in self.skip_logs for reason, count in log.counts.items()}
 
     @property
     def num_skipped(self) -> int:
         """Number of records left out so far."""
-        return sum(count for reason, count in self.skipped.items() if not reason.startswith(REPAIRED_PREFIX))
+        return sum(log.num_left_out for log in self.skip_logs)
 
 
 def list_skipped(name: str, logs: Sequence[SkipLog]) -> list[str]:

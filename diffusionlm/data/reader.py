@@ -73,6 +73,16 @@ class ResumableReader(Protocol[T]):
         """
 
 
+def iterate(reader: ResumableReader[T], items_per_read: int) -> Iterator[T]:
+    """Iterate over the items of the first epoch."""
+    position: ReaderPosition = None
+    while True:
+        items, position = reader.read(0, position, items_per_read)
+        yield from items
+        if position is None:
+            return
+
+
 class DocumentSource(ResumableReader[Any], Protocol):
     """A reader of the documents of one split: texts, or conversations (`chat.conversation.Conversation`)."""
 
@@ -85,8 +95,8 @@ class DocumentSource(ResumableReader[Any], Protocol):
         """Location and size of the documents, as text."""
 
     @property
-    def skipped(self) -> dict[str, int]:
-        """Number of records left out (or repaired, see ``REPAIRED_PREFIX``) so far, by reason."""
+    def skip_log(self) -> SkipLog:
+        """Records left out or repaired so far."""
 
 
 ItemsFuture = Callable[[], list[T]]
@@ -180,13 +190,9 @@ def read_first_documents(source: DocumentSource, max_bytes: int) -> Iterator[str
 
     Of conversations, the contents of their messages.
     """
-    num_bytes, position = 0, None
-    while num_bytes < max_bytes:
-        documents, position = source.read(0, position, DOCUMENTS_PER_READ)
-        for text in map(str, documents):
-            yield text
-            num_bytes += len(text.encode("utf-8", "surrogatepass"))
-            if num_bytes >= max_bytes:
-                return
-        if position is None:
+    num_bytes = 0
+    for text in map(str, iterate(source, DOCUMENTS_PER_READ)):
+        yield text
+        num_bytes += len(text.encode("utf-8", "surrogatepass"))
+        if num_bytes >= max_bytes:
             return

@@ -8,7 +8,7 @@ from typing import Any
 
 from config.data import TextSource
 from diffusionlm.data.chat.conversation import Conversation, Message
-from diffusionlm.data.reader import DOCUMENTS_PER_READ, Split
+from diffusionlm.data.reader import Split, iterate
 from diffusionlm.data.sources import open_source
 
 
@@ -39,12 +39,9 @@ def read_reference_answers(config: TextSource, split: Split, key: str, limit: in
         raise ValueError(f"{key} has text, not conversations: set {key}.chat, or name another source")
     source = open_source(config, split, key)
     answers: dict[str, ReferenceAnswer] = {}
-    position = None
-    while len(answers) < limit:
-        conversations, position = source.read(0, position, min(DOCUMENTS_PER_READ, limit - len(answers)))
-        for answer in map(last_answer, conversations):
-            answers.setdefault(json.dumps([answer.messages, answer.tools], sort_keys=True), answer)
-        if position is None:
+    for answer in map(last_answer, iterate(source, 1)):
+        answers.setdefault(json.dumps([answer.messages, answer.tools], sort_keys=True), answer)
+        if len(answers) == limit:
             break
     if not answers:
         raise ValueError(f"{key} has no conversations for split = {split!r}; name other files, or another split")

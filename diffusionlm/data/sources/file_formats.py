@@ -14,7 +14,6 @@ from diffusionlm.data.chat.conversation import Record
 from diffusionlm.data.sources.record_source import (
     MAX_SHOWN_CHARACTERS,
     NOT_UTF8,
-    SURROGATES,
     BadRecord,
     ParsedRecord,
     RowParser,
@@ -63,10 +62,10 @@ def _limit_of_whole_file(path: Path, max_bytes: int) -> int:
     return max(max_bytes, path.stat().st_size)
 
 
-def _check_size(size: int, max_bytes: int, name: str = "record") -> None:
+def _check_size(size: int, max_bytes: int) -> None:
     if size > max_bytes:
         record = _too_large_record(max_bytes)
-        raise CorruptFileError(f"{name} too large", f"{record.detail}: reading ends here")
+        raise CorruptFileError(record.reason, f"{record.detail}: reading ends here")
 
 
 def _too_large_record(max_bytes: int) -> BadRecord:
@@ -282,7 +281,6 @@ def _read_json_array(path: Path, field: TextField, offset: int, line: int, max_b
     with open_bytes(path) as stream:
         content = _read_whole(stream, max_bytes)
     text = content.decode("utf-8-sig", "surrogateescape").rstrip()
-    is_utf8 = SURROGATES.search(text) is None
     if not text.startswith("[", _skip_whitespace(text, 0)):
         text = f"[{text}]"
     parse = json.JSONDecoder(parse_int=_NumberText, parse_float=_NumberText).raw_decode
@@ -296,17 +294,13 @@ def _read_json_array(path: Path, field: TextField, offset: int, line: int, max_b
         try:
             if not text.startswith("[" if is_first else ",", separator):
                 raise json.JSONDecodeError("Expecting ',' or the end of the array", text, separator)
-            value, offset = parse(text, start)
+            _, offset = parse(text, start)
         except (ValueError, RecursionError) as error:
             excerpt = shorten_repr(text[start : start + MAX_SHOWN_CHARACTERS])
             yield BadRecord("malformed JSON", f"{error}: {excerpt}; the rest of the array is lost"), len(text) + 1, line
             return
         line = max(1, line) + text.count("\n", previous_offset, offset)
-        record: Record | BadRecord | None
-        if is_utf8 and isinstance(field, str) and type(value) is dict and type(value.get(field)) is str:
-            record = validate_text(value[field])
-        else:
-            record = parse_json_text(text[start:offset].encode("utf-8", "surrogateescape"), field)
+        record = parse_json_text(text[start:offset].encode("utf-8", "surrogateescape"), field)
         assert record is not None, "a JSON value is not blank"
         yield record, offset, line
 
@@ -342,7 +336,7 @@ def read_parquet_records(
                 raise ValueError(
                     f"{column_setting} is no column of {path}; its columns are {', '.join(map(repr, names))}"
                 )
-            for value in _read_cells(path, file, column if isinstance(column, str) else None, start_row, max_bytes):
+            for value in _read_cells(file, column if isinstance(column, str) else None, start_row, max_bytes):
                 row += 1
                 if isinstance(value, bytes) and len(value) > max_bytes:
                     value = _too_large_record(max_bytes)
@@ -360,7 +354,7 @@ def read_parquet_records(
         raise CorruptFileError("damaged Parquet", f"{error}; download or copy it again") from error
 
 
-def _read_cells(path: Path, file: pq.ParquetFile, column: str | None, start_row: int, max_bytes: int) -> Iterator[Any]:
+def _read_cells(file: pq.ParquetFile, column: str | None, start_row: int, max_bytes: int) -> Iterator[Any]:
     """Yield the cells of a column from ``start_row`` on; None: whole rows, or the error of decoding one.
 
     Text of a column is bytes, because Parquet does not check that it is UTF-8.
@@ -369,7 +363,7 @@ def _read_cells(path: Path, file: pq.ParquetFile, column: str | None, start_row:
     for group in range(file.metadata.num_row_groups):
         num_rows = file.metadata.row_group(group).num_rows
         if start_row < first_row + num_rows:
-            batch_rows = _choose_batch_rows(path, file, column, group, max_bytes)
+            batch_rows = _choose_batch_rows(file, column, group, max_bytes)
             num_skipped = max(0, start_row - first_row)
             columns = None if column is None else [column]
             for batch in file.iter_batches(batch_rows, [group], columns, use_threads=False):
@@ -380,35 +374,15 @@ def _read_cells(path: Path, file: pq.ParquetFile, column: str | None, start_row:
         first_row += num_rows
 
 
-def _choose_batch_rows(path: Path, file: pq.ParquetFile, column: str | None, group: int, max_bytes: int) -> int:
+def _choose_batch_rows(file: pq.ParquetFile, column: str | None, group: int, max_bytes: int) -> int:
     metadata = file.metadata.row_group(group)
     columns = (metadata.column(index) for index in range(metadata.num_columns))
-    chunks = [chunk for chunk in columns if column in (None, chunk.path_in_schema.split(".")[0])]
-    size = sum(chunk.total_uncompressed_size for chunk in chunks)
+    size = sum(
+        chunk.total_uncompressed_size for chunk in columns if column in (None, chunk.path_in_schema.split(".")[0])
+    )
     _check_size(size // max(1, metadata.num_rows), max_bytes)
-    for chunk in chunks:
-        if chunk.has_dictionary_page:
-            size_of_dictionary = _read_dictionary_size(path, chunk.dictionary_page_offset)
-            _check_size(size_of_dictionary, max_bytes, f"dictionary page of {chunk.path_in_schema}")
     num_rows: int = PARQUET_BATCH_BYTES * metadata.num_rows // max(1, size)
     return max(1, min(MAX_PARQUET_BATCH_ROWS, num_rows))
-
-
-def _read_dictionary_size(path: Path, offset: int) -> int:
-    """Return the bytes of a dictionary page by its header; 0: the header is damaged.
-
-    In Thrift's compact protocol it begins with two fields of the type int32: the kind of page, and its uncompressed
-    size, each a byte 0x15 and a zigzag varint.
-    """
-    with path.open("rb") as file:
-        file.seek(offset)
-        header = file.read(8)
-    size = 0
-    for index, byte in enumerate(header[3:] if header.startswith(b"\x15\x04\x15") else b""):
-        size |= (byte & 0x7F) << 7 * index
-        if byte < 0x80:
-            break
-    return size >> 1
 
 
 def _rows_to_python(batch: pa.RecordBatch) -> Iterator[Any]:

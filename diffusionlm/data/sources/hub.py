@@ -11,10 +11,9 @@ from typing import Any
 
 from config.data import HubDataset
 from diffusionlm.data.chat.conversation import Record
-from diffusionlm.data.chat.formats import ChatRowParser
 from diffusionlm.data.reader import Split
 from diffusionlm.data.sources.file_formats import parse_arrow_row
-from diffusionlm.data.sources.local_files import FileFingerprint, find_files
+from diffusionlm.data.sources.local_files import DataFile, find_files, list_identifying_options, select_field
 from diffusionlm.data.sources.record_source import BadRecord, RecordSource, TextField, select_split, validate_text
 from files.paths import portable_path
 
@@ -45,28 +44,19 @@ def open_hub(config: HubDataset, split: Split, key: str) -> RecordSource:
     stream = _open_stream(config, builder, key, split_key, split_name)
     version, origin = _dataset_version(config, builder, key)
     validation_fraction = None if has_own_split else config.validation_fraction
-    is_chat = config.chat is not None
-    field: TextField = config.text_field if config.chat is None else ChatRowParser(config.chat)
-    field_setting = f"{key}.chat" if is_chat else f"{key}.text_field = {config.text_field!r}"
+    field, field_setting = select_field(config, key)
     records = HubRecords(stream, config.dataset, field, key, field_setting)
     document_split = select_split(records, config, validation_fraction, is_validation, split_key)
-    options: list[object] = [validation_fraction, max_documents, config.on_bad_row, config.text_field]
-    options += [] if config.chat is None else [config.chat.identity]
+    options = [validation_fraction, max_documents, config.on_bad_row, config.text_field]
+    options = list_identifying_options(options, config, document_split)
     title = portable_path(config.dataset) if is_directory(config) else config.dataset
     limit = "" if max_documents is None else f", the first {max_documents:,} documents"
     if document_split.description:
-        options.append("ends")
         limit += f"; {document_split.description}"
     digest = hashlib.sha256(json.dumps(options).encode()).hexdigest()[:16]
-    return RecordSource(
-        records,
-        identity=f"hub/{config.dataset}/{builder.config.name}/{version}/{split_name}/{split}/{digest}",
-        provenance=f"{title}, config {builder.config.name}, {origin}, split {split_name}{limit}",
-        key=key,
-        on_bad_row=config.on_bad_row,
-        max_documents=max_documents,
-        split=document_split,
-    )
+    identity = f"hub/{config.dataset}/{builder.config.name}/{version}/{split_name}/{split}/{digest}"
+    provenance = f"{title}, config {builder.config.name}, {origin}, split {split_name}{limit}"
+    return RecordSource(records, key, config.on_bad_row, document_split, max_documents, identity, provenance)
 
 
 def is_directory(config: HubDataset) -> bool:
@@ -126,7 +116,7 @@ def _dataset_version(config: HubDataset, builder: Any, key: str) -> tuple[str, s
     """
     if is_directory(config):
         name = os.path.expanduser(config.dataset)
-        files = [FileFingerprint.read(path, f"{key}.dataset") for path in find_files((name,), f"{key}.dataset")]
+        files = [DataFile.open(path, f"{key}.dataset") for path in find_files((name,), f"{key}.dataset")]
         digest = hashlib.sha256("\n".join(file.identity for file in files).encode("utf-8", "surrogateescape"))
         return digest.hexdigest()[:16], f"{len(files):,} files in a directory"
     commit = str(builder.hash)

@@ -10,9 +10,9 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from config.data import LocalFiles, PythonStdlib, SampleBy
+from config.data import HubDataset, LocalFiles, PythonStdlib, SampleBy
 from diffusionlm.data.chat.conversation import Record
 from diffusionlm.data.chat.formats import ChatRowParser
 from diffusionlm.data.reader import ReaderPosition, SkipLog, Split
@@ -25,6 +25,7 @@ from diffusionlm.data.sources.record_source import (
     TextField,
     select_split,
 )
+from diffusionlm.data.sources.validation_split import DocumentSplit
 from files.compressed import DECOMPRESSORS, CorruptFileError, check_regular_file, detect_compression
 from files.paths import portable_path
 
@@ -77,10 +78,12 @@ def _expand_directory(path: Path, key: str) -> Iterator[Path]:
 
 
 @dataclass(frozen=True)
-class FileFingerprint:
-    """Size, modification time and a partial hash of a file, to detect changes."""
+class DataFile:
+    """A file with its size, modification time and a partial hash, to detect changes."""
 
     path: Path
+    format: TextFileFormat | None
+    """None: it is not read here."""
     size: int
     """Bytes."""
     modified_ns: int
@@ -89,8 +92,8 @@ class FileFingerprint:
     """Hash of the beginning and the end of the file: a whole file may be too large to read twice."""
 
     @classmethod
-    def read(cls, path: Path, key: str) -> FileFingerprint:
-        """Read the fingerprint of a file.
+    def open(cls, path: Path, key: str, format: TextFileFormat | None = None) -> DataFile:
+        """Read the size and the hash of a file.
 
         Raises:
             ValueError: the file cannot be read; names ``key``.
@@ -104,7 +107,7 @@ class FileFingerprint:
                 ends_sha256.update(file.read(FINGERPRINT_BYTES))
         except OSError as error:
             raise ValueError(f"{key}: {path} cannot be read ({error.strerror})") from error
-        return cls(path, status.st_size, status.st_mtime_ns, ends_sha256.hexdigest())
+        return cls(path, format, status.st_size, status.st_mtime_ns, ends_sha256.hexdigest())
 
     @property
     def identity(self) -> str:
@@ -123,30 +126,18 @@ class FileFingerprint:
             raise ValueError(f"{key}: {self.path} can no longer be read ({error.strerror}); restore it") from error
         if (status.st_size, status.st_mtime_ns) == (self.size, self.modified_ns):
             return
-        current = FileFingerprint.read(self.path, key)
+        current = DataFile.open(self.path, key)
         if current.identity != self.identity:
             raise ValueError(
                 f"{key}: {self.path} has changed since it was opened ({self.size:,} bytes then, {current.size:,} "
                 "now); restore it, or start a new run"
             )
 
-
-@dataclass(frozen=True)
-class DataFile:
-    """A file and its format."""
-
-    fingerprint: FileFingerprint
-    format: TextFileFormat
-
-    @property
-    def path(self) -> Path:
-        return self.fingerprint.path
-
     @property
     def description(self) -> str:
         """Format and compression, as text."""
         compression = detect_compression(self.path)
-        return f"{self.format} ({compression[1:]})" if compression else self.format
+        return f"{self.format} ({compression[1:]})" if compression else str(self.format)
 
 
 def open_local_files(config: LocalFiles, split: Split, key: str) -> RecordSource:
@@ -164,7 +155,7 @@ def open_local_files(config: LocalFiles, split: Split, key: str) -> RecordSource
     patterns = config.validation_paths if is_validation and has_own_paths else config.paths
     files = _find_data_files(config, patterns, name, key)
     # An empty plain-text file is an empty document; an empty file of another format is an error.
-    empty = [file for file in files if file.fingerprint.size == 0]
+    empty = [file for file in files if file.size == 0]
     invalid = [file for file in empty if file.format != "text"]
     if len(empty) == len(files) or (invalid and config.on_bad_row == "raise"):
         remedy = f', or set {key}.on_bad_row = "skip"' if len(empty) < len(files) else ""
@@ -176,29 +167,32 @@ def open_local_files(config: LocalFiles, split: Split, key: str) -> RecordSource
         skip_log.add("empty file", str(file.path))
     validation_fraction = None if has_own_paths else config.validation_fraction
     max_documents = None if is_validation else config.max_documents
-    is_chat = config.chat is not None
-    field: TextField = config.text_field if config.chat is None else ChatRowParser(config.chat)
-    field_setting = f"{key}.chat" if is_chat else f"{key}.text_field = {config.text_field!r}"
+    field, field_setting = select_field(config, key)
     records = LocalFileRecords(files, f"{key}.{name}", field_setting, field, config.sample_by, config.max_record_bytes)
     document_split = select_split(records, config, validation_fraction, is_validation, f"{key}.{name}")
-    options: list[object] = [validation_fraction, max_documents, config.on_bad_row, config.text_field, config.sample_by]
-    options += [] if config.chat is None else [config.chat.identity]
-    provenance = _describe_files(files, patterns)
-    if document_split.description:
-        options.append("ends")
-        provenance += f"; {document_split.description}"
-    lines = [f"{file.format} {file.fingerprint.identity}" for file in files]
+    options = [validation_fraction, max_documents, config.on_bad_row, config.text_field, config.sample_by]
+    options = list_identifying_options(options, config, document_split)
+    lines = [f"{file.format} {file.identity}" for file in files]
     digest = hashlib.sha256("\n".join([json.dumps(options), *lines]).encode("utf-8", "surrogateescape"))
-    return RecordSource(
-        records,
-        identity=f"files/{split}/{digest.hexdigest()[:16]}",
-        provenance=provenance,
-        key=key,
-        on_bad_row=config.on_bad_row,
-        max_documents=max_documents,
-        split=document_split,
-        skip_log=skip_log,
-    )
+    identity, provenance = f"files/{split}/{digest.hexdigest()[:16]}", _describe_files(files, patterns)
+    if document_split.description:
+        provenance += f"; {document_split.description}"
+    return RecordSource(records, key, config.on_bad_row, document_split, max_documents, identity, provenance, skip_log)
+
+
+def select_field(config: LocalFiles | HubDataset, key: str) -> tuple[TextField, str]:
+    """Return the text field of records, or what parses their conversations, and its config key (and value)."""
+    if config.chat is None:
+        return config.text_field, f"{key}.text_field = {config.text_field!r}"
+    return ChatRowParser(config.chat), f"{key}.chat"
+
+
+def list_identifying_options(
+    options: list[Any], config: LocalFiles | HubDataset, document_split: DocumentSplit
+) -> list[Any]:
+    """Return the options that change the documents, for the identity of a source."""
+    chat = [] if config.chat is None else [config.chat.identity]
+    return [*options, *chat, *(["ends"] if document_split.description else [])]
 
 
 def _find_data_files(config: LocalFiles, patterns: tuple[str, ...], name: str, key: str) -> list[DataFile]:
@@ -216,7 +210,7 @@ def _find_data_files(config: LocalFiles, patterns: tuple[str, ...], name: str, k
                 f"{key}.{name}: {path} is Parquet in an archive, which cannot be read; unpack it (Parquet is "
                 "compressed)"
             )
-        files.append(DataFile(FileFingerprint.read(path, f"{key}.{name}"), file_format))
+        files.append(DataFile.open(path, f"{key}.{name}", file_format))
     plain = [file for file in files if file.format == "text"]
     if plain and config.chat is not None:
         raise ValueError(
@@ -240,7 +234,7 @@ def detect_format(path: Path) -> TextFileFormat | None:
 
 
 def _describe_files(files: Sequence[DataFile], patterns: tuple[str, ...]) -> str:
-    size = sum(file.fingerprint.size for file in files)
+    size = sum(file.size for file in files)
     formats = " and ".join(sorted({file.description for file in files}))
     count = "1 file" if len(files) == 1 else f"{len(files):,} files"
     return f"{count}, {size:,} bytes, {formats}, of {', '.join(map(portable_path, patterns))}"
@@ -280,13 +274,13 @@ class LocalFileRecords:
                 return read_json_records(file.path, self.field, self.at, self.line, max_bytes)
             case "text":
                 return read_plain_records(file.path, self.sample_by, self.at, self.line, max_bytes)
-            case "parquet":
+            case _:
                 return read_parquet_records(file.path, self.field, self.at, self.field_setting, max_bytes)
 
     def __iter__(self) -> Iterator[Record | BadRecord]:
         while self.file < len(self.files):
             file = self.files[self.file]
-            file.fingerprint.check(self.paths_key)
+            file.check(self.paths_key)
             try:
                 for content, self.at, self.line in self._read_file(file):  # noqa: B020
                     yield content
@@ -321,7 +315,7 @@ class StdlibSource:
     def __init__(self, config: PythonStdlib, split: Split, key: str) -> None:
         root = Path(sysconfig.get_paths()["stdlib"])
         self.paths: list[Path] = []
-        self.skipped: dict[str, int] = {}
+        self.skip_log = SkipLog()
         digest, size = hashlib.sha256(), 0
         for path in sorted(root.rglob("*.py")):
             name = path.relative_to(root)
@@ -329,10 +323,11 @@ class StdlibSource:
             if is_excluded or _is_one_in(name.as_posix(), config.validation_share) != (split == "validation"):
                 continue
             content = path.read_bytes()
+            self.skip_log.total += 1
             try:
                 content.decode("utf-8")
             except UnicodeDecodeError:
-                self.skipped[NOT_UTF8] = self.skipped.get(NOT_UTF8, 0) + 1
+                self.skip_log.add(NOT_UTF8, str(path))
                 continue
             self.paths.append(path)
             size += len(content)

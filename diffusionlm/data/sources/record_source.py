@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from config.data import OnBadRow, RecordSourceOptions
 from diffusionlm.data.chat.conversation import Conversation, Record
-from diffusionlm.data.reader import REPAIRED_PREFIX, ReaderPosition, SkipLog
+from diffusionlm.data.reader import REPAIRED_PREFIX, ReaderPosition, SkipLog, iterate
 from diffusionlm.data.sources.validation_split import DocumentSplit, EndSplit, WholeSource, choose_split
 
 MAX_SHOWN_CHARACTERS = 60
@@ -79,24 +79,20 @@ class RecordSource:
     """The documents of one split; a `DocumentSource`."""
 
     records: RecordCursor
-    identity: str
-    provenance: str
     key: str
     """Config key of the source's section."""
     on_bad_row: OnBadRow
-    max_documents: int | None
-    """Number of records with text in the split that are read at most. None: all."""
-    split: DocumentSplit
+    split: DocumentSplit = field(default_factory=WholeSource)
     """Selects the text of the split from each record."""
+    max_documents: int | None = None
+    """Number of records with text in the split that are read at most. None: all."""
+    identity: str = ""
+    provenance: str = ""
     skip_log: SkipLog = field(default_factory=SkipLog)
 
     def __post_init__(self) -> None:
         self._seek(None)
         self._next_position: ReaderPosition = None
-
-    @property
-    def skipped(self) -> dict[str, int]:
-        return self.skip_log.counts
 
     def read(self, epoch: int, position: ReaderPosition, limit: int) -> tuple[list[Record], ReaderPosition]:
         """Read documents. Continuing at the last returned position costs no seek.
@@ -159,21 +155,17 @@ class RecordSource:
 
     def _handle_bad_record(self, record: BadRecord, *, is_new: bool) -> Record | None:
         """Return the repaired text, or None to leave the record out."""
+        place, other_remedy = self.records.location(), _other_remedy(record)
         if self.on_bad_row == "raise":
-            raise bad_record_error(record, self.records, self.key)
+            setting = self.records.error_key(is_field_error=record.is_field_error)
+            remedy = f'set {self.key}.on_bad_row = "skip" to leave such records out and count them{other_remedy}'
+            raise ValueError(f"{setting}: {place}: {record.reason}: {record.detail}; {remedy}")
         is_left_out = self.on_bad_row == "skip" or record.repaired_text is None
         if is_new:
-            remedy = f"; mend or remove such records{_other_remedy(record)}" if is_left_out else ""
+            remedy = f"; mend or remove such records{other_remedy}" if is_left_out else ""
             reason = record.reason if is_left_out else f"{REPAIRED_PREFIX}{record.reason}"
-            self.skip_log.add(reason, f"{self.records.location()}: {record.detail}{remedy}")
+            self.skip_log.add(reason, f"{place}: {record.detail}{remedy}")
         return None if is_left_out else record.repaired_text
-
-
-def bad_record_error(record: BadRecord, records: RecordCursor, key: str) -> ValueError:
-    """Build the error of the record that was read last, while `on_bad_row` is "raise"; ``key`` is the section's."""
-    remedy = f'set {key}.on_bad_row = "skip" to leave such records out and count them{_other_remedy(record)}'
-    setting = records.error_key(is_field_error=record.is_field_error)
-    return ValueError(f"{setting}: {records.location()}: {record.reason}: {record.detail}; {remedy}")
 
 
 def _other_remedy(record: BadRecord) -> str:
@@ -191,18 +183,8 @@ def select_split(
     """
     if validation_fraction is None:
         return WholeSource()
-    records.seek(None)
-
-    def read_usable() -> Iterator[Record]:
-        for record in records:
-            if not isinstance(record, BadRecord):
-                yield record
-            elif config.on_bad_row == "raise":
-                raise bad_record_error(record, records, key.rpartition(".")[0])
-            elif config.on_bad_row == "replace" and record.repaired_text is not None:
-                yield record.repaired_text
-
-    return choose_split(filter(None, read_usable()), validation_fraction, is_validation, key)
+    source = RecordSource(records, key.rpartition(".")[0], config.on_bad_row)
+    return choose_split(iterate(source, 1), validation_fraction, is_validation, key)
 
 
 def validate_text(value: object) -> str | BadRecord:

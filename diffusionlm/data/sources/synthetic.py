@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from config.data import ChatTasks, CopiedSymbols, MarkovChain, NestedExpressions, ReversedAddition
 from diffusionlm.data.chat.conversation import Conversation
-from diffusionlm.data.reader import ReaderPosition, Split
+from diffusionlm.data.reader import ReaderPosition, SkipLog, Split
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class SampledSource(ABC, Generic[T]):
     def __init__(self, config: Any, split: Split, key: str) -> None:
         self.config, self.split, self.key = config, split, key
         self.num_documents: int = config.documents_per_epoch if split == "train" else config.validation_documents
-        self.skipped: dict[str, int] = {}
+        self.skip_log = SkipLog()
         self._cached: tuple[tuple[int, int] | None, list[T]] = (None, [])
 
     @property

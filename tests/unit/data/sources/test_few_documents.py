@@ -80,7 +80,7 @@ def test_both_splits_have_their_share(folder: Path, drain: Drain) -> None:
     assert 0.9 * 11_000 < len("".join(validation_parts)) <= 11_000
     assert train.identity != validation.identity
     assert train.provenance == validation.provenance and "are validation text" in train.provenance
-    assert train.skipped == validation.skipped == {}
+    assert train.skip_log.counts == validation.skip_log.counts == {}
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
@@ -103,7 +103,7 @@ def test_bad_rows_are_left_out(tmp_path: Path, drain: Drain, check_resuming: Dra
     validation = open_documents(path, "validation", on_bad_row="skip")
     for _ in range(2):
         assert len("".join([*drain(source, (1,)), *drain(validation)])) == 320_000
-        assert source.skipped == validation.skipped == {"malformed JSON": 1, "empty": 1}
+        assert source.skip_log.counts == validation.skip_log.counts == {"malformed JSON": 1, "empty": 1}
     check_resuming(lambda: open_documents(path, on_bad_row="skip"))
 
 

@@ -81,7 +81,7 @@ def test_all_documents_in_order_in_any_chunks(parquet: Path, drain: Drain) -> No
     assert drain(source, (1,)) == TEXTS
     assert drain(source, (10, 1, 3), epoch=1) == TEXTS
     assert drain(open_documents(parquet, split="validation")) == ["held", "out"]
-    assert source.skipped == {}
+    assert source.skip_log.counts == {}
 
 
 @pytest.mark.parametrize("kind", ["parquet", "json", "cached"])
@@ -125,7 +125,7 @@ def test_bad_records(tmp_path: Path, drain: Drain) -> None:
     source = open_documents(folder, on_bad_row="skip")
     for _ in range(2):
         assert drain(source, (1,)) == ["a", "b\ufffd"]
-    assert source.skipped == {
+    assert source.skip_log.counts == {
         "empty": 1,
         "null instead of text": 1,
         "number instead of text": 2,
@@ -135,7 +135,7 @@ def test_bad_records(tmp_path: Path, drain: Drain) -> None:
     }
     source = open_documents(folder, on_bad_row="replace")
     assert drain(source, (2,)) == ["a", "12", "1.5", "b\ufffd"]
-    assert source.skipped["mended: number instead of text"] == 2
+    assert source.skip_log.counts["mended: number instead of text"] == 2
 
 
 def test_timestamps_are_bad_records(tmp_path: Path, drain: Drain) -> None:

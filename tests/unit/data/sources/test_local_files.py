@@ -131,7 +131,7 @@ def test_documents_are_read_back(form: str, ending: str, tmp_path: Path, drain: 
         assert drain(source, (len(texts),)) == texts
         assert drain(source, (1,), epoch=1) == texts
         assert drain(source, (10, 1, 3), epoch=2) == texts
-        assert source.skipped == {}
+        assert source.skip_log.counts == {}
 
 
 @pytest.mark.usefixtures("_small_blocks")

@@ -104,7 +104,7 @@ def test_raise_names_key_file_line_and_remedy(case: Case, tmp_path: Path, drain:
     assert len(message) < 450 + len(str(path)), "long records are shortened"
     with pytest.raises(ValueError, match=case.message):
         source.read(0, position, 1)  # the next call fails again
-    assert source.skipped == {}
+    assert source.skip_log.counts == {}
 
 
 @pytest.mark.parametrize("policy", ["skip", "replace"])
@@ -115,7 +115,7 @@ def test_a_bad_record_is_left_out_or_repaired_and_counted_once(
     repaired = [case.repaired_text] if case.repaired_text is not None and policy == "replace" else []
     for epoch in (0, 0, 1):
         assert drain(source, (1,), epoch=epoch) == ["a", *repaired, "b"]
-        assert source.skipped == {f"mended: {case.reason}" if repaired else case.reason: 1}
+        assert source.skip_log.counts == {f"mended: {case.reason}" if repaired else case.reason: 1}
 
 
 @pytest.mark.parametrize("policy", ["skip", "replace"])
@@ -133,7 +133,7 @@ def test_resuming_among_bad_rows(policy: str, ending: str, tmp_path: Path, drain
     source = open_documents(path, policy)
     whole = drain(source)
     assert whole == expected
-    assert sum(source.skipped.values()) == 3 + len(cases) + 1
+    assert sum(source.skip_log.counts.values()) == 3 + len(cases) + 1
     again = open_documents(path, policy)
     position: Any = None
     for cut in range(1, len(whole) + 1):
@@ -142,7 +142,7 @@ def test_resuming_among_bad_rows(policy: str, ending: str, tmp_path: Path, drain
         assert chunk == whole[cut - 1 : cut]
         assert drain(open_documents(path, policy), (3,), position=position) == whole[cut:]
     assert drain(again, (1,), position=position) == []
-    assert again.skipped == source.skipped
+    assert again.skip_log.counts == source.skip_log.counts
 
 
 @pytest.mark.parametrize("policy", ["raise", "skip", "replace"])
@@ -164,7 +164,7 @@ def test_valid_unusual_records(policy: str, tmp_path: Path, drain: Drain) -> Non
     path.write_bytes(b"\n".join(rows))
     source = open_documents(path, policy)
     assert drain(source, (1,)) == ["a", "b", "c", "d", "e", "\U0001f600", "\0", "h"]
-    assert source.skipped == {}
+    assert source.skip_log.counts == {}
 
 
 @pytest.mark.parametrize("policy", ["raise", "skip", "replace"])
@@ -173,7 +173,7 @@ def test_empty_text_is_skipped_and_counted(policy: str, tmp_path: Path, drain: D
     path.write_text('{"text": ""}\n{"text": "a"}\n{"text": ""}\n')
     source = open_documents(path, policy)
     assert drain(source, (1,)) == drain(source) == ["a"]
-    assert source.skipped == {"empty": 2}
+    assert source.skip_log.counts == {"empty": 2}
 
 
 def test_long_and_last_rows(tmp_path: Path, drain: Drain) -> None:
@@ -194,7 +194,7 @@ def test_broken_array(end: bytes, tmp_path: Path, drain: Drain) -> None:
     for policy in ("skip", "replace"):
         source = open_documents(path, policy)
         assert drain(source, (1,)) == ["a", "b"]
-        assert source.skipped == {"malformed JSON": 1}
+        assert source.skip_log.counts == {"malformed JSON": 1}
 
 
 # Whole files
@@ -207,7 +207,7 @@ def test_binary_file(content: bytes, tmp_path: Path, drain: Drain) -> None:
     with pytest.raises(ValueError, match=r"a\.txt: binary data|a\.txt: not UTF-8"):
         drain(open_documents(tmp_path, "raise"))
     source = open_documents(tmp_path, "skip")
-    assert drain(source) == ["b"] and sum(source.skipped.values()) == 1
+    assert drain(source) == ["b"] and sum(source.skip_log.counts.values()) == 1
 
 
 def test_a_bad_record_among_those_of_the_split_is_an_error_at_the_start(tmp_path: Path) -> None:
@@ -232,14 +232,14 @@ def test_empty_files(tmp_path: Path, drain: Drain) -> None:
     with pytest.raises(ValueError, match=r"empty file .*a\.jsonl; remove it"):
         open_documents(tmp_path, "raise")
     source = open_documents(tmp_path, "skip")
-    assert drain(source) == drain(source) == ["b"] and source.skipped == {"empty file": 1}
+    assert drain(source) == drain(source) == ["b"] and source.skip_log.counts == {"empty file": 1}
     with pytest.raises(ValueError, match=r"empty file .*a\.jsonl; remove it, name other files$"):
         open_documents(tmp_path / "a.jsonl", "skip")
     (tmp_path / "text").mkdir()
     (tmp_path / "text/a.py").touch()
     (tmp_path / "text/b.py").write_text("b")
     source = open_documents(tmp_path / "text", "raise")
-    assert drain(source) == ["b"] and source.skipped == {"empty": 1}
+    assert drain(source) == ["b"] and source.skip_log.counts == {"empty": 1}
 
 
 ARCHIVES: dict[str, Callable[[bytes], bytes]] = {
@@ -266,7 +266,7 @@ def test_truncated_archive(ending: str, tmp_path: Path, drain: Drain, monkeypatc
         source = open_documents(tmp_path, policy)
         whole = drain(source)
         assert whole[-1] == "b" and whole[:-1] == texts[: len(whole) - 1] and len(whole) > 150
-        assert source.skipped == {"truncated archive": 1}
+        assert source.skip_log.counts == {"truncated archive": 1}
         position: Any = None
         for cut in range(1, len(whole) + 1):
             _, position = source.read(0, position, 1)
@@ -284,7 +284,7 @@ def test_damaged_archive(ending: str, tmp_path: Path, drain: Drain) -> None:
             drain(open_documents(path, "raise"))
     path.write_bytes(ARCHIVES[ending](row) + b"garbage behind it")
     source = open_documents(path, "skip")
-    assert drain(source) == ["a"] and source.skipped == {"damaged archive": 1}
+    assert drain(source) == ["a"] and source.skip_log.counts == {"damaged archive": 1}
 
 
 def test_damage_after_a_bad_record_is_counted_too(tmp_path: Path, drain: Drain) -> None:
@@ -292,7 +292,7 @@ def test_damage_after_a_bad_record_is_counted_too(tmp_path: Path, drain: Drain) 
     path.write_bytes(gzip.compress(b'{"text": "a"}\nbroken\n') + b"garbage")
     source = open_documents(path, "skip")
     assert drain(source) == drain(source) == ["a"]
-    assert source.skipped == {"malformed JSON": 1, "damaged archive": 1}
+    assert source.skip_log.counts == {"malformed JSON": 1, "damaged archive": 1}
 
 
 def test_archive_padded_with_zeros(tmp_path: Path, drain: Drain) -> None:
@@ -314,10 +314,10 @@ def test_parquet_cells(tmp_path: Path, drain: Drain) -> None:
         drain(open_documents(path, "raise"))
     source = open_documents(path, "skip")
     assert drain(source, (1,)) == ["a", "b"]
-    assert source.skipped == {"not UTF-8": 1, "null instead of text": 1, "empty": 1}
+    assert source.skip_log.counts == {"not UTF-8": 1, "null instead of text": 1, "empty": 1}
     source = open_documents(path, "replace")
     assert drain(source, (1,)) == ["a", f"x{FFFD}", "b"]
-    assert source.skipped == {"mended: not UTF-8": 1, "null instead of text": 1, "empty": 1}
+    assert source.skip_log.counts == {"mended: not UTF-8": 1, "null instead of text": 1, "empty": 1}
     pq.write_table(pa.table({"text": binary}), path)
     assert drain(open_documents(path, "replace")) == ["a", f"x{FFFD}", "b"]
 
@@ -334,7 +334,7 @@ def test_parquet_columns(policy: str, tmp_path: Path, drain: Drain) -> None:
             drain(numbers)
     else:
         assert drain(numbers) == ([] if policy == "skip" else ["1", "2"])
-        assert drain(lists) == [] and lists.skipped == {"list instead of text": 2}
+        assert drain(lists) == [] and lists.skip_log.counts == {"list instead of text": 2}
 
 
 @pytest.mark.parametrize("error", [pa.ArrowNotImplementedError, pa.ArrowMemoryError, pa.ArrowCapacityError, OSError])
@@ -361,7 +361,7 @@ def test_corrupt_parquet(tmp_path: Path, drain: Drain) -> None:
     with pytest.raises(ValueError, match=rf"{path}: damaged Parquet: .*copy it again"):
         drain(open_documents(path, "raise"))
     source = open_documents(path, "skip")
-    assert drain(source) == [] and source.skipped == {"damaged Parquet": 1}
+    assert drain(source) == [] and source.skip_log.counts == {"damaged Parquet": 1}
     start = pq.ParquetFile(pa.BufferReader(bytes(content))).metadata.row_group(2).column(0)
     first = start.dictionary_page_offset or start.data_page_offset
     content[first : first + 200] = bytes(200)
@@ -369,4 +369,4 @@ def test_corrupt_parquet(tmp_path: Path, drain: Drain) -> None:
     with pytest.raises(ValueError, match=rf"{path}, row 200: damaged Parquet"):
         drain(open_documents(path, "raise"))
     source = open_documents(path, "skip")
-    assert drain(source, (7,)) == texts[:200] and source.skipped == {"damaged Parquet": 1}
+    assert drain(source, (7,)) == texts[:200] and source.skip_log.counts == {"damaged Parquet": 1}

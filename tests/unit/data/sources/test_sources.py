@@ -61,7 +61,7 @@ def test_splits_are_disjoint_and_cover_everything(library: Path) -> None:
     assert set(names(train, library)) | set(names(validation, library)) == expected
     assert 3 <= len(names(validation, library)) <= 24
     assert names(train, library) == sorted(names(train, library), key=Path)
-    assert train.skipped == validation.skipped == {}
+    assert train.skip_log.counts == validation.skip_log.counts == {}
 
 
 def test_the_split_depends_on_the_path_inside_the_library_only(
@@ -86,7 +86,7 @@ def test_files_that_are_not_utf8_are_counted(library: Path, drain: Callable[...,
     broken = library / names(open_splits()[0], library)[3]
     broken.write_bytes(b"# \xff\xfe latin")
     train, validation = open_splits()
-    assert train.skipped == {"not UTF-8": 1} and validation.skipped == {}
+    assert train.skip_log.counts == {"not UTF-8": 1} and validation.skip_log.counts == {}
     assert broken not in train.paths  # type: ignore[attr-defined]
     assert all("latin" not in text for text in drain(train))
 
