@@ -24,19 +24,15 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, Validat
 
 from diffusionlm.data.reader import Split, Tokens
 from files.atomic import sync_to_disk
-from files.json_files import read_json_object
 
 INDEX_FILE = "index.json"
 PROGRESS_FILE = "progress.json"
 TOKENIZER_DIRECTORY = "tokenizer"
-FORMAT_VERSION: Literal[1] = 1
 PARTIAL_SUFFIX = ".tmp"
 
 OFFSET_DTYPE = "<i8"
 
 ShardDtype = Literal["uint16", "uint32"]
-
-FORMER_FORMATS = ("parquet", "dat")
 
 
 class StrictModel(BaseModel):
@@ -108,7 +104,7 @@ class SplitIndex(StrictModel):
 class ShardIndex(StrictModel):
     """The contents of ``index.json``."""
 
-    version: Literal[1] = FORMAT_VERSION
+    version: Literal[1] = 1
     format: Literal["bin"] = "bin"
     dtype: ShardDtype
     """Dtype of the ids: uint16 if the vocabulary fits, else uint32."""
@@ -129,7 +125,7 @@ def read_index(directory: Path, key: str) -> ShardIndex:
     Raises:
         ValueError: there is no index, or it is damaged or of another version or format.
     """
-    path, former_format = directory / INDEX_FILE, None
+    path = directory / INDEX_FILE
     setting = f"{key} = {directory}"
     if not directory.is_dir():
         raise ValueError(f"{setting} is not a directory; make one with diffusionlm-make-data")
@@ -137,15 +133,6 @@ def read_index(directory: Path, key: str) -> ShardIndex:
         if (directory / PROGRESS_FILE).is_file():
             raise ValueError(f"{setting} is incomplete; repeat the diffusionlm-make-data command, which continues it")
         raise ValueError(f"{setting} has no {INDEX_FILE}; name a directory that diffusionlm-make-data wrote")
-    with contextlib.suppress(ValueError):  # of a damaged file, which is named below
-        former_format = read_json_object(path).get("format")
-    if former_format in FORMER_FORMATS:
-        tokenizer = f"--set 'tokenizer={{path=\"{directory / TOKENIZER_DIRECTORY}\"}}'"
-        raise ValueError(
-            f'{setting} has the format "{former_format}", which is no longer read. Make the same tokens '
-            f"again: uv run diffusionlm-make-data --config FILE {tokenizer} --set output.directory={directory}-bin; "
-            'a run resumes with them and checkpoint.config_change = "accept"'
-        )
     return read_json_model(ShardIndex, path, "make the data again, or with the version that wrote it")
 
 
@@ -160,7 +147,7 @@ def read_json_model(model_class: type[StrictModelT], path: Path, remedy: str) ->
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{path} is damaged: {field}: {first['msg']}; {remedy}") from None
+        raise ValueError(f"{path} is damaged, or of another version: {field}: {first['msg']}; {remedy}") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
 
@@ -189,9 +176,7 @@ def check_checksums(directory: Path, split: SplitIndex) -> None:
     check_sizes(directory, split)
     for part in (part for shard in split.shards for part in shard.parts):
         path = directory / part.file
-        with path.open("rb") as file:
-            checksum = hashlib.file_digest(file, "sha256").hexdigest()
-        if checksum != part.sha256:
+        if _compute_checksum(path) != part.sha256:
             raise ValueError(
                 f"{path} is damaged: its checksum is not the one in {INDEX_FILE}; copy it again, or make it again"
             )
@@ -207,34 +192,6 @@ def partial_path(path: Path) -> Path:
     return path.with_name(path.name + PARTIAL_SUFFIX)
 
 
-class HashedFile:
-    """A file that is hashed while it is written, fsynced and renamed when it is complete."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = partial_path(path).open("wb")
-        self._digest = hashlib.sha256()
-
-    def write(self, data: memoryview) -> None:
-        self._file.write(data)
-        self._digest.update(data)
-
-    def finish(self) -> ShardPart:
-        """Make the file durable under its name."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        size = self._file.tell()
-        self._file.close()
-        os.replace(partial_path(self._path), self._path)
-        sync_to_disk(self._path.parent)
-        return ShardPart(file=self._path.name, bytes=size, sha256=self._digest.hexdigest())
-
-    def discard(self) -> None:
-        with contextlib.suppress(OSError):  # closing flushes, which fails again on a full disk
-            self._file.close()
-        partial_path(self._path).unlink(missing_ok=True)
-
-
 class ShardWriter:
     """Writes one shard. The files do not depend on how the documents are grouped into calls.
 
@@ -243,9 +200,9 @@ class ShardWriter:
     """
 
     def __init__(self, directory: Path, split: Split, index: int, dtype: ShardDtype, target_tokens: int) -> None:
-        self._path = directory / f"{split}-{index:05}"
+        self._paths = [directory / f"{split}-{index:05}{suffix}" for suffix in (".bin", ".idx")]
         self._dtype, self._target_tokens = little_endian_dtype(dtype), target_tokens
-        self._ids = HashedFile(self._path.with_suffix(".bin"))
+        self._ids = partial_path(self._paths[0]).open("wb")
         self._lengths: list[int] = []
         self._num_tokens = self._text_bytes = 0
 
@@ -266,18 +223,33 @@ class ShardWriter:
 
     def finish(self) -> ShardEntry:
         """Make the shard durable and return its entry in the index."""
-        ids = self._ids.finish()
-        offsets = HashedFile(self._path.with_suffix(".idx"))
-        try:
-            offsets.write(np.cumsum([0, *self._lengths]).astype(OFFSET_DTYPE).data)
-            parts = (ids, offsets.finish())
-        except BaseException:
-            offsets.discard()
-            raise
+        self._ids.close()
+        np.cumsum([0, *self._lengths]).astype(OFFSET_DTYPE).tofile(partial_path(self._paths[1]))
         return ShardEntry(
-            documents=len(self._lengths), tokens=self._num_tokens, text_bytes=self._text_bytes, parts=parts
+            documents=len(self._lengths),
+            tokens=self._num_tokens,
+            text_bytes=self._text_bytes,
+            parts=tuple(map(_commit_file, self._paths)),
         )
 
     def discard(self) -> None:
         """Remove an unfinished shard."""
-        self._ids.discard()
+        with contextlib.suppress(OSError):  # closing flushes, which fails again on a full disk
+            self._ids.close()
+        for path in self._paths:
+            partial_path(path).unlink(missing_ok=True)
+
+
+def _commit_file(path: Path) -> ShardPart:
+    """Make a partial file durable under its name."""
+    partial = partial_path(path)
+    sync_to_disk(partial)
+    part = ShardPart(file=path.name, bytes=partial.stat().st_size, sha256=_compute_checksum(partial))
+    os.replace(partial, path)
+    sync_to_disk(path.parent)
+    return part
+
+
+def _compute_checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -14,7 +14,7 @@ from typing import Any
 
 from config.make_data import MakeDataConfig
 from diffusionlm.data import make_data as module
-from diffusionlm.data.shard_files import HashedFile
+from diffusionlm.data.shard_files import ShardWriter
 
 values, reference = json.loads(sys.argv[1]), Path(sys.argv[2])
 module.CHUNK_DOCUMENTS = 3
@@ -41,7 +41,7 @@ for owner, name in (
     (os, "rename"),
     (os, "fsync"),
     (os, "unlink"),
-    (HashedFile, "write"),
+    (ShardWriter, "add_documents"),
     (Path, "unlink"),
     (Path, "write_text"),
 ):

@@ -17,7 +17,7 @@ from config.data import LocalFiles, MarkovChain
 from config.make_data import MakeDataConfig, MakeDataOutputConfig
 from diffusionlm.data import make_data as module
 from diffusionlm.data.make_data import make_data
-from diffusionlm.data.shard_files import HashedFile
+from diffusionlm.data.shard_files import ShardWriter
 from diffusionlm.data.tokenization import InlineTextEncoder
 from tests.unit.data.make_data_cases import (
     TRAIN,
@@ -247,16 +247,16 @@ def test_a_missing_shard_and_a_replaced_tokenizer(
 def test_a_full_disk(text_folder: Path, tmp_path: Path, free_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     make_data(config_of(text_folder, tmp_path / "reference"), ignore)
     config = config_of(text_folder, tmp_path / "made")
-    write, num_left = HashedFile.write, [free_bytes]
+    add_documents, num_left = ShardWriter.add_documents, [free_bytes]
 
-    def write_on_small_disk(self: HashedFile, data: Any) -> None:
-        num_left[0] -= memoryview(data).nbytes
+    def write_on_small_disk(self: ShardWriter, documents: list[Any], text_bytes: list[int]) -> int:
+        num_left[0] -= 2 * sum(map(len, documents))
         if num_left[0] < 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(self, data)
+        return add_documents(self, documents, text_bytes)
 
     with monkeypatch.context() as patch:
-        patch.setattr(HashedFile, "write", write_on_small_disk)
+        patch.setattr(ShardWriter, "add_documents", write_on_small_disk)
         message = error_of(config)
     assert f"output.directory = {tmp_path / 'made'}" in message and "No space left on device" in message
     assert "repeat the command" in message
