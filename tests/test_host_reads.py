@@ -27,7 +27,7 @@ ALLOWED = {
     "diffusionlm/evaluation/lm_eval/adapter.py:all_gather": "results of the harness",
     "diffusionlm/evaluation/nelbo.py:nelbo": "inputs of the caller, which are noised on the CPU",
     "diffusionlm/evaluation/nelbo.py:compute_masked_nll": "losses: once in a forward",
-    "diffusionlm/evaluation/sampler_likelihood.py:reveal_tokens": "confidences: once in a forward",
+    "diffusionlm/evaluation/sampler_likelihood.py:_sample": "confidences: once in a forward",
     "diffusionlm/evaluation/sampler_likelihood.py:_split_into_documents": "inputs of the caller",
     "diffusionlm/kernels/triton_check.py:max_difference_to_eager": "losses of the doctor's check",
     "diffusionlm/training/metrics.py:read": "metrics of a logged step, when the next one is launched",

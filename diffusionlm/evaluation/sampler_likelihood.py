@@ -1,13 +1,12 @@
 """Exact likelihood of text under samplers with a deterministic decoding order.
 
-Shapes: B rows, L tokens, N masked positions in the current blocks of several documents, M in that of one, V vocabulary.
+Shapes: B rows, L tokens, N masked positions in the current blocks of several documents, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -18,15 +17,20 @@ from config.generation import GenerationConfig
 from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.diffusion.noised_batch import CleanBatch
 from diffusionlm.evaluation.statistics import MAX_LOGITS_BYTES, ratio_with_standard_error
-from diffusionlm.inference.model_runner import build_pattern, masked_position_logits
-from diffusionlm.inference.requests import DecodingBlock, round_if_uniform_canvas, split_into_blocks
-from diffusionlm.inference.sampling import check_finite, iterate_chunks
+from diffusionlm.inference.decoder import Decoder
+from diffusionlm.inference.requests import (
+    ActiveRequest,
+    Predictions,
+    PreparedRequest,
+    RequestOptions,
+    split_into_blocks,
+)
+from diffusionlm.inference.sampling import LogitRows, check_finite, iterate_chunks
 from diffusionlm.inference.settings import DecodingSettings, resolve_settings
 from diffusionlm.inference.strategies import STRATEGIES
-from diffusionlm.inference.strategy import DecodeState, Strategy
+from diffusionlm.inference.strategy import ConfidenceMeasure
 from diffusionlm.models.tensors import copy_to_device
 from diffusionlm.models.transformer import Transformer
-from profiling import nvtx
 
 ProgressCallback = Callable[[int, int], None]
 """Called with the number of scored tokens and the number of all tokens."""
@@ -88,26 +92,27 @@ def sampler_likelihood(
     if batch_size < 1:
         raise ValueError(f"batch_size = {batch_size} must be at least 1")
     documents = list(_split_into_documents(model, tokens_BL, loss_mask_BL, document_BL, settings))
-    num_tokens = sum(document.num_targets for document in documents)
-    if num_tokens == 0:
+    sizes = [len(document.request.masked_positions) for document in documents]
+    if not sum(sizes):
         raise ValueError("no target token: loss_mask_BL is false at all positions that can be predicted")
-    pattern = build_pattern(settings)
-    reader = _LogitReader(settings.strategy, model.config.mask_token_id)
-    # Sorted by length, so that a forward needs little padding.
-    unfinished = [document for document in documents if document.blocks]
-    unfinished.sort(key=lambda document: len(document.tokens_L))
-    num_scored = 0
-    while unfinished:
-        batch = _take_within_budget(unfinished[:batch_size], model.config.vocab_size)
-        canvases = [document.canvas_L for document in batch]
-        positions = [document.masked_positions() for document in batch]
-        with nvtx.annotate("likelihood: forward"):
-            logits_NV = masked_position_logits(model, canvases, positions, [pattern] * len(batch))
-        num_scored += reader.reveal_tokens(logits_NV, batch)
-        unfinished[: len(batch)] = [document for document in batch if document.blocks]
+    largest = max(len(block.positions) for document in documents for block in document.request.blocks)
+    max_documents = min(batch_size, MAX_LOGITS_BYTES // (4 * largest * model.config.vocab_size))
+    decoder = _RevealingDecoder.for_requests(model, [item.request for item in documents], max(1, max_documents))
+    decoder.tokens = {id(document.request): document.tokens_L for document in documents}
+    while decoder.has_work:
+        for request in decoder.step().decoded:
+            if request.error is not None:
+                raise request.error
         if on_progress is not None:
-            on_progress(num_scored, num_tokens)
-    return _build_report(documents, len(tokens_BL))
+            on_progress(sum(sizes) - sum(int(item.request.is_masked_L.sum()) for item in documents), sum(sizes))
+    decoder.keep_graphs()
+    nats_B, sizes_B = np.zeros(len(tokens_BL)), np.zeros(len(tokens_BL), dtype=np.int64)
+    for document, size in zip(documents, sizes, strict=True):
+        nats_B[document.row] -= document.request.logprobs_L[document.request.masked_positions].sum()
+        sizes_B[document.row] += size
+    mean, error = ratio_with_standard_error(nats_B, sizes_B)
+    num_forwards = sum(document.request.num_forwards for document in documents)
+    return SamplerReport(mean, error, sum(sizes), float(nats_B.sum()), tuple(nats_B.tolist()), num_forwards)
 
 
 def check_exact_likelihood(settings: DecodingSettings) -> None:
@@ -146,87 +151,64 @@ def check_exact_likelihood(settings: DecodingSettings) -> None:
         )
 
 
-class _DocumentState:
-    """A document whose target tokens are revealed step by step."""
-
-    def __init__(
-        self, row: int, tokens_L: NDArray[np.int64], canvas_L: NDArray[np.int64], blocks: list[DecodingBlock]
-    ) -> None:
-        self.row = row
-        self.tokens_L = tokens_L
-        self.canvas_L = canvas_L
-        """Tokens, with placeholders at masked positions."""
-        self.blocks = blocks
-        """Blocks with masked positions; the first is the current one."""
-        self.is_masked_L = np.zeros(len(tokens_L), dtype=np.bool_)
-        for block in blocks:
-            self.is_masked_L[block.positions] = True
-        self.num_targets = int(self.is_masked_L.sum())
-        self.num_forwards = 0
-        self.step = 0
-        """Step within the current block."""
-        self.nats = 0.0
-
-    def masked_positions(self) -> NDArray[np.int64]:
-        """Masked positions of the current block, [M]."""
-        positions = self.blocks[0].positions
-        return positions[self.is_masked_L[positions]]
-
-    def reveal(self, confidence_M: NDArray[np.float64], nll_M: NDArray[np.float64], strategy: Strategy) -> int:
-        """Reveal the true tokens at the positions that the strategy selects. Returns their number."""
-        unmasking_schedule = self.blocks[0].unmasking_schedule
-        is_selected_M = strategy.select_positions(
-            DecodeState(
-                confidence_M=round_if_uniform_canvas(confidence_M, self.canvas_L),
-                is_masked_M=np.ones(len(confidence_M), dtype=np.bool_),
-                uniforms_M=np.zeros(len(confidence_M)),
-                schedule_value=unmasking_schedule[self.step],
-                step=self.step,
-                num_steps=len(unmasking_schedule),
-            )
-        )
-        positions = self.masked_positions()[is_selected_M]
-        self.canvas_L[positions] = self.tokens_L[positions]
-        self.is_masked_L[positions] = False
-        self.num_forwards += 1
-        self.step += 1
-        self.nats += float(nll_M[is_selected_M].sum())
-        if len(positions) == len(confidence_M):
-            self.blocks.pop(0)
-            self.step = 0
-        return len(positions)
+def mask_text(
+    tokens_L: NDArray[np.int64], masked_positions: NDArray[np.int64], settings: DecodingSettings
+) -> ActiveRequest:
+    """A request that decodes some positions of a text."""
+    canvas_L = tokens_L.copy()
+    canvas_L[masked_positions] = settings.placeholder_token_id
+    blocks = tuple(split_into_blocks(masked_positions, settings))
+    options = RequestOptions(is_infill=True)
+    return ActiveRequest(
+        PreparedRequest(settings, options, 0, canvas_L, masked_positions, blocks, len(tokens_L), allowed_token_ids={})
+    )
 
 
 @dataclass(frozen=True)
-class _LogitReader:
-    """Turns logits into confidences and log-likelihoods, and reveals tokens."""
+class _Document:
+    row: int
+    tokens_L: NDArray[np.int64]
+    request: ActiveRequest
+    """Of its target tokens."""
 
-    strategy: Strategy
-    mask_token: int | None
 
-    def reveal_tokens(self, logits_NV: Tensor, documents: list[_DocumentState]) -> int:
-        """Reveal tokens of each document, with one host-device synchronization. Returns their number."""
-        ends = np.cumsum([0, *(len(document.masked_positions()) for document in documents)]).tolist()
-        targets = np.concatenate([document.tokens_L[document.masked_positions()] for document in documents])
-        targets_N = copy_to_device(torch.from_numpy(targets), logits_NV.device)
-        scores = [self._score_positions(logits_NV[chunk], targets_N[chunk]) for chunk in iterate_chunks(logits_NV)]
-        confidence_N, nll_N = torch.cat(scores, dim=1).cpu().numpy()
-        check_finite(~np.isnan(confidence_N) & ~np.isnan(nll_N))
-        return sum(
-            document.reveal(confidence_N[start:end], nll_N[start:end], self.strategy)
-            for document, (start, end) in zip(documents, pairwise(ends), strict=True)
-        )
+class _RevealingDecoder(Decoder):
+    """Reveals the true tokens at the positions that the strategy selects."""
 
-    def _score_positions(self, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
-        """Confidence of each position and negative log-likelihood of its true token, [2, N] in float64."""
-        logits64_NV = logits_NV.to(torch.float64, copy=True)
-        if self.mask_token is not None:
-            logits64_NV[:, self.mask_token] = float("-inf")
-        logprobs_NV = logits64_NV.log_softmax(dim=1)
-        probs_NV = logprobs_NV.exp()
-        tokens_N, measure = probs_NV.argmax(dim=1), self.strategy.measure
-        confidence_N = torch.zeros_like(probs_NV[:, 0]) if measure is None else measure.compute(probs_NV, tokens_N)
-        return torch.stack([confidence_N, -logprobs_NV.gather(1, targets_N[:, None])[:, 0]])
+    tokens: Mapping[int, NDArray[np.int64]]
+    """Id of a request -> the true tokens of its text."""
+
+    def _sample(self, logits: LogitRows) -> list[Predictions | Exception]:
+        """Confidences and log-probabilities of the true tokens, with one host-device synchronization."""
+        requests, logits_NV = logits.requests, logits.select(logits.requests)
+        targets = [self.tokens[id(request)][request.output_positions] for request in requests]
+        targets_N = copy_to_device(torch.from_numpy(np.concatenate(targets)), logits_NV.device)
+        measure = requests[0].settings.strategy.measure
+        forbidden_ids = list(requests[0].settings.forbidden_token_ids)
+        scores = [
+            _score_positions(logits_NV[chunk], targets_N[chunk], forbidden_ids, measure)
+            for chunk in iterate_chunks(logits_NV)
+        ]
+        scores_2N = torch.cat(scores, dim=1).cpu().numpy()
+        check_finite(~np.isnan(scores_2N).any(axis=0))
+        parts = np.split(scores_2N, np.cumsum([len(part) for part in targets])[:-1], axis=1)
+        return [
+            Predictions(tokens_N, confidence_N, logprobs_N, np.zeros((len(tokens_N), 0), np.int64), np.zeros((0, 0)))
+            for tokens_N, (confidence_N, logprobs_N) in zip(targets, parts, strict=True)
+        ]
+
+
+def _score_positions(
+    logits_NV: Tensor, targets_N: Tensor, forbidden_ids: Sequence[int], measure: ConfidenceMeasure | None
+) -> Tensor:
+    """Confidence of each position and log-probability of its true token, [2, N] in float64."""
+    logits64_NV = logits_NV.to(torch.float64, copy=True)
+    logits64_NV[:, forbidden_ids] = float("-inf")
+    logprobs_NV = logits64_NV.log_softmax(dim=1)
+    probs_NV = logprobs_NV.exp()
+    tokens_N = probs_NV.argmax(dim=1)
+    confidence_N = torch.zeros_like(probs_NV[:, 0]) if measure is None else measure.compute(probs_NV, tokens_N)
+    return torch.stack([confidence_N, logprobs_NV.gather(1, targets_N[:, None])[:, 0]])
 
 
 def _split_into_documents(
@@ -235,38 +217,18 @@ def _split_into_documents(
     loss_mask_BL: Tensor | None,
     document_BL: Tensor | None,
     settings: DecodingSettings,
-) -> Iterator[_DocumentState]:
-    """Split the rows into documents, and mask their target tokens."""
+) -> Iterator[_Document]:
+    """Split the rows into documents, and mask their target tokens. Documents without one are left out."""
     tokens_BL = tokens_BL.cpu()
     documents_BL = torch.zeros_like(tokens_BL) if document_BL is None else document_BL.cpu().expand_as(tokens_BL)
     is_text_BL = documents_BL >= 0
     targets_BL = is_text_BL if loss_mask_BL is None else loss_mask_BL.bool().cpu() & is_text_BL
     layout = InputLayout.from_config(model.config, settings.block_causal_length)
     maskable_BL = layout.maskable(CleanBatch(tokens_BL, targets_BL, documents_BL))
-    placeholder_id = settings.placeholder_token_id
     for row, (tokens_L, document_ids_L) in enumerate(zip(tokens_BL.numpy(), documents_BL.numpy(), strict=True)):
         edges = np.flatnonzero(np.diff(document_ids_L)) + 1
         for positions in np.split(np.arange(len(tokens_L)), edges):
-            if document_ids_L[positions[0]] < 0:
-                continue
-            text_L = tokens_L[positions].astype(np.int64)
             masked_positions = np.flatnonzero(maskable_BL[row, positions])
-            canvas_L = text_L.copy()
-            canvas_L[masked_positions] = placeholder_id
-            yield _DocumentState(row, text_L, canvas_L, split_into_blocks(masked_positions, settings))
-
-
-def _take_within_budget(documents: list[_DocumentState], vocab_size: int) -> list[_DocumentState]:
-    """The longest prefix of the documents whose logits fit into `MAX_LOGITS_BYTES`, at least one document."""
-    num_positions = np.cumsum([len(document.masked_positions()) for document in documents])
-    return documents[: max(1, int((num_positions * vocab_size * 4 <= MAX_LOGITS_BYTES).sum()))]
-
-
-def _build_report(documents: list[_DocumentState], num_rows: int) -> SamplerReport:
-    nats_B, sizes_B = np.zeros(num_rows), np.zeros(num_rows, dtype=np.int64)
-    for document in documents:
-        nats_B[document.row] += document.nats
-        sizes_B[document.row] += document.num_targets
-    mean, error = ratio_with_standard_error(nats_B, sizes_B)
-    num_forwards = sum(document.num_forwards for document in documents)
-    return SamplerReport(mean, error, int(sizes_B.sum()), float(nats_B.sum()), tuple(nats_B.tolist()), num_forwards)
+            if len(masked_positions):
+                text_L = tokens_L[positions].astype(np.int64)
+                yield _Document(row, text_L, mask_text(text_L, masked_positions, settings))

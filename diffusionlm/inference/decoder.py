@@ -16,6 +16,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -108,7 +109,7 @@ class Decoder:
     @classmethod
     def for_requests(
         cls, model: Transformer, requests: Sequence[ActiveRequest], max_requests: int | None = None
-    ) -> Decoder:
+    ) -> Self:
         """A decoder to which these requests were added: its cache holds the largest ones at the same time, and no step
         is limited.
 

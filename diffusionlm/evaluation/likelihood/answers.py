@@ -5,7 +5,7 @@ Shapes: T tokens of context and answer, n answer tokens of a block, C masks of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from config.evaluation.likelihood import AnswerLikelihoodConfig
 from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
-from diffusionlm.evaluation.likelihood.copies import CopyHandle, MaskedCopy, MaskedSampleBatcher, count_forwards
+from diffusionlm.evaluation.likelihood.copies import MaskedCopy
 from diffusionlm.evaluation.likelihood.masks import (
     WeightedMasks,
     count_masks,
@@ -70,7 +70,7 @@ class BlockedAnswer:
         self.tokens_T = np.array([*context, *continuation, *suffix], dtype=np.int64)
         self.num_context, self.num_tokens = len(context), len(continuation)
         length, size = len(self.tokens_T), layout.block_length
-        positions = len(context) + np.arange(len(continuation))
+        self.positions = positions = len(context) + np.arange(len(continuation))
         if size is None or layout.is_autoregressive:
             self.blocks = [AnswerBlock(0, length, positions)]
         else:
@@ -89,13 +89,17 @@ class BlockedAnswer:
             return 1
         return count_masks(max(len(block.positions) for block in self.blocks))
 
-    def mask_block(self, block: AnswerBlock, masked_positions: NDArray[np.int64]) -> MaskedCopy:
+    def mask_block(self, block: AnswerBlock, is_masked_n: NDArray[np.bool_]) -> MaskedCopy:
+        """Mask some of the answer tokens of a block."""
+        positions = block.positions[is_masked_n]
         if self.layout.is_autoregressive:
-            return MaskedCopy(0, self.tokens_T[:-1], masked_positions)
-        assert self.layout.mask_token is not None, "checked by InputLayout.from_config"
-        tokens = self.tokens_T[block.start : block.end].copy()
-        tokens[masked_positions - block.start] = self.layout.mask_token
-        return MaskedCopy(block.start, tokens, masked_positions)
+            tokens = self.tokens_T[:-1]
+        else:
+            assert self.layout.mask_token is not None, "checked by InputLayout.from_config"
+            tokens = self.tokens_T[block.start : block.end].copy()
+            tokens[positions - block.start] = self.layout.mask_token
+        targets = self.tokens_T[positions]
+        return MaskedCopy(self.clean_tokens, self.num_context, block.start, tokens, positions, targets)
 
 
 @dataclass(frozen=True)
@@ -138,8 +142,10 @@ class AnswerEstimate:
         self._seed, self._key = seed, key
         self.values_GD = np.zeros((len(answer.blocks), 0))
         """Estimate of each block's log-likelihood in each draw; a single column if it is exact."""
-        self.handles: list[CopyHandle] = []
+        self.copies: list[MaskedCopy] = []
         """Copies that it reads."""
+        self._new_masks: list[WeightedMasks] = []
+        """Masks of each block whose copies are computed next."""
         num_draws = plan.num_draws(plan.num_stages)
         self.levels_GD = np.stack(
             [
@@ -179,44 +185,30 @@ class AnswerEstimate:
         ]
         return float(np.sqrt(np.sum(np.square(errors))))
 
-    @property
-    def num_forwards(self) -> int:
-        """Forwards of a single row that the estimate has taken by itself."""
-        return count_forwards(self.handles)
+    def add_draws(self, num_draws: int) -> list[MaskedCopy]:
+        """The masked copies of the draws up to ``num_draws``, whose log-probabilities `read` takes."""
+        blocks = self.answer.blocks
+        self._new_masks = [self._choose_masks(number, num_draws) for number in range(len(blocks))]
+        copies = [
+            self.answer.mask_block(block, is_masked_n)
+            for block, masks in zip(blocks, self._new_masks, strict=True)
+            for is_masked_n in masks.is_masked_Cn
+        ]
+        self.copies += copies
+        return copies
 
-    def add_copies(self, table: MaskedSampleBatcher, num_draws: int) -> Callable[[], None]:
-        """Add the masked copies of the draws up to ``num_draws`` to a table. Returns a function that reads their values
-        once the table is computed."""
-        readers = [self._add_block(table, number, num_draws) for number in range(len(self.answer.blocks))]
-
-        def read() -> None:
-            self.values_GD = np.concatenate([self.values_GD, np.stack([reader() for reader in readers])], axis=1)
-
-        return read
-
-    def _add_block(self, table: MaskedSampleBatcher, number: int, num_draws: int) -> Callable[[], NDArray[np.float64]]:
-        """Add the copies of a block. Returns a function that reads the block's value in each new draw."""
-        answer, block = self.answer, self.answer.blocks[number]
-        masks = self._choose_masks(number, num_draws)
+    def read(self, log_probabilities: Iterator[NDArray[np.float64]]) -> None:
+        """Read the log-probabilities of the new copies, in order."""
         first_draw = self.values_GD.shape[1]
-        num_new = num_draws - first_draw
-        handles = []
-        for is_masked_n in masks.is_masked_Cn:
-            positions = block.positions[is_masked_n]
-            copy = answer.mask_block(block, positions)
-            handles.append(table.add(answer.clean_tokens, copy, answer.tokens_T[positions], answer.num_context))
-        self.handles += handles
-
-        def read() -> NDArray[np.float64]:
+        end_draw = 1 + max(int(masks.draws_C[-1]) for masks in self._new_masks)
+        values_GD = np.zeros((len(self._new_masks), end_draw - first_draw))
+        for values_D, masks in zip(values_GD, self._new_masks, strict=True):
             values_C = [
-                float(weights_n[is_masked_n] @ handle.read())
-                for handle, is_masked_n, weights_n in zip(handles, masks.is_masked_Cn, masks.weights_Cn, strict=True)
+                float(weights_n[is_masked_n] @ next(log_probabilities))
+                for is_masked_n, weights_n in zip(masks.is_masked_Cn, masks.weights_Cn, strict=True)
             ]
-            values_D = np.zeros(num_new)
             np.add.at(values_D, masks.draws_C - first_draw, values_C)
-            return values_D
-
-        return read
+        self.values_GD = np.concatenate([self.values_GD, values_GD], axis=1)
 
     def _choose_masks(self, number: int, num_draws: int) -> WeightedMasks:
         size = len(self.answer.blocks[number].positions)

@@ -7,7 +7,7 @@ bits (1e-5 nats in fp32).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -18,7 +18,7 @@ from config.evaluation.likelihood import AnswerLikelihoodConfig
 from config.model import ModelConfig
 from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.evaluation.likelihood.answers import AnswerEstimate, BlockedAnswer, Key, SamplingPlan
-from diffusionlm.evaluation.likelihood.copies import MaskedSampleBatcher, count_forwards
+from diffusionlm.evaluation.likelihood.copies import MaskedCopy, compute_log_probabilities, count_forwards
 from diffusionlm.inference.settings import check_token_ids
 from diffusionlm.models.transformer import Transformer
 
@@ -152,12 +152,13 @@ def score_documents(
         samplers = [
             AdaptiveSampler(builder, request, config, f"document {len(scores) + i}") for i, request in enumerate(group)
         ]
-        table, unfinished = MaskedSampleBatcher(builder.layout, cfg_scale=config.cfg_scale), samplers
+        unfinished = samplers
         while unfinished:
-            readers = [reader for sampler in unfinished for reader in sampler.add_stage(table)]
-            table.compute(model, config.batch_tokens)
-            for reader in readers:
-                reader()
+            copies = [copy for sampler in unfinished for copy in sampler.add_stage()]
+            values = compute_log_probabilities(model, builder.layout, copies, config.batch_tokens, config.cfg_scale)
+            remaining = iter(values)
+            for sampler in unfinished:
+                sampler.read(remaining)
             unfinished = [sampler for sampler in unfinished if not sampler.is_decided()]
         scores += [sampler.build_scores() for sampler in samplers]
     return scores
@@ -228,40 +229,6 @@ def _sum_windows(scores: Sequence[OptionScores]) -> OptionScores:
         num_forwards=sum(score.num_forwards for score in scores),
         is_exact=all(score.is_exact for score in scores),
     )
-
-
-def greedy_matches(
-    model: Transformer, requests: Sequence[OptionsRequest], config: AnswerLikelihoodConfig | None = None
-) -> list[bool]:
-    """Decode the only option of each document greedily, and compare.
-
-    All its tokens are masked. In each step the most probable token of the most confident masked position is committed,
-    the first of equals: as LLaDA's published evaluation does (Nie et al. 2025), and as `generate` with
-    ``low_confidence`` and one token per step. In block-causal attention each block is decoded so, after the blocks
-    before it. Autoregressive models predict the tokens in order.
-
-    Decoding stops at the first wrong token. Until then all blocks are decoded at once, since those before them are the
-    option's own; so an option takes at most as many forwards as its longest block has tokens.
-
-    Raises:
-        ValueError: as `score_documents`.
-    """
-    config = AnswerLikelihoodConfig() if config is None else config
-    builder = AnswerBuilder.from_model(model.config, config)
-    results: list[bool] = []
-    for group in _split_into_groups(requests, config):
-        states = [
-            _GreedyState(builder.build(item.context, item.options[0], f"continuation {len(results) + index}"))
-            for index, item in enumerate(group)
-        ]
-        while active := [state for state in states if state.is_matching and state.masked_positions]:
-            table = MaskedSampleBatcher(builder.layout, cfg_scale=config.cfg_scale, reads_top=True)
-            readers = [state.add_copies(table) for state in active]
-            table.compute(model, config.batch_tokens)
-            for reader in readers:
-                reader()
-        results += [state.is_matching for state in states]
-    return results
 
 
 @dataclass(frozen=True)
@@ -357,12 +324,17 @@ class AdaptiveSampler:
         self._estimates = [AnswerEstimate(answer, self._plan, config.seed, key) for answer in answers]
         self._num_stages = 0
 
-    def add_stage(self, table: MaskedSampleBatcher) -> list[Callable[[], None]]:
-        """Add the copies of the next stage, or of all stages without racing. Returns what reads their values."""
+    def add_stage(self) -> list[MaskedCopy]:
+        """The copies of the next stage, or of all stages without racing."""
         is_race = self._config.racing and len(self._estimates) > 1
         self._num_stages = self._num_stages + 1 if is_race else self._plan.num_stages
         num_draws = self._plan.num_draws(self._num_stages)
-        return [estimate.add_copies(table, num_draws) for estimate in self._estimates]
+        return [copy for estimate in self._estimates for copy in estimate.add_draws(num_draws)]
+
+    def read(self, log_probabilities: Iterator[NDArray[np.float64]]) -> None:
+        """Read the log-probabilities of the copies of the stage."""
+        for estimate in self._estimates:
+            estimate.read(log_probabilities)
 
     def is_decided(self) -> bool:
         """By each rule the best option leads every other by enough, or all draws are made."""
@@ -396,46 +368,6 @@ class AdaptiveSampler:
             tuple(estimate.standard_error for estimate in self._estimates),
             tuple(self._difference_errors(int(np.argmax(values)), (1.0,) * len(values))),
             tuple(estimate.answer.num_tokens for estimate in self._estimates),
-            count_forwards([handle for estimate in self._estimates for handle in estimate.handles]),
+            count_forwards([copy for estimate in self._estimates for copy in estimate.copies]),
             self._plan.is_exact,
         )
-
-
-class _GreedyState:
-    """A continuation of which some tokens are decoded, all of them right until `is_matching` is False."""
-
-    def __init__(self, answer: BlockedAnswer) -> None:
-        self._answer = answer
-        self.masked_positions = {number: block.positions for number, block in enumerate(answer.blocks)}
-        """Number of each unfinished block -> its masked positions."""
-        self.is_matching = True
-
-    def add_copies(self, table: MaskedSampleBatcher) -> Callable[[], None]:
-        """Add the unfinished blocks to a table. Returns a function that commits a token of each once it is computed."""
-        answer = self._answer
-        handles = {
-            number: table.add(
-                answer.clean_tokens,
-                answer.mask_block(answer.blocks[number], positions),
-                answer.tokens_T[positions],
-                answer.num_context,
-            )
-            for number, positions in self.masked_positions.items()
-        }
-
-        def read() -> None:
-            for number, handle in handles.items():
-                self._commit(number, *handle.read_top())
-
-        return read
-
-    def _commit(self, number: int, tokens_M: NDArray[np.float64], log_probabilities_M: NDArray[np.float64]) -> None:
-        positions = self.masked_positions.pop(number)
-        is_right_M = tokens_M == self._answer.tokens_T[positions]
-        if self._answer.layout.is_autoregressive:
-            self.is_matching &= bool(is_right_M.all())
-            return
-        chosen = int(log_probabilities_M.argmax())
-        self.is_matching &= bool(is_right_M[chosen])
-        if len(positions) > 1:
-            self.masked_positions[number] = np.delete(positions, chosen)

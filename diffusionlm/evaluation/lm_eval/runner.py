@@ -11,9 +11,9 @@ from typing import Any, Protocol
 from config.evaluation.lm_eval import LmEvalConfig
 from config.generation import GenerationConfig
 from diffusionlm.evaluation.answer_decoding import AnswerRequest, decode_answers
+from diffusionlm.evaluation.likelihood.greedy import greedy_matches
 from diffusionlm.evaluation.likelihood.scoring import (
     OptionsRequest,
-    greedy_matches,
     score_documents,
     score_texts,
 )

@@ -14,7 +14,8 @@ from config.evaluation.in_training import TrainingEvaluationConfig
 from config.model import ModelConfig
 from ddp.process_group import SINGLE_PROCESS, World
 from diffusionlm.evaluation.answer_decoding import decode_answers
-from diffusionlm.evaluation.likelihood.scoring import OptionsRequest, greedy_matches, score_documents
+from diffusionlm.evaluation.likelihood.greedy import greedy_matches
+from diffusionlm.evaluation.likelihood.scoring import OptionsRequest, score_documents
 from diffusionlm.evaluation.tasks.item_task import GenerationTask, LikelihoodTask, TaskItem
 from diffusionlm.evaluation.tasks.items import draw_seed, read_task_items
 from diffusionlm.evaluation.tasks.preparation import PreparedItems, PreparedTask, PreparedText, prepare_items

@@ -11,7 +11,8 @@ import torch
 
 from config.evaluation.likelihood import AnswerLikelihoodConfig
 from config.generation import GenerationConfig
-from diffusionlm.evaluation.likelihood.scoring import OptionScores, OptionsRequest, greedy_matches, score_texts
+from diffusionlm.evaluation.likelihood.greedy import greedy_matches
+from diffusionlm.evaluation.likelihood.scoring import OptionScores, OptionsRequest, score_texts
 from diffusionlm.evaluation.nelbo import nelbo
 from diffusionlm.inference.generate import generate
 from diffusionlm.models.transformer import Transformer
