@@ -124,6 +124,17 @@ def toml_strings(texts: Iterable[str]) -> str:
     return f"[{', '.join(map(toml_string, texts))}]"
 
 
+def positive_int(text: str) -> int:
+    """The number of an argument.
+
+    Raises:
+        ArgumentTypeError: it is not a positive integer.
+    """
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
 class _PrintSchema(argparse.Action):
     """Prints the schema during parsing, so that no other argument is required."""
 

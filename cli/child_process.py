@@ -6,6 +6,7 @@ parent, also by kill -9. Otherwise two processes of one run would write into one
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -13,13 +14,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import config
 from files.stop_signals import list_stop_signals
 
+POLL_SECONDS = 0.1
+SAVE_TIMEOUT_SECONDS = 120.0
+"""Time for a child to save after an error of its parent."""
 _LINE_LENGTH = 300
 _TAIL_BYTES = 65_536
 
@@ -37,35 +40,56 @@ def build_environment(variables: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **variables}
 
 
-class ChildProcess:
-    """A command in its own session: Ctrl-C does not reach it directly, only through `send_signal`.
+@contextlib.contextmanager
+def collect_stop_signals() -> Iterator[list[int]]:
+    """Context in which stop signals do not end this process, but are appended to a list."""
+    received: list[int] = []
+    handlers = {
+        number: signal.signal(number, lambda number, frame: received.append(number)) for number in list_stop_signals()
+    }
+    try:
+        yield received
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def run_child(
+    command: Sequence[str],
+    signals: Sequence[int],
+    *,
+    handles_all_signals: bool,
+    log: Path | None = None,
+    variables: Mapping[str, str] | None = None,
+    lock: int | None = None,
+    on_poll: Callable[[subprocess.Popen[bytes]], object] = lambda process: None,
+) -> int:
+    """Run a command in a session of its own: Ctrl-C reaches it only as one of ``signals``.
 
     Args:
         command: its command line.
+        signals: a list of `collect_stop_signals`; each is sent to the process once.
+        handles_all_signals: training saves at all of them; False: SIGINT is sent instead, at which other commands end
+            in order.
         log: receives its output, after that of earlier processes; None: it prints where this process does.
         variables: variables of its environment, besides those of this process.
         lock: file descriptor of a lock that it inherits.
+        on_poll: called every `POLL_SECONDS` and after its end. At an error the process gets SIGINT and time to save.
+
+    Returns:
+        Its exit code; negative: the signal that ended it.
 
     Raises:
         OSError: the log cannot be written, or the process cannot be started.
     """
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        log: Path | None = None,
-        variables: Mapping[str, str] | None = None,
-        lock: int | None = None,
-    ) -> None:
-        self._log, self._log_start, self._started = log, 0, time.monotonic()
-        output = None if log is None else log.open("ab")
-        read_end, self._write_end = os.pipe()
+    with contextlib.ExitStack() as stack:
+        read_end, write_end = os.pipe()
+        stack.callback(os.close, write_end)
         try:
+            output = None if log is None else stack.enter_context(log.open("ab", buffering=0))
             if output is not None:
-                self._log_start = output.tell()
                 output.write(f"$ {shlex.join(command)}\n".encode())
-                output.flush()
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 command,
                 stdin=read_end,
                 stdout=output,
@@ -74,73 +98,38 @@ class ChildProcess:
                 pass_fds=() if lock is None else (lock,),
                 start_new_session=True,
             )
-        except BaseException:
-            os.close(self._write_end)
-            raise
         finally:
             os.close(read_end)
-            if output is not None:
-                output.close()
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the start."""
-        return time.monotonic() - self._started
-
-    def poll(self) -> int | None:
-        """Return the exit code (negative: the signal that ended it); None while the process is active."""
-        return self._process.poll()
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal to the process if it is still active; a launcher of several ranks forwards it."""
-        self._process.send_signal(number)
-
-    def close(self, timeout_seconds: float = 0.0) -> None:
-        """Wait for the end of the process, and kill it and its own processes after ``timeout_seconds``."""
-        try:
-            self._process.wait(timeout_seconds)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        finally:
-            os.close(self._write_end)
-
-    def last_lines(self, count: int) -> list[str]:
-        """Read the last non-empty lines that this process wrote to its log."""
-        assert self._log is not None
-        with self._log.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(self._log_start, size - _TAIL_BYTES))
-            text = file.read().decode("utf-8", errors="replace")
-        lines = [line.rstrip() for line in text.replace("\r", "\n").split("\n")]
-        lines = [line for line in lines if line and not line.startswith("$ ")]
-        return [line if len(line) <= _LINE_LENGTH else f"{line[:_LINE_LENGTH]}..." for line in lines[-count:]]
+        stack.callback(_end, process)
+        num_sent = 0
+        while (code := process.poll()) is None:
+            for number in signals[num_sent:]:
+                process.send_signal(number if handles_all_signals else signal.SIGINT)
+                num_sent += 1
+            on_poll(process)
+            time.sleep(POLL_SECONDS)
+        on_poll(process)
+        return code
 
 
-class SignalQueue:
-    """A context that queues the stop signals."""
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Let a process save that is still active, and kill it and its own processes after `SAVE_TIMEOUT_SECONDS`."""
+    process.send_signal(signal.SIGINT)  # nothing is sent to a process that has ended
+    try:
+        process.wait(SAVE_TIMEOUT_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
-    def __init__(self) -> None:
-        self.first: int | None = None
-        """The first signal that arrived."""
-        self._waiting: list[int] = []
-        self._original_handlers: dict[int, Any] = {}
 
-    def __enter__(self) -> SignalQueue:
-        self._original_handlers = {number: signal.signal(number, self._enqueue) for number in list_stop_signals()}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._original_handlers.items():
-            signal.signal(number, handler)
-
-    def take(self) -> int | None:
-        """Remove and return the next signal, if there is one."""
-        return self._waiting.pop(0) if self._waiting else None
-
-    def _enqueue(self, number: int, frame: object) -> None:
-        self.first = self.first or number
-        self._waiting.append(number)
+def read_last_lines(log: Path, count: int) -> list[str]:
+    """Read the last non-empty lines that the last process of a log has written."""
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        text = file.read().decode("utf-8", errors="replace")
+    own = f"\n{text}".rpartition("\n$ ")[2].partition("\n")[2] if "\n$ " in f"\n{text}" else text
+    lines = [line for line in map(str.rstrip, own.replace("\r", "\n").split("\n")) if line]
+    return [line if len(line) <= _LINE_LENGTH else f"{line[:_LINE_LENGTH]}..." for line in lines[-count:]]
 
 
 def main() -> int:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import shutil
-import signal
 import time
 from collections.abc import Callable, Sequence
 
-from cli.child_process import ChildProcess, SignalQueue, build_command
+from cli.child_process import build_command, collect_stop_signals, run_child
 from cli.pipeline.stages import Stage
 from cli.pipeline.stamps import CONFIG, StageState, check_files_unchanged, write_done, write_started
 from config.dump import to_toml
 from files.atomic import remove_temporary_paths, temporary_path, write_text_atomic
 from files.terminal_text import print_message
 from logger import format_duration
-
-POLL_SECONDS = 0.05
 
 
 class StageFailedError(Exception):
@@ -38,7 +35,7 @@ def run_stages(states: Sequence[StageState], lock: int, on_change: Callable[[], 
         ValueError: the input of a stage is missing, or a file has changed.
         OSError: a file cannot be written.
     """
-    with SignalQueue() as signals:
+    with collect_stop_signals() as signals:
         for number, state in enumerate(states, 1):
             stage, label = state.stage, f"stage {number} of {len(states)}, {state.stage.name}"
             if state.action == "skip":
@@ -49,14 +46,15 @@ def run_stages(states: Sequence[StageState], lock: int, on_change: Callable[[], 
             check_files_unchanged(state)
             _prepare_directory(state)
             started = time.monotonic()
-            code = _run_process(stage, lock, signals)
+            command = build_command(stage.command, stage.directory / CONFIG)
+            code = run_child(command, signals, handles_all_signals=stage.is_training, lock=lock)
             seconds = time.monotonic() - started
-            if code == 0 and signals.first is None:
+            if code == 0 and not signals:
                 check_files_unchanged(state)
                 write_done(state, seconds)
             on_change()
-            if signals.first is not None:
-                return signals.first
+            if signals:
+                return signals[0]
             if code != 0:
                 reason = f"signal {-code}" if code < 0 else f"exit code {code}"
                 raise StageFailedError(f'stage "{stage.name}" failed with {reason} after {format_duration(seconds)}')
@@ -88,18 +86,3 @@ def _prepare_directory(state: StageState) -> None:
         if path.is_dir():
             shutil.rmtree(path)
         path.unlink(missing_ok=True)
-
-
-def _run_process(stage: Stage, lock: int, signals: SignalQueue) -> int:
-    """Run the command of a stage, and forward signals to it once. Returns its exit code."""
-    process = ChildProcess(build_command(stage.command, stage.directory / CONFIG), lock=lock)
-    try:
-        while (code := process.poll()) is None:
-            number = signals.take()
-            if number is not None:
-                # Training saves at all of these; the other commands end in order at SIGINT.
-                process.send_signal(number if stage.is_training else signal.SIGINT)
-            time.sleep(POLL_SECONDS)
-        return code
-    finally:
-        process.close()

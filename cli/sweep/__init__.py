@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cli.arguments import positive_int
 from cli.entry import build_parser, friendly_errors, path_argument, usage_errors
 from files.lock import LOCK_FILE
 from files.usage_error import UsageError
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _read_sweep(arguments: argparse.Namespace) -> Sweep:
     from cli.sweep.definition import SWEEP_COMMANDS, Sweep, read_settings
 
-    settings = read_settings(arguments.settings, SWEEP_COMMANDS[arguments.command].managed_keys)
+    settings = read_settings(arguments.settings, SWEEP_COMMANDS[arguments.command].outputs)
     has_ranges = any(setting.range is not None for setting in settings)
     stem = arguments.command if arguments.config is None else arguments.config.stem
     return Sweep(
@@ -90,18 +91,12 @@ def _run_sweep(sweep: Sweep, points: Mapping[str, Mapping[str, str]]) -> int:
     from cli.sweep.study import open_study
     from logger.pages.terminal import print_parts
 
-    first_validation = 1
-    if sweep.prune:
-        first_validation = min(sweep.load_config(values).validation.every_steps for values in points.values())
-    with open_study(sweep, first_validation) as study:
-        study.add(points)
+    with open_study(sweep, points) as study:
+        study.add()
         write_report(sweep, study.runs())
-        runs = study.wanted_runs(points)
-        done = sum(run.status in ("done", "pruned") for run in runs)
-        runner = SweepRunner(study, points, lambda: write_report(sweep, study.runs()))
-        signal = runner.run(sweep.num_trials or len(runs), done)
+        signal = SweepRunner(study, lambda: write_report(sweep, study.runs())).run()
         print_parts(write_report(sweep, study.runs()))
-        statuses = {run.status for run in study.wanted_runs(points)}
+        statuses = {run.status for run in study.runs(only_own=True)}
     if signal is not None:
         return 128 + signal
     return 1 if statuses & {"failed", "interrupted"} else 0
@@ -154,14 +149,14 @@ def _parser() -> argparse.ArgumentParser:
         type=path_argument,
         help="directory of the sweep (default: runs/sweeps/NAME, with the name of the config)",
     )
-    parser.add_argument("--jobs", metavar="N", type=int, default=1, help="runs at the same time (default: 1)")
+    parser.add_argument("--jobs", metavar="N", type=positive_int, default=1, help="runs at the same time (default: 1)")
     parser.add_argument(
         "--sampler",
         choices=("grid", "random", "tpe"),
         help="how runs get their values (default: grid, and tpe if there are ranges; the first quarter of its runs, "
         "4 to 10, is random)",
     )
-    parser.add_argument("--trials", metavar="N", type=int, help="runs in total, of --sampler random and tpe")
+    parser.add_argument("--trials", metavar="N", type=positive_int, help="runs in total, of --sampler random and tpe")
     parser.add_argument(
         "--prune",
         action="store_true",

@@ -28,8 +28,6 @@ Sampler = Literal["grid", "random", "tpe"]
 ANSWERS_FILE, REPLAY_FILE, STUDY_FILE = "answers.jsonl", "replay.html", "study.db"
 _COMPARED_BY_BYTES = ("tokenizer.", "model.init_from")
 _ANY_DIRECTORY = Path("run")
-
-
 _NAME_LENGTH = 96
 _UNSAFE = re.compile(r"[^a-z0-9_.+-]+", re.IGNORECASE)
 _NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)"
@@ -44,19 +42,12 @@ class SweepCommand:
     config: type[Section]
     outputs: Mapping[str, str]
     """Key of a path in the config -> name in the directory of a run; "" is that directory."""
-    managed_keys: tuple[str, ...]
-    """Keys that the sweep sets itself; a name that ends in a dot is a whole section."""
     threads_key: str
 
 
 SWEEP_COMMANDS = {
-    "train": SweepCommand(TrainConfig, {"run.directory": ""}, ("run.directory",), "run.threads"),
-    "infer": SweepCommand(
-        InferConfig,
-        {"output.file": ANSWERS_FILE, "output.html": REPLAY_FILE},
-        ("output.",),
-        "model.threads",
-    ),
+    "train": SweepCommand(TrainConfig, {"run.directory": ""}, "run.threads"),
+    "infer": SweepCommand(InferConfig, {"output.file": ANSWERS_FILE, "output.html": REPLAY_FILE}, "model.threads"),
 }
 """Value of ``--command`` -> command."""
 
@@ -132,7 +123,7 @@ class Sweep:
             The values of each run, as written, by its `format_config`.
 
         Raises:
-            SweepError: configs are invalid (names each and its problem), or two are the same.
+            UsageError: configs are invalid (names each and its problem), or two are the same.
         """
         keys = [axis.key for axis in self.axes]
         grid = [dict(zip(keys, values, strict=True)) for values in itertools.product(*(a.values for a in self.axes))]
@@ -147,37 +138,34 @@ class Sweep:
                 continue
             if text in points:
                 labels = f"{format_values(points[text])} and {format_values(values)}"
-                raise SweepError(f"{labels} are the same run; remove one of them")
+                raise UsageError(f"{labels} are the same run; remove one of them")
             points[text] = values
         if problems:
-            raise SweepError(_format_problems(problems, len(grid)))
+            raise UsageError(_format_problems(problems, len(grid)))
         return points
 
     def check(self, points: Iterable[Mapping[str, str]]) -> None:
         """Check what the arguments require of each other and of the configs of these values.
 
         Raises:
-            SweepError: the message names the argument or the key, and the remedy.
+            UsageError: the message names the argument or the key, and the remedy.
         """
-        for argument, number in (("jobs", self.jobs), ("trials", self.num_trials)):
-            if number is not None and number < 1:
-                raise SweepError(f"--{argument} {number} must be at least 1")
         if self.sampler == "grid":
             for axis in self.axes:
                 if axis.range is not None:
-                    raise SweepError(f"--set {axis.key}: a grid has no ranges; list values, or use --sampler tpe")
+                    raise UsageError(f"--set {axis.key}: a grid has no ranges; list values, or use --sampler tpe")
             if self.num_trials is not None:
-                raise SweepError("--trials: a grid runs all its points; use --sampler random or tpe")
+                raise UsageError("--trials: a grid runs all its points; use --sampler random or tpe")
         elif self.command_name != "train":
-            raise SweepError(f"--sampler {self.sampler} needs validation bounds: inference is swept by grids of values")
+            raise UsageError(f"--sampler {self.sampler} needs validation bounds: inference is swept by grids of values")
         elif self.num_trials is None:
-            raise SweepError(f"--trials is missing: how many runs --sampler {self.sampler} makes, as in --trials 20")
+            raise UsageError(f"--trials is missing: how many runs --sampler {self.sampler} makes, as in --trials 20")
         if self.prune and self.command_name != "train":
-            raise SweepError("--prune needs validations during the run: use --command train")
+            raise UsageError("--prune needs validations during the run: use --command train")
         for config in map(self.load_config, points if self.prune else ()):
             every_steps = config.validation.every_steps
             if not 0 < every_steps < (config.training.max_steps or 2**63):
-                raise SweepError(f"validation.every_steps = {every_steps}: --prune needs validations during the run")
+                raise UsageError(f"validation.every_steps = {every_steps}: --prune needs validations during the run")
 
 
 def _format_problems(problems: Mapping[str, list[str]], count: int) -> str:
@@ -188,10 +176,6 @@ def _format_problems(problems: Mapping[str, list[str]], count: int) -> str:
         lines.append(f"{where}:\n  {problem}")
     invalid = sum(map(len, problems.values()))
     return "\n".join([f"{invalid} of {count} runs have an invalid config; nothing was started", *lines])
-
-
-class SweepError(UsageError):
-    """The sweep cannot be run; the message may have several lines."""
 
 
 @dataclass(frozen=True)
@@ -218,29 +202,29 @@ def read_settings(texts: Sequence[str], managed_keys: Collection[str]) -> list[S
 
     Args:
         texts: the arguments.
-        managed_keys: keys that the sweep sets itself; a name that ends in a dot is a whole section.
+        managed_keys: keys that the sweep sets itself.
 
     Raises:
-        SweepError: an argument is malformed, a key is set twice or managed by the sweep, or no key has several values.
+        UsageError: an argument is malformed, a key is set twice or managed by the sweep, or no key has several values.
     """
     settings: dict[str, Setting] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         key = name.strip()
         if not equals or not key:
-            raise SweepError(f"--set {text}: expected section.key=value or section.key=value,value")
-        if any(key == managed or (managed.endswith(".") and key.startswith(managed)) for managed in managed_keys):
-            raise SweepError(f"--set {text}: the sweep sets the paths of its runs; use --directory")
+            raise UsageError(f"--set {text}: expected section.key=value or section.key=value,value")
+        if key in managed_keys:
+            raise UsageError(f"--set {text}: the sweep sets the paths of its runs; use --directory")
         if key in settings:
-            raise SweepError(f"--set {text}: {key} is set twice; write its values with commas: {key}=a,b")
+            raise UsageError(f"--set {text}: {key} is set twice; write its values with commas: {key}=a,b")
         try:
             numbers = parse_range(value)
             values = split_values(value) if numbers is None else [repr(numbers.low), repr(numbers.high)]
         except ValueError as error:
-            raise SweepError(f"--set {key}={error}") from None
+            raise UsageError(f"--set {key}={error}") from None
         settings[key] = Setting(key, tuple(values), numbers)
     if not any(setting.is_axis for setting in settings.values()):
-        raise SweepError("nothing to sweep: give a key several values, as in --set optimizer.learning_rate=1e-3,3e-3")
+        raise UsageError("nothing to sweep: give a key several values, as in --set optimizer.learning_rate=1e-3,3e-3")
     return list(settings.values())
 
 
@@ -248,7 +232,7 @@ def split_values(text: str) -> list[str]:
     """Split at commas, except those inside quotes, brackets and braces.
 
     Raises:
-        SweepError: a bracket or a quote is not closed, or a value is empty.
+        UsageError: a bracket or a quote is not closed, or a value is empty.
     """
     values: list[str] = []
     open_parts: list[str] = []
@@ -259,9 +243,9 @@ def split_values(text: str) -> list[str]:
             values.append(value)
             open_parts = []
     if open_parts:
-        raise SweepError(f"{text}: a quote or a bracket is not closed")
+        raise UsageError(f"{text}: a quote or a bracket is not closed")
     if len(values) > 1 and "" in values:
-        raise SweepError(f'{text}: a value between the commas is empty; write "" for an empty string')
+        raise UsageError(f'{text}: a value between the commas is empty; write "" for an empty string')
     return values
 
 
@@ -283,19 +267,19 @@ def parse_range(text: str) -> FloatDistribution | IntDistribution | None:
     parts = _RANGE.fullmatch(text.strip())
     if parts is None:
         if text.startswith("log:") and ".." in text:
-            raise SweepError(f"{text}: expected log:LOW..HIGH, in numbers")
+            raise UsageError(f"{text}: expected log:LOW..HIGH, in numbers")
         return None
     is_log, numbers = parts[1] is not None, [number for number in parts.groups()[1:] if number is not None]
     is_integer = all(re.fullmatch(r"[-+]?\d+", number) for number in numbers)
     low, high, *steps = map(int if is_integer else float, numbers)
     if low >= high:
-        raise SweepError(f"{text}: the lower end comes first: LOW..HIGH, LOW..HIGH:STEP or log:LOW..HIGH")
+        raise UsageError(f"{text}: the lower end comes first: LOW..HIGH, LOW..HIGH:STEP or log:LOW..HIGH")
     try:
         if is_integer:
             return IntDistribution(int(low), int(high), log=is_log, step=int(steps[0]) if steps else 1)
         return FloatDistribution(low, high, log=is_log, step=steps[0] if steps else None)
     except ValueError as error:
-        raise SweepError(f"{text}: {error}") from None
+        raise UsageError(f"{text}: {error}") from None
 
 
 def format_number(numbers: FloatDistribution | IntDistribution, value: float) -> str:

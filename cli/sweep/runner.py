@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from subprocess import Popen
+from threading import RLock
 from typing import Any
 
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import Trial
 
-from cli.child_process import ChildProcess, SignalQueue, build_command
+from cli import child_process
+from cli.child_process import build_command, collect_stop_signals, read_last_lines, run_child
 from cli.sweep import study
 from cli.sweep.definition import ANSWERS_FILE
-from cli.sweep.report import EVALUATION_KEYS, read_result
+from cli.sweep.results import EVALUATION_KEYS, read_result
 from cli.sweep.study import Status, SweepStudy
 from config.dump import to_toml
 from config.train import TrainConfig
@@ -29,127 +32,127 @@ from logger.jsonl import RecordReader
 from profiling.cores import usable_cores
 from profiling.torch_setup import drivers
 
-POLL_SECONDS = 0.2
 CLAIM_SECONDS = 5.0
 """Time until a process asks again for runs, which another one may have left."""
 ROUNDING_SECONDS = 2.0
 """Databases may store the times of heartbeats, and compare them, in whole seconds."""
-SAVE_TIMEOUT_SECONDS = 120.0
-"""Time for the runs to save after an error in the sweep itself."""
 STOPPED_EXIT_CODES = (*(128 + number for number in STOP_SIGNALS), *(-number for number in STOP_SIGNALS))
 """Exit codes of runs that a signal ended."""
 VISIBLE_DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 ERROR_LINES = 5
 
 
-@dataclass
-class ActiveRun:
-    """A run with its process."""
-
-    trial: Trial
-    name: str
-    process: ChildProcess
-    earlier_seconds: float
-    """Of earlier processes of the run."""
-    gpu: str | None
-    records: RecordReader
-    reported: dict[int, float] = field(default_factory=dict)
-    """Validation bounds by step."""
-    is_pruned: bool = False
-    progress: str = ""
-    beat_at: float = 0.0
-
-
 class SweepRunner:
-    """Makes the runs of a study.
+    """Makes the runs of a study: each of ``--jobs`` threads makes one after the other.
 
     Args:
         opened: study of the sweep.
-        points: of the sweep; see `SweepStudy.add`.
         on_change: called after the end of each run.
     """
 
-    def __init__(
-        self, opened: SweepStudy, points: Mapping[str, Mapping[str, str]], on_change: Callable[[], object]
-    ) -> None:
-        self._study, self._sweep, self._points, self._on_change = opened, opened.sweep, points, on_change
-        self._active: list[ActiveRun] = []
+    def __init__(self, opened: SweepStudy, on_change: Callable[[], object]) -> None:
+        self._study, self._sweep, self._on_change = opened, opened.sweep, on_change
         self._gpus = visible_gpus() if self._sweep.jobs > 1 else []
+        self._signals: list[int] = []
+        self._lock = RLock()
+        """Of the terminal, the report and what follows."""
         self._progress = ProgressMeter(sys.stderr, is_transient=True)
-        self._next_claim = 0.0
-        self._waits_until: float | None = None
+        self._active: dict[str, str] = {}
+        """Name of an active run -> its progress."""
+        self._num_ended = 0
 
-    def run(self, total: int, done: int) -> int | None:
+    def run(self) -> int | None:
         """Make the runs. Returns the signal that ended the sweep, or None.
-
-        Args:
-            total: number of runs of the sweep.
-            done: those that need not be made.
 
         Raises:
             OSError: a log or a result cannot be written; active runs were stopped.
             Exception: the study cannot be written; active runs were stopped.
         """
-        self._progress.begin("sweep", "runs", total, done)
-        with SignalQueue() as signals:
-            try:
+        runs = self._study.runs(only_own=True)
+        num_done = sum(run.status in ("done", "pruned") for run in runs)
+        self._progress.begin("sweep", "runs", self._sweep.num_trials or len(runs), num_done)
+        try:
+            with collect_stop_signals() as self._signals, ThreadPoolExecutor(self._sweep.jobs) as pool:
+                num_ended, waits_until = -1, 0.0
                 while True:
-                    number = signals.take()
-                    if number is not None:
-                        self._forward_signal(number)
-                    for active in [*self._active]:
-                        if self._poll(active, is_stopping=signals.first is not None):
-                            done, self._next_claim = done + 1, 0.0
-                    if not (signals.first is None and self._start_runs()) and not self._active:
+                    self._wait([pool.submit(self._make_runs, place) for place in range(self._sweep.jobs)], num_done)
+                    others = self._study.num_running()
+                    if self._signals or not others:
                         break
-                    self._progress.set_postfix("; ".join(active.progress for active in self._active))
-                    self._progress.set(done)
-                    time.sleep(POLL_SECONDS)
-            finally:
-                self._stop_all()
-                self._progress.close()
-        return signals.first
+                    if self._num_ended > num_ended:
+                        num_ended = self._num_ended
+                        waits_until = time.monotonic() + study.GRACE_SECONDS + ROUNDING_SECONDS + CLAIM_SECONDS
+                        self._log(f"{others} runs belong to other processes; they are continued if one is dead")
+                    elif time.monotonic() >= waits_until:
+                        self._log(f"{others} runs go on in other processes, whose report will have them")
+                        break
+                    time.sleep(CLAIM_SECONDS)
+        finally:
+            self._progress.close()
+        return self._signals[0] if self._signals else None
 
-    def _start_runs(self) -> bool:
-        """Start runs in free places. Returns whether there may be more, because another process may be dead."""
-        now = time.monotonic()
-        while len(self._active) < self._sweep.jobs and now >= self._next_claim:
-            trial = self._study.claim(self._points, self._progress.log)
-            if trial is not None:
-                self._active.append(self._start(trial))
-                self._waits_until = None
-                continue
-            self._next_claim = now + CLAIM_SECONDS
-            if self._active:
-                continue
-            others = self._study.num_running()
-            if not others or now >= (self._waits_until or math.inf):
-                return False
-            if self._waits_until is None:
-                self._waits_until = now + study.GRACE_SECONDS + ROUNDING_SECONDS + CLAIM_SECONDS
-                self._progress.log(f"{others} runs belong to other processes; they are continued if one is dead")
-        return True
+    def _log(self, text: str) -> None:
+        with self._lock:
+            self._progress.log(text)
 
-    def _start(self, trial: Trial) -> ActiveRun:
-        sweep, name = self._sweep, trial.user_attrs["run"]["name"]
+    def _wait(self, threads: Sequence[Future[None]], num_done: int) -> None:
+        """Show the progress of the runs until the threads have ended."""
+        is_announced = False
+        while wait(threads, child_process.POLL_SECONDS, FIRST_EXCEPTION).not_done:
+            if self._signals and not is_announced:
+                is_announced = True
+                action = "finish their step and save" if self._sweep.command_name == "train" else "stop"
+                self._log(f"stopping: active runs {action}; a second signal ends them immediately")
+            with self._lock:
+                self._progress.set_postfix("; ".join(self._active.values()))
+                self._progress.set(num_done + self._num_ended)
+        for thread in threads:
+            thread.result()
+
+    def _make_runs(self, place: int) -> None:
+        """Make one run after the other, as the ``place``-th of those at the same time. An error stops all of them."""
+        try:
+            while not self._signals and (trial := self._study.claim(self._log)) is not None:
+                self._make_run(trial, trial.user_attrs["run"]["name"], place)
+        except BaseException:
+            self._signals.append(signal.SIGINT)
+            raise
+
+    def _make_run(self, trial: Trial, name: str, place: int) -> None:
+        sweep = self._sweep
         directory, log, toml = sweep.run_path(name), sweep.log_path(name), sweep.toml_path(name)
         for parent in (directory.parent, log.parent, toml.parent):
             parent.mkdir(parents=True, exist_ok=True)
-        if sweep.command_name == "infer":  # it cannot resume, and rejects an existing file of answers
+        is_training = sweep.command_name == "train"
+        if not is_training:  # it cannot resume, and rejects an existing file of answers
             directory.mkdir(exist_ok=True)
             (directory / ANSWERS_FILE).unlink(missing_ok=True)
         config = sweep.load_config(trial.user_attrs["run"]["values"], directory)
         write_text_atomic(toml, to_toml(config))
         has_ranks = isinstance(config, TrainConfig) and config.parallel.strategy != "single"
         command = build_command("train-ddp" if has_ranks else sweep.command_name, toml, self._overrides(config))
-        gpu = None
+        variables = {}
         if len(self._gpus) > 1 and not has_ranks:  # a run with several ranks uses all GPUs
-            gpu = min(self._gpus, key=[active.gpu for active in self._active].count)
+            variables[VISIBLE_DEVICES_VARIABLE] = self._gpus[place % len(self._gpus)]
         is_resumed = (directory / "checkpoints").is_dir()
-        self._progress.log(f"{name} {'continues' if is_resumed else 'starts'}")
-        process = ChildProcess(command, log, {} if gpu is None else {VISIBLE_DEVICES_VARIABLE: gpu})
+        self._log(f"{name} {'continues' if is_resumed else 'starts'}")
+        observer, started = RunObserver(self._study, trial, directory), time.monotonic()
+
+        def observe(process: Popen[bytes]) -> None:
+            observer.observe(process)
+            self._active[name] = f"{name}{observer.progress}"
+
+        try:
+            code = run_child(
+                command, self._signals, handles_all_signals=is_training, log=log, variables=variables, on_poll=observe
+            )
+        except UpdateFinishedTrialError:  # this process was suspended
+            self._log(f"{name} was taken over by another process, and is ended here")
+            return
+        finally:
+            self._active.pop(name, None)
         earlier_seconds = trial.user_attrs.get("end", {}).get("seconds", 0.0) if is_resumed else 0.0
-        return ActiveRun(trial, name, process, earlier_seconds, gpu, RecordReader(directory / "metrics.jsonl"))
+        self._record_end(trial, name, code, earlier_seconds + time.monotonic() - started, observer.pruned_step)
 
     def _overrides(self, config: Any) -> list[str]:
         """Divide the cores among concurrent runs, unless the config sets the number of threads."""
@@ -158,78 +161,72 @@ class SweepRunner:
             return []
         return [f"{section}.{key}={max(1, usable_cores() // self._sweep.jobs)}"]
 
-    def _poll(self, active: ActiveRun, is_stopping: bool) -> bool:
-        """Read the records of a run, and record its heartbeat or its end. Returns whether it has ended."""
-        code = active.process.poll()
-        try:
-            self._read_records(active)
-            if code is None and time.monotonic() >= active.beat_at:
-                self._study.beat(active.trial)
-                active.beat_at = time.monotonic() + study.HEARTBEAT_SECONDS
-        except UpdateFinishedTrialError:  # this process was suspended
-            self._progress.log(f"{active.name} was taken over by another process, and is ended here")
-            active.process.close()
-            self._active.remove(active)
-            return False
-        if code is not None:
-            self._active.remove(active)
-            self._record_end(active, code, is_stopping)
-        return code is not None
-
-    def _read_records(self, active: ActiveRun) -> None:
-        """Read what a run has logged: report its validations, and stop it if it is pruned."""
-        for record in active.records.read_new():
-            step, metrics = record["step"], record.get("metrics") or {}
-            loss, bound = metrics.get("loss"), metrics.get(f"val_{EVALUATION_KEYS[self._sweep.objective][0]}")
-            if loss is not None:
-                active.progress = f"{active.name} step {step:,} loss {loss:.3f}"
-            if bound is None or step in active.reported or active.is_pruned:
-                continue
-            active.reported[step] = bound
-            active.trial.report(bound, step)
-            if active.trial.should_prune():
-                active.is_pruned = True
-                active.process.send_signal(signal.SIGTERM)
-
-    def _record_end(self, active: ActiveRun, code: int, is_stopping: bool) -> None:
-        active.process.close()
-        name, seconds = active.name, active.earlier_seconds + active.process.seconds
+    def _record_end(self, trial: Trial, name: str, code: int, seconds: float, pruned_step: int | None) -> None:
         result = read_result(self._sweep.command_name, self._sweep.run_path(name))
         measured = result.numbers.get(self._sweep.objective)
         status: Status
         error: list[str] = []
+        ending = ""
         # A run that an earlier process finished is done, even if this one was stopped before it noticed.
         if result.is_final and code in (0, *STOPPED_EXIT_CODES):
             status = "done"
             outcome = "is done" if measured is None else f"is done, {self._sweep.objective} {measured.value:.4f},"
-        elif active.is_pruned and code in (0, *STOPPED_EXIT_CODES):
-            status, outcome = "pruned", f"is pruned at step {max(active.reported):,}"
-        elif code in STOPPED_EXIT_CODES or (is_stopping and code != 0):
+        elif pruned_step is not None and code in (0, *STOPPED_EXIT_CODES):
+            status, outcome = "pruned", f"is pruned at step {pruned_step:,}"
+        elif code in STOPPED_EXIT_CODES or (self._signals and code != 0):
             status, outcome = "interrupted", "was interrupted; the same command continues it,"
         else:
-            status, error = "failed", active.process.last_lines(ERROR_LINES) or ["no output"]
+            log = self._sweep.log_path(name)
+            status, error = "failed", read_last_lines(log, ERROR_LINES) or ["no output"]
             outcome = f"FAILED with {f'signal {-code}' if code < 0 else f'exit code {code}'}"
+            ending = "\n    ".join([f"; {log} ends with:", *error])
         value = measured.value if status == "done" and measured is not None else None
-        self._study.finish(active.trial, status, seconds, error, value)
-        self._on_change()
-        log = "".join(f"\n    {line}" for line in error)
-        ending = f"; {self._sweep.log_path(name)} ends with:{log}" if error else ""
-        self._progress.log(f"{name} {outcome} after {format_duration(seconds)}{ending}")
+        self._study.finish(trial, status, seconds, error, value)
+        with self._lock:
+            self._num_ended += 1
+            self._on_change()
+            self._log(f"{name} {outcome} after {format_duration(seconds)}{ending}")
 
-    def _forward_signal(self, number: int) -> None:
-        is_training = self._sweep.command_name == "train"
-        action = "finish their step and save" if is_training else "stop"
-        self._progress.log(f"stopping: active runs {action}; a second signal ends them immediately")
-        # Training handles all of them itself. After SIGINT, inference writes the page of its answers so far.
-        for active in self._active:
-            active.process.send_signal(number if is_training else signal.SIGINT)
 
-    def _stop_all(self) -> None:
-        """Stop all active runs, and wait until they have saved."""
-        for active in self._active:
-            active.process.send_signal(signal.SIGINT)
-        for active in self._active:
-            active.process.close(SAVE_TIMEOUT_SECONDS)
+class RunObserver:
+    """Records the heartbeat of a run and reports its validations, and stops it if it is pruned."""
+
+    def __init__(self, opened: SweepStudy, trial: Trial, directory: Path) -> None:
+        self._study, self._trial, self._records = opened, trial, RecordReader(directory / "metrics.jsonl")
+        self._metric = f"val_{EVALUATION_KEYS[opened.sweep.objective][0]}"
+        self._reported_steps: set[int] = set()
+        self._beats_at = 0.0
+        self.progress = ""
+        self.pruned_step: int | None = None
+
+    def observe(self, process: Popen[bytes]) -> None:
+        """Read what the run has logged since the last call.
+
+        Raises:
+            UpdateFinishedTrialError: another process makes the run now; this one was killed.
+        """
+        try:
+            for record in self._records.read_new():
+                self._read(record, process)
+            if process.poll() is None and time.monotonic() >= self._beats_at:
+                self._study.beat(self._trial)
+                self._beats_at = time.monotonic() + study.HEARTBEAT_SECONDS
+        except UpdateFinishedTrialError:
+            process.kill()  # two processes would write into one directory
+            raise
+
+    def _read(self, record: dict[str, Any], process: Popen[bytes]) -> None:
+        step, metrics = record["step"], record.get("metrics") or {}
+        loss, bound = metrics.get("loss"), metrics.get(self._metric)
+        if loss is not None:
+            self.progress = f" step {step:,} loss {loss:.3f}"
+        if bound is None or step in self._reported_steps or self.pruned_step is not None:
+            return
+        self._reported_steps.add(step)
+        self._trial.report(bound, step)
+        if self._trial.should_prune():
+            self.pruned_step = step
+            process.send_signal(signal.SIGTERM)
 
 
 def visible_gpus() -> list[str]:

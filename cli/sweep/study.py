@@ -11,8 +11,7 @@ import contextlib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import optuna
@@ -25,17 +24,18 @@ from cli.sweep.definition import (
     STUDY_FILE,
     Setting,
     Sweep,
-    SweepError,
     format_number,
     format_values,
     is_logarithmic,
     name_run,
     parse_numbers,
 )
+from cli.sweep.results import RunResult
 from config.dump import list_differences
 from config.load import ConfigError, validate_config
 from files.lock import DirectoryInUseError, lock_directory
 from files.toml_text import parse_toml
+from files.usage_error import UsageError
 
 Status = Literal["waiting", "running", "done", "pruned", "failed", "interrupted"]
 
@@ -61,7 +61,7 @@ _STATUSES: dict[TrialState, Status] = {
 
 @dataclass(frozen=True)
 class SweepRun:
-    """A run and its status."""
+    """A run, its status in the study, and what its files contain."""
 
     name: str
     values: Mapping[str, str]
@@ -77,6 +77,8 @@ class SweepRun:
     """The objective, of a training run that is done or pruned."""
     number: int = 0
     """Its place in the order of starts."""
+    result: RunResult = field(default_factory=RunResult)
+    is_best: bool = False
 
     @classmethod
     def from_trial(cls, trial: FrozenTrial) -> SweepRun:
@@ -98,20 +100,21 @@ class SweepStudy:
 
     Args:
         sweep: its definition.
-        min_resource: first step at which runs are compared, if they are pruned.
+        points: all points of the sweep, by their config (`Sweep.load_points`); of a grid they are the runs.
 
     Raises:
-        SweepError: the study cannot be read or written, or is one of another command, config or measurement.
+        UsageError: the study cannot be read or written, or is one of another command, config or measurement.
     """
 
-    def __init__(self, sweep: Sweep, min_resource: int = 1) -> None:
+    def __init__(self, sweep: Sweep, points: Mapping[str, Mapping[str, str]]) -> None:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
-        self.sweep = sweep
-        self._format_config = cache(lambda values: sweep.format_config(dict(values)))
+        self.sweep, self._points = sweep, points
+        self._names: set[str] = set()
         pruner: optuna.pruners.BasePruner = optuna.pruners.NopPruner()
         if sweep.prune:
-            pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource, REDUCTION_FACTOR)
+            first_validation = min(sweep.load_config(values).validation.every_steps for values in points.values())
+            pruner = optuna.pruners.SuccessiveHalvingPruner(first_validation, REDUCTION_FACTOR)
         with self._lock():
             self._storage = optuna.storages.RDBStorage(
                 _format_url(sweep).replace("{", "{{").replace("}", "}}"),  # Optuna replaces names in braces
@@ -126,26 +129,19 @@ class SweepStudy:
     def _check_definition(self) -> None:
         """Record the definition of a new study, and compare it with that of an existing one."""
         sweep, study = self.sweep, self.study
-        expected = {"command": sweep.command_name, "objective": sweep.objective}
-        for key, value in expected.items():
+        for key, value in {"command": sweep.command_name, "objective": sweep.objective}.items():
             recorded = study.user_attrs.get(key, value)
             if recorded != value:
-                raise SweepError(
+                raise UsageError(
                     f"{sweep.directory} contains a sweep whose {key} is {recorded}, not {value}: choose another "
                     "--directory"
                 )
             study.set_user_attr(key, value)
-        values = study.user_attrs.get("values")
-        if values is None and study.trials:
-            raise SweepError(
-                f"{sweep.directory} contains a sweep that an older version made (its page is sweep.html): choose "
-                "another --directory"
-            )
-        if values is None:
-            values = {axis.key: axis.values[0] for axis in sweep.axes}
-            study.set_user_attr("config", sweep.format_config(values))
-            study.set_user_attr("values", values)
-        tree = parse_toml(study.user_attrs["config"])
+        if "values" not in study.user_attrs:
+            first = {axis.key: axis.values[0] for axis in sweep.axes}
+            study.set_user_attr("config", sweep.format_config(first))
+            study.set_user_attr("values", first)
+        values, tree = study.user_attrs["values"], parse_toml(study.user_attrs["config"])
         try:
             recorded = validate_config(sweep.command.config, tree, "the recorded config")
             differences = list_differences(recorded, sweep.load_config(values))
@@ -153,7 +149,7 @@ class SweepStudy:
             differences = str(error).splitlines()[-1:]
         if differences:
             listed = "\n  ".join(differences)
-            raise SweepError(
+            raise UsageError(
                 f"{sweep.directory} contains a sweep of another config; its run {format_values(values)} would change:"
                 f"\n  {listed}\nchoose another --directory; a sweep can only be extended by values of --set"
             )
@@ -165,18 +161,17 @@ class SweepStudy:
             try:
                 stack.enter_context(lock_directory(self.sweep.directory, LOCK_SECONDS))
             except DirectoryInUseError as error:
-                raise SweepError(f"{self.sweep.directory} is in use by another process; wait or stop it") from error
+                raise UsageError(f"{self.sweep.directory} is in use by another process; wait or stop it") from error
             yield
 
-    def runs(self) -> list[SweepRun]:
-        """Return the runs in the order of their first trials."""
-        return [SweepRun.from_trial(trial) for trial in self._trials().values()]
+    def runs(self, *, only_own: bool = False) -> list[SweepRun]:
+        """Return the runs in the order of their first trials; ``only_own``: those that this command makes."""
+        trials = self._trials().values()
+        return [SweepRun.from_trial(trial) for trial in trials if not only_own or self._is_own(trial)]
 
-    def wanted_runs(self, points: Mapping[str, Mapping[str, str]]) -> list[SweepRun]:
-        """Return the runs that this command makes: of a grid its points, otherwise all."""
-        is_grid = self.sweep.sampler == "grid"
-        trials = [trial for trial in self._trials().values() if not is_grid or self._is_wanted(trial, points)]
-        return [SweepRun.from_trial(trial) for trial in trials]
+    def num_running(self) -> int:
+        """Return how many runs are made now, by any process."""
+        return sum(trial.state == TrialState.RUNNING for trial in self._trials().values())
 
     def _trials(self) -> dict[str, FrozenTrial]:
         """Return the trial of each run by name: its first that did not fail, or else its last."""
@@ -187,76 +182,29 @@ class SweepStudy:
                 trials[name] = trial
         return trials
 
-    def add(self, points: Mapping[str, Mapping[str, str]]) -> None:
-        """Queue the points of a grid that are new, and the runs that failed or were interrupted.
+    def _is_own(self, trial: FrozenTrial) -> bool:
+        """Return whether this command makes the run of a trial: of a grid its points, otherwise all that were drawn."""
+        return trial.user_attrs["run"]["name"] in self._names if self.sweep.sampler == "grid" else bool(trial.params)
 
-        Args:
-            points: all points of the sweep, by their config (`Sweep.load_points`).
-        """
+    def add(self) -> None:
+        """Queue the points of a grid that are new, and the runs that failed or were interrupted."""
         with self._lock():
-            self._fail_stale_trials()
-            trials = self._trials().values()
-            for trial in trials:
-                if trial.state == TrialState.FAIL and self._is_wanted(trial, points):
+            optuna.storages.fail_stale_trials(self.study)
+            points = self._points if self.sweep.sampler == "grid" else {}
+            names = {text: name_run(values) for text, values in points.items()}
+            for name, trial in self._trials().items():
+                with contextlib.suppress(ConfigError):  # else it is no point of this command line
+                    text = self.sweep.format_config(trial.user_attrs["run"]["values"])
+                    names |= {text: name} if text in names else {}
+            self._names = {*names.values()}
+            trials = self._trials()
+            for trial in trials.values():
+                if trial.state == TrialState.FAIL and self._is_own(trial):
                     self._retry(trial)
-            existing = {self._identify(trial) for trial in trials}
-            for text, values in points.items() if self.sweep.sampler == "grid" else ():
-                if text not in existing:
-                    self.study.enqueue_trial({}, user_attrs={"run": {"name": name_run(values), "values": dict(values)}})
-
-    def claim(self, points: Mapping[str, Mapping[str, str]], log: Callable[[str], None]) -> Trial | None:
-        """Take the next waiting run, which no other process takes, or draw the values of a new one.
-
-        Returns:
-            None: no run waits, and none is missing.
-        """
-        with self._lock():
-            self._fail_stale_trials()
-            claimed = None
-            for trial in self._trials().values():  # of two machines that queued a run at once, the first trial counts
-                if claimed is None and trial.state == TrialState.WAITING and self._is_wanted(trial, points):
-                    claimed = self._take(trial)
-            if claimed is None and self.sweep.num_trials is not None:
-                claimed = self._draw(self.sweep.num_trials, log)
-            if claimed is not None:
-                self._storage.record_heartbeat(claimed._trial_id)
-                claimed.set_user_attr("jobs", self.sweep.jobs)
-            return claimed
-
-    def beat(self, trial: Trial) -> None:
-        """Record the heartbeat of a run.
-
-        Raises:
-            UpdateFinishedTrialError: it is another process that makes it now.
-        """
-        self._storage.record_heartbeat(trial._trial_id)
-        self._storage.check_trial_is_updatable(trial._trial_id, self._storage.get_trial(trial._trial_id).state)
-
-    def num_running(self) -> int:
-        """Return how many runs are made now, by any process."""
-        return len(self.study.get_trials(deepcopy=False, states=[TrialState.RUNNING]))
-
-    def finish(self, trial: Trial, status: Status, seconds: float, error: Sequence[str], value: float | None) -> None:
-        """Record the end of a run.
-
-        Args:
-            trial: of the run.
-            status: of the run.
-            seconds: of all processes of the run.
-            error: last lines of its log, if it failed.
-            value: the objective of a run that is done; None: it has none, or it is not finite.
-        """
-        trial.set_user_attr("end", {"status": status, "seconds": seconds, "error": list(error)})
-        state = next((state for state, name in _STATUSES.items() if name == status), TrialState.FAIL)
-        values = (math.inf if value is None else value) if status == "done" else None
-        self.study.tell(trial, values, state, skip_if_finished=True)
-
-    def _fail_stale_trials(self) -> None:
-        """Fail the runs whose process is dead, and queue them again."""
-        optuna.storages.fail_stale_trials(self.study)
-        for trial in self._trials().values():
-            if trial.state == TrialState.FAIL and "status" not in trial.user_attrs.get("end", {}):
-                self._retry(trial)
+            for text, name in names.items():
+                if name not in trials:
+                    run = {"name": name, "values": dict(points[text])}
+                    self.study.enqueue_trial({}, user_attrs={"run": run})
 
     def _retry(self, trial: FrozenTrial) -> None:
         """Queue a run again, with its values and the seconds that it has taken."""
@@ -269,28 +217,34 @@ class SweepStudy:
         )
         self.study.add_trial(retried)
 
-    def _identify(self, trial: FrozenTrial) -> str | None:
-        """Return the config of a run as in `Sweep.load_points`; None: it is not valid with this command line."""
-        try:
-            return self._format_config(tuple(trial.user_attrs["run"]["values"].items()))
-        except ConfigError:
-            return None
+    def claim(self, log: Callable[[str], None]) -> Trial | None:
+        """Take the next waiting run, which no other process takes, or draw the values of a new one.
 
-    def _is_wanted(self, trial: FrozenTrial, points: Mapping[str, Mapping[str, str]]) -> bool:
-        """Return whether this command makes the run of a trial: of a grid its points, otherwise all that were drawn."""
-        return self._identify(trial) in points if self.sweep.sampler == "grid" else bool(trial.params)
+        Returns:
+            None: no run waits, and none is missing.
+        """
+        with self._lock():
+            optuna.storages.fail_stale_trials(self.study)
+            for trial in self._trials().values():
+                if trial.state == TrialState.FAIL and "status" not in trial.user_attrs.get("end", {}):
+                    self._retry(trial)  # its process is dead
+            for trial in self._trials().values():  # of two machines that queued a run at once, the first trial counts
+                if trial.state == TrialState.WAITING and self._is_own(trial) and self._take(trial):
+                    return Trial(self.study, trial._trial_id)
+            return None if self.sweep.num_trials is None else self._draw(self.sweep.num_trials, log)
 
-    def _take(self, trial: FrozenTrial) -> Trial | None:
+    def _take(self, trial: FrozenTrial) -> bool:
         with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
-            if self._storage.set_trial_state_values(trial._trial_id, TrialState.RUNNING):
-                return Trial(self.study, trial._trial_id)
-        return None
+            self.beat(trial)  # before the state changes: a trial that is running and has no heartbeat never fails
+            return self._storage.set_trial_state_values(trial._trial_id, TrialState.RUNNING)
+        return False
 
     def _draw(self, num_trials: int, log: Callable[[str], None]) -> Trial | None:
         """Draw the values of a new run; None: there are ``num_trials`` runs, or no other values."""
-        runs = self._trials().values()
-        for _ in range(MAX_DRAWS if len(runs) < num_trials else 0):
+        drawn = [trial.user_attrs["run"]["values"] for trial in self._trials().values()]
+        for _ in range(MAX_DRAWS if len(drawn) < num_trials else 0):
             trial = Trial(self.study, self.study._storage.create_new_trial(self.study._study_id))
+            self.beat(trial)
             # Seeded by the trial, so that a sweep is reproducible and concurrent processes draw different values.
             self.study.sampler = optuna.samplers.RandomSampler(seed=trial.number)
             if self.sweep.sampler == "tpe":
@@ -301,38 +255,60 @@ class SweepStudy:
                 self.sweep.load_config(values)
             except ConfigError as error:
                 log(f"{format_values(values)} is invalid, and not run: {str(error).splitlines()[-1].strip()}")
-                self.study.tell(trial, state=TrialState.FAIL)
-                continue
             except ValueError as error:  # other choices than in the study
                 self.study.tell(trial, state=TrialState.FAIL)
-                raise SweepError(f"--sampler {self.sweep.sampler}: {error}; choose another --directory") from None
-            equal = next((other for other in runs if other.user_attrs["run"]["values"] == values), None)
-            if equal is None:
-                trial.set_user_attr("run", {"name": name_run(values), "values": values})
-                return trial
-            is_done = equal.state == TrialState.COMPLETE
-            self.study.tell(trial, equal.value if is_done else None, None if is_done else TrialState.FAIL)
+                raise UsageError(f"--sampler {self.sweep.sampler}: {error}; choose another --directory") from None
+            else:
+                if values not in drawn:
+                    trial.set_user_attr("run", {"name": name_run(values), "values": values})
+                    return trial
+            self.study.tell(trial, state=TrialState.FAIL)
         return None
+
+    def beat(self, trial: Trial | FrozenTrial) -> None:
+        """Record the heartbeat of a run.
+
+        Raises:
+            UpdateFinishedTrialError: it is another process that makes it now.
+        """
+        self._storage.record_heartbeat(trial._trial_id)
+        self._storage.check_trial_is_updatable(trial._trial_id, self._storage.get_trial(trial._trial_id).state)
+
+    def finish(self, trial: Trial, status: Status, seconds: float, error: Sequence[str], value: float | None) -> None:
+        """Record the end of a run.
+
+        Args:
+            trial: of the run.
+            status: of the run.
+            seconds: of all processes of the run.
+            error: last lines of its log, if it failed.
+            value: the objective of a run that is done; None: it has none, or it is not finite.
+        """
+        trial.set_user_attr("jobs", self.sweep.jobs)
+        trial.set_user_attr("end", {"status": status, "seconds": seconds, "error": list(error)})
+        state = next((state for state, name in _STATUSES.items() if name == status), TrialState.FAIL)
+        values = (math.inf if value is None else value) if status == "done" else None
+        self.study.tell(trial, values, state, skip_if_finished=True)
 
 
 @contextlib.contextmanager
-def open_study(sweep: Sweep, min_resource: int = 1) -> Iterator[SweepStudy]:
+def open_study(sweep: Sweep, points: Mapping[str, Mapping[str, str]]) -> Iterator[SweepStudy]:
     """Open the study, or create it.
 
     Raises:
-        SweepError: it cannot be read or written; names the URL of its database without the password.
+        UsageError: it cannot be read or written; names the URL of its database without the password.
     """
     try:
         url = str(make_url(_format_url(sweep)))
     except ArgumentError:
-        raise SweepError(f"--storage {sweep.storage}: expected a URL, such as postgresql://user@host/name") from None
+        raise UsageError(f"--storage {sweep.storage}: expected a URL, such as postgresql://user@host/name") from None
     try:
-        yield SweepStudy(sweep, min_resource)
+        yield SweepStudy(sweep, points)
     except ImportError as error:
         problem = str(error).splitlines()[0]
-        raise SweepError(f"--storage {url}: {problem}; install the driver of the database") from None
+        raise UsageError(f"--storage {url}: {problem}; install the driver of the database") from None
     except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
-        raise SweepError(f"--storage {url}: {str(error).splitlines()[0]}") from None
+        raise UsageError(f"--storage {url}: {str(error).splitlines()[0]}") from None
 
 
 def _format_url(sweep: Sweep) -> str:
@@ -360,23 +336,24 @@ def importances(runs: Sequence[SweepRun]) -> dict[str, float]:
         Shares by key, which sum to 1; empty: too few runs are done.
     """
     done = [run for run in runs if run.status == "done" and run.value is not None]
-    keys = [key for key in (done[0].values if done else {}) if all(key in run.values for run in done)]
     if len(done) < MIN_RUNS_FOR_IMPORTANCES:
         return {}
     study = optuna.create_study()
     columns: dict[str, Sequence[Any]] = {}
     space: dict[str, optuna.distributions.BaseDistribution] = {}
-    for key in keys:
-        texts = [run.values[key] for run in done]
+    for key in done[0].values:
+        texts = [run.values[key] for run in done if key in run.values]
+        if len(texts) < len(done):
+            continue
         numbers = parse_numbers(texts)
         if numbers is None:
             space[key], columns[key] = optuna.distributions.CategoricalDistribution(sorted({*texts})), texts
         else:
-            low, high = min(numbers), max(numbers)
-            space[key] = optuna.distributions.FloatDistribution(low, high, log=is_logarithmic(numbers))
+            is_log = is_logarithmic(numbers)
+            space[key] = optuna.distributions.FloatDistribution(min(numbers), max(numbers), log=is_log)
             columns[key] = numbers
     for index, run in enumerate(done):
-        params = {key: columns[key][index] for key in keys}
+        params = {key: column[index] for key, column in columns.items()}
         study.add_trial(optuna.create_trial(params=params, distributions=space, value=run.value))
     evaluator = optuna.importance.PedAnovaImportanceEvaluator()
     return optuna.importance.get_param_importances(study, evaluator=evaluator)

@@ -27,7 +27,7 @@ def test_training_and_inference_are_swept(tmp_path: Path) -> None:
     assert best["bound"] <= other["bound"]
     assert best["tokens_per_second"] > 0
     page = (directory / "sweep.html").read_text()
-    assert 'a <span class="hole">1</span>' in page and "<mark>" in page
+    assert 'a <span class="hole">1</span>' in page and ", best, step 4" in page
     run = directory / "runs" / best["name"]
     command = ["--command", "infer", "--set", f"model.path={run}", "--set", 'input.prompts=["a"]']
     decoding = ["--set", "generation.max_new_tokens=4", "--set", "generation.denoising_steps=1,2"]

@@ -101,7 +101,7 @@ def write_sweep(path: Path, directory: Path, command: str) -> None:
         text = {"prompt": f"{HOSTILE}[MASK:2]", "output": f"{HOSTILE} {HOSTILE}"}
         (sweep.run_path(run.name) / "answers.jsonl").write_text(json.dumps({"text": text}) + "\n", encoding="utf-8")
     results = sweep_report.read_results(sweep, runs)
-    write_page(sweep_report.build_page(sweep, results, dict.fromkeys(keys, 0.1)), path)
+    write_page(sweep_report.build_page(sweep, results), path)
 
 
 def write_evaluation(folder: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tomli_w
 
+from cli import child_process
 from cli.pipeline import runner
 from tests.tiny_run import MODEL
 
@@ -102,6 +103,6 @@ def pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return [sys.executable, "-I", "-S", str(program), str(config)]
 
     monkeypatch.setattr(runner, "build_command", build_command)
-    monkeypatch.setattr(runner, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(child_process, "POLL_SECONDS", 0.01)
     monkeypatch.chdir(tmp_path)
     return build_pipeline(tmp_path)

@@ -50,11 +50,12 @@ if rate != 7.0:
 
 SWEEP = """
 import sys
+from cli import child_process
 from cli.sweep import main, runner
 runner.build_command = lambda name, config, overrides=(): [
     sys.executable, "-I", "-S", "program.py", str(config), *overrides
 ]
-runner.POLL_SECONDS = 0.01
+child_process.POLL_SECONDS = 0.01
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -136,7 +137,7 @@ def small(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
         return [sys.executable, "-I", "-S", str(program), str(config), *overrides]
 
     monkeypatch.setattr(runner, "build_command", build_command)
-    monkeypatch.setattr(runner, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(child_process, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(runner, "CLAIM_SECONDS", 0.1)
     monkeypatch.setattr(runner, "usable_cores", lambda: 8)
     monkeypatch.setattr(runner, "visible_gpus", lambda: [])

@@ -12,7 +12,8 @@ import pytest
 from optuna.distributions import FloatDistribution
 
 from cli.sweep.definition import Setting, Sweep
-from cli.sweep.report import build_page, read_inference_result, read_results, read_training_result, write_report
+from cli.sweep.report import build_page, read_results, write_report
+from cli.sweep.results import read_inference_result, read_training_result
 from cli.sweep.study import SweepRun, importances
 from logger.pages import Chart, Number, Page
 from logger.pages.terminal import render_text
@@ -27,8 +28,9 @@ def metrics(step: int, **values: Any) -> dict[str, Any]:
     return {"step": step, "metrics": values}
 
 
-def sample(step: int, prompt: str, completion: str) -> dict[str, Any]:
-    return {"step": step, "event": "sample", "text": "for people", "values": {"given": prompt, "filled": completion}}
+def sample(step: int, *tokens: str) -> dict[str, Any]:
+    values = {"given": "a [MASK:1]", "tokens": tokens, "step_map": [None, *range(1, len(tokens))]}
+    return {"step": step, "event": "sample", "text": "", "values": values | {"logprobs": [None] * len(tokens)}}
 
 
 def finish(directory: Path, bound: float, **evaluation: Any) -> None:
@@ -43,36 +45,23 @@ def finish(directory: Path, bound: float, **evaluation: Any) -> None:
     (directory / "summary.json").write_text(json.dumps(summary))
 
 
-def test_a_finished_run(tmp_path: Path) -> None:
-    write_lines(
-        tmp_path / "metrics.jsonl",
-        metrics(10, loss=5.0, loss_smooth=5.5, tokens_per_second=9.0),
-        sample(10, "a [MASK:1]", "a -> b"),
-        metrics(20, val_nats_per_token=4.0, val_standard_error=0.5, val_bits_per_byte=1.0),
-        metrics(30, loss=4.0, tokens_per_second=11.0),
-        sample(30, "it's\n[MASK:1]", 'it\'s\n"x"'),
-        tail='{"step": 40, "metr',
-    )
+def test_finished_active_and_missing_runs(tmp_path: Path) -> None:
+    validation = metrics(20, val_nats_per_token=4.0, val_standard_error=0.5)
+    lines = [metrics(10, loss=None, tokens_per_second=9.0), validation, [1]]
+    write_lines(tmp_path / "metrics.jsonl", *lines, tail='{"step": 40, "metr')
+    result = read_training_result(tmp_path)
+    assert (result.is_final, result.step) == (False, 20)
+    assert result.numbers == {"tokens_per_second": Number(9.0), "bound": Number(4.0, error=0.5)}
     finish(tmp_path, 3.5)
     result = read_training_result(tmp_path)
-    assert (result.is_final, result.step) == (True, 30)
+    assert (result.is_final, result.step) == (True, 20)
     assert result.numbers == {
         "bound": Number(3.5, error=0.01),
         "bits_per_byte": Number(1.75, error=0.005),
         "tokens_per_second": Number(200.0),
     }
-    assert result.texts == (("it's\n[MASK:1]", 'it\'s\n"x"'),)
-    assert result.curve is not None and result.curve.last == (10, 5.5)
     finish(tmp_path, float("nan"))
     assert "bound" not in read_training_result(tmp_path).numbers
-
-
-def test_active_and_empty_runs_are_listed(tmp_path: Path) -> None:
-    validation = metrics(20, val_nats_per_token=4.0, val_standard_error=0.5)
-    write_lines(tmp_path / "metrics.jsonl", metrics(10, loss=None, tokens_per_second=9.0), validation, [1])
-    result = read_training_result(tmp_path)
-    assert (result.is_final, result.step) == (False, 20)
-    assert result.numbers == {"tokens_per_second": Number(9.0), "bound": Number(4.0, error=0.5)}
     nothing = read_training_result(tmp_path / "missing")
     assert (nothing.numbers, nothing.step, nothing.is_final) == ({}, None, False)
 
@@ -111,8 +100,8 @@ def sweep_of(path: Path, command: str = "train", key: str = "optimizer.learning_
 @pytest.fixture
 def trained(tmp_path: Path) -> tuple[Sweep, list[SweepRun]]:
     sweep, runs = sweep_of(tmp_path / "sweep")
-    for name, text, bound in (("run-0", "a first", 3.02), ("run-2", "a </script><b>second", 3.01)):
-        lines = [metrics(10, loss=5.0), metrics(30, loss=3.0), sample(30, "a [MASK:1]", text)]
+    for name, text, bound in (("run-0", "first", 3.02), ("run-2", "</script><b>second", 3.01)):
+        lines = [metrics(10, loss=5.0), sample(10, "a ", "old"), metrics(30, loss=3.0), sample(30, "a ", text)]
         write_lines(sweep.run_path(name) / "metrics.jsonl", *lines)
         finish(sweep.run_path(name), bound)
     for name, bound in (("run-3", 2.0), ("run-4", 5.0)):
@@ -124,8 +113,8 @@ def trained(tmp_path: Path) -> tuple[Sweep, list[SweepRun]]:
     return sweep, runs
 
 
-def page_of(sweep: Sweep, runs: list[SweepRun], shares: dict[str, float] | None = None) -> Page:
-    return build_page(sweep, read_results(sweep, runs), shares or {})
+def page_of(sweep: Sweep, runs: list[SweepRun]) -> Page:
+    return build_page(sweep, read_results(sweep, runs))
 
 
 def charts_of(page: Page) -> dict[str, Chart]:
@@ -138,7 +127,7 @@ def test_the_report_of_training_runs(trained: tuple[Sweep, list[SweepRun]], gold
     golden("terminal.txt", text.replace(str(sweep.directory), "DIR"))
     golden("sweep.markdown.txt", (sweep.directory / "sweep.md").read_text())
     page = (sweep.directory / "sweep.html").read_text()
-    assert "<mark>&lt;/script&gt;&lt;b&gt;second</mark>" in page and "logs/run-1.log" in page
+    assert "&lt;/script&gt;&lt;b&gt;second" in page and "<b>second" not in page and "logs/run-1.log" in page
     best, *_, failed = map(json.loads, (sweep.directory / "sweep.jsonl").read_text().splitlines())
     assert (best["name"], best["is_best"], best["bound"]) == ("run-2", True, 3.01)
     assert (best["bound_standard_error"], best["values"]) == (0.01, {"optimizer.learning_rate": "2e-3"})
@@ -155,8 +144,8 @@ def test_charts_of_training_runs(trained: tuple[Sweep, list[SweepRun]]) -> None:
     ]
     by_rate = charts["By learning_rate"]
     assert [([*line.x_N], [*line.y_N]) for line in by_rate.lines] == [([0, 0.002], [3.02, 3.01]), ([0.004], [5.0])]
-    losses = [line.name for line in charts["Smoothed training loss"].lines]
-    assert losses == ["learning_rate 2e-3", "learning_rate 0e-3"]
+    losses = [line.name for line in charts["Training loss"].lines]
+    assert losses == ["learning_rate 2e-3, best", "learning_rate 0e-3"]
     log_range = Setting("optimizer.learning_rate", ("1e-3", "1e-1"), FloatDistribution(1e-3, 1e-1, log=True))
     runs[0] = replace(runs[0], values={"optimizer.learning_rate": "1e-3"})
     assert charts_of(page_of(replace(sweep, settings=[log_range]), runs))["By learning_rate"].x_is_log
@@ -171,7 +160,7 @@ def test_runs_of_other_machines_have_the_objective_of_the_study(tmp_path: Path) 
     sweep, runs = sweep_of(tmp_path)
     runs[2] = replace(runs[2], value=3.25)
     best = read_results(sweep, runs)[0]
-    assert (best.run.name, best.is_best, best.result.numbers) == ("run-2", True, {"bound": Number(3.25)})
+    assert (best.name, best.is_best, best.result.numbers) == ("run-2", True, {"bound": Number(3.25)})
 
 
 def test_runs_with_other_tokens_are_compared_by_bytes(tmp_path: Path) -> None:
@@ -179,7 +168,7 @@ def test_runs_with_other_tokens_are_compared_by_bytes(tmp_path: Path) -> None:
     for name, bound, bits in (("run-0", 3.0, 1.2), ("run-2", 4.0, 1.1)):
         write_lines(sweep.run_path(name) / "metrics.jsonl", metrics(30, loss=3.0))
         finish(sweep.run_path(name), bound, bits_per_byte=bits)
-    assert read_results(sweep, runs)[0].run.name == "run-2"
+    assert read_results(sweep, runs)[0].name == "run-2"
     assert "bits per byte" in page_of(sweep, runs).notes[0]
 
 
@@ -188,7 +177,7 @@ def test_keys_that_a_run_does_not_set_come_from_its_config(tmp_path: Path) -> No
     runs[1] = replace(runs[1], values={"optimizer.learning_rate": "1e-3", "training.batch_size": "8"})
     sweep.toml_path("run-0").parent.mkdir()
     sweep.toml_path("run-0").write_text("[training]\nbatch_size = 4\n")
-    values = {result.run.name: result.values["training.batch_size"] for result in read_results(sweep, runs)}
+    values = {run.name: run.values["training.batch_size"] for run in read_results(sweep, runs)}
     assert (values["run-0"], values["run-1"], values["run-2"]) == ("4", "8", "none")
 
 

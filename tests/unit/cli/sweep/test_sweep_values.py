@@ -10,7 +10,6 @@ from optuna.distributions import BaseDistribution, FloatDistribution, IntDistrib
 from cli.sweep.definition import (
     SWEEP_COMMANDS,
     Sweep,
-    SweepError,
     format_number,
     name_run,
     parse_range,
@@ -18,6 +17,7 @@ from cli.sweep.definition import (
     short_keys,
     split_values,
 )
+from files.usage_error import UsageError
 
 
 @pytest.mark.parametrize(
@@ -74,8 +74,8 @@ def test_ranges(text: str, expected: BaseDistribution | None) -> None:
     ],
 )
 def test_settings_that_make_no_sweep(texts: list[str], problem: str) -> None:
-    with pytest.raises(SweepError, match=problem):
-        read_settings(texts, SWEEP_COMMANDS["train"].managed_keys)
+    with pytest.raises(UsageError, match=problem):
+        read_settings(texts, SWEEP_COMMANDS["train"].outputs)
 
 
 def test_numbers_of_a_range_stay_within_it() -> None:
@@ -135,6 +135,6 @@ def test_texts_and_arrays_as_values(base: Path) -> None:
     ],
 )
 def test_each_point_is_validated_and_named(base: Path, texts: list[str], lines: list[str]) -> None:
-    with pytest.raises(SweepError) as caught:
+    with pytest.raises(UsageError) as caught:
         load(base, *texts)
     assert all(line in str(caught.value) for line in lines)
