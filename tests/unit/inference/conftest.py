@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -35,15 +38,26 @@ def model() -> Transformer:
     return model.double().eval()
 
 
-@pytest.fixture(scope="session")
-def blocks(model: Transformer) -> Transformer:
-    other = Transformer(model.config.model_copy(update={"block_length": 4}))
-    other.load_state_dict(model.state_dict())
-    return other.double().eval()
+MakeLike = Callable[..., Transformer]
 
 
 @pytest.fixture(scope="session")
-def shifted_blocks(model: Transformer) -> Transformer:
-    other = Transformer(model.config.model_copy(update={"block_length": 4, "logit_alignment": "shifted"}))
-    other.load_state_dict(model.state_dict())
-    return other.double().eval()
+def like(model: Transformer) -> MakeLike:
+    """Makes models of the same weights under another config."""
+
+    def make(**changes: Any) -> Transformer:
+        other = Transformer(model.config.model_copy(update=changes))
+        other.load_state_dict(model.state_dict())
+        return other.double().eval()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def blocks(like: MakeLike) -> Transformer:
+    return like(block_length=4)
+
+
+@pytest.fixture(scope="session")
+def shifted_blocks(like: MakeLike) -> Transformer:
+    return like(block_length=4, logit_alignment="shifted")

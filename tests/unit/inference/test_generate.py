@@ -52,52 +52,6 @@ def oracle(model: Transformer) -> Oracle:
     return oracle
 
 
-def naive_low_confidence(model: Transformer, prompt: list[int], new: int, block: int, steps: int) -> list[list[int]]:
-    """LLaDA's generate for one prompt, temperature 0: whole canvas, all logits. The canvas after each forward."""
-    canvas = prompt + [MASK] * new
-    masked = [False] * len(prompt) + [True] * new
-    history = []
-    for start in range(len(prompt), len(canvas), block):
-        positions = range(start, min(start + block, len(canvas)))
-        for step in range(steps):
-            quota = len(positions) // steps + (1 if step < len(positions) % steps else 0)
-            if quota == 0:
-                continue
-            with torch.no_grad():
-                logits_LV = model(torch.tensor([canvas]), pattern=Bidirectional())[0]
-            logits_LV[:, MASK] = float("-inf")
-            probs = logits_LV.softmax(dim=1).tolist()
-            best = {
-                position: max(range(VOCAB), key=lambda v, position=position: probs[position][v])  # type: ignore[misc]
-                for position in positions
-            }
-            by_confidence = sorted(
-                # Rounded, since on a canvas of masks alone all positions are equal: then the first comes first.
-                (position for position in positions if masked[position]),
-                key=lambda position: -round(probs[position][best[position]], 6),
-            )
-            for position in by_confidence[:quota]:
-                canvas[position], masked[position] = best[position], False
-            history.append(list(canvas))
-    return history
-
-
-@pytest.mark.parametrize(("block", "steps"), [(12, 5), (5, 2), (6, 9)])
-@pytest.mark.parametrize("prompt", PROMPTS)
-def test_low_confidence_is_lladas_step_by_step(model: Transformer, prompt: list[int], block: int, steps: int) -> None:
-    decoding_steps: list[DecodingStep] = []
-    config = settings(block_length=block, denoising_steps=steps)
-    [done] = generate(model, [prompt], config, on_step=decoding_steps.append)
-    expected = naive_low_confidence(model, prompt, 12, block, steps)
-    assert [list(step.canvases[0].token_ids) for step in decoding_steps] == expected
-    assert [*prompt, *done.token_ids] == expected[-1]
-    assert (done.num_forwards, done.finish_reason) == (len(expected), "length")
-    for index, forward in enumerate(done.step_map):
-        position = len(prompt) + index
-        assert expected[forward - 1][position] == done.token_ids[index]
-        assert forward == 1 or expected[forward - 2][position] == MASK
-
-
 def test_the_most_confident_first_and_only_open_rows_are_computed(oracle: Oracle) -> None:
     [done] = generate(oracle, [[1, 2]], settings(block_length=6, denoising_steps=4))
     assert done.step_map == (1, 1, 2, 2, 3, 4, 5, 5, 6, 6, 7, 8)
@@ -111,18 +65,6 @@ def test_steps_over_all_blocks(oracle: Oracle) -> None:
     assert default.step_map == tuple(range(1, 13))
     [surplus] = generate(oracle, [[1]], settings(denoising_steps=99))
     assert surplus.num_forwards == 12
-
-
-def test_dreams_counts(oracle: Oracle) -> None:
-    [done] = generate(oracle, [[1]], settings(remasking_strategy="entropy", denoising_steps=4))
-    assert [done.step_map.count(forward) for forward in (1, 2, 3, 4)] == [2, 3, 3, 4]
-
-
-def test_threshold_settles_all_that_is_certain(oracle: Oracle) -> None:
-    config = settings(remasking_strategy="threshold", confidence_threshold=0.9)
-    assert generate(oracle, [[1]], config)[0].num_forwards == 1
-    config = settings(remasking_strategy="threshold", confidence_threshold=1.0)
-    assert generate(oracle, [[1]], config)[0].step_map == tuple(range(1, 13))
 
 
 def assert_same(a: Generation, b: Generation) -> None:
@@ -154,24 +96,6 @@ def test_seeds_decide_the_samples(model: Transformer) -> None:
     assert default == generate(model, [[1], [1]], config, [0, 1])
 
 
-def test_samples_follow_the_distribution(model: Transformer) -> None:
-    config = settings(max_new_tokens=1, temperature=2.0, top_k=5)
-    num_samples = 2000
-    done = generate(model, [[3, 1]] * num_samples, config)
-    with torch.no_grad():
-        logits_V = model(torch.tensor([[3, 1, MASK]]), pattern=Bidirectional())[0, 2]
-    logits_V[MASK] = float("-inf")
-    best = logits_V.topk(5).indices
-    expected = (logits_V[best] / 2.0).softmax(dim=0)
-    counts = torch.tensor([sum(result.token_ids == (int(token),) for result in done) for token in best])
-    assert int(counts.sum()) == num_samples
-    chi_square = float(((counts - num_samples * expected) ** 2 / (num_samples * expected)).sum())
-    assert chi_square < 18.5  # 4 degrees of freedom: p = 0.001
-    logprobs = logits_V.log_softmax(dim=0)
-    for result in done[:50]:
-        assert result.logprobs == pytest.approx((float(logprobs[result.token_ids[0]]),), abs=1e-5)
-
-
 def test_log_probabilities_are_the_models_own(model: Transformer) -> None:
     decoding_steps: list[DecodingStep] = []
     prompt = [9, 8]
@@ -183,17 +107,6 @@ def test_log_probabilities_are_the_models_own(model: Transformer) -> None:
             logits_V = model(torch.tensor([canvases[forward - 1]]), pattern=Bidirectional())[0, 2 + index]
         logits_V[[0, 1, MASK]] = float("-inf")
         assert done.logprobs[index] == pytest.approx(float(logits_V.log_softmax(dim=0)[token]), abs=1e-5)
-
-
-def test_confidence_from_filtered_or_unfiltered(model: Transformer) -> None:
-    # After top_k = 1 every token is certain, so the order is left to right; the model's own order differs.
-    filtered = generate(model, [[1, 2]], settings(top_k=1, confidence_from="filtered"))[0]
-    assert filtered.step_map == tuple(range(1, 13))
-    unfiltered = generate(model, [[1, 2]], settings(top_k=1))[0]
-    plain = generate(model, [[1, 2]], settings())[0]
-    assert (unfiltered.token_ids, unfiltered.step_map) == (plain.token_ids, plain.step_map)
-    assert unfiltered.logprobs == pytest.approx(plain.logprobs)
-    assert unfiltered.step_map != filtered.step_map
 
 
 def test_stop_cuts_before_the_token(oracle: Oracle) -> None:
@@ -244,13 +157,6 @@ def test_a_mask_token_in_a_prompt_is_text(model: Transformer, oracle: Oracle) ->
         assert step.canvases[0].token_ids[:3] == (1, MASK, 2)
         assert step.canvases[0].is_masked[:3] == (False, False, False)
     assert MASK not in generate(model, [[MASK, MASK]], settings(temperature=3.0))[0].token_ids
-
-
-def test_suppressed_tokens_and_the_mask_are_never_chosen(model: Transformer) -> None:
-    allowed = {2, 11, 17}
-    config = settings(temperature=5.0, suppress_token_ids=[token for token in range(VOCAB - 1) if token not in allowed])
-    for done in generate(model, PROMPTS, config):
-        assert set(done.token_ids) <= allowed
 
 
 def test_infill_fills_every_mask_and_nothing_else(model: Transformer) -> None:

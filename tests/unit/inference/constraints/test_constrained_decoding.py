@@ -47,13 +47,6 @@ def to_text(token_ids: tuple[int, ...]) -> str:
     return b"".join(TEXTS[token] for token in token_ids).decode()
 
 
-@pytest.fixture(scope="module")
-def blocks(model: Transformer) -> Transformer:
-    other = Transformer(model.config.model_copy(update={"block_length": 4}))
-    other.load_state_dict(model.state_dict())
-    return other.double().eval()
-
-
 PATTERNS = ["(ab|c)+d?", "[abd]{5,9}é", "abc|bad|éé(ca)*", "(a|b|cd){10,12}"]
 EXTRA: list[dict[str, Any]] = [
     {"temperature": 0.0},
