@@ -1,4 +1,5 @@
-"""Requests that join, wait, are preempted and leave: each answer is that of the request alone."""
+"""Requests that join, wait, are preempted and leave: each answer is that of the request alone. Memory of the cache and
+steps until a request is done are bounded."""
 
 from __future__ import annotations
 
@@ -10,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from config.generation import GenerationConfig
 from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.generate import Generation, decode, to_generation
 from diffusionlm.inference.request_builder import prepare_request
 from diffusionlm.inference.requests import ActiveRequest, RequestOptions
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.serving.engine import Engine
 from tests.decoding_jobs import (
     BLOCKS,
     CANVASES,
@@ -124,16 +127,6 @@ def test_the_youngest_gives_way_until_someone_is_served(blocks: Transformer) -> 
         assert_same(result, answer)
 
 
-def test_newcomers_do_not_overtake_prompts_that_are_read(blocks: Transformer) -> None:
-    settings = settings_of(blocks, denoising_steps=1)
-    decoder = Decoder(blocks, *limit_decoder(num_pages=400, page_size=4, max_num_batched_tokens=12))
-    [first] = add_requests(decoder, prepare_request(settings, [1] * 32))
-    for _ in range(8):
-        add_requests(decoder, prepare_request(settings, [2] * 32))
-        decoder.step()
-    assert first.is_done
-
-
 def test_the_end_is_reported_in_its_step(blocks: Transformer) -> None:
     decoder = Decoder(blocks, *LIMITS["plenty"])
     [request] = add_requests(decoder, prepare_request(settings_of(blocks, max_new_tokens=3, denoising_steps=1), [1]))
@@ -148,20 +141,6 @@ def test_preempted_requests_do_not_count_as_cached(blocks: Transformer) -> None:
     drain(decoder, *requests)
     assert decoder.counts.num_preemptions > 0
     assert [request.num_cached_tokens for request in requests] == [0, 0] and decoder.counts.num_prefix_hits == 0
-
-
-def test_the_same_prompt_again_is_not_read_again(blocks: Transformer) -> None:
-    settings, prompt = settings_of(blocks), list(range(20))
-    [answer] = alone(blocks, [prepare_request(settings, prompt)])
-    decoder = Decoder(blocks, *limit_decoder(num_pages=20, page_size=4, prefix_cache=True))
-    num_tokens = []
-    for text in (prompt, prompt, [9, *prompt[1:]], [*prompt[:19], 5]):
-        before = decoder.counts.num_batched_tokens
-        [result] = run_all(decoder, [prepare_request(settings, text)], [0])
-        num_tokens.append(decoder.counts.num_batched_tokens - before)
-        if text == prompt:
-            assert_same(result, answer)
-    assert num_tokens == [num_tokens[0] - num_saved for num_saved in (0, 20, 0, 16)]
 
 
 def test_what_can_never_fit_is_refused(blocks: Transformer) -> None:
@@ -181,3 +160,66 @@ def test_an_error_ends_its_own_request(blocks: Transformer) -> None:
     drain(decoder, good, bad)
     assert good.error is None and "not finite" in str(bad.error)
     assert_same(to_generation(good), alone(blocks, jobs[:1])[0])
+
+
+MAX_REQUESTS, MAX_TOKENS = 3, 6
+TIGHT_LIMITS = {
+    "few tokens": limit_decoder(
+        num_pages=60, page_size=4, max_requests=MAX_REQUESTS, max_num_batched_tokens=MAX_TOKENS
+    ),
+    "few pages": limit_decoder(num_pages=11, page_size=4, max_requests=MAX_REQUESTS, max_num_batched_tokens=MAX_TOKENS),
+    "shared pages": limit_decoder(
+        11, 4, max_requests=MAX_REQUESTS, max_num_batched_tokens=MAX_TOKENS, prefix_cache=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TIGHT_LIMITS)
+def test_each_request_ends_within_a_number_of_steps(blocks: Transformer, name: str) -> None:
+    """A new request arrives in every step, so there are always younger ones that want inputs and pages.
+
+    The oldest request keeps its pages, and has a turn in every `MAX_REQUESTS` steps: it reads a block of its text or
+    takes a step. It so is done after that many steps for each of its turns, and then the next one is the oldest.
+    """
+    rng = np.random.default_rng(5)
+    decoder = Decoder(blocks, *TIGHT_LIMITS[name])
+    requests: list[ActiveRequest] = []
+    ends: list[int] = []
+    arrivals: dict[int, int] = {}
+    num_decoder_steps = 0
+    while num_decoder_steps < 60 or decoder.has_work:
+        if num_decoder_steps < 60:
+            prompt = [number % 20 for number in range(int(rng.integers(1, 30)))]
+            settings = settings_of(blocks, max_new_tokens=int(rng.integers(1, 12)), stop_token_ids=())
+            requests.append(ActiveRequest(prepare_request(settings, prompt)))
+            arrivals[id(requests[-1])] = num_decoder_steps
+            ends.append(0)
+            decoder.add(requests[-1])
+        finished = {id(request) for request in decoder.step().finished}
+        num_decoder_steps += 1
+        check_pages(decoder, requests)
+        assert decoder.pool.num_owned <= decoder.pool.num_pages
+        for index, request in enumerate(requests):
+            if id(request) in finished:
+                ends[index] = num_decoder_steps
+    bound = 0
+    for request, end in zip(requests, ends, strict=True):
+        num_blocks = -(-int(request.masked_positions[0]) // 4)
+        num_steps = sum(len(block.unmasking_schedule) for block in request.prepared.blocks)
+        # It cannot begin before it has arrived, and waits for those before it at most as long as they may take.
+        bound = max(bound, arrivals[id(request)]) + MAX_REQUESTS * (num_blocks + num_steps)
+        assert 0 < end <= bound
+    assert (decoder.counts.num_preemptions > 0) == (name != "few tokens")
+
+
+@pytest.mark.parametrize("cache_bytes", [1 << 14, 100_000, 1 << 17])
+def test_keys_and_values_are_within_their_memory(blocks: Transformer, cache_bytes: int) -> None:
+    """What is allocated, once, is at most the budget and less than a page below it."""
+    with Engine(blocks, cache_bytes=cache_bytes, page_size=8) as engine:
+        cache = engine._decoder.cache
+        assert cache is not None
+        num_bytes = sum(storage.nbytes for storage in (*cache.keys_KTH, *cache.values_KTH))
+        assert cache_bytes - num_bytes // engine.status.num_pages < num_bytes <= cache_bytes
+        for length in (1, 8, 20):
+            engine.submit([1] * length, GenerationConfig(max_new_tokens=8)).result(60)
+        assert sum(storage.nbytes for storage in (*cache.keys_KTH, *cache.values_KTH)) == num_bytes

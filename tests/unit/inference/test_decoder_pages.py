@@ -91,29 +91,6 @@ def test_a_preemption_at_every_step_changes_nothing(blocks: Transformer, options
     assert active.num_forwards == expected.num_forwards
 
 
-def test_removed_while_it_is_read_and_while_it_waits_again(blocks: Transformer) -> None:
-    settings = settings_of(blocks, max_new_tokens=12)
-    expected = answer(blocks, settings, [1] * 20)
-    decoder = Decoder(blocks, *limit_decoder(num_pages=9, page_size=4, max_num_batched_tokens=8))
-    first, second, read = (
-        ActiveRequest(prepare_request(settings, [number] * length)) for number, length in ((1, 20), (2, 4), (3, 20))
-    )
-    decoder.add(read)
-    decoder.step()
-    assert 0 < read.cached_length < 20 and read.num_forwards == 0
-    decoder.remove(read)
-    assert decoder.pool.num_free == 9
-    decoder.add(first)
-    decoder.add(second)
-    while decoder.has_work and not decoder.counts.num_preemptions:
-        decoder.step()
-    assert second.num_forwards and not second.pages and len(decoder.scheduler.waiting) == 1
-    decoder.remove(second)
-    drain(decoder, first, second, read)
-    assert_same(to_generation(first), expected)
-    assert decoder.pool.num_free == 9
-
-
 def test_admission_leaves_a_page_to_those_that_will_need_one(blocks: Transformer) -> None:
     settings = settings_of(blocks, max_new_tokens=8)
     decoder = Decoder(blocks, *limit_decoder(num_pages=4, page_size=4))
