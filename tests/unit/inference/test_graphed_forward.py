@@ -33,7 +33,6 @@ from diffusionlm.models.patterns import Bidirectional, BlockCausal
 from diffusionlm.models.row_adapters import ModelAdapter
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.models.varlen import SequenceSlice
-from diffusionlm.serving.engine import Engine
 from tests.conftest import MakeModel
 from tests.decoding_jobs import LIMITS, MASK, Job, add_requests, assert_same, limit_decoder, make_jobs, run_all
 from tests.recorded_graph import RecordedGraph
@@ -143,22 +142,6 @@ def test_what_other_pages_hold_has_no_effect(blocks: Transformer, graphs: list[R
     assert sum(graph.num_replays for graph in graphs) > 3
 
 
-def test_an_engine_whose_requests_are_aborted(blocks: Transformer, graphs: list[RecordedGraph]) -> None:
-    config = GenerationConfig(max_new_tokens=20, denoising_steps=4, stop_token_ids=())
-    prompts = [[1, 2, 3], [4] * 9, [5, 6], [7]]  # the last one takes the place of the one that is aborted
-    with Engine(blocks, max_requests=3) as engine:
-        handles = [engine.submit(prompt, config, seed) for seed, prompt in enumerate(prompts)]
-        while handles[1].wait_for_change(handles[1].state.version, 60).num_forwards < 6:
-            pass
-        engine.abort(handles[1])
-        answers = [handles[index].result(60) for index in (0, 2, 3)]
-    assert sum(graph.num_replays for graph in graphs) > 5
-    with patch.object(decoder_module, "select_graph_factory", lambda model: None):
-        expected = generate(blocks, prompts, config)
-    for answer, index in zip(answers, (0, 2, 3), strict=True):
-        assert_same(answer, expected[index])
-
-
 GENERATION = GenerationConfig(max_new_tokens=12, denoising_steps=4, stop_token_ids=())
 PROMPTS = [[1, 2, 3], [4] * 9]
 
@@ -180,19 +163,6 @@ def add_to_weights(model: Transformer) -> None:
             parameter.add_(0.3)
 
 
-def replace_weights(model: Transformer) -> None:
-    for parameter in model.parameters():
-        parameter.data = parameter.data + 0.3
-
-
-def add_hook(model: Transformer) -> None:
-    model.model.layers[0].register_forward_hook(lambda module, inputs, output: output * 3)
-
-
-def change_option(model: Transformer) -> None:
-    model.model.layers[0].input_layernorm.eps = 3.0  # type: ignore[union-attr]
-
-
 def adapt_model(model: Transformer) -> None:
     add_adapter(model, LoraConfig(rank=2))
     for name, parameter in model.named_parameters():
@@ -212,18 +182,30 @@ def test_graphs_are_recorded_once_for_many_calls(blocks: Transformer, graphs: li
     assert len(graphs) > num_graphs
 
 
-@pytest.mark.parametrize("change", [add_to_weights, replace_weights, add_hook, change_option, adapt_model])
-def test_graphs_of_a_model_that_has_changed(
-    change: Callable[[Transformer], None], tiny_model: MakeModel, graphs: list[RecordedGraph]
-) -> None:
+def replace_weights(model: Transformer) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data + 0.3
+
+
+CHANGES: dict[str, Callable[[Transformer], Any]] = {
+    "values": add_to_weights,
+    "tensors": replace_weights,
+    "hook": lambda model: model.model.layers[0].register_forward_hook(lambda module, inputs, output: output * 3),
+    "option": lambda model: setattr(model.model.layers[0].input_layernorm, "eps", 3.0),
+    "adapter": adapt_model,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_graphs_of_a_model_that_has_changed(change: str, tiny_model: MakeModel, graphs: list[RecordedGraph]) -> None:
     """New values in the same place are read; other changes have graphs of their own."""
     model = tiny_model(torch.float64, vocab_size=23, mask_token_id=MASK, block_length=4).eval()
     before = check_generate(model)
     num_graphs = len(graphs)
-    change(model)
+    CHANGES[change](model)
     after = check_generate(model)
     assert [answer.logprobs for answer in after] != [answer.logprobs for answer in before]
-    assert (len(graphs) > num_graphs) == (change is not add_to_weights)
+    assert (len(graphs) > num_graphs) == (change != "values")
 
 
 def test_two_decoders_of_a_model_at_a_time(blocks: Transformer, graphs: list[RecordedGraph]) -> None:
@@ -240,7 +222,10 @@ def test_two_decoders_of_a_model_at_a_time(blocks: Transformer, graphs: list[Rec
     assert len(cuda_graphs._idle_graphs) == 1
 
 
-def test_graphs_are_gone_with_their_model(tiny_model: MakeModel, graphs: list[RecordedGraph]) -> None:
+def test_graphs_are_gone_with_their_model(
+    tiny_model: MakeModel, graphs: list[RecordedGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a large cache are not kept at all."""
     model = tiny_model(torch.float64, vocab_size=23, mask_token_id=MASK, block_length=4).eval()
     check_generate(model)
     kept = [weakref.ref(graph) for graph in graphs]
@@ -250,13 +235,8 @@ def test_graphs_are_gone_with_their_model(tiny_model: MakeModel, graphs: list[Re
     del model
     gc.collect()
     assert not any(graph() for graph in kept) and not cuda_graphs._idle_graphs
-
-
-def test_large_caches_are_not_kept(
-    blocks: Transformer, graphs: list[RecordedGraph], monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(cuda_graphs, "MAX_KEPT_BYTES", 1000)
-    check_generate(blocks)
+    check_generate(tiny_model(torch.float64, vocab_size=23, mask_token_id=MASK, block_length=4).eval())
     assert graphs and not cuda_graphs._idle_graphs
 
 
@@ -267,9 +247,9 @@ def test_steps_without_adapters_have_graphs_beside_adapters(tiny_model: MakeMode
     )
     adapt_model(adapted)
     expected = generate(adapted, PROMPTS[:1], GENERATION)[0]
-    for module in adapted.modules():
+    for name, module in adapted.named_modules():
         if isinstance(module, LoRALinear):
-            module.weight = model.get_parameter(f"{find_name(adapted, module)}.weight")
+            module.weight = model.get_parameter(f"{name}.weight")
     settings = resolve_settings(GENERATION, model.config)
     plain = [prepare_request(settings, prompt) for prompt in PROMPTS]
     jobs = [*plain, replace(plain[0], options=RequestOptions(adapter="own"))]
@@ -281,27 +261,6 @@ def test_steps_without_adapters_have_graphs_beside_adapters(tiny_model: MakeMode
     assert_same(with_adapter, expected)
     check_answers(model, jobs[:2], answers)
     assert sum(graph.num_replays for graph in graphs) == num_replays
-
-
-def find_name(model: Transformer, module: nn.Module) -> str:
-    return next(name for name, other in model.named_modules() if other is module)
-
-
-def test_a_graph_that_cannot_be_recorded_ends_their_use(
-    blocks: Transformer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Broken(RecordedGraph):
-        def capture(self, forward: Callable[[], None]) -> None:
-            raise torch.OutOfMemoryError("no memory")
-
-    monkeypatch.setattr(decoder_module, "select_graph_factory", lambda model: Broken)
-    monkeypatch.setattr(cuda_graphs, "MIN_USES", 1)
-    jobs = make_jobs(blocks, OPTIONS[:1], 4)
-    check_answers(blocks, jobs, run_all(Decoder(blocks, *LIMITS["plenty"]), jobs, [0] * 4))
-    assert [
-        record.message for record in caplog.records if "CUDA graphs" in record.message and "no memory" in record.message
-    ]
-    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize("name", ["StaticBatch", "new_empty"])
@@ -361,11 +320,6 @@ def test_shapes_of_graphs() -> None:
         ([sequence(4, 520)], StaticShape(1, 4, 640)),
     ):
         assert find_shape(sequences) == expected
-
-
-def test_bidirectional_texts_of_any_lengths_have_few_shapes() -> None:
-    shapes = {find_shape([sequence(length, 512, Bidirectional())]) for length in range(1, 513)}
-    assert len(shapes) == len(cuda_graphs.BUCKETS) and None not in shapes
 
 
 def test_all_graphs_are_dropped_when_there_are_too_many(blocks: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
