@@ -10,14 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from config.generation import GenerationConfig
 from config.serving.server import EngineLimits
 from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.generate import Generation, decode, to_generation
 from diffusionlm.inference.model_runner import TILE_ROWS, InputText, pack_tiles
-from diffusionlm.inference.request_builder import prepare_request
 from diffusionlm.inference.requests import ActiveRequest
-from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.patterns import Bidirectional, BlockCausal
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.models.varlen import SequenceSlice
@@ -141,15 +138,3 @@ def test_other_dtypes_are_refused(tiny_model: MakeModel) -> None:
     model = tiny_model(torch.bfloat16)
     with pytest.raises(ValueError, match=r"CPU in float32 or float64, and it is on cpu in bfloat16: load it so"):
         Decoder(model, *limit_decoder(1, deterministic=True))
-
-
-def test_waiting_for_a_tile_costs_no_step(tiny_model: MakeModel) -> None:
-    """Two texts whose blocks have the same place take two tiles of one round."""
-    model, _ = build(tiny_model, "blocks")
-    settings = resolve_settings(GenerationConfig(max_new_tokens=4), model.config)
-    decoder = Decoder(model, *make_deterministic(LIMITS["plenty"]))
-    requests = [ActiveRequest(prepare_request(settings, [1, 2, 3, 4])) for _ in range(2)]
-    for request in requests:
-        decoder.add(request)
-    decoder.step()
-    assert [request.num_forwards for request in requests] == [1, 1] and decoder.counts.num_steps == 1

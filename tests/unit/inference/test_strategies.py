@@ -1,10 +1,12 @@
-"""Strategies: confidences, unmasking schedules, selected positions, and what a class must have."""
+"""Strategies: what a class must have, traits, unmasking schedules, ties and deferred tokens.
+
+`tests/reference/decoding` compares the rules with transcriptions of the published samplers.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from fractions import Fraction
 from itertools import combinations
 from typing import Any
 
@@ -23,9 +25,7 @@ from diffusionlm.inference.strategy import (
     Strategy,
     UnmaskingSchedule,
     dream_tokens_per_step,
-    dream_unmask_probabilities,
     even_tokens_per_step,
-    linear_unmask_probabilities,
     select_most_confident,
     whole_block_tokens_per_step,
 )
@@ -194,21 +194,6 @@ def test_dream_counts_with_steps_left_out() -> None:
             assert dream_tokens_per_step(num_masked, num_steps, 0) == plain_dream_counts(num_masked, num_steps)
 
 
-@pytest.mark.parametrize("steps", [1, 2, 5, 64])
-def test_linear_probabilities_match_the_noise_schedule(steps: int) -> None:
-    masked_share = Fraction(1)
-    for step, probability in enumerate(linear_unmask_probabilities(1, steps, 1)):
-        masked_share *= 1 - Fraction(probability).limit_denominator(steps)
-        assert masked_share == Fraction(steps - step - 1, steps)
-
-
-def test_dream_probabilities() -> None:
-    # t = 1, 0.50050, 0.001; the last step commits the rest, although its time says 0.998.
-    assert dream_unmask_probabilities(1, 2, 1) == pytest.approx((0.4995, 1.0), abs=1e-7)
-    expected = (0.24975, 0.24975 / 0.75025, 0.24975 / 0.5005)
-    assert dream_unmask_probabilities(1, 4, 1)[:3] == pytest.approx(expected, abs=1e-6)
-
-
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy_commits_everything(name: str) -> None:
     """Whatever the confidences, within the schedule; deferred tokens come last."""
@@ -249,13 +234,6 @@ def test_ties_go_to_the_first_positions() -> None:
     assert select_most_confident(confidence, 4).tolist() == [True, True, False, True, True]
 
 
-def test_the_most_confident_positions_are_selected() -> None:
-    strategy = build("low_confidence")
-    assert select(strategy, [0.1, 0.4, 0.3, 0.4], 1) == [1]
-    assert select(strategy, [0.1, 0.4, 0.3, 0.4], 3) == [1, 2, 3]
-    assert select(build("sequential"), [0.0, 0.0, 0.0], 2) == [0, 1]
-
-
 def test_threshold_selects_at_least_the_most_confident_position() -> None:
     strategy = build("threshold", confidence_threshold=0.75)
     assert select(strategy, [0.75, 0.7, 0.8]) == [0, 2]
@@ -267,55 +245,10 @@ def test_threshold_selects_at_least_the_most_confident_position() -> None:
     assert select(build("threshold", confidence_threshold=0.0), [0.0, -INF]) == [0]
 
 
-def test_dynamic_threshold_with_enough_tokens() -> None:
-    for fallback in ("quota", "leftmost", "one"):
-        strategy = build("low_confidence_dynamic", threshold_fallback=fallback)
-        assert select(strategy, [0.9, 0.85, 0.86, 0.2], 2) == [0, 2]
-        assert select(strategy, [0.9, 0.95, 0.86, 0.2], 2) == [0, 1, 2]
-    inclusive = build("low_confidence_dynamic", threshold_comparison=">=")
-    assert select(inclusive, [0.9, 0.85, 0.86, 0.2], 2) == [0, 1, 2]
-
-
-def test_dynamic_threshold_falls_back_if_too_few_tokens_pass() -> None:
-    confidence = [0.1, 0.2, 0.9, 0.4]
-    assert select(build("low_confidence_dynamic"), confidence, 3) == [1, 2, 3]
+def test_deferred_tokens_are_last_from_the_left() -> None:
     leftmost = build("low_confidence_dynamic", threshold_fallback="leftmost")
-    assert select(leftmost, confidence, 3) == [0, 1, 2]
-    assert select(leftmost, [-INF, 0.2, 0.9, 0.4], 2) == [1, 2], "a deferred token is last"
-    one = build("low_confidence_dynamic", threshold_fallback="one")
-    assert select(one, confidence) == [2]
-    assert select(one, [0.1, 0.2, 0.2]) == [1]
-
-
-@pytest.mark.parametrize(
-    ("factor", "confidence", "expected"),
-    [
-        # Required: 0.5, 2/3, 0.75, 0.8.
-        (1.0, [0.75, 0.1, 0.9, 0.7], [0, 2]),
-        (1.0, [0.79, 0.8, 0.9, 0.78], [0, 1, 2]),  # only the last one fails
-        (1.0, [0.8, 0.8, 0.9, 0.8], [0, 1, 2, 3]),
-        (1.0, [0.1, 0.2], [1]),  # at least one
-        (1.0, [0.6, 0.6, 0.76], [2]),  # the second fails
-        # Required: 0, 1/3, 0.5, 0.6.
-        (2.0, [0.3, 0.5, 0.55, 0.1], [1, 2]),
-        (100.0, [0.0, 0.1], [0, 1]),
-    ],
-)
-def test_factor(factor: float, confidence: list[float], expected: list[int]) -> None:
-    assert select(build("factor", factor=factor), confidence) == expected
-
-
-@pytest.mark.parametrize(
-    ("bound", "entropies", "expected"),
-    [
-        (0.5, [0.25, 0.5, 0.125], [0, 2]),  # sums 0.125, 0.375, 0.875
-        (0.375, [0.25, 0.5, 0.125], [2]),  # below the bound, not equal to it
-        (10.0, [0.25, 0.5, 0.125], [0, 1, 2]),
-        (0.35, [0.5, 0.5], [0]),
-    ],
-)
-def test_entropy_bounded(bound: float, entropies: list[float], expected: list[int]) -> None:
-    assert select(build("entropy_bounded", entropy_bound=bound), [-entropy for entropy in entropies]) == expected
+    assert select(leftmost, [0.1, 0.2, 0.9, 0.4], 3) == [0, 1, 2]
+    assert select(leftmost, [-INF, 0.2, 0.9, 0.4], 2) == [1, 2]
 
 
 def test_alg_temp_samples_without_replacement_from_the_softmax() -> None:
@@ -362,80 +295,3 @@ def test_random_topk_shuffles_ties_only() -> None:
         assert 4 not in select(strategy, confidence, 4, uniforms=uniforms)
     assert selections.keys() == {(1,), (3,)}
     assert chi_square(list(selections.values()), [0.5, 0.5]) < 10.83
-
-
-@pytest.mark.parametrize(("name", "count"), [("random", 2), ("first_hitting", 1)])
-def test_random_positions_are_uniform(name: str, count: int) -> None:
-    strategy, rng = build(name), np.random.default_rng(2)
-    sets = list(combinations(range(4), count))
-    selections = Counter(tuple(select(strategy, [0.0] * 4, count, uniforms=rng.random(4))) for _ in range(3000))
-    assert selections.keys() == set(sets)
-    assert chi_square([selections[positions] for positions in sets], [1 / len(sets)] * len(sets)) < 20.52
-
-
-def test_independent_unmasking_has_the_scheduled_probability() -> None:
-    strategy, grid = build("ancestral"), (np.arange(1000) + 0.5) / 1000
-    for probability in (0.25, 0.5):
-        assert len(select(strategy, grid, probability, uniforms=grid)) == 1000 * probability
-    assert len(select(strategy, grid, 1.0, uniforms=np.full(1000, 1 - 2.0**-53))) == 1000
-    assert not select(strategy, grid, 0.25, uniforms=np.full(1000, 0.25))
-
-
-def test_p2_masks_the_least_confident_positions_again() -> None:
-    strategy = build("p2")
-    confidence = [0.3, 0.9, 0.3, 0.8, 0.3]
-    is_masked = np.array([True, False, False, True, True])
-    selections = [
-        select(strategy, confidence, (step + 1) / 4, is_masked=is_masked, step=step, num_steps=4) for step in range(4)
-    ]
-    # floor(5 * 3/4) = 3, 2, 1 and 0 masks; among equals the later positions.
-    assert selections == [[1, 3], [0, 1, 3], [0, 1, 2, 3], [0, 1, 2, 3, 4]]
-    # (1 - 0.9) * 10 is 0.9999999999999998 in floating point.
-    assert len(select(strategy, [0.5] * 10, 0.9, step=8, num_steps=10)) == 9
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("remdm_cap", {}),
-        ("remdm_cap", {"remdm_eta": 1.0}),
-        ("remdm_loop", {}),
-        ("remdm_loop", {"remdm_eta": 0.5, "remdm_t_on": 0.6, "remdm_t_off": 0.2, "remdm_alpha_on": 0.5}),
-    ],
-)
-@pytest.mark.parametrize("num_steps", [1, 2, 7, 20])
-def test_remdm_keeps_the_marginals(name: str, options: dict[str, float], num_steps: int) -> None:
-    """alpha_t (1 - sigma) + (1 - alpha_t) p = alpha_s, 0 <= sigma <= sigma_max, and alpha is 1 at the end."""
-    strategy, grid = build(name, **options), (np.arange(20_000) + 0.5) / 20_000
-    alpha = 0.0
-    for step, schedule_value in enumerate(strategy.unmasking_schedule(16, num_steps, 16)):
-        commit_probability, keep_probability = (
-            len(
-                select(
-                    strategy,
-                    grid,
-                    schedule_value,
-                    uniforms=grid,
-                    is_masked=np.full(len(grid), is_masked),
-                    step=step,
-                    num_steps=num_steps,
-                )
-            )
-            / len(grid)
-            for is_masked in (True, False)
-        )
-        alpha_t, alpha = alpha, alpha * keep_probability + (1.0 - alpha) * commit_probability
-        sigma, time = 1.0 - keep_probability, (num_steps - step - 1) / num_steps
-        if name == "remdm_cap":
-            expected_alpha = 1.0 - time
-            sigma_max = min(1.0, (1 - expected_alpha) / alpha_t if alpha_t > 1e-9 else 1.0)
-            assert sigma == pytest.approx(min(options.get("remdm_eta", 0.02), sigma_max), abs=1e-3)
-        else:
-            t_on, t_off = options.get("remdm_t_on", 0.55), options.get("remdm_t_off", 0.05)
-            alpha_on = options.get("remdm_alpha_on", 0.9)
-            rising = alpha_on * (1 - time) / (1 - t_on)
-            expected_alpha = rising if time > t_on else max(alpha_on, 1 - (1 - alpha_on) * time / t_off)
-            is_on = time + 1 / num_steps <= t_on + 1e-12 and time >= t_off - 1e-12
-            assert sigma == pytest.approx(options.get("remdm_eta", 0.02) if is_on else 0.0, abs=1e-4)
-        assert alpha == pytest.approx(expected_alpha, abs=1e-3)
-    assert alpha == 1.0

@@ -39,16 +39,9 @@ def test_the_pieces_are_the_text(model: Transformer, tokenizer: Tokenizer, strat
     pieces = list(stream(model, tokenizer, prompt, config, 3))
     assert "".join(pieces) == decode_continuation(tokenizer, whole.token_ids)
     assert all(pieces) and len(pieces) > 1
-
-
-@pytest.mark.parametrize("stop", [1, 6])
-def test_no_text_follows_a_stop_token(model: Transformer, tokenizer: Tokenizer, stop: int) -> None:
-    free = settings(remasking_strategy="low_confidence", stop_token_ids=())
-    [whole] = generate(model, [[5]], free, [0])
-    token = whole.token_ids[stop]
-    first = whole.token_ids.index(token)
-    config = free.model_copy(update={"stop_token_ids": (token,)})
-    assert "".join(stream(model, tokenizer, [5], config)) == decode_continuation(tokenizer, whole.token_ids[:first])
+    stop = whole.token_ids[5]
+    [cut] = generate(model, [prompt], ended := config.model_copy(update={"stop_token_ids": (stop,)}), [3])
+    assert "".join(stream(model, tokenizer, prompt, ended, 3)) == decode_continuation(tokenizer, cut.token_ids)
 
 
 FINAL_AT_ONCE = ["xa__a____", "xa_\xa9a____", "xa\xc3\xa9a____", "xa\xc3\xa9ab___", "xa\xc3\xa9abcde"]
