@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
+import torch
 
 from config.generation import GenerationConfig
 from diffusionlm.inference import decoder as decoder_module
@@ -23,13 +23,14 @@ from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.generate import Generation, generate, infill, stream, to_generation
 from diffusionlm.inference.healing import HealedText
 from diffusionlm.inference.request_builder import prepare_request
-from diffusionlm.inference.requests import ActiveRequest, RequestOptions
+from diffusionlm.inference.requests import RequestOptions
 from diffusionlm.inference.sampling import LogitRows
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.inference.strategies import STRATEGIES
+from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.serving.engine import Engine
-from tests.decoding_jobs import limit_decoder
+from tests.decoding_jobs import add_requests, drain, limit_decoder
 
 EOS, MASK, V = 21, 22, 23
 LETTERS = [b"a", b"b", b"c", b"d"]
@@ -64,25 +65,17 @@ CONFIGS = [
 
 @pytest.mark.parametrize(("name", "index"), CONFIGS)
 def test_every_answer_conforms(model: Transformer, name: str, index: int) -> None:
-    """Whatever the order; in blocks and as one block, greedily and sampled, with and without a cache."""
+    """Whatever the order; in blocks and as one block, block-causal and not, greedily and sampled, with and without a
+    cache."""
     patterns = PATTERNS[index : index + 2]
     constraints = [make_constraint(pattern) for pattern in patterns]
     config = GenerationConfig(max_new_tokens=9, remasking_strategy=name, block_length=(4, 9, 3)[index], **EXTRA[index])
-    if index == 1:
-        config = config.model_copy(update={"cache": "dual"})
+    changes: tuple[dict[str, Any], ...] = ({}, {"cache": "dual"}, {"attention": "block_causal"})
+    config = config.model_copy(update=changes[index])
     results = generate(model, [[1, 2]] * 2, config, constraints=constraints)
     for pattern, result in zip(patterns, results, strict=True):
         assert re.fullmatch(pattern, to_text(result.token_ids)), (pattern, result)
         assert all(np.isfinite(result.logprobs)) and max(result.logprobs, default=0.0) < 1e-9
-
-
-@pytest.mark.parametrize("options", [{}, {"block_length": 1}, {"remasking_strategy": "p2", "temperature": 1.0}])
-def test_block_causal_answers_conform(blocks: Transformer, options: dict[str, Any]) -> None:
-    for max_new_tokens in (13,) if options else (6, 13):
-        config = GenerationConfig(max_new_tokens=max_new_tokens, **options)
-        results = generate(blocks, [[1] * 3] * 4, config, constraints=[make_constraint(text) for text in PATTERNS])
-        for pattern, result in zip(PATTERNS, results, strict=True):
-            assert re.fullmatch(pattern, to_text(result.token_ids)), (pattern, result)
 
 
 def test_infill_constrains_each_span(model: Transformer, blocks: Transformer) -> None:
@@ -132,8 +125,11 @@ def test_distribution_of_one_forward(model: Transformer, count: int) -> None:
     pattern, prompt = "a(b|ca|bc)*d?|ba.*", [3, 1]
     allowed = {tuple(answer) for answer in np.ndindex(12, 12, 12) if _matches(pattern, answer)}
     config = GenerationConfig(max_new_tokens=3, steps=1, temperature=1.0, stop_token_ids=())
-    marginals = _marginals(model, prompt)
-    weights = {answer: float(np.prod([marginals[i][token] for i, token in enumerate(answer)])) for answer in allowed}
+    with torch.no_grad():
+        probs_LV = model(torch.tensor([[*prompt, *[MASK] * 3]]), pattern=Bidirectional())[0, len(prompt) :].softmax(
+            dim=1
+        )
+    weights = {answer: float(probs_LV[range(3), answer].prod()) for answer in allowed}
     total = sum(weights.values())
     results = generate(model, [prompt] * count, config, constraints=[make_constraint(pattern)] * count)
     assert {result.num_forwards for result in results} == {1}
@@ -156,24 +152,6 @@ def _matches(pattern: str, answer: tuple[int, ...]) -> bool:
         return re.fullmatch(pattern, b"".join(TEXTS[token] for token in answer).decode()) is not None
     except UnicodeDecodeError:
         return False
-
-
-def _marginals(model: Transformer, prompt: list[int]) -> list[dict[int, float]]:
-    """Probabilities of the text's tokens at the three positions after a prompt, by the log-probability of each token
-    alone."""
-    config = GenerationConfig(steps=1)
-    canvas = [*prompt, *[MASK] * 3]
-    marginals = []
-    for index in range(3):
-        probabilities = {}
-        for token in range(len(TEXTS)):
-            allowed = {len(prompt) + index: [token, EOS]}
-            [result] = infill(model, [canvas], config, allowed_token_ids=[allowed])
-            chosen, logprob = result.token_ids[len(prompt) + index], result.logprobs[index]
-            odds = np.exp(logprob) if chosen == token else -np.expm1(logprob)
-            probabilities[token] = odds / (1.0 - odds)
-        marginals.append(probabilities)
-    return marginals
 
 
 def test_unconstrained_neighbors_and_engine(blocks: Transformer) -> None:
@@ -220,11 +198,9 @@ def test_a_slow_constraint_lets_others_go_ahead(
 
     monkeypatch.setattr(decoder_module, "constrain_predictions", constrain_slowly)
     settings = resolve_settings(config, blocks.config)
-    slow = ActiveRequest(prepare_request(settings, [1], options=RequestOptions(constraints=[constraint])))
-    other = ActiveRequest(prepare_request(settings, [1]))
     decoder = Decoder(blocks, *limit_decoder(20), pauses_slow_constraints=pauses)
-    decoder.add(slow)
-    decoder.add(other)
+    options = RequestOptions(constraints=[constraint])
+    slow, other = add_requests(decoder, prepare_request(settings, [1], options=options), prepare_request(settings, [1]))
     turns: list[str] = []
     while decoder.has_work:
         turns.append("".join("s" if request is slow else "o" for request in decoder.step().decoded))
@@ -239,30 +215,18 @@ def test_a_slow_constraint_lets_others_go_ahead(
 def test_a_failure_in_a_constraint_ends_its_request_alone(
     blocks: Transformer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In the second forward."""
     config, broken, whole = GenerationConfig(max_new_tokens=9), make_constraint("[abd]+"), make_constraint("[abd]+")
     [expected] = generate(blocks, [[1]], config, constraints=[whole])
-    automaton = broken.token_automaton(resolve_settings(config, blocks.config), can_stop=True)
-    transitions_from, num_calls = automaton.transitions_from, 0
-
-    def fail_later(states: NDArray[np.int64]) -> NDArray[np.int64]:
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls > 12:
-            raise RuntimeError("a defect")
-        return transitions_from(states)
-
-    monkeypatch.setattr(automaton, "transitions_from", fail_later)
-    with Engine(blocks, cache_bytes=1 << 20) as engine:
-        handles = [
-            engine.submit([1], config, options=RequestOptions(constraints=[constraint]))
-            for constraint in (broken, whole)
-        ]
-        with pytest.raises(RuntimeError, match="a defect"):
-            handles[0].result(60)
-        assert _without_logprobs(handles[1].result(60)) == _without_logprobs(expected)
-        assert engine.is_alive and engine.status.num_owned_pages == 0
-    assert handles[0].state.num_forwards > 0 and "decoding a request has failed" in caplog.text
+    settings = resolve_settings(config, blocks.config)
+    monkeypatch.delattr(broken.token_automaton(settings, can_stop=True), "classes_E")
+    decoder = Decoder(blocks, *limit_decoder(20))
+    failed, other = add_requests(
+        decoder,
+        *(prepare_request(settings, [1], options=RequestOptions(constraints=[item])) for item in (broken, whole)),
+    )
+    drain(decoder, failed, other)
+    assert isinstance(failed.error, AttributeError) and "decoding a request has failed" in caplog.text
+    assert _without_logprobs(to_generation(other)) == _without_logprobs(expected)
 
 
 def _without_logprobs(result: Generation) -> Generation:

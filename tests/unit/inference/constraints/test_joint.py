@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from diffusionlm.inference.constraints.byte_automaton import DEAD, compile_expression
 from diffusionlm.inference.constraints.expressions import parse_regex
-from diffusionlm.inference.constraints.joint import JointDistribution, logsumexp_by
+from diffusionlm.inference.constraints.joint import JointDistribution
 from diffusionlm.inference.constraints.token_automaton import TokenAutomaton, TokenTrie
 
 TEXTS = [b"a", b"b", b"ab", b"ba", b"a"]
@@ -139,9 +139,3 @@ def test_equal_probabilities_take_the_lowest_ids_from_the_left() -> None:
     automaton = TokenAutomaton(compile_expression(parse_regex("b?a[ab]").expression), trie, V)
     joint = JointDistribution(automaton, 0, np.full((2, V), -np.log(V)), FREE, ALL, automaton.is_accepting_S)
     assert joint.best_tokens().tolist() == [0, 0]
-
-
-def test_logsumexp_by() -> None:
-    values = np.array([-1000.0, -1001.0, -np.inf, 2.0, -np.inf])
-    result = logsumexp_by(np.array([0, 0, 1, 3, 3]), values, 4)
-    np.testing.assert_allclose(result, [-1000.0 + np.log1p(np.exp(-1.0)), -np.inf, -np.inf, 2.0])

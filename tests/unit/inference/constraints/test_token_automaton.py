@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import itertools
 import re
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from diffusionlm.inference.constraints.byte_automaton import DEAD, compile_expression
 from diffusionlm.inference.constraints.expressions import parse_regex
@@ -66,41 +61,6 @@ def test_accepts_exactly_the_answers(pattern: str, stops: tuple[int, ...]) -> No
         if completable[0] and min_length is None:
             min_length = length
     assert automaton.min_length() in (min_length, *range(4, 9))
-
-
-def test_completable_by_is_one_step_of_completable() -> None:
-    automaton = make_automaton("(ba|aab){1,2}", (STOP,))
-    everything = np.arange(VOCAB_SIZE)
-    for length in range(5):
-        following = automaton.completable(length)
-        assert (automaton.completable_by(everything, following) == automaton.completable(length + 1)).all()
-    only = automaton.completable_by(np.array([3, MASK, SPECIAL]), automaton.is_accepting_S)
-    expected = [automaton.next_state(state, 3) for state in range(automaton.num_states)]
-    stopped = automaton.num_states - 1
-    assert only.tolist() == [
-        (state == stopped) or (following != DEAD and bool(automaton.is_accepting_S[following]))
-        for state, following in enumerate(expected)
-    ]
-
-
-def test_threads_share_an_automaton(monkeypatch: pytest.MonkeyPatch) -> None:
-    length, barrier, compute = 20, threading.Barrier(4), TokenAutomaton._before
-    automaton = make_automaton(f"[ab]{{{length}}}", forbidden=(2, 3, 4, 7, 10))
-
-    def compute_slowly(*args: Any) -> NDArray[np.bool_]:
-        time.sleep(1e-4)  # the others run
-        return compute(*args)
-
-    def complete(_: int) -> NDArray[np.bool_]:
-        barrier.wait()
-        return automaton.completable(length)
-
-    monkeypatch.setattr(TokenAutomaton, "_before", compute_slowly)
-    with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(complete, range(4)))
-    assert all(np.flatnonzero(answer).tolist() == [0] for answer in answers)
-    for count in range(length + 1):  # without tokens of two letters, each state has a length of its own
-        assert np.flatnonzero(automaton.completable(count)).tolist() == [length - count]
 
 
 def test_a_token_of_the_same_text_is_of_the_same_class() -> None:
