@@ -31,20 +31,12 @@ def resolve(values: dict[str, Any], **model: Any) -> GenerationConfig:
     return resolve_settings(GenerationConfig.model_validate(values), model_of(**model)).config
 
 
-@pytest.mark.parametrize(
-    ("model_type", "strategy"),
-    [
-        (None, "low_confidence"),
-        ("llada", "low_confidence"),
-        ("qwen3", "low_confidence"),
-        ("Dream", "entropy"),
-        ("sdar", "low_confidence_dynamic"),
-        ("sdar_moe", "low_confidence_dynamic"),
-    ],
-)
-def test_default_strategy(model_type: str | None, strategy: str) -> None:
-    assert resolve({}, model_type=model_type).remasking_strategy == strategy
-    assert resolve({"remasking_strategy": "random"}, model_type=model_type).remasking_strategy == "random"
+def test_default_strategy() -> None:
+    defaults = {None: "low_confidence", "llada": "low_confidence", "qwen3": "low_confidence", "Dream": "entropy"}
+    defaults |= {"sdar": "low_confidence_dynamic", "sdar_moe": "low_confidence_dynamic"}
+    for model_type, strategy in defaults.items():
+        assert resolve({}, model_type=model_type).remasking_strategy == strategy
+        assert resolve({"remasking_strategy": "random"}, model_type=model_type).remasking_strategy == "random"
 
 
 def test_defaults_of_a_llada() -> None:
@@ -74,24 +66,19 @@ def test_defaults_of_an_sdar() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("strategy", "expected"),
-    [
-        ("threshold", {"confidence_threshold": 0.9, "threshold_comparison": ">=", "threshold_fallback": None}),
-        ("factor", {"factor": 1.0, "confidence_threshold": None, "confidence_from": "unfiltered"}),
-        ("entropy_bounded", {"entropy_bound": 0.35, "confidence_from": "filtered", "temperature": 0.0}),
-        ("ancestral", {"temperature": 1.0, "confidence_from": None}),
-        ("first_hitting", {"temperature": 1.0}),
-        ("equal_counts", {"temperature": 1.0}),
-        ("random", {"temperature": 0.0}),
-        ("p2", {"temperature": 0.0, "confidence_from": "filtered"}),
-        ("remdm_cap", {"temperature": 1.0, "remdm_eta": 0.02, "remdm_t_on": None}),
-        ("remdm_loop", {"remdm_eta": 0.02, "remdm_t_on": 0.55, "remdm_t_off": 0.05, "remdm_alpha_on": 0.9}),
-    ],
-)
-def test_defaults_of_strategies(strategy: str, expected: dict[str, object]) -> None:
+DEFAULTS: dict[str, dict[str, object]] = {
+    "threshold": {"confidence_threshold": 0.9, "threshold_comparison": ">=", "threshold_fallback": None},
+    "factor": {"factor": 1.0, "confidence_threshold": None, "confidence_from": "unfiltered"},
+    "entropy_bounded": {"entropy_bound": 0.35, "confidence_from": "filtered", "temperature": 0.0},
+    "ancestral": {"temperature": 1.0, "confidence_from": None},
+    "remdm_loop": {"temperature": 1.0, "remdm_eta": 0.02, "remdm_t_on": 0.55, "remdm_t_off": 0.05},
+}
+
+
+@pytest.mark.parametrize("strategy", DEFAULTS)
+def test_defaults_of_strategies(strategy: str) -> None:
     config = resolve({"remasking_strategy": strategy})
-    assert {key: getattr(config, key) for key in expected} == expected
+    assert {key: getattr(config, key) for key in DEFAULTS[strategy]} == DEFAULTS[strategy]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -106,24 +93,12 @@ def test_defaults_are_idempotent_valid_and_complete(strategy: str) -> None:
 
 
 def test_keys_that_are_set_stay() -> None:
-    values = {
-        "max_new_tokens": 5,
-        "attention": "bidirectional",
-        "cache": "dual",
-        "block_length": 3,
-        "remasking_strategy": "threshold",
-        "confidence_threshold": 0.0,
-        "threshold_comparison": ">",
-        "temperature": 0.5,
-        "confidence_from": "filtered",
-        "canvas": "growing",
-    }
+    values = {"max_new_tokens": 5, "attention": "bidirectional", "cache": "dual", "block_length": 3, "temperature": 0.5}
+    values |= {"remasking_strategy": "threshold", "confidence_threshold": 0.0, "threshold_comparison": ">"}
+    values |= {"confidence_from": "filtered", "canvas": "growing"}
     assert resolve(values, model_type="sdar", block_length=4) == GenerationConfig.model_validate(values)
-
-
-def test_bidirectional_decoding_of_a_block_model_has_no_blocks_of_its_own() -> None:
     assert resolve({"attention": "bidirectional"}, block_length=4).block_length is None
-    assert resolve({"attention": "block_causal", "block_length": 2}).block_length == 2
+    assert resolve({"confidence_threshold": 0.5}, model_type="sdar").model_dump()["confidence_threshold"] == 0.5
 
 
 @pytest.mark.parametrize(
@@ -151,11 +126,6 @@ def test_configs_that_do_not_fit_the_model(values: dict[str, Any], model: dict[s
         resolve_settings(GenerationConfig.model_validate(values), model_of(**model))
     assert all(word in str(caught.value) for word in words), str(caught.value)
     assert "validation error" not in str(caught.value)
-
-
-def test_an_option_of_the_familys_strategy_is_accepted() -> None:
-    config = resolve({"confidence_threshold": 0.5}, model_type="sdar")
-    assert config.model_dump()["confidence_threshold"] == 0.5
 
 
 def test_stop_and_forbidden_tokens() -> None:

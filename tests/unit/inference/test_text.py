@@ -1,4 +1,4 @@
-"""Masked spans in a text, and the text of tokens."""
+"""Masked spans in a text, the text of tokens, and stop strings and characters over the borders of tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from config.generation import GenerationConfig
 from diffusionlm.inference.healing import encode_pieces, split_infill
 from diffusionlm.inference.request_builder import suppress_ids_without_text
-from diffusionlm.inference.text import token_texts
+from diffusionlm.inference.text import AnswerText, AnswerToken, token_texts
 from tokenizer import Tokenizer, train_bpe
 
 
@@ -48,15 +48,100 @@ def test_ids_without_text_are_suppressed(tokenizer: Tokenizer) -> None:
     assert suppress_ids_without_text(config, tokenizer, size + 2).suppress_token_ids == (2, size, size + 1)
 
 
-def test_the_text_of_each_token(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("the cat äö")
-    texts = token_texts(tokenizer, ids)
-    assert len(texts) == len(ids) and "".join(texts) == "the cat äö"
-    assert token_texts(tokenizer, []) == []
-
-
 def test_texts_of_tokens_are_the_decoded_text_whatever_the_bytes(tokenizer: Tokenizer) -> None:
     rng = random.Random(0)
     for _ in range(200):
         ids = [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randrange(12))]
         assert "".join(token_texts(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+def push_all(text: AnswerText, ids: list[int]) -> str:
+    """Push tokens one by one; returns what was sendable on the way, which must never shrink or change."""
+    sent = ""
+    sent_tokens: list[AnswerToken] = []
+    for token in ids:
+        text.push(token, -1.0)
+        sendable = text.text[: text.sendable_length]
+        assert sendable.startswith(sent)
+        sent = sendable
+        sent_tokens += text.sendable_tokens(len(sent_tokens))
+    text.finish()
+    assert text.text.startswith(sent) and text.sendable_length == len(text.text)
+    tokens = text.visible_tokens()
+    assert sent_tokens + text.sendable_tokens(len(sent_tokens)) == tokens
+    assert "".join(token.text for token in tokens) == text.text
+    return sent
+
+
+def reference(tokenizer: Tokenizer, ids: list[int], stop: list[str]) -> tuple[str, int]:
+    """Text and number of tokens: after each token the whole text is searched."""
+    for length in range(1, len(ids) + 1):
+        text = tokenizer.decode_bytes(ids[:length])
+        try:
+            decoded = text.decode()
+        except UnicodeDecodeError as error:
+            decoded = text.decode(errors="replace") if error.reason != "unexpected end of data" else ""
+        starts = [decoded.find(item) for item in stop if item in decoded]
+        if starts:
+            return decoded[: min(starts)], length
+    return tokenizer.decode_bytes(ids).decode(errors="replace"), len(ids)
+
+
+def test_any_stop_strings_of_any_texts(tokenizer: Tokenizer) -> None:
+    rng = random.Random(0)
+    num_stopped = 0
+    for _ in range(300):
+        data = "".join(rng.choice(["the ", "cat", "ab", "a", "é", "日本", "."]) for _ in range(rng.randrange(1, 9)))
+        ids = tokenizer.encode(data)
+        stop = ["".join(rng.choice("abt e日é.") for _ in range(rng.randrange(1, 4))) for _ in range(rng.randrange(3))]
+        text = AnswerText(tokenizer, stop)
+        push_all(text, ids)
+        assert (text.text, len(text.tokens)) == reference(tokenizer, ids, stop), (data, stop)
+        assert not any(item in text.text for item in stop)
+        num_stopped += text.is_stopped
+        assert all(token.start < len(text.text) for token in text.visible_tokens()) or not text.is_stopped
+    assert 50 < num_stopped < 250
+
+
+def test_the_beginning_of_a_stop_string_is_held_back(tokenizer: Tokenizer) -> None:
+    text = AnswerText(tokenizer, ["abcd", "bx"])
+    for character, sendable in (("a", ""), ("b", ""), ("c", ""), ("b", "abc"), ("y", "abcby"), ("a", "abcby")):
+        text.push(tokenizer.vocab[character.encode()], 0.0)
+        assert text.text[: text.sendable_length] == sendable
+    text.finish()
+    assert text.text == "abcbya" and text.sendable_length == 6
+
+
+@pytest.mark.parametrize("stop", [[], ["zz"]])
+def test_incomplete_characters(tokenizer: Tokenizer, stop: list[str]) -> None:
+    first, second = (tokenizer.vocab[bytes([byte])] for byte in "é".encode())
+    text = AnswerText(tokenizer, stop)
+    text.push(first, 0.0)
+    assert text.text == ""
+    text.push(second, 0.0)
+    assert text.text == "é"
+    text.push(first, 0.0)
+    text.finish()
+    assert text.text == "é\ufffd" and [token.start for token in text.tokens] == [0, 0, 1]
+    assert [token.text for token in text.visible_tokens()] == ["", "é", "\ufffd"]
+
+
+def test_a_token_that_begins_a_character_waits_for_its_end(tokenizer: Tokenizer) -> None:
+    byte = tokenizer.vocab[b"a"], tokenizer.vocab["é".encode()[:1]]
+    text = AnswerText(tokenizer)
+    assert push_all(text, [*byte, byte[1], byte[1]]) == "a\ufffd\ufffd"
+    text = AnswerText(tokenizer)
+    for token, num_sendable in ((byte[0], 1), (byte[1], 0), (byte[0], 3)):
+        text.push(token, 0.0)
+        assert len(text.sendable_tokens()) == num_sendable
+
+
+def test_repeated_bytes_belong_to_the_prompt(tokenizer: Tokenizer) -> None:
+    text = AnswerText(tokenizer, num_repeated_bytes=2)
+    ids = tokenizer.encode("the cat")
+    for token in ids:
+        text.push(token, 0.0)
+    assert text.text == "e cat"
+    first, *others = text.visible_tokens()
+    assert tokenizer.token_bytes(first.token_id)[first.num_repeated_bytes :] == first.text.encode()
+    assert first.num_repeated_bytes == 2 and {token.num_repeated_bytes for token in others} == {0}
