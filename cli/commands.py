@@ -57,30 +57,7 @@ bench_infer = Command("bench-infer", "cli.bench", "decoding speed", "infer")
 bench_serve = Command("bench-serve", "cli.bench", "latency and throughput of a server under load", "serve")
 bench_tokenizer = Command("bench-tokenizer", "cli.bench", "speed of the tokenizer", "tokenizer")
 
-COMMANDS = {
-    command.name: command
-    for command in (
-        train,
-        train_ddp,
-        infer,
-        serve,
-        evaluate,
-        lm_eval,
-        train_tokenizer,
-        make_data,
-        data,
-        convert,
-        analyze,
-        report,
-        sweep,
-        pipeline,
-        doctor,
-        bench_train,
-        bench_infer,
-        bench_serve,
-        bench_tokenizer,
-    )
-}
+COMMANDS = {command.name: command for command in list(globals().values()) if isinstance(command, Command)}
 """Name -> command."""
 
 

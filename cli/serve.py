@@ -18,11 +18,9 @@ from files.terminal_text import print_line
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable
 
-    from diffusionlm.checkpoints.model_files import ModelDescription
     from diffusionlm.serving.http.keys import ApiKeys
-    from tokenizer import ChatTemplate
+    from diffusionlm.serving.http.preparation import RequestPreparer
 
 NAME = "diffusionlm-serve"
 
@@ -69,15 +67,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"--extra serve, or run uv run --extra serve {NAME}",
         )
     with usage_errors(NAME):
-        run = prepare(config)
-    run()
+        preparer, keys, bound = prepare(config)
+    serve(config, preparer, keys, bound)
 
 
-def prepare(config: ServeConfig) -> Callable[[], None]:
+def prepare(config: ServeConfig) -> tuple[RequestPreparer, ApiKeys | None, socket.socket]:
     """Read the files of the model, except the weights, and the keys, and take the address.
 
     Returns:
-        A function that loads the model, and serves until SIGTERM or Ctrl-C.
+        What makes requests for the model, the keys of clients, and a socket that does not listen yet.
 
     Raises:
         ValueError: a file is wrong, the settings do not fit the model, or the address is in use.
@@ -89,17 +87,16 @@ def prepare(config: ServeConfig) -> Callable[[], None]:
     from diffusionlm.inference.settings import resolve_settings
     from diffusionlm.serving.http.keys import ApiKeys
     from diffusionlm.serving.http.listening import bind_socket
-    from tokenizer import CHAT_TEMPLATES, load_chat_template
+    from diffusionlm.serving.http.preparation import RequestPreparer
+    from tokenizer import CHAT_TEMPLATES
 
     path, limits = config.model.path, config.serve
     assert path is not None
     keys = None if limits.api_keys_file is None else ApiKeys.read(limits.api_keys_file)
-    description = read_model_description(path)
-    if limits.chat_template is not None:
-        template: ChatTemplate | None = CHAT_TEMPLATES[limits.chat_template]
-    else:
-        template = load_chat_template(path) or load_chat_template(description.directory)
-    resolve_settings(config.generation, description.config)
+    model = read_model_description(path)
+    name = limits.chat_template
+    template = model.tokenizer.chat_template if name is None else CHAT_TEMPLATES[name]
+    resolve_settings(config.generation, model.config)
     check_weight_files(path)
     for adapter in [*(adapter.path for adapter in config.adapters), config.model.adapter]:
         if adapter is not None:
@@ -109,26 +106,12 @@ def prepare(config: ServeConfig) -> Callable[[], None]:
         raise ValueError(
             f"the model and an adapter are both named {names[0]!r}: set serve.model_name, or rename the adapter"
         )
-    bound = bind_socket(limits.host, limits.port)
+    preparer = RequestPreparer(model.config, model.tokenizer, template, config.generation, limits, names)
+    return preparer, keys, bind_socket(limits.host, limits.port)
 
-    return partial(serve, config, description, template, keys, names, bound)
 
-
-def serve(
-    config: ServeConfig,
-    description: ModelDescription,
-    template: ChatTemplate | None,
-    keys: ApiKeys | None,
-    names: tuple[str, ...],
-    bound: socket.socket,
-) -> None:
+def serve(config: ServeConfig, preparer: RequestPreparer, keys: ApiKeys | None, bound: socket.socket) -> None:
     """Load the model, and serve until SIGTERM or Ctrl-C.
-
-    Args:
-        description: of the model's directory.
-        template: of chats; None: the checkpoint has none.
-        names: in requests: of the model, then of its adapters.
-        bound: has the address, and does not listen yet.
 
     Raises:
         ValueError: the weights are damaged, or the memory does not hold a page.
@@ -137,14 +120,12 @@ def serve(
     from diffusionlm.checkpoints.huggingface import load_configured_model
     from diffusionlm.serving.engine import Engine
     from diffusionlm.serving.http.listening import format_url, is_loopback
-    from diffusionlm.serving.http.preparation import RequestPreparer
     from diffusionlm.serving.http.server import ApiServer
     from diffusionlm.serving.http.service import Service
 
-    limits = _fit_connections(config.serve)
     sys.setswitchinterval(_SWITCH_SECONDS)
     _configure_log()
-    preparer = RequestPreparer(description.config, description.tokenizer, template, config.generation, limits, names)
+    limits = _fit_connections(config.serve)
     model = load_configured_model(config.model)
     engine = Engine(
         model, limits, adapters={adapter.name: read_adapter(model, adapter.path) for adapter in config.adapters}
@@ -153,8 +134,8 @@ def serve(
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     url = format_url(limits.host, bound.getsockname()[1])
     line = (
-        f"serving {' and '.join(names)} ({num_parameters:,} parameters, {engine.status.num_pages:,} cache pages) "
-        f"at {url}/v1"
+        f"serving {' and '.join(preparer.names)} ({num_parameters:,} parameters, {engine.status.num_pages:,} cache "
+        f"pages) at {url}/v1"
     )
     if keys is None and not is_loopback(limits.host):
         logging.getLogger("diffusionlm.serve").warning(

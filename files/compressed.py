@@ -67,26 +67,20 @@ def open_bytes(path: Path, offset: int = 0) -> BinaryIO:
     check_regular_file(path)
     extension = detect_compression(path)
     if extension is None:
-        file = path.open("rb", buffering=BUFFER_BYTES)
-        if offset > file.seek(0, os.SEEK_END):
-            raise _offset_beyond_end_error(path, offset)
-        file.seek(offset)
-        return file
-    stream = io.BufferedReader(_DecompressedFile(path, DECOMPRESSORS[extension]), BUFFER_BYTES)
-    num_left = offset
-    while num_left > 0:
-        num_skipped = len(stream.read(min(BUFFER_BYTES, num_left)))
-        if not num_skipped:
-            raise _offset_beyond_end_error(path, offset)
-        num_left -= num_skipped
+        stream = path.open("rb", buffering=BUFFER_BYTES)
+        num_missing = max(0, offset - stream.seek(0, os.SEEK_END))
+        stream.seek(offset)
+    else:
+        stream = io.BufferedReader(_DecompressedFile(path, DECOMPRESSORS[extension]), BUFFER_BYTES)
+        num_missing = offset
+        while num_missing and (skipped := stream.read(min(BUFFER_BYTES, num_missing))):
+            num_missing -= len(skipped)
+    if num_missing:
+        raise ValueError(
+            f"{path} has no byte {offset:,}, where reading continues: it is not the file that was read before; restore "
+            "that file, or start a new run"
+        )
     return stream
-
-
-def _offset_beyond_end_error(path: Path, offset: int) -> ValueError:
-    return ValueError(
-        f"{path} has no byte {offset:,}, where reading continues: it is not the file that was read before; restore "
-        "that file, or start a new run"
-    )
 
 
 class _DecompressedFile(io.RawIOBase):
