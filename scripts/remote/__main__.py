@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
 import os
 import re
 import shlex
 import signal
-import stat
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,16 +34,10 @@ def bootstrap(host: Host) -> None:
     send_tree(host)
 
 
-def send_data(host: Host, path: str = "data", config: str = "", extra: Words = ()) -> int:
-    if config:
-        return host.in_terminal("execute", "diffusionlm-make-data", "--config", send_config(host, config), *extra)
-    if extra:
-        raise CommandError("extra= and options are for config=FILE, which makes data there: nothing was sent")
+def send_data(host: Host, path: str = "data") -> None:
     source = Path(os.path.normpath(PROJECT_ROOT / path))  # a link may point anywhere
     if not (source.is_dir() or source.is_file()):
-        raise CommandError(
-            f"path = {source} is not here: name a file or folder of this tree, or config=FILE makes data there"
-        )
+        raise CommandError(f"path = {source} is not here: name a file or folder of this tree")
     if not source.is_relative_to(PROJECT_ROOT) or source == PROJECT_ROOT:
         raise CommandError(f"path = {source} is not in {PROJECT_ROOT}: put it, or a link to it, into data/")
     path = source.relative_to(PROJECT_ROOT).as_posix()
@@ -55,7 +46,6 @@ def send_data(host: Host, path: str = "data", config: str = "", extra: Words = (
             f"path = {source} holds secrets: just sync-env sends env/*.env, readable by their owner only"
         )
     send(host, source, path)
-    return 0
 
 
 def build_remote(host: Host, extra: Words = ()) -> None:
@@ -65,14 +55,11 @@ def build_remote(host: Host, extra: Words = ()) -> None:
 
 def send_env(host: Host) -> None:
     files = environment.files(PROJECT_ROOT)
-    for file in files:
-        try:
+    try:
+        for file in files:
             environment.read(file)
-        except ValueError as error:
-            raise CommandError(str(error)) from error
-        if file.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            name = file.relative_to(PROJECT_ROOT)
-            print(f"others may read {name}: chmod 600 {shlex.quote(str(file))}", file=sys.stderr)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
     if not files:
         print("env/ has no settings to send: cp env/wandb.env.example env/wandb.env and fill it in", flush=True)
         return
@@ -214,35 +201,6 @@ def read_launch(host: Host, name: str = "") -> Launch:
     return Launch(name, directory, int(code) if code else None)
 
 
-def list_runs(host: Host) -> None:
-    """Print a table of the runs on the remote machine."""
-    fields = host.run("runs", capture=True).split("\0")[:-1]
-    rows = [("run", "step", "loss", "bound", "newest checkpoint", "written")]
-    for folder, written, newest, metrics, summary in zip(*[iter(fields)] * 5, strict=True):
-        lines = metrics.splitlines()
-        steps = [step for line in lines if (step := find_number(line, "step")) is not None]
-        losses = [loss for line in lines if (loss := find_number(line, "metrics", "loss")) is not None]
-        numbers = (losses[-1] if losses else None, find_number(summary, "evaluation", "nats_per_token"))
-        last_loss, bound = ("-" if value is None else f"{value:.4f}" for value in numbers)
-        written_at = time.strftime("%Y-%m-%d %H:%M", time.localtime(int(written)))
-        rows.append((folder, f"{max(steps, default=0):.0f}", last_loss, bound, newest or "-", written_at))
-    if len(rows) == 1:
-        print(f"{host.name}:{host.root} has no runs yet: just train config=FILE")
-        return
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    print("\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows))
-
-
-def find_number(line: str, *names: str) -> float | None:
-    """Return a nested number of a JSON object; None if there is none, or if the text is cut off."""
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        record = json.loads(line)
-        for name in names:
-            record = record[name]
-        return float(record)
-    return None
-
-
 def check_run_directory(host: Host, directory: str) -> None:
     """Check that the run that is fetched at the end does not replace another one.
 
@@ -271,7 +229,7 @@ RECIPES: dict[str, Callable[..., int | None]] = {
     "fetch": lambda host, any_file: fetch(host, any_file),
     "kill-train": kill,
     "status": lambda host: host.in_terminal("status"),
-    "list-runs": list_runs,
+    "list-runs": lambda host: host.in_terminal("runs"),
     "nvitop": lambda host, args=(): host.in_terminal("nvitop", *args),
     "attach-train": lambda host: host.in_terminal("attach"),
     "follow-train": lambda host: follow(host, read_launch(host).name),
@@ -287,32 +245,28 @@ def parse_arguments(recipe: str, words: list[str]) -> dict[str, Any]:
         CommandError: a word is neither an argument nor an option, or an argument is missing.
     """
     parameters = list(inspect.signature(RECIPES[recipe]).parameters.values())[1:]
-    named: dict[str, Any] = {}
     names = [parameter.name for parameter in parameters]
     split = [parameter.name for parameter in parameters if parameter.default == ()]
     known_names = ", ".join(f"{name}=" for name in names) or "none"
-    options: list[str] = []
-    for index, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if word.startswith("-"):
-            if not split:
-                raise CommandError(f"{word} is not an option: there are none here, and these arguments: {known_names}")
-            options = words[index + (word == "--") :]
-            break
-        if equals and name in names:
-            named[name] = value
-        elif index == 0 and names and not re.match(r"\w+=", word):
-            named[names[0]] = word
-        else:
+    first_option = next((index for index, word in enumerate(words) if word.startswith("-")), len(words))
+    words, options = words[:first_option], words[first_option:]
+    if options and not split:
+        raise CommandError(f"{options[0]} is not an option: there are none here, and these arguments: {known_names}")
+    if words and names and not re.match(r"\w+=", words[0]):
+        words[0] = f"{names[0]}={words[0]}"
+    for word in words:
+        if "=" not in word or word.partition("=")[0] not in names:
             raise CommandError(
                 f"{word!r} is not an argument here (there are: {known_names}); options begin with a dash"
             )
-    named = {name: value for name, value in named.items() if value}
+    named: dict[str, Any] = {name: value for name, _, value in (word.partition("=") for word in words) if value}
     for name in split:
         try:
-            named[name] = [*shlex.split(named.get(name, "")), *(options if name == split[0] else [])]
+            named[name] = shlex.split(named.get(name, ""))
         except ValueError as error:
             raise CommandError(f"{name} = {named[name]!r}: {error}") from error
+    for name in split[:1]:
+        named[name] += options[options[:1] == ["--"] :]
     for parameter in parameters:
         if parameter.default is parameter.empty and parameter.name not in named:
             raise CommandError(f"{parameter.name}= is missing: just {recipe} {parameter.name}=...")

@@ -54,13 +54,8 @@ bootstrap() {
     message=$(mkdir -p .remote/launches .tools/bin data runs env 2>&1) ||
         fail "REMOTE_ROOT = $root cannot be written: ${message%%$'\n'*}"
     have uv || install_uv
-    if ! have just; then
-        echo "just is not there: installing it into $root/.tools"
-        UV_TOOL_DIR=$root/.tools/tools UV_TOOL_BIN_DIR=$root/.tools/bin uv tool install --quiet rust-just ||
-            fail "just cannot be installed: uv tool install rust-just fails there"
-    fi
     for tool in tmux rsync; do have "$tool" || install_package "$tool"; done
-    echo "$root: $(uv --version), $(just --version), $(tmux -V)"
+    echo "$root: $(uv --version), $(tmux -V)"
 }
 
 build() {
@@ -139,9 +134,6 @@ find_path() {
         printf 'nothing\0'
     fi
 }
-
-# The root from /, which need not be there yet.
-root() { printf '%s' "$root"; }
 
 # --- training
 
@@ -322,16 +314,21 @@ stop() {
 
 # --- what is there
 
-# Of each run: its folder, when it was last written (Unix seconds), its newest checkpoint, the end of its metrics and its
-# summary, each ended by a NUL.
+# A table of the runs: the last step and loss of their metrics, the bound of their summary, their newest checkpoint.
 runs() {
-    local metrics folder
+    local metrics folder step loss bound layout='%-32s  %8s  %-8.8s  %-8.8s  %-17s  %s\n'
+    numbers() { grep -o "\"$1\": [0-9][0-9.e+-]*" | cut -d ' ' -f 2; } # behind a key, in lines of JSON
+    # shellcheck disable=SC2059
+    printf "$layout" run step loss bound 'newest checkpoint' written
     find runs -name checkpoints -prune -o -name metrics.jsonl -type f -print0 | LC_ALL=C sort -z |
         while IFS= read -r -d '' metrics; do
             folder=${metrics%/*}
-            printf '%s\0' "$folder" "$(stat -c %Y -- "$metrics")" \
-                "$(readlink -- "$folder/checkpoints/latest" || true)" "$(tail -n 100 -- "$metrics")" \
-                "$(cat -- "$folder/summary.json" 2>/dev/null || true)"
+            step=$(tail -n 100 -- "$metrics" | numbers step | tail -n 1) || step=-
+            loss=$(tail -n 100 -- "$metrics" | numbers loss | tail -n 1) || loss=-
+            bound=$(numbers nats_per_token 2>/dev/null <"$folder/summary.json" | head -n 1) || bound=-
+            # shellcheck disable=SC2059
+            printf "$layout" "$folder" "$step" "$loss" "$bound" "$(readlink -- "$folder/checkpoints/latest" || echo -)" \
+                "$(date -r "$metrics" '+%Y-%m-%d %H:%M')"
         done
 }
 
@@ -353,7 +350,7 @@ status() {
     printf '%-10s%s\n' machine "$HOSTNAME, $(nproc) cores" \
         root "$root, $(df -h --output=avail . | tail -n 1 | tr -d ' ') free" \
         tree "$(cat .remote/tree 2>/dev/null || echo 'not sent yet: run just bootstrap-remote')" \
-        tools "$(version uv --version), $(version just --version), $(version tmux -V)" built "$built" \
+        tools "$(version uv --version), $(version tmux -V)" built "$built" \
         GPU "${gpus//$'\n'/$'\n'          }" \
         env "${settings:-no settings: just sync-env sends env/*.env}" session "${state:-$session does not run}"
     [[ -n $launch ]] || return 0
@@ -368,7 +365,7 @@ status() {
 if [[ $action == find_path && ! -d $root ]]; then
     printf 'nothing\0'
     exit
-elif [[ $action != bootstrap && $action != root ]]; then
+elif [[ $action != bootstrap ]]; then
     [[ -d $root/.remote ]] ||
         fail "$root was not made by just bootstrap-remote: run it, or set REMOTE_ROOT to where it was made"
     cd -- "$root"

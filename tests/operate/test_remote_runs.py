@@ -266,13 +266,3 @@ def test_remote_tree_is_identified_by_its_contents(stubbed: Remote) -> None:
     notice.write_bytes(before + b"another")
     assert warned()
     notice.write_bytes(before)
-
-
-def test_records_of_something_else_are_listed(stubbed: Remote) -> None:
-    run = stubbed.root / "runs" / "odd"
-    run.mkdir()
-    lines = ('{"step": null, "metrics": null}', '{"step": "x", "metrics": {"loss": "y"}}', '{"step": 4, "metrics": 5}')
-    (run / "metrics.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    (run / "summary.json").write_text('{"evaluation": null}', encoding="utf-8")
-    (row,) = [line for line in stubbed.works("list-runs").splitlines() if line.startswith("runs/odd")]
-    assert row.split()[1:5] == ["4", "-", "-", "-"]
