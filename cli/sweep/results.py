@@ -65,19 +65,14 @@ def read_training_result(directory: Path) -> RunResult:
         return RunResult()
     numbers: dict[str, Number] = {}
     for name, keys in EVALUATION_KEYS.items():
-        value, error = (run.result("evaluation", key) if run.summary else _last(run, f"val_{key}") for key in keys)
+        value, error = (run.result("evaluation", key) if run.summary else run.last(f"val_{key}") for key in keys)
         if value is not None:
             numbers[name] = Number(value, error=error)
     tokens, seconds = run.result("tokens_seen"), run.result("seconds")
-    rate = tokens / seconds if tokens and seconds else _last(run, "tokens_per_second")
+    rate = tokens / seconds if tokens and seconds else run.last("tokens_per_second")
     if rate is not None:
         numbers["tokens_per_second"] = Number(rate)
     return RunResult(numbers, logged=run, is_final=bool(run.summary))
-
-
-def _last(run: LoggedRun, key: str) -> float | None:
-    series = run.numbers.get(key)
-    return None if series is None or series.last is None else series.last[1]
 
 
 def read_inference_result(directory: Path) -> RunResult:

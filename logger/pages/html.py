@@ -1,14 +1,13 @@
 """Render pages as self-contained HTML files: styles, scripts and values are inside, and nothing is fetched.
 
-Jinja templates hold the HTML: ``parts.html`` that of tables, charts and examples. All extend ``page.html``, which
-brings styles, color schemes and the content security policy. Values are escaped, and their control characters shown as
-escapes.
+Jinja templates hold the HTML: ``page.html`` the frame, ``parts.html`` tables, charts and examples. Values are escaped,
+and their control characters shown as escapes.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import resources
 from itertools import groupby
 from pathlib import Path
@@ -49,41 +48,22 @@ def render_html(page: Page) -> str:
     """
     data: list[dict[str, Any]] = []
     sections = {name: list(_group_charts(parts, data)) for name, parts in page.sections.items()}
-    return render_template("logger.pages/sections.html", page=page, title=page.title, sections=sections, data=data)
+    return _environment.get_template("page.html").render(page=page, sections=sections, data=data)
 
 
-def _group_charts(parts: Sequence[Part], data: list[dict[str, Any]]) -> list[tuple[str, Any]]:
-    """Return the kind and the value of each part; charts that follow each other stand side by side.
+def _group_charts(parts: Sequence[Part], data: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Iterate over kind and value of each part; charts that follow each other stand side by side.
 
     Args:
         data: gets the values of each chart, for the script.
     """
-    groups: list[tuple[str, Any]] = []
-    for is_chart, members in groupby(parts, lambda part: isinstance(part, Chart)):
-        if not is_chart:
-            groups += [(type(part).__name__, part) for part in members]
+    for kind, members in groupby(parts, lambda part: type(part).__name__):
+        if kind != "Chart":
+            yield from ((kind, part) for part in members)
             continue
-        figures = []
-        for chart in members:
-            assert isinstance(chart, Chart)
-            figure, values = draw_chart(chart)
-            figures.append({**figure, "number": len(data)})
-            data.append(values)
-        groups.append(("charts", figures))
-    return groups
-
-
-def render_template(template: str, **values: Any) -> str:
-    """Render a template.
-
-    Args:
-        template: package and file, as in ``logger.pages/sections.html``.
-        values: the template's variables; `logger/pages/page.html` needs ``title`` and ``data``, which becomes JSON.
-
-    Raises:
-        ValueError: ``data`` has a number that is not finite.
-    """
-    return _environment.get_template(template).render(values)
+        drawings = [draw_chart(chart) for chart in members if isinstance(chart, Chart)]
+        yield "charts", [{**figure, "number": len(data) + index} for index, (figure, _) in enumerate(drawings)]
+        data += [values for _, values in drawings]
 
 
 def _sort_key(cell: Cell, text: str) -> str:
@@ -103,8 +83,7 @@ def _mark_masked_spans(text: str) -> Markup:
 
 
 def _read(name: str) -> str:
-    package, _, file = name.partition("/")
-    return resources.files(package).joinpath(file).read_text(encoding="utf-8")
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
 _environment = Environment(

@@ -35,9 +35,14 @@ class ChartSpec:
     from_zero: bool = False
     is_smoothed: bool = False
     note: str = ""
+    errors: str = ""
+    """Name of the metric of the standard errors."""
 
 
 CHART_SPECS = (
+    ChartSpec("Training loss", "nats per token", "loss", is_smoothed=True),
+    ChartSpec("Validation", "nats per token", "val_nats_per_token", errors="val_standard_error"),
+    ChartSpec("Validation, by bytes", "bits per byte", "val_bits_per_byte", errors="val_bits_per_byte_standard_error"),
     ChartSpec("Balance loss of the routers", "with its weight", "balance_loss", is_smoothed=True),
     ChartSpec("Top-1 accuracy", "% of masked held-out tokens", r"val_top1_accuracy/(.+)", 100.0, from_zero=True),
     ChartSpec("Accuracy on tasks", "%", r"tasks/(.+)", 100.0, from_zero=True),
@@ -62,41 +67,13 @@ CHART_SPECS = (
 )
 
 
-@dataclass(frozen=True)
-class ValidationMetric:
-    """A validation result, in ``metrics.jsonl`` during the run and in ``summary.json`` at its end."""
-
-    unit: str
-    summary_keys: tuple[str, str]
-    """Keys of the value and of its standard error. The metrics are called the same, after ``val_``."""
-
-    @property
-    def key(self) -> str:
-        return f"val_{self.summary_keys[0]}"
-
-    @property
-    def error_key(self) -> str:
-        return f"val_{self.summary_keys[1]}"
-
-
-NATS_PER_TOKEN = ValidationMetric("nats per token", ("nats_per_token", "standard_error"))
-BITS_PER_BYTE = ValidationMetric("bits per byte", ("bits_per_byte", "bits_per_byte_standard_error"))
-
-METRICS_WITH_OWN_CHART = {
-    "loss", "loss_smooth", "val_nats_per_token", "val_standard_error", "val_bits_per_byte",
-    "val_bits_per_byte_standard_error", "lr", "tokens_seen", "seconds_left", "skipped_steps",
-}  # fmt: skip
-"""Metrics without a chart among the others: they have one of their own, or are in the table of results."""
+METRICS_WITHOUT_CHART = {"loss_smooth", "lr", "tokens_seen", "seconds_left", "skipped_steps"}
+"""In another chart, or in the table of results."""
 
 
 def main_charts(runs: Sequence[LoggedRun]) -> list[Chart]:
     """Return the charts of known metrics, in order, without empty ones."""
-    charts = _build_charts(ChartSpec("Training loss", "nats per token", "loss", is_smoothed=True), runs)
-    charts += [_validation(runs, metric) for metric in (NATS_PER_TOKEN, BITS_PER_BYTE)]
-    charts += [chart for kind in CHART_SPECS for chart in _build_charts(kind, runs)]
-    if not any(re.fullmatch(r"lr/.+", key) for run in runs for key in run.numbers):
-        charts += _build_charts(ChartSpec("Learning rate", "", "lr", from_zero=True), runs)
-    return _nonempty(charts, runs)
+    return [chart for spec in CHART_SPECS for chart in _build_charts(spec, runs)]
 
 
 def other_metrics(runs: Sequence[LoggedRun]) -> tuple[list[Chart], list[str]]:
@@ -104,18 +81,17 @@ def other_metrics(runs: Sequence[LoggedRun]) -> tuple[list[Chart], list[str]]:
 
     The table has metrics that never change, are not numbers, or belong to a large family.
     """
-    charted = re.compile("|".join(["final_.+", *(f"(?:{kind.keys})" for kind in CHART_SPECS)]))
+    known = [*METRICS_WITHOUT_CHART, "final_.+", *(spec.keys for spec in CHART_SPECS), *(s.errors for s in CHART_SPECS)]
+    charted = re.compile("|".join(f"(?:{keys})" for keys in known))
     keys = dict.fromkeys(key for run in runs for key in run.numbers)
-    remaining = [key for key in keys if key not in METRICS_WITH_OWN_CHART and not charted.fullmatch(key)]
+    remaining = [key for key in keys if not charted.fullmatch(key)]
     families = Counter(key.partition("/")[0] for key in remaining)
     drawn = [
         key
         for key in remaining
         if families[key.partition("/")[0]] <= MAX_CHARTS_PER_FAMILY and any(_changes(run, key) for run in runs)
     ]
-    charts = _nonempty(
-        [chart for key in drawn for chart in _build_charts(ChartSpec(key, "", re.escape(key)), runs)], runs
-    )
+    charts = [chart for key in drawn for chart in _build_charts(ChartSpec(key, "", re.escape(key)), runs)]
     texts = dict.fromkeys(key for run in runs for key in run.texts)
     return charts, [*(key for key in remaining if key not in drawn), *texts]
 
@@ -125,61 +101,48 @@ def _changes(run: LoggedRun, key: str) -> bool:
     return len(np.unique(values_N[np.isfinite(values_N)])) > 1
 
 
-def _nonempty(charts: Sequence[Chart], runs: Sequence[LoggedRun]) -> list[Chart]:
-    """Drop empty charts, and make the axis of steps as long as the longest run."""
-    for chart in charts:
-        chart.x_end = float(max(run.last_step for run in runs))
-    return [chart for chart in charts if chart.lines]
-
-
-def _validation(runs: Sequence[LoggedRun], metric: ValidationMetric) -> Chart:
-    """Build a chart of the validations during the run; the final one is in the table of results."""
-    chart = Chart("Validation" if metric is NATS_PER_TOKEN else "Validation, by bytes", metric.unit, [])
-    for color, run in enumerate(runs):
-        series = run.numbers.get(metric.key)
-        if series is not None and not series.is_empty:
-            errors = run.numbers.get(metric.error_key)
-            is_aligned = errors is not None and np.array_equal(errors.steps_N, series.steps_N)
-            error_N = errors.values_N if errors is not None and is_aligned else None
-            chart.lines.append(build_curve(run.name, series, color, len(runs), error_N=error_N))
-    if any(line.error_N is not None for line in chart.lines):
-        chart.note = "Bars: one standard error."
-    return chart
-
-
-def _build_charts(kind: ChartSpec, runs: Sequence[LoggedRun]) -> list[Chart]:
-    """Build a chart of all metrics of one run, or a chart for each metric of several runs."""
-    keys = list(dict.fromkeys(key for run in runs for key in run.numbers if re.fullmatch(kind.keys, key)))
-    labels = {key: _label_of_metric(kind, key) for key in keys}
+def _build_charts(spec: ChartSpec, runs: Sequence[LoggedRun]) -> list[Chart]:
+    """Build a chart of all metrics of one run, or a chart for each metric of several runs; empty ones are left out."""
+    keys = list(dict.fromkeys(key for run in runs for key in run.numbers if re.fullmatch(spec.keys, key)))
+    labels = {key: _label_of_metric(spec, key) for key in keys}
     if len(runs) == 1:
-        return [_build_chart(kind, kind.title, [(labels[key] or runs[0].name, runs[0], key) for key in keys])]
-    titles = {key: f"{kind.title}, {label}" if label else kind.title for key, label in labels.items()}
-    return [_build_chart(kind, titles[key], [(run.name, run, key) for run in runs]) for key in keys]
+        charts = [(spec.title, [(labels[key] or runs[0].name, runs[0], key) for key in keys])]
+    else:
+        titles = {key: f"{spec.title}, {label}" if label else spec.title for key, label in labels.items()}
+        charts = [(titles[key], [(run.name, run, key) for run in runs]) for key in keys]
+    x_end = float(max(run.last_step for run in runs))  # the axis of steps is as long as the longest run
+    built = [_build_chart(spec, title, metrics, x_end) for title, metrics in charts]
+    return [chart for chart in built if chart.lines]
 
 
-def _build_chart(kind: ChartSpec, title: str, metrics: Sequence[tuple[str, LoggedRun, str]]) -> Chart:
+def _build_chart(spec: ChartSpec, title: str, metrics: Sequence[tuple[str, LoggedRun, str]], x_end: float) -> Chart:
     """Build a chart of metrics: name of the curve, run and key."""
-    chart = Chart(title, kind.unit, [], is_log=kind.is_log, from_zero=kind.from_zero)
-    num_missing = 0
+    chart = Chart(title, spec.unit, [], is_log=spec.is_log, from_zero=spec.from_zero, x_end=x_end)
+    notes, num_missing = [spec.note], 0
     for color, (name, run, key) in enumerate(metrics):
-        logged = run.numbers.get(key)
+        logged, errors = run.numbers.get(key), run.numbers.get(spec.errors)
         if logged is None or logged.is_empty:
             continue
-        series = Series(logged.steps_N, logged.values_N * kind.scale)
-        smooth_N = moving_average(series.values_N) if kind.is_smoothed else None
-        chart.lines.append(build_curve(name, series, color, len(metrics), smooth_N=smooth_N))
+        series = Series(logged.steps_N, logged.values_N * spec.scale)
+        smooth_N = moving_average(series.values_N) if spec.is_smoothed else None
+        is_aligned = errors is not None and np.array_equal(errors.steps_N, series.steps_N)
+        error_N = errors.values_N if errors is not None and is_aligned else None
+        chart.lines.append(build_curve(name, series, color, len(metrics), smooth_N=smooth_N, error_N=error_N))
         num_missing += series.num_missing
-    missing = f"{num_missing:,} value{'s are' if num_missing > 1 else ' is'} not finite." if num_missing else ""
-    chart.note = " ".join(filter(None, [kind.note, missing]))
+    if any(line.error_N is not None for line in chart.lines):
+        notes.append("Bars: one standard error.")
+    if num_missing:
+        notes.append(f"{num_missing:,} value{'s are' if num_missing > 1 else ' is'} not finite.")
+    chart.note = " ".join(filter(None, notes))
     return chart
 
 
-def _label_of_metric(kind: ChartSpec, key: str) -> str:
-    match = re.fullmatch(kind.keys, key)
+def _label_of_metric(spec: ChartSpec, key: str) -> str:
+    match = re.fullmatch(spec.keys, key)
     if match is None or not match.groups():
         return ""
     text = match[1].replace("_", " ")
-    if "top1_accuracy" not in kind.keys and "fraction" not in kind.keys:
+    if "top1_accuracy" not in spec.keys and "fraction" not in spec.keys:
         return text
     shares = re.fullmatch(r"([\d.]+)(?:-([\d.]+))?", text)
     return (

@@ -54,10 +54,16 @@ class Series:
         return int((~np.isfinite(self.values_N)).sum())
 
     @property
-    def last(self) -> tuple[float, float] | None:
-        """Step and value of the last finite point."""
-        indices = np.flatnonzero(np.isfinite(self.values_N))
-        return (float(self.steps_N[indices[-1]]), float(self.values_N[indices[-1]])) if len(indices) else None
+    def last_step(self) -> float | None:
+        """Step of the last finite value; None: there is none."""
+        steps_N = self.steps_N[np.isfinite(self.values_N)]
+        return float(steps_N[-1]) if len(steps_N) else None
+
+    @property
+    def last(self) -> float | None:
+        """The last finite value; None: there is none."""
+        values_N = self.values_N[np.isfinite(self.values_N)]
+        return float(values_N[-1]) if len(values_N) else None
 
 
 @dataclass(frozen=True)
@@ -103,15 +109,23 @@ class LoggedRun:
         """Return the events of these kinds, in order."""
         return [event for event in self.events if event.kind in kinds]
 
-    def result(self, *keys: str | int) -> float | None:
-        """Return a number of ``summary.json`` by its path; None: it is missing."""
+    def last(self, key: str) -> float | None:
+        """Return the last finite value of a metric; None: it has none."""
+        return self.numbers[key].last if key in self.numbers else None
+
+    def value(self, *keys: str | int) -> Any:
+        """Return a value of ``summary.json`` by its path; None: it is missing."""
         value: Any = self.summary
         for key in keys:
             try:
                 value = value[key]
             except (KeyError, IndexError, TypeError):
                 return None
-        number = _number(value)
+        return value
+
+    def result(self, *keys: str | int) -> float | None:
+        """Return a number of ``summary.json`` by its path; None: it is missing."""
+        number = _number(self.value(*keys))
         return None if math.isnan(number) else number
 
 

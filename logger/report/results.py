@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import count
 from typing import Literal
 
 from logger.console import format_duration
 from logger.pages import Cell, Column, Number, Part, Table, format_cell
-from logger.report.charts import BITS_PER_BYTE, NATS_PER_TOKEN, ValidationMetric
 from logger.report.reading import LoggedRun, RunEvent
 
 MAX_EVENTS = 200
 """Events listed for each run; all are in metrics.jsonl."""
 
 FAILURE_EVENTS = ("failed", "skipped", "report")
+
+VALIDATION_RESULTS = (
+    ("nats per token", "nats_per_token", "standard_error"),
+    ("bits per byte", "bits_per_byte", "bits_per_byte_standard_error"),
+)
+"""Unit, and keys of the value and its standard error in summary.json; metrics are called the same, after ``val_``."""
 
 
 def tabulate_results(runs: Sequence[LoggedRun]) -> Table:
@@ -29,50 +33,50 @@ def _table_by_run(first: str, runs: Sequence[LoggedRun], rows: Sequence[Sequence
 
 
 def _result_rows(runs: Sequence[LoggedRun]) -> Iterator[tuple[str, list[Cell]]]:
-    for metric in (NATS_PER_TOKEN, BITS_PER_BYTE):
-        yield f"Validation, {metric.unit}", [_validation_result(run, metric) for run in runs]
+    def results(*keys: str | int, style: str = ".3f") -> list[Cell]:
+        """Numbers of the summaries, by their path."""
+        return [_number(run.result(*keys), style) for run in runs]
+
+    def items(*keys: str | int) -> range:
+        """Indices of the longest list at a path."""
+        lists = [run.value(*keys) for run in runs]
+        return range(max(len(value) if isinstance(value, list) else 0 for value in lists))
+
+    def first(*keys: str | int) -> float:
+        return next((value for run in runs if (value := run.result(*keys)) is not None), math.nan)
+
+    for unit, *keys in VALIDATION_RESULTS:
+        yield f"Validation, {unit}", [_validation_result(run, *keys) for run in runs]
     yield "Kind of bound", [_kind(run) if run.summary else None for run in runs]
-    others = [run.summary.get("other_block_lengths") for run in runs]
-    for index in range(max(len(value) if isinstance(value, list) else 0 for value in others)):
+    for index in items("other_block_lengths"):
         yield "Also trained for, nats per token", [_other_bound(run, index) for run in runs]
-    yield "Entropy of the source, nats per document", _column(runs, "source_entropy")
-    yield "Unigram entropy, nats per token", _column(runs, "evaluation", "unigram_entropy")
-    ngrams = [run.summary.get("ngrams") for run in runs]
+    yield "Entropy of the source, nats per document", results("source_entropy")
+    yield "Unigram entropy, nats per token", results("evaluation", "unigram_entropy")
+    ngrams = [run.value("ngrams") for run in runs]
     for name in dict.fromkeys(name for entropies in ngrams if isinstance(entropies, dict) for name in entropies):
-        yield f"{name}, nats per token", _column(runs, "ngrams", name)
-    for index in range(2):
-        fraction = _first(runs, "evaluation", "fills", index, "fraction")
-        for rank in (1, 5) if fraction is not None else ():
-            cells = _column(runs, "evaluation", "fills", index, f"top{rank}_accuracy", style=".1%")
-            yield f"Top-{rank} accuracy, {fraction:.0%} masked", cells
-    for index in count():
-        low, high = (_first(runs, "evaluation", "by_masked_fraction", index, column) for column in range(2))
-        if low is None or high is None:
-            break
-        cells = _column(runs, "evaluation", "by_masked_fraction", index, 2)
-        yield f"Loss, {low:.0%} to {high:.0%} masked", cells
-    yield "Training loss, averaged", [_number(_last(run, "loss_smooth")) for run in runs]
-    yield "Parameters", _column(runs, "parameters", style=",.0f")
-    yield "Tokens seen", [_number(_tokens(run), ",.0f") for run in runs]
+        yield f"{name}, nats per token", results("ngrams", name)
+    for index in items("evaluation", "fills"):
+        fill = ("evaluation", "fills", index)
+        for rank in (1, 5):
+            yield (
+                f"Top-{rank} accuracy, {first(*fill, 'fraction'):.0%} masked",
+                results(*fill, f"top{rank}_accuracy", style=".1%"),
+            )
+    for index in items("evaluation", "by_masked_fraction"):
+        row = ("evaluation", "by_masked_fraction", index)
+        yield f"Loss, {first(*row, 0):.0%} to {first(*row, 1):.0%} masked", results(*row, 2)
+    yield "Training loss, averaged", [_number(run.last("loss_smooth")) for run in runs]
+    yield "Parameters", results("parameters", style=",.0f")
+    yield "Tokens seen", [_number(run.result("tokens_seen") or run.last("tokens_seen"), ",.0f") for run in runs]
     yield "Steps", [describe_steps(run) for run in runs]
-    yield "Skipped steps", [_number(_last(run, "skipped_steps") or None, ",.0f") for run in runs]
+    yield "Skipped steps", [_number(run.last("skipped_steps") or None, ",.0f") for run in runs]
     yield "Time of training steps", [None if (s := _seconds(run)) is None else format_duration(s) for run in runs]
     if any((run.result("padding_share") or 0.0) >= 0.0005 for run in runs):
-        yield "Padding of the training rows", _column(runs, "padding_share", style=".1%")
+        yield "Padding of the training rows", results("padding_share", style=".1%")
 
 
 def _number(value: float | None, style: str = ".3f") -> Cell:
     return None if value is None else Number(value, style)
-
-
-def _first(runs: Sequence[LoggedRun], *keys: str | int) -> float | None:
-    """Return a number of the first summary that has it."""
-    return next((value for run in runs if (value := run.result(*keys)) is not None), None)
-
-
-def _column(runs: Sequence[LoggedRun], *keys: str | int, style: str = ".3f") -> list[Cell]:
-    """Return a number of each run's summary; ``style`` is its format specification."""
-    return [_number(run.result(*keys), style) for run in runs]
 
 
 def _other_bound(run: LoggedRun, index: int) -> Cell:
@@ -82,17 +86,15 @@ def _other_bound(run: LoggedRun, index: int) -> Cell:
     return None if value is None else f"{format_cell(Number(value, '.3f', error))}, {pattern}"
 
 
-def _validation_result(run: LoggedRun, metric: ValidationMetric) -> Cell:
+def _validation_result(run: LoggedRun, key: str, error_key: str) -> Cell:
     """Return the final value with its error, or the run's last value and its step."""
-    value, error = (run.result("evaluation", key) for key in metric.summary_keys)
+    value, error = run.result("evaluation", key), run.result("evaluation", error_key)
     if value is not None:
         return Number(value, ".3f", error)
-    series, errors = run.numbers.get(metric.key), run.numbers.get(metric.error_key)
-    if series is None or series.last is None:
+    value, error = run.last(f"val_{key}"), run.last(f"val_{error_key}")
+    if value is None:
         return None
-    step, value = series.last
-    error = errors.last[1] if errors is not None and errors.last is not None and errors.last[0] == step else None
-    return f"{format_cell(Number(value, '.3f', error))} at step {step:,.0f}"
+    return f"{format_cell(Number(value, '.3f', error))} at step {run.numbers[f'val_{key}'].last_step:,.0f}"
 
 
 def _kind(run: LoggedRun) -> str:
@@ -107,21 +109,11 @@ def describe_steps(run: LoggedRun) -> str:
     return f"{run.last_step:,}" + (f" of {run.max_steps:,}" if run.max_steps else "")
 
 
-def _last(run: LoggedRun, key: str) -> float | None:
-    series = run.numbers.get(key)
-    return None if series is None or series.last is None else series.last[1]
-
-
-def _tokens(run: LoggedRun) -> float | None:
-    return _last(run, "tokens_seen") if run.result("tokens_seen") is None else run.result("tokens_seen")
-
-
 def _seconds(run: LoggedRun) -> float | None:
     if run.result("seconds") is not None:
         return run.result("seconds")
-    tokens, speed = _last(run, "tokens_seen"), _last(run, "tokens_per_second")
-    seconds = tokens / speed if tokens is not None and speed else math.nan
-    return seconds if math.isfinite(seconds) else None
+    tokens, speed = run.last("tokens_seen"), run.last("tokens_per_second")
+    return tokens / speed if tokens is not None and speed else None
 
 
 def tabulate_last_values(runs: Sequence[LoggedRun], keys: Sequence[str]) -> list[Part]:
@@ -133,7 +125,7 @@ def tabulate_last_values(runs: Sequence[LoggedRun], keys: Sequence[str]) -> list
 def _last_value(run: LoggedRun, key: str) -> Cell:
     if key not in run.numbers:
         return run.texts.get(key)
-    value = _last(run, key)
+    value = run.last(key)
     return math.nan if value is None else value
 
 

@@ -47,5 +47,5 @@ def test_smoothing_follows_a_line_without_lag_and_passes_over_gaps() -> None:
 
 def test_last_and_missing() -> None:
     series = Series(np.array([1.0, 2.0, 3.0]), np.array([5.0, 4.0, np.nan]))
-    assert (series.last, series.num_missing, series.is_empty) == ((2.0, 4.0), 1, False)
+    assert (series.last_step, series.last, series.num_missing, series.is_empty) == (2.0, 4.0, 1, False)
     assert Series(np.array([1.0]), np.array([np.nan])).last is None

@@ -9,8 +9,6 @@ import re
 from collections.abc import Callable
 
 import numpy as np
-import pytest
-from jinja2 import UndefinedError
 
 from logger.pages import (
     Chart,
@@ -28,7 +26,7 @@ from logger.pages import (
     format_cell,
     format_number,
 )
-from logger.pages.html import render_html, render_template
+from logger.pages.html import render_html
 from logger.pages.markdown import render_markdown
 from logger.pages.terminal import list_parts, render_text
 
@@ -89,13 +87,6 @@ def test_hostile_text_is_only_shown() -> None:
     assert json.loads(data)[0]["lines"][0]["y"] == [4.0, None, 1.0]
     markdown = re.sub(r"(?s)^(`{3,})text\n.*?^\1$", "", render_markdown(PAGE), flags=re.MULTILINE)
     assert not re.search(r"(?<!\\)[<`_]", markdown), "outside of fences nothing is interpreted"
-
-
-def test_numbers_that_json_lacks_and_missing_values_are_errors() -> None:
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        render_template("logger.pages/page.html", title="t", data=[math.nan])
-    with pytest.raises(UndefinedError, match="title"):
-        render_template("logger.pages/page.html", data=[])
 
 
 def test_numbers_and_cells() -> None:
