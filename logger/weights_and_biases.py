@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from config.base import NonEmptyStr, PositiveFloat, StrTuple, TupleOf
 from files.atomic import write_text_atomic
-from logger.jsonl import RecordReader
 from logger.run_logger import Metrics, Sink, SinkOptions, SinkRun
 
 RUN_ID_FILE = "wandb_run_id"
@@ -38,8 +37,8 @@ class WandbConfig(SinkOptions):
     tags: StrTuple = ()
     """Tags of the run."""
     artifacts: TupleOf[Literal["checkpoints", "tokenizer", "samples"]] = ()
-    """Uploads at the end: the newest checkpoint, the tokenizer, a table of the samples. A checkpoint temporarily needs
-    its size once more on the disk."""
+    """Uploads: at the end the newest checkpoint and the tokenizer; each sample as a table. A checkpoint temporarily
+    needs its size once more on the disk."""
     timeout_seconds: PositiveFloat = 60.0
     """Timeout for starting the W&B run, and for the last uploads at its end. `wandb sync` uploads the rest."""
 
@@ -67,7 +66,6 @@ class WandbLogger(Sink[WandbConfig]):
         import wandb
 
         self._config, self._directory = options, run.directory
-        self._samples = read_logged_samples(run) if "samples" in options.artifacts else []
         mode = _requested_mode(options)
         if mode == "online" and (problem := find_login_problem()) is not None:
             log(f"Weights & Biases: {problem}; {OFFLINE_NOTICE}")
@@ -96,18 +94,16 @@ class WandbLogger(Sink[WandbConfig]):
         self._wandb.log({STEP_METRIC: step, **values})
 
     def event(self, step: int, kind: str, text: str, values: Metrics | None = None) -> None:
-        """Collect samples for the table at the end, if configured."""
+        """Log a sample, if configured."""
         if kind == "sample" and "samples" in self._config.artifacts:
-            self._samples.append((step, text))
+            import wandb
+
+            table = wandb.Table(columns=["step", "text"], data=[[step, text]])
+            self._wandb.log({STEP_METRIC: step, "samples": table})
 
     def close(self, exit_code: int = 0) -> None:
         """Upload the configured files, and finish with this code even if an upload fails."""
         try:
-            if self._samples:
-                import wandb
-
-                rows = [list(sample) for sample in self._samples]
-                self._wandb.log({"samples": wandb.Table(columns=["step", "text"], data=rows)})
             for name, kind, path in (
                 ("checkpoints", "model", self._directory / "checkpoints" / "latest"),
                 ("tokenizer", "tokenizer", self._directory / "tokenizer"),
@@ -134,13 +130,6 @@ def find_login_problem() -> str | None:
     except Exception as error:
         return str(error)
     return None if has_key else "no key in WANDB_API_KEY or ~/.netrc"
-
-
-def read_logged_samples(run: SinkRun) -> list[tuple[int, str]]:
-    """Return step and text of the samples from before a resume; the new table replaces the service's."""
-    records = RecordReader(run.directory / "metrics.jsonl").read_new() if run.step else []
-    samples = [record for record in records if record.get("event") == "sample" and record["step"] <= run.step]
-    return [(record["step"], str(record.get("text", ""))) for record in samples]
 
 
 def get_run_id(directory: Path, step: int) -> str:

@@ -93,7 +93,7 @@ class LoggedRun:
     summary: dict[str, Any] = field(default_factory=dict)
     """``summary.json``; empty before the run is complete."""
     tokenizer: str | None = None
-    """Hashes of the tokenizer's files; None: there are none."""
+    """Hash of the tokenizer's file; None: there is none."""
     last_step: int = 0
     state: RunState = "complete"
     notes: list[str] = field(default_factory=list)
@@ -286,15 +286,11 @@ def rename_metrics(values: Any) -> Any:
 
 
 def _fingerprint(folder: Path) -> str | None:
-    """Hash the tokenizer files that exist; None: there are none."""
-    # Older versions wrote more files beside tokenizer.json.
-    names = ["tokenizer.json"] if (folder / "tokenizer.json").is_file() else ["vocab.json", "merges.txt"]
+    """Hash the tokenizer's file; None: there is none."""
     try:
-        contents = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+        return hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
     except OSError:
         return None
-    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-    return json.dumps(hashes) if hashes else None
 
 
 def _state(run: LoggedRun) -> RunState:

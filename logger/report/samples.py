@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from logger.pages import Example, Examples, Output, Part, Token
 from logger.report.reading import LoggedRun, RunEvent
@@ -43,17 +42,11 @@ def _subsample(filled: list[Output]) -> list[Output]:
 
 def read_tokens(event: RunEvent) -> tuple[Token, ...] | None:
     """Read the tokens of a sample event; None: its values are damaged or missing."""
-    values = event.values
-    texts = values.get("tokens")
-    if not isinstance(values.get("given"), str) or not isinstance(texts, list):
-        return None
     try:
-        columns = list(zip(texts, values.get("step_map", ()), values.get("logprobs", ()), strict=True))
-    except (TypeError, ValueError):
+        columns = zip(*(event.values[key] for key in ("tokens", "step_map", "logprobs")), strict=True)
+        return join_tokens(columns) if isinstance(event.values["given"], str) else None
+    except (KeyError, TypeError, ValueError):
         return None
-    if not all(isinstance(text, str) and _is_forward(forward) and _is_logprob(p) for text, forward, p in columns):
-        return None
-    return join_tokens(columns)
 
 
 def join_tokens(columns: Iterable[tuple[str, int | None, float | None]]) -> tuple[Token, ...]:
@@ -76,14 +69,6 @@ def join_tokens(columns: Iterable[tuple[str, int | None, float | None]]) -> tupl
             tokens += [Token(text[size:])] if text[size:] else []
             rest = []
     return tuple(tokens)
-
-
-def _is_forward(value: Any) -> bool:
-    return value is None or (type(value) is int and 0 < value < 2**31)
-
-
-def _is_logprob(value: Any) -> bool:
-    return value is None or (isinstance(value, float | int) and not math.isnan(value))
 
 
 def mark_fills(masked_text: str, filled_text: str) -> tuple[Token, ...]:

@@ -169,7 +169,7 @@ def test_different_tokenizer_files_have_different_fingerprints(tmp_path: Path) -
     for name, merges in (("a", "t h"), ("b", "t h"), ("c", "h e")):
         folder = write(tmp_path / name, [step(1, loss=1.0)])
         (folder / "tokenizer").mkdir()
-        (folder / "tokenizer" / "merges.txt").write_text(merges)
+        (folder / "tokenizer" / "tokenizer.json").write_text(merges)
         tokenizers.append(read_run(folder).tokenizer)
     assert tokenizers[0] == tokenizers[1] != tokenizers[2]
     assert read_run(write(tmp_path / "d", [step(1, loss=1.0)])).tokenizer is None

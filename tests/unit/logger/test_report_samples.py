@@ -45,9 +45,8 @@ def test_each_token_has_its_forward_and_probability(values: dict[str, Any], toke
 @pytest.mark.parametrize(
     "values",
     [
-        {"given": None}, {"tokens": "axbc"}, {"tokens": [1, 2, 3, 4]}, {"tokens": ["a"]}, {"step_map": None},
-        {"step_map": [None, 0, 1, None]}, {"step_map": [None, True, 1, None]}, {"step_map": [None, 1.5, 1, None]},
-        {"step_map": [None, 1]}, {"logprobs": "0000"}, {"logprobs": [None, math.nan, 0.0, None]}, {"logprobs": {}},
+        {"given": None}, {"tokens": [1, 2, 3, 4]}, {"tokens": ["a"]}, {"step_map": None}, {"step_map": [None, 1]},
+        {"logprobs": "0000"}, {"logprobs": {}},
     ],
 )  # fmt: skip
 def test_damaged_values_leave_the_words(values: dict[str, Any]) -> None:

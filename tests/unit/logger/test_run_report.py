@@ -69,7 +69,7 @@ def make_run(folder: Path, *, steps: int = 6, learning_rate: float = 0.01, merge
         encoding="utf-8",
     )
     (folder / "tokenizer").mkdir()
-    (folder / "tokenizer" / "merges.txt").write_text(merges, encoding="utf-8")
+    (folder / "tokenizer" / "tokenizer.json").write_text(merges, encoding="utf-8")
     (folder / "summary.json").write_text(json.dumps(summary(3.983, steps)), encoding="utf-8")
     return folder
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -109,8 +108,8 @@ def test_what_a_run_sends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert fake.run.calls[1:] == [
         ("define_metric", ("*", "trainer/step")),
         ("log", {"trainer/step": 1, "loss": 2.5}),
+        ("log", {"trainer/step": 2, "samples": (["step", "text"], [[2, "a cat"]])}),
         ("log", {"trainer/step": 2, "val_nats_per_token": 2.0}),
-        ("log", {"samples": (["step", "text"], [[2, "a cat"]])}),
         ("log_artifact", (str(tmp_path / "checkpoints/step-2"), f"{run_id}-checkpoints", "model")),
         ("log_artifact", (str(tmp_path / "tokenizer"), f"{run_id}-tokenizer", "tokenizer")),
         ("finish", 143),
@@ -188,17 +187,3 @@ def test_the_package_itself_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     while b"lr/hidden" not in log.read_bytes():
         assert time.monotonic() < deadline, log.read_bytes()
         time.sleep(0.05)
-
-
-def test_the_table_has_the_samples_from_before_a_run_went_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    lines = [
-        {"step": 1, "event": "sample", "text": "one"},
-        {"step": 1, "metrics": {"loss": 1.0}},
-        {"step": 2, "event": "sample", "text": "two, which comes as an event, too"},
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + "{half")
-    fake = FakeWandb()
-    (sink,), _ = open_with(fake, monkeypatch, tmp_path, step=1, artifacts=("samples",), mode="offline")
-    sink.event(2, "sample", "two")
-    sink.close(0)
-    assert ("log", {"samples": (["step", "text"], [[1, "one"], [2, "two"]])}) in fake.run.calls
