@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from diffusionlm.inference.generate import CanvasSnapshot, Generation, take_snapshot, to_generation
 from diffusionlm.inference.requests import ActiveRequest, TopLogprobs
@@ -122,40 +123,32 @@ class EngineRequest:
 
     def _update(self, *, is_done: bool = False) -> None:
         """Read the state of the request; with ``is_done`` the answer."""
-        request, now = self._request, time.monotonic()
-        before = self._state
+        request, before = self._request, self._state
         new_positions = request.final_positions()[len(before.token_ids) :]
-        with self._condition:
-            if self._state.is_done:
-                return
-            self._state = replace(
-                self._state,
-                version=self._state.version + 1,
-                token_ids=before.token_ids + tuple(request.tokens_L[new_positions].tolist()),
-                logprobs=before.logprobs + tuple(request.logprobs_L[new_positions].tolist()),
-                top_logprobs=before.top_logprobs + request.top_logprobs_at(new_positions),
-                steps=before.steps + tuple(request.step_map_L[new_positions].tolist()),
-                canvas=take_snapshot(request) if self._with_canvas else None,
-                generation=to_generation(request) if is_done else None,
-                num_cached_tokens=request.num_cached_tokens,
-                num_forwards=request.num_forwards,
-                started=self._state.started or (now if request.num_forwards else None),
-                finished=now if is_done else None,
-            )
-            self._condition.notify_all()
-        self._call_listeners()
+        now = time.monotonic()
+        self._change(
+            token_ids=before.token_ids + tuple(request.tokens_L[new_positions].tolist()),
+            logprobs=before.logprobs + tuple(request.logprobs_L[new_positions].tolist()),
+            top_logprobs=before.top_logprobs + request.top_logprobs_at(new_positions),
+            steps=before.steps + tuple(request.step_map_L[new_positions].tolist()),
+            canvas=take_snapshot(request) if self._with_canvas else None,
+            generation=to_generation(request) if is_done else None,
+            num_cached_tokens=request.num_cached_tokens,
+            num_forwards=request.num_forwards,
+            started=before.started or (now if request.num_forwards else None),
+            finished=now if is_done else None,
+        )
 
     def _fail(self, error: Exception) -> None:
         """End the request with an error. It is not read: what is wrong with it may be the reason."""
+        self._change(error=error, finished=time.monotonic())
+
+    def _change(self, **changes: Any) -> None:
         with self._condition:
             if self._state.is_done:
                 return
-            self._state = replace(self._state, version=self._state.version + 1, error=error, finished=time.monotonic())
+            self._state = replace(self._state, version=self._state.version + 1, **changes)
             self._condition.notify_all()
-        self._call_listeners()
-
-    def _call_listeners(self) -> None:
-        with self._condition:
             listeners = list(self._listeners)
         for listener in listeners:
             try:

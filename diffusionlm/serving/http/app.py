@@ -8,7 +8,6 @@ import logging
 import re
 import secrets
 import time
-from dataclasses import dataclass
 from functools import cache
 from http import HTTPStatus
 from importlib import resources
@@ -16,7 +15,7 @@ from importlib import resources
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
@@ -148,8 +147,7 @@ class ServerApp:
         context.cache_salt = owner
 
     async def _answer_page(self, request: Request) -> Response:
-        page = load_page()
-        return Response(page.content, headers=page.headers)
+        return load_page()
 
     async def _answer_health(self, request: Request) -> Response:
         self._service.check_is_healthy()
@@ -197,16 +195,8 @@ def _to_line(text: str) -> str:
     return escape_control_characters(text[:_MAX_LOGGED_PATH]).replace("\r", "\\r").replace("\n", "\\n")
 
 
-@dataclass(frozen=True)
-class ServedPage:
-    """A page and its headers."""
-
-    content: bytes
-    headers: dict[str, str]
-
-
 @cache
-def load_page() -> ServedPage:
+def load_page() -> Response:
     """Read the page. Its policy allows its own script and style, by their hashes, and connections to the server."""
     text = resources.files("diffusionlm.serving").joinpath("page.html").read_text(encoding="utf-8")
     policy = [
@@ -220,14 +210,13 @@ def load_page() -> ServedPage:
         "frame-ancestors 'none'",
     ]
     headers = {
-        "content-type": "text/html; charset=utf-8",
         "content-security-policy": "; ".join(policy),
         "x-content-type-options": "nosniff",
         "referrer-policy": "no-referrer",
         "cross-origin-opener-policy": "same-origin",
         "cache-control": "no-cache",
     }
-    return ServedPage(text.encode(), headers)
+    return HTMLResponse(text, headers=headers)
 
 
 def _hash_element(text: str, name: str) -> str:

@@ -100,9 +100,9 @@ def _check_length(value: int, info: ValidationInfo) -> int:
     return value
 
 
-def _check_count(items: Any, info: ValidationInfo, limit: str) -> None:
-    if len(items) > (largest := getattr(_context(info).limits, limit)):
-        raise ValueError(f"there are {len(items)}: this server allows at most {largest} (serve.{limit})")
+def _check_limit(count: int, info: ValidationInfo, key: str) -> None:
+    if count > (limit := getattr(_context(info).limits, key)):
+        raise ValueError(f"{count} are more than this server allows, serve.{key} = {limit}")
 
 
 def _check_prompts(value: Any, info: ValidationInfo) -> list[Any]:
@@ -110,7 +110,7 @@ def _check_prompts(value: Any, info: ValidationInfo) -> list[Any]:
     if isinstance(value, str) or (isinstance(value, list) and value and all(type(item) is int for item in value)):
         value = [value]
     items = value if isinstance(value, list) else []
-    _check_count(items, info, "max_prompts")
+    _check_limit(len(items), info, "max_prompts")
     are_ids = (isinstance(item, list) and item and all(type(token) is int for token in item) for item in items)
     if not items or not (all(isinstance(item, str) for item in items) or all(are_ids)):
         raise ValueError("must be a text, token ids, or a list of texts or of token ids")
@@ -121,7 +121,7 @@ def _check_stop(value: Any, info: ValidationInfo) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
         raise ValueError("must be a text or a list of texts, none of them empty")
-    _check_count(texts, info, "max_stop_strings")
+    _check_limit(len(texts), info, "max_stop_strings")
     if any(len(text) > MAX_STOP_LENGTH for text in texts):
         raise ValueError(f"a text has more than {MAX_STOP_LENGTH} characters: shorten it")
     return tuple(texts)
@@ -133,7 +133,7 @@ def _check_segments(value: Any, info: ValidationInfo) -> list[str | int]:
     lengths = [item for item in value if isinstance(item, int)]
     if not lengths or min(lengths) < 1:
         raise ValueError("there must be a masked span, and each at least one token long")
-    _check_count(lengths, info, "max_masked_spans")
+    _check_limit(len(lengths), info, "max_masked_spans")
     _check_length(sum(lengths), info)
     _check_text("".join(item for item in value if isinstance(item, str)), info)
     return value
@@ -145,12 +145,6 @@ def _check_bias(value: dict[str, float], info: ValidationInfo) -> dict[str, floa
     for key in value:
         if not key.isascii() or not key.isdigit() or len(key) > 9 or int(key) >= _context(info).vocab_size:
             raise ValueError(f"{shorten(key)!r} is not a token id below {_context(info).vocab_size}")
-    return value
-
-
-def _check_choices(value: int, info: ValidationInfo) -> int:
-    if value > (limit := _context(info).limits.max_choices):
-        raise ValueError(f"this server allows at most {limit} (serve.max_choices)")
     return value
 
 
@@ -240,7 +234,7 @@ class GenerationBody(DecodingKeys):
     text_key: ClassVar[str]
     """The field with the text."""
     model: NonEmptyStr | None = None
-    n: Annotated[PositiveInt, AfterValidator(_check_choices)] = 1
+    n: PositiveInt = 1
     seed: Annotated[int, Field(ge=0, lt=NUM_SEEDS)] | None = None
     max_tokens: NewTokens | None = None
     max_completion_tokens: NewTokens | None = None
@@ -266,11 +260,10 @@ class GenerationBody(DecodingKeys):
     def _drop_neutral_fields(cls, values: Any) -> Any:
         return {key: value for key, value in values.items() if value is not None and not _is_neutral(key, value)}
 
-    @field_validator("steps", "denoising_steps")
+    @field_validator("n", "steps", "denoising_steps")
     @classmethod
-    def _check_steps(cls, value: int | None, info: ValidationInfo) -> int | None:
-        if value is not None and value > (limit := _context(info).limits.max_steps):
-            raise ValueError(f"this server allows at most {limit} (serve.max_steps)")
+    def _check_number(cls, value: int | None, info: ValidationInfo) -> int | None:
+        _check_limit(value or 0, info, "max_choices" if info.field_name == "n" else "max_steps")
         return value
 
     @field_validator("temperature", "alg_temp", "cfg_scale")

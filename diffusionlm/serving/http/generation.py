@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,9 +15,8 @@ from diffusionlm.serving.http.bodies import GenerationBody, parse_body
 from diffusionlm.serving.http.context import RequestContext, get_context, read_body, run_until_gone
 from diffusionlm.serving.http.errors import ApiError, parse_object, to_api_error, to_json
 from diffusionlm.serving.http.formats import AnswerFormat
-from diffusionlm.serving.http.preparation import PreparedCall
 from diffusionlm.serving.http.service import Service
-from diffusionlm.serving.http.sessions import ChoiceUpdate, RequestSession
+from diffusionlm.serving.http.sessions import RequestSession
 
 LOGGER = logging.getLogger(__name__)
 
@@ -26,9 +25,6 @@ _STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-
-_LARGE_ANSWER = 1000
-"""Tokens and alternatives beyond which an answer is formatted beside the event loop."""
 
 
 class GenerationEndpoint:
@@ -76,8 +72,7 @@ class GenerationEndpoint:
             else:
                 async for _ in session.updates():
                     pass
-                num_tokens = sum(choice.num_tokens for choice in session.choices)
-                content = await self._format(partial(answer_format.whole, session.choices), prepared, num_tokens)
+                content = await asyncio.to_thread(answer_format.whole, session.choices)  # it may be megabytes
                 await Response(content, media_type="application/json")(request.scope, request.receive, send)
         finally:
             session.abort()
@@ -91,9 +86,8 @@ class GenerationEndpoint:
         options = session.prepared.body.stream_options
         try:
             async for updates in session.updates():
-                num_tokens = sum(len(update.tokens) for update in updates)
-                events = await self._format(partial(_to_events, answer_format, updates), session.prepared, num_tokens)
-                await send({"type": "http.response.body", "body": events, "more_body": True})
+                events = [to_event(chunk) for update in updates for chunk in answer_format.chunks(update)]
+                await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
             last = b"data: [DONE]\n\n"
             if options is not None and options.include_usage:
                 last = to_event(answer_format.usage_chunk(session.choices)) + last
@@ -107,10 +101,6 @@ class GenerationEndpoint:
                 LOGGER.exception("request %s has failed", context.request_id)
         await send({"type": "http.response.body", "body": last})
 
-    async def _format(self, function: Callable[[], bytes], prepared: PreparedCall, num_tokens: int) -> bytes:
-        is_large = num_tokens * (1 + (prepared.body.num_alternatives or 0)) > _LARGE_ANSWER
-        return await self._service.threads.run(function) if is_large else function()
-
     def _record(self, session: RequestSession, context: RequestContext) -> None:
         if not session.is_submitted:
             return
@@ -122,10 +112,6 @@ class GenerationEndpoint:
             "new_tokens": sum(choice.num_tokens for choice in session.choices),
             "forwards": sum(choice.num_forwards for choice in session.choices),
         }
-
-
-def _to_events(answer_format: AnswerFormat, updates: Sequence[ChoiceUpdate]) -> bytes:
-    return b"".join(to_event(chunk) for update in updates for chunk in answer_format.chunks(update))
 
 
 def to_event(value: Any) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from diffusionlm.inference.scheduler import TOKEN_BOUNDS
@@ -36,20 +36,6 @@ _HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
 }
 
 
-class _Histogram:
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def lines(self, name: str, labels: str) -> Iterator[str]:
-        return _histogram_lines(name, labels, self._bounds, self._counts, self._sum)
-
-
 def _histogram_lines(
     name: str, labels: str, bounds: Sequence[float], counts: Sequence[int], value_sum: float
 ) -> Iterator[str]:
@@ -71,9 +57,9 @@ class ServerMetrics:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
-        self._histograms = {
-            (name, model): _Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items() for model in names
-        }
+        self._counts = {(name, model): [0] * (len(_HISTOGRAMS[name][1]) + 1) for name in _HISTOGRAMS for model in names}
+        """Values of each histogram between its bounds."""
+        self._sums: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._counters: Counter[tuple[str, str, str]] = Counter()
 
     def record(self, model: str, choice: Choice) -> None:
@@ -104,10 +90,9 @@ class ServerMetrics:
             values["vllm:request_time_per_output_token_seconds"] = (end - first) / (choice.num_tokens - 1)
         if choice.num_forwards:
             values["diffusionlm:request_tokens_per_forward"] = choice.num_tokens / choice.num_forwards
-        for name, value in values.items():
-            self._histograms[name, model].observe(max(0.0, value))
-        for gap in choice.chunk_gaps:
-            self._histograms["vllm:inter_token_latency_seconds", model].observe(gap)
+        for name, value in [*values.items(), *(("vllm:inter_token_latency_seconds", gap) for gap in choice.chunk_gaps)]:
+            self._counts[name, model][bisect_left(_HISTOGRAMS[name][1], max(0.0, value))] += 1
+            self._sums[name, model] += max(0.0, value)
 
     def record_rejection(self, model: str) -> None:
         """Record a request that was refused because too many others wait."""
@@ -121,10 +106,11 @@ class ServerMetrics:
             for (name, model, label), value in sorted(self._counters.items()):
                 if name == counter:
                     lines.append(f"{name}{{{_labels(model)}{',' if label else ''}{label}}} {value}")
-        for name, (text, _) in _HISTOGRAMS.items():
+        for name, (text, bounds) in _HISTOGRAMS.items():
             lines += [f"# HELP {name} {text}", f"# TYPE {name} histogram"]
             for model in self._names:
-                lines += self._histograms[name, model].lines(name, _labels(model))
+                counts, value_sum = self._counts[name, model], self._sums[name, model]
+                lines += _histogram_lines(name, _labels(model), bounds, counts, value_sum)
         return "\n".join([*lines, ""])
 
     def _engine_lines(self, engine: Engine) -> Iterator[str]:
