@@ -1,9 +1,9 @@
-"""Completions, infills and their streams: texts, stops, log-probabilities, settings."""
+"""Answers over a socket are those of `generate` and `infill`, and valid for the `openai` client: texts, stops,
+log-probabilities, settings, streams."""
 
 from __future__ import annotations
 
 import math
-import threading
 from itertools import pairwise
 from typing import Any
 
@@ -17,16 +17,15 @@ from diffusionlm.inference.generate import Generation, generate, infill
 from diffusionlm.inference.healing import TokenHealer
 from diffusionlm.inference.request_builder import suppress_ids_without_text
 from diffusionlm.inference.settings import resolve_settings
-from diffusionlm.inference.text import AnswerToken
-from diffusionlm.serving.http.formats import CompletionFormat
 from tests.unit.serving.http.conftest import NAME, RunningServer
+from tokenizer import CHAT_TEMPLATES, encode_chat
 
 PROMPT = "the cat sat on"
 
 
 @pytest.fixture(scope="module")
 def client(server: RunningServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+    return openai.OpenAI(base_url=server.url, api_key="none", _strict_response_validation=True, max_retries=0)
 
 
 def config(server: RunningServer, **values: Any) -> GenerationConfig:
@@ -119,27 +118,6 @@ def test_stop_strings(server: RunningServer) -> None:
     server.wait_until_idle()
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_large_answers_are_formatted_beside_the_event_loop(
-    server: RunningServer, monkeypatch: pytest.MonkeyPatch, stream: bool
-) -> None:
-    threads = []
-    format_choice = CompletionFormat._alternatives
-
-    def note_thread(self: CompletionFormat, token: AnswerToken) -> dict[str, float]:
-        threads.append(threading.current_thread())
-        return format_choice(self, token)
-
-    monkeypatch.setattr(CompletionFormat, "_alternatives", note_thread)
-    monkeypatch.setattr("diffusionlm.serving.http.generation._LARGE_ANSWER", 5)
-    body = {"prompt": PROMPT, "max_tokens": 12, "denoising_steps": 1, "logprobs": 5}
-    if stream:
-        assert server.events("/v1/completions", body)[-1] == "[DONE]"
-    else:
-        assert len(complete(server, **body)["choices"][0]["logprobs"]["tokens"]) == 12
-    assert len(threads) == 12 and server.thread not in threads
-
-
 def test_stop_tokens(server: RunningServer) -> None:
     expected = decode_alone(server, 7, max_new_tokens=12, temperature=1.0)
     stop = expected.token_ids[6]
@@ -161,18 +139,47 @@ def test_logprobs(server: RunningServer) -> None:
         assert sum(map(math.exp, top.values())) <= 1.0 + 1e-6
 
 
-def test_chat_logprobs(server: RunningServer, client: openai.OpenAI) -> None:
-    messages: Any = [{"role": "user", "content": "the cat?"}]
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [NAME]
+    assert client.models.retrieve(NAME).owned_by == "diffusionlm"
+    for request in (client.models.retrieve, lambda name: client.completions.create(model=name, prompt="a")):
+        with pytest.raises(openai.NotFoundError) as caught:
+            request("other")
+        assert caught.value.code == "model_not_found" and caught.value.param == "model"
+
+
+def test_a_chat(server: RunningServer, client: openai.OpenAI) -> None:
+    parts: Any = [{"role": "user", "content": [{"type": "text", "text": "the "}, {"type": "text", "text": "cat?"}]}]
     choice = client.chat.completions.create(
-        model=NAME, messages=messages, max_tokens=6, seed=1, logprobs=True, top_logprobs=2
+        model=NAME, messages=parts, max_completion_tokens=9, seed=1, logprobs=True, top_logprobs=2
     ).choices[0]
+    messages = [{"role": "user", "content": "the cat?"}]
+    ids = encode_chat(server.tokenizer, CHAT_TEMPLATES["chatml"], messages, add_generation_prompt=True)
+    [expected] = generate(server.model, [ids], config(server, max_new_tokens=9), [1])
+    assert choice.message.content == server.tokenizer.decode(expected.token_ids)
     assert choice.logprobs is not None and choice.logprobs.content is not None
-    assert len(choice.logprobs.content) == 6
-    assert "".join(token.token for token in choice.logprobs.content) == choice.message.content
-    data = bytes(byte for token in choice.logprobs.content for byte in token.bytes or ())
+    tokens = choice.logprobs.content
+    assert len(tokens) == 9 and "".join(token.token for token in tokens) == choice.message.content
+    data = bytes(byte for token in tokens for byte in token.bytes or ())
     assert data.decode(errors="replace") == choice.message.content
-    assert all(len(token.top_logprobs) == 2 for token in choice.logprobs.content)
-    assert all(token.top_logprobs[0].logprob >= token.top_logprobs[1].logprob for token in choice.logprobs.content)
+    assert all(len(token.top_logprobs) == 2 for token in tokens)
+    assert all(token.top_logprobs[0].logprob >= token.top_logprobs[1].logprob for token in tokens)
+
+
+def test_a_streamed_chat(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "the cat?"}]
+    options: Any = {"model": NAME, "messages": messages, "max_tokens": 14, "temperature": 1.0, "seed": 3, "n": 3}
+    whole = client.chat.completions.create(**options)
+    chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    assert len({chunk.id for chunk in chunks}) == 1 and not chunks[-1].choices
+    assert chunks[-1].usage == whole.usage and all(chunk.usage is None for chunk in chunks[:-1])
+    for choice in whole.choices:
+        own = [part for chunk in chunks for part in chunk.choices if part.index == choice.index]
+        assert own[0].delta.role == "assistant"
+        assert "".join(part.delta.content or "" for part in own) == choice.message.content
+        assert [part.finish_reason for part in own if part.finish_reason] == [choice.finish_reason]
+        assert own[-1].finish_reason is not None
+    assert len({choice.message.content for choice in whole.choices}) == 3
 
 
 def test_logit_bias(server: RunningServer, client: openai.OpenAI) -> None:
@@ -181,11 +188,10 @@ def test_logit_bias(server: RunningServer, client: openai.OpenAI) -> None:
     assert answer.choices[0].text == "zzzzz"
 
 
-@pytest.mark.parametrize("healing", [True, False])
-def test_an_echo(server: RunningServer, healing: bool) -> None:
-    plain, echo = (complete(server, echo=echo, token_healing=healing)["choices"][0]["text"] for echo in (False, True))
+def test_an_echo(server: RunningServer) -> None:
+    plain, echo = (complete(server, echo=echo)["choices"][0]["text"] for echo in (False, True))
     assert echo == PROMPT + plain
-    body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 1.0, "seed": 7, "token_healing": healing, "echo": True}
+    body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 1.0, "seed": 7, "token_healing": False, "echo": True}
     chunks = server.events("/v1/completions", body)[:-1]
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == echo
 
@@ -253,10 +259,7 @@ def test_a_stream_of_the_canvas(server: RunningServer) -> None:
     assert "".join(last["choices"][0]["canvas"]) == text[: text.find(text[4:7])], "a stop string is not in it"
 
 
-HEALED_PROMPTS = ("the cat s", "the cat ", "the dog sat on th", "flat mat.\nthe ")
-
-
-@pytest.mark.parametrize("prompt", HEALED_PROMPTS)
+@pytest.mark.parametrize("prompt", ["the cat s", "the dog sat on th", "flat mat.\nthe "])
 def test_a_healed_prompt_is_in_no_part_of_the_answer(server: RunningServer, prompt: str) -> None:
     """The text, the log-probabilities and the canvas have each character once, whole and as a stream alike."""
     body = {"prompt": prompt, "max_tokens": 10, "seed": 3, "temperature": 1.0, "logprobs": 5, "return_token_ids": True}

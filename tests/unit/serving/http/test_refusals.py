@@ -22,7 +22,7 @@ from diffusionlm.serving.http.bodies import (
 )
 from diffusionlm.serving.http.errors import ApiError, parse_object, shorten, to_api_error
 from diffusionlm.serving.http.preparation import PreparedCall, RequestPreparer
-from tests.unit.serving.http.conftest import NAME, RunningServer
+from tests.unit.serving.http.conftest import NAME
 from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer
 
 ENDPOINTS: dict[str, tuple[type[GenerationBody], dict[str, Any]]] = {
@@ -78,78 +78,45 @@ def test_any_value_of_any_field(preparer: RequestPreparer, path: str) -> None:
     assert len(errors) > 1000
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("path", "stride"), [("/v1/completions", 3), ("/v1/chat/completions", 7), ("/v1/infill", 7)])
-def test_any_value_of_any_field_over_a_socket(server: RunningServer, path: str, stride: int) -> None:
-    valid = ENDPOINTS[path][1]
-    for number, field in enumerate(FIELDS):
-        for value in VALUES[number % stride :: stride]:
-            status, _, body = server.request("POST", path, {**valid, field: value})
-            assert status in (200, 400, 404), (field, value, body)
-            if status != 200:
-                assert {"message", "type", "param", "code"} == body["error"].keys()
-    server.wait_until_idle()
-
-
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [
-        ("/v1/completions", {"prompt": None}, "prompt"),
-        ("/v1/completions", {"prompt": []}, "prompt"),
         ("/v1/completions", {"prompt": ["a"] * 65}, "prompt"),
         ("/v1/completions", {"prompt": [999]}, "prompt"),
-        ("/v1/completions", {"prompt": [[1], [2**70]]}, "prompt"),
-        ("/v1/completions", {"stop_token_ids": [2**70]}, "stop_token_ids"),
         ("/v1/completions", {"prompt": "a " * 200_000}, "prompt"),
         ("/v1/completions", {"n": 17}, "n"),
         ("/v1/completions", {"best_of": 2}, "best_of"),
-        ("/v1/completions", {"logprobs": 6}, "logprobs"),
         ("/v1/completions", {"echo": True, "logprobs": 1}, "logprobs"),
-        ("/v1/completions", {"temperature": -1}, "temperature"),
         ("/v1/completions", {"denoising_steps": 5000}, "denoising_steps"),
         ("/v1/completions", {"confidence_threshold": 0.5}, "confidence_threshold"),
-        ("/v1/completions", {"remasking_strategy": "none"}, "remasking_strategy"),
         ("/v1/completions", {"attention_bias": "/etc/passwd"}, "attention_bias"),
         ("/v1/completions", {"max_new_tokens": 3}, "max_tokens"),
-        ("/v1/completions", {"total_length": 30}, "max_tokens"),
         ("/v1/completions", {"suffix": "x", "max_tokens": None}, "suffix"),
-        ("/v1/completions", {"presence_penalty": 0.5}, "presence_penalty"),
-        ("/v1/completions", {"stop": [""]}, "stop"),
         ("/v1/completions", {"stop": ["a"] * 17}, "stop"),
         ("/v1/completions", {"stream_options": {"include_usage": True}}, "stream_options"),
-        ("/v1/completions", {"logit_bias": {"a": 1}}, "logit_bias"),
-        ("/v1/completions", {"seed": -1}, "seed"),
         ("/v1/completions", {"diffusing": True}, "diffusing"),
-        ("/v1/chat/completions", {"messages": []}, "messages"),
         ("/v1/chat/completions", {"top_logprobs": 3}, "top_logprobs"),
         ("/v1/chat/completions", {"tools": [{"type": "function"}]}, "tools"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]},
          "messages[0].tool_calls"),
-        ("/v1/chat/completions", {"messages": [{"role": "judge", "content": "a"}]}, "messages[0].role"),
         ("/v1/chat/completions", {"max_completion_tokens": 3}, "max_completion_tokens"),
-        ("/v1/completions", {"stop": "a" * 1025}, "stop"),
         ("/v1/completions", {"seed": 2**63}, "seed"),
         ("/v1/completions", {"stream": True, "stream_options": {"include_obfuscation": True}},
          "stream_options.include_obfuscation"),
         ("/v1/completions", {"logit_bias": {"7": 101}}, "logit_bias.7"),
         ("/v1/completions", {"stop_token_ids": [3, "a"]}, "stop_token_ids[1]"),
         ("/v1/completions", {"suffix": "\ud800"}, "suffix"),
-        ("/v1/completions", {"suffix": "x" * 5000}, "suffix"),
         ("/v1/completions", {"attention": "block_causal", "cache": "dual"}, "cache"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "the " * 300}], "max_tokens": None},
          "messages"),
         ("/v1/completions", {"denoising_steps": 4000, "max_tokens": 200, "block_length": 4, "attention": None},
          "denoising_steps"),
         ("/v1/infill", {"segments": ["a", 100] * 2, "denoising_steps": 4096}, "denoising_steps"),
-        ("/v1/infill", {"segments": ["a"]}, "segments"),
-        ("/v1/infill", {"segments": ["a", 0]}, "segments"),
         ("/v1/infill", {"segments": ["a", 1] * 257}, "segments"),
         ("/v1/completions", {"prompt": ["a"] * 64, "n": 16}, "n"),
         ("/v1/completions", {"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
         ("/v1/infill", {"segments": ["a", 2**60]}, "segments"),
-        ("/v1/infill", {"stop": "a"}, "stop"),
         ("/v1/infill", {"max_new_tokens": 3}, "max_new_tokens"),
-        ("/v1/completions", {"prompt": [1] * 250, "max_tokens": 50}, "prompt"),
         ("/v1/chat/completions", {"max_tokens": 1000}, "max_tokens"),
         ("/v1/infill", {"segments": ["a " * 200, 100]}, "segments"),
         ("/v1/completions", {"steps": 1, "max_tokens": 40}, "steps"),
@@ -168,7 +135,6 @@ def test_refused_fields(preparer: RequestPreparer, path: str, fields: dict[str, 
 def test_a_message_names_its_first_key_as_a_whole_word() -> None:
     message = "denoising_steps = 3 has no effect with cache: remove it"
     assert find_key(message, ["steps", "cache", "denoising_steps"]) == "denoising_steps"
-    assert find_key(message, ["steps", "step"]) is None
 
 
 FEW: dict[str, Any] = {"max_requests": 1, "max_waiting": 1}
@@ -202,17 +168,13 @@ def test_limits_of_a_server_and_a_model_without_a_mask_token(
         assert prepare(preparer, "/v1/infill", {"segments": ["a", 5, "b", 5]}).requests
 
 
-def test_fields_of_openai_that_change_nothing(preparer: RequestPreparer) -> None:
+def test_fields_of_openai_that_ask_for_nothing(preparer: RequestPreparer) -> None:
     fields = {"user": "a", "prompt_cache_key": "a", "prompt_cache_retention": "24h", "safety_identifier": "a"}
+    options = {"stream": True, "stream_options": {"include_obfuscation": False}}
     for path in ENDPOINTS:
-        options = {"stream": True, "stream_options": {"include_obfuscation": False}, "service_tier": "auto"}
-        assert prepare(preparer, path, {**fields, **options}).requests
-
-
-@pytest.mark.parametrize("field", sorted(NEUTRAL_VALUES))
-def test_values_that_ask_for_nothing(preparer: RequestPreparer, field: str) -> None:
-    for value in NEUTRAL_VALUES[field]:
-        assert prepare(preparer, "/v1/completions", {field: value}).requests
+        for number in range(2):
+            neutral = {field: values[min(number, len(values) - 1)] for field, values in NEUTRAL_VALUES.items()}
+            assert prepare(preparer, path, {**fields, **options, **neutral}).requests
 
 
 @pytest.mark.parametrize(
@@ -221,11 +183,6 @@ def test_values_that_ask_for_nothing(preparer: RequestPreparer, field: str) -> N
         (b"", "not valid JSON"),
         (b"{", "not valid JSON"),
         (b"[]", "must be a JSON object"),
-        (b"\xff\xfe", "it is UTF-16, encode it as UTF-8"),
-        ('{"prompt": "é"}'.encode("utf-16"), "it is UTF-16, encode it as UTF-8"),
-        ('{"prompt": "a"}'.encode("utf-16-le"), "it is UTF-16-LE, encode it as UTF-8"),
-        ('{"prompt": "a"}'.encode("utf-32-be"), "it is UTF-32-BE, encode it as UTF-8"),
-        (b'{"prompt": "\xed\xa0\x80"}', "not valid JSON"),
         ('{"prompt": "é"}'.encode("latin-1"), "not valid JSON"),
         (b'{"n": NaN}', "not a JSON number"),
         (b'{"n": 1, "n": 2}', "given twice"),
@@ -238,7 +195,7 @@ def test_values_that_ask_for_nothing(preparer: RequestPreparer, field: str) -> N
             "99999 is given twice",
         ),
     ],
-    ids=range(15),
+    ids=range(10),
 )
 def test_bodies_that_are_no_objects(text: bytes, message: str) -> None:
     with pytest.raises(ApiError, match=message) as caught:
@@ -246,29 +203,12 @@ def test_bodies_that_are_no_objects(text: bytes, message: str) -> None:
     assert caught.value.status == 400
 
 
-def test_bodies_in_utf_8() -> None:
-    for encoding in ("utf-8", "utf-8-sig"):
-        assert parse_object('{"prompt": "é"}'.encode(encoding)) == {"prompt": "é"}
-
-
-def test_another_model(server: RunningServer) -> None:
-    status, _, body = server.request("POST", "/v1/completions", {"prompt": "a", "model": "other"})
-    assert (status, body["error"]["param"]) == (404, "model")
-    server.wait_until_idle()
-
-
 @pytest.mark.parametrize("template", [None, "{{ raise_exception('no') }}", "{% for %}"])
 def test_a_template_that_fails_ends_its_request_alone(
     served_model: Transformer, words: Tokenizer, template: str | None
 ) -> None:
-    preparer = RequestPreparer(
-        served_model.config,
-        words,
-        None if template is None else ChatTemplate(template),
-        GenerationConfig(),
-        ServeSection(),
-        [NAME],
-    )
+    chat_template = None if template is None else ChatTemplate(template)
+    preparer = RequestPreparer(served_model.config, words, chat_template, GenerationConfig(), ServeSection(), [NAME])
     with pytest.raises(ApiError) as caught:
         prepare(preparer, "/v1/chat/completions", {})
     assert (caught.value.status, caught.value.param) == (400, "messages")

@@ -72,20 +72,22 @@ def check_layout(page: Page, width: int, name: str) -> None:
         page.screenshot(Path(PICTURES) / f"{name}.png", whole=True)
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
 def test_a_prompt_is_continued(page: Page, server: RunningServer, width: int, dark: bool) -> None:
     open_page(page, server, width, dark=dark)
     page.evaluate("document.querySelector('details').open = true")
     set_value(page, "prompt", f"the cat {HOSTILE}")
     for name, value in {"max_tokens": "24", "seed": "3", "temperature": "1", "denoising_steps": "4"}.items():
         set_value(page, f"set-{name}", value)
-    run(page)
-    _, _, answer = server.request(
-        "POST",
-        "/v1/completions",
-        {"prompt": f"the cat {HOSTILE}", "max_tokens": 24, "seed": 3, "temperature": 1, "denoising_steps": 4},
+    page.evaluate(
+        "window.frames_ = []; new MutationObserver(() => frames_.push(canvas.querySelectorAll('.mask').length))"
+        ".observe(canvas, { childList: true })"
     )
+    run(page)
+    masks = page.evaluate("frames_")
+    assert max(masks) > 0 and masks[-1] == 0 and len(set(masks)) > 2, "unmasking is shown"
+    fields = {"max_tokens": 24, "seed": 3, "temperature": 1, "denoising_steps": 4}
+    _, _, answer = server.request("POST", "/v1/completions", {"prompt": f"the cat {HOSTILE}", **fields})
     assert text_of(page, "canvas") == f"the cat {HOSTILE}" + answer["choices"][0]["text"]
     names, values = (
         page.evaluate(f"[...facts.querySelectorAll('{tag}')].map(item => item.textContent)") for tag in ("dt", "dd")
@@ -94,17 +96,6 @@ def test_a_prompt_is_continued(page: Page, server: RunningServer, width: int, da
     assert (facts["tokens"], facts["forwards"]) == ("24", str(answer["choices"][0]["num_forwards"]))
     assert page.requests()[0].endswith("/") and all(server.url[:-3] in address for address in page.requests())
     check_layout(page, width, f"prompt-{width}-{'dark' if dark else 'light'}")
-
-
-def test_unmasking_is_shown(page: Page, server: RunningServer) -> None:
-    open_page(page, server, 390)
-    page.evaluate(
-        "window.frames_ = []; new MutationObserver(() => frames_.push(canvas.querySelectorAll('.mask').length))"
-        ".observe(canvas, { childList: true })"
-    )
-    run(page)
-    masks = page.evaluate("frames_")
-    assert max(masks) > 0 and masks[-1] == 0 and len(set(masks)) > 2
 
 
 def test_masked_spans_are_filled(page: Page, server: RunningServer) -> None:
