@@ -7,11 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from config.base import NonEmptyStr
-from config.evaluation.likelihood import AnswerLikelihoodConfig
 from diffusionlm.evaluation.tasks.item_task import (
     ItemTask,
     LikelihoodTask,
-    PromptConfig,
     TaskItem,
     find_text,
 )
@@ -20,17 +18,14 @@ from diffusionlm.evaluation.tasks.results import ItemResult, MetricValue, Verdic
 NATS = "nats"
 
 
-class ClozeTask(ItemTask, LikelihoodTask):
+class ClozeTask(LikelihoodTask, ItemTask):
     """Texts whose last word is to be predicted: right if greedy decoding yields it."""
 
     kind: Literal["cloze"] = "cloze"
-    prompt: PromptConfig = PromptConfig()
     text_field: NonEmptyStr = "text"
     """The whole text; its last word is the answer, unless there is answer_field."""
     answer_field: NonEmptyStr | None = None
     """The answer; text_field then ends before it."""
-    likelihood: AnswerLikelihoodConfig = AnswerLikelihoodConfig()
-    """How log-likelihoods are computed."""
     question_template: ClassVar[str] = "{context}"
     needs_greedy: ClassVar[bool] = True
 

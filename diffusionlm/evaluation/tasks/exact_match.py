@@ -7,17 +7,16 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
-from config.base import NonEmptyStr, PositiveInt, TupleOf
+from config.base import NonEmptyStr, TupleOf
 from config.data import TextSourceOrName
 from config.finetune.chat import ChatRowsConfig
-from config.generation import GenerationConfig
 from diffusionlm.evaluation.tasks.item_task import GenerationTask, ItemTask, TaskItem
 from diffusionlm.evaluation.tasks.results import Verdict
 
 DEFAULT_SOURCE_ITEMS = 256
 
 
-class ExactMatchTask(ItemTask, GenerationTask):
+class ExactMatchTask(GenerationTask, ItemTask):
     """Conversations: the last answer of each is the reference, which the model's answer has to equal apart from
     whitespace around it."""
 
@@ -30,14 +29,8 @@ class ExactMatchTask(ItemTask, GenerationTask):
     chat: ChatRowsConfig = ChatRowsConfig()
     """How a record of data becomes a conversation, and the chat template; without one, the model's own. That of a
     source is source.chat."""
-    generation: GenerationConfig = GenerationConfig()
-    """How answers are decoded. If neither max_new_tokens nor total_length is set: 64 new tokens."""
     stop: TupleOf[NonEmptyStr] = ()
     """The answer ends before the first of these texts, wherever they lie in tokens."""
-    repeats: PositiveInt = 1
-    """Answers to each item, each with randomness of its own."""
-    batch_size: PositiveInt = 16
-    """Answers that are decoded at a time; results do not depend on it."""
     default_new_tokens: ClassVar[int] = 64
 
     @model_validator(mode="after")

@@ -9,12 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from decimal import Decimal
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from config.base import NonEmptyStr, PositiveInt, TupleOf
-from config.generation import GenerationConfig
+from config.base import NonEmptyStr, TupleOf
 from diffusionlm.evaluation.tasks.item_task import (
     GenerationTask,
     ItemTask,
@@ -34,7 +33,7 @@ _BOX_PARTS = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 ExtractionRule = Literal["strict", "flexible", "boxed"]
 
 
-class Gsm8kTask(ItemTask, GenerationTask):
+class Gsm8kTask(GenerationTask, ItemTask):
     """Math word problems: the model writes a solution, and its last number is compared with the right one."""
 
     kind: Literal["gsm8k"] = "gsm8k"
@@ -45,15 +44,8 @@ class Gsm8kTask(ItemTask, GenerationTask):
     extraction: Annotated[TupleOf[ExtractionRule], Field(min_length=1)] = ("strict", "flexible")
     """Rules that find the number in an answer; accuracy is reported by each. strict: after ####. flexible: the last
     number. boxed: in the last \\boxed{}."""
-    generation: GenerationConfig = GenerationConfig()
-    """How answers are decoded. If neither max_new_tokens nor total_length is set: 256 new tokens."""
     stop: TupleOf[NonEmptyStr] = ("Question:",)
     """The answer ends before the first of these texts, wherever they lie in tokens."""
-    repeats: PositiveInt = 1
-    """Answers to each item, each with randomness of its own."""
-    batch_size: PositiveInt = 16
-    """Answers that are decoded at a time; results do not depend on it."""
-    default_new_tokens: ClassVar[int] = 256
 
     @property
     def rules(self) -> tuple[str, ...]:

@@ -9,8 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from config.base import NonEmptyStr, PositiveInt, TupleOf
-from config.generation import GenerationConfig
+from config.base import NonEmptyStr, TupleOf
 from diffusionlm.evaluation.grading.code_execution import CandidateProgram, ExecutionLimits, run_candidate
 from diffusionlm.evaluation.tasks.item_task import (
     GenerationTask,
@@ -28,7 +27,7 @@ BODY_INDENTATION = 64
 _CODE_BLOCK = re.compile(r"```[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 
 
-class HumanEvalTask(ItemTask, GenerationTask):
+class HumanEvalTask(GenerationTask, ItemTask):
     """Python functions: the model completes them, and their tests are executed."""
 
     kind: Literal["humaneval"] = "humaneval"
@@ -45,17 +44,11 @@ class HumanEvalTask(ItemTask, GenerationTask):
     may use the prompt's imports and helper functions."""
     timeout_seconds: Annotated[float, Field(gt=0.0, le=600.0)] = 5.0
     """Time of each program."""
-    generation: GenerationConfig = GenerationConfig()
-    """How answers are decoded. If neither max_new_tokens nor total_length is set: 512 new tokens."""
     stop: TupleOf[NonEmptyStr] = Field(
         default_factory=lambda values: () if values.get("answer") == "code_block" else COMPLETION_STOPS
     )
     """The answer ends before the first of these texts, wherever they lie in tokens. If it is not set: with answer =
     "completion" those before which a function ends; with "code_block" none, for they also lie within a program."""
-    repeats: PositiveInt = 1
-    """Answers to each item, each with randomness of its own; pass@k is reported for k up to it."""
-    batch_size: PositiveInt = 16
-    """Answers that are decoded at a time; results do not depend on it."""
     default_new_tokens: ClassVar[int] = 512
     question_template: ClassVar[str] = "{prompt}"
     delimiter: ClassVar[str] = ""

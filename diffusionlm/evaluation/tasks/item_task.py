@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
-from config.base import ConfigPath, NonEmptyStr, NonNegativeInt, PositiveInt, Section, StrTuple, check_distinct
+from config.base import (
+    ConfigPath,
+    NonEmptyStr,
+    NonNegativeInt,
+    PositiveInt,
+    Section,
+    StrTuple,
+    check_distinct,
+)
 from config.evaluation.likelihood import AnswerLikelihoodConfig
 from config.evaluation.presets import apply_preset, describe_kind, get_preset, list_deviations
 from config.generation import GenerationConfig
@@ -172,15 +180,19 @@ class ItemTask(Section, ScoredTask):
         raise NotImplementedError
 
 
-class GenerationTask:
+class GenerationTask(Section):
     """A kind whose answers a model writes."""
 
-    if TYPE_CHECKING:  # each kind declares these options with its own defaults and help
-        generation: GenerationConfig
+    generation: GenerationConfig = GenerationConfig()
+    """How answers are decoded. If neither max_new_tokens nor total_length is set: 256 new tokens of gsm8k, 512 of
+    humaneval, 64 of exact_match."""
+    repeats: PositiveInt = 1
+    """Answers to each item, each with randomness of its own; pass@k is reported for k up to it."""
+    batch_size: PositiveInt = 16
+    """Answers that are decoded at a time; results do not depend on it."""
+    default_new_tokens: ClassVar[int] = 256
+    if TYPE_CHECKING:  # each kind declares this with its own default and help
         stop: tuple[str, ...]
-        repeats: int
-        batch_size: int
-    default_new_tokens: ClassVar[int]
 
     def resolve_length(self) -> GenerationConfig:
         """The generation section with the number of new tokens that is the task's default."""
@@ -200,11 +212,12 @@ class GenerationTask:
         """Grade an answer, which has its prefix, if the prompt ends with one. Exceptions become verdicts."""
 
 
-class LikelihoodTask:
+class LikelihoodTask(Section):
     """A kind whose options are scored after the prompt."""
 
-    if TYPE_CHECKING:
-        likelihood: AnswerLikelihoodConfig
+    prompt: PromptConfig = PromptConfig()
+    likelihood: AnswerLikelihoodConfig = AnswerLikelihoodConfig()
+    """How log-likelihoods are computed."""
     needs_greedy: ClassVar[bool] = False
     """`judge` is told whether greedy decoding yields the option; there is only one."""
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from config.base import NonEmptyStr
-from config.evaluation.likelihood import AnswerLikelihoodConfig
 from diffusionlm.evaluation.tasks.item_task import (
     ItemTask,
     LikelihoodTask,
@@ -28,11 +27,10 @@ LETTER_TEMPLATE = "{question}\n{options}\nAnswer:"
 """Default prompt with score = "letters", as in MMLU."""
 
 
-class MultipleChoiceTask(ItemTask, LikelihoodTask):
+class MultipleChoiceTask(LikelihoodTask, ItemTask):
     """Questions with options: the most probable option is chosen."""
 
     kind: Literal["multiple_choice"] = "multiple_choice"
-    prompt: PromptConfig = PromptConfig()
     question_field: NonEmptyStr | None = None
     """None: question, ctx, goal, sentence or prompt, the first that an item has."""
     choices_field: NonEmptyStr | None = None
@@ -43,8 +41,6 @@ class MultipleChoiceTask(ItemTask, LikelihoodTask):
     score: Literal["texts", "letters"] = "texts"
     """What is scored after the prompt. texts: the options themselves. letters: A, B, C, ..., with a template that lists
     the options."""
-    likelihood: AnswerLikelihoodConfig = AnswerLikelihoodConfig()
-    """How log-likelihoods are computed."""
 
     @property
     def prompt_config(self) -> PromptConfig:
