@@ -27,13 +27,6 @@ def model(tiny_model: Callable[..., Transformer]) -> Transformer:
 
 
 @pytest.fixture(scope="module")
-def blocks(model: Transformer) -> Transformer:
-    other = Transformer(model.config.model_copy(update={"block_length": 4}))
-    other.load_state_dict(model.state_dict())
-    return other.double()
-
-
-@pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     """The model's 23 tokens: words of one or two letters, and two special tokens besides end and mask. Bytes, which
     every tokenizer needs, have ids beyond them."""
@@ -90,13 +83,6 @@ def test_stop_strings_at_every_place(model: Transformer, tokenizer: Tokenizer) -
             assert result.num_forwards <= 4 * -(-last_token // 4)
 
 
-def test_the_earliest_of_several(model: Transformer, tokenizer: Tokenizer, whole: DecodedAnswer) -> None:
-    first, second = whole.text[3:5], whole.text[6:8]
-    expected = min(whole.text.find(first), whole.text.find(second))
-    for stop in ([first, second], [second, first]):
-        assert answer(model, tokenizer, stop)[0].text == whole.text[:expected]
-
-
 def test_stop_tokens_and_special_tokens(model: Transformer, tokenizer: Tokenizer, whole: DecodedAnswer) -> None:
     third = whole.token_ids[2]
     cut = answer(model, tokenizer, stop_token_ids=[third])[0]
@@ -115,14 +101,6 @@ def test_answers_do_not_depend_on_the_batch(batch_size: int, model: Transformer,
         assert result.token_ids == expected.token_ids[: len(result.token_ids)]
         assert result.finish_reason == "stop" or len(result.token_ids) == 12
     assert together[0].token_ids != together[-1].token_ids  # two seeds of one prompt
-
-
-def test_cached_blocks(blocks: Transformer, tokenizer: Tokenizer) -> None:
-    prompts = [(3, 1, 4), (2, 7, 1, 8, 2, 8), (9,)]
-    config = GenerationConfig(max_new_tokens=8, stop_token_ids=[])
-    expected = [result.token_ids for result in generate(blocks, prompts, config)]
-    results = answer(blocks, tokenizer, prompts=prompts, batch_size=1, max_new_tokens=8)
-    assert [result.token_ids for result in results] == expected
 
 
 def test_batch_size_is_checked(model: Transformer, tokenizer: Tokenizer) -> None:

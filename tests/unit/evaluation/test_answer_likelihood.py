@@ -129,15 +129,6 @@ def test_one_token_options_are_read_from_one_output(diffusion: Transformer, bloc
     assert result.chosen == int(np.argmax(expected))
 
 
-@pytest.mark.parametrize(("tokens", "block_length", "forwards"), [(2, None, 3), (4, None, 15), (9, 4, 15), (13, 2, 3)])
-def test_enumeration_counts_its_forwards(
-    diffusion: Transformer, tokens: int, block_length: int | None, forwards: int
-) -> None:
-    answer = tuple(index % 5 for index in range(tokens))
-    result = score(diffusion, CONTEXT, answer, AnswerLikelihoodConfig(block_length=block_length))
-    assert (result.num_forwards, result.is_exact) == (forwards, True)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Sampled
 
@@ -244,15 +235,6 @@ def test_batches_orders_and_neighbors_change_nothing(
             assert result.standard_error == pytest.approx(alone[index].standard_error, abs=1e-9)
             assert result.num_forwards == alone[index].num_forwards
             assert (result.num_tokens, result.is_exact) == (alone[index].num_tokens, alone[index].is_exact)
-
-
-def test_an_option_that_begins_another_one_and_lengths_of_their_own(diffusion: Transformer) -> None:
-    options = [(4, 3), (4, 3, 1), (2,)]
-    result = score_options(diffusion, CONTEXT, options)
-    assert result.num_tokens == (2, 3, 1)
-    for option, value in zip(options, result.log_likelihoods, strict=True):
-        assert value == pytest.approx(score(diffusion, CONTEXT, option).log_likelihood, abs=1e-9)
-    assert score_options(diffusion, (), [(1,), (2, 3)]).num_tokens == (1, 2)
 
 
 def test_a_mask_token_in_the_context_is_text(diffusion: Transformer) -> None:

@@ -61,22 +61,13 @@ FAILING = {
     "undefined": ("", "failed", "NameError"),
     "syntax": ("def f(x) return 2", "failed", "SyntaxError"),
     "exit of Python": ("import sys\ndef f(x): sys.exit(0)", "failed", "SystemExit: 0"),
-    "exit of Python at once": ("import sys\nsys.exit(0)", "failed", "SystemExit: 0"),
     "exit of the process": ("import os\nos._exit(0)", "ended", "exit code 0"),
-    "exit of the process when called": ("import os\ndef f(x): os._exit(0)", "ended", "exit code 0"),
-    "equal to everything": (
-        "class Y:\n  def __eq__(s, o): return True\ndef f(x): return Y()",
-        "failed",
-        "AssertionError",
-    ),
     "number equal to everything": (
         "class Y(int):\n  def __eq__(s, o): return True\n  __hash__ = int.__hash__\ndef f(x): return Y(7)",
         "failed",
         "AssertionError",
     ),
-    "no standard input": ("def f(x): return input()", "failed", "EOFError"),
     "child": ("import os\ndef f(x): return os.fork()", "failed", "PermissionError"),
-    "signals to all": ("import os\ndef f(x): os.kill(-1, 9)", "failed", "PermissionError"),
     "endless recursion": ("def f(x): return f(x)", "failed", "RecursionError"),
     "nested answer": ("def f(x):\n  a = []\n  for _ in range(10**5): a = [a]\n  return a", "failed", "RecursionError"),
     "forged answers": (
@@ -181,16 +172,6 @@ def test_other_codes_are_refused(code: object) -> None:
         decode_value(code)
 
 
-def test_setup_and_several_entry_points() -> None:
-    candidate = CandidateProgram(
-        "def double(x): return 2 * x\ndef half(x): return x / 2\ndef helper(x): return 0",
-        "assert helper(double(half(3))) == 4",
-        ("double", "half"),
-        setup="def helper(x): return x + 1",
-    )
-    assert run_candidate(candidate, LIMITS).is_passed
-
-
 @pytest.mark.parametrize(
     ("tests", "setup", "names", "problem"),
     [("assert (", "", ("f",), "SyntaxError"), ("", "1 / 0", ("f",), "ZeroDivisionError"), ("", "", (), "entry_points")],
@@ -204,12 +185,6 @@ def test_a_supervisor_that_cannot_run_is_an_error(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(code_execution, "_process_code", lambda: "raise OSError('no such thing')")
     with pytest.raises(RuntimeError, match="no such thing"):
         check("def f(x): return 2")
-
-
-def test_isolation_is_described() -> None:
-    isolation = code_execution.Isolation(network=True, processes=True)
-    assert isolation.describe() == "isolated: network, processes; not isolated: files, user"
-    assert code_execution.Isolation().describe().startswith("isolated: nothing")
 
 
 HEAVY = {
@@ -245,16 +220,7 @@ programs.append("def f(x): return 2")
 results = [run_candidate(CandidateProgram(program, "assert f(1) == 2", ("f",)), limits) for program in programs]
 print(json.dumps([[result.status for result in results], results[-1].isolation.describe()]))
 """
-    command = [
-        unshare,
-        "--user",
-        "--map-user=1000",
-        "--map-group=1000",
-        "--pid",
-        "--fork",
-        "--kill-child",
-        "--mount-proc",
-    ]
+    command = f"{unshare} --user --map-user=1000 --map-group=1000 --pid --fork --kill-child --mount-proc".split()
     root = Path(__file__).parents[3]
     result = subprocess.run(
         [*command, sys.executable, "-c", script],

@@ -43,8 +43,7 @@ def test_answers_get_the_next_prompt_that_fits() -> None:
     for one, other in zip(exchanged, expected, strict=True):
         for field in dataclasses.fields(Row):
             np.testing.assert_array_equal(getattr(one, field.name), getattr(other, field.name))
-    same, count = exchange_prompts([rows[0], rows[1]])
-    assert count == 0 and same == rows[:2]
+    assert exchange_prompts(rows[:2]) == (rows[:2], 0)
 
 
 def test_the_gap_is_the_difference_of_two_bounds(tiny_model: Callable[..., Transformer], tmp_path: Path) -> None:

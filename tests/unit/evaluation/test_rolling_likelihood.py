@@ -16,8 +16,6 @@ from diffusionlm.evaluation.likelihood.scoring import OptionScores, OptionsReque
 from diffusionlm.evaluation.nelbo import nelbo
 from diffusionlm.inference.generate import generate
 from diffusionlm.models.transformer import Transformer
-from tests.conftest import MakeModel
-from tests.unit.evaluation.conftest import MASK, VOCAB
 
 TEXT = tuple(np.random.default_rng(3).integers(0, 5, 23).tolist())
 
@@ -75,28 +73,6 @@ def test_bounds_of_windows(models: dict[str, Transformer], block_length: int | N
     )
     assert not sampled.is_exact
     assert abs(sampled.log_likelihood - result.log_likelihood) < 4 * sampled.standard_error
-
-
-def test_a_uniform_model_gives_n_log_v(tiny_model: MakeModel) -> None:
-    values = {"vocab_size": VOCAB, "eos_token_id": 0, "pad_token_id": 0}
-    for model, count, config in (
-        (tiny_model(mask_token_id=MASK, **values), VOCAB - 1, AnswerLikelihoodConfig(num_mc_samples=16)),
-        (tiny_model(mask_token_id=MASK, **values), VOCAB - 1, AnswerLikelihoodConfig(block_length=4)),
-        (tiny_model(mask_token_id=None, logit_alignment="shifted", block_length=1, **values), VOCAB, None),
-    ):
-        torch.nn.init.zeros_(model.lm_head.weight)
-        result = rolling_log_likelihood(model, TEXT, 10, prefix=(1,), config=config)
-        assert result.log_likelihood == pytest.approx(-23 * math.log(count), rel=1e-12)
-        assert result.standard_error == pytest.approx(0.0, abs=1e-12)
-
-
-def test_texts_are_scored_together(models: dict[str, Transformer]) -> None:
-    requests = [OptionsRequest((2,), (TEXT[:length],), length) for length in (1, 23, 9)]
-    config = AnswerLikelihoodConfig(block_length=2, batch_tokens=20)
-    results = score_texts(models["shifted"], requests, 8, config)
-    for request, result in zip(requests, results, strict=True):
-        alone = rolling_log_likelihood(models["shifted"], request.options[0], 8, prefix=(2,), config=config)
-        assert result.log_likelihood == pytest.approx(alone.log_likelihood, abs=1e-9)
 
 
 def test_bad_texts(models: dict[str, Transformer]) -> None:

@@ -55,41 +55,6 @@ def total_probability(row_nats: tuple[float, ...]) -> float:
 
 
 @pytest.mark.parametrize("strategy", DETERMINISTIC)
-@pytest.mark.parametrize("steps", [4, 2, 1])
-@pytest.mark.parametrize("batch_size", [81, 7])
-def test_probabilities_of_all_texts_sum_to_one(small: MakeModel, strategy: str, steps: int, batch_size: int) -> None:
-    config = settings(remasking_strategy=strategy, denoising_steps=steps)
-    report = sampler_likelihood(small(), EVERY_TEXT, config=config, batch_size=batch_size)
-    assert total_probability(report.row_nats) == pytest.approx(1.0, abs=1e-9)
-    forwards = len(plan_of(config, small().config, 4, steps))  # Dream's counts are a little uneven
-    assert (report.num_tokens, report.num_forwards) == (81 * 4, 81 * forwards)
-    assert forwards == steps or strategy in ("topk_margin", "entropy")
-    assert report.nats_per_token == pytest.approx(sum(report.row_nats) / 324)
-    assert report.nats == pytest.approx(sum(report.row_nats))
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"remasking_strategy": "threshold", "confidence_threshold": 0.45},
-        {"remasking_strategy": "threshold", "confidence_threshold": 0.4, "block_length": 2},
-        {"remasking_strategy": "factor", "factor": 1.5},
-        {"remasking_strategy": "entropy_bounded", "entropy_bound": 2.0},
-        {"remasking_strategy": "low_confidence_dynamic", "confidence_threshold": 0.45, "denoising_steps": 3},
-        {"remasking_strategy": "low_confidence_static", "denoising_steps": 2, "block_length": 3},
-        {"remasking_strategy": "maskgit_plus", "denoising_steps": 2},
-    ],
-)
-@pytest.mark.parametrize("block_length", [None, 3])
-def test_probabilities_sum_to_one_where_counts_follow(
-    small: MakeModel, values: dict[str, Any], block_length: int | None
-) -> None:
-    report = sampler_likelihood(small(block_length=block_length), EVERY_TEXT, config=settings(**values))
-    assert total_probability(report.row_nats) == pytest.approx(1.0, abs=1e-9)
-    assert report.num_forwards < 81 * 4
-
-
-@pytest.mark.parametrize("strategy", DETERMINISTIC)
 @pytest.mark.parametrize("attention", ["bidirectional", "block_causal"])
 @pytest.mark.parametrize(("block_length", "steps"), [(1, 1), (2, 2), (2, 1), (3, 2), (4, 4), (4, 2), (4, 1)])
 def test_probabilities_sum_to_one_in_blocks(
@@ -100,18 +65,6 @@ def test_probabilities_sum_to_one_in_blocks(
     )
     report = sampler_likelihood(small(), EVERY_TEXT, config=config)
     assert total_probability(report.row_nats) == pytest.approx(1.0, abs=1e-9)
-
-
-@pytest.mark.parametrize("strategy", DETERMINISTIC)
-@pytest.mark.parametrize("block_length", [None, 2])
-def test_probabilities_sum_to_one_with_shifted_outputs(
-    small: MakeModel, strategy: str, block_length: int | None
-) -> None:
-    """The first token is context, so that it sums to one for each of the three."""
-    model = small(logit_alignment="shifted", block_length=block_length)
-    report = sampler_likelihood(model, EVERY_TEXT, config=settings(remasking_strategy=strategy))
-    assert total_probability(report.row_nats) == pytest.approx(3.0, abs=1e-9)
-    assert report.num_tokens == 81 * 3
 
 
 def by_hand(model: Transformer, text: list[int], order: list[list[int]], pattern: Any) -> float:
@@ -128,24 +81,6 @@ def by_hand(model: Transformer, text: list[int], order: list[list[int]], pattern
         nats -= sum(float(logprobs_LV[position - shift, text[position]]) for position in group)
         hidden -= set(group)
     return nats
-
-
-def test_sequential_is_the_chain_rule(small: MakeModel) -> None:
-    model = small()
-    text = [2, 0, 1, 1, 2, 0, 0]
-    tokens_BL = torch.tensor([text])
-    chain = [[position] for position in range(7)]
-    report = sampler_likelihood(model, tokens_BL, config=settings(remasking_strategy="sequential"))
-    assert report.nats == pytest.approx(by_hand(model, text, chain, Bidirectional()), abs=1e-9)
-    assert report.standard_error == math.inf
-    pairs = sampler_likelihood(
-        model, tokens_BL, config=settings(remasking_strategy="sequential", denoising_steps=2, block_length=4)
-    )
-    groups = [[0, 1], [2, 3], [4, 5], [6]]
-    assert pairs.nats == pytest.approx(by_hand(model, text, groups, Bidirectional()), abs=1e-9)
-    blocks = settings(remasking_strategy="sequential", attention="block_causal", block_length=3)
-    expected = by_hand(model, text, chain, BlockCausal(3))
-    assert sampler_likelihood(model, tokens_BL, config=blocks).nats == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.parametrize("alignment", ["same_position", "shifted"])
@@ -250,20 +185,6 @@ def test_rows_of_different_lengths_and_packed_ones(small: MakeModel, attention: 
     numbers = torch.tensor([[0] * 6 + [1] * 3, [0] * 5 + [1] + [-1] * 3])
     together = sampler_likelihood(model, packed, config=config, document_BL=numbers)
     assert together.row_nats == pytest.approx([alone[0] + alone[1], alone[2] + alone[3]], abs=1e-9)
-
-
-def test_rows_do_not_depend_on_each_other(small: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = small()
-    tokens_BL = torch.randint(0, TOKENS, (9, 7), generator=torch.Generator().manual_seed(2))
-    config = settings(denoising_steps=3)
-    whole = sampler_likelihood(model, tokens_BL, config=config)
-    order = torch.randperm(9, generator=torch.Generator().manual_seed(3))
-    shuffled = sampler_likelihood(model, tokens_BL[order], config=config, batch_size=2)
-    assert shuffled.row_nats == pytest.approx([whole.row_nats[row] for row in order], abs=1e-9)
-    assert shuffled.standard_error == pytest.approx(whole.standard_error, abs=1e-9)
-    monkeypatch.setattr("diffusionlm.inference.sampling.PROBABILITY_CHUNK_BYTES", 8 * 4 * 5)
-    monkeypatch.setattr("diffusionlm.evaluation.sampler_likelihood.MAX_LOGITS_BYTES", 4 * 4 * 15)
-    assert sampler_likelihood(model, tokens_BL, config=config).row_nats == pytest.approx(whole.row_nats, abs=1e-9)
 
 
 def test_progress_ends_at_all_tokens(small: MakeModel) -> None:

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from config.evaluation.presets import load_presets
-from diffusionlm.evaluation.tasks.evaluation import evaluate_task, grade
+from diffusionlm.evaluation.tasks.evaluation import grade
 from diffusionlm.evaluation.tasks.items import read_task_items
 from diffusionlm.evaluation.tasks.prompts import fill_template
 from diffusionlm.inference.text import AnswerText
-from diffusionlm.models.transformer import Transformer
 from tests.unit.evaluation.tasks.conftest import TASK, MakeTask
 from tokenizer import Tokenizer
 
@@ -46,13 +45,6 @@ def test_solutions_pass_and_others_fail(make_task: MakeTask) -> None:
 
 
 @pytest.mark.slow
-def test_fenced_programs(make_task: MakeTask) -> None:
-    program = f"{ITEM['prompt']}{ITEM['canonical_solution']}"
-    answers = [f"Here it is:\n```python\n{program}```\nIt filters.", program, "I cannot."]
-    assert grade_answers(make_task, answers, answer="code_block") == [True, True, False]
-
-
-@pytest.mark.slow
 def test_a_prompt_without_a_docstring_is_completed_or_defined_again(make_task: MakeTask) -> None:
     """Such a prompt is no program by itself, and its tests need its imports."""
     prompt = "import math\n\n\ndef area(radius):\n"
@@ -66,17 +58,16 @@ def test_a_prompt_without_a_docstring_is_completed_or_defined_again(make_task: M
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "word"),
     [
-        ({"prompt": "Write a function\n"}, ["prompt", "prompt_field"]),
-        ({"test": "def check(candidate):\n"}, ["test"]),
-        ({"entry_point": "at least"}, ["entry_point"]),
+        ({"prompt": "Write a function\n"}, "prompt_field"),
+        ({"test": "def check(candidate):\n"}, "test"),
+        ({"entry_point": "at least"}, "entry_point"),
     ],
 )
-def test_items_without_valid_code_are_named(make_task: MakeTask, changes: dict[str, str], words: list[str]) -> None:
-    with pytest.raises(ValueError, match=r"items\.jsonl: item 'Test/0'") as caught:
+def test_items_without_valid_code_are_named(make_task: MakeTask, changes: dict[str, str], word: str) -> None:
+    with pytest.raises(ValueError, match=rf"items\.jsonl: item 'Test/0'.*{word}"):
         make_task("humaneval", [{**ITEM, **changes}], run_code=True, generation={"max_new_tokens": 2})
-    assert all(word in str(caught.value) for word in words)
 
 
 def cut_answer(tokenizer: Tokenizer, text: str, stop: tuple[str, ...]) -> str:
@@ -122,18 +113,3 @@ def test_stops_leave_right_answers(tmp_path: Path, byte_tokenizer: Tokenizer, na
         text = f"Here it is:\n```python\n{PROGRAM}```\nIt filters."
     verdict = task.grade(item, prefix + cut_answer(byte_tokenizer, text, task.stop))
     assert verdict.is_correct == {"passed": 1.0}, verdict
-
-
-def test_stops_that_are_set_are_kept(make_task: MakeTask) -> None:
-    options: dict[str, Any] = {"run_code": True, "generation": {"max_new_tokens": 2}, "stop": ["\n\n\n"]}
-    for answer in ("completion", "code_block"):
-        assert make_task("humaneval", [ITEM], answer=answer, **options).config.stop == ("\n\n\n",)
-
-
-@pytest.mark.slow
-def test_answers_of_a_model_are_executed(make_task: MakeTask, random_model: Transformer) -> None:
-    task = make_task("humaneval", [ITEM], run_code=True, generation={"max_new_tokens": 3})
-    [result] = evaluate_task(random_model, task)
-    assert result.is_correct == {"passed": False}
-    assert result.detail is not None and result.detail.startswith("failed: ")
-    assert result.error is None

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from config.generation import GenerationConfig
-from diffusionlm.evaluation.tasks.evaluation import evaluate_task, grade
+from diffusionlm.evaluation.tasks.evaluation import evaluate_task
 from diffusionlm.evaluation.tasks.gsm8k import Gsm8kTask
 from diffusionlm.evaluation.tasks.humaneval import find_code_block
 from diffusionlm.evaluation.tasks.items import draw_seed, read_task_items
@@ -53,18 +53,6 @@ def test_a_model_that_knows_the_options_is_always_right(make_task: MakeTask, bia
         assert all(result.is_correct[rule] for result in results)
     results = run(biased_model({"y": -8.0, "n": 8.0}), make_task("multiple_choice", choice_items(20))).values()
     assert not any(result.is_correct["acc_norm"] for result in results)
-
-
-def test_a_uniform_model_guesses(make_task: MakeTask, biased_model: BiasedModel, byte_tokenizer: Tokenizer) -> None:
-    num_items = 150
-    results = run(biased_model({}), make_task("multiple_choice", choice_items(num_items)))
-    accuracy = np.mean([result.is_correct["acc"] for result in results.values()])
-    assert abs(accuracy - 0.25) < 3 * math.sqrt(0.25 * 0.75 / num_items)
-    first = results[("0", 0)]
-    lengths = [1 + len(option) for option in choice_items(1)[0]["choices"]]  # with the blank before it
-    expected = [-length * math.log(byte_tokenizer.vocab_size - 1) for length in lengths]  # never the mask
-    assert first.option_log_likelihoods == pytest.approx(expected)
-    assert first.num_tokens == sum(lengths)
 
 
 def test_normalized_accuracy_divides_by_characters_or_bytes(make_task: MakeTask, biased_model: BiasedModel) -> None:
@@ -176,14 +164,6 @@ def assert_same(a: ItemResult, b: ItemResult) -> None:
     assert dataclasses.replace(a, **cleared) == dataclasses.replace(b, **cleared)
 
 
-def test_repeats_differ_and_come_again(make_task: MakeTask, random_model: Transformer) -> None:
-    task = make_task("gsm8k", QUESTIONS[:2], generation=SAMPLING, repeats=4)
-    first, second = run(random_model, task), run(random_model, task)
-    assert first == second
-    for item_id in ("0", "1"):
-        assert len({first[(item_id, repeat)].output for repeat in range(4)}) == 4
-
-
 def test_a_grader_that_throws_makes_the_item_invalid(
     make_task: MakeTask, random_model: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,22 +180,6 @@ def test_a_grader_that_throws_makes_the_item_invalid(
     assert results[("1", 0)].is_correct == {"strict": False, "flexible": False}
     assert results[("1", 0)].is_invalid
     assert results[("0", 0)].error is None and results[("2", 0)].error is None
-
-
-@pytest.mark.parametrize(
-    ("answer", "gold"),
-    [
-        ("She pays 3 * $4 = $<<3*4=12>>12.\n#### 12", "12"),
-        ("It is 1,000 + 234 = 1,234.\n#### 1,234", "1234"),
-        ("Half of 5 is 2.5.\n#### 2.5", "2.5"),
-        ("She loses -4.\n#### -4", "-4"),
-    ],
-)
-def test_gold_answers_are_right(make_task: MakeTask, answer: str, gold: str) -> None:
-    task = make_task("gsm8k", [{"question": "How many?", "answer": answer}], generation={"max_new_tokens": 2})
-    [item] = task.items
-    assert grade(task, item, answer).is_correct == {"strict": 1.0, "flexible": 1.0}
-    assert item.gold == gold
 
 
 def test_conversations(make_task: MakeTask, biased_model: BiasedModel) -> None:
@@ -251,24 +215,14 @@ def test_prompts_that_do_not_fit_are_named(make_task: MakeTask) -> None:
 
 def test_all_options_are_checked_with_the_end_of_text(make_task: MakeTask) -> None:
     """The longest option in characters may be a short one in tokens; ö are two bytes, so two tokens."""
-    record = {"question": "q", "choices": ["a" * 130, "ö" * 120], "gold": 0, "id": "bytes"}
-    with pytest.raises(ValueError, match=r"item 'bytes': option 1 has 2\d\d tokens"):
-        make_task("multiple_choice", [record])
-
-    def fits(length: int, **likelihood: Any) -> bool:
-        record = {"question": "q", "choices": ["a", "b" * length], "gold": 0}
-        try:
+    for options, likelihood, problem in (
+        (["a" * 130, "ö" * 120], {}, r"option 1 has 2\d\d tokens"),
+        (["a", "b" * (256 - len("Question: q\nAnswer: "))], {"end_of_text": "scored"}, "option 1 has 257 tokens"),
+        (["a", "<|mask|>"], {}, "option 1 has the mask token"),
+    ):
+        record = {"question": "q", "choices": options, "gold": 0, "id": "long"}
+        with pytest.raises(ValueError, match=f"item 'long': {problem}"):
             make_task("multiple_choice", [record], likelihood=likelihood)
-        except ValueError:
-            return False
-        return True
-
-    longest = max(length for length in range(200, 260) if fits(length))
-    for kind in ("scored", "unscored"):
-        assert fits(longest - 1, end_of_text=kind) and not fits(longest, end_of_text=kind)
-    masked = {"question": "q", "choices": ["a", "<|mask|>"], "gold": 0, "id": "masked"}
-    with pytest.raises(ValueError, match="item 'masked': option 1 has the mask token"):
-        make_task("multiple_choice", [masked])
 
 
 def test_code_needs_permission(make_task: MakeTask) -> None:

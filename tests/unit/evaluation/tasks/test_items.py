@@ -13,7 +13,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from config.evaluation.tasks import TaskConfig
-from diffusionlm.evaluation.tasks.items import draw_seed, read_task_items
+from diffusionlm.evaluation.tasks.items import read_task_items
 
 TASK: TypeAdapter[Any] = TypeAdapter(TaskConfig)
 ARC = {
@@ -161,9 +161,3 @@ def test_subsets(path: Path) -> None:
     assert [item.id for item in read(path, records, "gsm8k", item_ids=["7", "2"])] == ["2", "7"]
     with pytest.raises(ValueError, match="item_ids: '40'"):
         read(path, records, "gsm8k", item_ids=["7", "40"])
-
-
-def test_seeds_differ_by_item_and_repeat() -> None:
-    keys = [(seed, item, repeat) for seed in (0, 1) for item in ("1", "11", "a") for repeat in (0, 1)]
-    assert len({draw_seed(*key) for key in keys}) == len(keys)
-    assert draw_seed(0, "1", 1) == draw_seed(0, "1", 1)

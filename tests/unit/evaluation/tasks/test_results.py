@@ -14,7 +14,6 @@ from diffusionlm.evaluation.tasks.results import (
     OutcomeShares,
     VariantResult,
     format_item_line,
-    mean_by_item,
     parse_item_line,
     read_items,
     read_results,
@@ -77,10 +76,6 @@ def test_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
     assert "perplexity" in values["results"][0].pop("number_metrics")
     (tmp_path / "results.json").write_text(json.dumps(values))
     assert read_results(tmp_path).results == (result,)
-
-
-def test_the_repeats_of_an_item_are_averaged() -> None:
-    assert mean_by_item([("7", 1.0), ("8", 1.0), ("7", 0.0)]) == {"7": 0.5, "8": 1.0}
 
 
 def test_empty_and_invalid_answers() -> None:
