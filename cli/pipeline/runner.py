@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from cli.child_process import build_command, collect_stop_signals, run_child
-from cli.pipeline.stages import Stage
-from cli.pipeline.stamps import CONFIG, StageState, check_files_unchanged, write_done, write_started
+from cli.pipeline.stamps import CONFIG, StageState, check_files_unchanged, write_stamp
 from config.dump import to_toml
 from files.atomic import remove_temporary_paths, temporary_path, write_text_atomic
 from files.terminal_text import print_message
@@ -32,7 +31,7 @@ def run_stages(states: Sequence[StageState], lock: int, on_change: Callable[[], 
 
     Raises:
         StageFailedError: a stage failed; those before it are done, the others were not started.
-        ValueError: the input of a stage is missing, or a file has changed.
+        ValueError: a file has changed, or the output of a stage is missing.
         OSError: a file cannot be written.
     """
     with collect_stop_signals() as signals:
@@ -42,7 +41,6 @@ def run_stages(states: Sequence[StageState], lock: int, on_change: Callable[[], 
                 print_message(f"{label}: done before")
                 continue
             print_message(f"{label}: {stage.settings.kind}, {'resume' if state.action == 'resume' else 'run'}")
-            _check_input(stage)
             check_files_unchanged(state)
             _prepare_directory(state)
             started = time.monotonic()
@@ -51,7 +49,7 @@ def run_stages(states: Sequence[StageState], lock: int, on_change: Callable[[], 
             seconds = time.monotonic() - started
             if code == 0 and not signals:
                 check_files_unchanged(state)
-                write_done(state, seconds)
+                write_stamp(state, seconds)
             on_change()
             if signals:
                 return signals[0]
@@ -60,13 +58,6 @@ def run_stages(states: Sequence[StageState], lock: int, on_change: Callable[[], 
                 raise StageFailedError(f'stage "{stage.name}" failed with {reason} after {format_duration(seconds)}')
             print_message(f"{label}: done after {format_duration(seconds)}")
     return None
-
-
-def _check_input(stage: Stage) -> None:
-    if stage.parent is not None and stage.model is not None and not stage.model.path.is_dir():
-        path = stage.model.path
-        remedy = ": no saved step was validated; see validation.every_steps" if path.name == "best" else ""
-        raise ValueError(f'stage "{stage.name}": {path}, which it starts from, does not exist{remedy}')
 
 
 def _prepare_directory(state: StageState) -> None:
@@ -80,7 +71,7 @@ def _prepare_directory(state: StageState) -> None:
         shutil.rmtree(removed)
     directory.mkdir(parents=True, exist_ok=True)
     remove_temporary_paths(directory)
-    write_started(state)
+    write_stamp(state)
     write_text_atomic(directory / CONFIG, to_toml(stage.config))
     for path in () if stage.is_training else stage.output_paths:
         if path.is_dir():

@@ -62,18 +62,6 @@ STAGE_KINDS = {
 
 
 @dataclass(frozen=True)
-class Model:
-    """What is known of a model before it exists."""
-
-    path: Path
-    """Directory, or name on the Hub."""
-    architecture: Mapping[str, Any]
-    """The keys of `Architecture` that are set."""
-    is_adapter: bool
-    """The directory has an adapter in place of weights."""
-
-
-@dataclass(frozen=True)
 class Stage:
     """A stage with a valid config."""
 
@@ -83,8 +71,10 @@ class Stage:
     """The command's config."""
     parent: Stage | None
     """The stage in ``from``. None: there is none, or it is a model."""
-    model: Model | None
-    """The model that it reads. None: random weights."""
+    model: Path | None
+    """The model that it reads: a directory, or a name on the Hub. None: random weights."""
+    architecture: Mapping[str, Any]
+    """The keys of `Architecture` that are set, of the model that it writes or reads."""
 
     @property
     def name(self) -> str:
@@ -139,86 +129,64 @@ def build_stages(config: PipelineConfig) -> list[Stage]:
 def _build_stage(settings: StageConfig, config: PipelineConfig, stages: Mapping[str, Stage]) -> Stage:
     kind, directory = STAGE_KINDS[settings.kind], config.directory / settings.name
     parent = stages.get(settings.input or "")
-    model = _find_model(settings, parent, [other.name for other in config.stages])
+    model, architecture = _find_model(settings, parent, [other.name for other in config.stages])
     values = _merge_stage_settings(settings, kind, getattr(config.common, kind.common) if kind.common else {})
     if model is not None:
-        _check_adapter(settings, model, "adapter" in values)
-        values = with_value(values, kind.model_key, str(model.path))
+        values = with_value(values, kind.model_key, str(model))
         if kind.config is TrainConfig:  # the directory, whose config.json has it, may not exist yet
-            values = {**values, "model": merge_tables(model.architecture, values["model"])}
+            values = {**values, "model": merge_tables(architecture, values["model"])}
     for key, name in kind.outputs.items():
         values = with_value(values, key, str(directory / name))
     resolved = validate_config(kind.config, values, f'stage "{settings.name}"')
-    if settings.kind == "sft" and isinstance(resolved, TrainConfig) and not resolved.data.chats:
-        raise ValueError('kind = "sft" learns answers, and data has no conversations: add chat = {} to a source')
-    return Stage(settings, directory, resolved, parent, model)
+    if isinstance(resolved, TrainConfig):
+        architecture = _architecture(resolved.model)
+        if settings.kind == "sft" and not resolved.data.chats:
+            raise ValueError('kind = "sft" learns answers, and data has no conversations: add chat = {} to a source')
+    if isinstance(resolved, ConvertConfig) and resolved.diffusion is not None:
+        if resolved.diffusion.untie_head:
+            architecture = {**architecture, "tie_word_embeddings": False}
+        if resolved.diffusion.logit_alignment != "keep":
+            architecture = {**architecture, "logit_alignment": resolved.diffusion.logit_alignment}
+    return Stage(settings, directory, resolved, parent, model, architecture)
 
 
-def _find_model(settings: StageConfig, parent: Stage | None, names: Sequence[str]) -> Model | None:
-    """The model in ``from``, without reading its weights."""
-    if settings.input is None:
+def _find_model(
+    settings: StageConfig, parent: Stage | None, names: Sequence[str]
+) -> tuple[Path | None, Mapping[str, Any]]:
+    """The model in ``from``, which need not exist yet, and its architecture."""
+    name, checkpoint = settings.input, settings.checkpoint
+    if name is None:
         if settings.kind in ("train", "sft"):
-            return None
+            return None, {}
         raise ValueError(f'from is missing: the stage or the model that kind = "{settings.kind}" reads')
-    if settings.checkpoint != "last" and (parent is None or not parent.is_training):
-        raise ValueError(f'checkpoint = "{settings.checkpoint}" needs a training stage in from: remove it')
-    if parent is not None:
-        return _predict_model(parent, settings.checkpoint)
-    try:
-        directory = resolve_model_directory(settings.input, needs_weights=False)
-        architecture = _architecture(read_model_config(directory))
-    except ValueError as error:
-        raise ValueError(
-            f'from = "{settings.input}" is neither a stage ({", ".join(names)}) nor a model: {error}'
-        ) from error
-    return Model(Path(settings.input), architecture, (directory / "adapter_config.json").is_file())
-
-
-def _predict_model(parent: Stage, checkpoint: str) -> Model:
-    """The model that a stage will write."""
-    match parent.config:
-        case TrainConfig() as config:
-            if checkpoint == "ema" and not config.training.ema_decay:
-                raise ValueError(
-                    f'checkpoint = "ema", but stage "{parent.name}" has no average: set its training.ema_decay'
-                )
-            validates = 0 < config.validation.every_steps < (config.training.max_steps or 2**63)
-            if checkpoint == "best" and not (config.checkpoint.keep_best and validates):
-                raise ValueError(
-                    f'checkpoint = "best", but stage "{parent.name}" keeps no best checkpoint: set its '
-                    "checkpoint.keep_best = true, and validation.every_steps to less than its steps"
-                )
-            path = parent.result.with_name("best") if checkpoint == "best" else parent.result
-            return Model(path, _architecture(config.model), config.lora is not None)
-        case ConvertConfig() as config if parent.model is not None:
-            architecture = dict(parent.model.architecture)
-            if config.diffusion is not None:
-                if config.diffusion.untie_head:
-                    architecture["tie_word_embeddings"] = False
-                if config.diffusion.logit_alignment != "keep":
-                    architecture["logit_alignment"] = config.diffusion.logit_alignment
-            return Model(parent.result, architecture, is_adapter=False)
-        case _:
-            raise ValueError(f'from = "{parent.name}": a stage of kind "{parent.settings.kind}" has no model')
+    if checkpoint != "last" and (parent is None or not parent.is_training):
+        raise ValueError(f'checkpoint = "{checkpoint}" needs a training stage in from: remove it')
+    if parent is None:
+        try:
+            architecture = _architecture(read_model_config(resolve_model_directory(name, needs_weights=False)))
+        except ValueError as error:
+            raise ValueError(f'from = "{name}" is neither a stage ({", ".join(names)}) nor a model: {error}') from error
+        return Path(name), architecture
+    if not isinstance(parent.config, TrainConfig | ConvertConfig):
+        raise ValueError(f'from = "{name}": a stage of kind "{parent.settings.kind}" has no model')
+    if isinstance(parent.config, TrainConfig):
+        training, validation = parent.config.training, parent.config.validation
+        if parent.config.lora is not None and settings.kind in ("train", "sft", "export"):
+            raise ValueError(f'from = "{name}" is an adapter: start from a stage of kind "merge" that merges it')
+        if checkpoint == "ema" and not training.ema_decay:
+            raise ValueError(f'checkpoint = "ema", but stage "{name}" has no average: set its training.ema_decay')
+        is_validated = 0 < validation.every_steps < (training.max_steps or 2**63)
+        if checkpoint == "best" and not (parent.config.checkpoint.keep_best and is_validated):
+            raise ValueError(
+                f'checkpoint = "best", but stage "{name}" keeps no best checkpoint: set its checkpoint.keep_best = '
+                "true, and validation.every_steps to less than its steps"
+            )
+    return parent.result.with_name("best") if checkpoint == "best" else parent.result, parent.architecture
 
 
 def _architecture(config: Architecture) -> dict[str, Any]:
     values = {name: getattr(config, name) for name in Architecture.model_fields}
     return {name: to_toml_values(value, name) for name, value in values.items() if value is not None}
-
-
-def _check_adapter(settings: StageConfig, model: Model, names_adapter: bool) -> None:
-    """Check that an adapter is merged where weights are needed, and that there is one to merge."""
-    if model.is_adapter and settings.kind in ("train", "sft", "export"):
-        raise ValueError(
-            f'from = "{settings.input}" is an adapter: merge it first, in a stage of kind "merge" that this one '
-            "starts from"
-        )
-    if settings.kind == "merge" and not model.is_adapter and not names_adapter:
-        raise ValueError(
-            f'from = "{settings.input}" has no adapter to merge: set [settings.lora] there, settings.adapter here, or '
-            'kind = "export"'
-        )
 
 
 def _merge_stage_settings(settings: StageConfig, kind: StageKindOptions, common: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,7 +202,7 @@ def _merge_stage_settings(settings: StageConfig, kind: StageKindOptions, common:
                 raise ValueError(f"{place}.{key} is set by the pipeline: {remedy}")
     file_values = {} if settings.config is None else read_toml(settings.config)[1]
     for key in kind.managed_keys:
-        file_values = without_key(file_values, key)
+        file_values = with_value(file_values, key, None)
     return merge_tables(merge_tables(common, file_values), settings.settings)
 
 
@@ -252,22 +220,16 @@ def merge_tables(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, A
 
 
 def with_value(values: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
-    """Return a copy with another value of a dotted key.
+    """Return a copy with another value of a dotted key; None: without the key.
 
     Raises:
         ValueError: the value of a part of the key is no table; names it.
     """
+    if value is None and read_key(values, key) is None:
+        return dict(values)
     first, _, rest = key.partition(".")
     inner = values.get(first, {})
     if rest and not isinstance(inner, Mapping):
         raise ValueError(f"{first} = {inner!r}: expected a table")
-    return {**values, first: with_value(inner, rest, value) if rest else value}
-
-
-def without_key(values: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return a copy without a dotted key."""
-    first, _, rest = key.partition(".")
-    if read_key(values, key) is None:
-        return dict(values)
-    others = {name: value for name, value in values.items() if name != first}
-    return {**others, first: without_key(values[first], rest)} if rest else others
+    changed = {**values, first: with_value(inner, rest, value) if rest else value}
+    return {name: item for name, item in changed.items() if item is not None}

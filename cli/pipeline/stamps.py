@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from cli.pipeline.stages import Stage, without_key
+from cli.pipeline.stages import Stage, with_value
 from config.base import Section
 from config.data import PythonStdlib
 from config.dump import list_differences, to_toml_values
@@ -59,18 +58,16 @@ class StageState:
     reason: str
 
 
-@dataclass
-class FileHashes:
-    """Hashes of files. A file is read once."""
+class FileHashes(dict[Path, str]):
+    """Hashes of the contents of files. A file is read once."""
 
-    _hashes: dict[Path, str] = field(default_factory=dict)
+    def __missing__(self, path: Path) -> str:
+        self[path] = hash_file(path)
+        return self[path]
 
     def hash_files(self, paths: Sequence[Path]) -> str:
         """Hash names and contents of files."""
-        for path in paths:
-            if path not in self._hashes:
-                self._hashes[path] = hash_file(path)
-        text = "\n".join(f"{path.name} {self._hashes[path]}" for path in paths)
+        text = "\n".join(f"{path.name} {self[path]}" for path in paths)
         return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
     def hash_model(self, name: str) -> str:
@@ -96,38 +93,63 @@ def read_states(stages: Sequence[Stage]) -> list[StageState]:
     states = []
     for stage in stages:
         try:
-            fingerprint = _compute_fingerprint(stage, hashes, digests)
-            recorded = _read_fingerprint(stage)
-            if recorded is not None and _with_present_keys(stage, recorded) == fingerprint:
-                fingerprint = recorded  # later stages have recorded its digest
-            states.append(StageState(stage, fingerprint, *_find_action(stage, fingerprint)))
+            state = _read_state(stage, hashes, digests)
         except ValueError as error:
             raise ValueError(f'stage "{stage.name}": {error}') from error
-        digests[stage.name] = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()
+        states.append(state)
+        digests[stage.name] = hashlib.sha256(json.dumps(state.fingerprint, sort_keys=True).encode()).hexdigest()
     return states
+
+
+def _read_state(stage: Stage, hashes: FileHashes, digests: Mapping[str, str]) -> StageState:
+    """Compare the fingerprint of a stage with the recorded one; ``digests`` are those of the stages before."""
+    directory, source = stage.directory, ""
+    if stage.parent is not None:
+        source = f"{digests[stage.parent.name]} {stage.settings.checkpoint}"
+    elif stage.settings.input is not None:
+        source = hashes.hash_model(stage.settings.input)
+    fingerprint: Fingerprint = {
+        "kind": stage.settings.kind,
+        "config": _effective_values(stage, stage.config),
+        "files": hashes.hash_inputs(stage),
+        "source": source,
+        "format": FORMAT,
+    }
+    is_done = (directory / DONE).is_file()
+    recorded = _read_record(directory / (DONE if is_done else STARTED)).get("fingerprint")
+    if recorded is None:
+        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+            raise ValueError(
+                f"{directory} exists and is no stage of a pipeline: rename the stage, or name another directory"
+            )
+        return StageState(stage, fingerprint, "run", "not begun")
+    if _with_present_keys(stage, recorded) != fingerprint:
+        return StageState(stage, fingerprint, "stale", f"changed: {_list_changes(recorded, fingerprint)}")
+    fingerprint = recorded  # later stages have recorded its digest
+    if not is_done:
+        is_resumable = (stage.output_paths[0] / CONFIG).is_file()
+        return StageState(stage, fingerprint, "resume" if is_resumable else "run", "interrupted")
+    if not stage.result.exists():
+        return StageState(stage, fingerprint, "stale", f"its output {stage.result.relative_to(directory)} is missing")
+    return StageState(stage, fingerprint, "skip", "done")
 
 
 def _keys_without_effect(stage: Stage) -> tuple[str, ...]:
     return *stage.kind.managed_keys, *KEYS_WITHOUT_EFFECT[stage.kind.command]
 
 
-def _read_fingerprint(stage: Stage) -> Fingerprint | None:
-    name = DONE if (stage.directory / DONE).is_file() else STARTED
-    recorded: Fingerprint | None = _read_record(stage.directory / name).get("fingerprint")
-    return recorded
+def _effective_values(stage: Stage, config: Section) -> dict[str, Any]:
+    values: dict[str, Any] = to_toml_values(config, stage.name)
+    for key in _keys_without_effect(stage):
+        values = with_value(values, key, None)
+    return values
 
 
 def _with_present_keys(stage: Stage, recorded: Fingerprint) -> Fingerprint:
     """The fingerprint that an older version recorded, with today's spellings of keys."""
-    values: dict[str, Any] = to_toml_values(stage.config, stage.name)
-    tree = copy.deepcopy(recorded.get("config", {}))
+    values, tree = to_toml_values(stage.config, stage.name), recorded.get("config", {})
     for key in _keys_without_effect(stage):
-        value, table = read_key(values, key), tree
-        *parents, last = key.split(".")
-        for name in parents:
-            table = table.setdefault(name, {})
-        if value is not None:
-            table[last] = value
+        tree = with_value(tree, key, read_key(values, key))
     try:
         config = validate_config(type(stage.config), tree, "the recorded config")
     except ConfigError:
@@ -135,56 +157,13 @@ def _with_present_keys(stage: Stage, recorded: Fingerprint) -> Fingerprint:
     return {**recorded, "config": _effective_values(stage, config)}
 
 
-def _effective_values(stage: Stage, config: Section) -> dict[str, Any]:
-    values: dict[str, Any] = to_toml_values(config, stage.name)
-    for key in _keys_without_effect(stage):
-        values = without_key(values, key)
-    return values
-
-
-def _compute_fingerprint(stage: Stage, hashes: FileHashes, digests: Mapping[str, str]) -> Fingerprint:
-    source = ""
-    if stage.parent is not None:
-        source = f"{digests[stage.parent.name]} {stage.settings.checkpoint}"
-    elif stage.settings.input is not None:
-        source = hashes.hash_model(stage.settings.input)
-    files = hashes.hash_inputs(stage)
-    return {
-        "kind": stage.settings.kind,
-        "config": _effective_values(stage, stage.config),
-        "files": files,
-        "source": source,
-        "format": FORMAT,
-    }
-
-
-def _find_action(stage: Stage, fingerprint: Fingerprint) -> tuple[Action, str]:
-    directory = stage.directory
-    is_done = (directory / DONE).is_file()
-    recorded = _read_fingerprint(stage)
-    if recorded is None:
-        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-            raise ValueError(
-                f"{directory} exists and is no stage of a pipeline: rename the stage, or name another directory"
-            )
-        return "run", "not begun"
-    if recorded != fingerprint:
-        return "stale", f"changed: {'; '.join(_list_changes(recorded, fingerprint))}"
-    if is_done and not stage.result.exists():
-        return "stale", f"its output {stage.result.relative_to(directory)} is missing"
-    if is_done:
-        return "skip", "done"
-    return "resume" if (stage.output_paths[0] / CONFIG).is_file() else "run", "interrupted"
-
-
-def _list_changes(old: Fingerprint, new: Fingerprint) -> list[str]:
+def _list_changes(old: Fingerprint, new: Fingerprint) -> str:
     changes = list_differences(old.get("config", {}), new["config"])
     old_files = old.get("files", {})
     changes += [f"the content of {key}" for key in new["files"] if old_files.get(key) not in (None, new["files"][key])]
-    if old.get("source") != new["source"]:
-        changes.append("the model in from")
+    changes += ["the model in from"] if old.get("source") != new["source"] else []
     hidden = [f"{len(changes) - MAX_REASONS} more"] if len(changes) > MAX_REASONS else []
-    return [*(changes[:MAX_REASONS] or ["its kind, or the version of its stamp"]), *hidden]
+    return "; ".join([*(changes[:MAX_REASONS] or ["its kind, or the version of its stamp"]), *hidden])
 
 
 def _read_record(path: Path) -> dict[str, Any]:
@@ -195,25 +174,20 @@ def _read_record(path: Path) -> dict[str, Any]:
         return {}
 
 
-def write_started(state: StageState) -> None:
-    """Record that a stage begins."""
-    _write_record(state.stage.directory / STARTED, {"fingerprint": state.fingerprint})
-
-
-def write_done(state: StageState, seconds: float) -> None:
-    """Record that a stage is done.
+def write_stamp(state: StageState, seconds: float | None = None) -> None:
+    """Record that a stage begins, or that it is done after ``seconds``.
 
     Raises:
-        ValueError: its output is missing.
+        ValueError: it is done, and its output is missing.
     """
     stage = state.stage
-    if not stage.result.exists():
-        raise ValueError(f'stage "{stage.name}": its output {stage.result} is missing')
-    _write_record(stage.directory / DONE, {"fingerprint": state.fingerprint, "seconds": round(seconds, 1)})
-
-
-def _write_record(path: Path, values: Mapping[str, Any]) -> None:
-    write_text_atomic(path, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+    record: dict[str, Any] = {"fingerprint": state.fingerprint}
+    if seconds is not None:
+        if not stage.result.exists():
+            raise ValueError(f'stage "{stage.name}": its output {stage.result} is missing')
+        record["seconds"] = round(seconds, 1)
+    text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
+    write_text_atomic(stage.directory / (STARTED if seconds is None else DONE), text)
 
 
 def read_seconds(stage: Stage) -> float | None:
