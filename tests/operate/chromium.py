@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import io
 import json
 import os
 import select
 import shlex
 import shutil
-import struct
 import subprocess
 import time
-import zlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from PIL import Image
 
 SWITCHES = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
@@ -115,54 +118,15 @@ class Page:
 
 
 class Picture:
-    """A PNG of 8 bits for each of three or four colours, as Chromium writes it."""
+    """A PNG."""
 
     def __init__(self, data: bytes) -> None:
-        self.width, self.height, depth, kind = struct.unpack(">IIBB", data[16:26])
-        assert (depth, kind in (2, 6)) == (8, True)
-        size, offset, packed = {2: 3, 6: 4}[kind], 8, b""
-        while offset < len(data):
-            (length,) = struct.unpack(">I", data[offset : offset + 4])
-            if data[offset + 4 : offset + 8] == b"IDAT":
-                packed += data[offset + 8 : offset + 8 + length]
-            offset += 12 + length
-        raw, stride = zlib.decompress(packed), self.width * size
-        self.rows: list[bytes] = []
-        before = bytes(stride)
-        for start in range(0, len(raw), stride + 1):
-            before = _unfiltered(raw[start], raw[start + 1 : start + 1 + stride], before, size)
-            self.rows.append(before)
-        self._size = size
+        self._pixels_HW3 = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
 
     def colours(self, every: int = 3) -> dict[bytes, int]:
         """How often each colour is there, red, green and blue, in every so manieth pixel of every so manieth row."""
-        counts: dict[bytes, int] = {}
-        for row in self.rows[::every]:
-            for start in range(0, len(row), self._size * every):
-                colour = row[start : start + 3]
-                counts[colour] = counts.get(colour, 0) + 1
-        return counts
-
-
-def _unfiltered(kind: int, line: bytes, above: bytes, size: int) -> bytes:
-    """A row of a PNG without its filter (specification, section 9)."""
-    if kind == 0:
-        return line
-    out = bytearray(line)
-    for index in range(len(out)):
-        left = out[index - size] if index >= size else 0
-        up, corner = above[index], above[index - size] if index >= size else 0
-        if kind == 1:
-            guess = left
-        elif kind == 2:
-            guess = up
-        elif kind == 3:
-            guess = (left + up) // 2
-        else:
-            base = left + up - corner
-            guess = min((left, up, corner), key=lambda candidate: abs(base - candidate))
-        out[index] = (out[index] + guess) & 255
-    return bytes(out)
+        pixels_N3 = self._pixels_HW3[::every, ::every].reshape(-1, 3)
+        return Counter(map(np.ndarray.tobytes, pixels_N3))
 
 
 @contextlib.contextmanager

@@ -186,26 +186,6 @@ def test_nothing_is_cut_without_a_hint(pages: dict[str, Path], browser: Page, na
         assert max(abs(start - end) for start, end in zip(*colors, strict=True)) > 20, "a shadow, until the end"
 
 
-def test_an_evaluation_with_repeats_fits_a_laptop(tmp_path: Path, browser: Page) -> None:
-    """Two rules, pass@k, shares and costs: no table of its page needs to scroll."""
-    samples = {rule: {k: MetricValue(0.123, 0.123) for k in (1, 2, 4)} for rule in ("strict", "flexible")}
-    results = [
-        VariantResult(
-            task="gsm8k", kind="gsm8k", variant=f"block_length={block_length}", model="runs/model", num_items=1319,
-            num_repeats=4, metrics={rule: MetricValue(0.123, 0.123) for rule in samples}, pass_at_k=samples,
-            shares=OutcomeShares(0.123, 0.877, 0.0, 0.123), num_grading_errors=12, num_tokens=12800, num_forwards=6400,
-            seconds=75.0, protocol={"generation": {"block_length": block_length}},
-        )
-        for block_length in (16, 32)
-    ]  # fmt: skip
-    (tmp_path / "items").mkdir()
-    write_results(tmp_path, EvaluationResults(results=tuple(results), command="diffusionlm-eval"))
-    write_page(build_page(read_evaluations([tmp_path])), tmp_path / "report.html")
-    browser.open(tmp_path / "report.html", 1280, 812)
-    assert browser.evaluate(f"{WIDE}.length") == 0
-    assert browser.evaluate("document.querySelectorAll('.wide').length") > 2
-
-
 def edge_color(page: Page, index: int, scroll_left: int) -> bytes:
     """The most frequent color at the right edge of a scrolling frame; text is less frequent."""
     clip = page.evaluate(

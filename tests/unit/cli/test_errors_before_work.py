@@ -71,48 +71,29 @@ def calls_of_models(folder: Path) -> list[Call]:
 
 
 def train(folder: Path) -> list[str]:
-    return [
-        *(
-            "--config",
-            str(ROOT / "config/resources/train.toml"),
-            "--set",
-            f"run.directory={folder}/run",
-            "--set",
-            "data.row_length=16",
-        ),
-        *("--set", 'data.source={kind="files", paths=["' + str(folder / "text.txt") + '"]}'),
-    ]
+    source = f'data.source={{kind="files", paths=["{folder / "text.txt"}"]}}'
+    overrides = [f"run.directory={folder}/run", "data.row_length=16", source]
+    config = ["--config", str(ROOT / "config/resources/train.toml")]
+    return [*config, *(word for override in overrides for word in ("--set", override))]
 
 
 def calls_of_inputs(folder: Path) -> list[Call]:
     infer = ["--model", str(folder / "model")]
     evaluate = [*infer, "--data", str(folder / "text.txt")]
-    file, proc = str(folder / "text.txt"), "/proc/new"
+    file, proc, short = str(folder / "text.txt"), "/proc/new", ["--max-new-tokens", "4"]
     return [
         ("cli.infer", [*infer, "--infill", "a [MASK:0]"], ["[MASK:0]", "n from 1"]),
         ("cli.infer", [*infer, "--infill", "a"], ["no masked span", "write [MASK:n]"]),
-        (
-            "cli.infer",
-            [*infer, "--prompts", str(folder / "holes.jsonl"), "--max-new-tokens", "4"],
-            ["holes.jsonl:2", "[MASK:x]"],
-        ),
+        ("cli.infer", [*infer, "--prompts", f"{folder}/holes.jsonl", *short], ["holes.jsonl:2", "[MASK:x]"]),
         ("cli.infer", [*infer, "--prompts", str(folder / "none.txt")], ["none.txt"]),
         ("cli.infer", [*infer, "--prompts", str(folder)], [str(folder), "directory"]),
         ("cli.infer", [*infer, "--chat", "a"], ["no chat template", "input.chat_template"]),
         ("cli.infer", [*infer, "--set", 'input.chats=["a"]'], ["no chat template", "input.chat_template"]),
         ("cli.infer", [*infer, "--prompt", "a", "--max-new-tokens", "999"], ["max_new_tokens = 999", "lower"]),
         ("cli.infer", [*infer, "--prompt", "a", "--block-length", "999"], ["block_length = 999", "lower it"]),
-        (
-            "cli.infer",
-            [*infer, "--prompt", "a", "--output", str(folder / "answers.jsonl")],
-            ["output.file", "new path"],
-        ),
+        ("cli.infer", [*infer, "--prompt", "a", "--output", f"{folder}/answers.jsonl"], ["output.file", "new path"]),
         ("cli.infer", [*infer, "--prompt", "a", "--output", f"{file}/a"], ["output.file", "choose another path"]),
-        (
-            "cli.infer",
-            [*infer, "--prompt", "a", "--max-new-tokens", "4", "--html", proc],
-            ["output.html", "choose another"],
-        ),
+        ("cli.infer", [*infer, "--prompt", "a", *short, "--html", proc], ["output.html", "choose another"]),
         ("cli.infer", ["--prompt", "a"], ["no model", "--model DIR"]),
         ("cli.serve", [], ["no model", "--model DIR"]),
         ("cli.eval", ["--data", file], ["no model", "--model DIR"]),
@@ -146,11 +127,7 @@ def calls_of_inputs(folder: Path) -> list[Call]:
         ),
         ("cli.train", [*train(folder), "--set", f"run.directory={file}/run"], ["run.directory", "choose another"]),
         ("cli.train", [*train(folder), "--set", f"run.directory={proc}/run"], ["run.directory", "choose another"]),
-        (
-            "cli.train",
-            [*train(folder), "--set", f'tokenizer={{path="{folder}"}}'],
-            ["tokenizer.path", "no model at"],
-        ),
+        ("cli.train", [*train(folder), "--set", f'tokenizer={{path="{folder}"}}'], ["tokenizer.path", "no model at"]),
         ("cli.train", [*train(folder), "--set", "data.source.paths=/none/*"], ["data.source.paths", "matches no file"]),
         *(
             (module, [*arguments, "--set", f"data.source.paths={folder}/image.txt"], ["image.txt: binary data", "skip"])

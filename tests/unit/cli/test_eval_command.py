@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from config.eval import EvalConfig
 from config.evaluation.text import NelboConfig, SamplerLikelihoodConfig
 from config.generation import GenerationConfig
 from config.load import load_config
-from config.model import ModelConfig
 from diffusionlm.checkpoints.huggingface import load_model, save_model_directory
 from diffusionlm.data.loader import collate_rows
 from diffusionlm.data.packing import Row
@@ -27,8 +27,7 @@ from diffusionlm.evaluation.nelbo import nelbo
 from diffusionlm.evaluation.sampler_likelihood import sampler_likelihood
 from diffusionlm.evaluation.statistics import bits_per_byte, count_row_bytes
 from diffusionlm.evaluation.text_likelihood import evaluate_likelihood, open_text
-from diffusionlm.models.init import init_weights
-from diffusionlm.models.transformer import Transformer
+from tests.conftest import MakeModel
 from tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 
 ROOT = Path(__file__).parents[3]
@@ -44,27 +43,17 @@ MakeDirectory = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def make_dir(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> MakeDirectory:
+def make_dir(tiny_model: MakeModel, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> MakeDirectory:
     """``make_dir(**config)``: an untrained model, its tokenizer beside it."""
 
     def make(**overrides: Any) -> Path:
-        config = ModelConfig(
-            **{
-                "hidden_size": 16,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 1,
-                "head_dim": 8,
-                "intermediate_size": 24,
-                "max_position_embeddings": 32,
-                "vocab_size": tokenizer.vocab_size,
-                "mask_token_id": tokenizer.mask_token_id,
-                "eos_token_id": tokenizer.eos_token_id,
-                **overrides,
-            }
-        )
-        model = Transformer(config)
-        init_weights(model, seed=3)
+        config = {
+            "max_position_embeddings": 32,
+            "vocab_size": tokenizer.vocab_size,
+            "mask_token_id": tokenizer.mask_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+        }
+        model = tiny_model(**{**config, **overrides})
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
@@ -212,20 +201,10 @@ def qwen_dir(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> 
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(5)
     config = transformers.Qwen3Config(
-        vocab_size=tokenizer.vocab_size,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=48,
-        max_position_embeddings=64,
-        initializer_range=0.3,
-        tie_word_embeddings=False,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        pad_token_id=None,
-    )
+        vocab_size=tokenizer.vocab_size, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, intermediate_size=48, max_position_embeddings=64, initializer_range=0.3,
+        tie_word_embeddings=False, eos_token_id=tokenizer.eos_token_id, bos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
     folder = tmp_path_factory.mktemp("qwen")
     transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
     save_tokenizer(tokenizer, folder)
@@ -287,16 +266,12 @@ def test_autoregressive_model_rejects_diffusion_options(
 
 def test_the_table(capsys: pytest.CaptureFixture[str], model_dir: Path, data: Path) -> None:
     run("--model", model_dir, "--data", data)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("bound, bidirectional  <= ")
-    assert lines[0].endswith(" nats per token")
-    assert " +- " in lines[0]
-    assert lines[1].endswith(" perplexity")
-    assert lines[2].endswith(" bits per byte")
-    assert lines[3].startswith("scored                ")
-    assert "documents skipped     1 empty" in lines
-    assert "cross-entropy by      masked fraction of the row, nats per masked token" in lines
-    assert any(line.startswith("  90% - 100%  ") for line in lines)
+    text = capsys.readouterr().out
+    number = r"<= \S+ \+- \S+"
+    first = rf"bound, bidirectional  {number} nats per token\n +{number} perplexity\n +{number} bits per byte\n"
+    assert re.match(first + r"scored                \d+ tokens, \d+ bytes\nrows                  \d+ of up to 32", text)
+    assert "documents skipped     1 empty\ncross-entropy by      masked fraction of the row, nats per" in text
+    assert text.splitlines()[-1].startswith("  90% - 100%  ")
     run("--model", model_dir, "--data", data, "--set", "data.max_rows=1")
     assert "(no error: a single row) nats per token" in capsys.readouterr().out
 
@@ -355,8 +330,6 @@ def test_errors(
     message = failure(capsys, "--model", model_dir, "--data", tmp_path / "blank.jsonl")
     assert 'data.source has no text for split = "all"' in message
     short = ("--data", data, "--set", "data.row_length=1")
-    begins = ("--set", "data.begin_with_eos=true")
-    assert "rows of at least 2 tokens" in failure(capsys, "--model", model_dir, *short, *begins)
     shifted = make_dir(logit_alignment="shifted")
     message = failure(capsys, "--model", shifted, *short, code=1)
     assert "nothing to score" in message
@@ -386,7 +359,6 @@ def test_damaged_weights_are_reported(
 def test_the_config() -> None:
     config = load_config(EvalConfig, RESOURCE)
     assert (str(config.model.path), config.data.max_rows) == ("runs/quickstart", 128)
-    assert isinstance(config.likelihood, NelboConfig)
     assert EvalConfig().likelihood == NelboConfig(num_mc_samples=4)
     overrides = ["likelihood.kind=sampler", "likelihood.generation.denoising_steps=8"]
     assert load_config(EvalConfig, None, overrides).likelihood == SamplerLikelihoodConfig(
@@ -394,13 +366,11 @@ def test_the_config() -> None:
     )
     for overrides, words in (
         (["likelihood.bidirectional=true", "likelihood.block_length=4"], "bidirectional = true contradicts"),
-        (["likelihood.block_length=0"], "must be greater than 0"),
         (["data.source=markov", "data.split=all"], 'split = "all" needs a source of files'),
         (["likelihood.generation.steps=8"], 'generation needs kind = "sampler"'),
     ):
-        with pytest.raises(ValueError, match="EvalConfig") as caught:
+        with pytest.raises(ValueError, match=words):
             load_config(EvalConfig, None, overrides)
-        assert words in str(caught.value)
 
 
 def test_shorthands_are_overrides(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
