@@ -43,25 +43,8 @@ def ids_of(text: str) -> list[int]:
     return list(text.encode())
 
 
-BUILT_IN = {
-    "chatml": "<|im_start|>system\n s <|im_end|>\n<|im_start|>user\nq\n<|im_end|>\n<|im_start|>assistant\n",
-    "qwen3": "<|im_start|>system\n s <|im_end|>\n<|im_start|>user\nq\n<|im_end|>\n<|im_start|>assistant\n",
-    "llama3": (
-        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\ns<|eot_id|><|start_header_id|>user"
-        "<|end_header_id|>\n\nq<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
-    ),
-    "llada": (
-        "<|startoftext|><|start_header_id|>system<|end_header_id|>\n\ns<|eot_id|><|start_header_id|>user"
-        "<|end_header_id|>\n\nq<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
-    ),
-}
-
-
 @pytest.mark.parametrize("name", CHAT_TEMPLATES)
-def test_built_in_templates(name: str) -> None:
-    assert render_chat(name, CHAT, add_generation_prompt=True) == BUILT_IN[name]
-    without = render_chat(name, CHAT, add_generation_prompt=False)
-    assert BUILT_IN[name].startswith(without) and len(without) < len(BUILT_IN[name])
+def test_built_in_templates_refuse_what_they_cannot_write(name: str) -> None:
     for message, problem in (
         ({"role": "wizard", "content": "x"}, "role wizard"),
         ({"role": "user"}, "content"),
@@ -71,22 +54,6 @@ def test_built_in_templates(name: str) -> None:
             render_chat(name, [*CHAT, message], add_generation_prompt=True)
     with pytest.raises(ValueError, match="tools"):
         render_chat(name, CHAT, add_generation_prompt=True, tools=[{"name": "f"}])
-
-
-def test_thoughts_of_qwen3() -> None:
-    def text(chat: list[dict[str, str]], **options: Any) -> str:
-        return render_chat("qwen3", chat, add_generation_prompt=False, **options).removeprefix(
-            "<|im_start|>system\n s <|im_end|>\n<|im_start|>user\nq\n<|im_end|>\n<|im_start|>assistant\n"
-        )
-
-    assert text(ANSWERED) == "<think>\nhm\n</think>\n\na<|im_end|>\n"
-    assert text([*ANSWERED, CHAT[1]]) == "a<|im_end|>\n<|im_start|>user\nq\n<|im_end|>\n"
-    bare = [*CHAT, {"role": "assistant", "content": "a"}]
-    assert text(bare) == "<think>\n\n</think>\n\na<|im_end|>\n"
-    named = [*CHAT, {"role": "assistant", "content": "a", "reasoning": "hm"}]
-    assert text(named) == text(ANSWERED)
-    prompt = render_chat("qwen3", CHAT, add_generation_prompt=True, enable_thinking=False)
-    assert prompt == BUILT_IN["qwen3"] + "<think>\n\n</think>\n\n"
 
 
 def test_ids_of_a_chat(chatter: Tokenizer) -> None:
@@ -251,6 +218,7 @@ def test_a_saved_template_needs_no_other_file(name: str, tmp_path: Path) -> None
     assert os.listdir(tmp_path) == ["chat_template.jinja"]
     loaded = load_chat_template(tmp_path)
     assert loaded is not None and not loaded.tokens
-    assert render_chat(loaded, CHAT, add_generation_prompt=True) == BUILT_IN[name]
+    expected = render_chat(name, CHAT, add_generation_prompt=True)
+    assert render_chat(loaded, CHAT, add_generation_prompt=True) == expected
     save_chat_template(ChatTemplate(loaded.source, {"bos_token": "<other>"}), tmp_path)
     assert load_chat_template(tmp_path) == loaded

@@ -208,6 +208,10 @@ def test_dream_has_slow_files_only(tmp_path: Path) -> None:
     assert older.special_tokens == listed
     assert older.visible_tokens == {"<think>", "<|im_end|>"}
     assert_same_ids(older, theirs, TEXTS[:3])
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: tokenizer_class 'BertTokenizer' of .*unsupported"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<|mask|>": "5"}))
     with pytest.raises(ValueError, match=r"'<\|mask\|>' has the id '5': expected an integer"):
         load_tokenizer(tmp_path)
@@ -227,21 +231,8 @@ def test_tokens_that_absorb_whitespace_or_are_single_words(tmp_path: Path) -> No
     assert ours.options.lstrip_tokens == {"<mask>", "<b>", "<late>"}
     assert ours.options.single_word_tokens == {"word"}
     rng = np.random.default_rng(0)
-    pieces = [
-        *(text for text, _ in flagged),
-        " ",
-        "  ",
-        "\n",
-        "\t",
-        "\u3000",
-        "\x1c",
-        "x",
-        "_",
-        "é",
-        "\u0301",
-        "-",
-        "the",
-    ]
+    spaces = [" ", "  ", "\n", "\t", "\u3000", "\x1c"]
+    pieces = [*(text for text, _ in flagged), *spaces, "x", "_", "é", "\u0301", "-", "the"]
     texts = ["".join(rng.choice(pieces, int(rng.integers(1, 9)))) for _ in range(3000)]
     assert_same_ids(ours, theirs, texts)
     assert ours.encode("x  <mask> y", allow_special=True) == [*ours.encode("x"), FIRST, *ours.encode(" y")]

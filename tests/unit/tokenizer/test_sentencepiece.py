@@ -126,21 +126,9 @@ def pair(request: pytest.FixtureRequest, model: dict[str, Any], tmp_path: Path) 
 def random_texts(seed: int, number: int) -> list[str]:
     rng = np.random.default_rng(seed)
     pieces = [
-        "def ",
-        "the",
-        "  ",
-        "\n\n",
-        "\n",
-        "\t",
-        "<bos>",
-        "<mask",
-        ">",
-        "<0x41>",
-        "größe",
-        "\U0001f600",
-        "e\u0301",
+        "def ", "the", "  ", "\n\n", "\n", "\t", "<bos>", "<mask", ">", "<0x41>", "größe", "\U0001f600", "e\u0301",
         "self",
-    ]
+    ]  # fmt: skip
     return ["".join(rng.choice(pieces, int(rng.integers(1, 14)))) for _ in range(number)]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from tokenizer import CHAT_TEMPLATES, PATTERNS, Tokenizer, load_tokenizer, render_chat, save_tokenizer, train_bpe
+from tokenizer import CHAT_TEMPLATES, Tokenizer, load_tokenizer, render_chat, save_tokenizer, train_bpe
 from tokenizer.byte_alphabet import BYTE_ORDER, bytes_to_chars
 from tokenizer.special_tokens import TokenOptions
 
@@ -100,24 +100,6 @@ def test_old_spellings_load(saved: Path, tokenizer: Tokenizer) -> None:
     assert (loaded.mask_token, loaded.eos_token) == ("<|mask|>", "<|endoftext|>")
 
 
-def test_published_directories_load(saved: Path, tokenizer: Tokenizer) -> None:
-    """Merges as text, added tokens in tokenizer_config.json alone, a mask token that it spells anew (SDAR)."""
-
-    def publish(contents: dict[str, Any]) -> None:
-        contents["model"]["merges"] = [" ".join(merge) for merge in contents["model"]["merges"]]
-        contents["added_tokens"] = [token for token in contents["added_tokens"] if token["content"] != "<|mask|>"]
-        del contents["model"]["vocab"]["<|mask|>"]
-
-    id_ = str(tokenizer.special_tokens["<|mask|>"])
-    edit(saved / "tokenizer.json", publish)
-    for text in ("<|mask|>", "<|MASK|>"):
-        declared = {"added_tokens_decoder": {id_: {"content": text, "special": True}}, "mask_token": text}
-        path = saved / "tokenizer_config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | declared))
-        assert load_tokenizer(saved).mask_token == text
-    assert load_tokenizer(saved).vocab == tokenizer.vocab
-
-
 def test_a_file_trained_by_tokenizers_loads(tmp_path: Path, sources: list[str]) -> None:
     """Special tokens first, inside the vocabulary, with holes in no other place."""
     theirs = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -147,21 +129,6 @@ def test_roles_come_from_the_config_first(saved: Path) -> None:
     assert loaded.visible_tokens == frozenset({"<think>"})
     edit(saved / "tokenizer_config.json", lambda c: c.update(mask_token="<gone>"))
     with pytest.raises(ValueError, match=r"tokenizer\.json: mask_token '<gone>' of tokenizer_config\.json"):
-        load_tokenizer(saved)
-
-
-def test_vocab_and_merges_with_a_known_class(saved: Path, tokenizer: Tokenizer) -> None:
-    save_slow_files(tokenizer, saved)
-    (saved / "tokenizer.json").unlink()
-    added = {str(token_id): {"content": text} for text, token_id in tokenizer.special_tokens.items()}
-    config = saved / "tokenizer_config.json"
-    edit(config, lambda c: c.update(tokenizer_class="Qwen2Tokenizer", added_tokens_decoder=added))
-    loaded = load_tokenizer(saved)
-    assert (loaded.pattern, loaded.normalization) == ("qwen", "NFC")
-    assert loaded.merges == tokenizer.merges
-    assert loaded.mask_token_id == tokenizer.mask_token_id
-    edit(config, lambda c: c.update(tokenizer_class="BertTokenizer"))
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json: tokenizer_class 'BertTokenizer' of .*unsupported"):
         load_tokenizer(saved)
 
 
@@ -232,15 +199,6 @@ def test_missing_and_corrupt_files_are_named(saved: Path, tokenizer: Tokenizer, 
     expect_error("merges.txt: is not UTF-8")
     merges.unlink()
     expect_error("merges.txt: ")
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_a_known_pattern_is_recognized_by_name(saved: Path, pattern: str) -> None:
-    def change(contents: dict[str, Any]) -> None:
-        contents["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = PATTERNS[pattern]
-
-    edit(saved / "tokenizer.json", change)
-    assert load_tokenizer(saved).pattern == pattern
 
 
 def test_the_chat_template_is_kept(tmp_path: Path) -> None:
