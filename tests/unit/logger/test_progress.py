@@ -9,11 +9,10 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from typing import TextIO, cast
+from typing import TextIO
 
 import pytest
 
-from files.resilient_stream import resilient
 from logger import ConsoleLogger
 from logger.console import ProgressMeter, console_style
 
@@ -142,31 +141,16 @@ def test_an_exception_ends_the_bar(terminal: PseudoTerminal, monkeypatch: pytest
     assert output.endswith(f"\r\n{SHOW}")
 
 
-def test_a_lost_terminal_does_not_end_the_work(terminal: PseudoTerminal, clock: Clock) -> None:
-    meter = ProgressMeter(cast("TextIO", resilient(terminal.stream)))
-    meter.begin("training", "steps", 10)
-    terminal.hang_up()
-    clock.now += 2.0
-    meter.set(5)
-    meter.log("a message")
-    meter.close()
-
-
-@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
-def test_lines_without_escapes_if_wanted(
+@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb"), ("FORCE_COLOR", "1")])
+def test_lines_elsewhere_or_if_wanted(
     name: str, value: str, terminal: PseudoTerminal, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
-    assert console_style("auto", terminal.stream) == "lines" and console_style("bar", terminal.stream) == "bar"
-    run_phase(ProgressMeter(terminal.stream), clock)
-    assert terminal.read().split("\r\n")[:-1] == LINES
-
-
-def test_lines_elsewhere(terminal: PseudoTerminal, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
+    is_wanted = name == "FORCE_COLOR"
+    assert console_style("auto", terminal.stream) == ("bar" if is_wanted else "lines")
     stream = io.StringIO()
     run_phase(ProgressMeter(stream), clock)
-    run_phase(ProgressMeter(terminal.stream, style="lines"), clock)
+    run_phase(ProgressMeter(terminal.stream, style="lines" if is_wanted else "auto"), clock)
     assert terminal.read().split("\r\n")[:-1] == stream.getvalue().splitlines() == LINES
 
 

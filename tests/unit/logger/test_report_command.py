@@ -62,10 +62,3 @@ def test_bad_input_exits_with_2_and_names_the_problem(
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
     assert Path("runs/one/metrics.jsonl").read_text() == before
-
-
-def test_a_page_that_cannot_be_written(runs: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([runs[0], "--output", "missing/page.html"])
-    assert ended.value.code == 1
-    assert "No such file or directory" in capsys.readouterr().err

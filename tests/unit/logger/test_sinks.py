@@ -69,7 +69,12 @@ class Messages(list[tuple[int, str]]):
 
 def test_records_arrive_unchanged_and_in_order() -> None:
     inner, messages = Recorder(), Messages()
-    logger = BackgroundLogger("a sink", lambda say: inner, messages)
+
+    def start(say: Any) -> Recorder:
+        say("nobody there")
+        return inner
+
+    logger = BackgroundLogger("a sink", start, messages)
     values = {"loss": 1.0}
     logger.metrics(1, values)
     values["loss"] = 2.0
@@ -78,7 +83,7 @@ def test_records_arrive_unchanged_and_in_order() -> None:
     logger.metrics(2, values)
     logger.close(143)
     assert inner.calls == [(1, {"loss": 1.0}), (1, "sample", "text"), (2, {"loss": 2.0}), 143]
-    assert messages == []
+    assert [text for _, text in messages] == ["nobody there"]
 
 
 def test_failure_is_reported_once_and_later_calls_are_tried() -> None:
@@ -122,14 +127,3 @@ def test_one_that_hangs_is_left_alone() -> None:
     release.set()
     [(step, text)] = messages
     assert step == 5 and "a sink" in text and "0.01 s" in text and "metrics.jsonl" in text
-
-
-def test_messages_of_the_start_reach_the_run() -> None:
-    messages = Messages()
-
-    def start(say: Any) -> Recorder:
-        say("nobody there")
-        return Recorder()
-
-    BackgroundLogger("a sink", start, messages).close()
-    assert messages == [(0, "nobody there")]

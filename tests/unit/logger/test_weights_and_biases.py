@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY, MagicMock, call
 
 import pytest
 
@@ -15,58 +16,14 @@ from logger import open_sinks
 from logger.weights_and_biases import RUN_ID_FILE, get_run_id
 
 
-class FakeRun:
-    """What `wandb.init` returns."""
-
-    def __init__(self, fails_in: str) -> None:
-        self.fails_in = fails_in
-        self.calls: list[tuple[str, Any]] = [("init", None)]
-
-    def _call(self, name: str, value: Any) -> None:
-        self.calls.append((name, value))
-        if name == self.fails_in:
-            raise RuntimeError(f"{name} failed")
-
-    def define_metric(self, name: str, step_metric: str) -> None:
-        self._call("define_metric", (name, step_metric))
-
-    def log(self, values: Any) -> None:
-        self._call("log", values)
-
-    def log_artifact(self, path: str, name: str, type: str) -> None:
-        self._call("log_artifact", (path, name, type))
-
-    def finish(self, exit_code: int) -> None:
-        self._call("finish", exit_code)
-
-
-class FakeWandb:
-    """The package, in `sys.modules`."""
-
-    def __init__(self, fails_in: str = "", login: bool | str = True) -> None:
-        self.fails_in, self._login = fails_in, login
-        self.init_arguments: dict[str, Any] = {}
-        self.run = FakeRun(fails_in)
-        self.__spec__ = SimpleNamespace()
-
-    def init(self, **init_arguments: Any) -> FakeRun:
-        if self.fails_in == "init":
-            raise RuntimeError("init failed")
-        self.init_arguments = init_arguments
-        return self.run
-
-    def login(self, prompt: bool) -> bool:
-        if isinstance(self._login, str):
-            raise ConnectionError(self._login)
-        return self._login and not prompt
-
-    @staticmethod
-    def Settings(**values: Any) -> Any:
-        return values
-
-    @staticmethod
-    def Table(columns: Any, data: Any) -> Any:
-        return columns, data
+def make_package(fails_in: str = "", login: bool | Exception = True) -> MagicMock:
+    """A stand-in for the package; ``init`` or a method of the run that it returns fails."""
+    package = MagicMock(__spec__=SimpleNamespace(), Table=lambda columns, data: (columns, data))
+    package.login.side_effect = [login]
+    if fails_in:
+        failing = package.init if fails_in == "init" else getattr(package.init.return_value, fails_in)
+        failing.side_effect = RuntimeError(f"{fails_in} failed")
+    return package
 
 
 def open_with(
@@ -82,7 +39,7 @@ def test_what_a_run_sends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     (tmp_path / "checkpoints/step-2").mkdir(parents=True)
     (tmp_path / "checkpoints/latest").symlink_to("step-2")
     (tmp_path / "tokenizer").mkdir()
-    fake = FakeWandb()
+    fake = make_package()
     artifacts = ("checkpoints", "tokenizer", "samples")
     sinks, messages = open_with(
         fake, monkeypatch, tmp_path, entity="team", tags=("a", "b"), artifacts=artifacts, mode="offline"
@@ -94,25 +51,17 @@ def test_what_a_run_sends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         sink.metrics(2, {"val_nats_per_token": 2.0})
         sink.close(143)
     run_id = (tmp_path / RUN_ID_FILE).read_text().strip()
-    assert {key: fake.init_arguments[key] for key in fake.init_arguments if key != "settings"} == {
-        "project": "diffusionlm",
-        "entity": "team",
-        "name": tmp_path.name,
-        "id": run_id,
-        "resume": "allow",
-        "mode": "offline",
-        "dir": str(tmp_path),
-        "tags": ["a", "b"],
-        "config": {"run": {"seed": 3}},
-    }
-    assert fake.run.calls[1:] == [
-        ("define_metric", ("*", "trainer/step")),
-        ("log", {"trainer/step": 1, "loss": 2.5}),
-        ("log", {"trainer/step": 2, "samples": (["step", "text"], [[2, "a cat"]])}),
-        ("log", {"trainer/step": 2, "val_nats_per_token": 2.0}),
-        ("log_artifact", (str(tmp_path / "checkpoints/step-2"), f"{run_id}-checkpoints", "model")),
-        ("log_artifact", (str(tmp_path / "tokenizer"), f"{run_id}-tokenizer", "tokenizer")),
-        ("finish", 143),
+    names = {"project": "diffusionlm", "entity": "team", "name": tmp_path.name, "id": run_id, "tags": ["a", "b"]}
+    rest = {"resume": "allow", "mode": "offline", "dir": str(tmp_path), "config": {"run": {"seed": 3}}}
+    fake.init.assert_called_once_with(**names, **rest, settings=ANY)
+    assert fake.init.return_value.mock_calls == [
+        call.define_metric("*", step_metric="trainer/step"),
+        call.log({"trainer/step": 1, "loss": 2.5}),
+        call.log({"trainer/step": 2, "samples": (["step", "text"], [[2, "a cat"]])}),
+        call.log({"trainer/step": 2, "val_nats_per_token": 2.0}),
+        call.log_artifact(str(tmp_path / "checkpoints/step-2"), name=f"{run_id}-checkpoints", type="model"),
+        call.log_artifact(str(tmp_path / "tokenizer"), name=f"{run_id}-tokenizer", type="tokenizer"),
+        call.finish(exit_code=143),
     ]
     assert messages == []
 
@@ -120,13 +69,13 @@ def test_what_a_run_sends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 @pytest.mark.parametrize("fails_in", ["init", "define_metric", "log", "log_artifact", "finish"])
 def test_failure_is_reported_once(fails_in: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "tokenizer").mkdir()
-    fake = FakeWandb(fails_in)
+    fake = make_package(fails_in)
     (sink,), messages = open_with(fake, monkeypatch, tmp_path, mode="offline", artifacts=["tokenizer"])
     sink.metrics(1, {"loss": 2.5})
     sink.close(0)
     assert len(messages) == 1
     assert "Weights & Biases" in messages[0] and f"{fails_in} failed" in messages[0] and "metrics.jsonl" in messages[0]
-    assert (("finish", 0) in fake.run.calls) == (fails_in not in ("init", "define_metric"))
+    assert fake.init.return_value.finish.called == (fails_in not in ("init", "define_metric"))
 
 
 @pytest.mark.parametrize(
@@ -136,30 +85,31 @@ def test_failure_is_reported_once(fails_in: str, monkeypatch: pytest.MonkeyPatch
         ("offline", {}, True, "offline", None),
         ("offline", {"mode": "online"}, True, "online", None),
         ("", {}, False, "offline", "no key in WANDB_API_KEY"),
-        ("online", {}, "nobody answers", "offline", "nobody answers"),
+        ("online", {}, ConnectionError("nobody answers"), "offline", "nobody answers"),
     ],
 )
 def test_mode_is_offline_without_a_key_or_a_connection(
     environment_mode: str,
     options: dict[str, Any],
-    login: bool | str,
+    login: bool | Exception,
     mode: str,
     problem: str | None,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", environment_mode)
-    fake = FakeWandb(login=login)
+    fake = make_package(login=login)
     (sink,), messages = open_with(fake, monkeypatch, tmp_path, **options)
     sink.close()
-    assert fake.init_arguments["mode"] == mode
+    assert fake.init.call_args.kwargs["mode"] == mode
+    assert fake.login.call_args in (None, call(prompt=False))
     assert [str(problem) in text and "wandb sync" in text for text in messages] == [True] * (problem is not None)
 
 
 def test_disabled_mode_opens_no_sink(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert open_with(FakeWandb(), monkeypatch, tmp_path, mode="disabled") == ([], [])
+    assert open_with(make_package(), monkeypatch, tmp_path, mode="disabled") == ([], [])
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert open_with(FakeWandb(), monkeypatch, tmp_path) == ([], [])
+    assert open_with(make_package(), monkeypatch, tmp_path) == ([], [])
 
 
 def test_the_id_is_kept_where_a_run_goes_on(tmp_path: Path) -> None:
