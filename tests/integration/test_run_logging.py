@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import call
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from diffusionlm.training.metrics import StepMetrics
 from diffusionlm.training.reporting import RunSummary, collect_monitor_metrics
 from diffusionlm.training.step import StepBatch, train_step
 from logger.report.reading import RENAMED_METRICS
-from tests.unit.logger.test_weights_and_biases import FakeWandb
+from tests.unit.logger.test_weights_and_biases import make_package
 
 
 def logging(config: TrainConfig, directory: Path, **options: Any) -> TrainConfig:
@@ -112,7 +113,7 @@ def test_the_loss_by_share_adds_up_to_the_loss(config: TrainConfig) -> None:
 def test_weights_and_biases_never_touches_the_run(
     config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", FakeWandb("log"))
+    monkeypatch.setitem(sys.modules, "wandb", make_package("log"))
     copied = logging(config, tmp_path / "copied", wandb={"mode": "offline"})
     assert train(copied).step == 8
     messages = [record["text"] for record in records(copied, "event") if record["event"] == "logging"]
@@ -185,7 +186,7 @@ def test_an_offline_run_of_weights_and_biases_has_the_metrics_the_config_and_the
 @pytest.mark.parametrize("ending", ["signal", "error"])
 @pytest.mark.slow
 def test_the_copies_learn_how_the_run_ended(ending: str, config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeWandb()
+    fake = make_package()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     config = logging(config, config.run.directory, wandb={"mode": "offline"})
 
@@ -202,17 +203,18 @@ def test_the_copies_learn_how_the_run_ended(ending: str, config: TrainConfig, mo
             train(config)
     else:
         train(config)
-    assert fake.run.calls[-1] == ("finish", {"signal": 143, "error": 1}[ending])
-    logged = [value["trainer/step"] for name, value in fake.run.calls if name == "log"]
+    sent = fake.init.return_value
+    assert sent.mock_calls[-1] == call.finish(exit_code={"signal": 143, "error": 1}[ending])
+    logged = [logged.args[0]["trainer/step"] for logged in sent.log.call_args_list]
     assert logged == list(range(1, 5 if ending == "signal" else 4))
     if ending == "signal":  # the same run goes on there, with the steps that are still to come
-        first = fake.init_arguments["id"]
+        first = fake.init.call_args.kwargs["id"]
         monkeypatch.setattr(loop, "train_step", train_step)
         train(config)
-        assert fake.init_arguments["id"] == first and fake.run.calls[-1] == ("finish", 0)
-        logged = [value["trainer/step"] for name, value in fake.run.calls if name == "log"]
+        assert fake.init.call_args.kwargs["id"] == first and sent.mock_calls[-1] == call.finish(exit_code=0)
+        logged = [logged.args[0]["trainer/step"] for logged in sent.log.call_args_list]
         assert logged == [*range(1, 9), 8]
-        assert fake.run.calls[-2][1].keys() >= {"final_nats_per_token", "final_standard_error"}
+        assert sent.log.call_args.args[0].keys() >= {"final_nats_per_token", "final_standard_error"}
 
 
 @pytest.mark.parametrize(("grad_norm", "ratio"), [(0.5, 1.0), (8.0, 0.25), (math.inf, math.nan), (math.nan, math.nan)])
