@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,7 @@ from diffusionlm.inference import requests as requests_module
 from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.generate import Generation, decode, to_generation
 from diffusionlm.inference.request_builder import prepare_request
-from diffusionlm.inference.requests import ActiveRequest, RequestOptions
+from diffusionlm.inference.requests import RequestOptions
 from diffusionlm.inference.settings import DecodingSettings
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.patterns import BlockCausal
@@ -64,31 +62,6 @@ def test_what_pages_without_an_owner_hold_has_no_effect(request: pytest.FixtureR
             storage[:, slots] = torch.nan
     for active, prepared in zip(requests, jobs, strict=True):
         assert_same(to_generation(active), decode(model, [prepared])[0])
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {**BLOCKS[4], "denoising_steps": 9},
-        *(pytest.param(BLOCKS[index], marks=pytest.mark.slow) for index in (0, 3, 5)),
-    ],
-)
-def test_a_preemption_at_every_step_changes_nothing(blocks: Transformer, options: dict[str, Any]) -> None:
-    settings = settings_of(blocks, **{"max_new_tokens": 9, **options})
-    active = ActiveRequest(prepare_request(settings, [1, 2, 3, 4, 5], seed=3))
-    decoder = Decoder(blocks, *limit_decoder(num_pages=20, page_size=2, max_num_batched_tokens=4))
-    decoder.add(active)
-    while decoder.has_work:
-        before = active.num_forwards
-        while decoder.has_work and active.num_forwards == before:
-            decoder.step()
-        if not active.is_done:
-            decoder.remove(active)
-            assert decoder.pool.num_owned == 0
-            decoder.add(active)
-    [expected] = decode(blocks, [prepare_request(settings, [1, 2, 3, 4, 5], seed=3)])
-    assert_same(to_generation(active), expected)
-    assert active.num_forwards == expected.num_forwards
 
 
 def test_admission_leaves_a_page_to_those_that_will_need_one(blocks: Transformer) -> None:

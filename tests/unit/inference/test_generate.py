@@ -5,7 +5,6 @@ Shapes: B requests, L positions, R open rows, V vocabulary.
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -72,19 +71,6 @@ def assert_same(a: Generation, b: Generation) -> None:
     assert a.num_forwards == b.num_forwards
     # The norms of the model are computed in fp32 whatever its dtype.
     assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
-
-
-def test_settled_tokens_and_prompts_never_change(model: Transformer) -> None:
-    decoding_steps: list[DecodingStep] = []
-    config = settings(temperature=1.0, remasking_strategy="random", block_length=4, denoising_steps=3)
-    generate(model, PROMPTS, config, on_step=decoding_steps.append)
-    assert [step.num_forwards for step in decoding_steps] == list(range(1, 10))
-    for before, after in pairwise(decoding_steps):
-        for old, new in zip(before.canvases, after.canvases, strict=True):
-            for index, masked in enumerate(old.is_masked):
-                assert masked or (old.token_ids[index] == new.token_ids[index] and not new.is_masked[index])
-    for canvas, prompt in zip(decoding_steps[0].canvases, PROMPTS, strict=True):
-        assert list(canvas.token_ids[: len(prompt)]) == prompt
 
 
 def test_seeds_decide_the_samples(model: Transformer) -> None:
@@ -171,14 +157,6 @@ def test_infill_fills_every_mask_and_nothing_else(model: Transformer) -> None:
         assert done.finish_reason == "length"
         blocks = [max(done.step_map[start : start + 2]) for start in range(0, len(masked_positions), 2)]
         assert blocks == [min(2 * (index + 1), len(masked_positions)) for index in range(len(blocks))]
-
-
-def test_infill_equals_generate_if_the_masks_are_at_the_end(model: Transformer) -> None:
-    config = settings(block_length=5, temperature=1.0)
-    [generated] = generate(model, [[1, 2, 3]], config, [4])
-    [infilled] = infill(model, [[1, 2, 3, *[MASK] * 12]], config, [4])
-    assert infilled.token_ids == (1, 2, 3, *generated.token_ids)
-    assert infilled.step_map == generated.step_map
 
 
 def test_no_request(model: Transformer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from config.generation import GenerationConfig
 from diffusionlm.evaluation.nelbo import nelbo
 from diffusionlm.evaluation.sampler_likelihood import sampler_likelihood
-from diffusionlm.inference.generate import generate, infill
+from diffusionlm.inference.generate import generate
 from diffusionlm.models.transformer import Transformer
 from profiling import nvtx
 
@@ -21,24 +22,14 @@ PREFILL, FORWARD = "decoding: prefill", "decoding: forward"
 def ranges(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What torch.cuda.nvtx would be told, with CUDA."""
     begun: list[str] = []
-
-    class Calls:
-        def range_push(self, name: str) -> int:
-            begun.append(name)
-            return 0
-
-        def range_pop(self) -> int:
-            return -2
-
     monkeypatch.setenv(nvtx.NVTX_VARIABLE, "coarse")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "nvtx", Calls())
+    monkeypatch.setattr(torch.cuda, "nvtx", SimpleNamespace(range_push=begun.append, range_pop=lambda: None))
     return begun
 
 
 def settings(**values: Any) -> GenerationConfig:
-    common = {"max_new_tokens": 8, "block_length": 4, "denoising_steps": 2, "stop_token_ids": ()}
-    return GenerationConfig.model_validate(common | values)
+    return GenerationConfig(**{"max_new_tokens": 8, "block_length": 4, "denoising_steps": 2, **values})
 
 
 @pytest.mark.parametrize(
@@ -49,26 +40,21 @@ def settings(**values: Any) -> GenerationConfig:
         ({"cache": "dual"}, [PREFILL, FORWARD] * 2),
         ({"cache": "block", "attention": "block_causal"}, [PREFILL, FORWARD, FORWARD, FORWARD]),
     ],
-    ids=["none", "prefix", "dual", "block"],
+    ids=str,
 )
 def test_each_forward_of_decoding(
     values: dict[str, Any], expected: list[str], model: Transformer, ranges: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts = [[1, 2, 3, 4], [6, 7, 8, 9]]
-    with_ranges = generate(model, prompts, settings(**values))
+    config = settings(stop_token_ids=(), **values)
+    with_ranges = generate(model, [[1, 2, 3, 4], [6, 7, 8, 9]], config)
     assert ranges == expected
     monkeypatch.delenv(nvtx.NVTX_VARIABLE)
-    assert generate(model, prompts, settings(**values)) == with_ranges
+    assert generate(model, [[1, 2, 3, 4], [6, 7, 8, 9]], config) == with_ranges
     assert len(ranges) == len(expected)
 
 
-def test_each_forward_of_infilling_and_of_a_bound(model: Transformer, ranges: list[str]) -> None:
-    infill(model, [[1, 22, 22, 3]], GenerationConfig())
-    assert ranges == [FORWARD] * 2
-    ranges.clear()
+def test_each_forward_of_a_bound(model: Transformer, ranges: list[str]) -> None:
     tokens_BL = torch.tensor([[1, 2, 3, 4]])
     nelbo(model, tokens_BL, num_mc_samples=2)
-    assert ranges == ["likelihood: forward"] * 2
-    ranges.clear()
     sampler_likelihood(model, tokens_BL, config=settings(denoising_steps=4))
-    assert ranges == ["likelihood: forward"] * 4
+    assert ranges == ["likelihood: forward"] * 2 + [FORWARD] * 4

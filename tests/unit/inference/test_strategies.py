@@ -23,11 +23,8 @@ from diffusionlm.inference.strategy import (
     TOP2_MARGIN,
     DecodeState,
     Strategy,
-    UnmaskingSchedule,
     dream_tokens_per_step,
-    even_tokens_per_step,
     select_most_confident,
-    whole_block_tokens_per_step,
 )
 
 INF = float("inf")
@@ -159,23 +156,6 @@ def test_every_schedule_has_an_end(name: str, num_steps: int) -> None:
             assert entries is schedule(20, num_steps, 19), "not shared by blocks"
 
 
-@pytest.mark.parametrize(
-    ("schedule", "sizes", "expected"),
-    [
-        (even_tokens_per_step, (10, 4, 10), (3, 3, 2, 2)),
-        (even_tokens_per_step, (3, 5, 3), (1, 1, 1)),
-        (whole_block_tokens_per_step, (7, 3, 8), (3, 3, 1)),
-        (whole_block_tokens_per_step, (4, 3, 8), (3, 1)),
-        (whole_block_tokens_per_step, (3, 8, 4), (1, 1, 1)),
-        # t = 1, 0.75025, 0.5005, 0.25075, 0.001: 1 - s / t of the first three is a little below 1/4, 1/3, 1/2.
-        (dream_tokens_per_step, (12, 4, 12), (2, 3, 3, 4)),
-        (dream_tokens_per_step, (5, 1, 5), (5,)),
-    ],
-)
-def test_counts(schedule: UnmaskingSchedule, sizes: tuple[int, int, int], expected: tuple[int, ...]) -> None:
-    assert schedule(*sizes) == expected
-
-
 def plain_dream_counts(num_masked: int, num_steps: int) -> tuple[int, ...]:
     """As in generation_utils.py, step by step."""
     times = torch.linspace(1, 1e-3, num_steps + 1)
@@ -234,17 +214,6 @@ def test_ties_go_to_the_first_positions() -> None:
     assert select_most_confident(confidence, 4).tolist() == [True, True, False, True, True]
 
 
-def test_threshold_selects_at_least_the_most_confident_position() -> None:
-    strategy = build("threshold", confidence_threshold=0.75)
-    assert select(strategy, [0.75, 0.7, 0.8]) == [0, 2]
-    assert select(strategy, [0.1, 0.3, 0.3]) == [1]
-    strict = build("threshold", confidence_threshold=0.75, threshold_comparison=">")
-    assert select(strict, [0.75, 0.7, 0.8]) == [2]
-    assert select(strict, [0.75, 0.7, 0.75]) == [0]
-    assert select(build("threshold"), [0.9, 0.89]) == [0]
-    assert select(build("threshold", confidence_threshold=0.0), [0.0, -INF]) == [0]
-
-
 def test_deferred_tokens_are_last_from_the_left() -> None:
     leftmost = build("low_confidence_dynamic", threshold_fallback="leftmost")
     assert select(leftmost, [0.1, 0.2, 0.9, 0.4], 3) == [0, 1, 2]
@@ -280,18 +249,3 @@ def test_extreme_alg_temp(alg_temp: float) -> None:
     assert positions == ([0, 1] if alg_temp < 1 else [0, 3]), "the most confident, or by the uniforms alone"
     positions = select(strategy, [0.1, 0.7, -INF, 0.8], 3, uniforms=uniforms)
     assert positions == [0, 1, 3], "a deferred token is last, whatever its uniform is"
-
-
-def test_random_topk_shuffles_ties_only() -> None:
-    strategy = build("random_topk")
-    rng = np.random.default_rng(1)
-    confidence = [0.5, 1.0 - 1e-9, 0.5, 1.0, -INF]
-    selections = Counter[tuple[int, ...]]()
-    for _ in range(1000):
-        uniforms = rng.random(5)
-        selections[tuple(select(strategy, confidence, 1, uniforms=uniforms))] += 1
-        assert select(strategy, confidence, 2, uniforms=uniforms) == [1, 3]
-        assert set(select(strategy, confidence, 3, uniforms=uniforms)) > {1, 3}
-        assert 4 not in select(strategy, confidence, 4, uniforms=uniforms)
-    assert selections.keys() == {(1,), (3,)}
-    assert chi_square(list(selections.values()), [0.5, 0.5]) < 10.83
