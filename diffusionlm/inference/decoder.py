@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-import numpy as np
 import torch
 
 from config.serving.server import EngineLimits
@@ -28,7 +27,6 @@ from diffusionlm.inference.model_runner import (
     FixedShapeRunner,
     ModelRunner,
     ScheduledRequest,
-    masked_position_logits,
     prepare_for_tiles,
 )
 from diffusionlm.inference.requests import ActiveRequest, Predictions
@@ -224,7 +222,8 @@ class Decoder:
 
     def _check_model(self) -> None:
         """Run a forward of two tokens: what fails then is not the fault of a request."""
-        masked_position_logits(self._model, [np.zeros(2, np.int64)], [np.ones(1, np.int64)], [Bidirectional()]).cpu()
+        tokens_12 = torch.zeros(1, 2, dtype=torch.long, device=self._model.lm_head.weight.device)
+        self._model(tokens_12, pattern=Bidirectional()).cpu()
 
     def _commit(self, scheduled: Sequence[ScheduledRequest], results: Sequence[Predictions | Exception | None]) -> None:
         """Commit the predictions of each request, publish what has become final of its text, and retire it if it is

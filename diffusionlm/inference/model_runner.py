@@ -19,6 +19,7 @@ Shapes: L positions of a text, Q inputs of a forward, N output positions of all 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -49,34 +50,6 @@ from profiling import nvtx
 
 TILE_ROWS = 16
 """Inputs of a tile; more if a block is longer, fewer if blocks of this length do not fill it."""
-
-
-def masked_position_logits(
-    model: Transformer,
-    canvases: Sequence[NDArray[np.int64]],
-    masked_positions: Sequence[NDArray[np.int64]],
-    patterns: Sequence[AttentionPattern],
-) -> Tensor:
-    """Logits that predict the masked positions of texts of any lengths, [N, V], in one forward without a cache.
-
-    Args:
-        canvases: tokens of each text, placeholders at masked positions.
-        masked_positions: of each text, ascending; at least one in all.
-        patterns: attention of each text.
-    """
-    shift = _output_shift(model.config)
-    sequences = [
-        SequenceSlice(0, len(canvas), len(canvas), pattern, outputs=positions - shift)
-        for canvas, positions, pattern in zip(canvases, masked_positions, patterns, strict=True)
-    ]
-    return _forward(model, canvases, VarlenBatch(sequences))
-
-
-def _forward(model: Transformer, canvases: Sequence[NDArray[np.int64]], batch: VarlenBatch) -> Tensor:
-    """Logits of the outputs of all sequences, [N, V]."""
-    inputs = [canvas[part.start : part.end] for canvas, part in zip(canvases, batch.sequences, strict=True)]
-    tokens_1Q = copy_to_device(torch.from_numpy(np.concatenate(inputs))[None], model.lm_head.weight.device)
-    return model(tokens_1Q, pattern=batch)
 
 
 def _output_shift(model: ModelConfig) -> int:
@@ -221,11 +194,14 @@ class ModelRunner:
     def _forward(self, texts: Sequence[InputText], *, copies_keys: bool = False) -> Tensor:
         """Logits of one forward: of the outputs of all texts [N, V], or of all inputs [1, Q, V]."""
         batch = VarlenBatch([text.sequence for text in texts], self._cache, copies_keys=copies_keys)
+        inputs = [text.tokens_L[text.sequence.start : text.sequence.end] for text in texts]
         device = self._model.lm_head.weight.device
-        if self._adapter_rows is None:
-            return _forward(self._model, [text.tokens_L for text in texts], batch)
-        with self._adapter_rows.adapters_context(batch, [text.adapter for text in texts], device):
-            return _forward(self._model, [text.tokens_L for text in texts], batch)
+        tokens_1Q = copy_to_device(torch.from_numpy(np.concatenate(inputs))[None], device)
+        context: AbstractContextManager[object] = nullcontext()
+        if self._adapter_rows is not None:
+            context = self._adapter_rows.adapters_context(batch, [text.adapter for text in texts], device)
+        with context:
+            return self._model(tokens_1Q, pattern=batch)
 
     def _text(self, item: ScheduledRequest, number: int) -> InputText:
         """The text of a request, or with guidance and number 1 the one without what was given."""

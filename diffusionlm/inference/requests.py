@@ -153,15 +153,6 @@ def split_into_blocks(
     ]
 
 
-def round_if_uniform_canvas(confidence_M: NDArray[np.float64], tokens_L: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Round confidences if the whole canvas is one token.
-
-    All positions are equal then, because rotary embeddings are relative, and rounding in the model, which depends on
-    the batch, must not break the tie.
-    """
-    return confidence_M.round(TIE_DECIMALS) if (tokens_L == tokens_L[0]).all() else confidence_M
-
-
 @dataclass(frozen=True)
 class PreparedRequest:
     """A request that fits the model and the settings."""
@@ -356,7 +347,11 @@ class ActiveRequest:
             is_selected_M = self._is_selected_M
             is_committed_N = np.isin(self.output_positions, self._candidate_positions[is_selected_M])
         else:
-            confidence_M = round_if_uniform_canvas(predictions.confidence_N, self.tokens_L)
+            confidence_M = predictions.confidence_N
+            # In a text of a single token all positions are equal, because rotary embeddings are relative; rounding in
+            # the model, which depends on the batch, must not break the tie.
+            if (self.tokens_L == self.tokens_L[0]).all():
+                confidence_M = confidence_M.round(TIE_DECIMALS)
             if self._deferred_token_ids:
                 confidence_M = np.where(np.isin(predictions.tokens_N, self._deferred_token_ids), -np.inf, confidence_M)
             is_selected_M = self._select_positions(confidence_M)
