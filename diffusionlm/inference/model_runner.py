@@ -271,25 +271,12 @@ class FixedShapeRunner(ModelRunner):
         outputs: list[list[Tensor]] = [[] for _ in texts]
         for tile in pack_tiles(texts):
             logits_QV = self._forward(list(tile.input_texts()), copies_keys=True).flatten(0, -2)
-            for slot, block in tile.blocks.items():
-                outputs[block.text].append(logits_QV[slot * tile.block_length + block.output_offsets])
+            for slot, (index, block) in tile.blocks.items():
+                outputs[index].append(logits_QV[slot * tile.block_length + block.sequence.output_offsets])
         for text, logits in zip(texts, outputs, strict=True):
             if not _has_tiles(text):
                 logits.append(self._forward([text], copies_keys=True))
         return torch.cat([rows for logits in outputs for rows in logits])
-
-
-@dataclass(frozen=True)
-class TextBlock:
-    """A block of a text in a tile."""
-
-    text: int
-    """Index of the text."""
-    tokens_L: np.ndarray[tuple[int], np.dtype[np.int64]]
-    sequence: SequenceSlice
-    """The whole block, without outputs."""
-    output_offsets: np.ndarray[tuple[int], np.dtype[np.int64]]
-    """Outputs, counted from its start."""
 
 
 @dataclass
@@ -299,18 +286,19 @@ class InputTile:
     adapter: str | None
     block_length: int
     num_slots: int
-    blocks: dict[int, TextBlock] = field(default_factory=dict)
-    """By slot; a tile begins with slot 0, and each one has room for a block."""
+    blocks: dict[int, tuple[int, InputText]] = field(default_factory=dict)
+    """Slot -> index of a text and a block of it. A tile begins with slot 0, and each one has room for a block."""
 
     def input_texts(self) -> Iterator[InputText]:
         """All texts of the forward: blocks and what fills the gaps."""
-        outputs = None if any(len(block.output_offsets) for block in self.blocks.values()) else np.zeros(0, np.int64)
+        has_outputs = any(len(block.sequence.output_offsets) for _, block in self.blocks.values())
+        outputs = None if has_outputs else np.zeros(0, np.int64)
         for slot in range(self.num_slots):
             num_filled = 0
             if slot in self.blocks:
-                block = self.blocks[slot]
+                _, block = self.blocks[slot]
                 num_filled = block.sequence.num_inputs
-                yield InputText(block.tokens_L, replace(block.sequence, outputs=outputs), self.adapter)
+                yield replace(block, sequence=replace(block.sequence, outputs=outputs))
             if gap := self.block_length - num_filled:
                 sequence = SequenceSlice(0, gap, gap, Bidirectional(), outputs=outputs)
                 yield InputText(np.zeros(gap, np.int64), sequence, self.adapter)
@@ -332,17 +320,17 @@ def pack_tiles(texts: Sequence[InputText]) -> list[InputTile]:
         num_slots = max(1, TILE_ROWS // block_length)
         own = tiles.setdefault((text.adapter, block_length), [])
         number = 0
-        for block in _split_into_blocks(index, text):
+        for block in _split_into_blocks(text):
             slot = block.sequence.start // block_length % num_slots
             number = next((later for later in range(number, len(own)) if slot not in own[later].blocks), len(own))
             if number == len(own):
                 own.append(InputTile(text.adapter, block_length, num_slots))
-            own[number].blocks[slot] = block
+            own[number].blocks[slot] = index, block
     return [tile for group in tiles.values() for tile in group]
 
 
-def _split_into_blocks(index: int, text: InputText) -> Iterator[TextBlock]:
-    """The whole blocks that contain the inputs of a text, from the left."""
+def _split_into_blocks(text: InputText) -> Iterator[InputText]:
+    """The whole blocks that contain the inputs of a text, from the left, each with its outputs."""
     sequence = text.sequence
     assert isinstance(sequence.pattern, BlockCausal) and sequence.outputs is not None
     limits = sequence.pattern.key_limit(torch.arange(sequence.num_visible)[None])[0].numpy()
@@ -350,7 +338,7 @@ def _split_into_blocks(index: int, text: InputText) -> Iterator[TextBlock]:
     start = int(np.searchsorted(limits, limits[sequence.start]))
     while start < sequence.end:
         end = int(limits[start])
-        block = replace(sequence, start=start, end=end, num_visible=end, outputs=None)
         outputs = sequence.outputs[(sequence.outputs >= start) & (sequence.outputs < end)]
-        yield TextBlock(index, text.tokens_L, block, outputs - start)
+        block = replace(sequence, start=start, end=end, num_visible=end, outputs=outputs)
+        yield replace(text, sequence=block)
         start = end

@@ -122,7 +122,7 @@ def text(start: int, end: int, length: int, block_length: int, adapter: str | No
 
 def test_each_block_has_one_place() -> None:
     tiles = pack_tiles([text(4, 12, 12, 4), text(5, 10, 10, 4), text(0, 4, 4, 4, "a"), text(30, 45, 45, 20)])
-    starts = [{slot: (block.text, block.sequence.start) for slot, block in tile.blocks.items()} for tile in tiles]
+    starts = [{slot: (index, block.sequence.start) for slot, (index, block) in tile.blocks.items()} for tile in tiles]
     assert starts == [{1: (0, 4), 2: (0, 8)}, {1: (1, 4), 2: (1, 8)}, {0: (2, 0)}, {0: (3, 20)}, {0: (3, 40)}]
     for tile in tiles:
         inputs = [item.sequence.num_inputs for item in tile.input_texts()]
