@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -12,7 +13,7 @@ import torch
 
 from config.generation import GenerationConfig
 from config.model import ModelConfig
-from diffusionlm.inference import sampling
+from diffusionlm.inference import cuda_graphs, decoder, sampling
 from diffusionlm.inference.generate import generate
 from diffusionlm.models.transformer import Transformer
 from tests.fake_cuda import LaunchRecord, fake_cuda
@@ -29,9 +30,35 @@ ALLOWED_WAITS = {
 NUM_STEPS = 6
 
 
-def record_decoding(config: ModelConfig, dtype: torch.dtype = torch.float32, **settings: Any) -> LaunchRecord:
-    """Decode two prompts of different lengths, a token in each round."""
+class FakeGraph:
+    """A graph on a GPU that computes nothing."""
+
+    def __init__(self, record: LaunchRecord, graphs: list[FakeGraph]) -> None:
+        self._record = record
+        self.num_launches = self.num_replays = 0
+        graphs.append(self)
+
+    def capture(self, forward: Callable[[], None]) -> None:
+        first = len(self._record.launches)
+        forward()
+        launches = self._record.launches[first:]
+        self.num_launches += len(launches)
+        inputs = [tensor for launch in launches for tensor in launch.inputs]
+        assert all(tensor.is_cuda for tensor in inputs), "a copy from the host would be repeated with old values"
+
+    def replay(self) -> None:
+        self.num_replays += 1
+
+
+def record_decoding(
+    config: ModelConfig,
+    dtype: torch.dtype = torch.float32,
+    graphs: list[FakeGraph] | None = None,
+    **settings: Any,
+) -> LaunchRecord:
+    """Decode two prompts of different lengths, a token in each step; with ``graphs`` by graphs."""
     with fake_cuda() as record:
+        make_graph = None if graphs is None else partial(FakeGraph, record, graphs)
         with torch.device("cuda"):
             model = Transformer(config)
         for parameter in model.parameters():
@@ -43,7 +70,11 @@ def record_decoding(config: ModelConfig, dtype: torch.dtype = torch.float32, **s
 
         record.clear()
         generation = GenerationConfig(max_new_tokens=NUM_STEPS, block_length=4, steps=NUM_STEPS, **settings)
-        with patch.object(sampling, "_to_arrays", read_predictions):
+        with (
+            patch.object(cuda_graphs, "MIN_USES", 0),
+            patch.object(decoder, "select_graph_factory", lambda model: make_graph),
+            patch.object(sampling, "_to_arrays", read_predictions),
+        ):
             generate(model, [[1, 2, 3], [1, 2, 3, 4, 5]], generation)
     return record
 
@@ -78,3 +109,19 @@ def test_launches_of_a_step(dtype: torch.dtype, make_config: MakeConfig) -> None
     per_layer = counts[1] - counts[0]
     assert per_layer <= 28.5 and counts[0] - 2 * per_layer <= 67
     assert casts[0] == casts[1]
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_a_recorded_forward_never_waits_for_the_gpu(make_config: MakeConfig) -> None:
+    """Nothing in it comes from the host. Beside it a step launches as much, however many layers there are."""
+    num_launches = []
+    for depth in (2, 3):
+        graphs: list[FakeGraph] = []
+        record = record_decoding(make_config(num_hidden_layers=depth), graphs=graphs, attention="block_causal")
+        num_steps = record.waits[PREDICTIONS]
+        assert len(graphs) > 1 and set(record.waits) == {PREDICTIONS}
+        assert sum(graph.num_replays for graph in graphs) == num_steps
+        num_allocations = 2 * depth  # of the cache, once
+        num_recorded = sum(graph.num_launches for graph in graphs)
+        num_launches.append((len(record.launches) - num_allocations - num_recorded) / num_steps)
+    assert num_launches[0] == num_launches[1] <= 26
