@@ -6,15 +6,12 @@ workers. The state of a loader is small and resumes exactly.
 
 from __future__ import annotations
 
-import contextlib
-import pickle
-import queue
-import threading
 import time
-import traceback
+from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
-from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,7 +32,7 @@ from diffusionlm.data.pipeline import (
     open_components,
 )
 from diffusionlm.data.reader import ReaderPosition, ResumableReader, iterate
-from diffusionlm.data.tokenization import SPAWN_CONTEXT, TextEncoder, block_signals, open_text_encoder
+from diffusionlm.data.tokenization import TextEncoder, WorkerPool, open_text_encoder
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
 from diffusionlm.diffusion.objectives import Objective, build_objective
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
@@ -43,7 +40,6 @@ from diffusionlm.diffusion.segments import segment_starts
 from tokenizer import Tokenizer
 
 ROWS_PER_READ = 1_024
-SECONDS_TO_JOIN = 5.0
 
 
 def collate_rows(rows: Sequence[Row]) -> CleanBatch:
@@ -299,7 +295,7 @@ class LoaderSpec:
 
 @dataclass(frozen=True)
 class _StepMessage:
-    """What the loader process sends per step. If it fails, it sends the error instead, and ends."""
+    """What the loader process sends per step."""
 
     noised_batches: list[NoisedBatch]
     state: dict[str, Any]
@@ -307,10 +303,7 @@ class _StepMessage:
 
 
 class WorkerLoader:
-    """A `StepLoader` whose loader runs in another process, up to `data.prefetch_steps` ahead.
-
-    The process ends when its pipe closes, so that none outlives the training.
-    """
+    """A `StepLoader` whose loader runs in another process, up to `data.prefetch_steps` ahead."""
 
     def __init__(self, spec: LoaderSpec) -> None:
         if spec.data.workers < 1:
@@ -318,23 +311,26 @@ class WorkerLoader:
         self._spec = spec
         self._state: dict[str, Any] | None = None
         self._metrics: LoaderMetrics | None = None
-        self._ready: queue.Queue[bytes | Exception] = queue.Queue(spec.data.prefetch_steps)
-        self._receiver: threading.Thread | None = None
-        self._connection: Connection | None = None
-        self._process: Any = None
+        self._pool: WorkerPool | None = None
+        self._futures: deque[Future[Path]] = deque()
         self._next_step = 0
-        self._closed = False
 
     def next_step(self, step: int) -> list[NoisedBatch]:
-        if self._process is None:
-            self._start(step)
+        if self._pool is None:
+            death = ChildProcessError(
+                "the process that loads data ended; if the system ran out of memory, lower data.prefetch_steps, "
+                "data.document_shuffle_window or data.row_shuffle_window"
+            )
+            self._pool, self._next_step = WorkerPool(1, _WorkerJob(self._spec, self._state), death), step
         assert step == self._next_step, "workers build the steps in order"
-        started, num_buffered = time.perf_counter(), self._ready.qsize()
-        received = self._ready.get()
-        message: _StepMessage | Exception = received if isinstance(received, Exception) else pickle.loads(received)
-        if isinstance(message, Exception):
+        started, num_buffered = time.perf_counter(), sum(future.done() for future in self._futures)
+        try:
+            while len(self._futures) <= self._spec.data.prefetch_steps:
+                self._futures.append(self._pool.submit(_WorkerJob.build_step, step + len(self._futures)))
+            message: _StepMessage = self._pool.wait(self._futures.popleft())
+        except BaseException:
             self.close()
-            raise message
+            raise
         wait_seconds = time.perf_counter() - started
         self._next_step, self._state = step + 1, message.state
         self._metrics = replace(message.metrics, wait_seconds=wait_seconds, buffered_steps=num_buffered)
@@ -353,79 +349,27 @@ class WorkerLoader:
         return self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        assert self._process is None, "the workers have started already"
+        assert self._pool is None, "the workers have started already"
         self._state = _rename_former_keys(state)
 
     def close(self) -> None:
-        """Kill the workers and drop the steps that they had ready."""
-        self._closed = True
-        if self._process is None:
-            return
-        assert self._connection is not None and self._receiver is not None
-        self._process.kill()
-        while self._receiver.is_alive():  # it may be waiting for space in the queue
-            with contextlib.suppress(queue.Empty):
-                self._ready.get(timeout=0.05)
-        self._process.join()
-        self._connection.close()
-
-    def _start(self, step: int) -> None:
-        self._connection, child_connection = SPAWN_CONTEXT.Pipe()
-        # Not a daemon: daemons must not have child processes, and this one starts tokenizers.
-        self._process = SPAWN_CONTEXT.Process(target=_run_loader, args=(child_connection,), name="diffusionlm loader")
-        with block_signals():  # after SIGTERM the training still finishes its last step with batches from here
-            self._process.start()
-        child_connection.close()
-        self._next_step = step
-        job = pickle.dumps((self._spec, self._state, step), pickle.HIGHEST_PROTOCOL)
-        self._receiver = threading.Thread(target=self._receive, args=(job,), daemon=True)
-        self._receiver.start()
-
-    def _receive(self, job: bytes) -> None:
-        """Send the job and fill the queue, which bounds the memory.
-
-        The job is sent from this thread because the write would hang if the process ends while it starts.
-        """
-        assert self._connection is not None
-        with contextlib.suppress(OSError):  # the read below reports that the process ended
-            self._connection.send_bytes(job)
-        while not self._closed:
-            try:
-                self._ready.put(self._connection.recv_bytes())
-            except (EOFError, OSError):
-                self._process.join(SECONDS_TO_JOIN)
-                self._ready.put(
-                    ChildProcessError(
-                        f"the process that loads data ended (exit code {self._process.exitcode}); if the system ran "
-                        "out of memory, lower data.prefetch_steps, data.document_shuffle_window or "
-                        "data.row_shuffle_window"
-                    )
-                )
-                return
+        """End the workers and drop the steps that they had ready."""
+        if self._pool is not None:
+            self._pool.close()
 
 
-def _run_loader(connection: Connection) -> None:
-    """Run the loader in a child process and send step after step."""
-    torch.set_num_threads(1)
-    try:
-        spec, state, step = pickle.loads(connection.recv_bytes())
-        with open_text_encoder(spec.tokenizer, spec.data.workers - 1) as encoder:
-            loader = spec.open(encoder=encoder)
-            if state is not None:
-                loader.load_state_dict(state)
-            while True:
-                message = _StepMessage(loader.next_step(step), loader.state_dict(), loader.metrics())
-                connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
-                step += 1
-    except (BrokenPipeError, ConnectionResetError, EOFError):
-        return  # the training ended
-    except Exception as error:
-        with contextlib.suppress(OSError):
-            connection.send_bytes(pickle.dumps(_picklable_error(error)))
+class _WorkerJob:
+    """What the process of a `WorkerLoader` does: it opens the loader in its first call."""
 
+    def __init__(self, spec: LoaderSpec, state: dict[str, Any] | None) -> None:
+        self._spec, self._state = spec, state
+        self._loader: Loader | None = None
 
-def _picklable_error(error: Exception) -> Exception:
-    """Return a ValueError as it is; any other error with its traceback as text."""
-    if isinstance(error, ValueError):
-        return ValueError(str(error))
-    return RuntimeError("the process that loads data failed:\n" + "".join(traceback.format_exception(error)))
+    def build_step(self, step: int) -> _StepMessage:
+        if self._loader is None:
+            torch.set_num_threads(1)
+            self._encoder = open_text_encoder(self._spec.tokenizer, self._spec.data.workers - 1)
+            self._loader = self._spec.open(encoder=self._encoder.__enter__())
+            if self._state is not None:
+                self._loader.load_state_dict(self._state)
+        return _StepMessage(self._loader.next_step(step), self._loader.state_dict(), self._loader.metrics())

@@ -35,7 +35,7 @@ from diffusionlm.data.reader import (
 )
 from diffusionlm.data.shards import ShardDocuments, ShardReader
 from diffusionlm.data.sources import open_source
-from diffusionlm.data.tokenization import InlineTextEncoder, TextEncoder, tokenize_reader
+from diffusionlm.data.tokenization import TextEncoder, encode_inline, tokenize_reader
 from diffusionlm.diffusion.rng import RngStream
 from tokenizer import Tokenizer
 
@@ -194,7 +194,7 @@ def build_token_reader(
     if isinstance(source, ShardDocuments):
         return ShardReader(source, seed, shuffle_window > 1, key)
     texts = _shuffle_documents(component, shuffle_window, seed, key)
-    return tokenize_reader(texts, encoder or InlineTextEncoder(tokenizer.encode))
+    return tokenize_reader(texts, encoder or encode_inline(tokenizer.encode))
 
 
 def build_row_reader(

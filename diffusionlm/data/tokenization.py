@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import pickle
-import queue
+import shutil
 import signal
+import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from itertools import chain, pairwise
 from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from config.tokenizer import TokenizerConfig
 from diffusionlm.data.reader import ItemsFuture, ResumableReader, Tokens, WindowedReader
+from files.atomic import temporary_path
 from files.stop_signals import STOP_SIGNALS
 from tokenizer import Tokenizer, train_bpe
 
@@ -42,27 +50,19 @@ def train_tokenizer(texts: Iterable[str], config: TokenizerConfig, log: Callable
     return tokenizer
 
 
-class TextEncoder(Protocol):
+@dataclass(frozen=True)
+class TextEncoder:
     """Tokenizes chunks of documents, possibly in other processes."""
 
-    @property
-    def prefetch_depth(self) -> int:
-        """Number of chunks to submit ahead of time."""
-
-    def submit(self, texts: list[str]) -> ItemsFuture[Tokens]:
-        """Start to tokenize a chunk. Call the result to wait for the tokens."""
+    submit: Callable[[list[str]], ItemsFuture[Tokens]]
+    """Start to tokenize a chunk. Call the result to wait for the tokens."""
+    prefetch_depth: int = 0
+    """Number of chunks to submit ahead of time."""
 
 
-class InlineTextEncoder:
-    """Tokenizes in this process, when the tokens are requested."""
-
-    prefetch_depth = 0
-
-    def __init__(self, encode: Callable[[str], list[int]]) -> None:
-        self._encode = encode
-
-    def submit(self, texts: list[str]) -> ItemsFuture[Tokens]:
-        return lambda: [np.array(self._encode(text), dtype=np.int32) for text in texts]
+def encode_inline(encode: Callable[[str], list[int]]) -> TextEncoder:
+    """Return an encoder that tokenizes in this process, when the tokens are requested."""
+    return TextEncoder(lambda texts: lambda: [np.array(encode(text), dtype=np.int32) for text in texts])
 
 
 def tokenize_reader(upstream: ResumableReader[str], encoder: TextEncoder) -> WindowedReader[str, Tokens]:
@@ -73,107 +73,22 @@ def tokenize_reader(upstream: ResumableReader[str], encoder: TextEncoder) -> Win
 
 @contextlib.contextmanager
 def open_text_encoder(tokenizer: Tokenizer, num_processes: int) -> Iterator[TextEncoder]:
-    """Yield an encoder with this many processes (0: this process), and end them afterwards."""
-    if not num_processes:
-        yield InlineTextEncoder(tokenizer.encode)
-        return
-    with TokenizerPool(tokenizer, num_processes) as pool:
-        yield pool
+    """Yield an encoder with this many processes (0: this process), and end them afterwards.
 
-
-class TokenizerPool:
-    """A `TextEncoder` with several processes; a context manager.
-
-    A process also ends when the pipe to it closes, so that none outlives this process.
+    Raises:
+        ValueError: (when waiting) a text has no UTF-8 form, or a process ended.
     """
+    if not num_processes:
+        yield encode_inline(tokenizer.encode)
+        return
+    death = ValueError("a tokenizer process ended; if the system ran out of memory, use fewer workers")
+    with contextlib.closing(WorkerPool(num_processes, tokenizer, death)) as pool:
 
-    def __init__(self, tokenizer: Tokenizer, num_processes: int) -> None:
-        self._tokenizer = tokenizer
-        self._num_processes = num_processes
-        self._workers: list[tuple[Any, Connection]] = []
-        self._idle: queue.SimpleQueue[tuple[Any, Connection]] = queue.SimpleQueue()
-        # One thread per process: both ends of a pipe may be busy writing to each other.
-        self._threads = ThreadPoolExecutor(num_processes)
+        def submit(texts: list[str]) -> ItemsFuture[Tokens]:
+            future = pool.submit(_encode_flat, texts)
+            return lambda: _split_flat(*pool.wait(future))
 
-    @property
-    def prefetch_depth(self) -> int:
-        return CHUNKS_PER_PROCESS * self._num_processes
-
-    def __enter__(self) -> TokenizerPool:
-        try:
-            with block_signals():
-                self._start()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for process, _connection in self._workers:
-            process.kill()  # they have nothing to save, and they block gentler signals
-        for process, _connection in self._workers:
-            process.join()
-        self._threads.shutdown()
-        for _process, connection in self._workers:
-            connection.close()
-
-    def submit(self, texts: list[str]) -> ItemsFuture[Tokens]:
-        """Start to tokenize a chunk.
-
-        Raises:
-            ValueError: (when waiting) a text has no UTF-8 form, or the process ended.
-        """
-        return self._threads.submit(self._encode_in_process, texts).result
-
-    def _start(self) -> None:
-        for index in range(self._num_processes):
-            connection, child_connection = SPAWN_CONTEXT.Pipe()
-            process = SPAWN_CONTEXT.Process(
-                target=_run_tokenizer, args=(child_connection,), name=f"tokenizer {index}", daemon=True
-            )
-            process.start()
-            child_connection.close()
-            self._workers.append((process, connection))
-        tokenizer = pickle.dumps(self._tokenizer, pickle.HIGHEST_PROTOCOL)
-        for process, connection in self._workers:
-            self._threads.submit(self._send_tokenizer, process, connection, tokenizer)
-
-    def _send_tokenizer(self, process: Any, connection: Connection, tokenizer: bytes) -> None:
-        """Send the tokenizer from a thread: as a process argument, `start` would hang if the process ends early."""
-        with contextlib.suppress(OSError):  # the first chunk reports that the process ended
-            connection.send_bytes(tokenizer)
-        self._idle.put((process, connection))
-
-    def _encode_in_process(self, texts: list[str]) -> list[Tokens]:
-        process, connection = self._idle.get()
-        try:
-            connection.send(texts)
-            answer = connection.recv()
-        except (EOFError, OSError):
-            process.join()
-            raise ValueError(
-                f"a tokenizer process ended (exit code {process.exitcode}); if the system ran out of memory, "
-                "use fewer workers"
-            ) from None
-        finally:
-            self._idle.put((process, connection))
-        if isinstance(answer, Exception):
-            raise answer
-        token_ids, lengths = answer
-        return [token_ids[start:end] for start, end in pairwise([0, *np.cumsum(lengths).tolist()])]
-
-
-def _run_tokenizer(connection: Connection) -> None:
-    """Tokenize chunks in a child process until the pipe closes."""
-    with contextlib.suppress(EOFError, OSError):
-        tokenizer: Tokenizer = connection.recv()
-        while True:
-            texts = connection.recv()
-            try:
-                connection.send(_encode_flat(tokenizer, texts))
-            except ValueError as error:
-                connection.send(ValueError(str(error)))
+        yield TextEncoder(submit, CHUNKS_PER_PROCESS * num_processes)
 
 
 def _encode_flat(tokenizer: Tokenizer, texts: list[str]) -> tuple[Tokens, NDArray[np.int64]]:
@@ -183,16 +98,83 @@ def _encode_flat(tokenizer: Tokenizer, texts: list[str]) -> tuple[Tokens, NDArra
     return np.fromiter(chain.from_iterable(documents), np.int32, int(lengths.sum())), lengths
 
 
-@contextlib.contextmanager
-def block_signals() -> Iterator[None]:
-    """Block the stop signals while child processes start; they inherit the mask.
+def _split_flat(token_ids: Tokens, lengths: NDArray[np.int64]) -> list[Tokens]:
+    return [token_ids[start:end] for start, end in pairwise([0, *np.cumsum(lengths).tolist()])]
 
-    These signals reach the whole process group, but the parent decides when its children end. The parent receives
-    signals after the block.
+
+class WorkerPool:
+    """Processes that call functions of an object, which each of them has from the start.
+
+    They end when the pool is closed or this process dies, whatever they are doing, and ignore stop signals: these reach
+    the whole process group, but this process decides when its children end. What they share and return passes through
+    files: a pipe would block this process forever if one of them ends in the middle of it.
+
+    Args:
+        shared: the first argument of each call; it is sent to each process once and stays there.
+        death: raised in place of a result when a process has ended.
     """
-    resource_tracker.ensure_running()  # started with the first process, it would unblock the signals
-    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
+
+    def __init__(self, num_processes: int, shared: object, death: Exception) -> None:
+        self._death = death
+        self._folder = tempfile.TemporaryDirectory(prefix="diffusionlm-", ignore_cleanup_errors=True)
+        self._path = Path(self._folder.name, "shared.pickle")
+        self._path.write_bytes(pickle.dumps(shared, pickle.HIGHEST_PROTOCOL))
+        reader, self._lifeline = SPAWN_CONTEXT.Pipe(duplex=False)
+        self._executor = ProcessPoolExecutor(num_processes, SPAWN_CONTEXT, _watch_lifeline, (reader, self._path.parent))
+        resource_tracker.ensure_running()  # started with the first process, it would unblock the signals
+        previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # children inherit the mask
+        try:
+            self._executor.submit(_do_nothing)  # starts the processes
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
+
+    def submit(self, function: Callable[..., object], *arguments: object) -> Future[Path]:
+        """Start a call in a process that is free; `wait` for its result."""
+        try:
+            return self._executor.submit(_call, function, self._path, *arguments)
+        except BrokenProcessPool:
+            raise self._death from None
+
+    def wait(self, future: Future[Path]) -> Any:
+        """Wait for the result of a call; an error of the call is raised here."""
+        try:
+            path = future.result()
+        except BrokenProcessPool:
+            raise self._death from None
+        result = pickle.loads(path.read_bytes())
+        path.unlink()
+        return result
+
+    def close(self) -> None:
+        self._lifeline.close()
+        self._executor.shutdown(cancel_futures=True)
+        self._folder.cleanup()
+
+
+@functools.cache
+def _load_shared(path: Path) -> Any:
+    return pickle.loads(path.read_bytes())
+
+
+def _call(function: Callable[..., object], path: Path, *arguments: object) -> Path:
+    """Return the path of the pickled result."""
+    content = pickle.dumps(function(_load_shared(path), *arguments), pickle.HIGHEST_PROTOCOL)
+    result = temporary_path(path)
+    result.write_bytes(content)
+    return result
+
+
+def _do_nothing() -> None:
+    pass
+
+
+def _watch_lifeline(lifeline: Connection, folder: Path) -> None:
+    threading.Thread(target=_exit_at_end, args=(lifeline, folder), daemon=True).start()
+
+
+def _exit_at_end(lifeline: Connection, folder: Path) -> None:
+    """Exit when the other end of the pipe is closed."""
+    with contextlib.suppress(EOFError, OSError):
+        lifeline.recv_bytes()
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)

@@ -18,7 +18,7 @@ from config.make_data import MakeDataConfig, MakeDataOutputConfig
 from diffusionlm.data import make_data as module
 from diffusionlm.data.make_data import make_data
 from diffusionlm.data.shard_files import ShardWriter
-from diffusionlm.data.tokenization import InlineTextEncoder
+from diffusionlm.data.tokenization import TextEncoder, encode_inline
 from tests.unit.data.make_data_cases import (
     TRAIN,
     VALIDATION,
@@ -40,15 +40,18 @@ pytestmark = pytest.mark.usefixtures("small_chunks")
 def test_an_interruption_after_any_chunk(text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reference = tmp_path / "reference"
     make_data(config_of(text_folder, reference), ignore)
-    submit, num_left = InlineTextEncoder.submit, [0]
+    num_left = [0]
 
-    def submit_or_stop(self: InlineTextEncoder, texts: list[str]) -> Any:
-        if not num_left[0]:
-            raise Stopped
-        num_left[0] -= 1
-        return submit(self, texts)
+    def encode_or_stop(encode: Any) -> TextEncoder:
+        def submit(texts: list[str]) -> Any:
+            if not num_left[0]:
+                raise Stopped
+            num_left[0] -= 1
+            return encode_inline(encode).submit(texts)
 
-    monkeypatch.setattr(InlineTextEncoder, "submit", submit_or_stop)
+        return TextEncoder(submit)
+
+    monkeypatch.setattr("diffusionlm.data.tokenization.encode_inline", encode_or_stop)
     directory = tmp_path / "made"
     config = config_of(text_folder, directory)
     interruptions = 0

@@ -23,7 +23,7 @@ from diffusionlm.data.packing import (
     pack_windows,
     split_row_randomly,
 )
-from diffusionlm.data.tokenization import InlineTextEncoder, tokenize_reader
+from diffusionlm.data.tokenization import encode_inline, tokenize_reader
 
 Drain = Callable[..., list[Any]]
 ReadTokens = Callable[[list[str]], Any]
@@ -40,7 +40,7 @@ Slots = list[tuple[int, bool, int]]
 @pytest.fixture
 def read_tokens(list_reader: Any, byte_tokenizer: Any) -> ReadTokens:
     """A reader of the tokens of these texts."""
-    return lambda texts: tokenize_reader(list_reader(texts), InlineTextEncoder(byte_tokenizer.encode))
+    return lambda texts: tokenize_reader(list_reader(texts), encode_inline(byte_tokenizer.encode))
 
 
 def slots_of(row: Row) -> Slots:
@@ -121,7 +121,7 @@ def test_packed_texts_are_encoded_once_per_epoch() -> None:
         def read(self, epoch: int, position: Any, limit: int) -> tuple[list[str], Any]:
             return [f"epoch {epoch} " * 3], None
 
-    reader, position = PackedRowReader(tokenize_reader(Changing(), InlineTextEncoder(encode)), RowFormat(8, EOS)), None
+    reader, position = PackedRowReader(tokenize_reader(Changing(), encode_inline(encode)), RowFormat(8, EOS)), None
     for epoch in (0, 1, 0):
         (row,), position = reader.read(epoch, None, 1)
         assert bytes(row.tokens_L.tolist()) == f"epoch {epoch} ".encode()

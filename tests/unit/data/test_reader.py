@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from diffusionlm.data.reader import ItemsFuture, WindowedReader, read_first_documents, shuffle_windows
-from diffusionlm.data.tokenization import CHUNK_DOCUMENTS, InlineTextEncoder, tokenize_reader
+from diffusionlm.data.tokenization import CHUNK_DOCUMENTS, encode_inline, tokenize_reader
 from diffusionlm.diffusion.rng import RngStream
 
 Drain = Callable[..., list[Any]]
@@ -106,7 +106,7 @@ def test_documents_are_tokenized_in_chunks(list_reader: ListReader, drain: Drain
         return list(text.encode())
 
     def make() -> WindowedReader[str, Any]:
-        return tokenize_reader(list_reader(texts), InlineTextEncoder(encode))
+        return tokenize_reader(list_reader(texts), encode_inline(encode))
 
     whole = drain(make(), (1,))
     assert [bytes(tokens.tolist()).decode() for tokens in whole] == texts == encoded_texts

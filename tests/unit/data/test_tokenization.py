@@ -20,11 +20,12 @@ def test_a_process_that_fails_to_start_is_an_error(tmp_path: Path) -> None:
     """A script without a main guard fails in its children; nothing waits for them forever."""
     script = tmp_path / "unguarded.py"
     script.write_text(
-        "from diffusionlm.data.tokenization import TokenizerPool\n"
+        "from diffusionlm.data.tokenization import open_text_encoder\n"
         "from tokenizer import Tokenizer\n"
         "many = {f'<special token number {number}>': 256 + number for number in range(10_000)}\n"
-        "with TokenizerPool(Tokenizer({bytes([byte]): byte for byte in range(256)}, [], many, 'qwen'), 2) as pool:\n"
-        "    pool.submit(['a'])()\n"
+        "tokenizer = Tokenizer({bytes([byte]): byte for byte in range(256)}, [], many, 'qwen')\n"
+        "with open_text_encoder(tokenizer, 2) as encoder:\n"
+        "    encoder.submit(['a'])()\n"
     )
     result = subprocess.run(
         [sys.executable, script],
@@ -34,7 +35,7 @@ def test_a_process_that_fails_to_start_is_an_error(tmp_path: Path) -> None:
         timeout=60,
     )
     assert result.returncode == 1
-    assert "ValueError: a tokenizer process ended (exit code 1)" in result.stderr
+    assert "ValueError: a tokenizer process ended" in result.stderr
 
 
 def test_text_without_a_utf8_form_is_an_error_with_and_without_processes() -> None:
