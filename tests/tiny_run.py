@@ -100,12 +100,33 @@ def wait_for_gate(process: subprocess.Popen[Any], gate: Path) -> None:
         time.sleep(0.01)
 
 
-def build_changed_run(config: TrainConfig, directory: Path, **changes: dict[str, Any]) -> Run:
-    """Build the run of this config in another directory; `changes` replace values of the sections of these names."""
+def read_records(config: TrainConfig, kind: str = "metrics") -> list[dict[str, Any]]:
+    """The records of a run's metrics.jsonl that have this key: ``metrics`` or ``event``."""
+    lines = (config.run.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [record for record in map(json.loads, lines) if kind in record]
+
+
+def read_steps(config: TrainConfig) -> list[dict[str, Any]]:
+    """The metrics of the logged steps of a run."""
+    return [record["metrics"] for record in read_records(config) if "loss" in record["metrics"]]
+
+
+def read_losses(config: TrainConfig) -> list[float]:
+    """The losses of the logged steps of a run."""
+    return [metrics["loss"] for metrics in read_steps(config)]
+
+
+def change_config(config: TrainConfig, directory: Path | None = None, **changes: dict[str, Any]) -> TrainConfig:
+    """The config in another directory; `changes` replace values of the sections of these names."""
     values: dict[str, Any] = config.model_dump(exclude_unset=True)
-    values["run"] |= {"directory": directory}
+    values["run"] |= {} if directory is None else {"directory": directory}
     for section, section_changes in changes.items():
         values[section] = values.get(section, {}) | section_changes
-    changed = TrainConfig.model_validate(values)
+    return TrainConfig.model_validate(values)
+
+
+def build_changed_run(config: TrainConfig, directory: Path, **changes: dict[str, Any]) -> Run:
+    """Build the run of `change_config`."""
+    changed = change_config(config, directory, **changes)
     with open_run_directory(changed) as run_directory:
         return build_run(changed, run_directory)

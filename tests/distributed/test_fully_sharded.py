@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from config.training.optimizer import AdamWConfig, LionConfig, MuonConfig
@@ -25,45 +22,15 @@ from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import Optimizers, build_optimizers
 from diffusionlm.optim.ema import WeightAverage
 from diffusionlm.training.block_wrapping import checkpoint_activations, compile_blocks
-from diffusionlm.training.checkpointing.staging import to_shards
 from tests.conftest import MakeConfig, MakeModel
 from tests.distributed.forked import run_ranks
-from tests.distributed.toys import Batch, assemble, batches, loss_of, units_of_transformer
+from tests.distributed.toys import Batch, batches, loss_of, recorded, units_of_transformer
 
 CPU = torch.device("cpu")
 DENOMINATOR = 30.0
 VOCABULARY = 19
 MIXTURE = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 5}
 Kind = AdamWConfig | LionConfig | MuonConfig
-
-
-@contextmanager
-def collectives() -> Iterator[list[tuple[str, int]]]:
-    """FSDP's gathers and reductions, as (kind, bytes of the whole), in order; torch renamed them."""
-    events: list[tuple[str, int]] = []
-    kinds = {
-        "all_gather_into_tensor": "gather",
-        "all_gather_single": "gather",
-        "reduce_scatter_tensor": "reduce",
-        "reduce_scatter_single": "reduce",
-    }
-    originals = {name: getattr(dist, name) for name in kinds if hasattr(dist, name)}
-
-    def recording(name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            tensors = [tensor for tensor in (*args, *kwargs.values()) if isinstance(tensor, Tensor)]
-            events.append((kinds[name], max(tensor.nbytes for tensor in tensors)))
-            return originals[name](*args, **kwargs)
-
-        return call
-
-    for name in originals:
-        setattr(dist, name, recording(name))
-    try:
-        yield events
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
 
 
 def cut(model: Transformer, world: World, reshard: bool = True, dtype: torch.dtype = torch.float32) -> FullySharded:
@@ -156,20 +123,6 @@ def test_steps_match_a_single_process(case: str, tiny_model: MakeModel, tmp_path
     run_ranks(act, tmp_path, world_size)
 
 
-def test_gradients_are_reduced_in_each_micro_batch(tiny_model: MakeModel, tmp_path: Path) -> None:
-    def act(world: World) -> list[int]:
-        parts = cut(tiny_model(), world)
-        counts = []
-        with collectives() as events:
-            for index, batch in enumerate(of_rank(0, world.rank)):
-                with parts.backward(is_last=index == 2):
-                    loss_of(parts.model, batch, DENOMINATOR).backward()
-                counts.append(sum(kind == "reduce" for kind, _ in events))
-        return counts
-
-    assert run_ranks(act, tmp_path) == [[3, 6, 9]] * 2  # two blocks and the root
-
-
 def test_initial_weights_match_a_single_process(make_config: MakeConfig, tmp_path: Path) -> None:
     """Made one after the other, from a model without memory."""
     config = make_config(tie_word_embeddings=True, sandwich_norms=True)
@@ -188,24 +141,6 @@ def test_initial_weights_match_a_single_process(make_config: MakeConfig, tmp_pat
         train_parts(parts, optimizers, 2)
         train_whole(expected, AdamWConfig(), world, 2)
         assert_close(parts, expected)
-
-    run_ranks(act, tmp_path)
-
-
-@pytest.mark.parametrize("choice", ["selective", pytest.param("full", marks=pytest.mark.slow)])
-def test_activation_checkpointing_keeps_gradients_equal(choice: Any, tiny_model: MakeModel, tmp_path: Path) -> None:
-    def act(world: World) -> None:
-        parameters_of_models = []
-        for which in ("none", choice):
-            model = tiny_model(**MIXTURE)
-            checkpoint_activations(model, which)
-            parts = cut(model, world)
-            train_parts(parts, build_optimizers(AdamWConfig(), parts.trainable_parameters()), 2)
-            parameters_of_models.append(parts.trainable_parameters())
-        assert all(
-            torch.equal(parameters_of_models[0][name], parameters_of_models[1][name])
-            for name in parameters_of_models[0]
-        )
 
     run_ranks(act, tmp_path)
 
@@ -251,11 +186,11 @@ def test_products_in_bfloat16_are_near_those_of_autocast(tiny_model: MakeModel, 
         parts = cut(models[0], world, dtype=torch.bfloat16)
         assert {part.dtype for part in parts.trainable_parameters().values()} == {torch.float32}
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            with collectives() as events:
+            with recorded() as events:
                 loss_of(parts.model, of_rank(0, 0)[1], DENOMINATOR).backward()
             loss_of(models[1], of_rank(0, 0)[1], DENOMINATOR / world.size).backward()
         block = sum(parameter.numel() for parameter in models[1].model.layers[0].parameters())
-        sizes = {kind: [size for name, size in events if name == kind] for kind in ("gather", "reduce")}
+        sizes = {kind: [size for name, size in events if kind in name] for kind in ("gather", "reduce")}
         assert sizes["gather"].count(2 * block) == 4 and sizes["reduce"].count(4 * block) == 2
         parts.clip(1e9)
         own = {name: slice(*parts.row_range(name)) for name in parts.trainable_parameters()}
@@ -355,9 +290,9 @@ def test_weights_that_are_set_are_trained_and_gathered_in_the_dtype_of_products(
         parts = cut(models[0], world, dtype=torch.bfloat16)
         parts.set_weights(dict(models[1].named_parameters()))
         assert_close(parts, models[1], rtol=0, atol=0)
-        with collectives() as events, torch.autocast("cpu", dtype=torch.bfloat16):
+        with recorded() as events, torch.autocast("cpu", dtype=torch.bfloat16):
             train_parts(parts, build_optimizers(LionConfig(), parts.trainable_parameters()), 1)
-        gathers = sum(kind == "gather" for kind, _ in events)
+        gathers = sum("gather" in name for name, _ in events)
         assert gathers == 3 * (1 + 2 * 2)  # of three micro-batches: the root once, blocks forward and backward
         if world.is_first:
             assert all(
@@ -370,25 +305,6 @@ def test_weights_that_are_set_are_trained_and_gathered_in_the_dtype_of_products(
             parts.set_weights({})
 
     run_ranks(act, tmp_path)
-
-
-def test_state_has_whole_shapes_when_saved(tiny_model: MakeModel, tmp_path: Path) -> None:
-    """What one process resumes from."""
-
-    def act(world: World) -> None:
-        models = tiny_model(), tiny_model()
-        parts = cut(models[0], world)
-        optimizers = build_optimizers(AdamWConfig(), parts.trainable_parameters())
-        train_parts(parts, optimizers, 2)
-        whole = assemble(to_shards(optimizers.state_dict(), parts, parts.shapes), world)
-        resumed = build_optimizers(AdamWConfig(), dict(models[1].named_parameters()))
-        resumed.load_state_dict(whole)
-        for key, value in optimizers.state_dict().items():
-            name = key.rpartition(".")[0]
-            expected = whole[key][slice(*parts.row_range(name))] if value.dim() else whole[key]
-            assert torch.equal(value, expected)
-
-    run_ranks(act, tmp_path, world_size=3)
 
 
 def test_a_rank_that_stops_saving_does_not_keep_the_others_waiting(tiny_model: MakeModel, tmp_path: Path) -> None:

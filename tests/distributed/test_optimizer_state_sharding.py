@@ -18,12 +18,10 @@ from ddp.parallelism import Parallelism
 from ddp.process_group import World
 from ddp.sharded_data_parallel import BucketShard, ShardedDataParallel
 from diffusionlm.optim.muon import Muon
-from diffusionlm.training.checkpointing.staging import to_shards
 from tests.conftest import MakeModel
 from tests.distributed.forked import run_ranks
 from tests.distributed.toys import (
     Tower,
-    assemble,
     backward,
     batches,
     loss_of,
@@ -120,21 +118,6 @@ def step_of_wide(parallelism: Any, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
     optimizer.zero_grad()
     parallelism.start_weight_gather()
-
-
-def test_ten_steps_of_adamw(tiny_model: MakeModel, tmp_path: Path) -> None:
-    def act(world: World) -> None:
-        parts = sharded(tiny_model(tie_word_embeddings=True), world)
-        whole = unsharded(tiny_model(tie_word_embeddings=True), world)
-        before = {name: weight.clone() for name, weight in weights(whole).items()}
-        norms = train(parts, adamw(parts), 10)
-        torch.testing.assert_close(norms, train(whole, adamw(whole), 10))
-        parts.check_replicas_equal()
-        for name, expected in weights(whole).items():
-            torch.testing.assert_close(weights(parts)[name], expected, rtol=1e-5, atol=1e-6, msg=name)
-            assert not torch.allclose(before[name], expected, atol=1e-3), name
-
-    run_ranks(act, tmp_path)
 
 
 def test_ten_steps_are_bit_equal_where_parts_fill_vectors(tmp_path: Path) -> None:
@@ -287,51 +270,3 @@ def test_a_unit_that_does_not_run_has_its_weights_all_the_same(tmp_path: Path) -
         torch.testing.assert_close(weights_after, weights(whole), rtol=1e-5, atol=1e-6)
 
     run_ranks(act, tmp_path)
-
-
-def test_weights_that_are_set_from_outside_are_adopted(tmp_path: Path) -> None:
-    def act(world: World) -> None:
-        parts, whole = sharded(tower(), world, mib=0.0004), unsharded(tower(seed=5), world)
-        parts.set_weights(dict(whole.model.named_parameters()))
-        train(parts, adamw(parts), 2, vocabulary=11)
-        train(whole, adamw(whole), 2, vocabulary=11)
-        parts.wait_for_weights()
-        weights_after = dict(parts.model.named_parameters())
-        torch.testing.assert_close(weights_after, weights(whole), rtol=1e-5, atol=1e-6)
-
-    run_ranks(act, tmp_path)
-
-
-def states(parallelism: Any, optimizers: Optimizers) -> dict[str, Tensor]:
-    names = {parameter: name for name, parameter in parallelism.trainable_parameters().items()}
-    return {
-        f"{names[parameter]}.{key}": torch.as_tensor(value)
-        for optimizer in optimizers
-        for parameter, values in optimizer.state.items()
-        for key, value in values.items()
-    }
-
-
-def test_state_is_saved_in_whole_shapes(tiny_model: MakeModel, tmp_path: Path) -> None:
-    """Shards of rows; matrices that one rank has, and counts, are whole."""
-
-    def act(world: World) -> set[str]:
-        parts, whole = sharded(tiny_model(), world, is_matrix_of_block), unsharded(tiny_model(), world)
-        optimizers, expected = adamw(parts), adamw(whole)
-        train(parts, optimizers, 2)
-        train(whole, expected, 2)
-        expected_state = states(whole, expected)
-        shapes = {name: parameter.shape for name, parameter in parts.model.named_parameters()}
-        shards = to_shards(states(parts, optimizers), parts, shapes)
-        saved = assemble(shards, world)
-        for key, shard in shards.items():
-            is_cut = not (key.endswith("step") or is_matrix_of_block(key.rpartition(".")[0]))
-            assert (shard.values.shape != shard.global_shape) == is_cut, key
-            torch.testing.assert_close(saved[key], expected_state[key], msg=key)
-        assert saved.keys() == expected_state.keys()
-        return set(shards)
-
-    first, second = run_ranks(act, tmp_path)
-    assert "model.embed_tokens.weight.exp_avg_sq" in first & second
-    matrices = first ^ second
-    assert len(first | second) == 3 * 24 and len(matrices) == 3 * 14

@@ -50,24 +50,16 @@ def test_error_of_one_rank_is_raised_on_all_ranks(tmp_path: Path) -> None:
                 attempt()
             errors.append(str(caught.value))
         assert world.all_agree(lambda: world.rank + 5) == world.rank + 5
+
+        def fill_disk() -> None:
+            raise OSError("disk full")
+
+        with pytest.raises(OSError if world.is_first else ValueError, match="disk full"):
+            world.run_on_first(fill_disk)  # else the others would wait for its broadcast
         return errors
 
     errors = ["rank 1: OSError: disk full", "no such key", "all ranks: no such key"]
     assert run_ranks(act, tmp_path) == [errors, errors]
-
-
-def test_any_error_of_the_first_rank_reaches_the_others(tmp_path: Path) -> None:
-    """Else they would wait for its broadcast."""
-
-    def act(world: World) -> None:
-        def fail() -> None:
-            raise OSError("disk full")
-
-        with pytest.raises(OSError if world.is_first else ValueError, match="disk full"):
-            world.run_on_first(fail)
-        world.barrier()
-
-    run_ranks(act, tmp_path)
 
 
 def test_no_collective_waits_while_the_first_rank_works(tmp_path: Path) -> None:
@@ -131,14 +123,6 @@ def test_heartbeats_are_counted_while_the_block_runs(monkeypatch: pytest.MonkeyP
             time.sleep(0.001)
         assert not store.check(["key"])
     assert store.check(["key"])
-
-
-def test_single_process_needs_no_group() -> None:
-    assert not dist.is_initialized()
-    assert SINGLE_PROCESS.is_single_process and SINGLE_PROCESS.is_first
-    assert SINGLE_PROCESS.sum(1.5, 2.0) == [1.5, 2.0]
-    assert SINGLE_PROCESS.all_agree(lambda: 3) == SINGLE_PROCESS.run_on_first(lambda: 3) == 3
-    SINGLE_PROCESS.barrier()
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,11 +12,9 @@ from torch import Tensor, nn
 
 from ddp.buckets import ParameterUnit
 from ddp.parallelism import Parallelism
-from ddp.process_group import World
 from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.training.checkpointing.staging import TensorShard
 
 VOCABULARY, WIDTH = 11, 6
 
@@ -103,38 +101,26 @@ def backward(parallelism: Parallelism, model: nn.Module, batches: list[Batch], d
 
 @contextmanager
 def recorded(events: list[Any] | None = None) -> Iterator[list[Any]]:
-    """Each collective over floats, as (name, bytes of its largest tensor), in the order in which they start."""
+    """Each collective over floats, as (name, bytes of its largest tensor), in the order in which they
+    start; torch renamed those of FSDP."""
     events = [] if events is None else events
-    names = ("all_reduce", "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast")
-    originals = {name: getattr(dist, name) for name in names}
+    names = ["all_reduce", "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast"]
+    names += ["all_gather_single", "reduce_scatter_single"]
+    originals = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
 
     def recording(name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            tensors = [tensor for tensor in args if isinstance(tensor, Tensor)]
+            tensors = [tensor for tensor in (*args, *kwargs.values()) if isinstance(tensor, Tensor)]
             if tensors[0].is_floating_point() and tensors[0].numel() > 1:
                 events.append((name, max(tensor.nbytes for tensor in tensors)))
             return originals[name](*args, **kwargs)
 
         return call
 
-    for name in names:
+    for name in originals:
         setattr(dist, name, recording(name))
     try:
         yield events
     finally:
-        for name in names:
-            setattr(dist, name, originals[name])
-
-
-def assemble(shards: Mapping[str, TensorShard], world: World) -> dict[str, Tensor]:
-    """Whole tensors from the shards of all ranks; elements that no rank has are NaN."""
-    shards_of_rank: list[Mapping[str, TensorShard]] = [{}] * world.size
-    dist.all_gather_object(shards_of_rank, shards)
-    tensors: dict[str, Tensor] = {}
-    for key, shard in (item for rank_shards in shards_of_rank for item in rank_shards.items()):
-        whole = tensors.setdefault(key, torch.full(shard.global_shape, float("nan"), dtype=shard.values.dtype))
-        if shard.offsets:
-            whole[shard.offsets[0] : shard.offsets[0] + len(shard.values)] = shard.values
-        else:
-            whole.copy_(shard.values)
-    return tensors
+        for name, original in originals.items():
+            setattr(dist, name, original)
