@@ -10,10 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
+import torch
 
 from config.train import TrainConfig
+from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
+from diffusionlm.training.metrics import StepMetrics
 from diffusionlm.training.run import Run, build_run
+from diffusionlm.training.signals import StopRequest
+from diffusionlm.training.step import load_step_batch, train_step
 
 MODEL: dict[str, int] = {
     "hidden_size": 16,
@@ -123,6 +128,38 @@ def change_config(config: TrainConfig, directory: Path | None = None, **changes:
     for section, section_changes in changes.items():
         values[section] = values.get(section, {}) | section_changes
     return TrainConfig.model_validate(values)
+
+
+class KeptGradients:
+    """In place of the optimizers: gradients as they are when the step would be made."""
+
+    can_skip_on_device = True
+
+    def __init__(self, run: Run) -> None:
+        self.parameters = dict(run.state.model.named_parameters())
+        self.gradients: dict[str, torch.Tensor] = {}
+
+    def step(self, factor: float, skip: torch.Tensor | None) -> None:
+        assert factor > 0 and skip is None
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                self.gradients[name], parameter.grad = parameter.grad, None
+
+
+def make_first_step(config: TrainConfig) -> tuple[StepMetrics, dict[str, torch.Tensor], list[NoisedBatch], Run]:
+    """Metrics, gradients and batches of the first step of a run from random weights, and the run; its weights stay."""
+    with open_run_directory(config) as directory:
+        run = build_run(config, directory)
+    # Output projections start at zero, and would give no gradient to what is before them.
+    rng = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in run.state.model.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=rng))
+    kept: Any = KeptGradients(run)
+    run.state.optimizers = kept
+    batch = load_step_batch(run.loader, 0, run.world, StopRequest())
+    metrics = train_step(run.state, run.loader, batch, run.settings, run.monitor)
+    return metrics, kept.gradients, batch.noised_batches, run
 
 
 def build_changed_run(config: TrainConfig, directory: Path, **changes: dict[str, Any]) -> Run:

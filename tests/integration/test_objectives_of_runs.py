@@ -1,4 +1,4 @@
-"""Runs of every objective in one process: accumulation, resuming, summaries, and what is said of the loss."""
+"""Runs of every objective and state in one process: accumulation, resuming, summaries, and what is said of the loss."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from cli.train import format_summary
 from config.generation import GenerationConfig
-from config.load import load_config
 from config.train import TrainConfig
 from diffusionlm.checkpoints.huggingface import load_model
 from diffusionlm.checkpoints.model_files import load_tokenizer
@@ -24,13 +24,10 @@ from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.evaluation.nelbo import nelbo
 from diffusionlm.evaluation.validation import Validator
 from diffusionlm.inference.generate import generate
-from diffusionlm.training.checkpointing.run_directory import open_run_directory
 from diffusionlm.training.loop import train
 from diffusionlm.training.reporting import RunSummary
-from diffusionlm.training.run import Run, build_run
-from diffusionlm.training.signals import StopRequest
-from diffusionlm.training.step import load_step_batch, train_step
 from logger.pages.terminal import render_text
+from tests.tiny_run import build_changed_run, change_config, make_first_step, read_records
 from tokenizer import Tokenizer, save_tokenizer, train_bpe
 
 BLOCKS = {"kind": "block_diffusion", "block_length": [1, 4, 16]}
@@ -60,75 +57,34 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "annealed": ANNEALED,
     "next token, too": WITH_NEXT_TOKEN,
 }
+STATES: dict[str, dict[str, Any]] = {
+    "bfloat16 weights": {
+        "runtime": {"weights": "bfloat16_with_master"},
+        "training": {"precision": "bfloat16"},
+    },
+    # Experts without tokens have a state of the optimizer as well: a checkpoint without it would be refused.
+    "experts": {"model": {"num_experts": 40, "num_experts_per_tok": 2, "moe_intermediate_size": 8}},
+}
+CLOCK = {"tokens_per_second", "step_seconds", "seconds_left", "data/tokens_per_second", "data/wait_seconds"}
+CLOCK |= {"memory/peak_resident"}
 
 
 def with_objective(config: TrainConfig, objective: dict[str, Any], **sections: dict[str, Any]) -> TrainConfig:
     """The same run with another objective, in which `sections` are changed (and the tokenizer is another)."""
-    values: dict[str, Any] = config.model_dump(exclude_unset=True)
-    values["objective"] = objective
     if objective["kind"] == "next_token":
-        values["model"]["logit_alignment"] = "shifted"
-        values["data"]["begin_with_eos"] = True
+        sections["model"] = {"logit_alignment": "shifted"} | sections.get("model", {})
+        sections["data"] = {"begin_with_eos": True} | sections.get("data", {})
+    values: dict[str, Any] = config.model_dump(exclude_unset=True, exclude={"objective"})
     for name, changes in sections.items():
-        values[name] = changes if name == "tokenizer" else values[name] | changes
-    return TrainConfig.model_validate(values)
-
-
-def in_directory(config: TrainConfig, directory: Path) -> TrainConfig:
-    return config.model_copy(update={"run": config.run.model_copy(update={"directory": directory})})
+        values[name] = changes if name == "tokenizer" else values.get(name, {}) | changes
+    return TrainConfig.model_validate(values | {"objective": objective})
 
 
 def records(config: TrainConfig) -> list[dict[str, Any]]:
-    """The steps' numbers, without those of the clock, and behind them those of the final evaluation."""
-    lines = (config.run.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    clock = {"tokens_per_second", "step_seconds", "seconds_left", "data/tokens_per_second", "data/wait_seconds"}
-    clock |= {"memory/peak_resident"}
-    steps = [json.loads(line) for line in lines]
+    """The metrics of steps and of the final evaluation, without those of the clock."""
     return [
-        {key: value for key, value in step["metrics"].items() if key not in clock}
-        for step in steps
-        if "metrics" in step
+        {key: value for key, value in record["metrics"].items() if key not in CLOCK} for record in read_records(config)
     ]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# One step
-
-
-class Keep:
-    """In place of the optimizers: gradients as they are when the step would be made."""
-
-    can_skip_on_device = True
-
-    def __init__(self, run: Run) -> None:
-        self.parameters = dict(run.state.model.named_parameters())
-        self.gradients: dict[str, torch.Tensor] = {}
-
-    def step(self, factor: float, skip: torch.Tensor | None) -> None:
-        self.gradients = {
-            name: parameter.grad.clone() for name, parameter in self.parameters.items() if parameter.grad is not None
-        }
-        for parameter in self.parameters.values():
-            parameter.grad = None
-
-
-def one_step(
-    config: TrainConfig, micro: int, directory: Path
-) -> tuple[float, dict[str, torch.Tensor], list[NoisedBatch]]:
-    training = config.training.model_copy(update={"micro_batch_size": micro, "max_grad_norm": 1e9})
-    config = in_directory(config.model_copy(update={"training": training}), directory)
-    with open_run_directory(config) as opened:
-        run = build_run(config, opened)
-        # Output projections start at zero, and would give no gradient to what is before them.
-        rng = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for parameter in run.state.model.parameters():
-                parameter.add_(0.2 * torch.randn(parameter.shape, generator=rng))
-        keep: Any = Keep(run)
-        run.state.optimizers = keep
-        batch = load_step_batch(run.loader, 0, run.world, StopRequest())
-        metrics = train_step(run.state, run.loader, batch, run.settings, run.monitor)
-        return metrics.loss, keep.gradients, batch.noised_batches
 
 
 @pytest.mark.parametrize("name", ["stages", "masked", "annealed", "next token, too"])
@@ -138,12 +94,21 @@ def test_micro_batches_give_the_same_loss_and_gradients(config: TrainConfig, nam
     One text a row: the rows' numbers of targets differ, and so do the micro-batches'.
     """
     source = {"kind": "grammar", "depth": 2, "documents_per_epoch": 60, "validation_documents": 8}
-    data = {"rows": "padded", "source": source}
-    config = with_objective(
-        config, OBJECTIVES[name], data=data, training={"batch_size": 6}, tokenizer={"vocab_size": 258}
-    )
-    loss, gradients, _ = one_step(config, 6, tmp_path / "whole")
-    parts_loss, parts, draws = one_step(config, 2, tmp_path / "parts")
+
+    def step(micro: int) -> tuple[float, dict[str, torch.Tensor], list[NoisedBatch]]:
+        changed = with_objective(
+            config,
+            OBJECTIVES[name],
+            run={"directory": tmp_path / str(micro)},
+            data={"rows": "padded", "source": source},
+            training={"batch_size": 6, "micro_batch_size": micro, "max_grad_norm": 1e9},
+            tokenizer={"vocab_size": 258},
+        )
+        metrics, gradients, batches, _ = make_first_step(changed)
+        return metrics.loss, gradients, batches
+
+    loss, gradients, _ = step(6)
+    parts_loss, parts, draws = step(2)
     draws = [draw for draw in draws if not draw.is_auxiliary]
     assert len(draws) == 3 and len({draw.num_targets for draw in draws}) > 1, "equal counts would hide a mean of means"
     assert math.isfinite(loss) and loss == pytest.approx(parts_loss, rel=1e-5)
@@ -153,19 +118,26 @@ def test_micro_batches_give_the_same_loss_and_gradients(config: TrainConfig, nam
         torch.testing.assert_close(gradient, parts[name], rtol=1e-4, atol=2e-6 + 1e-5 * float(gradient.abs().max()))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Whole runs
-
-
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name == "several blocks" else [pytest.mark.slow]) for name in OBJECTIVES],
+    [
+        pytest.param(name, marks=[] if name == "several blocks" else [pytest.mark.slow])
+        for name in [*OBJECTIVES, *STATES]
+    ],
 )
 def test_a_run_resumes_bit_for_bit(
     name: str, config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = with_objective(config, OBJECTIVES[name], training={"micro_batch_size": 2, "ema_decay": 0.9})
-    whole, broken = in_directory(config, tmp_path / "whole"), in_directory(config, tmp_path / "broken")
+    sections = STATES.get(name, {})
+    training = sections.get("training", {}) | {"micro_batch_size": 2, "ema_decay": 0.9}
+    whole, broken = (
+        with_objective(
+            config,
+            OBJECTIVES.get(name, {"kind": "masked_diffusion"}),
+            **(sections | {"training": training, "run": {"directory": tmp_path / directory}}),
+        )
+        for directory in ("whole", "broken")
+    )
     expected = train(whole)
     original = Loader.next_step
 
@@ -180,9 +152,12 @@ def test_a_run_resumes_bit_for_bit(
             train(broken)
     result = train(broken)
     assert records(broken) == records(whole) and len(records(whole)) == 9
-    for file in ("model.safetensors", "training_state/.metadata", "training_state/__0_0.distcp"):
+    for file in ("training_state/.metadata", "training_state/__0_0.distcp", "model.safetensors"):
         one, other = (config_of_run.run.directory / "checkpoints/latest" / file for config_of_run in (whole, broken))
         assert one.read_bytes() == other.read_bytes(), file
+    if name == "bfloat16 weights":  # the file has the float32 values
+        weight = load_file(one.with_name("model.safetensors"))["model.layers.0.mlp.up_proj.weight"]
+        assert weight.dtype == torch.float32 and not torch.equal(weight, weight.bfloat16().float())
     assert result.summary is not None and expected.summary is not None
     assert result.summary.evaluation == expected.summary.evaluation
     assert result.summary.other_block_lengths == expected.summary.other_block_lengths
@@ -232,16 +207,6 @@ def test_a_model_of_several_block_lengths_is_judged_by_all(config: TrainConfig) 
     assert len(done.token_ids) <= 6
 
 
-@pytest.mark.slow
-def test_stages_end_with_the_last_block_length(config: TrainConfig) -> None:
-    summary = train(with_objective(config, STAGES)).summary
-    assert summary is not None
-    assert (
-        summary.evaluation.block_length,
-        [evaluation.block_length for evaluation in summary.other_block_lengths],
-    ) == (5, [16])
-
-
 def test_next_token_from_a_tokenizer_without_mask_token(config: TrainConfig, tmp_path: Path) -> None:
     trained = train_bpe(["the cat sat on the mat"], vocab_size=262)
     special = {"<|endoftext|>": trained.special_tokens["<|endoftext|>"]}
@@ -255,28 +220,12 @@ def test_next_token_from_a_tokenizer_without_mask_token(config: TrainConfig, tmp
     model = load_model(config.run.directory)
     assert model.config.is_autoregressive and model.config.mask_token_id is None
     assert len(generate(model, [[1, 2]], GenerationConfig(max_new_tokens=3, stop_token_ids=()))[0].token_ids) == 3
-    refused = with_objective(config, {"kind": "masked_diffusion"}, model={"logit_alignment": "same_position"})
+    aligned = {"logit_alignment": "same_position"}
+    refused = with_objective(
+        config, {"kind": "masked_diffusion"}, model=aligned, run={"directory": tmp_path / "refused"}
+    )
     with pytest.raises(ValueError, match=r'no mask token, which objective\.kind = "masked_diffusion" needs'):
-        train(in_directory(refused, tmp_path / "refused"))
-
-
-def test_the_loss_of_next_token_is_its_validation_loss(config: TrainConfig) -> None:
-    """Over the same rows both are the same number: the training loss of a step without noise is exact."""
-    config = with_objective(config, NEXT)
-    with open_run_directory(config) as opened:
-        run = build_run(config, opened)
-        keep: Any = Keep(run)
-        run.state.optimizers = keep
-        assert isinstance(run.loader, Loader)
-        rows = run.loader.rows.read(0, None, config.training.batch_size)[0]
-        batch = load_step_batch(run.loader, 0, run.world, StopRequest())
-        loss = train_step(run.state, run.loader, batch, run.settings, run.monitor).loss
-        stack = [
-            np.stack([getattr(row, name) for row in rows]) for name in ("tokens_L", "loss_mask_L", "document_ids_L")
-        ]
-        tokens, targets, documents = map(torch.from_numpy, stack)
-        report = nelbo(run.state.model, tokens.long(), targets, 1, document_BL=documents)
-    assert loss == pytest.approx(report.nats_per_token, rel=1e-5)
+        train(refused)
 
 
 @pytest.mark.parametrize(
@@ -328,8 +277,11 @@ def test_the_entropy_of_the_source_is_named_where_it_is_the_floor(config: TrainC
     assert entropy({"kind": "block_diffusion", "block_length": 3}, grammar) is None
 
 
-def test_the_resolved_config_of_a_run_loads(config: TrainConfig) -> None:
-    for objective in OBJECTIVES.values():
-        changed = with_objective(config, objective)
-        with open_run_directory(in_directory(changed, config.run.directory.parent / objective["kind"])) as opened:
-            assert load_config(TrainConfig, opened.path / "config.toml").objective == changed.objective
+def test_other_products_than_bfloat16_are_refused(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow = STATES["bfloat16 weights"]["runtime"]
+    with pytest.raises(ValueError, match=r'set training\.precision = "bfloat16", or runtime\.weights = "float32"'):
+        change_config(config, runtime=narrow, training={"precision": "float32"})
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    with pytest.raises(ValueError, match=r'training\.precision = "auto" is float32 on this processor'):
+        build_changed_run(config, config.run.directory, runtime=narrow, training={"precision": "auto"})
