@@ -105,20 +105,26 @@ def wait_for_gate(process: subprocess.Popen[Any], gate: Path) -> None:
         time.sleep(0.01)
 
 
-def read_records(config: TrainConfig, kind: str = "metrics") -> list[dict[str, Any]]:
-    """The records of a run's metrics.jsonl that have this key: ``metrics`` or ``event``."""
-    lines = (config.run.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+def read_records(run: TrainConfig | Path, kind: str = "metrics") -> list[dict[str, Any]]:
+    """The records of metrics.jsonl of a run, or its directory, that have this key: ``metrics`` or ``event``."""
+    directory = run if isinstance(run, Path) else run.run.directory
+    lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [record for record in map(json.loads, lines) if kind in record]
 
 
-def read_steps(config: TrainConfig) -> list[dict[str, Any]]:
+def read_steps(run: TrainConfig | Path) -> list[dict[str, Any]]:
     """The metrics of the logged steps of a run."""
-    return [record["metrics"] for record in read_records(config) if "loss" in record["metrics"]]
+    return [record["metrics"] for record in read_records(run) if "loss" in record["metrics"]]
 
 
-def read_losses(config: TrainConfig) -> list[float]:
+def read_losses(run: TrainConfig | Path) -> list[float]:
     """The losses of the logged steps of a run."""
-    return [metrics["loss"] for metrics in read_steps(config)]
+    return [metrics["loss"] for metrics in read_steps(run)]
+
+
+def read_events(run: TrainConfig | Path, kind: str) -> list[dict[str, Any]]:
+    """The events of this kind of a run."""
+    return [record for record in read_records(run, "event") if record["event"] == kind]
 
 
 def change_config(config: TrainConfig, directory: Path | None = None, **changes: dict[str, Any]) -> TrainConfig:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +14,22 @@ from config.train import TrainConfig
 from diffusionlm.checkpoints.huggingface import load_configured_model, save_model
 from diffusionlm.models.attention_backends import PatternAttention
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.training.checkpointing.run_directory import open_run_directory
-from diffusionlm.training.run import Run, build_run
+from diffusionlm.training.run import Run
 from diffusionlm.training.samples import Samples
 from diffusionlm.training.signals import StopRequest
 from diffusionlm.training.step import load_step_batch, train_step
 from profiling import torch_setup
+from tests.conftest import MakeModel
+from tests.tiny_run import build_changed_run
 
 
 def build(config: TrainConfig, tmp_path: Path, backend: str) -> Run:
-    values = config.model_dump()
-    values["run"]["directory"] = tmp_path / f"run_{backend}"
-    values["runtime"]["attention_backend"] = backend
-    values["objective"] = {"kind": "block_diffusion", "block_length": 4}
-    changed = TrainConfig.model_validate(values)
-    with open_run_directory(changed) as directory:
-        return build_run(changed, directory)
+    return build_changed_run(
+        config,
+        tmp_path / f"run_{backend}",
+        runtime={"attention_backend": backend},
+        objective={"kind": "block_diffusion", "block_length": 4},
+    )
 
 
 def first_loss(run: Run) -> float:
@@ -70,35 +69,23 @@ def test_samples_need_no_cached_form_of_the_backend(config: TrainConfig, tmp_pat
     assert len(events) == 1 and events[0]["filled"]
 
 
-def test_the_backend_of_a_command_reaches_the_model(tiny_model: Callable[..., Transformer], tmp_path: Path) -> None:
+def test_the_settings_of_a_command_reach_the_model(
+    tiny_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_model(tiny_model(), tmp_path)
+
+    def load(**section: str) -> Transformer:
+        values = {"path": tmp_path, "device": "cpu", **section}
+        return load_configured_model(InferConfig.model_validate({"model": values}).model)
+
     for backend in ("auto", "eager", "tiled", "flex"):
-        section = {"path": tmp_path, "device": "cpu", "attention_backend": backend}
-        loaded = load_configured_model(InferConfig.model_validate({"model": section}).model)
-        assert loaded.attention_backend == backend
-
-
-def test_cuda_graphs_are_on_unless_a_command_says_otherwise(
-    tiny_model: Callable[..., Transformer], tmp_path: Path
-) -> None:
-    save_model(tiny_model(), tmp_path)
-    for section, is_on in (({}, True), ({"cuda_graphs": "off"}, False)):
-        config = InferConfig.model_validate({"model": {"path": tmp_path, "device": "cpu", **section}}).model
-        assert load_configured_model(config).uses_cuda_graphs == is_on
-
-
-def test_the_dtype_of_a_command_reaches_the_model(
-    tiny_model: Callable[..., Transformer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_model(tiny_model(), tmp_path)
-    for section, dtype in (({}, torch.float32), ({"dtype": "bfloat16"}, torch.bfloat16)):
-        config = InferConfig.model_validate({"model": {"path": tmp_path, "device": "cpu", **section}}).model
-        assert load_configured_model(config).lm_head.weight.dtype == dtype
-    monkeypatch.setattr(torch_setup, "has_native_bfloat16", lambda device: True)
-    assert [torch_setup.select_dtype("auto", device) for device in ("cpu", "cuda")] == ["float32", "bfloat16"]
-    assert torch_setup.select_dtype("float64", "cuda") == "float64"
-    monkeypatch.setattr(torch_setup, "has_native_bfloat16", lambda device: False)
-    assert torch_setup.select_dtype("auto", "cuda") == "float32"
+        assert load(attention_backend=backend).attention_backend == backend
+    assert load().uses_cuda_graphs and not load(cuda_graphs="off").uses_cuda_graphs
+    assert load().lm_head.weight.dtype == torch.float32
+    assert load(dtype="bfloat16").lm_head.weight.dtype == torch.bfloat16
+    for is_native, dtypes in ((True, ["float32", "bfloat16"]), (False, ["float32", "float32"])):
+        monkeypatch.setattr(torch_setup, "has_native_bfloat16", lambda device, is_native=is_native: is_native)
+        assert [torch_setup.select_dtype("auto", device) for device in ("cpu", "cuda")] == dtypes
 
 
 def test_a_backend_that_cannot_run_is_an_error_of_the_config(config: TrainConfig, tmp_path: Path) -> None:

@@ -105,33 +105,6 @@ def test_our_step_is_that_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     assert steps == [0, 1]
 
 
-def test_the_first_loss_is_that_of_a_uniform_distribution() -> None:
-    torch.manual_seed(0)
-    implementation = build_ours(make_case(shape=make_shape(batch_size=32)))
-    assert implementation.step().item() == pytest.approx(math.log(63), rel=0.02)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_implementations_have_the_same_parameters(tied: bool) -> None:
-    pytest.importorskip("transformers")
-    case = make_case(shape=make_shape(tie_word_embeddings=tied, num_hidden_layers=2))
-    ours, theirs = build_ours(case).model, build_transformers(case).model
-    shapes = [{key: value.shape for key, value in model.named_parameters()} for model in (ours, theirs)]
-    assert shapes[0] == shapes[1]
-
-
-def test_tokens_are_the_same_on_every_call() -> None:
-    case = make_case()
-    assert torch.equal(case.tokens(), case.tokens())
-    assert case.tokens().shape == (4, 32) and int(case.tokens().max()) < case.shape.mask_token
-
-
-def test_next_token_losses_are_equal() -> None:
-    """The objective has no noise."""
-    ours, theirs = same_weights(make_case(objective=NextTokenConfig()))
-    assert ours.step().item() == pytest.approx(theirs.step().item(), rel=1e-2)
-
-
 @pytest.mark.parametrize("objective", OBJECTIVES[:2], ids=lambda objective: objective.kind)
 def test_the_peer_computes_our_logits(objective: ObjectiveConfig) -> None:
     case = make_case(objective=objective)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cli.infer.inputs import Input, encode_inputs
-from cli.train import check_files, suggest_next_command
+from cli.train import check_files, format_summary, suggest_next_command
 from config.dump import to_toml_values
 from config.eval import EvalConfig
 from config.evaluation.in_training import TrainingEvaluationConfig
@@ -25,7 +26,8 @@ from diffusionlm.evaluation.text_likelihood import evaluate_likelihood, open_tex
 from diffusionlm.inference.request_builder import RequestBuilder
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.training.loop import train
-from tests.tiny_run import write_train_config
+from logger.pages.terminal import render_text
+from tests.tiny_run import read_events, read_losses, read_records, read_steps, write_train_config
 from tokenizer import CHAT_TEMPLATES, encode_chat
 
 QUESTIONS = [(f"what is {index}?", f"it is {index}") for index in range(120)]
@@ -69,22 +71,13 @@ def chat_config(folder: Path, name: str, rows: list[dict[str, Any]], **changes: 
     return load_config(TrainConfig, write_train_config(folder, name, **(sections | changes)))
 
 
-def step_metrics(config: TrainConfig) -> list[dict[str, Any]]:
-    lines = (config.run.directory / "metrics.jsonl").read_text().splitlines()
-    return [record["metrics"] for record in map(json.loads, lines) if "loss" in record.get("metrics", {})]
-
-
-def losses(config: TrainConfig) -> list[float]:
-    return [metrics["loss"] for metrics in step_metrics(config)]
-
-
 @pytest.mark.slow
 def test_every_format_trains_alike_and_the_checkpoint_answers(tmp_path: Path) -> None:
     configs = {name: chat_config(tmp_path, name, FORMATS[name]) for name in ("messages", "alpaca")}
     for config in configs.values():
         result = train(config)
-    assert losses(configs["messages"]) == losses(configs["alpaca"])
-    assert len(losses(configs["messages"])) == 4
+    assert read_losses(configs["messages"]) == read_losses(configs["alpaca"])
+    assert len(read_losses(configs["messages"])) == 4
     command = suggest_next_command(config.run.directory, result.example_input, is_chat=True)
     assert " --chat 'what is 100?'" in command
 
@@ -109,21 +102,6 @@ def test_every_format_trains_alike_and_the_checkpoint_answers(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_what_is_left_out_is_counted_in_the_metrics(tmp_path: Path) -> None:
-    long_row = {"prompt": "x" * 200, "completion": "y"}
-    rows = [*FORMATS["alpaca"][:50], long_row, *FORMATS["alpaca"][50:100]]
-    config = chat_config(tmp_path, "long", [*rows[:99], {"prompt": "a", "completion": "b"}, *FORMATS["alpaca"][100:]])
-    train(config)
-    last = step_metrics(config)[-1]
-    assert last["data/skipped"] == last["data/skipped/longer than a row"] == 1
-
-
-def read_events(config: TrainConfig, kind: str) -> list[str]:
-    lines = map(json.loads, (config.run.directory / "metrics.jsonl").read_text().splitlines())
-    return [record["text"] for record in lines if record.get("event") == kind]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_is_left_out_is_told_once_and_in_the_summary(workers: int, tmp_path: Path) -> None:
     """Also if the run was interrupted: it reads some records again, and counts each once."""
@@ -141,14 +119,14 @@ def test_what_is_left_out_is_told_once_and_in_the_summary(workers: int, tmp_path
             config = config_of(name, max_steps)
             (config.run.directory / "summary.json").unlink(missing_ok=True)
             train(config)
-        assert any(
-            text.startswith("warning: 25% of the records") and "line 1:" in text for text in read_events(config, "data")
-        )
+        texts = [event["text"] for event in read_events(config, "data")]
+        assert any(text.startswith("warning: 25% of the records") and "line 1:" in text for text in texts)
+        assert read_steps(config)[-1]["data/skipped"] == 25
         (line,) = json.loads((config.run.directory / "summary.json").read_text())["skipped_records"]
         assert line.startswith("files-0: 25 of 100 records: no conversation; the first: ")
         assert f"{name}.jsonl, line 1: " in line and "chat.columns" in line
-        assert f"data: {line}" in read_events(config, "data")
-        assert any(text.startswith("validation data: ") for text in read_events(config, "data"))
+        assert f"data: {line}" in texts
+        assert any(text.startswith("validation data: ") for text in texts)
 
 
 def test_blocks_are_counted_from_turns_where_a_row_has_several_answers(tmp_path: Path) -> None:
@@ -228,8 +206,7 @@ def test_samples_are_answers_to_held_out_prompts_with_the_attention_of_training(
         training=training,
     )
     train(config.model_copy(update={"samples": SamplesConfig(every_steps=1)}))
-    lines = (config.run.directory / "metrics.jsonl").read_text().splitlines()
-    samples = [record for record in map(json.loads, lines) if record.get("event") == "sample"]
+    samples = read_events(config, "sample")
     description = read_model_description(config.run.directory)
     generation = GenerationConfig(max_new_tokens=8)
     if attention == "prompt_and_own_block":
@@ -244,6 +221,29 @@ def test_samples_are_answers_to_held_out_prompts_with_the_attention_of_training(
         assert given == description.tokenizer.decode(prompt) and given.endswith("<|im_start|>assistant\n")
         assert filled == description.tokenizer.decode([*prompt, *answer.token_ids])
         assert sample["values"]["step_map"] == [None] * len(prompt) + list(answer.step_map)
+
+
+@pytest.mark.slow
+def test_answers_and_eos_padding_are_reported_apart(tmp_path: Path) -> None:
+    chat = {"template": "chatml", "eos_padding": "length:8", "turns": "expand"}
+    source = {"kind": "chat_tasks", "max_length": 3, "documents_per_epoch": 60, "validation_documents": 12}
+    config = chat_config(
+        tmp_path,
+        "apart",
+        [],
+        data={"source": source | {"chat": chat}, "rows": "best_fit", "document_shuffle_window": 16},
+        objective={"kind": "block_diffusion", "block_length": 4, "eos_padding_weight": 0.5, "next_token_weight": 0.2},
+        validation={"every_steps": 2, "rows": 4, "final_rows": 4, "ngrams": True},
+    )
+    summary = train(config).summary
+    for metrics in read_steps(config):
+        parts = sorted([metrics["loss_answer"], metrics["loss_eos_padding"]])
+        loss = metrics["loss"] - 0.2 * metrics["loss_next_token"] * 0.95
+        assert parts[0] - 0.5 <= loss <= parts[1] + 0.5
+    validations = [record["metrics"] for record in read_records(config) if "val_nats_per_token" in record["metrics"]]
+    assert validations and all(metrics["val_eos_padding_nats_per_token"] > 0 for metrics in validations)
+    assert summary is not None and summary.evaluation.eos_padding_nats_per_token is not None and not summary.ngrams
+    assert "EOS padding after answers" in render_text(format_summary(summary, config.run.directory), StringIO())
 
 
 def test_nothing_left_says_why(tmp_path: Path) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from cli.infer import main as infer
 from cli.train import main
+from tests.tiny_run import read_events, read_losses
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "config" / "resources" / "own_text.toml"
@@ -51,16 +50,6 @@ def run(capsys: pytest.CaptureFixture[str], directory: Path, *overrides: str) ->
     return code, output.out, output.err
 
 
-def events(directory: Path, name: str) -> list[dict[str, Any]]:
-    lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [record for record in map(json.loads, lines) if record.get("event") == name]
-
-
-def losses(directory: Path) -> list[float]:
-    lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [record["metrics"]["loss"] for record in map(json.loads, lines) if "loss" in record.get("metrics", {})]
-
-
 @pytest.fixture
 def text_path(tmp_path: Path) -> Path:
     path = tmp_path / "my.txt"
@@ -76,7 +65,7 @@ def test_one_text_trains_and_resumes(capsys: pytest.CaptureFixture[str], text_pa
     assert code == 0 and "validation bound" in table
     assert "my.txt; its last 10.0% (" in log and "are validation text" in log
 
-    samples = events(whole, "sample")
+    samples = read_events(whole, "sample")
     assert [sample["step"] for sample in samples] == [3, 3, 3, 6, 6, 6]
     for sample in samples:
         before, _, rest = sample["values"]["given"].partition("[MASK:")
@@ -92,7 +81,7 @@ def test_one_text_trains_and_resumes(capsys: pytest.CaptureFixture[str], text_pa
 
     run(capsys, parts, paths, "training.max_steps=3")
     run(capsys, parts, paths, "checkpoint.config_change=accept")
-    assert len(losses(parts)) == 6 and losses(parts) == losses(whole)
+    assert len(read_losses(parts)) == 6 and read_losses(parts) == read_losses(whole)
 
 
 @pytest.mark.slow
@@ -107,6 +96,6 @@ def test_a_next_token_model_continues_the_validation_text(
         "model.logit_alignment=shifted",
         "data.begin_with_eos=true",
     )
-    assert code == 0 and events(tmp_path / "run", "sample") == []
+    assert code == 0 and read_events(tmp_path / "run", "sample") == []
     words = shlex.split(table.splitlines()[-1])
     assert words[-2] == "--prompt" and words[-1].replace("\\n", "\n") in TEXT

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import tomllib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,22 +12,19 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import tomli_w
 import torch
 
-from config.load import ConfigError, load_config
+from config.load import ConfigError
 from config.train import TrainConfig
 from config.training.objective import MaskedDiffusionConfig
 from diffusionlm.checkpoints.huggingface import load_model, save_model
 from diffusionlm.data.loader import LoaderSpec
 from diffusionlm.training import run as run_module
 from diffusionlm.training.loop import train
-from profiling.adapter_size import measure_adapter
 from profiling.estimate import estimate_run
-from profiling.flops import count_visible_pairs, step_flops
 from tests.conftest import MakeModel
 from tests.preference_run import PREFERENCE_ROW_LENGTH, configure_preferences, write_preferences
-from tests.tiny_run import REQUIRED_SECTIONS
+from tests.tiny_run import read_steps
 from tests.unit.data.chat_cases import chat_tokenizer
 
 Configure = Callable[..., TrainConfig]
@@ -42,8 +38,7 @@ def configure(tmp_path: Path, tiny_model: MakeModel) -> Configure:
 
 
 def metrics(config: TrainConfig, name: str) -> list[float]:
-    lines = (config.run.directory / "metrics.jsonl").read_text().splitlines()
-    return [record["metrics"][name] for record in map(json.loads, lines) if name in record.get("metrics", {})]
+    return [step[name] for step in read_steps(config)]
 
 
 def test_rows_have_the_chosen_and_the_rejected_conversation(configure: Configure) -> None:
@@ -112,14 +107,6 @@ def check_resumed_run(parts: TrainConfig, whole: TrainConfig, weights: str) -> b
     content = (whole.run.directory / "checkpoints" / "latest" / weights).read_bytes()
     assert (checkpoints / "latest" / weights).read_bytes() == content
     return content
-
-
-@pytest.mark.slow
-def test_resuming_is_exact(configure: Configure) -> None:
-    whole, parts = configure("whole"), configure("parts")
-    for config in (whole, parts):
-        train(config)
-    check_resumed_run(parts, whole, "model.safetensors")
 
 
 def test_resuming_refuses_another_reference(configure: Configure, tmp_path: Path) -> None:
@@ -193,47 +180,9 @@ def test_mistakes_in_the_config(changes: dict[str, dict[str, Any]], message: str
     assert message in str(caught.value)
 
 
-def test_the_reference_is_required(tmp_path: Path) -> None:
-    values = tomllib.loads(REQUIRED_SECTIONS)
-    values |= {"data": {"source": "chat_tasks"}, "objective": {"kind": "preference"}}
-    (tmp_path / "train.toml").write_text(tomli_w.dumps(values))
-    with pytest.raises(ConfigError, match=r"with the one that it starts from: set model\.init_from"):
-        load_config(TrainConfig, tmp_path / "train.toml")
-
-
 def test_rows_without_a_rejected_answer_are_named(configure: Configure, tmp_path: Path) -> None:
     rows = [{"prompt": f"q{index}", "completion": "yes"} for index in range(50)]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
     source = {"kind": "files", "paths": [str(tmp_path / "chats.jsonl")], "chat": {}, "validation_fraction": 0.2}
     with pytest.raises(ValueError, match=r"chats\.jsonl, line \d+: the conversation has no rejected answer"):
         train(configure("chats", data={"source": source}))
-
-
-@pytest.mark.parametrize(("block_length", "num_draws"), [(None, 4), (4, 4), (1, 1)])
-def test_the_estimate_has_all_forwards(block_length: int | None, num_draws: int, configure: Configure) -> None:
-    """Three forwards and a backward for each draw of a row with two documents; one forward has no adapter."""
-    objective = {"num_draws": 4} | ({} if block_length is None else {"block_length": block_length})
-    half, model = PREFERENCE_ROW_LENGTH // 2, configure("run").model
-    kind, streams = ("bidirectional", 1) if block_length is None else ("block_diffusion", 2)
-    pairs = 2 * count_visible_pairs(kind, half, block_length or 1)  # type: ignore[arg-type]
-    scored = 2 * half if block_length == 1 else half
-    layers = [pairs] * (model.num_hidden_layers - 1) + [round(pairs * scored / (2 * half) / streams)]
-    for lora in ({}, {"rank": 2}):
-        config = configure("run", objective=objective, **({"lora": lora} if lora else {}))
-        size = config.tokenizer.vocab_size
-        adapted = model.to_adapted_config(vocab_size=size)
-        factors = None if config.lora is None else measure_adapter(config.lora, adapted).active_factors
-        flops = step_flops(
-            model,
-            size,
-            positions=2 * half * streams,
-            scored=scored,
-            pairs=layers,
-            active_factors=factors,
-            has_reference=True,
-        )
-        estimate = estimate_run(config)
-        assert estimate.flops_per_token == pytest.approx(num_draws * flops / (2 * half), rel=1e-12)
-        plain = estimate_run(config.model_copy(update={"objective": MaskedDiffusionConfig()}))
-        assert estimate.bytes_activations == num_draws * streams * plain.bytes_activations
-        assert estimate.bytes_weights == plain.bytes_weights * (1 if lora else 2)

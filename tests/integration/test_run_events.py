@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -16,12 +15,11 @@ from config.train import TrainConfig
 from diffusionlm.training.loop import train
 from diffusionlm.training.reporting import describe_commit
 from logger.report import read_run
+from tests.tiny_run import read_records
 
 
 def events(config: TrainConfig) -> list[tuple[int, str, str]]:
-    lines = (config.run.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = map(json.loads, lines)
-    return [(record["step"], record["event"], record["text"]) for record in records if "event" in record]
+    return [(record["step"], record["event"], record["text"]) for record in read_records(config, "event")]
 
 
 def test_run_records_its_environment_and_writes_a_report(config: TrainConfig) -> None:

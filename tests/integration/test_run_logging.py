@@ -5,13 +5,11 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import signal
 import struct
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import call
 
 import pytest
 import torch
@@ -24,25 +22,12 @@ from diffusionlm.checkpoints.huggingface import load_model
 from diffusionlm.checkpoints.model_files import load_tokenizer
 from diffusionlm.inference.generate import infill
 from diffusionlm.inference.healing import encode_pieces, split_infill
-from diffusionlm.training import loop
 from diffusionlm.training.loop import train
 from diffusionlm.training.metrics import StepMetrics
 from diffusionlm.training.reporting import RunSummary, collect_monitor_metrics
-from diffusionlm.training.step import StepBatch, train_step
 from logger.report.reading import RENAMED_METRICS
+from tests.tiny_run import change_config, read_events, read_records
 from tests.unit.logger.test_weights_and_biases import make_package
-
-
-def logging(config: TrainConfig, directory: Path, **options: Any) -> TrainConfig:
-    values: dict[str, Any] = config.model_dump(exclude_unset=True)
-    values["run"] |= {"directory": directory}
-    values["logging"] |= options
-    return TrainConfig.model_validate(values)
-
-
-def records(config: TrainConfig, kind: str) -> list[dict[str, Any]]:
-    lines = (config.run.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [record for record in map(json.loads, lines) if kind in record]
 
 
 def weights(config: TrainConfig) -> bytes:
@@ -50,13 +35,13 @@ def weights(config: TrainConfig) -> bytes:
 
 
 def test_standard_output_has_the_metrics_alone(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
-    config = logging(config, config.run.directory, console="json", norms_every_steps=4)
+    config = change_config(config, logging={"console": "json", "norms_every_steps": 4})
     assert train_as_rank(config) == 0
     out, err = capsys.readouterr()
-    assert [json.loads(line) for line in out.splitlines()] == records(config, "metrics")
+    assert [json.loads(line) for line in out.splitlines()] == read_records(config, "metrics")
     assert "nats per token" in err and "next: uv run diffusionlm-infer" in err
     assert f"report: {config.run.directory / 'report.html'}\n" in err
-    *steps, final = [record["metrics"] for record in records(config, "metrics")]
+    *steps, final = [record["metrics"] for record in read_records(config, "metrics")]
     assert len(steps) == 8
     summary_file = config.run.directory / "summary.json"
     summary_text = summary_file.read_text(encoding="utf-8")
@@ -87,26 +72,13 @@ def test_standard_output_has_the_metrics_alone(config: TrainConfig, capsys: pyte
 
 @pytest.mark.slow
 def test_norm_interval_is_independent_and_does_not_change_training(config: TrainConfig, tmp_path: Path) -> None:
-    plain = logging(config, tmp_path / "plain", every_steps=4)
-    watched = logging(config, tmp_path / "watched", every_steps=4, norms_every_steps=3)
+    plain = change_config(config, tmp_path / "plain", logging={"every_steps": 4})
+    watched = change_config(config, tmp_path / "watched", logging={"every_steps": 4, "norms_every_steps": 3})
     train(plain)
     train(watched)
-    assert [record["step"] for record in records(plain, "metrics")] == [4, 8, 8]
-    assert [record["step"] for record in records(watched, "metrics")] == [3, 4, 6, 8, 8]
+    assert [record["step"] for record in read_records(plain, "metrics")] == [4, 8, 8]
+    assert [record["step"] for record in read_records(watched, "metrics")] == [3, 4, 6, 8, 8]
     assert weights(plain) == weights(watched)
-
-
-def test_the_loss_by_share_adds_up_to_the_loss(config: TrainConfig) -> None:
-    """With plain weights a step's loss is the mean over masked tokens: the shares' losses, weighted by their tokens."""
-    values: dict[str, Any] = config.model_dump(exclude_unset=True)
-    values["objective"] = {"kind": "masked_diffusion", "normalizer": "masked"}
-    values["training"] |= {"batch_size": 1, "max_steps": 2}
-    config = TrainConfig.model_validate(values)
-    train(config)
-    for record in records(config, "metrics")[:-1]:  # the last one is the final evaluation's
-        by_share = [value for key, value in record["metrics"].items() if key.startswith("loss_by_masked_fraction/")]
-        assert len(by_share) == 1, "one row has one share"
-        assert by_share[0] == pytest.approx(record["metrics"]["loss"], rel=1e-5)
 
 
 @pytest.mark.slow
@@ -114,9 +86,9 @@ def test_weights_and_biases_never_touches_the_run(
     config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", make_package("log"))
-    copied = logging(config, tmp_path / "copied", wandb={"mode": "offline"})
+    copied = change_config(config, tmp_path / "copied", logging={"wandb": {"mode": "offline"}})
     assert train(copied).step == 8
-    messages = [record["text"] for record in records(copied, "event") if record["event"] == "logging"]
+    messages = [record["text"] for record in read_events(copied, "logging")]
     assert messages == [
         "Weights & Biases: RuntimeError: log failed; the run continues, and metrics.jsonl has all",
         "Weights & Biases failed 9 times; metrics.jsonl has all",
@@ -129,7 +101,7 @@ def test_weights_and_biases_never_touches_the_run(
             {key: value for key, value in record["metrics"].items() if not any(part in key for part in clock)}
             for record in run
         ]
-        for run in (records(copied, "metrics"), records(config, "metrics"))
+        for run in (read_records(copied, "metrics"), read_records(config, "metrics"))
     ]
     assert numbers[0] == numbers[1]
 
@@ -163,7 +135,7 @@ def test_an_offline_run_of_weights_and_biases_has_the_metrics_the_config_and_the
 ) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))
-    config = logging(config, config.run.directory, wandb={"mode": "offline", "tags": ["tiny"]}, norms_every_steps=4)
+    config = change_config(config, logging={"wandb": {"mode": "offline", "tags": ["tiny"]}, "norms_every_steps": 4})
     train(config)
     (path,) = config.run.directory.glob("wandb/offline-run-*/run-*.wandb")
     logged = read_offline_run(path)
@@ -174,47 +146,13 @@ def test_an_offline_run_of_weights_and_biases_has_the_metrics_the_config_and_the
         key: value for key, value in to_toml_values(config, "config").items() if key in ("training", "model", "data")
     }
     rows = [read_items(record.history.item) for record in logged if record.HasField("history")]
-    expected = [{"trainer/step": record["step"], **record["metrics"]} for record in records(config, "metrics")]
+    expected = [{"trainer/step": record["step"], **record["metrics"]} for record in read_records(config, "metrics")]
     assert len(rows) == 9 and rows == expected
     summary: dict[str, Any] = {}
     for record in logged:
         summary |= read_items(record.summary.update)
     assert summary == {key: value for row in expected for key, value in row.items()}
     assert [record.exit.exit_code for record in logged if record.HasField("exit")] == [0]
-
-
-@pytest.mark.parametrize("ending", ["signal", "error"])
-@pytest.mark.slow
-def test_the_copies_learn_how_the_run_ended(ending: str, config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = make_package()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    config = logging(config, config.run.directory, wandb={"mode": "offline"})
-
-    def step(state: Any, loader: Any, batch: StepBatch, *args: Any) -> StepMetrics:
-        if batch.step == 3 and ending == "signal":
-            signal.raise_signal(signal.SIGTERM)
-        if batch.step == 3 and ending == "error":
-            raise ValueError("no more")
-        return train_step(state, loader, batch, *args)
-
-    monkeypatch.setattr(loop, "train_step", step)
-    if ending == "error":
-        with pytest.raises(ValueError, match="no more"):
-            train(config)
-    else:
-        train(config)
-    sent = fake.init.return_value
-    assert sent.mock_calls[-1] == call.finish(exit_code={"signal": 143, "error": 1}[ending])
-    logged = [logged.args[0]["trainer/step"] for logged in sent.log.call_args_list]
-    assert logged == list(range(1, 5 if ending == "signal" else 4))
-    if ending == "signal":  # the same run goes on there, with the steps that are still to come
-        first = fake.init.call_args.kwargs["id"]
-        monkeypatch.setattr(loop, "train_step", train_step)
-        train(config)
-        assert fake.init.call_args.kwargs["id"] == first and sent.mock_calls[-1] == call.finish(exit_code=0)
-        logged = [logged.args[0]["trainer/step"] for logged in sent.log.call_args_list]
-        assert logged == [*range(1, 9), 8]
-        assert sent.log.call_args.args[0].keys() >= {"final_nats_per_token", "final_standard_error"}
 
 
 @pytest.mark.parametrize(("grad_norm", "ratio"), [(0.5, 1.0), (8.0, 0.25), (math.inf, math.nan), (math.nan, math.nan)])
@@ -227,11 +165,9 @@ def test_gradient_clip_ratio_is_recorded(grad_norm: float, ratio: float) -> None
 
 
 def test_sample_event_has_step_map_and_logprobs(config: TrainConfig) -> None:
-    values: dict[str, Any] = config.model_dump(exclude_unset=True)
-    values["samples"] = {"every_steps": 8, "infills": ["the cat[MASK:2] sat"]}
-    config = TrainConfig.model_validate(values)
+    config = change_config(config, samples={"every_steps": 8, "infills": ["the cat[MASK:2] sat"]})
     train(config)
-    sample = next(record for record in records(config, "event") if record["event"] == "sample")
+    sample = read_events(config, "sample")[0]
     sample_values = sample["values"]
     assert sample["text"] == f"step 8: 'the cat[MASK:2] sat' -> {sample_values['filled']!r}"
     assert sample_values["given"] == "the cat[MASK:2] sat"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,24 +11,22 @@ import pytest
 import torch
 
 from config.train import TrainConfig
-from config.training.runtime import ProfilerConfig
 from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.optim.build import Optimizers
 from diffusionlm.training import loop
 from diffusionlm.training.block_wrapping import compile_blocks
-from diffusionlm.training.checkpointing.run_directory import open_run_directory
 from diffusionlm.training.loop import train, train_remaining_steps
 from diffusionlm.training.metrics import StepMetrics
-from diffusionlm.training.run import Run, build_run
+from diffusionlm.training.run import Run
 from diffusionlm.training.signals import StopRequest
 from diffusionlm.training.spike_guard import SpikeGuard
 from diffusionlm.training.step import load_step_batch, train_step
 from logger import LoggerGroup
 from logger.run_logger import Metrics
 from tests.conftest import MakeModel
-from tests.tiny_run import build_changed_run
+from tests.tiny_run import build_changed_run, change_config, read_events, read_losses
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -70,20 +67,6 @@ def train_without_sync(run: Run) -> Events:
     with StopRequest() as stop:
         train_remaining_steps(run, logger, stop)
     return logger
-
-
-@pytest.mark.slow
-def test_numbers_that_are_read_late_are_the_same(config: TrainConfig, tmp_path: Path) -> None:
-    often = {"checkpoint": {"every_steps": 100}}
-    plain = build_changed_run(config, tmp_path / "plain", **often)
-    expected = Events()
-    with StopRequest() as stop:
-        train_remaining_steps(plain, expected, stop)
-    run = build_changed_run(config, tmp_path / "late", logging={"every_steps": 3}, **often)
-    logger = train_without_sync(run)
-    assert list(logger.losses) == [3, 6, 8]
-    assert logger.losses == {step: expected.losses[step] for step in (3, 6, 8)}
-    assert run.progress.loss_average == plain.progress.loss_average
 
 
 def test_a_logged_step_is_read_when_the_next_one_is_launched(
@@ -206,38 +189,18 @@ def test_batches_of_skipped_steps_are_kept_however_late_metrics_are_logged(
 
 @pytest.mark.slow
 def test_a_run_with_its_switches_and_a_profile(config: TrainConfig, tmp_path: Path) -> None:
-    values: dict[str, Any] = config.model_dump(exclude_unset=True)
     train(config)
-    values["runtime"] = {"prefetch": False, "garbage_collection": 2}
-    values["profiler"] = {"wait": 1, "warmup": 1, "active": 2}
-    values["run"] |= {"directory": tmp_path / "other"}
-    other = TrainConfig.model_validate(values)
+    runtime = {"prefetch": False, "garbage_collection": 2}
+    other = change_config(config, tmp_path / "other", runtime=runtime, profiler={"wait": 1, "warmup": 1, "active": 2})
     train(other)
-    assert losses(other) == losses(config)
+    assert read_losses(other) == read_losses(config)
     file_names = {path.name for path in (tmp_path / "other" / "profile").iterdir()}
     assert file_names == {"trace-4.json", "table-4.txt"}
     table = (tmp_path / "other" / "profile" / "table-4.txt").read_text(encoding="utf-8")
     rows = {line.split()[0] for line in table.splitlines() if line.strip()}
     assert {"aten::mm", "forward", "backward", "optimizer", "data"} <= rows
-    lines = (tmp_path / "other" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    [event] = [record for record in map(json.loads, lines) if record.get("event") == "profile"]
+    [event] = read_events(other, "profile")
     assert event["step"] == 4 and "table-4.txt has the table" in event["text"]
-
-
-@pytest.mark.slow
-def test_profiles_of_a_resumed_run_stand_beside_the_old_ones(config: TrainConfig) -> None:
-    profiler = ProfilerConfig(active=1, wait=0, warmup=0)
-    short, config = (
-        config.model_copy(
-            update={"profiler": profiler, "training": config.training.model_copy(update={"max_steps": n})}
-        )
-        for n in (1, 2)
-    )
-    with open_run_directory(config) as directory, StopRequest() as stop:
-        train_remaining_steps(build_run(short, directory), Events(), stop)
-    train(config)
-    file_names = {path.name for path in (config.run.directory / "profile").iterdir()}
-    assert file_names == {"table-1.txt", "trace-1.json", "table-2.txt", "trace-2.json"}
 
 
 def test_a_level_of_ranges_that_there_is_not_is_refused_first(
@@ -247,11 +210,6 @@ def test_a_level_of_ranges_that_there_is_not_is_refused_first(
     with pytest.raises(ValueError, match="DIFFUSIONLM_NVTX"):
         train(config)
     assert not config.run.directory.exists()
-
-
-def losses(config: TrainConfig) -> list[float]:
-    lines = (config.run.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["metrics"]["loss"] for line in lines if '"loss"' in line]
 
 
 @pytest.mark.gpu
@@ -278,15 +236,19 @@ def test_gradients_of_compiled_blocks_on_a_gpu(qk_norm: bool, tiny_model: MakeMo
 @pytest.mark.parametrize("compile", ["none", "blocks"])
 def test_a_run_on_a_gpu_learns_as_on_a_cpu(config: TrainConfig, tmp_path: Path, compile: str) -> None:
     """With batches sent ahead, numbers read late and steps that the device would skip."""
-    values: dict[str, Any] = config.model_dump(exclude_unset=True)
-    values["optimizer"] = {"kind": "adamw", "eps": 1e-4}
-    runs = []
-    for device in ("cpu", "cuda"):
-        values["run"] |= {"device": device, "directory": tmp_path / device}
-        values["runtime"] = {"compile": compile if device == "cuda" else "none"}
-        runs.append(TrainConfig.model_validate(values))
-        train(runs[-1])
-    assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=1e-3)
+    runs = [
+        change_config(
+            config,
+            tmp_path / device,
+            run={"device": device},
+            optimizer={"kind": "adamw", "eps": 1e-4},
+            runtime={"compile": compile if device == "cuda" else "none"},
+        )
+        for device in ("cpu", "cuda")
+    ]
+    for run in runs:
+        train(run)
+    assert read_losses(runs[1]) == pytest.approx(read_losses(runs[0]), rel=1e-3)
 
 
 def test_all_parts_of_a_run_are_closed_although_one_fails(train_config: TrainConfig, tmp_path: Path) -> None:
