@@ -33,7 +33,7 @@ from diffusionlm.training.run import Run
 from diffusionlm.training.run_checkpoint import resume_run
 from logger.pages.terminal import print_parts
 from profiling.estimate import estimate_run
-from tests.tiny_run import build_changed_run, read_events, read_losses, write_train_config
+from tests.tiny_run import build_changed_run, change_config, read_events, read_losses, write_train_config
 
 Configure = Callable[..., TrainConfig]
 TOKENS = torch.arange(10)[None]
@@ -329,3 +329,11 @@ def test_adapter_of_llada_has_its_module_names(configure: Configure, base: Path,
     wrong = configure("wrong", model={"init_from": str(tmp_path / "llada"), "qk_norm": False}, lora={"targets": ["x"]})
     with pytest.raises(ValueError, match="the model has attn_out, ff_out, ff_proj"):
         check_files(wrong)
+
+
+@pytest.mark.parametrize(
+    "sections", [{"lora": {}}, {"data": {"source": "chat_tasks"}, "objective": {"kind": "preference"}}]
+)
+def test_a_model_to_start_from_is_required(sections: dict[str, Any], train_config: TrainConfig) -> None:
+    with pytest.raises(ValueError, match=r"model\.init_from"):
+        change_config(train_config, **sections)

@@ -15,42 +15,30 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from ddp.process_group import SINGLE_PROCESS
 from diffusionlm.checkpoints.manifest import MANIFEST, list_files, make_manifest_entries, verify_directory
 from diffusionlm.training.checkpointing.staging import (
-    StagedCheckpoint,
-    TensorShard,
     stage_checkpoint,
 )
 from diffusionlm.training.checkpointing.store import AsyncCheckpointer, CheckpointStore
 from diffusionlm.training.checkpointing.tensor_files import StoredTensors, write_shards
 from files.atomic import write_text_atomic
+from tests.unit.training.checkpoints import (
+    check_whole,
+    list_leftovers,
+    load,
+    snapshot,
+    whole_shards,
+    write_model,
+)
 
-WriteModel = Callable[[Path, dict[str, torch.Tensor]], None]
 EVENTS = ("open", "fsync", "rename", "replace", "symlink", "unlink", "mkdir", "rmdir")
 """Calls of `os` by which a save changes what is on the disk, or makes it last."""
 
 
 NUM_EVENTS = 50
 """That a save has at least."""
-
-
-def write_model(folder: Path, weights: dict[str, torch.Tensor]) -> None:
-    (folder / "config.toml").write_text("[run]\n", encoding="utf-8")
-    save_file(weights, folder / "model.safetensors")
-
-
-def whole_shards(tensors: dict[str, torch.Tensor]) -> dict[str, TensorShard]:
-    return {key: TensorShard.whole(tensor) for key, tensor in tensors.items()}
-
-
-def snapshot(step: int, write: WriteModel = write_model, size: int = 20) -> StagedCheckpoint:
-    value = float(step)
-    optimizer = whole_shards({"w.step": torch.tensor(value), "w.exp_avg": torch.full((size,), value)})
-    live = whole_shards({"w": torch.full((size,), value)})
-    return stage_checkpoint(step, write, {"step": step}, {"w": torch.full((size,), value)}, optimizer, live)
 
 
 @pytest.fixture
@@ -63,16 +51,10 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 def newest(store: CheckpointStore) -> int:
     """The step of what is loaded, all of whose parts must be of that step."""
-    messages: list[str] = []
-    saved = store.load_newest(messages.append)
+    saved, messages = load(store)
     assert saved is not None and messages == []
-    tensors = {**saved.weights(), **saved.live_weights(), **saved.tensors.read_whole("optimizer.")}
-    assert {value for tensor in tensors.values() for value in tensor.flatten().tolist()} == {float(saved.state["step"])}
+    check_whole(saved, saved.state["step"])
     return int(saved.state["step"])
-
-
-def leftovers(store: CheckpointStore) -> list[str]:
-    return [path.name for path in store.folder.iterdir() if ".tmp-" in path.name]
 
 
 def in_child(act: Callable[[], Any]) -> int:
@@ -152,23 +134,7 @@ def test_kill_within_a_save(store: CheckpointStore, share: float) -> None:
     assert newest(store) in (1, 2)
     store.save(snapshot(3))
     assert newest(store) == 3 and store.steps() == [3]
-    assert not leftovers(store), "what the killed process left aside is removed by the next save"
-
-
-@pytest.mark.parametrize("limit", [0, 1_000, 5_000, 20_000, 40_000, 60_000])
-def test_kill_by_the_size_that_a_file_has_reached(store: CheckpointStore, limit: int) -> None:
-    """Within the writes of safetensors and torch: the system kills a process whose file grows too large."""
-
-    def save() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-        staged = snapshot(2, size=10_000)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-        store.save(staged)
-
-    assert in_child(save) == -signal.SIGXFSZ
-    assert leftovers(store) and newest(store) == 1
-    store.save(snapshot(3))
-    assert newest(store) == 3 and not leftovers(store)
+    assert not list_leftovers(store), "what the killed process left aside is removed by the next save"
 
 
 @pytest.mark.parametrize(("model", "optimizer"), [(50_000, 1), (1, 50_000)])
@@ -190,29 +156,7 @@ def test_a_file_that_may_not_grow_is_a_full_disk(
     assert in_child(save) == 0
     message = (tmp_path / "said").read_text()
     assert "step-00000002 was not written: " in message and "MiB are free there; make room)" in message
-    assert not leftovers(store) and newest(store) == 1
-
-
-class Full:
-    """A file of which no more than so many bytes can be written."""
-
-    def __init__(self, file: Any, room_bytes: int) -> None:
-        self.file, self.room = file, room_bytes
-
-    def write(self, data: Any) -> Any:
-        self.room -= len(memoryview(data).cast("B")) if not isinstance(data, str) else len(data)
-        if self.room < 0:
-            raise OSError(28, "No space left on device")
-        return self.file.write(data)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.file, name)
-
-    def __enter__(self) -> Full:
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        self.file.close()
+    assert not list_leftovers(store) and newest(store) == 1
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata.tmp", "state.json", "config.toml", MANIFEST])
@@ -220,15 +164,15 @@ def test_a_full_disk_at_each_file(store: CheckpointStore, monkeypatch: pytest.Mo
     original = io.open
 
     def full(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        file = original(path, mode, *args, **kwargs)
-        is_meant = "w" in mode and Path(str(path)).name == name
-        return Full(file, 5) if is_meant else file
+        if "w" in mode and Path(str(path)).name == name:
+            raise OSError(28, "No space left on device")
+        return original(path, mode, *args, **kwargs)
 
     monkeypatch.setattr(io, "open", full)
     with pytest.raises(ValueError, match=r"step-00000002 was not written: .*No space left on device.*MiB are free"):
         store.save(snapshot(2))
     monkeypatch.undo()
-    assert not leftovers(store) and newest(store) == 1
+    assert not list_leftovers(store) and newest(store) == 1
 
 
 @pytest.mark.parametrize("event", ["fsync", "rename", "mkdir"])
@@ -240,15 +184,7 @@ def test_a_folder_that_does_not_change(store: CheckpointStore, monkeypatch: pyte
     with pytest.raises(ValueError, match=r"step-00000002 was not written: .*Read-only file system"):
         store.save(snapshot(2))
     monkeypatch.undo()
-    assert not leftovers(store) and newest(store) == 1
-
-
-def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").write_text("")
-    with pytest.raises(
-        ValueError, match=r"checkpoints/step-00000001 was not written: .*Not a directory.*; choose another directory"
-    ):
-        CheckpointStore(tmp_path / "checkpoints", 1).save(snapshot(1))
+    assert not list_leftovers(store) and newest(store) == 1
 
 
 def test_links_that_cannot_be_changed(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +195,7 @@ def test_links_that_cannot_be_changed(store: CheckpointStore, monkeypatch: pytes
     with pytest.raises(ValueError, match=r"step-00000002 was written, but the folder around it could not be changed"):
         store.save(snapshot(2))
     monkeypatch.undo()
-    assert not leftovers(store) and store.steps() == [1, 2] and newest(store) == 2
+    assert not list_leftovers(store) and store.steps() == [1, 2] and newest(store) == 2
 
 
 class Harm:
@@ -388,4 +324,4 @@ def test_a_mistake_of_the_program_is_no_event(store: CheckpointStore, background
     with pytest.raises(TypeError, match="a bug"):
         saves.start(snapshot(3))
     saves.close()
-    assert not leftovers(store)
+    assert not list_leftovers(store)

@@ -77,10 +77,6 @@ def test_a_passage_has_no_parts_of_characters(tokenizer: Tokenizer) -> None:
     assert list(find_passages([row], tokenizer, CONTEXT)) == [Passage("aaaa", "bb", "bb")]
 
 
-def test_the_word_is_masked_by_its_number_of_tokens(tokenizer: Tokenizer) -> None:
-    assert Passage("a", " wörd", ".").mask_word(tokenizer) == "a[MASK:6]."
-
-
 def test_default_infills_are_passages(tokenizer: Tokenizer, make_config: MakeConfig) -> None:
     model = make_config(max_position_embeddings=CONTEXT)
     rows = [row_of(tokenizer, f"{name} walked the dog now") for name in ("Ann", "Bob", "Cid", "Dan")]

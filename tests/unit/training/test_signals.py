@@ -75,17 +75,6 @@ def test_signal_to_one_rank_stops_all_ranks(monkeypatch: pytest.MonkeyPatch) -> 
         first._handle_signal(signal.SIGTERM, None)
 
 
-def test_the_largest_of_different_signals_counts() -> None:
-    stop = StopRequest(is_distributed=True)
-    stop.stop_for_any_rank([0.0, 0.0, 0.0, 0.0])
-    assert stop.signal is None
-    stop.stop_for_any_rank([1.0, 1.0, 3.0, 0.0])
-    assert stop.signal == signal.SIGUSR1 == max(signal.SIGINT, signal.SIGUSR1)
-    stop.stop_for_any_rank([1.0, 1.0, 3.0, 1.0])
-    assert stop.signal == signal.SIGTERM
-    assert sorted(STOP_SIGNALS) == list(STOP_SIGNALS)
-
-
 def test_restartable_work_ends_at_the_first_signal() -> None:
     with StopRequest() as stop, pytest.raises(StoppedError), stop.interruptible():
         os.kill(os.getpid(), signal.SIGTERM)

@@ -77,15 +77,6 @@ def test_memory_that_cannot_be_pinned_is_used_all_the_same(caplog: pytest.LogCap
     ]
 
 
-def test_an_error_of_cuda_that_stays_is_not_raised_again(caplog: pytest.LogCaptureFixture) -> None:
-    with fake_cuda() as record:
-        memory = SnapshotMemory()
-        memory.copy({"a": torch.empty(8, device="cuda")})
-        with patch.object(record, "cudaHostUnregister", lambda *_: 700):
-            memory.close()
-    assert [record.message for record in caplog.records] == ["CUDA cannot unpin the memory of checkpoints (error 700)"]
-
-
 def test_memory_is_not_overwritten_while_it_is_written(tmp_path: Path) -> None:
     """Even if it is kept, as for a GPU: three saves, each slower than the time to the next."""
     may_write, saved = threading.Event(), {}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -14,10 +15,7 @@ from torch import Tensor
 
 from diffusionlm.training.loop import update_progress
 from diffusionlm.training.metrics import StepMetrics, TrainingProgress
-from diffusionlm.training.skipped_batches import SkippedBatches
 from diffusionlm.training.spike_guard import SpikeGuard
-from logger import LoggerGroup
-from logger.run_logger import Metrics
 
 CPU = torch.device("cpu")
 WINDOW, DEVIATIONS = 8, 3.0
@@ -78,14 +76,6 @@ def test_no_spike_before_half_the_window() -> None:
     assert judge(SpikeGuard(1.0, 8, CPU), rising) == [True] * 4 + [False] * 2
     # Two values are the fewest that have a deviation.
     assert judge(SpikeGuard(1.0, 2, CPU), rising[:3]) == [True, True, False]
-
-
-def test_a_constant_loss_may_fall_and_not_rise() -> None:
-    same = [(torch.tensor(0.1), torch.tensor(0.3))] * 10
-    guard = SpikeGuard(6.0, 8, CPU)
-    assert all(judge(guard, same))
-    assert judge(guard, [(torch.tensor(0.1001), torch.tensor(0.3))]) == [False]
-    assert judge(guard, [(torch.tensor(0.09), torch.tensor(0.3))]) == [True]
 
 
 @pytest.mark.parametrize("cut", [0, 3, 8, 45, 63])
@@ -152,55 +142,17 @@ def metrics_of(step: int, loss: float, grad_norm: float, is_accepted: bool) -> S
     return StepMetrics(step, *torch.tensor([loss, grad_norm, 0.0, float(is_accepted)]))
 
 
-@pytest.fixture
-def batches(tmp_path: Path) -> SkippedBatches:
-    """Batches without micro-batches, of steps 1 to 4."""
-    batches = SkippedBatches(tmp_path, str, seed=0)
-    for step in range(1, 5):
-        batches.hold(step, [], {})
-    return batches
-
-
-class Events(LoggerGroup):
-    def __init__(self) -> None:
-        self.events: list[tuple[int, str, str]] = []
-
-    def event(self, step: int, kind: str, text: str, values: Metrics | None = None) -> None:
-        self.events.append((step, kind, text))
-
-
-def test_steps_are_counted_recorded_and_logged(batches: SkippedBatches, tmp_path: Path) -> None:
-    progress, logger = TrainingProgress(), Events()
-    accepted, spike = metrics_of(1, 5.0, 1.0, True), metrics_of(2, 50.0, 9.0, False)
-    not_finite = metrics_of(3, math.nan, 1.0, False)
-    for metrics in (accepted, spike, not_finite):
-        update_progress(metrics, progress, batches, logger, 3)
-    assert progress == TrainingProgress(loss_average=0.02 * 5.0, skipped_in_a_row=2, skipped=2)
-    assert {path.name for path in tmp_path.glob("*.json")} == {
-        "step-00000002-rank-0.json",
-        "step-00000003-rank-0.json",
-    }
-    assert [(step, kind) for step, kind, _ in logger.events] == [(2, "skipped"), (3, "skipped")]
-    texts = [text for _, _, text in logger.events]
-    assert "training.max_spike_deviations" in texts[0] and "training.max_spike_deviations" not in texts[1]
-    assert str(tmp_path / "step-00000002-rank-0.json") in texts[0]
-    with pytest.raises(KeyError):  # it was released
-        batches.record(metrics_of(1, 5.0, 1.0, False))
-    update_progress(metrics_of(4, 5.0, 1.0, True), progress, batches, logger, 3)
-    assert (progress.skipped, progress.skipped_in_a_row) == (2, 0)
-
-
-@pytest.mark.parametrize(
-    ("loss", "message"),
-    [
-        (math.inf, r"training\.max_nonfinite_steps\).*optimizer\.learning_rate.*training\.precision"),
-        (9.0, r"training\.max_nonfinite_steps\).*optimizer\.learning_rate.*training\.max_spike_deviations"),
-    ],
-)
-def test_too_many_skipped_steps_in_a_row_are_an_error(loss: float, message: str, batches: SkippedBatches) -> None:
-    progress, logger = TrainingProgress(), Events()
-    for step in (1, 2):
-        update_progress(metrics_of(step, loss, 1.0, False), progress, batches, logger, 3)
+@pytest.mark.parametrize(("loss", "remedy"), [(math.inf, r"training\.precision"), (9.0, r"max_spike_deviations$")])
+def test_too_many_skipped_steps_in_a_row_are_an_error(loss: float, remedy: str) -> None:
+    progress, recorded, released = TrainingProgress(), list[int](), list[int]()
+    batches: Any = SimpleNamespace(record=lambda metrics: recorded.append(metrics.step), release=released.append)
+    logger = MagicMock()
+    for step, is_accepted in ((1, False), (2, True), (3, False), (4, False)):
+        update_progress(metrics_of(step, loss, 1.0, is_accepted), progress, batches, logger, 3)
+    assert (progress.skipped, progress.skipped_in_a_row, released, recorded) == (3, 2, [2], [1, 3, 4])
+    message = rf"training\.max_nonfinite_steps\).*optimizer\.learning_rate.*{remedy}"
     with pytest.raises(ValueError, match=message):
-        update_progress(metrics_of(3, loss, 1.0, False), progress, batches, logger, 3)
-    assert len(logger.events) == 3
+        update_progress(metrics_of(5, loss, 1.0, False), progress, batches, logger, 3)
+    assert [call.args[0] for call in logger.event.call_args_list] == [1, 3, 4, 5]
+    texts = [call.args[2] for call in logger.event.call_args_list]
+    assert all(("training.max_spike_deviations" in text) == math.isfinite(loss) for text in texts)
