@@ -118,30 +118,6 @@ def test_a_signal_lets_requests_end(number: signal.Signals, server: ServerProces
     assert code == 0 and text.endswith("data: [DONE]\n\n") and number.name in errors
 
 
-@pytest.mark.parametrize("seconds", [30.0, 0.5])
-def test_sigterm_while_a_request_is_prepared(folder: Path, seconds: float) -> None:
-    """Constraints that take seconds to compile: the request gets an error, the process ends without one."""
-    limits = (f"serve.drain_timeout_seconds={seconds}", "serve.max_constraint_states=100000000")
-    server = ServerProcess(folder, "--port", "0", *(word for limit in limits for word in ("--set", limit)))
-    count = 6 if seconds > 1 else 24
-    body = {
-        "segments": [item for _ in range(count) for item in ("def ", 13)],
-        "structured_outputs": [{"regex": f"(a|b)*a(a|b){{11}}c{{0,{number}}}"} for number in range(count)],
-    }
-    command = ["curl", "-s", "-w", "%{http_code}", f"{server.url}/v1/infill", "-d", json.dumps(body)]
-    client = subprocess.Popen(
-        [*command, "-H", "Content-Type: application/json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    time.sleep(0.7)
-    code, errors = server.end()
-    answer = client.communicate(timeout=30)[0]
-    assert code == 0 and "SIGTERM" in errors and "Traceback" not in errors
-    if seconds > 1:
-        assert answer.endswith("503") and json.loads(answer.removesuffix("503"))["error"]["code"] == "draining"
-    else:
-        assert "1 requests were not done in time" in errors and not answer.endswith("200")
-
-
 def test_a_second_signal_ends_at_once(folder: Path) -> None:
     server = ServerProcess(folder, "--host", "0.0.0.0", "--port", "0", "--set", "serve.max_steps=100000")
     stream = server.start_stream(max_tokens=400, remasking_strategy="p2", denoising_steps=30_000, diffusing=True)
@@ -180,12 +156,3 @@ def test_an_address_in_use(folder: Path) -> None:
             timeout=60,
         )
     assert done.returncode == 2 and f"serve.port = {port}" in done.stderr and done.stderr.count("\n") == 1
-
-
-def test_a_short_soak() -> None:
-    """Ten minutes: ``python -m tests.e2e.serving_soak``."""
-    command = [sys.executable, "-m", "tests.e2e.serving_soak", "--seconds", "9", "--restart-seconds", "3"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    counts = json.loads(done.stdout.splitlines()[-1])
-    assert counts["restarts"] >= 1 and min(counts["whole 200"], counts["stream 200"], counts["left"]) > 0

@@ -150,12 +150,6 @@ def test_changed_config_is_rejected_with_its_differences(config: Path, uninterru
     assert (uninterrupted / "config.toml").read_bytes() == before
 
 
-def test_never_resume_rejects_a_used_directory(config: Path, uninterrupted: Path) -> None:
-    result = run_here("--config", config, "--set", "checkpoint.resume=never")
-    assert result.returncode == 2
-    assert "already holds a run" in result.stderr
-
-
 def test_a_damaged_checkpoint_falls_back_to_the_older(config: Path, uninterrupted: Path, tmp_path: Path) -> None:
     import shutil
 

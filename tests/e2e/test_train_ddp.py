@@ -105,14 +105,6 @@ def uninterrupted(config: Path) -> Path:
     return directory
 
 
-def test_two_ranks_match_single_process_training(config: Path, uninterrupted: Path) -> None:
-    code, stderr = finish(start("cli.train", config, config.parent / "one"))
-    assert code == 0, stderr
-    one, two = losses(config.parent / "one"), losses(uninterrupted)
-    assert [step for step, _ in one] == [step for step, _ in two] == list(range(1, STEPS + 1))
-    assert [loss for _, loss in two] == pytest.approx([loss for _, loss in one], rel=1e-4)
-
-
 def test_signal_saves_and_the_command_resumes(config: Path, uninterrupted: Path) -> None:
     """From a terminal, which tells the whole group, and to the launcher alone; the rest is the same bit for bit."""
     directory = config.parent / "stopped"

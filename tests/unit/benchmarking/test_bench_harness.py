@@ -17,8 +17,6 @@ import torch
 from benchmarking import harness
 from benchmarking.harness import (
     ResultFiles,
-    check_installed,
-    collect_environment,
     compare,
     format_command_line,
     make_parser,
@@ -26,7 +24,6 @@ from benchmarking.harness import (
     make_table,
     run_benchmark,
     run_in_fresh_process,
-    speedup,
 )
 from logger.pages import Page
 from profiling.memory import reset_peak_resident
@@ -77,22 +74,6 @@ def test_implementations_take_turns_and_warmup_is_not_measured(monkeypatch: pyte
     assert times.median("a") == 1.5 and times.format_ms("b") == "4,000.00"
     assert times.speedup_cells("a", "b") == ["2.67", "2.75 [2.62, 2.88]"]
     assert outputs == [{"a": "A", "b": "B"}] * 2
-
-
-def test_speedup_of_medians_and_within_rounds() -> None:
-    ratio = speedup([1.0, 1.0, 2.0, 1.0, 4.0], [2.0, 3.0, 6.0, 1.0, 16.0])
-    assert ratio.ratio_of_medians == 3.0 and ratio.format_ratio() == "3.00 [2.00, 3.00]"
-    noise = [1.0, 10.0, 3.0, 30.0]  # of whole rounds cancels
-    assert speedup(noise, [1.5 * factor for factor in noise]).format_ratio() == "1.50 [1.50, 1.50]"
-    with pytest.raises(ValueError, match="zip"):
-        speedup([1.0, 2.0], [1.0, 2.0, 3.0])
-
-
-def test_environment_is_complete() -> None:
-    environment = collect_environment(threads=3, packages=["torch", "no_such_package"], rounds=5, warmup=2)
-    assert f"torch {torch.__version__}" in environment["software"] and "no_such" not in environment["software"]
-    assert environment["threads"].startswith("3 of torch") and environment["rounds"] == "5 after 2 of warm-up"
-    assert environment["CPU"]
 
 
 def test_command_line_is_what_one_would_type(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,10 +134,3 @@ def test_a_killed_measurement_names_the_key(monkeypatch: pytest.MonkeyPatch) -> 
 def test_peak_growth_includes_freed_memory() -> None:
     """In a process of its own: the system may take back memory of a large one meanwhile."""
     subprocess.run([sys.executable, "-c", GROW_AND_FREE], check=True, timeout=60)
-
-
-def test_a_missing_peer_names_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "is_installed", lambda package: package != "tiktoken")
-    check_installed(["tokenizers"])
-    with pytest.raises(ValueError, match=r"tiktoken.*group bench.*bench.peers="):
-        check_installed(["tokenizers", "tiktoken"])

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx2
-import numpy as np
 import pytest
 
 from benchmarking.serving.bench_serve import BenchServeResult, bench_serve
 from benchmarking.serving.load import Clock
-from benchmarking.serving.summary import format_summary, parse_counts
+from benchmarking.serving.summary import format_summary
 from benchmarking.serving.workload import arrival_times, build_requests
 from config.bench.serve import BenchServeConfig, RequestsSection
 from files.usage_error import UsageError
@@ -181,16 +179,6 @@ def test_a_wrong_file_is_refused(text: str, problem: str, tmp_path: Path) -> Non
     assert str(caught.value).startswith(str(path)) and problem in str(caught.value)
 
 
-def test_random_arrivals() -> None:
-    times = arrival_times(4.0, 20_000, seed=1)
-    gaps = np.diff(times)
-    assert times[0] == 0.0 and (gaps > 0).all()
-    # An exponential distribution: mean and deviation are 1/4, each within 5 standard errors.
-    assert abs(gaps.mean() - 0.25) < 5 * 0.25 / math.sqrt(len(gaps))
-    assert abs(gaps.std() - 0.25) < 5 * 0.25 * math.sqrt(2.0 / len(gaps))
-    assert times == arrival_times(4.0, 20_000, seed=1) != arrival_times(4.0, 20_000, seed=2)
-
-
 def test_requests_are_sent_at_their_times() -> None:
     server = FakeServer(chunks=((0.0, "a"),), tokens=1)
     run(server, requests={"count": 5, "seed": 3}, load={"rate": 2.0}, check={"max_requests": 0})
@@ -242,14 +230,6 @@ def test_other_answers_are_an_error() -> None:
     assert not run(make(), requests={"count": 4}, check={"max_requests": 2}).problems
 
 
-def test_equal_requests_are_sent_again_once(tmp_path: Path) -> None:
-    path = tmp_path / "requests.jsonl"
-    path.write_text('{"prompt": "one", "max_tokens": 3, "seed": 5}', encoding="utf-8")
-    server = FakeServer()
-    result = run(server, requests={"file": str(path), "count": 6})
-    assert (len(server.bodies), result.summary.check.num_equal) == (7, 6)
-
-
 def test_a_server_that_counts_nothing(tmp_path: Path) -> None:
     server = FakeServer(metrics=None)
     server.answer = lambda body, _: server.events(body)[:-2]
@@ -273,12 +253,6 @@ def test_api_keys(tmp_path: Path) -> None:
     path.write_text("\n", encoding="utf-8")
     with pytest.raises(ValueError, match="its first line must be a key"):
         run(server, server={"api_key_file": str(path)}, requests={"count": 1})
-
-
-def test_metrics_without_values() -> None:
-    counts = parse_counts("vllm:generation_tokens_total NaN?\n\n{}\nx{ 1\n")
-    assert counts == {}
-    assert parse_counts(METRICS.format(tokens=4, forwards=2, model_seconds=1, busy_seconds=2))["new_tokens"] == 5
 
 
 def test_no_server() -> None:

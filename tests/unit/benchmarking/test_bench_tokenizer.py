@@ -11,18 +11,13 @@ import pytest
 from benchmarking.bench_tokenizer import (
     ONE_THREAD,
     OURS,
-    TokenizerSpeed,
     TokenizerTask,
     bench_tokenizer,
-    build_table,
     check_equal_outputs,
-    extract_merges,
     load,
     measure_task,
     train_ours,
-    train_tokenizers,
 )
-from benchmarking.harness import Comparison
 from config.bench.training import BenchOutputSection, BenchTokenizerConfig, BenchTokenizerSection, TokenizerPeer
 from config.load import ConfigError, load_config
 from logger.pages.markdown import render_markdown
@@ -72,20 +67,6 @@ def test_libraries_do_the_same(name: str) -> None:
         assert codec.decode(tokenizer.encode(text)) == text
 
 
-def test_a_loaded_tokenizer_of_ours_is_cold() -> None:
-    tokenizer = train_ours(TEXTS, 270, "qwen")
-    tokenizer.encode("the cat")
-    encode = load(OURS, tokenizer).encode
-    [closure] = [encode.__self__]  # type: ignore[attr-defined]
-    assert closure is not tokenizer and len(closure._cache) == 0 and len(tokenizer._cache) > 0
-
-
-def test_merges_of_both_libraries_compare() -> None:
-    pytest.importorskip("tokenizers")
-    ours, theirs = train_ours(TEXTS, 280, "qwen"), train_tokenizers(TEXTS, 280, "qwen")
-    assert extract_merges(ours) == extract_merges(theirs) and len(extract_merges(ours)) == 24
-
-
 def test_different_outputs_are_an_error() -> None:
     check_equal_outputs("task", {OURS: [[1], [2, 3]], "other": [[1], [2, 3]]})
     with pytest.raises(ValueError, match=r"task: other .* item 1;"):
@@ -95,21 +76,6 @@ def test_different_outputs_are_an_error() -> None:
     task = TokenizerTask("encoding", {OURS: lambda: [1], "x": lambda: [2]})
     with pytest.raises(ValueError, match=r"encoding: x .* item 0"):
         measure_task(task, "encoding", BenchTokenizerSection(rounds=2))
-
-
-def test_table_of_speeds() -> None:
-    training = Comparison({OURS: [1.0, 2.0, 3.0], "tokenizers": [4.0, 4.0, 4.0]})
-    decoding = Comparison({OURS: [1.0, 1.0], "tokenizers": [0.5, 0.5], "tiktoken": [0.25, 0.25]})
-    results = [
-        TokenizerSpeed("training", 400, 3_000_000, training),
-        TokenizerSpeed("decoding", 400, 3_000_000, decoding),
-    ]
-    table = build_table(results, [OURS, "tokenizers", "tiktoken"])
-    assert table.heads[1:5] == ["diffusionlm MB/s", "tokenizers MB/s", "tiktoken MB/s", "speedup over tokenizers"]
-    assert table.rows == [
-        ["training", "1.50", "0.75", "-", "2.00", "2.00 [1.67, 3.00]", "-", "-"],
-        ["decoding", "3.00", "6.00", "12.00", "0.50", "0.50 [0.50, 0.50]", "0.25", "0.25 [0.25, 0.25]"],
-    ]
 
 
 @pytest.mark.slow

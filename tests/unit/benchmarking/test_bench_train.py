@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,18 +13,14 @@ from benchmarking.bench_train import (
     MEMORY_PARTS,
     bench_train,
     find_skipped_peers,
-    forget_compiled_code,
-    measure_memory,
     measure_memory_in_process,
 )
 from benchmarking.implementations.training import OURS, TrainCase
-from config.bench.training import BenchOutputSection, BenchShape, BenchTrainConfig, BenchTrainSection
+from config.bench.training import BenchOutputSection, BenchTrainConfig, BenchTrainSection
 from config.dump import to_toml
 from config.load import ConfigError, load_config
 from diffusionlm.models.transformer import Transformer
-from files.usage_error import UsageError
 from logger.pages.markdown import render_markdown
-from profiling.torch_setup import select_device
 from tests.unit.benchmarking.cases import make_case, make_shape, read_facts, read_tables
 
 RESOURCES = Path(__file__).parents[3] / "config" / "resources"
@@ -57,13 +52,6 @@ def test_config_errors_name_the_problem(override: str, message: str) -> None:
     assert message in str(caught.value)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_missing_device_is_an_error() -> None:
-    with pytest.raises(UsageError, match=r"bench\.device"):
-        select_device("cuda", "bench.device")
-    assert [select_device(device, "bench.device") for device in ("auto", "cpu")] == ["cpu", "cpu"]
-
-
 def test_presets_have_their_sizes(tmp_path: Path) -> None:
     config = load_config(BenchTrainConfig, GPU_RESOURCE)
     assert [(shape.name, shape.max_position_embeddings) for shape in config.shapes] == [
@@ -83,13 +71,6 @@ def test_presets_have_their_sizes(tmp_path: Path) -> None:
     assert load_config(BenchTrainConfig, path) == config
 
 
-def test_a_preset_may_be_changed() -> None:
-    shape = BenchShape.model_validate({"shape": "124m", "batch_size": 2})
-    assert (shape.name, shape.batch_size, shape.hidden_size) == ("124m", 2, 768)
-    with pytest.raises(ValueError, match=r"shape = '7b'.*tiny, 124m"):
-        BenchShape.model_validate({"shape": "7b"})
-
-
 def test_a_peer_that_cannot_run_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = BenchTrainSection(peers=("transformers", "liger"))
     monkeypatch.setattr(module, "is_installed", lambda package: True)
@@ -98,34 +79,6 @@ def test_a_peer_that_cannot_run_is_left_out_with_its_reason(monkeypatch: pytest.
     monkeypatch.setattr(module, "is_installed", lambda package: False)
     assert find_skipped_peers(bench, "cuda") == {"liger": "left out: liger-kernel is not installed"}
     assert find_skipped_peers(BenchTrainSection(peers=("transformers",)), "cpu") == {}
-
-
-@pytest.mark.slow
-def test_compiled_code_is_forgotten_between_cases() -> None:
-    """Else the second case would run code for any length, and a ninth case none that is compiled."""
-    shapes: list[tuple[bool, ...]] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        shapes.append(tuple(isinstance(size, int) for each in inputs for size in getattr(each, "shape", ())))
-        return graph.forward
-
-    compiled = torch.compile(lambda x: x + 1, backend=backend)
-    for length in range(2, 14):
-        forget_compiled_code()
-        compiled(torch.ones(length))
-    assert shapes == [(True,)] * 12
-
-
-def test_speed_without_memory() -> None:
-    bench = BenchTrainSection(rounds=2, warmup=0, memory=False)
-    measurement = module.measure_case(make_case(), [OURS], bench)
-    tables = read_tables(module.build_report([measurement], {}, {}))
-    assert [list(table)[3:] for table in tables] == [
-        [f"{OURS} tok/s"],
-        ["step, ms", "GFLOP", "GFLOP/s", "MFU"],
-    ]
-    [record] = measurement.to_records()
-    assert record["bytes"] == {} and len(record["seconds"]) == 2
 
 
 def test_memory_by_part() -> None:
@@ -137,14 +90,6 @@ def test_memory_by_part() -> None:
     assert memory["weights"] == memory["gradients"] == 4 * parameters
     # Two moments, and a count of steps for each.
     assert memory["optimizer"] == 8 * parameters + 4 * tensors
-
-
-@pytest.mark.slow
-def test_memory_is_measured_in_a_fresh_process() -> None:
-    case = make_case(shape=make_shape(vocab_size=4096, hidden_size=128))
-    memory = measure_memory(case, OURS)
-    assert memory["peak"] > memory["weights"] + memory["gradients"] + memory["optimizer"]
-    assert memory["activations"] > 0
 
 
 def fake_memory(case: TrainCase, name: str) -> dict[str, int]:

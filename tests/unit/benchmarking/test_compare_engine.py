@@ -8,7 +8,7 @@ import importlib.util
 import pytest
 
 from benchmarking.serving import compare_engine
-from benchmarking.serving.compare_engine import count_equal, draw_requests, run
+from benchmarking.serving.compare_engine import draw_requests, run
 from tests.unit.benchmarking.cases import read_tables
 
 SHAPE = compare_engine.SHAPE.model_copy(
@@ -43,10 +43,6 @@ def test_requests_have_unequal_lengths_of_whole_blocks() -> None:
     for lengths in ({len(request.prompt) for request in requests}, {request.new_tokens for request in requests}):
         assert lengths == {12, 24, 36, 48}
     assert all(max(request.prompt) < 127 for request in requests)
-
-
-def test_equal_answers() -> None:
-    assert count_equal([(1, 2), (3,)], [(1, 2), (4,), (5,)]) == 1
 
 
 def test_the_engine_is_compared_with_equal_answers() -> None:
