@@ -89,6 +89,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if is_broken else 0
 
 
+def judge(name: str, value: str, *problems: tuple[bool, Status, str]) -> Check:
+    """Return a fact with the status and the remedy of the first problem that is there."""
+    status, remedy = next(((status, remedy) for is_there, status, remedy in problems if is_there), ("ok", ""))
+    return Check(name, value, status, remedy)
+
+
 def format_checks(checks: Sequence[Check]) -> str:
     """Format a line for each check, its remedy below it, and a summary."""
     column = max(len(check.name) for check in checks)
@@ -175,15 +181,13 @@ def check_gpus(torch: Any, driver_lines: Sequence[str]) -> Iterator[Check]:
                 free, total = torch.cuda.mem_get_info()
                 has_bfloat16 = has_native_bfloat16("cuda")
             capability = f"capability {properties.major}.{properties.minor}"
-            value = f"{properties.name}, {capability}, {format_bytes(free)} of {format_bytes(total)} free"
-            if not has_bfloat16:
-                remedy = "training.precision = auto takes float32: a GPU of capability 8.0 or more is faster"
-                yield Check(f"GPU {index}", f"{value}, no bfloat16", "slow", remedy)
-            elif free < total / 2:
-                remedy = "CUDA_VISIBLE_DEVICES, or training.micro_batch_size"
-                yield Check(f"GPU {index}", f"{value}: it is in use", "note", remedy)
-            else:
-                yield Check(f"GPU {index}", value)
+            less = "" if has_bfloat16 else ", no bfloat16"
+            value = f"{properties.name}, {capability}{less}, {format_bytes(free)} of {format_bytes(total)} free"
+            in_float32 = "training.precision = auto takes float32: a GPU of capability 8.0 or more is faster"
+            in_use = "it is in use: CUDA_VISIBLE_DEVICES, or training.micro_batch_size"
+            yield judge(
+                f"GPU {index}", value, (not has_bfloat16, "slow", in_float32), (free < total / 2, "note", in_use)
+            )
     except RuntimeError as error:
         problem = f"torch cannot use it: {str(error).splitlines()[0]}"
         yield Check("GPU", problem, "broken", "see nvidia-smi; or run.device = cpu")
@@ -235,13 +239,10 @@ def check_memory(num_gpus: int, root: Path = Path("/")) -> Iterator[Check]:
     """Check the free memory, and the shared memory that joins several GPUs."""
     memory = read_memory(root)
     if memory.free is not None and memory.total is not None:
+        why = "a larger run is ended by the system without a message"
+        remedy = f"{why}: lower training.micro_batch_size, or runtime.activation_checkpointing = full"
         value = f"{format_bytes(memory.free)} of {format_bytes(memory.total)} free"
-        if memory.free < LOW_MEMORY_BYTES:
-            why = "a larger run is ended by the system without a message"
-            remedy = f"{why}: lower training.micro_batch_size, or runtime.activation_checkpointing = full"
-            yield Check("memory", value, "slow", remedy)
-        else:
-            yield Check("memory", value)
+        yield judge("memory", value, (memory.free < LOW_MEMORY_BYTES, "slow", remedy))
     shared = root / "dev/shm"
     if num_gpus > 1 and shared.is_dir() and (size := shutil.disk_usage(shared).total) < LOW_SHARED_MEMORY_BYTES:
         remedy = "NCCL joins the GPUs of a machine through it: docker run --shm-size=1g, or NCCL_SHM_DISABLE=1"
@@ -252,20 +253,18 @@ def check_storage(runs: Path, root: Path = Path("/")) -> Iterator[Check]:
     """Check the disk that runs are written to, and how many files may be open."""
     path, kind = find_file_system(runs, root)
     free = shutil.disk_usage(path).free
-    value = f"{path} ({kind}), {format_bytes(free)} free"
-    if not os.access(path, os.W_OK | os.X_OK):
-        yield Check("runs", f"{value}, not writable", "broken", "run.directory elsewhere")
-    elif free < LOW_DISK_BYTES:
-        why = "checkpoints take 8 to 12 bytes a parameter, keep_last + 1 times"
-        remedy = f"{why}: run.directory elsewhere, or checkpoint.keep_last = 1"
-        yield Check("runs", value, "broken" if free < CRITICAL_DISK_BYTES else "note", remedy)
-    elif kind in NETWORK_FILE_SYSTEMS:
-        why = "saving waits for the network, and locks of a run may not hold between machines"
-        yield Check("runs", value, "slow", f"{why}: run.directory on a local disk")
-    elif kind in ("tmpfs", "ramfs"):
-        yield Check("runs", value, "note", "they take memory, and are gone after a restart: run.directory on a disk")
-    else:
-        yield Check("runs", value)
+    is_writable = os.access(path, os.W_OK | os.X_OK)
+    size = "checkpoints take 8 to 12 bytes a parameter, keep_last + 1 times"
+    network = "saving waits for the network, and locks of a run may not hold between machines"
+    yield judge(
+        "runs",
+        f"{path} ({kind}), {format_bytes(free)} free",
+        (not is_writable, "broken", "it is not writable: run.directory elsewhere"),
+        (free < CRITICAL_DISK_BYTES, "broken", f"{size}: run.directory elsewhere"),
+        (free < LOW_DISK_BYTES, "note", f"{size}: run.directory elsewhere, or checkpoint.keep_last = 1"),
+        (kind in NETWORK_FILE_SYSTEMS, "slow", f"{network}: run.directory on a local disk"),
+        (kind in ("tmpfs", "ramfs"), "note", "runs take memory, and are gone after a restart: run.directory on a disk"),
+    )
     open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if 0 <= open_files < MIN_OPEN_FILES:  # negative: no limit
         why = "each shard of data, and each worker, is an open file"
@@ -274,20 +273,20 @@ def check_storage(runs: Path, root: Path = Path("/")) -> Iterator[Check]:
 
 def check_network() -> Iterator[Check]:
     """Check the address by which ranks find each other."""
-    name, interface = socket.gethostname(), os.environ.get("GLOO_SOCKET_IFNAME")
+    name, has_interface = socket.gethostname(), bool(os.environ.get("GLOO_SOCKET_IFNAME"))
     try:
         address = socket.gethostbyname(name)
     except OSError:
-        remedy = "ranks may not find each other: GLOO_SOCKET_IFNAME=lo for one machine, or a line in /etc/hosts"
-        value = f"the host name {name} cannot be resolved"
-        yield Check("network", value, "ok" if interface else "slow", "" if interface else remedy)
-        return
-    if address.startswith("127.") and not interface:
-        interfaces = ", ".join(name for _, name in socket.if_nameindex() if name != "lo") or "the interfaces"
-        remedy = f"ranks on other machines cannot reach it: GLOO_SOCKET_IFNAME, one of {interfaces}"
-        yield Check("network", f"{name}, {address}", "note", remedy)
-    else:
-        yield Check("network", f"{name}, {address}")
+        address = "which cannot be resolved"
+    lo = "ranks may not find each other: GLOO_SOCKET_IFNAME=lo for one machine, or a line in /etc/hosts"
+    interfaces = ", ".join(name for _, name in socket.if_nameindex() if name != "lo") or "the interfaces"
+    one_of = f"ranks on other machines cannot reach it: GLOO_SOCKET_IFNAME, one of {interfaces}"
+    yield judge(
+        "network",
+        f"{name}, {address}",
+        (not address[0].isdigit() and not has_interface, "slow", lo),
+        (address.startswith("127.") and not has_interface, "note", one_of),
+    )
 
 
 def check_services(home: Path) -> Iterator[Check]:

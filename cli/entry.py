@@ -151,45 +151,39 @@ def friendly_errors(name: str, memory_remedy: str = MEMORY_REMEDY) -> Iterator[N
                 raise
             if isinstance(error, BrokenPipeError) and error.filename == STANDARD_OUTPUT:
                 raise SystemExit(1) from None
-            if isinstance(error, UsageError):
-                exit_with_usage_error(name, _format_error(error))
-            _exit_with_error(name, _format_error(error))
+            print_error(name, _format_error(error))
+            raise SystemExit(2 if isinstance(error, UsageError) else 1) from None
         finally:
-            _discard_broken_output()
-
-
-class _InterruptHandler:
-    """Ends the process at SIGINT during an import, and raises KeyboardInterrupt at other times.
-
-    Imports of compiled packages swallow the exception, fail later because of it, or abort: nothing is lost by the end.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if not _is_importing(frame) or _wants_traceback():
-            raise KeyboardInterrupt
-        with suppress(OSError):
-            sys.stdout.flush()
-        print(f"{self._name}: interrupted", file=sys.stderr, flush=True)
-        os._exit(INTERRUPTED)
-
-
-def _is_importing(frame: FrameType | None) -> bool:
-    while frame is not None and frame.f_code.co_filename != _IMPORT_SYSTEM:
-        frame = frame.f_back
-    return frame is not None
+            try:
+                sys.stdout.flush()
+            except OSError:  # else Python fails when it flushes it at its exit
+                discard_pending_output(sys.stdout)
 
 
 @contextmanager
 def _interrupt_handler(name: str) -> Iterator[None]:
-    """Replace Python's handler of SIGINT; another one, which a caller has installed, stays."""
+    """Replace Python's handler of SIGINT by one that ends the process during an import; another handler, which a caller
+    has installed, stays.
+
+    Imports of compiled packages swallow KeyboardInterrupt, fail later because of it, or abort: nothing is lost by the
+    end.
+    """
     is_main_thread = threading.current_thread() is threading.main_thread()
     if not is_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    signal.signal(signal.SIGINT, _InterruptHandler(name))
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        while frame is not None and frame.f_code.co_filename != _IMPORT_SYSTEM:
+            frame = frame.f_back
+        if frame is None or _wants_traceback():
+            raise KeyboardInterrupt
+        with suppress(OSError):
+            sys.stdout.flush()
+        print(f"{name}: interrupted", file=sys.stderr, flush=True)
+        os._exit(INTERRUPTED)
+
+    signal.signal(signal.SIGINT, handle)
     try:
         yield
     finally:
@@ -218,20 +212,8 @@ def _replace_closed_streams(name: str) -> None:
         if getattr(sys, stream) is None:
             setattr(sys, stream, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (open until the end)
     if is_output_closed:
-        _exit_with_error(name, "standard output is closed: redirect it, for example to /dev/null")
-
-
-def _discard_broken_output() -> None:
-    """Discard what cannot be written, so that Python does not fail when it flushes it at its exit."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        discard_pending_output(sys.stdout)
-
-
-def _exit_with_error(name: str, problem: str) -> NoReturn:
-    print_error(name, problem)
-    raise SystemExit(1) from None
+        print_error(name, "standard output is closed: redirect it, for example to /dev/null")
+        raise SystemExit(1)
 
 
 def _wants_traceback() -> bool:

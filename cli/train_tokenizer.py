@@ -55,16 +55,12 @@ def check_output_directory(directory: Path) -> None:
     Raises:
         ValueError: the path is a file or a directory that is not empty, or it cannot be written.
     """
+    setting = f"output.directory = {directory}"
     if directory.exists() and not directory.is_dir():
-        raise ValueError(f"output.directory = {directory} is a file: choose another directory")
-    names = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
-    if names:
-        listing = ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])])
-        remedy = "choose another directory (--set output.directory=...)"
-        if "tokenizer.json" in names:
-            remedy += f", or remove this tokenizer first (rm -r {shlex.quote(str(directory))})"
-        raise ValueError(f"output.directory = {directory} is not empty ({listing}): {remedy}")
-    check_can_write(directory, f"output.directory = {directory}")
+        raise ValueError(f"{setting} is a file: choose another directory")
+    if directory.is_dir() and any(directory.iterdir()):
+        raise ValueError(f"{setting} is not empty: choose another directory, or remove what is in it")
+    check_can_write(directory, setting)
 
 
 def train_tokenizer(config: TrainTokenizerConfig) -> list[tuple[str, str]]:
@@ -126,17 +122,15 @@ def _train_on_documents(
     from tokenizer import train_bpe
 
     options, workers = config.tokenizer, config.output.workers
-    num_merges = options.vocab_size - 256 - len(options.special_tokens)
 
     def read_texts() -> Iterator[str]:
         for text in _count(read_first_documents(source, options.max_training_bytes), volume):
-            if volume["documents"] == 1:
-                progress.begin("reading", "bytes")
+            progress.begin("reading", "bytes")
             progress.set(volume["bytes"])
             yield text
         if not volume:
             raise ValueError(f"[source] has no training documents ({source.provenance}): add text")
-        progress.begin("training", "merges", num_merges)
+        progress.begin("training", "merges", options.vocab_size - 256 - len(options.special_tokens))
 
     return train_bpe(
         read_texts(),
@@ -152,8 +146,8 @@ def _train_on_documents(
 
 def _next_command(config: TrainTokenizerConfig) -> str:
     directory = config.output.directory
-    overrides = [f"run.directory={directory}-run", f'tokenizer={{path="{directory.as_posix()}"}}']
-    arguments = [part for override in overrides for part in ("--set", override)]
-    command = shlex.join(["uv", "run", "diffusionlm-train", "--config", "config/resources/train.toml", *arguments])
+    words = ["uv", "run", "diffusionlm-train", "--config", "config/resources/train.toml"]
+    words += ["--set", f"run.directory={directory}-run"]
+    words += ["--set", f'tokenizer={{path="{directory.as_posix()}"}}']
     uses_same_text = isinstance(config.source, PythonStdlib)
-    return command if uses_same_text else f"{command}, with your text as [data.source]"
+    return shlex.join(words) + ("" if uses_same_text else ", with your text as [data.source]")

@@ -21,7 +21,7 @@ def read_text(path: Path, *, newline: str | None = None) -> str:
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: is not UTF-8 ({error})") from error
+        raise ValueError(f"{path}: is not UTF-8 ({error}): save it as UTF-8") from error
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"{path}: has more than {MAX_CHARACTERS:,} characters")
     return text

@@ -6,11 +6,16 @@ import os
 from typing import IO, Any, cast
 
 
-class _Stream:
-    """Passes everything on to a stream."""
+class NamedStream:
+    """Passes everything on to a stream.
 
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream = stream
+    Args:
+        name: ``filename`` of the OSError of a failed write. None: a failed write, and all that follow, are discarded.
+    """
+
+    def __init__(self, stream: IO[str], name: str | None) -> None:
+        self._stream, self._name = stream, name
+        self._error: OSError | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -28,32 +33,22 @@ class _Stream:
         except OSError as error:
             self._handle(error)
 
-    def _handle(self, error: OSError) -> None:
-        """Discard what is written from now on."""
-        discard_pending_output(self._stream)
-
-
-class NamedStream(_Stream):
-    """Writes to a stream. Its name is the ``filename`` of the OSError of a failed write."""
-
-    def __init__(self, stream: IO[str], name: str) -> None:
-        super().__init__(stream)
-        self._name = name
-        self._error: OSError | None = None
-
     def raise_error(self) -> None:
         """Raise the error of a write that the writer ignored, as argparse does."""
         if self._error is not None:
             raise self._error
 
     def _handle(self, error: OSError) -> None:
-        self._error, error.filename = error, self._name
-        raise error
+        if self._name is None:
+            discard_pending_output(self._stream)
+        else:
+            self._error, error.filename = error, self._name
+            raise error
 
 
 def resilient(stream: IO[str]) -> IO[str]:
     """Wrap a stream so that a closed pipe or a full disk drops the output instead of raising."""
-    return cast("IO[str]", _Stream(stream))
+    return cast("IO[str]", NamedStream(stream, None))
 
 
 def discard_pending_output(stream: IO[str]) -> None:

@@ -5,6 +5,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from files.json_files import read_text
+
 MAX_CHARACTERS = 1 << 20
 """Longer texts are refused."""
 
@@ -29,22 +31,9 @@ def read_toml(path: Path) -> tuple[str, dict[str, Any]]:
     """Read a TOML file: its text, and its values.
 
     Raises:
-        ValueError: it cannot be read, is not UTF-8 or not valid TOML; names the file and the line.
+        ValueError: it cannot be read, is not UTF-8 or not valid TOML; names the file, and of invalid TOML the line.
     """
-    try:
-        with path.open("rb") as file:
-            data = file.read(4 * MAX_CHARACTERS + 1)  # UTF-8 has up to 4 bytes for each
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file") from None
-    except IsADirectoryError:
-        raise ValueError(f"{path}: is a directory, not a TOML file") from None
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
-    try:
-        text = data.decode("utf-8-sig").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{path}:{line}: not UTF-8 text (byte {error.start}); save the file as UTF-8") from None
+    text = read_text(path).removeprefix("\ufeff")
     try:
         return text, parse_toml(text)
     except ValueError as error:

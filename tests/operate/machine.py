@@ -23,9 +23,12 @@ TREE = Path(__file__).parents[2]
 # Of this process, since another on this machine may test the same.
 SECRET = f"not for other eyes {os.getpid()}"
 TINY = """
-[run]
-directory = "runs/a tiny one"
-threads = 1
+run = { directory = "runs/a tiny one", threads = 1 }
+tokenizer = { vocab_size = 258 }
+training = { batch_size = 4, max_steps = 9, precision = "float32" }
+validation = { rows = 8, final_rows = 8, num_mc_samples = 1, ngrams = false }
+checkpoint = { every_steps = 2, keep_last = 3 }
+data = { rows = "padded", row_length = 16, source = { kind = "shidoku", documents_per_epoch = 100 } }
 [model]
 hidden_size = 16
 num_hidden_layers = 1
@@ -34,26 +37,6 @@ num_key_value_heads = 1
 head_dim = 16
 intermediate_size = 24
 max_position_embeddings = 16
-[tokenizer]
-vocab_size = 258
-[data]
-rows = "padded"
-row_length = 16
-[data.source]
-kind = "shidoku"
-documents_per_epoch = 100
-[training]
-batch_size = 4
-max_steps = 9
-precision = "float32"
-[validation]
-rows = 8
-final_rows = 8
-num_mc_samples = 1
-ngrams = false
-[checkpoint]
-every_steps = 2
-keep_last = 3
 """
 
 STUB = """#!/usr/bin/env bash

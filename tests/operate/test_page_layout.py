@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from cli.eval.report import build_page, read_evaluations
-from cli.infer.answers import build_answers
-from cli.infer.answers import build_page as infer_page
-from cli.infer.inputs import EncodedInput, Input
 from cli.sweep import report as sweep_report
 from cli.sweep.definition import Sweep
 from cli.sweep.study import Status, SweepRun
@@ -26,17 +22,15 @@ from diffusionlm.evaluation.tasks.results import (
     format_item_line,
     write_results,
 )
-from diffusionlm.inference.generate import Generation
-from logger.pages.html import render_html, write_page
+from logger.pages.html import write_page
 from logger.report import write_report
-from tests.decoding_jobs import make_request
 from tests.operate.chromium import Page, Picture, chromium
-from tokenizer import Tokenizer
 
 pytestmark = pytest.mark.operate
 
 HOSTILE = "x\u202eevil\u202d<script>alert(1)</script>" + "W" * 300
 NUM_RUNS = 200
+NAMES = ("runs", "sweep", "answers", "evaluation")
 
 
 def write_run(folder: Path) -> Path:
@@ -64,37 +58,14 @@ def write_run(folder: Path) -> Path:
     return folder
 
 
-def write_replay(path: Path, tokenizer: Tokenizer) -> None:
-    """A replay of many prompts: each committed its tokens with probabilities of all levels."""
-    text = f"\n{HOSTILE} \u05e9\u05dc\u05d5\u05dd"
-    ids = tuple(tokenizer.encode(text))
-    levels = (0.2, 0.4, 0.6, 0.8, 0.95)
-    logprobs = tuple(math.log(levels[index % 5]) for index in range(len(ids)))
-    requests = [
-        EncodedInput(Input("prompt", HOSTILE), number, HOSTILE, 0, make_request(tokenizer.encode(HOSTILE), seed=5))
-        for number in range(1, 31)
-    ]
-    steps = tuple(1 + index % 3 for index in range(len(ids)))
-    results = [Generation(ids, "length", 3, logprobs, steps) for _ in requests]
-    answers = build_answers(tokenizer, requests, results, 0.5)
-    params = {"remasking_strategy": HOSTILE, "cache": HOSTILE, HOSTILE: HOSTILE}
-    path.write_text(render_html(infer_page(tokenizer, HOSTILE, params, answers)), encoding="utf-8")
-
-
 def write_sweep(path: Path, directory: Path, command: str) -> None:
     """A sweep of hostile keys, values, errors and texts."""
     keys = ["samples.infills", "run.seed", *(f"logging.{HOSTILE}{number}" for number in range(8))]
     statuses: list[Status] = ["done", "pruned", "failed", "done", "waiting"] * 4
-    runs = [
-        SweepRun(
-            f"{number}",
-            dict.fromkeys(keys, f"{HOSTILE}{number % 3}"),
-            status,
-            error=(HOSTILE, HOSTILE),
-            value=1 / (number + 1),
-        )
-        for number, status in enumerate(statuses)
-    ]
+    runs = []
+    for number, status in enumerate(statuses):
+        values = dict.fromkeys(keys, f"{HOSTILE}{number % 3}")
+        runs.append(SweepRun(f"{number}", values, status, error=(HOSTILE, HOSTILE), value=1 / (number + 1)))
     sweep = Sweep(command, None, [], directory)
     for run in runs:
         write_run(sweep.run_path(run.name))
@@ -110,21 +81,12 @@ def write_evaluation(folder: Path) -> None:
     results, lines = [], []
     for index, variant in enumerate((HOSTILE, "x", "y")):
         metrics = {HOSTILE: MetricValue(0.5, 0.1), "strict": MetricValue(0.25)}
-        results.append(
-            VariantResult(
-                task=HOSTILE,
-                kind="gsm8k",
-                variant=variant,
-                model=HOSTILE,
-                num_items=2,
-                num_repeats=1,
-                metrics=metrics,
-                shares=OutcomeShares(0.5, 0.5, 0.0, 0.0),
-                num_tokens=10 * index,
-                num_forwards=10,
-                protocol={HOSTILE: HOSTILE, "number": index},
-            )
-        )
+        result = VariantResult(
+            task=HOSTILE, kind="gsm8k", variant=variant, model=HOSTILE, num_items=2, num_repeats=1, metrics=metrics,
+            shares=OutcomeShares(0.5, 0.5, 0.0, 0.0), num_tokens=10 * index, num_forwards=10,
+            protocol={HOSTILE: HOSTILE, "number": index},
+        )  # fmt: skip
+        results.append(result)
         for name in ("0", HOSTILE):
             item = ItemResult(
                 task=HOSTILE, variant=variant, id=name, repeat=0, prompt_sha256="", gold=HOSTILE, output=HOSTILE,
@@ -138,15 +100,13 @@ def write_evaluation(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def pages(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The pages by name."""
     folder = tmp_path_factory.mktemp("pages")
-    paths = {name: folder / f"{name}.html" for name in ("run", "runs", "replay", "sweep", "answers", "evaluation")}
+    paths = {name: folder / f"{name}.html" for name in NAMES}
     name = HOSTILE.replace("/", "")
     runs = [write_run(folder / str(index) / f"{name[: 200 if index == 0 else 20]}{index}") for index in range(NUM_RUNS)]
-    write_report(runs[:1], paths["run"])
     write_report(runs, paths["runs"])
-    write_replay(paths["replay"], tokenizer)
     write_sweep(paths["sweep"], folder / "sweep", "train")
     write_sweep(paths["answers"], folder / "answers", "infer")
     write_evaluation(folder / "evaluation")
@@ -171,7 +131,7 @@ CUT = """[...document.querySelectorAll('body *')].filter(each => {
 WIDE = "[...document.querySelectorAll('.wide')].filter(each => each.scrollWidth > each.clientWidth + 1)"
 
 
-@pytest.mark.parametrize("name", ["run", "runs", "replay", "sweep", "answers", "evaluation"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("width", [375, 1280])
 def test_nothing_is_cut_without_a_hint(pages: dict[str, Path], browser: Page, name: str, width: int) -> None:
     browser.open(pages[name], width, 812)
@@ -180,7 +140,7 @@ def test_nothing_is_cut_without_a_hint(pages: dict[str, Path], browser: Page, na
     assert browser.evaluate(CUT) == []
     assert browser.problems() == [] and len(browser.requests()) == 1
     number = browser.evaluate(f"{WIDE}.length")
-    assert number > 0 or name in ("run", "replay", "evaluation")
+    assert number > 0 or name == "evaluation"
     for index in range(min(number, 5)):
         colors = [edge_color(browser, index, scroll_left) for scroll_left in (0, 10**9)]
         assert max(abs(start - end) for start, end in zip(*colors, strict=True)) > 20, "a shadow, until the end"
@@ -198,7 +158,7 @@ def edge_color(page: Page, index: int, scroll_left: int) -> bytes:
     return max(colors, key=lambda color: colors[color])
 
 
-@pytest.mark.parametrize("name", ["run", "runs", "replay", "sweep", "answers", "evaluation"])
+@pytest.mark.parametrize("name", NAMES)
 def test_text_does_not_reorder_its_neighbors_or_become_html(pages: dict[str, Path], browser: Page, name: str) -> None:
     browser.open(pages[name], 375, 812)
     spilling = """(() => { const nodes = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), found = [];

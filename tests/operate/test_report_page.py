@@ -83,17 +83,6 @@ def test_it_is_drawn_quietly_and_fits(
     assert browser.evaluate(sticking_out) == []
 
 
-def test_light_and_dark_differ_and_both_runs_have_their_colour(pages: tuple[Path, Path], browser: Page) -> None:
-    commonest = []
-    for dark in (False, True):
-        browser.open(pages[1], *DESK, dark=dark)
-        browser.evaluate("document.querySelector('#curves').scrollIntoView()")
-        counts = browser.screenshot().colours()
-        assert counts.get(hexadecimal(browser, "c1"), 0) > 20
-        commonest.append(max(counts, key=lambda colour: counts[colour]))
-    assert sum(commonest[0]) > 3 * 200 > 3 * 60 > sum(commonest[1])
-
-
 def visible(page: Page, selector: str) -> list[bool]:
     is_visible: list[bool] = page.evaluate(
         f"[...document.querySelectorAll({selector!r})].map(each => each.getBoundingClientRect().width > 0)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import pytest
 
 from cli.arguments import parse_command
 from config.base import PositiveInt, Section
-from config.load import load_config
 
 
 class Inner(Section):
@@ -61,16 +60,24 @@ def test_config_overrides_and_extra_arguments(file: Path) -> None:
     assert arguments.resume is True
 
 
-def test_config_may_be_optional() -> None:
+def test_a_config_may_be_optional(capsys: pytest.CaptureFixture[str]) -> None:
     assert parse("--set", "inner.name=y", config_required=False)[0] == Config(inner=Inner(name="y"))
-
-
-def test_no_config(capsys: pytest.CaptureFixture[str]) -> None:
     assert "add --config FILE.toml" in failure(capsys, 2)
 
 
-def test_missing_config(capsys: pytest.CaptureFixture[str]) -> None:
-    assert failure(capsys, 2, "--config", "no.toml") == "dlm-run: error: no.toml: no such file\n"
+def test_overrides_of_arguments_give_way_to_set(capsys: pytest.CaptureFixture[str]) -> None:
+    def list_overrides(arguments: Namespace) -> list[str]:
+        if not arguments.name:
+            raise ValueError("--name is empty")
+        return [f"inner.name={arguments.name}", "inner.steps=7"]
+
+    def add_arguments(parser: ArgumentParser) -> None:
+        parser.set_defaults(list_overrides=list_overrides)
+        parser.add_argument("--name")
+
+    options: dict[str, Any] = {"add_arguments": add_arguments, "config_required": False}
+    assert parse("--set", "inner.steps=8", "--name", "a", **options)[0] == Config(inner=Inner(steps=8, name="a"))
+    assert "dlm-run: error: --name is empty" in failure(capsys, 2, "--name", "", **options)
 
 
 def test_bad_config(capsys: pytest.CaptureFixture[str], file: Path) -> None:
@@ -81,20 +88,8 @@ def test_bad_config(capsys: pytest.CaptureFixture[str], file: Path) -> None:
     )
 
 
-def test_print_config_prints_a_config_that_loads(capsys: pytest.CaptureFixture[str], file: Path) -> None:
-    text = failure(capsys, 0, "--config", file, "--print-config", "--set", "inner.name=z")
-    file.write_text(text)
-    assert load_config(Config, file) == Config(inner=Inner(steps=4, name="z"))
-
-
 def test_schema_needs_no_other_argument(capsys: pytest.CaptureFixture[str]) -> None:
     def add_arguments(parser: ArgumentParser) -> None:
         parser.add_argument("--needed", required=True)
 
     assert json.loads(failure(capsys, 0, "--schema", add_arguments=add_arguments))["title"] == "Config"
-
-
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    text = failure(capsys, 0, "--help")
-    assert text.endswith("example:\n  dlm-run --config a.toml --set inner.steps=9\n")
-    assert "Runs 100% of it." in text

@@ -57,7 +57,7 @@ def test_help_of_training_lists_common_keys(
 def test_errors_and_exit_codes_are_those_of_the_command(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = (2, "", "diffusionlm-train: error: none.toml: no such file\n")
+    expected = (2, "", "diffusionlm-train: error: none.toml: cannot be read (No such file or directory)\n")
     assert output_of(capsys, "train", "--config", "none.toml") == expected
     monkeypatch.setattr("cli.doctor.main", lambda argv: len(argv))
     assert main(["doctor", "--quick", "--json"]) == 2

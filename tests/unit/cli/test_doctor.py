@@ -113,7 +113,7 @@ def fail(text: str) -> Callable[[], float]:
         ({"os.getloadavg": lambda: (20.0, 0, 0)}, "slow", "20.0 processes wanted 8 cores", "wait"),
         ({"doctor.read_memory": lambda root: Memory(4 * GIB, GIB)}, "slow", "1 GiB of 4 GiB free", "micro_batch_size"),
         ({"doctor.LOW_SHARED_MEMORY_BYTES": 2 * GIB}, "broken", "1 GiB", "--shm-size"),
-        ({"os.access": lambda path, mode: False}, "broken", "not writable", "run.directory"),
+        ({"os.access": lambda path, mode: False}, "broken", "(ext4)", "not writable: run.directory"),
         ({f"doctor.{size}_DISK_BYTES": 200 * GIB for size in ("CRITICAL", "LOW")}, "broken", "100 GiB free", "run"),
         ({"doctor.LOW_DISK_BYTES": 200 * GIB}, "note", "100 GiB free", "keep_last"),
         ({"doctor.find_file_system": lambda path, root: (path, "nfs4")}, "slow", "(nfs4)", "local disk"),
@@ -140,7 +140,7 @@ def test_problems_of_a_machine(
     [
         (gpu_torch(count=0), ["580, X"], "slow", "the driver knows 580, X", "a torch build"),
         (gpu_torch(count=0), [], "note", "none", "none needed"),
-        (gpu_torch(free=GIB), [], "note", "1 GiB of 80 GiB free: it is in use", "CUDA_VISIBLE_DEVICES"),
+        (gpu_torch(free=GIB), [], "note", "1 GiB of 80 GiB free", "it is in use: CUDA_VISIBLE_DEVICES"),
         (gpu_torch(problem="driver too old\nmore"), [], "broken", "torch cannot use it: driver too old", "nvidia-smi"),
     ],
 )

@@ -22,20 +22,20 @@ echo "ran ${3-}"
 """
 
 
-@pytest.fixture
-def commands(tmp_path: Path) -> list[list[str]]:
-    """Words of each command behind ``python -m``."""
-    (tmp_path / "python").write_text(INTERPRETER)
-    (tmp_path / "python").chmod(0o755)
-    environment = {**os.environ, "PYTHON": str(tmp_path / "python"), "ARGUMENTS": str(tmp_path / "arguments")}
-    script = ["bash", "scripts/gpu_check.sh", str(tmp_path / "gpu.md")]
+def list_commands(folder: Path) -> list[list[str]]:
+    """Run the script with a stand-in of Python: the words of each command behind ``python -m``."""
+    (folder / "python").write_text(INTERPRETER)
+    (folder / "python").chmod(0o755)
+    environment = {**os.environ, "PYTHON": str(folder / "python"), "ARGUMENTS": str(folder / "arguments")}
+    script = ["bash", "scripts/gpu_check.sh", str(folder / "gpu.md")]
     done = subprocess.run(script, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1, "a command has failed"
-    lines = (tmp_path / "arguments").read_text().splitlines()
+    lines = (folder / "arguments").read_text().splitlines()
     return [line.removesuffix("\0").split("\0")[1:] for line in lines]
 
 
-def test_commands_are_valid(commands: list[list[str]], tmp_path: Path, tiny_model: MakeModel) -> None:
+def test_commands_are_valid_and_reported(tmp_path: Path, tiny_model: MakeModel) -> None:
+    commands = list_commands(tmp_path)
     (tmp_path / "model").mkdir()
     save_model(tiny_model(), tmp_path / "model")
     names = []
@@ -51,9 +51,6 @@ def test_commands_are_valid(commands: list[list[str]], tmp_path: Path, tiny_mode
                 COMMANDS[words[0]]([*arguments, "--print-config"])
             assert not ended.value.code
     assert {"doctor", "train", "train-ddp", "bench-infer", "bench-train", "pytest"} <= set(names)
-
-
-def test_the_report_has_each_command_and_its_exit_code(commands: list[list[str]], tmp_path: Path) -> None:
     report = (tmp_path / "gpu.md").read_text()
     assert report.count("\n## ") == len(commands) and report.count("Exit code 1") == 2
     assert all(" ".join(words) in report for words in commands) and "    ran doctor" in report

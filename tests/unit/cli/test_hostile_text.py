@@ -41,11 +41,8 @@ def test_paths_of_models_and_runs(capsys: pytest.CaptureFixture[str], tmp_path: 
     for name, arguments in (
         ("doctor", [missing]),
         ("report", [missing]),
-        ("sweep", [f"--run{CLEAR}"]),
-        ("analyze", [missing]),
         ("infer", ["--model", missing, "--prompt", "a"]),
         ("eval", ["--model", missing, "--data", missing]),
-        ("convert", ["--source", missing, "--target", str(tmp_path / "target")]),
     ):
         error = error_of(capsys, name, *arguments)
         assert r"run\x1b[2J" in error and "\x1b" not in error, name

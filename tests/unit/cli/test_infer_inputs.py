@@ -27,18 +27,10 @@ def words() -> Tokenizer:
 
 def model_config(words: Tokenizer, *, begin_with_eos: bool = False) -> ModelConfig:
     return ModelConfig(
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=8,
-        intermediate_size=8,
-        max_position_embeddings=48,
-        vocab_size=words.vocab_size,
-        mask_token_id=words.mask_token_id,
-        eos_token_id=words.eos_token_id,
-        begin_with_eos=begin_with_eos,
-    )
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=8,
+        intermediate_size=8, max_position_embeddings=48, vocab_size=words.vocab_size,
+        mask_token_id=words.mask_token_id, eos_token_id=words.eos_token_id, begin_with_eos=begin_with_eos,
+    )  # fmt: skip
 
 
 def settings_of(model: ModelConfig, **keys: Any) -> DecodingSettings:

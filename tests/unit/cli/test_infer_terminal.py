@@ -69,8 +69,14 @@ def canvas(tokenizer: Tokenizer, text: str) -> CanvasSnapshot:
     return CanvasSnapshot(tuple(ids), tuple(char == "_" for char in text), (math.nan,) * len(ids))
 
 
-def test_one_line_per_changed_canvas(tokenizer: Tokenizer) -> None:
-    stream = io.StringIO()
+@pytest.mark.parametrize("variables", [{}, {"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_one_line_per_changed_canvas(
+    variables: dict[str, str], tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a file, and in a terminal without escape sequences."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    stream = Screen() if variables else io.StringIO()
     view = LiveView(tokenizer, [request_of(tokenizer, "a"), request_of(tokenizer, "b", number=2)], stream)
     view(DecodingStep(1, (canvas(tokenizer, "a_x"), canvas(tokenizer, "b_"))))
     view(DecodingStep(2, (canvas(tokenizer, "ay_"), canvas(tokenizer, "b_"))))
@@ -111,18 +117,6 @@ def test_several_requests_are_named_and_the_end_is_shown(tokenizer: Tokenizer, m
         assert screen.lines == expected[-num_lines:]
 
 
-@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
-def test_lines_without_escapes_if_wanted(
-    name: str, value: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(name, value)
-    screen = Screen()
-    view = LiveView(tokenizer, [request_of(tokenizer, "a")], screen)
-    view(DecodingStep(1, (canvas(tokenizer, "a_"),)))
-    view.close()
-    assert screen.getvalue() == 'prompt 1, forward 1: "a░"\n'
-
-
 def folded(pieces: list[tuple[str, bool]], width: int) -> list[str]:
     return [line.plain for line in fold_lines(style_pieces(pieces), width)]
 
@@ -135,20 +129,6 @@ def test_folded_lines_fit() -> None:
     assert folded([("e\u0301\u200du\u0308", True)], 2) == ["e\u0301\u200du\u0308"], "marks take no column"
     assert folded([("a\u202eb", True)], 9) == ["a\\u202eb"], "nothing turns the line round"
     assert folded([("a b [red]c  ", True)], 4) == ["a b ", "[red", "]c  "], "spaces and brackets are text"
-
-
-@pytest.mark.parametrize(
-    ("kind", "many", "expected"),
-    [("prompt", False, "abc\n"), ("prompt", True, "[prompt 1]\nabc\n"), ("chat", False, "bc\n")],
-)
-def test_answers(
-    tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str], kind: InputKind, many: bool, expected: str
-) -> None:
-    new = tuple(tokenizer.vocab[char] for char in (b"b", b"c"))
-    result = Generation(new, "length", 2, (-1.0, -1.0), (1, 2))
-    [answer] = build_answers(tokenizer, [request_of(tokenizer, "a", kind)], [result], 1.0)
-    print_answer(tokenizer, answer, shows_name=many)
-    assert capsys.readouterr().out == expected
 
 
 def test_answers_in_a_terminal_are_harmless(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,9 +32,7 @@ def test_arguments_are_overrides(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed["adapters"] == [{"name": "a", "path": "b=c"}, {"name": "d", "path": "e"}]
 
 
-@pytest.mark.parametrize(
-    ("text", "size"), [("12", 12), ("12B", 12), ("2kB", 2000), ("2KiB", 2048), ("1.5 GiB", 3 << 29), ("1TB", 10**12)]
-)
+@pytest.mark.parametrize(("text", "size"), [("12", 12), ("2kB", 2000), ("1.5 GiB", 3 << 29), ("1TB", 10**12)])
 def test_sizes(text: str, size: int) -> None:
     assert load_config(ServeConfig, None, [f'serve.cache_memory="{text}"']).serve.cache_memory == size
 

@@ -138,10 +138,8 @@ def test_nothing_is_overwritten(texts: Path, tmp_path: Path, capsys: pytest.Capt
     before = {path.name: path.read_bytes() for path in directory.iterdir()}
     capsys.readouterr()
     message = failure(capsys, options(texts, directory, **{"tokenizer.vocab_size": 270}), code=2)
-    assert f"output.directory = {directory} is not empty" in message and f"(rm -r '{directory}')" in message
+    assert f"output.directory = {directory} is not empty: choose another directory" in message
     assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
-    message = failure(capsys, options(texts, tmp_path), code=2)
-    assert "is not empty (a b, texts.jsonl)" in message and "rm -r" not in message
     for path, cause in ((texts, "is a file"), (texts / "t", "is not a directory"), (Path("/proc/t"), "choose another")):
         assert cause in failure(capsys, options(texts, path), code=2)
 

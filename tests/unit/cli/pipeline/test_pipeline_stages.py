@@ -101,7 +101,7 @@ def settings(values: dict[str, Any], name: str, section: str, **changes: Any) ->
         (lambda v: stage_of(v, "before").pop("from"), 'stage "before": from is missing'),
         (lambda v: rename(v, "tune", kind="tune"), '"train", "sft", "merge"'),
         (lambda v: rename(v, "tune", form="base"), "unknown key (did you mean from?)"),
-        (lambda v: rename(v, "tune", config="none.toml"), 'stage "tune": none.toml: no such file'),
+        (lambda v: rename(v, "tune", config="none.toml"), 'stage "tune": none.toml: cannot be read'),
         (lambda v: v.update(stages=[]), "stages = []: must not be empty"),
         (
             lambda v: settings(v, "tune", "training", max_stepz=3),
