@@ -24,7 +24,7 @@ from files.terminal_text import print_message
 from logger.pages import Part, Table
 from logger.pages.terminal import print_parts
 from profiling.adapter_size import check_targets
-from profiling.estimate import REFERENCE_GPU, ResourceEstimate, estimate_run
+from profiling.estimate import REFERENCE_GPU, estimate_run
 from profiling.machine import read_memory
 from profiling.torch_setup import drivers
 
@@ -101,8 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check_files(config: TrainConfig) -> None:
-    """Check what a run reads and writes, before it begins: the run directory, the model and the tokenizer to start
-    from, the local text.
+    """Check what a run reads and writes, before its directory is made.
 
     Raises:
         ValueError: a file is missing or unreadable, or the run directory cannot be written; names the key.
@@ -114,23 +113,24 @@ def check_files(config: TrainConfig) -> None:
 
     directory, init_from = config.run.directory, config.model.init_from
     check_can_write(directory, f"run.directory = {directory}")
-    is_new = not (directory / "tokenizer").is_dir()
-    config, tokenizer = check_model(config)
+    resolved, tokenizer = check_model(config)
     if init_from is not None:
         with _errors_name(f"model.init_from = {init_from}"):
             list_weight_files(resolve_model_directory(init_from))
             tokenizer = tokenizer or load_tokenizer(init_from)
-    components = open_components(config.data, "train", LOCAL_SOURCES)
-    for chat in (component.chat for component in components if component.chat is not None and is_new):
+    is_new = not (directory / "tokenizer").is_dir()
+    for component in open_components(config.data, "train", LOCAL_SOURCES):
+        if component.chat is None or not is_new:
+            continue
         if tokenizer is None:  # it is trained
-            check_template_name(chat.config, chat.key)
+            check_template_name(component.chat.config, component.chat.key)
         else:
-            resolve_chat_template(chat.config, tokenizer, chat.key)
-    check_memory(config)
+            resolve_chat_template(component.chat.config, tokenizer, component.chat.key)
+    check_memory(resolved)
 
 
 def check_model(config: TrainConfig) -> tuple[TrainConfig, Tokenizer | None]:
-    """Check the model by the config, its base's config.json and the tokenizer, before the run begins.
+    """Check that base, tokenizer, adapter and config fit, without weights.
 
     Returns:
         The config with the size of the model's vocabulary as `tokenizer.vocab_size`, and the tokenizer of the run
@@ -138,23 +138,23 @@ def check_model(config: TrainConfig) -> tuple[TrainConfig, Tokenizer | None]:
         tokens.
 
     Raises:
-        ValueError: base, tokenizer, adapter and config do not fit, or one cannot be read; names the key.
+        ValueError: they do not fit, or one cannot be read; names the key.
     """
+    from diffusionlm.checkpoints.adapter_config import read_adapter_config
     from diffusionlm.checkpoints.model_files import load_tokenizer
     from diffusionlm.data.pipeline import open_components
     from diffusionlm.data.shards import ShardDocuments
 
-    init_from, run_tokenizer, tokenizer = config.model.init_from, config.run.directory / "tokenizer", None
-    is_new = not run_tokenizer.is_dir()
-    if not is_new:
-        tokenizer = load_tokenizer(run_tokenizer)
-    elif config.tokenizer.path is not None:
-        with _errors_name(f"tokenizer.path = {config.tokenizer.path}"):
-            tokenizer = load_tokenizer(config.tokenizer.path)
-    elif init_from is None:
-        for component in open_components(config.data, "train", ("shards",)):
-            if isinstance(component.source, ShardDocuments):
-                tokenizer = tokenizer or load_tokenizer(component.source.tokenizer_directory)
+    init_from, lora, directory = config.model.init_from, config.lora, config.run.directory / "tokenizer"
+    is_new = not directory.is_dir()
+    key, path = ("tokenizer.path", config.tokenizer.path) if is_new else ("run.directory", directory)
+    if path is None and init_from is None:
+        sources = [component.source for component in open_components(config.data, "train", ("shards",))]
+        path = next((source.tokenizer_directory for source in sources if isinstance(source, ShardDocuments)), None)
+    tokenizer = None
+    if path is not None:
+        with _errors_name(f"{key} = {path}"):
+            tokenizer = load_tokenizer(path)
     size = config.tokenizer.vocab_size if tokenizer is None else tokenizer.vocab_size
     if init_from is not None:
         with _errors_name(f"model.init_from = {init_from}"):
@@ -163,29 +163,15 @@ def check_model(config: TrainConfig) -> tuple[TrainConfig, Tokenizer | None]:
         if is_new and tokenizer is not None:
             config.model.check_vocab_size(base, size)
         size = base.vocab_size
-        if config.lora is not None:
-            config.lora.check_token_ids(size)
+    if lora is not None:
+        lora.check_token_ids(size)
+        lora.check_packages()
+        check_targets(lora, config.model.to_adapted_config(vocab_size=size))
+        if lora.init_from is not None:
+            with _errors_name(f"lora.init_from = {lora.init_from}"):
+                read_adapter_config(lora.init_from)
     resolved = config.model_copy(update={"tokenizer": config.tokenizer.model_copy(update={"vocab_size": size})})
-    check_adapter(resolved)
     return resolved, tokenizer
-
-
-def check_adapter(config: TrainConfig) -> None:
-    """Check ``[lora]`` against the options of the model, before the run begins.
-
-    Raises:
-        ValueError: a package or an adapter is missing, or the section names no projection of the model.
-    """
-    from diffusionlm.checkpoints.adapter_config import read_adapter_config
-
-    lora = config.lora
-    if lora is None:
-        return
-    lora.check_packages()
-    check_targets(lora, config.model.to_adapted_config(vocab_size=config.tokenizer.vocab_size))
-    if lora.init_from is not None:
-        with _errors_name(f"lora.init_from = {lora.init_from}"):
-            read_adapter_config(lora.init_from)
 
 
 def check_memory(config: TrainConfig) -> None:
@@ -265,16 +251,13 @@ def format_run_estimate(config: TrainConfig, ranks: int = 1) -> Part:
     is_vocab_known = tokenizer is not None or config.model.init_from is not None
     assumed = "" if is_vocab_known else " assumed; the tokenizer that is trained decides"
     estimate = estimate_run(config, ranks)
-    tokens = estimate.tokens
+    tokens, trained = estimate.tokens, estimate.trained_parameters
     lines = [
         ("parameters", f"{estimate.parameters:,} ({estimate.embedding_parameters:,} in embedding and head)"),
-        *([("trained", _format_trained(estimate))] if config.lora else []),
+        *([("trained", f"{trained:,} ({trained / estimate.parameters:.2%})")] if config.lora else []),
         *([("of them active", f"{estimate.active_parameters:,} for each token")] if config.model.num_experts else []),
         ("vocabulary", f"{config.tokenizer.vocab_size:,} tokens{assumed}"),
-        (
-            "tokens per step",
-            f"{estimate.tokens_per_step:,} ({config.training.batch_size} sequences of {config.row_length})",
-        ),
+        ("tokens per step", f"{estimate.tokens_per_step:,} ({config.training.batch_size} rows of {config.row_length})"),
         ("tokens", "by the data: epochs are counted first" if tokens is None else f"{tokens:,}"),
         ("FLOPs per token", f"{estimate.flops_per_token / 1e6:,.1f} M, forward and backward"),
     ]
@@ -284,19 +267,14 @@ def format_run_estimate(config: TrainConfig, ranks: int = 1) -> Part:
         lines.append(("ranks", f"{ranks}; memory and traffic are those of each"))
         lines.append(("sent per step", _format_bytes(estimate.bytes_sent)))
         lines.append((f"on {REFERENCE_GPU}", f"at least {estimate.step_seconds_bound:.3g} s per step"))
-    for name, size, note in (
-        ("memory, weights", estimate.bytes_weights, ""),
-        ("memory, gradients", estimate.bytes_gradients, ""),
-        ("memory, optimizer", estimate.bytes_optimizer, ""),
-        ("memory, activations", estimate.bytes_activations, " (estimate)"),
-        ("memory, together", estimate.bytes_total, " (estimate)"),
-    ):
-        lines.append((name, f"{_format_bytes(size)}{note}"))
+    lines += [
+        ("memory, weights", _format_bytes(estimate.bytes_weights)),
+        ("memory, gradients", _format_bytes(estimate.bytes_gradients)),
+        ("memory, optimizer", _format_bytes(estimate.bytes_optimizer)),
+        ("memory, activations", f"{_format_bytes(estimate.bytes_activations)} (estimate)"),
+        ("memory, together", f"{_format_bytes(estimate.bytes_total)} (estimate)"),
+    ]
     return Table((), lines)
-
-
-def _format_trained(estimate: ResourceEstimate) -> str:
-    return f"{estimate.trained_parameters:,} ({estimate.trained_parameters / estimate.parameters:.2%})"
 
 
 def _format_bytes(size: float) -> str:
@@ -321,17 +299,12 @@ def format_summary(
         (f"  {_describe_bound(evaluation)}", _format_bound(evaluation)) for evaluation in summary.other_block_lengths
     ]
     if result.eos_padding_nats_per_token is not None:
-        lines.append(
-            (
-                "EOS padding after answers",
-                f"{result.eos_padding_nats_per_token:.3f} nats per token, not in the bound above",
-            )
-        )
+        padding = f"{result.eos_padding_nats_per_token:.3f} nats per token, not in the bound above"
+        lines.append(("EOS padding after answers", padding))
     if summary.source_entropy is not None:
         lines.append(("entropy of the source", _compare_with_entropy(result, summary.source_entropy)))
-    lines.append(
-        ("unigram entropy", f"{result.unigram_entropy:.3f} nats per token (same {result.num_tokens:,} tokens)")
-    )
+    unigram = f"{result.unigram_entropy:.3f} nats per token (same {result.num_tokens:,} tokens)"
+    lines.append(("unigram entropy", unigram))
     lines += [(name, f"{value:.3f} nats per token") for name, value in summary.ngrams.items()]
     for fill in result.fills:
         baseline = "" if fill.majority_baseline is None else f"; majority baseline {fill.majority_baseline:.1%}"

@@ -6,9 +6,8 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from cli.arguments import toml_string
+from cli.arguments import positive_int, toml_string, toml_strings
 from cli.entry import build_parser, exit_with_usage_error, friendly_errors, path_argument, usage_errors
-from config.data import DataConfig
 from config.load import ConfigError, load_config
 from config.train import TrainConfig
 from logger.pages.terminal import print_parts
@@ -22,84 +21,73 @@ EXAMPLE = f"""  {NAME} --config config/resources/train.toml --rows 2
 
 DEFAULT_ROW_LENGTH = 1_024
 
+FILE_OPTIONS = ("tokenizer", "template", "row_length", "block_length")
+"""Options that are keys of a config, where there is one."""
+
+SMALL_MODEL = (
+    "{{hidden_size=1, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=2, "
+    "intermediate_size=1, max_position_embeddings={row_length}}}"
+)
+"""Of a run that reads files: rows do not depend on it."""
+
 
 @friendly_errors(NAME)
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = _build_parser().parse_args(argv)
-    config = _load_train_config(arguments)
+    config = _load_config(arguments)
     # Imported here, so that --help and config errors do not wait.
-    from cli.data.rows import (
-        RowSettings,
-        count_rows,
-        format_counts,
-        format_row,
-        read_rows,
-        row_to_json,
-        settings_of_config,
-    )
-    from diffusionlm.checkpoints.model_files import load_tokenizer
-    from diffusionlm.data.pipeline import open_components
+    from cli.data.rows import RowSource, count_rows, format_counts, format_row, read_rows, row_to_json
 
-    if config is not None:
-        settings = settings_of_config(config, arguments.split)
-    else:
-        data = _load_data_config(arguments)
-        with usage_errors(NAME):
-            components, tokenizer = open_components(data, arguments.split), load_tokenizer(arguments.tokenizer)
-        row_length = arguments.row_length or DEFAULT_ROW_LENGTH
-        settings = RowSettings(data, components, tokenizer, row_length, arguments.block_length)
-    rows, counts = count_rows(read_rows(settings), settings, arguments.rows)
+    with usage_errors(NAME):
+        source = RowSource.open(config, arguments.split)
+    rows, counts = count_rows(read_rows(source), source, arguments.rows)
     if arguments.json:
-        shown = [row_to_json(row, settings.tokenizer) for row in rows]
+        shown = [row_to_json(row, source.tokenizer) for row in rows]
         print(json.dumps({"rows": shown, "counts": counts}, ensure_ascii=False))
         return
     parts = [
-        part for number, row in enumerate(rows, 1) for part in format_row(row, number, settings, is_full=arguments.full)
+        part for number, row in enumerate(rows, 1) for part in format_row(row, number, source, is_full=arguments.full)
     ]
-    print_parts([*parts, *format_counts(counts, settings)])
+    print_parts([*parts, *format_counts(counts, source)])
 
 
-def _load_train_config(arguments: argparse.Namespace) -> TrainConfig | None:
-    """Load the training config; None if there are files instead."""
+def _load_config(arguments: argparse.Namespace) -> TrainConfig:
+    """Load the training config, or make one that reads the files."""
+    overrides = arguments.overrides
     if (arguments.config is None) == (not arguments.files):
         exit_with_usage_error(NAME, "name either --config FILE.toml, or files with --tokenizer DIR")
     if arguments.config is None:
-        if arguments.tokenizer is None:
-            exit_with_usage_error(NAME, "no tokenizer: add --tokenizer DIR, a model, a run or a tokenizer")
-        return None
-    for name in ("tokenizer", "template", "row_length", "block_length"):
+        overrides = _override_files(arguments)
+    for name in FILE_OPTIONS if arguments.config is not None else ():
         if getattr(arguments, name) is not None:
             exit_with_usage_error(NAME, f"--{name.replace('_', '-')} is for files; with --config, use --set")
     try:
-        return load_config(TrainConfig, arguments.config, arguments.overrides)
+        return load_config(TrainConfig, arguments.config, overrides)
     except ConfigError as error:
         exit_with_usage_error(NAME, str(error))
 
 
-def _load_data_config(arguments: argparse.Namespace) -> DataConfig:
-    """The section [data] of a run that reads conversations from the files, in their order."""
-    paths = ", ".join(map(toml_string, arguments.files))
+def _override_files(arguments: argparse.Namespace) -> list[str]:
+    """The config of a run that reads conversations from the files, in their order."""
+    if arguments.tokenizer is None:
+        exit_with_usage_error(NAME, "no tokenizer: add --tokenizer DIR, a model, a run or a tokenizer")
+    paths, row_length = toml_strings(arguments.files), arguments.row_length or DEFAULT_ROW_LENGTH
     # Bad records are counted, not refused: that is what a person looks for.
-    overrides = ['source={kind="files", on_bad_row="skip"}', f"source.paths=[{paths}]"]
-    overrides += ["source.chat={}", "document_shuffle_window=0", "row_shuffle_window=0"]
+    data = ['source={kind="files", on_bad_row="skip"}', f"source.paths={paths}", "source.chat={}"]
+    data += ["document_shuffle_window=0", "row_shuffle_window=0"]
     if arguments.split == "train":  # nothing is held out, so that every record is counted
-        overrides.append(f"source.validation_paths=[{paths}]")
+        data.append(f"source.validation_paths={paths}")
     if arguments.template is not None:
-        overrides.append(f"source.chat.template={toml_string(arguments.template)}")
-    try:
-        return load_config(DataConfig, None, [*overrides, *arguments.overrides])
-    except ConfigError as error:
-        exit_with_usage_error(NAME, str(error))
-
-
-def _positive_int(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return int(text)
+        data.append(f"source.chat.template={toml_string(arguments.template)}")
+    run = ["run.directory=unused", "training={max_steps=1, batch_size=1}", "optimizer.learning_rate=1"]
+    run += [f"model={SMALL_MODEL.format(row_length=row_length)}", f"tokenizer.path={toml_string(arguments.tokenizer)}"]
+    if arguments.block_length is not None:
+        run.append(f'objective={{kind="block_diffusion", block_length={arguments.block_length}}}')
+    return [*run, *(f"data.{override}" for override in (*data, *arguments.overrides))]
 
 
 def _count(text: str) -> int:
-    return 0 if text == "0" else _positive_int(text)
+    return 0 if text == "0" else positive_int(text)
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -131,8 +119,8 @@ def _build_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("for files")
     group.add_argument("--tokenizer", metavar="DIR", help="tokenizer, model or run, with its chat template")
     group.add_argument("--template", metavar="NAME", help="built-in template, file or directory")
-    group.add_argument("--row-length", metavar="N", type=_positive_int, help=f"default: {DEFAULT_ROW_LENGTH:,}")
+    group.add_argument("--row-length", metavar="N", type=positive_int, help=f"default: {DEFAULT_ROW_LENGTH:,}")
     group.add_argument(
-        "--block-length", metavar="N", type=_positive_int, help="of block diffusion; default: masked diffusion"
+        "--block-length", metavar="N", type=positive_int, help="of block diffusion; default: masked diffusion"
     )
     return parser

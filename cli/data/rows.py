@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import compress, groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from config.data import DataConfig
 from config.train import TrainConfig
 from diffusionlm.checkpoints.model_files import load_tokenizer
 from diffusionlm.data.packing import Row, pad_to_longest
@@ -46,88 +45,59 @@ MAX_TOKENS = 160
 
 
 @dataclass(frozen=True)
-class RowSettings:
-    """What decides the rows of a run."""
+class RowSource:
+    """What a training run reads rows from."""
 
-    data: DataConfig
+    config: TrainConfig
+    split: Split
     components: list[MixtureComponent]
     tokenizer: Tokenizer
-    row_length: int
-    block_length: int | None
-    """The longest block; None: bidirectional."""
-    seed: int = 0
-    has_pairs: bool = False
-    """Rows are preferences: the chosen conversation, then the rejected one."""
-    padded_batch_size: int | None = None
-    """Rows of a step, which are padded to the longest of them. None: rows do not depend on the step."""
-    validated_run: TrainConfig | None = None
-    """The rows are those of this run's validations. None: those of an epoch."""
+
+    @classmethod
+    def open(cls, config: TrainConfig, split: Split) -> RowSource:
+        """Open the sources, and the tokenizer of the run directory, or the one that it would get.
+
+        Raises:
+            ValueError: the sources, the tokenizer or the chat template cannot be read.
+        """
+        from diffusionlm.training.setup import find_tokenizer
+
+        components, directory = open_components(config.data, split), config.run.directory / "tokenizer"
+        if directory.is_dir():
+            return cls(config, split, components, load_tokenizer(directory))
+        texts = components if split == "train" else open_components(config.data, "train")
+        tokenizer = find_tokenizer(config.tokenizer, config.model.init_from, texts, print_message)
+        return cls(config, split, components, tokenizer)
 
 
-def settings_of_config(config: TrainConfig, split: Split) -> RowSettings:
-    """The settings of a training run, with the tokenizer of its directory, if there is one.
-
-    Raises:
-        ValueError: the sources, the tokenizer or the chat template cannot be read.
-    """
-    from diffusionlm.training.setup import find_tokenizer
-
-    components = open_components(config.data, split)
-    directory = config.run.directory / "tokenizer"
-    tokenizer = (
-        load_tokenizer(directory)
-        if directory.is_dir()
-        else find_tokenizer(
-            config.tokenizer, config.model.init_from, open_components(config.data, "train"), print_message
-        )
-    )
-    block_length = config.objective.longest_block_length
-    has_pairs = config.objective.kind == "preference" and split == "train"  # validation is on chosen answers
-    return RowSettings(
-        config.data,
-        components,
-        tokenizer,
-        config.row_length,
-        block_length,
-        config.run.seed,
-        has_pairs,
-        config.training.batch_size if config.data.pads_to_longest else None,
-        config if split == "validation" else None,
-    )
-
-
-def read_rows(settings: RowSettings) -> Iterator[Row]:
+def read_rows(source: RowSource) -> Iterator[Row]:
     """Iterate over the rows of an epoch in the order of training, or over those of a run's validations.
 
     Raises:
         ValueError: there are none.
     """
-    if settings.validated_run is not None:
+    config, components, tokenizer = source.config, source.components, source.tokenizer
+    if source.split == "validation":
         from diffusionlm.evaluation.validation import read_validation_rows
 
-        yield from read_validation_rows(settings.validated_run, settings.tokenizer, settings.components)
+        yield from read_validation_rows(config, tokenizer, components)
         return
-    build_reader = build_pair_reader if settings.has_pairs else build_row_reader
-    reader = build_reader(
-        settings.components,
-        settings.data,
-        settings.tokenizer,
-        settings.row_length,
-        settings.seed,
-        block_length=settings.block_length,
-    )
+    build_reader = build_pair_reader if config.objective.kind == "preference" else build_row_reader
+    block_length, seed = config.objective.longest_block_length, config.run.seed
+    reader = build_reader(components, config.data, tokenizer, config.row_length, seed, block_length=block_length)
+    batch_size = config.training.batch_size if config.data.pads_to_longest else None
     position, is_empty = None, True
     while True:
-        rows, position = reader.read(0, position, settings.padded_batch_size or ROWS_PER_READ)
-        yield from pad_to_longest(rows) if rows and settings.padded_batch_size else rows
+        rows, position = reader.read(0, position, batch_size or ROWS_PER_READ)
+        yield from pad_to_longest(rows) if rows and batch_size else rows
         is_empty = is_empty and not rows
         if position is None:
             break
     if is_empty:
-        raise ValueError(f"[data]: the sources have no documents{describe_skipped(settings.components)}")
+        raise ValueError(f"[data]: the sources have no documents{describe_skipped(components)}")
 
 
-def count_rows(rows: Iterator[Row], settings: RowSettings, num_kept: int) -> tuple[list[Row], dict[str, Any]]:
+def count_rows(rows: Iterator[Row], source: RowSource, num_kept: int) -> tuple[list[Row], dict[str, Any]]:
     """Count the first `MAX_COUNTED_ROWS` rows, and keep the first ones of them.
 
     Returns:
@@ -155,7 +125,7 @@ def count_rows(rows: Iterator[Row], settings: RowSettings, num_kept: int) -> tup
         **counts,
         "documents": len(documents),
         "answers": len(answers),
-        "skipped": count_skipped(settings.components),
+        "skipped": count_skipped(source.components),
         "padding_share": 1.0 - counts["tokens"] / max(1, counts["positions"]),
         "document_length": _quantiles(documents),
         "answer_length": _quantiles(answers),
@@ -181,27 +151,26 @@ def _quantiles(lengths: Sequence[int]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class _Segment:
-    """A segment of a document in a row."""
+    """A segment of a document in a row; a document of text is one segment."""
 
     document: int
     number: int
     """Index within its document."""
-    tokens: NDArray[np.int32]
-    loss_mask: NDArray[np.bool_]
-    is_eos_padding: NDArray[np.bool_]
+    token_ids: list[int]
+    kinds: list[str]
+    """Of each token: context, answer (which is learned) or eos_padding."""
 
 
 def _split_row(row: Row) -> Iterator[_Segment]:
-    """Iterate over the segments of a row; a document of text is one segment."""
     segment_ids_L, is_eos_padding_L = _segments_and_eos_padding(row)
+    kinds_L = np.where(is_eos_padding_L, "eos_padding", np.where(row.loss_mask_L, "answer", "context"))
     for document in range(int(row.document_ids_L.max()) + 1):
-        numbers = np.unique(segment_ids_L[row.document_ids_L == document])
-        for index, number in enumerate(numbers):
-            part = (row.document_ids_L == document) & (segment_ids_L == number)
-            yield _Segment(document, index, row.tokens_L[part], row.loss_mask_L[part], is_eos_padding_L[part])
+        for index, number in enumerate(np.unique(segment_ids_L[row.document_ids_L == document])):
+            part_L = (row.document_ids_L == document) & (segment_ids_L == number)
+            yield _Segment(document, index, row.tokens_L[part_L].tolist(), kinds_L[part_L].tolist())
 
 
-def format_row(row: Row, number: int, settings: RowSettings, *, is_full: bool) -> list[Part | Text]:
+def format_row(row: Row, number: int, source: RowSource, *, is_full: bool) -> list[Part | Text]:
     """Format the segments of a row, each below a line with its numbers; without ``is_full`` in some 20 lines."""
     from rich.text import Text
 
@@ -209,37 +178,27 @@ def format_row(row: Row, number: int, settings: RowSettings, *, is_full: bool) -
     parts: list[Part | Text] = []
     if number == 1:
         parts.append(f"{LEGEND}{'' if is_full else '; --full shows rows in full'}\n")
-    parts.append(
-        Text(
-            f"row {number}: {num_tokens:,} of {len(row.tokens_L):,} positions, {row.loss_mask_L.sum():,} learned",
-            "bold",
-        )
-    )
+    numbers = f"{num_tokens:,} of {len(row.tokens_L):,} positions, {row.loss_mask_L.sum():,} learned"
+    parts.append(Text(f"row {number}: {numbers}", "bold"))
     segments = list(_split_row(row))
     first_segments = segments if is_full else segments[:MAX_SEGMENTS]
     for segment in first_segments:
-        num_eos_padding = int(segment.is_eos_padding.sum())
-        num_answer = int(segment.loss_mask.sum()) - num_eos_padding
-        name = f"document {segment.document + 1}, segment {segment.number + 1}"
-        num_context = len(segment.tokens) - num_answer - num_eos_padding
-        numbers = f"{num_context:,} context, {num_answer:,} learned, {num_eos_padding:,} EOS padding"
-        parts.append(Text(f"- {name}: {numbers}", "bold"))
-        parts.append(_format_segment(segment, settings, None if is_full else MAX_TOKENS // len(first_segments)))
+        count = segment.kinds.count
+        numbers = f"{count('context'):,} context, {count('answer'):,} learned, {count('eos_padding'):,} EOS padding"
+        parts.append(Text(f"- document {segment.document + 1}, segment {segment.number + 1}: {numbers}", "bold"))
+        parts.append(_format_segment(segment, source, None if is_full else MAX_TOKENS // len(first_segments)))
     if len(first_segments) < len(segments):
         parts.append(Text(f"- {len(segments) - len(first_segments):,} more segments", "bold"))
     return [*parts, ""]
 
 
-def _format_segment(segment: _Segment, settings: RowSettings, max_tokens: int | None) -> Text:
+def _format_segment(segment: _Segment, source: RowSource, max_tokens: int | None) -> Text:
     from rich.text import Text
 
-    tokenizer, text = settings.tokenizer, Text()
-    kinds = [
-        "eos_padding" if is_eos_padding else "answer" if is_target else "context"
-        for is_target, is_eos_padding in zip(segment.loss_mask, segment.is_eos_padding, strict=True)
-    ]
+    tokenizer, text, kinds = source.tokenizer, Text(), segment.kinds
     hidden = set[int]() if max_tokens is None else _find_hidden(kinds, max_tokens)
-    length = len(kinds) if settings.block_length in (None, 1) else settings.block_length
+    block_length = source.config.objective.longest_block_length
+    length = len(kinds) if block_length in (None, 1) else block_length
     previous_kind = ""
     for (kind, is_hidden, _), group in groupby(
         range(len(kinds)), key=lambda index: (kinds[index], index in hidden, index not in hidden and index // length)
@@ -251,7 +210,7 @@ def _format_segment(segment: _Segment, settings: RowSettings, max_tokens: int | 
         if is_hidden:
             text.append(f" <... {len(indices):,} tokens ...> ", STYLES["block"])
         else:
-            _append_tokens(text, segment.tokens[indices].tolist(), kind, tokenizer)
+            _append_tokens(text, [segment.token_ids[index] for index in indices], kind, tokenizer)
         previous_kind = kind
     text.append(CLOSING[previous_kind], STYLES[previous_kind])
     return text
@@ -284,23 +243,25 @@ def row_to_json(row: Row, tokenizer: Tokenizer) -> dict[str, Any]:
     """The arrays of a row, and its segments as text."""
     segments = []
     for segment in _split_row(row):
-        is_answer = segment.loss_mask & ~segment.is_eos_padding
-        parts = {"context": ~segment.loss_mask, "answer": is_answer, "eos_padding": segment.is_eos_padding}
-        texts = {name: tokenizer.decode(segment.tokens[part].tolist()) for name, part in parts.items()}
+        texts = {
+            kind: tokenizer.decode(list(compress(segment.token_ids, (kind == other for other in segment.kinds))))
+            for kind in OPENING
+        }
         segments.append({"document": segment.document, "segment": segment.number, **texts})
     arrays = {name.removesuffix("_L"): None if value is None else value.tolist() for name, value in vars(row).items()}
     return {"segments": segments, **arrays}
 
 
-def format_counts(counts: dict[str, Any], settings: RowSettings) -> list[Part]:
+def format_counts(counts: dict[str, Any], source: RowSource) -> list[Part]:
     """Format the table of numbers."""
     num_answer_tokens = counts["targets"] - counts["eos_padding"]
-    whole = "of an epoch" if settings.validated_run is None else "of the run's validations"
+    whole = "of an epoch" if source.split == "train" else "of the run's validations"
     scope = whole if counts["is_complete"] else "the first ones; others were not counted"
     tokens, targets = max(1, counts["tokens"]), max(1, counts["targets"])
-    blocks = "none, both directions" if settings.block_length is None else f"{settings.block_length:,} tokens"
+    block_length = source.config.objective.longest_block_length
+    blocks = "none, both directions" if block_length is None else f"{block_length:,} tokens"
     lines = [
-        ("rows", f"{counts['rows']:,} of {settings.row_length:,} positions ({scope})"),
+        ("rows", f"{counts['rows']:,} of {source.config.row_length:,} positions ({scope})"),
         ("documents", f"{counts['documents']:,}, with {counts['answers']:,} segments"),
         ("tokens", f"{counts['tokens']:,}, and {counts['padding_share']:.1%} of the positions are padding"),
         ("learned", f"{num_answer_tokens:,} tokens, {num_answer_tokens / tokens:.1%} of all"),
@@ -310,7 +271,7 @@ def format_counts(counts: dict[str, Any], settings: RowSettings) -> list[Part]:
         ("blocks", blocks),
         ("left out or mended", "" if counts["skipped"] else "nothing"),
     ]
-    logs = [log for component in settings.components for log in component.skip_logs]
+    logs = [log for component in source.components for log in component.skip_logs]
     examples = {reason: f"; the first: {text}" for log in logs for reason, text in log.examples.items()}
     skipped = sorted(counts["skipped"].items())
     return [Table((), [*lines, *((f"  {count:,}", reason + examples.get(reason, "")) for reason, count in skipped)])]

@@ -10,15 +10,15 @@ import pytest
 from rich.text import Text
 
 from cli.data import main
-from cli.data.rows import STYLES, RowSettings, format_row, read_rows, row_to_json, settings_of_config
-from config.data import DataConfig
+from cli.data.rows import STYLES, RowSource, format_row, read_rows, row_to_json
+from config.finetune.preference import PreferenceConfig
 from config.load import load_config
 from config.train import TrainConfig
 from diffusionlm.data.pipeline import open_components
 from diffusionlm.evaluation.validation import Validator
 from tests.tiny_run import write_train_config
 from tests.unit.data.chat_cases import chat, chat_tokenizer
-from tokenizer import load_tokenizer, save_tokenizer
+from tokenizer import save_tokenizer
 
 LONG_ROWS = [chat(letter * 200, "z") for letter in "abc"]
 
@@ -101,24 +101,27 @@ def test_json_agrees_with_the_rows(files: tuple[str, str], capsys: pytest.Captur
 def test_preferences_are_rows_of_pairs(tmp_path: Path) -> None:
     rows = [{"prompt": f"q{index}", "chosen": "yes", "rejected": "no"} for index in range(9)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    source = {"kind": "files", "paths": [str(tmp_path / "pairs.jsonl")], "chat": {"eos_padding": "none"}}
-    data = DataConfig.model_validate({"source": source})
-    settings = RowSettings(data, open_components(data, "train"), chat_tokenizer(), 200, None, has_pairs=True)
-    for row in read_rows(settings):
-        answers = [segment["answer"] for segment in row_to_json(row, settings.tokenizer)["segments"]]
+    data = {"source": {"kind": "files", "paths": [str(tmp_path / "pairs.jsonl")], "chat": {"eos_padding": "none"}}}
+    path = write_train_config(tmp_path, model={"max_position_embeddings": 200}, data=data | {"row_length": 200})
+    config = load_config(TrainConfig, path).model_copy(update={"objective": PreferenceConfig()})
+    source = RowSource(config, "train", open_components(config.data, "train"), chat_tokenizer())
+    for row in read_rows(source):
+        answers = [segment["answer"] for segment in row_to_json(row, source.tokenizer)["segments"]]
         assert answers == ["yes<|im_end|>", "no<|im_end|>"]
 
 
-def test_tokens_are_colored(files: tuple[str, str]) -> None:
-    path, tokenizer = files
-    source = {"kind": "files", "paths": [path], "chat": {}, "on_bad_row": "skip"}
-    data = DataConfig.model_validate({"source": source})
-    settings = RowSettings(data, open_components(data, "train"), load_tokenizer(tokenizer), 70, None)
-    text = next(
-        part
-        for part in format_row(next(read_rows(settings)), 1, settings, is_full=True)
-        if "[[" in getattr(part, "plain", "")
+def test_tokens_are_colored(tmp_path: Path) -> None:
+    source = {"kind": "chat_tasks", "documents_per_epoch": 30, "chat": {"template": "chatml"}}
+    special = ["<|im_start|>", "<|im_end|>"]
+    path = write_train_config(
+        tmp_path,
+        model={"max_position_embeddings": 200},
+        data={"source": source, "row_length": 200},
+        tokenizer={"vocab_size": 262, "special_tokens": special},
     )
+    rows = RowSource.open(load_config(TrainConfig, path), "train")
+    parts = format_row(next(read_rows(rows)), 1, rows, is_full=True)
+    text = next(part for part in parts if "[[" in getattr(part, "plain", ""))
     assert isinstance(text, Text)
     styled = {str(span.style): text.plain[span.start : span.end] for span in text.spans}
     assert styled[STYLES["stop"]] == "<|im_end|>"
@@ -161,7 +164,7 @@ def test_the_validation_split_is_what_the_validator_sees(tmp_path: Path, capsys:
     main(["--config", str(path), "--rows", "100", "--split", "validation", "--json"])
     result = json.loads(capsys.readouterr().out)
     config = load_config(TrainConfig, path)
-    tokenizer = settings_of_config(config, "validation").tokenizer
+    tokenizer = RowSource.open(config, "validation").tokenizer
     validated = Validator.open(config, tokenizer, []).rows
     assert [row["loss_mask"] for row in result["rows"]] == [row.loss_mask_L.tolist() for row in validated]
     assert [row["tokens"] for row in result["rows"]] == [row.tokens_L.tolist() for row in validated]
