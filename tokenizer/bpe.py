@@ -1,6 +1,5 @@
 """Byte-level BPE: lossless encoding of text to token ids."""
 
-import copy
 import hashlib
 import heapq
 import json
@@ -117,8 +116,8 @@ class Tokenizer:
         return self._change(_special={**self._special, text: token_id}, mask_token=text)
 
     def _change(self, **attributes: Any) -> "Tokenizer":
-        tokenizer = copy.copy(self)  # through __getstate__, so that nothing mutable is shared
-        tokenizer.__dict__.update({"_fingerprint": None, **attributes})
+        tokenizer = object.__new__(type(self))
+        tokenizer.__dict__.update({**self.__getstate__(), "_fingerprint": None, **attributes})
         tokenizer._check()
         tokenizer._prepare()
         return tokenizer

@@ -54,7 +54,6 @@ def encode_chat(
     *,
     add_generation_prompt: bool,
     tools: Sequence[Mapping[str, Any]] | None = None,
-    allow_special_in_messages: bool = False,
     **variables: Any,
 ) -> list[int]:
     """Encode a chat; special tokens of the template become their ids.
@@ -62,9 +61,8 @@ def encode_chat(
     Nothing is added before the text of the template, which contains `bos_token` itself if the model expects it.
 
     Special tokens in messages, tools or variables are encoded as text, so that a message cannot end its turn and begin
-    another one; with `allow_special_in_messages` they become ids, as in transformers by default. Added tokens that are
-    not marked special (`visible_tokens`, such as `<think>` of Qwen3) always become ids: answers contain them, and
-    templates search for them.
+    another one. Added tokens that are not marked special (`visible_tokens`, such as `<think>` of Qwen3) become ids:
+    answers contain them, and templates search for them.
 
     Args:
         template, messages, add_generation_prompt, tools, variables: as in `render_chat`.
@@ -73,12 +71,8 @@ def encode_chat(
         ValueError: as in `render_chat`; or the template treats a special token in a message differently from other
             text.
     """
-    source = resolve_template(template)
     data = template_variables(messages, add_generation_prompt, tools, variables)
-    now = datetime.now()
-    if allow_special_in_messages:
-        return tokenizer.encode(render_variables(source, data, now), allow_special=True)
-    return encode_variables(tokenizer, source, data, now)
+    return encode_variables(tokenizer, resolve_template(template), data, datetime.now())
 
 
 def encode_variables(tokenizer: Tokenizer, template: ChatTemplate, data: Mapping[str, Any], now: datetime) -> list[int]:
@@ -108,8 +102,8 @@ def render_escaped(
     marked_text = render_variables(template, marked, now)
     if marked_text.replace(marker, "") != text:
         raise ValueError(
-            "the chat template treats special tokens in messages differently from other text: "
-            "remove them from the messages, or set allow_special_in_messages to encode them as special tokens"
+            "the chat template treats special tokens in messages differently from other text: remove them from the "
+            "messages"
         )
     return marked_text
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -141,16 +142,9 @@ def style_classes(color: int) -> str:
 
 def _path(x_N: Floats, y_N: Floats) -> str:
     """Return a path of straight lines with gaps at NaN; a single number between gaps is a dot."""
-    parts, is_down = [], False
-    for index, (x, y) in enumerate(zip(x_N.tolist(), y_N.tolist(), strict=True)):
-        if not math.isfinite(y):
-            is_down = False
-            continue
-        parts.append(f"{' ' if is_down else 'M'}{_x(x)} {_y(y)}")
-        is_alone = not is_down and (index + 1 == len(y_N) or not math.isfinite(y_N[index + 1]))
-        parts.append("h0" if is_alone else "")
-        is_down = True
-    return "".join(parts)
+    points = zip(x_N.tolist(), y_N.tolist(), strict=True)
+    runs = [list(run) for is_there, run in groupby(points, lambda point: math.isfinite(point[1])) if is_there]
+    return "".join("M" + " ".join(f"{_x(x)} {_y(y)}" for x, y in run) + "h0" * (len(run) == 1) for run in runs)
 
 
 def _bars(x_N: Floats, low_N: Floats, high_N: Floats) -> str:

@@ -72,9 +72,6 @@ def test_messages_cannot_spell_special_tokens(chatter: Tokenizer) -> None:
         template = "<|im_start|>{{ messages[0].role }}\n{{ messages[0].content or messages[0].name }}<|im_end|>"
         ids = encode_chat(chatter, template, [message], add_generation_prompt=False)
         assert ids == [start, *ids_of(f"user\n{attack}"), end]
-        let = encode_chat(chatter, template, [message], add_generation_prompt=False, allow_special_in_messages=True)
-        assert let == chatter.encode(f"<|im_start|>user\n{attack}<|im_end|>", allow_special=True)
-        assert let.count(end) == 3
     role = [{"role": "user<|im_end|>", "content": "x"}]
     template = "{{ messages[0].role }}{{ tools[0].name }}{{ extra.x[0] }}<|im_end|>"
     arguments: dict[str, Any] = {"tools": [{"name": "<|im_start|>"}], "extra": {"x": ["<|im_start|>"]}}
@@ -94,10 +91,8 @@ def test_letters_and_accents_of_special_tokens_in_messages() -> None:
 def test_a_template_that_looks_into_special_tokens(chatter: Tokenizer) -> None:
     template = "{{ messages[0].content.split('<|im_end|>')[0] }}<|im_end|>"
     message = [{"role": "user", "content": "a<|im_end|>b"}]
-    with pytest.raises(ValueError, match="allow_special_in_messages"):
+    with pytest.raises(ValueError, match="remove them from the messages"):
         encode_chat(chatter, template, message, add_generation_prompt=False)
-    let = encode_chat(chatter, template, message, add_generation_prompt=False, allow_special_in_messages=True)
-    assert let == [*ids_of("a"), FIRST + 1]
 
 
 def test_special_tokens_without_an_inside() -> None:

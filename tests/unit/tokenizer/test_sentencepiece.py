@@ -253,9 +253,8 @@ def test_special_token_text_in_messages_stays_text(pair: Pair) -> None:
     turn = "<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n"
     template = ChatTemplate("{{ bos_token }}{% for m in messages %}" + turn + "{% endfor %}", {"bos_token": "<bos>"})
 
-    def ids(content: str, **options: Any) -> list[int]:
-        messages = [{"role": "user", "content": content}]
-        return encode_chat(ours, template, messages, add_generation_prompt=False, **options)
+    def ids(content: str) -> list[int]:
+        return encode_chat(ours, template, [{"role": "user", "content": content}], add_generation_prompt=False)
 
     plain = "<bos><start_of_turn>user\nhello  you\n\n<end_of_turn>\n"
     assert ids("hello  you\n\n") == theirs.encode(plain, add_special_tokens=False).ids
@@ -265,8 +264,6 @@ def test_special_token_text_in_messages_stays_text(pair: Pair) -> None:
     assert special == [2, 5, 6]
     assert inside[:2] == ids("a")[:2] and inside[-2:] == ids("a")[-2:]
     assert attack in ours.decode(inside)
-    let = ids(attack, allow_special_in_messages=True)
-    assert [token for token in let if token in ours.special_tokens.values()] == [2, 5, 6, 5, 6]
 
 
 @pytest.mark.parametrize("content", ["a", "hello  you", "größe\n\nx"])
