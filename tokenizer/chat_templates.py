@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -17,88 +18,14 @@ class ChatTemplate:
     tokens: Mapping[str, str] = field(default_factory=dict)
 
 
-_CHECK_ROLE = """\
-{%- if message.role not in ['system', 'user', 'assistant'] %}
-    {{- raise_exception('role ' + message.role|string + ' is unknown: use system, user or assistant') }}
-{%- endif %}
-{%- if message.content is not string %}
-    {{- raise_exception('the content of each message must be a string') }}
-{%- endif %}
-"""
+def _read_source(name: str) -> str:
+    return Path(__file__).with_name("templates").joinpath(f"{name}.jinja").read_text(encoding="utf-8")
 
-_NO_TOOLS = """\
-{%- if tools %}
-    {{- raise_exception('this template does not support tools: use the template of a checkpoint that was trained with
-    tools') }}
-{%- endif %}
-"""
-
-_CHATML = f"""\
-{_NO_TOOLS}
-{{%- for message in messages %}}
-    {_CHECK_ROLE}
-    {{{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}}}
-{{%- endfor %}}
-{{%- if add_generation_prompt %}}
-    {{{{- '<|im_start|>assistant\\n' }}}}
-{{%- endif %}}
-"""
-
-# Reasoning is kept only after the last question; an answer there has a block for it, even an empty one.
-_QWEN3 = f"""\
-{_NO_TOOLS}
-{{%- set last = namespace(question=messages|length) %}}
-{{%- for message in messages if message.role == 'user' %}}
-    {{%- set last.question = loop.index0 %}}
-{{%- endfor %}}
-{{%- set seen = namespace(questions=0) %}}
-{{%- for message in messages %}}
-    {_CHECK_ROLE}
-    {{{{- '<|im_start|>' + message.role + '\\n' }}}}
-    {{%- if message.role == 'assistant' %}}
-        {{%- set content = message.content %}}
-        {{%- set thoughts = message.reasoning_content if message.reasoning_content is string else '' %}}
-        {{%- if not thoughts and '</think>' in content %}}
-            {{%- set thoughts = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}}
-            {{%- set content = content.split('</think>')[-1].lstrip('\\n') %}}
-        {{%- endif %}}
-        {{%- if seen.questions > last.question and (loop.last or thoughts) %}}
-            {{{{- '<think>\\n' + thoughts.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}}}
-        {{%- else %}}
-            {{{{- content }}}}
-        {{%- endif %}}
-    {{%- else %}}
-        {{%- if message.role == 'user' %}}
-            {{%- set seen.questions = seen.questions + 1 %}}
-        {{%- endif %}}
-        {{{{- message.content }}}}
-    {{%- endif %}}
-    {{{{- '<|im_end|>\\n' }}}}
-{{%- endfor %}}
-{{%- if add_generation_prompt %}}
-    {{{{- '<|im_start|>assistant\\n' }}}}
-    {{%- if enable_thinking is defined and enable_thinking is false %}}
-        {{{{- '<think>\\n\\n</think>\\n\\n' }}}}
-    {{%- endif %}}
-{{%- endif %}}
-"""
-
-_LLAMA3 = f"""\
-{_NO_TOOLS}
-{{{{- bos_token }}}}
-{{%- for message in messages %}}
-    {_CHECK_ROLE}
-    {{{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content|trim + '<|eot_id|>' }}}}
-{{%- endfor %}}
-{{%- if add_generation_prompt %}}
-    {{{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}}}
-{{%- endif %}}
-"""
 
 CHAT_TEMPLATES: dict[str, ChatTemplate] = {
-    "chatml": ChatTemplate(_CHATML),
-    "qwen3": ChatTemplate(_QWEN3),
-    "llama3": ChatTemplate(_LLAMA3, {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}),
-    "llada": ChatTemplate(_LLAMA3, {"bos_token": "<|startoftext|>", "eos_token": "<|endoftext|>"}),
+    "chatml": ChatTemplate(_read_source("chatml")),
+    "qwen3": ChatTemplate(_read_source("qwen3")),
+    "llama3": ChatTemplate(_read_source("llama3"), {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}),
+    "llada": ChatTemplate(_read_source("llama3"), {"bos_token": "<|startoftext|>", "eos_token": "<|endoftext|>"}),
 }
 """Templates of model families, without tools; they render the same text as the templates of the checkpoints."""
