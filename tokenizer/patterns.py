@@ -6,6 +6,7 @@ characters that were added in between may be split differently. The round trip i
 
 import re
 from collections.abc import Callable
+from itertools import chain, pairwise
 
 import regex  # type: ignore[import-untyped, unused-ignore]
 
@@ -60,23 +61,14 @@ def make_splitter(pattern: str) -> Splitter:
     if pattern_name(pattern) in PATTERNS:
         return _make_ascii_splitter(pattern_regex(pattern), compiled.findall)
 
-    def with_gaps(text: str, seconds: float) -> list[str]:
-        words: list[str] = []
-        end = 0
-        for match in compiled.finditer(text, timeout=seconds):
-            words.append(text[end : match.start()])
-            words.append(match.group())
-            end = match.end()
-        words.append(text[end:])
-        return [word for word in words if word]
-
     def split(text: str) -> list[str]:
         seconds = _SPLIT_SECONDS + len(text) * _SPLIT_SECONDS_PER_CHARACTER
         try:
-            if compiled.groups:  # findall would return the groups
-                return with_gaps(text, seconds)
-            words: list[str] = compiled.findall(text, timeout=seconds)
-            return words if sum(map(len, words)) == len(text) and all(words) else with_gaps(text, seconds)
+            words: list[str] = [] if compiled.groups else compiled.findall(text, timeout=seconds)
+            if sum(map(len, words)) < len(text):  # there is text between matches, or findall would return groups
+                spans = (match.span() for match in compiled.finditer(text, timeout=seconds))
+                words = [text[start:end] for start, end in pairwise(sorted({0, len(text), *chain(*spans)}))]
+            return list(filter(None, words))
         except TimeoutError:
             raise ValueError(
                 f"the tokenizer's pattern {pattern[:200]!r} takes more than {seconds:.0f} s for a text of {len(text)} "
