@@ -79,7 +79,7 @@ def main_charts(runs: Sequence[LoggedRun]) -> list[Chart]:
 def other_metrics(runs: Sequence[LoggedRun]) -> tuple[list[Chart], list[str]]:
     """Return a chart for each other metric, and the names of those that a table of last values covers.
 
-    The table has metrics that never change, are not numbers, or belong to a large family.
+    The table has metrics that never change, or belong to a large family.
     """
     known = [*METRICS_WITHOUT_CHART, "final_.+", *(spec.keys for spec in CHART_SPECS), *(s.errors for s in CHART_SPECS)]
     charted = re.compile("|".join(f"(?:{keys})" for keys in known))
@@ -92,8 +92,7 @@ def other_metrics(runs: Sequence[LoggedRun]) -> tuple[list[Chart], list[str]]:
         if families[key.partition("/")[0]] <= MAX_CHARTS_PER_FAMILY and any(_changes(run, key) for run in runs)
     ]
     charts = [chart for key in drawn for chart in _build_charts(ChartSpec(key, "", re.escape(key)), runs)]
-    texts = dict.fromkeys(key for run in runs for key in run.texts)
-    return charts, [*(key for key in remaining if key not in drawn), *texts]
+    return charts, [key for key in remaining if key not in drawn]
 
 
 def _changes(run: LoggedRun, key: str) -> bool:

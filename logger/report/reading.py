@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from array import array
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,9 +19,6 @@ from files.lock import is_locked
 from files.toml_text import parse_toml
 from logger.jsonl import parse_record
 from logger.pages import Floats
-
-NUMBERS = (float, int)
-"""Types of JSON numbers; true and false count as 1 and 0."""
 
 RENAMED_METRICS = {
     "first_guess": "top1_accuracy",
@@ -85,8 +82,6 @@ class LoggedRun:
     """Short, and unique in a report."""
     path: Path
     numbers: dict[str, Series] = field(default_factory=dict)
-    texts: dict[str, str] = field(default_factory=dict)
-    """The last value of each metric that is not a number."""
     events: list[RunEvent] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     """Values by ``section.key``."""
@@ -175,31 +170,26 @@ def _distinct_names(paths: Sequence[Path]) -> list[str]:
 
 def _read_metrics(run: LoggedRun, path: Path) -> None:
     """Read ``metrics.jsonl``. A step that occurs again, after a resume, replaces its earlier values."""
-    columns: dict[str, tuple[array[float], array[float]]] = {}
+    columns: defaultdict[str, tuple[array[float], array[float]]] = defaultdict(lambda: (array("d"), array("d")))
     num_damaged, is_truncated = 0, False
-    for line, is_whole in _lines(path):
-        record = parse_record(line)
-        if record is None:
-            is_truncated = is_truncated or not is_whole
-            num_damaged += is_whole
-            continue
-        step = record["step"]
-        run.last_step = max(run.last_step, step)
-        if "event" in record:
-            data = record.get("values")
-            text = str(record.get("text", ""))
-            run.events.append(RunEvent(step, str(record["event"]), text, data if isinstance(data, dict) else {}))
-        values = record.get("metrics")
-        for logged_key, value in flatten(values if isinstance(values, dict) else {}, "/"):
-            key = rename_metric(logged_key)
-            if value is None or isinstance(value, NUMBERS):
-                if key not in columns:
-                    columns[key] = (array("d"), array("d"))
-                steps, numbers = columns[key]
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            record = parse_record(line)
+            if record is None:
+                is_truncated = not line.endswith("\n")
+                num_damaged += bool(line.strip("\0 \n")) and not is_truncated
+                continue
+            step = record["step"]
+            run.last_step = max(run.last_step, step)
+            if "event" in record:
+                data = record.get("values")
+                text = str(record.get("text", ""))
+                run.events.append(RunEvent(step, str(record["event"]), text, data if isinstance(data, dict) else {}))
+            values = record.get("metrics")
+            for key, value in values.items() if isinstance(values, dict) else ():
+                steps, numbers = columns[rename_metric(key)]
                 steps.append(step)
                 numbers.append(_number(value))
-            else:
-                run.texts[key] = value if isinstance(value, str) else json.dumps(value)
     run.numbers = {key: _series(steps, numbers) for key, (steps, numbers) in columns.items()}
     if is_truncated:
         run.notes.append(
@@ -215,17 +205,9 @@ def _read_metrics(run: LoggedRun, path: Path) -> None:
         run.notes.append("metrics.jsonl has no numbers yet.")
 
 
-def _lines(path: Path) -> Iterator[tuple[str, bool]]:
-    """Iterate over the lines that are not empty, each with whether it has a line end."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            if line.strip("\0 \n"):
-                yield line, line.endswith("\n")
-
-
 def _number(value: Any) -> float:
     """Convert to float; NaN if it is not a number, not finite, or too large for the arithmetic of charts."""
-    if not isinstance(value, NUMBERS):
+    if not isinstance(value, float | int):
         return math.nan
     try:
         number = float(value)

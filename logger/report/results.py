@@ -118,15 +118,8 @@ def _seconds(run: LoggedRun) -> float | None:
 
 def tabulate_last_values(runs: Sequence[LoggedRun], keys: Sequence[str]) -> list[Part]:
     """Tabulate the last values of metrics without a chart."""
-    rows = [[key, *(_last_value(run, key) for run in runs)] for key in keys]
+    rows = [[key, *(run.last(key) for run in runs)] for key in keys]
     return [_table_by_run("Last value of", runs, rows)] if rows else []
-
-
-def _last_value(run: LoggedRun, key: str) -> Cell:
-    if key not in run.numbers:
-        return run.texts.get(key)
-    value = run.last(key)
-    return math.nan if value is None else value
 
 
 def list_events(runs: Sequence[LoggedRun]) -> list[Part]:
