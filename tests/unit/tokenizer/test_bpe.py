@@ -5,7 +5,7 @@ import pytest
 import tokenizers
 
 from tokenizer import PATTERNS, IncrementalDecoder, Tokenizer, save_tokenizer
-from tokenizer.byte_alphabet import BYTE_ORDER, bytes_to_chars, chars_to_bytes
+from tokenizer.byte_alphabet import BYTE_ORDER
 from tokenizer.special_tokens import TokenOptions
 
 BYTES = {bytes([byte]): i for i, byte in enumerate(BYTE_ORDER)}
@@ -119,11 +119,6 @@ def test_incremental_decoder_waits_for_a_whole_character() -> None:
     assert decoder.push(tok.encode("x")[0]) == "x"
 
 
-def test_byte_alphabet_is_gpt2s() -> None:
-    assert bytes_to_chars(b" \n\x00\xad!\xff") == "ĠĊĀŃ!ÿ"
-    assert chars_to_bytes(bytes_to_chars(bytes(range(256)))) == bytes(range(256))
-
-
 @pytest.mark.parametrize("allow_special", [False, True])
 def test_lone_surrogates_are_refused(tokenizer: Tokenizer, allow_special: bool) -> None:
     with pytest.raises(ValueError, match=r"lone surrogate \(U\+D83D at character 3\)"):
@@ -156,8 +151,11 @@ def test_contradictions_are_refused() -> None:
     refused("pattern 'gpt5' is unknown", pattern="gpt5")
     refused("not a valid regular expression", pattern="(")
     refused("'<s>' has the id 16777216: ids start at 0 and end at 16777215", special_tokens={"<s>": 1 << 24})
-    with pytest.raises(ValueError, match="visible_tokens: '<x>'"):
-        tiny([]).with_options(TokenOptions(visible_tokens=frozenset({"<x>"})))
+    for options in (TokenOptions(visible_tokens=frozenset({"<x>"})), TokenOptions(bos_token="<x>")):
+        with pytest.raises(ValueError, match=r"'<x>' is not among the special tokens"):
+            tiny([]).with_options(options)
+    with pytest.raises(ValueError, match="bos_token None"):
+        tiny([]).with_options(TokenOptions(adds_bos=True))
 
 
 def test_holes_in_the_ids_are_allowed() -> None:

@@ -82,12 +82,12 @@ def test_answers_that_a_template_changes_have_no_ends(chatter: Tokenizer) -> Non
     assert prompt.answer_ends == ()
 
 
-@pytest.mark.parametrize("content", ["", " \n"])
 @pytest.mark.parametrize("template", CHAT_TEMPLATES)
-def test_an_answer_without_text_is_its_stop_token(template: str, content: str, chatter: Tokenizer) -> None:
-    prompt, answer = split(chatter, template, user("hi"), assistant(content))
+def test_an_answer_without_text_is_its_stop_token(template: str, chatter: Tokenizer) -> None:
     _, stop = split(chatter, template, user("hi"), assistant("yo"))
-    assert answer.split() == stop.replace("yo", "").split() and prompt
+    for content in ("", " \n"):
+        prompt, answer = split(chatter, template, user("hi"), assistant(content))
+        assert answer.split() == stop.replace("yo", "").split() and prompt
 
 
 CHATS: dict[str, list[dict[str, Any]]] = {

@@ -148,10 +148,8 @@ def test_llada(tmp_path: Path) -> None:
     added = [token(text, FIRST + 10 + i) for i, text in enumerate(names)]
     config = {
         "add_bos_token": False,
-        "add_eos_token": False,
         "added_tokens_decoder": decoder_of(added),
         "bos_token": "<|startoftext|>",
-        "cls_token": "[CLS]",
         "eos_token": "<|endoftext|>",
         "pad_token": "<|endoftext|>",
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -242,15 +240,3 @@ def test_tokens_that_absorb_whitespace_or_are_single_words(tmp_path: Path) -> No
     assert loaded.fingerprint == ours.fingerprint
     assert all(loaded.encode(text, allow_special=True) == theirs.encode(text).ids for text in texts[:200])
     assert ours.fingerprint != ours.with_options(TokenOptions()).fingerprint
-
-
-def test_options_name_special_tokens(tmp_path: Path) -> None:
-    ours, _ = write(tmp_path, contents_of("qwen", qwen_tokens()), {})
-    for options in (
-        TokenOptions(lstrip_tokens=frozenset({"the"})),
-        TokenOptions(single_word_tokens=frozenset({"<gone>"})),
-        TokenOptions(bos_token="<gone>"),
-        TokenOptions(adds_bos=True),
-    ):
-        with pytest.raises(ValueError, match=r"<gone>|the|None"):
-            ours.with_options(options)

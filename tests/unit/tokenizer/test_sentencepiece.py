@@ -196,11 +196,7 @@ def test_public_attributes(model: dict[str, Any], tmp_path: Path) -> None:
     assert (ours.pad_token_id, ours.eos_token_id, ours.bos_token_id, ours.mask_token_id) == (0, 1, 2, 4)
     assert (ours.prefix_ids, ours.hidden_ids) == ([2], frozenset(range(7)))
     a = model["vocab"]["<0x41>"]
-    assert (ours.token_bytes(a), ours.token_bytes(model["vocab"]["\n\n"]), ours.token_bytes(2)) == (
-        b"A",
-        b"\n\n",
-        b"<bos>",
-    )
+    assert [ours.token_bytes(token_id) for token_id in (a, model["vocab"]["\n\n"], 2)] == [b"A", b"\n\n", b"<bos>"]
     assert ours.byte_lengths()[[2, a, model["vocab"]["\n\n"]]].tolist() == [0, 1, 2]
     assert ours.decode([2, a, 1], skip_special=True) == "A"
     for bad in (-1, size):

@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 
-from tokenizer import CHAT_TEMPLATES, Tokenizer, load_tokenizer, render_chat, save_tokenizer, train_bpe
+from tokenizer import CHAT_TEMPLATES, Tokenizer, load_tokenizer, save_tokenizer
 from tokenizer.byte_alphabet import BYTE_ORDER, bytes_to_chars
 from tokenizer.special_tokens import TokenOptions
 
@@ -36,7 +35,7 @@ def edit(path: Path, change: Edit) -> None:
 
 def test_round_trip(tokenizer: Tokenizer, tmp_path: Path) -> None:
     options = TokenOptions(True, frozenset({"<|endoftext|>"}), frozenset({"<|mask|>"}))
-    variants = [tokenizer, tokenizer.with_options(options)]
+    variants = [tokenizer.with_chat_template(CHAT_TEMPLATES["chatml"]), tokenizer.with_options(options)]
     for normalization in (None, "NFC"):
         special = {**tokenizer.special_tokens, "é<p>": tokenizer.vocab_size + 7, "<|pad|>": tokenizer.vocab_size + 8}
         parts = (tokenizer.vocab, tokenizer.merges, special, r"\p{L}+| ?\d", normalization)
@@ -46,8 +45,12 @@ def test_round_trip(tokenizer: Tokenizer, tmp_path: Path) -> None:
         folder = tmp_path / str(i)
         for _ in range(2):
             save_tokenizer(variant, folder)
-        assert sorted(path.name for path in folder.iterdir()) == FILES
-        assert load_tokenizer(str(folder)).fingerprint == variant.fingerprint
+        assert set(FILES) <= {path.name for path in folder.iterdir()} <= {*FILES, "chat_template.jinja"}
+        loaded = load_tokenizer(str(folder))
+        assert loaded.fingerprint == variant.fingerprint
+        if variant.chat_template is not None:
+            assert loaded.chat_template is not None and loaded.chat_template.source == variant.chat_template.source
+        assert pickle.loads(pickle.dumps(loaded)).chat_template == loaded.chat_template
 
 
 def test_tokenizer_json_precedes_files_of_another_tokenizer(saved: Path, tokenizer: Tokenizer) -> None:
@@ -57,15 +60,6 @@ def test_tokenizer_json_precedes_files_of_another_tokenizer(saved: Path, tokeniz
     assert loaded.fingerprint == tokenizer.fingerprint
     save_tokenizer(loaded, saved)
     assert sorted(path.name for path in saved.iterdir()) == FILES
-
-
-@pytest.mark.parametrize("ids", [(998, 999), (5000, 4000)])
-def test_tokenizers_library_keeps_special_ids(tokenizer: Tokenizer, tmp_path: Path, ids: tuple[int, int]) -> None:
-    special = dict(zip(("<|endoftext|>", "<|mask|>"), ids, strict=True))
-    save_tokenizer(Tokenizer(tokenizer.vocab, tokenizer.merges, special, "gpt4"), tmp_path)
-    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    assert [theirs.token_to_id(text) for text in special] == list(ids)
-    assert theirs.decode(theirs.encode("é <|mask|> x").ids, skip_special_tokens=False) == "é <|mask|> x"
 
 
 def test_transformers_loads_it(saved: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,24 +92,6 @@ def test_old_spellings_load(saved: Path, tokenizer: Tokenizer) -> None:
     assert loaded.merges == tokenizer.merges
     assert (loaded.pattern, loaded.normalization) == ("gpt2", "NFC")
     assert (loaded.mask_token, loaded.eos_token) == ("<|mask|>", "<|endoftext|>")
-
-
-def test_a_file_trained_by_tokenizers_loads(tmp_path: Path, sources: list[str]) -> None:
-    """Special tokens first, inside the vocabulary, with holes in no other place."""
-    theirs = tokenizers.Tokenizer(tokenizers.models.BPE())
-    theirs.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=600,
-        special_tokens=["[PAD]", "[MASK]", "</s>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    theirs.train_from_iterator(sources[:3], trainer)
-    theirs.save(str(tmp_path / "tokenizer.json"))
-    ours = load_tokenizer(tmp_path)
-    assert (ours.pad_token_id, ours.mask_token_id, ours.eos_token_id, ours.vocab_size) == (0, 1, 2, 600)
-    for text in (*sources, "[MASK] x</s>"):
-        assert ours.encode(text, allow_special=True) == theirs.encode(text).ids
 
 
 def test_roles_come_from_the_config_first(saved: Path) -> None:
@@ -199,21 +175,3 @@ def test_missing_and_corrupt_files_are_named(saved: Path, tokenizer: Tokenizer, 
     expect_error("merges.txt: is not UTF-8")
     merges.unlink()
     expect_error("merges.txt: ")
-
-
-def test_the_chat_template_is_kept(tmp_path: Path) -> None:
-    """It is saved and loaded with the tokenizer, and changes nothing else of it."""
-    tokenizer = train_bpe(["a b c"], vocab_size=258)
-    assert tokenizer.chat_template is None
-    with_template = tokenizer.with_chat_template(CHAT_TEMPLATES["llama3"])
-    assert with_template.fingerprint == tokenizer.fingerprint
-    save_tokenizer(with_template, tmp_path)
-    loaded = load_tokenizer(tmp_path)
-    assert loaded.chat_template is not None and loaded.fingerprint == tokenizer.fingerprint
-    chat = [{"role": "user", "content": "x"}]
-    rendered = [
-        render_chat(template, chat, add_generation_prompt=True)
-        for template in (loaded.chat_template, CHAT_TEMPLATES["llama3"])
-    ]
-    assert rendered[0] == rendered[1]
-    assert pickle.loads(pickle.dumps(loaded)).chat_template == loaded.chat_template
