@@ -241,18 +241,6 @@ def test_messages_after_the_last_answer_are_left_out_and_counted(tokenizer: Toke
     assert encoder.records.skip_log.counts == {UNANSWERED: 1}
 
 
-def test_a_last_answer_with_weight_0_is_no_unanswered_end(tokenizer: Tokenizer) -> None:
-    row = chat("q1", "a1", "q2", "a2")
-    row["messages"][-1]["weight"] = 0
-    encoder = make_encoder(tokenizer, turns="all", eos_padding="none")
-    (document,) = encode(encoder, row)
-    assert [answer for _, answer, _ in spell(document, tokenizer)] == [f"a1{STOP}"]
-    assert not encoder.records.skip_log.counts
-    row["messages"].append({"role": "user", "content": "q3"})
-    encode(encoder, row)
-    assert encoder.records.skip_log.counts == {UNANSWERED: 1}
-
-
 def test_what_the_template_refuses_names_its_place(tokenizer: Tokenizer) -> None:
     template = "{{ raise_exception('no tables, please') if 'table' in messages[0].content else '' }}"
     assert tokenizer.chat_template is not None
@@ -313,11 +301,6 @@ def test_variables_of_the_template_are_kept_with_it() -> None:
     assert tokenizer.decode(prompt).endswith("<think>\n\n</think>\n\n")
     encoder = make_encoder(tokenizer, template_variables={"enable_thinking": False}, eos_padding="none")
     assert spell(encode(encoder, chat("q", "a"))[0], tokenizer)[0][1] == f"a{STOP}"
-
-
-def test_eos_padding_of_blocks_needs_blocks(tokenizer: Tokenizer) -> None:
-    with pytest.raises(ValueError, match="needs blocks"):
-        make_encoder(tokenizer, eos_padding="block")
 
 
 def test_preferences_are_pairs_with_the_same_prompt(tokenizer: Tokenizer) -> None:

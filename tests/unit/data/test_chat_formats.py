@@ -198,23 +198,6 @@ def test_other_columns_named_label_mean_nothing(row: dict[str, Any]) -> None:
     assert isinstance(parse(row), Conversation)
 
 
-def test_bad_labels_and_weights_name_key_and_remedy() -> None:
-    for value in (False, 0):
-        label = parse({"prompt": "x", "completion": "y", "label": value})
-        assert isinstance(label, BadRecord)
-        assert "'label'" in label.detail and "chosen and rejected" in label.detail
-        assert "label = false or 0" in label.detail
-    weight = parse({"messages": [turn("user", "x"), turn("assistant", "y", weight=2)]})
-    assert isinstance(weight, BadRecord) and weight.reason.startswith("weight") and "write 1" in weight.detail
-
-
-@pytest.mark.parametrize("name", ["nothing to learn", "chosen is no target"])
-def test_a_row_without_an_answer_to_learn_has_a_remedy(name: str) -> None:
-    record = parse(BAD_ROWS[name][0])
-    assert isinstance(record, BadRecord)
-    assert "weight or train" in record.detail and "remove the key" in record.detail
-
-
 @pytest.mark.parametrize("mark", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"weight": 1, "train": 0}])
 @pytest.mark.parametrize("answer", ["messages", "conversations", "call"])
 def test_answers_with_weight_0_are_context(mark: dict[str, Any], answer: str) -> None:

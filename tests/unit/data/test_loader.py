@@ -155,21 +155,6 @@ def test_an_epoch_has_every_row_once(rows: str, list_reader: Any, byte_tokenizer
     assert not torch.equal(objective.batches[0].tokens_BL, objective.batches[1].tokens_BL)
 
 
-def test_micro_batches_do_not_change_the_batch(rows: str, list_reader: Any, byte_tokenizer: Any) -> None:
-    def run(micro: int) -> tuple[torch.Tensor, torch.Tensor]:
-        reader = build_rows(list_reader(DOCUMENTS), config_of(rows), byte_tokenizer, LENGTH, seed=1)
-        objective = RecordingObjective()
-        loader = Loader(reader, objective, BATCH, micro, seed=1)
-        batches = [batch for step in range(3) for batch in loader.next_step(step)]
-        assert {key.num_sequences_in_step for key in objective.keys} == {BATCH}
-        assert [key.first_sequence for key in objective.keys[: BATCH // micro]] == list(range(0, BATCH, micro))
-        return torch.cat([batch.inputs_BS for batch in batches]), torch.cat([batch.weights_N for batch in batches])
-
-    for micro in (3, 1):
-        for a, b in zip(run(6), run(micro), strict=True):
-            assert torch.equal(a, b)
-
-
 def test_step_larger_than_the_epoch(list_reader: Any, byte_tokenizer: Any) -> None:
     reader = build_rows(list_reader(["one", "two"]), config_of("padded"), byte_tokenizer, LENGTH, seed=1)
     loader = Loader(reader, RecordingObjective(), 7, 7, seed=1)
@@ -182,27 +167,6 @@ def test_no_documents_is_an_error(rows: str, list_reader: Any, byte_tokenizer: A
     with pytest.raises(ValueError, match=r"\[data\]"):
         Loader(reader, RecordingObjective(), 4, 4, seed=1).next_step(0)
     assert count_rows(reader) == 0
-
-
-@pytest.mark.parametrize("size", [1023, 1024, 1025])
-def test_count_rows_around_its_chunk(size: int, list_reader: Any) -> None:
-    assert count_rows(list_reader([None] * size)) == size
-
-
-def test_seeds_order_the_data_differently(list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
-    def first(seed: int) -> list[int]:
-        reader = build_rows(list_reader(DOCUMENTS), config_of("padded"), byte_tokenizer, LENGTH, seed=seed)
-        return [token for row in drain(reader) for token in row.tokens_L.tolist()]
-
-    assert first(0) == first(0) != first(1)
-
-
-def test_batch_has_targets_and_documents(list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
-    rows = drain(build_rows(list_reader(DOCUMENTS), config_of("packed", 0, 0), byte_tokenizer, LENGTH, seed=0))
-    batch = collate_rows(rows)
-    assert batch.tokens_BL.dtype == torch.int64 and batch.document_BL is not None
-    assert torch.equal(batch.loss_mask_BL, batch.document_BL >= 0)
-    assert not batch.loss_mask_BL.all() and batch.loss_mask_BL[:-1].all()
 
 
 def test_rows_begin_and_end_as_configured(rows: str, list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:

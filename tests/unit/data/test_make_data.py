@@ -118,16 +118,6 @@ def test_nothing_to_read(text_folder: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "made").exists()
 
 
-def test_errors_name_the_keys_of_this_config(text_folder: Path, tmp_path: Path) -> None:
-    path = tmp_path / "train.jsonl"
-    path.write_text('{"text": "one"}\n{broken\n', encoding="utf-8")
-    source = LocalFiles(paths=(str(path),), validation_paths=(str(text_folder / "validation.jsonl"),))
-    message = error_of(config_of(text_folder, tmp_path / "made").model_copy(update={"source": source}))
-    assert "train.jsonl" in message
-    assert 'set source.on_bad_row = "skip"' in message
-    assert "data.source" not in message
-
-
 def test_invalid_tokenizers(text_folder: Path, tmp_path: Path) -> None:
     plain = load_tokenizer(text_folder / "tokenizer")
     save_tokenizer(Tokenizer(plain.vocab, plain.merges, {}, plain.pattern), tmp_path / "tokenizer")

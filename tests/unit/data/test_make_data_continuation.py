@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
@@ -18,7 +17,6 @@ from config.make_data import MakeDataConfig, MakeDataOutputConfig
 from diffusionlm.data import make_data as module
 from diffusionlm.data.make_data import make_data
 from diffusionlm.data.shard_files import ShardWriter
-from diffusionlm.data.tokenization import TextEncoder, encode_inline
 from tests.unit.data.make_data_cases import (
     TRAIN,
     VALIDATION,
@@ -35,40 +33,6 @@ from tokenizer import load_tokenizer, save_tokenizer, train_bpe
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.usefixtures("small_chunks")
-
-
-def test_an_interruption_after_any_chunk(text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reference = tmp_path / "reference"
-    make_data(config_of(text_folder, reference), ignore)
-    num_left = [0]
-
-    def encode_or_stop(encode: Any) -> TextEncoder:
-        def submit(texts: list[str]) -> Any:
-            if not num_left[0]:
-                raise Stopped
-            num_left[0] -= 1
-            return encode_inline(encode).submit(texts)
-
-        return TextEncoder(submit)
-
-    monkeypatch.setattr("diffusionlm.data.tokenization.encode_inline", encode_or_stop)
-    directory = tmp_path / "made"
-    config = config_of(text_folder, directory)
-    interruptions = 0
-    for count in range(1, 100):
-        num_left[0] = count
-        try:
-            make_data(config, ignore)
-            break
-        except Stopped:
-            interruptions += 1
-            assert not list(directory.glob("*-*.tmp"))  # an unfinished shard is removed
-        if count % 3 == 0:  # one more interruption, so that positions differ
-            num_left[0] = 5
-            with contextlib.suppress(Stopped):
-                make_data(config, ignore)
-    assert interruptions >= 5
-    assert digest(directory) == digest(reference)
 
 
 KILLED = Path(__file__).with_name("killed_make_data.py")
@@ -267,25 +231,5 @@ def test_a_full_disk(text_folder: Path, tmp_path: Path, free_bytes: int, monkeyp
     shards = [shard for split in progress["splits"].values() for shard in split["index"]["shards"]]
     assert bool(shards) == (free_bytes > 0)
     assert not list((tmp_path / "made").glob("*-*.tmp"))
-    make_data(config, ignore)
-    assert digest(tmp_path / "made") == digest(tmp_path / "reference")
-
-
-def test_a_full_disk_when_the_progress_is_written(
-    text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_data(config_of(text_folder, tmp_path / "reference"), ignore)
-    config = config_of(text_folder, tmp_path / "made")
-    save, num_left = module.save_progress, [4]
-
-    def save_on_small_disk(progress: Any, directory: Path) -> None:
-        num_left[0] -= 1
-        if num_left[0] < 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        save(progress, directory)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "save_progress", save_on_small_disk)
-        assert "No space left on device" in error_of(config)
     make_data(config, ignore)
     assert digest(tmp_path / "made") == digest(tmp_path / "reference")

@@ -7,7 +7,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from config.data import DataConfig, LocalFiles, MarkovChain, MixtureEntry, PythonStdlib, Shards
@@ -15,7 +14,6 @@ from config.make_data import MakeDataConfig, MakeDataOutputConfig
 from config.tokenizer import TokenizerConfig
 from diffusionlm.data.make_data import make_data
 from diffusionlm.data.pipeline import MixtureComponent, build_row_reader, compute_data_identity, open_components
-from diffusionlm.data.shards import ShardDocuments
 from tokenizer import Tokenizer, load_tokenizer, train_bpe
 
 TEXTS = [f"{index}: " + "the cat sat on the mat " * (1 + index % 5) for index in range(200)]
@@ -99,13 +97,6 @@ def test_components_of_one_name_are_rejected(files: LocalFiles) -> None:
         open_components(DataConfig(mixture=components), "train")
 
 
-def test_source_and_mixture_exclude_each_other(files: LocalFiles) -> None:
-    with pytest.raises(ValueError, match="no source given"):
-        DataConfig()
-    with pytest.raises(ValueError, match="both source and mixture"):
-        DataConfig(source=PythonStdlib(), mixture=(MixtureEntry(source=files),))
-
-
 def test_a_tokenizer_without_end_of_text_is_rejected(files: LocalFiles, tokenizer: Tokenizer) -> None:
     bare = Tokenizer(tokenizer.vocab, tokenizer.merges, {}, "qwen")
     config = DataConfig(source=files)
@@ -123,16 +114,8 @@ def test_components_have_different_orders(list_reader: Any, tokenizer: Tokenizer
     assert sorted(decoded_rows[::2]) == sorted(decoded_rows[1::2]) == texts and decoded_rows[::2] != decoded_rows[1::2]
 
 
-def test_shards_are_read_in_another_order_each_epoch(shards: Path) -> None:
-    tokenizer = load_tokenizer(shards / "tokenizer")
-    config = DataConfig(source=Shards(path=shards), rows="padded", row_shuffle_window=0)
-    components = open_components(config, "train")
-    source = components[0].source
-    assert isinstance(source, ShardDocuments)
-    reader = build_row_reader(components, config, tokenizer, 128, 0)
-    epochs = [[row.tokens_L.tolist() for row in reader.read(epoch, None, 1000)[0]] for epoch in (0, 1)]
-    assert epochs[0] != epochs[1] and sorted(epochs[0]) == sorted(epochs[1])
-    in_order = build_row_reader(components, config.model_copy(update={"document_shuffle_window": 0}), tokenizer, 128, 0)
-    document = source.documents(np.array([0]))[0]
-    first = in_order.read(0, None, 1)[0][0]
-    assert np.array_equal(first.tokens_L[: len(document)], document)
+def test_source_and_mixture_exclude_each_other(files: LocalFiles) -> None:
+    with pytest.raises(ValueError, match="no source given"):
+        DataConfig()
+    with pytest.raises(ValueError, match="both source and mixture"):
+        DataConfig(source=PythonStdlib(), mixture=(MixtureEntry(source=files),))

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
 from diffusionlm.data.reader import ItemsFuture, WindowedReader, read_first_documents, shuffle_windows
-from diffusionlm.data.tokenization import CHUNK_DOCUMENTS, encode_inline, tokenize_reader
 from diffusionlm.diffusion.rng import RngStream
 
 Drain = Callable[..., list[Any]]
@@ -97,40 +95,7 @@ def test_prefetched_windows_are_submitted_before_the_first_is_awaited(list_reade
     assert transform.calls.count("await 1") == 1
 
 
-def test_documents_are_tokenized_in_chunks(list_reader: ListReader, drain: Drain) -> None:
-    texts = [chr(97 + index % 26) * (index % 5) for index in range(CHUNK_DOCUMENTS * 2 + 3)]
-    encoded_texts: list[str] = []
-
-    def encode(text: str) -> list[int]:
-        encoded_texts.append(text)
-        return list(text.encode())
-
-    def make() -> WindowedReader[str, Any]:
-        return tokenize_reader(list_reader(texts), encode_inline(encode))
-
-    whole = drain(make(), (1,))
-    assert [bytes(tokens.tolist()).decode() for tokens in whole] == texts == encoded_texts
-    assert all(tokens.dtype == "int32" for tokens in whole)
-    for count in (1, CHUNK_DOCUMENTS - 1, CHUNK_DOCUMENTS, CHUNK_DOCUMENTS + 1, len(texts) - 1):
-        head, position = make().read(0, None, count)
-        tail = drain(make(), (7,), position=position)
-        assert [tokens.tolist() for tokens in head + tail] == [tokens.tolist() for tokens in whole]
-
-
 @pytest.mark.parametrize(("max_bytes", "count"), [(1, 1), (3, 1), (4, 2), (9, 3), (10, 4), (600, 200), (10**9, 200)])
 def test_first_documents_reach_the_limit(max_bytes: int, count: int, list_reader: ListReader) -> None:
     texts = [f"é{index % 10}" for index in range(200)]  # three bytes each
     assert list(read_first_documents(list_reader(texts), max_bytes)) == texts[:count]
-
-
-def test_first_documents_of_empty_sources_and_texts(list_reader: ListReader) -> None:
-    assert list(read_first_documents(list_reader([]), 10)) == []
-    assert list(read_first_documents(list_reader(["", "a", "", "bc", "d"]), 3)) == ["", "a", "", "bc"]
-    assert list(read_first_documents(list_reader(["\ud800", "b"]), 4)) == ["\ud800", "b"]
-
-
-def test_first_documents_read_no_more_than_needed(list_reader: ListReader, monkeypatch: pytest.MonkeyPatch) -> None:
-    reader = list_reader(["ab"] * 1000)
-    monkeypatch.setattr(reader, "read", Mock(wraps=reader.read))
-    assert len(list(read_first_documents(reader, 20))) == 10
-    assert reader.read.call_count == 1

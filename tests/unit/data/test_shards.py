@@ -192,28 +192,6 @@ def test_resuming_at_every_position(
     assert moved_reader.read(3, 100, 5) == ([], None)
 
 
-def test_many_are_fetched_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading one document at a time must not mean one fetch for each, nor long documents by the thousand."""
-    fetched: list[int] = []
-    fetch = ShardDocuments.documents
-
-    def counting(self: ShardDocuments, indices: Any) -> list[Tokens]:
-        fetched.append(len(indices))
-        return fetch(self, indices)
-
-    monkeypatch.setattr(ShardDocuments, "documents", counting)
-    short = ShardReader(open_shards(write_shards(tmp_path / "short", [random_documents(1, 3_000, 99)])), 0, True)
-    position = None
-    for _ in range(3_000):
-        _, position = short.read(0, position, 1)
-    assert fetched == [1_024, 1_024, 952]
-    monkeypatch.setattr(shards_module, "LOOK_AHEAD_TOKENS", 1_000)
-    fetched.clear()
-    long = write_shards(tmp_path / "long", [[np.full(100, 5, dtype=np.int32)] * 50])
-    ShardReader(open_shards(long), 0, True).read(0, None, 1)
-    assert fetched == [10]
-
-
 def error_of(folder: Path, split: Split = "train") -> str:
     with pytest.raises(ValueError) as caught:
         open_shards(folder, split=split)
@@ -301,11 +279,3 @@ def test_checksums_detect_damage(three: tuple[Path, list[Tokens]]) -> None:
             check_checksums(folder, split_index)
         flip(path, 0)
     check_checksums(folder, split_index)
-
-
-def test_too_many_open_files_are_explained(three: tuple[Path, list[Tokens]], monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise OSError(24, "Too many open files")
-
-    monkeypatch.setattr("mmap.mmap", full)
-    assert "ulimit -n" in error_of(three[0])

@@ -16,11 +16,9 @@ from config.data import DataConfig
 from config.make_data import MakeDataConfig
 from config.model import ModelConfig
 from config.training.objective import MaskedDiffusionConfig
-from diffusionlm.data.chat.encoder import ChatEncoder
 from diffusionlm.data.loader import Loader
 from diffusionlm.data.packing import Row, pad_to_longest
 from diffusionlm.data.pipeline import build_row_reader, describe_skipped, open_components
-from diffusionlm.data.reader import read_first_documents
 from diffusionlm.data.sources import open_source
 from diffusionlm.diffusion.objectives import build_objective
 from tests.unit.data.chat_cases import chat, chat_tokenizer
@@ -147,12 +145,6 @@ def test_a_resumed_loader_counts_each_record_once(
     assert older.metrics().padding_share > 0
 
 
-def test_a_map_that_fits_nothing_says_what_is_there(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [{"ask": "x", "reply": "y"}] * 3)
-    with pytest.raises(ValueError, match=r"a.jsonl, line 1: no conversation: its columns 'ask', 'reply'.*chat.columns"):
-        read_all(config_of(path, {"columns": {"prompt": "question"}}))
-
-
 def test_too_long_conversations_are_counted_and_none_left_is_an_error(
     tmp_path: Path, make_config: Callable[..., ModelConfig]
 ) -> None:
@@ -242,11 +234,6 @@ def test_padding_to_the_longest_of_a_step(tmp_path: Path) -> None:
         assert (row.tokens_L[old_size:] == tokenizer.eos_token_id).all()
 
 
-def test_texts_of_conversations_for_a_tokenizer(tmp_path: Path) -> None:
-    (component,) = open_components(config_of(write(tmp_path / "a.jsonl", ROWS)), "train")
-    assert next(read_first_documents(component.source, 1)) == "question 0\n\nanswer 0"  # type: ignore[arg-type]
-
-
 def test_make_data_and_plain_text_refuse_conversations(tmp_path: Path) -> None:
     source = {"kind": "files", "paths": [str(write(tmp_path / "a.jsonl", ROWS))], "chat": {}}
     with pytest.raises(ValueError, match="cannot hold conversations"):
@@ -254,19 +241,3 @@ def test_make_data_and_plain_text_refuse_conversations(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(ValueError, match="reads conversations from JSON or Parquet"):
         read_all(config_of(tmp_path / "a.txt"))
-
-
-def test_a_run_begins_after_few_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Encoding a conversation takes a template: the first rows do not wait for thousands of others."""
-    source = {"kind": "chat_tasks", "chat": {"template": "chatml"}}
-    config = DataConfig.model_validate({"source": source, "rows": "padded", "packing_window": 16})
-    calls: list[int] = []
-    encode = ChatEncoder.encode
-
-    def encode_and_count(*values: Any) -> Any:
-        calls.append(1)
-        return encode(*values)
-
-    monkeypatch.setattr(ChatEncoder, "encode", encode_and_count)
-    build_row_reader(open_components(config, "train"), config, chat_tokenizer(), 128, 0).read(0, None, 4)
-    assert len(calls) <= 300

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 
 import pytest
 
@@ -12,7 +11,7 @@ from config.finetune.chat import ChatRowsConfig
 from diffusionlm.data.chat.conversation import Conversation
 from diffusionlm.data.chat.reference_answers import ReferenceAnswer, read_reference_answers
 from diffusionlm.data.reader import Split
-from diffusionlm.data.sources.synthetic import TASKS_PER_BLOCK, ChatTaskSource, is_held_out
+from diffusionlm.data.sources.synthetic import ChatTaskSource, is_held_out
 
 
 def conversations(config: ChatTasks, split: Split = "train", epoch: int = 0) -> list[Conversation]:
@@ -41,17 +40,6 @@ def test_answers_are_right_and_splits_disjoint() -> None:
     assert all(is_held_out(prompt, 0.1) for prompt in prompts[1])
     shares = [sum(item.task == task for item in train) / len(train) for task in config.tasks]
     assert all(share == pytest.approx(0.2, abs=0.04) for share in shares)
-
-
-def test_reading_is_repeatable_from_any_position() -> None:
-    config = ChatTasks(documents_per_epoch=TASKS_PER_BLOCK + 10)
-    source = ChatTaskSource(config, "train", "data.source")
-    whole, end = source.read(1, None, 10_000)
-    assert end is None and len(whole) == TASKS_PER_BLOCK + 10
-    start, position = source.read(1, None, TASKS_PER_BLOCK - 3)
-    rest, _ = ChatTaskSource(config, "train", "data.source").read(1, json.loads(json.dumps(position)), 1_000)
-    assert start + rest == whole != source.read(2, None, 10_000)[0]
-    assert source.identity != ChatTaskSource(config.model_copy(update={"seed": 1}), "train", "data.source").identity
 
 
 def test_identities_are_those_of_checkpoints_of_older_versions() -> None:

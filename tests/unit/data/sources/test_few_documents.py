@@ -13,9 +13,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from config.data import LocalFiles
-from config.make_data import MakeDataConfig, MakeDataOutputConfig
-from config.tokenizer import TokenizerConfig
-from diffusionlm.data.make_data import make_data
 from diffusionlm.data.reader import DocumentSource, Split
 from diffusionlm.data.sources import open_source
 
@@ -88,8 +85,6 @@ def test_resuming_at_every_position(split: Split, folder: Path, drain: Drain, ch
     parts = check_resuming(lambda: open_documents(folder, split))
     assert len(parts) >= (3 if split == "train" else 1)
     source = open_documents(folder, split)
-    for count in range(1, len(parts)):  # the same reader goes back
-        assert drain(source, (3, 1), position=source.read(0, None, count)[1]) == parts[count:]
     assert drain(source, (1,)) == drain(source, epoch=1) == parts
 
 
@@ -118,14 +113,6 @@ def test_max_documents_counts_whole_texts(tmp_path: Path, drain: Drain) -> None:
     assert drain(limited, position=position) == first[1:]
 
 
-def test_validation_files_of_their_own_leave_texts_whole(tmp_path: Path, drain: Drain) -> None:
-    write_text(tmp_path)
-    (tmp_path / "held.text").write_text("held out")
-    options: dict[str, Any] = {"validation_paths": (str(tmp_path / "held.text"),)}
-    assert drain(open_documents(tmp_path / "a.txt", **options)) == [TEXT]
-    assert drain(open_documents(tmp_path / "a.txt", "validation", **options)) == ["held out"]
-
-
 def test_the_identity_is_that_of_the_ends(tmp_path: Path) -> None:
     """A run that was started with whole documents does not continue with their beginnings."""
     rows = [json.dumps({"text": f"document {index}"}) + "\n" for index in range(120)]
@@ -136,16 +123,3 @@ def test_the_identity_is_that_of_the_ends(tmp_path: Path) -> None:
     by_ends = open_documents(tmp_path, validation_fraction=0.02)
     assert "validation text" in by_ends.provenance
     assert by_ends.identity != open_documents(tmp_path, "validation", validation_fraction=0.02).identity
-
-
-def test_shards_of_one_text(tmp_path: Path) -> None:
-    write_text(tmp_path)
-    config = MakeDataConfig(
-        source=LocalFiles(paths=(str(tmp_path / "a.txt"),)),
-        tokenizer=TokenizerConfig(vocab_size=300),
-        output=MakeDataOutputConfig(directory=tmp_path / "shards", workers=0),
-    )
-    index = make_data(config, lambda _: None)
-    assert index.splits["train"].documents == 3 and index.splits["validation"].documents == 1
-    num_bytes = {split: sum(shard.text_bytes for shard in index.splits[split].shards) for split in index.splits}
-    assert num_bytes == {"train": 209_000, "validation": 11_000}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -136,14 +135,6 @@ def test_bad_records(tmp_path: Path, drain: Drain) -> None:
     source = open_documents(folder, on_bad_row="replace")
     assert drain(source, (2,)) == ["a", "12", "1.5", "b\ufffd"]
     assert source.skip_log.counts["mended: number instead of text"] == 2
-
-
-def test_timestamps_are_bad_records(tmp_path: Path, drain: Drain) -> None:
-    folder = tmp_path / "times"
-    folder.mkdir()
-    pq.write_table(pa.table({"text": [datetime.datetime(2020, 1, 2)]}), folder / "train.parquet")
-    with pytest.raises(ValueError, match="row 1: datetime instead of text"):
-        drain(open_documents(folder))
 
 
 def test_other_columns_are_not_decoded(tmp_path: Path, drain: Drain) -> None:

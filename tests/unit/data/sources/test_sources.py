@@ -64,16 +64,6 @@ def test_splits_are_disjoint_and_cover_everything(library: Path) -> None:
     assert train.skip_log.counts == validation.skip_log.counts == {}
 
 
-def test_the_split_depends_on_the_path_inside_the_library_only(
-    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before, source = names(open_splits()[1], library), open_splits()[1]
-    moved = library.rename(tmp_path / "elsewhere")
-    monkeypatch.setattr(sysconfig, "get_paths", lambda *a, **k: {"stdlib": str(moved)})
-    assert names(open_splits()[1], moved) == before
-    assert open_splits()[1].identity == source.identity
-
-
 def test_identity_changes_with_text_and_split(library: Path) -> None:
     train, validation = open_splits()
     assert train.identity != validation.identity
@@ -103,8 +93,3 @@ def test_no_files_are_an_error(library: Path) -> None:
         path.unlink()
     with pytest.raises(ValueError, match=r"python-stdlib.*train"):
         open_source(PythonStdlib(), "train", "data.source")
-
-
-def test_the_real_library_is_there() -> None:
-    source = open_source(PythonStdlib(), "validation", "data.source")
-    assert len(source.read(0, None, 3)[0]) == 3

@@ -137,23 +137,6 @@ def test_samples_have_the_stated_entropy_and_lengths(config: SyntheticText) -> N
     assert all(text.isascii() and text.isprintable() for text in documents)
 
 
-@pytest.mark.parametrize(
-    ("config", "nats"),
-    [
-        (MarkovChain(), 29.656560),
-        (MarkovChain(symbols="ab", length=4, stay=0.5), 4 * math.log(2)),
-        (MarkovChain(symbols="abc", length=4, stay=0.0), math.log(3) + 3 * math.log(2)),
-        (MarkovChain(symbols="abc", length=9, stay=1.0), math.log(3)),
-        (ShidokuGrids(), math.log(288)),
-        (CopiedSymbols(), 16.635532),
-        (ReversedAddition(digits=2), math.log(10_000)),
-        (NestedExpressions(depth=0), math.log(10)),
-    ],
-)
-def test_known_entropies(config: SyntheticText, nats: float) -> None:
-    assert open_train(config).entropy_nats == pytest.approx(nats, abs=5e-7)
-
-
 def derivations(depth: int) -> list[str]:
     """Every expression of the grammar."""
     texts = list("0123456789")
@@ -186,34 +169,6 @@ def test_probabilities_sum_to_one(config: SyntheticText, texts: list[str]) -> No
     lengths = np.bincount([len(text) for text in texts], weights=np.exp(logs))
     of_length = -sum(share * math.log(share) for share in lengths if share)
     assert of_length == pytest.approx(distribution.length_entropy_nats, abs=1e-10)
-
-
-def test_sample_frequencies_match_probabilities() -> None:
-    distribution = open_train(MarkovChain(symbols="abc", length=3, stay=0.6))
-    counts = Counter(distribution.sample(27_000, np.random.default_rng(0)))
-    for text in map("".join, itertools.product("abc", repeat=3)):
-        expected = 27_000 * math.exp(log_probability(distribution, text))
-        assert abs(counts[text] - expected) < 5 * math.sqrt(expected)
-    grids = Counter(open_train(ShidokuGrids()).sample(28_800, np.random.default_rng(0)))
-    assert len(grids) == 288
-    assert min(grids.values()) > 50 and max(grids.values()) < 150
-    expressions = Counter(open_train(NestedExpressions(depth=1)).sample(42_000, np.random.default_rng(0)))
-    assert set(expressions) == set(derivations(1))
-
-
-def test_the_shortest_and_the_longest_expression() -> None:
-    distribution = open_train(NestedExpressions())
-    assert isinstance(distribution, GrammarSource)
-    longest = "1"
-    for _ in range(3):
-        longest = f"({longest}*{longest})"
-    assert len(longest) == distribution.max_length == len(distribution.length_probabilities()) - 1
-    # 7 nested expressions with an operator each, and 8 digits at the maximum depth.
-    expected = 7 * math.log(NESTING_PROBABILITY / 2) - 8 * math.log(10)
-    assert log_probability(distribution, longest) == pytest.approx(expected, abs=1e-12)
-    assert log_probability(distribution, "7") == pytest.approx(math.log((1 - NESTING_PROBABILITY) / 10), abs=1e-12)
-    assert distribution.length_probabilities().sum() == pytest.approx(1.0, abs=1e-12)
-    assert np.flatnonzero(distribution.length_probabilities())[:3].tolist() == [1, 5, 9]
 
 
 def test_all_288_grids_are_valid() -> None:

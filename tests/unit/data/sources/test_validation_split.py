@@ -63,12 +63,6 @@ def test_one_text_is_divided_before_its_end() -> None:
     assert split.description == "its last 10.0% (1,000 of 10,000 bytes) are validation text"
 
 
-def test_the_description_counts_bytes() -> None:
-    split = choose_split(["é" * 10_000, "ab" * 5_000], 0.1, True, KEY)
-    assert isinstance(split, EndSplit)
-    assert split.description == "the ends of 2 of its 2 documents (3,000 of 30,000 bytes) are validation text"
-
-
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
@@ -137,14 +131,6 @@ def test_no_more_documents_are_read_than_necessary(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(validation_split, "MAX_READ_DOCUMENTS", 500)
     assert choose_split(endless(), 1e-9, True, KEY) == HashSplit(1e-9, True)
     assert count == 600
-
-
-def test_a_hash_that_selects_nothing_is_not_used() -> None:
-    selected = [f"document {index}" for index in range(2_000)]
-    training = HashSplit(0.05, False)
-    texts = [text for text in selected if training.select(text)][:150]
-    split = choose_split(texts, 0.05, True, KEY)
-    assert isinstance(split, EndSplit) and split.end_lengths
 
 
 def test_text_that_is_too_short_is_an_error() -> None:
