@@ -79,21 +79,20 @@ def evaluate_task(
 def _answer_items(
     model: Transformer, task: PreparedItems, config: GenerationTask, pending: Sequence[AnswerKey]
 ) -> Iterator[ItemResult]:
-    indices = {item.id: index for index, item in enumerate(task.items)}
+    items = {item.id: item for item in task.items}
     previous = time.perf_counter()
     for start in range(0, len(pending), ANSWERS_PER_GROUP):
-        group = pending[start : start + ANSWERS_PER_GROUP]
-        requests = [(task.build_request(indices[item_id], repeat), config.stop) for item_id, repeat in group]
-        for number, answer in decode_answers(model, task.tokenizer, requests, config.batch_size):
-            item_id, repeat = group[number]
-            item = task.items[indices[item_id]]
+        group = [(items[item_id], repeat) for item_id, repeat in pending[start : start + ANSWERS_PER_GROUP]]
+        requests = [(task.build_request(item, repeat), config.stop) for item, repeat in group]
+        for number, answer in decode_answers(model, task.requests.tokenizer, requests, config.batch_size):
+            item, repeat = group[number]
             verdict = grade(task, item, task.builder.answer_prefix(item) + answer.text)
             seconds, previous = time.perf_counter() - previous, time.perf_counter()
             yield ItemResult(
                 task=task.name,
-                id=item_id,
+                id=item.id,
                 repeat=repeat,
-                prompt_sha256=task.prompts[indices[item_id]].sha256,
+                prompt_sha256=task.builder.hash_prompt(item),
                 gold=item.gold,
                 output=answer.text,
                 finish_reason=answer.finish_reason,
@@ -129,26 +128,25 @@ def _score_items(
 def _score_group(
     model: Transformer, task: PreparedItems, config: LikelihoodTask, items: Sequence[TaskItem]
 ) -> Iterator[ItemResult]:
-    requests, hashes = [], []
+    requests = []
     for item in items:
         options = config.list_options(item)
-        pairs, sha256 = task.builder.encode_options(item, options)
+        pairs = task.builder.encode_options(item, options)
         # Two models with the same likelihood.seed have the same masks; items of the same number in other tasks do not.
         key = draw_seed(0, f"{task.name} {item.id}", 0)
         divisors = tuple(config.list_divisors(options).values())
         continuations = tuple(pair.continuation_ids for pair in pairs)
         requests.append(OptionsRequest(pairs[0].context_ids, continuations, key, divisors))
-        hashes.append(sha256)
     scores = score_documents(model, requests, config.likelihood)
     matches = greedy_matches(model, requests, config.likelihood) if config.needs_greedy else [False] * len(items)
-    for item, score, is_match, sha256 in zip(items, scores, matches, hashes, strict=True):
+    for item, score, is_match in zip(items, scores, matches, strict=True):
         verdict = config.judge(item, score.log_likelihoods, is_match)
         yield ItemResult(
             task=task.name,
             id=item.id,
             repeat=0,
             gold=item.gold,
-            prompt_sha256=sha256,
+            prompt_sha256=task.builder.hash_prompt(item),
             num_tokens=sum(score.num_tokens),
             num_forwards=score.num_forwards,
             option_log_likelihoods=score.log_likelihoods,

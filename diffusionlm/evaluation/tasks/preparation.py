@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,11 +21,10 @@ from diffusionlm.evaluation.tasks.humaneval import HumanEvalTask
 from diffusionlm.evaluation.tasks.item_task import GenerationTask, LikelihoodTask, TaskItem
 from diffusionlm.evaluation.tasks.items import draw_seed, read_task_items
 from diffusionlm.evaluation.tasks.perplexity import PerplexityTask
-from diffusionlm.evaluation.tasks.prompts import EncodedItem, PromptBuilder
+from diffusionlm.evaluation.tasks.prompts import PromptBuilder
 from diffusionlm.evaluation.text_likelihood import OpenedText, open_text
-from diffusionlm.inference.request_builder import RequestBuilder, prepare_request
-from diffusionlm.inference.requests import PreparedRequest, RequestOptions
-from diffusionlm.inference.settings import DecodingSettings
+from diffusionlm.inference.request_builder import RequestBuilder
+from diffusionlm.inference.requests import PreparedRequest
 from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer
 
 
@@ -35,24 +34,21 @@ class PreparedItems:
 
     name: str
     config: AnyItemTask
-    tokenizer: Tokenizer
     items: Sequence[TaskItem]
     builder: PromptBuilder
-    decoding: DecodingSettings | None = None
-    """None: nothing is generated."""
-    prompts: Sequence[EncodedItem] = ()
-    """One for each item, if answers are generated; else prompts are encoded again when their options are scored."""
+    decoding: RequestBuilder | None = None
+    """None: nothing is decoded."""
 
     @property
-    def settings(self) -> DecodingSettings:
+    def requests(self) -> RequestBuilder:
         """How answers are decoded."""
         assert self.decoding is not None, "a likelihood task decodes nothing"
         return self.decoding
 
-    def build_request(self, index: int, repeat: int) -> PreparedRequest:
+    def build_request(self, item: TaskItem, repeat: int) -> PreparedRequest:
         """The request of an answer to an item."""
-        item = self.items[index]
-        return _build_request(self.settings, item, self.prompts[index], draw_seed(self.config.seed, item.id, repeat))
+        seed = draw_seed(self.config.seed, item.id, repeat)
+        return self.requests.prepare(self.builder.encode(item), seed, f"item {item.id!r}")
 
 
 @dataclass(frozen=True)
@@ -135,7 +131,7 @@ def _prepare_task(
 def prepare_items(
     task: AnyItemTask, items: Sequence[TaskItem], tokenizer: Tokenizer, model: ModelConfig
 ) -> PreparedItems:
-    """Check the items and prompts of a task against a model, and encode the prompts of answers.
+    """Check the items and prompts of a task against a model.
 
     Raises:
         ValueError: code would be executed without ``run_code``, an item cannot be graded, repeats would be equal, there
@@ -144,22 +140,21 @@ def prepare_items(
     """
     template = _find_template(task, tokenizer)
     requests = _build_requests(task, tokenizer, model, template) if isinstance(task, GenerationTask) else None
-    settings = None if requests is None else requests.settings
     builder = PromptBuilder(task, PairEncoder.from_model(tokenizer, model), template, requests)
-    check_options = _options_check(task, builder, model) if isinstance(task, LikelihoodTask) else None
-    prompts = []
+    prepared = PreparedItems(task.name or task.kind, task, items, builder, requests)
+    answers = AnswerBuilder.from_model(model, task.likelihood) if isinstance(task, LikelihoodTask) else None
     for item in items:
         try:
-            if check_options is not None:
-                check_options(item)
-            else:
-                assert isinstance(task, GenerationTask) and settings is not None
+            if isinstance(task, GenerationTask):
                 task.check_item(item)
-                prompts.append(builder.encode(item))
-                _build_request(settings, item, prompts[-1], 0)
+                prepared.build_request(item, 0)
+            else:
+                assert answers is not None
+                for index, pair in enumerate(builder.encode_options(item, task.list_options(item))):
+                    answers.build(pair.context_ids, pair.continuation_ids, f"option {index}")
         except ValueError as error:
             raise ValueError(f"{task.data or 'source'}: item {item.id!r}: {error}") from None
-    return PreparedItems(task.name or task.kind, task, tokenizer, items, builder, settings, prompts)
+    return prepared
 
 
 def _build_requests(
@@ -177,22 +172,6 @@ def _build_requests(
             "generation.temperature above 0 and generation.top_k other than 1, or repeats = 1"
         )
     return requests
-
-
-def _options_check(task: LikelihoodTask, builder: PromptBuilder, model: ModelConfig) -> Callable[[TaskItem], None]:
-    """A function that checks whether the options of an item can be scored, as `score_documents` checks them.
-
-    Raises:
-        ValueError: the settings do not fit the model.
-    """
-    answers = AnswerBuilder.from_model(model, task.likelihood)
-
-    def check(item: TaskItem) -> None:
-        pairs, _ = builder.encode_options(item, task.list_options(item))
-        for index, pair in enumerate(pairs):
-            answers.build(pair.context_ids, pair.continuation_ids, f"option {index}")
-
-    return check
 
 
 def _find_template(task: AnyItemTask, tokenizer: Tokenizer) -> ChatTemplate | None:
@@ -214,8 +193,3 @@ def _find_template(task: AnyItemTask, tokenizer: Tokenizer) -> ChatTemplate | No
             f"{', '.join(CHAT_TEMPLATES)}"
         )
     return tokenizer.chat_template
-
-
-def _build_request(settings: DecodingSettings, item: TaskItem, prompt: EncodedItem, seed: int) -> PreparedRequest:
-    options = RequestOptions(segment_starts=prompt.segment_starts)
-    return prepare_request(settings, prompt.token_ids.tolist(), seed, options, f"item {item.id!r}")

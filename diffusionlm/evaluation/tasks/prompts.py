@@ -5,17 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import count, islice
 from string import Formatter
 from typing import Any, NoReturn
 
-import numpy as np
-from numpy.typing import NDArray
-
 from diffusionlm.evaluation.pair_encoding import EncodedPair, PairEncoder
 from diffusionlm.evaluation.tasks.item_task import ItemTask, TaskItem
 from diffusionlm.evaluation.tasks.items import read_items_of_file
+from diffusionlm.inference.healing import HealedText
 from diffusionlm.inference.request_builder import RequestBuilder
 from tokenizer import ChatTemplate, render_chat
 
@@ -43,17 +40,6 @@ def fill_template(template: str, fields: Mapping[str, Any], key: str) -> str:
         value = fields[name]
         parts.append(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
     return "".join(parts)
-
-
-@dataclass(frozen=True)
-class EncodedItem:
-    """The prompt of an item, as tokens."""
-
-    token_ids: NDArray[np.int32]
-    segment_starts: tuple[int, ...]
-    """Where blocks are counted anew (`RequestOptions.segment_starts`)."""
-    sha256: str
-    """Hash of the prompt's text."""
 
 
 class PromptBuilder:
@@ -144,23 +130,19 @@ class PromptBuilder:
                 selected.append(self._shots[index])
         return selected
 
-    def encode(self, item: TaskItem) -> EncodedItem:
-        """Encode a prompt whose answer is to be generated.
+    def encode(self, item: TaskItem) -> HealedText:
+        """Encode a prompt whose answer is to be decoded.
 
         Raises:
             ValueError: a field is missing, or the chat template rejects the chat.
         """
         if self.chat_template is None:
-            text = self.text(item)
-            return EncodedItem(np.array(self._encoder.encode(text), dtype=np.int32), (), _hash(text))
+            return HealedText(self._encoder.encode(self.text(item)))
         assert self._requests is not None, "only answers that are decoded are encoded alone"
-        messages, prefix = self.messages(item), self.answer_prefix(item)
-        chat = self._requests.encode_chat(messages, item.tools, prefix)
-        text = json.dumps([messages, item.tools, prefix], ensure_ascii=False)
-        return EncodedItem(np.array(chat.token_ids, dtype=np.int32), tuple(chat.options.segment_starts), _hash(text))
+        return self._requests.encode_chat(self.messages(item), item.tools, self.answer_prefix(item))
 
-    def encode_options(self, item: TaskItem, options: Sequence[str]) -> tuple[list[EncodedPair], str]:
-        """Encode a prompt with each of its possible continuations. Returns the hash of the prompt's text as well.
+    def encode_options(self, item: TaskItem, options: Sequence[str]) -> list[EncodedPair]:
+        """Encode a prompt with each of its possible continuations.
 
         Raises:
             ValueError: a field is missing, or the chat template rejects the chat.
@@ -170,7 +152,15 @@ class PromptBuilder:
         else:
             chat = render_chat(self.chat_template, self.messages(item), add_generation_prompt=True)
             text, delimiter = chat + self.answer_prefix(item), ""
-        return [self._encoder.encode_pair(text, f"{delimiter}{option}") for option in options], _hash(text)
+        return [self._encoder.encode_pair(text, f"{delimiter}{option}") for option in options]
+
+    def hash_prompt(self, item: TaskItem) -> str:
+        """SHA-256 of the prompt: of the text, or of the chat and the beginning of the answer as JSON."""
+        if self.chat_template is None:
+            text = self.text(item)
+        else:
+            text = json.dumps([self.messages(item), item.tools, self.answer_prefix(item)], ensure_ascii=False)
+        return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
     def _reject_shots(self, num_examples: int, which: str) -> NoReturn:
         raise ValueError(
@@ -193,7 +183,3 @@ class PromptBuilder:
 def _question_and_gold(item: TaskItem) -> tuple[str, str]:
     """What a copy of an item shares with it, whatever other fields it has."""
     return str(item.fields.get("question", "")).strip(), item.gold
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()

@@ -270,7 +270,7 @@ def describe_protocol(task: PreparedTask) -> dict[str, Any]:
     if task.config.preset is not None:
         values["deviations"] = task.config.deviations
     if isinstance(task.config, GenerationTask):
-        generation = task.settings.config.model_copy(
+        generation = task.requests.settings.config.model_copy(
             update={"suppress_token_ids": task.config.resolve_length().suppress_token_ids}
         )
         values["generation"] = to_toml_values(generation, "generation")

@@ -127,7 +127,7 @@ def test_answers_are_those_of_single_prompts(
     results = run(random_model, task)
     for item in task.items:
         prompt = byte_tokenizer.encode(f"Question: {item.fields['question']}\nAnswer:")
-        config = GenerationConfig(**SAMPLING, suppress_token_ids=task.settings.config.suppress_token_ids)
+        config = GenerationConfig(**SAMPLING, suppress_token_ids=task.requests.settings.config.suppress_token_ids)
         [expected] = generate(random_model, [prompt], config, [draw_seed(5, item.id, 0)])
         result = results[(item.id, 0)]
         assert result.output == byte_tokenizer.decode_bytes(expected.token_ids).decode(errors="replace")

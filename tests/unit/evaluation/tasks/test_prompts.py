@@ -76,9 +76,9 @@ def test_encoded_prompts(path: Path, make_config: MakeConfig) -> None:
     encoder = PairEncoder.from_model(tokenizer, model)
     builder, [item, *_] = build(path, encoder)
     encoded = builder.encode(item)
-    assert encoded.token_ids.tolist() == list(encoder.encode("Question: 0 + 1?\nAnswer:"))
-    assert encoded.sha256 == hashlib.sha256(b"Question: 0 + 1?\nAnswer:").hexdigest()
-    pairs, _ = builder.encode_options(item, ["1", "two"])
+    assert encoded.token_ids == (encoder.encode("Question: 0 + 1?\nAnswer:"))
+    assert builder.hash_prompt(item) == hashlib.sha256(b"Question: 0 + 1?\nAnswer:").hexdigest()
+    pairs = builder.encode_options(item, ["1", "two"])
     assert [pair.continuation_ids for pair in pairs] == [
         encoder.encode_pair("Question: 0 + 1?\nAnswer:", f" {text}").continuation_ids for text in ("1", "two")
     ]
@@ -89,8 +89,8 @@ def test_encoded_prompts(path: Path, make_config: MakeConfig) -> None:
     encoded = builder.encode(item)
     messages = builder.messages(item)
     expected = encode_chat(tokenizer, template, messages, add_generation_prompt=True) + tokenizer.encode("It is ")
-    assert encoded.token_ids.tolist() == expected
-    pairs, _ = builder.encode_options(item, ["1"])
+    assert list(encoded.token_ids) == expected
+    pairs = builder.encode_options(item, ["1"])
     text = tokenizer.decode([*pairs[0].context_ids, *pairs[0].continuation_ids])
     assert text.endswith("It is 1")
 
