@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
 from diffusionlm.inference.decoder import Decoder
@@ -46,59 +45,30 @@ def decode_answers(
     """
     if batch_size < 1:
         raise ValueError(f"batch_size = {batch_size} must be at least 1")
-    answers = [_OpenAnswer(index, tokenizer, request) for index, request in enumerate(requests)]
-    open_answers = {id(answer.request): answer for answer in answers}
-    decoder = Decoder.for_requests(model, [answer.request for answer in answers], batch_size)
+    answers = [(ActiveRequest(prepared), AnswerText(tokenizer, stop)) for prepared, stop in requests]
+    indices = {id(request): index for index, (request, _) in enumerate(answers)}
+    decoder = Decoder.for_requests(model, [request for request, _ in answers], batch_size)
     while decoder.has_work:
         result = decoder.step()
         for request in dict.fromkeys((*result.decoded, *result.finished)):
-            answer = open_answers[id(request)]
             if request.error is not None:
                 raise request.error
-            answer.read_final_tokens()
-            if answer.is_done:
+            _, text = answers[indices[id(request)]]
+            for token in request.final_token_ids()[len(text.tokens) :]:
+                text.push(token)
+            if request.is_done:
+                text.finish()
+            if text.is_complete:
                 decoder.remove(request)
-                del open_answers[id(request)]
-                yield answer.index, answer.build()
+                yield indices[id(request)], _build_answer(request, text, tokenizer)
     decoder.keep_graphs()
 
 
-class _OpenAnswer:
-    """An answer while it is decoded."""
-
-    def __init__(self, index: int, tokenizer: Tokenizer, source: AnswerRequest) -> None:
-        self.index = index
-        prepared, stop = source
-        self.request = ActiveRequest(prepared)
-        self._text = AnswerText(tokenizer, stop)
-        self._hidden_ids = tokenizer.hidden_ids
-        self._num_read = 0
-
-    @property
-    def is_done(self) -> bool:
-        return self.request.is_done or self._text.is_stopped
-
-    def read_final_tokens(self) -> None:
-        """Add the tokens that have become final."""
-        token_ids = self.request.final_token_ids()
-        for token in token_ids[self._num_read :]:
-            self._text.push(token)
-        self._num_read = len(token_ids)
-        if self.request.is_done:
-            self._text.finish()
-
-    def build(self) -> DecodedAnswer:
-        is_stopped = self._text.is_stopped or self.request.stop_index is not None
-        tokens = self._text.visible_tokens()
-        bounds = [*(token.start for token in tokens), len(self._text.text)]
-        shown = [
-            self._text.text[start:end]
-            for token, (start, end) in zip(tokens, pairwise(bounds), strict=True)
-            if token.token_id not in self._hidden_ids
-        ]
-        return DecodedAnswer(
-            text="".join(shown),
-            token_ids=tuple(token.token_id for token in tokens),
-            finish_reason="stop" if is_stopped else "length",
-            num_forwards=self.request.num_forwards,
-        )
+def _build_answer(request: ActiveRequest, text: AnswerText, tokenizer: Tokenizer) -> DecodedAnswer:
+    is_stopped, tokens, hidden_ids = text.is_stopped, text.visible_tokens(), tokenizer.hidden_ids
+    return DecodedAnswer(
+        text="".join(token.text for token in tokens if token.token_id not in hidden_ids),
+        token_ids=tuple(token.token_id for token in tokens),
+        finish_reason="stop" if is_stopped or request.stop_index is not None else "length",
+        num_forwards=request.num_forwards,
+    )

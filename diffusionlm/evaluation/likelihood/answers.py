@@ -31,8 +31,6 @@ from diffusionlm.evaluation.likelihood.masks import (
 MIN_ORDER_PAIRS = 2
 """Answers of which fewer orders fit into the samples are estimated from covers."""
 
-Key = tuple[int, ...]
-
 
 @dataclass(frozen=True)
 class AnswerBlock:
@@ -137,7 +135,7 @@ class SamplingPlan:
 class AnswerEstimate:
     """The log-likelihood of an answer, as far as it is computed."""
 
-    def __init__(self, answer: BlockedAnswer, plan: SamplingPlan, seed: int, key: Key) -> None:
+    def __init__(self, answer: BlockedAnswer, plan: SamplingPlan, seed: int, key: tuple[int, ...]) -> None:
         self.answer, self.plan = answer, plan
         self._seed, self._key = seed, key
         self.values_GD = np.zeros((len(answer.blocks), 0))

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from config.evaluation.likelihood import AnswerLikelihoodConfig
 from config.model import ModelConfig
 from diffusionlm.diffusion.layout import InputLayout
-from diffusionlm.evaluation.likelihood.answers import AnswerEstimate, BlockedAnswer, Key, SamplingPlan
+from diffusionlm.evaluation.likelihood.answers import AnswerEstimate, BlockedAnswer, SamplingPlan
 from diffusionlm.evaluation.likelihood.copies import MaskedCopy, compute_log_probabilities, count_forwards
 from diffusionlm.inference.settings import check_token_ids
 from diffusionlm.models.transformer import Transformer
@@ -31,8 +31,10 @@ class OptionsRequest:
     """Token ids, read but not scored; may be empty unless the model's outputs are shifted."""
     options: tuple[tuple[int, ...], ...]
     """Token ids of each option, at least one token; one option may be the beginning of another."""
-    key: int | tuple[int, ...] = 0
-    """Non-negative numbers from which the masks of all options are drawn, besides the seed."""
+    key: int = 0
+    """Non-negative number from which the masks of all options are drawn, besides the seed."""
+    window: int | None = None
+    """Number of a window of a text, which has masks of its own."""
     divisors: tuple[tuple[float, ...], ...] = ()
     """By rule: what the log-likelihood of each option is divided by before options are compared, such as its length.
     Racing ends once all rules are decided. Empty: one rule, without division."""
@@ -210,12 +212,12 @@ def _split_into_windows(request: OptionsRequest, window: int, name: str) -> list
         raise ValueError(f"{name} is empty, and has no likelihood: give at least one token")
     if len(prefix) > 1:
         raise ValueError(f"{name} has a prefix of {len(prefix)} tokens: give at most one")
-    tokens, key = prefix + text, _normalize_key(request.key)
+    tokens = prefix + text
     starts = range(0, len(tokens) - 1, window - 1) if len(tokens) > 1 else range(1)
     return [
-        OptionsRequest(prefix, (tokens[len(prefix) : window],), (*key, 0))
+        OptionsRequest(prefix, (tokens[len(prefix) : window],), request.key, 0)
         if start == 0
-        else OptionsRequest(tokens[start : start + 1], (tokens[start + 1 : start + window],), (*key, number))
+        else OptionsRequest(tokens[start : start + 1], (tokens[start + 1 : start + window],), request.key, number)
         for number, start in enumerate(starts)
     ]
 
@@ -280,18 +282,6 @@ class AnswerBuilder:
         return answer
 
 
-def _normalize_key(key: int | tuple[int, ...]) -> Key:
-    """The key as a tuple.
-
-    Raises:
-        ValueError: it has a negative number.
-    """
-    numbers = key if isinstance(key, tuple) else (key,)
-    if any(number < 0 for number in numbers):
-        raise ValueError(f"key = {key} of a request must have no negative number")
-    return numbers
-
-
 def _split_into_groups(
     requests: Sequence[OptionsRequest], config: AnswerLikelihoodConfig
 ) -> Iterator[Sequence[OptionsRequest]]:
@@ -320,7 +310,7 @@ class AdaptiveSampler:
         self._config = config
         self._plan = SamplingPlan.from_answers(answers, config)
         self._divisors = request.divisors or ((1.0,) * len(answers),)
-        key = _normalize_key(request.key)
+        key = (request.key,) if request.window is None else (request.key, request.window)
         self._estimates = [AnswerEstimate(answer, self._plan, config.seed, key) for answer in answers]
         self._num_stages = 0
 

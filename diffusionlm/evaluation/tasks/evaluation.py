@@ -136,7 +136,7 @@ def _score_group(
         key = draw_seed(0, f"{task.name} {item.id}", 0)
         divisors = tuple(config.list_divisors(options).values())
         continuations = tuple(pair.continuation_ids for pair in pairs)
-        requests.append(OptionsRequest(pairs[0].context_ids, continuations, key, divisors))
+        requests.append(OptionsRequest(pairs[0].context_ids, continuations, key, divisors=divisors))
     scores = score_documents(model, requests, config.likelihood)
     matches = greedy_matches(model, requests, config.likelihood) if config.needs_greedy else [False] * len(items)
     for item, score, is_match in zip(items, scores, matches, strict=True):
