@@ -20,7 +20,7 @@ from diffusionlm.inference.constraints.expressions import parse_regex
 from diffusionlm.inference.constraints.sampler import constrain_predictions
 from diffusionlm.inference.constraints.token_automaton import TokenTrie
 from diffusionlm.inference.decoder import Decoder
-from diffusionlm.inference.generate import Generation, generate, infill, stream, to_generation
+from diffusionlm.inference.generate import decode, generate, infill, stream, to_generation
 from diffusionlm.inference.healing import HealedText
 from diffusionlm.inference.request_builder import prepare_request
 from diffusionlm.inference.requests import RequestOptions
@@ -29,8 +29,7 @@ from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.inference.strategies import STRATEGIES
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.serving.engine import Engine
-from tests.decoding_jobs import add_requests, drain, limit_decoder
+from tests.decoding_jobs import add_requests, assert_same, drain, limit_decoder, settings_of
 
 EOS, MASK, V = 21, 22, 23
 LETTERS = [b"a", b"b", b"c", b"d"]
@@ -115,8 +114,7 @@ def test_independent_positions_are_allowed_tokens(
     ours = infill(model, [canvas] * 3, config, seeds, constraints=[[constraint, None]] * 3)
     expected = infill(model, [canvas] * 3, config, seeds, allowed_token_ids=[allowed] * 3)
     for left, right in zip(ours, expected, strict=True):
-        assert replace(left, logprobs=()) == replace(right, logprobs=())
-        assert left.logprobs == pytest.approx(right.logprobs, abs=1e-9)
+        assert_same(left, right)
 
 
 @pytest.mark.parametrize("count", [250, pytest.param(3000, marks=pytest.mark.slow)])
@@ -154,29 +152,17 @@ def _matches(pattern: str, answer: tuple[int, ...]) -> bool:
         return False
 
 
-def test_unconstrained_neighbors_and_engine(blocks: Transformer) -> None:
-    """Alone, in a batch of constrained and other requests, and in an engine: the same answers."""
+def test_neighbors_without_constraints(blocks: Transformer) -> None:
+    """Alone and in a batch of constrained and other requests: the same answers."""
     constraints = [make_constraint(PATTERNS[0]), None, make_constraint(PATTERNS[1]), None, make_constraint(PATTERNS[3])]
     config = GenerationConfig(max_new_tokens=9, temperature=0.9)
     prompts = [[1, 2, 3], [4], [5, 6], [7] * 6, [8, 9, 10, 11]]
     together = generate(blocks, prompts, config, constraints=constraints)
     free = generate(blocks, prompts, config)
-    with Engine(blocks, cache_bytes=1 << 20) as engine:
-        handles = [
-            engine.submit(prompt, config, seed, RequestOptions(constraints=[constraint]))
-            for seed, (prompt, constraint) in enumerate(zip(prompts, constraints, strict=True))
-        ]
-        served = [handle.result(60) for handle in handles]
-        with pytest.raises(ValueError, match="2 constraints for 1 masked spans"):
-            engine.submit([1], config, options=RequestOptions(constraints=constraints[:2]))
-        hole = RequestOptions(is_infill=True, constraints=constraints[:1])
-        infilled = engine.submit([1, MASK, MASK, 2], GenerationConfig(), options=hole).result(60)
-    assert re.fullmatch(PATTERNS[0], to_text(infilled.token_ids[1:3]))
     for index, (prompt, constraint) in enumerate(zip(prompts, constraints, strict=True)):
         [alone] = generate(blocks, [prompt], config, [index], constraints=[constraint])
-        for other in (together[index], served[index], *([free[index]] if constraint is None else [])):
-            assert _without_logprobs(other) == _without_logprobs(alone)
-            assert other.logprobs == pytest.approx(alone.logprobs, abs=1e-9)
+        for other in (together[index], *([free[index]] if constraint is None else [])):
+            assert_same(other, alone)
 
 
 @pytest.mark.parametrize("pauses", [True, False])
@@ -209,7 +195,7 @@ def test_a_slow_constraint_lets_others_go_ahead(
     assert turns[first : first + 4] == (["so", "o", "o", "o"] if pauses else ["so"] * 4)
     last = max(index for index, turn in enumerate(turns) if "o" in turn)
     assert set(turns[last + 1 :]) == ({"s"} if pauses else set())
-    assert _without_logprobs(to_generation(slow)) == _without_logprobs(expected)
+    assert_same(to_generation(slow), expected)
 
 
 def test_a_failure_in_a_constraint_ends_its_request_alone(
@@ -226,11 +212,7 @@ def test_a_failure_in_a_constraint_ends_its_request_alone(
     )
     drain(decoder, failed, other)
     assert isinstance(failed.error, AttributeError) and "decoding a request has failed" in caplog.text
-    assert _without_logprobs(to_generation(other)) == _without_logprobs(expected)
-
-
-def _without_logprobs(result: Generation) -> Generation:
-    return replace(result, logprobs=(), top_logprobs=())
+    assert_same(to_generation(other), expected)
 
 
 def test_order_of_forced_tokens_alone_and_mixed(blocks: Transformer) -> None:
@@ -248,9 +230,8 @@ def test_order_of_forced_tokens_alone_and_mixed(blocks: Transformer) -> None:
 
 
 def test_top_logprobs_are_those_of_the_restricted_distribution(blocks: Transformer) -> None:
-    with Engine(blocks, cache_bytes=1 << 20) as engine:
-        options = RequestOptions(constraints=[make_constraint("[abd]{4}", LETTERS)], num_top_logprobs=5)
-        result = engine.submit([1], GenerationConfig(max_new_tokens=4), options=options).result(60)
+    options = RequestOptions(constraints=[make_constraint("[abd]{4}", LETTERS)], num_top_logprobs=5)
+    [result] = decode(blocks, [prepare_request(settings_of(blocks), [1], options=options)])
     for token, logprob, top in zip(result.token_ids, result.logprobs, result.top_logprobs, strict=True):
         assert {other for other, _ in top} == {0, 1, 3} and dict(top)[token] == pytest.approx(logprob)
         assert sum(np.exp(value) for _, value in top) == pytest.approx(1.0)
@@ -281,13 +262,12 @@ def test_wrong_numbers_of_constraints(model: Transformer) -> None:
 
 def test_spans_beside_each_other(blocks: Transformer) -> None:
     canvas, constraints = [1, *[MASK] * 5, 2], [make_constraint("[ab]+"), make_constraint("c+")]
-    with Engine(blocks, cache_bytes=1 << 20) as engine:
-        options = RequestOptions(is_infill=True, constraints=constraints, span_lengths=(3, 2))
-        result = engine.submit(canvas, GenerationConfig(), options=options).result(60)
-        with pytest.raises(ValueError, match="canvas 0: 2 constraints for 1 masked spans"):
-            engine.submit(canvas, GenerationConfig(), options=replace(options, span_lengths=()))
+    options = RequestOptions(is_infill=True, constraints=constraints, span_lengths=(3, 2))
+    [result] = decode(blocks, [prepare_request(settings_of(blocks), canvas, options=options)])
     assert re.fullmatch("[ab]+", to_text(result.token_ids[1:4]))
     assert to_text(result.token_ids[4:6]) == "cc"
+    with pytest.raises(ValueError, match="canvas 0: 2 constraints for 1 masked spans"):
+        prepare_request(settings_of(blocks), canvas, options=replace(options, span_lengths=()))
 
 
 def test_allowed_tokens_within_a_span(model: Transformer) -> None:
