@@ -110,19 +110,6 @@ def test_a_request_does_not_depend_on_its_batch(tables: dict[str, TableModel], s
     )
 
 
-@pytest.mark.parametrize("cache", ["prefix", "dual", "block"])
-@pytest.mark.parametrize(("strategy", "scale"), [("threshold", 0.0), ("ancestral", 1.0), ("p2", 0.0)])
-def test_a_cached_request_does_not_depend_on_its_batch(cache: str, strategy: str, scale: float) -> None:
-    model = tiny_transformer(3, **({"block_length": 4} if cache == "block" else {}))
-    config = settings(
-        max_new_tokens=9, block_length=4, temperature=1.0, cache=cache, cfg_scale=scale, **options(strategy)
-    )
-    together = generate(model, PROMPTS, config, SEEDS)
-    assert_same(
-        together, [generate(model, [prompt], config, [seed])[0] for prompt, seed in zip(PROMPTS, SEEDS, strict=True)]
-    )
-
-
 @pytest.mark.parametrize("strategy", STRATEGY_NAMES)
 @pytest.mark.parametrize("alignment", ["same_position", "shifted"])
 def test_the_cache_of_blocks_is_exact(strategy: str, alignment: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from config.generation import GenerationConfig
 from diffusionlm.inference.generate import generate, infill, stream
 from diffusionlm.inference.healing import HealedText, TokenHealer, encode_pieces, split_infill
 from diffusionlm.inference.request_builder import prepare_request
-from diffusionlm.inference.requests import Predictions, RequestOptions
+from diffusionlm.inference.requests import ActiveRequest, Predictions, RequestOptions
 from diffusionlm.inference.sampling import BatchSampler, LogitRows
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.inference.strategies import STRATEGIES
@@ -195,26 +194,19 @@ def test_samples_follow_the_renormalized_distribution(
     """Also where chunks begin between requests."""
     monkeypatch.setattr("diffusionlm.inference.sampling.PROBABILITY_CHUNK_BYTES", 8 * code.vocab_size * 2)
     config = GenerationConfig(
-        remasking_strategy=remasking_strategy, temperature=temperature, suppress_token_ids=(5,), steps=8
+        remasking_strategy=remasking_strategy, temperature=temperature, suppress_token_ids=(5,), max_new_tokens=3
     )
     settings = resolve_settings(config, model.config)
     allowed = [{}, {4: np.array([5, 7, 300])}, {2: np.array([9]), 3: np.arange(50)}]
     rng = np.random.default_rng(0)
     uniforms = rng.random((3, 3))
-    biases = [{}, {7: 1.5, 300: -2.0}, {}]
-    requests: Any = [
-        SimpleNamespace(
-            settings=settings,
-            output_positions=np.array([2, 3, 4]),
-            has_guidance=False,
-            prepared=SimpleNamespace(allowed_token_ids=allowed_ids, options=RequestOptions(logit_bias=biases[row])),
-            num_top_logprobs=row,  # the most of all counts
-            draw_uniforms=lambda _, positions, row=row: uniforms[row],
-            is_masked_L=np.ones(5, dtype=np.bool_),
-            tokens_L=np.zeros(5, dtype=np.int64),
-        )
-        for row, allowed_ids in enumerate(allowed)
-    ]
+    biases: list[dict[int, float]] = [{}, {7: 1.5, 300: -2.0}, {}]
+    requests = []
+    for row, allowed_ids in enumerate(allowed):
+        options = RequestOptions(allowed_token_ids=allowed_ids, logit_bias=biases[row], num_top_logprobs=row)
+        requests.append(ActiveRequest(prepare_request(settings, [1, 1], options=options)))
+        requests[-1].prepare_step()
+        monkeypatch.setattr(requests[-1], "draw_uniforms", lambda _, positions, row=row: uniforms[row])
     logits_NV = rng.normal(size=(9, code.vocab_size)) * 3
     sampler = BatchSampler(torch.device("cpu"))
     given_NV = torch.from_numpy(logits_NV.copy())
