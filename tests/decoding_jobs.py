@@ -50,7 +50,7 @@ def limit_decoder(num_pages: int, page_size: int = 16, **keys: Any) -> tuple[int
 LIMITS = {
     "plenty": limit_decoder(num_pages=200, page_size=8),
     "small steps": limit_decoder(num_pages=200, page_size=8, max_num_batched_tokens=6, max_requests=3),
-    "few pages": limit_decoder(num_pages=38, page_size=2),
+    "few pages": limit_decoder(num_pages=34, page_size=2),
     "shared pages": limit_decoder(num_pages=50, page_size=4, prefix_cache=True, max_requests=4),
     "everything": limit_decoder(num_pages=32, page_size=2, max_num_batched_tokens=5, max_requests=5, prefix_cache=True),
 }
@@ -78,7 +78,7 @@ def settings_of(model: Transformer, **values: Any) -> DecodingSettings:
 
 
 def make_jobs(model: Transformer, options: list[dict[str, Any]], count: int, seed: int = 0) -> list[Job]:
-    """Prompts of 1 to 25 tokens, most of which begin alike, and canvases with holes."""
+    """Prompts of 1 to 25 tokens, most of which begin alike, some with turns of a chat, and canvases with holes."""
     rng = np.random.default_rng(seed)
     beginning = rng.integers(0, 20, 25).tolist()
     settings = [resolve_settings(GenerationConfig(max_new_tokens=10, **values), model.config) for values in options]
@@ -91,7 +91,9 @@ def make_jobs(model: Transformer, options: list[dict[str, Any]], count: int, see
             canvas = [MASK if rng.random() < 0.4 and position else token for position, token in enumerate(tokens)]
             jobs.append(prepare_request(own, canvas, seed=index, options=RequestOptions(is_infill=True)))
         else:
-            jobs.append(prepare_request(own, tokens, seed=index))
+            has_turns = own.block_causal_length is not None and index % 3 == 2 and length > 2
+            turns = RequestOptions(segment_starts=(length // 2, length) if has_turns else ())
+            jobs.append(prepare_request(own, tokens, seed=index, options=turns))
     return jobs
 
 

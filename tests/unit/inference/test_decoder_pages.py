@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from diffusionlm.inference import cuda_graphs
+from diffusionlm.inference import decoder as decoder_module
 from diffusionlm.inference import requests as requests_module
 from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.generate import Generation, decode, to_generation
@@ -29,6 +31,7 @@ from tests.decoding_jobs import (
     make_jobs,
     settings_of,
 )
+from tests.recorded_graph import RecordedGraph
 
 SHARED = limit_decoder(num_pages=20, page_size=4, prefix_cache=True)
 
@@ -38,30 +41,38 @@ def answer(model: Transformer, settings: DecodingSettings, prompt: list[int], *s
 
 
 @pytest.mark.parametrize(
-    ("name", "limits"),
+    ("name", "limits", "has_graphs"),
     [
-        ("blocks", "few pages"),
-        pytest.param("shifted_blocks", "everything", marks=pytest.mark.slow),
-        pytest.param("model", "plenty", marks=pytest.mark.slow),
+        ("blocks", "few pages", True),
+        ("blocks", "few pages", False),
+        pytest.param("shifted_blocks", "everything", False, marks=pytest.mark.slow),
+        pytest.param("model", "plenty", False, marks=pytest.mark.slow),
     ],
 )
-def test_what_pages_without_an_owner_hold_has_no_effect(request: pytest.FixtureRequest, name: str, limits: str) -> None:
+def test_what_pages_without_an_owner_hold_has_no_effect(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, name: str, limits: str, has_graphs: bool
+) -> None:
+    """Nor the page of what pads a CUDA graph, the last one."""
     model: Transformer = request.getfixturevalue(name)
     jobs = make_jobs(model, CANVASES if name == "model" else BLOCKS, 6)
+    expected = [decode(model, [prepared])[0] for prepared in jobs]
+    if has_graphs:
+        monkeypatch.setattr(decoder_module, "select_graph_factory", lambda model: RecordedGraph)
+        monkeypatch.setattr(cuda_graphs, "MIN_USES", 0)
     decoder = Decoder(model, *LIMITS[limits])
     requests = add_requests(decoder, *jobs)
+    cache = decoder.cache
+    assert cache is not None and cache.num_pages == decoder.pool.num_pages + has_graphs
     while decoder.has_work:
         decoder.step()
         check_pages(decoder, requests)
         used = {page for active in requests for pages in active.pages for page in pages} | {*decoder.pool._cached}
-        free = torch.tensor(sorted(set(range(decoder.pool.num_pages)) - used), dtype=torch.int64)
-        cache = decoder.cache
-        assert cache is not None
+        free = torch.tensor(sorted(set(range(cache.num_pages)) - used), dtype=torch.int64)
         slots = (free[:, None] * cache.page_size + torch.arange(cache.page_size)).flatten()
         for storage in (*cache.keys_KTH, *cache.values_KTH):
             storage[:, slots] = torch.nan
-    for active, prepared in zip(requests, jobs, strict=True):
-        assert_same(to_generation(active), decode(model, [prepared])[0])
+    for active, answer in zip(requests, expected, strict=True):
+        assert_same(to_generation(active), answer)
 
 
 def test_admission_leaves_a_page_to_those_that_will_need_one(blocks: Transformer) -> None:

@@ -34,7 +34,7 @@ from diffusionlm.models.row_adapters import ModelAdapter
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.models.varlen import SequenceSlice
 from tests.conftest import MakeModel
-from tests.decoding_jobs import LIMITS, MASK, Job, add_requests, assert_same, limit_decoder, make_jobs, run_all
+from tests.decoding_jobs import LIMITS, MASK, Job, assert_same, make_jobs, run_all
 from tests.recorded_graph import RecordedGraph
 
 OPTIONS: list[dict[str, Any]] = [
@@ -110,35 +110,6 @@ def test_windows_and_soft_caps(options: dict[str, Any], tiny_model: MakeModel, g
     model = tiny_model(torch.float64, vocab_size=23, mask_token_id=MASK, block_length=4, **options).eval()
     jobs = make_jobs(model, OPTIONS[:1], 4)
     check_answers(model, jobs, run_all(Decoder(model, *LIMITS["plenty"]), jobs, [0, 0, 2, 5]))
-    assert sum(graph.num_replays for graph in graphs) > 3
-
-
-def test_turns_of_chats(blocks: Transformer, graphs: list[RecordedGraph]) -> None:
-    """Blocks are counted anew in each turn, so texts of a step have patterns of their own."""
-    settings = resolve_settings(GenerationConfig(max_new_tokens=10, denoising_steps=4), blocks.config)
-    chats = (([1] * 9, (3, 6)), ([2] * 5, ()), ([3] * 14, (10,)), ([4] * 7, (7,)))
-    jobs = [
-        prepare_request(settings, prompt, options=RequestOptions(segment_starts=starts)) for prompt, starts in chats
-    ]
-    check_answers(blocks, jobs, run_all(Decoder(blocks, *LIMITS["plenty"]), jobs, [0, 0, 1, 3]))
-    assert sum(graph.num_replays for graph in graphs) > 3
-
-
-def test_what_other_pages_hold_has_no_effect(blocks: Transformer, graphs: list[RecordedGraph]) -> None:
-    """Neither pages without an owner nor the page of what pads."""
-    jobs = make_jobs(blocks, OPTIONS[:1], 5)
-    decoder = Decoder(blocks, *limit_decoder(num_pages=60, page_size=4))
-    requests = add_requests(decoder, *jobs)
-    cache = decoder.cache
-    assert cache is not None and cache.num_pages == 61
-    while decoder.has_work:
-        decoder.step()
-        owned = {page for active in requests for pages in active.pages for page in pages}
-        free = np.array(sorted(set(range(cache.num_pages)) - owned))
-        slots = torch.from_numpy((free[:, None] * cache.page_size + np.arange(cache.page_size)).ravel())
-        for storage in (*cache.keys_KTH, *cache.values_KTH):
-            storage[:, slots] = torch.nan
-    check_answers(blocks, jobs, [to_generation(active) for active in requests])
     assert sum(graph.num_replays for graph in graphs) > 3
 
 
