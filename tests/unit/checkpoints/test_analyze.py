@@ -45,6 +45,10 @@ def test_equal_directories_are_equal_however_they_are_sharded(tensors: Tensors, 
     assert result.is_equal and len(result.pairs) == 4 and not result.only_a + result.only_b
     assert result.config_differences == (("b", 2, 3), ("c", None, 4))
     assert {info.file for info in list_tensors(two).values()} == set(shards)
+    halves = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    half = directory(tmp_path / "half", {"model.safetensors": halves})
+    wide = directory(tmp_path / "wide", {"model.safetensors": {name: half.float() for name, half in halves.items()}})
+    assert analyze(half, wide).is_equal, "a wider dtype is no difference"
     assert "4 tensors are equal" in render_text(format_analysis(result, 40), StringIO())
 
 
@@ -57,6 +61,11 @@ def test_differences_are_measured(tensors: Tensors, tmp_path: Path) -> None:
     expected = (0.5**2 + 0.25**2) ** 0.5 / float(tensors["norm"].double().norm())
     assert pair.relative_difference == pytest.approx(expected, rel=1e-6)
     assert not result.is_equal
+    grown = directory(tmp_path / "three", {"model.safetensors": {**tensors, "embed": torch.zeros(6, 4)}})
+    result = analyze(one, grown)
+    [pair] = [pair for pair in result.pairs if pair.max_difference is None]
+    assert (pair.a.shape, pair.b.shape) == ((5, 4), (6, 4)) and not result.is_equal
+    assert "5x4 / 6x4" in render_text(format_analysis(result, 40), StringIO())
 
 
 def test_renamed_tensors_are_matched_by_value(tensors: Tensors, tmp_path: Path) -> None:
@@ -72,23 +81,6 @@ def test_renamed_tensors_are_matched_by_value(tensors: Tensors, tmp_path: Path) 
     assert "layer.q = other.layer.q" in text and "only in b:" in text
     without = analyze(one, two, values=False)
     assert len(without.only_a) == 4 and not without.pairs
-
-
-def test_shape_mismatches_are_listed_without_comparison(tensors: Tensors, tmp_path: Path) -> None:
-    one = directory(tmp_path / "one", {"model.safetensors": tensors})
-    grown = {**tensors, "embed": torch.zeros(6, 4)}
-    result = analyze(one, directory(tmp_path / "two", {"model.safetensors": grown}))
-    [pair] = [pair for pair in result.pairs if pair.max_difference is None]
-    assert (pair.a.shape, pair.b.shape) == ((5, 4), (6, 4)) and not result.is_equal
-    assert "5x4 / 6x4" in render_text(format_analysis(result, 40), StringIO())
-
-
-def test_lossless_dtype_change_is_no_difference(tensors: Tensors, tmp_path: Path) -> None:
-    halves = {name: tensor.bfloat16() for name, tensor in tensors.items()}
-    one = directory(tmp_path / "one", {"model.safetensors": halves})
-    two = directory(tmp_path / "two", {"model.safetensors": {name: tensor.float() for name, tensor in halves.items()}})
-    result = analyze(one, two)
-    assert result.is_equal and {(pair.a.dtype, pair.b.dtype) for pair in result.pairs} == {("BF16", "F32")}
 
 
 def test_the_command(tensors: Tensors, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 
 import pytest
 import torch
@@ -45,15 +44,11 @@ def test_digest_is_the_hash_of_the_values(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_dtype_of_storage_does_not_count(dtype: torch.dtype) -> None:
+def test_the_dtype_does_not_count(dtype: torch.dtype) -> None:
+    """Neither that of storage, nor that to which a base was converted."""
     model = build_model(dtype)
     assert BaseFingerprint.from_model(model) == BaseFingerprint.from_model(build_model(dtype).float())
-    assert compare(model, build_model(dtype).float()) is None
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_converted_base_is_the_same(dtype: torch.dtype) -> None:
-    assert compare(build_model(), build_model(dtype)) is None
+    assert compare(model, build_model(dtype).float()) is None and compare(build_model(), model) is None
 
 
 @pytest.mark.parametrize(("name", "index"), [("0.weight", (1, 2)), ("1.weight", (3,))])
@@ -78,15 +73,11 @@ def test_other_tensors_are_named() -> None:
     assert compare(build_model(), other) == "extra is new; 1.weight has other values"
 
 
-def test_metadata_keep_the_fingerprint() -> None:
-    fingerprint = BaseFingerprint.from_model(build_model())
-    metadata = fingerprint.to_metadata()
-    assert BaseFingerprint.from_metadata(metadata) == fingerprint
-    assert BaseFingerprint.from_metadata({"format": "pt"}) is None
-
-
 def test_adapters_without_digests_compare_samples() -> None:
-    old = BaseFingerprint(BaseFingerprint.from_model(build_model()).samples, None)
+    new = BaseFingerprint.from_model(build_model())
+    assert BaseFingerprint.from_metadata(new.to_metadata()) == new
+    old = BaseFingerprint(new.samples, None)
+    assert BaseFingerprint.from_metadata({"format": "pt"}) is None
     assert BaseFingerprint.from_metadata(old.to_metadata()) == old
     assert old.find_difference(BaseFingerprint.from_model(build_model(torch.bfloat16))) is None
     other = build_model()
@@ -97,12 +88,8 @@ def test_adapters_without_digests_compare_samples() -> None:
     assert old.find_difference(BaseFingerprint.from_model(other)) == "names or shapes of its tensors differ"
 
 
-@pytest.mark.parametrize("digests", ["{", "[]", "{}", '{"0.weight": 3}', '{"0.weight": {"dtype": "float32"}}'])
+@pytest.mark.parametrize("digests", ["{", "[]", '{"0.weight": {"dtype": "float32"}}'])
 def test_damaged_metadata_are_refused(digests: str) -> None:
     metadata = BaseFingerprint.from_model(build_model()).to_metadata() | {"base_digests": digests}
     with pytest.raises(ValueError, match="metadata base_digests are damaged"):
         BaseFingerprint.from_metadata(metadata)
-    unknown = json.loads(BaseFingerprint.from_model(build_model()).to_metadata()["base_digests"])
-    unknown["0.weight"]["dtype"] = "int8"
-    with pytest.raises(ValueError, match="metadata base_digests are damaged"):
-        BaseFingerprint.from_metadata(metadata | {"base_digests": json.dumps(unknown)})

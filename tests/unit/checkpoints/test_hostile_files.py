@@ -16,7 +16,6 @@ from config.finetune import lora
 from config.finetune.lora import LoraConfig
 from diffusionlm.checkpoints import huggingface
 from diffusionlm.checkpoints.adapter_files import load_adapter, save_adapter
-from diffusionlm.checkpoints.analyze import analyze
 from diffusionlm.checkpoints.huggingface import load_model, save_model
 from diffusionlm.checkpoints.weights import read_weights
 from diffusionlm.families.model_directory import read_model_config
@@ -42,8 +41,6 @@ def refuse(*_: Any, **__: Any) -> Any:
     [
         ("vocab_size", 10**8),
         ("hidden_size", 10**8),
-        ("intermediate_size", 10**8),
-        ("num_attention_heads", 10**6),
         ("num_key_value_heads", 1),
     ],
 )
@@ -154,12 +151,9 @@ def test_values_of_any_type_are_refused_by_the_file(family: str, tmp_path: Path)
     ("values", "problem"),
     [
         ({"vocab_size": 10**12}, "vocab_size"),
-        ({"hidden_size": 10**9}, "hidden_size"),
-        ({"num_hidden_layers": 10**5}, "num_hidden_layers"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
         ({"num_attention_heads": 10**8, "head_dim": 10**8}, "num_attention_heads = 100000000 times head_dim"),
         ({"num_hidden_layers": 10**9, "use_sliding_window": True, "max_window_layers": 2}, "num_hidden_layers"),
-        ({"model_type": "gemma2", "num_hidden_layers": 10**9}, "num_hidden_layers"),
         ({"model_type": "qwen3_moe", **EXPERTS, "num_experts": 10**9}, "num_experts"),
         ({"model_type": "qwen3_moe", **EXPERTS, "mlp_only_layers": [0] * 5}, "mlp_only_layers has 5 entries"),
     ],
@@ -183,9 +177,6 @@ def test_nested_json_names_the_file(name: str, tiny_model: MakeModel, tmp_path: 
     (tmp_path / name).write_text(NESTED)
     with pytest.raises(ValueError, match=rf"{name}: is not valid JSON .nested too deeply"):
         load_model(tmp_path)
-    if name == "config.json":
-        with pytest.raises(ValueError, match=rf"{name}: is not valid JSON .nested too deeply"):
-            analyze(tmp_path, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +184,6 @@ def test_nested_json_names_the_file(name: str, tiny_model: MakeModel, tmp_path: 
     [
         ("target_modules", "(?:.|..|...)+(?<=z)", "lora.targets"),
         ("rank_pattern", {"(?:.|..|...)+(?<=z)": 2}, "lora.rank_patterns"),
-        ("alpha_pattern", {"(?:.|..|...)+(?<=z)": 2}, "lora.alpha_patterns"),
     ],
 )
 def test_a_pattern_that_takes_forever_names_the_file(

@@ -94,19 +94,14 @@ def test_kinds_of_models(tiny_model: MakeModel, tmp_path: Path) -> None:
     sliding = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "qk_norm": True}
     assert "sliding windows see one position more" in card_of(tiny_model(**sliding), tmp_path)
     assert "`transformers` has no `llada`" in card_of(tiny_model(model_type="llada", qk_norm=False), tmp_path)
-    experts = card_of(tiny_model(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8), tmp_path)
-    assert rows(experts)["experts"] == "2 of 4 per token"
+    mixture = tiny_model(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, mlp_only_layers=(1,))
+    facts, numbers = rows(card_of(mixture, tmp_path)), sum(parameter.numel() for parameter in mixture.parameters())
+    assert facts["experts"] == "2 of 4 per token"
+    # Two of the four experts, each three matrices of 24 x 8, are idle in the layer that has some.
+    assert facts["parameters"] == f"{numbers:,}, of which {numbers - 2 * 3 * 24 * 8:,} are active for a token"
 
 
-def test_mixture_card_has_active_parameters(tiny_model: MakeModel, tmp_path: Path) -> None:
-    """Two of the four experts, each three matrices of 24 x 8, are idle in the layer that has some."""
-    model = tiny_model(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, mlp_only_layers=(1,))
-    numbers = sum(parameter.numel() for parameter in model.parameters())
-    expected = f"{numbers:,}, of which {numbers - 2 * 3 * 24 * 8:,} are active for a token"
-    assert rows(card_of(model, tmp_path))["parameters"] == expected
-
-
-@pytest.mark.parametrize("context", [8, 16, 33, 256])
+@pytest.mark.parametrize("context", [8, 33, 256])
 def test_usage_section_matches_the_context_length(
     context: int, tokenizer: Tokenizer, tiny_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,21 +159,12 @@ def sealed(tiny_model: MakeModel, target: Path) -> Path:
 LATER = replace(TRAINING, facts={**TRAINING.facts, "validation": str(ValidationBound(2.0, 0.01, 40, is_exact=True))})
 
 
-def test_the_final_bound_is_put_in_later(tiny_model: MakeModel, tmp_path: Path) -> None:
-    folder = sealed(tiny_model, tmp_path / "model")
-    before = (folder / "README.md").read_text(encoding="utf-8")
-    update_training_section(folder, LATER)
-    verify_directory(folder, must_have_manifest=True)
-    after = (folder / "README.md").read_text(encoding="utf-8")
-    assert after == before.replace("at most 3.988 ± 0.018 nats", "2.000 ± 0.010 nats")
-    assert "README.md" in json.loads((folder / "MANIFEST.json").read_text())["files"]
-
-
 @pytest.mark.parametrize("writes", [0, 1, 2])
-def test_killed_in_between_the_checkpoint_verifies(
+def test_the_final_bound_is_put_in_later_and_a_kill_damages_nothing(
     writes: int, tiny_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, done = sealed(tiny_model, tmp_path / "model"), [0]
+    before = (folder / "README.md").read_text(encoding="utf-8")
 
     def write(path: Path, text: str) -> None:
         if done[0] == writes:
@@ -186,14 +172,16 @@ def test_killed_in_between_the_checkpoint_verifies(
         done[0] += 1
         write_text_atomic(path, text)
 
-    monkeypatch.setattr(model_card, "write_text_atomic", write)
-    with pytest.raises(OSError, match="killed"):
-        update_training_section(folder, LATER)
+    with monkeypatch.context() as patch:
+        patch.setattr(model_card, "write_text_atomic", write)
+        with pytest.raises(OSError, match="killed"):
+            update_training_section(folder, LATER)
     verify_directory(folder, must_have_manifest=True)
-    monkeypatch.setattr(model_card, "write_text_atomic", write_text_atomic)
     update_training_section(folder, LATER)
-    assert "2.000 ± 0.010" in (folder / "README.md").read_text(encoding="utf-8")
+    after = (folder / "README.md").read_text(encoding="utf-8")
+    assert after == before.replace("at most 3.988 ± 0.018 nats", "2.000 ± 0.010 nats")
     verify_directory(folder, must_have_manifest=True)
+    assert "README.md" in json.loads((folder / "MANIFEST.json").read_text())["files"]
 
 
 def test_foreign_card_is_not_replaced(tiny_model: MakeModel, tmp_path: Path) -> None:
@@ -216,22 +204,18 @@ def test_card_of_a_converted_model_names_its_source(
     )
     source = tmp_path / "source"
     save_model_directory(model, tokenizer, source)
-    config = ConvertConfig(source=source, target=tmp_path / "plain")
-    convert(prepare_conversion(config))
-    assert "Converted from qwen3" in (tmp_path / "plain" / "README.md").read_text(encoding="utf-8")
+
+    def convert_to(name: str, path: Path = source, **options: Any) -> str:
+        convert(prepare_conversion(ConvertConfig(source=path, target=tmp_path / name, **options)))
+        return (tmp_path / name / "README.md").read_text(encoding="utf-8")
+
+    assert "Converted from qwen3" in convert_to("plain")
     card_of(model, source, TRAINING)
-    config = ConvertConfig(source=source, target=tmp_path / "half", dtype="bfloat16")
-    convert(prepare_conversion(config))
-    card = (tmp_path / "half" / "README.md").read_text(encoding="utf-8")
+    card = convert_to("half", dtype="bfloat16")
     assert card.count("\n## Training\n") == card.count("\n## Use\n") == 1
     assert "Converted from first\\_try, " in card and rows(card)["tokens seen"] == "327,680"
     assert front_matter(card)["datasets"] == ["someone/stories"]
     assert "DIR is the checkpoint with the run's `config.toml`:" in card
-    again = ConvertConfig(source=tmp_path / "half", target=tmp_path / "quarter")
-    convert(prepare_conversion(again))
-    assert front_matter((tmp_path / "quarter" / "README.md").read_text())["datasets"] == ["someone/stories"]
+    assert front_matter(convert_to("quarter", tmp_path / "half"))["datasets"] == ["someone/stories"]
     os.remove(source / "README.md")
-    config = ConvertConfig(source=source, target=tmp_path / "bare")
-    convert(prepare_conversion(config))
-    card = (tmp_path / "bare" / "README.md").read_text(encoding="utf-8")
-    assert "Converted from source, whose training is unknown." in card
+    assert "Converted from source, whose training is unknown." in convert_to("bare")
