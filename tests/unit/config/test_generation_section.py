@@ -92,10 +92,6 @@ def test_the_remedy_names_strategies_where_they_are_few() -> None:
     assert "or choose another strategy" in message_of({"remasking_strategy": "factor", "steps": 5})
 
 
-def test_without_a_strategy_every_key_is_accepted() -> None:
-    GenerationConfig.model_validate({key: value for key, value in VALUES.items() if key != "steps"})
-
-
 @pytest.mark.parametrize(
     ("values", "words"),
     [
@@ -114,20 +110,13 @@ def test_without_a_strategy_every_key_is_accepted() -> None:
             ["remdm_eta = 0.2", "0.1111", "remdm_alpha_on = 0.9", "lower one"],
         ),
         ({"attention": "block_causal", "cache": "prefix"}, ['cache = "prefix"', "block-causal", '"block"']),
-        ({"attention": "block_causal", "canvas": "growing"}, ['canvas = "growing"', "bidirectional"]),
         ({"attention": "bidirectional", "cache": "block"}, ['cache = "block"', "block-causal", '"prefix"']),
-        ({"steps": 10**9}, ["steps", "100000"]),
         ({"remasking_strategy": "best"}, ["remasking_strategy", "low_confidence", "remdm_loop"]),
     ],
 )
 def test_values_that_do_not_fit(values: dict[str, Any], words: list[str]) -> None:
     message = message_of(values)
     assert all(word in message for word in words), message
-
-
-def test_the_greatest_eta_that_alpha_on_allows() -> None:
-    GenerationConfig(remasking_strategy="remdm_loop", remdm_eta=1.0, remdm_alpha_on=0.5)
-    GenerationConfig(remasking_strategy="remdm_loop", remdm_eta=0.25, remdm_alpha_on=0.8)
 
 
 def test_what_the_resource_shows_is_valid() -> None:

@@ -156,15 +156,6 @@ class TestFile:
         with pytest.raises(ConfigError, match=why):
             load_config(Run, tmp_path / name)
 
-    def test_unreadable_file(self, load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        def refuse(*_: Any, **options: Any) -> Any:
-            raise PermissionError(13, "Permission denied")
-
-        Path("run.toml").touch()
-        monkeypatch.setattr(Path, "open", refuse)
-        with pytest.raises(ConfigError, match=r"^run\.toml: cannot be read \(Permission denied\)$"):
-            load_config(Run, Path("run.toml"))
-
     def test_bad_utf8(self, load: Any) -> None:
         with pytest.raises(ConfigError, match=r"^run\.toml: is not UTF-8 .*save it as UTF-8"):
             load(b"x=1\n#\xff")
@@ -180,10 +171,6 @@ class TestFile:
         with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
             load(text)
 
-    def test_deep_nesting_is_an_error_of_the_file(self, load: Any) -> None:
-        with pytest.raises(ConfigError, match=r"^run\.toml"):
-            load("a = " + "[" * 100_000)
-
 
 class TestOverrides:
     @pytest.mark.parametrize(
@@ -194,17 +181,12 @@ class TestOverrides:
             ("data.held_out=.25", 0.25),
             ("data.cache=none", None),
             ("data.limits.a=3", {"a": 3}),
-            ("data.limits={b = 2}", {"b": 2}),
             ("title=1e5", "1e5"),
-            ("title=none", "none"),
             ("title=", ""),
             ("title=[1]", "[1]"),
-            ("training.batch=auto", "auto"),
             ("training.gates=[4, 5]", (4, 5)),
-            ("training.compile=true", True),
             ("training.mode=half", "half"),
             ("training.cache=none", "none"),
-            ('training.mode="half"', "half"),
             ("training.optimizer.betas=1,2.5", (1.0, 2.5)),
             ("training.optimizer.betas=", ()),
         ],
@@ -236,15 +218,12 @@ class TestOverrides:
         config = load(DATA, 'training={max_steps = 3, mode = "half"}', "training.max_steps=4", "training.max_steps=5")
         assert (config.training.max_steps, config.training.mode) == (5, "half")
 
-    def test_union_member_may_be_chosen_by_a_later_override(self, load: Any) -> None:
-        config = load(DATA, "training.optimizer.momentum=1", "training.optimizer.kind=sgd")
-        assert config.training.optimizer == Sgd(momentum=1.0)
-
-    def test_union_member_chosen_by_the_file_and_by_default(self, load: Any) -> None:
+    def test_union_member_chosen_by_override_file_and_default(self, load: Any) -> None:
         text = DATA + '[training.optimizer]\nkind = "sgd"\n'
         assert load(text, "training.optimizer.momentum=1").training.optimizer == Sgd(momentum=1.0)
+        later = load(DATA, "training.optimizer.momentum=1", "training.optimizer.kind=sgd")
+        assert later.training.optimizer == Sgd(momentum=1.0)
         assert load(DATA, "training.optimizer.rate=1").training.optimizer == Adam(rate=1.0)
-        assert load(OPTIMIZER + "rate = 2\n").training.optimizer == Adam(rate=2.0)
 
     def test_errors_name_the_override(self, problems: Any) -> None:
         overrides = {
@@ -325,10 +304,6 @@ run.toml:22: [optimizer]: unknown section (did you mean [training.optimizer]?)""
             ("", "run.toml: [data]: missing section (add [data] with path)"),
             ("data = 3", "run.toml:1: data = 3: expected a table, got the integer 3"),
             (
-                DATA + "[training]\noptimizer = ''",
-                'run.toml:4: training.optimizer = "": expected a table with kind = "adam" or "sgd", got the string ""',
-            ),
-            (
                 DATA + "[data.mixture]\nname = 'x'",
                 "run.toml:3: [data.mixture]: expected an array of tables, got a table (put it in [ ])",
             ),
@@ -343,38 +318,15 @@ run.toml:22: [optimizer]: unknown section (did you mean [training.optimizer]?)""
                     " (did you mean adam?)"
                 ),
             ),
-            (
-                OPTIMIZER + "betas = [1, true]",
-                "run.toml:4: training.optimizer.betas.1 = true: expected a number, got the boolean true",
-            ),
             (DATA + "[training]\ncompile = true\nmode = 'half'", 'run.toml:3: [training]: compile needs mode = "full"'),
-            (
-                DATA + "cache = 2024-01-01",
-                "run.toml:3: data.cache = 2024-01-01: expected a path, got the date or time 2024-01-01",
-            ),
-            (
-                DATA + "max_step = 1",
-                "run.toml:3: data.max_step = 1: unknown key (did you mean max_steps in [training]?)",
-            ),
             (
                 DATA + "zzz = 1",
                 "run.toml:3: data.zzz = 1: unknown key (known keys: path, mixture, cache, held_out, limits)",
             ),
-            (DATA + "limits.a = 'x'", 'run.toml:3: data.limits.a = "x": expected an integer, got the string "x"'),
         ],
     )
     def test_one_problem(self, problems: Any, text: str, problem: str) -> None:
         assert problems(text) == [problem]
-
-    def test_tag_without_default(self, tmp_path: Path) -> None:
-        class Holder(Section):
-            optimizer: Annotated[Adam | Sgd, Field(discriminator="kind")]
-
-        path = tmp_path / "a.toml"
-        path.write_text("[optimizer]\nrate = 1\n")
-        with pytest.raises(ConfigError) as caught:
-            load_config(Holder, path)
-        assert str(caught.value).endswith('a.toml:1: optimizer.kind: missing (choose "adam" or "sgd")')
 
     def test_optional_union_of_sections(self, tmp_path: Path) -> None:
         class Holder(Section):
@@ -423,18 +375,6 @@ last = 1"""
     } | {"a.e.0.f": 17, "a.e.0.f.0": 17, "a.e.0.f.0.m": 18, "a.e.1": 19, "a.e.1.g": 20, "a.e.1.g.k": 21}
 
 
-@pytest.mark.parametrize("piece", ["x", '\\"', "x\\n", "'", "''", " # ", "[", "a.b = "])
-def test_lines_after_strings_of_any_contents(piece: str) -> None:
-    text = f'a = "{piece}"\nb = """\n{piece}\n"""\n'
-    if "'" not in piece:
-        text += f"c = '{piece}'\nd = '''\n{piece}'''\n"
-    tomllib.loads(text)
-    lines = find_key_lines(text)
-    assert {key: line for (key, *_), line in lines.items()} == {"a": 1, "b": 2} | (
-        {} if "'" in piece else {"c": 5, "d": 6}
-    )
-
-
 class TestDump:
     def test_round_trip(self, load: Any) -> None:
         config = Run(
@@ -449,11 +389,6 @@ class TestDump:
         text = to_toml(config)
         assert load(text) == config
         assert "cache" not in text
-
-    def test_order_is_that_of_the_declaration_and_scalars_are_first(self) -> None:
-        text = to_toml(Run(data=Data(path=Path("x"))))
-        headers = [line for line in text.split("\n") if line.startswith(("[", "title"))]
-        assert headers[:4] == ['title = "run"', "[data]", "[data.limits]", "[training]"]
 
     def test_differences(self) -> None:
         old = Run(data=Data(path=Path("x"), mixture=(Source(name="a"),)))
@@ -478,9 +413,3 @@ class TestDump:
             'data.cache: (not set) -> "c"',
             "training.optimizer.momentum: (not set) -> 0.5",
         ]
-
-    def test_differences_of_an_array_of_tables_that_was_empty(self) -> None:
-        old, new = Data(path=Path("x")), Data(path=Path("x"), mixture=(Source(name="a", weight=2.0),))
-        assert list_differences(new, old)[0] == 'mixture.0.name: "a" -> (not set)'
-        keys = [line.partition(":")[0] for line in list_differences(old, new)]
-        assert keys == ["mixture.0.name", "mixture.0.weight", "mixture.0.tags"]

@@ -58,11 +58,6 @@ def test_invalid_values_are_rejected(overrides: list[str], text: str) -> None:
     assert text in problem(*overrides)
 
 
-def test_8_bit_states_and_ddp_go_together() -> None:
-    config = load_config(TrainConfig, TRAIN, ["parallel.strategy=ddp", "optimizer={kind='lion8bit'}"])
-    assert config.optimizer.kind == "lion8bit"
-
-
 def test_sequences_per_rank() -> None:
     config = load_config(TrainConfig, TRAIN)
     assert [config.sequences_per_rank(world_size) for world_size in (1, 2, 16)] == [16, 8, 1]

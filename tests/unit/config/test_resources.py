@@ -107,8 +107,6 @@ def test_the_architecture_is_that_of_the_checkpoint(checkpoint: Path, tmp_path: 
     assert shape == (1024, 28, 128, 3072)
     assert (model.rope_theta, model.tie_word_embeddings, model.logit_alignment) == (1e6, False, "same_position")
     assert (model.max_position_embeddings, model.rope_scaling, model.qk_norm) == (40_960, None, True)
-    same = load_config(TrainConfig, RECIPE, ["model.rope_theta=1e6", "model.head_dim=128"])
-    assert same.model == model
     chosen = load_config(TrainConfig, RECIPE, ["model.max_position_embeddings=4096", "model.logit_alignment=shifted"])
     assert (chosen.model.max_position_embeddings, chosen.model.logit_alignment) == (4096, "shifted")
     # What a run keeps is complete: it does not change with the directory, nor need it to be read.
@@ -150,13 +148,9 @@ def test_a_checkpoint_that_cannot_be_read_is_an_error_of_the_config(
     ("override", "message"),
     [
         ("training.micro_batch_size=5", "must be a multiple of micro_batch_size = 5"),
-        ("data.source=python-stdlibs", "python-stdlib"),
         ("data.row_length=4096", "model.max_position_embeddings = 128"),
-        ("model.num_key_value_heads=3", "must be a multiple of"),
         ("training.epochs=2", "max_steps and epochs"),
-        ("schedule.warmup_steps=99999", "must be less than training.max_steps"),
         ("optimizer.rest.betas=[0.9, 1.0]", "must lie in [0, 1)"),
-        ("objectiv.kind=x", "objective"),
     ],
 )
 def test_bad_values_of_the_training_config(override: str, message: str) -> None:

@@ -32,10 +32,8 @@ def load_objective(tmp_path: Path, text: str, *overrides: str) -> dict[str, Any]
 @pytest.mark.parametrize(
     ("kind", "loss", "expected"),
     [
-        ("masked_diffusion", "elbo", ("targets", 0.0, None)),
         ("masked_diffusion", "guidelines", ("rows", 0.0, None)),
         ("masked_diffusion", "soft_ce", ("rows", 0.1, None)),
-        ("masked_diffusion", "dllm", ("masked_rows", 0.0, None)),
         ("masked_diffusion", "masked_mean", ("masked", 0.0, None)),
         ("block_diffusion", "dllm", ("rows", 0.0, "uniform")),
     ],

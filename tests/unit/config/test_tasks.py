@@ -9,8 +9,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from cli.eval.arguments import TASK_KINDS
 from config.evaluation.tasks import TaskConfig
-from diffusionlm.evaluation.tasks.gsm8k import Gsm8kTask
-from diffusionlm.evaluation.tasks.item_task import PromptConfig
 
 TASK: TypeAdapter[Any] = TypeAdapter(TaskConfig)
 
@@ -43,11 +41,3 @@ def test_code_is_not_run_by_default() -> None:
 def test_contradictions_are_named(values: dict[str, Any], keys: str) -> None:
     with pytest.raises(ValidationError, match=keys):
         TASK.validate_python(values)
-
-
-def test_defaults_are_those_of_the_common_harness() -> None:
-    task = TASK.validate_python({"kind": "gsm8k", "data": "items.jsonl"})
-    assert isinstance(task, Gsm8kTask)
-    assert task.stop == ("Question:",)
-    assert task.extraction == ("strict", "flexible")
-    assert task.prompt == PromptConfig()
