@@ -7,16 +7,13 @@ request has its own settings and seed; its answer is that of `generate` with thi
 from __future__ import annotations
 
 import ctypes
-import functools
 import logging
-import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -360,27 +357,12 @@ def _check_model(model: Transformer) -> None:
 
 
 def release_team() -> bool:
-    """End the idle OpenMP threads of the calling thread. Returns whether the runtime has done it; others than GNU's,
-    and other systems than Linux, are left alone.
+    """End the idle OpenMP threads of the calling thread. Returns whether the runtime has done it.
 
     Each thread that computes has a team of its own. With more threads than cores, GNU's runtime lets them sleep between
     two parallel regions almost at once, and a small forward has hundreds of regions: an idle team of the thread that
     has loaded the model makes the steps of an engine on two cores a third longer.
     """
-    pause = _find_loaded_pause()
+    # torch has loaded the runtime for all; elsewhere than on Linux it is another one.
+    pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None) if sys.platform == "linux" else None
     return pause is not None and pause(SOFT_PAUSE) == 0
-
-
-def find_pause(maps: Path) -> Callable[[int], int] | None:
-    """``omp_pause_resource_all`` of the GNU runtime in a list of mapped files; None: there is none."""
-    try:
-        paths = re.findall(r"\S*/libgomp[^/\s]*\.so[^/\s]*", maps.read_text(encoding="utf-8", errors="replace"))
-    except OSError:
-        return None
-    pauses = [getattr(ctypes.CDLL(path), "omp_pause_resource_all", None) for path in dict.fromkeys(paths)]
-    return next((pause for pause in pauses if pause is not None), None)
-
-
-@functools.cache
-def _find_loaded_pause() -> Callable[[int], int] | None:
-    return find_pause(Path("/proc/self/maps"))

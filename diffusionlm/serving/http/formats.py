@@ -31,6 +31,8 @@ class AnswerFormat:
     def __init__(self, prepared: PreparedCall, tokenizer: Tokenizer, response_id: str) -> None:
         self.prepared, self.tokenizer = prepared, tokenizer
         self._id = f"{self.prefix}-{response_id}"
+        options = prepared.body.stream_options
+        self.includes_usage = options is not None and options.include_usage
 
     def whole(self, choices: Sequence[Choice]) -> bytes:
         """The response of a call that is done, as JSON. Choices are formatted one by one, since `json` lets no other
@@ -55,8 +57,7 @@ class AnswerFormat:
         return self._wrap([]) | {"usage": build_usage(choices, self.prepared.body.n)}
 
     def _wrap(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        options = self.prepared.body.stream_options
-        usage = {"usage": None} if options is not None and options.include_usage else {}
+        usage = {"usage": None} if self.includes_usage else {}
         return {**self._head(self.chunk_object), "choices": choices, **usage}
 
     def _head(self, kind: str) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from functools import partial
 from typing import Any
 
@@ -15,8 +17,9 @@ from diffusionlm.serving.http.bodies import GenerationBody, parse_body
 from diffusionlm.serving.http.context import RequestContext, get_context, read_body, run_until_gone
 from diffusionlm.serving.http.errors import ApiError, parse_object, to_api_error, to_json
 from diffusionlm.serving.http.formats import AnswerFormat
+from diffusionlm.serving.http.preparation import PreparedCall
 from diffusionlm.serving.http.service import Service
-from diffusionlm.serving.http.sessions import RequestSession
+from diffusionlm.serving.http.sessions import Choice, ChoiceUpdate, decode
 
 LOGGER = logging.getLogger(__name__)
 
@@ -57,40 +60,45 @@ class GenerationEndpoint:
             prepared = await threads.run(partial(service.preparer.prepare, body, context.cache_salt), owner)
             context.details["model"] = prepared.model
             service.check_is_ready()
-            await self._decode(RequestSession(service.engine, prepared, service.preparer.tokenizer), request, send)
+            await self._decode(prepared, request, send)
 
     def _parse(self, content: bytes) -> GenerationBody:
         return parse_body(parse_object(content), self._body_class, self._service.preparer.context)
 
-    async def _decode(self, session: RequestSession, request: Request, send: Send) -> None:
-        prepared, context = session.prepared, get_context(request.scope)
-        answer_format = self._format_class(prepared, self._service.preparer.tokenizer, context.request_id)
-        try:
-            session.submit()
-            if prepared.body.stream:
-                await self._stream(session, answer_format, context, send)
-            else:
-                async for _ in session.updates():
-                    pass
-                content = await asyncio.to_thread(answer_format.whole, session.choices)  # it may be megabytes
-                await Response(content, media_type="application/json")(request.scope, request.receive, send)
-        finally:
-            session.abort()
-            self._record(session, context)
+    async def _decode(self, call: PreparedCall, request: Request, send: Send) -> None:
+        tokenizer, context = self._service.preparer.tokenizer, get_context(request.scope)
+        choices = [Choice(index, call, tokenizer) for index in range(len(call.requests))]
+        answer_format = self._format_class(call, tokenizer, context.request_id)
+        async with aclosing(decode(self._service.engine, call, choices)) as updates:
+            await anext(updates)
+            try:
+                if call.body.stream:
+                    await self._stream(updates, answer_format, choices, context, send)
+                else:
+                    async for _ in updates:
+                        pass
+                    content = await asyncio.to_thread(answer_format.whole, choices)  # it may be megabytes
+                    await Response(content, media_type="application/json")(request.scope, request.receive, send)
+            finally:
+                self._record(call, choices, context)
 
     async def _stream(
-        self, session: RequestSession, answer_format: AnswerFormat, context: RequestContext, send: Send
+        self,
+        updates: AsyncIterator[list[ChoiceUpdate]],
+        answer_format: AnswerFormat,
+        choices: list[Choice],
+        context: RequestContext,
+        send: Send,
     ) -> None:
         """Send a stream; an error after its first byte is an event, after which nothing comes."""
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-        options = session.prepared.body.stream_options
         try:
-            async for updates in session.updates():
-                events = [to_event(chunk) for update in updates for chunk in answer_format.chunks(update)]
+            async for parts in updates:
+                events = [to_event(chunk) for update in parts for chunk in answer_format.chunks(update)]
                 await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
             last = b"data: [DONE]\n\n"
-            if options is not None and options.include_usage:
-                last = to_event(answer_format.usage_chunk(session.choices)) + last
+            if answer_format.includes_usage:
+                last = to_event(answer_format.usage_chunk(choices)) + last
         except ClientDisconnect:
             raise
         except Exception as error:
@@ -101,16 +109,14 @@ class GenerationEndpoint:
                 LOGGER.exception("request %s has failed", context.request_id)
         await send({"type": "http.response.body", "body": last})
 
-    def _record(self, session: RequestSession, context: RequestContext) -> None:
-        if not session.is_submitted:
-            return
-        for choice in session.choices:
-            self._service.metrics.record(session.prepared.model, choice)
+    def _record(self, call: PreparedCall, choices: list[Choice], context: RequestContext) -> None:
+        for choice in choices:
+            self._service.metrics.record(call.model, choice)
         context.details |= {
-            "choices": len(session.choices),
-            "prompt_tokens": sum(choice.num_prompt_tokens for choice in session.choices),
-            "new_tokens": sum(choice.num_tokens for choice in session.choices),
-            "forwards": sum(choice.num_forwards for choice in session.choices),
+            "choices": len(choices),
+            "prompt_tokens": sum(choice.num_prompt_tokens for choice in choices),
+            "new_tokens": sum(choice.num_tokens for choice in choices),
+            "forwards": sum(choice.num_forwards for choice in choices),
         }
 
 

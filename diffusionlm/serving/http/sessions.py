@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_right
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
@@ -18,7 +18,7 @@ from diffusionlm.inference.text import AnswerText, AnswerToken
 from diffusionlm.serving.engine import Engine
 from diffusionlm.serving.http.errors import ApiError, to_api_error
 from diffusionlm.serving.http.preparation import PreparedCall
-from diffusionlm.serving.requests import EngineError, EngineRequest, RequestState
+from diffusionlm.serving.requests import EngineError, RequestState
 from tokenizer import Tokenizer
 
 
@@ -93,14 +93,12 @@ class Choice:
         """Tokens of the text, without those of a stop string."""
         return [token for span in self.spans for token in span.visible_tokens()]
 
-    def read(self, state: RequestState) -> bool:
-        """Read a state of the request. Returns whether a stop string has ended the choice.
+    def read(self, state: RequestState) -> None:
+        """Read a state of the request.
 
         Raises:
             ApiError: the request has ended with an error.
         """
-        if self.finish_reason is not None:
-            return False
         if state.error is not None:
             raise to_api_error(state.error)
         self.state = state
@@ -111,14 +109,12 @@ class Choice:
         self._num_read = len(state.token_ids)
         if self.spans[-1].is_stopped:
             self.finish_reason = "stop"
-            return not state.is_done
-        if state.is_done:
+        elif state.is_done:
             assert state.generation is not None, "a request ends with an answer or an error"
             for span in self.spans:
                 span.finish()
             is_stopped = self.spans[-1].is_stopped
             self.finish_reason = "stop" if is_stopped else state.generation.finish_reason
-        return False
 
     def _push(self, number: int, state: RequestState) -> None:
         span = bisect_right(self._span_ends[:-1], number)
@@ -171,65 +167,47 @@ class Choice:
         return tuple(texts)
 
 
-class RequestSession:
-    """A request in the engine. `abort` must be called at its end, whatever has happened."""
+async def decode(
+    engine: Engine, call: PreparedCall, choices: Sequence[Choice]
+) -> AsyncGenerator[list[ChoiceUpdate], None]:
+    """Submit all choices of a call, or none, and iterate over what is new until every one is done.
 
-    def __init__(self, engine: Engine, prepared: PreparedCall, tokenizer: Tokenizer) -> None:
-        self.prepared = prepared
-        self.choices = [Choice(index, prepared, tokenizer) for index in range(len(prepared.requests))]
-        self._engine = engine
-        self._handles: list[EngineRequest] = []
-        self._loop = asyncio.get_running_loop()
-        self._changed = asyncio.Event()
+    The first item is empty: the engine has accepted them. A reader that is slow gets what is new together. One that
+    stops early closes the iterator, which ends the choices.
 
-    @property
-    def is_submitted(self) -> bool:
-        """The engine has accepted every choice."""
-        return bool(self._handles)
+    Raises:
+        ApiError: the engine refuses a choice, or one has ended with an error.
+    """
+    loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
-    def submit(self) -> None:
-        """Submit all choices, or none.
-
-        Raises:
-            ApiError: the engine refuses one.
-        """
-        try:
-            self._handles = self._engine.submit_prepared(self.prepared.requests)
-        except ValueError as error:
-            code, param = "context_length_exceeded", self.prepared.body.text_key
-            raise ApiError(400, str(error), param=param, code=code) from None
-        except EngineError as error:
-            raise to_api_error(error) from error
-        for handle in self._handles:
-            handle.add_listener(self._wake)
-
-    def abort(self) -> None:
-        """End the choices that are not done."""
-        for handle in self._handles:
-            self._engine.abort(handle)
-
-    def _wake(self) -> None:
+    def wake() -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody waits
-            self._loop.call_soon_threadsafe(self._changed.set)
+            loop.call_soon_threadsafe(changed.set)
 
-    async def updates(self) -> AsyncIterator[list[ChoiceUpdate]]:
-        """Iterate over what is new until every choice is done; a reader that is slow gets it together.
-
-        Raises:
-            ApiError: a choice has ended with an error.
-        """
-        while True:
+    try:
+        handles = engine.submit_prepared(call.requests)
+    except ValueError as error:
+        code, param = "context_length_exceeded", call.body.text_key
+        raise ApiError(400, str(error), param=param, code=code) from None
+    except EngineError as error:
+        raise to_api_error(error) from error
+    try:
+        for handle in handles:
+            handle.add_listener(wake)
+        yield []
+        while any(choice.finish_reason is None for choice in choices):
+            await changed.wait()
+            changed.clear()
             updates = []
-            for choice, handle in zip(self.choices, self._handles, strict=True):
-                state, before = handle.state, None if choice.state is None else choice.state.version
-                if choice.finish_reason is None and state.version != before:
-                    if choice.read(state):
-                        self._engine.abort(handle)
+            for choice, handle in zip(choices, handles, strict=True):
+                if choice.finish_reason is None and (state := handle.state) is not choice.state:
+                    choice.read(state)
+                    if choice.finish_reason is not None:
+                        engine.abort(handle)  # a stop string may have ended it
                     if (update := choice.take_update()) is not None:
                         updates.append(update)
             if updates:
                 yield updates
-            if all(choice.finish_reason is not None for choice in self.choices):
-                return
-            await self._changed.wait()
-            self._changed.clear()
+    finally:
+        for handle in handles:
+            engine.abort(handle)
