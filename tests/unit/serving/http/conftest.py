@@ -31,6 +31,13 @@ TEXT = "the cat sat on the mat. the dog sat on the cat, and the mat was flat.\n"
 NAME = "tiny"
 
 
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 @dataclass(frozen=True)
 class RunningServer:
     """A server, and what it was made of."""
@@ -74,10 +81,8 @@ class RunningServer:
 
     def wait_until_idle(self) -> None:
         """Wait until nobody is served, then check that no page is lost."""
-        deadline = time.monotonic() + 20
-        while self.service.num_active or self.engine.status.num_running or self.engine.status.num_waiting:
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
+        wait_until(lambda: not self.service.num_active)
+        wait_until(lambda: not self.engine.status.num_running + self.engine.status.num_waiting)
         assert self.engine.status.num_owned_pages == 0
 
 

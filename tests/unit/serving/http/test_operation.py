@@ -8,7 +8,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from diffusionlm.models.transformer import Transformer
 from tests.conftest import MakeModel
-from tests.unit.serving.http.conftest import NAME, RunningServer, StartServer
+from tests.unit.serving.http.conftest import NAME, RunningServer, StartServer, wait_until
 from tests.unit.serving.model_gate import ModelGate
 
 KEY, OTHER_KEY = "a-key-of-the-tests-1", "a-key-of-the-tests-2"
@@ -65,13 +65,6 @@ def send_raw(server: RunningServer, data: bytes, *, more: bytes = b"", pause: fl
 def head(path: str = "/v1/completions", *lines: str, method: str = "POST") -> bytes:
     headers = [f"Authorization: Bearer {KEY}", "Content-Type: application/json", "Connection: close", *lines]
     return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: localhost", *headers, "", ""]).encode()
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_keys(small: RunningServer) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from config.finetune.lora import LoraConfig
 from diffusionlm.models.lora import add_adapter
 from diffusionlm.models.row_adapters import ModelAdapter, share_weights
 from diffusionlm.models.transformer import Transformer
-from tests.unit.serving.http.conftest import NAME, RunningServer, StartServer
+from tests.unit.serving.http.conftest import NAME, RunningServer, StartServer, wait_until
 
 PROMPT = [1, 2, 3, 4, 5]
 
@@ -109,10 +108,7 @@ def test_the_log_has_counts_and_no_texts(start_server: StartServer, caplog: pyte
         server.request("POST", "/v1/completions", {"prompt": "secret", "max_tokens": 3}, {"x-request-id": "r1"})
         server.request("POST", "/v1/completions", {"prompt": "secret", "top_p": "secret"})
         server.request("GET", "/a%1b%5bm%0d%0a%e2%80%ae" + "b" * 300)
-        deadline = time.monotonic() + 20
-        while len(caplog.records) < 3:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        wait_until(lambda: len(caplog.records) == 3)
     first, second, third = [record.getMessage() for record in caplog.records]
     assert "POST /v1/completions 200 id=r1 model=tiny choices=1" in first and "new_tokens=3 forwards=3 " in first
     assert " 400 id=" in second and "secret" not in caplog.text

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import openai
 import pytest
 
 from diffusionlm.inference.constraints.compiler import ConstraintCompiler
-from tests.unit.serving.http.conftest import RunningServer, StartServer
+from tests.unit.serving.http.conftest import RunningServer, StartServer, wait_until
 
 SCHEMA = {
     "type": "object",
@@ -154,12 +154,11 @@ def test_constraints_that_are_compiled_hold_up_nobody_else(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = start_server(max_requests=4, max_waiting=5)
-    entered, release = threading.Semaphore(0), threading.Event()
+    release = threading.Event()
 
     compile_constraint = ConstraintCompiler.compile_structured_outputs
 
     def wait(self: ConstraintCompiler, value: object) -> Any:
-        entered.release()
         assert release.wait(30)
         return compile_constraint(self, value)
 
@@ -170,15 +169,17 @@ def test_constraints_that_are_compiled_hold_up_nobody_else(
         body = {"prompt": PROMPT, "max_tokens": 1, "structured_outputs": structured_outputs}
         results.append(server.request("POST", "/v1/completions", body)[0])
 
+    def has_active(count: int) -> bool:
+        return server.service.num_active == count
+
     with ThreadPoolExecutor(9) as clients:
-        for count in (8, 1):
-            before = server.service.num_active
+        for count, num_blocked in ((8, 8), (1, 9)):
             for _ in range(count):
                 clients.submit(ask, {"regex": "a"})
-            assert entered.acquire(timeout=30)
-            while server.service.num_active < before + count:
-                time.sleep(0.001)
+            wait_until(partial(has_active, num_blocked))
             ask()
+            wait_until(partial(has_active, num_blocked))
         assert results == [200, 429], "their bodies are in memory"
         release.set()
-    assert results == [200, 429, *[200] * 9] and server.service.num_active == 0
+    assert results == [200, 429, *[200] * 9]
+    server.wait_until_idle()
