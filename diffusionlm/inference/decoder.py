@@ -44,6 +44,7 @@ from diffusionlm.models.layers import compute_dtype
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.row_adapters import ModelAdapter, add_row_adapters
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.models.varlen import SequenceSlice, VarlenBatch
 
 LOGGER = logging.getLogger(__name__)
 
@@ -223,7 +224,7 @@ class Decoder:
     def _check_model(self) -> None:
         """Run a forward of two tokens: what fails then is not the fault of a request."""
         tokens_12 = torch.zeros(1, 2, dtype=torch.long, device=self._model.lm_head.weight.device)
-        self._model(tokens_12, pattern=Bidirectional()).cpu()
+        self._model(tokens_12, pattern=VarlenBatch([SequenceSlice(0, 2, 2, Bidirectional())])).cpu()
 
     def _commit(self, scheduled: Sequence[ScheduledRequest], results: Sequence[Predictions | Exception | None]) -> None:
         """Commit the predictions of each request, publish what has become final of its text, and retire it if it is

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Literal, TypeVar
 
 from config.generation import GenerationConfig
@@ -255,18 +256,15 @@ def stream(
     request = ActiveRequest(prepared)
     answer = AnswerText(tokenizer, num_repeated_bytes=text.num_repeated_bytes)
     num_read = 0
-    for _ in decode_steps(model, [request]):
+    for is_done in chain((False for _ in decode_steps(model, [request])), [True]):
         token_ids = request.final_token_ids()
         for token in token_ids[num_read:]:
             answer.push(token)
         num_read = len(token_ids)
+        if is_done:
+            answer.finish()
         if piece := answer.take_new()[0]:
             yield piece
-    for token in request.final_token_ids()[num_read:]:
-        answer.push(token)
-    answer.finish()
-    if piece := answer.take_new()[0]:
-        yield piece
 
 
 def take_snapshot(request: ActiveRequest) -> CanvasSnapshot:

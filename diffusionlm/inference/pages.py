@@ -1,7 +1,7 @@
 """Who owns which page of a `PagedCache`, and which pages a later request may share.
 
-A page is free, owned by one or more requests, or cached: kept for its content until its room is needed. The number of
-pages of the three kinds is always that of all pages. `PagePool` knows pages, `PageManager` the texts of requests.
+A page is free, owned by one or more requests, or cached: kept for its content until its room is needed. `PagePool`
+knows pages, `PageManager` the texts of requests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ class PagePool:
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self.num_free = num_pages
-        self.num_owned = 0
         self._is_free = np.ones(num_pages, dtype=np.bool_)
         self._num_owners = np.zeros(num_pages, dtype=np.int64)
         self._page_of: dict[bytes, int] = {}
@@ -34,6 +33,10 @@ class PagePool:
     @property
     def num_cached(self) -> int:
         return len(self._cached)
+
+    @property
+    def num_owned(self) -> int:
+        return self.num_pages - self.num_free - self.num_cached
 
     @property
     def num_available(self) -> int:
@@ -60,7 +63,6 @@ class PagePool:
         self._is_free[pages] = False
         self._num_owners[pages] = 1
         self.num_free -= count
-        self.num_owned += count
         return pages
 
     def _find_pages(self, count: int, after: int | None) -> list[int]:
@@ -85,7 +87,6 @@ class PagePool:
             page = self._page_of.get(digest)
             if page is None:
                 break
-            self.num_owned += not self._num_owners[page]
             self._num_owners[page] += 1
             self._cached.pop(page, None)
             pages.append(page)
@@ -103,7 +104,6 @@ class PagePool:
             self._num_owners[page] -= 1
             if self._num_owners[page]:
                 continue
-            self.num_owned -= 1
             if page in self._digest_of:
                 self._cached[page] = None
             else:

@@ -33,17 +33,14 @@ class TokenSampler:
 
     def __init__(self, settings: DecodingSettings, device: torch.device) -> None:
         config, strategy = settings.config, settings.strategy
-        self._config = config
-        self._temperature = settings.temperature
-        self._measure = strategy.measure
-        self._can_remask = strategy.can_remask
+        self._settings = settings
         # The mask has probability zero, as in training (SUBS, Sahoo et al. 2024).
         self._forbidden_token_ids, self._deferred_token_ids = (
             copy_to_device(torch.tensor(token_ids, dtype=torch.long), device)
             for token_ids in (settings.forbidden_token_ids, config.defer_token_ids)
         )
         self._has_fast_path = (
-            self._temperature == 0.0
+            settings.temperature == 0.0
             and config.top_k is None
             and config.top_p == 1.0
             and not strategy.can_remask
@@ -60,13 +57,13 @@ class TokenSampler:
         """
         output_positions = [request.output_positions for request in requests]
         uniforms_N = committed_N = None
-        if self._temperature:
+        if self._settings.temperature:
             uniforms = [
                 request.draw_uniforms(RngStream.TOKEN_SAMPLING, positions)
                 for request, positions in zip(requests, output_positions, strict=True)
             ]
             uniforms_N = copy_to_device(torch.from_numpy(np.concatenate(uniforms)), logits_NV.device)
-        if self._can_remask:
+        if self._settings.strategy.can_remask:
             committed = [
                 np.where(request.is_masked_L[positions], -1, request.tokens_L[positions])
                 for request, positions in zip(requests, output_positions, strict=True)
@@ -104,20 +101,21 @@ class TokenSampler:
         """
         if self._has_fast_path:
             return _sample_greedily(logits_NV, num_top, self._deferred_token_ids)
-        config = self._config
+        config, measure = self._settings.config, self._settings.strategy.measure
         logprobs_NV = logits_NV.log_softmax(dim=1)
         unfiltered_probs_NV = logprobs_NV.exp()
-        filtered_NV = filter_logits(logits_NV, temperature=self._temperature, top_k=config.top_k, top_p=config.top_p)
+        temperature = self._settings.temperature
+        filtered_NV = filter_logits(logits_NV, temperature=temperature, top_k=config.top_k, top_p=config.top_p)
         probs_NV = unfiltered_probs_NV if filtered_NV is logits_NV else filtered_NV.softmax(dim=1)
         tokens_N = choose_tokens(probs_NV, uniforms_N)
         if committed_N is not None:
             tokens_N = torch.where(committed_N < 0, tokens_N, committed_N)
-        if self._measure is None:
+        if measure is None:
             confidence_N = torch.zeros_like(logits_NV[:, 0])
         else:
             is_unfiltered = config.confidence_from == "unfiltered"
             basis_NV = exclude_tokens(unfiltered_probs_NV if is_unfiltered else probs_NV, self._deferred_token_ids)
-            confidence_N = self._measure.compute(basis_NV, tokens_N)
+            confidence_N = measure.compute(basis_NV, tokens_N)
         logprobs_N = logprobs_NV.gather(1, tokens_N[:, None])[:, 0]
         samples_3N = torch.stack([tokens_N.double(), confidence_N, logprobs_N])
         if not num_top:

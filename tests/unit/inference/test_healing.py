@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +16,6 @@ from diffusionlm.inference.request_builder import prepare_request
 from diffusionlm.inference.requests import ActiveRequest, Predictions, RequestOptions
 from diffusionlm.inference.sampling import BatchSampler, LogitRows
 from diffusionlm.inference.settings import resolve_settings
-from diffusionlm.inference.strategies import STRATEGIES
 from diffusionlm.models.transformer import Transformer
 from tokenizer import Tokenizer, train_bpe
 
@@ -133,41 +130,6 @@ def test_the_space_before_a_span_is_taken_back(code: Tokenizer) -> None:
         unhealed = TokenHealer(code).heal_infill(text, [3])
         assert unhealed.token_ids == (3, *encode_pieces(code, split_infill(text)).token_ids)
         assert not unhealed.allowed_token_ids
-
-
-CASES: list[dict[str, Any]] = [
-    *({"remasking_strategy": name} for name in STRATEGIES),
-    *({"remasking_strategy": "low_confidence", "temperature": t, "top_k": 3, "top_p": 0.9} for t in (0.0, 1.0)),
-    *({"cache": cache, "block_length": 3} for cache in ("none", "prefix", "dual")),
-    *({"attention": "block_causal", "block_length": block_length} for block_length in (1, 4)),
-    {"cfg_scale": 1.5, "temperature": 1.0},
-    {"canvas": "growing", "block_length": 4, "temperature": 1.0},
-    {"total_length": 40, "max_new_tokens": None},
-]
-
-
-@pytest.mark.parametrize("keys", CASES, ids=str)
-def test_texts_stay_whatever_the_decoding(model: Transformer, code: Tokenizer, keys: dict[str, Any]) -> None:
-    """In batches of texts of different lengths."""
-    config = GenerationConfig(**{"max_new_tokens": 7, **keys})
-    healer = TokenHealer.from_settings(code, resolve_settings(config, model.config))
-    texts = [text for text in random_texts(40) if len(text) > 3][:6]
-    healed = [healer.heal_prompt(text) for text in texts]
-    assert sum(bool(item.allowed_token_ids) for item in healed) >= 3
-    allowed = [item.allowed_token_ids for item in healed]
-    results = generate(model, [item.token_ids for item in healed], config, allowed_token_ids=allowed)
-    for text, item, result in zip(texts, healed, results, strict=True):
-        whole = code.decode_bytes([*item.token_ids, *result.token_ids])
-        assert whole.startswith(text.encode())
-        assert all(np.isfinite(result.logprobs))
-    spans = ["in [MASK:1](10)", "    return [MASK:3] in [MASK:2]\n"]
-    canvases = [healer.heal_infill(text) for text in spans]
-    assert [len(item.allowed_token_ids) for item in canvases] == [1, 2]
-    allowed = [item.allowed_token_ids for item in canvases]
-    filled = infill(model, [item.token_ids for item in canvases], config, allowed_token_ids=allowed)
-    for text, result in zip(spans, filled, strict=True):
-        pattern = b".+".join(map(re.escape, (piece.encode() for piece in re.split(r"\[MASK:.\]", text))))
-        assert re.fullmatch(pattern, code.decode_bytes(result.token_ids), re.DOTALL)
 
 
 @pytest.mark.parametrize("remasking_strategy", ["low_confidence", "p2"])

@@ -104,10 +104,3 @@ def test_no_forward_is_computed_before_its_piece_is_asked_for(
     num_forwards = len(counts)
     pieces.close()  # type: ignore[attr-defined]
     assert 0 < len(counts) == num_forwards < 8
-
-
-def test_errors_come_to_the_reader(model: Transformer, tokenizer: Tokenizer) -> None:
-    with pytest.raises(ValueError, match="more than the model's context"):
-        list(stream(model, tokenizer, [5] * 60, settings()))
-    with pytest.raises(ValueError, match='cache = "block" is for block-causal'):
-        list(stream(model, tokenizer, [5], settings(cache="block", attention="bidirectional")))

@@ -94,16 +94,3 @@ def test_structured_outputs(tokenizer: Tokenizer, settings: DecodingSettings, va
 def test_wrong_structured_outputs(tokenizer: Tokenizer, value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         ConstraintCompiler(tokenizer).compile_structured_outputs(value)
-
-
-def test_trie_has_every_token(tokenizer: Tokenizer) -> None:
-    trie = ConstraintCompiler(tokenizer)._trie
-    found: dict[int, bytes] = {}
-    prefixes = [b""]
-    for level in trie.levels:
-        prefixes = [
-            prefixes[parent] + bytes([byte]) for parent, byte in zip(level.parents_D, level.bytes_D, strict=True)
-        ]
-        assert len(set(prefixes)) == len(prefixes)
-        found |= {int(token): prefixes[node] for token, node in zip(level.token_ids, level.token_nodes, strict=True)}
-    assert found == {token: tokenizer.token_bytes(token) for token in tokenizer.vocab.values()}
