@@ -17,14 +17,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import environment
 from host import PROJECT_ROOT, CommandError, ConnectionLostError, Host, connected
-from transfer import describe_tree, fetch, find_path, git, push, resolve_remote_path, send, send_tree
+from transfer import describe_tree, fetch, find_path, push, resolve_remote_path, send, send_tree
 
 Words = Sequence[str]
 
@@ -54,18 +52,12 @@ def build_remote(host: Host, extra: Words = ()) -> None:
 
 
 def send_env(host: Host) -> None:
-    files = environment.files(PROJECT_ROOT)
-    try:
-        for file in files:
-            environment.read(file)
-    except ValueError as error:
-        raise CommandError(str(error)) from error
-    if not files:
+    names = sorted(file.name for file in (PROJECT_ROOT / "env").glob("*.env"))
+    if not names:
         print("env/ has no settings to send: cp env/wandb.env.example env/wandb.env and fill it in", flush=True)
         return
-    names = [file.name for file in files]
     push(host, PROJECT_ROOT / "env", "env", "--copy-links", "--chmod=F600", names=names)
-    print(f"sent {len(files)} files to {host.name}:{host.root}/env", flush=True)
+    print(f"sent {len(names)} files to {host.name}:{host.root}/env", flush=True)
 
 
 def train(host: Host, config: str, extra: Words = (), command: str = "diffusionlm-train") -> None:
@@ -82,10 +74,9 @@ def auto_train(
     send_env(host)
     path = send_config(host, config)
     check_run_directory(host, host.run("run_directory", command, "--config", path, *extra, capture=True))
-    launched = start(host, command, path, extra)
-    code = follow(host, launched.name)
+    name, directory = start(host, command, path, extra)
+    code = follow(host, name)
     print(f"the run ended with exit code {code}", flush=True)
-    directory = launched.directory
     rest = f"the rest of {directory} is there (just fetch any_file={shlex.quote(directory)} brings it)"
     try:
         host.retry(lambda: fetch(host, directory, linked_only=True), rest)
@@ -119,17 +110,11 @@ def kill(host: Host, wait: str = "120") -> None:
 # --- runs
 
 
-@dataclass(frozen=True)
-class Launch:
-    """A started training run: its name, its directory and its exit code, if it has one."""
-
-    name: str
-    directory: str
-    code: int | None = None
-
-
-def start(host: Host, command: str, config: str, extra: Words) -> Launch:
+def start(host: Host, command: str, config: str, extra: Words) -> tuple[str, str]:
     """Check the config, a path on the remote machine, and start the training in tmux.
+
+    Returns:
+        The name of the launch and its run directory.
 
     Raises:
         CommandError: the config is invalid, or a session exists already.
@@ -138,14 +123,12 @@ def start(host: Host, command: str, config: str, extra: Words) -> Launch:
     name, directory, *_ = output.split("\n")
     print(f"{command} runs in tmux session {host.session} on {host.name}; its run directory is {directory}")
     print("just follow-train or just attach-train shows it, just kill-train ends it", flush=True)
-    return Launch(name, directory)
+    return name, directory
 
 
 def send_config(host: Host, config: str) -> str:
     """Send a local config, if it exists, and return its path on the remote machine."""
     local = (PROJECT_ROOT / config).resolve()
-    if local.is_dir():
-        raise CommandError(f"config = {config} is a folder: name a file in it")
     if not local.is_file():
         if find_path(host, config) != ["file"]:
             raise CommandError(f"config = {config} is neither here nor in {host.name}:{host.root}: name a file")
@@ -153,8 +136,6 @@ def send_config(host: Host, config: str) -> str:
         return config
     inside = local.is_relative_to(PROJECT_ROOT)
     path = local.relative_to(PROJECT_ROOT).as_posix() if inside else f".remote/configs/{local.name}"
-    if not (inside and git("ls-files", "--", str(local)).strip()):
-        print(f"config {config} is not tracked by git: it is sent along, as {path}", flush=True)
     send(host, local, path)
     return path
 
@@ -170,7 +151,7 @@ def follow(host: Host, name: str) -> int:
     """
     num_bytes = 0
 
-    def print_output() -> Launch:
+    def print_output() -> tuple[str, str, str]:
         nonlocal num_bytes
         command = [*host.ssh("-T"), host.command("follow", name, num_bytes)]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
@@ -183,22 +164,23 @@ def follow(host: Host, name: str) -> int:
         return read_launch(host, name)
 
     try:
-        launch = host.retry(print_output, "the run goes on there (just follow-train shows it again)")
+        _, code, directory = host.retry(print_output, "the run goes on there (just follow-train shows it again)")
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt("the run goes on: just follow-train shows it, just kill-train ends it") from error
-    if launch.code is None:
+    if not code:
         raise CommandError(
             f"the run on {host.name} ended without an exit code: it was killed, or the machine fell; "
-            f"just fetch any_file={shlex.quote(launch.directory)} brings what it left",
+            f"just fetch any_file={shlex.quote(directory)} brings what it left",
             1,
         )
-    return launch.code
+    return int(code)
 
 
-def read_launch(host: Host, name: str = "") -> Launch:
-    """Read the state of a launch; without a name, of the last one."""
+def read_launch(host: Host, name: str = "") -> tuple[str, str, str]:
+    """Read the name of a launch, its exit code (empty if it has none) and its run directory; without a name, of the
+    last launch."""
     name, code, directory, *_ = host.run("ended", name, capture=True).split("\n")
-    return Launch(name, directory, int(code) if code else None)
+    return name, code, directory
 
 
 def check_run_directory(host: Host, directory: str) -> None:
@@ -232,7 +214,7 @@ RECIPES: dict[str, Callable[..., int | None]] = {
     "list-runs": lambda host: host.in_terminal("runs"),
     "nvitop": lambda host, args=(): host.in_terminal("nvitop", *args),
     "attach-train": lambda host: host.in_terminal("attach"),
-    "follow-train": lambda host: follow(host, read_launch(host).name),
+    "follow-train": lambda host: follow(host, read_launch(host)[0]),
 }
 """Recipes by name. Their parameters are the arguments; those that are tuples are split as by a shell."""
 

@@ -17,11 +17,6 @@ LINE = re.compile(r"""\s*(?:export\s+)?([A-Za-z_]\w*)=(?:'([^']*)'|"([^"]*)"|([^
 BLANK_OR_COMMENT = re.compile(r"\s*(#.*)?")
 
 
-def files(folder: Path) -> list[Path]:
-    """List the settings files of ``env/``."""
-    return sorted(file for file in (folder / "env").glob("*.env") if file.is_file())
-
-
 def read(file: Path) -> dict[str, str]:
     """Read the settings of a file by name.
 
@@ -45,7 +40,7 @@ def read(file: Path) -> dict[str, str]:
 
 if __name__ == "__main__":
     try:
-        settings = {name: value for file in files(Path.cwd()) for name, value in read(file).items()}
+        settings = {name: value for file in sorted(Path("env").glob("*.env")) for name, value in read(file).items()}
         os.execve(sys.argv[1], sys.argv[1:], {**os.environ, **settings})
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)

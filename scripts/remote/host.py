@@ -160,25 +160,21 @@ def connected(environment: Mapping[str, str]) -> Iterator[Host]:
         CommandError: a variable is missing or invalid, or the machine does not answer.
     """
     name = environment.get("REMOTE_HOST") or environment.get("PRIME_HOST") or ""
-    if not name:
-        raise CommandError("REMOTE_HOST is not set: export REMOTE_HOST=user@machine, and REMOTE_ROOT=folder there")
-    if name.startswith("-") or re.search(r"\s", name):
-        raise CommandError(f"REMOTE_HOST = {name!r} is no name of a machine: write user@machine")
+    if not name or re.search(r"\s", name):
+        raise CommandError(f"REMOTE_HOST = {name!r}: export REMOTE_HOST=user@machine, and REMOTE_ROOT=folder there")
     root = (environment.get("REMOTE_ROOT") or "diffusionlm").removeprefix("~/").rstrip("/")
     if root in ("", "~", ".") or ".." in root.split("/") or "\n" in root:
         raise CommandError(f"REMOTE_ROOT = {environment['REMOTE_ROOT']!r} is no folder of its own: name a new one")
     session = environment.get("REMOTE_SESSION") or "diffusionlm"
     if not re.fullmatch(r"[\w-]+", session):
         raise CommandError(f"REMOTE_SESSION = {session!r} is no name for tmux: use letters, digits, - and _")
-    port = environment.get("REMOTE_PORT", "")
-    if port and not port.isdecimal():
-        raise CommandError(f"REMOTE_PORT = {port!r} is no number")
+    port = ["-p", environment["REMOTE_PORT"]] if environment.get("REMOTE_PORT") else []
     try:
         options = shlex.split(environment.get("REMOTE_SSH_OPTIONS", ""))
     except ValueError as error:
         raise CommandError(f"REMOTE_SSH_OPTIONS = {environment['REMOTE_SSH_OPTIONS']!r}: {error}") from error
     with tempfile.TemporaryDirectory(prefix="remote-", ignore_cleanup_errors=True) as folder:
-        host = Host(name, root, session, (*(["-p", port] if port else []), *options), Path(folder) / "ssh")
+        host = Host(name, root, session, (*port, *options), Path(folder) / "ssh")
         host.connect()
         try:
             yield host

@@ -23,8 +23,6 @@ REMOTE = "env:./"
 ssh command, which names the machine already; there, ``env`` executes that command."""
 OPTIONS = ("--perms", "--times", "--modify-window=-1", "--omit-dir-times", "--compress", "--keep-dirlinks", "--backup")
 PARTIAL = ".rsync-partial"
-VANISHED_EXIT_CODE = 24
-"""Exit code of rsync if a file was removed after it was listed."""
 NOT_FETCHED = (".lock", "*.tmp-old", f"*.tmp-{'[0-9a-f]' * 8}")
 """Locks, and what is written aside before it is renamed."""
 
@@ -41,7 +39,7 @@ def copy(host: Host, folder: str, source: str, target: str, *options: str, names
 
     Raises:
         ConnectionLostError: the connection was lost; the same copy continues.
-        CommandError: files could not be copied, or vanished meanwhile.
+        CommandError: files could not be copied, or were removed meanwhile.
     """
     remote_shell = " ".join("'" + word.replace("'", "''") + "'" for word in host.ssh("-T"))
     command = ["rsync", f"--rsh={remote_shell}", f"--rsync-path={host.command('serve', folder)}", *OPTIONS]
@@ -67,9 +65,6 @@ def copy(host: Host, folder: str, source: str, target: str, *options: str, names
     messages = [line for line in stderr.decode(errors="replace").splitlines() if line]
     if process.returncode and not host.control_connection("check"):
         raise ConnectionLostError(f"the connection to {host.name} was lost; the same command continues")
-    if process.returncode == VANISHED_EXIT_CODE:
-        vanished = [message for message in messages if "vanished:" in message]
-        raise CommandError(f"removed on {host.name} meanwhile: {format_names(vanished)}; run the same again")
     if process.returncode:
         reason = messages[0] if messages else f"rsync ended with exit code {process.returncode}"
         raise CommandError(f"{reason}: see to that and run the same again, which copies only the rest")

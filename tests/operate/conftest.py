@@ -1,4 +1,4 @@
-"""A machine to train on, over SSH."""
+"""A machine to train on, over SSH, and a browser."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.operate.chromium import Page, chromium
 from tests.operate.machine import Remote, machine
 
 
@@ -21,3 +22,9 @@ def ready(remote: Remote) -> Remote:
     """With the tree, and without anything installed."""
     assert "tracked files" in remote.works("bootstrap-remote")
     return remote
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with chromium(tmp_path_factory.mktemp("browser")) as page:
+        yield page

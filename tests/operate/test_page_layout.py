@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ from diffusionlm.evaluation.tasks.results import (
 )
 from logger.pages.html import write_page
 from logger.report import write_report
-from tests.operate.chromium import Page, Picture, chromium
+from tests.operate.chromium import Page, Picture
 
 pytestmark = pytest.mark.operate
 
@@ -112,12 +111,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     write_evaluation(folder / "evaluation")
     write_page(build_page(read_evaluations([folder / "evaluation"])), paths["evaluation"])
     return paths
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    with chromium(tmp_path_factory.mktemp("browser")) as page:
-        yield page
 
 
 OPEN_ALL = "document.querySelectorAll('details').forEach(each => { each.open = true; })"

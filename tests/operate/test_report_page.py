@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from cli.report import main
 from config.load import load_config
 from config.train import TrainConfig
 from diffusionlm.training.loop import train
-from tests.operate.chromium import PATIENCE, Page, Picture, chromium
+from tests.operate.chromium import PATIENCE, Page, Picture
 from tests.tiny_run import write_train_config
 
 pytestmark = pytest.mark.operate
@@ -40,12 +39,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         train(load_config(TrainConfig, path))
     main([str(folder / "one"), str(folder / "two"), "--output", str(folder / "both.html")])
     return folder / "one" / "report.html", folder / "both.html"
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    with chromium(tmp_path_factory.mktemp("browser")) as page:
-        yield page
 
 
 def hexadecimal(page: Page, name: str) -> bytes:

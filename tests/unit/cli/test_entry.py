@@ -13,7 +13,6 @@ import pytest
 
 from cli import commands
 from cli.entry import friendly_errors
-from files.resilient_stream import NamedStream
 from files.usage_error import UsageError
 
 ROOT = Path(__file__).parents[3]
@@ -173,17 +172,6 @@ def test_errors_of_other_files_are_not_those_of_standard_output(
         assert capsys.readouterr().err == "dlm-run: error: a.bin: No such file\n"
         assert sys.stdout is full
         print("what Python flushes at its exit", file=full, flush=True)
-
-
-def test_writes_that_the_writer_ignores() -> None:
-    with open("/dev/full", "w") as full:
-        stream = NamedStream(full, "standard output")
-        stream.raise_error()
-        with pytest.raises(OSError, match="No space left on device: 'standard output'"):
-            stream.write("x" * 100_000)
-        with pytest.raises(OSError, match="No space left"):
-            stream.raise_error()
-        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
 
 
 IMPORT_THAT_SWALLOWS = """

@@ -14,7 +14,6 @@ import torch
 
 from cli.eval import main
 from config.data import DataConfig, LocalFiles
-from config.dump import to_toml
 from config.eval import EvalConfig
 from config.evaluation.text import NelboConfig, SamplerLikelihoodConfig
 from config.generation import GenerationConfig
@@ -28,7 +27,7 @@ from diffusionlm.evaluation.sampler_likelihood import sampler_likelihood
 from diffusionlm.evaluation.statistics import bits_per_byte, count_row_bytes
 from diffusionlm.evaluation.text_likelihood import evaluate_likelihood, open_text
 from tests.conftest import MakeModel
-from tokenizer import Tokenizer, load_tokenizer, save_tokenizer
+from tokenizer import Tokenizer, save_tokenizer
 
 ROOT = Path(__file__).parents[3]
 RESOURCE = ROOT / "config" / "resources" / "eval.toml"
@@ -345,17 +344,6 @@ def test_errors(
         assert "exact_match" in message
 
 
-def test_damaged_weights_are_reported(
-    capsys: pytest.CaptureFixture[str], make_dir: MakeDirectory, data: Path, tokenizer: Tokenizer
-) -> None:
-    folder = make_dir()
-    model = load_model(folder)
-    with torch.no_grad():
-        model.model.norm.weight.fill_(float("nan"))
-    save_model_directory(model, load_tokenizer(folder), folder)
-    assert "probabilities are not finite" in failure(capsys, "--model", folder, "--data", data, code=1)
-
-
 def test_the_config() -> None:
     config = load_config(EvalConfig, RESOURCE)
     assert (str(config.model.path), config.data.max_rows) == ("runs/quickstart", 128)
@@ -371,17 +359,3 @@ def test_the_config() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             load_config(EvalConfig, None, overrides)
-
-
-def test_shorthands_are_overrides(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "printed.toml"
-    with pytest.raises(SystemExit) as caught:
-        run("--config", RESOURCE, "--model", "m", "--data", 'a "b".txt', "--json", "--print-config")
-    assert caught.value.code == 0
-    path.write_text(capsys.readouterr().out, encoding="utf-8")
-    config = load_config(EvalConfig, path)
-    assert config.data.source == LocalFiles(paths=('a "b".txt',))
-    assert (str(config.model.path), config.data.split, config.output.format) == ("m", "all", "json")
-    with pytest.raises(SystemExit):
-        run("--print-config")
-    assert capsys.readouterr().out == to_toml(EvalConfig())

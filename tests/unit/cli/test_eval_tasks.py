@@ -13,6 +13,7 @@ import pytest
 
 from cli.eval import main
 from cli.eval.task_run import resolve_variants
+from config.data import LocalFiles
 from config.eval import EvalConfig
 from diffusionlm.checkpoints.huggingface import save_model_directory
 from diffusionlm.evaluation.tasks.results import read_results
@@ -20,6 +21,7 @@ from tests.conftest import MakeModel
 from tests.unit.data.chat_cases import chat_tokenizer
 
 GSM8K = [{"question": f"{number} + 1 = ?", "answer": f"#### {number + 1}"} for number in range(4)]
+RESOURCE = Path(__file__).parents[3] / "config" / "resources" / "eval.toml"
 CHOICES = [{"question": "q", "choices": ["a", "b"], "gold": number % 2} for number in range(4)]
 
 
@@ -68,7 +70,9 @@ def test_arguments_are_overrides(capsys: pytest.CaptureFixture[str]) -> None:
         [task] = config.tasks
         assert (task.kind, str(task.data), config.data.source) == ("gsm8k", "a.jsonl", None)
         assert (str(config.output.directory), str(config.model.path)) == ("out", "m")
-    assert print_config(capsys, "--data", "a.txt").data.source is not None
+    text = print_config(capsys, "--config", str(RESOURCE), "--data", 'a "b".txt', "--json")
+    assert (text.data.source, text.data.split) == (LocalFiles(paths=('a "b".txt',)), "all")
+    assert text.output.format == "json"
     config = print_config(
         capsys, "--model", "m", "--model", "n", "--task", "gsm8k", "--data", "a.jsonl",
         "--vary", "generation.temperature=0,0.5", "--vary", "generation.remasking_strategy=entropy,topk_margin",

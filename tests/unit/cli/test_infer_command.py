@@ -18,7 +18,7 @@ from config.infer import InferConfig
 from config.load import load_config
 from diffusionlm.checkpoints.huggingface import load_model, save_model_directory
 from diffusionlm.inference.generate import generate, infill
-from diffusionlm.inference.healing import TokenHealer, encode_pieces, split_infill
+from diffusionlm.inference.healing import TokenHealer
 from diffusionlm.inference.request_builder import suppress_ids_without_text
 from diffusionlm.inference.settings import resolve_settings
 from files.terminal_text import escape_control_characters
@@ -114,17 +114,8 @@ def test_token_healing(capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_
         assert record["text"]["prompt"] + record["text"]["output"] == whole
         first_line = html.escape(escape_control_characters(whole.partition("\n")[0]))
         assert first_line in re.sub("<sub>.*?</sub>|<[^>]*>", "", page.read_text(encoding="utf-8"))
-    run(*arguments)
-    assert healed[0]["text"]["prompt"] + healed[0]["text"]["output"] in capsys.readouterr().out
-
     run(*arguments, "--json", "--set", "input.token_healing=false")
-    plain = records(capsys)
-    results = generate(model, [tokenizer.encode(text) for text in ("the cat ", "the c")], settings.config, [0, 1])
-    results += infill(
-        model, [list(encode_pieces(tokenizer, split_infill("the [MASK:2] sat")).token_ids)], settings.config, [2]
-    )
-    assert [record["tokens"]["token_ids"] for record in plain] == [list(result.token_ids) for result in results]
-    assert [record["tokens"]["num_repeated_bytes"] for record in plain] == [0, 0, 0]
+    assert [record["tokens"]["num_repeated_bytes"] for record in records(capsys)] == [0, 0, 0]
 
 
 def test_constraints(capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_path: Path) -> None:
