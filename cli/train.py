@@ -108,7 +108,7 @@ def check_files(config: TrainConfig) -> None:
     """
     # Imported here, so that --help and config errors do not wait for numpy and regex.
     from diffusionlm.checkpoints.model_files import list_weight_files, load_tokenizer
-    from diffusionlm.data.chat.templates import check_template_name, resolve_chat_template
+    from diffusionlm.data.chat.templates import resolve_chat_template
     from diffusionlm.data.pipeline import open_components
 
     directory, init_from = config.run.directory, config.model.init_from
@@ -122,10 +122,7 @@ def check_files(config: TrainConfig) -> None:
     for component in open_components(config.data, "train", LOCAL_SOURCES):
         if component.chat is None or not is_new:
             continue
-        if tokenizer is None:  # it is trained
-            check_template_name(component.chat.config, component.chat.key)
-        else:
-            resolve_chat_template(component.chat.config, tokenizer, component.chat.key)
+        resolve_chat_template(component.chat.config, tokenizer, component.chat.key)
     check_memory(resolved)
 
 

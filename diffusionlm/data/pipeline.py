@@ -64,11 +64,6 @@ class MixtureComponent:
         return logs if self.chat is None else [*logs, self.chat.skip_log]
 
     @property
-    def skipped(self) -> dict[str, int]:
-        """Number of records left out or repaired so far, by reason."""
-        return {reason: count for log in self.skip_logs for reason, count in log.counts.items()}
-
-    @property
     def num_skipped(self) -> int:
         """Number of records left out so far."""
         return sum(log.num_left_out for log in self.skip_logs)
@@ -86,18 +81,15 @@ def list_skipped(name: str, logs: Sequence[SkipLog]) -> list[str]:
 def count_skipped(components: Sequence[MixtureComponent]) -> dict[str, int]:
     """Numbers of records left out or repaired so far, by reason, over all components."""
     counts = Counter[str]()
-    for component in components:
-        counts.update(component.skipped)
+    for log in (log for component in components for log in component.skip_logs):
+        counts.update(log.counts)
     return dict(sorted(counts.items()))
 
 
 def describe_skipped(components: Sequence[MixtureComponent]) -> str:
-    """Format the numbers of records left out or repaired so far, for the end of a clause; empty if there are none."""
-    listed = ", ".join(f"{count:,} {reason}" for reason, count in count_skipped(components).items())
-    examples = [
-        f"; the first: {text}" for item in components for log in item.skip_logs for text in log.examples.values()
-    ]
-    return f" (left out: {listed}{''.join(examples[:1])})" if listed else ""
+    """Format the records left out or repaired so far, for the end of a clause; empty if there are none."""
+    lines = [line for component in components for line in list_skipped(component.name, component.skip_logs)]
+    return f" (left out: {'; '.join(lines)})" if lines else ""
 
 
 def open_components(config: DataConfig, split: Split, kinds: Collection[str] | None = None) -> list[MixtureComponent]:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import math
 import mmap
@@ -256,9 +255,7 @@ def _memory_map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
                 return np.empty(0, dtype)
             return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **options), dtype)
     except OSError as error:
-        remedy = "raise the limit of open files (ulimit -n), or make the data with a larger output.shard_tokens"
-        hint = f"; {remedy}" if error.errno == errno.EMFILE else ""
-        raise ValueError(f"{path} cannot be read: {error.strerror}{hint}") from error
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _count_tokens(files: list[_ShardFile], first_documents: NDArray[np.int64], num_documents: int) -> int:

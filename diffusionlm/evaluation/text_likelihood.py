@@ -26,7 +26,7 @@ from diffusionlm.checkpoints.huggingface import load_configured_model
 from diffusionlm.checkpoints.model_files import ModelDescription, check_weight_files, read_model_description
 from diffusionlm.data.loader import collate_rows
 from diffusionlm.data.packing import Row
-from diffusionlm.data.pipeline import MixtureComponent, build_row_reader, open_components
+from diffusionlm.data.pipeline import MixtureComponent, build_row_reader, count_skipped, open_components
 from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.diffusion.noised_batch import CleanBatch
 from diffusionlm.evaluation.nelbo import NelboEstimator, NelboReport
@@ -150,7 +150,7 @@ def open_text(config: EvalConfig) -> OpenedText:
             f"the tokenizer produced token {max_token}, outside the model's vocabulary of {model.config.vocab_size} "
             "tokens: use the model's own tokenizer"
         )
-    return OpenedText(config, model, rows, dict(components[0].skipped), row_length, block_length, method)
+    return OpenedText(config, model, rows, count_skipped(components), row_length, block_length, method)
 
 
 def check_trained_attention(directory: Path | None) -> None:

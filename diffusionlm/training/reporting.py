@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from config.dump import to_toml_values
 from diffusionlm.checkpoints.model_card import ValidationBound
 from diffusionlm.data.loader import LoaderMetrics
-from diffusionlm.data.pipeline import list_skipped
+from diffusionlm.data.pipeline import count_skipped, list_skipped
 from diffusionlm.data.reader import SkipLog
 from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.evaluation.tasks.results import format_item_line, to_file_name
@@ -122,7 +122,7 @@ def build_logger(run: Run) -> RunLogger:
 def log_data_sources(run: Run, logger: RunLogger) -> None:
     """Log an event for each data source."""
     for component in run.components:
-        skipped = "".join(f"; {count:,} {reason}" for reason, count in component.skipped.items())
+        skipped = "".join(f"; {count:,} {reason}" for reason, count in count_skipped([component]).items())
         text = f"data: {component.name}, {component.source.provenance} ({component.source.identity}){skipped}"
         logger.event(run.progress.step, "data", text)
     for line in run.validator.skipped_records:

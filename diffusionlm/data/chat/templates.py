@@ -16,10 +16,11 @@ QUESTION = {"role": "user", "content": "question"}
 ANSWER = {"role": "assistant", "content": "an Answer: 1 < 2"}
 
 
-def resolve_chat_template(config: ChatRowsConfig, tokenizer: Tokenizer, key: str) -> ChatTemplate:
+def resolve_chat_template(config: ChatRowsConfig, tokenizer: Tokenizer | None, key: str) -> ChatTemplate:
     """Return the template that a section names, else that of the tokenizer, with the section's variables.
 
     Args:
+        tokenizer: None: it is to be trained, so it has no template, and only the source of the section's is checked.
         key: config key of the section, for errors.
 
     Raises:
@@ -30,7 +31,8 @@ def resolve_chat_template(config: ChatRowsConfig, tokenizer: Tokenizer, key: str
     try:
         template = _find_template(config.template, tokenizer)
         template = _set_variables(template, config.template_variables)
-        _check_template(template, tokenizer)
+        if tokenizer is not None:
+            _check_template(template, tokenizer)
     except (ValueError, OSError) as error:
         raise ValueError(f"{setting}: {error}") from error
     return template
@@ -50,35 +52,17 @@ def hash_template_files(config: ChatRowsConfig) -> str | None:
     return hashlib.sha256(json.dumps([template.source, dict(template.tokens)]).encode()).hexdigest()
 
 
-def check_template_name(config: ChatRowsConfig, key: str) -> None:
-    """Check that a section names a template, before there is a tokenizer that might have one.
-
-    Raises:
-        ValueError: it names none, or one that does not exist.
-    """
-    builtin = ", ".join(CHAT_TEMPLATES)
-    if config.template is None:
-        raise ValueError(
-            f"{key}.template: the tokenizer that the run trains has no chat template: name one of {builtin}, or a file "
-            "with Jinja"
-        )
-    if config.template not in CHAT_TEMPLATES and not Path(config.template).expanduser().exists():
-        raise ValueError(
-            f'{key}.template = "{config.template}": there is no such built-in template ({builtin}), file or directory'
-        )
-
-
-def _find_template(name: str | None, tokenizer: Tokenizer) -> ChatTemplate:
+def _find_template(name: str | None, tokenizer: Tokenizer | None) -> ChatTemplate:
     builtin = ", ".join(CHAT_TEMPLATES)
     if name is None:
-        if tokenizer.chat_template is None:
+        if tokenizer is None or tokenizer.chat_template is None:
             raise ValueError(f"the tokenizer has no chat template: name one of {builtin}, or a file with Jinja")
         return tokenizer.chat_template
     if name in CHAT_TEMPLATES:
         return CHAT_TEMPLATES[name]
     path = Path(name).expanduser()
     template = _read_template(path)
-    if path.is_dir():
+    if path.is_dir() or tokenizer is None:
         return template
     roles = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token, "pad_token": tokenizer.pad_token}
     return ChatTemplate(template.source, {key: text for key, text in roles.items() if text is not None})
