@@ -15,10 +15,12 @@ def after(path: Path, content: bytes, step: int) -> list[bytes]:
     """The lines when a run that goes on from the step has said one more thing."""
     path.write_bytes(content)
     logger = JsonLinesLogger(path, step)
-    logger.event(step, "data", "again")
+    logger.event(step, "data", "again", {"source": "files"})
     logger.close()
     *lines, rest = path.read_bytes().split(b"\n")
-    assert rest == b"" and json.loads(lines.pop()) == {"step": step, "event": "data", "text": "again"}
+    assert rest == b"" and json.loads(lines.pop()) == {
+        "step": step, "event": "data", "text": "again", "values": {"source": "files"},
+    }  # fmt: skip
     return lines
 
 
@@ -38,16 +40,6 @@ def test_a_last_line_without_its_end_is_whole_or_dropped(tmp_path: Path) -> None
 def test_a_damaged_line_stays_and_stops_nothing(odd: bytes, tmp_path: Path) -> None:
     whole = b'{"step": 1, "event": "x", "text": ""}'
     assert after(tmp_path / "a", whole + b"\n" + odd + b"\n" + whole + b"\n", 1) == [whole, odd, whole]
-
-
-def test_values_stand_beside_the_words(tmp_path: Path) -> None:
-    logger = JsonLinesLogger(tmp_path / "metrics.jsonl")
-    logger.event(3, "sample", "a cat", {"filled": "cat", "step_map": [1, None]})
-    logger.close()
-    values = {"filled": "cat", "step_map": [1, None]}
-    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
-        "step": 3, "event": "sample", "text": "a cat", "values": values,
-    }  # fmt: skip
 
 
 def test_records_are_read_while_they_are_written(tmp_path: Path) -> None:

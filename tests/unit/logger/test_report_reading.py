@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from logger.report import read_run, read_runs
+from logger.report import build_page, read_run, read_runs
 
 
 def write(folder: Path, records: list[Any], end: str = "\n") -> Path:
@@ -114,7 +114,9 @@ def test_status_of_a_run(tmp_path: Path, records: list[Any], summary: Any, state
     folder = write(tmp_path / "run", records)
     if summary is not None:
         (folder / "summary.json").write_text(json.dumps(summary))
-    assert read_run(folder).state == state
+    run = read_run(folder)
+    assert run.state == state
+    assert ("no" in build_page([run]).notes) == (state == "failed")
 
 
 def test_a_run_that_a_process_has_is_going(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from logger.report.charts import downsample, moving_average
-from logger.report.reading import Series
 
 
 def test_fewer_points_keep_every_extreme_and_both_ends() -> None:
@@ -43,9 +42,3 @@ def test_smoothing_follows_a_line_without_lag_and_passes_over_gaps() -> None:
     assert math.isnan(out[2])
     assert out[3] == pytest.approx((2 + 4 + 5 + 6) / 4)
     assert moving_average(np.full(3, np.nan)).tolist() == pytest.approx([math.nan] * 3, nan_ok=True)
-
-
-def test_last_and_missing() -> None:
-    series = Series(np.array([1.0, 2.0, 3.0]), np.array([5.0, 4.0, np.nan]))
-    assert (series.last_step, series.last, series.num_missing, series.is_empty) == (2.0, 4.0, 1, False)
-    assert Series(np.array([1.0]), np.array([np.nan])).last is None

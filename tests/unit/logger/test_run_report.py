@@ -119,15 +119,6 @@ def test_values_that_are_none_leave_gaps_and_are_counted(tmp_path: Path) -> None
     assert raw is not None and raw[1].count("M") == 2
 
 
-def test_page_shows_whether_a_run_failed(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    lines = '{"step": 3, "metrics": {"loss": 2.0}}\n{"step": 3, "event": "failed", "text": "failed after step 3: no"}\n'
-    (folder / "metrics.jsonl").write_text(lines)
-    page = build_page(read_runs([folder]))
-    assert page.states == ["failed, 3 steps"] and "failed after step 3: no" in page.notes
-
-
 def test_a_report_that_fails_keeps_the_old_one(tmp_path: Path) -> None:
     folder, output = make_run(tmp_path / "quick", steps=3), tmp_path / "out" / "page.html"
     output.parent.mkdir()

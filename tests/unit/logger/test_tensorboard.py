@@ -37,13 +37,3 @@ def test_numbers_come_back_and_a_resumed_run_replaces_them(tmp_path: Path) -> No
     again.metrics(3, {"loss": 8.0})
     again.close()
     assert scalars(tmp_path)["loss"] == [(1, 0.5), (2, 1.0), (3, 8.0)]
-
-
-def test_a_run_that_begins_anew_in_its_folder_replaces_all(tmp_path: Path) -> None:
-    """As after a kill before the first checkpoint."""
-    for value, last in ((1.0, 5), (2.0, 3)):
-        logger = open_logger(tmp_path)
-        for step in range(1, last + 1):
-            logger.metrics(step, {"loss": value})
-        logger.close()
-    assert scalars(tmp_path) == {"loss": [(1, 2.0), (2, 2.0), (3, 2.0)]}

@@ -31,13 +31,6 @@ def points(x: list[float], y: list[float]) -> Curve:
     return Curve("done", np.array(x), np.array(y), has_dots=True, has_line=False)
 
 
-def test_points_have_no_line_and_no_last_value() -> None:
-    figure, _ = draw_chart(Chart("Rate", "", [points([1.0, 2.0], [3.0, 4.0])]))
-    html = figure["drawing"]
-    assert re.findall(r'<g class="c0 d0">(.*?)</g>', html) == ['<path class="dots" d="M1000 955h0M2000 45h0"/>']
-    assert figure["legend"] == [("c0 d0 dot", "done", "")]
-
-
 def test_a_logarithmic_axis_spreads_powers_evenly() -> None:
     chart = Chart("Rate", "", [points([0.001, 0.01, 0.1], [1.0, 2.0, 3.0])], x_is_log=True)
     figure, values = draw_chart(chart)

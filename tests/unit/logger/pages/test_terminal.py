@@ -49,9 +49,3 @@ def test_a_terminal_folds_cells_and_leaves_lines_to_copy() -> None:
     assert lines[0].startswith("\x1b[1mname") and lines[-1] == command
     assert all(len(line) <= 40 for line in lines[1:-1])
     assert sum(line.count("c") for line in lines[1:-1]) == 200, "nothing is cut"
-
-
-@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
-def test_no_escapes_where_none_are_wanted(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(name, value)
-    assert "\x1b" not in render_text([TABLE], Terminal())
