@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 from config.base import Section
 
@@ -51,23 +51,6 @@ class LoggerGroup(RunLogger):
             logger.close(exit_code)
 
 
-class SinkOptions(Section):
-    """Options of a sink, ``[logging.NAME]`` of a config."""
-
-    @property
-    def is_on(self) -> bool:
-        """Whether the sink is to be opened."""
-        return True
-
-    @property
-    def finish_seconds(self) -> float:
-        """The longest time that the end of the run waits for the sink."""
-        return 60.0
-
-
-Options = TypeVar("Options", bound=SinkOptions)
-
-
 @dataclass(frozen=True)
 class SinkRun:
     """The run that a sink copies."""
@@ -79,16 +62,24 @@ class SinkRun:
     """The resolved config."""
 
 
-class Sink(RunLogger, Generic[Options]):
-    """A copy of a run at another service. It lives in a thread, so all calls may be slow, and may raise anything."""
+class Sink(Section):
+    """A copy of a run at another service, ``[logging.NAME]`` of a config: options, and the logger that they open."""
 
     title: ClassVar[str]
     """Name of the service in messages."""
     package: ClassVar[str | None] = None
     """Package that the sink needs, and the extra that installs it."""
-    options: type[Options]
-    """Class of the options, whose docstring describes the table."""
 
-    def __init__(self, options: Options, run: SinkRun, log: Callable[[str], None]) -> None:
-        """Open the sink; ``log`` prints a message."""
+    @property
+    def is_on(self) -> bool:
+        """Whether the sink is to be opened."""
+        return True
+
+    @property
+    def finish_seconds(self) -> float:
+        """The longest time that the end of the run waits for the sink."""
+        return 60.0
+
+    def open(self, run: SinkRun, log: Callable[[str], None]) -> RunLogger:
+        """Open the logger; ``log`` prints a message. It lives in a thread: calls may be slow and raise anything."""
         raise NotImplementedError

@@ -1,7 +1,7 @@
 """Sinks: copies of a run's metrics, events and samples at other services, each in a thread of its own.
 
-A sink is a class in a module of its own and a row of `SINKS`. Its options are the table ``[logging.NAME]`` of the row's
-name; a table that a config does not have leaves the sink off.
+A sink is a section in a module of its own, which opens its logger, and a row of `SINKS`: the table ``[logging.NAME]``
+of the row's name. A table that a config does not have leaves the sink off.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from queue import SimpleQueue
 from typing import Any
 
 from logger.run_logger import Metrics, RunLogger, Sink, SinkRun
-from logger.tensorboard import TensorBoardLogger
-from logger.weights_and_biases import WandbLogger
+from logger.tensorboard import TensorBoardConfig
+from logger.weights_and_biases import WandbConfig
 
-SINKS: dict[str, type[Sink[Any]]] = {"wandb": WandbLogger, "tensorboard": TensorBoardLogger}
-"""Key in ``[logging]`` -> class."""
+SINKS: dict[str, type[Sink]] = {"wandb": WandbConfig, "tensorboard": TensorBoardConfig}
+"""Key in ``[logging]`` -> section."""
 
 StartLogger = Callable[[Callable[[str], None]], RunLogger]
 """Creates a logger; it gets a function that prints messages."""
@@ -40,17 +40,17 @@ def open_sinks(config: object, directory: Path, step: int, values: dict[str, Any
         log: logs errors.
     """
     sinks: list[RunLogger] = []
-    for name, sink in SINKS.items():
-        options = getattr(config, name)
-        if options is None or not options.is_on:
+    for name in SINKS:
+        sink: Sink | None = getattr(config, name)
+        if sink is None or not sink.is_on:
             continue
         package = sink.package
         if package is not None and importlib.util.find_spec(package) is None:  # importing it may take seconds
             text = f"[logging.{name}] needs the package {package}, which is not installed (uv sync --extra {package}); "
             log(step, f"{text}the run continues, and metrics.jsonl has all")
             continue
-        start = partial(sink, options, SinkRun(directory, step, values))
-        sinks.append(BackgroundLogger(sink.title, start, log, options.finish_seconds))
+        start = partial(sink.open, SinkRun(directory, step, values))
+        sinks.append(BackgroundLogger(sink.title, start, log, sink.finish_seconds))
     return sinks
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
-from logger.run_logger import Metrics, Sink, SinkOptions, SinkRun
+from logger.run_logger import Metrics, RunLogger, Sink, SinkRun
 
 
-class TensorBoardConfig(SinkOptions):
+class TensorBoardConfig(Sink):
     """A copy of the metrics for TensorBoard, in ``tensorboard/`` of the run directory."""
+
+    title: ClassVar[str] = "TensorBoard"
+    package: ClassVar[str | None] = "tensorboard"
 
     enabled: bool = False
     """Write the event files."""
@@ -20,14 +23,14 @@ class TensorBoardConfig(SinkOptions):
     def is_on(self) -> bool:
         return self.enabled
 
+    def open(self, run: SinkRun, log: Callable[[str], None]) -> RunLogger:
+        return TensorBoardLogger(run)
 
-class TensorBoardLogger(Sink[TensorBoardConfig]):
+
+class TensorBoardLogger(RunLogger):
     """Writes event files. A resumed run replaces the steps that it repeats."""
 
-    title, package = "TensorBoard", "tensorboard"
-    options = TensorBoardConfig
-
-    def __init__(self, options: TensorBoardConfig, run: SinkRun, log: Callable[[str], None]) -> None:
+    def __init__(self, run: SinkRun) -> None:
         """Open a new event file.
 
         Raises:

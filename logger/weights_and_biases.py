@@ -6,11 +6,11 @@ import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from config.base import NonEmptyStr, PositiveFloat, StrTuple, TupleOf
 from files.atomic import write_text_atomic
-from logger.run_logger import Metrics, Sink, SinkOptions, SinkRun
+from logger.run_logger import Metrics, RunLogger, Sink, SinkRun
 
 RUN_ID_FILE = "wandb_run_id"
 STEP_METRIC = "trainer/step"
@@ -22,9 +22,12 @@ OFFLINE_NOTICE = (
 )
 
 
-class WandbConfig(SinkOptions):
+class WandbConfig(Sink):
     """A copy of the metrics at Weights & Biases, on if this table exists. Its errors are reported once and never end a
     run."""
+
+    title: ClassVar[str] = "Weights & Biases"
+    package: ClassVar[str | None] = "wandb"
 
     project: NonEmptyStr = "diffusionlm"
     """Project at Weights & Biases."""
@@ -50,12 +53,12 @@ class WandbConfig(SinkOptions):
     def finish_seconds(self) -> float:
         return 2.0 * self.timeout_seconds  # at the end the start may still be pending
 
+    def open(self, run: SinkRun, log: Callable[[str], None]) -> RunLogger:
+        return WandbLogger(self, run, log)
 
-class WandbLogger(Sink[WandbConfig]):
+
+class WandbLogger(RunLogger):
     """Logs to Weights & Biases."""
-
-    title, package = "Weights & Biases", "wandb"
-    options = WandbConfig
 
     def __init__(self, options: WandbConfig, run: SinkRun, log: Callable[[str], None]) -> None:
         """Start the run, or resume the one with this id; offline if the service cannot be reached.

@@ -20,7 +20,7 @@ else:
         __base__=Section,
         __module__=__name__,
         **{
-            name: (sink.options | None, Field(default=None, description=f"{sink.options.__doc__} None: off."))
+            name: (sink | None, Field(default=None, description=f"{sink.__doc__} None: off."))
             for name, sink in SINKS.items()
         },
     )

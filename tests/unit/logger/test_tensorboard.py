@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from logger.run_logger import SinkRun
-from logger.tensorboard import TensorBoardConfig, TensorBoardLogger
+from logger.tensorboard import TensorBoardLogger
 
 pytest.importorskip("tensorboard")
 
@@ -22,7 +22,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def open_logger(folder: Path, step: int = 0) -> TensorBoardLogger:
-    return TensorBoardLogger(TensorBoardConfig(enabled=True), SinkRun(folder, step, {}), print)
+    return TensorBoardLogger(SinkRun(folder, step, {}))
 
 
 def test_numbers_come_back_and_a_resumed_run_replaces_them(tmp_path: Path) -> None:
