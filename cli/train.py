@@ -31,8 +31,6 @@ from profiling.torch_setup import drivers
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from diffusionlm.evaluation.validation import EvaluationResult
-    from diffusionlm.training.reporting import RunSummary
     from tokenizer import Tokenizer
 
 NAME = "diffusionlm-train"
@@ -215,9 +213,7 @@ def train_as_rank(config: TrainConfig) -> int:
         if result.summary is not None and is_first_rank():
             # With logging.console = "json" standard output is for programs.
             output = sys.stderr if config.logging.console == "json" else resilient(sys.stdout)
-            parts = format_summary(
-                result.summary, config.run.directory, result.example_input, is_chat=config.data.has_only_chats
-            )
+            parts = format_summary(config.run.directory, result.example_input, is_chat=config.data.has_only_chats)
             print_parts(parts, output)
     return 0 if result.stop_signal is None else 128 + result.stop_signal
 
@@ -283,43 +279,24 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="show parameters, tokens, memory and FLOPs, and exit")
 
 
-def format_summary(
-    summary: RunSummary, directory: Path, example_input: str = "", *, is_chat: bool = False
-) -> list[Part]:
-    """The table, and the command that tries the model with ``example_input``; ``is_chat``: as a question of a chat."""
-    result = summary.evaluation
-    lines = [
-        (f"validation {_describe_bound(result)}", _format_bound(result)),
-        ("", f"{result.bits_per_byte:.3f} +- {result.bits_per_byte_standard_error:.3f} bits per byte"),
-    ]
-    lines += [
-        (f"  {_describe_bound(evaluation)}", _format_bound(evaluation)) for evaluation in summary.other_block_lengths
-    ]
-    if result.eos_padding_nats_per_token is not None:
-        padding = f"{result.eos_padding_nats_per_token:.3f} nats per token, not in the bound above"
-        lines.append(("EOS padding after answers", padding))
-    if summary.source_entropy is not None:
-        lines.append(("entropy of the source", _compare_with_entropy(result, summary.source_entropy)))
-    unigram = f"{result.unigram_entropy:.3f} nats per token (same {result.num_tokens:,} tokens)"
-    lines.append(("unigram entropy", unigram))
-    lines += [(name, f"{value:.3f} nats per token") for name, value in summary.ngrams.items()]
-    for fill in result.fills:
-        baseline = "" if fill.majority_baseline is None else f"; majority baseline {fill.majority_baseline:.1%}"
-        accuracy = f"top-1 accuracy {fill.top1_accuracy:.1%}, top-5 {fill.top5_accuracy:.1%}{baseline}"
-        lines.append((f"{fill.fraction:.0%} masked, filled", accuracy))
-    if result.block_length != 1:
-        unit = "row" if result.block_length is None else "block"
-        lines.append(("cross-entropy by", f"masked share of the {unit}, nats per masked token"))
-        lines += [(f"  {low:.0%} - {high:.0%}", f"{value:.3f}") for low, high, value in result.by_masked_fraction]
-    lines += [
-        ("parameters", f"{summary.parameters:,}"),
-        ("tokens seen", f"{summary.tokens_seen:,} in {summary.step:,} steps{_format_padding(summary.padding_share)}"),
-        ("time", f"{summary.seconds:,.0f} s"),
-    ]
+def format_summary(directory: Path, example_input: str = "", *, is_chat: bool = False) -> list[Part]:
+    """The results of a finished run, and the command that tries the model with ``example_input``.
+
+    Args:
+        directory: of the run.
+        example_input: a text with masked spans, a prompt, or a question.
+        is_chat: it is a question of a chat.
+    """
+    from logger.report import read_run
+    from logger.report.results import tabulate_results
+
+    run = read_run(directory)
+    bound, entropy = run.result("evaluation", "nats_per_token"), run.result("evaluation", "unigram_entropy")
     notes = []
-    if result.nats_per_token > result.unigram_entropy:
+    if bound is not None and entropy is not None and bound > entropy:
         notes = ["", "the model is not yet better than the frequencies of tokens: train longer (training.max_steps)"]
-    return [Table((), lines), *notes, "", f"next: {suggest_next_command(directory, example_input, is_chat=is_chat)}"]
+    command = suggest_next_command(directory, example_input, is_chat=is_chat)
+    return [tabulate_results([run]), *notes, "", f"next: {command}"]
 
 
 def suggest_next_command(directory: Path, example_input: str, *, is_chat: bool = False) -> str:
@@ -330,26 +307,6 @@ def suggest_next_command(directory: Path, example_input: str, *, is_chat: bool =
     return (
         f"uv run diffusionlm-infer --model {shlex.quote(str(directory))} {option}{separator}{shlex.quote(escaped_text)}"
     )
-
-
-def _describe_bound(result: EvaluationResult) -> str:
-    if result.block_length is None:
-        return "bound"
-    return "loss, token by token" if result.block_length == 1 else f"bound, blocks of {result.block_length}"
-
-
-def _format_bound(result: EvaluationResult) -> str:
-    return f"{result.nats_per_token:.3f} +- {result.standard_error:.3f} nats per token"
-
-
-def _compare_with_entropy(result: EvaluationResult, entropy: float) -> str:
-    tokens_per_document = result.num_tokens / result.num_rows
-    value, error = result.nats_per_token * tokens_per_document, result.standard_error * tokens_per_document
-    return f"{entropy:.3f} nats per document; the model's {value:.3f} +- {error:.3f} is {value - entropy:.3f} above"
-
-
-def _format_padding(fraction: float) -> str:
-    return f"; {fraction:.1%} of the rows was padding" if fraction >= 0.0005 else ""
 
 
 if __name__ == "__main__":

@@ -50,7 +50,10 @@ def _result_rows(runs: Sequence[LoggedRun]) -> Iterator[tuple[str, list[Cell]]]:
     yield "Kind of bound", [_kind(run) if run.summary else None for run in runs]
     for index in items("other_block_lengths"):
         yield "Also trained for, nats per token", [_other_bound(run, index) for run in runs]
-    yield "Entropy of the source, nats per document", results("source_entropy")
+    yield "EOS padding after answers, nats per token", results("evaluation", "eos_padding_nats_per_token")
+    if any(run.result("source_entropy") is not None for run in runs):
+        yield "Validation, nats per document", [_nats_per_document(run) for run in runs]
+        yield "Entropy of the source, nats per document", results("source_entropy")
     yield "Unigram entropy, nats per token", results("evaluation", "unigram_entropy")
     ngrams = [run.value("ngrams") for run in runs]
     for name in dict.fromkeys(name for entropies in ngrams if isinstance(entropies, dict) for name in entropies):
@@ -62,7 +65,12 @@ def _result_rows(runs: Sequence[LoggedRun]) -> Iterator[tuple[str, list[Cell]]]:
                 f"Top-{rank} accuracy, {first(*fill, 'fraction'):.0%} masked",
                 results(*fill, f"top{rank}_accuracy", style=".1%"),
             )
-    for index in items("evaluation", "by_masked_fraction"):
+        yield (
+            f"Majority baseline, {first(*fill, 'fraction'):.0%} masked",
+            results(*fill, "majority_baseline", style=".1%"),
+        )
+    has_masks = any(run.result("evaluation", "block_length") != 1 for run in runs)
+    for index in items("evaluation", "by_masked_fraction") if has_masks else ():
         row = ("evaluation", "by_masked_fraction", index)
         yield f"Loss, {first(*row, 0):.0%} to {first(*row, 1):.0%} masked", results(*row, 2)
     yield "Training loss, averaged", [_number(run.last("loss_smooth")) for run in runs]
@@ -95,6 +103,17 @@ def _validation_result(run: LoggedRun, key: str, error_key: str) -> Cell:
     if value is None:
         return None
     return f"{format_cell(Number(value, '.3f', error))} at step {run.numbers[f'val_{key}'].last_step:,.0f}"
+
+
+def _nats_per_document(run: LoggedRun) -> Cell:
+    """The bound of a validation row, which is one document where the entropy of the source is known."""
+    value, error, num_tokens, num_rows = (
+        run.result("evaluation", key) for key in ("nats_per_token", "standard_error", "num_tokens", "num_rows")
+    )
+    if value is None or not num_tokens or not num_rows:
+        return None
+    scale = num_tokens / num_rows
+    return Number(value * scale, ".3f", None if error is None else error * scale)
 
 
 def _kind(run: LoggedRun) -> str:

@@ -58,10 +58,10 @@ def uninterrupted(config: Path) -> Path:
     result = run_here("--config", config)
     assert result.returncode == 0, result.stderr
     for part in (
-        "validation bound",
+        "Validation, nats per token",
         "bits per byte",
-        "unigram entropy",
-        "top-1 accuracy",
+        "Unigram entropy",
+        "Top-1 accuracy",
         "next: uv run diffusionlm-infer",
     ):
         assert part in result.stdout
@@ -137,7 +137,7 @@ def test_a_complete_run_shows_its_summary_again(config: Path, uninterrupted: Pat
     result = run_here("--config", config)
     assert result.returncode == 0
     assert "is complete" in result.stderr
-    assert "validation bound" in result.stdout
+    assert "Validation, nats per token" in result.stdout
 
 
 def test_changed_config_is_rejected_with_its_differences(config: Path, uninterrupted: Path) -> None:

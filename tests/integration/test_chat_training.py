@@ -243,7 +243,7 @@ def test_answers_and_eos_padding_are_reported_apart(tmp_path: Path) -> None:
     validations = [record["metrics"] for record in read_records(config) if "val_nats_per_token" in record["metrics"]]
     assert validations and all(metrics["val_eos_padding_nats_per_token"] > 0 for metrics in validations)
     assert summary is not None and summary.evaluation.eos_padding_nats_per_token is not None and not summary.ngrams
-    assert "EOS padding after answers" in render_text(format_summary(summary, config.run.directory), StringIO())
+    assert "EOS padding after answers" in render_text(format_summary(config.run.directory), StringIO())
 
 
 def test_nothing_left_says_why(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_one_text_trains_and_resumes(capsys: pytest.CaptureFixture[str], text_pa
     paths = f'data.source.paths=["{text_path}"]'
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     code, table, log = run(capsys, whole, paths)
-    assert code == 0 and "validation bound" in table
+    assert code == 0 and "Validation, nats per token" in table
     assert "my.txt; its last 10.0% (" in log and "are validation text" in log
 
     samples = read_events(whole, "sample")

@@ -72,7 +72,7 @@ def test_auto_train_ends_with_a_checkpoint_here(
 ) -> None:
     machine, done, _ = trained
     assert done.returncode == 0, done.stdout + done.stderr
-    for part in ("step 9/9", "validation bound", "sent tiny.toml to", "exit code 0"):
+    for part in ("step 9/9", "Validation, nats per token", "sent tiny.toml to", "exit code 0"):
         assert part in done.stdout
     run = machine.tree / "runs" / "a tiny one"
     checkpoints = [path.name for path in (run / "checkpoints").iterdir() if not path.is_symlink()]
