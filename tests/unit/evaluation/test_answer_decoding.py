@@ -101,8 +101,3 @@ def test_answers_do_not_depend_on_the_batch(batch_size: int, model: Transformer,
         assert result.token_ids == expected.token_ids[: len(result.token_ids)]
         assert result.finish_reason == "stop" or len(result.token_ids) == 12
     assert together[0].token_ids != together[-1].token_ids  # two seeds of one prompt
-
-
-def test_batch_size_is_checked(model: Transformer, tokenizer: Tokenizer) -> None:
-    with pytest.raises(ValueError, match="batch_size = 0"):
-        answer(model, tokenizer, batch_size=0)

@@ -80,15 +80,6 @@ def test_masks_are_enumerated_where_they_are_fewer_than_the_samples(
         assert exact.row_nats[1] == pytest.approx(-answer.log_likelihood, abs=1e-5)
 
 
-def test_a_block_as_long_as_the_text_is_the_whole_row(diffusion: Transformer) -> None:
-    whole, block = (
-        nelbo(diffusion, TOKENS, num_mc_samples=3),
-        nelbo(diffusion, TOKENS, block_length=7, num_mc_samples=3),
-    )
-    longer = nelbo(diffusion, TOKENS, block_length=64, num_mc_samples=3)
-    assert whole == block == longer
-
-
 def test_arguments_are_checked(diffusion: Transformer, autoregressive: Transformer) -> None:
     for name in ("num_mc_samples", "block_length", "batch_size"):
         with pytest.raises(ValueError, match=f"{name} = 0 must be at least 1"):
@@ -133,18 +124,3 @@ def test_the_likelihood_of_an_answer_is_that_of_a_document(diffusion: Transforme
     assert in_blocks.log_likelihood == pytest.approx(
         sum(left_to_right(diffusion, [*PROMPT, 4, 3, 3, 1])[-4:]), abs=1e-5
     )
-
-
-def test_exact_bounds_take_one_forward_of_one_sequence(diffusion: Transformer) -> None:
-    shapes: list[list[int]] = []
-    with diffusion.register_forward_pre_hook(lambda _, inputs: shapes.append(list(inputs[0].shape))):
-        conditional_likelihood(diffusion, PROMPT, [4], num_mc_samples=9)
-        conditional_likelihood(diffusion, PROMPT, [4, 1], block_length=1, num_mc_samples=9)
-    # In blocks of one token: four clean tokens, which the two masked ones attend to.
-    assert shapes == [[1, 4], [1, 4 + 2]]
-
-
-def test_arguments_of_an_answer_are_checked(diffusion: Transformer) -> None:
-    with pytest.raises(ValueError, match="num_mc_samples = 0 must be at least 1"):
-        conditional_likelihood(diffusion, PROMPT, [1, 2], num_mc_samples=0)
-    assert conditional_likelihood(diffusion, [], [1, 2], num_mc_samples=4).num_tokens == 2

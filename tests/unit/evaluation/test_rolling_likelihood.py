@@ -60,21 +60,6 @@ def test_windows_are_the_rows_of_nelbo(models: dict[str, Transformer], which: st
     assert result.num_forwards == math.ceil(23 / (window - 1))
 
 
-@pytest.mark.parametrize(("block_length", "window"), [(4, 12), (None, 5)])
-def test_bounds_of_windows(models: dict[str, Transformer], block_length: int | None, window: int) -> None:
-    """Enumerated, near the samples of `nelbo`. Without a prefix the first window scores all its tokens."""
-    config = AnswerLikelihoodConfig(block_length=block_length, num_mc_samples=31)
-    result = rolling_log_likelihood(models["diffusion"], TEXT, window, config=config)
-    assert (result.is_exact, result.num_tokens) == (True, (23,))
-    expected = nelbo_of_windows(models["diffusion"], (), window, block_length)
-    assert result.log_likelihood == pytest.approx(expected, rel=0.02)
-    sampled = rolling_log_likelihood(
-        models["diffusion"], TEXT, window, config=config.model_copy(update={"max_enumerated_forwards": 1})
-    )
-    assert not sampled.is_exact
-    assert abs(sampled.log_likelihood - result.log_likelihood) < 4 * sampled.standard_error
-
-
 def test_bad_texts(models: dict[str, Transformer]) -> None:
     with pytest.raises(ValueError, match="text 1 is empty"):
         score_texts(models["diffusion"], [OptionsRequest((), ((1,),)), OptionsRequest((), ((),))])

@@ -5,9 +5,7 @@ Shapes: B rows, L positions, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import pytest
@@ -25,8 +23,7 @@ from diffusionlm.models.transformer import Transformer
 
 MakeModel = Callable[..., Transformer]
 DETERMINISTIC: tuple[str, ...] = ("low_confidence", "topk_margin", "entropy", "sequential")
-TOKENS, LENGTH = 3, 4
-EVERY_TEXT = torch.tensor(list(product(range(TOKENS), repeat=LENGTH)))
+TOKENS = 3
 
 
 def settings(**values: Any) -> GenerationConfig:
@@ -48,23 +45,6 @@ def plan_of(config: GenerationConfig, model: ModelConfig, num_masked: int, steps
     """Counts of each forward of a block."""
     strategy = resolve_settings(config, model).strategy
     return [int(count) for count in strategy.unmasking_schedule(num_masked, steps, num_masked)]
-
-
-def total_probability(row_nats: tuple[float, ...]) -> float:
-    return math.fsum(math.exp(-nats) for nats in row_nats)
-
-
-@pytest.mark.parametrize("strategy", DETERMINISTIC)
-@pytest.mark.parametrize("attention", ["bidirectional", "block_causal"])
-@pytest.mark.parametrize(("block_length", "steps"), [(1, 1), (2, 2), (2, 1), (3, 2), (4, 4), (4, 2), (4, 1)])
-def test_probabilities_sum_to_one_in_blocks(
-    small: MakeModel, strategy: str, attention: str, block_length: int, steps: int
-) -> None:
-    config = settings(
-        remasking_strategy=strategy, attention=attention, block_length=block_length, denoising_steps=steps
-    )
-    report = sampler_likelihood(small(), EVERY_TEXT, config=config)
-    assert total_probability(report.row_nats) == pytest.approx(1.0, abs=1e-9)
 
 
 def by_hand(model: Transformer, text: list[int], order: list[list[int]], pattern: Any) -> float:
@@ -189,7 +169,8 @@ def test_rows_of_different_lengths_and_packed_ones(small: MakeModel, attention: 
 
 def test_progress_ends_at_all_tokens(small: MakeModel) -> None:
     progress_calls: list[tuple[int, int]] = []
-    sampler_likelihood(small(), EVERY_TEXT[:5], batch_size=2, on_progress=lambda *now: progress_calls.append(now))
+    tokens_BL = torch.tensor([[0, 1, 2, 0]] * 5)
+    sampler_likelihood(small(), tokens_BL, batch_size=2, on_progress=lambda *now: progress_calls.append(now))
     assert progress_calls[0] == (2, 20)
     assert progress_calls[-1] == (20, 20)
     assert progress_calls == sorted(progress_calls)

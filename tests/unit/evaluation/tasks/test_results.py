@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,6 @@ from diffusionlm.evaluation.tasks.results import (
     OutcomeShares,
     VariantResult,
     format_item_line,
-    parse_item_line,
     read_items,
     read_results,
     write_results,
@@ -31,25 +31,20 @@ CHOICE = ItemResult(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("item", [GENERATED, CHOICE])
-def test_item_lines_are_read_back(item: ItemResult, tmp_path: Path) -> None:
-    line = format_item_line(item)
-    assert "\n" not in line
-    assert parse_item_line(line, "here") == item
+def test_item_lines_are_read_back(tmp_path: Path) -> None:
+    """Also verdicts of earlier versions, which were booleans. A damaged line is named."""
+    lines = [format_item_line(GENERATED), format_item_line(CHOICE).replace("1.0", "true")]
+    assert "option_log_likelihoods" not in json.loads(lines[0])
     path = tmp_path / "a.jsonl"
-    path.write_text(f"{line}\n{line}\n", encoding="utf-8")
-    assert list(read_items(path)) == [item, item]
-    assert "option_log_likelihoods" not in json.loads(format_item_line(GENERATED))
-
-
-def test_bad_lines_are_located(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text(f'{format_item_line(CHOICE)}\n{{"task": "arc"}}\n', encoding="utf-8")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    assert list(read_items(path)) == [GENERATED, CHOICE]
+    path.write_text(f'{lines[0]}\n{{"task": "arc"}}\n', encoding="utf-8")
     with pytest.raises(ValueError, match=r"a\.jsonl: line 2: .*is_correct"):
         list(read_items(path))
 
 
 def test_results_are_read_back(tmp_path: Path) -> None:
+    """Also those of earlier versions, which had comparisons, and no list of metrics that are no shares."""
     variant = VariantResult(
         task="gsm8k", kind="gsm8k", variant="a", model="runs/a", num_items=2, num_repeats=4,
         metrics={"strict": MetricValue(0.5, 0.25)}, pass_at_k={"strict": {1: MetricValue(0.5), 4: MetricValue(1.0)}},
@@ -59,31 +54,18 @@ def test_results_are_read_back(tmp_path: Path) -> None:
     write_results(tmp_path, results)
     assert read_results(tmp_path) == results
     assert variant.tokens_per_forward == 1.5
-    (tmp_path / "results.json").write_text("{}")
+    path = tmp_path / "results.json"
+    values = json.loads(path.read_text())
+    assert "perplexity" in values["results"][0].pop("number_metrics")
+    path.write_text(json.dumps({**values, "comparisons": [{"task": "gsm8k"}]}))
+    assert read_results(tmp_path) == results
+    path.write_text("{}")
     with pytest.raises(ValueError, match=r"results\.json.*results"):
         read_results(tmp_path)
 
 
-def test_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
-    """Verdicts were booleans, and metrics had no list of those that are no shares."""
-    assert parse_item_line(format_item_line(CHOICE).replace("1.0", "true"), "here") == CHOICE
-    result = VariantResult(
-        task="text", kind="perplexity", variant="a", model="m", num_items=1, num_repeats=1,
-        metrics={"perplexity": MetricValue(2.0)},
-    )  # fmt: skip
-    write_results(tmp_path, EvaluationResults(results=(result,)))
-    values = json.loads((tmp_path / "results.json").read_text())
-    assert "perplexity" in values["results"][0].pop("number_metrics")
-    (tmp_path / "results.json").write_text(json.dumps(values))
-    assert read_results(tmp_path).results == (result,)
-
-
 def test_empty_and_invalid_answers() -> None:
-    assert not GENERATED.is_empty
-    assert not GENERATED.is_invalid
-    assert not CHOICE.is_empty
-    assert not CHOICE.is_invalid
-    blank = ItemResult(**{**vars(GENERATED), "output": " \n", "extracted": {"strict": None}})
-    assert blank.is_empty
-    assert blank.is_invalid
-    assert ItemResult(**{**vars(GENERATED), "error": "ZeroDivisionError"}).is_invalid
+    blank = replace(GENERATED, output=" \n", extracted={"strict": None})
+    wrong = replace(GENERATED, error="ZeroDivisionError")
+    assert [item.is_empty for item in (GENERATED, CHOICE, blank, wrong)] == [False, False, True, False]
+    assert [item.is_invalid for item in (GENERATED, CHOICE, blank, wrong)] == [False, False, True, True]
