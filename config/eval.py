@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from config.base import ConfigPath, Section, TupleOf, check_distinct
 from config.evaluation.tasks import TaskConfig
-from config.evaluation.text import EvalDataConfig, LikelihoodConfig, NelboConfig
+from config.evaluation.text import EvalDataConfig, LikelihoodConfig, NelboConfig, check_prompt_gap
 from config.evaluation.variants import VariantConfig
 from config.infer import InferModelConfig
 
@@ -58,6 +58,7 @@ class EvalConfig(Section):
                 raise ValueError("output.directory has no effect without tasks: use output.file, or add [[tasks]]")
         elif self.data.source is not None:
             raise ValueError('[data] is evaluated without tasks: make it a task of kind = "perplexity", or remove it')
+        check_prompt_gap(self.likelihood, self.data)
         check_distinct({f"vary.{key}": values for key, values in self.vary.items()})
         check_distinct({"the names of tasks": [task.name or task.kind for task in self.tasks]})
         return self

@@ -85,3 +85,19 @@ class SamplerLikelihoodConfig(Section):
 
 
 LikelihoodConfig = Annotated[NelboConfig | SamplerLikelihoodConfig, Field(discriminator="kind")]
+
+
+def check_prompt_gap(likelihood: LikelihoodConfig, data: EvalDataConfig) -> None:
+    """Check that each row is a conversation, if the gap of prompts is asked for.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(likelihood, NelboConfig) or not likelihood.prompt_gap or data.source is None:
+        return
+    if getattr(data.source, "chat", None) is None:
+        raise ValueError("likelihood.prompt_gap = true needs conversations: set data.source.chat, or remove it")
+    if data.rows != "padded":
+        raise ValueError(
+            f'likelihood.prompt_gap = true needs rows of one conversation, and data.rows = "{data.rows}": set "padded"'
+        )

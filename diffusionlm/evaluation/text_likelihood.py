@@ -26,7 +26,7 @@ from diffusionlm.checkpoints.huggingface import load_configured_model
 from diffusionlm.checkpoints.model_files import ModelDescription, check_weight_files, read_model_description
 from diffusionlm.data.loader import collate_rows
 from diffusionlm.data.packing import Row
-from diffusionlm.data.pipeline import MixtureComponent, build_row_reader, count_skipped, open_components
+from diffusionlm.data.pipeline import build_row_reader, count_skipped, open_components
 from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.diffusion.noised_batch import CleanBatch
 from diffusionlm.evaluation.nelbo import NelboEstimator, NelboReport
@@ -133,8 +133,6 @@ def open_text(config: EvalConfig) -> OpenedText:
         repeat=False,
         block_length=block_length,
     )
-    if isinstance(config.likelihood, NelboConfig) and config.likelihood.prompt_gap:
-        check_prompt_gap(config.data, components)
     check_weight_files(config.model.path)
     if config.model.adapter is not None:
         read_adapter_config(config.model.adapter)
@@ -174,21 +172,6 @@ def check_trained_attention(directory: Path | None) -> None:
         raise ValueError(
             f'{path}: the model was trained with objective.{name} = "{objective[name]}", and [likelihood] has no form '
             'for it: read the validation of the run, or measure answers with a task of kind = "exact_match"'
-        )
-
-
-def check_prompt_gap(config: EvalDataConfig, components: list[MixtureComponent]) -> None:
-    """Check that each row is a conversation.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if components[0].chat is None:
-        raise ValueError("likelihood.prompt_gap = true needs conversations: set data.source.chat, or remove it")
-    if config.rows != "padded":
-        raise ValueError(
-            f'likelihood.prompt_gap = true needs rows of one conversation, and data.rows = "{config.rows}": set '
-            '"padded"'
         )
 
 

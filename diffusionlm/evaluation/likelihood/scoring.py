@@ -184,8 +184,8 @@ def score_texts(
         window: tokens of a window, with the one that is not scored. None: the model's context.
 
     Raises:
-        ValueError: a text is empty or has more than one token of context, the window is below 2 or longer than the
-            model's context, the settings have guidance or an end-of-text token, or `score_documents` raises.
+        ValueError: the window is below 2 or longer than the model's context, the settings have guidance or an
+            end-of-text token, or `score_documents` raises.
     """
     if config is not None and (config.cfg_scale > 0.0 or config.end_of_text != "none"):
         raise ValueError(
@@ -199,19 +199,15 @@ def score_texts(
         )
     windows: list[OptionsRequest] = []
     ends = [0]
-    for index, request in enumerate(requests):
-        windows += _split_into_windows(request, window, f"text {index}")
+    for request in requests:
+        windows += _split_into_windows(request, window)
         ends.append(len(windows))
     scores = score_documents(model, windows, config)
     return [_sum_windows(scores[start:end]) for start, end in pairwise(ends)]
 
 
-def _split_into_windows(request: OptionsRequest, window: int, name: str) -> list[OptionsRequest]:
+def _split_into_windows(request: OptionsRequest, window: int) -> list[OptionsRequest]:
     prefix, [text] = request.context, request.options
-    if not text:
-        raise ValueError(f"{name} is empty, and has no likelihood: give at least one token")
-    if len(prefix) > 1:
-        raise ValueError(f"{name} has a prefix of {len(prefix)} tokens: give at most one")
     tokens = prefix + text
     starts = range(0, len(tokens) - 1, window - 1) if len(tokens) > 1 else range(1)
     return [

@@ -8,7 +8,7 @@ from pydantic import model_validator
 
 from config.base import ConfigPath, NonEmptyStr, Section
 from config.data import LocalFiles
-from config.evaluation.text import EvalDataConfig, LikelihoodConfig, NelboConfig
+from config.evaluation.text import EvalDataConfig, LikelihoodConfig, NelboConfig, check_prompt_gap
 from diffusionlm.evaluation.tasks.item_task import ScoredTask
 
 
@@ -30,6 +30,7 @@ class PerplexityTask(Section, ScoredTask):
         if (self.data is None) == (self.text.source is None):
             problem = "names no text" if self.data is None else "names the text in data and in text.source"
             raise ValueError(f"{problem}: set one of data and text.source")
+        check_prompt_gap(self.likelihood, self.text_config)
         return self
 
     @property

@@ -75,4 +75,4 @@ def test_the_gap_is_the_difference_of_two_bounds(tiny_model: Callable[..., Trans
     assert 0 < gap.standard_error < 1
     values["data"]["rows"] = "packed"
     with pytest.raises(ValueError, match="prompt_gap = true needs rows of one conversation"):
-        open_text(EvalConfig.model_validate(values))
+        EvalConfig.model_validate(values)
