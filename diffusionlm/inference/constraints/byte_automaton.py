@@ -5,8 +5,8 @@ Shapes: S states, C classes of bytes.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +28,8 @@ DEAD = -1
 
 MAX_STATES = 1 << 14
 """States of a deterministic automaton."""
-MAX_NONDETERMINISTIC_STATES = 1 << 17
-MAX_NONDETERMINISTIC_EDGES = 1 << 18
+MAX_NONDETERMINISTIC_SIZE = 3 << 17
+"""States and transitions of a nondeterministic automaton."""
 MAX_WORK = 1 << 21
 """Steps of the construction, about 2 s."""
 
@@ -96,7 +96,7 @@ def compile_expression(expression: Expression, max_states: int = MAX_STATES) -> 
     graph = _Graph()
     start, end = graph.add_state(), graph.add_state()
     graph.connect(expression, start, end)
-    return _SubsetConstruction(graph, end, max_states).run(start)
+    return _make_deterministic(graph, start, end, max_states)
 
 
 class _Graph:
@@ -107,29 +107,28 @@ class _Graph:
         """State -> states that are reached without a byte."""
         self.byte_edges: list[list[tuple[int, int, int]]] = []
         """State -> (lowest byte, highest byte, next state)."""
-        self._num_edges = 0
+        self._size = 0
         self._sequences: dict[int, list[tuple[tuple[int, int], ByteRanges]]] = {}
         """Identity of an expression, which lives as long as this -> its byte ranges."""
 
+    def _grow(self) -> None:
+        self._size += 1
+        if self._size > MAX_NONDETERMINISTIC_SIZE:
+            raise too_large_error(MAX_NONDETERMINISTIC_SIZE, "states and transitions of its nondeterministic automaton")
+
     def add_state(self) -> int:
-        if len(self.empty_edges) >= MAX_NONDETERMINISTIC_STATES:
-            raise too_large_error(MAX_NONDETERMINISTIC_STATES, "states of its nondeterministic automaton")
+        self._grow()
         self.empty_edges.append([])
         self.byte_edges.append([])
         return len(self.empty_edges) - 1
 
     def _add_empty_edge(self, start: int, end: int) -> None:
-        self._count_edge()
+        self._grow()
         self.empty_edges[start].append(end)
 
     def _add_byte_edge(self, start: int, low: int, high: int, end: int) -> None:
-        self._count_edge()
+        self._grow()
         self.byte_edges[start].append((low, high, end))
-
-    def _count_edge(self) -> None:
-        self._num_edges += 1
-        if self._num_edges > MAX_NONDETERMINISTIC_EDGES:
-            raise too_large_error(MAX_NONDETERMINISTIC_EDGES, "transitions of its nondeterministic automaton")
 
     def _encode(self, expression: Expression, code_points: CodePoints) -> list[tuple[tuple[int, int], ByteRanges]]:
         """First and further bytes of a set of characters; computed once, however often the set is repeated."""
@@ -220,76 +219,62 @@ class _Graph:
                 self._add_empty_edge(state, end)
 
 
-class _SubsetConstruction:
-    """Makes an automaton deterministic (Rabin and Scott 1959)."""
+def _make_deterministic(graph: _Graph, start: int, end: int, max_states: int) -> ByteAutomaton:
+    """Number the sets of states that a text leads to (Rabin and Scott 1959).
 
-    def __init__(self, graph: _Graph, end: int, max_states: int) -> None:
-        self._graph, self._end, self._max_states = graph, end, max_states
-        self._byte_classes = _classify_bytes(graph)
-        self._edges = [
-            [(int(self._byte_classes[low]), int(self._byte_classes[high]), target) for low, high, target in edges]
-            for edges in graph.byte_edges
-        ]
-        self._closures: dict[int, frozenset[int]] = {}
-        self._numbers: dict[frozenset[int], int] = {}
-        """Set of states of the graph -> state of the result."""
-        self._pending: deque[frozenset[int]] = deque()
-        self._known_targets: dict[frozenset[int], int] = {}
-        self._work = 0
+    Raises:
+        ValueError: the automaton, or the work, is too large.
+    """
+    byte_classes = _classify_bytes(graph)
+    edges = [
+        [(int(byte_classes[low]), int(byte_classes[high]), target) for low, high, target in edges]
+        for edges in graph.byte_edges
+    ]
+    subsets: list[frozenset[int]] = []
+    numbers: dict[frozenset[int], int] = {}
+    work = 0
 
-    def run(self, start: int) -> ByteAutomaton:
-        self._number_subset(frozenset((start,)))
-        rows = []
-        while self._pending:
-            rows.append(self._follow_bytes(self._pending.popleft()))
-        transitions_SC = np.full((len(rows), int(self._byte_classes.max()) + 1), DEAD, dtype=np.int32)
-        for number, row in enumerate(rows):
-            transitions_SC[number, list(row)] = list(row.values())
-        is_accepting_S = np.array([self._end in subset for subset in self._numbers])
-        return ByteAutomaton.from_table(transitions_SC, self._byte_classes, is_accepting_S)
-
-    def _follow_bytes(self, subset: frozenset[int]) -> dict[int, int]:
-        """Next state for each class of bytes."""
-        targets: dict[int, set[int]] = {}
-        for state in subset:
-            for low, high, target in self._edges[state]:
-                self._count_work(high - low + 1)
-                for byte_class in range(low, high + 1):
-                    targets.setdefault(byte_class, set()).add(target)
-        return {byte_class: self._number_subset(frozenset(states)) for byte_class, states in targets.items()}
-
-    def _number_subset(self, states: frozenset[int]) -> int:
-        """State of the result for states of the graph and what they reach without a byte."""
-        if states not in self._known_targets:
-            subset = frozenset[int]().union(*map(self._close, states))
-            if subset not in self._numbers:
-                if len(self._numbers) >= self._max_states:
-                    raise too_large_error(self._max_states, "states")
-                self._numbers[subset] = len(self._numbers)
-                self._pending.append(subset)
-            self._known_targets[states] = self._numbers[subset]
-        return self._known_targets[states]
-
-    def _close(self, state: int) -> frozenset[int]:
-        """The states that are reached without a byte and matter: those with edges, and the end."""
-        if state not in self._closures:
-            seen, stack = {state}, [state]
-            while stack:
-                for following in self._graph.empty_edges[stack.pop()]:
-                    if following not in seen:
-                        seen.add(following)
-                        stack.append(following)
-            self._count_work(len(seen))
-            self._closures[state] = frozenset(
-                member for member in seen if self._graph.byte_edges[member] or member == self._end
-            )
-        self._count_work(len(self._closures[state]))
-        return self._closures[state]
-
-    def _count_work(self, num_steps: int) -> None:
-        self._work += num_steps
-        if self._work > MAX_WORK:
+    def count_work(num_steps: int) -> None:
+        nonlocal work
+        work += num_steps
+        if work > MAX_WORK:
             raise too_large_error(MAX_WORK, "steps of its construction")
+
+    @cache
+    def close(state: int) -> frozenset[int]:
+        """The states that are reached without a byte and matter: those with edges, and the end."""
+        seen, stack = {state}, [state]
+        while stack:
+            new_states = set(graph.empty_edges[stack.pop()]) - seen
+            seen |= new_states
+            stack += new_states
+        count_work(len(seen))
+        return frozenset(member for member in seen if graph.byte_edges[member] or member == end)
+
+    @cache
+    def number_closure(states: frozenset[int]) -> int:
+        closures = list(map(close, states))
+        count_work(sum(map(len, closures)))
+        subset = frozenset[int]().union(*closures)
+        if numbers.setdefault(subset, len(subsets)) == len(subsets):
+            subsets.append(subset)
+            if len(subsets) > max_states:
+                raise too_large_error(max_states, "states")
+        return numbers[subset]
+
+    rows = []
+    number_closure(frozenset((start,)))
+    for subset in subsets:  # which grows meanwhile
+        targets: dict[int, set[int]] = {}
+        for low, high, target in (edge for state in subset for edge in edges[state]):
+            count_work(high - low + 1)
+            for byte_class in range(low, high + 1):
+                targets.setdefault(byte_class, set()).add(target)
+        rows.append({byte_class: number_closure(frozenset(states)) for byte_class, states in targets.items()})
+    transitions_SC = np.full((len(rows), int(byte_classes.max()) + 1), DEAD, dtype=np.int32)
+    for number, row in enumerate(rows):
+        transitions_SC[number, list(row)] = list(row.values())
+    return ByteAutomaton.from_table(transitions_SC, byte_classes, np.array([end in subset for subset in subsets]))
 
 
 def _classify_bytes(graph: _Graph) -> NDArray[np.int32]:
