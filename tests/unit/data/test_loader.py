@@ -127,19 +127,6 @@ def test_a_run_over_bad_records_resumes_exactly(policy: str, tmp_path: Path, byt
     assert loader.epoch >= 1 and not equal(steps[1], steps[2])
 
 
-def test_an_epoch_that_ends_exactly_at_a_checkpoint(list_reader: Any, byte_tokenizer: Any) -> None:
-    documents = [f"document {index:02}" for index in range(12)]
-
-    def make() -> Loader:
-        reader = build_rows(list_reader(documents), config_of("padded", 5, 3), byte_tokenizer, LENGTH, seed=1)
-        return Loader(reader, RecordingObjective(), 4, 4, seed=1)
-
-    loader, _ = check_resuming(make, 7, length=7)
-    assert isinstance(loader.objective, RecordingObjective)
-    rows = [bytes(row[:11].tolist()).decode() for batch in loader.objective.batches for row in batch.tokens_BL]
-    assert sorted(rows[:12]) == sorted(rows[12:24]) == documents, "an epoch is three steps"
-
-
 def test_an_epoch_has_every_row_once(rows: str, list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
     config = config_of(rows)
     reader = build_rows(list_reader(DOCUMENTS), config, byte_tokenizer, LENGTH, seed=1)

@@ -193,22 +193,6 @@ def test_one_process_at_a_time(text_folder: Path, tmp_path: Path) -> None:
     make_data(config_of(text_folder, tmp_path / "made"), ignore)
 
 
-def test_a_missing_shard_and_a_replaced_tokenizer(
-    text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "check_sizes", stop)
-        with pytest.raises(Stopped):
-            make_data(config_of(text_folder, tmp_path / "made"), ignore)
-    path = tmp_path / "made/train-00000.idx"
-    offsets = path.read_bytes()
-    path.unlink()
-    assert f"{path} is missing" in error_of(config_of(text_folder, tmp_path / "made"))
-    path.write_bytes(offsets)
-    save_tokenizer(train_bpe(["other"], vocab_size=260), tmp_path / "made/tokenizer")
-    assert "is not the tokenizer that was used so far" in error_of(config_of(text_folder, tmp_path / "made"))
-
-
 @pytest.mark.parametrize("free_bytes", [0, 1_500, 6_000])
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_a_full_disk(text_folder: Path, tmp_path: Path, free_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:

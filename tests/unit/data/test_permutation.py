@@ -59,19 +59,6 @@ def test_the_order_stays_the_same() -> None:
     assert order(12, 0, 0) == [1, 8, 2, 9, 4, 10, 6, 3, 11, 5, 0, 7]
 
 
-def test_indices_of_any_shape() -> None:
-    permutation = KeyedPermutation(1_000, 1, STREAM, 4)
-    whole = permutation(np.arange(1_000))
-    for index in (0, 1, 499, 999):
-        assert permutation(np.array([index])).tolist() == [whole[index]]
-    square = np.arange(100).reshape(10, 10) * 10
-    assert np.array_equal(permutation(square), whole[square])
-    assert permutation(np.array([], dtype=np.int64)).tolist() == []
-    indices = np.arange(5)
-    permutation(indices)
-    assert indices.tolist() == [0, 1, 2, 3, 4]
-
-
 @pytest.mark.parametrize("n", [10**12, 1 << 62])
 def test_more_items_than_fit_into_memory(n: int) -> None:
     permutation = KeyedPermutation(n, 3, STREAM, 1)

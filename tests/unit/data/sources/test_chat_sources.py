@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -171,24 +170,6 @@ def test_few_conversations_are_not_cut(tmp_path: Path) -> None:
     assert (len(train), len(held_out)) == (7, 1)
     with pytest.raises(ValueError, match="only one conversation"):
         read_all(config_of(write(tmp_path / "b.jsonl", ROWS[:1] * 5)))
-
-
-def test_rows_resume_exactly_and_shuffle(tmp_path: Path, drain: Drain) -> None:
-    path = write(tmp_path / "a.jsonl", [chat(*(f"t{i}{j}" for j in range(2 + 2 * (i % 3)))) for i in range(100)])
-    values = config_of(path, {"turns": "one", "eos_padding": "length:3"}).model_dump()
-    config = DataConfig.model_validate(values | {"document_shuffle_window": 16, "row_shuffle_window": 7})
-    tokenizer = chat_tokenizer()
-
-    def make() -> Any:
-        return build_row_reader(open_components(config, "train"), config, tokenizer, 90, 5)
-
-    whole = drain(make(), epoch=2)
-    part, position = make().read(2, None, 11)
-    resumed = part + drain(make(), (3,), epoch=2, position=json.loads(json.dumps(position)))
-    assert len(whole) == len(resumed)
-    for a, b in zip(whole, resumed, strict=True):
-        assert all(np.array_equal(x, y) for x, y in zip(vars(a).values(), vars(b).values(), strict=True))
-    assert any(not np.array_equal(a.tokens_L, b.tokens_L) for a, b in zip(whole, drain(make(), epoch=3), strict=False))
 
 
 def test_text_and_conversations_in_one_run(tmp_path: Path) -> None:

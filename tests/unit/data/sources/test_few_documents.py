@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from config.data import LocalFiles
@@ -30,10 +27,6 @@ def write_text(folder: Path) -> None:
     (folder / "a.txt").write_text(TEXT)
 
 
-def write_archive(folder: Path) -> None:
-    (folder / "a.txt.gz").write_bytes(gzip.compress(TEXT.encode()))
-
-
 def write_twenty(folder: Path) -> None:
     for index in range(20):
         (folder / f"{index:02}.txt").write_text(TEXT[index * 11_000 : (index + 1) * 11_000])
@@ -47,17 +40,11 @@ def write_array(folder: Path) -> None:
     (folder / "a.json").write_text(json.dumps([{"text": TEXT[:110_000]}, {"text": TEXT[110_000:]}]))
 
 
-def write_parquet(folder: Path) -> None:
-    pq.write_table(pa.table({"text": [TEXT[:110_000], TEXT[110_000:]]}), folder / "a.parquet")
-
-
 LAYOUTS: list[Callable[[Path], None]] = [
     write_text,
-    write_archive,
     write_twenty,
     write_row,
     write_array,
-    write_parquet,
 ]
 
 

@@ -73,16 +73,6 @@ def cached(tmp_path: Path) -> str:
     return "someone/tiny"
 
 
-def test_all_documents_in_order_in_any_chunks(parquet: Path, drain: Drain) -> None:
-    source = open_documents(parquet)
-    assert drain(source) == TEXTS
-    assert drain(source, (len(TEXTS),)) == TEXTS
-    assert drain(source, (1,)) == TEXTS
-    assert drain(source, (10, 1, 3), epoch=1) == TEXTS
-    assert drain(open_documents(parquet, split="validation")) == ["held", "out"]
-    assert source.skip_log.counts == {}
-
-
 @pytest.mark.parametrize("kind", ["parquet", "json", "cached"])
 def test_resuming_at_every_position(kind: str, request: pytest.FixtureRequest, tmp_path: Path, drain: Drain) -> None:
     if kind == "json":
@@ -112,12 +102,13 @@ def test_max_documents(limit: dict[str, Any], parquet: Path, drain: Drain) -> No
     position = source.read(0, None, 15)[1]
     assert drain(open_documents(parquet, **options, **limit), (1,), position=position) == everything[15:20]
     assert drain(open_documents(parquet, "validation", **options, **limit)) == validation
-    assert source.identity != open_documents(parquet, **options).identity
+    identities = [open_documents(parquet, **options | more).identity for more in ({}, limit, {"on_bad_row": "skip"})]
+    assert len({*identities, source.identity}) == 3
     assert source.provenance.endswith("split train, the first 20 documents")
 
 
 def test_bad_records(tmp_path: Path, drain: Drain) -> None:
-    values = ["a", "", None, 12, 1.5, True, ["x"], {"y": 1}, "b\ufffd"]
+    values = ["a", "", None, 12, "b\ufffd"]
     folder = json_directory(tmp_path / "mixed", [{"text": value} for value in values])
     with pytest.raises(ValueError, match=rf"data\.source\.text_field = 'text': {folder}, row 3: null .*\"skip\""):
         drain(open_documents(folder))
@@ -127,14 +118,11 @@ def test_bad_records(tmp_path: Path, drain: Drain) -> None:
     assert source.skip_log.counts == {
         "empty": 1,
         "null instead of text": 1,
-        "number instead of text": 2,
-        "boolean instead of text": 1,
-        "list instead of text": 1,
-        "object instead of text": 1,
+        "number instead of text": 1,
     }
     source = open_documents(folder, on_bad_row="replace")
-    assert drain(source, (2,)) == ["a", "12", "1.5", "b\ufffd"]
-    assert source.skip_log.counts["mended: number instead of text"] == 2
+    assert drain(source, (2,)) == ["a", "12", "b\ufffd"]
+    assert source.skip_log.counts["mended: number instead of text"] == 1
 
 
 def test_other_columns_are_not_decoded(tmp_path: Path, drain: Drain) -> None:
@@ -176,16 +164,6 @@ def test_damage_ends_the_stream_with_an_error(tmp_path: Path, drain: Drain) -> N
     (folder / "train-1.jsonl").write_text('{"text": "a"}\n{"text": broken}\n')
     with pytest.raises(ValueError, match=r"data\.source\.dataset = .*cannot be read after row 57.*kind = "):
         drain(open_documents(folder, on_bad_row="skip"))
-
-
-def test_identity_and_provenance_of_a_directory(parquet: Path) -> None:
-    source = open_documents(parquet)
-    assert open_documents(parquet).identity == source.identity
-    assert open_documents(parquet, on_bad_row="skip").identity != source.identity
-    assert open_documents(parquet, "validation").identity != source.identity
-    assert source.provenance == "stories, config default, 3 files in a directory, split train"
-    pq.write_table(pa.table({"id": [0], "text": ["another"]}), parquet / "train-0.parquet")
-    assert open_documents(parquet).identity != source.identity
 
 
 def test_offline_with_a_cache(cached: str, drain: Drain) -> None:

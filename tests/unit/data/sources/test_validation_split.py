@@ -54,15 +54,6 @@ def test_boundaries_are_paragraphs_lines_words(text: str, target: int, slack: in
     assert find_boundary(text, target, slack) == expected
 
 
-def test_one_text_is_divided_before_its_end() -> None:
-    text = "".join(f"line {index:04}\n" for index in range(1000))
-    train, validation = divide([text], 0.1)
-    assert train == [[text[:9000]]] and validation == [[text[9000:]]]
-    split = choose_split([text], 0.1, True, KEY)
-    assert isinstance(split, EndSplit)
-    assert split.description == "its last 10.0% (1,000 of 10,000 bytes) are validation text"
-
-
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
