@@ -39,7 +39,7 @@ def test_the_error_is_short(
 
 
 def test_no_more_of_a_file_is_read_than_a_config_may_have() -> None:
-    with pytest.raises(ConfigError, match=r"^/dev/zero: not valid TOML: more than 1,048,576 characters$"):
+    with pytest.raises(ConfigError, match=r"^/dev/zero: has more than [\d,]+ characters"):
         load_config(InferConfig, Path("/dev/zero"))
 
 
