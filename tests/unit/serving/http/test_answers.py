@@ -52,7 +52,7 @@ def complete(server: RunningServer, **fields: Any) -> Any:
         {"remasking_strategy": "threshold", "confidence_threshold": 0.3},
         {"block_length": 2, "temperature": 0.5, "top_k": 5},
         {"attention": "bidirectional", "cache": "dual", "block_length": 6},
-        {"suppress_token_ids": [5, 6], "cfg_scale": 0.5},
+        {"suppress_token_ids": [5, 6], "cfg_scale": 0.5, "stop_token_ids": [*range(0, 280, 9)]},
     ],
 )
 def test_settings_of_a_request(server: RunningServer, settings: dict[str, Any]) -> None:
@@ -60,6 +60,7 @@ def test_settings_of_a_request(server: RunningServer, settings: dict[str, Any]) 
     answer = complete(server, return_token_ids=True, **settings)["choices"][0]
     assert tuple(answer["token_ids"]) == expected.token_ids
     assert (answer["num_forwards"], answer["seed"]) == (expected.num_forwards, 7)
+    assert answer["finish_reason"] == expected.finish_reason
 
 
 def test_a_text_is_healed_as_by_the_other_commands(server: RunningServer) -> None:
@@ -116,14 +117,6 @@ def test_stop_strings(server: RunningServer) -> None:
         num_forwards = max(steps[: whole["usage"]["completion_tokens"]])
         assert choice["num_forwards"] == parts[-1]["num_forwards"] == num_forwards
     server.wait_until_idle()
-
-
-def test_stop_tokens(server: RunningServer) -> None:
-    expected = decode_alone(server, 7, max_new_tokens=12, temperature=1.0)
-    stop = expected.token_ids[6]
-    choice = complete(server, stop_token_ids=[stop], return_token_ids=True)["choices"][0]
-    assert choice["finish_reason"] == "stop"
-    assert tuple(choice["token_ids"]) == expected.token_ids[: expected.token_ids.index(stop)]
 
 
 def test_logprobs(server: RunningServer) -> None:
@@ -233,11 +226,8 @@ def test_an_infill(server: RunningServer, healing: bool) -> None:
     assert [entry for part in parts for entry in part["logprobs"]["content"]] == entries
     if not healing:
         mask = server.model.config.required_mask_token_id
-        canvas = [
-            token
-            for segment in segments
-            for token in (tokenizer.encode(segment) if isinstance(segment, str) else [mask] * segment)
-        ]
+        parts_of_canvas = (tokenizer.encode(part) if isinstance(part, str) else [mask] * part for part in segments)
+        canvas = [token for tokens in parts_of_canvas for token in tokens]
         [expected] = infill(server.model, [canvas], config(server, temperature=1.0), [4])
         assert choice["num_forwards"] == expected.num_forwards
         assert tokenizer.decode(expected.token_ids) == choice["text"]
@@ -289,19 +279,15 @@ def test_a_healed_prompt_is_in_no_part_of_the_answer(server: RunningServer, prom
 
 
 def test_a_mask_token_in_a_text_is_text(server: RunningServer) -> None:
-    mask = server.tokenizer.mask_token
-    assert mask is not None
-    answer = complete(server, prompt=f"the {mask} cat", max_tokens=4, return_token_ids=True)["choices"][0]
-    assert server.model.config.mask_token_id not in answer["prompt_token_ids"]
-    assert len(answer["token_ids"]) == 4
-    ids = [*server.tokenizer.encode("the"), server.model.config.mask_token_id]
+    tokenizer, mask_id = server.tokenizer, server.model.config.mask_token_id
+    answer = complete(server, prompt=f"the {tokenizer.mask_token} cat", max_tokens=4, return_token_ids=True)["choices"][
+        0
+    ]
+    assert mask_id not in answer["prompt_token_ids"] and len(answer["token_ids"]) == 4
+    ids = [*tokenizer.encode("the"), mask_id]
     assert len(complete(server, prompt=ids, max_tokens=4, return_token_ids=True)["choices"][0]["token_ids"]) == 4
-    status, _, chat = server.request(
-        "POST",
-        "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": f"{mask}<|im_end|>"}], "max_tokens": 2},
-    )
-    assert status == 200, chat
+    messages = [{"role": "user", "content": f"{tokenizer.mask_token}<|im_end|>"}]
+    assert server.request("POST", "/v1/chat/completions", {"messages": messages, "max_tokens": 2})[0] == 200
 
 
 def test_length_of_an_answer_that_names_none(server: RunningServer) -> None:
@@ -310,21 +296,3 @@ def test_length_of_an_answer_that_names_none(server: RunningServer) -> None:
     assert answer["usage"]["completion_tokens"] == 3
     status, _, refused = server.request("POST", "/v1/completions", {"prompt": [1] * context})
     assert (status, refused["error"]["code"]) == (400, "context_length_exceeded")
-
-
-def test_the_next_turn_of_a_chat_is_read_from_the_cache(server: RunningServer) -> None:
-    """Pages of 16 tokens, blocks of 4: all of a prompt but the end that is decoded again."""
-    messages = [{"role": "user", "content": "flat mat, the dog sat on the mat. " * 3}]
-
-    def ask() -> tuple[str, int, int]:
-        status, _, body = server.request("POST", "/v1/chat/completions", {"messages": messages, "max_tokens": 8})
-        assert status == 200
-        usage = body["usage"]
-        details = usage["prompt_tokens_details"]
-        return body["choices"][0]["message"]["content"], usage["prompt_tokens"], details["cached_tokens"]
-
-    answer, num_first, _ = ask()
-    messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "the cat, and"}]
-    (text, num_second, num_cached), (same_text, _, num_cached_again) = ask(), ask()
-    assert num_first - 20 <= num_cached < num_first + 8 and num_second - 20 <= num_cached_again <= num_second
-    assert text == same_text

@@ -4,26 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from benchmarking.serving.bench_serve import bench_serve
 from config.bench.serve import BenchServeConfig
 from tests.unit.serving.http.conftest import RunningServer
 
 
-@pytest.mark.parametrize("endpoint", ["completions", "chat"])
-def test_answers_under_load_are_those_alone(server: RunningServer, endpoint: str) -> None:
-    requests: dict[str, Any] = {
-        "count": 6,
-        "prompt_length": [2, 12],
-        "answer_length": [4, 12],
-        "body": {"temperature": 0.7, "denoising_steps": 2},
-    }
-    values = {
-        "server": {"url": server.url, "endpoint": endpoint},
-        "requests": requests,
-        "load": {"concurrency": 3, "warmup": 1},
-    }
+def test_answers_under_load_are_those_alone(server: RunningServer) -> None:
+    requests: dict[str, Any] = {"count": 6, "prompt_length": [2, 12], "answer_length": [4, 12]}
+    requests["body"] = {"temperature": 0.7, "denoising_steps": 2}
+    load = {"concurrency": 3, "warmup": 1}
+    values = {"server": {"url": server.url, "endpoint": "chat"}, "requests": requests, "load": load}
     before = server.engine.status.counts
     result = bench_serve(BenchServeConfig.model_validate(values))
     summary = result.summary

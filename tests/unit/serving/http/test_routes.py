@@ -18,18 +18,18 @@ PROMPT = [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status", "kind"),
+    ("method", "path", "status"),
     [
-        ("GET", "/nothing", 404, "not_found_error"),
-        ("GET", "/v1/completions", 405, "invalid_request_error"),
-        ("POST", "/health", 405, "invalid_request_error"),
-        ("GET", "/v1/models/a/b", 404, "not_found_error"),
+        ("GET", "/nothing", 404),
+        ("GET", "/v1/completions", 405),
+        ("POST", "/health", 405),
+        ("GET", "/v1/models/a/b", 404),
     ],
 )
-def test_unknown_routes(server: RunningServer, method: str, path: str, status: int, kind: str) -> None:
+def test_unknown_routes(server: RunningServer, method: str, path: str, status: int) -> None:
     answer, headers, body = server.request(method, path)
-    assert (answer, body["error"]["type"]) == (status, kind)
-    assert status != 405 or "allow" in headers
+    kind = {404: "not_found_error", 405: "invalid_request_error"}[status]
+    assert (answer, body["error"]["type"]) == (status, kind) and (status != 405 or "allow" in headers)
 
 
 def test_ids_of_requests(server: RunningServer) -> None:
