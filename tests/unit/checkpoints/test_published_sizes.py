@@ -12,12 +12,6 @@ import torch
 from diffusionlm.families.model_directory import read_model_config
 from diffusionlm.models.transformer import Transformer
 
-LLAMA3 = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
 QWEN: dict[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "use_sliding_window": False}
 PUBLISHED: list[Any] = [
     pytest.param(
@@ -40,23 +34,6 @@ PUBLISHED: list[Any] = [
         8_015_581_184,
         291,
         id="LLaDA-8B",
-    ),
-    pytest.param(
-        {"model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64}
-        | {"num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "mlp_bias": False}
-        | {"max_position_embeddings": 131072, "rope_theta": 500000.0, "tie_word_embeddings": True}
-        | {"rope_scaling": {"rope_type": "llama3", **LLAMA3}, "pretraining_tp": 1, "eos_token_id": 128001},
-        1_235_814_400,
-        146,
-        id="Llama-3.2-1B",
-    ),
-    pytest.param(
-        {"model_type": "qwen2", **QWEN, "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864}
-        | {"num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "sliding_window": 32768}
-        | {"max_position_embeddings": 32768, "max_window_layers": 24, "tie_word_embeddings": True},
-        494_032_768,
-        290,
-        id="Qwen2.5-0.5B",
     ),
     pytest.param(
         {"model_type": "gemma2", "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216}

@@ -77,13 +77,6 @@ def test_a_broken_generation_config_is_named(content: str, named: str, tmp_path:
         read(tmp_path, model_type="llama", eos_token_id=7)
 
 
-def test_ends_of_a_config(make_config: MakeConfig) -> None:
-    with pytest.raises(ValueError, match="stop_token_ids: 19 is outside the vocabulary of 19"):
-        make_config(stop_token_ids=(17, 19))
-    with pytest.raises(ValueError, match=r"stop_token_ids = \[16, 17\] must begin with eos_token_id = 17"):
-        make_config(stop_token_ids=(16, 17))
-
-
 # Tokenizers beside the model.
 
 

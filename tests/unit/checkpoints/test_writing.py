@@ -37,20 +37,11 @@ AUTOREGRESSIVE: dict[str, Any] = {"mask_token_id": None, "block_length": 1, "log
 MODELS = [
     pytest.param({"block_length": 4}, "qwen3", id="block"),
     pytest.param(AUTOREGRESSIVE, "qwen3", id="autoregressive"),
-    pytest.param({"attention_bias": True, "attention_output_bias": True}, "qwen3", id="qwen3-biases"),
-    pytest.param({"qk_norm": False}, "llama", id="llama"),
     pytest.param(
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
         "qwen3",
         id="qwen3-yarn",
     ),
-    pytest.param({"qk_norm": False, "attention_bias": True}, "qwen2", id="qwen2"),
-    pytest.param(
-        {"qk_norm": False, "attention_bias": True, "layer_types": [FULL, SLIDING], "sliding_window": 3},
-        "qwen2",
-        id="qwen2-sliding",
-    ),
-    pytest.param({**EXPERTS, "decoder_sparse_step": 2, "norm_topk_prob": False}, "qwen3_moe", id="qwen3-moe"),
     pytest.param({**EXPERTS, "mlp_only_layers": [1], "router_aux_loss_coef": 0.5}, "qwen3_moe", id="qwen3-moe-mlp"),
     pytest.param({**GEMMA, "attn_logit_softcapping": 2.0}, "gemma2", id="gemma2-full-layers-one-cap"),
     pytest.param(
@@ -67,7 +58,6 @@ MODELS = [
         "Dream",
         id="dream",
     ),
-    pytest.param(LLADA, "llada", id="llada-tied"),
     pytest.param(
         {**LLADA, "tie_word_embeddings": False, "pad_token_id": None, "block_origin": "turn"}, "llada", id="llada"
     ),
