@@ -74,20 +74,19 @@ def format_directory(directory: Path, max_rows: int) -> list[Part]:
 
 def format_analysis(analysis: Analysis, max_rows: int) -> list[Part]:
     """Format tables of the differences. ``max_rows`` 0: all rows of each table."""
-    parts: list[Part] = []
-    if analysis.config_differences:
-        rows = [[key, json.dumps(a), json.dumps(b)] for key, a, b in analysis.config_differences]
-        parts += ["config.json differs in", "", *_format_table(rows, max_rows), ""]
     equal = [pair for pair in analysis.pairs if pair.match == "name" and pair.max_difference == 0.0]
-    parts.append(f"{len(equal)} tensors are equal")
-    different = [pair for pair in analysis.pairs if pair not in equal]
-    if different:
-        parts += ["", "other pairs (largest difference, relative root mean square):", ""]
-        parts += _format_table([_format_pair(pair) for pair in different], max_rows)
-    for name, infos in (("a", analysis.only_a), ("b", analysis.only_b)):
-        if infos:
-            rows = [[info.name, _format_shape(info), info.dtype] for info in infos]
-            parts += ["", f"only in {name}:", "", *_format_table(rows, max_rows)]
+    parts: list[Part] = [f"{len(equal)} tensors are equal"]
+    for title, rows in (
+        ("config.json differs in", [[key, json.dumps(a), json.dumps(b)] for key, a, b in analysis.config_differences]),
+        (
+            "other pairs (largest difference, relative root mean square)",
+            [_format_pair(pair) for pair in analysis.pairs if pair not in equal],
+        ),
+        ("only in a", [[info.name, _format_shape(info), info.dtype] for info in analysis.only_a]),
+        ("only in b", [[info.name, _format_shape(info), info.dtype] for info in analysis.only_b]),
+    ):
+        if rows:
+            parts += ["", f"{title}:", "", *_format_table(rows, max_rows)]
     return parts
 
 

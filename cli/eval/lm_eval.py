@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,26 +41,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     from lm_eval.utils import setup_logging
 
     setup_logging()
-    with _program_arguments(words):
-        harness = HarnessCLI()
-        arguments = harness.parse_args()
+    sys.argv = [NAME, *words]  # the harness reads the arguments of the process
+    harness = HarnessCLI()
+    arguments = harness.parse_args()
     if arguments.command == "run":
         with usage_errors(NAME):
             _prepare_run(arguments)
         # Imported before any model is looked up; it registers ours.
         importlib.import_module("diffusionlm.evaluation.lm_eval.adapter")
     harness.execute(arguments)
-
-
-@contextmanager
-def _program_arguments(words: list[str]) -> Iterator[None]:
-    """The harness reads the arguments of the process."""
-    previous = sys.argv
-    sys.argv = [NAME, *words]
-    try:
-        yield
-    finally:
-        sys.argv = previous
 
 
 def _prepare_run(arguments: argparse.Namespace) -> None:

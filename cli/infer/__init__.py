@@ -91,11 +91,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _add_texts(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(list_overrides=_list_overrides)
-    group = parser.add_argument_group("texts; \\n, \\t and \\\\ are escapes in prompts, chats, infills and choices")
+    group = parser.add_argument_group("texts; \\n, \\t and \\\\ are escapes in them")
     for name, (_, text) in _TEXTS.items():
         nargs = "?" if name == "chat" else None
         group.add_argument(f"--{name}", metavar="TEXT", action="append", default=[], nargs=nargs, help=text)
-    group.add_argument("--raw", action="store_true", help="do not read escapes in these texts")
 
 
 def _list_overrides(arguments: argparse.Namespace) -> Iterator[str]:
@@ -105,7 +104,7 @@ def _list_overrides(arguments: argparse.Namespace) -> Iterator[str]:
     for name, (key, _) in _TEXTS.items():
         texts = [text for text in getattr(arguments, name) if text is not None]
         if texts:
-            yield f"{key}={toml_strings(texts if arguments.raw else map(_unescape, texts))}"
+            yield f"{key}={toml_strings(map(_unescape, texts))}"
 
 
 def _unescape(text: str) -> str:

@@ -287,14 +287,12 @@ def printed_config(capsys: pytest.CaptureFixture[str], path: Path, *argv: object
     return load_config(InferConfig, path)
 
 
-def test_escapes_are_read_unless_raw(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_escapes_are_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     text = r'a\nb\tc\\n "q" \x [é]' + "\x7f"
     path = tmp_path / "c.toml"
     read = 'a\nb\tc\\n "q" \\x [é]\x7f'
     config = printed_config(capsys, path, "--infill", text, "--infill", "[1]", "--prompt", text, "--chat", text)
     assert (config.input.infills, config.input.prompts, config.input.chats) == ((read, "[1]"), (read,), (read,))
-    for order in (("--raw", "--prompt", text), ("--prompt", text, "--raw")):
-        assert printed_config(capsys, path, *order).input.prompts == (text,)
     assert printed_config(capsys, path, "--chat", text, "--system", r"\n").input.system == r"\n"
 
 
