@@ -31,8 +31,7 @@ from diffusionlm.models.lora import add_adapter
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import build_optimizers
 from diffusionlm.training.block_wrapping import prepare_model
-from diffusionlm.training.metrics import compute_batch_flops
-from diffusionlm.training.monitor import StepMonitor
+from diffusionlm.training.metrics import StepMonitor, compute_batch_flops
 from diffusionlm.training.prefetch import Prefetcher
 from diffusionlm.training.run import build_step_settings
 from diffusionlm.training.signals import StopRequest

@@ -1,20 +1,33 @@
-"""Metrics of training steps: read from the device late, counted over the run, and related to the device's peak
-FLOPs."""
+"""Metrics of training steps: read from the device late, counted over the run, and related to the device's peak FLOPs.
+Logged steps have extra ones: loss by masked fraction, weight and activation norms.
+
+Shapes: B sequences, L tokens, S input positions, N output positions of the flat B * S, K bins of the masked fraction,
+M metrics.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from config.finetune.lora import LoraConfig
 from config.model import ModelConfig
+from config.training.logging import LoggingConfig
+from ddp.parallelism import Parallelism, local_values
+from ddp.process_group import World
+from diffusionlm.diffusion.layout import LogitAlignment, target_positions
 from diffusionlm.diffusion.noised_batch import NoisedBatch
+from diffusionlm.models.patterns import BlockDiffusion, Causal, document_offsets
+from diffusionlm.models.tensors import copy_to_device
+from diffusionlm.models.transformer import Transformer
+from diffusionlm.optim.master_weights import MasterWeights
 from profiling.adapter_size import measure_adapter
 from profiling.flops import peak_flops, step_flops
 
@@ -241,3 +254,180 @@ def count_visible_keys(noised_batch: NoisedBatch, window: int | None) -> Tensor:
         return noised_batch.pattern.dense_mask(shape[1], "cpu", window).sum(dim=-1).expand(shape)
     starts_BSR, ends_BSR = intervals
     return (ends_BSR - starts_BSR).sum(dim=-1).expand(shape)
+
+
+NUM_LOSS_BINS = 5
+"""Bins of equal width for the masked fraction: (0, 0.2], (0.2, 0.4] and so on."""
+
+LOSS_METRICS = (
+    "mask_ratio",
+    *(f"loss_by_masked_fraction/{i / NUM_LOSS_BINS:g}-{(i + 1) / NUM_LOSS_BINS:g}" for i in range(NUM_LOSS_BINS)),
+    "loss_answer",
+    "loss_eos_padding",
+    "loss_next_token",
+    "preference_accuracy",
+    "preference_margin",
+)
+"""``mask_ratio``: masked tokens per target token. ``loss_by_masked_fraction/0.2-0.4``: unweighted nats per masked token
+where more than 0.2 and at most 0.4 of the sequence, or block, was masked. ``loss_answer``, ``loss_eos_padding``: the
+loss of answers and of the padding after them, each divided by its own part of the denominator. ``loss_next_token``: the
+auxiliary loss, without its weight. ``preference_accuracy``, ``preference_margin``: share of the preferences with a
+positive margin, and its mean (`preference_margins`)."""
+BINS, PARTS, PAIRS = slice(1, 1 + NUM_LOSS_BINS), slice(1 + NUM_LOSS_BINS, 4 + NUM_LOSS_BINS), slice(-2, None)
+
+
+@dataclass
+class StepMonitor:
+    """Computes the loss by masked fraction in logged steps, and norms every ``logging.norms_every_steps``.
+
+    Each metric is the quotient of two sums over micro-batches and ranks, which the devices compute. The host reads them
+    when the step is logged.
+    """
+
+    config: LoggingConfig
+    max_steps: int
+    model: Transformer
+    parallel: Parallelism
+    master_weights: MasterWeights
+    _sums_2M: Tensor | None = None
+    """Numerators and denominators of `LOSS_METRICS`, fp64. None: not a logged step."""
+    results: MonitorResults | None = None
+    """Of the last step. None: it is not logged."""
+
+    @contextlib.contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Context of the forwards, backwards and update of a step, from 1. All ranks enter it."""
+        self._sums_2M, self.results = None, None
+        every_steps, norms_every_steps = self.config.every_steps, self.config.norms_every_steps
+        has_norms = norms_every_steps > 0 and step % norms_every_steps == 0
+        if step % every_steps and step != self.max_steps and not has_norms:
+            yield
+            return
+        device = self.model.model.norm.weight.device
+        self._sums_2M = torch.zeros(2, len(LOSS_METRICS), dtype=torch.float64, device=device)
+        norms: dict[str, Tensor] = {}
+        with contextlib.ExitStack() as stack:
+            if has_norms:
+                norms |= stack.enter_context(record_activation_norms(self.model))
+            yield
+        self._sums_2M[0, 0].copy_(self._sums_2M[1, BINS].sum())
+        if has_norms:
+            self.parallel.wait_for_weights()
+            with self.master_weights.as_float32():
+                norms |= sum_weight_squares(self.model, self.parallel.world)
+        sums_2M = torch.cat([self._sums_2M, *norms.values()], dim=1) if norms else self._sums_2M
+        self.parallel.world.all_reduce_on_device(sums_2M)
+        self.results = MonitorResults(AsyncHostCopy(sums_2M.flatten()), (*LOSS_METRICS, *norms))
+
+    def add_micro_batch(self, noised_batch: NoisedBatch, nll_N: Tensor) -> None:
+        """Add the losses of a micro-batch, both on the device. Next-token prediction masks nothing and has no masked
+        fractions."""
+        if self._sums_2M is None:
+            return
+        if noised_batch.is_eos_padding_N is not None or noised_batch.is_auxiliary:
+            self._sums_2M[:, PARTS].add_(sum_loss_parts(noised_batch, nll_N.detach()))
+        if not isinstance(noised_batch.pattern, Causal):
+            sums_2K = sum_losses_by_masked_fraction(noised_batch, nll_N.detach(), self.model.config.logit_alignment)
+            self._sums_2M[:, BINS].add_(sums_2K)
+            self._sums_2M[1, 0].add_(noised_batch.num_targets)
+
+    def add_pairs(self, margins_P: Tensor) -> None:
+        """Add the margins of the preferences of a micro-batch, on the device."""
+        if self._sums_2M is not None:
+            sums_2 = torch.stack([(margins_P > 0).double().sum(), margins_P.double().sum()])
+            self._sums_2M[:, PAIRS].add_(torch.stack([sums_2, torch.full_like(sums_2, len(margins_P))]))
+
+
+def sum_loss_parts(noised_batch: NoisedBatch, nll_N: Tensor) -> Tensor:
+    """Weighted negative log-likelihoods of answers, EOS padding and the auxiliary next-token loss, and their divisors,
+    [2, 3], fp64, without a host sync."""
+    loss_N, zero = noised_batch.weights_N * nll_N.double(), torch.zeros((), dtype=torch.float64, device=nll_N.device)
+    if noised_batch.is_auxiliary:
+        return torch.stack([zero, zero, loss_N.sum(), zero, zero, noised_batch.weights_N.sum()]).view(2, 3)
+    assert noised_batch.is_eos_padding_N is not None
+    eos_padding_loss, num_eos_padding = (
+        (loss_N * noised_batch.is_eos_padding_N).sum(),
+        zero + noised_batch.eos_padding_denominator,
+    )
+    answer_loss, num_answer = loss_N.sum() - eos_padding_loss, noised_batch.denominator - num_eos_padding
+    return torch.stack([answer_loss, eos_padding_loss, zero, num_answer, num_eos_padding, zero]).view(2, 3)
+
+
+def sum_losses_by_masked_fraction(noised_batch: NoisedBatch, nll_N: Tensor, alignment: LogitAlignment) -> Tensor:
+    """Sum negative log-likelihoods and count masked tokens by the masked fraction of their sequence or block.
+
+    The fraction is over target tokens: padding and prompts do not count. Returns [2, K], fp64, without a host sync.
+    """
+    B, S = noised_batch.inputs_BS.shape
+    L = S // noised_batch.pattern.positions_per_token
+    group_BL = _noise_group_starts(noised_batch, B, L)
+    group_N = group_BL[target_positions(noised_batch, alignment)]
+    is_masked_N = (noised_batch.weights_N != 0.0).double()  # others are filler positions
+    zeros_BL = torch.zeros(B * L, dtype=torch.float64, device=nll_N.device)
+    num_masked_BL = zeros_BL.index_add(0, group_N, is_masked_N)
+    is_target_BL = torch.ones_like(zeros_BL)
+    if noised_batch.loss_mask_BL is not None:
+        is_target_BL = copy_to_device(noised_batch.loss_mask_BL, zeros_BL.device).flatten().to(zeros_BL.dtype)
+    num_targets_BL = zeros_BL.index_add(0, group_BL, is_target_BL)
+    fraction_N = num_masked_BL[group_N] / num_targets_BL[group_N]
+    bin_N = ((fraction_N * NUM_LOSS_BINS - 1e-9).ceil().long() - 1).clamp(0, NUM_LOSS_BINS - 1)
+    nll_N = torch.where(is_masked_N > 0, nll_N.double(), 0.0)
+    values_2N = torch.stack([nll_N, is_masked_N])
+    return torch.zeros(2, NUM_LOSS_BINS, dtype=torch.float64, device=nll_N.device).index_add(1, bin_N, values_2N)
+
+
+def _noise_group_starts(noised_batch: NoisedBatch, B: int, L: int) -> Tensor:
+    """First position of the sequence, segment or block that each position belongs to; flat indices, [B * L]."""
+    device = noised_batch.positions_N.device
+    position_BL = torch.arange(B * L, device=device)
+    row_starts_BL = position_BL - position_BL % L
+    if isinstance(noised_batch.pattern, BlockDiffusion):
+        starts_BL, _ = noised_batch.pattern.block_bounds(L, device)
+    elif noised_batch.segment_BL is not None:
+        starts_BL = torch.arange(L)[None] - document_offsets(noised_batch.segment_BL)
+        starts_BL = copy_to_device(starts_BL, device)
+    else:
+        return row_starts_BL
+    return row_starts_BL + starts_BL.expand(B, L).flatten()
+
+
+@contextlib.contextmanager
+def record_activation_norms(model: Transformer) -> Iterator[dict[str, Tensor]]:
+    """Context whose forwards are recorded by hooks: the L2 norms of the output vectors of the embedding, the blocks and
+    the last norm, over all positions that they compute. The last block and the norm compute output positions only.
+
+    Yields ``activation_norms/<module>`` -> the sum of the norms and their number, [2, 1], fp64.
+    """
+    blocks = {f"layers.{index}": block for index, block in enumerate(model.model.layers)}
+    modules: dict[str, nn.Module] = {"embed_tokens": model.model.embed_tokens, **blocks, "norm": model.model.norm}
+    device = model.model.norm.weight.device
+    sums = {f"activation_norms/{name}": torch.zeros(2, 1, dtype=torch.float64, device=device) for name in modules}
+
+    @torch.no_grad()
+    def add_output(sums_21: Tensor, output: Tensor) -> None:
+        norms = torch.linalg.vector_norm(output.detach(), dim=-1, dtype=torch.float32)
+        sums_21[0] += norms.sum(dtype=torch.float64)
+        sums_21[1] += norms.numel()
+
+    def create_hook(sums_21: Tensor) -> Callable[[nn.Module, Any, Tensor], None]:
+        return lambda module, inputs, output: add_output(sums_21, output)
+
+    with contextlib.ExitStack() as stack:
+        for module, sums_21 in zip(modules.values(), sums.values(), strict=True):
+            stack.callback(module.register_forward_hook(create_hook(sums_21)).remove)
+        yield sums
+
+
+@torch.no_grad()
+def sum_weight_squares(model: Transformer, world: World) -> dict[str, Tensor]:
+    """``weight_norms/<parameter>`` -> this rank's part of the squared L2 norm, and 1 on the first rank, [2, 1], fp64.
+
+    A tied parameter is counted once, a replicated one on the first rank only; of a sharded one each rank adds its rows.
+    """
+    sums = {}
+    for name, parameter in model.named_parameters():
+        square = torch.linalg.vector_norm(local_values(parameter), dtype=torch.float32).double().square()
+        if not hasattr(parameter, "to_local") and not world.is_first:
+            square = torch.zeros_like(square)
+        sums[f"weight_norms/{name}"] = torch.stack([square, torch.full_like(square, float(world.is_first))])[:, None]
+    return sums

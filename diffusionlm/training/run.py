@@ -29,8 +29,7 @@ from diffusionlm.training.adapters import ModelFiles
 from diffusionlm.training.block_wrapping import prepare_model
 from diffusionlm.training.checkpointing.run_directory import RunDirectory
 from diffusionlm.training.checkpointing.store import AsyncCheckpointer
-from diffusionlm.training.metrics import ThroughputMeter, TrainingProgress
-from diffusionlm.training.monitor import StepMonitor
+from diffusionlm.training.metrics import StepMonitor, ThroughputMeter, TrainingProgress
 from diffusionlm.training.prefetch import Prefetcher
 from diffusionlm.training.samples import Samples, choose_example_input, choose_infills
 from diffusionlm.training.setup import (

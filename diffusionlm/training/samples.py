@@ -16,7 +16,7 @@ from config.generation import GenerationConfig
 from config.model import ModelConfig
 from config.train import TrainConfig
 from config.training.objective import BlockDiffusionConfig, MaskedDiffusionConfig, ObjectiveConfig
-from diffusionlm.data.chat.reference_answers import read_reference_answers
+from diffusionlm.data.chat.reference_answers import ReferenceAnswer, read_reference_answers
 from diffusionlm.data.packing import Row
 from diffusionlm.inference.generate import Generation, decode
 from diffusionlm.inference.healing import HealedText, encode_pieces, split_infill
@@ -103,12 +103,6 @@ def choose_infills(
     return tuple(text for text in candidates if len(encoded[text].token_ids) <= max_length)
 
 
-def choose_prompt(model: ModelConfig, tokenizer: Tokenizer, validation_rows: Sequence[Row]) -> str:
-    """Return the beginning of a passage of the validation text; empty if there is no passage."""
-    passage = next(find_passages(validation_rows, tokenizer, model.max_position_embeddings), None)
-    return "" if passage is None else passage.before
-
-
 def choose_example_input(
     config: TrainConfig,
     infills: Sequence[str],
@@ -116,26 +110,28 @@ def choose_example_input(
     tokenizer: Tokenizer,
     validation_rows: Sequence[Row],
 ) -> str:
-    """Return an input to try the model with: a question of a chat, else the first infill, else a prompt."""
+    """Return an input to try the model with: the first question of a held-out conversation, else the first infill, else
+    the beginning of a passage of the validation text, which is empty if there is no passage."""
     if config.data.has_only_chats:
-        return choose_question(config)
-    return infills[0] if infills else choose_prompt(model, tokenizer, validation_rows)
+        (reference,) = _read_held_out(config, 1)
+        return next((message["content"] for message in reference.messages if message["role"] == "user"), "")
+    if infills:
+        return infills[0]
+    passage = next(find_passages(validation_rows, tokenizer, model.max_position_embeddings), None)
+    return "" if passage is None else passage.before
 
 
-def choose_question(config: TrainConfig) -> str:
-    """Return the first question of a held-out conversation."""
+def _read_held_out(config: TrainConfig, count: int) -> Sequence[ReferenceAnswer]:
+    """Read the first held-out conversations."""
     source = config.data.components[0].source
     assert not isinstance(source, Shards), "shards have no conversations"
-    (reference,) = read_reference_answers(source, "validation", "data.source", 1)
-    return next((message["content"] for message in reference.messages if message["role"] == "user"), "")
+    return read_reference_answers(source, "validation", "data.source", count)
 
 
 def _encode_prompts(config: TrainConfig, builder: RequestBuilder, max_length: int) -> list[HealedText]:
     """Encode the prompts of the first held-out conversations, without those that the template refuses."""
-    source = config.data.components[0].source
-    assert not isinstance(source, Shards), "shards have no conversations"
     prompts: list[HealedText] = []
-    for item in read_reference_answers(source, "validation", "data.source", NUM_CANDIDATES):
+    for item in _read_held_out(config, NUM_CANDIDATES):
         with suppress(ValueError):
             prompts.append(builder.encode_chat(item.messages, item.tools))
     return [prompt for prompt in prompts if len(prompt.token_ids) <= max_length]

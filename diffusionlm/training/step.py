@@ -22,8 +22,7 @@ from diffusionlm.optim.build import Optimizers
 from diffusionlm.optim.ema import WeightAverage
 from diffusionlm.optim.lr_schedule import lr_factor
 from diffusionlm.optim.master_weights import MasterWeights
-from diffusionlm.training.metrics import StepMetrics
-from diffusionlm.training.monitor import StepMonitor
+from diffusionlm.training.metrics import StepMetrics, StepMonitor
 from diffusionlm.training.signals import StopRequest
 from diffusionlm.training.spike_guard import SpikeGuard
 from profiling import nvtx

@@ -16,7 +16,7 @@ from config.train import TrainConfig
 from diffusionlm.kernels import cross_entropy
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.training.monitor import StepMonitor
+from diffusionlm.training.metrics import StepMonitor
 from diffusionlm.training.run import build_train_state
 from diffusionlm.training.signals import StopRequest
 from diffusionlm.training.step import load_step_batch, train_step

@@ -27,7 +27,7 @@ from diffusionlm.diffusion.objectives import build_objective
 from diffusionlm.diffusion.segments import NoiseSequences
 from diffusionlm.evaluation.nelbo import NelboEstimator, NelboReport, compute_masked_nll
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.training.monitor import sum_loss_parts
+from diffusionlm.training.metrics import sum_loss_parts
 from tests.reference.enumeration import PlainModel, StandIn, assert_mean, log_probabilities, table_config
 
 MakeModel = Callable[..., Transformer]

@@ -23,7 +23,7 @@ from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
 from diffusionlm.diffusion.objectives import build_objective, find_nelbo_deviation
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, Causal, DenseBias
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.training.monitor import sum_loss_parts
+from diffusionlm.training.metrics import sum_loss_parts
 from tests.unit.diffusion.noise_cases import LENGTH, batch_of
 
 MakeModel = Callable[..., Transformer]

@@ -11,7 +11,7 @@ import pytest
 from config.model import ModelConfig
 from config.train import TrainConfig
 from diffusionlm.data.packing import Row, RowFormat
-from diffusionlm.training.samples import PYTHON_INFILLS, Passage, choose_infills, choose_prompt, find_passages
+from diffusionlm.training.samples import PYTHON_INFILLS, Passage, choose_example_input, choose_infills, find_passages
 from tests.tiny_run import MODEL
 from tokenizer import Tokenizer, train_bpe
 
@@ -82,12 +82,12 @@ def test_default_infills_are_passages(tokenizer: Tokenizer, make_config: MakeCon
     rows = [row_of(tokenizer, f"{name} walked the dog now") for name in ("Ann", "Bob", "Cid", "Dan")]
     infills = choose_infills(train_config(FILES), model, tokenizer, rows)
     assert infills == ("walked the[MASK:4]",) * 3
-    assert choose_prompt(model, tokenizer, rows) == "walked the"
+    assert choose_example_input(train_config(FILES), (), model, tokenizer, rows) == "walked the"
     assert choose_infills(train_config(FILES, infills=["a[MASK:1]"]), model, tokenizer, rows) == ("a[MASK:1]",)
     assert choose_infills(train_config(FILES, infills=[]), model, tokenizer, rows) == ()
     next_token = make_config(block_length=1, logit_alignment="shifted")
     assert choose_infills(train_config(FILES), next_token, tokenizer, rows) == ()
-    assert choose_prompt(model, tokenizer, []) == ""
+    assert choose_example_input(train_config(FILES), (), model, tokenizer, []) == ""
 
 
 def test_python_has_its_own_infills(tokenizer: Tokenizer, make_config: MakeConfig) -> None:

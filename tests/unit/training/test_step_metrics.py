@@ -18,13 +18,13 @@ from diffusionlm.kernels.loss_types import LossInputs
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.master_weights import MasterWeights
-from diffusionlm.training.metrics import summarize_norms
-from diffusionlm.training.monitor import (
+from diffusionlm.training.metrics import (
     NUM_LOSS_BINS,
     StepMonitor,
     record_activation_norms,
     sum_losses_by_masked_fraction,
     sum_weight_squares,
+    summarize_norms,
 )
 from tests.conftest import MakeModel
 
