@@ -7,6 +7,7 @@ import gc
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from config.train import TrainConfig
 from config.training.runtime import ProfilerConfig
@@ -124,19 +125,19 @@ def train_remaining_steps(run: Run, logger: RunLogger, stop: StopRequest) -> Non
             run.skipped_batches.hold(progress.step, batch.noised_batches, run.loader.state_dict())
             due = find_due_actions(run, stop)
             tracker.add_step(metrics, batch, due)
-            if due.validate:
+            if "validate" in due:
                 run_validation(run, logger)
-            if due.evaluate:
+            if "evaluate" in due:
                 run_tasks(run, logger)
-            if due.sample:
+            if "sample" in due:
                 with run.evaluation_mode():
                     run.samples.log_samples(run.state.model, progress.step, logger)
             log_failed_saves(run, logger)
-            if due.save:
-                save_checkpoint(run, logger, must_succeed=due.is_end)
+            if "save" in due:
+                save_checkpoint(run, logger, must_succeed="end" in due)
             profiler.step()
             collect_garbage(progress.step, every_steps)
-            if due.is_end:  # not the signal itself: one that came after the save ends the next step
+            if "end" in due:  # not the signal itself: one that came after the save ends the next step
                 return
 
 
@@ -151,26 +152,12 @@ def build_profiler(run: Run, logger: RunLogger) -> StepProfiler:
     return StepProfiler(config, run.directory.path / "profile", device_type, run.progress.step, log=log_profile)
 
 
-@dataclass(frozen=True)
-class DueActions:
-    """The actions that follow a step. Before any of them but ``log`` the host reads the metrics of all steps so far."""
-
-    log: bool
-    validate: bool
-    evaluate: bool
-    """The tasks of ``[evaluation]`` are due."""
-    sample: bool
-    save: bool
-    is_end: bool
-    """The last step, or the one after which a signal stops the run."""
-
-    @property
-    def needs_all_metrics(self) -> bool:
-        """True if an action other than logging is due, before which every step so far is read."""
-        return self.validate or self.evaluate or self.sample or self.save or self.is_end
+Action = Literal["log", "validate", "evaluate", "sample", "save", "end"]
+"""What follows a step. ``evaluate``: the tasks of ``[evaluation]`` are due. ``end``: it is the last step, or the one
+after which a signal stops the run. Before any action but ``log`` the host reads the metrics of all steps so far."""
 
 
-def find_due_actions(run: Run, stop: StopRequest) -> DueActions:
+def find_due_actions(run: Run, stop: StopRequest) -> set[Action]:
     """Return the actions that follow the completed step. Intervals are in steps; 0 means never."""
     config, step = run.config, run.progress.step
     is_last = step == run.settings.max_steps
@@ -179,14 +166,15 @@ def find_due_actions(run: Run, stop: StopRequest) -> DueActions:
     def is_multiple(interval: int) -> bool:
         return interval > 0 and step % interval == 0
 
-    return DueActions(
-        log=is_multiple(config.logging.every_steps) or is_multiple(config.logging.norms_every_steps) or is_last,
-        validate=is_multiple(config.validation.every_steps) and not is_last,  # the final evaluation follows
-        evaluate=bool(config.evaluation.tasks) and (is_last or is_multiple(config.evaluation.every_steps)),
-        sample=is_multiple(config.samples.every_steps) or (is_last and config.samples.every_steps > 0),
-        save=is_multiple(config.checkpoint.every_steps) or is_end,
-        is_end=is_end,
-    )
+    is_due: dict[Action, bool] = {
+        "log": is_multiple(config.logging.every_steps) or is_multiple(config.logging.norms_every_steps) or is_last,
+        "validate": is_multiple(config.validation.every_steps) and not is_last,  # the final evaluation follows
+        "evaluate": bool(config.evaluation.tasks) and (is_last or is_multiple(config.evaluation.every_steps)),
+        "sample": is_multiple(config.samples.every_steps) or (is_last and config.samples.every_steps > 0),
+        "save": is_multiple(config.checkpoint.every_steps) or is_end,
+        "end": is_end,
+    }
+    return {action for action in is_due if is_due[action]}
 
 
 MAX_UNREAD_STEPS = 16
@@ -223,7 +211,7 @@ class MetricsTracker:
                 self._log_waiting()
             raise
 
-    def add_step(self, metrics: StepMetrics, batch: StepBatch, due: DueActions) -> None:
+    def add_step(self, metrics: StepMetrics, batch: StepBatch, due: set[Action]) -> None:
         """Add the step that was launched last, and read, count and log what is due.
 
         Raises:
@@ -232,13 +220,13 @@ class MetricsTracker:
         metrics.start_copy()
         self._unread.append(metrics)
         self._log_waiting()
-        is_read_now = due.needs_all_metrics or self.run.settings.reads_metrics_each_step
-        if is_read_now or due.log:
+        is_read_now = bool(due - {"log"}) or self.run.settings.reads_metrics_each_step
+        if is_read_now or "log" in due:
             collect_launch_metrics(self.run, metrics, batch.noised_batches)
         if is_read_now:
             self._count(len(self._unread))
-            self._log(metrics, with_metrics=due.log)
-        elif due.log:
+            self._log(metrics, with_metrics="log" in due)
+        elif "log" in due:
             self._waiting = metrics
             self._count(0)
         else:  # the older half, which a device has long computed

@@ -24,6 +24,7 @@ from diffusionlm.families.hub import describe_origin
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.checkpointing.staging import (
     TASK_METRICS_KEY,
+    VALIDATION_BOUND_KEY,
     StagedCheckpoint,
     TensorShard,
     divide_over_ranks,
@@ -62,6 +63,8 @@ def log_failed_saves(run: Run, logger: RunLogger) -> None:
 def stage_run(run: Run) -> StagedCheckpoint:
     """Copy the state of the run to CPU memory. All ranks call this."""
     state, progress, last_validation = run.state, run.progress, run.last_validation
+    is_validated = last_validation is not None and last_validation.step == progress.step
+    bound = last_validation.nats_per_token if last_validation and is_validated else None
     json_state = {
         "step": progress.step,
         "progress": vars(progress),
@@ -74,6 +77,7 @@ def stage_run(run: Run) -> StagedCheckpoint:
         "average_updates": state.ema.num_updates if state.ema else 0,
         "guard": state.spike_guard.state_dict(),
         "validated": last_validation and vars(last_validation),
+        VALIDATION_BOUND_KEY: bound,
         TASK_METRICS_KEY: run.last_tasks.values if run.last_tasks and run.last_tasks.step == progress.step else {},
         "world_size": run.world.size,
         "torch": torch.__version__,
@@ -88,8 +92,6 @@ def stage_run(run: Run) -> StagedCheckpoint:
         (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
         write_model_card(folder, model.config, weights, card_section)
 
-    is_validated = last_validation is not None and last_validation.step == progress.step
-    bound = last_validation.nats_per_token if last_validation and is_validated else None
     state.parallel.check_replicas_equal()
     with state.master_weights.as_float32():
         average = state.ema.averages if state.ema else None
@@ -108,9 +110,7 @@ def stage_run(run: Run) -> StagedCheckpoint:
         if state.parallel.has_all_updates:
             optimizer = divide_over_ranks(optimizer, run.world)
         memory = run.checkpointer.reserve_memory()
-        staged = stage_checkpoint(
-            progress.step, write_model, json_state, weights, optimizer, live_weights, bound, memory
-        )
+        staged = stage_checkpoint(progress.step, write_model, json_state, weights, optimizer, live_weights, memory)
         if not state.parallel.has_all_weights:
             for _ in state.parallel.iterate_whole_parameters(values, staged.weights):
                 pass
@@ -200,7 +200,7 @@ def _read_optimizer_state(run: Run, checkpoint: LoadedCheckpoint) -> dict[str, T
             shape = torch.Size((end - start, *shape[1:]))
         own[f"{name}.{state_key}"] = torch.empty(shape, dtype=tensors.dtypes[key])
     shards = to_shards(own, parallel, parameter_shapes(run.state.model))
-    checkpoint.read_into({f"optimizer.{key}": shard for key, shard in shards.items()}, "optimizer.")
+    checkpoint.tensors.read_into({f"optimizer.{key}": shard for key, shard in shards.items()}, "optimizer.")
     return own
 
 

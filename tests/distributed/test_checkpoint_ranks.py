@@ -106,7 +106,7 @@ def test_any_number_of_ranks_reads_what_any_number_wrote(
         expected = {f"optimizer.{key}": value for key, value in optimizer_of(world, 2).items()}
         expected["weights.long"] = rows(whole("long", 2) + 0.5, world)
         targets = {key: replace(shard, values=torch.zeros_like(shard.values)) for key, shard in expected.items()}
-        saved.read_into(targets)
+        saved.tensors.read_into(targets)
         for key, shard in expected.items():
             assert torch.equal(targets[key].values, shard.values), key
 
@@ -126,7 +126,7 @@ def test_keys_that_do_not_fit_are_named_on_all_ranks(store: CheckpointStore, tmp
         errors = []
         for wrong in cases:
             with pytest.raises(ValueError) as caught:
-                saved.read_into(wrong, "optimizer.")
+                saved.tensors.read_into(wrong, "optimizer.")
             errors.append(str(caught.value))
         return errors
 

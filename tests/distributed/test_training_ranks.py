@@ -236,7 +236,7 @@ def test_dead_rank_ends_the_run_and_resume_is_exact(config: TrainConfig, tmp_pat
     def dying(world: World) -> int:
         original = loop.find_due_actions
 
-        def find_due_actions(run: Run, stop: StopRequest) -> loop.DueActions:
+        def find_due_actions(run: Run, stop: StopRequest) -> set[loop.Action]:
             if run.progress.step == 5 and world.rank == 1:
                 run.checkpointer.wait()
                 os._exit(9)

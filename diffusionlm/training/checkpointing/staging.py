@@ -94,6 +94,7 @@ def _unpin(buffer: Tensor) -> None:
 
 
 VALIDATION_BOUND_KEY = "validation_bound"
+"""Key of the bound in nats per token, if the step was validated; null: it was not."""
 TASK_METRICS_KEY = "task_metrics"
 """Key of the accuracies by task and rule, if the step was evaluated on tasks."""
 
@@ -180,7 +181,6 @@ def stage_checkpoint(
     weights: Mapping[str, Tensor],
     optimizer: Mapping[str, TensorShard],
     live_weights: Mapping[str, TensorShard] | None = None,
-    bound: float | None = None,
     memory: SnapshotMemory | None = None,
 ) -> StagedCheckpoint:
     """Copy tensors to CPU memory, and wait until the copies are done.
@@ -193,7 +193,6 @@ def stage_checkpoint(
             are filled by the caller.
         optimizer: ``parameter.key`` -> shard.
         live_weights: parameter -> shard of the weights being trained, if ``weights`` are their average.
-        bound: validation bound of this step in nats per token, if it was validated; selects the best checkpoint.
         memory: what the tensors are copied to (`AsyncCheckpointer.reserve_memory`). None: to new memory,
             which is not pinned.
 
@@ -207,5 +206,4 @@ def stage_checkpoint(
     copies = (memory or SnapshotMemory(pins=False)).copy(sources | {key: shard.values for key, shard in shards.items()})
     shard_copies = {key: replace(shard, values=copies[key]) for key, shard in shards.items()}
     weight_copies = {name: copies[f"model.{name}"] for name in weights}
-    json_state = dict(state) if bound is None else {**state, VALIDATION_BOUND_KEY: bound}
-    return StagedCheckpoint(step, json.dumps(json_state, indent=1) + "\n", weight_copies, shard_copies, write_model)
+    return StagedCheckpoint(step, json.dumps(state, indent=1) + "\n", weight_copies, shard_copies, write_model)

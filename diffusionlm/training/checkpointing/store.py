@@ -30,7 +30,6 @@ from diffusionlm.training.checkpointing.staging import (
     VALIDATION_BOUND_KEY,
     SnapshotMemory,
     StagedCheckpoint,
-    TensorShard,
 )
 from files.atomic import remove_path, remove_temporary_paths, replace_symlink, temporary_path
 from files.json_files import read_json_object
@@ -52,7 +51,6 @@ class LoadedCheckpoint:
     state: dict[str, Any]
     tensors: StoredTensors
     """``optimizer.<parameter>.<key>``, and ``weights.<parameter>`` if model.safetensors has averaged weights."""
-    world: World = SINGLE_PROCESS
 
     @property
     def has_live_weights(self) -> bool:
@@ -66,10 +64,6 @@ class LoadedCheckpoint:
     def live_weights(self) -> dict[str, Tensor]:
         """Read the weights being trained, whole."""
         return self.tensors.read_whole("weights.") if self.has_live_weights else self.weights()
-
-    def read_into(self, targets: Mapping[str, TensorShard], prefix: str = "") -> None:
-        """Call `StoredTensors.read_into` with the ranks that loaded this checkpoint."""
-        self.tensors.read_into(targets, prefix, self.world)
 
 
 @dataclass(frozen=True)
@@ -305,7 +299,7 @@ def _open_checkpoint(path: Path, world: World) -> LoadedCheckpoint:
             f'new run from its weights: model.init_from = "{path}"'
         )
     state = read_json_object(path / STATE_FILE)
-    return LoadedCheckpoint(path, state, StoredTensors.open(path / TENSOR_DIRECTORY), world)
+    return LoadedCheckpoint(path, state, StoredTensors.open(path / TENSOR_DIRECTORY, world))
 
 
 def select_expired(

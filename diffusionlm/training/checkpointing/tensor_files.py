@@ -111,9 +111,11 @@ class StoredTensors:
 
     folder: Path
     metadata: Metadata
+    world: World = SINGLE_PROCESS
+    """The ranks that read them."""
 
     @staticmethod
-    def open(folder: Path) -> StoredTensors:
+    def open(folder: Path, world: World = SINGLE_PROCESS) -> StoredTensors:
         """Read ``.metadata``.
 
         Raises:
@@ -125,7 +127,7 @@ class StoredTensors:
                 metadata = _validate_metadata(_RestrictedUnpickler(file).load())
         except Exception as error:  # a damaged pickle raises any type
             raise ValueError(f"{path} cannot be read: {error or repr(error)}") from error
-        return StoredTensors(folder, metadata)
+        return StoredTensors(folder, metadata, world)
 
     @cached_property
     def shapes(self) -> dict[str, torch.Size]:
@@ -141,7 +143,7 @@ class StoredTensors:
     def _tensors(self) -> dict[str, TensorStorageMetadata]:
         return self.metadata.state_dict_metadata  # type: ignore[return-value]  # checked by `open`
 
-    def read_into(self, targets: Mapping[str, TensorShard], prefix: str = "", world: World = SINGLE_PROCESS) -> None:
+    def read_into(self, targets: Mapping[str, TensorShard], prefix: str = "") -> None:
         """Fill the values of shards in place, on any device. Every rank calls this; the ranks that wrote may be others.
 
         Args:
@@ -152,14 +154,14 @@ class StoredTensors:
             ValueError: a key is missing, not read whole, or of another shape or dtype; or a file is damaged.
         """
         shards = {key: shard for key, shard in targets.items() if not shard.is_empty}
-        world.all_agree(lambda: self._validate_targets(targets))
+        self.world.all_agree(lambda: self._validate_targets(targets))
         keys = sorted(key for key in self.shapes if key.startswith(prefix))
-        num_read = world.sum(*(float(shards[key].values.numel()) if key in shards else 0.0 for key in keys))
+        num_read = self.world.sum(*(float(shards[key].values.numel()) if key in shards else 0.0 for key in keys))
         unexpected = [key for key, count in zip(keys, num_read, strict=True) if count < math.prod(self.shapes[key])]
         if unexpected:
             problems = [f"unexpected {key}" for key in unexpected]
             raise ValueError(f"{self.folder} does not fit: {join_problems(problems, MAX_LISTED_PROBLEMS)}")
-        world.all_agree(lambda: self._read(shards))
+        self.world.all_agree(lambda: self._read(shards))
 
     def read_whole(self, prefix: str) -> dict[str, Tensor]:
         """Read the tensors whose keys begin with ``prefix``, on the CPU. The prefix is removed from the keys.

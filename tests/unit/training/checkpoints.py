@@ -8,7 +8,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from diffusionlm.training.checkpointing.staging import StagedCheckpoint, TensorShard, stage_checkpoint
+from diffusionlm.training.checkpointing.staging import (
+    VALIDATION_BOUND_KEY,
+    StagedCheckpoint,
+    TensorShard,
+    stage_checkpoint,
+)
 from diffusionlm.training.checkpointing.store import CheckpointStore, LoadedCheckpoint
 
 WriteModel = Callable[[Path, dict[str, torch.Tensor]], None]
@@ -29,7 +34,8 @@ def snapshot(
     value = float(step)
     optimizer = whole_shards({"w.step": torch.tensor(value), "w.exp_avg": torch.full((size,), value)})
     live, weights = whole_shards({"w": torch.full((size,), value)}), {"w": torch.full((size,), value)}
-    return stage_checkpoint(step, write, {"step": step}, weights, optimizer, live, bound)
+    state = {"step": step} if bound is None else {"step": step, VALIDATION_BOUND_KEY: bound}
+    return stage_checkpoint(step, write, state, weights, optimizer, live)
 
 
 def load(store: CheckpointStore) -> tuple[LoadedCheckpoint | None, list[str]]:

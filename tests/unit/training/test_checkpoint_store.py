@@ -134,7 +134,7 @@ def test_tensors_are_read_in_place_and_must_fit(store: CheckpointStore) -> None:
         return {"optimizer.w.step": torch.tensor(0.0), "optimizer.w.exp_avg": torch.zeros(20)}
 
     fits = targets()
-    saved.read_into(whole_shards(fits), "optimizer.")
+    saved.tensors.read_into(whole_shards(fits), "optimizer.")
     assert fits["optimizer.w.step"] == 3 and torch.equal(fits["optimizer.w.exp_avg"], torch.full((20,), 3.0))
     cases = {
         "unexpected weights.w": (targets(), ""),
@@ -148,7 +148,7 @@ def test_tensors_are_read_in_place_and_must_fit(store: CheckpointStore) -> None:
     }
     for text, (wrong, prefix) in cases.items():
         with pytest.raises(ValueError, match=f"step-00000003/training_state does not fit.*{text}"):
-            saved.read_into(whole_shards(wrong), prefix)
+            saved.tensors.read_into(whole_shards(wrong), prefix)
 
 
 @pytest.mark.parametrize("keep_last", [1, 2])

@@ -23,7 +23,7 @@ from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import Optimizers, build_optimizers
 from diffusionlm.training import block_wrapping
 from diffusionlm.training.block_wrapping import MIN_CPU_FLOPS, should_compile_blocks
-from diffusionlm.training.loop import DueActions, MetricsTracker, collect_garbage, pause_garbage_collection
+from diffusionlm.training.loop import MetricsTracker, collect_garbage, pause_garbage_collection
 from diffusionlm.training.metrics import StepMetrics, TrainingProgress
 from diffusionlm.training.prefetch import Prefetcher
 from diffusionlm.training.reporting import MANY_EPOCHS, find_data_problems
@@ -82,10 +82,9 @@ def test_many_unread_numbers_are_read_from_the_oldest_on() -> None:
         skipped_batches=SimpleNamespace(release=counted.append),
     )
     tracker, batch = MetricsTracker(run, LoggerGroup()), StepBatch(0, [], 1.0, 1)
-    nothing_due = DueActions(log=False, validate=False, evaluate=False, sample=False, save=False, is_end=False)
     num_counted = []
     for step in range(1, 41):
-        tracker.add_step(StepMetrics(step, *torch.tensor([1.0, 1.0, 0.0, 1.0])), batch, nothing_due)
+        tracker.add_step(StepMetrics(step, *torch.tensor([1.0, 1.0, 0.0, 1.0])), batch, set())
         num_counted.append(len(counted))
     assert counted == list(range(1, 33))
     assert [num_counted[step - 1] for step in (15, 16, 23, 24, 31, 32, 39, 40)] == [0, 8, 8, 16, 16, 24, 24, 32]
