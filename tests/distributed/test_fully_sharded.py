@@ -17,12 +17,10 @@ from ddp import fully_sharded
 from ddp.all_to_all_rows import AllToAllRows, row_range_of_rank
 from ddp.fully_sharded import FullySharded
 from ddp.process_group import World
-from diffusionlm.models.init import init_weights, initial_value
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import Optimizers, build_optimizers
-from diffusionlm.optim.ema import WeightAverage
 from diffusionlm.training.block_wrapping import checkpoint_activations, compile_blocks
-from tests.conftest import MakeConfig, MakeModel
+from tests.conftest import MakeModel
 from tests.distributed.forked import run_ranks
 from tests.distributed.toys import Batch, batches, loss_of, recorded, units_of_transformer
 
@@ -123,28 +121,6 @@ def test_steps_match_a_single_process(case: str, tiny_model: MakeModel, tmp_path
     run_ranks(act, tmp_path, world_size)
 
 
-def test_initial_weights_match_a_single_process(make_config: MakeConfig, tmp_path: Path) -> None:
-    """Made one after the other, from a model without memory."""
-    config = make_config(tie_word_embeddings=True, sandwich_norms=True)
-
-    def act(world: World) -> None:
-        with torch.device("meta"):
-            model = Transformer(config)
-        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-
-        parts = cut(model, world)
-        parts.materialize(lambda: lambda name: initial_value(name, shapes[name], config, seed=3))
-        expected = Transformer(config)
-        init_weights(expected, seed=3)
-        assert_close(parts, expected, rtol=0, atol=0)
-        optimizers = build_optimizers(AdamWConfig(), parts.trainable_parameters())
-        train_parts(parts, optimizers, 2)
-        train_whole(expected, AdamWConfig(), world, 2)
-        assert_close(parts, expected)
-
-    run_ranks(act, tmp_path)
-
-
 @pytest.mark.slow
 def test_compiled_blocks_are_compiled_once_and_train_as_others(tiny_model: MakeModel, tmp_path: Path) -> None:
     """Also when they are recomputed, and after weights were gathered for a validation. The three graphs are the block,
@@ -226,83 +202,6 @@ def test_skipped_step_leaves_state_unchanged(tiny_model: MakeModel, tmp_path: Pa
         optimizers.step(1.0, skip=~norm.isfinite())
         after = optimizers.state_dict() | parts.trainable_parameters()
         assert all(torch.equal(after[name], before[name]) for name in before)
-
-    run_ranks(act, tmp_path)
-
-
-def test_averages_are_of_rows_and_put_together_when_saved(tiny_model: MakeModel, tmp_path: Path) -> None:
-    def act(world: World) -> None:
-        models = tiny_model(), tiny_model()
-        parts = cut(models[0], world)
-        averages = [WeightAverage(model, decay=0.5) for model in models]
-        optimizers = build_optimizers(AdamWConfig(), parts.trainable_parameters())
-        train_parts(parts, optimizers, 2)
-        train_whole(models[1], AdamWConfig(), world, 2)
-        for average in averages:
-            average.update()
-        averages_by_name = dict(parts.iterate_whole_parameters(averages[0].averages))
-        for name, expected in averages[1].averages.items() if world.is_first else ():
-            torch.testing.assert_close(averages_by_name[name], expected, rtol=1e-4, atol=1e-5)
-        batch = of_rank(5, 0)[0]
-        with torch.no_grad():
-            with averages[0].use_averages(), averages[1].use_averages():
-                losses = [loss_of(model, batch, 1.0) for model in models]
-            torch.testing.assert_close(*losses)
-            assert not torch.equal(loss_of(models[0], batch, 1.0), losses[0])
-        assert_close(parts, models[1])
-
-    run_ranks(act, tmp_path)
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-def test_weights_of_a_forward_without_gradients_are_not_kept(
-    reshard: bool, tiny_model: MakeModel, tmp_path: Path
-) -> None:
-    """A validation with averaged weights changes neither the next forward nor what is saved."""
-
-    def act(world: World) -> None:
-        parts = cut(tiny_model(), world, reshard)
-        own_rows = parts.trainable_parameters()
-        average = WeightAverage(parts.model, decay=0.5)
-        for values in average.averages.values():
-            values += 1.0
-        batch = of_rank(5, 0)[0]
-        before = loss_of(parts.model, batch, 1.0)
-        before.backward()
-        parts.clip(1.0)
-        with torch.no_grad(), average.use_averages():
-            averaged = loss_of(parts.model, batch, 1.0)
-        for name, parameter in parts.model.named_parameters():
-            torch.testing.assert_close(parameter.detach().to_local(), own_rows[name].detach(), rtol=0, atol=0)
-        after = loss_of(parts.model, batch, 1.0)
-        assert torch.equal(after, before) and not torch.equal(averaged, before)
-        after.backward()
-
-    run_ranks(act, tmp_path)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_weights_that_are_set_are_trained_and_gathered_in_the_dtype_of_products(
-    tied: bool, tiny_model: MakeModel, tmp_path: Path
-) -> None:
-    def act(world: World) -> None:
-        models = tiny_model(tie_word_embeddings=tied), tiny_model(tie_word_embeddings=tied, seed=7)
-        parts = cut(models[0], world, dtype=torch.bfloat16)
-        parts.set_weights(dict(models[1].named_parameters()))
-        assert_close(parts, models[1], rtol=0, atol=0)
-        with recorded() as events, torch.autocast("cpu", dtype=torch.bfloat16):
-            train_parts(parts, build_optimizers(LionConfig(), parts.trainable_parameters()), 1)
-        gathers = sum("gather" in name for name, _ in events)
-        assert gathers == 3 * (1 + 2 * 2)  # of three micro-batches: the root once, blocks forward and backward
-        if world.is_first:
-            assert all(
-                not torch.equal(whole, models[1].get_parameter(name))
-                for name, whole in parts.iterate_whole_parameters()
-            )
-        else:
-            assert not list(parts.iterate_whole_parameters())
-        with pytest.raises(ValueError, match="weights do not fit the model"):
-            parts.set_weights({})
 
     run_ranks(act, tmp_path)
 

@@ -129,20 +129,22 @@ def test_what_is_left_out_is_told_once_and_in_the_summary(workers: int, tmp_path
         assert any(text.startswith("validation data: ") for text in texts)
 
 
-def test_blocks_are_counted_from_turns_where_a_row_has_several_answers(tmp_path: Path) -> None:
-    def block_origin(objective: str, **chat: str) -> str:
-        section: dict[str, Any] = {"kind": objective}
-        if objective == "block_diffusion":
-            section["block_length"] = 4
-        config = chat_config(tmp_path, "run", FORMATS["messages"], objective=section)
-        source = to_toml_values(config.data.source, "source") | {"chat": {"template": "chatml", **chat}}
-        return chat_config(
-            tmp_path, "run", FORMATS["messages"], objective=section, data={"source": source}
-        ).block_origin
-
-    assert block_origin("block_diffusion") == block_origin("block_diffusion", turns="all") == "turn"
-    assert block_origin("block_diffusion", turns="expand") == block_origin("block_diffusion", turns="last") == "text"
-    assert block_origin("masked_diffusion") == "text"
+@pytest.mark.parametrize(
+    ("objective", "turns", "origin"),
+    [
+        ("block_diffusion", "all", "turn"),
+        ("block_diffusion", "expand", "text"),
+        ("block_diffusion", "last", "text"),
+        ("masked_diffusion", "all", "text"),
+    ],
+)
+def test_blocks_are_counted_from_turns_where_a_row_has_several_answers(
+    objective: str, turns: str, origin: str, tmp_path: Path
+) -> None:
+    source = {"kind": "chat_tasks", "chat": {"template": "chatml", "turns": turns}}
+    section = {"kind": objective} | ({"block_length": 4} if objective == "block_diffusion" else {})
+    path = write_train_config(tmp_path, data={"source": source}, objective=section)
+    assert load_config(TrainConfig, path).block_origin == origin
 
 
 def test_a_tokenizer_without_the_special_tokens_is_refused(tmp_path: Path) -> None:

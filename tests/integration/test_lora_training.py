@@ -7,7 +7,6 @@ import importlib.util
 import re
 import shutil
 from collections.abc import Callable
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cli.train import check_files, format_run_estimate, main
+from cli.train import check_files, main
 from config.convert import ConvertConfig
 from config.load import ConfigError, load_config
 from config.model import ModelConfig
@@ -31,7 +30,6 @@ from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.loop import train
 from diffusionlm.training.run import Run
 from diffusionlm.training.run_checkpoint import resume_run
-from logger.pages.terminal import print_parts
 from profiling.estimate import estimate_run
 from tests.tiny_run import build_changed_run, change_config, read_events, read_losses, write_train_config
 
@@ -296,19 +294,6 @@ def test_a_full_disk_at_an_adapter_save_loses_nothing(configure: Configure, monk
     [failure] = read_events(config, "checkpoint")
     assert "No space left on device" in failure["text"]
     load_model(config.run.directory)
-
-
-def test_estimate_has_the_trained_parameters(configure: Configure) -> None:
-    config = configure(lora={"trainable_tokens": [3]})
-    estimate = estimate_run(config)
-    model = build(config).state.model
-    assert estimate.trained_parameters == sum(value.numel() for value in model.parameters() if value.requires_grad)
-    assert estimate.bytes_optimizer == 8 * estimate.trained_parameters
-    full = estimate_run(config.model_copy(update={"lora": None}))
-    assert 0.6 < estimate.flops_per_token / full.flops_per_token < 0.85
-    table = StringIO()
-    print_parts([format_run_estimate(config)], table)
-    assert f"{estimate.trained_parameters:,} (" in table.getvalue()
 
 
 def test_adapter_of_llada_has_its_module_names(configure: Configure, base: Path, tmp_path: Path) -> None:

@@ -222,31 +222,15 @@ def test_next_token_from_a_tokenizer_without_mask_token(config: TrainConfig, tmp
         train(refused)
 
 
-@pytest.mark.parametrize(
-    ("objective", "message"),
-    [
-        pytest.param(BLOCKS, None, marks=pytest.mark.slow),
-        (NEXT, None),
-        (WHOLE, "undo a linear schedule only; rows weigh the same whatever their number of targets; noise is random"),
-        pytest.param(
-            {"kind": "masked_diffusion", "normalizer": "masked"},
-            "masked tokens are not weighted; the sum is divided by",
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=["blocks", "next token", "rows", "mean"],
-)
+@pytest.mark.parametrize(("objective", "is_reported"), [(NEXT, False), (WHOLE, True)])
 def test_loss_without_bound_is_reported_once(
-    config: TrainConfig, objective: dict[str, Any], message: str | None, capsys: pytest.CaptureFixture[str]
+    objective: dict[str, Any], is_reported: bool, config: TrainConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(with_objective(config, objective))
+    train(with_objective(config, objective, training={"max_steps": 1}))
     lines = [line for line in capsys.readouterr().err.splitlines() if "NELBO" in line]
-    if message is None:
-        assert not lines
-    else:
-        [line] = lines
-        assert line.startswith("the training loss is no estimate of the NELBO: ") and message in line
-        assert line.endswith(". Validation always is")
+    assert [line.partition(": ")[0] for line in lines] == [
+        "the training loss is no estimate of the NELBO"
+    ] * is_reported
 
 
 def test_the_entropy_of_the_source_is_named_where_it_is_the_floor(config: TrainConfig, tmp_path: Path) -> None:

@@ -7,17 +7,17 @@ import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from config.train import TrainConfig
-from diffusionlm.checkpoints.manifest import make_manifest_entries, verify_directory
-from diffusionlm.training.checkpointing.run_directory import open_run_directory
+from diffusionlm.checkpoints.manifest import verify_directory
 from diffusionlm.training.loop import train, train_remaining_steps
-from diffusionlm.training.run import build_run
 from diffusionlm.training.run_checkpoint import resume_run
 from diffusionlm.training.signals import StopRequest
 from logger import LoggerGroup
+from tests.tiny_run import build_changed_run, change_config, read_records
 
 
 def card_of(folder: Path) -> str:
@@ -25,17 +25,13 @@ def card_of(folder: Path) -> str:
 
 
 def test_model_cards_have_the_last_validation(config: TrainConfig) -> None:
-    values = config.model_dump(exclude_unset=True)
-    values["validation"] |= {"every_steps": 6, "rows": 8}
-    values["checkpoint"] |= {"keep_last": 3}
-    config = TrainConfig.model_validate(values)
+    config = change_config(config, validation={"every_steps": 6, "rows": 8}, checkpoint={"keep_last": 3})
     result = train(config)
     assert result.summary is not None
     store = config.run.directory / "checkpoints"
     assert sorted(path.name for path in store.glob("step-*")) == ["step-00000004", "step-00000006", "step-00000008"]
     assert "| validation | unknown |" in card_of(store / "step-00000004")
-    records = map(json.loads, (config.run.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    metrics = next(record["metrics"] for record in records if "val_nats_per_token" in record.get("metrics", {}))
+    metrics = next(record["metrics"] for record in read_records(config) if "val_nats_per_token" in record["metrics"])
     assert (
         f"| validation | at most {metrics['val_nats_per_token']:.3f} ± {metrics['val_standard_error']:.3f} nats per "
         "token, at step 6 |"
@@ -61,7 +57,7 @@ def test_model_cards_have_the_last_validation(config: TrainConfig) -> None:
 def test_model_cards_name_no_folder_of_the_machine(config: TrainConfig, tmp_path: Path) -> None:
     """Of neither the data nor the model that training starts from; the identity of the data stays the same."""
     start = config.run.directory.with_name("start")
-    train(TrainConfig.model_validate(config.model_dump(exclude_unset=True) | {"run": {"directory": start}}))
+    train(change_config(config, start))
     dataset = tmp_path / "stories"
     dataset.mkdir()
     (dataset / "train-0.jsonl").write_text("".join(json.dumps({"text": f"some words {i}"}) + "\n" for i in range(99)))
@@ -84,32 +80,12 @@ def test_model_cards_name_no_folder_of_the_machine(config: TrainConfig, tmp_path
 
 @pytest.mark.slow
 def test_resumed_run_restores_the_last_validation(config: TrainConfig) -> None:
-    """The one of step 2, at step 3, and not any more what an older checkpoint does not say."""
-    values = config.model_dump(exclude_unset=True)
-    values["validation"] |= {"every_steps": 2, "rows": 8}
-    values["checkpoint"] |= {"every_steps": 1, "keep_last": 9}
-    config = TrainConfig.model_validate(values)
-    with open_run_directory(config) as directory, StopRequest() as stop:
-        run = build_run(config, directory)
-        run.settings = replace(run.settings, max_steps=3)
+    """The one of step 2, at step 3."""
+    sections: dict[str, Any] = {"validation": {"every_steps": 2, "rows": 8}, "checkpoint": {"every_steps": 1}}
+    run, resumed = (build_changed_run(config, config.run.directory, **sections) for _ in range(2))
+    run.settings = replace(run.settings, max_steps=3)
+    with StopRequest() as stop:
         train_remaining_steps(run, LoggerGroup(), stop)
-        validation = run.last_validation
-    assert validation is not None and validation.step == 2
-    with open_run_directory(config) as directory:
-        run = build_run(config, directory)
-        resume_run(run)
-        assert run.progress.step == 3 and run.last_validation == validation
-        state = directory.path / "checkpoints/step-00000003/state.json"
-        values = json.loads(state.read_text(encoding="utf-8"))
-        del values["validated"]
-        reseal(state, json.dumps(values))
-        run.last_validation = None
-        resume_run(run)
-        assert run.last_validation is None
-
-
-def reseal(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-    manifest = path.with_name("MANIFEST.json")
-    files = json.loads(manifest.read_text(encoding="utf-8"))["files"] | make_manifest_entries(path.parent, [path])
-    manifest.write_text(json.dumps({"files": files}), encoding="utf-8")
+    resume_run(resumed)
+    assert resumed.progress.step == 3 and resumed.last_validation == run.last_validation
+    assert run.last_validation is not None and run.last_validation.step == 2

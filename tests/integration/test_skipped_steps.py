@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from diffusionlm.diffusion.objectives import DiffusionObjective
 from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.training.loop import train
 from diffusionlm.training.skipped_batches import SkippedBatches, load_skipped_step
+from tests.tiny_run import change_config, read_events
 
 WINDOW, DEVIATIONS = 8, 3.0
 
@@ -29,13 +29,9 @@ def test_a_run_skips_a_spike_records_it_and_resumes_exactly(
         return LossInputs(inputs.targets_N, inputs.weights_N * scale, inputs.excluded_token)
 
     monkeypatch.setattr(DiffusionObjective, "build_loss_inputs", build_loss_inputs)
-    spikes = {"max_spike_deviations": 30.0, "spike_window": 6}
-    config = config.model_copy(update={"training": config.training.model_copy(update=spikes)})
     directories = [tmp_path / "whole", tmp_path / "parts"]
-    whole, parts = (
-        config.model_copy(update={"run": config.run.model_copy(update={"directory": directory})})
-        for directory in directories
-    )
+    spikes = {"max_spike_deviations": 30.0, "spike_window": 6}
+    whole, parts = (change_config(config, directory, training=spikes) for directory in directories)
     calls = list(range(1, 9))
     train(whole)
     calls = [1, 2, 3, 4, 5, 5, 6, 7, 8]
@@ -47,8 +43,7 @@ def test_a_run_skips_a_spike_records_it_and_resumes_exactly(
     assert calls == []
     skipped = []
     for directory in directories:
-        records = map(json.loads, (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-        skipped.append([record["text"].partition(";")[0] for record in records if record.get("event") == "skipped"])
+        skipped.append([event["text"].partition(";")[0] for event in read_events(directory, "skipped")])
         record, draws = load_skipped_step(directory / "skipped/step-00000006-rank-0.json")
         assert (record["reason"], len(draws)) == ("spike", 1)
     assert skipped[0] == skipped[1]

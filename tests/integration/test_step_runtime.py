@@ -12,58 +12,42 @@ import torch
 
 from config.train import TrainConfig
 from diffusionlm.diffusion.noised_batch import NoisedBatch
-from diffusionlm.kernels.cross_entropy import LossInputs
-from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.optim.build import Optimizers
 from diffusionlm.training import loop
-from diffusionlm.training.block_wrapping import compile_blocks
 from diffusionlm.training.loop import train, train_remaining_steps
 from diffusionlm.training.metrics import StepMetrics
 from diffusionlm.training.run import Run
 from diffusionlm.training.signals import StopRequest
-from diffusionlm.training.spike_guard import SpikeGuard
 from diffusionlm.training.step import load_step_batch, train_step
 from logger import LoggerGroup
 from logger.run_logger import Metrics
-from tests.conftest import MakeModel
 from tests.tiny_run import build_changed_run, change_config, read_events, read_losses
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-class Events(LoggerGroup):
-    """Record step and kind of each event."""
+class Log(LoggerGroup):
+    """Keeps events, and metrics but for durations and memory."""
 
     def __init__(self) -> None:
         self.events: list[tuple[int, str]] = []
-        self.losses: dict[int, float] = {}
+        self.values: dict[int, dict[str, Any]] = {}
 
     def event(self, step: int, kind: str, text: str, values: Metrics | None = None) -> None:
         self.events.append((step, kind))
 
     def metrics(self, step: int, values: Any) -> None:
-        self.losses[step] = values["loss"]
+        measured = ("tokens_per_second", "_seconds", "seconds_left", "memory/peak_resident")
+        self.values[step] = {key: value for key, value in values.items() if not key.endswith(measured)}
 
     def progress(self, step: int, values: Any) -> None:
         pass
 
 
-class Values(Events):
-    """Record what is logged, but for durations and memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.values: dict[int, dict[str, Any]] = {}
-
-    def metrics(self, step: int, values: Any) -> None:
-        measured = ("tokens_per_second", "_seconds", "seconds_left", "memory/peak_resident")
-        self.values[step] = {key: value for key, value in values.items() if not key.endswith(measured)}
-
-
-def train_without_sync(run: Run) -> Events:
-    """Make the steps as on a GPU, on this device: metrics are read only when an action needs them."""
-    run.settings = replace(run.settings, reads_metrics_each_step=False)
-    logger = Events()
+def make_steps(run: Run, *, reads_each_step: bool = False) -> Log:
+    """Make the steps; as on a GPU, metrics are read only when an action needs them."""
+    run.settings = replace(run.settings, reads_metrics_each_step=reads_each_step)
+    logger = Log()
     with StopRequest() as stop:
         train_remaining_steps(run, logger, stop)
     return logger
@@ -92,11 +76,7 @@ def test_a_logged_step_is_read_when_the_next_one_is_launched(
         calls.clear()
         changes: Any = {"logging": {"every_steps": 2, "norms_every_steps": 4}, "checkpoint": {"every_steps": 6}}
         run = build_changed_run(config, tmp_path / name, **changes)
-        run.settings = replace(run.settings, reads_metrics_each_step=name == "at once")
-        logger = Values()
-        with StopRequest() as stop:
-            train_remaining_steps(run, logger, stop)
-        logs.append(logger.values)
+        logs.append(make_steps(run, reads_each_step=name == "at once").values)
         if name == "late":
             read = {step: f"read {step}" for step in range(1, 9)}
             expected = [1, 2, 3, read[1], read[2], 4, 5, read[3], read[4], 6, read[5], read[6], 7, 8, read[7], read[8]]
@@ -143,7 +123,7 @@ def test_a_logged_step_is_not_lost_to_an_error_in_the_next(config: TrainConfig, 
         return original(step)
 
     run.loader.next_step = next_step  # type: ignore[method-assign]
-    logger = Values()
+    logger = Log()
     with StopRequest() as stop, pytest.raises(ValueError, match="a bad row"):
         train_remaining_steps(run, logger, stop)
     assert list(logger.values) == [3]
@@ -163,28 +143,10 @@ def test_delayed_skip_events_have_their_step_numbers(
         return type(inputs)(inputs.targets_N, inputs.weights_N * (float("inf") if bad else 1.0))
 
     monkeypatch.setattr(type(run.settings.objective), "build_loss_inputs", build_loss_inputs)
-    logger = train_without_sync(run)
+    logger = make_steps(run)
     assert [event for event in logger.events if event[1] == "skipped"] == [(2, "skipped"), (3, "skipped")]
     assert (run.progress.skipped, run.progress.skipped_in_a_row) == (2, 0)
     assert run.progress.step == 8
-
-
-def test_batches_of_skipped_steps_are_kept_however_late_metrics_are_logged(
-    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loop, "MAX_UNREAD_STEPS", 4)
-    monkeypatch.setattr(SpikeGuard, "is_accepted", lambda guard, loss, grad_norm: torch.tensor(False))
-    run = build_changed_run(
-        config,
-        tmp_path / "late",
-        training={"max_nonfinite_steps": 100},
-        logging={"every_steps": 100},
-        checkpoint={"every_steps": 100},
-    )
-    logger = train_without_sync(run)
-    assert [step for step, kind in logger.events if kind == "skipped"] == list(range(1, 9))
-    assert len(list((tmp_path / "late/skipped").glob("*.json"))) == 8
-    assert list(logger.losses) == [8]
 
 
 @pytest.mark.slow
@@ -210,26 +172,6 @@ def test_a_level_of_ranges_that_there_is_not_is_refused_first(
     with pytest.raises(ValueError, match="DIFFUSIONLM_NVTX"):
         train(config)
     assert not config.run.directory.exists()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("qk_norm", [True, False])
-def test_gradients_of_compiled_blocks_on_a_gpu(qk_norm: bool, tiny_model: MakeModel) -> None:
-    """Those of plain blocks, of every parameter: with a gradient that is lost the loss still falls."""
-    gradients = []
-    for is_compiled in (False, True):
-        model = tiny_model(qk_norm=qk_norm).to(CUDA)
-        if is_compiled:
-            compile_blocks(model)
-        positions_N = torch.tensor([0, 3, 5, 17], device=CUDA)
-        loss_inputs = LossInputs(torch.arange(4, device=CUDA), torch.ones(4, device=CUDA))
-        tokens_BL = (torch.arange(20, device=CUDA) % 19).view(2, 10)
-        output = model(tokens_BL, pattern=Bidirectional(), output_positions=positions_N, loss_inputs=loss_inputs)
-        output.total_loss.backward()
-        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
-    for name, expected in gradients[0].items():
-        assert expected is not None and expected.abs().max() > 0, name
-        torch.testing.assert_close(gradients[1][name], expected, rtol=1e-3, atol=1e-5, msg=name)
 
 
 @pytest.mark.gpu

@@ -21,7 +21,7 @@ from diffusionlm.training.checkpointing.run_directory import open_run_directory
 from diffusionlm.training.checkpointing.store import read_selection_value
 from diffusionlm.training.loop import train
 from tests.distributed.forked import run_ranks
-from tests.tiny_run import write_train_config
+from tests.tiny_run import read_records, write_train_config
 from tokenizer import Tokenizer
 
 
@@ -45,9 +45,9 @@ def tasks(tmp_path: Path) -> list[dict[str, Any]]:
 
 
 def records(config: TrainConfig, key: str) -> list[dict[str, Any]]:
-    lines = (config.run.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    metrics = [record for record in map(json.loads, lines) if key in record.get("metrics", {})]
-    return [{"step": record["step"], **record["metrics"]} for record in metrics]
+    return [
+        {"step": record["step"], **record["metrics"]} for record in read_records(config) if key in record["metrics"]
+    ]
 
 
 def test_a_run_with_tasks(tasks: list[dict[str, Any]], tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.training.checkpointing.staging import StagedCheckpoint
 from diffusionlm.training.checkpointing.store import CheckpointStore
 from diffusionlm.training.loop import train
+from tests.tiny_run import change_config, read_records
 
 
 def break_scores(monkeypatch: pytest.MonkeyPatch, bad_calls: set[int]) -> None:
@@ -29,8 +30,7 @@ def break_scores(monkeypatch: pytest.MonkeyPatch, bad_calls: set[int]) -> None:
 
 
 def events(config: TrainConfig) -> list[dict[str, Any]]:
-    lines = (config.run.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [record for record in map(json.loads, lines) if record.get("event", "data") not in ("data", "environment")]
+    return [record for record in read_records(config, "event") if record["event"] not in ("data", "environment")]
 
 
 def test_nonfinite_step_is_skipped_and_recorded(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,9 +121,6 @@ def test_a_directory_of_something_else_is_refused(config: TrainConfig) -> None:
 def test_late_failures_are_detected_at_startup(
     config: TrainConfig, changes: dict[str, dict[str, Any]], message: str
 ) -> None:
-    values: dict[str, Any] = config.model_dump(exclude_unset=True)
-    for name, section in changes.items():
-        values[name] = values.get(name, {}) | section
     with pytest.raises(ValueError, match=message):
-        train(TrainConfig.model_validate(values))
+        train(change_config(config, None, **changes))
     assert not (config.run.directory / "metrics.jsonl").exists()
