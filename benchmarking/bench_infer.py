@@ -30,7 +30,7 @@ from benchmarking.harness import (
     make_table,
     run_in_fresh_process,
 )
-from benchmarking.implementations.decoding import build_autoregressive_call, convert_to_qwen3
+from benchmarking.implementations.peers import build_autoregressive_call, convert_to_qwen3
 from config.bench.inference import BenchCell, BenchInferConfig, BenchInferSection, BenchModel
 from config.generation import GenerationConfig
 from config.model import ModelConfig

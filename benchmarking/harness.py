@@ -176,7 +176,10 @@ class Comparison:
         return f"{1e3 * self.median(name):,.2f}"
 
     def speedup(self, name: str, over: str) -> Speedup:
-        return speedup(self.seconds[name], self.seconds[over])
+        """The speed of one implementation over that of another, from at least two rounds."""
+        ratios = [slow / fast for fast, slow in zip(self.seconds[name], self.seconds[over], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        return Speedup(self.median(over) / self.median(name), middle, low, high)
 
     def speedup_cells(self, name: str, over: str) -> list[str]:
         """Cells for the ratio of medians and for `SPEEDUP_COLUMN`."""
@@ -200,13 +203,6 @@ class Speedup:
     def format_ratio(self) -> str:
         """Format the median ratio with its quartiles for a table."""
         return f"{self.median_ratio:.2f} [{self.low:.2f}, {self.high:.2f}]"
-
-
-def speedup(ours: Sequence[float], theirs: Sequence[float]) -> Speedup:
-    """Compute the speed of ``ours`` over that of ``theirs`` from the seconds of at least two rounds."""
-    ratios = [slow / fast for fast, slow in zip(ours, theirs, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return Speedup(statistics.median(theirs) / statistics.median(ours), middle, low, high)
 
 
 def run_in_fresh_process(
@@ -274,24 +270,19 @@ def collect_environment(
     *, threads: int, packages: Iterable[str], rounds: int, warmup: int, device: str = "cpu"
 ) -> dict[str, str]:
     """Facts that are needed to repeat a measurement; packages that are not installed are left out."""
+    import torch
+
     load = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
     versions = [f"{package} {version(package)}" for package in packages if is_installed(package)]
     return {
         "command": format_command_line(),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "CPU": read_processor_model(),
-        **_describe_accelerator(device),
+        **({"accelerator": torch.cuda.get_device_name()} if device == "cuda" else {}),
         "threads": f"{threads} of torch; the process may use {usable_cores()} cores; load average at the start {load}",
         "software": ", ".join([f"Python {platform.python_version()}", *versions, platform.platform(terse=True)]),
         "rounds": f"{rounds} after {warmup} of warm-up",
     }
-
-
-def _describe_accelerator(device: str) -> dict[str, str]:
-    """A fact with the name of the GPU; none on a CPU."""
-    import torch
-
-    return {"accelerator": torch.cuda.get_device_name()} if device == "cuda" else {}
 
 
 def at_least(lowest: int) -> Callable[[str], int]:

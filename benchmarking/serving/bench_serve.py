@@ -12,9 +12,18 @@ from typing import Any
 
 import httpx2
 
-from benchmarking.serving.load import AnswerCheck, Clock, LoadClient, LoadResult, Send, check_answers, run_load
+from benchmarking.serving.load import (
+    AnswerCheck,
+    Clock,
+    LoadClient,
+    LoadResult,
+    Send,
+    arrival_times,
+    build_requests,
+    check_answers,
+    run_load,
+)
 from benchmarking.serving.summary import LoadSummary, compare_counts, parse_counts, summarize
-from benchmarking.serving.workload import arrival_times, build_requests
 from config.bench.serve import BenchServeConfig, ServerSection
 from files.atomic import write_text_atomic
 from files.paths import check_can_write

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ from benchmarking.harness import (
     make_table,
     run_benchmark,
 )
-from benchmarking.implementations.decoding import convert_to_qwen3
+from benchmarking.implementations.peers import convert_to_qwen3
 from config.generation import GenerationConfig
 from config.model import ModelConfig
 from diffusionlm.inference.generate import generate
@@ -144,11 +145,6 @@ def decode_static_batches(engine: Engine, requests: Sequence[CallerRequest], siz
     return answers
 
 
-def count_equal(answers: Answers, expected: Answers) -> int:
-    """Number of equal answers among those that are expected."""
-    return sum(tuple(ours) == tuple(theirs) for ours, theirs in zip(answers, expected, strict=False))
-
-
 class TransformersBatching:
     """Continuous batching of `transformers` with the weights of an autoregressive model, on the same requests."""
 
@@ -243,7 +239,7 @@ def run_concurrency(
 
     def count_answers(outputs: Mapping[str, Answers]) -> None:
         for ours, other in pairs[:4]:
-            num_equal[ours, other] += count_equal(outputs[ours], outputs[other])
+            num_equal[ours, other] += sum(map(operator.eq, outputs[ours], outputs[other]))
 
     pairs = COMPARED if has_peer else COMPARED[:3]
     tokens = float(sum(request.new_tokens for request in requests))

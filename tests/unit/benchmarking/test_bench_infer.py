@@ -11,7 +11,7 @@ import torch
 
 from benchmarking import bench_infer as module
 from benchmarking.bench_infer import bench_infer, count, random_model, random_prompts
-from benchmarking.implementations import decoding
+from benchmarking.implementations import peers
 from config.bench.inference import BenchInferConfig
 from config.generation import GenerationConfig
 from config.load import ConfigError, load_config
@@ -130,8 +130,8 @@ def test_a_cell_that_the_model_cannot_decode_is_named() -> None:
 def test_the_causal_peer_is_the_same_model(model: Transformer) -> None:
     pytest.importorskip("transformers")
     prompts = random_prompts(model.config, 4, 2, seed=0)
-    peer = decoding.convert_to_qwen3(model).double()
-    tokens_BL = torch.tensor(decoding.build_autoregressive_call(peer, prompts, 3)())
+    peer = peers.convert_to_qwen3(model).double()
+    tokens_BL = torch.tensor(peers.build_autoregressive_call(peer, prompts, 3)())
     texts_BL = torch.tensor(prompts)
     for index in range(3):
         with torch.inference_mode():

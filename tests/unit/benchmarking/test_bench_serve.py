@@ -13,9 +13,8 @@ import httpx2
 import pytest
 
 from benchmarking.serving.bench_serve import BenchServeResult, bench_serve
-from benchmarking.serving.load import Clock
+from benchmarking.serving.load import Clock, arrival_times, build_requests
 from benchmarking.serving.summary import format_summary
-from benchmarking.serving.workload import arrival_times, build_requests
 from config.bench.serve import BenchServeConfig, RequestsSection
 from files.usage_error import UsageError
 from logger.pages import Table
