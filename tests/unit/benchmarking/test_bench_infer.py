@@ -69,14 +69,12 @@ def test_a_cell_has_the_settings_of_its_strategy_and_of_the_grid() -> None:
         ("grid.caches=none,dual", 'cell "static, block 4, cache dual": cache = "dual" is for bidirectional'),
         ("strategies.1.caches=block", 'cell "static, bidirectional, block 16, cache block": cache = "block"'),
         ("strategies.1.name=static", "strategies.name: 'static' is given twice"),
-        ("grid.batch_sizes=1,1", "grid.batch_sizes: 1 is given twice"),
         ("strategies.0.generation.block_length=4", "generation.block_length = 4 is set by grid.block_lengths here"),
         ("strategies.0.generation.cache=none", "generation.cache = 'none' is set by grid.caches here"),
         ("strategies.0.generation.max_new_tokens=9", "is set by bench.new_tokens here"),
         ("bench.new_tokens=1000", "1064 tokens, more than model.shape.max_position_embeddings = 512"),
         ("bench.prompts=hello", "was removed; prompts are bench.prompt_length random tokens"),
         ("validation.source=python-stdlib", "was removed; bound a likelihood with diffusionlm-eval"),
-        ("grid.caches=fast", "fast"),
     ],
 )
 def test_config_errors_name_the_problem_and_the_remedy(override: str, message: str) -> None:
