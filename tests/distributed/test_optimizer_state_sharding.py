@@ -17,7 +17,6 @@ from ddp.data_parallel import DataParallel
 from ddp.parallelism import Parallelism
 from ddp.process_group import World
 from ddp.sharded_data_parallel import BucketShard, ShardedDataParallel
-from diffusionlm.optim.muon import Muon
 from tests.conftest import MakeModel
 from tests.distributed.forked import run_ranks
 from tests.distributed.toys import (
@@ -58,17 +57,6 @@ Optimizers = list[torch.optim.Optimizer]
 
 def adamw(parallelism: Parallelism) -> Optimizers:
     return [torch.optim.AdamW(parallelism.trainable_parameters().values(), lr=0.01, weight_decay=0.1, fused=True)]
-
-
-def muon(parallelism: Parallelism) -> Optimizers:
-    trainable_parameters = parallelism.trainable_parameters()
-    matrices = [parameter for name, parameter in trainable_parameters.items() if is_matrix_of_block(name)]
-    rest = [parameter for name, parameter in trainable_parameters.items() if not is_matrix_of_block(name)]
-    assert all(parallelism.has_whole_parameter(name) for name in trainable_parameters if is_matrix_of_block(name))
-    return [
-        Muon(matrices, lr=0.01, momentum=0.9, weight_decay=0.1, dtype=matrices[0].dtype),
-        torch.optim.AdamW(rest, lr=0.01, fused=True),
-    ]
 
 
 def train(
@@ -140,27 +128,6 @@ def test_ten_steps_are_bit_equal_where_parts_fill_vectors(tmp_path: Path) -> Non
             assert torch.equal(weights_of_runs[0][name], expected), name
 
     run_ranks(act, tmp_path)
-
-
-@pytest.mark.parametrize(("world_size", "steps"), [(2, 10), (3, 3)])
-@pytest.mark.slow
-def test_clipped_steps_of_muon(tiny_model: MakeModel, tmp_path: Path, world_size: int, steps: int) -> None:
-    """In float64: the orthogonalization of a nearly singular momentum multiplies rounding errors from step to step."""
-
-    def act(world: World) -> list[str]:
-        parts = sharded(tiny_model().double(), world, is_matrix_of_block)
-        whole = unsharded(tiny_model().double(), world)
-        norms = train(parts, muon(parts), steps, max_norm=0.1)
-        torch.testing.assert_close(norms, train(whole, muon(whole), steps, max_norm=0.1))
-        assert min(norms) > 0.1  # all were clipped
-        parts.check_replicas_equal()
-        for name, expected in weights(whole).items():
-            torch.testing.assert_close(weights(parts)[name], expected, msg=name)
-        return [name for name in parts.trainable_parameters() if is_matrix_of_block(name)]
-
-    owned = run_ranks(act, tmp_path, world_size=world_size)
-    assert len(set().union(*owned)) == sum(map(len, owned)) == 14  # each has one owner
-    assert min(map(len, owned)) >= 14 // world_size - 1
 
 
 def test_each_rank_has_its_part_of_the_state(tiny_model: MakeModel, tmp_path: Path) -> None:

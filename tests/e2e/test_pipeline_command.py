@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 import tomli_w
 
+from cli.pipeline.stages import build_stages
+from config.finetune.pipeline import PipelineConfig
+from config.load import load_config
 from tests.tiny_run import write_train_config
 
 ROOT = Path(__file__).parents[2]
@@ -113,3 +116,9 @@ def test_a_killed_pipeline_ends_with_the_same_hashes(tmp_path: Path) -> None:
     assert max(steps) == 60
     report = (killed / "out/report.html").read_text()
     assert "4 of 4 stages done" in report and "<svg" in report
+
+
+def test_the_recipe_is_valid() -> None:
+    stages = build_stages(load_config(PipelineConfig, ROOT / "config" / "resources" / "pipeline.toml"))
+    assert [stage.name for stage in stages] == ["pretrain", "before", "tune", "after", "answers"]
+    assert {stage.directory.parent for stage in stages} == {Path("runs/pipeline")}

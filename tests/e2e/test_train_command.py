@@ -190,20 +190,6 @@ def test_incompatible_warm_start_lists_the_differences(config: Path, uninterrupt
     assert "model.hidden_size = 48 (checkpoint: 32)" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("override", "code", "message"),
-    [
-        ("data.source.paths=nothing/*.jsonl", 2, "matches no file"),
-        ("data.source.text_field=body", 2, "no field 'body': its fields are 'text'"),
-    ],
-)
-def test_bad_data_is_named(config: Path, tmp_path: Path, override: str, code: int, message: str) -> None:
-    result = run_here("--config", config, "--set", f"run.directory={tmp_path / 'bad'}", "--set", override)
-    assert result.returncode == code
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
-
-
 def test_config_errors_exit_with_two(config: Path) -> None:
     result = run("--config", config, "--set", "training.max_step=3")
     assert result.returncode == 2

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from benchmarking.bench_train import BUILDERS
 from benchmarking.implementations import training as module
@@ -123,51 +119,3 @@ def test_the_peer_computes_our_logits(objective: ObjectiveConfig) -> None:
         expected = ours.model(inputs, pattern=pattern)
         logits = theirs.model(**peer.arguments, use_cache=False).logits
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-
-
-class Liger(ModuleType):
-    """The part of liger_kernel.transformers that the benchmark uses, in plain torch."""
-
-    def __init__(self, modeling: Any) -> None:
-        super().__init__("liger_kernel.transformers")
-        self.modeling, self.rotated, self.labels = modeling, 0, torch.empty(0)
-
-    def apply_liger_kernel_to_qwen3(self, *, model: Any) -> None:
-        original = self.modeling.apply_rotary_pos_emb
-
-        def rotary(*args: Any, **kwargs: Any) -> Any:
-            self.rotated += 1
-            return original(*args, **kwargs)
-
-        self.modeling.apply_rotary_pos_emb = rotary
-
-    def LigerFusedLinearCrossEntropyLoss(self, *, ignore_index: int) -> Any:
-        def loss(weight: torch.Tensor, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            self.labels = labels
-            return F.cross_entropy(F.linear(hidden, weight).float(), labels, ignore_index=ignore_index)
-
-        return loss
-
-
-@pytest.fixture
-def liger(monkeypatch: pytest.MonkeyPatch) -> Iterator[Liger]:
-    pytest.importorskip("transformers")
-    from transformers.models.qwen3 import modeling_qwen3
-
-    fake = Liger(modeling_qwen3)
-    monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", fake)
-    before = modeling_qwen3.apply_rotary_pos_emb
-    yield fake
-    assert modeling_qwen3.apply_rotary_pos_emb is before
-
-
-@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda objective: objective.kind)
-def test_liger_patches_only_its_own_model(liger: Liger, objective: ObjectiveConfig) -> None:
-    case = make_case(objective=objective)
-    plain, patched = build_transformers(case), BUILDERS["liger"](case)
-    plain.step()
-    assert liger.rotated == 0
-    assert patched.step().item() == pytest.approx(math.log(64), rel=0.1)
-    assert liger.rotated == 1
-    assert liger.labels.shape == (4 * 32,)

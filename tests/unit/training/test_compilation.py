@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from config.finetune.lora import LoraConfig
 from diffusionlm.kernels.cross_entropy import LossInputs
-from diffusionlm.models.lora import add_adapter, find_dropout
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockDiffusion, Causal
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.block_wrapping import compile_blocks
@@ -104,26 +102,3 @@ def test_versions_of_a_block(tiny_model: MakeModel) -> None:
             counts.append(backend.count)
     assert counts[:6] == [2, 4, 4, 5, 6, 8]
     assert counts[6:] == [9, 9, 9, 9, 9, 10]
-
-
-def test_adapters_with_dropout_are_compiled_once_for_all_layers(tiny_model: MakeModel) -> None:
-    """But for the first one, whose input needs no gradient, and the last one, which has fewer rows."""
-    tokens, backend = torch.arange(18).view(2, 9), CountingBackend()
-    results = []
-    for is_compiled in (True, False):
-        model = tiny_model(torch.float64, num_hidden_layers=4)
-        add_adapter(model, LoraConfig(rank=2, dropout=0.5))
-        dropout = find_dropout(model)
-        assert dropout is not None
-        trained = [value for value in model.parameters() if value.requires_grad]
-        if is_compiled:
-            compile_blocks(model, backend)
-        for rows in (torch.tensor([0, 3, 5]), torch.tensor([1, 17]), torch.arange(7)):
-            with dropout.dropout_context(5, torch.arange(2), 9, rows):
-                loss_inputs = LossInputs(rows, torch.ones(len(rows)))
-                output = model(tokens, pattern=Bidirectional(), output_positions=rows, loss_inputs=loss_inputs)
-                results += [output.loss_sum.detach(), *torch.autograd.grad(output.total_loss, trained)]
-    half = len(results) // 2
-    torch.testing.assert_close(results[:half], results[half:], rtol=1e-10, atol=1e-10)
-    assert backend.count == 3
-    assert not torch._dynamo.utils.counters["graph_break"]
