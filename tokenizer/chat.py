@@ -1,7 +1,8 @@
 """Render and encode chats with chat templates."""
 
+import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -10,7 +11,6 @@ from tokenizer.chat_templates import CHAT_TEMPLATES, ChatTemplate
 
 Message = Mapping[str, Any]
 
-_MAX_DEPTH = 64
 # Unicode noncharacters, reserved for internal use in programs.
 _MARKERS = frozenset(map(chr, range(0xFDD0, 0xFDF0)))
 # Message keys of the reasoning before the answer; templates read the first one.
@@ -81,7 +81,7 @@ def encode_variables(tokenizer: Tokenizer, template: ChatTemplate, data: Mapping
     Raises:
         ValueError: as in `render_escaped`.
     """
-    (marker,) = choose_markers([*iterate_texts(data), template.source], 1)
+    (marker,) = choose_markers(template, data, 1)
     return tokenizer.encode_marked(render_escaped(tokenizer, template, data, now, marker), marker)
 
 
@@ -94,9 +94,7 @@ def render_escaped(
         ValueError: the template treats a special token in a message differently from other text.
     """
     text = render_variables(template, data, now)
-    marked = {
-        key: map_texts(value, lambda part: tokenizer.mark_control_tokens(part, marker)) for key, value in data.items()
-    }
+    marked = map_texts(data, lambda part: tokenizer.mark_control_tokens(part, marker))
     if marked == data:
         return text
     marked_text = render_variables(template, marked, now)
@@ -108,14 +106,13 @@ def render_escaped(
     return marked_text
 
 
-def choose_markers(texts: Iterable[str], count: int) -> list[str]:
-    """Choose noncharacters that no text contains.
+def choose_markers(template: ChatTemplate, data: Mapping[str, Any], count: int) -> list[str]:
+    """Choose noncharacters that neither the template nor a text contains.
 
     Raises:
         ValueError: there are not enough.
     """
-    used = {char for text in texts for char in _MARKERS.intersection(text)}
-    markers = sorted(_MARKERS - used)[:count]
+    markers = sorted(_MARKERS.difference(template.source, json.dumps(data, ensure_ascii=False)))[:count]
     if len(markers) < count:
         raise ValueError("messages contain the noncharacters U+FDD0 to U+FDEF: remove them")
     return markers
@@ -160,7 +157,7 @@ def template_variables(
     chat = [_copy_message(index, message) for index, message in enumerate(messages)]
     return {
         "messages": chat,
-        "tools": None if tools is None else _copy_json("tools", list(tools)),
+        "tools": None if tools is None else _copy_json("tools", [dict(tool) for tool in tools]),
         "documents": None,
         **{key: _copy_json(key, value) for key, value in variables.items()},
         "add_generation_prompt": bool(add_generation_prompt),
@@ -173,48 +170,34 @@ def _copy_message(index: int, message: Message) -> dict[str, Any]:
         raise ValueError(f"{location} is {message!r}: expected a mapping with role and content")
     if not isinstance(message.get("role"), str):
         raise ValueError(f"{location} has the role {message.get('role')!r}: expected a string such as 'user'")
-    plain: dict[str, Any] = _copy_json(location, message)
+    plain: dict[str, Any] = _copy_json(location, dict(message))
     reasoning = next((plain[key] for key in REASONING_KEYS if plain.get(key) is not None), None)
     return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
 
 
-def _copy_json(location: str, value: Any, depth: int = 0) -> Any:
+def _copy_json(location: str, value: Any) -> Any:
     """Copy a value that JSON can represent."""
-    if depth > _MAX_DEPTH:
-        raise ValueError(f"{location} is nested more than {_MAX_DEPTH} deep")
-    if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, str):
-                raise ValueError(f"{location} has the key {key!r}: expected a string")
-        return {str(key): _copy_json(f"{location}.{key}", item, depth + 1) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_copy_json(f"{location}[{index}]", item, depth + 1) for index, item in enumerate(value)]
-    for kind in (bool, str, int, float):
-        if isinstance(value, kind):
-            return kind(value)
-    if value is None:
-        return None
-    raise ValueError(
-        f"{location} is a {type(value).__name__}: chat templates accept strings, numbers, lists and mappings"
-    )
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{location}: {error}; chat templates accept strings, numbers, lists and dictionaries"
+        ) from None
 
 
 def map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Apply `change` to every string in a value, except to keys."""
+    """Apply `change` to every string in a value, except to keys.
+
+    Raises:
+        ValueError: the value is nested too deeply.
+    """
     if isinstance(value, str):
         return change(value)
-    if isinstance(value, list):
-        return [map_texts(item, change) for item in value]
-    if isinstance(value, dict):
-        return {key: map_texts(item, change) for key, item in value.items()}
+    try:
+        if isinstance(value, list):
+            return [map_texts(item, change) for item in value]
+        if isinstance(value, dict):
+            return {key: map_texts(item, change) for key, item in value.items()}
+    except RecursionError:
+        raise ValueError("messages, tools or variables are nested too deeply") from None
     return value
-
-
-def iterate_texts(value: Any) -> Iterator[str]:
-    """Iterate over every string in a value, keys included."""
-    if isinstance(value, str):
-        yield value
-    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from iterate_texts(item)
-    if isinstance(value, dict):
-        yield from value

@@ -18,7 +18,6 @@ from tokenizer.chat import (
     Message,
     choose_markers,
     encode_variables,
-    iterate_texts,
     map_texts,
     render_escaped,
     render_variables,
@@ -31,7 +30,6 @@ RENDERING_TIME = datetime(2025, 1, 1)
 """The time that templates see in training: the same tokens on every day."""
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\b")
-_ANSWER_KEYS = ("content", "tool_calls", *REASONING_KEYS)
 _TEXT_KEYS = frozenset({"text", "name", "arguments", *REASONING_KEYS})
 _REASONING_END = "</think>"
 _SHOWN_CHARACTERS = 40
@@ -184,7 +182,7 @@ def _encode_answer(
 ) -> EncodedAnswer | None:
     prompt_data = template_variables(messages[:-1], True, tools, variables)
     data = template_variables(messages, False, tools, variables)
-    markers = _Markers(*choose_markers([*iterate_texts(data), template.source], 5))
+    markers = _Markers(*choose_markers(template, data, 5))
     prompt = render_escaped(tokenizer, template, prompt_data, now, markers.escape)
     rendered = _render_marked(tokenizer, template, data, markers, now)
     _check_content(rendered, data["messages"][-1].get("content"), markers.escape)
@@ -313,8 +311,8 @@ def _mark_message(message: Mapping[str, Any], content_start: str, text_end: str)
     marked: dict[str, Any] = _mark_texts(message, mark)
     content = message.get("content")
     if isinstance(content, str):
-        has_text = any(text.strip() for key in _ANSWER_KEYS for text in iterate_texts(message.get(key)))
         # An answer without text ends where it begins.
+        has_text = bool(content.strip()) or marked != message
         marked["content"] = mark(content, content_start) if has_text else f"{content_start}{text_end}{content}"
     return marked
 
