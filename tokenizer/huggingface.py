@@ -94,7 +94,7 @@ def from_huggingface(contents: Mapping[str, Any], config: Mapping[str, Any]) -> 
         ValueError: something is unsupported or has an unexpected structure; names the key.
     """
     model = _require_table(contents, "model")
-    _check_model(model)
+    check_model(model, "byte_fallback", "dropout", "continuing_subword_prefix", "end_of_word_suffix")
     added = read_added_tokens(contents, config)
     special = {text: token["id"] for text, token in added.items()}
     added_ids = {token["id"] for token in added.values()}
@@ -242,13 +242,17 @@ def _require_table(parent: Mapping[str, Any], key: str) -> dict[str, Any]:
     return cast(dict[str, Any], table)
 
 
-def _check_model(model: Mapping[str, Any]) -> None:
-    kind = model.get("type", "BPE")  # missing in files of early versions
-    if kind != "BPE":
-        raise ValueError(f"model.type {kind!r} is unsupported: only byte-level BPE is")
-    for key in ("byte_fallback", "dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+def check_model(model: Mapping[str, Any], *unsupported_keys: str) -> None:
+    """Check that a model is BPE without these options.
+
+    Raises:
+        ValueError: it is not; names the key.
+    """
+    if model.get("type", "BPE") != "BPE":  # missing in files of early versions
+        raise ValueError(f"model.type {model['type']!r} is unsupported: only BPE is")
+    for key in unsupported_keys:
         if model.get(key):
-            raise ValueError(f"model.{key} = {model[key]!r} is unsupported: only byte-level BPE without it is")
+            raise ValueError(f"model.{key} {model[key]!r} is unsupported: only BPE without it is")
 
 
 def read_added_tokens(contents: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

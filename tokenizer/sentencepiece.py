@@ -16,6 +16,7 @@ from typing import Any
 from tokenizer.bpe import Tokenizer, surrogate_error
 from tokenizer.huggingface import (
     WELL_KNOWN_TOKENS,
+    check_model,
     read_added_tokens,
     read_bos,
     read_id,
@@ -169,11 +170,7 @@ def _added_tokens(
 
 
 def _check(contents: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    if model.get("type", "BPE") != "BPE":
-        raise ValueError(f"model.type {model['type']!r} is unsupported: only BPE is")
-    for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
-        if model.get(key):
-            raise ValueError(f"model.{key} = {model[key]!r} is unsupported: only files without it are")
+    check_model(model, "dropout", "continuing_subword_prefix", "end_of_word_suffix")
     missing = [f"<0x{byte:02X}>" for byte in range(256) if f"<0x{byte:02X}>" not in model["vocab"]]
     if missing:
         raise ValueError(f"model.vocab lacks the bytes {', '.join(missing[:4])}: text with them would be lost")

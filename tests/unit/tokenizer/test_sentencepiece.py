@@ -281,7 +281,7 @@ UNSUPPORTED: list[tuple[str, Any]] = [
     ("decoder: {'type': 'BPEDecoder'}", lambda c: c.update(decoder={"type": "BPEDecoder"})),
     ("'content': 'x'", lambda c: c["normalizer"].update(content="x")),
     ("model.vocab lacks the bytes <0x41>", lambda c: c["model"]["vocab"].pop("<0x41>")),
-    ("model.dropout = 0.5", lambda c: c["model"].update(dropout=0.5)),
+    ("model.dropout 0.5", lambda c: c["model"].update(dropout=0.5)),
     ("model.type 'Unigram'", lambda c: c["model"].update(type="Unigram")),
     ("two tokens have one id", lambda c: c["model"]["vocab"].update({"new": 300})),
     (

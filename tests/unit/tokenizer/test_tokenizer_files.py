@@ -124,9 +124,9 @@ def add_token(contents: dict[str, Any], text: str, token_id: int | None = None) 
 
 UNSUPPORTED: list[tuple[str, Edit]] = [
     ("model.type 'WordPiece'", lambda c: c["model"].update(type="WordPiece")),
-    ("model.byte_fallback = True", lambda c: c["model"].update(byte_fallback=True)),
-    ("model.dropout = 0.1", lambda c: c["model"].update(dropout=0.1)),
-    ("model.end_of_word_suffix = '</w>'", lambda c: c["model"].update(end_of_word_suffix="</w>")),
+    ("model.byte_fallback True", lambda c: c["model"].update(byte_fallback=True)),
+    ("model.dropout 0.1", lambda c: c["model"].update(dropout=0.1)),
+    ("model.end_of_word_suffix '</w>'", lambda c: c["model"].update(end_of_word_suffix="</w>")),
     ("normalizer ['NFKC']", lambda c: c.update(normalizer={"type": "NFKC"})),
     ("pre_tokenizer [{'type': 'Metaspace'}]", lambda c: c.update(pre_tokenizer={"type": "Metaspace"})),
     ("pre_tokenizer [] is unsupported", lambda c: c.update(pre_tokenizer=None)),
