@@ -269,8 +269,14 @@ class LoaderSpec:
             ValueError: the sources cannot be read, or the rows or ranks do not fit.
         """
         components = open_components(self.data, "train") if components is None else components
+        sources = (components, self.data, self.tokenizer, self.row_length, self.seed)
+        block_length = self.objective.longest_block_length
+        if self.objective.kind == "preference":
+            rows = build_pair_reader(*sources, block_length)
+        else:
+            rows = build_row_reader(*sources, encoder=encoder, block_length=block_length)
         return Loader(
-            rows=self._build_row_reader(components, encoder),
+            rows=rows,
             objective=build_objective(self.objective, self.model),
             batch_size=self.batch_size,
             micro_batch_size=self.micro_batch_size,
@@ -280,16 +286,6 @@ class LoaderSpec:
             world_size=self.world_size,
             components=components,
             pads_to_longest=self.data.pads_to_longest,
-        )
-
-    def _build_row_reader(
-        self, components: list[MixtureComponent], encoder: TextEncoder | None
-    ) -> ResumableReader[Row]:
-        length, block_length = self.row_length, self.objective.longest_block_length
-        if self.objective.kind == "preference":
-            return build_pair_reader(components, self.data, self.tokenizer, length, self.seed, block_length)
-        return build_row_reader(
-            components, self.data, self.tokenizer, length, self.seed, encoder=encoder, block_length=block_length
         )
 
 

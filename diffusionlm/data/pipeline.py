@@ -108,9 +108,7 @@ def open_components(config: DataConfig, split: Split, kinds: Collection[str] | N
             continue
         key = f"data.mixture.{index}.source" if config.mixture else "data.source"
         source = (
-            ShardDocuments.open(section, split, key)
-            if isinstance(section, Shards)
-            else open_source(section, split, key)
+            ShardDocuments(section, split, key) if isinstance(section, Shards) else open_source(section, split, key)
         )
         chat = open_chat(section, f"{key}.chat")
         components.append(MixtureComponent(entry.name or f"{section.kind}-{index}", entry.weight, source, chat))

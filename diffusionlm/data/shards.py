@@ -52,63 +52,41 @@ class _ShardFile:
     """Start of each document in ``token_ids``, and the end of the last one."""
 
 
-@dataclass(frozen=True)
 class ShardDocuments:
-    """The documents of one split, by index."""
+    """The documents of one split, by index. Sizes are checked; ``diffusionlm-make-data`` checks the contents.
 
-    identity: str
-    """A string that changes when the tokens change."""
-    provenance: str
-    """Size, location and origin of the tokens, as text."""
-    tokenizer_directory: Path
-    tokenizer_fingerprint: str
-    num_tokens: int
-    """Tokens of all documents, without end-of-text tokens."""
-    num_documents: int
-    vocab_size: int
-    _setting: str
-    """Config key and value of the directory, for errors."""
-    _files: list[_ShardFile]
-    _first_document_F: NDArray[np.int64]
-    """Index of the first document of each of the F files."""
+    Args:
+        key: the config key of the section, for errors.
 
-    @classmethod
-    def open(cls, config: Shards, split: Split, key: str) -> ShardDocuments:
-        """Open the shards of a split. Sizes are checked; ``diffusionlm-make-data`` checks the contents.
+    Raises:
+        ValueError: the directory is missing, incomplete or damaged, or of another version.
+    """
 
-        Args:
-            key: the config key of the section, for errors.
-
-        Raises:
-            ValueError: the directory is missing, incomplete or damaged, or has a format of former versions.
-        """
+    def __init__(self, config: Shards, split: Split, key: str) -> None:
         directory = config.path
-        setting = f"{key}.path = {directory}"
+        self._setting = f"{key}.path = {directory}"
         index = read_index(directory, f"{key}.path")
         split_index = index.splits.get(split)
         if split_index is None or not split_index.documents:
-            raise ValueError(f"{setting} has no {split} documents; make the data again")
+            raise ValueError(f"{self._setting} has no {split} documents; make the data again")
         check_sizes(directory, split_index)
-        if not (directory / TOKENIZER_DIRECTORY).is_dir():
-            raise ValueError(f"{directory / TOKENIZER_DIRECTORY} is missing; copy it again, or make the data again")
-        files = [_open_shard(directory, shard, index) for shard in split_index.shards]
+        self.tokenizer_directory = directory / TOKENIZER_DIRECTORY
+        if not self.tokenizer_directory.is_dir():
+            raise ValueError(f"{self.tokenizer_directory} is missing; copy it again, or make the data again")
+        self._files = [_open_shard(directory, shard, index) for shard in split_index.shards]
+        first_documents = np.cumsum([0, *(len(file.offsets) - 1 for file in self._files)])
+        self._first_document_F: NDArray[np.int64] = first_documents[:-1]
         limit = config.max_documents if split == "train" else None
-        first_documents = np.cumsum([0, *(len(file.offsets) - 1 for file in files)])
-        num_documents = min(int(first_documents[-1]), limit or sys.maxsize)
-        prefix = "" if num_documents == split_index.documents else f"the first {num_documents:,} of "
-        return cls(
-            identity=_compute_identity(index, split_index, split, num_documents),
-            provenance=f"{prefix}{split_index.documents:,} documents, {split_index.tokens:,} tokens, "
+        self.num_documents = min(int(first_documents[-1]), limit or sys.maxsize)
+        self.num_tokens = _count_tokens(self._files, first_documents, self.num_documents)
+        """Tokens of all documents, without end-of-text tokens."""
+        self.vocab_size, self.tokenizer_fingerprint = index.vocab_size, index.tokenizer_fingerprint
+        self.identity = _compute_identity(index, split_index, split, self.num_documents)
+        prefix = "" if self.num_documents == split_index.documents else f"the first {self.num_documents:,} of "
+        self.provenance = (
+            f"{prefix}{split_index.documents:,} documents, {split_index.tokens:,} tokens, "
             f"{split_index.bytes_on_disk / 2**20:,.1f} MiB of bin in {portable_path(directory)}, made from "
-            f"{split_index.provenance}",
-            tokenizer_directory=directory / TOKENIZER_DIRECTORY,
-            tokenizer_fingerprint=index.tokenizer_fingerprint,
-            num_tokens=_count_tokens(files, first_documents, num_documents),
-            num_documents=num_documents,
-            vocab_size=index.vocab_size,
-            _setting=setting,
-            _files=files,
-            _first_document_F=first_documents[:-1],
+            f"{split_index.provenance}"
         )
 
     def __len__(self) -> int:

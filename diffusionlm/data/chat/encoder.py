@@ -11,7 +11,7 @@ from unicodedata import normalize
 import numpy as np
 
 from config.data import OnBadRow
-from config.finetune.chat import ChatRowsConfig, TurnSelection
+from config.finetune.chat import ChatRowsConfig
 from diffusionlm.data.chat.conversation import Conversation, Message
 from diffusionlm.data.chat.templates import QUESTION, resolve_chat_template
 from diffusionlm.data.packing import Document
@@ -96,38 +96,6 @@ class ChatEncoder:
             ValueError: the template refuses the conversation while `on_bad_row` is "raise".
         """
         selection = self.config.turns if conversation.rejected is None else "last"
-        return self._encode_conversation(conversation, selection, rng)
-
-    def encode_preference(self, conversation: Conversation) -> tuple[list[tuple[Document, Document]], list[Skip]]:
-        """Encode the chosen and the rejected answer with their prompt: a pair, or none and why one is left out.
-
-        Raises:
-            ValueError: there is no rejected answer, or the template refuses the conversation while `on_bad_row` is
-                "raise".
-        """
-        if conversation.rejected is None:
-            raise ValueError(
-                f"{self.records.key}: {conversation.error_prefix}the conversation has no rejected answer, which "
-                'objective.kind = "preference" needs: set format = "preference", and name its columns'
-            )
-        chosen, rejected = (
-            self._encode_conversation(replace(conversation, messages=messages, context_answers=()), "last", None)
-            for messages in (conversation.messages, conversation.rejected)
-        )
-        return list(zip(chosen[0], rejected[0], strict=False)), [*chosen[1], *rejected[1]][:1]
-
-    def count(self, conversation: Conversation, reasons: Sequence[Skip], num_items: int) -> None:
-        """Count what was left out of a conversation or changed, and the documents or pairs that it became."""
-        log = self.records.skip_log
-        num_left_out = log.num_left_out
-        for reason, detail in reasons:
-            log.add(reason, f"{conversation.error_prefix}{detail}")
-        log.total += max(0, num_items + log.num_left_out - num_left_out - 1)
-
-    def _encode_conversation(
-        self, conversation: Conversation, selection: TurnSelection | None, rng: np.random.Generator | None
-    ) -> tuple[list[Document], list[Skip]]:
-        """Return the documents, and the reasons why something was left out or changed."""
         reasons: list[Skip] = []
         positions = conversation.learned_answers
         if selection == "last":
@@ -157,6 +125,32 @@ class ChatEncoder:
                 groups = [joined]
         documents = [self._build_document(group, reasons) for group in groups]
         return [document for document in documents if document is not None], reasons
+
+    def encode_preference(self, conversation: Conversation) -> tuple[list[tuple[Document, Document]], list[Skip]]:
+        """Encode the chosen and the rejected answer with their prompt: a pair, or none and why one is left out.
+
+        Raises:
+            ValueError: there is no rejected answer, or the template refuses the conversation while `on_bad_row` is
+                "raise".
+        """
+        if conversation.rejected is None:
+            raise ValueError(
+                f"{self.records.key}: {conversation.error_prefix}the conversation has no rejected answer, which "
+                'objective.kind = "preference" needs: set format = "preference", and name its columns'
+            )
+        chosen, rejected = (
+            self.encode(replace(conversation, messages=messages, context_answers=()))
+            for messages in (conversation.messages, conversation.rejected)
+        )
+        return list(zip(chosen[0], rejected[0], strict=False)), [*chosen[1], *rejected[1]][:1]
+
+    def count(self, conversation: Conversation, reasons: Sequence[Skip], num_items: int) -> None:
+        """Count what was left out of a conversation or changed, and the documents or pairs that it became."""
+        log = self.records.skip_log
+        num_left_out = log.num_left_out
+        for reason, detail in reasons:
+            log.add(reason, f"{conversation.error_prefix}{detail}")
+        log.total += max(0, num_items + log.num_left_out - num_left_out - 1)
 
     def _encode_answers(
         self, conversation: Conversation, positions: Sequence[int], reasons: list[Skip]

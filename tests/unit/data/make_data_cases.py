@@ -56,7 +56,7 @@ def digest(directory: Path) -> dict[str, str]:
 
 
 def read(directory: Path, split: Split) -> list[list[int]]:
-    documents = ShardDocuments.open(Shards(path=directory), split, "data.source")
+    documents = ShardDocuments(Shards(path=directory), split, "data.source")
     return [tokens.tolist() for tokens in documents.documents(np.arange(len(documents)))]
 
 

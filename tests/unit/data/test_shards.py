@@ -54,7 +54,7 @@ def write_shards(folder: Path, shards: list[list[Tokens]], vocab_size: int = 1_0
 
 
 def open_shards(folder: Path, max_documents: int | None = None, split: Split = "train") -> ShardDocuments:
-    return ShardDocuments.open(Shards(path=folder, max_documents=max_documents), split, "data.source")
+    return ShardDocuments(Shards(path=folder, max_documents=max_documents), split, "data.source")
 
 
 def read_document(documents: ShardDocuments, index: int) -> Tokens:
