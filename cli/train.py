@@ -288,7 +288,7 @@ def format_summary(directory: Path, example_input: str = "", *, is_chat: bool = 
         is_chat: it is a question of a chat.
     """
     from logger.report import read_run
-    from logger.report.results import tabulate_results
+    from logger.report.page import tabulate_results
 
     run = read_run(directory)
     bound, entropy = run.result("evaluation", "nats_per_token"), run.result("evaluation", "unigram_entropy")

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
-from logger.pages import Page, tabulate_settings
+from logger.console import format_duration
+from logger.pages import Cell, Column, Number, Page, Part, Table, format_cell, tabulate_settings
 from logger.pages.html import write_page
 from logger.report.charts import main_charts, other_metrics
-from logger.report.reading import LoggedRun, read_runs
-from logger.report.results import (
-    describe_steps,
-    list_events,
-    tabulate_environment,
-    tabulate_last_values,
-    tabulate_results,
-)
+from logger.report.reading import LoggedRun, RunEvent, read_runs
 from logger.report.samples import collect_samples
 
 STATES = {
@@ -30,6 +26,17 @@ KEYS_WITHOUT_EFFECT_ON_ROWS = {
     f"data.{key}" for key in ("workers", "prefetch_steps", "document_shuffle_window", "row_shuffle_window")
 }
 """Keys of ``[data]`` that do not change which sequences are validated."""
+
+MAX_EVENTS = 200
+"""Events listed for each run; all are in metrics.jsonl."""
+
+FAILURE_EVENTS = ("failed", "skipped", "report")
+
+VALIDATION_RESULTS = (
+    ("nats per token", "nats_per_token", "standard_error"),
+    ("bits per byte", "bits_per_byte", "bits_per_byte_standard_error"),
+)
+"""Unit, and keys of the value and its standard error in summary.json; metrics are called the same, after ``val_``."""
 
 
 def write_report(paths: Sequence[Path], output: Path) -> list[LoggedRun]:
@@ -60,12 +67,12 @@ def build_page(runs: Sequence[LoggedRun]) -> Page:
             "Curves": [*main_charts(runs)],
             "Samples": collect_samples(runs),
             "Config": tabulate_settings(configs, "configs of these runs"),
-            "Environment": [tabulate_environment(runs)],
-            "Events": list_events(runs),
-            "Other metrics": [*other_charts, *tabulate_last_values(runs, without_chart)],
+            "Environment": [_tabulate_environment(runs)],
+            "Events": _list_events(runs),
+            "Other metrics": [*other_charts, *_tabulate_last_values(runs, without_chart)],
         },
         _notes(runs),
-        [_prefix(run, runs) + f"{STATES[run.state]}, {describe_steps(run)} steps" for run in runs],
+        [_prefix(run, runs) + f"{STATES[run.state]}, {_describe_steps(run)} steps" for run in runs],
     )
 
 
@@ -101,3 +108,156 @@ def _validation_keys(runs: Sequence[LoggedRun]) -> list[str]:
     """Return the config keys that decide which sequences are validated."""
     keys = {key for run in runs for key in run.config if key.startswith("data.")} - KEYS_WITHOUT_EFFECT_ON_ROWS
     return sorted(keys | {"validation.rows", "validation.final_rows", "model.max_position_embeddings"})
+
+
+def tabulate_results(runs: Sequence[LoggedRun]) -> Table:
+    """Tabulate all results, with a column for each run."""
+    rows = [[name, *cells] for name, cells in _result_rows(runs) if any(cell is not None for cell in cells)]
+    return _table_by_run("", runs, rows)
+
+
+def _table_by_run(first: str, runs: Sequence[LoggedRun], rows: Sequence[Sequence[Cell]]) -> Table:
+    return Table([first, *(Column(run.name) for run in runs)] if len(runs) > 1 else (), rows)
+
+
+def _result_rows(runs: Sequence[LoggedRun]) -> Iterator[tuple[str, list[Cell]]]:
+    def results(*keys: str | int, style: str = ".3f") -> list[Cell]:
+        """Numbers of the summaries, by their path."""
+        return [_number(run.result(*keys), style) for run in runs]
+
+    def items(*keys: str | int) -> range:
+        """Indices of the longest list at a path."""
+        lists = [run.value(*keys) for run in runs]
+        return range(max(len(value) if isinstance(value, list) else 0 for value in lists))
+
+    def first(*keys: str | int) -> float:
+        return next((value for run in runs if (value := run.result(*keys)) is not None), math.nan)
+
+    for unit, *keys in VALIDATION_RESULTS:
+        yield f"Validation, {unit}", [_validation_result(run, *keys) for run in runs]
+    yield "Kind of bound", [_kind(run) if run.summary else None for run in runs]
+    for index in items("other_block_lengths"):
+        yield "Also trained for, nats per token", [_other_bound(run, index) for run in runs]
+    yield "EOS padding after answers, nats per token", results("evaluation", "eos_padding_nats_per_token")
+    if any(run.result("source_entropy") is not None for run in runs):
+        yield "Validation, nats per document", [_nats_per_document(run) for run in runs]
+        yield "Entropy of the source, nats per document", results("source_entropy")
+    yield "Unigram entropy, nats per token", results("evaluation", "unigram_entropy")
+    ngrams = [run.value("ngrams") for run in runs]
+    for name in dict.fromkeys(name for entropies in ngrams if isinstance(entropies, dict) for name in entropies):
+        yield f"{name}, nats per token", results("ngrams", name)
+    for index in items("evaluation", "fills"):
+        fill = ("evaluation", "fills", index)
+        for rank in (1, 5):
+            yield (
+                f"Top-{rank} accuracy, {first(*fill, 'fraction'):.0%} masked",
+                results(*fill, f"top{rank}_accuracy", style=".1%"),
+            )
+        yield (
+            f"Majority baseline, {first(*fill, 'fraction'):.0%} masked",
+            results(*fill, "majority_baseline", style=".1%"),
+        )
+    has_masks = any(run.result("evaluation", "block_length") != 1 for run in runs)
+    for index in items("evaluation", "by_masked_fraction") if has_masks else ():
+        row = ("evaluation", "by_masked_fraction", index)
+        yield f"Loss, {first(*row, 0):.0%} to {first(*row, 1):.0%} masked", results(*row, 2)
+    yield "Training loss, averaged", [_number(run.last("loss_smooth")) for run in runs]
+    yield "Parameters", results("parameters", style=",.0f")
+    yield "Tokens seen", [_number(run.result("tokens_seen") or run.last("tokens_seen"), ",.0f") for run in runs]
+    yield "Steps", [_describe_steps(run) for run in runs]
+    yield "Skipped steps", [_number(run.last("skipped_steps") or None, ",.0f") for run in runs]
+    yield "Time of training steps", [None if (s := _seconds(run)) is None else format_duration(s) for run in runs]
+    if any((run.result("padding_share") or 0.0) >= 0.0005 for run in runs):
+        yield "Padding of the training rows", results("padding_share", style=".1%")
+
+
+def _number(value: float | None, style: str = ".3f") -> Cell:
+    return None if value is None else Number(value, style)
+
+
+def _other_bound(run: LoggedRun, index: int) -> Cell:
+    keys = ("nats_per_token", "standard_error", "block_length")
+    value, error, blocks = (run.result("other_block_lengths", index, key) for key in keys)
+    pattern = "bidirectional" if blocks is None else f"blocks of {blocks:.0f}"
+    return None if value is None else f"{format_cell(Number(value, '.3f', error))}, {pattern}"
+
+
+def _validation_result(run: LoggedRun, key: str, error_key: str) -> Cell:
+    """Return the final value with its error, or the run's last value and its step."""
+    value, error = run.result("evaluation", key), run.result("evaluation", error_key)
+    if value is not None:
+        return Number(value, ".3f", error)
+    value, error = run.last(f"val_{key}"), run.last(f"val_{error_key}")
+    if value is None:
+        return None
+    return f"{format_cell(Number(value, '.3f', error))} at step {run.numbers[f'val_{key}'].last_step:,.0f}"
+
+
+def _nats_per_document(run: LoggedRun) -> Cell:
+    """The bound of a validation row, which is one document where the entropy of the source is known."""
+    value, error, num_tokens, num_rows = (
+        run.result("evaluation", key) for key in ("nats_per_token", "standard_error", "num_tokens", "num_rows")
+    )
+    if value is None or not num_tokens or not num_rows:
+        return None
+    scale = num_tokens / num_rows
+    return Number(value * scale, ".3f", None if error is None else error * scale)
+
+
+def _kind(run: LoggedRun) -> str:
+    blocks = run.result("evaluation", "block_length")
+    if blocks is None:
+        return "bound"
+    return "loss, token by token" if blocks == 1 else f"bound, blocks of {blocks:.0f}"
+
+
+def _describe_steps(run: LoggedRun) -> str:
+    """Return the steps that are done, of how many."""
+    return f"{run.last_step:,}" + (f" of {run.max_steps:,}" if run.max_steps else "")
+
+
+def _seconds(run: LoggedRun) -> float | None:
+    if run.result("seconds") is not None:
+        return run.result("seconds")
+    tokens, speed = run.last("tokens_seen"), run.last("tokens_per_second")
+    return tokens / speed if tokens is not None and speed else None
+
+
+def _tabulate_last_values(runs: Sequence[LoggedRun], keys: Sequence[str]) -> list[Part]:
+    """Tabulate the last values of metrics without a chart."""
+    rows = [[key, *(run.last(key) for run in runs)] for key in keys]
+    return [_table_by_run("Last value of", runs, rows)] if rows else []
+
+
+def _list_events(runs: Sequence[LoggedRun]) -> list[Part]:
+    """Tabulate the events of each run, the newest first."""
+    parts: list[Part] = []
+    for run in runs:
+        events = [event for event in run.events if event.kind != "sample"]
+        newest = events[::-1][:MAX_EVENTS]
+        rows: list[list[Cell]] = [[event.step, event.kind, _without_step(event)] for event in newest]
+        styles: dict[int, Literal["best", "bad"]] = {
+            index: "bad" for index, event in enumerate(newest) if event.kind in FAILURE_EVENTS
+        }
+        num_omitted = len(events) - len(newest)
+        note = f"{num_omitted:,} earlier ones are in metrics.jsonl." if num_omitted else ""
+        title = run.name if len(runs) > 1 else ""
+        if rows:
+            parts.append(Table([Column("Step", ",", "left"), "Kind", "Event"], rows, title, note, styles))
+    return parts
+
+
+def _without_step(event: RunEvent) -> str:
+    """Return the text without prefixes that repeat the other columns."""
+    return event.text.removeprefix(f"step {event.step}: ").removeprefix(f"{event.kind}: ")
+
+
+def _tabulate_environment(runs: Sequence[LoggedRun]) -> Table:
+    """Tabulate the environment of each run since its last start, an event: ``name value; name value``."""
+    columns: list[dict[str, str]] = []
+    for run in runs:
+        text = "; ".join(event.text for event in run.events_of("environment")[-1:])
+        items = [item for item in text.removeprefix("environment: ").split("; ") if item]
+        columns.append({**dict(item.partition(" ")[::2] for item in items), "directory": str(run.path)})
+    names = dict.fromkeys(name for column in columns for name in column)
+    return _table_by_run("", runs, [[name, *(column.get(name) for column in columns)] for name in names])
