@@ -122,18 +122,17 @@ class WorkerPool:
         reader, self._lifeline = SPAWN_CONTEXT.Pipe(duplex=False)
         self._executor = ProcessPoolExecutor(num_processes, SPAWN_CONTEXT, _watch_lifeline, (reader, self._path.parent))
         resource_tracker.ensure_running()  # started with the first process, it would unblock the signals
-        previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # children inherit the mask
-        try:
-            self._executor.submit(_do_nothing)  # starts the processes
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
     def submit(self, function: Callable[..., object], *arguments: object) -> Future[Path]:
         """Start a call in a process that is free; `wait` for its result."""
+        # Each call may start a process, which inherits the mask.
+        previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             return self._executor.submit(_call, function, self._path, *arguments)
         except BrokenProcessPool:
             raise self._death from None
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
     def wait(self, future: Future[Path]) -> Any:
         """Wait for the result of a call; an error of the call is raised here."""
@@ -162,10 +161,6 @@ def _call(function: Callable[..., object], path: Path, *arguments: object) -> Pa
     result = temporary_path(path)
     result.write_bytes(content)
     return result
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def _watch_lifeline(lifeline: Connection, folder: Path) -> None:
