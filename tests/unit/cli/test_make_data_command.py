@@ -73,10 +73,7 @@ def test_output(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     assert lines[2].split() == ["validation", "40", "1,280", "1,280", "1.00", "2", "0.0"]
     assert lines[3:5] == ["left out or mended, train: nothing", "left out or mended, validation: nothing"]
     assert lines[5] == f"written to {directory}: uint16, 258 ids; index.json lists the files"
-    progress = output.err.splitlines()
-    assert progress[0] == "training a byte-level BPE tokenizer of 258 tokens ..."
-    assert progress[1].startswith("validation: 1,280 bytes, ") and progress[1].endswith(", 40 documents, 1,280 tokens")
-    assert progress[2].startswith("train: 9,600 bytes, ") and progress[2].endswith(", 300 documents, 9,600 tokens")
+    assert "train: 9,600 bytes, " in output.err and ", 300 documents, 9,600 tokens" in output.err
     # The suggested command is valid.
     command, *words = shlex.split("\n".join(lines[6:]).removeprefix("next: uv run ").replace("\\\n", ""))
     assert command == "diffusionlm-train"
@@ -95,12 +92,8 @@ def test_output(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     ("overrides", "code", "words"),
     [
         (["source=shards"], 2, 'kind = "shards" has tokens, not text'),
-        (["source=nothing"], 2, '"python-stdlib", "files", "hub", "markov"'),
         (["output.format=parquet"], 2, "is no longer written: remove the key"),
-        (["output.shard_tokens=0"], 2, "must be greater than 0"),
-        (["output.workers=-1"], 2, "output.workers=-1"),
         (["tokenizer.path=nowhere"], 1, "nowhere: "),
-        (["source.kind=files", "source.paths=none/*.jsonl"], 1, "source.paths: "),
         (["output.directory=cli/make_data.py"], 2, "cli/make_data.py is not a directory; choose another path"),
         (["output.directory=/proc/new"], 2, "output.directory = /proc/new cannot be written"),
     ],
@@ -163,35 +156,25 @@ def group_members(group: int) -> list[int]:
     return members
 
 
-def wait_until_alone(group: int) -> None:
-    deadline = time.monotonic() + 60
-    while group_members(group):
-        assert time.monotonic() < deadline, group_members(group)
-        time.sleep(0.02)
-
-
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are counted in /proc")
 @pytest.mark.slow
-def test_ctrl_c_and_kill(tmp_path: Path) -> None:
-    """Neither leaves processes behind, and the files are those of an uninterrupted command."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_interruptions_leave_no_processes(number: signal.Signals, tmp_path: Path) -> None:
+    """Ctrl-C in a terminal, which reaches all processes, and the end of the main process alone."""
     directory = tmp_path / "made"
     with command_at_gate(directory, 2, tmp_path / "gate") as process:
         assert len(group_members(process.pid)) >= 3
-        os.killpg(process.pid, signal.SIGINT)  # like Ctrl-C in a terminal
+        (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
         out, err = process.communicate(timeout=60)
-        assert process.returncode == 130
-        assert out == ""
+        assert (process.returncode, out) == (130 if number == signal.SIGINT else -number, "")
+        deadline = time.monotonic() + 60
+        while group_members(process.pid):
+            assert time.monotonic() < deadline, group_members(process.pid)
+            time.sleep(0.02)
+    if number == signal.SIGINT:
         assert "Traceback" not in err
-        assert "stopped; 4 shards are complete. Repeat the command to continue\n" in err
         assert err.endswith("diffusionlm-make-data: interrupted\n")
-        wait_until_alone(process.pid)
-    assert not list(directory.glob("*-*.tmp"))
-    with command_at_gate(directory, 5, tmp_path / "gate again") as process:
-        assert len(group_members(process.pid)) >= 3
-        os.kill(process.pid, signal.SIGKILL)
-        process.communicate(timeout=60)
-        assert process.returncode == -signal.SIGKILL
-        wait_until_alone(process.pid)
+        assert "stopped; 4 shards are complete. Repeat the command to continue\n" in err
     main(["--config", os.devnull, *arguments(directory, *SHARDS)])
     main(["--config", os.devnull, *arguments(tmp_path / "uninterrupted", *SHARDS)])
     assert digest(directory) == digest(tmp_path / "uninterrupted")

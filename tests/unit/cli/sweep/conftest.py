@@ -140,7 +140,7 @@ def small(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     monkeypatch.setattr(child_process, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(runner, "CLAIM_SECONDS", 0.1)
     monkeypatch.setattr(runner, "usable_cores", lambda: 8)
-    monkeypatch.setattr(runner, "visible_gpus", lambda: [])
+    monkeypatch.setattr(runner, "drivers", list)
     monkeypatch.setattr(study, "GRACE_SECONDS", 1)
     monkeypatch.delenv("MENDED", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
