@@ -70,14 +70,10 @@ class TokenHealer:
 
     Args:
         excluded_token_ids: tokens that a healed position must not hold, such as suppressed ones.
-        max_new_tokens: of prompts; None: more than one.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, excluded_token_ids: Collection[int] = (), max_new_tokens: int | None = None
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, excluded_token_ids: Collection[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._max_new_tokens = max_new_tokens
         allowed_ids = set(tokenizer.vocab.values()) - set(excluded_token_ids)
         self._tokens = sorted((tokenizer.token_bytes(token), token) for token in allowed_ids)
         self._find_continuations = cache(self._search_continuations)
@@ -85,8 +81,7 @@ class TokenHealer:
     @classmethod
     def from_settings(cls, tokenizer: Tokenizer, settings: DecodingSettings) -> TokenHealer:
         """Return a healer that excludes the tokens that are never generated and those that would end the text."""
-        excluded_token_ids = {*settings.forbidden_token_ids, *settings.stop_token_ids}
-        return cls(tokenizer, excluded_token_ids, settings.config.max_new_tokens)
+        return cls(tokenizer, {*settings.forbidden_token_ids, *settings.stop_token_ids})
 
     def heal_prompt(self, text: str, prefix_ids: Sequence[int] = (), max_new_tokens: int | None = None) -> HealedText:
         """Encode a text to continue, and take back its last token, or its last space.
@@ -96,11 +91,10 @@ class TokenHealer:
 
         Args:
             prefix_ids: tokens before the text, which stay.
-            max_new_tokens: None: those of all prompts.
+            max_new_tokens: None: more than one.
         """
         text_ids, kept_ids, start = self._split_end(text)
-        is_alone = (max_new_tokens or self._max_new_tokens) == 1
-        allowed_ids = self._allowed_token_ids(start, is_alone=is_alone)
+        allowed_ids = self._allowed_token_ids(start, is_alone=max_new_tokens == 1)
         if allowed_ids is None or not (prefix_ids or kept_ids):
             return HealedText((*prefix_ids, *text_ids))
         token_ids = (*prefix_ids, *kept_ids)

@@ -80,7 +80,7 @@ class RequestBuilder:
             max_new_tokens: of the request; None: as the config says.
         """
         if self.healer is not None:
-            return self.healer.heal_prompt(text, self.prefix_ids, max_new_tokens)
+            return self.healer.heal_prompt(text, self.prefix_ids, max_new_tokens or self.settings.config.max_new_tokens)
         return HealedText((*self.prefix_ids, *self.tokenizer.encode(text)))
 
     def encode_spans(self, pieces: Sequence[tuple[str, int]]) -> HealedText:

@@ -120,50 +120,6 @@ def test_turns_of_a_chat_share_their_beginning(blocks: Transformer) -> None:
         assert_same(to_generation(active), answer(blocks, settings, prompt, *starts))
 
 
-@pytest.mark.parametrize(
-    ("name", "deterministic", "count"),
-    [
-        ("blocks", False, 6),
-        pytest.param("blocks", True, 12, marks=pytest.mark.slow),
-        pytest.param("shifted_blocks", False, 12, marks=pytest.mark.slow),
-        pytest.param("shifted_blocks", True, 12, marks=pytest.mark.slow),
-    ],
-)
-def test_chats_of_any_turns_have_the_answers_of_a_cold_cache(
-    request: pytest.FixtureRequest, name: str, deterministic: bool, count: int
-) -> None:
-    model: Transformer = request.getfixturevalue(name)
-    rng = np.random.default_rng(3)
-    chat = rng.integers(0, 20, 30).tolist()
-    num_cached = 0
-    for page_size, block_length in ((2, 4), (3, 4), (4, 8), (5, 2), (4, 1)):
-        settings = settings_of(model, block_length=block_length, max_new_tokens=3)
-        limits = limit_decoder(
-            90, page_size, max_requests=3, max_num_batched_tokens=9, prefix_cache=True, deterministic=deterministic
-        )
-        decoder = Decoder(model, *limits)
-        requests = []
-        for _ in range(count):
-            length = int(rng.integers(1, 31))
-            turns = sorted({*rng.choice([3, 7, 9, 14, 15, 22, 26], rng.integers(0, 4)).tolist()})
-            starts = tuple(turn for turn in turns if turn <= length)
-            tokens = [*chat[:length]]
-            if rng.random() < 0.3:
-                tokens[int(rng.integers(length))] = 20
-            options = RequestOptions(segment_starts=starts)
-            requests += add_requests(decoder, prepare_request(settings, tokens, options=options))
-            decoder.step()
-        drain(decoder, *requests)
-        for active in requests:
-            cold = Decoder(model, *limit_decoder(90, page_size, deterministic=deterministic))
-            [alone] = add_requests(cold, active.prepared)
-            drain(cold, alone)
-            assert_same(to_generation(active), to_generation(alone))
-            assert not deterministic or to_generation(active) == to_generation(alone), "the same bits"
-            num_cached += active.num_cached_tokens
-    assert num_cached > 10 * count
-
-
 @pytest.mark.parametrize(("name", "num_cached"), [("blocks", 16), ("shifted_blocks", 12)])
 def test_the_output_before_the_block_is_computed_again(
     request: pytest.FixtureRequest, name: str, num_cached: int

@@ -82,9 +82,11 @@ def test_a_first_token_is_taken_back_after_a_prefix(code: Tokenizer) -> None:
 
 
 def test_a_single_new_token_adds_text(code: Tokenizer) -> None:
-    healer = TokenHealer(code, max_new_tokens=1)
-    assert not healer.heal_prompt("for i in nam").allowed_token_ids, "it might repeat the text and add nothing"
-    healed = healer.heal_prompt("def name ")
+    healer = TokenHealer(code)
+    assert not healer.heal_prompt("for i in nam", max_new_tokens=1).allowed_token_ids, (
+        "it might repeat the text and add nothing"
+    )
+    healed = healer.heal_prompt("def name ", max_new_tokens=1)
     assert set(healed.allowed_token_ids[2].tolist()) == tokens_from(code, b" ") - {code.vocab[b" "]}
 
 
@@ -92,11 +94,9 @@ def test_excluded_tokens(code: Tokenizer, model: Transformer) -> None:
     name = code.vocab[b" name"]
     assert name not in TokenHealer(code, [name]).heal_prompt("def ").allowed_token_ids[1]
     assert not TokenHealer(code, [code.vocab[b" "]]).heal_prompt("def ").allowed_token_ids, "the text may not change"
-    settings = resolve_settings(
-        GenerationConfig(suppress_token_ids=(1,), stop_token_ids=(2,), max_new_tokens=1), model.config
-    )
-    healer = TokenHealer.from_settings(code, settings)
-    expected = TokenHealer(code, [1, 2], max_new_tokens=1).heal_prompt("def ")
+    config = GenerationConfig(suppress_token_ids=(1,), stop_token_ids=(2,))
+    healer = TokenHealer.from_settings(code, resolve_settings(config, model.config))
+    expected = TokenHealer(code, [1, 2]).heal_prompt("def ")
     assert healer.heal_prompt("def ").allowed_token_ids[1].tolist() == expected.allowed_token_ids[1].tolist()
 
 
