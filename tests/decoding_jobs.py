@@ -91,9 +91,9 @@ def make_jobs(model: Transformer, options: list[dict[str, Any]], count: int, see
             canvas = [MASK if rng.random() < 0.4 and position else token for position, token in enumerate(tokens)]
             jobs.append(prepare_request(own, canvas, seed=index, options=RequestOptions(is_infill=True)))
         else:
-            has_turns = own.block_causal_length is not None and index % 3 == 2 and length > 2
-            turns = RequestOptions(segment_starts=(length // 2, length) if has_turns else ())
-            jobs.append(prepare_request(own, tokens, seed=index, options=turns))
+            has_turns = own.block_causal_length is not None and index % 3 == 2
+            starts = sorted({min(start, length) for start in (3, 9, 25)}) if has_turns else ()
+            jobs.append(prepare_request(own, tokens, seed=index, options=RequestOptions(segment_starts=starts)))
     return jobs
 
 
