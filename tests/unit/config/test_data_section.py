@@ -18,7 +18,7 @@ from config.data import (
     SyntheticText,
 )
 from config.dump import to_toml
-from config.load import ConfigError, load_config
+from config.load import load_config
 
 
 class Config(Section):
@@ -49,23 +49,6 @@ def test_sources_by_their_kind(kind: str, section: SyntheticText, tmp_path: Path
     assert load_config(Config, path).data == data
 
 
-@pytest.mark.parametrize(
-    ("kind", "override", "message"),
-    [
-        ("markov", "stay=1.5", "must be at most 1"),
-        ("markov", "symbols=a", "give at least 2 symbols"),
-        ("copy", "symbols=abca", "'a'"),
-        ("copy", "stay=0.5", 'stay needs kind = "markov"'),
-        ("shidoku", "symbols=ab", "unknown key"),
-    ],
-)
-def test_bad_values_of_the_sources(kind: str, override: str, message: str) -> None:
-    with pytest.raises(ConfigError, match="1 problem") as caught:
-        load(f"data.source.kind={kind}", f"data.source.{override}")
-    assert f"--set data.source.{override}" in str(caught.value)
-    assert message in str(caught.value)
-
-
 HUB = ("data.source.kind=hub", "data.source.dataset=a/b")
 
 
@@ -81,18 +64,3 @@ HUB = ("data.source.kind=hub", "data.source.dataset=a/b")
 def test_first_documents_of_a_hub_split(overrides: tuple[str, ...], part: tuple[str, int | None]) -> None:
     source = load(*HUB, *overrides).source
     assert isinstance(source, HubDataset) and source.train_split_and_limit == part
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (("train_split=train:x",), "train:1000"),
-        (("train_split=train[:10]",), "'train[:10]'"),
-        (("validation_split=test:5",), "'test:5'"),
-        (("train_split=train:5", "max_documents=5"), "max_documents = 5"),
-    ],
-)
-def test_bad_values_of_a_hub_dataset(overrides: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match="1 problem") as caught:
-        load(*HUB, *(f"data.source.{override}" for override in overrides))
-    assert message in str(caught.value)

@@ -86,12 +86,6 @@ def test_every_form_of_a_config_accepts_the_flat_keys(tmp_path: Path) -> None:
         load_config(InferConfig, None, ["generation.confidence_treshold=1"])
 
 
-def test_the_remedy_names_strategies_where_they_are_few() -> None:
-    message = message_of({"remasking_strategy": "random", "confidence_threshold": 0.5})
-    assert "or choose one that uses it: low_confidence_dynamic, threshold" in message
-    assert "or choose another strategy" in message_of({"remasking_strategy": "factor", "steps": 5})
-
-
 @pytest.mark.parametrize(
     ("values", "words"),
     [

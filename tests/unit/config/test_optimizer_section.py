@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from config.dump import to_toml
 from config.load import load_config
 from config.train import TrainConfig
@@ -65,25 +63,3 @@ def test_groups_have_tables_of_their_own(tmp_path: Path) -> None:
     assert optimizer == LionConfig(embed=ParameterGroup(weight_decay=2.0))
     optimizer = load(tmp_path, '[optimizer]\nkind = "adamw8bit"\nfallback = true\n').optimizer
     assert optimizer == AdamWConfig(kind="adamw8bit", fallback=True)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[optimizer.router]\nmomentum = 0.9", "optimizer.router.momentum = 0.9: unknown key"),
-        ("[optimizer.head]\neps = 1e-8", "optimizer.head.eps = 1e-08: was removed; set optimizer.eps, or with muon"),
-        ("[optimizer.hidden]\nmomentum = 0.5", "[optimizer.hidden]: was removed; set learning_rate, momentum"),
-        ('[optimizer]\nadjust_lr = "original"', "was removed; scale optimizer.learning_rate"),
-        (
-            "[optimizer.rest.head]\nlearning_rate = 1e-6",
-            "is not a table of muon: name it [optimizer.head]",
-        ),
-        ('[optimizer]\nkind = "adamw"\nfallback = true', 'fallback needs kind = "adamw8bit"'),
-        ('[schedule]\ndecay_shape = "sqrt"', 'decay_shape needs kind = "warmup_stable_decay"'),
-        ("[schedule]\ndecay_steps = 5", "was removed; set schedule.decay_fraction"),
-    ],
-)
-def test_mistakes_are_answered(text: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="1 problem") as caught:
-        load(tmp_path, text)
-    assert message in str(caught.value)

@@ -84,15 +84,6 @@ def test_options_of_another_strategy_give_way() -> None:
     assert load_presets()["fast-dllm/gsm8k"].values["generation"]["confidence_threshold"] == 0.9
 
 
-def test_the_adapter_takes_decoding_from_a_preset() -> None:
-    values = {"preset": "dllm/llada-base-piqa", "likelihood": {"seed": 3, "num_mc_samples": 16}}
-    config = LmEvalConfig.model_validate(values)
-    assert (config.likelihood.num_mc_samples, config.likelihood.seed, config.likelihood.racing) == (16, 3, False)
-    assert config.deviations == [
-        "likelihood.num_mc_samples = 16 (published: 32)", "likelihood.seed = 3 (published: the default)"
-    ]  # fmt: skip
-
-
 def test_unknown_presets() -> None:
     for name, kind in (("llada-base/math", "gsm8k"), ("llada-base/mmlu", "gsm8k")):
         with pytest.raises(ValueError, match="it is for"):

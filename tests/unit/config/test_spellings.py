@@ -47,14 +47,6 @@ def test_old_names_of_losses_mean_the_same(kind: str, loss: str, expected: Any, 
     assert (*(in_file[name] for name in names), in_file["estimator"]["weight"]) == expected
 
 
-def test_values_of_the_config_stay(tmp_path: Path) -> None:
-    text = '[objective]\nloss = "soft_ce"\nlabel_smoothing = 0.3\n'
-    assert load_objective(tmp_path, text)["label_smoothing"] == 0.3
-    assert load_objective(tmp_path, text, "objective.normalizer=targets")["normalizer"] == "targets"
-    text = '[objective]\nnormalizer = "rows"\n'
-    assert load_objective(tmp_path, text, "objective.loss=masked_mean")["normalizer"] == "masked"
-
-
 def test_both_spellings_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"objective\.loss: is the old name of objective\.normalizer: remove one"):
         load_objective(tmp_path, '[objective]\nloss = "guidelines"\nnormalizer = "targets"\n')
