@@ -10,7 +10,7 @@ from diffusionlm.inference.text import AnswerToken
 from diffusionlm.serving.http.bodies import CompletionBody, InfillBody
 from diffusionlm.serving.http.errors import to_json
 from diffusionlm.serving.http.preparation import PreparedCall
-from diffusionlm.serving.http.sessions import Choice, ChoiceUpdate, TextPiece
+from diffusionlm.serving.http.sessions import Choice, TextPiece
 from tokenizer import Tokenizer
 
 LOWEST_LOGPROB = -9999.0
@@ -31,6 +31,8 @@ class AnswerFormat:
     def __init__(self, prepared: PreparedCall, tokenizer: Tokenizer, response_id: str) -> None:
         self.prepared, self.tokenizer = prepared, tokenizer
         self._id = f"{self.prefix}-{response_id}"
+        self._begun: set[int] = set()
+        """Indices of the choices that have had a chunk."""
         options = prepared.body.stream_options
         self.includes_usage = options is not None and options.include_usage
 
@@ -41,13 +43,17 @@ class AnswerFormat:
         parts = [to_json(self._whole_choice(choice)) for choice in choices]
         return to_json(head).removesuffix(b"}") + b',"choices":[' + b",".join(parts) + b"]}"
 
-    def chunks(self, update: ChoiceUpdate) -> list[dict[str, Any]]:
+    def chunks(self, choice: Choice) -> list[dict[str, Any]]:
         """The chunks of a stream for what is new of a choice; one with a finish reason is the choice's last."""
-        choice, contents = update.choice, self._new_contents(update)
+        pieces, canvas = choice.take_new(), choice.build_canvas()
+        if not pieces and canvas is None and choice.finish_reason is None:
+            return []
+        contents = self._new_contents(choice, pieces, is_first=choice.index not in self._begun)
+        self._begun.add(choice.index)
         chunks = [{"index": choice.index, **content, "finish_reason": None} for content in contents]
         chunks[-1]["finish_reason"] = choice.finish_reason
-        if update.canvas is not None:
-            chunks[-1]["canvas"] = list(update.canvas)
+        if canvas is not None:
+            chunks[-1]["canvas"] = canvas
         if choice.finish_reason is not None:
             chunks[-1] |= self._details(choice)
         return [self._wrap([chunk]) for chunk in chunks]
@@ -80,7 +86,7 @@ class AnswerFormat:
         """The text of a choice that is done."""
         raise NotImplementedError
 
-    def _new_contents(self, update: ChoiceUpdate) -> list[dict[str, Any]]:
+    def _new_contents(self, choice: Choice, pieces: list[TextPiece], *, is_first: bool) -> list[dict[str, Any]]:
         """New text of a choice and its log-probabilities, for one chunk or more."""
         raise NotImplementedError
 
@@ -105,9 +111,10 @@ class CompletionFormat(AnswerFormat):
     def _content(self, choice: Choice) -> dict[str, Any]:
         return {"text": self._echo(choice) + choice.spans[0].text}
 
-    def _new_contents(self, update: ChoiceUpdate) -> list[dict[str, Any]]:
-        echo = self._echo(update.choice) if update.is_first else ""
-        return [{"text": echo + update.text, "logprobs": self._logprobs(update.tokens)}]
+    def _new_contents(self, choice: Choice, pieces: list[TextPiece], *, is_first: bool) -> list[dict[str, Any]]:
+        echo = self._echo(choice) if is_first else ""
+        text, tokens = _join(pieces)
+        return [{"text": echo + text, "logprobs": self._logprobs(tokens)}]
 
     def _logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any] | None:
         if self.prepared.body.num_alternatives is None:
@@ -143,10 +150,11 @@ class ChatFormat(AnswerFormat):
     def _content(self, choice: Choice) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": choice.spans[0].text, "refusal": None}}
 
-    def _new_contents(self, update: ChoiceUpdate) -> list[dict[str, Any]]:
-        first = [{"delta": {"role": "assistant", "content": ""}, "logprobs": None}] if update.is_first else []
-        logprobs = self._logprobs(update.tokens) if update.tokens else None
-        return [*first, {"delta": {"content": update.text} if update.text else {}, "logprobs": logprobs}]
+    def _new_contents(self, choice: Choice, pieces: list[TextPiece], *, is_first: bool) -> list[dict[str, Any]]:
+        first = [{"delta": {"role": "assistant", "content": ""}, "logprobs": None}] if is_first else []
+        text, tokens = _join(pieces)
+        logprobs = self._logprobs(tokens) if tokens else None
+        return [*first, {"delta": {"content": text} if text else {}, "logprobs": logprobs}]
 
     def _logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any] | None:
         if self.prepared.body.num_alternatives is None:
@@ -174,8 +182,8 @@ class InfillFormat(ChatFormat):
         parts = [segment if isinstance(segment, str) else next(texts) for segment in body.segments]
         return {"text": "".join(parts), "holes": [span.text for span in choice.spans]}
 
-    def _new_contents(self, update: ChoiceUpdate) -> list[dict[str, Any]]:
-        pieces = update.pieces or (TextPiece(len(update.choice.spans) - 1, "", ()),)
+    def _new_contents(self, choice: Choice, pieces: list[TextPiece], *, is_first: bool) -> list[dict[str, Any]]:
+        pieces = pieces or [TextPiece(len(choice.spans) - 1, "", [])]
         return [{"hole": piece.span, "text": piece.text, "logprobs": self._logprobs(piece.tokens)} for piece in pieces]
 
 
@@ -191,6 +199,10 @@ def build_usage(choices: Sequence[Choice], num_choices: int) -> dict[str, Any]:
         "total_tokens": num_prompt + num_new,
         "prompt_tokens_details": {"cached_tokens": num_cached},
     }
+
+
+def _join(pieces: Sequence[TextPiece]) -> tuple[str, list[AnswerToken]]:
+    return "".join(piece.text for piece in pieces), [token for piece in pieces for token in piece.tokens]
 
 
 def to_finite(logprob: float) -> float:

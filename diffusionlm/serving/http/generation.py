@@ -19,7 +19,7 @@ from diffusionlm.serving.http.errors import ApiError, parse_object, to_api_error
 from diffusionlm.serving.http.formats import AnswerFormat
 from diffusionlm.serving.http.preparation import PreparedCall
 from diffusionlm.serving.http.service import Service
-from diffusionlm.serving.http.sessions import Choice, ChoiceUpdate, decode
+from diffusionlm.serving.http.sessions import Choice, decode
 
 LOGGER = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class GenerationEndpoint:
 
     async def _stream(
         self,
-        updates: AsyncIterator[list[ChoiceUpdate]],
+        updates: AsyncIterator[list[Choice]],
         answer_format: AnswerFormat,
         choices: list[Choice],
         context: RequestContext,
@@ -93,9 +93,10 @@ class GenerationEndpoint:
         """Send a stream; an error after its first byte is an event, after which nothing comes."""
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
         try:
-            async for parts in updates:
-                events = [to_event(chunk) for update in parts for chunk in answer_format.chunks(update)]
-                await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
+            async for changed in updates:
+                events = b"".join(to_event(chunk) for choice in changed for chunk in answer_format.chunks(choice))
+                if events:
+                    await send({"type": "http.response.body", "body": events, "more_body": True})
             last = b"data: [DONE]\n\n"
             if answer_format.includes_usage:
                 last = to_event(answer_format.usage_chunk(choices)) + last

@@ -34,9 +34,8 @@ class GuardedProtocol(H11Protocol):
     def __init__(self, limits: ServeSection, **options: Any) -> None:
         super().__init__(**options)
         self._limits = limits
-        self._header_timer: asyncio.TimerHandle | None = None
-        self._write_timer: asyncio.TimerHandle | None = None
-        """Runs while there is something that the client has to read."""
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        """headers: runs until they are complete. reader: runs while there is something that the client has to read."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -51,8 +50,8 @@ class GuardedProtocol(H11Protocol):
             self._watch_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
-        self._stop_write_timer()
+        self._stop_timer("headers")
+        self._stop_timer("reader")
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -60,14 +59,14 @@ class GuardedProtocol(H11Protocol):
         self._watch_reader()
 
     def resume_writing(self) -> None:
-        self._stop_write_timer()
+        self._stop_timer("reader")
         super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
-            self._stop_timer()
-        elif self._header_timer is None and not self.transport.is_closing():
+            self._stop_timer("headers")
+        elif "headers" not in self._timers and not self.transport.is_closing():
             self._watch_headers()
 
     def send_400_response(self, msg: str) -> None:
@@ -76,11 +75,11 @@ class GuardedProtocol(H11Protocol):
         self._refuse(ApiError(400, f"this is not valid HTTP, or its headers are longer than {size} bytes"))
 
     def _watch_headers(self) -> None:
-        self._header_timer = self.loop.call_later(self._limits.header_timeout_seconds, self._refuse_slow_headers)
+        self._timers["headers"] = self.loop.call_later(self._limits.header_timeout_seconds, self._refuse_slow_headers)
 
     def _watch_reader(self) -> None:
         size = self.transport.get_write_buffer_size()
-        self._write_timer = self.loop.call_later(self._limits.write_timeout_seconds, self._check_reader, size)
+        self._timers["reader"] = self.loop.call_later(self._limits.write_timeout_seconds, self._check_reader, size)
 
     def _check_reader(self, size: int) -> None:
         """End the connection if nothing was read of so many bytes."""
@@ -89,15 +88,9 @@ class GuardedProtocol(H11Protocol):
         else:
             self.transport.abort()  # `close` would wait for the client
 
-    def _stop_timer(self) -> None:
-        if self._header_timer is not None:
-            self._header_timer.cancel()
-            self._header_timer = None
-
-    def _stop_write_timer(self) -> None:
-        if self._write_timer is not None:
-            self._write_timer.cancel()
-            self._write_timer = None
+    def _stop_timer(self, name: str) -> None:
+        if (timer := self._timers.pop(name, None)) is not None:
+            timer.cancel()
 
     def _refuse_slow_headers(self) -> None:
         seconds = self._limits.header_timeout_seconds
@@ -105,7 +98,7 @@ class GuardedProtocol(H11Protocol):
 
     def _refuse(self, error: ApiError) -> None:
         """Answer with an error, if no response has begun, and close the connection."""
-        self._stop_timer()
+        self._stop_timer("headers")
         if self.transport.is_closing():
             return
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import uvicorn
 
@@ -74,11 +74,6 @@ class ApiServer:
         self._server = _UvicornServer(config, on_ready)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain_task: asyncio.Task[None] | None = None
-
-    @property
-    def connections(self) -> set[Any]:
-        """Open connections, each a `GuardedProtocol`."""
-        return self._server.server_state.connections
 
     def run(self, bound: socket.socket) -> None:
         """Serve at a bound socket until the end, which a stop signal begins; the second one ends the process."""

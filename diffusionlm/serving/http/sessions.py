@@ -28,27 +28,7 @@ class TextPiece:
 
     span: int
     text: str
-    tokens: tuple[AnswerToken, ...]
-
-
-@dataclass(frozen=True)
-class ChoiceUpdate:
-    """What is new of a choice."""
-
-    choice: Choice
-    pieces: tuple[TextPiece, ...]
-    is_first: bool
-    canvas: tuple[str | None, ...] | None
-    """Text of each new token, None where it is masked; of a call with `diffusing`."""
-
-    @property
-    def text(self) -> str:
-        """New text of all spans."""
-        return "".join(piece.text for piece in self.pieces)
-
-    @property
-    def tokens(self) -> list[AnswerToken]:
-        return [token for piece in self.pieces for token in piece.tokens]
+    tokens: list[AnswerToken]
 
 
 class Choice:
@@ -71,7 +51,6 @@ class Choice:
         """Seconds between two arrivals of tokens."""
         self._tokenizer = tokenizer
         self._num_read = 0
-        self._has_sent = False
 
     @property
     def num_tokens(self) -> int:
@@ -130,26 +109,18 @@ class Choice:
         self.first_token_time = self.first_token_time or now
         self.last_token_time = now
 
-    def take_update(self) -> ChoiceUpdate | None:
-        """Return what may be sent and was not yet; None: nothing."""
-        pieces = []
-        for number, span in enumerate(self.spans):
-            text, tokens = span.take_new()
-            if text or tokens:
-                pieces.append(TextPiece(number, text, tuple(tokens)))
-        canvas = self._canvas()
-        if not pieces and canvas is None and self.finish_reason is None:
-            return None
-        is_first, self._has_sent = not self._has_sent, True
-        return ChoiceUpdate(self, tuple(pieces), is_first, canvas)
+    def take_new(self) -> list[TextPiece]:
+        """Return the text that may be sent and was not yet."""
+        pieces = [TextPiece(number, *span.take_new()) for number, span in enumerate(self.spans)]
+        return [piece for piece in pieces if piece.text or piece.tokens]
 
-    def _canvas(self) -> tuple[str | None, ...] | None:
-        """What each new token adds to the text, None where it is masked."""
+    def build_canvas(self) -> list[str | None] | None:
+        """What each new token adds to the text, None where it is masked; only of a call with `diffusing`."""
         snapshot = None if self.state is None else self.state.canvas
         if snapshot is None:
             return None
         if self.finish_reason is not None:
-            return tuple(token.text for token in self.visible_tokens)
+            return [token.text for token in self.visible_tokens]
         positions = self.prepared.masked_positions[self.prepared.masked_positions < len(snapshot.token_ids)].tolist()
         texts: list[str | None] = []
         span_bounds = pairwise([0, *(self._span_ends or [len(positions)])])
@@ -164,13 +135,11 @@ class Choice:
                     text.push(snapshot.token_ids[position])
                 text.finish()
                 texts += [token.text for token in text.visible_tokens()]
-        return tuple(texts)
+        return texts
 
 
-async def decode(
-    engine: Engine, call: PreparedCall, choices: Sequence[Choice]
-) -> AsyncGenerator[list[ChoiceUpdate], None]:
-    """Submit all choices of a call, or none, and iterate over what is new until every one is done.
+async def decode(engine: Engine, call: PreparedCall, choices: Sequence[Choice]) -> AsyncGenerator[list[Choice], None]:
+    """Submit all choices of a call, or none, and iterate over those that have changed until every one is done.
 
     The first item is empty: the engine has accepted them. A reader that is slow gets what is new together. One that
     stops early closes the iterator, which ends the choices.
@@ -198,16 +167,14 @@ async def decode(
         while any(choice.finish_reason is None for choice in choices):
             await changed.wait()
             changed.clear()
-            updates = []
+            changed_choices = []
             for choice, handle in zip(choices, handles, strict=True):
                 if choice.finish_reason is None and (state := handle.state) is not choice.state:
                     choice.read(state)
                     if choice.finish_reason is not None:
                         engine.abort(handle)  # a stop string may have ended it
-                    if (update := choice.take_update()) is not None:
-                        updates.append(update)
-            if updates:
-                yield updates
+                    changed_choices.append(choice)
+            yield changed_choices
     finally:
         for handle in handles:
             engine.abort(handle)

@@ -76,6 +76,11 @@ class RunningServer:
         assert events.pop() == "" and all(event.startswith("data: ") for event in events)
         return [event[6:] if event == "data: [DONE]" else json.loads(event[6:]) for event in events]
 
+    @property
+    def connections(self) -> set[Any]:
+        """Open connections, each a `GuardedProtocol`."""
+        return self.server._server.server_state.connections
+
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=30)
 

@@ -197,7 +197,7 @@ def test_too_many_connections(start_server: StartServer, monkeypatch: pytest.Mon
     """Beyond the limit the server still says that it lives, on some connections."""
     monkeypatch.setattr("diffusionlm.serving.http.guarded_protocol.MAX_PROBES", 1)
     server = start_server(max_connections=2)
-    connections = server.server.connections
+    connections = server.connections
     with server.connect(), server.connect():
         wait_until(lambda: len(connections) == 2)
         for path in ("/health", "/metrics"):
@@ -220,7 +220,7 @@ def test_keep_alive(start_server: StartServer) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     connection.request("GET", "/health")
     connection.getresponse().read()
-    [protocol] = server.server.connections
+    [protocol] = server.connections
     wait_until(lambda: protocol.timeout_keep_alive_task is not None)
     assert protocol.timeout_keep_alive_task.when() - protocol.loop.time() > 900
     connection.close()
@@ -302,7 +302,7 @@ def test_the_end_during_an_upload(start_server: StartServer) -> None:
     server = start_server()
     with server.connect() as connection:
         connection.sendall(head("/v1/completions", "Content-Length: 1000") + b'{"prompt": ')
-        wait_until(lambda: any(protocol.cycle for protocol in [*server.server.connections]))
+        wait_until(lambda: any(protocol.cycle for protocol in [*server.connections]))
         server.server.stop()
         response = http.client.HTTPResponse(connection)
         response.begin()
@@ -324,7 +324,7 @@ def test_a_client_that_never_reads_loses_its_connection(
     server = start_server(write_timeout_seconds=0.1)
     body = json.dumps({**BODY, "stream": True}).encode()
     request = head(path, f"Content-Length: {len(body)}", method="GET" if path == "/" else "POST") + body
-    connections = server.server.connections
+    connections = server.connections
     with server.connect() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
         connection.sendall(b"nonsense\r\n\r\n" if path == "refused" else request)
