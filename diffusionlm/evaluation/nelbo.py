@@ -20,7 +20,7 @@ from diffusionlm.diffusion.noised_batch import CleanBatch
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from diffusionlm.diffusion.segments import NoiseSequences, segment_starts
 from diffusionlm.evaluation.likelihood.masks import count_masks, enumerate_masks
-from diffusionlm.evaluation.statistics import ratio_with_standard_error
+from diffusionlm.evaluation.statistics import LikelihoodReport
 from diffusionlm.inference.sampling import check_finite
 from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.models.transformer import Transformer
@@ -29,26 +29,15 @@ from profiling import nvtx
 NUM_FRACTION_BINS = 10
 
 
-@dataclass(frozen=True)
-class NelboReport:
-    """An upper bound on the negative log-likelihood of text, in nats."""
+@dataclass(frozen=True, kw_only=True)
+class NelboReport(LikelihoodReport):
+    """An upper bound on the negative log-likelihood of text, in nats, of target tokens without EOS padding."""
 
-    nats_per_token: float
-    """Mean over target tokens without EOS padding."""
-    standard_error: float
-    """Standard error of `nats_per_token` over rows and Monte Carlo samples; infinite for a single row."""
-    num_tokens: int
-    """Number of target tokens without EOS padding."""
-    nats: float
-    """Sum over them."""
     by_masked_fraction: tuple[tuple[float, float, float], ...]
     """(low, high, mean cross-entropy of a masked token) for each bin (low, high] of the masked fraction of a noise
     group: of the block in block diffusion, else of the row."""
-    row_nats: tuple[float, ...]
-    """Sum over each row."""
     eos_padding_nats_per_token: float | None = None
-    """Mean over the EOS padding after answers; no other number counts them. None: there are
-    none."""
+    """Mean over the EOS padding after answers; no other number counts them. None: there are none."""
     num_eos_padding_tokens: int = 0
 
 
@@ -217,20 +206,15 @@ class NelboEstimator:
             bin_counts += sums.bin_counts
         num_eos_padding_tokens = int(self.is_eos_padding_BL.sum())
         eos_padding_nats = sum(sums.eos_padding_sum for sums in forward_sums) / self.num_mc_samples
-        sizes_B, nats_B = self.is_scored_BL.sum(axis=1), sums_BK.mean(axis=1)
-        mean, error = ratio_with_standard_error(nats_B, sizes_B)
         curve = tuple(
             (index / NUM_FRACTION_BINS, (index + 1) / NUM_FRACTION_BINS, float(bin_sums[index] / bin_counts[index]))
             for index in range(NUM_FRACTION_BINS)
             if bin_counts[index]
         )
-        return NelboReport(
-            nats_per_token=mean,
-            standard_error=error,
-            num_tokens=int(sizes_B.sum()),
-            nats=float(nats_B.sum()),
+        return NelboReport.from_rows(
+            sums_BK.mean(axis=1),
+            self.is_scored_BL.sum(axis=1),
             by_masked_fraction=curve,
-            row_nats=tuple(nats_B.tolist()),
             eos_padding_nats_per_token=eos_padding_nats / num_eos_padding_tokens if num_eos_padding_tokens else None,
             num_eos_padding_tokens=num_eos_padding_tokens,
         )

@@ -16,7 +16,7 @@ from torch import Tensor
 from config.generation import GenerationConfig
 from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.diffusion.noised_batch import CleanBatch
-from diffusionlm.evaluation.statistics import MAX_LOGITS_BYTES, ratio_with_standard_error
+from diffusionlm.evaluation.statistics import MAX_LOGITS_BYTES, LikelihoodReport
 from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.requests import (
     ActiveRequest,
@@ -36,20 +36,10 @@ ProgressCallback = Callable[[int, int], None]
 """Called with the number of scored tokens and the number of all tokens."""
 
 
-@dataclass(frozen=True)
-class SamplerReport:
+@dataclass(frozen=True, kw_only=True)
+class SamplerReport(LikelihoodReport):
     """The exact negative log-likelihood of text under a sampler."""
 
-    nats_per_token: float
-    """Mean over target tokens."""
-    standard_error: float
-    """Standard error of `nats_per_token` over rows; infinite for a single row."""
-    num_tokens: int
-    """Number of target tokens."""
-    nats: float
-    """Sum over target tokens."""
-    row_nats: tuple[float, ...]
-    """Sum over each row."""
     num_forwards: int
     """Forwards that decoding the documents one by one takes."""
 
@@ -110,9 +100,8 @@ def sampler_likelihood(
     for document, size in zip(documents, sizes, strict=True):
         nats_B[document.row] -= document.request.logprobs_L[document.request.masked_positions].sum()
         sizes_B[document.row] += size
-    mean, error = ratio_with_standard_error(nats_B, sizes_B)
     num_forwards = sum(document.request.num_forwards for document in documents)
-    return SamplerReport(mean, error, sum(sizes), float(nats_B.sum()), tuple(nats_B.tolist()), num_forwards)
+    return SamplerReport.from_rows(nats_B, sizes_B, num_forwards=num_forwards)
 
 
 def check_exact_likelihood(settings: DecodingSettings) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,39 @@ from tokenizer import Tokenizer
 
 MAX_LOGITS_BYTES = 1 << 30
 """Budget for the float32 logits of a forward of an evaluation; a forward has at least one row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LikelihoodReport:
+    """The negative log-likelihood of the target tokens of rows, in nats."""
+
+    nats_per_token: float
+    """Mean over target tokens."""
+    standard_error: float
+    """Standard error of `nats_per_token` over rows, and Monte Carlo samples if there are any; infinite for a single
+    row."""
+    num_tokens: int
+    """Number of target tokens."""
+    nats: float
+    """Sum over target tokens."""
+    row_nats: tuple[float, ...]
+    """Sum over each row."""
+    row_tokens: tuple[int, ...]
+    """Number of target tokens of each row."""
+
+    @classmethod
+    def from_rows(cls, nats_B: NDArray[np.float64], sizes_B: NDArray[np.int64], **details: Any) -> Self:
+        """Sum over rows, of their nats and numbers of target tokens."""
+        mean, error = ratio_with_standard_error(nats_B, sizes_B)
+        return cls(
+            nats_per_token=mean,
+            standard_error=error,
+            num_tokens=int(sizes_B.sum()),
+            nats=float(nats_B.sum()),
+            row_nats=tuple(nats_B.tolist()),
+            row_tokens=tuple(sizes_B.tolist()),
+            **details,
+        )
 
 
 def ratio_with_standard_error(sums_B: NDArray[np.float64], sizes_B: NDArray[np.int64]) -> tuple[float, float]:

@@ -11,6 +11,7 @@ import time
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,10 @@ OnProgress = Callable[[str, int, int | None], None]
 """Called with the phase (``scoring`` forwards or ``decoding`` tokens), and how many of how many are
 done; None: unknown."""
 MAX_DEFAULT_ROW_LENGTH = 1_024
+
+
+def ignore_progress(phase: str, done: int, total: int | None) -> None:
+    """The default of `OnProgress`."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +240,7 @@ def _resolve_row_length(config: EvalDataConfig, model: ModelConfig) -> int:
 
 
 def evaluate_likelihood(
-    text: OpenedText, on_progress: OnProgress | None = None, model: Transformer | None = None
+    text: OpenedText, on_progress: OnProgress = ignore_progress, model: Transformer | None = None
 ) -> LikelihoodResult:
     """Score the rows of a text.
 
@@ -257,7 +262,7 @@ def evaluate_likelihood(
             f"nothing to score in {len(rows)} rows of {row_length} tokens: shifted outputs do not predict the first "
             "token of a document; set data.begin_with_eos = true, or raise data.row_length"
         )
-    report = _score(config.likelihood, layout, model, batch, on_progress)
+    report, gap = _score_rows(config.likelihood, layout, model, rows, on_progress)
     bytes_B = count_row_bytes(text.model.tokenizer, batch.tokens_BL.numpy(), maskable_BL)
     bits, bits_error = bits_per_byte(report.row_nats, bytes_B)
     perplexity = math.exp(report.nats_per_token) if report.nats_per_token < 700.0 else math.inf
@@ -282,57 +287,48 @@ def evaluate_likelihood(
         skipped_documents=text.skipped_documents,
         by_masked_fraction=() if isinstance(report, SamplerReport) or is_exact else report.by_masked_fraction,
         eos_padding_nats_per_token=None if isinstance(report, SamplerReport) else report.eos_padding_nats_per_token,
-        prompt_gap=_measure_prompt_gap(config.likelihood, layout, model, rows, report, on_progress),
+        prompt_gap=gap,
         seconds=round(time.perf_counter() - started_at, 3),
     )
 
 
-def _score(
+def _score_rows(
     config: NelboConfig | SamplerLikelihoodConfig,
     layout: InputLayout,
     model: Transformer,
-    batch: CleanBatch,
-    on_progress: OnProgress | None,
-) -> NelboReport | SamplerReport:
+    rows: list[Row],
+    on_progress: OnProgress,
+) -> tuple[NelboReport | SamplerReport, PromptGap | None]:
+    batch = collate_rows(rows)
     if isinstance(config, SamplerLikelihoodConfig):
-        return sampler_likelihood(
+        report = sampler_likelihood(
             model,
             batch.tokens_BL,
             batch.loss_mask_BL,
             config.generation,
             document_BL=batch.document_BL,
             batch_size=config.batch_size,
-            on_progress=None if on_progress is None else lambda done, total: on_progress("decoding", done, total),
+            on_progress=partial(on_progress, "decoding"),
         )
+        return report, None
+    bound = _estimate_bound(config, layout, model, batch, on_progress)
+    if not config.prompt_gap:
+        return bound, None
+    exchanged_rows, num_exchanged = exchange_prompts(rows)
+    exchanged = _estimate_bound(config, layout, model, collate_rows(exchanged_rows), on_progress)
+    differences_B = np.array(exchanged.row_nats) - np.array(bound.row_nats)
+    return bound, PromptGap(*ratio_with_standard_error(differences_B, np.array(bound.row_tokens)), num_exchanged)
+
+
+def _estimate_bound(
+    config: NelboConfig, layout: InputLayout, model: Transformer, batch: CleanBatch, on_progress: OnProgress
+) -> NelboReport:
     estimator = NelboEstimator.from_batch(layout, batch, config.num_mc_samples, config.seed, config.batch_size)
     forward_sums = []
     for index in range(estimator.num_forwards):
         forward_sums.append(estimator.run_forward(model, index))
-        if on_progress is not None:
-            on_progress("scoring", index + 1, estimator.num_forwards)
+        on_progress("scoring", index + 1, estimator.num_forwards)
     return estimator.build_report(forward_sums)
-
-
-def _measure_prompt_gap(
-    config: NelboConfig | SamplerLikelihoodConfig,
-    layout: InputLayout,
-    model: Transformer,
-    rows: list[Row],
-    report: NelboReport | SamplerReport,
-    on_progress: OnProgress | None,
-) -> PromptGap | None:
-    """Score the rows with the prompts of others. None: the config does not ask for it."""
-    if isinstance(config, SamplerLikelihoodConfig) or isinstance(report, SamplerReport) or not config.prompt_gap:
-        return None
-    exchanged_rows, num_exchanged = exchange_prompts(rows)
-    exchanged = _score(config, layout, model, collate_rows(exchanged_rows), on_progress)
-    assert isinstance(exchanged, NelboReport)
-    batch = collate_rows(rows)
-    is_scored_BL = layout.maskable(batch)
-    if batch.is_eos_padding_BL is not None:
-        is_scored_BL = is_scored_BL & ~batch.is_eos_padding_BL.numpy()
-    differences_B = np.array(exchanged.row_nats) - np.array(report.row_nats)
-    return PromptGap(*ratio_with_standard_error(differences_B, is_scored_BL.sum(axis=1)), num_exchanged)
 
 
 def exchange_prompts(rows: Sequence[Row]) -> tuple[list[Row], int]:

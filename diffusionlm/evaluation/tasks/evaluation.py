@@ -27,7 +27,7 @@ from diffusionlm.evaluation.tasks.results import (
     Verdict,
 )
 from diffusionlm.evaluation.tasks.summary import summarize_task
-from diffusionlm.evaluation.text_likelihood import OnProgress, evaluate_likelihood
+from diffusionlm.evaluation.text_likelihood import OnProgress, evaluate_likelihood, ignore_progress
 from diffusionlm.models.transformer import Transformer
 from tokenizer import Tokenizer
 
@@ -51,7 +51,7 @@ def evaluate_task(
     task: PreparedTask,
     variant: str = "",
     done: Collection[AnswerKey] = (),
-    on_progress: OnProgress | None = None,
+    on_progress: OnProgress = ignore_progress,
 ) -> Iterator[ItemResult]:
     """Iterate over the results of all answers that are not done yet, in the order in which they end.
 
@@ -155,7 +155,7 @@ def _score_group(
         )
 
 
-def _score_text(model: Transformer, task: PreparedText, on_progress: OnProgress | None) -> ItemResult:
+def _score_text(model: Transformer, task: PreparedText, on_progress: OnProgress) -> ItemResult:
     result = evaluate_likelihood(task.text, on_progress, model)
     return ItemResult(
         task=task.name,
