@@ -79,8 +79,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     with closing(ProgressMeter(sys.stderr, is_transient=True)) as meter:
 
-        def show_progress(phase: str, done: int, total: int | None) -> None:
-            meter.begin(phase, "tokens" if phase == "decoding" else "forwards", total)
+        def show_progress(phase: str, unit: str, done: int, total: int | None) -> None:
+            meter.begin(phase, unit, total)
             meter.set(done)
 
         result = evaluate_likelihood(text, show_progress, load_configured_model(config.model))

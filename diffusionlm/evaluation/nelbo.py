@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -183,18 +184,47 @@ class NelboEstimator:
         """Masks, weights and masked fractions of some rows, each [B, L]; segments get those of separate rows."""
         sequences = NoiseSequences.from_batch(batch)
         group_ids_QM = _assign_groups(self.layout, batch, sequences)
-        if self.is_enumerated:
-            masked_QM, weights_QM, fractions_QM = _enumerate_mask_grid(group_ids_QM, sample, self.num_mc_samples)
-        else:
-            masked_QM, weights_QM, fractions_QM = _build_mask_grid(
-                group_ids_QM,
-                self.seed,
-                sample,
-                self.num_mc_samples,
-                first=int(self.first_sequences[first_row]),
-                total=int(self.first_sequences[-1]),
-            )
+        shape, first = group_ids_QM.shape, int(self.first_sequences[first_row])
+        masked_QM, weights_QM, fractions_QM = np.zeros(shape, dtype=np.bool_), np.zeros(shape), np.zeros(shape)
+        choose = self._enumerate_mask if self.is_enumerated else self._draw_mask
+        for index, ids_M in enumerate(group_ids_QM):
+            positions = np.flatnonzero(ids_M >= 0)
+            if len(positions):
+                group_ids, sizes_G = ids_M[positions], np.bincount(ids_M[positions])
+                masked_P, weights_P = choose(group_ids, sizes_G, sample, first + index)
+                counts_G = np.bincount(group_ids[masked_P], minlength=len(sizes_G))
+                masked_QM[index, positions], weights_QM[index, positions] = masked_P, weights_P
+                fractions_QM[index, positions] = (counts_G / sizes_G)[group_ids]
         return sequences.scatter(masked_QM), sequences.scatter(weights_QM), sequences.scatter(fractions_QM)
+
+    @cached_property
+    def _level_offsets(self) -> NDArray[np.float64]:
+        """Offset of the levels of each noise sequence, one in each stratum of [0, 1)."""
+        total, rng = int(self.first_sequences[-1]), keyed_rng(self.seed, RngStream.LIKELIHOOD_LEVELS)
+        offsets: NDArray[np.float64] = (rng.permutation(total) + rng.random(total)) / total
+        return offsets
+
+    def _draw_mask(
+        self, group_ids: NDArray[np.int64], sizes_G: NDArray[np.int64], sample: int, sequence: int
+    ) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
+        """A mask of the target tokens of a sequence, and the weights n / k of its noise groups."""
+        order_G = keyed_rng(self.seed, RngStream.LIKELIHOOD_LEVELS, sequence).permutation(len(sizes_G))
+        levels_G = (order_G + self._level_offsets[sequence]) / len(sizes_G) + sample / self.num_mc_samples
+        counts_G = masked_counts_at_levels(levels_G % 1.0, sizes_G)
+        rng = keyed_rng(self.seed, RngStream.LIKELIHOOD_MASKS, sample, sequence)
+        return choose_masked_in_groups(group_ids, counts_G, rng), (sizes_G / counts_G)[group_ids]
+
+    def _enumerate_mask(
+        self, group_ids: NDArray[np.int64], sizes_G: NDArray[np.int64], sample: int, sequence: int
+    ) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
+        """Mask number ``sample`` of each noise group, with weights for the mean over all samples. A group with fewer
+        masks is not masked in the samples after its last one."""
+        is_masked, weights = [], []
+        for size in sizes_G.tolist():
+            masks, is_left = enumerate_masks(size), sample < count_masks(size)
+            is_masked.append(masks.is_masked_Cn[sample] if is_left else np.zeros(size, dtype=np.bool_))
+            weights.append(self.num_mc_samples * masks.weights_Cn[sample] if is_left else np.zeros(size))
+        return np.concatenate(is_masked), np.concatenate(weights)
 
     def build_report(self, forward_sums: Sequence[NelboForwardSums]) -> NelboReport:
         """Combine the results of all forwards, in order."""
@@ -276,55 +306,6 @@ def _count_sequences(batch: CleanBatch) -> NDArray[np.int64]:
         return np.arange(len(batch.tokens_BL) + 1)
     counts = [len(segment_starts(segments_L)) for segments_L in batch.segment_BL.numpy()]
     return np.concatenate([[0], np.cumsum(counts)])
-
-
-def _build_mask_grid(
-    group_ids_QM: NDArray[np.int64], seed: int, sample: int, num_samples: int, *, first: int, total: int
-) -> tuple[NDArray[np.bool_], NDArray[np.float64], NDArray[np.float64]]:
-    """Masks, weights n / k and masked fractions k / n of noise groups, each [Q, M], for one sample.
-
-    The Q sequences are those from ``first`` on, out of ``total``.
-    """
-    rng = keyed_rng(seed, RngStream.LIKELIHOOD_LEVELS)
-    offsets = (rng.permutation(total) + rng.random(total)) / total
-    shape = group_ids_QM.shape
-    masked_QM, weights_QM, fractions_QM = np.zeros(shape, dtype=np.bool_), np.zeros(shape), np.zeros(shape)
-    for index in range(len(group_ids_QM)):
-        sequence = first + index
-        positions = np.flatnonzero(group_ids_QM[index] >= 0)
-        if len(positions) == 0:
-            continue
-        group_ids = group_ids_QM[index, positions]
-        sizes_G = np.bincount(group_ids)
-        order_G = keyed_rng(seed, RngStream.LIKELIHOOD_LEVELS, sequence).permutation(len(sizes_G))
-        levels_G = ((order_G + offsets[sequence]) / len(sizes_G) + sample / num_samples) % 1.0
-        counts_G = masked_counts_at_levels(levels_G, sizes_G)
-        masked_QM[index, positions] = choose_masked_in_groups(
-            group_ids, counts_G, keyed_rng(seed, RngStream.LIKELIHOOD_MASKS, sample, sequence)
-        )
-        weights_QM[index, positions] = (sizes_G / counts_G)[group_ids]
-        fractions_QM[index, positions] = (counts_G / sizes_G)[group_ids]
-    return masked_QM, weights_QM, fractions_QM
-
-
-def _enumerate_mask_grid(
-    group_ids_QM: NDArray[np.int64], sample: int, num_samples: int
-) -> tuple[NDArray[np.bool_], NDArray[np.float64], NDArray[np.float64]]:
-    """Mask number ``sample`` of each noise group, with the weights for the mean over all samples, and masked fractions,
-    each [Q, M]. A group with fewer masks is not masked in the samples after its last one."""
-    shape = group_ids_QM.shape
-    masked_QM, weights_QM, fractions_QM = np.zeros(shape, dtype=np.bool_), np.zeros(shape), np.zeros(shape)
-    for index, ids_M in enumerate(group_ids_QM):
-        positions = np.flatnonzero(ids_M >= 0)
-        sizes_G = np.bincount(ids_M[positions])
-        for size, first in zip(sizes_G.tolist(), np.cumsum(sizes_G) - sizes_G, strict=True):
-            if sample >= count_masks(size):
-                continue
-            masks, members = enumerate_masks(size), positions[first : first + size]
-            masked_QM[index, members] = masks.is_masked_Cn[sample]
-            weights_QM[index, members] = num_samples * masks.weights_Cn[sample]
-            fractions_QM[index, members] = masks.is_masked_Cn[sample].mean()
-    return masked_QM, weights_QM, fractions_QM
 
 
 def _bin_by_masked_fraction(

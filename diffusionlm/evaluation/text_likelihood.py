@@ -37,13 +37,12 @@ from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.transformer import Transformer
 from files.json_files import read_text
 
-OnProgress = Callable[[str, int, int | None], None]
-"""Called with the phase (``scoring`` forwards or ``decoding`` tokens), and how many of how many are
-done; None: unknown."""
+OnProgress = Callable[[str, str, int, int | None], None]
+"""Called with the phase, such as ``scoring``, its unit, and how many of how many are done; None: unknown."""
 MAX_DEFAULT_ROW_LENGTH = 1_024
 
 
-def ignore_progress(phase: str, done: int, total: int | None) -> None:
+def ignore_progress(phase: str, unit: str, done: int, total: int | None) -> None:
     """The default of `OnProgress`."""
 
 
@@ -308,7 +307,7 @@ def _score_rows(
             config.generation,
             document_BL=batch.document_BL,
             batch_size=config.batch_size,
-            on_progress=partial(on_progress, "decoding"),
+            on_progress=partial(on_progress, "decoding", "tokens"),
         )
         return report, None
     bound = _estimate_bound(config, layout, model, batch, on_progress)
@@ -327,7 +326,7 @@ def _estimate_bound(
     forward_sums = []
     for index in range(estimator.num_forwards):
         forward_sums.append(estimator.run_forward(model, index))
-        on_progress("scoring", index + 1, estimator.num_forwards)
+        on_progress("scoring", "forwards", index + 1, estimator.num_forwards)
     return estimator.build_report(forward_sums)
 
 

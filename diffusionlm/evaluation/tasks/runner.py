@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from config.data import LocalFiles
 from config.dump import list_differences, to_toml_values
@@ -43,6 +43,7 @@ from diffusionlm.evaluation.tasks.results import (
     write_results,
 )
 from diffusionlm.evaluation.tasks.summary import summarize_task
+from diffusionlm.evaluation.text_likelihood import OnProgress, ignore_progress
 from diffusionlm.models.transformer import Transformer
 from files.atomic import write_text_atomic
 from files.json_files import read_json_object
@@ -62,17 +63,6 @@ CONFIG_FILES = (
     "vocab.json",
     "merges.txt",
 )
-
-
-class RunProgress(Protocol):
-    """Callback for the progress of a run."""
-
-    def __call__(self, phase: str, unit: str, done: int, total: int | None) -> None:
-        """``phase``: such as variant and task. ``done`` of ``total`` units (None: unknown) are finished."""
-
-
-def ignore_progress(phase: str, unit: str, done: int, total: int | None) -> None:
-    """The default of `RunProgress`."""
 
 
 @dataclass
@@ -111,7 +101,7 @@ class TaskRun:
         write_text_atomic(file, json.dumps(fingerprint, indent=1, ensure_ascii=False) + "\n")
         return cls(path, variants, hashes)
 
-    def run(self, on_progress: RunProgress = ignore_progress, command: str = "") -> EvaluationResults:
+    def run(self, on_progress: OnProgress = ignore_progress, command: str = "") -> EvaluationResults:
         """Evaluate what is missing, and write results.json.
 
         Raises:
@@ -138,7 +128,7 @@ class TaskRun:
     def _items_path(self, variant: Variant) -> Path:
         return self.path / ITEMS_FOLDER / f"{to_file_name(variant.name)}.jsonl"
 
-    def _evaluate(self, variant: Variant, on_progress: RunProgress) -> None:
+    def _evaluate(self, variant: Variant, on_progress: OnProgress) -> None:
         done = self._read_results(variant)
         with self._items_path(variant).open("ab+") as file:
             file.seek(0)
@@ -149,8 +139,8 @@ class TaskRun:
                 if num_done == len(answers):
                     continue
 
-                def show_phase(name: str, count: int, total: int | None, phase: str = phase) -> None:
-                    on_progress(f"{phase}, {name}", "steps", count, total)
+                def show_phase(name: str, unit: str, count: int, total: int | None, phase: str = phase) -> None:
+                    on_progress(f"{phase}, {name}", unit, count, total)
 
                 model = self._load(variant.model)
                 for result in evaluate_task(model, task, variant.name, done[task.name], show_phase):
