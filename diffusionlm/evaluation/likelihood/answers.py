@@ -43,36 +43,17 @@ class AnswerBlock:
 
 
 class BlockedAnswer:
-    """An answer after its context.
+    """An answer after its context, of ``num_tokens`` tokens that are scored; what follows these is only read."""
 
-    Raises:
-        ValueError: the answer is empty, or has a token that the model cannot predict.
-    """
-
-    def __init__(
-        self,
-        layout: InputLayout,
-        context: Sequence[int],
-        continuation: Sequence[int],
-        name: str,
-        *,
-        suffix: Sequence[int] = (),
-    ) -> None:
-        """
-        Args:
-            name: what an error calls the answer.
-            suffix: tokens after the answer, which are read but not scored.
-        """
-        _check_answer(layout, context, continuation, name)
-        self.layout = layout
-        self.tokens_T = np.array([*context, *continuation, *suffix], dtype=np.int64)
-        self.num_context, self.num_tokens = len(context), len(continuation)
+    def __init__(self, layout: InputLayout, tokens: Sequence[int], num_context: int, num_tokens: int) -> None:
+        self.layout, self.num_context, self.num_tokens = layout, num_context, num_tokens
+        self.tokens_T = np.array(tokens, dtype=np.int64)
         length, size = len(self.tokens_T), layout.block_length
-        self.positions = positions = len(context) + np.arange(len(continuation))
+        self.positions = positions = num_context + np.arange(num_tokens)
         if size is None or layout.is_autoregressive:
             self.blocks = [AnswerBlock(0, length, positions)]
         else:
-            starts = range(len(context) - len(context) % size, len(context) + len(continuation), size)
+            starts = range(num_context - num_context % size, num_context + num_tokens, size)
             self.blocks = [
                 AnswerBlock(start, min(start + size, length), positions[positions // size == start // size])
                 for start in starts
@@ -218,18 +199,3 @@ class AnswerEstimate:
         if self.plan.draws_orders:
             return sample_order_pairs(size, first, num_draws, self._seed, key)
         return sample_covers(size, self.levels_GD[number, :num_draws], first, self._seed, key)
-
-
-def _check_answer(layout: InputLayout, context: Sequence[int], continuation: Sequence[int], name: str) -> None:
-    if not len(continuation):
-        raise ValueError(f"{name} is empty, and has no likelihood: give at least one token")
-    if layout.alignment == "shifted" and not len(context):
-        raise ValueError(
-            f"{name} has no context, and with shifted outputs the model cannot predict the first token of a text: put "
-            "a token before it, such as the end-of-text token"
-        )
-    if layout.mask_token is not None and layout.mask_token in continuation:
-        raise ValueError(
-            f"{name} has the mask token {layout.mask_token} at index {list(continuation).index(layout.mask_token)}, "
-            "which has probability zero: remove it"
-        )

@@ -267,15 +267,27 @@ class AnswerBuilder:
             ValueError: it is empty, too long for the model's context, or has a token that the model cannot predict.
         """
         check_token_ids((*context, *continuation), self.model, name)
-        suffix = self.scored_suffix if len(continuation) else ()
-        answer = BlockedAnswer(self.layout, context, (*continuation, *suffix), name, suffix=self.suffix)
-        limit = self.model.max_position_embeddings
-        if len(answer.tokens_T) > limit:
+        if not len(continuation):
+            raise ValueError(f"{name} is empty, and has no likelihood: give at least one token")
+        if self.layout.alignment == "shifted" and not len(context):
             raise ValueError(
-                f"{name} has {len(answer.tokens_T)} tokens with its context, more than max_position_embeddings = "
-                f"{limit} of the model: remove the first tokens of the context"
+                f"{name} has no context, and with shifted outputs the model cannot predict the first token of a text: "
+                "put a token before it, such as the end-of-text token"
             )
-        return answer
+        mask_token, limit = self.layout.mask_token, self.model.max_position_embeddings
+        if mask_token is not None and mask_token in continuation:
+            raise ValueError(
+                f"{name} has the mask token {mask_token} at index {list(continuation).index(mask_token)}, which has "
+                "probability zero: remove it"
+            )
+        scored = (*continuation, *self.scored_suffix)
+        tokens = (*context, *scored, *self.suffix)
+        if len(tokens) > limit:
+            raise ValueError(
+                f"{name} has {len(tokens)} tokens with its context, more than max_position_embeddings = {limit} of the "
+                "model: remove the first tokens of the context"
+            )
+        return BlockedAnswer(self.layout, tokens, len(context), len(scored))
 
 
 def _split_into_groups(
