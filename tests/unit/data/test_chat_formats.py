@@ -161,10 +161,7 @@ BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
         "no answer to learn",
     ),
     "rejected": ({"prompt": "x", "completion": "y", "label": False}, "unpaired preference"),
-    "accepted": ({"prompt": "x", "completion": "y", "label": True}, "unpaired preference"),
     "rejected chat": ({"messages": [turn("user", "x"), turn("assistant", "y")], "label": False}, "unpaired preference"),
-    "rejected by a number": ({"prompt": "x", "completion": "y", "label": 0}, "unpaired preference"),
-    "accepted by a number": ({"prompt": "x", "completion": "y", "label": 1}, "unpaired preference"),
     "rejected messages": (
         {"prompt": CANONICAL[:2], "completion": CANONICAL[2:3], "label": False},
         "unpaired preference",

@@ -13,27 +13,20 @@ import torch
 from config.data import DataConfig, LocalFiles, PythonStdlib
 from config.model import ModelConfig
 from config.training.objective import MaskedDiffusionConfig
-from diffusionlm.data.loader import Loader, collate_rows, count_rows
+from diffusionlm.data.loader import Loader, count_rows
 from diffusionlm.data.packing import Row
 from diffusionlm.data.pipeline import MixtureComponent, build_row_reader
 from diffusionlm.data.reader import ResumableReader
 from diffusionlm.data.sources import open_source
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
 from diffusionlm.diffusion.objectives import build_objective
+from tests.tiny_run import MODEL
 
 Drain = Callable[..., list[Any]]
 DOCUMENTS = [f"<{index}>" + "abcdefghij"[: index % 9] * (1 + index % 3) for index in range(29)]
 LENGTH, BATCH = 16, 6
-MODEL = ModelConfig(
-    hidden_size=8,
-    num_hidden_layers=1,
-    num_attention_heads=1,
-    num_key_value_heads=1,
-    head_dim=8,
-    intermediate_size=8,
-    max_position_embeddings=LENGTH,
-    vocab_size=258,
-    mask_token_id=257,
+OBJECTIVE = build_objective(
+    MaskedDiffusionConfig(), ModelConfig.model_validate({**MODEL, "vocab_size": 258, "mask_token_id": 257})
 )
 
 
@@ -41,7 +34,7 @@ class RecordingObjective:
     """An objective that records its batches and keys."""
 
     def __init__(self) -> None:
-        self.inner = build_objective(MaskedDiffusionConfig(), MODEL)
+        self.inner = OBJECTIVE
         self.batches: list[CleanBatch] = []
         self.keys: list[NoiseKey] = []
 
@@ -154,15 +147,6 @@ def test_no_documents_is_an_error(rows: str, list_reader: Any, byte_tokenizer: A
     with pytest.raises(ValueError, match=r"\[data\]"):
         Loader(reader, RecordingObjective(), 4, 4, seed=1).next_step(0)
     assert count_rows(reader) == 0
-
-
-def test_rows_begin_and_end_as_configured(rows: str, list_reader: Any, byte_tokenizer: Any, drain: Drain) -> None:
-    config = config_of(rows, 0, 0).model_copy(update={"begin_with_eos": True, "end_with_eos": False})
-    batch = collate_rows(drain(build_rows(list_reader(["abc", "de"]), config, byte_tokenizer, LENGTH, seed=0)))
-    assert batch.document_BL is not None and batch.loss_mask_BL.dtype == torch.bool
-    assert bytes(batch.tokens_BL[batch.loss_mask_BL].tolist()) == b"abcde"
-    context = (batch.document_BL >= 0) & ~batch.loss_mask_BL
-    assert batch.tokens_BL[context].tolist() == [256, 256]
 
 
 def test_stream_of_files_resumes_through_both_shuffles(rows: str, tmp_path: Path, byte_tokenizer: Any) -> None:

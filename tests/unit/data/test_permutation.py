@@ -78,18 +78,6 @@ def test_keys_matter() -> None:
     assert other not in orders
 
 
-@pytest.mark.parametrize("n", [30, 97])
-def test_each_item_is_at_each_index_equally_often(n: int) -> None:
-    epochs = 1_000
-    counts = np.zeros((n, n))
-    for epoch in range(epochs):
-        counts[np.arange(n), order(n, 0, epoch)] += 1
-    expected = epochs / n
-    chi = float(((counts - expected) ** 2 / expected).sum())
-    freedom = (n - 1) ** 2
-    assert abs(chi - freedom) < 5 * math.sqrt(2 * freedom)
-
-
 def test_invalid_arguments() -> None:
     for n in (0, -1, (1 << 62) + 1):
         with pytest.raises(ValueError, match=f"n = {n}"):

@@ -20,6 +20,7 @@ from config.model import ModelConfig
 from config.training.objective import BlockDiffusionConfig
 from diffusionlm.data.loader import LoaderSpec, WorkerLoader
 from diffusionlm.diffusion.noised_batch import NoisedBatch
+from tests.tiny_run import MODEL
 from tokenizer import Tokenizer
 
 LENGTH = 16
@@ -42,17 +43,8 @@ def build_spec(
         MixtureEntry(source=LocalFiles(paths=(str(texts),)), weight=2.0),
         MixtureEntry(source=MarkovChain(documents_per_epoch=30), weight=1.0),
     )
-    model = ModelConfig(
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=8,
-        intermediate_size=8,
-        max_position_embeddings=LENGTH,
-        vocab_size=tokenizer.vocab_size,
-        mask_token_id=tokenizer.mask_token_id,
-    )
+    ids = {"vocab_size": tokenizer.vocab_size, "mask_token_id": tokenizer.mask_token_id}
+    model = ModelConfig.model_validate({**MODEL, **ids})
     config = DataConfig(mixture=mixture, document_shuffle_window=40, row_shuffle_window=9, workers=workers, **data)
     objective = BlockDiffusionConfig(block_length=4)
     return LoaderSpec(config, tokenizer, LENGTH, objective, model, 12, 3, 1, rank, world_size)

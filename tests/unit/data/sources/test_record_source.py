@@ -54,13 +54,9 @@ CASES = {
     "cut": Case(b'{"text": "cut', "malformed JSON", message="Unterminated string"),
     "trailing": Case(b'{"text": "x"} {"text": "y"}', "malformed JSON", message="Extra data"),
     "deep": Case(b"[" * 100_000, "malformed JSON", message="nested too deeply"),
-    "comma": Case(b'{"text": "x",}', "malformed JSON"),
-    "control": Case(b'{"text": "x\x01"}', "malformed JSON", message="control character"),
     "utf8": Case(b'{"text": "x\xff\xfey"}', "not UTF-8", f"x{FFFD}{FFFD}y", message=r"xff\\xfey.*byte 11"),
     "utf8 in another field": Case(b'{"id": "\xc3", "text": "x"}', "not UTF-8", "x"),
     "utf8 and number": Case(b'{"id": "\xc3", "text": 5}', "not UTF-8", "5"),
-    "utf8 and null": Case(b'{"id": "\xc3", "text": null}', "not UTF-8"),
-    "utf8 and broken": Case(b'{"id": "\xc3", "text', "not UTF-8"),
     "encoded surrogate": Case(b'{"text": "x\xed\xa0\x80"}', "not UTF-8", "x" + FFFD * 3),
     "lone surrogate": Case(b'{"text": "x\\ud800y\\udc00"}', "lone surrogate", f"x{FFFD}y{FFFD}", message=r"ud800"),
     "null": Case(b'{"text": null}', "null instead of text", key=NOT_TEXT),
@@ -72,15 +68,11 @@ CASES = {
     "list": Case(b'{"text": ["x"]}', "list instead of text", key=NOT_TEXT, message=r"\['x'\]"),
     "object": Case(b'{"text": {"text": "x"}}', "object instead of text", key=NOT_TEXT),
     "no field": Case(b'{"id": 1, "Text": "x"}', "no field 'text'", key=NOT_TEXT, message="its fields are 'id', 'Text'"),
-    "no field at all": Case(b"{}", "no field 'text'", key=NOT_TEXT),
     "list of its own": Case(b'["text"]', "not an object"),
-    "text of its own": Case(b'"text"', "not an object"),
-    "null of its own": Case(b"null", "not an object"),
     "array, utf8": Case(b'{"text": "x\xff"}', "not UTF-8", f"x{FFFD}", name="a.json", content=ARRAY),
     "array, number": Case(b"5", "not an object", name="a.json", content=ARRAY),
     "array, null": Case(b'{"text": null}', "null instead of text", name="a.json", content=ARRAY, key=NOT_TEXT),
-    "array, surrogate": Case(b'{"text": "\\ud800"}', "lone surrogate", FFFD, name="a.json", content=ARRAY),
-    "line, utf8": Case(b"x\xff", "not UTF-8", f"x{FFFD}", name="a.txt", content=LINES, options=LINE),
+    "line, utf8": Case(b"x\xff", "not UTF-8", f"x{FFFD}", "byte 1.*iconv", name="a.txt", content=LINES, options=LINE),
     "line, binary": Case(b"x\0y", "binary data", name="a.txt", content=LINES, options=LINE, message="plain text"),
 }
 
@@ -169,14 +161,6 @@ def test_a_bad_record_among_those_of_the_split_is_an_error_at_the_start(tmp_path
     with pytest.raises(ValueError, match=rf"{tmp_path / 'b.txt'}: binary data: .*data\.source\.on_bad_row = \"skip\""):
         open_documents(tmp_path, "raise", validation_paths=())
     open_documents(tmp_path, "skip", validation_paths=())
-
-
-def test_text_file_that_is_not_utf8(tmp_path: Path, drain: Drain) -> None:
-    path = tmp_path / "a.txt"
-    path.write_bytes(b"abc \xff\r\n def")
-    with pytest.raises(ValueError, match=rf"{path}: not UTF-8: b'abc .*byte 4.*\"replace\".*iconv"):
-        drain(open_documents(path, "raise"))
-    assert drain(open_documents(path, "replace")) == [f"abc {FFFD}\n def"]
 
 
 def test_empty_files(tmp_path: Path, drain: Drain) -> None:
@@ -280,21 +264,6 @@ def test_parquet_columns(policy: str, tmp_path: Path, drain: Drain) -> None:
     else:
         assert drain(numbers) == ([] if policy == "skip" else ["1", "2"])
         assert drain(lists) == [] and lists.skip_log.counts == {"list instead of text": 2}
-
-
-@pytest.mark.parametrize("error", [pa.ArrowNotImplementedError, pa.ArrowMemoryError, pa.ArrowCapacityError, OSError])
-def test_what_cannot_be_read_of_parquet_is_not_called_damaged(
-    error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drain: Drain
-) -> None:
-    path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"text": ["a"]}), path)
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise error("Not yet implemented: dictionaries")
-
-    monkeypatch.setattr(pq.ParquetFile, "iter_batches", fail)
-    with pytest.raises(ValueError, match=r"unsupported Parquet: .*dictionaries; write it"):
-        drain(open_documents(path, "raise"))
 
 
 def test_corrupt_parquet(tmp_path: Path, drain: Drain) -> None:
