@@ -31,8 +31,6 @@ ALLOWED = {
     "diffusionlm/evaluation/sampler_likelihood.py:_split_into_documents": "inputs of the caller",
     "diffusionlm/kernels/triton_check.py:max_difference_to_eager": "losses of the doctor's check",
     "diffusionlm/training/metrics.py:read": "metrics of a logged step, when the next one is launched",
-    "diffusionlm/training/skipped_batches.py:_write": "a batch that was skipped",
-    "diffusionlm/training/skipped_batches.py:_decode_first_sequences": "a batch that was skipped",
     # decoding
     "diffusionlm/inference/constraints/sampler.py:_compute_logprobs": "constraints are computed on the CPU",
     "diffusionlm/inference/decoder.py:_check_model": "one forward after an error",
