@@ -88,18 +88,15 @@ class _DecompressedFile(io.RawIOBase):
 
     def __init__(self, path: Path, open_decompressor: Callable[[], Any]) -> None:
         self._file = path.open("rb")
-        self._chunks = _decompress(self._file, open_decompressor)
+        self._chunks = filter(None, _decompress(self._file, open_decompressor))
         self._chunk = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any, /) -> int:
-        while not self._chunk:
-            chunk = next(self._chunks, None)
-            if chunk is None:
-                return 0
-            self._chunk = memoryview(chunk)
+        if not self._chunk:
+            self._chunk = memoryview(next(self._chunks, b""))
         size = min(len(buffer), len(self._chunk))
         buffer[:size] = self._chunk[:size]
         self._chunk = self._chunk[size:]
