@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
 from contextlib import closing
@@ -16,7 +15,7 @@ from cli.eval.arguments import add_eval_arguments
 from config.eval import EvalConfig
 from files.atomic import write_text_atomic
 from files.paths import check_can_write
-from logger.pages import Part, Table
+from logger.pages import Cell, Number, Part, Table, format_cell
 from logger.pages.terminal import print_parts
 
 if TYPE_CHECKING:
@@ -95,35 +94,24 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def format_table(result: LikelihoodResult) -> Part:
-    """Tabulate the numbers with their errors, how they were obtained, and what is not in them."""
-    sign = "" if result.is_exact else "<= "
-    lines: list[tuple[str, str]] = []
-    for key, unit in (
-        ("nats_per_token", "nats per token"),
-        ("perplexity", "perplexity"),
-        ("bits_per_byte", "bits per byte"),
-    ):
-        number = _format_with_error(getattr(result, key), getattr(result, f"{key}_standard_error"))
-        lines.append(("" if lines else result.method, f"{sign}{number} {unit}"))
-    lines.append(("scored", f"{result.num_tokens:,} tokens, {result.num_bytes:,} bytes"))
-    lines.append(("rows", f"{result.num_rows:,} of up to {result.row_length:,} tokens"))
+    """Tabulate the numbers with their errors, and what they are of."""
+    rows: list[list[Cell]] = [["method", result.method]]
+    for name in ("nats_per_token", "perplexity", "bits_per_byte"):
+        number = Number(getattr(result, name), ".3f", getattr(result, f"{name}_standard_error"))
+        rows.append([_format_name(name), ("" if result.is_exact else "<= ") + format_cell(number)])
     if result.prompt_gap is not None:
-        gap = _format_with_error(result.prompt_gap.nats_per_token, result.prompt_gap.standard_error)
-        lines.append(("prompts", f"{gap} nats per token more with the prompts of other conversations"))
-    if result.num_unscored_tokens:
-        why = "the model cannot predict the first token of a document"
-        lines.append(("not scored", f"{result.num_unscored_tokens:,} tokens: {why}; see data.begin_with_eos"))
-    if result.num_forwards is not None:
-        tokens_per_forward = result.num_tokens / result.num_forwards
-        lines.append(("forwards", f"{result.num_forwards:,} of one document, {tokens_per_forward:.2f} tokens each"))
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in result.skipped_documents.items())
-    lines.append(("documents skipped", reasons or "none"))
-    if result.by_masked_fraction:
-        group = "row" if result.block_length is None else "block"
-        lines.append(("cross-entropy by", f"masked fraction of the {group}, nats per masked token"))
-    lines += [(f"  {low:.0%} - {high:.0%}", f"{value:.3f}") for low, high, value in result.by_masked_fraction]
-    return Table((), lines)
+        gap = Number(result.prompt_gap.nats_per_token, ".3f", result.prompt_gap.standard_error)
+        rows.append(["more with the prompts of other conversations, nats per token", gap])
+    counts = ("num_tokens", "num_bytes", "num_rows", "row_length", "num_forwards", "num_unscored_tokens")
+    rows += [[_format_name(name), f"{getattr(result, name):,}"] for name in counts if getattr(result, name)]
+    skipped = [f"{count:,} {reason}" for reason, count in result.skipped_documents.items()]
+    rows.append(["skipped documents", ", ".join(skipped) or "none"])
+    group = "row" if result.block_length is None else "block"
+    for low, high, value in result.by_masked_fraction:
+        rows.append([f"nats per masked token, {low:.0%} - {high:.0%} of the {group} masked", Number(value, ".3f")])
+    note = "unscored: the first token of each document, which data.begin_with_eos = true lets the model predict"
+    return Table((), rows, note=note if result.num_unscored_tokens else "")
 
 
-def _format_with_error(value: float, error: float) -> str:
-    return f"{value:.3f} (no error: a single row)" if math.isinf(error) else f"{value:.3f} +- {error:.3f}"
+def _format_name(name: str) -> str:
+    return name.removeprefix("num_").replace("_", " ")

@@ -191,7 +191,7 @@ def test_a_sampler(capsys: pytest.CaptureFixture[str], model_dir: Path, data: Pa
     assert result["nats_per_token"] == pytest.approx(expected.nats_per_token, abs=1e-5)
     assert result["num_forwards"] == expected.num_forwards == expected.num_tokens
     run("--model", model_dir, "--data", data, *IN_ORDER, *options)
-    assert f" {expected.num_forwards} of one document, 1.00 tokens each\n" in capsys.readouterr().out
+    assert re.search(rf"forwards +{expected.num_forwards}\n", capsys.readouterr().out)
 
 
 @pytest.fixture(scope="module")
@@ -265,14 +265,13 @@ def test_autoregressive_model_rejects_diffusion_options(
 
 def test_the_table(capsys: pytest.CaptureFixture[str], model_dir: Path, data: Path) -> None:
     run("--model", model_dir, "--data", data)
-    text = capsys.readouterr().out
-    number = r"<= \S+ \+- \S+"
-    first = rf"bound, bidirectional  {number} nats per token\n +{number} perplexity\n +{number} bits per byte\n"
-    assert re.match(first + r"scored                \d+ tokens, \d+ bytes\nrows                  \d+ of up to 32", text)
-    assert "documents skipped     1 empty\ncross-entropy by      masked fraction of the row, nats per" in text
-    assert text.splitlines()[-1].startswith("  90% - 100%  ")
+    rows = dict(re.split(r"  +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    for name in ("nats per token", "perplexity", "bits per byte"):
+        assert re.fullmatch(r"<= [\d.]+ \+- [\d.]+", rows[name])
+    assert (rows["method"], rows["row length"], rows["skipped documents"]) == ("bound, bidirectional", "32", "1 empty")
+    assert "nats per masked token, 90% - 100% of the row masked" in rows
     run("--model", model_dir, "--data", data, "--set", "data.max_rows=1")
-    assert "(no error: a single row) nats per token" in capsys.readouterr().out
+    assert re.search(r"nats per token +<= [\d.]+\n", capsys.readouterr().out), "a single row has no error"
 
 
 def test_rows(capsys: pytest.CaptureFixture[str], model_dir: Path, data: Path) -> None:
