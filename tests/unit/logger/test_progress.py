@@ -89,6 +89,8 @@ LINES = [f"training: {done} of 200 merges, 5.00 merges/s, {done} learnt" for don
 def test_a_bar_in_a_terminal(terminal: PseudoTerminal, clock: Clock) -> None:
     meter = ProgressMeter(terminal.stream)
     meter.begin("training", "steps", 200, initial=100)
+    output = terminal.read()
+    assert HIDE + SHOW in output and output.count(HIDE) == 1, "a killed process leaves a visible cursor"
     for done in (110, 120):
         clock.now += 2.0
         meter.set_postfix("loss \x1b[2J")
@@ -115,13 +117,6 @@ def test_phases_that_end_soon_show_nothing(terminal: PseudoTerminal, clock: Cloc
     assert "scoring 8 forwards, 2.00 forwards/s" in terminal.read()
     meter.close()
     assert terminal.read().rpartition(SHOW)[2].endswith("\x1b[2K"), "the bar is erased"
-
-
-def test_a_killed_process_leaves_a_visible_cursor(terminal: PseudoTerminal) -> None:
-    meter = ProgressMeter(terminal.stream)
-    meter.begin("training", "steps", 10)
-    assert HIDE + SHOW in (output := terminal.read()) and output.count(HIDE) == output.count(SHOW) == 1
-    meter.close()
 
 
 def test_an_exception_ends_the_bar(terminal: PseudoTerminal, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,11 +19,8 @@ from logger.report.charts import main_charts, other_metrics
 
 def summary(nats: float, steps: int) -> dict[str, Any]:
     evaluation = {
-        "nats_per_token": nats,
-        "standard_error": 0.02,
-        "bits_per_byte": nats / 3,
-        "bits_per_byte_standard_error": 0.005,
-        "unigram_entropy": 6.1,
+        **{"nats_per_token": nats, "standard_error": 0.02, "unigram_entropy": 6.1},
+        **{"bits_per_byte": nats / 3, "bits_per_byte_standard_error": 0.005},
         "by_masked_fraction": [[0.0, 0.5, 3.5], [0.5, 1.0, 4.5]],
         "fills": [{"fraction": 0.15, "top1_accuracy": 0.44, "top5_accuracy": 0.7, "majority_baseline": 0.02}],
         "block_length": None,

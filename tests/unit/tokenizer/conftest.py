@@ -1,28 +1,25 @@
 """Corpora and tokenizers that the tokenizer tests share; everything is made here, nothing is downloaded."""
 
-import ast
-import json
 import os
-import textwrap
 import unicodedata
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tokenizer import Tokenizer, train_bpe
 
-MakeTokenizer = Callable[[str], Tokenizer]
+
+@pytest.fixture(scope="session")
+def sources() -> list[str]:
+    """About 500 kB of the standard library's source."""
+    names = ("ast.py", "json/__init__.py", "textwrap.py", "argparse.py", "tarfile.py", "datetime.py", "subprocess.py",
+             "typing.py")  # fmt: skip
+    return [(Path(os.__file__).parent / name).read_text(encoding="utf-8") for name in names]
 
 
-def _stdlib_sources() -> list[str]:
-    root = Path(os.__file__).parent
-    paths = [Path(module.__file__ or "") for module in (ast, json, textwrap)]
-    paths += [root / name for name in ("argparse.py", "tarfile.py", "datetime.py", "subprocess.py", "typing.py")]
-    return [path.read_text(encoding="utf-8") for path in paths]
-
-
-def _nasty_texts() -> list[str]:
+@pytest.fixture(scope="session")
+def nasty() -> list[str]:
+    """Texts chosen to break tokenizers."""
     # Characters of Unicode 3.2: their classes are the same in every library's tables by now.
     assigned = [chr(i) for i in range(0x110000) if unicodedata.ucd_3_2_0.category(chr(i)) not in ("Cn", "Cs", "Co")]
     sample = assigned[:3000] + assigned[3000::37] + [chr(i) for i in (0xE000, 0xFFFE, 0xFFFF, 0xF0000, 0x10FFFF)]
@@ -57,31 +54,6 @@ def _nasty_texts() -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def sources() -> list[str]:
-    """About 500 kB of the standard library's source."""
-    return _stdlib_sources()
-
-
-@pytest.fixture(scope="session")
-def nasty() -> list[str]:
-    """Texts chosen to break tokenizers."""
-    return _nasty_texts()
-
-
-@pytest.fixture(scope="session")
-def make_tokenizer(sources: list[str], nasty: list[str]) -> MakeTokenizer:
-    """A tokenizer of 1,000 ids by pattern name; each is trained once."""
-    tokenizers: dict[str, Tokenizer] = {}
-
-    def make(pattern: str) -> Tokenizer:
-        if pattern not in tokenizers:
-            tokenizers[pattern] = train_bpe([*sources[:4], *nasty], vocab_size=1000, pattern=pattern)
-        return tokenizers[pattern]
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def tokenizer(make_tokenizer: MakeTokenizer) -> Tokenizer:
-    """The default tokenizer of these tests."""
-    return make_tokenizer("qwen")
+def tokenizer(sources: list[str], nasty: list[str]) -> Tokenizer:
+    """A tokenizer of 1,000 ids with the pattern of Qwen."""
+    return train_bpe([*sources[:4], *nasty], vocab_size=1000, pattern="qwen")
