@@ -29,16 +29,12 @@ SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_turn>", "<en
 TO_SPACE = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
 FROM_SPACE = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
 STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+SPLIT = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
 BYTES = [{"type": "ByteFallback"}, {"type": "Fuse"}]
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {
         "normalizer": TO_SPACE,
-        "pre_tokenizer": {
-            "type": "Split",
-            "pattern": {"String": " "},
-            "behavior": "MergedWithPrevious",
-            "invert": False,
-        },
+        "pre_tokenizer": SPLIT,
         "decoder": {"type": "Sequence", "decoders": [FROM_SPACE, *BYTES]},
     },
     "llama2": {
@@ -73,16 +69,9 @@ def model(sources: list[str]) -> dict[str, Any]:
     learned = json.loads(learner.to_str())["model"]
     pieces = sorted(learned["vocab"], key=learned["vocab"].__getitem__)
     spellings = [*SPECIAL, "\n\n", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
-    return {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": "<unk>",
-        "fuse_unk": True,
-        "byte_fallback": True,
-        "ignore_merges": False,
-        "vocab": {text: token_id for token_id, text in enumerate(spellings)},
-        "merges": learned["merges"],
-    }
+    vocab = {text: token_id for token_id, text in enumerate(spellings)}
+    options = {"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True}
+    return {"type": "BPE", **options, "vocab": vocab, "merges": learned["merges"]}
 
 
 def contents_of(family: str, model: dict[str, Any]) -> dict[str, Any]:
@@ -93,12 +82,9 @@ def contents_of(family: str, model: dict[str, Any]) -> dict[str, Any]:
     ]
     bos = {"SpecialToken": {"id": "<bos>", "type_id": 0}}
     text = {"Sequence": {"id": "A", "type_id": 0}}
-    processor = {
-        "type": "TemplateProcessing",
-        "single": [bos, text],
-        "pair": [bos, text, text],
-        "special_tokens": {"<bos>": {"id": "<bos>", "ids": [2], "tokens": ["<bos>"]}},
-    }
+    special = {"<bos>": {"id": "<bos>", "ids": [2], "tokens": ["<bos>"]}}
+    template = {"single": [bos, text], "pair": [bos, text, text], "special_tokens": special}
+    processor = {"type": "TemplateProcessing", **template}
     if family == "llama2":
         added.pop()  # this family puts a space behind every added token
     framing = {"version": "1.0", "truncation": None, "padding": None, "post_processor": processor}

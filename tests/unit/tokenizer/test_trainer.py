@@ -54,11 +54,6 @@ def test_errors_come_back_from_workers() -> None:
         train_bpe(["fine", "bad \udc80"], vocab_size=300, num_workers=2)
 
 
-def test_a_long_run_can_be_trained_on() -> None:
-    tokenizer = train_bpe(["=" * 200_000], vocab_size=256 + 2 + 12)
-    assert max(map(len, tokenizer.vocab)) == 2**12
-
-
 @pytest.mark.parametrize(
     ("texts", "options", "message"),
     [
