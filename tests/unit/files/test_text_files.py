@@ -1,13 +1,15 @@
-"""JSON files of any contents give an object, or an error that names the file."""
+"""JSON files and TOML of any contents: values, or an error that names the file."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from files import json_files
 from files.json_files import read_json_object, read_text
+from files.toml_text import MAX_CHARACTERS, parse_toml
 
 NESTED = "[" * 200_000
 
@@ -48,3 +50,19 @@ def test_no_more_is_read_than_allowed(tmp_path: Path, monkeypatch: pytest.Monkey
             path.write_text(" " * 101)
         with pytest.raises(ValueError, match=f"{endless}: has more than 100 characters"):
             read_json_object(endless)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a = [\n" * 100_000, "Invalid"),
+        ("a = " + "[" * 200_000, "nested too deeply"),
+        ("a = " + "{a = " * 100_000, "nested too deeply"),
+        ("a = " + "1" * 100_000, "limit"),
+        ("#" * (MAX_CHARACTERS + 1), f"more than {MAX_CHARACTERS:,} characters"),
+    ],
+)
+def test_documents_that_are_refused(text: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(problem)) as caught:
+        parse_toml(text)
+    assert len(str(caught.value)) < 200

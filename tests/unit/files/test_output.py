@@ -1,12 +1,14 @@
-"""Text from elsewhere on a terminal."""
+"""Text from elsewhere on a terminal, and streams that a run outlives."""
 
 from __future__ import annotations
 
 import io
+import os
 import unicodedata
 
 import pytest
 
+from files.resilient_stream import resilient
 from files.terminal_text import escape_control_characters, print_line, print_message
 
 
@@ -42,3 +44,24 @@ def test_lines_for_people_are_escaped(capsys: pytest.CaptureFixture[str]) -> Non
         "result \\x1b[2J\n",
         "message \\x1b[2J\n",
     )
+
+
+def test_open_stream_is_written() -> None:
+    inner = io.StringIO()
+    stream = resilient(inner)
+    print("text", file=stream, flush=True)
+    assert inner.getvalue() == "text\n" and not stream.isatty()
+
+
+@pytest.mark.parametrize("buffered", [True, False], ids=["buffered", "unbuffered"])
+def test_closed_pipe_raises_no_error(buffered: bool) -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w", encoding="utf-8") as inner:
+        inner.reconfigure(write_through=not buffered)
+        stream = resilient(inner)
+        print("one", file=stream, flush=True)
+        assert os.read(reader, 10) == b"one\n"
+        os.close(reader)
+        for _ in range(3):
+            print("two", file=stream, flush=True)
+    assert inner.closed, "what was left to write went nowhere, and raised nothing"
