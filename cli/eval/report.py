@@ -206,55 +206,44 @@ def summarize(report: TaskReport) -> list[Part]:
 
 def tabulate_results(task: ReportedTask) -> list[Table]:
     """Tabulate accuracies with pass@k, and how answers ended and what they cost; a row for each variant."""
-    results = [variant.result for variant in task.variants]
-    samples = dict.fromkeys(
-        (rule, k) for result in results for rule in result.pass_at_k for k in result.pass_at_k[rule] if k > 1
-    )  # pass@1 is the accuracy
-    has_one_rule = len({rule for rule, _ in samples}) == 1
-    accuracies: list[tuple[Column, list[Cell]]] = [
-        *((Column(name), [_metric(r.metrics.get(name), name in task.rules) for r in results]) for name in task.metrics),
-        *(
-            (
-                Column(f"pass@{k}" if has_one_rule else f"pass@{k}, {rule}"),
-                [_metric(result.pass_at_k.get(rule, {}).get(k), True) for result in results],
-            )
-            for rule, k in samples
-        ),
-        (Column("items"), [_count_items(result) for result in results]),
-    ]
-    answers: list[tuple[Column, list[Cell]]] = [
-        (Column("tokens per forward", ".2f"), [result.tokens_per_forward for result in results]),
-        *(
-            (Column(head, ".1%"), [None if r.shares is None else getattr(r.shares, name) for r in results])
-            for head, name in (
-                ("stopped", "stopped"),
-                ("cut by length", "length"),
-                ("empty", "empty"),
-                ("invalid", "invalid"),
-            )
-        ),
-        (Column("grading errors", ","), [result.num_grading_errors or None for result in results]),
-        (Column("tokens"), [result.num_tokens or None for result in results]),
-        (Column("forwards"), [result.num_forwards or None for result in results]),
-        (Column("time"), [format_duration(result.seconds) if result.seconds else None for result in results]),
-    ]
     note = "± is one standard error over items, whose repeats are averaged first." if task.rules else ""
     tables = []
-    for columns, text in ((accuracies, note), (answers, "")):
-        used = [(column, cells) for column, cells in columns if any(cell is not None for cell in cells)]
-        rows = [[variant.label, *(cells[row] for _, cells in used)] for row, variant in enumerate(task.variants)]
-        if used:
-            tables.append(Table(["variant", *(column for column, _ in used)], rows, note=text))
+    for list_cells, text in ((_list_accuracies, note), (_list_costs, "")):
+        rows = [dict(list_cells(variant.result)) for variant in task.variants]
+        names = dict.fromkeys(name for row in rows for name, cell in row.items() if cell is not None)
+        cells = [[variant.label, *map(row.get, names)] for variant, row in zip(task.variants, rows, strict=True)]
+        if names:
+            tables.append(Table(["variant", *map(Column, names)], cells, note=text))
     return tables
 
 
-def _metric(metric: MetricValue | None, is_accuracy: bool) -> Cell:
-    return None if metric is None else Number(metric.value, ".1%" if is_accuracy else "", metric.standard_error)
-
-
-def _count_items(result: VariantResult) -> Cell:
+def _list_accuracies(result: VariantResult) -> Iterator[tuple[str, Cell]]:
+    for name, metric in result.metrics.items():
+        yield name, _metric(metric, name not in result.number_metrics)
+    for rule, samples in result.pass_at_k.items():
+        for k, metric in samples.items():
+            if k > 1:  # pass@1 is the accuracy
+                yield f"pass@{k}" if len(result.pass_at_k) == 1 else f"pass@{k}, {rule}", _metric(metric, True)
     repeats = f" x {result.num_repeats}" if result.num_repeats > 1 else ""
-    return f"{result.num_items:,}{repeats}" if result.num_items else None
+    yield "items", f"{result.num_items:,}{repeats}" if result.num_items else None
+
+
+def _list_costs(result: VariantResult) -> Iterator[tuple[str, Cell]]:
+    if result.tokens_per_forward is not None:
+        yield "tokens per forward", Number(result.tokens_per_forward, ".2f")
+    if result.shares is not None:
+        yield "stopped", Number(result.shares.stopped, ".1%")
+        yield "cut by length", Number(result.shares.length, ".1%")
+        yield "empty", Number(result.shares.empty, ".1%")
+        yield "invalid", Number(result.shares.invalid, ".1%")
+    yield "grading errors", result.num_grading_errors or None
+    yield "tokens", result.num_tokens or None
+    yield "forwards", result.num_forwards or None
+    yield "time", format_duration(result.seconds) if result.seconds else None
+
+
+def _metric(metric: MetricValue, is_accuracy: bool) -> Number:
+    return Number(metric.value, ".1%" if is_accuracy else "", metric.standard_error)
 
 
 def _plural(count: int, noun: str) -> str:
