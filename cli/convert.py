@@ -10,6 +10,8 @@ from cli.arguments import Shorthand, parse_command
 from cli.entry import exit_with_usage_error, friendly_errors, usage_errors
 from config.convert import ConvertConfig
 from files.terminal_text import print_line
+from logger.pages import Table
+from logger.pages.terminal import print_parts
 
 if TYPE_CHECKING:
     from diffusionlm.checkpoints.convert import Conversion
@@ -48,41 +50,36 @@ def main(argv: Sequence[str] | None = None) -> None:
         conversion = prepare_conversion(config)
         if not arguments.dry_run:
             check_weight_files(config.source)
-    print_line("\n".join(describe_steps(conversion)))
+    print_parts([tabulate_conversion(conversion)])
     if not arguments.dry_run:
         convert(conversion)
         print_line(f"next: uv run diffusionlm-analyze {conversion.source} {conversion.target}")
 
 
-def describe_steps(conversion: Conversion) -> list[str]:
-    """Describe the steps of a conversion, one line each, in order."""
+def tabulate_conversion(conversion: Conversion) -> Table:
+    """Tabulate what a conversion reads, changes and writes."""
     from diffusionlm.checkpoints.model_files import is_adapter_checkpoint
     from diffusionlm.families.registry import get_family
 
     config, source, target = conversion.config, conversion.source_config, conversion.target_config
-    lines = [
-        f"read {conversion.source}: {source.num_hidden_layers} layers, {source.vocab_size:,} rows of the embedding"
-    ]
-    if is_adapter_checkpoint(conversion.source):
-        lines.append("merge its adapter into the weights of its base")
-    if config.adapter is not None:
-        lines.append(f"merge the adapter {config.adapter}")
+    layers = f"{source.num_hidden_layers} layers, {source.vocab_size:,} rows of the embedding"
+    rows = [("source", f"{conversion.source}: {layers}")]
+    if config.adapter is not None or is_adapter_checkpoint(conversion.source):
+        rows.append(("merged adapter", str(config.adapter or "that of the source")))
     if config.diffusion is not None:
-        row = "as it is"
+        row = "its row as it is"
         if conversion.new_row is not None:
-            row = "a new row" if conversion.new_row >= source.vocab_size else "an existing row"
-            row += f", set to {config.diffusion.mask_row or 'mean'}"
-        lines.append(f"use the mask token {config.diffusion.mask_token!r} with id {target.mask_token_id}: {row}")
-        blocks = "one block for all" if target.block_length is None else f"blocks of {target.block_length} tokens"
-        lines.append(f"set {blocks}, logit_alignment = {target.logit_alignment!r}")
+            kind = "a new row" if conversion.new_row >= source.vocab_size else "an existing row"
+            row = f"{kind}, set to {config.diffusion.mask_row or 'mean'}"
+        rows.append(("mask token", f"{config.diffusion.mask_token!r}, id {target.mask_token_id}: {row}"))
+        rows.append(("block length", str(target.block_length or "none: one block for all")))
+        rows.append(("logit alignment", target.logit_alignment))
     if conversion.unties_head:
-        lines.append("copy the embedding to the head")
+        rows.append(("head", "a copy of the embedding"))
     family = get_family(target)
     dtype = "the dtype of the source" if config.dtype == "keep" else config.dtype
-    return [
-        *lines,
-        f"write {conversion.target}: model_type = {family.model_type!r} ({family.architecture}), {dtype}",
-    ]
+    rows.append(("target", f"{conversion.target}: {family.model_type} ({family.architecture}), {dtype}"))
+    return Table((), rows)
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

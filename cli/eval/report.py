@@ -75,15 +75,11 @@ class ReportedTask:
     variants: tuple[ReportedVariant, ...]
 
     @property
-    def metrics(self) -> tuple[str, ...]:
-        """Names of the metrics of all variants, the main one first."""
-        return tuple(dict.fromkeys(name for variant in self.variants for name in variant.result.metrics))
-
-    @property
     def rules(self) -> tuple[str, ...]:
         """Names of the metrics that are accuracies in [0, 1], the main one first."""
-        numbers = {name for variant in self.variants for name in variant.result.number_metrics}
-        return tuple(name for name in self.metrics if name not in numbers)
+        results = [variant.result for variant in self.variants]
+        names = (name for result in results for name in result.metrics if name not in result.number_metrics)
+        return tuple(dict.fromkeys(names))
 
 
 @dataclass(frozen=True)

@@ -237,7 +237,7 @@ def test_the_command(tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.Captur
     arguments = ["--source", str(path), "--target", str(tmp_path / "new"), "--set", "diffusion.block_length=4"]
     main([*arguments, "--dry-run"])
     steps = capsys.readouterr().out
-    for part in ("model_type = 'qwen3'", "Qwen3ForCausalLM", "'<|mask|>' with id 258", "blocks of 4", "'shifted'"):
+    for part in ("qwen3 (Qwen3ForCausalLM)", "'<|mask|>', id 258", "block length     4\n", "shifted"):
         assert part in steps
     assert not (tmp_path / "new").exists(), "--dry-run writes nothing"
     main(arguments)
