@@ -197,3 +197,9 @@ def tokenizer() -> Tokenizer:
 def train_config(tmp_path: Path) -> TrainConfig:
     """Eight steps of masked diffusion over short paragraphs, packed into rows of 16."""
     return load_config(TrainConfig, write_train_config(tmp_path))
+
+
+@pytest.fixture
+def config(train_config: TrainConfig) -> TrainConfig:
+    """The tiny run, where tests have no other config."""
+    return train_config

@@ -95,8 +95,6 @@ class LaunchRecord:
     """Tensors in pinned memory, by address."""
     registered: dict[int, int] = field(default_factory=dict)
     """Memory that was pinned afterwards: its address and bytes."""
-    shared: list[Tensor] = field(default_factory=list)
-    """Tensors that were made on one stream and are used on another."""
 
     def add(self, name: str, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
         """Record a launch, and whether it belongs to a backward."""
@@ -324,7 +322,7 @@ def fake_cuda() -> Iterator[LaunchRecord]:
         (fake_tensor, "init_gpu_context", lambda *_: None),
         (nn.Module, "to", _move_module),
         (Tensor, "pin_memory", lambda tensor: record.pin_memory(tensor)),
-        (Tensor, "record_stream", lambda tensor, _: record.shared.append(tensor)),
+        (Tensor, "record_stream", lambda tensor, _: None),
         (triton_setup, "find_triton_problem", lambda: None),
         (chunked_loss, "load_loss_backend", _load_fake_loss),
         (torch.nn.functional, FUSED_ATTENTION, record.attend),

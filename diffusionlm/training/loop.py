@@ -195,6 +195,8 @@ class MetricsTracker:
         self._waiting: StepMetrics | None = None
         """The step that is logged when the next one is launched."""
         self._clock_start = 0.0
+        self._last_log = (run.progress.step, run.progress.seconds)
+        """Step and seconds of the run when it was logged last."""
         self._reported_problems: set[str] = set()
 
     def start_clock(self) -> None:
@@ -253,7 +255,9 @@ class MetricsTracker:
 
     def _log(self, metrics: StepMetrics, *, with_metrics: bool) -> None:
         """Log the progress of the run; with metrics, also those of this step."""
-        values = collect_step_metrics(self.run, metrics)
+        (last_step, last_seconds), seconds = self._last_log, self.run.progress.seconds
+        self._last_log = (metrics.step, seconds)
+        values = collect_step_metrics(self.run, metrics, (seconds - last_seconds) / max(1, metrics.step - last_step))
         self.logger.progress(metrics.step, values)
         if with_metrics:
             self.logger.metrics(metrics.step, {**values, **collect_monitor_metrics(self.run, metrics)})

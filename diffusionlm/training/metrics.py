@@ -178,7 +178,7 @@ class TrainingProgress:
 
 
 class ThroughputMeter:
-    """Seconds per step, and model FLOPs utilization (MFU) where the device's peak is known."""
+    """Counts FLOPs for the model FLOPs utilization (MFU), where the device's peak is known."""
 
     def __init__(
         self,
@@ -192,17 +192,6 @@ class ThroughputMeter:
         self.model, self.has_reference = model, has_reference
         self.active_factors = None if adapter is None else measure_adapter(adapter, model).active_factors
         self.peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-        self._last_reading = (0, 0.0)
-
-    def mean_step_seconds(self, step: int, seconds: float) -> float:
-        """Mean duration of the steps since the last call; ``step`` and ``seconds`` are totals of the run."""
-        last_step, last_seconds = self._last_reading
-        self._last_reading = (step, seconds)
-        return (seconds - last_seconds) / max(1, step - last_step)
-
-    def resume_from(self, step: int, seconds: float) -> None:
-        """Set the totals of a resumed run."""
-        self._last_reading = (step, seconds)
 
     def count_peak_seconds(self, noised_batches: Sequence[NoisedBatch]) -> float | None:
         """Seconds that a step on these batches would take at the device's peak: the MFU is this, divided by the step's

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from diffusionlm.data.loader import LoaderMetrics, StepLoader
 from diffusionlm.diffusion.noised_batch import NoisedBatch
@@ -22,7 +21,8 @@ class _PrefetchedStep:
 class Prefetcher:
     """A loader that is one step ahead. Its state and metrics are those after the last step that `next_step` returned.
 
-    Batches are copied through pinned memory on a CUDA stream of their own. On a CPU nothing is copied.
+    Batches are copied to a GPU through pinned memory: the host does not wait for the copies, which follow the work of
+    the step. On a CPU nothing is copied.
     """
 
     def __init__(self, loader: StepLoader, device: torch.device) -> None:
@@ -31,9 +31,6 @@ class Prefetcher:
         self._prefetched: _PrefetchedStep | None = None
         self._state: dict[str, Any] | None = None
         self._metrics: LoaderMetrics | None = None
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def next_step(self, step: int) -> list[NoisedBatch]:
         """The micro-batches of a step, on the device."""
@@ -42,11 +39,6 @@ class Prefetcher:
         assert self._prefetched is not None and self._prefetched.step == step, "steps come in order"
         noised_batches, self._metrics = self._prefetched.noised_batches, self._prefetched.metrics
         self._prefetched, self._state = None, self.loader.state_dict()
-        if self._stream is not None:
-            current_stream = torch.cuda.current_stream(self.device)
-            current_stream.wait_stream(self._stream)
-            for tensor in _cuda_tensors(noised_batches):
-                tensor.record_stream(current_stream)
         return noised_batches
 
     def prefetch(self, step: int) -> None:
@@ -54,9 +46,8 @@ class Prefetcher:
         if self._prefetched is not None:
             return
         noised_batches = self.loader.next_step(step)
-        if self._stream is not None:
-            with torch.cuda.stream(self._stream):
-                noised_batches = [noised_batch.pin_memory().to(self.device) for noised_batch in noised_batches]
+        if self.device.type == "cuda":
+            noised_batches = [noised_batch.pin_memory().to(self.device) for noised_batch in noised_batches]
         self._prefetched = _PrefetchedStep(step, noised_batches, self.loader.metrics())
 
     def state_dict(self) -> dict[str, Any]:
@@ -75,14 +66,3 @@ class Prefetcher:
     def close(self) -> None:
         """Stop prefetching and close the loader."""
         self.loader.close()
-
-
-def _cuda_tensors(noised_batches: list[NoisedBatch]) -> list[Tensor]:
-    """Tensors of the batches and their patterns that are on the GPU."""
-    values = [
-        value
-        for noised_batch in noised_batches
-        for record in (noised_batch, noised_batch.pattern)
-        for value in vars(record).values()
-    ]
-    return [value for value in values if isinstance(value, Tensor) and value.is_cuda]

@@ -181,10 +181,9 @@ def collect_launch_metrics(run: Run, metrics: StepMetrics, noised_batches: Seque
     metrics.monitor = run.monitor.results
 
 
-def collect_step_metrics(run: Run, metrics: StepMetrics) -> dict[str, Any]:
-    """Logged metrics of a step, the last one that was read; durations are means over the steps since the last call."""
+def collect_step_metrics(run: Run, metrics: StepMetrics, step_seconds: float) -> dict[str, Any]:
+    """Logged metrics of a step, the last one that was read; ``step_seconds`` is the mean duration of a step."""
     progress, step = run.progress, metrics.step
-    step_seconds = run.throughput.mean_step_seconds(step, progress.seconds)
     has_routers = run.state.model.config.router_aux_loss_coef > 0
     return {
         "loss": metrics.loss,

@@ -141,7 +141,6 @@ def resume_run(run: Run) -> None:
     run.progress = TrainingProgress(**checkpoint.state["progress"])
     last_validation = checkpoint.state.get("validated")  # absent in older checkpoints
     run.last_validation = last_validation and ValidationBound(**last_validation)
-    run.throughput.resume_from(run.progress.step, run.progress.seconds)
     run.log(f"going on from {checkpoint.path}")
 
 

@@ -58,6 +58,6 @@ def test_it_is_logged_where_it_is_trained(config: TrainConfig, tmp_path: Path) -
         run.progress.step, run.progress.seconds = 1, 1.0
         run.state.optimizers.learning_rates = lambda: {"all": 1.0}  # type: ignore[method-assign]
         collect_launch_metrics(run, numbers, draws)
-        values = collect_step_metrics(run, numbers)
+        values = collect_step_metrics(run, numbers, 1.0)
         assert values.get("balance_loss", 0.0) == numbers.load_balancing_loss
         assert ("balance_loss" in values) == (coefficient > 0)

@@ -45,6 +45,7 @@ def test_standard_output_has_the_metrics_alone(config: TrainConfig, capsys: pyte
     assert len(steps) == 8
     summary_file = config.run.directory / "summary.json"
     summary_text = summary_file.read_text(encoding="utf-8")
+    assert sum(step["step_seconds"] for step in steps) == pytest.approx(json.loads(summary_text)["seconds"])
     summary = json.loads(summary_text)["evaluation"]
     names = ("nats_per_token", "standard_error", "bits_per_byte", "bits_per_byte_standard_error")
     accuracies = {f"final_top1_accuracy/{fill['fraction']}": fill["top1_accuracy"] for fill in summary["fills"]}

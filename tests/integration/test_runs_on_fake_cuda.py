@@ -95,8 +95,6 @@ def test_a_run_on_a_gpu(name: str, tmp_path: Path) -> None:
     record = train_on_fake_gpu(load_config(TrainConfig, write_train_config(tmp_path, "train", **sections)))
     assert_waits_are_allowed(record)
     assert (EXPERTS in record.waits) == (name == "experts")
-    num_steps = sections["training"]["max_steps"]
-    assert len(record.shared) >= 4 * num_steps, "tensors of a batch come from the stream of the prefetcher"
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
