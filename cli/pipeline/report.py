@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from cli.pipeline.stages import Stage
-from cli.pipeline.stamps import StageState, read_seconds
+from cli.pipeline.stamps import StageState, read_record, read_seconds
 from config.dump import to_toml_values
 from config.eval import EvalConfig
 from config.finetune.pipeline import MARKDOWN, PAGE
 from diffusionlm.evaluation.tasks.results import LIKELIHOOD_METRICS
-from files.json_files import read_json_object, read_text
+from files.json_files import read_text
 from logger import format_duration
 from logger.pages import Cell, Chart, Column, Example, Examples, Link, Number, Output, Page, Part, Table
 from logger.pages.html import write_page
-from logger.report.charts import build_curve
+from logger.report.charts import main_charts
 from logger.report.reading import read_run
 from logger.report.samples import mark_fills
 
@@ -80,7 +80,7 @@ def build_page(title: str, results: Sequence[StageResult]) -> Page:
         "Stages": [_tabulate_stages(results), *_list_links(results)],
         "Before and after": [table for table in [_compare_bounds(results)] if table.rows],
         "Tasks": [table for table in [_tabulate_metrics(results)] if table.rows],
-        "Training loss": list(_loss_curves(results)),
+        "Curves": [*_draw_curves(results)],
         "Samples": [*samples],
     }
     return Page(title, sections, states=[f"{done} of {len(results)} stages done"])
@@ -89,32 +89,20 @@ def build_page(title: str, results: Sequence[StageResult]) -> Page:
 def _read_result(stage: Stage) -> StageResult:
     """Read the results of a stage. A file that is missing or damaged has none."""
     result, output = StageResult(stage, read_seconds(stage)), stage.output_paths[0]
-    if stage.is_training:
-        summary = _read_json(output / "summary.json")
-        evaluation = summary.get("evaluation") or {}
-        result.tokens = summary.get("tokens_seen")
-        if "nats_per_token" in evaluation:
-            result.bound = Number(evaluation["nats_per_token"], error=evaluation["standard_error"])
-    elif stage.settings.kind == "evaluate":
-        values = _read_json(output)
-        result.tokens = values.get("num_tokens")
-        if values.get("nats_per_token") is not None:
-            result.bound = Number(values["nats_per_token"], error=values.get("nats_per_token_standard_error"))
-        result.tasks = values.get("results") or []
-        text = result.find_task("nats_per_token")
-        if text is not None:
-            metric = text["metrics"]["nats_per_token"]
-            result.tokens, result.bound = text["num_tokens"], Number(metric["value"], error=metric["standard_error"])
-    elif stage.settings.kind == "sample":
+    if stage.settings.kind == "sample":
         result.samples = _read_answers(output)
+        return result
+    values = read_record(output / "summary.json" if stage.is_training else output)
+    result.tasks = values.get("results") or []
+    result.tokens = values.get("tokens_seen", values.get("num_tokens"))
+    text, evaluation = result.find_task("nats_per_token"), values.get("evaluation") or values
+    if text is not None:
+        metric = text["metrics"]["nats_per_token"]
+        result.tokens, result.bound = text["num_tokens"], Number(metric["value"], error=metric["standard_error"])
+    elif evaluation.get("nats_per_token") is not None:
+        error = evaluation.get("standard_error", evaluation.get("nats_per_token_standard_error"))
+        result.bound = Number(evaluation["nats_per_token"], error=error)
     return result
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return read_json_object(path)
-    except ValueError:
-        return {}
 
 
 def _read_answers(path: Path) -> list[Example]:
@@ -186,11 +174,11 @@ def _tabulate_metrics(results: Sequence[StageResult]) -> Table:
     return Table(["stage", "task", "variant", Column("items", ",d"), "metric", *numbers], rows)
 
 
-def _loss_curves(results: Sequence[StageResult]) -> Iterator[Chart]:
-    """One chart for each training stage."""
-    for result in results:
-        run = result.stage.output_paths[0]
-        series = read_run(run).numbers.get("loss_smooth") if (run / "metrics.jsonl").is_file() else None
-        if series is not None:
-            curve = build_curve(result.stage.name, series)
-            yield Chart(result.stage.name, "nats per token", [curve], "Smoothed training loss.")
+def _draw_curves(results: Sequence[StageResult]) -> list[Chart]:
+    """Draw the curves of all training stages together."""
+    runs = [
+        replace(read_run(result.stage.output_paths[0]), name=result.stage.name)
+        for result in results
+        if (result.stage.output_paths[0] / "metrics.jsonl").is_file()
+    ]
+    return main_charts(runs) if runs else []

@@ -116,7 +116,7 @@ def _read_state(stage: Stage, hashes: FileHashes, digests: Mapping[str, str]) ->
         "format": FORMAT,
     }
     is_done = (directory / DONE).is_file()
-    recorded = _read_record(directory / (DONE if is_done else STARTED)).get("fingerprint")
+    recorded = read_record(directory / (DONE if is_done else STARTED)).get("fingerprint")
     if recorded is None:
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
             raise ValueError(
@@ -166,7 +166,7 @@ def _list_changes(old: Fingerprint, new: Fingerprint) -> str:
     return "; ".join([*(changes[:MAX_REASONS] or ["its kind, or the version of its stamp"]), *hidden])
 
 
-def _read_record(path: Path) -> dict[str, Any]:
+def read_record(path: Path) -> dict[str, Any]:
     """Read a record; an empty one: there is none, or it is damaged."""
     try:
         return read_json_object(path)
@@ -192,7 +192,7 @@ def write_stamp(state: StageState, seconds: float | None = None) -> None:
 
 def read_seconds(stage: Stage) -> float | None:
     """Duration of a stage that is done, of its last process; None: it is not done."""
-    return _read_record(stage.directory / DONE).get("seconds")
+    return read_record(stage.directory / DONE).get("seconds")
 
 
 def check_files_unchanged(state: StageState) -> None:
