@@ -110,40 +110,23 @@ def test_preferences_are_rows_of_pairs(tmp_path: Path) -> None:
         assert answers == ["yes<|im_end|>", "no<|im_end|>"]
 
 
-def test_tokens_are_colored(tmp_path: Path) -> None:
-    source = {"kind": "chat_tasks", "documents_per_epoch": 30, "chat": {"template": "chatml"}}
-    special = ["<|im_start|>", "<|im_end|>"]
-    path = write_train_config(
-        tmp_path,
-        model={"max_position_embeddings": 200},
-        data={"source": source, "row_length": 200},
-        tokenizer={"vocab_size": 262, "special_tokens": special},
-    )
-    rows = RowSource.open(load_config(TrainConfig, path), "train")
-    parts = format_row(next(read_rows(rows)), 1, rows, is_full=True)
-    text = next(part for part in parts if "[[" in getattr(part, "plain", ""))
-    assert isinstance(text, Text)
-    styled = {str(span.style): text.plain[span.start : span.end] for span in text.spans}
-    assert styled[STYLES["stop"]] == "<|im_end|>"
-    assert styled[STYLES["eos_padding"]].endswith("}")
-    assert styled[STYLES["answer"]] == "]]"
-
-
 def test_a_training_config_with_its_own_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = {"kind": "chat_tasks", "documents_per_epoch": 30, "chat": {"template": "chatml"}}
-    special = ["<|im_start|>", "<|im_end|>"]
     config = write_train_config(
         tmp_path,
-        model={"max_position_embeddings": 64},
-        data={"source": source},
-        tokenizer={"vocab_size": 262, "special_tokens": special},
+        model={"max_position_embeddings": 200},
+        data={"source": {"kind": "chat_tasks", "documents_per_epoch": 30, "chat": {"template": "chatml"}}},
+        tokenizer={"vocab_size": 262, "special_tokens": ["<|im_start|>", "<|im_end|>"]},
     )
     main(["--config", str(config), "--rows", "1", "--split", "validation"])
-    output = capsys.readouterr()
-    assert "<|im_end|>]]" in output.out and "none, both directions" in output.out
-    assert not (tmp_path / "run").exists()
-    text = write_train_config(tmp_path, "text")
-    main(["--config", str(text), "--rows", "1"])
+    output = capsys.readouterr().out
+    assert "<|im_end|>]]" in output and "none, both directions" in output and not (tmp_path / "run").exists()
+    rows = RowSource.open(load_config(TrainConfig, config), "train")
+    parts = format_row(next(read_rows(rows)), 1, rows, is_full=True)
+    [text] = (part for part in parts[:4] if isinstance(part, Text) and "[[" in part.plain)
+    styled = {str(span.style): text.plain[span.start : span.end] for span in text.spans}
+    assert (styled[STYLES["stop"]], styled[STYLES["answer"]]) == ("<|im_end|>", "]]")
+    assert styled[STYLES["eos_padding"]].endswith("}")
+    main(["--config", str(write_train_config(tmp_path, "text")), "--rows", "1"])
     assert "[[the cat" in capsys.readouterr().out
 
 

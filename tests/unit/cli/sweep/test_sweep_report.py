@@ -134,18 +134,8 @@ def test_the_report_of_training_runs(trained: tuple[Sweep, list[SweepRun]], gold
     assert (failed["status"], failed["bound"], failed["error"]) == ("failed", None, ["ValueError: <b>no|memory</b>"])
 
 
-def test_charts_of_training_runs(trained: tuple[Sweep, list[SweepRun]]) -> None:
+def test_charts_by_key_have_a_logarithmic_axis_or_labels(trained: tuple[Sweep, list[SweepRun]]) -> None:
     sweep, runs = trained
-    charts = charts_of(page_of(sweep, runs))
-    assert [(line.name, [*line.x_N], [*line.y_N]) for line in charts["History"].lines] == [
-        ("done", [1, 2], [3.02, 3.01]),
-        ("pruned, at the last validation", [3], [5.0]),
-        ("best so far", [1, 2, 3], [3.02, 3.01, 3.01]),
-    ]
-    by_rate = charts["By learning_rate"]
-    assert [([*line.x_N], [*line.y_N]) for line in by_rate.lines] == [([0, 0.002], [3.02, 3.01]), ([0.004], [5.0])]
-    losses = [line.name for line in charts["Training loss"].lines]
-    assert losses == ["learning_rate 2e-3, best", "learning_rate 0e-3"]
     log_range = Setting("optimizer.learning_rate", ("1e-3", "1e-1"), FloatDistribution(1e-3, 1e-1, log=True))
     runs[0] = replace(runs[0], values={"optimizer.learning_rate": "1e-3"})
     assert charts_of(page_of(replace(sweep, settings=[log_range]), runs))["By learning_rate"].x_is_log
