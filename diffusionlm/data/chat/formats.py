@@ -5,21 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from config.finetune.chat import ChatRowsConfig
+from config.finetune.chat import COLUMNS, ChatFormat, ChatRowsConfig
 from diffusionlm.data.chat.conversation import Conversation, Message
-from diffusionlm.data.sources.record_source import BadRecord, shorten_repr, validate_text
-
-RowFormatName = Literal["messages", "conversations", "alpaca", "prompt_completion", "preference"]
+from diffusionlm.data.sources.record_source import BadRecord, list_fields, shorten_repr, validate_text
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 MESSAGE_KEYS = ("name", "tool_call_id")
 """Keys of a message that templates may read, beside role, content, reasoning and tool calls."""
 TRAINING_KEYS = ("weight", "train")
 """Keys of an answer that say with 0 or false that it is context and not learned: OpenAI's, and Axolotl's."""
-
-MAX_SHOWN_COLUMNS = 20
 
 
 class _InvalidRowError(Exception):
@@ -54,30 +50,28 @@ class ChatRowParser:
         """Return the column of the data for a field of a format."""
         return self.config.columns.get(name, name)
 
-    def detect_format(self, row: Mapping[str, Any]) -> RowFormatName:
+    def detect_format(self, row: Mapping[str, Any]) -> ChatFormat:
         """Return the format whose columns a row has."""
-        present = {name for name in FORMAT_COLUMNS_ALL if row.get(self.column(name)) is not None}
+        present = {name for name in COLUMNS if row.get(self.column(name)) is not None}
         for name, needed in FORMAT_COLUMNS.items():
             if needed <= present:
                 return name
-        columns = ", ".join(map(repr, list(row)[:MAX_SHOWN_COLUMNS]))
         raise _InvalidRowError(
             "no conversation",
-            f"its columns {columns} are those of no format; name them in chat.columns, such as "
+            f"its columns {list_fields(row)} are those of no format; name them in chat.columns, such as "
             '{prompt = "question", completion = "answer"}',
         )
 
     def _parse(self, row: Mapping[str, Any]) -> Conversation:
         name = self.detect_format(row) if self.config.format == "auto" else self.config.format
-        value = {field: row.get(self.column(field)) for field in FORMAT_COLUMNS_ALL}
+        value = {field: row.get(self.column(field)) for field in COLUMNS}
         missing = next((field for field in sorted(FORMAT_COLUMNS[name]) if value[field] is None), None)
         if missing is not None:
-            columns = ", ".join(map(repr, list(row)[:MAX_SHOWN_COLUMNS]))
-            raise _InvalidRowError(f"no column {self.column(missing)!r}", f"its columns are {columns}")
+            raise _InvalidRowError(f"no column {self.column(missing)!r}", f"its columns are {list_fields(row)}")
         # Of a conversation only false can be nothing else.
         if name == "prompt_completion" or (name != "preference" and row.get("label") is False):
             _check_label(row.get("label"))
-        tools = _parse_tools(row.get(self.column("tools")))
+        tools = _parse_tools(value["tools"])
         rejected: tuple[Message, ...] | None = None
         prompt_length: int | None = None
         match name:
@@ -90,14 +84,13 @@ class ChatRowParser:
                 messages = prompt + self._parse_completion(value["completion"], prompt)
             case "preference":
                 prompt, chosen, worse = self._parse_preference(value)
-                messages, rejected = prompt + chosen, self._complete(prompt + worse, row)
+                messages, rejected = prompt + chosen, self._complete(prompt + worse, value["system"])
                 prompt_length = len(rejected) - 1
-        messages, context_answers = _remove_training_keys(self._complete(messages, row))
+        messages, context_answers = _remove_training_keys(self._complete(messages, value["system"]))
         if rejected is not None:
             rejected, _ = _remove_training_keys(rejected)
             _check_preference(messages, rejected, len(rejected) - 1)
-        task = row.get(self.column("task"))
-        task = task if isinstance(task, str) else None
+        task = value["task"] if isinstance(value["task"], str) else None
         conversation = Conversation(messages, tools, rejected, prompt_length, task, context_answers)
         learned = conversation.learned_answers
         if not learned or (rejected is not None and learned[-1] != prompt_length):
@@ -107,12 +100,9 @@ class ChatRowParser:
             )
         return conversation
 
-    def _complete(self, messages: tuple[Message, ...], row: Mapping[str, Any]) -> tuple[Message, ...]:
+    def _complete(self, messages: tuple[Message, ...], system: Any) -> tuple[Message, ...]:
         """Add the system message if there is none, and check the order of roles."""
-        system = row.get(self.column("system"))
-        if system is not None and not isinstance(system, str):
-            raise _InvalidRowError("system is not text", shorten_repr(system))
-        content = system or self.config.system
+        content = _check_text("" if system is None else system, "system") or self.config.system
         if content and messages and messages[0]["role"] != "system":
             messages = ({"role": "system", "content": content}, *messages)
         _check_order(messages, self.config.allow_empty_answers)
@@ -186,7 +176,7 @@ class ChatRowParser:
         return chosen[:length], chosen[length:], rejected[length:]
 
 
-FORMAT_COLUMNS: dict[RowFormatName, set[str]] = {
+FORMAT_COLUMNS: dict[ChatFormat, set[str]] = {
     "messages": {"messages"},
     "conversations": {"conversations"},
     "preference": {"chosen", "rejected"},
@@ -194,11 +184,6 @@ FORMAT_COLUMNS: dict[RowFormatName, set[str]] = {
     "prompt_completion": {"prompt", "completion"},
 }
 """Columns that a format must have, in the order of detection."""
-
-FORMAT_COLUMNS_ALL = (
-    "messages", "conversations", "prompt", "chosen", "rejected", "completion", "instruction", "input", "output",
-    "history",
-)  # fmt: skip
 
 
 def _make_pair(question: str, answer: str) -> tuple[Message, Message]:

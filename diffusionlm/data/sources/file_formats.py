@@ -19,6 +19,7 @@ from diffusionlm.data.sources.record_source import (
     RowParser,
     TextField,
     decode_utf8,
+    list_fields,
     shorten_repr,
     validate_text,
 )
@@ -37,8 +38,6 @@ MAX_PARQUET_BATCH_ROWS = 1_024
 _DECODER = json.JSONDecoder()
 BYTE_ORDER_MARK = "\ufeff"
 WHITESPACE = re.compile(r"[ \t\n\r]*")
-MAX_SHOWN_FIELDS = 20
-"""Number of field names in an error message."""
 
 
 def read_plain_records(
@@ -268,8 +267,7 @@ def _text_of_field(value: Any, field: str) -> str | BadRecord:
     if not isinstance(value, dict):
         return BadRecord("not an object", shorten_repr(value))
     if field not in value:
-        fields = ", ".join(map(repr, list(value)[:MAX_SHOWN_FIELDS]))
-        return BadRecord(f"no field {field!r}", f"its fields are {fields}", is_field_error=True)
+        return BadRecord(f"no field {field!r}", f"its fields are {list_fields(value)}", is_field_error=True)
     text = value[field]
     if isinstance(text, _NumberText):
         return BadRecord("number instead of text", text[:MAX_SHOWN_CHARACTERS], str(text), is_field_error=True)

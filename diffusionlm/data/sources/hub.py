@@ -14,7 +14,14 @@ from diffusionlm.data.chat.conversation import Record
 from diffusionlm.data.reader import Split
 from diffusionlm.data.sources.file_formats import parse_arrow_row
 from diffusionlm.data.sources.local_files import DataFile, find_files, list_identifying_options, select_field
-from diffusionlm.data.sources.record_source import BadRecord, RecordSource, TextField, select_split, validate_text
+from diffusionlm.data.sources.record_source import (
+    BadRecord,
+    RecordSource,
+    TextField,
+    list_fields,
+    select_split,
+    validate_text,
+)
 from files.paths import portable_path
 
 CACHE_MODULE = "datasets.packaged_modules.cache."
@@ -179,9 +186,7 @@ class HubRecords:
             elif field in row:
                 yield validate_text(row[field])
             else:
-                yield BadRecord(
-                    f"no field {field!r}", f"its fields are {', '.join(map(repr, row))}", is_field_error=True
-                )
+                yield BadRecord(f"no field {field!r}", f"its fields are {list_fields(row)}", is_field_error=True)
 
     def position(self) -> dict[str, Any]:
         return {"state": self.stream.state_dict(), "row": self.row}

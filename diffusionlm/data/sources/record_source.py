@@ -16,6 +16,8 @@ from diffusionlm.data.sources.validation_split import DocumentSplit, EndSplit, W
 MAX_SHOWN_CHARACTERS = 60
 """Length to which error messages shorten a value."""
 
+MAX_SHOWN_FIELDS = 20
+
 NOT_UTF8 = "not UTF-8"
 """Skip reason of a record with invalid bytes."""
 
@@ -225,3 +227,8 @@ def shorten_repr(value: object) -> str:
     text = repr(excerpt)
     is_cut = len(text) > MAX_SHOWN_CHARACTERS or excerpt != value
     return f"{text[:MAX_SHOWN_CHARACTERS]}..." if is_cut else text
+
+
+def list_fields(row: Mapping[str, Any]) -> str:
+    """Return the names of the first fields of a row, for an error message."""
+    return ", ".join(map(repr, list(row)[:MAX_SHOWN_FIELDS]))
