@@ -135,7 +135,7 @@ def _explain_write_errors(directory: Path) -> Iterator[None]:
     except OSError as error:
         free_mib = shutil.disk_usage(directory).free / 2**20
         raise ValueError(
-            f"output.directory = {directory} could not be written: {error.strerror or error} ({free_mib:,.0f} MiB are "
+            f"output.directory = {directory} could not be written: {error} ({free_mib:,.0f} MiB are "
             "free there). Finished shards are kept: free some space, and repeat the command"
         ) from error
 
