@@ -100,14 +100,8 @@ def test_a_pickle_of_expanded_tensors_is_refused(tiny_model: MakeModel, tmp_path
 
 
 SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 56,
-    "max_position_embeddings": 64,
-    "vocab_size": 200_000,
+    **{"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
+    **{"intermediate_size": 56, "max_position_embeddings": 64, "vocab_size": 200_000},
 }
 LLADA_SIZES: dict[str, Any] = {"d_model": 32, "n_layers": 4, "n_heads": 4, "max_sequence_length": 64}
 READ_KEYS = (

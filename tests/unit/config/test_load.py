@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from config.base import (
     ConfigPath,
@@ -111,10 +111,6 @@ def problems(load: Any) -> Any:
 
 
 class TestSection:
-    def test_is_frozen(self) -> None:
-        with pytest.raises(ValidationError):
-            Sgd().momentum = 1.0
-
     def test_optional_field_must_default_to_none(self) -> None:
         with pytest.raises(TypeError, match=r"Bad\.size may be None, so None must be its default"):
 
@@ -188,7 +184,6 @@ class TestOverrides:
             ("training.mode=half", "half"),
             ("training.cache=none", "none"),
             ("training.optimizer.betas=1,2.5", (1.0, 2.5)),
-            ("training.optimizer.betas=", ()),
         ],
     )
     def test_value_is_typed_by_the_schema(self, load: Any, override: str, value: object) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,30 +112,6 @@ def test_adapters_share_no_pages(make_base: Callable[..., Transformer], tmp_path
             request.result(30)
             cached.append(request.state.num_cached_tokens)
     assert cached == [0, 0, 0, 12, 12, 12]
-
-
-def test_an_adapter_that_fails_ends_its_own_requests(
-    make_base: Callable[..., Transformer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    base = make_base()
-    for seed, directory in enumerate("ab"):
-        write_adapter(make_base(), tmp_path / directory, seed, {"rank": 1})
-    adapters = {directory: read_adapter(base, tmp_path / directory) for directory in "ab"}
-    config = GenerationConfig(max_new_tokens=6, stop_token_ids=())
-    with Engine(base, cache_bytes=1 << 16, page_size=4, adapters=adapters) as engine:
-        names: tuple[str | None, ...] = (None, "a", "b", None, "a", "b")
-        before = [engine.submit([1] * 5, config, 0, RequestOptions(adapter=name)).result(30) for name in names]
-        projection: Any = engine._decoder._runner._model.get_submodule("model.layers.0.self_attn.q_proj")
-        products = projection._products
-        monkeypatch.setitem(products, "a", replace(products["a"], B=torch.zeros(1, 999)))
-        requests = [engine.submit([1] * 5, config, 0, RequestOptions(adapter=name)) for name in names]
-        for request, name, expected in zip(requests, names, before, strict=True):
-            if name == "a":
-                with pytest.raises(RuntimeError):
-                    request.result(30)
-            else:
-                assert request.result(30).token_ids == expected.token_ids
-        assert engine.is_alive and engine.status.num_owned_pages == 0
 
 
 def test_adapters_that_do_not_fit_are_refused(make_base: Callable[..., Transformer], tmp_path: Path) -> None:
