@@ -164,7 +164,7 @@ class World:
 
     def with_own_group(self) -> World:
         """The same ranks with a gloo group of their own, in which a thread talks while training continues. All ranks
-        call this at the same point; the last one to leave calls `close_group`."""
+        call this at the same point, and `close_group` at the end."""
         if self.is_single_process:
             return self
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_seconds))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from config.finetune.lora import LoraConfig
 from config.model import ModelConfig
 from config.training.logging import LoggingConfig
 from ddp.parallelism import Parallelism, local_values
@@ -28,8 +27,7 @@ from diffusionlm.models.patterns import BlockDiffusion, Causal, document_offsets
 from diffusionlm.models.tensors import copy_to_device
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.master_weights import MasterWeights
-from profiling.adapter_size import measure_adapter
-from profiling.flops import peak_flops, step_flops
+from profiling.flops import step_flops
 
 LOSS_AVERAGE_DECAY, LOSS_AVERAGE_GAIN = 0.98, 0.02
 
@@ -103,7 +101,7 @@ class StepMetrics:
         self.at_launch: dict[str, Any] = {}
         """Logged metrics that are known when the step is launched; empty if it is not logged."""
         self.peak_seconds: float | None = None
-        """Seconds at the peak of the device: see `ThroughputMeter.count_peak_seconds`."""
+        """Seconds at the peak of the device: see `count_peak_seconds`."""
         self.monitor: MonitorResults | None = None
 
     @cached_property
@@ -175,34 +173,6 @@ class TrainingProgress:
         else:
             self.skipped_in_a_row += 1
             self.skipped += 1
-
-
-class ThroughputMeter:
-    """Counts FLOPs for the model FLOPs utilization (MFU), where the device's peak is known."""
-
-    def __init__(
-        self,
-        model: ModelConfig,
-        device: torch.device,
-        adapter: LoraConfig | None = None,
-        *,
-        has_reference: bool = False,
-    ) -> None:
-        """``adapter``: trained on the frozen model. None: the model is trained. ``has_reference``: of preferences."""
-        self.model, self.has_reference = model, has_reference
-        self.active_factors = None if adapter is None else measure_adapter(adapter, model).active_factors
-        self.peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-
-    def count_peak_seconds(self, noised_batches: Sequence[NoisedBatch]) -> float | None:
-        """Seconds that a step on these batches would take at the device's peak: the MFU is this, divided by the step's
-        duration. None: the peak is unknown. The device is not read."""
-        if self.peak is None:
-            return None
-        flops = sum(
-            compute_batch_flops(self.model, batch, self.active_factors, has_reference=self.has_reference)
-            for batch in noised_batches
-        )
-        return flops / self.peak
 
 
 def compute_batch_flops(
@@ -299,7 +269,7 @@ class StepMonitor:
             if has_norms:
                 norms |= stack.enter_context(record_activation_norms(self.model))
             yield
-        self._sums_2M[0, 0].copy_(self._sums_2M[1, BINS].sum())
+        self._sums_2M[0, 0].copy_(self._sums_2M[1, BINS].sum())  # masked tokens
         if has_norms:
             self.parallel.wait_for_weights()
             with self.master_weights.as_float32():

@@ -26,7 +26,7 @@ from diffusionlm.data.reader import SkipLog
 from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.evaluation.tasks.results import format_item_line, to_file_name
 from diffusionlm.evaluation.validation import EvaluationResult
-from diffusionlm.training.metrics import StepMetrics
+from diffusionlm.training.metrics import StepMetrics, compute_batch_flops
 from diffusionlm.training.run import Run, TaskMetrics
 from diffusionlm.training.run_checkpoint import add_final_bound_to_card
 from diffusionlm.training.signals import StopRequest
@@ -44,6 +44,8 @@ from logger import (
 from logger.report import write_report
 from logger.report.reading import rename_metrics
 from profiling import memory
+from profiling.adapter_size import measure_adapter
+from profiling.flops import peak_flops
 
 _ROOT = Path(__file__).parents[2]
 MAX_LEFT_OUT_SHARE = 0.1
@@ -177,8 +179,21 @@ def collect_launch_metrics(run: Run, metrics: StepMetrics, noised_batches: Seque
         "tokens_seen": run.progress.tokens_seen,
         **_loader_metrics(run.loader.metrics()),
     }
-    metrics.peak_seconds = run.throughput.count_peak_seconds(noised_batches)
+    metrics.peak_seconds = count_peak_seconds(run, noised_batches)
     metrics.monitor = run.monitor.results
+
+
+def count_peak_seconds(run: Run, noised_batches: Sequence[NoisedBatch]) -> float | None:
+    """Seconds that a step on these batches would take at the device's peak: the MFU is this, divided by the step's
+    duration. None: the peak is unknown. The device is not read."""
+    device, model, lora = run.settings.device, run.state.model.config, run.config.lora
+    peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if peak is None:
+        return None
+    factors = None if lora is None else measure_adapter(lora, model).active_factors
+    has_reference = run.state.reference is not None
+    flops = (compute_batch_flops(model, batch, factors, has_reference=has_reference) for batch in noised_batches)
+    return sum(flops) / peak
 
 
 def collect_step_metrics(run: Run, metrics: StepMetrics, step_seconds: float) -> dict[str, Any]:

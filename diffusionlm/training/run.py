@@ -29,7 +29,7 @@ from diffusionlm.training.adapters import ModelFiles
 from diffusionlm.training.block_wrapping import prepare_model
 from diffusionlm.training.checkpointing.run_directory import RunDirectory
 from diffusionlm.training.checkpointing.store import AsyncCheckpointer
-from diffusionlm.training.metrics import StepMonitor, ThroughputMeter, TrainingProgress
+from diffusionlm.training.metrics import StepMonitor, TrainingProgress
 from diffusionlm.training.prefetch import Prefetcher
 from diffusionlm.training.samples import Samples, choose_example_input, choose_infills
 from diffusionlm.training.setup import (
@@ -78,7 +78,6 @@ class Run:
     example_input: str
     """Input to try the model with: a text with a masked span, a prompt, or a question."""
     checkpointer: AsyncCheckpointer
-    throughput: ThroughputMeter
     model_files: ModelFiles
     reference_fingerprint: BaseFingerprint | None
     """Of the frozen copy, or start of the adapter, that preferences are compared with. None: there is none."""
@@ -162,7 +161,6 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
         checkpointer=AsyncCheckpointer(
             directory.store, world.with_own_group(), background=config.checkpoint.background
         ),
-        throughput=ThroughputMeter(state.model.config, device, config.lora, has_reference=state.reference is not None),
         model_files=ModelFiles(state.model, config, world.run_on_first(model_builder.fingerprint_base)),
         reference_fingerprint=world.run_on_first(lambda: _fingerprint_reference(state, model_builder)),
         skipped_batches=SkippedBatches(directory.path / "skipped", tokenizer.decode, config.run.seed, world.rank),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.models.lora import LoRALinear, adapter_modules, add_adapter
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, BlockDiffusion, Causal
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.training.metrics import ThroughputMeter, compute_batch_flops, count_visible_keys
+from diffusionlm.training.metrics import compute_batch_flops, count_visible_keys
+from diffusionlm.training.reporting import count_peak_seconds
 from profiling.adapter_size import measure_adapter
 from profiling.flops import (
     PEAK_FLOPS,
@@ -115,17 +117,21 @@ def test_a_draw_is_counted_by_its_documents_and_rows(make_config: MakeConfig) ->
     assert compute_batch_flops(config, draw) == expected
 
 
-def test_utilisation_where_a_peak_is_known(make_config: MakeConfig) -> None:
+def test_utilisation_where_a_peak_is_known(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(block_length=4)
     objective = build_objective(BlockDiffusionObjective(block_length=4), config)
     tokens = torch.zeros(2, 8, dtype=torch.int64)
     draw = objective.build_noised_batch(
         CleanBatch(tokens, torch.ones_like(tokens, dtype=torch.bool)), NoiseKey(0, 0, 0, 2)
     )
-    account = ThroughputMeter(config, torch.device("cpu"))
-    assert account.count_peak_seconds([draw]) is None
-    account.peak = 1e9
-    assert account.count_peak_seconds([draw, draw]) == 2 * compute_batch_flops(config, draw) / 1e9
+    state = SimpleNamespace(model=SimpleNamespace(config=config), reference=None)
+    run: Any = SimpleNamespace(
+        settings=SimpleNamespace(device=torch.device("cpu")), state=state, config=SimpleNamespace(lora=None)
+    )
+    assert count_peak_seconds(run, [draw]) is None
+    run.settings.device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert count_peak_seconds(run, [draw, draw]) == 2 * compute_batch_flops(config, draw) / PEAK_FLOPS["NVIDIA H200"]
     on_device = replace(draw, positions_N=draw.positions_N[:0], on_host=draw)  # what it would have to wait for
     assert compute_batch_flops(config, on_device) == compute_batch_flops(config, draw)
 
