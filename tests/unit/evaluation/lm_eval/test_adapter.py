@@ -75,7 +75,7 @@ def evaluate(model: Transformer, tokenizer: Tokenizer, manager: Any) -> Callable
     return run
 
 
-def task(manager: Any, name: str, **changes: Any) -> dict[str, Any]:
+def task(name: str, **changes: Any) -> dict[str, Any]:
     """The config of an example task, with changes."""
     import yaml
 
@@ -103,21 +103,8 @@ def test_pairs_are_split_as_by_the_harness(tokenizer: Tokenizer, model: Transfor
             self.args = args
 
     rng = random.Random(0)
-    pieces = [
-        "Question",
-        ": ",
-        "a hen",
-        " eggs",
-        "\n",
-        "  ",
-        "é",
-        "e\u0301",
-        "<|endoftext|>",
-        "18",
-        ".",
-        "日本",
-        "quest",
-    ]
+    pieces = ["Question", ": ", "a hen", " eggs", "\n", "  ", "é", "e\u0301", "18", ".", "日本", "quest"]
+    pieces.append("<|endoftext|>")
     texts = [("".join(rng.choices(pieces, k=rng.randrange(4))), "".join(rng.choices(pieces, k=rng.randint(1, 3))))
              for _ in range(400)]  # fmt: skip
     num_compared = 0
@@ -171,17 +158,17 @@ def test_request_cache(evaluate: Callable[..., Any], tmp_path: Path, monkeypatch
     assert evaluate(*names, use_cache=path, settings={**SETTINGS, "batch_size": 2})["results"] == first["results"]
 
 
-def test_repeats_with_a_request_cache(evaluate: Callable[..., Any], manager: Any, tmp_path: Path) -> None:
+def test_repeats_with_a_request_cache(evaluate: Callable[..., Any], tmp_path: Path) -> None:
     """Asked for sampling, the harness does not cache: repeats differ in the second run too. Other repeats would not."""
     path, settings = str(tmp_path / "cache"), {**SETTINGS, "generation.temperature": 1.0}
     arguments = {"until": ["\n"], "max_gen_toks": 12, "do_sample": True}
-    config = task(manager, "own_math", repeats=2, generation_kwargs=arguments)
+    config = task("own_math", repeats=2, generation_kwargs=arguments)
     for _ in range(2):
         samples = evaluate(config, use_cache=path, settings=settings)["samples"]["own_math"]
         assert all(len(set(sample["resps"][0])) == 2 for sample in samples)
     for name in ("own_math", "own_text"):
         with pytest.raises(ValueError, match=r"repeats = 2.*do_sample"):
-            evaluate(task(manager, name, repeats=2), use_cache=path, settings=settings)
+            evaluate(task(name, repeats=2), use_cache=path, settings=settings)
 
 
 def test_chats(evaluate: Callable[..., Any], model: Transformer, tokenizer: Tokenizer) -> None:
@@ -232,10 +219,10 @@ def test_wrong_arguments(model: Transformer, tokenizer: Tokenizer) -> None:
         adapter.DiffusionLM.create_from_arg_string(string, {"batch_size": "auto", "device": None})
 
 
-def test_ranks_change_nothing(evaluate: Callable[..., Any], manager: Any, tmp_path: Path) -> None:
+def test_ranks_change_nothing(evaluate: Callable[..., Any], tmp_path: Path) -> None:
     """Seven documents over two ranks: the last request of the second one is padded."""
     sampled = {"until": ["\n"], "max_gen_toks": 8, "do_sample": True, "temperature": 1.0}
-    tasks = ["own_choice", task(manager, "own_math", repeats=2, generation_kwargs=sampled), "own_text"]
+    tasks = ["own_choice", task("own_math", repeats=2, generation_kwargs=sampled), "own_text"]
     expected = evaluate(*tasks)
 
     def act(world: World) -> Any:
