@@ -152,56 +152,55 @@ def prepare_request(
             a token id is outside the vocabulary, the seed is negative, there are fewer ``steps`` than blocks, a canvas
             is to be filled and the model has no mask token, an option is wrong, or no text fits the constraints.
     """
-    label = label or ("canvas 0" if options.is_infill else "prompt 0")
-    _check_options(options, settings, label)
-    segments = _check_segments(settings, options.segment_starts, len(token_ids), label)
+    _check_options(options, settings.model)
+    try:
+        return _prepare(settings, token_ids, seed, options)
+    except ValueError as error:
+        raise ValueError(f"{label or ('canvas 0' if options.is_infill else 'prompt 0')}: {error}") from None
+
+
+def _prepare(
+    settings: DecodingSettings, token_ids: Sequence[int], seed: int, options: RequestOptions
+) -> PreparedRequest:
+    segments = _check_segments(settings, options.segment_starts, len(token_ids))
     if options.is_infill:
         text_length = len(token_ids)
-        _check_length(text_length, settings, label, "shorten the text or its masked spans")
+        _check_length(text_length, settings, "shorten the text or its masked spans")
         canvas_L = np.array(token_ids, dtype=np.int64)
         masked_positions = np.flatnonzero(canvas_L == settings.model.required_mask_token_id)
     else:
-        text_length = _resolve_text_length(settings, options, len(token_ids), label)
+        text_length = _resolve_text_length(settings, options, len(token_ids))
         canvas_length = _find_canvas_length(settings, segments, text_length)
         masks = [settings.placeholder_token_id] * (canvas_length - len(token_ids))
         canvas_L = np.array([*token_ids, *masks], dtype=np.int64)
         masked_positions = np.arange(len(token_ids), canvas_length)
-    try:
-        blocks = tuple(split_into_blocks(masked_positions, settings, segments))
-    except ValueError as error:
-        raise ValueError(f"{label}: {error}") from None
+    blocks = tuple(split_into_blocks(masked_positions, settings, segments))
     allowed = {position: np.asarray(ids, dtype=np.int64) for position, ids in (options.allowed_token_ids or {}).items()}
     request = PreparedRequest(
         settings, options, seed, canvas_L, masked_positions, blocks, text_length, allowed, segments
     )
-    _check_request(request, label)
-    return replace(request, constrained_spans=_constrain(request, label)) if options.constraints else request
+    _check_request(request)
+    return replace(request, constrained_spans=_constrain(request)) if options.constraints else request
 
 
-def _check_options(options: RequestOptions, settings: DecodingSettings, label: str) -> None:
+def _check_options(options: RequestOptions, model: ModelConfig) -> None:
     if not 0 <= options.num_top_logprobs <= MAX_TOP_LOGPROBS:
         raise ValueError(f"num_top_logprobs = {options.num_top_logprobs} must be 0 to {MAX_TOP_LOGPROBS}")
     length = options.max_new_tokens
     if length is not None and (not isinstance(length, int) or length < 1):
-        raise ValueError(f"{label}: max_new_tokens = {length!r} must be a whole number of at least 1")
-    check_token_ids(options.logit_bias.keys(), settings.model, "logit_bias")
+        raise ValueError(f"max_new_tokens = {length!r} must be a whole number of at least 1")
+    check_token_ids(options.logit_bias.keys(), model, "logit_bias")
     for token, value in options.logit_bias.items():
         if not math.isfinite(value):
             raise ValueError(f"logit_bias of token {token} is {value}: use a finite number")
 
 
-def _check_segments(
-    settings: DecodingSettings, segment_starts: Sequence[int], num_tokens: int, label: str
-) -> TextSegments:
+def _check_segments(settings: DecodingSettings, segment_starts: Sequence[int], num_tokens: int) -> TextSegments:
     if segment_starts and settings.block_causal_length is None:
         raise ValueError(
-            f'{label}: segment_starts need attention = "block_causal", and it is "{settings.config.attention}": leave '
-            "them out"
+            f'segment_starts need attention = "block_causal", and it is "{settings.config.attention}": leave them out'
         )
-    try:
-        return TextSegments.from_starts(segment_starts, num_tokens)
-    except ValueError as error:
-        raise ValueError(f"{label}: {error}") from None
+    return TextSegments.from_starts(segment_starts, num_tokens)
 
 
 def _find_canvas_length(settings: DecodingSettings, segments: TextSegments, text_length: int) -> int:
@@ -215,29 +214,29 @@ def _find_canvas_length(settings: DecodingSettings, segments: TextSegments, text
     return min(last_segment + num_blocks * block_length, settings.model.max_position_embeddings)
 
 
-def _check_request(request: PreparedRequest, label: str) -> None:
+def _check_request(request: PreparedRequest) -> None:
     model, masked_positions = request.settings.model, request.masked_positions
     if not isinstance(request.seed, Integral):
-        raise ValueError(f"{label}: seed = {request.seed!r} is not a whole number")
+        raise ValueError(f"seed = {request.seed!r} is not a whole number")
     if request.seed < 0:
-        raise ValueError(f"{label}: seed = {request.seed} is negative: use 0 or more")
-    check_token_ids(request.canvas_L.tolist(), model, label)
+        raise ValueError(f"seed = {request.seed} is negative: use 0 or more")
+    check_token_ids(request.canvas_L.tolist(), model)
     if model.logit_alignment == "shifted" and 0 in masked_positions:
         raise ValueError(
-            f"{label}: this model cannot predict the first token of a text, because its output i - 1 predicts token i: "
-            "begin with a token, such as end of text"
+            "this model cannot predict the first token of a text, because its output i - 1 predicts token i: begin "
+            "with a token, such as end of text"
         )
     for position, ids in request.allowed_token_ids.items():
         if position not in masked_positions:
-            raise ValueError(f"{label}: allowed_token_ids names position {position}, which is not masked: remove it")
+            raise ValueError(f"allowed_token_ids names position {position}, which is not masked: remove it")
         if np.isin(ids, request.settings.forbidden_token_ids).all():
             raise ValueError(
-                f"{label}: allowed_token_ids leaves no token at position {position}: add one that is not suppressed"
+                f"allowed_token_ids leaves no token at position {position}: add one that is not suppressed"
             )
-        check_token_ids((int(ids.min()), int(ids.max())), model, f"{label}: allowed_token_ids")
+        check_token_ids((int(ids.min()), int(ids.max())), model, "allowed_token_ids")
 
 
-def _resolve_text_length(settings: DecodingSettings, options: RequestOptions, prompt_length: int, label: str) -> int:
+def _resolve_text_length(settings: DecodingSettings, options: RequestOptions, prompt_length: int) -> int:
     """Length of the prompt and the new tokens."""
     config, total_length = settings.config, settings.config.total_length
     max_new_tokens = config.max_new_tokens if options.max_new_tokens is None else options.max_new_tokens
@@ -246,25 +245,25 @@ def _resolve_text_length(settings: DecodingSettings, options: RequestOptions, pr
         key, text_length = f"total_length = {total_length}", total_length
         if prompt_length >= total_length:
             raise ValueError(
-                f"{label}: {prompt_length} tokens leave no new token in total_length = {total_length}: shorten the "
-                "prompt or raise total_length"
+                f"{prompt_length} tokens leave no new token in total_length = {total_length}: shorten the prompt or "
+                "raise total_length"
             )
     else:
         key, text_length = f"max_new_tokens = {max_new_tokens}", prompt_length + max_new_tokens
     remedy = f"shorten the prompt or lower {key.split()[0]}"
-    _check_length(text_length, settings, f"{label} ({prompt_length} tokens) and {key}", remedy)
+    _check_length(text_length, settings, remedy, f"{prompt_length} tokens and {key}: ")
     return text_length
 
 
-def _check_length(length: int, settings: DecodingSettings, label: str, remedy: str) -> None:
+def _check_length(length: int, settings: DecodingSettings, remedy: str, parts: str = "") -> None:
     context = settings.model.max_position_embeddings
     if length > context:
         raise ValueError(
-            f"{label}: {length} tokens are more than the model's context, max_position_embeddings = {context}: {remedy}"
+            f"{parts}{length} tokens are more than the model's context, max_position_embeddings = {context}: {remedy}"
         )
 
 
-def _constrain(request: PreparedRequest, label: str) -> tuple[ConstrainedSpan, ...]:
+def _constrain(request: PreparedRequest) -> tuple[ConstrainedSpan, ...]:
     """Constrain the text of each masked span; of a prompt the text before the first stop token, or all of it.
 
     Raises:
@@ -273,8 +272,8 @@ def _constrain(request: PreparedRequest, label: str) -> tuple[ConstrainedSpan, .
     options, spans = request.options, _find_spans(request)
     if len(options.constraints) != len(spans):
         raise ValueError(
-            f"{label}: {len(options.constraints)} constraints for {len(spans)} masked spans, and a prompt has one: "
-            "pass one per span, None for any text"
+            f"{len(options.constraints)} constraints for {len(spans)} masked spans, and a prompt has one: pass one per "
+            "span, None for any text"
         )
     prefixes = options.repeated_bytes or [b""] * len(spans)
     constrained = []
@@ -285,8 +284,7 @@ def _constrain(request: PreparedRequest, label: str) -> tuple[ConstrainedSpan, .
             automaton = constraint.after(prefix).token_automaton(request.settings, can_stop=not options.is_infill)
             constrained.append(ConstrainedSpan(automaton, *span, request.allowed_token_ids))
         except ValueError as error:
-            name = f"{label}, masked span {number}" if options.is_infill else label
-            raise ValueError(f"{name}: {error}") from None
+            raise ValueError(f"masked span {number}: {error}" if options.is_infill else str(error)) from None
     return tuple(constrained)
 
 

@@ -147,16 +147,17 @@ def _check_config(config: GenerationConfig, model: ModelConfig) -> None:
         check_token_ids(getattr(config, key) or (), model, key)
 
 
-def check_token_ids(token_ids: Collection[int], model: ModelConfig, label: str) -> None:
+def check_token_ids(token_ids: Collection[int], model: ModelConfig, label: str | None = None) -> None:
     """Check that token ids are in the model's vocabulary.
 
     Raises:
-        ValueError: one is not; ``label`` says where.
+        ValueError: one is not; ``label`` says where, unless the caller does.
     """
     invalid_id = next((token for token in token_ids if not 0 <= token < model.vocab_size), None)
     if invalid_id is not None:
+        place = f"{label}: " if label else ""
         raise ValueError(
-            f"{label}: token {invalid_id} is outside the model's vocabulary of {model.vocab_size} tokens: use the "
+            f"{place}token {invalid_id} is outside the model's vocabulary of {model.vocab_size} tokens: use the "
             "model's own tokenizer"
         )
 

@@ -232,7 +232,7 @@ def test_a_chat_in_the_terminal(
     try:
         run(*arguments, "--system", "S")
         first, wrong, second, *end = capsys.readouterr().out.split("\n")
-        assert wrong.startswith("failed; the conversation continues without this turn: the prompt (")
+        assert wrong.startswith("failed; the conversation continues without this turn: the prompt: ")
         assert end == ["", ""]
         run("--model", model_dir, "--max-new-tokens", 3, "--prompt", "sS;uhi;", "--json")
         expected = records(capsys)[0]["text"]["output"]
@@ -326,7 +326,7 @@ def test_shorthands_are_overrides(capsys: pytest.CaptureFixture[str], tmp_path: 
         (["--prompt", "a", "--output", "a", "--html", "a"], "set two paths"),
         (
             ["--prompt", "", "--prompt", "a"],
-            "prompt 1 of 2 (0 tokens) and max_new_tokens = 64: 64 tokens are more than",
+            "prompt 1 of 2: 0 tokens and max_new_tokens = 64: 64 tokens are more than",
         ),
     ],
 )

@@ -151,7 +151,7 @@ def test_no_request(model: Transformer) -> None:
 
 def test_requests_that_do_not_fit_the_model(model: Transformer) -> None:
     config = settings()
-    with pytest.raises(ValueError, match=r"prompt 1 \(29 tokens\) and max_new_tokens = 12: 41 .* = 40: shorten"):
+    with pytest.raises(ValueError, match=r"prompt 1: 29 tokens and max_new_tokens = 12: 41 .* = 40: shorten"):
         generate(model, [[1], [1] * 29], config)
     with pytest.raises(ValueError, match=r"canvas 0: 41 tokens.*max_position_embeddings = 40: shorten"):
         infill(model, [[MASK] * 41], config)

@@ -256,7 +256,7 @@ def test_wrong_numbers_of_constraints(model: Transformer) -> None:
         generate(model, [[1]], GenerationConfig(), constraints=[None, None])
     with pytest.raises(ValueError, match="canvas 0: 1 constraints for 2 masked spans"):
         infill(model, [[1, MASK, 2, MASK]], GenerationConfig(), constraints=[[None]])
-    with pytest.raises(ValueError, match="canvas 0, masked span 2: no text of exactly 1 tokens"):
+    with pytest.raises(ValueError, match="canvas 0: masked span 2: no text of exactly 1 tokens"):
         infill(model, [[1, MASK, 2, MASK]], GenerationConfig(), constraints=[[None, make_constraint("ad|")]])
 
 
