@@ -76,7 +76,7 @@ class NumberedRequest:
 
     @property
     def label(self) -> str:
-        """Name in errors."""
+        """What errors call the request."""
         return f"task {self.instance.task_name}, document {getattr(self.instance, 'doc_id', None)}"
 
     def answer_seed(self, seed: int) -> int:
