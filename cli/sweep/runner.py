@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from subprocess import Popen
 from threading import RLock
@@ -98,7 +98,7 @@ class SweepRunner:
     def _wait(self, threads: Sequence[Future[None]], num_done: int) -> None:
         """Show the progress of the runs until the threads have ended."""
         is_announced = False
-        while wait(threads, child_process.POLL_SECONDS, FIRST_EXCEPTION).not_done:
+        while wait(threads, child_process.POLL_SECONDS).not_done:
             if self._signals and not is_announced:
                 is_announced = True
                 action = "finish their step and save" if self._sweep.command_name == "train" else "stop"
