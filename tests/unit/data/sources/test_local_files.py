@@ -209,16 +209,6 @@ def test_splits_by_the_hash_of_the_text(fraction: float, tmp_path: Path, drain: 
     assert train.identity != validation.identity
 
 
-def test_validation_paths_are_read_instead(tmp_path: Path, drain: Drain) -> None:
-    folder = write(tmp_path / "data", TEXTS, "jsonl", "")
-    validation = tmp_path / "held.jsonl"
-    validation.write_text(json_lines(["held out"]))
-    assert drain(open_documents(folder, split="validation", validation_paths=(str(validation),), max_documents=7)) == [
-        "held out"
-    ]
-    assert drain(open_documents(folder, validation_paths=(str(validation),))) == TEXTS
-
-
 @pytest.mark.parametrize("chunks", [(1,), (4, 6)])
 @pytest.mark.parametrize("limit", [1, 10, 1000])
 def test_max_documents(limit: int, chunks: tuple[int, ...], tmp_path: Path, drain: Drain) -> None:
