@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from diffusionlm.evaluation.grading.paired import compare_paired
-from diffusionlm.evaluation.grading.speed_quality import accuracy_under_parallelism
+from diffusionlm.evaluation.grading.comparison import accuracy_under_parallelism, compare_paired
 from diffusionlm.evaluation.tasks.results import (
     ITEMS_FOLDER,
     RESULTS_FILE,

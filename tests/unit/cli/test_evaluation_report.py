@@ -24,7 +24,7 @@ from cli.eval.report import (
     summarize,
 )
 from cli.report import main
-from diffusionlm.evaluation.grading.speed_quality import accuracy_under_parallelism
+from diffusionlm.evaluation.grading.comparison import accuracy_under_parallelism
 from diffusionlm.evaluation.tasks.results import (
     EvaluationResults,
     ItemResult,

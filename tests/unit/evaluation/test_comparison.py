@@ -8,8 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from diffusionlm.evaluation.grading.paired import compare_paired, sign_test
-from diffusionlm.evaluation.grading.speed_quality import accuracy_under_parallelism
+from diffusionlm.evaluation.grading.comparison import accuracy_under_parallelism, compare_paired, sign_test
 from diffusionlm.evaluation.tasks.summary import pass_at_k
 
 
