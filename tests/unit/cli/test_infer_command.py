@@ -205,7 +205,7 @@ def test_chats_are_answered_through_the_template(
         template.unlink()
     written = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"  # too long for this model
     message = failure(capsys, 2, *arguments, "--chat", "hi", "--set", "input.chat_template=chatml")
-    assert f"chat 1 of 1 ({len(load_tokenizer(model_dir).encode(written))} tokens)" in message
+    assert f"chat 1 of 1: {len(load_tokenizer(model_dir).encode(written))} tokens" in message
 
 
 def test_a_chat_in_the_terminal(
