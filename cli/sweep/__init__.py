@@ -1,26 +1,25 @@
-"""``diffusionlm-sweep``: training or inference runs of many configs, as a study of Optuna."""
+"""``diffusionlm-sweep``: training runs of many configs, as a study of Optuna."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cli.arguments import positive_int
 from cli.entry import build_parser, friendly_errors, path_argument, usage_errors
-from files.lock import LOCK_FILE
 from files.usage_error import UsageError
 
 if TYPE_CHECKING:
     from cli.sweep.definition import Sweep
+    from config.train import TrainConfig
 
 NAME = "diffusionlm-sweep"
 
 EXAMPLE = f"""  {NAME} --config config/resources/train.toml --set training.max_steps=300 \\
       --set optimizer.learning_rate=3e-3,1e-2,3e-2 --set training.batch_size=8,16
   {NAME} --config config/resources/train.toml --set optimizer.learning_rate=log:1e-4..1e-1 --trials 20 --prune
-  {NAME} --command infer --config config/resources/infer.toml --set generation.denoising_steps=1,2,4,8
   {NAME} --config train.toml --set 'optimizer.rest.betas=[0.9,0.95],[0.9,0.98]' --dry-run
 
 The same command continues an interrupted sweep, also beside other processes of it; with more values or trials it
@@ -44,9 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ) from None
     with usage_errors(NAME):
         sweep = _read_sweep(arguments)
+        sweep.check()
         points = sweep.load_points()
-        sweep.check(points.values())
-        _check_directory(sweep.directory)
         if arguments.dry_run:
             _print_dry_run(sweep, points.values())
             return 0
@@ -54,13 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _read_sweep(arguments: argparse.Namespace) -> Sweep:
-    from cli.sweep.definition import SWEEP_COMMANDS, Sweep, read_settings
+    from cli.sweep.definition import Sweep, read_settings
 
-    settings = read_settings(arguments.settings, SWEEP_COMMANDS[arguments.command].outputs)
+    settings = read_settings(arguments.settings)
     has_ranges = any(setting.range is not None for setting in settings)
-    stem = arguments.command if arguments.config is None else arguments.config.stem
+    stem = "train" if arguments.config is None else arguments.config.stem
     return Sweep(
-        command_name=arguments.command,
         config_path=arguments.config,
         settings=settings,
         directory=arguments.directory or SWEEPS / stem,
@@ -70,19 +67,6 @@ def _read_sweep(arguments: argparse.Namespace) -> Sweep:
         jobs=arguments.jobs,
         storage=arguments.storage,
     )
-
-
-def _check_directory(directory: Path) -> None:
-    """Check that the directory is new or that of a sweep.
-
-    Raises:
-        ValueError: it contains something else.
-    """
-    if directory.exists() and not directory.is_dir():
-        raise ValueError(f"{directory} is a file; choose another --directory")
-    files = sorted(child.name for child in directory.iterdir()) if directory.is_dir() else []
-    if {*files} - {LOCK_FILE} and not {"study.db", "sweep.jsonl"} & {*files}:
-        raise ValueError(f"{directory} is not a sweep: it contains {files[:5]}; choose another --directory")
 
 
 def _run_sweep(sweep: Sweep, points: Mapping[str, Mapping[str, str]]) -> int:
@@ -107,15 +91,13 @@ def _print_dry_run(sweep: Sweep, points: Iterable[Mapping[str, str]]) -> None:
     from logger.pages import Table
     from logger.pages.terminal import print_parts
 
-    is_training = sweep.command_name == "train"
-    rows = [["values", *(["parameters", "tokens", "memory"] if is_training else [])]]
-    for values in points:
-        rows.append([format_values(values), *(_estimate(sweep.load_config(values)) if is_training else [])])
-    count = f"{len(rows) - 1} runs" if sweep.num_trials is None else f"{sweep.num_trials} runs between these"
-    print_parts([Table(rows[0], rows[1:]), f"{count} in {sweep.directory}; nothing was started"])
+    rows = [[format_values(values), *_estimate(sweep.load_config(values))] for values in points]
+    count = f"{len(rows)} runs" if sweep.num_trials is None else f"{sweep.num_trials} runs between these"
+    table = Table(["values", "parameters", "tokens", "memory"], rows)
+    print_parts([table, f"{count} in {sweep.directory}; nothing was started"])
 
 
-def _estimate(config: Any) -> list[str]:
+def _estimate(config: TrainConfig) -> list[str]:
     """Estimate parameters, tokens and memory of a training run."""
     from cli.train import check_model
     from profiling.estimate import estimate_run
@@ -126,6 +108,16 @@ def _estimate(config: Any) -> list[str]:
         return ["refused", "", str(error)]
     tokens = "by the data" if estimate.tokens is None else f"{estimate.tokens:,}"
     return [f"{estimate.parameters:,}", tokens, f"{estimate.bytes_total / 2**20:,.0f} MiB"]
+
+
+def _former_command(name: str) -> str:
+    """Accept the command of former versions that sweeps still run."""
+    if name != "train":
+        raise argparse.ArgumentTypeError(
+            "only training runs are swept: diffusionlm-eval --vary compares the accuracy of decoding settings, "
+            "diffusionlm-bench-infer their speed"
+        )
+    return name
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -140,9 +132,7 @@ def _parser() -> argparse.ArgumentParser:
         help="one value for all runs, or an axis of the sweep: several values (quote those that contain commas), or a "
         "range: 0.0..0.3, log:1e-4..1e-1, or of integers 64..256:32",
     )
-    parser.add_argument(
-        "--command", choices=("train", "infer"), default="train", help="the command that runs (default: %(default)s)"
-    )
+    parser.add_argument("--command", type=_former_command, help=argparse.SUPPRESS)
     parser.add_argument(
         "--directory",
         metavar="DIR",

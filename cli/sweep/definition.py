@@ -1,4 +1,4 @@
-"""What a sweep runs: its command, its axes, its directory, and the config and the name of each of its runs.
+"""What a sweep runs: its axes, its directory, and the config and the name of each of its runs.
 
 Below are the arguments ``--set key=a,b``: lists and ranges of values.
 """
@@ -8,24 +8,23 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from optuna.distributions import FloatDistribution, IntDistribution
 
 from cli.arguments import toml_string
-from config.base import Section
 from config.dump import to_toml
-from config.infer import InferConfig
 from config.load import ConfigError, load_config
 from config.train import TrainConfig
 from files.usage_error import UsageError
 
 Sampler = Literal["grid", "random", "tpe"]
 
-ANSWERS_FILE, REPLAY_FILE, STUDY_FILE = "answers.jsonl", "replay.html", "study.db"
+STUDY_FILE = "study.db"
+DIRECTORY_KEY = "run.directory"
 _COMPARED_BY_BYTES = ("tokenizer.", "model.init_from")
 _ANY_DIRECTORY = Path("run")
 _NAME_LENGTH = 96
@@ -36,23 +35,6 @@ _QUOTED = re.compile(r'"(?:\\.|[^"\\])*"|\'[^\']*\'')
 
 
 @dataclass(frozen=True)
-class SweepCommand:
-    """A command that a sweep can run."""
-
-    config: type[Section]
-    outputs: Mapping[str, str]
-    """Key of a path in the config -> name in the directory of a run; "" is that directory."""
-    threads_key: str
-
-
-SWEEP_COMMANDS = {
-    "train": SweepCommand(TrainConfig, {"run.directory": ""}, "run.threads"),
-    "infer": SweepCommand(InferConfig, {"output.file": ANSWERS_FILE, "output.html": REPLAY_FILE}, "model.threads"),
-}
-"""Value of ``--command`` -> command."""
-
-
-@dataclass(frozen=True)
 class Sweep:
     """The command line of a sweep.
 
@@ -60,7 +42,6 @@ class Sweep:
     results.
     """
 
-    command_name: str
     config_path: Path | None
     """The config file that all runs share; None: the defaults."""
     settings: Sequence[Setting]
@@ -74,16 +55,12 @@ class Sweep:
     """URL of the study; "": `STUDY_FILE` in the directory."""
 
     @property
-    def command(self) -> SweepCommand:
-        return SWEEP_COMMANDS[self.command_name]
-
-    @property
     def axes(self) -> list[Setting]:
         return [setting for setting in self.settings if setting.is_axis]
 
     @property
     def objective(self) -> str:
-        """The measurement that ranks training runs: the bound, or bits per byte if axes change the tokenizer."""
+        """The measurement that ranks runs: the bound, or bits per byte if axes change the tokenizer."""
         return "bits_per_byte" if any(axis.key.startswith(_COMPARED_BY_BYTES) for axis in self.axes) else "bound"
 
     def run_path(self, name: str) -> Path:
@@ -95,87 +72,68 @@ class Sweep:
     def toml_path(self, name: str) -> Path:
         return self.directory / "configs" / f"{name}.toml"
 
-    def load_config(self, values: Mapping[str, str], directory: Path = _ANY_DIRECTORY) -> Any:
-        """Load the config of a run: the config file, the shared settings, its values, and the paths of its files.
+    def load_config(self, values: Mapping[str, str], directory: Path = _ANY_DIRECTORY) -> TrainConfig:
+        """Load the config of a run: the config file, the shared settings, its values and its directory.
 
         Raises:
-            ConfigError: the config is invalid, or cannot be resumed.
+            ConfigError: the config is invalid, or such a run cannot be resumed or pruned.
         """
         shared = [f"{setting.key}={setting.values[0]}" for setting in self.settings if not setting.is_axis]
         own = [f"{key}={value}" for key, value in values.items()]
-        paths = [f"{key}={toml_string(str(directory / name))}" for key, name in self.command.outputs.items()]
-        overrides = [*shared, *own, *paths]
-        config = load_config(self.command.config, self.config_path, overrides)
-        if isinstance(config, TrainConfig) and config.checkpoint.resume == "never":
+        place = f"{DIRECTORY_KEY}={toml_string(str(directory))}"
+        config = load_config(TrainConfig, self.config_path, [*shared, *own, place])
+        if config.checkpoint.resume == "never":
             raise ConfigError(
                 'checkpoint.resume = "never": a sweep resumes interrupted runs from their checkpoints; set it to "auto"'
             )
+        every_steps = config.validation.every_steps
+        if self.prune and not 0 < every_steps < (config.training.max_steps or 2**63):
+            raise ConfigError(f"validation.every_steps = {every_steps}: --prune needs validations during the run")
         return config
-
-    def format_config(self, values: Mapping[str, str]) -> str:
-        """Return the config of these values as TOML, the same for the same run: its paths are placeholders."""
-        return to_toml(self.load_config(values))
 
     def load_points(self) -> dict[str, dict[str, str]]:
         """Load and validate all combinations of the axes' values, of ranges their ends; the last axis changes fastest.
 
         Returns:
-            The values of each run, as written, by its `format_config`.
+            The values of each run, as written, by its name.
 
         Raises:
-            UsageError: configs are invalid (names each and its problem), or two are the same.
+            UsageError: configs are invalid; names each problem and the first run that has it.
         """
         keys = [axis.key for axis in self.axes]
         grid = [dict(zip(keys, values, strict=True)) for values in itertools.product(*(a.values for a in self.axes))]
-        points: dict[str, dict[str, str]] = {}
         problems: dict[str, list[str]] = {}
+        runs: dict[str, dict[str, str]] = {}
         for values in grid:
             try:
-                text = self.format_config(values)
+                same = runs.setdefault(to_toml(self.load_config(values)), values)
+                if same is not values:
+                    raise ConfigError(f"\n{format_values(same)} is the same run; remove one of them")
             except ConfigError as error:
                 lines = str(error).splitlines()
                 problems.setdefault("\n  ".join(lines[1:] or lines), []).append(format_values(values))
-                continue
-            if text in points:
-                labels = f"{format_values(points[text])} and {format_values(values)}"
-                raise UsageError(f"{labels} are the same run; remove one of them")
-            points[text] = values
         if problems:
-            raise UsageError(_format_problems(problems, len(grid)))
-        return points
+            listed = [f"{labels[0]}, {len(labels)} in all:\n  {problem}" for problem, labels in problems.items()]
+            count = sum(map(len, problems.values()))
+            first = f"{count} of {len(grid)} runs have an invalid config; nothing was started"
+            raise UsageError("\n".join([first, *listed]))
+        return {name_run(values): values for values in grid}
 
-    def check(self, points: Iterable[Mapping[str, str]]) -> None:
-        """Check what the arguments require of each other and of the configs of these values.
+    def check(self) -> None:
+        """Check what the arguments require of each other.
 
         Raises:
-            UsageError: the message names the argument or the key, and the remedy.
+            UsageError: the message names the argument and the remedy.
         """
-        if self.sampler == "grid":
-            for axis in self.axes:
-                if axis.range is not None:
-                    raise UsageError(f"--set {axis.key}: a grid has no ranges; list values, or use --sampler tpe")
-            if self.num_trials is not None:
-                raise UsageError("--trials: a grid runs all its points; use --sampler random or tpe")
-        elif self.command_name != "train":
-            raise UsageError(f"--sampler {self.sampler} needs validation bounds: inference is swept by grids of values")
-        elif self.num_trials is None:
-            raise UsageError(f"--trials is missing: how many runs --sampler {self.sampler} makes, as in --trials 20")
-        if self.prune and self.command_name != "train":
-            raise UsageError("--prune needs validations during the run: use --command train")
-        for config in map(self.load_config, points if self.prune else ()):
-            every_steps = config.validation.every_steps
-            if not 0 < every_steps < (config.training.max_steps or 2**63):
-                raise UsageError(f"validation.every_steps = {every_steps}: --prune needs validations during the run")
-
-
-def _format_problems(problems: Mapping[str, list[str]], count: int) -> str:
-    lines = []
-    for problem, labels in problems.items():
-        suffix = f" and {len(labels) - 1} more" if len(labels) > 1 else ""
-        where = "every run" if len(labels) == count else f"{labels[0]}{suffix}"
-        lines.append(f"{where}:\n  {problem}")
-    invalid = sum(map(len, problems.values()))
-    return "\n".join([f"{invalid} of {count} runs have an invalid config; nothing was started", *lines])
+        if self.sampler != "grid":
+            if self.num_trials is None:
+                raise UsageError(f"--trials is missing: how many runs --sampler {self.sampler} makes: --trials 20")
+            return
+        for axis in self.axes:
+            if axis.range is not None:
+                raise UsageError(f"--set {axis.key}: a grid has no ranges; list values, or use --sampler tpe")
+        if self.num_trials is not None:
+            raise UsageError("--trials: a grid runs all its points; use --sampler random or tpe")
 
 
 @dataclass(frozen=True)
@@ -197,12 +155,8 @@ def format_values(values: Mapping[str, str]) -> str:
     return ", ".join(f"{key}={value}" for key, value in values.items())
 
 
-def read_settings(texts: Sequence[str], managed_keys: Collection[str]) -> list[Setting]:
+def read_settings(texts: Sequence[str]) -> list[Setting]:
     """Parse the ``--set`` arguments of a sweep.
-
-    Args:
-        texts: the arguments.
-        managed_keys: keys that the sweep sets itself.
 
     Raises:
         UsageError: an argument is malformed, a key is set twice or managed by the sweep, or no key has several values.
@@ -213,8 +167,8 @@ def read_settings(texts: Sequence[str], managed_keys: Collection[str]) -> list[S
         key = name.strip()
         if not equals or not key:
             raise UsageError(f"--set {text}: expected section.key=value or section.key=value,value")
-        if key in managed_keys:
-            raise UsageError(f"--set {text}: the sweep sets the paths of its runs; use --directory")
+        if key == DIRECTORY_KEY:
+            raise UsageError(f"--set {text}: the sweep names the directories of its runs; use --directory")
         if key in settings:
             raise UsageError(f"--set {text}: {key} is set twice; write its values with commas: {key}=a,b")
         try:
@@ -266,14 +220,10 @@ def parse_range(text: str) -> FloatDistribution | IntDistribution | None:
     """
     parts = _RANGE.fullmatch(text.strip())
     if parts is None:
-        if text.startswith("log:") and ".." in text:
-            raise UsageError(f"{text}: expected log:LOW..HIGH, in numbers")
         return None
     is_log, numbers = parts[1] is not None, [number for number in parts.groups()[1:] if number is not None]
     is_integer = all(re.fullmatch(r"[-+]?\d+", number) for number in numbers)
     low, high, *steps = map(int if is_integer else float, numbers)
-    if low >= high:
-        raise UsageError(f"{text}: the lower end comes first: LOW..HIGH, LOW..HIGH:STEP or log:LOW..HIGH")
     try:
         if is_integer:
             return IntDistribution(int(low), int(high), log=is_log, step=int(steps[0]) if steps else 1)
@@ -310,16 +260,3 @@ def short_keys(keys: Collection[str]) -> dict[str, str]:
         others = [f".{other}" for other in keys if other != key]
         short[key] = next((end for end in ends if not any(other.endswith(f".{end}") for other in others)), key)
     return short
-
-
-def parse_numbers(texts: Sequence[str]) -> list[float] | None:
-    """Return values as numbers; None: one is something else."""
-    try:
-        return [float(text) for text in texts]
-    except ValueError:
-        return None
-
-
-def is_logarithmic(numbers: Sequence[float]) -> bool:
-    """Return whether numbers are better spread on a logarithmic scale: they are positive, and differ by a decade."""
-    return min(numbers) > 0 and max(numbers) >= 10 * min(numbers)

@@ -19,11 +19,9 @@ from optuna.trial import Trial
 from cli import child_process
 from cli.child_process import build_command, collect_stop_signals, read_last_lines, run_child
 from cli.sweep import study
-from cli.sweep.definition import ANSWERS_FILE
 from cli.sweep.results import EVALUATION_KEYS, read_result
 from cli.sweep.study import Status, SweepStudy
 from config.dump import to_toml
-from config.train import TrainConfig
 from files.atomic import write_text_atomic
 from files.stop_signals import STOP_SIGNALS
 from logger import format_duration
@@ -34,8 +32,6 @@ from profiling.torch_setup import drivers
 
 CLAIM_SECONDS = 5.0
 """Time until a process asks again for runs, which another one may have left."""
-ROUNDING_SECONDS = 2.0
-"""Databases may store the times of heartbeats, and compare them, in whole seconds."""
 STOPPED_EXIT_CODES = (*(128 + number for number in STOP_SIGNALS), *(-number for number in STOP_SIGNALS))
 """Exit codes of runs that a signal ended."""
 VISIBLE_DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -57,8 +53,6 @@ class SweepRunner:
         self._lock = RLock()
         """Of the terminal, the report and what follows."""
         self._progress = ProgressMeter(sys.stderr, is_transient=True)
-        self._active: dict[str, str] = {}
-        """Name of an active run -> its progress."""
         self._num_ended = 0
 
     def run(self) -> int | None:
@@ -73,19 +67,14 @@ class SweepRunner:
         self._progress.begin("sweep", "runs", self._sweep.num_trials or len(runs), num_done)
         try:
             with collect_stop_signals() as self._signals, ThreadPoolExecutor(self._sweep.jobs) as pool:
-                num_ended, waits_until = -1, 0.0
+                is_waiting = False
                 while True:
                     self._wait([pool.submit(self._make_runs, place) for place in range(self._sweep.jobs)], num_done)
-                    others = self._study.num_running()
-                    if self._signals or not others:
+                    if self._signals or not self._study.is_running():
                         break
-                    if self._num_ended > num_ended:
-                        num_ended = self._num_ended
-                        waits_until = time.monotonic() + study.GRACE_SECONDS + ROUNDING_SECONDS + CLAIM_SECONDS
-                        self._log(f"{others} runs belong to other processes; they are continued if one is dead")
-                    elif time.monotonic() >= waits_until:
-                        self._log(f"{others} runs go on in other processes, whose report will have them")
-                        break
+                    if not is_waiting:
+                        self._log("waiting for the runs of other processes; those of dead ones are continued")
+                    is_waiting = True
                     time.sleep(CLAIM_SECONDS)
         finally:
             self._progress.close()
@@ -101,10 +90,8 @@ class SweepRunner:
         while wait(threads, child_process.POLL_SECONDS).not_done:
             if self._signals and not is_announced:
                 is_announced = True
-                action = "finish their step and save" if self._sweep.command_name == "train" else "stop"
-                self._log(f"stopping: active runs {action}; a second signal ends them immediately")
+                self._log("stopping: active runs finish their step and save; a second signal ends them immediately")
             with self._lock:
-                self._progress.set_postfix("; ".join(self._active.values()))
                 self._progress.set(num_done + self._num_ended)
         for thread in threads:
             thread.result()
@@ -123,69 +110,54 @@ class SweepRunner:
         directory, log, toml = sweep.run_path(name), sweep.log_path(name), sweep.toml_path(name)
         for parent in (directory.parent, log.parent, toml.parent):
             parent.mkdir(parents=True, exist_ok=True)
-        is_training = sweep.command_name == "train"
-        if not is_training:  # it cannot resume, and rejects an existing file of answers
-            directory.mkdir(exist_ok=True)
-            (directory / ANSWERS_FILE).unlink(missing_ok=True)
         config = sweep.load_config(trial.user_attrs["run"]["values"], directory)
         write_text_atomic(toml, to_toml(config))
-        has_ranks = isinstance(config, TrainConfig) and config.parallel.strategy != "single"
-        command = build_command("train-ddp" if has_ranks else sweep.command_name, toml, self._overrides(config))
+        has_ranks = config.parallel.strategy != "single"
+        # Concurrent runs share the cores, unless the config sets the number of threads.
+        divides = sweep.jobs > 1 and config.run.threads is None
+        threads = [f"run.threads={max(1, usable_cores() // sweep.jobs)}"] if divides else []
+        command = build_command("train-ddp" if has_ranks else "train", toml, threads)
         variables = {}
         if len(self._gpus) > 1 and not has_ranks:  # a run with several ranks uses all GPUs
             variables[VISIBLE_DEVICES_VARIABLE] = self._gpus[place % len(self._gpus)]
         is_resumed = (directory / "checkpoints").is_dir()
         self._log(f"{name} {'continues' if is_resumed else 'starts'}")
         observer, started = RunObserver(self._study, trial, directory), time.monotonic()
-
-        def observe(process: Popen[bytes]) -> None:
-            observer.observe(process)
-            self._active[name] = f"{name}{observer.progress}"
-
         try:
             code = run_child(
-                command, self._signals, handles_all_signals=is_training, log=log, variables=variables, on_poll=observe
+                command,
+                self._signals,
+                handles_all_signals=True,
+                log=log,
+                variables=variables,
+                on_poll=observer.observe,
             )
         except UpdateFinishedTrialError:  # this process was suspended
             self._log(f"{name} was taken over by another process, and is ended here")
             return
-        finally:
-            self._active.pop(name, None)
         earlier_seconds = trial.user_attrs.get("end", {}).get("seconds", 0.0) if is_resumed else 0.0
-        self._record_end(trial, name, code, earlier_seconds + time.monotonic() - started, observer.pruned_step)
+        self._record_end(trial, name, code, earlier_seconds + time.monotonic() - started, observer.is_pruned)
 
-    def _overrides(self, config: Any) -> list[str]:
-        """Divide the cores among concurrent runs, unless the config sets the number of threads."""
-        section, _, key = self._sweep.command.threads_key.partition(".")
-        if self._sweep.jobs == 1 or getattr(getattr(config, section), key) is not None:
-            return []
-        return [f"{section}.{key}={max(1, usable_cores() // self._sweep.jobs)}"]
-
-    def _record_end(self, trial: Trial, name: str, code: int, seconds: float, pruned_step: int | None) -> None:
-        result = read_result(self._sweep.command_name, self._sweep.run_path(name))
+    def _record_end(self, trial: Trial, name: str, code: int, seconds: float, is_pruned: bool) -> None:
+        result = read_result(self._sweep.run_path(name))
         measured = result.numbers.get(self._sweep.objective)
-        status: Status
+        status: Status = "failed"
         error: list[str] = []
-        ending = ""
         # A run that an earlier process finished is done, even if this one was stopped before it noticed.
         if result.is_final and code in (0, *STOPPED_EXIT_CODES):
             status = "done"
-            outcome = "is done" if measured is None else f"is done, {self._sweep.objective} {measured.value:.4f},"
-        elif pruned_step is not None and code in (0, *STOPPED_EXIT_CODES):
-            status, outcome = "pruned", f"is pruned at step {pruned_step:,}"
+        elif is_pruned and code in (0, *STOPPED_EXIT_CODES):
+            status = "pruned"
         elif code in STOPPED_EXIT_CODES or (self._signals and code != 0):
-            status, outcome = "interrupted", "was interrupted; the same command continues it,"
+            status = "interrupted"
         else:
-            log = self._sweep.log_path(name)
-            status, error = "failed", read_last_lines(log, ERROR_LINES) or ["no output"]
-            outcome = f"FAILED with {f'signal {-code}' if code < 0 else f'exit code {code}'}"
-            ending = "\n    ".join([f"; {log} ends with:", *error])
+            error = read_last_lines(self._sweep.log_path(name), ERROR_LINES) or ["no output"]
         value = measured.value if status == "done" and measured is not None else None
         self._study.finish(trial, status, seconds, error, value)
         with self._lock:
             self._num_ended += 1
             self._on_change()
-            self._log(f"{name} {outcome} after {format_duration(seconds)}{ending}")
+            self._log("\n    ".join([f"{name} is {status} after {format_duration(seconds)}", *error]))
 
 
 class RunObserver:
@@ -196,8 +168,7 @@ class RunObserver:
         self._metric = f"val_{EVALUATION_KEYS[opened.sweep.objective][0]}"
         self._reported_steps: set[int] = set()
         self._beats_at = 0.0
-        self.progress = ""
-        self.pruned_step: int | None = None
+        self.is_pruned = False
 
     def observe(self, process: Popen[bytes]) -> None:
         """Read what the run has logged since the last call.
@@ -216,16 +187,13 @@ class RunObserver:
             raise
 
     def _read(self, record: dict[str, Any], process: Popen[bytes]) -> None:
-        step, metrics = record["step"], record.get("metrics") or {}
-        loss, bound = metrics.get("loss"), metrics.get(self._metric)
-        if loss is not None:
-            self.progress = f" step {step:,} loss {loss:.3f}"
-        if bound is None or step in self._reported_steps or self.pruned_step is not None:
+        step, bound = record["step"], (record.get("metrics") or {}).get(self._metric)
+        if bound is None or step in self._reported_steps or self.is_pruned:
             return
         self._reported_steps.add(step)
         self._trial.report(bound, step)
         if self._trial.should_prune():
-            self.pruned_step = step
+            self.is_pruned = True
             process.send_signal(signal.SIGTERM)
 
 

@@ -2,7 +2,7 @@
 
 A process claims a waiting trial, records its heartbeat and tells how it ended; Optuna fails the trials whose heartbeat
 has stopped. A run that failed or was interrupted is continued as another trial with the same user attributes: ``run``
-(name and values), ``jobs`` and ``end``. The study is a database, also in a single file: heartbeats need one.
+(name and values) and ``end``. The study is a database, also in a single file: heartbeats need one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import optuna
 from optuna.distributions import IntDistribution
@@ -20,20 +20,12 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
-from cli.sweep.definition import (
-    STUDY_FILE,
-    Setting,
-    Sweep,
-    format_number,
-    format_values,
-    is_logarithmic,
-    name_run,
-    parse_numbers,
-)
+from cli.sweep.definition import STUDY_FILE, Setting, Sweep, format_number, format_values, name_run
 from cli.sweep.results import RunResult
-from config.dump import list_differences
+from config.dump import list_differences, to_toml
 from config.load import ConfigError, validate_config
-from files.lock import DirectoryInUseError, lock_directory
+from config.train import TrainConfig
+from files.lock import lock_directory
 from files.toml_text import parse_toml
 from files.usage_error import UsageError
 
@@ -50,7 +42,6 @@ MAX_DRAWS = 50
 """Draws of values until a run is new and valid."""
 MAX_RANDOM_RUNS = 10
 """Most runs of ``tpe`` with random values, before it prefers values like those of good runs."""
-MIN_RUNS_FOR_IMPORTANCES = 6
 _STATUSES: dict[TrialState, Status] = {
     TrialState.WAITING: "waiting",
     TrialState.RUNNING: "running",
@@ -71,12 +62,8 @@ class SweepRun:
     """Wall-clock time of all processes of the run."""
     error: Sequence[str] = ()
     """The last lines of the log of a failed run."""
-    jobs: int = 1
-    """Concurrent runs of its sweep process, itself included."""
     value: float | None = None
-    """The objective, of a training run that is done or pruned."""
-    number: int = 0
-    """Its place in the order of starts."""
+    """The objective, of a run that is done or pruned."""
     result: RunResult = field(default_factory=RunResult)
     is_best: bool = False
 
@@ -89,9 +76,7 @@ class SweepRun:
             status=_STATUSES.get(trial.state) or end.get("status") or "interrupted",
             seconds=end.get("seconds", 0.0),
             error=end.get("error", ()),
-            jobs=trial.user_attrs.get("jobs", 1),
             value=trial.value if trial.value is not None and math.isfinite(trial.value) else None,
-            number=trial.number,
         )
 
 
@@ -100,17 +85,16 @@ class SweepStudy:
 
     Args:
         sweep: its definition.
-        points: all points of the sweep, by their config (`Sweep.load_points`); of a grid they are the runs.
+        points: all points of the sweep by name (`Sweep.load_points`); of a grid they are the runs.
 
     Raises:
-        UsageError: the study cannot be read or written, or is one of another command, config or measurement.
+        UsageError: the study cannot be read or written, or is one of another config.
     """
 
     def __init__(self, sweep: Sweep, points: Mapping[str, Mapping[str, str]]) -> None:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
         self.sweep, self._points = sweep, points
-        self._names: set[str] = set()
         pruner: optuna.pruners.BasePruner = optuna.pruners.NopPruner()
         if sweep.prune:
             first_validation = min(sweep.load_config(values).validation.every_steps for values in points.values())
@@ -129,49 +113,36 @@ class SweepStudy:
     def _check_definition(self) -> None:
         """Record the definition of a new study, and compare it with that of an existing one."""
         sweep, study = self.sweep, self.study
-        for key, value in {"command": sweep.command_name, "objective": sweep.objective}.items():
-            recorded = study.user_attrs.get(key, value)
-            if recorded != value:
-                raise UsageError(
-                    f"{sweep.directory} contains a sweep whose {key} is {recorded}, not {value}: choose another "
-                    "--directory"
-                )
-            study.set_user_attr(key, value)
+        first = {axis.key: axis.values[0] for axis in sweep.axes}
         if "values" not in study.user_attrs:
-            first = {axis.key: axis.values[0] for axis in sweep.axes}
-            study.set_user_attr("config", sweep.format_config(first))
+            study.set_user_attr("config", to_toml(sweep.load_config(first)))
             study.set_user_attr("values", first)
-        values, tree = study.user_attrs["values"], parse_toml(study.user_attrs["config"])
+        values, text = study.user_attrs["values"], study.user_attrs["config"]
+        differences = [f"keys: {', '.join(values)} -> {', '.join(first)}"] if [*values] != [*first] else []
         try:
-            recorded = validate_config(sweep.command.config, tree, "the recorded config")
-            differences = list_differences(recorded, sweep.load_config(values))
+            recorded = validate_config(TrainConfig, parse_toml(text), "the recorded config")
+            differences += list_differences(recorded, sweep.load_config(values))
         except ConfigError as error:
-            differences = str(error).splitlines()[-1:]
+            differences += str(error).splitlines()[-1:]
         if differences:
             listed = "\n  ".join(differences)
             raise UsageError(
                 f"{sweep.directory} contains a sweep of another config; its run {format_values(values)} would change:"
-                f"\n  {listed}\nchoose another --directory; a sweep can only be extended by values of --set"
+                f"\n  {listed}\nchoose another --directory; a sweep can only be extended by values of its keys"
             )
 
-    @contextlib.contextmanager
-    def _lock(self) -> Iterator[None]:
+    def _lock(self) -> contextlib.AbstractContextManager[int]:
         """Lock the directory: in a database that is a file, two processes could claim one trial."""
-        with contextlib.ExitStack() as stack:
-            try:
-                stack.enter_context(lock_directory(self.sweep.directory, LOCK_SECONDS))
-            except DirectoryInUseError as error:
-                raise UsageError(f"{self.sweep.directory} is in use by another process; wait or stop it") from error
-            yield
+        return lock_directory(self.sweep.directory, LOCK_SECONDS)
 
     def runs(self, *, only_own: bool = False) -> list[SweepRun]:
         """Return the runs in the order of their first trials; ``only_own``: those that this command makes."""
         trials = self._trials().values()
         return [SweepRun.from_trial(trial) for trial in trials if not only_own or self._is_own(trial)]
 
-    def num_running(self) -> int:
-        """Return how many runs are made now, by any process."""
-        return sum(trial.state == TrialState.RUNNING for trial in self._trials().values())
+    def is_running(self) -> bool:
+        """Return whether another process makes runs of this command now."""
+        return any(trial.state == TrialState.RUNNING and self._is_own(trial) for trial in self._trials().values())
 
     def _trials(self) -> dict[str, FrozenTrial]:
         """Return the trial of each run by name: its first that did not fail, or else its last."""
@@ -183,28 +154,20 @@ class SweepStudy:
         return trials
 
     def _is_own(self, trial: FrozenTrial) -> bool:
-        """Return whether this command makes the run of a trial: of a grid its points, otherwise all that were drawn."""
-        return trial.user_attrs["run"]["name"] in self._names if self.sweep.sampler == "grid" else bool(trial.params)
+        """Return whether this command makes the run of a trial: of a grid its points, otherwise all."""
+        return self.sweep.sampler != "grid" or trial.user_attrs["run"]["name"] in self._points
 
     def add(self) -> None:
         """Queue the points of a grid that are new, and the runs that failed or were interrupted."""
         with self._lock():
             optuna.storages.fail_stale_trials(self.study)
-            points = self._points if self.sweep.sampler == "grid" else {}
-            names = {text: name_run(values) for text, values in points.items()}
-            for name, trial in self._trials().items():
-                with contextlib.suppress(ConfigError):  # else it is no point of this command line
-                    text = self.sweep.format_config(trial.user_attrs["run"]["values"])
-                    names |= {text: name} if text in names else {}
-            self._names = {*names.values()}
             trials = self._trials()
             for trial in trials.values():
                 if trial.state == TrialState.FAIL and self._is_own(trial):
                     self._retry(trial)
-            for text, name in names.items():
+            for name, values in self._points.items() if self.sweep.sampler == "grid" else ():
                 if name not in trials:
-                    run = {"name": name, "values": dict(points[text])}
-                    self.study.enqueue_trial({}, user_attrs={"run": run})
+                    self.study.enqueue_trial({}, user_attrs={"run": {"name": name, "values": values}})
 
     def _retry(self, trial: FrozenTrial) -> None:
         """Queue a run again, with its values and the seconds that it has taken."""
@@ -284,7 +247,6 @@ class SweepStudy:
             error: last lines of its log, if it failed.
             value: the objective of a run that is done; None: it has none, or it is not finite.
         """
-        trial.set_user_attr("jobs", self.sweep.jobs)
         trial.set_user_attr("end", {"status": status, "seconds": seconds, "error": list(error)})
         state = next((state for state, name in _STATUSES.items() if name == status), TrialState.FAIL)
         values = (math.inf if value is None else value) if status == "done" else None
@@ -327,33 +289,3 @@ def _suggest(trial: Trial, axis: Setting) -> str:
     else:
         value = trial.suggest_float(axis.key, numbers.low, numbers.high, step=numbers.step, log=numbers.log)
     return format_number(numbers, value)
-
-
-def importances(runs: Sequence[SweepRun]) -> dict[str, float]:
-    """Estimate how much each key decides whether a run is among the best (PED-ANOVA; Watanabe et al. 2023).
-
-    Returns:
-        Shares by key, which sum to 1; empty: too few runs are done.
-    """
-    done = [run for run in runs if run.status == "done" and run.value is not None]
-    if len(done) < MIN_RUNS_FOR_IMPORTANCES:
-        return {}
-    study = optuna.create_study()
-    columns: dict[str, Sequence[Any]] = {}
-    space: dict[str, optuna.distributions.BaseDistribution] = {}
-    for key in done[0].values:
-        texts = [run.values[key] for run in done if key in run.values]
-        if len(texts) < len(done):
-            continue
-        numbers = parse_numbers(texts)
-        if numbers is None:
-            space[key], columns[key] = optuna.distributions.CategoricalDistribution(sorted({*texts})), texts
-        else:
-            is_log = is_logarithmic(numbers)
-            space[key] = optuna.distributions.FloatDistribution(min(numbers), max(numbers), log=is_log)
-            columns[key] = numbers
-    for index, run in enumerate(done):
-        params = {key: column[index] for key, column in columns.items()}
-        study.add_trial(optuna.create_trial(params=params, distributions=space, value=run.value))
-    evaluator = optuna.importance.PedAnovaImportanceEvaluator()
-    return optuna.importance.get_param_importances(study, evaluator=evaluator)

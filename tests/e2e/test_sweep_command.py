@@ -1,4 +1,4 @@
-"""``diffusionlm-sweep`` with real runs: two that train, two that decode with the better one, and a pruned one."""
+"""``diffusionlm-sweep`` with real runs: two that train, and a pruned one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from cli.sweep import main
 from tests.tiny_run import write_train_config
 
 
-@pytest.mark.slow  # four processes that load torch
-def test_training_and_inference_are_swept(tmp_path: Path) -> None:
+@pytest.mark.slow  # two processes that load torch
+def test_training_is_swept(tmp_path: Path) -> None:
     base = write_train_config(
         tmp_path,
         "base",
@@ -28,14 +28,6 @@ def test_training_and_inference_are_swept(tmp_path: Path) -> None:
     assert best["tokens_per_second"] > 0
     page = (directory / "sweep.html").read_text()
     assert 'a <span class="hole">1</span>' in page and ", best, step 4" in page
-    run = directory / "runs" / best["name"]
-    command = ["--command", "infer", "--set", f"model.path={run}", "--set", 'input.prompts=["a"]']
-    decoding = ["--set", "generation.max_new_tokens=4", "--set", "generation.denoising_steps=1,2"]
-    answers = tmp_path / "infer"
-    assert main([*command, *decoding, "--set", "generation.block_length=4", "--directory", str(answers)]) == 0
-    forwards = [json.loads(line)["forwards"] for line in (answers / "sweep.jsonl").read_text().splitlines()]
-    assert forwards == [1.0, 2.0]
-    assert (answers / "runs" / "denoising_steps-1" / "replay.html").is_file()
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
@@ -84,10 +85,10 @@ class SmallSweep:
     def run(self, rates: str, *more: str) -> int:
         return main(self.arguments(rates, *more))
 
-    def refuse(self, rates: str, *more: str) -> None:
+    def refuse(self, rates: str, *more: str, code: int = 2) -> None:
         with pytest.raises(SystemExit) as caught:
             self.run(rates, *more)
-        assert caught.value.code == 2
+        assert caught.value.code == code
 
     def start(self, rates: str, *more: str) -> subprocess.Popen[bytes]:
         """Start the sweep in a process of its own."""
@@ -95,18 +96,19 @@ class SmallSweep:
         return subprocess.Popen(command, env=child_process.build_environment({}), stderr=subprocess.PIPE)
 
     def define(self, rates: str, sampler: Sampler = "grid", num_trials: int | None = None, storage: str = "") -> Sweep:
-        settings = read_settings([f"optimizer.learning_rate={rates}"], ())
-        return Sweep("train", self.base, settings, self.directory, sampler, num_trials, storage=storage)
+        settings = read_settings([f"optimizer.learning_rate={rates}"])
+        return Sweep(self.base, settings, self.directory, sampler, num_trials, storage=storage)
 
-    def trials(self, directory: Path | None = None) -> list[optuna.trial.FrozenTrial]:
-        storage = f"sqlite:///{(directory or self.directory) / 'study.db'}"
-        return optuna.load_study(study_name="sweep", storage=storage).get_trials()
+    def load_study(self, directory: str = "runs/sweeps/base") -> optuna.Study:
+        return optuna.load_study(study_name="sweep", storage=f"sqlite:///{directory}/study.db")
+
+    def rows(self, directory: str = "runs/sweeps/base") -> list[dict[str, Any]]:
+        return [json.loads(line) for line in Path(directory, "sweep.jsonl").read_text().splitlines()]
 
     def statuses(self) -> dict[str, str]:
         """Status by the values of a run, in the order of their first trials."""
-        rows = [json.loads(line) for line in (self.directory / "sweep.jsonl").read_text().splitlines()]
-        names = dict.fromkeys(trial.user_attrs["run"]["name"] for trial in self.trials())
-        by_name = {row["name"]: row["status"] for row in rows}
+        names = dict.fromkeys(trial.user_attrs["run"]["name"] for trial in self.load_study().trials)
+        by_name = {row["name"]: row["status"] for row in self.rows()}
         return {name.removeprefix("learning_rate-"): by_name[name] for name in names}
 
     def log(self, rate: str) -> Path:

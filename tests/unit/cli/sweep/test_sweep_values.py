@@ -7,16 +7,7 @@ from pathlib import Path
 import pytest
 from optuna.distributions import BaseDistribution, FloatDistribution, IntDistribution
 
-from cli.sweep.definition import (
-    SWEEP_COMMANDS,
-    Sweep,
-    format_number,
-    name_run,
-    parse_range,
-    read_settings,
-    short_keys,
-    split_values,
-)
+from cli.sweep.definition import Sweep, format_number, name_run, parse_range, read_settings, short_keys, split_values
 from files.usage_error import UsageError
 
 
@@ -25,9 +16,7 @@ from files.usage_error import UsageError
     [
         ("1e-3, 3e-3,1e-2", ["1e-3", "3e-3", "1e-2"]),
         ("", [""]),
-        ("[1,2],[3]", ["[1,2]", "[3]"]),
         ("[a, b],[c]", ["[a, b]", "[c]"]),
-        ('"a,b",c', ['"a,b"', "c"]),
         (r'"a\",b",c', [r'"a\",b"', "c"]),
         (r"'a\',b", [r"'a\'", "b"]),
         ('["x], [MASK:1]"],[]', ['["x], [MASK:1]"]', "[]"]),
@@ -44,7 +33,6 @@ def test_values_between_commas(text: str, values: list[str]) -> None:
     ("text", "expected"),
     [
         ("log:1e-4..1e-1", FloatDistribution(1e-4, 0.1, log=True)),
-        ("-1..1.", FloatDistribution(-1.0, 1.0)),
         ("64..256:32", IntDistribution(64, 256, step=32)),
         ("log:16..1024", IntDistribution(16, 1024, log=True)),
         ("0..1:0.25", FloatDistribution(0.0, 1.0, step=0.25)),
@@ -61,21 +49,17 @@ def test_ranges(text: str, expected: BaseDistribution | None) -> None:
     [
         (["a.b=1,,2"], "--set a.b=1,,2: .* is empty"),
         (["a.b=[1,2"], r"--set a.b=\[1,2: .* is not closed"),
-        (['a.b="a,b'], "is not closed"),
         (["a.b"], "--set a.b: expected section.key=value"),
         (["a.b=1,2", "a.b=3"], "a.b is set twice; write its values with commas: a.b=a,b"),
         (["a.b=1"], "nothing to sweep: give a key several values"),
         (["run.directory=a,b"], "use --directory"),
-        (["a.b=3..1"], "--set a.b=3..1: .*lower end comes first"),
+        (["a.b=3..1"], "--set a.b=3..1: .*low <= high"),
         (["a.b=log:0..1"], "--set a.b=log:0..1: .*low"),
-        (["a.b=log:1..8:2"], "step"),
-        (["a.b=1..8:0"], "step"),
-        (["a.b=log:a..b"], "log:LOW..HIGH"),
     ],
 )
 def test_settings_that_make_no_sweep(texts: list[str], problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
-        read_settings(texts, SWEEP_COMMANDS["train"].outputs)
+        read_settings(texts)
 
 
 def test_numbers_of_a_range_stay_within_it() -> None:
@@ -96,7 +80,7 @@ def test_names_are_safe_and_unique() -> None:
 
 
 def load(base: Path, *texts: str) -> tuple[Sweep, list[dict[str, str]]]:
-    sweep = Sweep("train", base, read_settings(texts, ()), Path("sweep"))
+    sweep = Sweep(base, read_settings(texts), Path("sweep"))
     return sweep, list(sweep.load_points().values())
 
 
@@ -118,15 +102,14 @@ def test_the_last_axis_changes_fastest_and_ends_of_ranges_are_validated(base: Pa
             ["training.batch_size=4,-1,x", "optimizer.learning_rate=1e-3,1e-2"],
             [
                 "4 of 6 runs have an invalid config; nothing was started",
-                "training.batch_size=-1, optimizer.learning_rate=1e-3 and 1 more:",
+                "training.batch_size=-1, optimizer.learning_rate=1e-3, 2 in all:",
                 "  --set training.batch_size=-1: must be greater than 0",
-                "training.batch_size=x, optimizer.learning_rate=1e-3 and 1 more:",
+                "training.batch_size=x, optimizer.learning_rate=1e-3, 2 in all:",
                 '  --set training.batch_size=x: expected an integer, got the string "x"',
             ],
         ),
-        (["training.batch_size=4,8", "training.max_step=3"], ["every run:", "max_step=3: unknown key"]),
-        (["training.batch_size=4,8", "checkpoint.resume=never"], ["every run:", '  checkpoint.resume = "never"']),
-        (["optimizer.learning_rate=0.1,1e-1"], ["learning_rate=0.1 and optimizer.learning_rate=1e-1 are the same"]),
+        (["optimizer.learning_rate=1e-3,.001"], ["1e-3 is the same run; remove one of them"]),
+        (["training.batch_size=4,8", "checkpoint.resume=never"], ["2 in all:", '  checkpoint.resume = "never"']),
     ],
 )
 def test_each_point_is_validated_and_named(base: Path, texts: list[str], lines: list[str]) -> None:
