@@ -44,12 +44,9 @@ class TensorBoardLogger(RunLogger):
 
         self._event, self._summary, self._text = Event, Summary, text_pb
         folder = run.directory / "tensorboard"
-        has_events = folder.is_dir() and any(folder.iterdir())
         self._writer: Any = EventFileWriter(str(folder))
-        if has_events:
-            # Tells readers to drop earlier values of these steps.
-            start = SessionLog(status=SessionLog.START)
-            self._writer.add_event(Event(wall_time=time.time(), step=run.step + 1, session_log=start))
+        start = SessionLog(status=SessionLog.START)  # tells readers to drop earlier values of these steps
+        self._writer.add_event(Event(wall_time=time.time(), step=run.step + 1, session_log=start))
 
     def metrics(self, step: int, values: Metrics) -> None:
         """Write each finite number as a scalar."""

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from config.dump import format_value
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,6 +20,8 @@ Floats: TypeAlias = "NDArray[np.float64]"  # a text: most commands need no numpy
 
 SUFFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))
 """Numbers from these sizes on are written with a suffix."""
+MAX_SETTING = 2_000
+"""Characters of a value of a config."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +48,11 @@ Cell = str | int | float | Number | Link | None | tuple[str | Link, ...]
 
 @dataclass(frozen=True)
 class Column:
-    """Heading and format of a column."""
+    """Heading and format of a column of numbers."""
 
     name: str
     format: str = ""
     """Format specification of its numbers; "": four significant digits."""
-    align: Literal["left", "right"] = "right"
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,8 @@ class Table:
     rows: Sequence[Sequence[Cell]]
     title: str = ""
     note: str = ""
-    styles: Mapping[int, Literal["best", "bad"]] = field(default_factory=dict)
-    """By index of the row."""
-    is_sortable: bool = False
-    """On an HTML page the headings sort the rows."""
+    best_row: int | None = None
+    """Index of the row to emphasize."""
     is_folded: bool = False
     """On an HTML page only the title is open at first."""
 
@@ -74,7 +74,7 @@ class Table:
         """Whether each column is aligned to the right."""
         if not self.columns:
             return [False] * max(map(len, self.rows), default=0)
-        return [isinstance(column, Column) and column.align == "right" for column in self.columns]
+        return [isinstance(column, Column) for column in self.columns]
 
     @property
     def heads(self) -> list[str]:
@@ -100,7 +100,6 @@ class Curve:
     error_N: Floats | None = None
     """Standard error, a bar at each point."""
     has_dots: bool = False
-    has_line: bool = True
 
 
 @dataclass
@@ -112,9 +111,6 @@ class Chart:
     lines: list[Curve]
     note: str = ""
     x_name: str = "step"
-    x_is_log: bool = False
-    x_labels: tuple[str, ...] = ()
-    """Names of the positions 0, 1, ... of the horizontal axis; empty: it has numbers."""
     x_end: float = 0.0
     """End of the horizontal axis, unless a point is beyond it."""
     is_log: bool = False
@@ -130,7 +126,7 @@ class Token:
 
     text: str
     forward: int | None = None
-    """The forward, from 1, after which it was final; 0: it is not known; None: the token was given."""
+    """The forward, from 1, after which it was final; None: the token was given."""
     probability: float | None = None
 
 
@@ -145,7 +141,7 @@ class Output:
 
     @property
     def num_forwards(self) -> int:
-        """The last forward that unmasked a token; 0: forwards are not known."""
+        """The last forward that unmasked a token; 0: there is none."""
         return max((token.forward or 0 for token in self.text if isinstance(token, Token)), default=0)
 
 
@@ -267,7 +263,7 @@ def tabulate_settings(columns: Sequence[tuple[str, Mapping[str, Any]]], subject:
         subject: what the settings are called in "The ... are the same".
     """
     keys = dict.fromkeys(key for _, settings in columns for key in settings)
-    rows = [[key, *(format_setting(own[key]) if key in own else None for _, own in columns)] for key in keys]
+    rows = [[key, *(format_value(own[key], MAX_SETTING) if key in own else None for _, own in columns)] for key in keys]
     different = [row for row in rows if len(set(row[1:])) > 1]
     common = [row[:2] for row in rows if len(set(row[1:])) == 1]
     parts: list[Part] = []
@@ -276,17 +272,6 @@ def tabulate_settings(columns: Sequence[tuple[str, Mapping[str, Any]]], subject:
     elif len(columns) > 1:
         parts.append(f"The {subject} are the same.")
     if common:
-        title = "All values" if len(columns) == 1 else f"{len(common)} value{'s' * (len(common) != 1)} in common"
+        title = "All values" if len(columns) == 1 else "Values in common"
         parts.append(Table((), common, title=title, is_folded=True))
     return parts
-
-
-def format_setting(value: Any) -> str:
-    """Format a value of a config: "" in quotes, true and false, lists as JSON."""
-    if isinstance(value, str):
-        return value or '""'
-    if isinstance(value, list):
-        return json.dumps(value, ensure_ascii=False, default=str)
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -40,13 +40,13 @@
 
     point(event) {
       const box = this.plot.getBoundingClientRect();
-      const [low, high] = this.chart.x, share = (event.clientX - box.left) / box.width;
-      this.show(nearest(this.places, this.chart.xLog ? low * (high / low) ** share : low + (high - low) * share));
+      const [low, high] = this.chart.x;
+      this.show(nearest(this.places, low + (high - low) * (event.clientX - box.left) / box.width));
     }
 
     across(x) {
       const [low, high] = this.chart.x;
-      return this.chart.xLog ? Math.log(x / low) / Math.log(high / low) : (x - low) / (high - low);
+      return (x - low) / (high - low);
     }
 
     key(event) {
@@ -75,7 +75,7 @@
       this.cursor.style.left = 100 * share + "%";
       this.readout = make("div", "readout");
       this.readout.setAttribute("role", "status");
-      const label = this.chart.xLabels[x] ?? x.toLocaleString("en", { maximumSignificantDigits: 6 });
+      const label = x.toLocaleString("en", { maximumSignificantDigits: 6 });
       this.readout.append(make("b", "", this.chart.xName + " " + label));
       for (const line of this.lines) {
         const place = nearest(line.x, x);

@@ -25,9 +25,6 @@ FRAME_WIDTH, FRAME_HEIGHT = 480, 256
 AREA = (48, 10, 412, 206)
 """Left, top, width and height of the curves."""
 
-LETTER_WIDTH = 7
-"""Width of a letter, to shorten the names of positions."""
-
 
 def escape_text(text: str) -> Markup:
     """Escape text, and show its control characters, so that it can neither reorder nor hide its neighbors."""
@@ -44,7 +41,7 @@ def draw_chart(chart: Chart) -> tuple[dict[str, Any], dict[str, Any]]:
         "drawing": Markup(_draw(chart, across, up)),
         "view_box": f"0 0 {FRAME_WIDTH} {FRAME_HEIGHT}",
         "description": describe_chart(chart),
-        "legend": _legend(chart),
+        "legend": [(style_classes(line.color) + " dot" * (len(line.x_N) == 1), line.name) for line in chart.lines],
     }
     return figure, _values(chart, across, up)
 
@@ -55,11 +52,13 @@ def _draw(chart: Chart, across: AxisScale, scale: AxisScale) -> str:
     bottom = top + height
     labels = [
         _text(left - 6, bottom - height * scale.to_unit(value) + 4, format_number(value), "end")
-        for value in _without_negative_zero(scale.ticks())
+        for value in scale.ticks()
     ]
-    labels += [_text(left + width * place, bottom + 19, name, "middle") for place, name in _positions(chart, across)]
-    name = _shorten(chart.x_name, width // LETTER_WIDTH)
-    labels.append(_text(left + width / 2, bottom + 35, escape_text(name), "middle"))
+    labels += [
+        _text(left + width * across.to_unit(value), bottom + 19, format_number(value), "middle")
+        for value in across.ticks()
+    ]
+    labels.append(_text(left + width / 2, bottom + 35, escape_text(chart.x_name), "middle"))
     grid = "".join(f"M0 {_y(scale.to_unit(value))}H{WIDTH}" for value in scale.ticks())
     lines = "".join(_line(line, across, scale) for line in chart.lines)
     return (
@@ -68,36 +67,12 @@ def _draw(chart: Chart, across: AxisScale, scale: AxisScale) -> str:
     )
 
 
-def _positions(chart: Chart, across: AxisScale) -> list[tuple[float, str]]:
-    """Return the place, from 0 to 1, and the markup of each label of the horizontal axis."""
-    if chart.x_labels:
-        length = max(3, AREA[2] // len(chart.x_labels) // LETTER_WIDTH)
-        names = [escape_text(_shorten(name, length)) for name in chart.x_labels]
-        return [(across.to_unit(float(index)), name) for index, name in enumerate(names)]
-    values = _without_negative_zero(across.ticks())
-    return [(across.to_unit(value), format_number(value)) for value in values]
-
-
-def _shorten(name: str, length: int) -> str:
-    return name if len(name) <= length else f"{name[: length - 1]}…"
-
-
-def _without_negative_zero(ticks: list[float]) -> list[float]:
-    """Replace what rounding left of zero."""
-    return [0.0 if abs(value) < 1e-12 * max(map(abs, ticks)) else value for value in ticks]
-
-
-def _text(x: float, y: float, markup: str, anchor: str = "start") -> str:
+def _text(x: float, y: float, markup: str, anchor: str) -> str:
     return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}" xml:space="preserve">{markup}</text>'
 
 
 def _horizontal(chart: Chart) -> AxisScale:
-    if chart.x_labels:
-        return AxisScale(-0.5, len(chart.x_labels) - 0.5)
     edges = [chart.x_end, *(edge for line in chart.lines for edge in (line.x_N[0], line.x_N[-1]))]
-    if chart.x_is_log:
-        positive = [float(edge) for edge in edges if edge > 0.0]
-        return AxisScale(min(positive) / 1.2, max(positive) * 1.2, is_log=True)
     low, high = min(0.0, *edges), max(edges)
     return AxisScale(float(low), float(high if high > low else low + 1.0))
 
@@ -127,7 +102,7 @@ def _line(line: Curve, across: AxisScale, scale: AxisScale) -> str:
         parts.append(
             f'<path class="raw" d="{_path(x_N, y_N)}"/><path class="smooth" d="{_path(x_N, scale(line.smooth_N))}"/>'
         )
-    elif len(line.x_N) > 1 and line.has_line:
+    elif len(line.x_N) > 1:
         parts.append(f'<path d="{_path(x_N, y_N)}"/>')
     if line.has_dots:
         dots = "".join(f"M{_x(x)} {_y(y)}h0" for x, y in zip(x_N, y_N, strict=True) if math.isfinite(y))
@@ -162,33 +137,11 @@ def _y(share: float) -> int:
     return round(HEIGHT * (1.0 - min(1.0, max(0.0, share))))
 
 
-def _legend(chart: Chart) -> list[tuple[str, str, str]]:
-    """Return the classes of the swatch, the name and the last value of each curve."""
-    entries = []
-    for line in chart.lines:
-        dot = " dot" * (len(line.x_N) == 1 or not line.has_line)
-        entries.append((style_classes(line.color) + dot, line.name, _last_value(line) if line.has_line else ""))
-    return entries
-
-
-def _last_value(line: Curve) -> str:
-    values_N = line.smooth_N if line.smooth_N is not None else line.y_N
-    finite = np.flatnonzero(np.isfinite(values_N))
-    if not len(finite):
-        return ""
-    text = format_number(float(values_N[finite[-1]]), 4)
-    if line.error_N is not None and math.isfinite(line.error_N[finite[-1]]):
-        text += f" ± {format_number(float(line.error_N[finite[-1]]), 2)}"
-    return text
-
-
 def _values(chart: Chart, across: AxisScale, up: AxisScale) -> dict[str, Any]:
     """Return the values for the script, with five digits."""
     return {
         "x": [across.low, across.high],
         "xName": chart.x_name,
-        "xLog": chart.x_is_log,
-        "xLabels": chart.x_labels,
         "y": [up.low, up.high],
         "yLog": up.is_log,
         "lines": [
@@ -229,9 +182,9 @@ class AxisScale:
         """Map a single value to the range 0 to 1."""
         return float(self(np.array([value]))[0])
 
-    def ticks(self, max_ticks: int = 6) -> list[float]:
-        """Return round values in the range; of a linear scale, at most about ``max_ticks``."""
-        return log_ticks(self.low, self.high) if self.is_log else ticks(self.low, self.high, max_ticks)
+    def ticks(self) -> list[float]:
+        """Return round values in the range."""
+        return log_ticks(self.low, self.high) if self.is_log else ticks(self.low, self.high)
 
 
 def ticks(low: float, high: float, max_ticks: int = 6) -> list[float]:

@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from files.atomic import write_text_atomic
 from files.terminal_text import escape_control_characters
-from logger.pages import Cell, Chart, Link, Number, Page, Part, cut_text
+from logger.pages import Chart, Link, Page, Part, cut_text
 from logger.pages.charts import draw_chart, escape_text
 from logger.pages.markdown import render_markdown
 
@@ -66,12 +66,6 @@ def _group_charts(parts: Sequence[Part], data: list[dict[str, Any]]) -> Iterator
         data += [values for _, values in drawings]
 
 
-def _sort_key(cell: Cell, text: str) -> str:
-    """Return what a column is sorted by: the exact number, if it is one."""
-    value = cell.value if isinstance(cell, Number) else cell
-    return repr(value) if isinstance(value, int | float) else text
-
-
 def _mark_line_breaks(text: str) -> Markup:
     return _LINE_BREAK.join(map(escape_text, text.split("\n")))
 
@@ -101,5 +95,4 @@ _environment.filters |= {
     "cut": lambda text: cut_text(text, MAX_TEXT),
     "line_breaks": _mark_line_breaks,
     "masked_spans": _mark_masked_spans,
-    "sort_key": _sort_key,
 }

@@ -44,8 +44,7 @@ def render_table(table: Table) -> str:
     rules = ["---:" if is_right else "---" for is_right in table.is_right]
     lines = [_row(table.heads or [""] * len(rules)), f"| {' | '.join(rules)} |"]
     for index, row in enumerate(table.rows):
-        is_best = table.styles.get(index) == "best"
-        lines.append(_row(table.texts(row), mark="**" if is_best else ""))
+        lines.append(_row(table.texts(row), mark="**" if index == table.best_row else ""))
     return "\n".join(lines)
 
 

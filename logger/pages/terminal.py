@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import IO, TYPE_CHECKING
 
 from files.terminal_text import accepts_escapes, escape_control_characters
-from logger.pages import Chart, Code, Examples, Page, Part, Table, describe_chart, format_cell
-from logger.pages.markdown import plain_text
+from logger.pages import Page, Part, Table
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -47,19 +46,23 @@ def print_parts(parts: Iterable[Part | Text], stream: IO[str] | None = None) -> 
 
 
 def render_text(parts: Iterable[Part | Text], stream: IO[str]) -> str:
-    """Render parts: complete and plain for a pipe or a file, else for the width of the terminal.
+    """Render tables and lines: complete and plain for a pipe or a file, else for the width of the terminal.
 
-    Control characters are shown as escapes.
+    Control characters are shown as escapes. Charts, examples and code are on pages alone.
     """
     from rich.text import Text
 
     console = make_console(stream)
     with console.capture() as capture:
         for part in parts:
-            if isinstance(part, Text | Table):
-                console.print(build_grid(part) if isinstance(part, Table) else part, soft_wrap=True)
-            for line in [] if isinstance(part, Text) else _list_lines(part):
-                console.print(Text(escape_control_characters(line)), soft_wrap=True)
+            if isinstance(part, Text):
+                console.print(part, soft_wrap=True)
+            elif isinstance(part, str):
+                console.print(Text(escape_control_characters(part)), soft_wrap=True)
+            elif isinstance(part, Table):
+                console.print(build_grid(part), soft_wrap=True)
+                if part.note:
+                    console.print(Text(escape_control_characters(part.note.replace("±", "+-"))), soft_wrap=True)
     return "\n".join(line.rstrip() for line in capture.get().removesuffix("\n").split("\n"))
 
 
@@ -69,7 +72,7 @@ def list_parts(page: Page) -> Iterator[Part]:
     for title, parts in page.sections.items():
         yield from ("", title)
         for part in parts:
-            if not isinstance(part, str | Chart) and part.title:
+            if isinstance(part, Table) and part.title:
                 yield part.title
             yield part
 
@@ -86,20 +89,5 @@ def build_grid(table: Table) -> RenderableType:
         grid.add_row(*(Text(escape_control_characters(head)) for head in table.heads), style="bold")
     for index, row in enumerate(table.rows):
         cells = (Text(escape_control_characters(text.replace("±", "+-"))) for text in table.texts(row))
-        grid.add_row(*cells, style="bold" if table.styles.get(index) == "best" else None)
+        grid.add_row(*cells, style="bold" if index == table.best_row else None)
     return grid
-
-
-def _list_lines(part: Part) -> Iterator[str]:
-    if isinstance(part, str | Code):
-        yield part if isinstance(part, str) else part.text
-    elif isinstance(part, Chart):
-        yield describe_chart(part)
-    else:
-        for example in part.examples if isinstance(part, Examples) else ():
-            yield from filter(None, [example.title, example.prompt])
-            for output in example.outputs:
-                facts = "; ".join(f"{name}: {format_cell(value)}" for name, value in output.facts)
-                yield ": ".join(filter(None, [output.label, facts, plain_text(output)]))
-        if part.note:
-            yield part.note.replace("±", "+-")

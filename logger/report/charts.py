@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,10 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from logger.pages import Chart, Curve, Floats
-from logger.report.reading import LoggedRun, Series
-
-MAX_CHARTS_PER_FAMILY = 12
-"""A family (prefix) with more other metrics than this becomes a table."""
+from logger.report.reading import LoggedRun
 
 MAX_POINTS_PER_CHART = 2400
 """Points of all curves of a chart; more would not be visible on a wide screen."""
@@ -44,7 +40,9 @@ CHART_SPECS = (
     ChartSpec("Validation", "nats per token", "val_nats_per_token", errors="val_standard_error"),
     ChartSpec("Validation, by bytes", "bits per byte", "val_bits_per_byte", errors="val_bits_per_byte_standard_error"),
     ChartSpec("Balance loss of the routers", "with its weight", "balance_loss", is_smoothed=True),
-    ChartSpec("Top-1 accuracy", "% of masked held-out tokens", r"val_top1_accuracy/(.+)", 100.0, from_zero=True),
+    ChartSpec(
+        "Top-1 accuracy", "% of masked tokens, by masked share", r"val_top1_accuracy/(.+)", 100.0, from_zero=True
+    ),
     ChartSpec("Accuracy on tasks", "%", r"tasks/(.+)", 100.0, from_zero=True),
     ChartSpec(
         "Loss by masked share, over the run",
@@ -67,8 +65,10 @@ CHART_SPECS = (
 )
 
 
-METRICS_WITHOUT_CHART = {"loss_smooth", "lr", "tokens_seen", "seconds_left", "skipped_steps"}
-"""In another chart, or in the table of results."""
+METRICS_WITHOUT_CHART = (
+    "loss_smooth", "lr", "tokens_seen", "seconds_left", "skipped_steps", "final_.+", "weight_norms/.+", "activation_.+",
+)  # fmt: skip
+"""Regular expressions for metrics in another chart, in the table of results, or of which there are hundreds."""
 
 
 def main_charts(runs: Sequence[LoggedRun]) -> list[Chart]:
@@ -76,34 +76,19 @@ def main_charts(runs: Sequence[LoggedRun]) -> list[Chart]:
     return [chart for spec in CHART_SPECS for chart in _build_charts(spec, runs)]
 
 
-def other_metrics(runs: Sequence[LoggedRun]) -> tuple[list[Chart], list[str]]:
-    """Return a chart for each other metric, and the names of those that a table of last values covers.
-
-    The table has metrics that never change, or belong to a large family.
-    """
-    known = [*METRICS_WITHOUT_CHART, "final_.+", *(spec.keys for spec in CHART_SPECS), *(s.errors for s in CHART_SPECS)]
+def other_charts(runs: Sequence[LoggedRun]) -> list[Chart]:
+    """Return a chart for each other metric, except for the norms of single parameters and modules."""
+    known = [*METRICS_WITHOUT_CHART, *(spec.keys for spec in CHART_SPECS), *(spec.errors for spec in CHART_SPECS)]
     charted = re.compile("|".join(f"(?:{keys})" for keys in known))
-    keys = dict.fromkeys(key for run in runs for key in run.numbers)
-    remaining = [key for key in keys if not charted.fullmatch(key)]
-    families = Counter(key.partition("/")[0] for key in remaining)
-    drawn = [
-        key
-        for key in remaining
-        if families[key.partition("/")[0]] <= MAX_CHARTS_PER_FAMILY and any(_changes(run, key) for run in runs)
-    ]
-    charts = [chart for key in drawn for chart in _build_charts(ChartSpec(key, "", re.escape(key)), runs)]
-    return charts, [key for key in remaining if key not in drawn]
-
-
-def _changes(run: LoggedRun, key: str) -> bool:
-    values_N = run.numbers[key].values_N if key in run.numbers else np.array([])
-    return len(np.unique(values_N[np.isfinite(values_N)])) > 1
+    keys = dict.fromkeys(key for run in runs for key in run.numbers if not charted.fullmatch(key))
+    return [chart for key in keys for chart in _build_charts(ChartSpec(key, "", re.escape(key)), runs)]
 
 
 def _build_charts(spec: ChartSpec, runs: Sequence[LoggedRun]) -> list[Chart]:
     """Build a chart of all metrics of one run, or a chart for each metric of several runs; empty ones are left out."""
     keys = list(dict.fromkeys(key for run in runs for key in run.numbers if re.fullmatch(spec.keys, key)))
-    labels = {key: _label_of_metric(spec, key) for key in keys}
+    matches = {key: re.fullmatch(spec.keys, key) for key in keys}
+    labels = {key: match[1].replace("_", " ") if match and match.groups() else "" for key, match in matches.items()}
     if len(runs) == 1:
         charts = [(spec.title, [(labels[key] or runs[0].name, runs[0], key) for key in keys])]
     else:
@@ -122,47 +107,19 @@ def _build_chart(spec: ChartSpec, title: str, metrics: Sequence[tuple[str, Logge
         logged, errors = run.numbers.get(key), run.numbers.get(spec.errors)
         if logged is None or logged.is_empty:
             continue
-        series = Series(logged.steps_N, logged.values_N * spec.scale)
-        smooth_N = moving_average(series.values_N) if spec.is_smoothed else None
-        is_aligned = errors is not None and np.array_equal(errors.steps_N, series.steps_N)
-        error_N = errors.values_N if errors is not None and is_aligned else None
-        chart.lines.append(build_curve(name, series, color, len(metrics), smooth_N=smooth_N, error_N=error_N))
-        num_missing += series.num_missing
+        values_N = logged.values_N * spec.scale
+        at = downsample(values_N, max(40, MAX_POINTS_PER_CHART // (2 * len(metrics))))
+        smooth_N = moving_average(values_N)[at] if spec.is_smoothed else None
+        is_aligned = errors is not None and np.array_equal(errors.steps_N, logged.steps_N)
+        error_N = errors.values_N[at] if errors is not None and is_aligned else None
+        chart.lines.append(Curve(name, logged.steps_N[at], values_N[at], color, smooth_N, error_N, len(at) <= 30))
+        num_missing += int((~np.isfinite(values_N)).sum())
     if any(line.error_N is not None for line in chart.lines):
         notes.append("Bars: one standard error.")
     if num_missing:
-        notes.append(f"{num_missing:,} value{'s are' if num_missing > 1 else ' is'} not finite.")
+        notes.append(f"Values that are not finite: {num_missing:,}.")
     chart.note = " ".join(filter(None, notes))
     return chart
-
-
-def _label_of_metric(spec: ChartSpec, key: str) -> str:
-    match = re.fullmatch(spec.keys, key)
-    if match is None or not match.groups():
-        return ""
-    text = match[1].replace("_", " ")
-    if "top1_accuracy" not in spec.keys and "fraction" not in spec.keys:
-        return text
-    shares = re.fullmatch(r"([\d.]+)(?:-([\d.]+))?", text)
-    return (
-        text if shares is None else " to ".join(f"{float(share):.0%}" for share in shares.groups() if share) + " masked"
-    )
-
-
-def build_curve(
-    name: str,
-    series: Series,
-    color: int = 0,
-    num_curves: int = 1,
-    *,
-    smooth_N: Floats | None = None,
-    error_N: Floats | None = None,
-) -> Curve:
-    """Build a curve with as few points as look the same in a chart of so many curves."""
-    indices = downsample(series.values_N, max(40, MAX_POINTS_PER_CHART // (2 * num_curves)))
-    smooth_N, error_N = (None if values_N is None else values_N[indices] for values_N in (smooth_N, error_N))
-    steps_N, values_N = series.steps_N[indices], series.values_N[indices]
-    return Curve(name, steps_N, values_N, color, smooth_N, error_N, has_dots=len(indices) <= 30)
 
 
 def downsample(values_N: Floats, num_buckets: int) -> NDArray[np.int64]:

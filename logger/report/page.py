@@ -5,38 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
 
 from logger.console import format_duration
 from logger.pages import Cell, Column, Number, Page, Part, Table, format_cell, tabulate_settings
 from logger.pages.html import write_page
-from logger.report.charts import main_charts, other_metrics
-from logger.report.reading import LoggedRun, RunEvent, read_runs
+from logger.report.charts import main_charts, other_charts
+from logger.report.reading import LoggedRun, read_runs
 from logger.report.samples import collect_samples
-
-STATES = {
-    "complete": "complete",
-    "going": "still going",
-    "stopped": "stopped by a signal",
-    "failed": "failed",
-    "ended": "ended early",
-}
-
-KEYS_WITHOUT_EFFECT_ON_ROWS = {
-    f"data.{key}" for key in ("workers", "prefetch_steps", "document_shuffle_window", "row_shuffle_window")
-}
-"""Keys of ``[data]`` that do not change which sequences are validated."""
 
 MAX_EVENTS = 200
 """Events listed for each run; all are in metrics.jsonl."""
-
-FAILURE_EVENTS = ("failed", "skipped", "report")
 
 VALIDATION_RESULTS = (
     ("nats per token", "nats_per_token", "standard_error"),
     ("bits per byte", "bits_per_byte", "bits_per_byte_standard_error"),
 )
 """Unit, and keys of the value and its standard error in summary.json; metrics are called the same, after ``val_``."""
+
+KEYS_WITHOUT_EFFECT_ON_TEXTS = {
+    f"data.{key}" for key in ("workers", "prefetch_steps", "document_shuffle_window", "row_shuffle_window")
+}
+"""Keys of ``[data]`` that do not change which texts are validated."""
 
 
 def write_report(paths: Sequence[Path], output: Path) -> list[LoggedRun]:
@@ -53,7 +42,6 @@ def write_report(paths: Sequence[Path], output: Path) -> list[LoggedRun]:
 
 def build_page(runs: Sequence[LoggedRun]) -> Page:
     """Build the page of one run, or of several runs compared."""
-    other_charts, without_chart = other_metrics(runs)
     configs = [
         (run.name, {key: value for key, value in run.config.items() if key != "run.directory"})
         for run in runs
@@ -67,12 +55,11 @@ def build_page(runs: Sequence[LoggedRun]) -> Page:
             "Curves": [*main_charts(runs)],
             "Samples": collect_samples(runs),
             "Config": tabulate_settings(configs, "configs of these runs"),
-            "Environment": [_tabulate_environment(runs)],
             "Events": _list_events(runs),
-            "Other metrics": [*other_charts, *_tabulate_last_values(runs, without_chart)],
+            "Other metrics": [*other_charts(runs)],
         },
         _notes(runs),
-        [_prefix(run, runs) + f"{STATES[run.state]}, {_describe_steps(run)} steps" for run in runs],
+        [_prefix(run, runs) + f"{run.state}, {_describe_steps(run)} steps" for run in runs],
     )
 
 
@@ -88,36 +75,21 @@ def _notes(runs: Sequence[LoggedRun]) -> list[str]:
             "These runs have different tokenizers. Nats per token are not comparable between them, nor is the top-1 "
             "accuracy: compare bits per byte."
         )
-    validated = {tuple(str(run.config.get(key)) for key in _validation_keys(runs)) for run in runs if run.config}
+    keys = {key for run in runs for key in run.config if key.startswith("data.")} - KEYS_WITHOUT_EFFECT_ON_TEXTS
+    keys |= {"validation.rows", "validation.final_rows", "model.max_position_embeddings"}
+    validated = {tuple(str(run.config.get(key)) for key in keys) for run in runs if run.config}
     if len(validated) > 1:
         messages.append("These runs have different data or validation settings: their validation texts may differ.")
     for run in runs:
-        own = list(run.notes)
-        if run.state == "going":
-            own.append("The run is still going; the page shows what it has written so far.")
-        elif run.state == "failed":
-            own.append(run.events_of("failed")[-1].text)
-        elif run.state == "ended":
-            before = "its final evaluation" if run.last_step == run.max_steps else "its last step"
-            own.append(f"The run ended before {before} without an error message.")
-        messages += [_prefix(run, runs) + note for note in own]
+        failure = [event.text for event in run.events_of("failed")[-1:]] if run.state == "failed" else []
+        messages += [_prefix(run, runs) + note for note in (*run.notes, *failure)]
     return messages
-
-
-def _validation_keys(runs: Sequence[LoggedRun]) -> list[str]:
-    """Return the config keys that decide which sequences are validated."""
-    keys = {key for run in runs for key in run.config if key.startswith("data.")} - KEYS_WITHOUT_EFFECT_ON_ROWS
-    return sorted(keys | {"validation.rows", "validation.final_rows", "model.max_position_embeddings"})
 
 
 def tabulate_results(runs: Sequence[LoggedRun]) -> Table:
     """Tabulate all results, with a column for each run."""
     rows = [[name, *cells] for name, cells in _result_rows(runs) if any(cell is not None for cell in cells)]
-    return _table_by_run("", runs, rows)
-
-
-def _table_by_run(first: str, runs: Sequence[LoggedRun], rows: Sequence[Sequence[Cell]]) -> Table:
-    return Table([first, *(Column(run.name) for run in runs)] if len(runs) > 1 else (), rows)
+    return Table(["", *(Column(run.name) for run in runs)] if len(runs) > 1 else (), rows)
 
 
 def _result_rows(runs: Sequence[LoggedRun]) -> Iterator[tuple[str, list[Cell]]]:
@@ -186,7 +158,9 @@ def _validation_result(run: LoggedRun, key: str, error_key: str) -> Cell:
     """Return the final value with its error, or the run's last value and its step."""
     value, error = run.result("evaluation", key), run.result("evaluation", error_key)
     if value is not None:
-        return Number(value, ".3f", error)
+        number = Number(value, ".3f", error)
+        has_one_row = run.result("evaluation", "num_rows") == 1
+        return f"{format_cell(number)} (one row: no standard error)" if has_one_row else number
     value, error = run.last(f"val_{key}"), run.last(f"val_{error_key}")
     if value is None:
         return None
@@ -223,41 +197,16 @@ def _seconds(run: LoggedRun) -> float | None:
     return tokens / speed if tokens is not None and speed else None
 
 
-def _tabulate_last_values(runs: Sequence[LoggedRun], keys: Sequence[str]) -> list[Part]:
-    """Tabulate the last values of metrics without a chart."""
-    rows = [[key, *(run.last(key) for run in runs)] for key in keys]
-    return [_table_by_run("Last value of", runs, rows)] if rows else []
-
-
 def _list_events(runs: Sequence[LoggedRun]) -> list[Part]:
     """Tabulate the events of each run, the newest first."""
     parts: list[Part] = []
     for run in runs:
         events = [event for event in run.events if event.kind != "sample"]
         newest = events[::-1][:MAX_EVENTS]
-        rows: list[list[Cell]] = [[event.step, event.kind, _without_step(event)] for event in newest]
-        styles: dict[int, Literal["best", "bad"]] = {
-            index: "bad" for index, event in enumerate(newest) if event.kind in FAILURE_EVENTS
-        }
+        rows: list[list[Cell]] = [[event.step, event.kind, event.text] for event in newest]
         num_omitted = len(events) - len(newest)
         note = f"{num_omitted:,} earlier ones are in metrics.jsonl." if num_omitted else ""
         title = run.name if len(runs) > 1 else ""
         if rows:
-            parts.append(Table([Column("Step", ",", "left"), "Kind", "Event"], rows, title, note, styles))
+            parts.append(Table([Column("Step", ","), "Kind", "Event"], rows, title, note))
     return parts
-
-
-def _without_step(event: RunEvent) -> str:
-    """Return the text without prefixes that repeat the other columns."""
-    return event.text.removeprefix(f"step {event.step}: ").removeprefix(f"{event.kind}: ")
-
-
-def _tabulate_environment(runs: Sequence[LoggedRun]) -> Table:
-    """Tabulate the environment of each run since its last start, an event: ``name value; name value``."""
-    columns: list[dict[str, str]] = []
-    for run in runs:
-        text = "; ".join(event.text for event in run.events_of("environment")[-1:])
-        items = [item for item in text.removeprefix("environment: ").split("; ") if item]
-        columns.append({**dict(item.partition(" ")[::2] for item in items), "directory": str(run.path)})
-    names = dict.fromkeys(name for column in columns for name in column)
-    return _table_by_run("", runs, [[name, *(column.get(name) for column in columns)] for name in names])

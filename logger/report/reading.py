@@ -46,11 +46,6 @@ class Series:
         return not np.isfinite(self.values_N).any()
 
     @property
-    def num_missing(self) -> int:
-        """Number of points that are null, NaN or infinite."""
-        return int((~np.isfinite(self.values_N)).sum())
-
-    @property
     def last_step(self) -> float | None:
         """Step of the last finite value; None: there is none."""
         steps_N = self.steps_N[np.isfinite(self.values_N)]
@@ -132,8 +127,9 @@ def read_runs(paths: Sequence[Path]) -> list[LoggedRun]:
     """
     distinct = list({path.resolve(): path for path in paths}.values())
     runs = [read_run(path) for path in distinct]
-    for run, name in zip(runs, _distinct_names(distinct), strict=True):
-        run.name = name
+    names = [run.name for run in runs]
+    for run in runs:
+        run.name = run.name if names.count(run.name) == 1 else str(run.path)
     return runs
 
 
@@ -144,12 +140,8 @@ def read_run(path: Path) -> LoggedRun:
         ValueError: the directory is missing or has no metrics; names it.
     """
     metrics = path / "metrics.jsonl"
-    if path.is_file():
-        raise ValueError(f"{path} is a file: name the directory of a run, such as {path.parent}")
-    if not path.is_dir():
-        raise ValueError(f"{path}: no such directory; name the directory of a run, such as runs/quickstart")
     if not metrics.is_file():
-        raise ValueError(f"{path} has no metrics.jsonl, so it is not the directory of a run (or the run never began)")
+        raise ValueError(f"{path} has no metrics.jsonl: name the directory of a run, such as runs/quickstart")
     run = LoggedRun(path.resolve().name, path)
     _read_metrics(run, metrics)
     _read_config(run)
@@ -159,25 +151,15 @@ def read_run(path: Path) -> LoggedRun:
     return run
 
 
-def _distinct_names(paths: Sequence[Path]) -> list[str]:
-    """Return the ends of the paths, with as many components as make them unique."""
-    paths_parts = [path.resolve().parts for path in paths]
-    depth = 1
-    while len({parts[-depth:] for parts in paths_parts}) < len(paths_parts):
-        depth += 1
-    return ["/".join(parts[-depth:]) for parts in paths_parts]
-
-
 def _read_metrics(run: LoggedRun, path: Path) -> None:
     """Read ``metrics.jsonl``. A step that occurs again, after a resume, replaces its earlier values."""
     columns: defaultdict[str, tuple[array[float], array[float]]] = defaultdict(lambda: (array("d"), array("d")))
-    num_damaged, is_truncated = 0, False
+    num_damaged = 0
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             record = parse_record(line)
             if record is None:
-                is_truncated = not line.endswith("\n")
-                num_damaged += bool(line.strip("\0 \n")) and not is_truncated
+                num_damaged += bool(line.strip("\0 \n"))
                 continue
             step = record["step"]
             run.last_step = max(run.last_step, step)
@@ -191,16 +173,8 @@ def _read_metrics(run: LoggedRun, path: Path) -> None:
                 steps.append(step)
                 numbers.append(_number(value))
     run.numbers = {key: _series(steps, numbers) for key, (steps, numbers) in columns.items()}
-    if is_truncated:
-        run.notes.append(
-            "metrics.jsonl ends in the middle of a line: a process was ended while it wrote. "
-            "All that stands before it is shown."
-        )
     if num_damaged:
-        lines = "1 line" if num_damaged == 1 else f"{num_damaged:,} lines"
-        run.notes.append(
-            f"{lines} of metrics.jsonl could not be read and {'is' if num_damaged == 1 else 'are'} not shown."
-        )
+        run.notes.append(f"Lines of metrics.jsonl that cannot be read and are not shown: {num_damaged:,}.")
     if not run.numbers:
         run.notes.append("metrics.jsonl has no numbers yet.")
 
@@ -218,11 +192,8 @@ def _number(value: Any) -> float:
 
 def _series(steps: array[float], numbers: array[float]) -> Series:
     """Build a series sorted by step, with the last of several values of a step."""
-    steps_N, values_N = np.frombuffer(steps), np.frombuffer(numbers)
-    if (np.diff(steps_N) > 0).all():
-        return Series(steps_N, values_N)
-    distinct_N, from_behind_N = np.unique(steps_N[::-1], return_index=True)
-    return Series(distinct_N, values_N[len(steps_N) - 1 - from_behind_N])
+    distinct_N, from_behind_N = np.unique(np.frombuffer(steps)[::-1], return_index=True)
+    return Series(distinct_N, np.frombuffer(numbers)[::-1][from_behind_N])
 
 
 def _read_config(run: LoggedRun) -> None:

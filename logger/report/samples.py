@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Sequence
 
 from logger.pages import Example, Examples, Output, Part, Token
@@ -11,8 +10,6 @@ from logger.report.reading import LoggedRun, RunEvent
 
 MAX_SAMPLES_PER_TEXT = 12
 """Samples of each text and run: the first, the last and evenly spaced ones between."""
-
-_MASKED_SPAN = re.compile(r"\[MASK:[^\[\]\n]*\]")
 
 
 def collect_samples(runs: Sequence[LoggedRun]) -> list[Part]:
@@ -69,18 +66,3 @@ def join_tokens(columns: Iterable[tuple[str, int | None, float | None]]) -> tupl
             tokens += [Token(text[size:])] if text[size:] else []
             rest = []
     return tuple(tokens)
-
-
-def mark_fills(masked_text: str, filled_text: str) -> tuple[Token, ...]:
-    """Mark what fills the masked spans of a text; if the texts differ elsewhere, nothing is marked."""
-    first, *others = map(re.escape, _MASKED_SPAN.split(masked_text))
-    # Each fill but the last ends where the text behind it begins first: atomic groups do not try other ends.
-    fills = [f"(?>(.*?){text})" for text in others[:-1]] + [f"(.*){text}" for text in others[-1:]]
-    match = re.fullmatch(first + "".join(fills), filled_text, re.DOTALL)
-    if match is None:
-        return (Token(filled_text),)
-    tokens, start = [], 0
-    for number in range(1, 1 + len(match.groups())):
-        tokens += [Token(filled_text[start : match.start(number)]), Token(match[number], forward=0)]
-        start = match.end(number)
-    return tuple(token for token in (*tokens, Token(filled_text[start:])) if token.text)

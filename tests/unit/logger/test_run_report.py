@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from logger.pages.html import render_html
+from logger.pages import Chart
 from logger.pages.markdown import render_markdown
 from logger.report import build_page, read_run, read_runs, write_report
-from logger.report.charts import main_charts, other_metrics
+from logger.report.charts import main_charts, other_charts
+from logger.report.reading import LoggedRun
 
 
 def summary(nats: float, steps: int) -> dict[str, Any]:
@@ -71,49 +73,38 @@ def make_run(folder: Path, *, steps: int = 6, learning_rate: float = 0.01, merge
     return folder
 
 
-def html_of(*folders: Path) -> str:
-    return render_html(build_page(read_runs(list(folders))))
-
-
 def test_reports_are_their_golden_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Callable[[str, str], None]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     quick, other = make_run(Path("quick")), make_run(Path("other"), steps=4, learning_rate=0.02, merges="h e")
     page = build_page(read_runs([quick]))
-    golden("run.html", render_html(page))
     golden("run.markdown.txt", render_markdown(page))
-    golden("runs.markdown.txt", render_markdown(build_page(read_runs([quick, other]))))
+    both = build_page(read_runs([quick, other]))
+    titles = [chart.title for chart in both.sections["Curves"] if isinstance(chart, Chart)]
+    assert {"Learning rate, hidden", "Learning rate, embed", "Gradient norm"} < {*titles}
+    sections = {name: both.sections[name] for name in ("Results", "Config")}
+    golden("runs.markdown.txt", render_markdown(replace(both, sections=sections)))
 
 
-def test_metrics_that_no_chart_knows_have_a_section_and_large_families_a_table(tmp_path: Path) -> None:
-    metrics: dict[str, Any] = {"temperature/cpu": 40.0, "void": None}
-    folder = make_run(tmp_path / "quick", **metrics)
-    norms = {f"weight_norms/layers.{index}": float(index) for index in range(300)}
-    with (folder / "metrics.jsonl").open("a") as file:
-        for step in (1, 2):
-            values = {name: value * step for name, value in norms.items()}
-            file.write(json.dumps({"step": step, "metrics": {**values, "weight_norms/mean": 1.0 * step}}) + "\n")
-        file.write('{"step": 6, "metrics": {"temperature/cpu": 44.0}}\n')
-    charts, rest = other_metrics([read_run(folder)])
-    assert [chart.title for chart in charts] == ["temperature/cpu"]
-    assert set(rest) == {"void", *norms}
-    assert "Norms of weights" in [chart.title for chart in main_charts([read_run(folder)])]
-    assert "weight_norms/layers.299" in html_of(folder)
+def test_metrics_that_no_chart_knows_have_one_without_norms_of_each_parameter(tmp_path: Path) -> None:
+    metrics: dict[str, Any] = {
+        "temperature/cpu": 40.0,
+        "void": None,
+        "weight_norms/layers.0": 1.0,
+        "weight_norms/mean": 1.0,
+    }
+    runs = [read_run(make_run(tmp_path / "quick", **metrics))]
+    assert [chart.title for chart in other_charts(runs)] == ["temperature/cpu"]
+    assert "Norms of weights" in [chart.title for chart in main_charts(runs)]
 
 
-def test_values_that_are_none_leave_gaps_and_are_counted(tmp_path: Path) -> None:
+def test_values_that_are_none_are_counted(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "quick", steps=12)
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    broken = [
-        re.sub(r'"grad_l2_norm": [\d.]+', '"grad_l2_norm": NaN', line) if '"step": 5,' in line else line
-        for line in lines
-    ]
-    (folder / "metrics.jsonl").write_text("\n".join(broken) + "\n")
-    page = html_of(folder)
-    assert "1 value is not finite." in page
-    raw = re.search(r'class="raw" d="([^"]+)"', page[page.index("Gradient norm") :])
-    assert raw is not None and raw[1].count("M") == 2
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "metrics": {"grad_l2_norm": NaN}}\n')
+    [chart] = [chart for chart in main_charts([read_run(folder)]) if chart.title == "Gradient norm"]
+    assert "not finite: 1" in chart.note and np.isnan(chart.lines[0].y_N).sum() == 1
 
 
 def test_a_report_that_fails_keeps_the_old_one(tmp_path: Path) -> None:
@@ -122,6 +113,15 @@ def test_a_report_that_fails_keeps_the_old_one(tmp_path: Path) -> None:
     assert [run.name for run in write_report([folder], output)] == ["quick"]
     assert sorted(output.parent.iterdir()) == [output, output.with_suffix(".md")]
     before = output.read_bytes()
-    with pytest.raises(ValueError, match="no such directory"):
+    with pytest.raises(ValueError, match="missing has no metrics"):
         write_report([folder, tmp_path / "missing"], output)
     assert output.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("key", "is_flagged"),
+    [("model.max_position_embeddings", True), ("validation.rows", True), ("data.workers", False)],
+)
+def test_runs_of_other_validation_texts_are_flagged(key: str, is_flagged: bool) -> None:
+    runs = [LoggedRun(str(value), Path(str(value)), config={key: value}) for value in (2, 4)]
+    assert any("their validation texts may differ" in note for note in build_page(runs).notes) == is_flagged
