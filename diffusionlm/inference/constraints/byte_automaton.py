@@ -91,7 +91,7 @@ def compile_expression(expression: Expression, max_states: int = MAX_STATES) -> 
         max_states: of the deterministic automaton.
 
     Raises:
-        ValueError: no text matches, or the automaton is too large.
+        ValueError: a set of characters is empty, or the automaton is too large.
     """
     graph = _Graph()
     start, end = graph.add_state(), graph.add_state()
@@ -151,7 +151,7 @@ class _Graph:
                 states: dict[ByteRanges, int] = {(): end}
                 sequences = self._encode(expression, code_points)
                 if not sequences:  # so that every state can be completed
-                    raise ValueError("no text matches the constraint, because a set has no character: correct it")
+                    raise ValueError("a set of characters is empty, as in [^\\s\\S]: remove it")
                 for (low, high), rest in sequences:
                     self._add_byte_edge(start, low, high, self._add_ranges(rest, states))
             case Concatenation(parts):

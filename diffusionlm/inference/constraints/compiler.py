@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any
 
+from config.serving.server import DEFAULT_SCHEMA_DEPTH
 from diffusionlm.inference.constraints.byte_automaton import (
     MAX_STATES,
     ByteAutomaton,
     compile_expression,
 )
-from diffusionlm.inference.constraints.expressions import Alternation, Expression, literal, nesting_error, parse_regex
-from diffusionlm.inference.constraints.json_schema import Schema, compile_json_schema
+from diffusionlm.inference.constraints.expressions import (
+    Alternation,
+    Concatenation,
+    Expression,
+    Repetition,
+    literal,
+    nesting_error,
+    parse_regex,
+)
+from diffusionlm.inference.constraints.json_schema import Schema, SchemaCompiler, compile_json_schema
 from diffusionlm.inference.constraints.token_automaton import TokenAutomaton, TokenTrie
 from diffusionlm.inference.settings import DecodingSettings
 from tokenizer import Tokenizer
+from tokenizer.tool_calls import ToolCallFormat
 
 MAX_CACHED_CONSTRAINTS = 48
 """Each has some megabytes, with a large vocabulary."""
@@ -63,11 +73,14 @@ class ConstraintCompiler:
 
     Args:
         max_states: of the automaton of a constraint, at most `MAX_STATES`.
+        max_schema_depth: levels of a JSON schema within itself, and of objects and arrays in a value of any kind.
     """
 
-    def __init__(self, tokenizer: Tokenizer, max_states: int = MAX_STATES) -> None:
-        self._max_states = min(max_states, MAX_STATES)
-        self._trie = TokenTrie.from_tokenizer(tokenizer)
+    def __init__(
+        self, tokenizer: Tokenizer, max_states: int = MAX_STATES, max_schema_depth: int = DEFAULT_SCHEMA_DEPTH
+    ) -> None:
+        self._max_states, self._max_schema_depth = min(max_states, MAX_STATES), max_schema_depth
+        self._find_trie = lru_cache(_KEPT_VARIANTS)(partial(TokenTrie.from_tokenizer, tokenizer))
         self._compile = lru_cache(MAX_CACHED_CONSTRAINTS)(self._compile_new)
 
     def compile_regex(self, pattern: str) -> TokenConstraint:
@@ -94,18 +107,15 @@ class ConstraintCompiler:
         """
         return self._compile("json", json.dumps(schema))
 
-    def compile_json_object(self) -> TokenConstraint:
-        """Any JSON object, on one line, of limited depth."""
-        return self.compile_json_schema({"type": "object"})
-
     def compile_structured_outputs(self, value: object) -> TokenConstraint:
         """A constraint in the form of vLLM's ``structured_outputs``: an object with one of the keys choice (texts),
-        regex, json (a schema, or its JSON text) and json_object (true).
+        regex, json (a schema, or its JSON text) and json_object (true). What is null or false counts as absent.
 
         Raises:
             ValueError: it is something else, or like the other methods; names the key.
         """
-        used = {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else {}
+        items = value.items() if isinstance(value, dict) else ()
+        used = {key: item for key, item in items if item is not None and item is not False}
         if len(used) != 1 or not used.keys() <= set(_STRUCTURED_OUTPUTS):
             found = f"has {', '.join(map(str, used))[:60]}" if used else "is something else"
             raise ValueError(f"expected an object with one of {', '.join(_STRUCTURED_OUTPUTS)}; it {found}")
@@ -121,22 +131,56 @@ class ConstraintCompiler:
                 case "json" if isinstance(item, str):
                     return self.compile_json_schema(json.loads(item))
                 case "json_object" if item is True:
-                    return self.compile_json_object()
+                    return self.compile_json_schema({"type": "object"})
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{key}: {error}") from None
         raise ValueError(f"{key}: expected {_STRUCTURED_OUTPUTS[key]}")
 
+    def compile_tool_calls(
+        self, schemas: Mapping[str, Schema], call_format: ToolCallFormat, *, is_single: bool, content: Schema | None
+    ) -> TokenConstraint:
+        """One call of a tool or more, as a chat template writes them, also with special tokens of the tokenizer.
+
+        Args:
+            schemas: of the arguments, by the names of the tools.
+            is_single: one call only.
+            content: schema of a JSON value that the text may be instead. None: calls only.
+
+        Raises:
+            ValueError: like `compile_json_schema`.
+        """
+        return self._compile("tools", (json.dumps([schemas, content]), call_format, is_single))
+
+    def _build_calls(self, source: str, call_format: ToolCallFormat, is_single: bool) -> Expression:
+        schemas, content = json.loads(source)
+        compiler, options = SchemaCompiler(self._max_schema_depth), []
+        for name, schema in schemas.items():
+            before, after = map(literal, call_format.enclose_arguments(name))
+            try:
+                options.append(Concatenation((before, compiler.compile_root(schema), after)))
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        separator = call_format.separator
+        maximum = 1 if is_single or separator is None else None
+        calls = Repetition(Alternation(tuple(options)), 1, maximum, literal(separator or ""))
+        if content is None:
+            return calls
+        return Alternation((calls, compiler.compile_root(content)))
+
     def _compile_new(self, kind: str, source: Any) -> TokenConstraint:
+        trie = self._find_trie(source[1].opening + source[1].closing if kind == "tools" else "")
         match kind:
             case "choice":
                 if not source:
                     raise ValueError("there are no choices: name at least one text")
                 expression: Expression = Alternation(tuple(map(literal, source)))
             case "regex":
-                expression = parse_regex(source).expression
+                expression = parse_regex(source)
+            case "tools":
+                expression = self._build_calls(*source)
             case _:
-                expression = compile_json_schema(json.loads(source))
+                expression = compile_json_schema(json.loads(source), self._max_schema_depth)
         try:
-            return TokenConstraint(compile_expression(expression, self._max_states), self._trie)
+            return TokenConstraint(compile_expression(expression, self._max_states), trie)
         except RecursionError:
             raise nesting_error() from None

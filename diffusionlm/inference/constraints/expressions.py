@@ -171,18 +171,11 @@ _CATEGORIES: Mapping[Any, CodePoints] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True)
-class ParsedPattern:
-    """A regular expression without its anchors."""
-
-    expression: Expression
-    begins_anchored: bool
-    """It began with ``^``."""
-    ends_anchored: bool
-
-
-def parse_regex(pattern: str) -> ParsedPattern:
+def parse_regex(pattern: str, *, is_search: bool = False) -> Expression:
     """Parse a regular expression.
+
+    Args:
+        is_search: any text that contains a match, unless the pattern begins with ``^`` and ends with ``$``.
 
     Raises:
         ValueError: its syntax is wrong or not supported.
@@ -200,7 +193,7 @@ def parse_regex(pattern: str) -> ParsedPattern:
         items = list(tree)
         begins_anchored = bool(items) and items[0] == (_constants.AT, _constants.AT_BEGINNING)
         ends_anchored = bool(items) and items[-1] == (_constants.AT, _constants.AT_END)
-        expression = _convert(items[begins_anchored : len(items) - ends_anchored], 0)
+        match = _convert(items[begins_anchored : len(items) - ends_anchored], 0)
     except re.error as error:
         position = 1 if error.pos is None else error.pos + 1
         raise ValueError(
@@ -208,16 +201,20 @@ def parse_regex(pattern: str) -> ParsedPattern:
             "backslash before a character that stands for itself"
         ) from None
     except OverflowError:
-        raise _repetition_error() from None
+        raise ValueError(
+            f"the regular expression has too many repetitions: use at most {MAX_REPETITIONS}, or no upper limit"
+        ) from None
     except RecursionError:
         raise nesting_error() from None
-    return ParsedPattern(expression, begins_anchored, ends_anchored)
+    anything = Repetition(CharacterSet(complement(())), 0, None)
+    before, after = [anything] * (is_search and not begins_anchored), [anything] * (is_search and not ends_anchored)
+    return Concatenation((*before, match, *after))
 
 
 def _convert(items: Sequence[tuple[Any, Any]], depth: int) -> Expression:
     """The expression of a sequence of the parser's items."""
     if depth > MAX_NESTING:
-        raise nesting_error()
+        raise RecursionError
     parts = [_convert_item(operation, argument, depth) for operation, argument in items]
     return parts[0] if len(parts) == 1 else Concatenation(tuple(parts))
 
@@ -243,7 +240,7 @@ def _convert_item(operation: Any, argument: Any, depth: int) -> Expression:
             minimum, maximum, items = argument
             has_limit = maximum is not _constants.MAXREPEAT
             if max(minimum, maximum if has_limit else 0) > MAX_REPETITIONS:
-                raise _repetition_error()
+                raise OverflowError
             return Repetition(_convert(items, depth), minimum, int(maximum) if has_limit else None)
         case _constants.AT if argument in (_constants.AT_BEGINNING, _constants.AT_END):
             name = "^" if argument == _constants.AT_BEGINNING else "$"
@@ -274,12 +271,6 @@ def _unsupported_error(construct: str) -> ValueError:
     return ValueError(
         f"the regular expression has a construct that is not supported ({construct.lower()}): use characters, sets, "
         "groups, | and quantifiers only"
-    )
-
-
-def _repetition_error() -> ValueError:
-    return ValueError(
-        f"the regular expression has too many repetitions: use at most {MAX_REPETITIONS}, or no upper limit"
     )
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from diffusionlm.inference.constraints.byte_automaton import DEAD
 from diffusionlm.inference.constraints.token_automaton import TokenAutomaton
 
 
@@ -94,6 +95,14 @@ class JointDistribution:
             rest_S = reduce(automaton.sources_E[edges_E], values_E, automaton.num_states)
             rests.append(rest_S)
         return rests[::-1]
+
+    def log_factor(self, tokens_P: NDArray[np.int64]) -> float:
+        """Log of the number by which the condition multiplies the probability of tokens for all positions, none of
+        which is committed: 1 / (sum over all paths), or 0 if they are no path."""
+        state = self._state
+        for token in tokens_P.tolist():
+            state = self._automaton.next_state(state, token)
+        return -float(self._beta[0][self._state]) if state != DEAD and self._is_final_S[state] else -np.inf
 
     def best_tokens(self) -> NDArray[np.int64]:
         """The tokens of the most probable path; the lowest ids among equals, from the left."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -29,6 +30,8 @@ from diffusionlm.inference.sampling import (
 )
 from diffusionlm.inference.strategy import TOKEN_PROBABILITY
 
+SLOW_CONSTRAINT_SECONDS = 0.02
+"""Time of a request's constraint in a step, beyond which the others then go ahead for as long."""
 CONFIDENCE_DECIMALS = 9
 """Positions whose tokens determine each other have equal confidences, but for rounding in their sums."""
 
@@ -36,8 +39,8 @@ CONFIDENCE_DECIMALS = 9
 def constrain_predictions(
     logits: LogitRows, predictions: Sequence[Predictions | ValueError]
 ) -> list[Predictions | Exception]:
-    """Replace the predictions within constrained spans; an error where a constraint cannot be kept, or where this
-    fails.
+    """Replace the predictions within constrained spans, and add those of choices; an error where a constraint cannot
+    be kept, or where this fails.
 
     Args:
         logits: of the requests.
@@ -46,26 +49,53 @@ def constrain_predictions(
     results: list[Predictions | Exception] = []
     for request, predicted in zip(logits.requests, predictions, strict=True):
         result: Predictions | Exception = predicted
-        if request.span_cursors and isinstance(predicted, Predictions):
+        if (request.span_cursors or request.prepared.options.choices) and isinstance(predicted, Predictions):
             start = time.perf_counter()
             try:
                 result = _constrain_request(logits.logits_of(request), request, predicted)
             except Exception as error:  # whatever it is, the others' requests go on
                 result = error
-            request.constraint_seconds = time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            if seconds > SLOW_CONSTRAINT_SECONDS:
+                request.paused_until = start + 2 * seconds
         results.append(result)
     return results
 
 
 def _constrain_request(logits_NV: Tensor, request: ActiveRequest, predictions: Predictions) -> Predictions:
     block_positions = request.blocks[0].positions
+    joints: dict[int, JointDistribution] = {}
     for cursor in request.span_cursors:
         span = cursor.span
         positions_P = block_positions[(block_positions >= span.start) & (block_positions < span.end)]
         if not request.is_masked_L[positions_P].any():
             continue
-        predictions = _SpanSampler(logits_NV, request, cursor, positions_P).replace_predictions(predictions)
-    return predictions
+        sampler = _SpanSampler(logits_NV, request, cursor, positions_P)
+        predictions, joints[span.start] = sampler.replace_predictions(predictions), sampler.joint
+    scores = (
+        _score_choices(logits_NV, request, start, np.array(choices), joints.get(start))
+        for start, choices in request.prepared.options.choices.items()
+    )
+    return replace(predictions, choice_logprobs=tuple(scores))
+
+
+def _score_choices(
+    logits_NV: Tensor, request: ActiveRequest, start: int, tokens_CP: NDArray[np.int64], joint: JointDistribution | None
+) -> tuple[float, ...]:
+    """Log-probability of each choice for the span that begins at ``start``."""
+    first, length = int(np.searchsorted(request.output_positions, start)), tokens_CP.shape[1]
+    logprobs_PV = _log_softmax(logits_NV, request, slice(first, first + length))
+    scores_C = logprobs_PV[np.arange(length), tokens_CP].sum(axis=1)
+    if joint is not None:
+        scores_C += [joint.log_factor(tokens_P) for tokens_P in tokens_CP]
+    return tuple(scores_C.tolist())
+
+
+def _log_softmax(logits_NV: Tensor, request: ActiveRequest, rows: slice) -> NDArray[np.float64]:
+    """Log-probabilities of some of the output positions of a request without the constraint, [N, V]."""
+    changed_NV = LogitChanges([request]).apply(logits_NV[rows].to(torch.float64, copy=True), rows.start)
+    forbidden = torch.tensor(request.settings.forbidden_token_ids, dtype=torch.long)
+    return changed_NV.cpu().index_fill_(1, forbidden, float("-inf")).log_softmax(dim=1).numpy()
 
 
 class _SpanSampler:
@@ -89,8 +119,8 @@ class _SpanSampler:
         temperature = request.settings.temperature
         self._logprobs_PV = self._compute_logprobs(logits_NV)
         self._is_final_S = cursor.span.completable_at(int(positions_P[-1]) + 1)
-        self._joint = self._build_joint(self._logprobs_PV)
-        self._tempered_PV, self._tempered_joint = self._logprobs_PV, self._joint
+        self.joint = self._build_joint(self._logprobs_PV)
+        self._tempered_PV, self._tempered_joint = self._logprobs_PV, self.joint
         if temperature not in (0.0, 1.0):
             scaled_PV = divide_by_temperature(torch.from_numpy(self._logprobs_PV), temperature)
             self._tempered_PV = scaled_PV.log_softmax(dim=1).numpy()
@@ -103,9 +133,7 @@ class _SpanSampler:
 
     def _compute_logprobs(self, logits_NV: Tensor) -> NDArray[np.float64]:
         """Log-probabilities without the constraint, [P, V]; zeros at committed positions that have no logits."""
-        changed_NV = LogitChanges([self._request]).apply(logits_NV.to(torch.float64, copy=True), 0)
-        forbidden = torch.tensor(self._request.settings.forbidden_token_ids, dtype=torch.long)
-        logprobs_NV = changed_NV.cpu().index_fill_(1, forbidden, float("-inf")).log_softmax(dim=1).numpy()
+        logprobs_NV = _log_softmax(logits_NV, self._request, slice(0, len(logits_NV)))
         if self._rows_N.all() and self._is_output_P.all():
             return logprobs_NV
         logprobs_PV = np.zeros((len(self._positions_P), logits_NV.shape[1]))
@@ -115,7 +143,7 @@ class _SpanSampler:
     def replace_predictions(self, predictions: Predictions) -> Predictions:
         """The predictions of a request, with those of the span replaced."""
         tokens_P = self._choose_tokens()
-        marginals_PK = self._joint.class_weights()
+        marginals_PK = self.joint.class_weights()
         classes_P = self._automaton.class_of_V[tokens_P]
         rows_P = np.arange(len(tokens_P))
         logprobs_P = np.minimum(self._logprobs_PV[rows_P, tokens_P] + marginals_PK[rows_P, classes_P], 0.0)
@@ -133,17 +161,17 @@ class _SpanSampler:
         return new
 
     def _choose_tokens(self) -> NDArray[np.int64]:
-        """The tokens of the most probable path, or of a sampled one, from the left. Top-k and top-p are applied to the
-        distribution of each position given the tokens on its left, so that they always leave a token."""
+        """The tokens of the most probable path, or of a sampled one, from the left. Top-k, top-p and min-p are applied
+        to the distribution of each position given the tokens on its left, so that they always leave a token."""
         request, config = self._request, self._request.settings.config
         if request.settings.temperature == 0.0:
-            return self._joint.best_tokens()
+            return self.joint.best_tokens()
         uniforms_P = torch.from_numpy(request.draw_uniforms(RngStream.TOKEN_SAMPLING, self._positions_P))
         tokens_P, state = self._committed_P.copy(), self._state
         for index, token in enumerate(self._committed_P.tolist()):
             if token < 0:
                 scores_1V = torch.from_numpy(self._tempered_joint.conditional_logprobs(index, state))[None]
-                filtered_1V = filter_logits(scores_1V, temperature=1.0, top_k=config.top_k, top_p=config.top_p)
+                filtered_1V = filter_logits(scores_1V, config, 1.0)
                 token = int(choose_tokens(filtered_1V.softmax(dim=1), uniforms_P[index : index + 1]))
                 tokens_P[index] = token
             state = self._automaton.next_state(state, token)
@@ -158,7 +186,8 @@ class _SpanSampler:
         if measure is None:
             return np.zeros(len(tokens_P))
         is_filtered = config.confidence_from == "filtered"
-        is_changed = is_filtered and (self._tempered_joint is not self._joint or config.top_k or config.top_p < 1.0)
+        has_filter = config.top_k is not None or config.top_p < 1.0 or config.min_p > 0.0
+        is_changed = is_filtered and (self._tempered_joint is not self.joint or has_filter)
         if measure is TOKEN_PROBABILITY and not is_changed and not config.defer_token_ids:
             return np.exp(logprobs_P)
         if is_filtered:
@@ -167,7 +196,7 @@ class _SpanSampler:
             self._marginal_logprobs(self._tempered_PV if is_filtered else self._logprobs_PV, marginals_PK)
         )
         if is_filtered:
-            marginal_PV = filter_logits(marginal_PV, temperature=1.0, top_k=config.top_k, top_p=config.top_p)
+            marginal_PV = filter_logits(marginal_PV, config, 1.0)
         deferred_token_ids = torch.tensor(config.defer_token_ids, dtype=torch.long)
         probs_PV = exclude_tokens(marginal_PV.softmax(dim=1), deferred_token_ids)
         return measure.compute(probs_PV, torch.from_numpy(tokens_P)).numpy()

@@ -41,15 +41,17 @@ class TrieLevel:
 
 @dataclass(frozen=True, eq=False)
 class TokenTrie:
-    """All tokens that stand for text; special tokens do not."""
+    """All tokens that stand for text."""
 
     levels: tuple[TrieLevel, ...]
     vocab_size: int
     """Ids of the tokenizer."""
 
     @classmethod
-    def from_tokenizer(cls, tokenizer: Tokenizer) -> TokenTrie:
-        token_ids = sorted(tokenizer.vocab.values())
+    def from_tokenizer(cls, tokenizer: Tokenizer, text: str = "") -> TokenTrie:
+        """Build the tree of a vocabulary. Of special tokens only those in ``text`` stand for text."""
+        added_ids = (token_id for token, token_id in tokenizer.special_tokens.items() if token in text)
+        token_ids = sorted((*tokenizer.vocab.values(), *added_ids))
         return cls.from_texts(token_ids, [tokenizer.token_bytes(token) for token in token_ids], tokenizer.vocab_size)
 
     @classmethod
@@ -112,6 +114,8 @@ class TokenAutomaton:
         numbers, class_of_V = _renumber(class_of_V)
         functions = [functions[number] for number in numbers]
         self.is_accepting_S = automaton.is_accepting_S
+        self.has_stops = len(stops) > 0
+        """The last state follows a stop token."""
         if len(stops):
             stopped, accepting = automaton.num_states, np.flatnonzero(automaton.is_accepting_S)
             nothing = _Function(accepting[:0], accepting[:0])
@@ -179,18 +183,29 @@ class TokenAutomaton:
         """
         known = self._completable
         if len(known) <= length and not _has_settled(known):
-            if length * len(self._edge_sources) > MAX_STEPS:
-                error = too_large_error(MAX_STEPS, f"transitions times the {length:,} tokens of the answer")
-                raise ValueError(f"{error}, or a shorter answer")
+            self.check_steps(length)
             known = [*known]
             while len(known) <= length and not _has_settled(known):
                 following = np.unpackbits(known[-1], count=self.num_states).view(np.bool_)
-                known.append(np.packbits(self._before(following[self._edge_targets], self._edge_sources)))
+                known.append(np.packbits(self.completable_by(None, following)))
             self._completable = known
         return np.unpackbits(known[min(length, len(known) - 1)], count=self.num_states).view(np.bool_)
 
-    def completable_by(self, token_ids: NDArray[np.int64], following: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """True for the states from which one of these tokens leads to one of the states ``following``, [S]."""
+    def check_steps(self, length: int) -> None:
+        """Check that so many steps of the automaton can be computed.
+
+        Raises:
+            ValueError: automaton and length together are too large.
+        """
+        if length * len(self._edge_sources) > MAX_STEPS:
+            error = too_large_error(MAX_STEPS, f"transitions times the {length:,} tokens of the answer")
+            raise ValueError(f"{error}, or a shorter answer")
+
+    def completable_by(self, token_ids: NDArray[np.int64] | None, following: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """True for the states from which one of these tokens, None: any token, leads to one of the states
+        ``following``, [S]."""
+        if token_ids is None:
+            return self._before(following[self._edge_targets], self._edge_sources)
         is_allowed = np.zeros(self.num_classes + 1, dtype=np.bool_)
         is_allowed[self.class_of_V[token_ids]] = True
         is_allowed[-1] = False  # the class -1
@@ -294,42 +309,55 @@ class ConstrainedSpan:
     """Masked positions ``start`` to ``end`` - 1, whose tokens an automaton has to accept."""
 
     def __init__(
-        self, automaton: TokenAutomaton, start: int, end: int, allowed_token_ids: Mapping[int, NDArray[np.int64]]
+        self,
+        automaton: TokenAutomaton,
+        start: int,
+        end: int,
+        allowed_token_ids: Mapping[int, NDArray[np.int64]],
+        min_length: int = 0,
     ) -> None:
         """Check that there is an answer.
 
         Args:
             allowed_token_ids: masked position -> the tokens that it may hold.
+            min_length: tokens from ``start`` on among which there is no stop token.
 
         Raises:
-            ValueError: no tokens of this span are accepted.
+            ValueError: no tokens of this span are accepted, or automaton and length together are too large.
         """
         self.automaton, self.start, self.end = automaton, start, end
-        last = max((position for position in allowed_token_ids if start <= position < end), default=start - 1)
-        self._early: list[NDArray[np.bool_]] = []
-        """`completable_at` of the positions from ``start`` on, up to the last one with tokens of its own."""
+        min_length *= automaton.has_stops
+        positions = (position for position in allowed_token_ids if start <= position < end)
+        last = max(positions, default=start - 1)
+        last = max(last, start + min_length - 1)
+        automaton.check_steps(last - start + 1)
         following = automaton.completable(end - last - 1)
+        early = []
         for position in range(last, start - 1, -1):
-            allowed_ids = allowed_token_ids.get(position)
-            if allowed_ids is None:
-                allowed_ids = np.arange(len(automaton.class_of_V))
-            following = automaton.completable_by(allowed_ids, following)
-            self._early.insert(0, following)
+            if position == start + min_length - 1:
+                following[-1] = False  # after a stop token, which nothing before this position leads to either
+            following = automaton.completable_by(allowed_token_ids.get(position), following)
+            early.append(np.packbits(following))
+        self._early = early[::-1]
+        """Bits of `completable_at` of the positions from ``start`` on, up to the last one with tokens of its own."""
         if not self.completable_at(start)[0]:
-            raise ValueError(self._explain(restricts_tokens=last >= start))
+            raise ValueError(self._explain(min_length, restricts_tokens=last >= start))
 
     def completable_at(self, position: int) -> NDArray[np.bool_]:
         """True for the states before a position from which the rest of the span can be completed, [S]."""
         if position - self.start < len(self._early):
-            return self._early[position - self.start]
+            return np.unpackbits(self._early[position - self.start], count=self.automaton.num_states).view(np.bool_)
         return self.automaton.completable(self.end - position)
 
-    def _explain(self, *, restricts_tokens: bool) -> str:
-        length, min_length = self.end - self.start, self.automaton.min_length()
-        if min_length is None:
-            return "no tokens of the vocabulary are a text that the constraint allows: correct it"
-        if min_length > length:
-            return f"the constraint needs at least {min_length} tokens, and there are {length}: allow more tokens"
+    def _explain(self, min_length: int, *, restricts_tokens: bool) -> str:
+        length, num_needed = self.end - self.start, self.automaton.min_length()
+        if num_needed is not None and num_needed > length:
+            return f"the constraint needs at least {num_needed} tokens, and there are {length}: allow more tokens"
+        if min_length:
+            return (
+                f"no text of min_new_tokens (min_tokens) = {min_length} to {length} tokens fits the constraint: change "
+                "one of them"
+            )
         allowed = ", with the tokens that are allowed in their places," if restricts_tokens else ""
         return (
             f"no text of exactly {length} tokens{allowed} fits the constraint: change their number or the constraint, "

@@ -1,10 +1,8 @@
-"""Answers under constraints: all conform, and their distribution is the model's own, restricted."""
+"""Answers under constraints: all conform, in any company. `test_joint.py` has their distribution."""
 
 from __future__ import annotations
 
-import itertools
 import re
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch
 
 from config.generation import GenerationConfig
 from diffusionlm.inference import decoder as decoder_module
+from diffusionlm.inference import scheduler as scheduler_module
 from diffusionlm.inference.constraints.byte_automaton import compile_expression
 from diffusionlm.inference.constraints.compiler import TokenConstraint
 from diffusionlm.inference.constraints.expressions import parse_regex
@@ -39,7 +38,7 @@ TEXTS = [*LETTERS, b"ab", b"ba", b"abc", b"ca", b"\xc3", b"\xa9", b"dd", b"bcd"]
 
 def make_constraint(pattern: str, texts: list[bytes] = TEXTS) -> TokenConstraint:
     trie = TokenTrie.from_texts(range(len(texts)), texts, V)
-    return TokenConstraint(compile_expression(parse_regex(pattern).expression), trie)
+    return TokenConstraint(compile_expression(parse_regex(pattern)), trie)
 
 
 def to_text(token_ids: tuple[int, ...]) -> str:
@@ -77,18 +76,6 @@ def test_every_answer_conforms(model: Transformer, name: str, index: int) -> Non
         assert all(np.isfinite(result.logprobs)) and max(result.logprobs, default=0.0) < 1e-9
 
 
-def test_infill_constrains_each_span(model: Transformer, blocks: Transformer) -> None:
-    canvas = [1, 2, *[MASK] * 5, 3, 4, *[MASK] * 3, 7, *[MASK] * 4, 5]
-    patterns = ["(ab|c)+", "[ad]{3}", "é+"]
-    constraints = [make_constraint(patterns[0]), None, make_constraint(patterns[2])]
-    for which, options in ((model, {"block_length": 4}), (model, {"steps": 5, "temperature": 1.0}), (blocks, {})):
-        [result] = infill(which, [canvas], GenerationConfig(**options), constraints=[constraints])
-        assert re.fullmatch(patterns[0], to_text(result.token_ids[2:7]))
-        assert re.fullmatch(patterns[2], to_text(result.token_ids[13:17]))
-        kept = [index for index, token in enumerate(canvas) if token != MASK]
-        assert [result.token_ids[index] for index in kept] == [canvas[index] for index in kept]
-
-
 @pytest.mark.parametrize(
     ("name", "temperature", "deferred"),
     [("low_confidence", 0.0, ()), ("low_confidence", 0.8, ()), ("entropy", 0.8, ()), ("topk_margin", 0.0, ()),
@@ -117,41 +104,6 @@ def test_independent_positions_are_allowed_tokens(
         assert_same(left, right)
 
 
-@pytest.mark.parametrize("count", [250, pytest.param(3000, marks=pytest.mark.slow)])
-def test_distribution_of_one_forward(model: Transformer, count: int) -> None:
-    """Chi-square over all answers of three tokens: the product of the model's marginals, restricted and normalized."""
-    pattern, prompt = "a(b|ca|bc)*d?|ba.*", [3, 1]
-    allowed = {tuple(answer) for answer in np.ndindex(12, 12, 12) if _matches(pattern, answer)}
-    config = GenerationConfig(max_new_tokens=3, steps=1, temperature=1.0, stop_token_ids=())
-    with torch.no_grad():
-        probs_LV = model(torch.tensor([[*prompt, *[MASK] * 3]]), pattern=Bidirectional())[0, len(prompt) :].softmax(
-            dim=1
-        )
-    weights = {answer: float(probs_LV[range(3), answer].prod()) for answer in allowed}
-    total = sum(weights.values())
-    results = generate(model, [prompt] * count, config, constraints=[make_constraint(pattern)] * count)
-    assert {result.num_forwards for result in results} == {1}
-    counts: dict[tuple[int, ...], int] = {}
-    for result in results:
-        counts[result.token_ids] = counts.get(result.token_ids, 0) + 1
-    assert counts.keys() <= allowed
-    frequent = [answer for answer in allowed if count * weights[answer] / total >= 5]
-    observed = np.array([counts.get(answer, 0) for answer in frequent] + [0.0])
-    expected = np.array([count * weights[answer] / total for answer in frequent] + [0.0])
-    observed[-1], expected[-1] = count - observed.sum(), count - expected.sum()
-    chi_square = float(((observed - expected) ** 2 / expected).sum())
-    degrees = len(frequent)
-    assert degrees > 10
-    assert chi_square < degrees + 4.0 * np.sqrt(2 * degrees)
-
-
-def _matches(pattern: str, answer: tuple[int, ...]) -> bool:
-    try:
-        return re.fullmatch(pattern, b"".join(TEXTS[token] for token in answer).decode()) is not None
-    except UnicodeDecodeError:
-        return False
-
-
 def test_neighbors_without_constraints(blocks: Transformer) -> None:
     """Alone and in a batch of constrained and other requests: the same answers."""
     constraints = [make_constraint(PATTERNS[0]), None, make_constraint(PATTERNS[1]), None, make_constraint(PATTERNS[3])]
@@ -173,13 +125,18 @@ def test_a_slow_constraint_lets_others_go_ahead(
     for it: elsewhere forwards do not depend on the clock."""
     constraint, config = make_constraint("[abd]+"), GenerationConfig(max_new_tokens=9)
     [expected] = generate(blocks, [[1]], config, constraints=[constraint])
-    clock = itertools.count()
-    monkeypatch.setattr(decoder_module, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    seconds = [0]
+
+    def read_clock() -> int:
+        seconds[0] += 1  # each step takes a second
+        return seconds[0]
+
+    monkeypatch.setattr(scheduler_module, "time", SimpleNamespace(perf_counter=read_clock))
 
     def constrain_slowly(logits: LogitRows, predictions: Any) -> Any:
         results = constrain_predictions(logits, predictions)
         for request in logits.requests:
-            request.constraint_seconds = 2.5 if request.span_cursors else 0.0  # and each step takes a second
+            request.paused_until = seconds[0] + 3.5 if request.span_cursors else 0.0
         return results
 
     monkeypatch.setattr(decoder_module, "constrain_predictions", constrain_slowly)
@@ -237,17 +194,47 @@ def test_top_logprobs_are_those_of_the_restricted_distribution(blocks: Transform
         assert sum(np.exp(value) for _, value in top) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("min_new_tokens", range(5))
+def test_a_stop_token_that_comes_too_early_is_no_way_to_complete_a_text(
+    model: Transformer, min_new_tokens: int
+) -> None:
+    """The most probable answer is that of an enumeration. "a" needs a second token then, or cannot be at all."""
+    config = GenerationConfig(
+        max_new_tokens=4, remasking_strategy="random", denoising_steps=1, stop_token_ids=(EOS,),
+        min_new_tokens=min_new_tokens,
+    )  # fmt: skip
+    options = RequestOptions(constraints=[make_constraint("a|abab?|ca(d|dd)?", LETTERS)], logit_bias={EOS: 9.0})
+    request = prepare_request(resolve_settings(config, model.config), [1, 2], options=options)
+    [answer] = decode(model, [request])
+    with torch.no_grad():
+        logits_LV = model(torch.tensor([[1, 2, *[MASK] * 4]]), pattern=Bidirectional())[0]
+    logits_LV[:, EOS] += 9.0
+    logits_LV[:, MASK] = -torch.inf
+    scores = {}
+    for text in ("a", "aba", "abab", "ca", "cad", "cadd"):
+        ids = [LETTERS.index(letter.encode()) for letter in text]
+        rest = logits_LV[2 + len(ids) :].amax(dim=1)
+        if len(ids) < 4:
+            rest[0] = logits_LV[2 + len(ids), EOS]
+        if len(ids) >= min_new_tokens:
+            scores[text] = float(sum(logits_LV[2 + index, token] for index, token in enumerate(ids)) + rest.sum())
+    assert to_text(answer.token_ids) == max(scores, key=scores.__getitem__)
+    assert (min_new_tokens > 2) == (len(answer.token_ids) > 2)
+
+
 @pytest.mark.parametrize(
     ("pattern", "tokens", "message"),
     [
         ("[abd]{40}", 9, "prompt 0: the constraint needs at least 20 tokens, and there are 9"),
-        ("x", 9, "prompt 0: no tokens of the vocabulary are a text that the constraint allows"),
         ("a|b", 2, "prompt 0: no text of exactly 2 tokens fits the constraint"),
+        ("a|ab", 4, "prompt 0: no text of min_new_tokens (min_tokens) = 3 to 4 tokens fits the constraint"),
     ],
 )
 def test_what_cannot_be_met_is_refused(model: Transformer, pattern: str, tokens: int, message: str) -> None:
-    config = GenerationConfig(max_new_tokens=tokens, stop_token_ids=())
-    with pytest.raises(ValueError, match=message):
+    is_early = "min_new_tokens" in message
+    stops = (EOS,) if is_early else ()
+    config = GenerationConfig(max_new_tokens=tokens, stop_token_ids=stops, min_new_tokens=3 * is_early)
+    with pytest.raises(ValueError, match=re.escape(message)):
         generate(model, [[1]], config, constraints=[make_constraint(pattern)])
 
 
@@ -258,16 +245,6 @@ def test_wrong_numbers_of_constraints(model: Transformer) -> None:
         infill(model, [[1, MASK, 2, MASK]], GenerationConfig(), constraints=[[None]])
     with pytest.raises(ValueError, match="canvas 0: masked span 2: no text of exactly 1 tokens"):
         infill(model, [[1, MASK, 2, MASK]], GenerationConfig(), constraints=[[None, make_constraint("ad|")]])
-
-
-def test_spans_beside_each_other(blocks: Transformer) -> None:
-    canvas, constraints = [1, *[MASK] * 5, 2], [make_constraint("[ab]+"), make_constraint("c+")]
-    options = RequestOptions(is_infill=True, constraints=constraints, span_lengths=(3, 2))
-    [result] = decode(blocks, [prepare_request(settings_of(blocks), canvas, options=options)])
-    assert re.fullmatch("[ab]+", to_text(result.token_ids[1:4]))
-    assert to_text(result.token_ids[4:6]) == "cc"
-    with pytest.raises(ValueError, match="canvas 0: 2 constraints for 1 masked spans"):
-        prepare_request(settings_of(blocks), canvas, options=replace(options, span_lengths=()))
 
 
 def test_allowed_tokens_within_a_span(model: Transformer) -> None:

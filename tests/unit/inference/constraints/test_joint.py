@@ -50,7 +50,7 @@ def make_case(
 ) -> Case | None:
     """None: no sequence is accepted."""
     trie = TokenTrie.from_texts(range(len(TEXTS)), TEXTS, V)
-    automaton = TokenAutomaton(compile_expression(parse_regex(pattern).expression), trie, V, stops)
+    automaton = TokenAutomaton(compile_expression(parse_regex(pattern)), trie, V, stops)
     is_final_S = automaton.completable(rest)
     rng = np.random.default_rng(seed)
     logits_PV = 3.0 * rng.normal(size=(4, V))
@@ -117,7 +117,7 @@ def test_equals_the_enumeration(pattern: str, stops: tuple[int, ...], committed:
 def test_improbable_paths_are_not_lost() -> None:
     """Two paths whose probabilities, 10^-695 each, are no floating-point numbers."""
     trie = TokenTrie.from_texts(range(2), [b"a", b"b"], 3)
-    automaton = TokenAutomaton(compile_expression(parse_regex("ab|ba").expression), trie, 3)
+    automaton = TokenAutomaton(compile_expression(parse_regex("ab|ba")), trie, 3)
     logprobs_PV = np.array([[-800.0, -800.0 + np.log(3.0), 0.0], [-800.0, -800.0, 0.0]])
     joint = JointDistribution(automaton, 0, logprobs_PV, FREE, ALL, automaton.is_accepting_S)
     assert joint.best_tokens().tolist() == [1, 0]
@@ -136,6 +136,6 @@ def test_improbable_paths_are_not_lost() -> None:
 
 def test_equal_probabilities_take_the_lowest_ids_from_the_left() -> None:
     trie = TokenTrie.from_texts(range(5), TEXTS, V)
-    automaton = TokenAutomaton(compile_expression(parse_regex("b?a[ab]").expression), trie, V)
+    automaton = TokenAutomaton(compile_expression(parse_regex("b?a[ab]")), trie, V)
     joint = JointDistribution(automaton, 0, np.full((2, V), -np.log(V)), FREE, ALL, automaton.is_accepting_S)
     assert joint.best_tokens().tolist() == [0, 0]

@@ -21,7 +21,7 @@ PATTERNS = ["", "a|b", "(ab)*", "a{3}", "[ab]{2,4}", "é(a|é)?b?", "(ba|aab){1,
 
 def make_automaton(pattern: str, stops: tuple[int, ...] = (), forbidden: tuple[int, ...] = (MASK, 0)) -> TokenAutomaton:
     trie = TokenTrie.from_texts(range(len(TEXTS)), TEXTS, 14)
-    return TokenAutomaton(compile_expression(parse_regex(pattern).expression), trie, VOCAB_SIZE, stops, forbidden)
+    return TokenAutomaton(compile_expression(parse_regex(pattern)), trie, VOCAB_SIZE, stops, forbidden)
 
 
 def is_answer(pattern: str, tokens: tuple[int, ...], stops: tuple[int, ...], forbidden: tuple[int, ...]) -> bool:
