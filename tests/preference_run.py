@@ -18,7 +18,7 @@ PREFERENCE_ROW_LENGTH = 96
 
 
 def write_preferences(folder: Path, tiny_model: MakeModel) -> None:
-    """Write 60 preferences for "yes", one that is too long, and an untrained model, `base`."""
+    """Write 60 preferences for "yes", one that is too long, 60 answers with a label, and an untrained model, `base`."""
     tokenizer = chat_tokenizer()
     vocabulary = {"vocab_size": tokenizer.vocab_size, "mask_token_id": tokenizer.mask_token_id}
     ends = dict.fromkeys(("eos_token_id", "pad_token_id"), tokenizer.eos_token_id)
@@ -27,12 +27,18 @@ def write_preferences(folder: Path, tiny_model: MakeModel) -> None:
     rows = [{"prompt": f"q{index}?", "chosen": "yes", "rejected": "no"} for index in range(60)]
     rows.append({"prompt": "x" * 60, "chosen": "yes", "rejected": "no"})
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    labeled = [
+        {"prompt": f"q{index}?", "completion": ("no", "yes")[index % 2], "label": index % 2} for index in range(60)
+    ]
+    (folder / "labeled.jsonl").write_text("\n".join(map(json.dumps, labeled)))
 
 
 def configure_preferences(folder: Path, name: str, **sections: dict[str, Any]) -> TrainConfig:
     """The config of a run of six steps on what `write_preferences` wrote, in the directory ``name``."""
-    chat = {"format": "preference", "eos_padding": "length:6"}
-    source = {"kind": "files", "paths": [str(folder / "pairs.jsonl")], "chat": chat, "validation_fraction": 0.2}
+    is_labeled = sections.get("objective", {}).get("loss") == "kto"
+    chat = {"format": "unpaired" if is_labeled else "preference", "eos_padding": "length:6"}
+    path = folder / ("labeled.jsonl" if is_labeled else "pairs.jsonl")
+    source = {"kind": "files", "paths": [str(path)], "chat": chat, "validation_fraction": 0.2}
     changes: dict[str, dict[str, Any]] = {
         "run": {"directory": str(folder / name), "device": "cpu", "threads": 1},
         "model": {"init_from": str(folder / "base")},

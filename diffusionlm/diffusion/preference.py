@@ -1,12 +1,10 @@
-"""Preferences by evidence bounds: DPO (Rafailov et al. 2023) with bounds in place of log-likelihoods (VRPO, LLaDA 1.5).
+"""Preferences by evidence bounds: DPO and its relatives with bounds in place of log-likelihoods (VRPO, LLaDA 1.5).
 
-With B(y) the evidence bound of an answer, the negative of its NELBO summed over its tokens,
+B(y), the evidence bound of an answer, is the negative of its NELBO summed over its tokens; the formulae are in
+`config.finetune.preference`. A row has two conversations: the chosen and the rejected one of a pair, or a labeled
+example and its prompt with the answer of another one (`append_mismatch`).
 
-    L = -log sigmoid(m),   m = beta ((B(w) - B_ref(w)) - (B(l) - B_ref(l)))
-
-for a chosen answer w and a rejected answer l. A row has one pair: the chosen conversation, then the rejected one.
-
-Shapes: B rows, L tokens, Q = 2 B answers of M tokens at most, P pairs, N output positions.
+Shapes: B rows, L tokens, Q = 2 B answers of M tokens at most, P pairs or labeled examples, N output positions.
 """
 
 from __future__ import annotations
@@ -19,7 +17,15 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from config.finetune.preference import PreferenceConfig
+from config.finetune.preference import (
+    DPOLossConfig,
+    IPOLossConfig,
+    KTOLossConfig,
+    ORPOLossConfig,
+    PreferenceConfig,
+    PreferenceLossConfig,
+    SimPOLossConfig,
+)
 from config.training.objective import NoiseGrouping
 from diffusionlm.diffusion.corruption import assign_noise_groups, choose_masked_in_groups, masked_counts_at_levels
 from diffusionlm.diffusion.layout import InputLayout, target_positions
@@ -46,12 +52,12 @@ class PreferenceObjective:
         """Draw the masks, the same for all models that are compared.
 
         Args:
-            batch: rows of two conversations with one segment each, the chosen and the rejected one.
+            batch: rows of two conversations with one segment each.
         """
         maskable_BL = self.layout.maskable(batch)
         answers = NoiseSequences.from_batch(batch)
         maskable_QM = answers.gather(maskable_BL)
-        assert len(maskable_QM) == 2 * len(maskable_BL), "each row has a chosen and a rejected answer"
+        assert len(maskable_QM) == 2 * len(maskable_BL), "each row has two answers"
         grouping: NoiseGrouping = "row" if self.layout.block_length is None else "block"
         group_ids_QM = assign_noise_groups(answers.batch, maskable_QM, grouping, self.layout.block_length)
         draws = _draw_masks(group_ids_QM, key, self.num_draws)
@@ -65,7 +71,15 @@ class PreferenceObjective:
         ids_QM = np.broadcast_to(np.arange(len(maskable_QM))[:, None], maskable_QM.shape)
         ids_BL = torch.from_numpy(answers.scatter(ids_QM)).flatten()
         positions_N = target_positions(noised_batch, self.layout.alignment) % len(ids_BL)
-        return replace(noised_batch, answers_N=ids_BL[positions_N], num_rows=len(maskable_BL))
+        assert answers.batch.is_eos_padding_BL is not None
+        lengths_Q = torch.from_numpy(maskable_QM & ~answers.batch.is_eos_padding_BL.numpy()).sum(1).clamp(min=1)
+        return replace(
+            noised_batch,
+            answers_N=ids_BL[positions_N],
+            answer_lengths_Q=lengths_Q,
+            is_desirable_P1=batch.is_desirable_B1,
+            num_rows=len(maskable_BL),
+        )
 
     def build_auxiliary_batch(self, batch: CleanBatch) -> None:
         """None: there is no auxiliary loss."""
@@ -119,22 +133,33 @@ def sum_by_answer(noised_batch: NoisedBatch, nll_N: Tensor) -> Tensor:
     return sums_Q.index_add(0, noised_batch.answers_N, weighted_N).view(-1, 2)
 
 
-def preference_margins(nelbo_P2: Tensor, reference_P2: Tensor, beta: float) -> Tensor:
-    """The argument m of the sigmoid for each pair, [P]."""
-    gain_P2 = reference_P2 - nelbo_P2
-    return beta * (gain_P2[:, 0] - gain_P2[:, 1])
+def compute_losses(
+    loss: PreferenceLossConfig,
+    scores_P2: Tensor,
+    is_desirable_P1: Tensor | None = None,
+    divergence: Tensor | None = None,
+) -> Tensor:
+    """The loss of each pair, or labeled example, [P].
 
-
-def weigh_answers(
-    noised_batch: NoisedBatch, nelbo_P2: Tensor, reference_P2: Tensor, beta: float
-) -> tuple[Tensor, Tensor]:
-    """The loss of each pair [P], and the factor of each position's weight that gives its gradient [N], fp64.
-
-    dL/dNELBO(w) = beta sigmoid(-m) and dL/dNELBO(l) = -beta sigmoid(-m), so a forward with these factors has the
-    gradient of L.
+    ``scores_P2``: bounds less those of the reference, and per token, as the loss says. ``divergence``: KTO's z, 0-d.
     """
-    assert noised_batch.answers_N is not None
-    margin_P = preference_margins(nelbo_P2, reference_P2, beta)
-    slope_P = beta * torch.sigmoid(-margin_P)
-    factor_Q = torch.stack([slope_P, -slope_P], dim=1).flatten()
-    return F.softplus(-margin_P), factor_Q[noised_batch.answers_N]
+    difference_P = scores_P2[:, 0] - scores_P2[:, 1]
+    match loss:
+        case DPOLossConfig():
+            return F.softplus(-loss.beta * difference_P)
+        case IPOLossConfig():
+            return (difference_P - 0.5 / loss.beta).square()
+        case SimPOLossConfig():
+            return F.softplus(-loss.beta * (difference_P - loss.gamma_beta_ratio))
+        case ORPOLossConfig():
+            log_p_P2 = scores_P2.clamp(max=-1e-12)  # at probability 1 the odds are infinite
+            log_odds_P2 = log_p_P2 - torch.log(-torch.expm1(log_p_P2))
+            return loss.beta * F.softplus(log_odds_P2[:, 1] - log_odds_P2[:, 0]) - scores_P2[:, 0]
+        case KTOLossConfig():
+            assert is_desirable_P1 is not None and divergence is not None
+            argument_P = loss.beta * (scores_P2[:, 0] - divergence)
+            return torch.where(
+                is_desirable_P1[:, 0],
+                loss.desirable_weight * torch.sigmoid(-argument_P),
+                loss.undesirable_weight * torch.sigmoid(argument_P),
+            )

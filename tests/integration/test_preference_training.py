@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from config.load import ConfigError
 from config.train import TrainConfig
@@ -20,6 +21,7 @@ from config.training.objective import MaskedDiffusionConfig
 from diffusionlm.checkpoints.huggingface import load_model, save_model
 from diffusionlm.data.loader import LoaderSpec
 from diffusionlm.data.pipeline import count_skipped
+from diffusionlm.diffusion.preference_loss import PreferenceLoss
 from diffusionlm.training import run as run_module
 from diffusionlm.training.loop import train
 from profiling.estimate import estimate_run
@@ -60,7 +62,9 @@ def test_rows_have_the_chosen_and_the_rejected_conversation(configure: Configure
     assert count_skipped(loader.components) == {"longer than a row": 1} and 40 < len(rows) < 60
 
 
-@pytest.mark.parametrize("lora", [None, {"rank": 2, "targets": "all-linear", "dropout": 0.1}])
+@pytest.mark.parametrize(
+    "lora", [None, {"rank": 2, "targets": "all-linear", "dropout": 0.1}, {"rank": 2, "modules_to_save": ["lm_head"]}]
+)
 def test_training_starts_at_ln_2_and_learns(lora: dict[str, Any] | None, configure: Configure) -> None:
     """Dropout of the adapter is on in the model and off in the reference, so the first loss differs with it."""
     sections = {} if lora is None else {"lora": lora, "optimizer": {"learning_rate": 2e-2}}
@@ -73,20 +77,52 @@ def test_training_starts_at_ln_2_and_learns(lora: dict[str, Any] | None, configu
     assert result.summary is not None and result.summary.evaluation.num_tokens > 0
 
 
+@pytest.mark.parametrize("loss", [{"kind": "ipo"}, {"kind": "simpo", "gamma_beta_ratio": 5.0}, {"kind": "orpo"}])
+def test_other_losses_of_pairs_learn(loss: dict[str, Any], configure: Configure) -> None:
+    """A reference is built for those that have one only. ORPO learns the answers first, which both begin alike."""
+    config = configure("run", objective={"loss": loss}, training={"max_steps": 8})
+    with patch.object(run_module, "PreferenceLoss", wraps=PreferenceLoss) as build:
+        train(config)
+    assert (len(build.call_args.args) == 1) == (loss["kind"] in ("simpo", "orpo"))
+    assert metrics(config, "loss")[-1] < metrics(config, "loss")[0] - 0.01
+    assert loss["kind"] == "orpo" or metrics(config, "preference_margin")[-1] > metrics(config, "preference_margin")[0]
+    margins = [metrics(config, f"preference_{name}_reward")[-1] for name in ("chosen", "rejected")]
+    assert metrics(config, "preference_margin")[-1] == pytest.approx(margins[0] - margins[1], abs=1e-6)
+
+
+def test_labeled_answers_are_learned_alike_in_any_micro_batches(configure: Configure) -> None:
+    """KTO's reference point is a mean over the step. At the start the model is its reference, so each loss is 1/2."""
+    sections: dict[str, Any] = {"objective": {"loss": "kto", "num_draws": 2}}
+    sections["training"] = {"max_steps": 8, "precision": "float32"}
+    weights, runs = [], []
+    for name, size in (("whole", 4), ("parts", 1)):
+        sections["training"] = sections["training"] | {"micro_batch_size": size}
+        config = configure(name, **sections)
+        train(config)
+        runs.append(config)
+        weights.append(load_file(config.run.directory / "checkpoints/latest/model.safetensors"))
+    assert metrics(runs[0], "loss") == pytest.approx(metrics(runs[1], "loss"), rel=1e-4)
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-3, atol=1e-4)
+    assert metrics(runs[0], "loss")[0] == pytest.approx(0.5, abs=1e-6)
+    assert metrics(runs[0], "loss")[-1] < 0.49
+    last = {name: step for step in read_steps(runs[0]) for name in step if name.startswith("preference_")}
+    assert last.keys() == {"preference_chosen_reward", "preference_rejected_reward"}
+
+
 def test_the_reference_has_the_dtype_of_products(configure: Configure) -> None:
     """It computes the same bits as the model, and takes half the memory."""
     config = configure("run", training={"precision": "bfloat16", "max_steps": 1})
-    references: list[Any] = []
-    build = run_module.build_reference
+    built: list[Any] = []
+    build = run_module.build_preference_loss
 
     def build_and_keep(*args: Any) -> Any:
-        references.append(build(*args))
-        return references[-1]
+        built.append(build(*args))
+        return built[-1]
 
-    with patch.object(run_module, "build_reference", build_and_keep):
+    with patch.object(run_module, "build_preference_loss", build_and_keep):
         train(config)
-    [reference] = references
-    dtypes = {name: parameter.dtype for name, parameter in reference.model.named_parameters()}
+    [preferences] = built
+    dtypes = {name: parameter.dtype for name, parameter in preferences.reference.named_parameters()}
     assert dtypes["model.layers.0.mlp.up_proj.weight"] == dtypes["model.layers.1.self_attn.q_proj.weight"]
     assert dtypes["model.layers.0.mlp.up_proj.weight"] == torch.bfloat16
     assert dtypes["model.embed_tokens.weight"] == dtypes["model.layers.0.input_layernorm.weight"] == torch.float32
@@ -128,13 +164,15 @@ LORA = {"lora": {"rank": 2}, "optimizer": {"learning_rate": 2e-2}}
 
 
 @pytest.fixture
-def adapter(configure: Configure) -> dict[str, Any]:
+def adapter(configure: Configure, request: pytest.FixtureRequest) -> dict[str, Any]:
     """Sections of a run that goes on with the adapter of a finished run."""
-    first = configure("first", **LORA)
+    lora = {"rank": 2, **getattr(request, "param", {})}
+    first = configure("first", **LORA | {"lora": lora})
     train(first)
-    return LORA | {"lora": {"rank": 2, "init_from": str(first.run.directory)}}
+    return LORA | {"lora": lora | {"init_from": str(first.run.directory)}}
 
 
+@pytest.mark.parametrize("adapter", [{}, {"modules_to_save": ["embed_tokens"], "bias": "all"}], indirect=True)
 def test_training_starts_at_ln_2_from_an_adapter(adapter: dict[str, Any], configure: Configure) -> None:
     """The reference is the start of the run, not the bare base, from which the adapter is 0.1 away and more."""
     config = configure("second", **adapter)
@@ -145,9 +183,9 @@ def test_training_starts_at_ln_2_from_an_adapter(adapter: dict[str, Any], config
 
 
 def test_a_resumed_run_has_the_start_of_its_adapter_as_reference(
-    adapter: dict[str, Any], configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    adapter: dict[str, Any], configure: Configure, tmp_path: Path
 ) -> None:
-    """Bit for bit; another adapter in its place is refused, and so is a run whose reference was the base."""
+    """Bit for bit; another adapter in its place is refused."""
     whole, parts = configure("whole", **adapter), configure("parts", **adapter)
     for config in (whole, parts):
         train(config)
@@ -155,12 +193,6 @@ def test_a_resumed_run_has_the_start_of_its_adapter_as_reference(
     (tmp_path / "first" / "checkpoints" / "latest" / "adapter_model.safetensors").write_bytes(weights)
     with pytest.raises(ValueError, match=r"lora\.init_from = .*first, is not that of .*q_proj.start_lora_A has other"):
         train(whole)
-    older = configure("older", **adapter)
-    with monkeypatch.context() as patch:
-        patch.setattr(run_module, "_fingerprint_reference", lambda *_: None)  # as before adapters were references
-        train(older)
-    with pytest.raises(ValueError, match="it was the model without an adapter"):
-        train(older)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +204,12 @@ def test_a_resumed_run_has_the_start_of_its_adapter_as_reference(
             'set chat.eos_padding = "length:N" or "none"',
         ),
         ({"objective": {"num_draws": 3}}, "num_draws = 3 must be 1 or even"),
-        ({"objective": {"beta": 0.0}}, "objective.beta = 0.0: must be greater than 0"),
+        (
+            {"objective": {"loss": "kto"}, "training": {"batch_size": 1, "micro_batch_size": 1}},
+            "training.batch_size = 1: objective.loss.kind",
+        ),
+        ({"training": {"neftune_alpha": 5.0}}, "neftune_alpha = 5.0 is for supervised training"),
+        ({"objective": {"beta": 0.0}}, "objective.loss.beta = 0.0: must be greater than 0"),
     ],
 )
 def test_mistakes_in_the_config(changes: dict[str, dict[str, Any]], message: str, configure: Configure) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from config.finetune.lora import LoraConfig
-from config.finetune.preference import PreferenceConfig
+from config.finetune.preference import DPOLossConfig, PreferenceConfig
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
 from diffusionlm.diffusion.objectives import build_objective
-from diffusionlm.diffusion.preference import PreferenceObjective, sum_by_answer
-from diffusionlm.diffusion.preference_reference import PairLosses, PreferenceReference
+from diffusionlm.diffusion.preference import PreferenceObjective, compute_losses, sum_by_answer
+from diffusionlm.diffusion.preference_loss import PreferenceLoss, PreferenceResults
 from diffusionlm.models.lora import adapter_modules, add_adapter, keep_start
-from diffusionlm.models.patterns import Causal
+from diffusionlm.models.patterns import Bidirectional, Causal
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.block_wrapping import compile_blocks
 from tests.conftest import MakeModel
@@ -53,11 +55,12 @@ def build(model: Transformer, **options: Any) -> PreferenceObjective:
 
 
 def backward(
-    model: Transformer, reference: PreferenceReference, noised_batch: NoisedBatch, objective: PreferenceObjective
-) -> PairLosses:
+    model: Transformer, loss: PreferenceLoss, noised_batch: NoisedBatch, objective: PreferenceObjective
+) -> PreferenceResults:
     """The losses of the pairs; the gradients of their mean are added to the model's."""
     loss_inputs = objective.build_loss_inputs(noised_batch, noised_batch.denominator)
-    loss_inputs, losses = reference.add_dpo_weights(model, noised_batch, loss_inputs)
+    gains_P2 = loss.measure(model, noised_batch, loss_inputs)
+    loss_inputs, results = loss.add_weights(noised_batch, loss_inputs, gains_P2, gains_P2[:, 1].mean().clamp(min=0.0))
     output = model(
         noised_batch.inputs_BS,
         pattern=noised_batch.pattern,
@@ -65,7 +68,11 @@ def backward(
         loss_inputs=loss_inputs,
     )
     output.total_loss.backward()
-    return losses
+    return results
+
+
+def dpo(reference: Transformer | None, beta: float) -> PreferenceLoss:
+    return PreferenceLoss(DPOLossConfig(beta=beta), reference)
 
 
 def log_likelihood(model: Transformer, prompt: list[int], answer: list[int]) -> Tensor:
@@ -98,8 +105,8 @@ def test_compiled_blocks_compute_the_same(has_adapters: bool, tiny_model: MakeMo
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
             compile_blocks(model, "aot_eager")
-        preferences = PreferenceReference(None if has_adapters else reference, 0.3)
-        objective = build(model, block_length=2, beta=0.3)
+        preferences = dpo(None if has_adapters else reference, 0.3)
+        objective = build(model, block_length=2)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for step in range(3):
             noised_batch = objective.build_noised_batch(pair_batch(), NoiseKey(0, step, 0, 4))
@@ -115,9 +122,9 @@ def test_compiled_blocks_compute_the_same(has_adapters: bool, tiny_model: MakeMo
 @pytest.mark.parametrize("alignment", ["shifted", "same_position"])
 def test_blocks_of_one_token_are_dpo(alignment: str, tiny_model: MakeModel) -> None:
     model, reference = (tiny_model(torch.float64, seed=seed, logit_alignment=alignment) for seed in (1, 2))
-    objective = build(model, block_length=1, beta=0.3)
+    objective = build(model, block_length=1)
     noised_batch = objective.build_noised_batch(pair_batch(), NoiseKey(0, 0, 0, 4))
-    losses = backward(model, PreferenceReference(reference, 0.3), noised_batch, objective)
+    losses = backward(model, dpo(reference, 0.3), noised_batch, objective)
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
 
@@ -134,6 +141,61 @@ def test_blocks_of_one_token_are_dpo(alignment: str, tiny_model: MakeModel) -> N
         torch.testing.assert_close(gradients[name], parameter.grad, msg=name)
 
 
+def single_bounds(model: Transformer, noised_batch: NoisedBatch, batch: CleanBatch) -> Tensor:
+    """The bounds of all answers, [P, 2], with gradient: each masked version of a conversation alone."""
+    assert batch.document_BL is not None
+    bounds = []
+    for row, documents_L in enumerate(batch.document_BL):
+        for document in (0, 1):
+            part, total = documents_L == document, torch.zeros((), dtype=torch.float64)
+            versions = noised_batch.inputs_BS[row :: len(batch.tokens_BL), part]
+            for tokens in versions:
+                is_masked = tokens == MASK
+                logits = model(tokens[None], pattern=Bidirectional())[0][is_masked]
+                logits = logits.masked_fill(torch.arange(logits.shape[1]) == MASK, -math.inf)
+                clean = batch.tokens_BL[row, part][is_masked]
+                share = int(batch.loss_mask_BL[row, part].sum()) / int(is_masked.sum()) / len(versions)
+                total = total + share * F.log_softmax(logits, dim=-1).gather(1, clean[:, None]).sum()
+            bounds.append(total)
+    return torch.stack(bounds).view(-1, 2)
+
+
+@pytest.mark.parametrize("kind", ["dpo", "ipo", "simpo", "orpo", "kto"])
+def test_the_objective_is_that_of_single_sequences(kind: str, tiny_model: MakeModel) -> None:
+    """Losses and gradients. EOS padding counts in the bounds and not in the lengths, and a loss without reference calls
+    none."""
+    model, reference = (tiny_model(torch.float64, seed=seed) for seed in (2, 1))
+    calls = {"model": 0, "reference": 0}
+    for name, module in (("model", model), ("reference", reference)):
+        module.register_forward_pre_hook(lambda *_, name=name: calls.update({name: calls[name] + 1}))
+    labels, batch = torch.tensor([[True], [False]]), pair_batch()
+    assert batch.is_eos_padding_BL is not None
+    batch.is_eos_padding_BL[1, 6:8] = True  # the last two of the second rejected answer
+    if kind == "kto":
+        batch = replace(batch, is_desirable_B1=labels)
+    objective = build(model, num_draws=4, loss=kind)
+    loss = PreferenceLoss(objective.config.loss, reference)
+    noised_batch = objective.build_noised_batch(batch, NoiseKey(0, 0, 0, 4))
+    results = backward(model, loss, noised_batch, objective)
+    assert calls == {"model": 2, "reference": int(loss.config.has_reference)}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+
+    scores_P2 = single_bounds(model, noised_batch, batch)
+    if loss.config.has_reference:
+        scores_P2 = scores_P2 - single_bounds(reference, noised_batch, batch).detach()
+    divergence = scores_P2[:, 1].mean().detach().clamp(min=0.0)
+    assert kind != "kto" or divergence > 0
+    if loss.config.is_per_token:
+        scores_P2 = scores_P2 / torch.tensor([[3, 2], [2, 2]])
+    losses_P = compute_losses(loss.config, scores_P2, labels, divergence)
+    close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)  # rotations are float32, of other positions here
+    close(results.losses_P, losses_P.detach())
+    losses_P.mean().backward()
+    for name, parameter in model.named_parameters():
+        close(gradients[name], parameter.grad, msg=name)
+
+
 @pytest.mark.parametrize("block_length", [None, 2])
 @pytest.mark.parametrize("has_adapter", [False, True])
 def test_the_first_step_is_ln_2_with_a_gradient(
@@ -141,7 +203,7 @@ def test_the_first_step_is_ln_2_with_a_gradient(
 ) -> None:
     """The model equals its reference on the same draws, so the difference is exactly zero."""
     model = tiny_model()
-    reference = PreferenceReference(None if has_adapter else copy.deepcopy(model), 0.2)
+    reference = dpo(None if has_adapter else copy.deepcopy(model), 0.2)
     if has_adapter:
         add_adapter(model, LoraConfig(rank=2, targets="all-linear"))
     objective = build(model, block_length=block_length, num_draws=4)
@@ -163,9 +225,7 @@ def test_an_adapter_is_compared_with_its_base(tiny_model: MakeModel) -> None:
                 parameter.add_(torch.randn_like(parameter))
     objective = build(model, num_draws=2)
     noised_batch = objective.build_noised_batch(pair_batch(), NoiseKey(0, 3, 0, 4))
-    losses, expected = (
-        backward(model, PreferenceReference(reference, 0.2), noised_batch, objective) for reference in (None, base)
-    )
+    losses, expected = (backward(model, dpo(reference, 0.2), noised_batch, objective) for reference in (None, base))
     torch.testing.assert_close(losses.margins_P, expected.margins_P)
     assert losses.margins_P.abs().min() > 0.01
 
@@ -191,7 +251,7 @@ def test_an_adapter_that_goes_on_is_compared_with_its_start(
             copied.get_submodule(name).weight.copy_(module.effective_weight())  # type: ignore[operator]
     objective = build(model, num_draws=2)
     noised_batch = objective.build_noised_batch(pair_batch(), NoiseKey(0, 3, 0, 4))
-    first = backward(model, PreferenceReference(None, 0.2), noised_batch, objective)
+    first = backward(model, dpo(None, 0.2), noised_batch, objective)
     assert first.margins_P.tolist() == [0.0, 0.0]
     gradients = []
     with torch.no_grad():
@@ -200,7 +260,7 @@ def test_an_adapter_that_goes_on_is_compared_with_its_start(
     margins = []
     for reference in (None, copied):
         model.zero_grad()
-        margins.append(backward(model, PreferenceReference(reference, 0.2), noised_batch, objective).margins_P)
+        margins.append(backward(model, dpo(reference, 0.2), noised_batch, objective).margins_P)
         gradients.append([parameter.grad for parameter in trained])
     assert margins[0].abs().min() > 0.01
     torch.testing.assert_close(margins[0], margins[1], rtol=1e-9, atol=1e-12)
@@ -248,31 +308,6 @@ def test_opposite_draws_vary_less_than_independent_ones(tiny_model: MakeModel) -
     assert bool((paired.var(0) < 0.5 * single.var(0) / 4).all())
 
 
-def test_shared_draws_vary_less_than_independent_ones(tiny_model: MakeModel) -> None:
-    model, reference = tiny_model(torch.float64, seed=1), tiny_model(torch.float64, seed=1)
-    with torch.no_grad():
-        for parameter in reference.parameters():
-            parameter.add_(0.02 * torch.randn_like(parameter))
-    objective = build(model, num_draws=1)
-    estimates = []
-    for step in range(60):
-        noised_batch = objective.build_noised_batch(pair_batch(PAIRS[:1]), NoiseKey(2, step, 0, 2))
-        with torch.no_grad():
-            outputs = [
-                policy(
-                    noised_batch.inputs_BS,
-                    pattern=noised_batch.pattern,
-                    output_positions=noised_batch.positions_N,
-                    loss_inputs=objective.build_loss_inputs(noised_batch, 1.0),
-                )
-                for policy in (model, reference)
-            ]
-        estimates.append(torch.stack([sum_by_answer(noised_batch, output.nll_N)[0] for output in outputs]))
-    variance = torch.stack(estimates).var(0)
-    differences = torch.stack([nelbo - before for nelbo, before in estimates])
-    assert bool((differences.var(0) < 0.4 * variance.sum(0)).all())
-
-
 def test_accumulation_changes_neither_losses_nor_gradients(tiny_model: MakeModel) -> None:
     """Two pairs in one micro-batch, and in two with the divisor of the step."""
     model, reference = tiny_model(torch.float64, seed=1), tiny_model(torch.float64, seed=2)
@@ -284,7 +319,9 @@ def test_accumulation_changes_neither_losses_nor_gradients(tiny_model: MakeModel
         for part in parts:
             noised_batch = objective.build_noised_batch(batch.select(part), NoiseKey(0, 0, 2 * part.start, 4))
             loss_inputs = objective.build_loss_inputs(noised_batch, 2.0)
-            loss_inputs, pairs = PreferenceReference(reference, 0.2).add_dpo_weights(model, noised_batch, loss_inputs)
+            loss = dpo(reference, 0.2)
+            gains_P2 = loss.measure(model, noised_batch, loss_inputs)
+            loss_inputs, pairs = loss.add_weights(noised_batch, loss_inputs, gains_P2)
             output = model(
                 noised_batch.inputs_BS,
                 pattern=noised_batch.pattern,
