@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from datetime import datetime
 from typing import Any
 
@@ -185,19 +185,25 @@ def _copy_json(location: str, value: Any) -> Any:
         ) from None
 
 
-def map_texts(value: Any, change: Callable[[str], str]) -> Any:
+def map_texts(value: Any, change: Callable[[str], str], keys: Set[str] | None = None) -> Any:
     """Apply `change` to every string in a value, except to keys.
+
+    Args:
+        keys: only to strings at or below these keys. None: to all.
 
     Raises:
         ValueError: the value is nested too deeply.
     """
     if isinstance(value, str):
-        return change(value)
+        return change(value) if keys is None else value
     try:
         if isinstance(value, list):
-            return [map_texts(item, change) for item in value]
+            return [map_texts(item, change, keys) for item in value]
         if isinstance(value, dict):
-            return {key: map_texts(item, change) for key, item in value.items()}
+            return {
+                key: map_texts(item, change, None if keys is None or key in keys else keys)
+                for key, item in value.items()
+            }
     except RecursionError:
         raise ValueError("messages, tools or variables are nested too deeply") from None
     return value

@@ -6,7 +6,7 @@ found by markers around its texts in one rendering of the whole chat, never by c
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import accumulate
@@ -64,6 +64,9 @@ def encode_answer(
     messages: Sequence[Message],
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    now: datetime = RENDERING_TIME,
+    is_finished: bool = True,
+    encoded_pieces: dict[tuple[str, ...], list[int]] | None = None,
     **variables: Any,
 ) -> EncodedAnswer | None:
     """Encode the last message as an answer to those before it.
@@ -76,6 +79,8 @@ def encode_answer(
     Args:
         messages: the last one has the role `assistant`.
         tools, variables: as in `render_chat`.
+        is_finished: False: the answer ends with its last text and has no stop token, because it goes on.
+        encoded_pieces: as in `Tokenizer.encode_marked`.
 
     Returns:
         None if the template marks the answers to learn with `{% generation %}`, but not this one.
@@ -84,7 +89,35 @@ def encode_answer(
         ValueError: as in `encode_chat`; or the template changes the text of the message, or hides where it ends, or
             writes no special token after it.
     """
-    return next(encode_answers(tokenizer, template, messages, [len(messages) - 1], tools=tools, **variables))
+    prompt_data = template_variables(messages[:-1], True, tools, variables)
+    data = template_variables(messages, False, tools, variables)
+    markers = _Markers(*choose_markers(template, data, 5))
+    prompt = render_escaped(tokenizer, template, prompt_data, now, markers.escape)
+    rendered = _render_marked(tokenizer, template, data, markers, now)
+    _check_content(rendered, data["messages"][-1].get("content"), markers.escape)
+    start, end = _find_start(rendered, prompt), rendered.text_ends[-1]
+
+    def encode(text: str, *, is_continuation: bool = True) -> tuple[int, ...]:
+        return tuple(
+            tokenizer.encode_marked(
+                text, markers.escape, is_continuation=is_continuation, encoded_pieces=encoded_pieces
+            )
+        )
+
+    prompt_ids = encode(prompt, is_continuation=False)
+    if not is_finished:
+        content = data["messages"][-1]["content"]
+        spaces = content[len(content.rstrip()) :]  # they are behind the marker, and templates may remove them
+        end += len(spaces) if rendered.text.startswith(spaces, end) else 0
+        return EncodedAnswer(prompt_ids, encode(rendered.text[start:end]))
+    stop_end = _find_stop_end(tokenizer, rendered.text, end)
+    if _GENERATION_TAG.search(template.source):
+        tag_start = next((first for first, last in rendered.generation_spans if first < end <= last), None)
+        if tag_start is None:
+            return None
+        if tag_start > start:
+            prompt_ids, start = prompt_ids + encode(rendered.text[start:tag_start]), tag_start
+    return EncodedAnswer(prompt_ids, encode(rendered.text[start:stop_end]))
 
 
 def encode_answers(
@@ -92,21 +125,15 @@ def encode_answers(
     template: ChatTemplate,
     messages: Sequence[Message],
     positions: Iterable[int],
-    *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    now: datetime = RENDERING_TIME,
-    **variables: Any,
+    **options: Any,
 ) -> Iterator[EncodedAnswer | None]:
     """Encode the answers at these positions of a conversation, each after the messages before it (`encode_answer`).
 
-    Texts that its prompts have in common are tokenized once.
-
-    Args:
-        now: the time that the template sees.
+    Texts that its prompts have in common are tokenized once. ``options`` are those of `encode_answer`.
     """
-    encoded_pieces: dict[tuple[str, ...], list[int]] = {}
+    pieces: dict[tuple[str, ...], list[int]] = {}
     for position in positions:
-        yield _encode_answer(tokenizer, template, messages[: position + 1], tools, variables, now, encoded_pieces)
+        yield encode_answer(tokenizer, template, messages[: position + 1], encoded_pieces=pieces, **options)
 
 
 def encode_prompt(
@@ -171,48 +198,6 @@ def join_answers(answers: Sequence[EncodedAnswer]) -> list[EncodedAnswer] | None
     ]
 
 
-def _encode_answer(
-    tokenizer: Tokenizer,
-    template: ChatTemplate,
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]] | None,
-    variables: Mapping[str, Any],
-    now: datetime,
-    encoded_pieces: dict[tuple[str, ...], list[int]],
-) -> EncodedAnswer | None:
-    prompt_data = template_variables(messages[:-1], True, tools, variables)
-    data = template_variables(messages, False, tools, variables)
-    markers = _Markers(*choose_markers(template, data, 5))
-    prompt = render_escaped(tokenizer, template, prompt_data, now, markers.escape)
-    rendered = _render_marked(tokenizer, template, data, markers, now)
-    _check_content(rendered, data["messages"][-1].get("content"), markers.escape)
-    start = _find_start(rendered, prompt)
-    stop = tokenizer.find_control_token(rendered.text[rendered.text_ends[-1] :])
-    if stop is None:
-        raise ValueError(
-            "the chat template writes no special token of the tokenizer after an answer, so the model could not learn "
-            "to stop: use the template that belongs to the tokenizer, or a tokenizer with its special tokens "
-            "(tokenizer.special_tokens)"
-        )
-
-    def encode(text: str, *, is_continuation: bool = True) -> tuple[int, ...]:
-        return tuple(
-            tokenizer.encode_marked(
-                text, markers.escape, is_continuation=is_continuation, encoded_pieces=encoded_pieces
-            )
-        )
-
-    prompt_ids = encode(prompt, is_continuation=False)
-    if _GENERATION_TAG.search(template.source):
-        end = rendered.text_ends[-1]
-        tag_start = next((first for first, last in rendered.generation_spans if first < end <= last), None)
-        if tag_start is None:
-            return None
-        if tag_start > start:
-            prompt_ids, start = prompt_ids + encode(rendered.text[start:tag_start]), tag_start
-    return EncodedAnswer(prompt_ids, encode(rendered.text[start : rendered.text_ends[-1] + stop[1]]))
-
-
 class _Markers(NamedTuple):
     """Characters that occur in no text."""
 
@@ -255,6 +240,18 @@ def _check_content(rendered: _RenderedChat, content: Any, escape: str) -> None:
                 f"the chat template changes the text of an answer: {answer[-_SHOWN_CHARACTERS:]!r} becomes "
                 f"{written[-1][-_SHOWN_CHARACTERS:]!r}, and the model would learn that; remove the filter that does it"
             )
+
+
+def _find_stop_end(tokenizer: Tokenizer, text: str, start: int) -> int:
+    """Find the end of the first special token after an answer."""
+    stop = tokenizer.find_control_token(text[start:])
+    if stop is None:
+        raise ValueError(
+            "the chat template writes no special token of the tokenizer after an answer, so the model could not learn "
+            "to stop: use the template that belongs to the tokenizer, or a tokenizer with its special tokens "
+            "(tokenizer.special_tokens)"
+        )
+    return start + stop[1]
 
 
 def _find_start(rendered: _RenderedChat, prompt: str) -> int:
@@ -308,21 +305,10 @@ def _mark_message(message: Mapping[str, Any], content_start: str, text_end: str)
         core = text.strip()
         return text.replace(core, f"{start}{core}{text_end}", 1) if core else text
 
-    marked: dict[str, Any] = _mark_texts(message, mark)
+    marked: dict[str, Any] = map_texts(dict(message), mark, _TEXT_KEYS)
     content = message.get("content")
     if isinstance(content, str):
         # An answer without text ends where it begins.
         has_text = bool(content.strip()) or marked != message
         marked["content"] = mark(content, content_start) if has_text else f"{content_start}{text_end}{content}"
     return marked
-
-
-def _mark_texts(value: Any, mark: Callable[[str], str], is_text: bool = False) -> Any:
-    """Mark all strings below the keys of texts, such as the arguments of tool calls."""
-    if isinstance(value, str):
-        return mark(value) if is_text else value
-    if isinstance(value, list):
-        return [_mark_texts(item, mark, is_text) for item in value]
-    if isinstance(value, dict):
-        return {key: _mark_texts(item, mark, is_text or key in _TEXT_KEYS) for key, item in value.items()}
-    return value

@@ -28,4 +28,5 @@ CHAT_TEMPLATES: dict[str, ChatTemplate] = {
     "llama3": ChatTemplate(_read_source("llama3"), {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}),
     "llada": ChatTemplate(_read_source("llama3"), {"bos_token": "<|startoftext|>", "eos_token": "<|endoftext|>"}),
 }
-"""Templates of model families, without tools; they render the same text as the templates of the checkpoints."""
+"""Templates of model families; they render the same text as the templates of the checkpoints. chatml and qwen3 write
+tools in the format of Hermes, the others have none."""

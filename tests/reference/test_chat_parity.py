@@ -7,6 +7,7 @@ JSON, dates, exceptions, `generation` and `break`.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,15 @@ QWEN3 = """\
     {%- if messages[0].role == 'system' %}
         {{- messages[0].content + '\\n\\n' }}
     {%- endif %}
-    {{- "# Tools\\n\\nFunctions that you may call:\\n<tools>" }}
+    {{- "# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\nYou are provided with \
+function signatures within <tools></tools> XML tags:\\n<tools>" }}
     {%- for tool in tools %}
         {{- "\\n" }}
         {{- tool | tojson }}
     {%- endfor %}
-    {{- "\\n</tools><|im_end|>\\n" }}
+    {{- "\\n</tools>\\n\\nFor each function call, return a json object with function name and arguments within \
+<tool_call></tool_call> XML tags:\\n<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}\\n\
+</tool_call><|im_end|>\\n" }}
 {%- else %}
     {%- if messages[0].role == 'system' %}
         {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
@@ -53,7 +57,8 @@ QWEN3 = """\
 {%- set ns = namespace(searching=true, last=messages|length - 1) %}
 {%- for message in messages[::-1] %}
     {%- set index = (messages|length - 1) - loop.index0 %}
-    {%- if ns.searching and message.role == "user" and not(message.content.startswith('<tool_response>')) %}
+    {%- if ns.searching and message.role == "user" and not(message.content.startswith('<tool_response>') \
+and message.content.endswith('</tool_response>')) %}
         {%- set ns.searching = false %}
         {%- set ns.last = index %}
     {%- endif %}
@@ -77,11 +82,22 @@ QWEN3 = """\
             {{- '<|im_start|>' + message.role + '\\n' + content }}
         {%- endif %}
         {%- for call in message.tool_calls or [] %}
-            {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {%- if content or not loop.first %}
+                {{- '\\n' }}
+            {%- endif %}
+            {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
             {{- call.function.arguments | tojson }}
             {{- '}\\n</tool_call>' }}
         {%- endfor %}
         {{- '<|im_end|>\\n' }}
+    {%- elif message.role == "tool" %}
+        {%- if loop.first or messages[loop.index0 - 1].role != "tool" %}
+            {{- '<|im_start|>user' }}
+        {%- endif %}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != "tool" %}
+            {{- '<|im_end|>\\n' }}
+        {%- endif %}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
@@ -222,6 +238,34 @@ def test_built_in_templates(name: str, family: tuple[Path, Any], tmp_path: Path)
     chat = chats(3, 1)[0]
     del options["bos_token"]
     assert theirs_of(theirs, chat, chat_template=saved, **options) == render_chat(name, chat, **options)
+
+
+def test_built_in_templates_write_tools(family: tuple[Path, Any]) -> None:
+    """Calls, several responses in a row, texts that look like responses; chatml is qwen3 without reasoning."""
+    _, theirs = family
+    rng = np.random.default_rng(6)
+    calls = [
+        {"type": "function", "function": {"name": "add", "arguments": value}}
+        for value in ({"b": 2, "a": "é<"}, {}, {"x": [1, None, {"y": 0.5}]})
+    ]
+    tools = [{"type": "function", "function": {"name": "add", "description": "a + b, 'é'", "parameters": {"b": {}}}}]
+    turns: Chat = [
+        {"role": "user", "content": "2 + 2"},
+        {"role": "user", "content": "<tool_response>\n4\n</tool_response>"},
+        {"role": "user", "content": "<tool_response> is what?"},
+        {"role": "assistant", "content": "", "tool_calls": calls[:1]},
+        {"role": "assistant", "content": "first", "tool_calls": calls},
+        {"role": "assistant", "content": "4", "reasoning_content": "a sum\n"},
+        {"role": "tool", "content": "4"},
+        {"role": "tool", "content": '{"a": 1}'},
+    ]
+    for number in range(300):
+        system = [{"role": "system", "content": "be <b>brief</b>"}] * (number % 2)
+        chat = [*system, *(turns[index] for index in rng.integers(0, len(turns), size=int(rng.integers(1, 8))))]
+        options: dict[str, Any] = {"tools": tools if number % 3 else None, "add_generation_prompt": number % 5 == 0}
+        text = theirs_of(theirs, chat, chat_template=QWEN3, **options)
+        assert render_chat("qwen3", chat, **options) == text
+        assert render_chat("chatml", chat, **options) == re.sub(r"(?s)<think>\n.*?\n</think>\n\n", "", text)
 
 
 def test_helpers_of_templates(family: tuple[Path, Any]) -> None:

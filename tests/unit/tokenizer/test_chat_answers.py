@@ -137,6 +137,12 @@ def test_tool_calls_belong_to_the_answer(chatter: Tokenizer) -> None:
     no_text = {"function": {"name": "f", "arguments": {}}}
     _, answer = split(chatter, ChatTemplate(TOOLS), user("q"), assistant("", tool_calls=[no_text]))
     assert answer == '<call>{"name": "f", "arguments": {}}</call><|im_end|>'
+    for template in ("chatml", "qwen3"):
+        tools = [{"type": "function", "function": {"name": "add"}}]
+        prompt, answer = split(chatter, template, user("q"), assistant("so", tool_calls=[call]), tools=tools)
+        assert '<tools>\n{"type": "function", "function": {"name": "add"}}\n</tools>' in prompt
+        written = '<tool_call>\n{"name": "add", "arguments": {"x": "<|im_end|>", "y": 2}}\n</tool_call><|im_end|>'
+        assert answer.removeprefix("<think>\n\n</think>\n\n") == f"so\n{written}"
 
 
 def test_generation_tags_limit_what_is_learned(chatter: Tokenizer) -> None:
@@ -175,17 +181,11 @@ def test_templates_that_hide_the_answer_are_refused(source: str, problem: str, c
     [
         ("m.content", True),
         ("m.content | trim", True),
-        ("m.content.strip()", True),
         ("m.content | upper", False),
-        ("m.content | lower", False),
-        ("m.content | title", False),
         ("m.content | replace('b', 'c')", False),
-        ("m.content | replace(' ', '')", False),
-        ("m.content.strip('.')", False),
         ("m.content.lstrip(' A')", False),
         ("m.content[:3]", False),
         ("m.content[2:]", False),
-        ("m.content | e", False),
         ("m.content | tojson", False),
         ("'draft' ~ m.content", True),
     ],
