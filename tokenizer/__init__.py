@@ -1,6 +1,6 @@
 """Byte-level BPE: training, encoding, Hugging Face's files, chat templates."""
 
-from tokenizer.bpe import Tokenizer
+from tokenizer.bpe import IncrementalDecoder, Tokenizer
 from tokenizer.chat import encode_chat, render_chat
 from tokenizer.chat_answers import (
     EncodedAnswer,
@@ -12,7 +12,6 @@ from tokenizer.chat_answers import (
 )
 from tokenizer.chat_templates import CHAT_TEMPLATES, ChatTemplate
 from tokenizer.files import load_chat_template, load_tokenizer, save_chat_template, save_tokenizer
-from tokenizer.incremental import IncrementalDecoder
 from tokenizer.patterns import PATTERNS
 from tokenizer.sentencepiece import SentencePieceTokenizer
 from tokenizer.special_tokens import TokenOptions

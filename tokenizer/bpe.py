@@ -1,12 +1,12 @@
 """Byte-level BPE: lossless encoding of text to token ids."""
 
+import codecs
 import hashlib
 import heapq
 import json
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain, pairwise
-from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -79,18 +79,18 @@ class Tokenizer:
     ) -> None:
         if normalization not in (None, "NFC"):
             raise ValueError(f"normalization {normalization!r} is unknown: use 'NFC' or None")
-        self._vocab = dict(vocab)
-        self._merges = tuple(merges)
-        self._special = dict(special_tokens)
+        self.vocab: Mapping[bytes, int] = dict(vocab)
+        self.merges = tuple(merges)
+        self.special_tokens: Mapping[str, int] = dict(special_tokens)
         self.pattern = pattern
         self.normalization: Normalization = normalization
         self.mask_token, self.eos_token, self.pad_token = mask_token, eos_token, pad_token
         self.options = TokenOptions()
         self.chat_template: ChatTemplate | None = None
-        self.strips_first_space = False
+        self.strips_first_space, self._adds_space_inside = False, False
         self._check()
         self._ranks, self._products = self._rank_merges()
-        self._byte_ids = [self._vocab.get(bytes([byte]), -1) for byte in range(256)]
+        self._byte_ids = [self.vocab.get(bytes([byte]), -1) for byte in range(256)]
         self._fingerprint: str | None = None
         self._prepare()
 
@@ -100,7 +100,7 @@ class Tokenizer:
         Raises:
             ValueError: a token in the options is not among the special tokens.
         """
-        options.check(self._special)
+        options.check(self.special_tokens)
         return self._change(options=options)
 
     def with_chat_template(self, template: ChatTemplate | None) -> "Tokenizer":
@@ -113,7 +113,7 @@ class Tokenizer:
         Raises:
             ValueError: the id belongs to another token, or the file cannot represent another one.
         """
-        return self._change(_special={**self._special, text: token_id}, mask_token=text)
+        return self._change(special_tokens={**self.special_tokens, text: token_id}, mask_token=text)
 
     def _change(self, **attributes: Any) -> "Tokenizer":
         tokenizer = object.__new__(type(self))
@@ -123,30 +123,15 @@ class Tokenizer:
         return tokenizer
 
     def __repr__(self) -> str:
-        return f"Tokenizer(vocab_size={self.vocab_size}, pattern={self.pattern!r}, special={list(self._special)})"
+        return f"Tokenizer(vocab_size={self.vocab_size}, pattern={self.pattern!r}, special={list(self.special_tokens)})"
 
     def __getstate__(self) -> dict[str, Any]:
-        derived = ("_bytes_of", "_cache", "_split", "_added", "_control", "_hidden_ids", "_lengths")
+        derived = ("_bytes_of", "_cache", "_split", "_added", "_control", "hidden_ids", "_lengths")
         return {key: value for key, value in self.__dict__.items() if key not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._prepare()
-
-    @property
-    def vocab(self) -> Mapping[bytes, int]:
-        """Ordinary tokens to ids, without special tokens."""
-        return MappingProxyType(self._vocab)
-
-    @property
-    def merges(self) -> tuple[tuple[bytes, bytes], ...]:
-        """Pairs of tokens by rank, best first."""
-        return self._merges
-
-    @property
-    def special_tokens(self) -> Mapping[str, int]:
-        """Texts of special tokens to ids."""
-        return MappingProxyType(self._special)
 
     @property
     def vocab_size(self) -> int:
@@ -155,15 +140,15 @@ class Tokenizer:
 
     @property
     def mask_token_id(self) -> int | None:
-        return None if self.mask_token is None else self._special[self.mask_token]
+        return None if self.mask_token is None else self.special_tokens[self.mask_token]
 
     @property
     def eos_token_id(self) -> int | None:
-        return None if self.eos_token is None else self._special[self.eos_token]
+        return None if self.eos_token is None else self.special_tokens[self.eos_token]
 
     @property
     def pad_token_id(self) -> int | None:
-        return None if self.pad_token is None else self._special[self.pad_token]
+        return None if self.pad_token is None else self.special_tokens[self.pad_token]
 
     @property
     def bos_token(self) -> str | None:
@@ -175,12 +160,12 @@ class Tokenizer:
 
     @property
     def bos_token_id(self) -> int | None:
-        return None if self.bos_token is None else self._special[self.bos_token]
+        return None if self.bos_token is None else self.special_tokens[self.bos_token]
 
     @property
     def prefix_ids(self) -> list[int]:
         """Ids before a text that is not a chat: the `bos_token`, if it is added. A chat template writes its own."""
-        return [self._special[self.bos_token]] if self.options.adds_bos and self.bos_token else []
+        return [self.special_tokens[self.bos_token]] if self.options.adds_bos and self.bos_token else []
 
     @property
     def fingerprint(self) -> str:
@@ -188,9 +173,9 @@ class Tokenizer:
         if self._fingerprint is None:
             options = self.options.to_json()
             contents = [
-                sorted((token_id, bytes_to_chars(token)) for token, token_id in self._vocab.items()),
-                [(bytes_to_chars(a), bytes_to_chars(b)) for a, b in self._merges],
-                sorted(self._special.items()),
+                sorted((token_id, bytes_to_chars(token)) for token, token_id in self.vocab.items()),
+                [(bytes_to_chars(a), bytes_to_chars(b)) for a, b in self.merges],
+                sorted(self.special_tokens.items()),
                 [pattern_regex(self.pattern), self.normalization, options["ignore_merges"], options["visible_tokens"]],
                 [self.mask_token, self.eos_token, self.pad_token],
                 *([options["normalized_tokens"]] if options["normalized_tokens"] else []),
@@ -220,7 +205,7 @@ class Tokenizer:
         Raises:
             ValueError: the text contains a special token of one character, into which nothing can be inserted.
         """
-        for token in self._special.keys() - self.visible_tokens:
+        for token in self.special_tokens.keys() - self.visible_tokens:
             if len(token) == 1 and token in text:
                 raise ValueError(
                     f"{token!r} is a special token of one character, which cannot be encoded as text: remove it"
@@ -229,7 +214,7 @@ class Tokenizer:
 
     def find_control_token(self, text: str) -> tuple[int, int] | None:
         """Find the first special token that is not visible: its start and end in the text, or None."""
-        match = self._control.search(text)
+        match = self._control.regex.search(text)
         return None if match is None else match.span()
 
     def encode_marked(
@@ -250,10 +235,12 @@ class Tokenizer:
         encoded_pieces = {} if encoded_pieces is None else encoded_pieces
         ids: list[int] = []
         for piece, special in self._added.split_text(text):
-            if (piece, marker) not in encoded_pieces:
-                plain = piece.replace(marker, "") if marker else piece
-                encoded_pieces[piece, marker] = self._encode_words(self._normalize(plain))
-            ids += encoded_pieces[piece, marker]
+            if piece:
+                adds_space = self._adds_space_inside if ids else not is_continuation
+                key = (piece.replace(marker, "") if marker else piece, str(adds_space))
+                if key not in encoded_pieces:
+                    encoded_pieces[key] = self._encode_words(self._normalize(key[0]), adds_space)
+                ids += encoded_pieces[key]
             ids += special
         return ids
 
@@ -264,7 +251,7 @@ class Tokenizer:
             ValueError: an id is not in the vocabulary.
         """
         if skip_special:
-            ids = [token_id for token_id in ids if token_id not in self._hidden_ids]
+            ids = [token_id for token_id in ids if token_id not in self.hidden_ids]
         text = self.decode_bytes(ids).decode("utf-8", errors="replace")
         return text.removeprefix(" ") if self.strips_first_space else text
 
@@ -277,57 +264,46 @@ class Tokenizer:
         try:
             return b"".join(map(self._bytes_of.__getitem__, ids))
         except KeyError as error:
-            raise self._unknown_id(error.args[0]) from None
+            raise ValueError(
+                f"token id {error.args[0]} is not in the vocabulary (ids 0..{self.vocab_size - 1}); wrong tokenizer?"
+            ) from None
 
     def token_bytes(self, token_id: int) -> bytes:
         """Decode one id, as `decode_bytes` does."""
-        try:
-            return self._bytes_of[token_id]
-        except KeyError:
-            raise self._unknown_id(token_id) from None
-
-    @property
-    def hidden_ids(self) -> frozenset[int]:
-        """Ids that `decode(skip_special=True)` omits."""
-        return self._hidden_ids
+        return self.decode_bytes([token_id])
 
     def byte_lengths(self) -> npt.NDArray[np.int64]:
         """Bytes of text of each id, ``[vocab_size]``: 0 for special tokens and gaps. Read-only."""
         return self._lengths
 
-    def _unknown_id(self, token_id: int) -> ValueError:
-        return ValueError(
-            f"token id {token_id} is not in the vocabulary (ids 0..{self.vocab_size - 1}); wrong tokenizer?"
-        )
-
     def _check(self) -> None:
-        missing = [b for b in range(256) if b not in _NEVER_IN_UTF8 and bytes([b]) not in self._vocab]
+        missing = [b for b in range(256) if b not in _NEVER_IN_UTF8 and bytes([b]) not in self.vocab]
         if missing:
             raise ValueError(f"vocab lacks {len(missing)} single-byte tokens, first byte {missing[0]:#04x}: add them")
-        if "" in self._special or b"" in self._vocab:
+        if "" in self.special_tokens or b"" in self.vocab:
             raise ValueError("the empty token '' is not allowed: remove it from vocab and special_tokens")
         owners: dict[int, str] = {}
-        named = [(bytes_to_chars(token), token_id) for token, token_id in self._vocab.items()]
-        for text, token_id in chain(named, self._special.items()):
+        named = [(bytes_to_chars(token), token_id) for token, token_id in self.vocab.items()]
+        for text, token_id in chain(named, self.special_tokens.items()):
             if not 0 <= token_id <= _LARGEST_ID:
                 raise ValueError(f"token {text!r} has the id {token_id}: ids start at 0 and end at {_LARGEST_ID}")
             if token_id in owners:
                 raise ValueError(f"id {token_id} belongs to two tokens, {owners[token_id]!r} and {text!r}")
             owners[token_id] = text
         # Both kinds share one namespace in Hugging Face's files.
-        for text in self._special.keys() & {name for name, _ in named}:
+        for text in self.special_tokens.keys() & {name for name, _ in named}:
             raise ValueError(f"special token {text!r} is spelled like an ordinary token: rename it")
         for role in ("mask_token", "eos_token", "pad_token"):
             text = getattr(self, role)
-            if text is not None and text not in self._special:
-                raise ValueError(f"{role} {text!r} is not among the special tokens {sorted(self._special)}")
+            if text is not None and text not in self.special_tokens:
+                raise ValueError(f"{role} {text!r} is not among the special tokens {sorted(self.special_tokens)}")
 
     def _rank_merges(self) -> tuple[dict[tuple[int, int], int], list[int]]:
         """Compute the rank of each pair of ids, and the id that the merge of each rank produces."""
         ranks: dict[tuple[int, int], int] = {}
         products: list[int] = []
-        vocab = self._vocab
-        for rank, (left, right) in enumerate(self._merges):
+        vocab = self.vocab
+        for rank, (left, right) in enumerate(self.merges):
             try:
                 ranks[vocab[left], vocab[right]] = rank
                 products.append(vocab[left + right])
@@ -345,19 +321,22 @@ class Tokenizer:
         self._cache = _WordCache(self._encode_word)
         options = self.options
         self._added = SpecialTokens(
-            self._special, options.lstrip_tokens, options.rstrip_tokens, options.single_word_tokens
+            self.special_tokens, options.lstrip_tokens, options.rstrip_tokens, options.single_word_tokens
         )
-        hidden = {text: token_id for text, token_id in self._special.items() if text not in options.visible_tokens}
+        hidden = {
+            text: token_id for text, token_id in self.special_tokens.items() if text not in options.visible_tokens
+        }
         self._control = SpecialTokens(hidden)
-        self._hidden_ids = frozenset(hidden.values())
+        self.hidden_ids = frozenset(hidden.values())
+        """Ids that `decode(skip_special=True)` omits."""
 
     def _decode_vocab(self) -> None:
         """Build the text of each id, in UTF-8, and its length."""
-        self._bytes_of = {token_id: self._decode_token(token) for token, token_id in self._vocab.items()}
-        self._lengths = np.zeros(max(*self._bytes_of, *self._special.values()) + 1, dtype=np.int64)
+        self._bytes_of = {token_id: self._decode_token(token) for token, token_id in self.vocab.items()}
+        self._lengths = np.zeros(max(*self._bytes_of, *self.special_tokens.values()) + 1, dtype=np.int64)
         self._lengths[list(self._bytes_of)] = list(map(len, self._bytes_of.values()))
         self._lengths.flags.writeable = False
-        self._bytes_of.update((token_id, text.encode()) for text, token_id in self._special.items())
+        self._bytes_of.update((token_id, text.encode()) for text, token_id in self.special_tokens.items())
 
     def _decode_token(self, token: bytes) -> bytes:
         """Return the text of an ordinary token, as it stands in the vocabulary."""
@@ -366,7 +345,8 @@ class Tokenizer:
     def _normalize(self, text: str) -> str:
         return text if self.normalization is None else unicodedata.normalize(self.normalization, text)
 
-    def _encode_words(self, text: str) -> list[int]:
+    def _encode_words(self, text: str, adds_space: bool = True) -> list[int]:
+        """Encode text without special tokens. ``adds_space`` is for tokenizers that put a space before texts."""
         try:
             return list(chain.from_iterable(map(self._cache.__getitem__, self._split(text))))
         except UnicodeEncodeError:
@@ -377,8 +357,8 @@ class Tokenizer:
             parts = (word[start : start + _LONGEST_WORD] for start in range(0, len(word), _LONGEST_WORD))
             return tuple(chain.from_iterable(map(self._encode_word, parts)))
         data = word.encode()
-        if self.options.ignore_merges and data in self._vocab:
-            return (self._vocab[data],)
+        if self.options.ignore_merges and data in self.vocab:
+            return (self.vocab[data],)
         byte_ids = self._byte_ids
         ids = [byte_ids[byte] for byte in data]
         return self._merge_long(ids) if len(ids) > _LONG_WORD else self._merge_short(ids)
@@ -436,6 +416,41 @@ class Tokenizer:
                     heapq.heappush(heap, rank)
                     break
         return tuple(token_id for token_id in ids if token_id >= 0)
+
+
+class IncrementalDecoder:
+    """Decodes a stream of ids to pieces of text that never split a UTF-8 character.
+
+    The concatenated pieces are `tokenizer.decode` of all ids. `finish` resets the decoder.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._hidden = tokenizer.hidden_ids if skip_special else frozenset[int]()
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._should_strip_space = tokenizer.strips_first_space
+
+    def push(self, token_id: int) -> str:
+        """Return the characters that this id completes; may be empty.
+
+        Raises:
+            ValueError: the id is not in the vocabulary.
+        """
+        data = self._tokenizer.token_bytes(token_id)
+        return "" if token_id in self._hidden else self._strip_first_space(self._decoder.decode(data))
+
+    def finish(self) -> str:
+        """Return U+FFFD for an incomplete character, else an empty string, and reset the decoder."""
+        rest = self._strip_first_space(self._decoder.decode(b"", final=True))
+        self._decoder.reset()
+        self._should_strip_space = self._tokenizer.strips_first_space
+        return rest
+
+    def _strip_first_space(self, piece: str) -> str:
+        if not (self._should_strip_space and piece):
+            return piece
+        self._should_strip_space = False
+        return piece.removeprefix(" ")
 
 
 def surrogate_error(text: str) -> ValueError:

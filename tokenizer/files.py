@@ -12,6 +12,8 @@ from files.json_files import read_json_object, read_text
 from tokenizer.bpe import Tokenizer
 from tokenizer.chat_templates import ChatTemplate
 from tokenizer.huggingface import (
+    UNSET_ROLES,
+    WELL_KNOWN_TOKENS,
     build_slow_tokenizer_json,
     from_huggingface,
     read_role_token,
@@ -54,12 +56,16 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
     """
     folder = Path(directory)
     config = _read_if_there(folder / CONFIG_FILE)
+    if older := _read_if_there(folder / "special_tokens.json"):  # of older versions: the roles it does not set are none
+        config = {UNSET_ROLES: [role for role in WELL_KNOWN_TOKENS if older.get(role) is None], **config}
     path = folder / TOKENIZER_FILE
     if path.is_file():
         contents = read_json_object(path)
     elif config and (folder / VOCAB_FILE).is_file():
         path = folder
-        vocab, merges = read_json_object(folder / VOCAB_FILE), _split_merges(read_text(folder / MERGES_FILE))
+        vocab, merges = read_json_object(folder / VOCAB_FILE), read_text(folder / MERGES_FILE).splitlines()
+        # Only the first line may be a comment: "#" is a token like any other.
+        merges = [line for index, line in enumerate(merges) if line and (index or not line.startswith("#version"))]
         with _errors_name_file(folder / CONFIG_FILE):
             contents = build_slow_tokenizer_json(vocab, merges, config, _read_if_there(folder / ADDED_FILE))
     else:
@@ -72,13 +78,6 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
 
 def _read_if_there(path: Path) -> dict[str, Any]:
     return read_json_object(path) if path.is_file() else {}
-
-
-def _split_merges(text: str) -> list[str]:
-    lines = [line.rstrip("\r") for line in text.split("\n")]
-    # Only the first line may be a comment: "#" is a token like any other.
-    first = 1 if lines[0].startswith("#version") else 0
-    return [line for line in lines[first:] if line]
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from operator import itemgetter
-from typing import Any, cast
+from typing import Any
 
 from tokenizer.bpe import Normalization, Tokenizer
 from tokenizer.byte_alphabet import bytes_to_chars, chars_to_bytes
@@ -93,7 +93,7 @@ def from_huggingface(contents: Mapping[str, Any], config: Mapping[str, Any]) -> 
     Raises:
         ValueError: something is unsupported or has an unexpected structure; names the key.
     """
-    model = _require_table(contents, "model")
+    model = contents["model"]
     check_model(model, "byte_fallback", "dropout", "continuing_subword_prefix", "end_of_word_suffix")
     added = read_added_tokens(contents, config)
     special = {text: token["id"] for text, token in added.items()}
@@ -101,13 +101,13 @@ def from_huggingface(contents: Mapping[str, Any], config: Mapping[str, Any]) -> 
     # If tokenizer_config.json renames an added token, its old spelling is removed from the vocab as well.
     renamed = {token.get("content") for token in contents.get("added_tokens") or []} - special.keys()
     model_vocab = {
-        text: token_id
-        for text, token_id in _require_table(model, "vocab").items()
-        if text not in renamed or token_id not in added_ids
+        text: token_id for text, token_id in model["vocab"].items() if text not in renamed or token_id not in added_ids
     }
     for role in ("bos_token", *WELL_KNOWN_TOKENS):
         token = read_role_token(role, config)
-        if token in model_vocab:  # special, as in transformers, even if it is not declared as an added token
+        if (
+            token is not None and token in model_vocab
+        ):  # special, as in transformers, even if it is not declared as an added token
             special.setdefault(token, read_id(token, model_vocab[token]))
     for text in special.keys() & model_vocab.keys():
         if special[text] != model_vocab[text]:
@@ -115,10 +115,7 @@ def from_huggingface(contents: Mapping[str, Any], config: Mapping[str, Any]) -> 
                 f"added token {text!r} has the id {special[text]}, but {model_vocab[text]!r} in model.vocab"
             )
     vocab = {read_token(text): read_id(text, token_id) for text, token_id in model_vocab.items() if text not in special}
-    merges = model.get("merges")
-    if not isinstance(merges, list):
-        raise ValueError("model.merges is not a list: expected pairs of tokens")
-    pairs = [read_merge(merge) for merge in merges]
+    pairs = [read_merge(merge) for merge in model["merges"]]
     products = {bytes_to_chars(left + right) for left, right in pairs}
     for text in special.keys() & products:
         raise ValueError(f"added token {text!r} is also a product of model.merges: remove one of them")
@@ -233,13 +230,6 @@ def _normalizer_and_pre_tokenizer(pattern: str, normalization: Normalization) ->
         "normalizer": None if normalization is None else {"type": normalization},
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, _BYTE_LEVEL]},
     }
-
-
-def _require_table(parent: Mapping[str, Any], key: str) -> dict[str, Any]:
-    table = parent.get(key)
-    if not isinstance(table, dict):
-        raise ValueError(f"{key} is missing or not an object: is this a complete tokenizer.json?")
-    return cast(dict[str, Any], table)
 
 
 def check_model(model: Mapping[str, Any], *unsupported_keys: str) -> None:

@@ -4,7 +4,6 @@ A space is U+2581, merges may cross words, and a character without a token becom
 `tokenizers` library encodes; this module decodes.
 """
 
-import copy
 import hashlib
 import importlib
 import json
@@ -82,7 +81,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.strips_first_space = _prepends_space(contents)
 
     def with_mask_token(self, text: str, token_id: int) -> Tokenizer:
-        if self._special.get(text) != token_id:
+        if self.special_tokens.get(text) != token_id:
             raise ValueError(
                 f"{text!r} with the id {token_id} is not among the special tokens: add it to the files first"
             )
@@ -94,34 +93,13 @@ class SentencePieceTokenizer(Tokenizer):
         if self._fingerprint is None:
             contents = {key: value for key, value in json.loads(self._file).items() if key not in _FRAMING}
             roles = [self.mask_token, self.eos_token, self.pad_token, self.bos_token, self.options.adds_bos]
-            text = json.dumps([contents, sorted(self._special.items()), roles], sort_keys=True)
+            text = json.dumps([contents, sorted(self.special_tokens.items()), roles], sort_keys=True)
             self._fingerprint = hashlib.sha256(text.encode()).hexdigest()
         return self._fingerprint
 
     def files(self) -> tuple[str, dict[str, Any]]:
         """Return the text of tokenizer.json and the contents of tokenizer_config.json."""
-        return self._file, copy.deepcopy(self._config)
-
-    def encode_marked(
-        self,
-        text: str,
-        marker: str,
-        *,
-        is_continuation: bool = False,
-        encoded_pieces: dict[tuple[str, ...], list[int]] | None = None,
-    ) -> list[int]:
-        """Encode a text as `Tokenizer.encode_marked`. A continuation gets no space before it."""
-        encoded_pieces = {} if encoded_pieces is None else encoded_pieces
-        ids: list[int] = []
-        for piece, special in self._added.split_text(text):
-            if piece:
-                adds_space = self._adds_space_inside if ids else not is_continuation
-                key = (piece.replace(marker, "") if marker else piece, str(adds_space))
-                if key not in encoded_pieces:
-                    encoded_pieces[key] = self._encode_words(key[0], adds_space)
-                ids += encoded_pieces[key]
-            ids += special
-        return ids
+        return self._file, dict(self._config)
 
     def _encode_words(self, text: str, adds_space: bool = True) -> list[int]:
         try:
@@ -133,19 +111,19 @@ class SentencePieceTokenizer(Tokenizer):
     def _prepare(self) -> None:
         contents = json.loads(self._file)
         flagged = (
-            {token["content"] for token in contents["added_tokens"] if token.get(flag)} & self._special.keys()
+            {token["content"] for token in contents["added_tokens"] if token.get(flag)} & self.special_tokens.keys()
             for flag in ("lstrip", "rstrip", "single_word")
         )
-        self._added = SpecialTokens(self._special, *flagged)
-        self._control = SpecialTokens(self._special)
-        self._hidden_ids = frozenset(self._special.values())
+        self._added = SpecialTokens(self.special_tokens, *flagged)
+        self._control = SpecialTokens(self.special_tokens)
+        self.hidden_ids = frozenset(self.special_tokens.values())
         self._decode_vocab()
         # Some files add a space before the first piece only, and the library treats every text as a first piece.
         schemes = [step.get("prepend_scheme") for step in _steps(contents, "pre_tokenizer")]
         self._adds_space_inside = "first" not in schemes
 
     def _check(self) -> None:
-        token_ids = [*self._vocab.values(), *self._special.values()]
+        token_ids = [*self.vocab.values(), *self.special_tokens.values()]
         if len(set(token_ids)) < len(token_ids):
             raise ValueError("two tokens have one id: make model.vocab and the added tokens agree")
 

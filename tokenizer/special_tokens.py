@@ -80,28 +80,21 @@ class SpecialTokens:
         self._has_no_options = not (ids.keys() & (lstrip | rstrip | single_word))
         # Alternatives are tried in order: longest first makes the match the longest.
         alternatives = map(re.escape, sorted(ids, key=len, reverse=True))
-        self._regex = re.compile("|".join(alternatives)) if ids else None
+        self.regex = re.compile("|".join(alternatives) or "(?!)")  # without tokens, it never matches
 
     def split_text(self, text: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield pieces of text, each with the id of the special token after it; the last piece has none."""
         end = 0
-        if self._regex is not None:
-            for match in self._regex.finditer(text):
-                start, next_end = match.span() if self._has_no_options else self._find_extent(text, end, match)
-                if start < next_end:
-                    yield text[end:start], self._ids[match.group()]
-                    end = next_end
+        for match in self.regex.finditer(text):
+            start, next_end = match.span() if self._has_no_options else self._find_extent(text, end, match)
+            if start < next_end:
+                yield text[end:start], self._ids[match.group()]
+                end = next_end
         yield text[end:], ()
-
-    def search(self, text: str) -> re.Match[str] | None:
-        """Find the first special token."""
-        return None if self._regex is None else self._regex.search(text)
 
     def insert_marker(self, text: str, marker: str) -> str:
         """Insert `marker` after the first character of each special token, so that it no longer matches."""
-        if self._regex is None:
-            return text
-        return self._regex.sub(lambda match: match.group()[0] + marker + match.group()[1:], text)
+        return self.regex.sub(lambda match: match.group()[0] + marker + match.group()[1:], text)
 
     def _find_extent(self, text: str, end: int, match: re.Match[str]) -> tuple[int, int]:
         """Compute the extent of a match with the whitespace that it absorbs; an empty extent if it does not match."""

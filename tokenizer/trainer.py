@@ -44,17 +44,20 @@ def train_bpe(
         ValueError: an argument is invalid, the corpus is empty, a text contains a lone surrogate, or a worker was
             killed.
     """
-    _check_arguments(texts, vocab_size, special_tokens, num_workers)
-    for role, token in (("mask_token", mask_token), ("eos_token", eos_token)):
-        if token is not None and token not in special_tokens:
-            raise ValueError(
-                f"{role} {token!r} is not among special_tokens {list(special_tokens)}: add it, or pass None"
-            )
+    if isinstance(texts, str):
+        raise ValueError("texts is one string: pass a list or a generator of texts")
+    if isinstance(special_tokens, str) or len(set(special_tokens)) < len(special_tokens):
+        raise ValueError(f"special_tokens {special_tokens!r}: pass a list of distinct strings")
+    minimum = 256 + len(special_tokens)
+    if not minimum <= vocab_size <= _MAX_VOCAB_SIZE:
+        raise ValueError(
+            f"vocab_size {vocab_size} is out of range: at least {minimum} (256 bytes and {len(special_tokens)} special "
+            f"tokens), at most {_MAX_VOCAB_SIZE}"
+        )
     word_counts = _count_words_in_chunks(texts, pattern, num_workers)
     if not word_counts:
         raise ValueError("the training corpus is empty: texts contain no characters")
-    num_merges = vocab_size - len(special_tokens) - 256
-    tokens, merges = _learn_merges(word_counts, num_merges, frozenset(special_tokens), on_progress)
+    tokens, merges = _learn_merges(word_counts, vocab_size - minimum, frozenset(special_tokens), on_progress)
     return Tokenizer(
         vocab={token: token_id for token_id, token in enumerate(tokens)},
         merges=merges,
@@ -63,25 +66,6 @@ def train_bpe(
         mask_token=mask_token,
         eos_token=eos_token,
     )
-
-
-def _check_arguments(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str], num_workers: int) -> None:
-    if isinstance(texts, str):
-        raise ValueError("texts is one string: pass a list or a generator of texts")
-    if isinstance(special_tokens, str) or len(set(special_tokens)) < len(special_tokens):
-        raise ValueError(f"special_tokens {special_tokens!r}: pass a list of distinct strings")
-    byte_spellings = {bytes_to_chars(bytes([byte])) for byte in BYTE_ORDER}
-    for token in special_tokens:
-        if not token or token in byte_spellings:
-            raise ValueError(f"special_tokens: {token!r} is empty or spelled like a byte token: use a longer one")
-    minimum = 256 + len(special_tokens)
-    if not minimum <= vocab_size <= _MAX_VOCAB_SIZE:
-        raise ValueError(
-            f"vocab_size {vocab_size} is out of range: at least {minimum} (256 bytes and {len(special_tokens)} special "
-            f"tokens), at most {_MAX_VOCAB_SIZE}"
-        )
-    if num_workers < 1:
-        raise ValueError(f"num_workers {num_workers} is out of range: use 1 or more")
 
 
 def _count_words_in_chunks(texts: Iterable[str], pattern: str, num_workers: int) -> Counter[str]:
