@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Literal, Self, TypeVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from config.base import (
     ConfigPath,
     HalfOpenFraction,
+    NonEmptyStr,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -44,10 +47,17 @@ class LoraConfig(Section):
     dropout: HalfOpenFraction = 0.0
     """Probability that an input of A is zero in training."""
     targets: str | TupleOf[str] = ALL_LINEAR
-    """Adapted projections: "all-linear" (all but the head), a list of module names such as `q_proj`, or a regular
-    expression that matches whole module names."""
-    exclude: StrTuple = ()
-    """Module names that are left out."""
+    """Adapted projections: "all-linear" (all but the head), a list of module names such as `q_proj` or `lm_head`, or a
+    regular expression that matches whole module names."""
+    exclude: str | StrTuple = ()
+    """Module names that are left out, or a regular expression that matches whole module names."""
+    layers_to_transform: TupleOf[NonNegativeInt] = ()
+    """Indices of the layers that are adapted, from 0. Empty: all."""
+    modules_to_save: TupleOf[NonEmptyStr] = ()
+    """Modules that are trained whole beside the adapter: all whose names end with one of these, such as `lm_head`,
+    `embed_tokens` or `norm`. Of a tied head and embedding each means both."""
+    bias: Literal["none", "all", "lora_only"] = "none"
+    """Biases that are trained: none, all of the model, or those of the adapted projections."""
     rank_patterns: Mapping[str, PositiveInt] = Field(default_factory=dict)
     """Regular expression for the end of a module name -> its rank; the first match counts."""
     alpha_patterns: Mapping[str, PositiveFloat] = Field(default_factory=dict)
@@ -56,18 +66,19 @@ class LoraConfig(Section):
     """Divide by sqrt(rank), so that s B A does not shrink with the rank (Kalajdzievski 2023)."""
     dora: bool = False
     """Train the row norms of the weight apart from its directions (Liu et al. 2024)."""
-    trainable_tokens: TupleOf[NonNegativeInt] = ()
-    """Token ids whose rows of the embedding are trained, as the mask token's of a model that had none."""
+    trainable_tokens: Literal["mask"] | TupleOf[NonNegativeInt] = ()
+    """Token ids whose rows of the embedding are trained. "mask": the mask token's, of a model that had none."""
     trainable_head_rows: bool = True
-    """Train the same rows of the head too. A tied head always has the embedding's."""
+    """Train the same rows of the head too, unless all of it is trained or adapted. A tied head always has the
+    embedding's."""
     init: Literal["default", "gaussian", "pissa", "olora"] = "default"
     """`default`: A uniform, B zero. `gaussian`: A normal, B zero. `pissa`: the largest singular values of the weight
     (Meng et al. 2024). `olora`: the first columns of its QR decomposition (Büyükakyüz 2024)."""
 
-    @field_validator("targets")
+    @field_validator("targets", "exclude")
     @classmethod
-    def _check_targets(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
-        if not value:
+    def _check_names(cls, value: str | tuple[str, ...], info: ValidationInfo) -> str | tuple[str, ...]:
+        if not value and info.field_name == "targets":
             raise ValueError(f'is empty: name projections such as "q_proj", or "{ALL_LINEAR}"')
         if isinstance(value, str):
             _check_pattern(value)
@@ -75,7 +86,9 @@ class LoraConfig(Section):
 
     @model_validator(mode="after")
     def _check_lists(self) -> Self:
-        check_distinct({"trainable_tokens": self.trainable_tokens})
+        check_distinct({"trainable_tokens": self.token_ids(None)})
+        if self.layers_to_transform and isinstance(self.targets, str) and self.targets != ALL_LINEAR:
+            raise ValueError("layers_to_transform needs names as targets; a regular expression names layers itself")
         for key in ("rank_patterns", "alpha_patterns"):
             for pattern in getattr(self, key):
                 try:
@@ -85,16 +98,42 @@ class LoraConfig(Section):
         return self
 
     def selects(self, module_name: str) -> bool:
-        """Whether `targets` names a module; "all-linear" names all. `exclude` is not read."""
-        if self.targets == ALL_LINEAR:
-            return True
-        if isinstance(self.targets, str):
+        """Whether `targets` and `layers_to_transform` name a module; "all-linear" names all. `exclude` is not read."""
+        if isinstance(self.targets, str) and self.targets != ALL_LINEAR:
             return _matches(self.targets, module_name, "targets")
-        return any(is_module(module_name, name) for name in self.targets)
+        if module_name in self.targets:  # a whole name, as in PEFT, in whatever layer
+            return True
+        layer = re.search(r"\.(\d+)\.", module_name)
+        if self.layers_to_transform and (layer is None or int(layer[1]) not in self.layers_to_transform):
+            return False
+        return self.targets == ALL_LINEAR or any(is_module(module_name, name) for name in self.targets)
 
     def excludes(self, module_name: str) -> bool:
-        """Whether `exclude` names a module."""
-        return any(is_module(module_name, name) for name in self.exclude)
+        """Whether a module has no adapter because of `exclude`, or of `modules_to_save`."""
+        if isinstance(self.exclude, str):
+            is_excluded = _matches(self.exclude, module_name, "exclude")
+        else:
+            is_excluded = any(is_module(module_name, name) for name in self.exclude)
+        return is_excluded or self.saves(f"{module_name}.weight")
+
+    @property
+    def trains_base(self) -> bool:
+        """Whether the config may train parameters of the base beside the adapter."""
+        return bool(self.modules_to_save) or self.bias != "none"
+
+    def saves(self, parameter_name: str) -> bool:
+        """Whether `modules_to_save` names the module of a parameter, or one around it. As in PEFT a name is any end of
+        theirs, so that `norm` is also `input_layernorm`."""
+        modules = accumulate(parameter_name.split(".")[:-1], "{}.{}".format)
+        return any(module.endswith(self.modules_to_save) for module in modules)
+
+    def trains(self, parameter_name: str, *, is_adapted: bool) -> bool:
+        """Whether a parameter of the base is trained whole; its name is that in the checkpoints of the model's family.
+
+        ``is_adapted``: its module has an adapter.
+        """
+        has_trained_bias = self.bias == "all" or (self.bias == "lora_only" and is_adapted)
+        return self.saves(parameter_name) or (has_trained_bias and parameter_name.endswith(".bias"))
 
     def adapts(self, name: str, module_name: str) -> bool:
         """Whether a projection has an adapter.
@@ -119,12 +158,18 @@ class LoraConfig(Section):
                 if not any(_first_match({pattern: value}, module_name, key) for module_name in module_names):
                     yield key, pattern
 
+    def token_ids(self, mask_token_id: int | None) -> tuple[int, ...]:
+        """The ids of `trainable_tokens`; ``mask_token_id``: the model's. None: it has none, or it is not known yet."""
+        if self.trainable_tokens == "mask":
+            return () if mask_token_id is None else (mask_token_id,)
+        return self.trainable_tokens
+
     def check_token_ids(self, vocab_size: int) -> None:
         """
         Raises:
             ValueError: one of `trainable_tokens` is not in a vocabulary of this size.
         """
-        outside = [str(id_) for id_ in self.trainable_tokens if id_ >= vocab_size]
+        outside = [str(id_) for id_ in self.token_ids(None) if id_ >= vocab_size]
         if outside:
             raise ValueError(
                 f"lora.trainable_tokens: {', '.join(outside)} is not in the model's vocabulary of {vocab_size:,} "

@@ -15,12 +15,9 @@ from files.json_files import read_json_object
 HEAD_NAMES = {"lm_head", "ff_out"}
 """Names of the head in the families' checkpoints."""
 _NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
-    "bias": ("none",),
     "fan_in_fan_out": (False,),
     "lora_bias": (False,),
-    "modules_to_save": (None, []),
-    "layers_to_transform": (None, []),
-    "layers_pattern": (None, []),
+    "layers_pattern": (None, [], "", "layers", ["layers"], "blocks", ["blocks"]),
     "layer_replication": (None, []),
     "target_parameters": (None, []),
     "megatron_config": (None,),
@@ -40,13 +37,16 @@ _OPTIONS: dict[str, tuple[str, object]] = {
     "dropout": ("lora_dropout", 0.0),
     "targets": ("target_modules", ""),
     "exclude": ("exclude_modules", []),
+    "layers_to_transform": ("layers_to_transform", []),
+    "modules_to_save": ("modules_to_save", []),
+    "bias": ("bias", "none"),
     "rank_patterns": ("rank_pattern", {}),
     "alpha_patterns": ("alpha_pattern", {}),
     "rslora": ("use_rslora", False),
     "dora": ("use_dora", False),
 }
 """Option -> its key in the file, and the value if the file has none."""
-_NULLABLE = ("targets", "exclude", "rank_patterns", "alpha_patterns")
+_NULLABLE = ("targets", "exclude", "layers_to_transform", "modules_to_save", "rank_patterns", "alpha_patterns")
 
 
 def resolve_adapter_directory(path: Path) -> Path:
@@ -85,12 +85,12 @@ def read_adapter_config(path: Path) -> LoraConfig:
             f"init_lora_weights = {json.dumps(init)} changes the base: save the adapter in PEFT with "
             "path_initial_model_for_weight_conversion"
         )
-    if values.get("exclude_modules") and isinstance(values["exclude_modules"], str):
-        problems.append("exclude_modules is a regular expression, which is not supported: list the names")
     if problems:
         raise ValueError(f"{path}: {join_problems(problems)}")
     try:
         options = {option: values.get(key, default) for option, (key, default) in _OPTIONS.items()}
+        if type(options["layers_to_transform"]) is int:
+            options["layers_to_transform"] = [options["layers_to_transform"]]
         options |= {option: options[option] or _OPTIONS[option][1] for option in _NULLABLE}
         return LoraConfig.model_validate(options | _read_trained_rows(values.get("trainable_token_indices"), path))
     except ValidationError as error:

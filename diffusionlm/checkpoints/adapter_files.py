@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,16 @@ from config.finetune.lora import LoraConfig, is_module
 from diffusionlm.checkpoints.adapter_config import read_adapter_config, resolve_adapter_directory
 from diffusionlm.checkpoints.base_fingerprint import BaseFingerprint
 from diffusionlm.checkpoints.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, join_problems
+from diffusionlm.checkpoints.weights import EMBEDDING_WEIGHT
 from diffusionlm.families.hub import is_hub_name
-from diffusionlm.families.registry import get_family
-from diffusionlm.models.layers import Linear
+from diffusionlm.families.registry import get_family, parameter_name
 from diffusionlm.models.lora import (
     LoRALinear,
     TrainedRowsEmbedding,
     TrainedRowsLinear,
     adapter_modules,
     add_adapter,
+    trained_base_parameters,
 )
 from diffusionlm.models.row_adapters import ModelAdapter, share_weights
 from diffusionlm.models.transformer import Transformer
@@ -33,8 +35,14 @@ from diffusionlm.models.transformer import Transformer
 _PREFIX = "base_model.model."
 
 
-def load_adapter(model: Transformer, directory: Path) -> LoraConfig:
+GetFingerprint = Callable[[], BaseFingerprint]
+
+
+def load_adapter(model: Transformer, directory: Path, get_fingerprint: GetFingerprint | None = None) -> LoraConfig:
     """Put the adapter of a directory on a model, in place. After an error the model is as it was.
+
+    Args:
+        get_fingerprint: computes that of the model, which reads all weights: several adapters may share one result.
 
     Raises:
         ValueError: the adapter is missing, damaged, not supported, or of another base; lists what is wrong.
@@ -42,29 +50,34 @@ def load_adapter(model: Transformer, directory: Path) -> LoraConfig:
     directory = resolve_adapter_directory(directory)
     config = read_adapter_config(directory)
     names = stored_module_names(model)
-    tensors, fingerprint = _read_tensors(directory / ADAPTER_WEIGHTS)
-    if fingerprint is not None:
-        _check_base(directory, fingerprint, BaseFingerprint.from_model(model))
+    tensors = _read_tensors_for(model, directory, get_fingerprint)
     with torch.device("meta"):
         probe = Transformer(model.config)
     with _errors_name(directory / ADAPTER_CONFIG):
         add_adapter(probe, config, names=names)
-    _check_tensors(probe, tensors, directory)
+    _check_tensors(probe, config, tensors, directory)
     add_adapter(model, config, names=names)
-    _copy_tensors(model, tensors)
+    _copy_tensors(model, config, tensors)
     return config
 
 
-def read_adapter(model: Transformer, directory: Path | str) -> ModelAdapter:
+def read_adapter(
+    model: Transformer, directory: Path | str, get_fingerprint: GetFingerprint | None = None
+) -> ModelAdapter:
     """Read the adapter of a directory for an `Engine`, which decodes with the model and several adapters at a time.
 
-    The model stays as it is; the adapter shares its weights.
+    The model stays as it is; the adapter shares its weights. Arguments are those of `load_adapter`.
 
     Raises:
-        ValueError: like `load_adapter`.
+        ValueError: like `load_adapter`; or the adapter has parameters of the base, which requests share.
     """
     adapted = share_weights(model)
-    load_adapter(adapted, Path(directory))
+    config = load_adapter(adapted, Path(directory), get_fingerprint)
+    if trained_base_parameters(adapted, config, stored_module_names(adapted)):
+        raise ValueError(
+            f"{directory} trains parameters of its base (modules_to_save, bias), which other requests share: merge it "
+            f"with diffusionlm-convert --source BASE --adapter {directory} --target MERGED"
+        )
     return ModelAdapter.from_model(adapted)
 
 
@@ -76,10 +89,8 @@ def load_adapter_values(model: Transformer, config: LoraConfig, directory: Path)
     """
     directory = resolve_adapter_directory(directory)
     stored = read_adapter_config(directory)
-    tensors, fingerprint = _read_tensors(directory / ADAPTER_WEIGHTS)
-    if fingerprint is not None:
-        _check_base(directory, fingerprint, BaseFingerprint.from_model(model))
-    _check_tensors(model, tensors, directory)
+    tensors = _read_tensors_for(model, directory)
+    _check_tensors(model, config, tensors, directory)
     names = stored_module_names(model)
     adapted = [names[name] for name, module in adapter_modules(model) if isinstance(module, LoRALinear)]
     with _errors_name(directory / ADAPTER_CONFIG):
@@ -89,7 +100,7 @@ def load_adapter_values(model: Transformer, config: LoraConfig, directory: Path)
             f"{directory / ADAPTER_CONFIG}: the scale of {differing[0]} is {stored.scale_of(differing[0]):g}, that of "
             f"[lora] is {config.scale_of(differing[0]):g}: set lora.rank, lora.alpha and lora.rslora as there"
         )
-    _copy_tensors(model, tensors)
+    _copy_tensors(model, config, tensors)
 
 
 @contextmanager
@@ -101,15 +112,40 @@ def _errors_name(path: Path) -> Iterator[None]:
         raise ValueError(f"{path}: {error}") from None
 
 
-def _check_tensors(model: Transformer, tensors: Mapping[str, Tensor], directory: Path) -> None:
-    problems = _find_mismatches({name: value.shape for name, _, value in _list_adapter_tensors(model)}, tensors)
+def _read_tensors_for(
+    model: Transformer, directory: Path, get_fingerprint: GetFingerprint | None = None
+) -> dict[str, Tensor]:
+    """Read an adapter for a model whose weights are those of the base, without the copies of them that PEFT writes."""
+    tensors, fingerprint = _read_tensors(directory / ADAPTER_WEIGHTS)
+    if fingerprint is not None:
+        _check_base(directory, fingerprint, (get_fingerprint or partial(BaseFingerprint.from_model, model))())
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+
+    def is_copy(name: str, value: Tensor) -> bool:
+        if name.endswith((".original_module.bias", ".modules_to_save.bias")):  # of bias = "all"; stored as .bias too
+            return True
+        own = parameters.get(parameter_name(name.removeprefix(_PREFIX).replace(".base_layer.", ".")))
+        return own is not None and name.endswith(".base_layer.weight") and torch.equal(value.to(own), own)
+
+    return {name: value for name, value in tensors.items() if not is_copy(name, value)}
+
+
+def _check_tensors(model: Transformer, config: LoraConfig, tensors: Mapping[str, Tensor], directory: Path) -> None:
+    listed = list(_list_adapter_tensors(model, config))
+    problems = _find_mismatches({stored: value.shape for stored, _, value in listed}, tensors)
+    tied = [stored for stored, name, _ in listed if name == EMBEDDING_WEIGHT]
+    if len(tied) == 2 and not (tensors.keys() >= set(tied) and torch.equal(*(tensors[stored] for stored in tied))):
+        problems = [
+            "it trains embedding and head apart, which this model ties: train it with ensure_weight_tying = true, or "
+            "make the base with diffusion.untie_head = true"
+        ]
     if problems:
         raise ValueError(f"{directory / ADAPTER_WEIGHTS} does not fit the model: {join_problems(problems)}")
 
 
 @torch.no_grad()
-def _copy_tensors(model: Transformer, tensors: Mapping[str, Tensor]) -> None:
-    for name, _, parameter in _list_adapter_tensors(model):
+def _copy_tensors(model: Transformer, config: LoraConfig, tensors: Mapping[str, Tensor]) -> None:
+    for name, _, parameter in _list_adapter_tensors(model, config):
         parameter.copy_(tensors[name])
 
 
@@ -124,12 +160,15 @@ def _find_mismatches(shapes: Mapping[str, torch.Size], tensors: Mapping[str, Ten
     return sorted(problems)
 
 
-def read_own_adapter(model: Transformer, directory: Path, fingerprint: BaseFingerprint) -> dict[str, Tensor]:
+def read_own_adapter(
+    model: Transformer, config: LoraConfig, directory: Path, fingerprint: BaseFingerprint
+) -> dict[str, Tensor]:
     """Read the adapter of a checkpoint of the run that trains this model: its parameters, whole, by name.
 
     The products that PiSSA and OLoRA subtract are set in the model.
 
     Args:
+        config: of the adapter.
         fingerprint: of the model's base.
 
     Raises:
@@ -141,13 +180,13 @@ def read_own_adapter(model: Transformer, directory: Path, fingerprint: BaseFinge
             f"{directory / ADAPTER_WEIGHTS} names no base: it is not of a checkpoint; download or write it again"
         )
     _check_base(directory, stored_fingerprint, fingerprint)
-    problems = _find_mismatches(_stored_shapes(model), tensors)
+    problems = _find_mismatches(_stored_shapes(model, config), tensors)
     if problems:
         raise ValueError(
             f"{directory / ADAPTER_WEIGHTS} does not fit [lora]: {join_problems(problems)}: set its keys as before, or "
             "name another run.directory and set lora.init_from"
         )
-    values = {name: tensors[stored] for stored, name, _ in _list_adapter_tensors(model)}
+    values = {name: tensors[stored] for stored, name, _ in _list_adapter_tensors(model, config)}
     for name, module in adapter_modules(model):
         if isinstance(module, LoRALinear) and module.first_A is not None and module.first_B is not None:
             A, B = f"{name}.lora_A", f"{name}.lora_B"
@@ -188,9 +227,10 @@ def save_adapter(
         directory: must exist.
         base: name or path of the base, for readers.
         weights: written instead of the model's own, whole, by parameter name.
-        fingerprint: of the base. None: of the model's.
+        fingerprint: of the base. None: of the model's, which is that of the base if no parameter of it is trained.
     """
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _exported_tensors(model, weights)}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _exported_tensors(model, config, weights)}
+    assert fingerprint or not trained_base_parameters(model, config, stored_module_names(model)), "whose base is gone"
     metadata = {"format": "pt"} | (fingerprint or BaseFingerprint.from_model(model)).to_metadata()
     save_tensors(tensors, directory / ADAPTER_WEIGHTS, metadata)
     values = _build_adapter_config(model, config, base)
@@ -198,17 +238,18 @@ def save_adapter(
 
 
 def stored_module_names(model: Transformer) -> dict[str, str]:
-    """Module name of each projection -> its name in the checkpoints of the model's family."""
+    """Name of each module with a weight -> its name in the checkpoints of the model's family."""
     family = get_family(model.config)
     return {
         name: family.stored_name(f"{name}.weight").removesuffix(".weight")
         for name, module in model.named_modules()
-        if isinstance(module, Linear)
+        if hasattr(module, "weight")
     }
 
 
-def _list_adapter_tensors(model: Transformer) -> Iterator[tuple[str, str, nn.Parameter]]:
-    """Name in a PEFT file, name in the model and parameter of each tensor of the adapter."""
+def _list_adapter_tensors(model: Transformer, config: LoraConfig) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """Name in a PEFT file, name in the model and parameter of each tensor of the adapter. A tied table is there twice,
+    as in PEFT."""
     family = get_family(model.config)
     for name, module in adapter_modules(model):
         stem = _PREFIX + family.stored_name(f"{name}.weight").removesuffix(".weight")
@@ -219,25 +260,35 @@ def _list_adapter_tensors(model: Transformer) -> Iterator[tuple[str, str, nn.Par
                 yield f"{stem}.lora_magnitude_vector", f"{name}.lora_magnitude", module.lora_magnitude
         elif isinstance(module, TrainedRowsEmbedding) or not model.config.tie_word_embeddings:
             yield f"{stem}.token_adapter.trainable_tokens_delta", f"{name}.trained_rows", module.trained_rows
+    own_names = {parameter: name for name, parameter in model.named_parameters()}
+    for name, stored_name in trained_base_parameters(model, config, stored_module_names(model)).items():
+        parameter = model.get_parameter(name)
+        yield _PREFIX + stored_name, own_names[parameter], parameter
 
 
-def _stored_shapes(model: Transformer) -> dict[str, torch.Size]:
+def _stored_shapes(model: Transformer, config: LoraConfig) -> dict[str, torch.Size]:
     """Shapes of `_exported_tensors`, by name."""
     modules, shapes = dict(adapter_modules(model)), {}
-    for stored_name, name, parameter in _list_adapter_tensors(model):
-        module, shape = modules[name.rpartition(".")[0]], list(parameter.shape)
-        if isinstance(module, LoRALinear) and module.first_A is not None and not name.endswith("magnitude"):
+    for stored_name, name, parameter in _list_adapter_tensors(model, config):
+        module, shape = modules.get(name.rpartition(".")[0]), list(parameter.shape)
+        if isinstance(module, LoRALinear) and module.first_A is not None and name.endswith((".lora_A", ".lora_B")):
             shape[0 if name.endswith(".lora_A") else 1] *= 2
         shapes[stored_name] = torch.Size(shape)
     return shapes
 
 
-def _exported_tensors(model: Transformer, weights: Mapping[str, Tensor] | None) -> Iterator[tuple[str, Tensor]]:
+def _exported_tensors(
+    model: Transformer, config: LoraConfig, weights: Mapping[str, Tensor] | None
+) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a PEFT file: of a LoRA module its whole factors, with the subtracted product."""
     modules = dict(adapter_modules(model))
-    for stored_name, name, parameter in _list_adapter_tensors(model):
+    written: set[str] = set()
+    for stored_name, name, parameter in _list_adapter_tensors(model, config):
         value = parameter if weights is None else weights[name]
-        module = modules[name.rpartition(".")[0]]
+        if name in written:  # safetensors refuses two tensors in one memory
+            value = value.clone()
+        written.add(name)
+        module = modules.get(name.rpartition(".")[0])
         if isinstance(module, LoRALinear) and module.first_A is not None and module.first_B is not None:
             if name.endswith(".lora_A"):
                 value = torch.cat([value, module.first_A.to(value.device)])
@@ -259,6 +310,8 @@ def _build_adapter_config(model: Transformer, config: LoraConfig, base: str | No
     if model.config.tie_word_embeddings:
         rows = rows[:1]
     family = get_family(model.config)
+    trained = trained_base_parameters(model, config, names)
+    has_trained_tie = model.config.tie_word_embeddings and EMBEDDING_WEIGHT in trained
     revision = None
     if base is not None and "@" in base and is_hub_name(base):
         base, _, revision = base.partition("@")
@@ -278,12 +331,13 @@ def _build_adapter_config(model: Transformer, config: LoraConfig, base: str | No
         "use_rslora": config.rslora,
         "use_dora": config.dora,
         "init_lora_weights": True,
-        "bias": "none",
+        "bias": config.bias,
         "fan_in_fan_out": False,
-        "modules_to_save": None,
+        "modules_to_save": list(config.modules_to_save) or None,
+        **({"ensure_weight_tying": True} if has_trained_tie else {}),
         "trainable_token_indices": {
             family.stored_name(f"{name}.weight").removesuffix(".weight").rpartition(".")[2]: list(
-                config.trainable_tokens
+                config.token_ids(model.config.mask_token_id)
             )
             for name in rows
         }

@@ -39,7 +39,7 @@ def low_rank_linear(
     scale: float,
     keep_TI: Tensor | None,
 ) -> Tensor:
-    """``x W^T + bias + scale (x * keep) A^T B^T``, with gradients of x, A and B only.
+    """``x W^T + bias + scale (x * keep) A^T B^T``, with gradients of x, the bias, A and B.
 
     Autograd would compute the same with more passes over [T, O] and [T, I]: here both products are added in place.
 
@@ -47,7 +47,7 @@ def low_rank_linear(
         x: [..., I], in the dtype of the products.
         weight_OI: frozen, in any floating dtype or quantized; a copy in the dtype of the products lives during the
             product only.
-        bias_O: frozen.
+        bias_O: frozen or trained.
         A_rI: in any floating dtype.
         B_Or: like A.
         keep_TI: mask of dropout; ``scale`` has its factor 1 / (1 - p). None: no dropout.
@@ -77,6 +77,7 @@ class _LowRankLinear(torch.autograd.Function):
         torch.addmm(base_TO, h_rT.T, B.T, alpha=scale, out=out_TO)
         ctx.save_for_backward(x_TI, A_rI, B_Or, h_rT, keep_TI)
         ctx.weight, ctx.scale = weight_OI, scale  # without gradient, so it makes no cycle
+        ctx.bias_dtype = None if bias_O is None else bias_O.dtype
         return out_TO.view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -97,7 +98,8 @@ class _LowRankLinear(torch.autograd.Function):
             else:
                 grad_x.addcmul_(grad_h_rT.T @ A, keep_TI.to(dtype))
             grad_x = grad_x.view(*grads[0].shape[:-1], -1)
-        return grad_x, None, None, grad_A, grad_B, None, None
+        grad_bias = grad_TO.sum(0, dtype=ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        return grad_x, None, grad_bias, grad_A, grad_B, None, None
 
 
 def hash_tokens(key: int, rows_B: Tensor, length: int) -> Tensor:

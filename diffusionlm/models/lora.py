@@ -186,6 +186,8 @@ class LoRALinear(Linear):
 
     def effective_weight(self) -> Tensor:
         """The weight of the whole module [out, in], in at least fp32."""
+        if self.adapter_values == "none":
+            return self.frozen_weight.to(self.lora_A.dtype)
         A, B = self.factors()
         weight = self.frozen_weight.to(A.dtype) + self.scale * (B @ A)
         return weight if self.lora_magnitude is None else weight * self.row_factor()[:, None]
@@ -262,17 +264,19 @@ def _copy_rows(weight: Tensor, indices: Tensor) -> nn.Parameter:
 
 
 def add_adapter(model: Transformer, config: LoraConfig, *, seed: int = 0, names: dict[str, str] | None = None) -> None:
-    """Freeze a model and put adapters on the projections that the config names.
+    """Freeze a model but for the parameters that the config trains whole, and put adapters on the projections that it
+    names.
 
     Args:
-        model: changed in place; its modules are replaced, its weights are shared.
+        model: changed in place; its modules are replaced, its frozen weights are shared.
         config: ranks, targets and initial values.
         seed: of the initial values.
         names: module name of the model -> name that targets and patterns mean; None: the same.
 
     Raises:
-        ValueError: the model has an adapter; the targets match no projection, or the head; a rank exceeds the number of
-            factors of a projection; a token id is not in the vocabulary.
+        ValueError: the model has an adapter; the targets match no projection, or a tied head; a rank exceeds the number
+            of factors of a projection; a token id is not in the vocabulary, or there is no mask token; rows of a table
+            are trained that is trained whole.
     """
     if any(adapter_modules(model)):
         raise ValueError("the model has an adapter already: merge it first, or load the model again")
@@ -294,8 +298,47 @@ def add_adapter(model: Transformer, config: LoraConfig, *, seed: int = 0, names:
         if not adapted.weight.is_meta:
             adapted.initialize(generator)
         model.set_submodule(name, adapted.train(module.training))
+    trained = trained_base_parameters(model, config, names)
     if config.trainable_tokens:
-        _add_trained_rows(model, config.trainable_tokens, config.trainable_head_rows)
+        if "model.embed_tokens.weight" in trained:
+            raise ValueError("lora.modules_to_save trains all rows of the embedding: remove lora.trainable_tokens")
+        token_ids = config.token_ids(model.config.mask_token_id)
+        if not token_ids:
+            raise ValueError('lora.trainable_tokens = "mask": the model has no mask token: name ids of tokens')
+        is_frozen_head = "lm_head.weight" not in trained and not isinstance(model.lm_head, LoRALinear)
+        _add_trained_rows(model, token_ids, config.trainable_head_rows and is_frozen_head)
+    copies: dict[Tensor, nn.Parameter] = {}
+    for name in trained:
+        module_name, _, key = name.rpartition(".")
+        weight = model.get_parameter(name)
+        copies.setdefault(weight, nn.Parameter(weight.detach().clone()))  # one for a tied head and embedding
+        setattr(model.get_submodule(module_name), key, copies[weight])
+
+
+def trained_base_parameters(
+    model: Transformer, config: LoraConfig, names: dict[str, str] | None = None
+) -> dict[str, str]:
+    """The parameters of the base that a config trains whole: name in the model -> name as PEFT writes it.
+
+    A tied table has two names.
+    """
+    if not config.trains_base:
+        return {}
+    parameters = {
+        name: parameter
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if name.endswith((".weight", ".bias"))
+    }
+    stored_names: dict[str, str] = {}
+    trained: set[nn.Parameter] = set()
+    for name, parameter in parameters.items():
+        module_name, _, key = name.rpartition(".")
+        target = module_name if names is None else names[module_name]
+        is_adapted = isinstance(model.get_submodule(module_name), LoRALinear)
+        stored_names[name] = f"{target}.base_layer.{key}" if is_adapted else f"{target}.{key}"
+        if config.trains(f"{target}.{key}", is_adapted=is_adapted):
+            trained.add(parameter)
+    return {name: stored for name, stored in stored_names.items() if parameters[name] in trained}
 
 
 def list_targets(
@@ -304,15 +347,15 @@ def list_targets(
     """The projections that a config adapts, with their names in the model.
 
     Raises:
-        ValueError: there are none, or the head is one.
+        ValueError: there are none, or a tied head is one.
     """
     projections = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
     target_names = {name: name if names is None else names[name] for name in projections}
     selected = [name for name, target in target_names.items() if config.adapts(name, target)]
-    if HEAD in selected:
+    if HEAD in selected and model.config.tie_word_embeddings:
         raise ValueError(
-            f"lora.targets selects {HEAD}, which has no low-rank adapter: leave it out with lora.exclude, and train "
-            "rows of it with lora.trainable_tokens"
+            f"lora.targets selects {HEAD}, whose weight is the embedding's: leave it out with lora.exclude, and train "
+            "both with lora.modules_to_save or lora.trainable_tokens, or make the base with diffusion.untie_head = true"
         )
     if not selected:
         known = ", ".join(sorted({target.rpartition(".")[2] for target in target_names.values()}))
@@ -337,8 +380,8 @@ def adapter_modules(model: nn.Module) -> Iterator[tuple[str, LoRALinear | Traine
 
 
 def keep_start(model: nn.Module) -> None:
-    """Keep the values that a model's adapter has now, for `before_training`."""
-    for _, module in adapter_modules(model):
+    """Keep the values that a model's trained parameters have now, for `before_training`."""
+    for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad:
                 module.register_buffer(_START + name, parameter.detach().clone(), persistent=False)
@@ -357,7 +400,10 @@ def _current_value(module: nn.Module, name: str) -> Tensor:
 
 @contextmanager
 def before_training(model: nn.Module) -> Iterator[None]:
-    """Context in which a model computes what it did at `keep_start`, or if that was not called, what its base does."""
+    """Context in which a model computes what it did at `keep_start`, or if that was not called, what its base does.
+
+    Parameters of the base that are trained whole keep their values (`LoraConfig.trains_base`).
+    """
     modules = [module for _, module in adapter_modules(model)]
     has_start = bool(start_values(model))
     for module in modules:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 
 import numpy as np
 import torch
@@ -25,21 +26,42 @@ from diffusionlm.models.transformer import Transformer
 from diffusionlm.models.varlen import VarlenBatch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ModelAdapter:
     """An adapter apart from its model, whose weights it shares."""
 
     modules: Mapping[str, LoRALinear | TrainedRowsEmbedding | TrainedRowsLinear]
     """By name of the model's module that each one adapts."""
+    parts: Mapping[str, _LowRankProduct | _HeadRows]
+    """What it adds to projections, by the same names."""
+    number: int = field(default_factory=count().__next__)
+    """No other adapter of the process has it, not even one that is gone: cached keys and values belong to it."""
 
     @classmethod
     def from_model(cls, model: Transformer) -> ModelAdapter:
         """The adapter that is on a model."""
-        return cls(dict(adapter_modules(model)))
+        modules = dict(adapter_modules(model))
+        projections = {name: module for name, module in modules.items() if isinstance(module, Linear)}
+        return cls(modules, {name: _build_part(module) for name, module in projections.items()})
+
+    def check_model(self, model: Transformer, name: str) -> None:
+        """Check that the adapter, which has this name, shares the weights of a model.
+
+        Raises:
+            ValueError: it is of another model.
+        """
+        weights = dict(model.named_parameters(remove_duplicate=False))
+        for module_name, module in self.modules.items():
+            weight = weights.get(f"{module_name}.weight")
+            if weight is None or weight.data_ptr() != module.weight.data_ptr() or weight.shape != module.weight.shape:
+                raise ValueError(
+                    f"adapter {name!r} is of another model: its {module_name} has other weights in memory; read it for "
+                    "the model that it is used with"
+                )
 
 
-RowGroup = tuple[str, slice | Tensor]
-"""Name of an adapter and its rows."""
+RowGroup = tuple[ModelAdapter, slice | Tensor]
+"""An adapter and its rows."""
 ALL_ROWS = slice(None)
 
 
@@ -54,24 +76,24 @@ class AdapterRows:
 
     @contextmanager
     def adapters_context(
-        self, batch: VarlenBatch, adapters: Sequence[str | None], device: torch.device
+        self, batch: VarlenBatch, adapters: Sequence[ModelAdapter | None], device: torch.device
     ) -> Iterator[None]:
         """Context of a forward.
 
         Args:
-            adapters: name of the adapter of each sequence; None: the model itself.
+            adapters: that of each sequence; None: the model itself.
         """
         inputs = [np.full(part.num_inputs, index) for index, part in enumerate(batch.sequences)]
         outputs = [np.full(len(part.output_offsets), index) for index, part in enumerate(batch.sequences)]
         self._groups = {}
         for sequences in (np.concatenate(inputs), np.concatenate(outputs)):
             groups: list[RowGroup] = []
-            for name in dict.fromkeys(name for name in adapters if name is not None):
-                own = [index for index, other in enumerate(adapters) if other == name]
+            for adapter in dict.fromkeys(adapter for adapter in adapters if adapter is not None):
+                own = [index for index, other in enumerate(adapters) if other is adapter]
                 rows = np.flatnonzero(np.isin(sequences, own))
                 if len(rows):
                     is_alone = len(rows) == len(sequences)
-                    groups.append((name, ALL_ROWS if is_alone else copy_to_device(torch.from_numpy(rows), device)))
+                    groups.append((adapter, ALL_ROWS if is_alone else copy_to_device(torch.from_numpy(rows), device)))
             self._groups[len(sequences)] = groups
         try:
             yield
@@ -86,42 +108,18 @@ class AdapterRows:
     def select(self, num_rows: int, indices_S: Tensor) -> Iterator[None]:
         """Context of a module that gets some rows of a tensor, such as those of an expert."""
         selected: list[RowGroup] = []
-        for name, rows in self._groups[num_rows]:
+        for adapter, rows in self._groups[num_rows]:
             if isinstance(rows, slice):
-                selected.append((name, rows))
+                selected.append((adapter, rows))
                 continue
             own_S = torch.isin(indices_S, rows).nonzero()[:, 0]
             if len(own_S):
-                selected.append((name, own_S))
+                selected.append((adapter, own_S))
         self._selected = selected
         try:
             yield
         finally:
             self._selected = None
-
-
-class RowAdaptedLinear(Linear):
-    """A projection with low-rank adapters of single rows."""
-
-    def __init__(self, base: Linear, adapters: Mapping[str, LoRALinear], rows: AdapterRows) -> None:
-        with torch.device("meta"):
-            super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
-        self.weight, self.bias = base.weight, base.bias
-        self._rows = rows
-        self._products = {name: _LowRankProduct.from_module(module) for name, module in adapters.items()}
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in_features] to [..., out_features]."""
-        x_TD = x.flatten(0, -2)
-        groups = [(self._products[name], rows) for name, rows in self._rows.groups(len(x_TD)) if name in self._products]
-        if not any(product.row_factor is not None for product, _ in groups) or self.bias is None:
-            out_TD = super().forward(x_TD)
-            bias = None
-        else:
-            out_TD, bias = F.linear(x_TD, self.weight), self.bias
-        for product, rows in groups:
-            out_TD[rows] = product.adapt(x_TD[rows], out_TD[rows])
-        return (out_TD if bias is None else out_TD + bias).view(*x.shape[:-1], self.out_features)
 
 
 @dataclass(frozen=True)
@@ -133,65 +131,84 @@ class _LowRankProduct:
     scale: float
     row_factor: Tensor | None
 
-    @classmethod
-    @torch.no_grad()
-    def from_module(cls, module: LoRALinear) -> _LowRankProduct:
-        A, B = module.factors()
-        row_factor = None if module.lora_magnitude is None else module.row_factor().detach()
-        return cls(A.detach(), B.detach(), module.scale, row_factor)
-
-    def adapt(self, x: Tensor, base: Tensor) -> Tensor:
-        """Output of the adapted projection.
+    def adapt(self, x: Tensor, base: Tensor, bias: Tensor | None) -> Tensor:
+        """Output of the adapted module for its rows.
 
         Args:
-            base: output of the base; with DoRA without its bias.
+            x: inputs.
+            base: outputs of the base.
+            bias: what these have; None, and the caller adds it later, if any part has a row factor.
         """
         low = F.linear(F.linear(x.to(self.A.dtype), self.A), self.B) * self.scale
         out = base + low
         return (out if self.row_factor is None else out * self.row_factor).to(base.dtype)
 
 
-class RowAdaptedEmbedding(Embedding):
-    """An embedding in which adapters have rows of their own."""
+@dataclass(frozen=True)
+class _HeadRows:
+    """Rows of a head, and the tokens whose rows they replace."""
 
-    def __init__(self, base: Embedding, adapters: Mapping[str, TrainedRowsEmbedding], rows: AdapterRows) -> None:
+    token_ids: Tensor
+    weight: Tensor
+    row_factor: None = None
+
+    def adapt(self, x: Tensor, base: Tensor, bias: Tensor | None) -> Tensor:
+        """Output of the adapted module for its rows, as of `_LowRankProduct`."""
+        own_bias = None if bias is None else bias[self.token_ids]
+        base[:, self.token_ids] = F.linear(x, self.weight.to(x.dtype), own_bias)
+        return base
+
+
+@torch.no_grad()
+def _build_part(module: LoRALinear | TrainedRowsLinear) -> _LowRankProduct | _HeadRows:
+    if isinstance(module, TrainedRowsLinear):
+        return _HeadRows(module.trained_token_ids, module.trained_rows)
+    A, B = module.factors()
+    row_factor = None if module.lora_magnitude is None else module.row_factor().detach()
+    return _LowRankProduct(A.detach(), B.detach(), module.scale, row_factor)
+
+
+class RowAdaptedLinear(Linear):
+    """A projection whose rows have adapters."""
+
+    def __init__(self, name: str, base: Linear, rows: AdapterRows) -> None:
+        """``name``: of the module in the model."""
+        with torch.device("meta"):
+            super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
+        self.weight, self.bias = base.weight, base.bias
+        self._name, self._rows = name, rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in_features] to [..., out_features]."""
+        x_TD = x.flatten(0, -2)
+        groups = self._rows.groups(len(x_TD))
+        parts = [(adapter.parts[self._name], rows) for adapter, rows in groups if self._name in adapter.parts]
+        # A row factor is of the product alone, so the bias comes after it.
+        is_bias_late = self.bias is not None and any(part.row_factor is not None for part, _ in parts)
+        out_TD = F.linear(x_TD, self.weight) if is_bias_late else super().forward(x_TD)
+        for part, rows in parts:
+            out_TD[rows] = part.adapt(x_TD[rows], out_TD[rows], None if is_bias_late else self.bias)
+        return (out_TD + self.bias if is_bias_late else out_TD).view(*x.shape[:-1], self.out_features)
+
+
+class RowAdaptedEmbedding(Embedding):
+    """An embedding whose rows have adapters."""
+
+    def __init__(self, name: str, base: Embedding, rows: AdapterRows) -> None:
+        """``name``: of the module in the model."""
         with torch.device("meta"):
             super().__init__(base.num_embeddings, base.embedding_dim)
         self.weight = base.weight
-        self._rows, self._adapters = rows, dict(adapters)
+        self._name, self._rows = name, rows
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids [...] to rows [..., D]."""
         flat_T = tokens.flatten()
         out_TD = super().forward(flat_T)
-        for name, rows in self._rows.groups(len(flat_T)):
-            if name in self._adapters:
-                out_TD[rows] = self._adapters[name](flat_T[rows])
+        for adapter, rows in self._rows.groups(len(flat_T)):
+            if self._name in adapter.modules:
+                out_TD[rows] = adapter.modules[self._name](flat_T[rows])
         return out_TD.view(*tokens.shape, self.embedding_dim)
-
-
-class RowAdaptedHead(Linear):
-    """A head in which adapters have rows of their own."""
-
-    def __init__(self, base: Linear, adapters: Mapping[str, TrainedRowsLinear], rows: AdapterRows) -> None:
-        with torch.device("meta"):
-            super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
-        self.weight, self.bias = base.weight, base.bias
-        self._rows = rows
-        self._trained = {name: (module.trained_token_ids, module.trained_rows) for name, module in adapters.items()}
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., D] to [..., V]."""
-        x_TD = x.flatten(0, -2)
-        out_TV = super().forward(x_TD)
-        for name, rows in self._rows.groups(len(x_TD)):
-            if name in self._trained:
-                ids, weight = self._trained[name]
-                bias = None if self.bias is None else self.bias[ids]
-                own_TV = out_TV[rows]
-                own_TV[:, ids] = F.linear(x_TD[rows], weight.to(x.dtype), bias)
-                out_TV[rows] = own_TV
-        return out_TV.view(*x.shape[:-1], self.out_features)
 
 
 def share_weights(model: Transformer) -> Transformer:
@@ -201,46 +218,31 @@ def share_weights(model: Transformer) -> Transformer:
     return copy.deepcopy(model, memo)
 
 
-def add_row_adapters(model: Transformer, adapters: Mapping[str, ModelAdapter]) -> tuple[Transformer, AdapterRows]:
-    """A model with adapters of single rows, which shares the weights of another one.
+class RowAdaptedModel:
+    """A copy of a model that shares its weights, and whose rows have adapters: any that share them too."""
 
-    Raises:
-        ValueError: the model has an adapter itself, or one of these is of another model.
-    """
-    if any(adapter_modules(model)):
-        raise ValueError("the model has an adapter already, which all requests would have: load the model without it")
-    adapted, rows = share_weights(model), AdapterRows()
-    by_module: dict[str, dict[str, LoRALinear | TrainedRowsEmbedding | TrainedRowsLinear]] = {}
-    weights = dict(model.named_parameters(remove_duplicate=False))
-    for name, adapter in adapters.items():
-        for module_name, module in adapter.modules.items():
-            weight = weights.get(f"{module_name}.weight")
-            if weight is None or weight.data_ptr() != module.weight.data_ptr() or weight.shape != module.weight.shape:
-                raise ValueError(
-                    f"adapter {name!r} is of another model: its {module_name} has other weights in memory; read it for "
-                    "the model that it is used with"
-                )
-            by_module.setdefault(module_name, {})[name] = module
-    for module_name, modules in by_module.items():
-        adapted.set_submodule(module_name, _build_module(adapted.get_submodule(module_name), modules, rows))
-    for mixture in adapted.modules():
-        if isinstance(mixture, MoE):
-            mixture.select_rows = rows.select
-    return adapted.eval(), rows
+    def __init__(self, model: Transformer) -> None:
+        """
+        Raises:
+            ValueError: the model has an adapter itself.
+        """
+        if any(adapter_modules(model)):
+            raise ValueError(
+                "the model has an adapter already, which all requests would have: load the model without it"
+            )
+        self.model, self.rows = share_weights(model).eval(), AdapterRows()
+        for mixture in self.model.modules():
+            if isinstance(mixture, MoE):
+                mixture.select_rows = self.rows.select
 
-
-def _build_module(
-    base: nn.Module,
-    modules: Mapping[str, LoRALinear | TrainedRowsEmbedding | TrainedRowsLinear],
-    rows: AdapterRows,
-) -> nn.Module:
-    if isinstance(base, Embedding):
-        embeddings = {name: module for name, module in modules.items() if isinstance(module, TrainedRowsEmbedding)}
-        return RowAdaptedEmbedding(base, embeddings, rows)
-    assert isinstance(base, Linear), "adapters are on projections and the embedding"
-    heads = {name: module for name, module in modules.items() if isinstance(module, TrainedRowsLinear)}
-    if heads:
-        return RowAdaptedHead(base, heads, rows)
-    return RowAdaptedLinear(
-        base, {name: module for name, module in modules.items() if isinstance(module, LoRALinear)}, rows
-    )
+    def prepare(self, adapter: ModelAdapter) -> None:
+        """Replace the modules that an adapter is the first one to adapt. Others are left: experts without adapters are
+        computed faster. Another thread may compute the model meanwhile: without the adapter nothing changes."""
+        for name in adapter.modules:
+            base = self.model.get_submodule(name)
+            if type(base) is Linear:
+                self.model.set_submodule(name, RowAdaptedLinear(name, base, self.rows))
+            elif type(base) is Embedding:
+                self.model.set_submodule(name, RowAdaptedEmbedding(name, base, self.rows))
+            else:
+                assert isinstance(base, RowAdaptedLinear | RowAdaptedEmbedding), "no adapter is on another module"

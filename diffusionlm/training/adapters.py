@@ -46,7 +46,9 @@ class AdapterSpec:
             return None
         config.lora.check_packages()
         dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-        keeps_start = config.lora.init_from is not None and isinstance(config.objective, PreferenceConfig)
+        objective = config.objective
+        has_reference = isinstance(objective, PreferenceConfig) and objective.loss.has_reference
+        keeps_start = config.lora.init_from is not None and has_reference
         return cls(config.lora, dtypes.get(config.lora.base, precision), keeps_start)
 
     def add_to(self, model: Transformer, seed: int, device: torch.device | None = None) -> None:
@@ -60,6 +62,11 @@ class AdapterSpec:
         config = self.config
         add_adapter(model, config, seed=seed, names=stored_module_names(model))
         adapted = [module for _, module in adapter_modules(model) if isinstance(module, LoRALinear)]
+        if config.dropout and isinstance(model.lm_head, LoRALinear):
+            raise ValueError(
+                f"lora.dropout = {config.dropout} is not supported for the head, whose product is part of the loss: "
+                'set lora.dropout = 0, or lora.exclude = ["lm_head"]'
+            )
         if config.dropout and any(".experts." in name for name, _ in adapter_modules(model)):
             raise ValueError(
                 f"lora.dropout = {config.dropout} is not supported for experts: set lora.dropout = 0, or lora.targets "
@@ -116,6 +123,6 @@ class ModelFiles:
         Raises:
             ValueError: they are of another base.
         """
-        if self.base_fingerprint is None:
+        if self.base_fingerprint is None or self.config.lora is None:
             return checkpoint.weights()
-        return read_own_adapter(self.model, checkpoint.path, self.base_fingerprint)
+        return read_own_adapter(self.model, self.config.lora, checkpoint.path, self.base_fingerprint)

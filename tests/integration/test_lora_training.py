@@ -11,18 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from cli.train import check_files, main
 from config.convert import ConvertConfig
 from config.load import ConfigError, load_config
 from config.model import ModelConfig
 from config.train import TrainConfig
+from diffusionlm.checkpoints.adapter_files import read_adapter
 from diffusionlm.checkpoints.convert import convert, prepare_conversion
 from diffusionlm.checkpoints.huggingface import load_model, save_model, save_model_directory
 from diffusionlm.checkpoints.model_files import load_tokenizer
 from diffusionlm.models.init import init_weights
-from diffusionlm.models.lora import LoRALinear, adapter_modules, before_training
+from diffusionlm.models.lora import LoRALinear, TrainedRowsEmbedding, adapter_modules, before_training
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.loop import train
@@ -33,6 +34,8 @@ from tests.tiny_run import build_changed_run, change_config, read_losses, write_
 
 Configure = Callable[..., TrainConfig]
 TOKENS = torch.arange(10)[None]
+PREFIX = "base_model.model."
+NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
 WEIGHTS = "checkpoints/latest/adapter_model.safetensors"
 
 
@@ -69,6 +72,14 @@ def adapter_run(configure: Configure) -> Path:
     config = configure(training={"max_steps": 1})
     train(config)
     return config.run.directory
+
+
+def write_base(base: Path, directory: Path, **options: Any) -> Path:
+    """Write an untrained model like the base, with other options."""
+    model = Transformer(ModelConfig(**load_model(base).config.model_dump() | options))
+    init_weights(model, 0)
+    save_model_directory(model, load_tokenizer(base), directory)
+    return directory
 
 
 def build(config: TrainConfig) -> Run:
@@ -126,11 +137,14 @@ def test_run_directory_is_base_with_adapter(configure: Configure, base: Path, tm
     [
         ({"dropout": 0.3, "trainable_tokens": [3]}, 0.5),
         ({"init": "pissa", "dora": True, "lr_ratio_b": 4.0}, 0.0),
+        ({"modules_to_save": ["lm_head", "norm"], "layers_to_transform": [0]}, 0.5),
+        ({"targets": ["q_proj", "lm_head"], "modules_to_save": ["embed_tokens", "mlp"], "bias": "lora_only"}, 0.5),
     ],
 )
 @pytest.mark.slow
-def test_resume_is_exact(lora: dict[str, Any], ema: float, configure: Configure) -> None:
-    sections: dict[str, Any] = {"lora": lora, "training": {"ema_decay": ema}}
+def test_resume_is_exact(lora: dict[str, Any], ema: float, configure: Configure, base: Path, tmp_path: Path) -> None:
+    untied = write_base(base, tmp_path / "untied", tie_word_embeddings=False, attention_bias=True)
+    sections: dict[str, Any] = {"lora": lora, "training": {"ema_decay": ema}, "model": {"init_from": str(untied)}}
     straight = configure("straight", **sections)
     train(straight)
     resumed = configure("resumed", **sections)
@@ -144,6 +158,48 @@ def test_resume_is_exact(lora: dict[str, Any], ema: float, configure: Configure)
     assert expected.keys() == actual.keys()
     assert all(torch.equal(expected[name], actual[name]) for name in expected)
     assert read_losses(resumed)[-2:] == read_losses(straight)[-2:]
+
+
+@pytest.mark.slow
+def test_whole_modules_are_trained_merged_and_taken_over(configure: Configure, base: Path, tmp_path: Path) -> None:
+    """`norm` of the tied base and its table, which the head shares, beside the row that "mask" would train."""
+    lora = {"modules_to_save": ["embed_tokens", "norm"]}
+    config = configure(lora=lora)
+    train(config)
+    stored = load_file(config.run.directory / WEIGHTS)
+    whole = {name for name in stored if ".lora_" not in name}
+    names = ["embed_tokens", "norm", *(f"layers.0.{name}" for name in NORMS)]
+    assert whole == {f"{PREFIX}lm_head.weight", *(f"{PREFIX}model.{name}.weight" for name in names)}
+    before = load_file(base / "checkpoints/latest/model.safetensors")
+    for name in whole - {f"{PREFIX}lm_head.weight"}:
+        assert not torch.equal(stored[name], before[name.removeprefix(PREFIX)])
+    convert(prepare_conversion(ConvertConfig(source=config.run.directory, target=tmp_path / "merged")))
+    torch.testing.assert_close(logits(tmp_path / "merged"), logits(config.run.directory), atol=1e-5, rtol=1e-4)
+    served = load_model(base)
+    with pytest.raises(ValueError, match=r"trains parameters of its base .*: merge it"):
+        read_adapter(served, config.run.directory)
+    expected = load_model(base).state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in served.state_dict().items()), "others are served"
+    second = build(configure("second", lora=lora | {"init_from": str(config.run.directory)}))
+    assert torch.equal(second.state.model.lm_head.weight, stored[f"{PREFIX}lm_head.weight"])
+    stored[f"{PREFIX}lm_head.weight"] += 1.0
+    save_file(stored, tmp_path / "adapter_model.safetensors")
+    shutil.copy(config.run.directory / "checkpoints/latest/adapter_config.json", tmp_path)
+    with pytest.raises(ValueError, match=r"embedding and head apart, .*ensure_weight_tying"):
+        load_model(base, adapter=tmp_path)
+
+
+def test_the_row_of_the_mask_token(configure: Configure) -> None:
+    model = build(configure(lora={"trainable_tokens": "mask"})).state.model
+    embedding = model.model.embed_tokens
+    assert isinstance(embedding, TrainedRowsEmbedding)
+    assert embedding.trained_token_ids.tolist() == [model.config.mask_token_id]
+
+
+def test_dropout_of_the_head_is_refused(configure: Configure, base: Path, tmp_path: Path) -> None:
+    untied = write_base(base, tmp_path / "untied", tie_word_embeddings=False)
+    with pytest.raises(ValueError, match=r"lora\.dropout = 0\.1 is not supported for the head"):
+        build(configure(model={"init_from": str(untied)}, lora={"dropout": 0.1, "targets": ["lm_head"]}))
 
 
 def test_training_goes_on_from_an_adapter(configure: Configure) -> None:
@@ -231,6 +287,12 @@ def test_four_bits_need_bitsandbytes(configure: Configure, monkeypatch: pytest.M
         ({"targets": ["no_proj"]}, "lora.targets = \\('no_proj',\\) selects no projection; the model has"),
         ({"targets": ["q_proj", "w_proj"]}, "lora.targets: 'w_proj' is the name of no projection; the model has down_"),
         ({"exclude": ["qproj"]}, "lora.exclude: 'qproj' is the name of no"),
+        (
+            {"modules_to_save": ["head_"]},
+            "lora.modules_to_save: 'head_' ends the name of no module; the model has down_",
+        ),
+        ({"bias": "all"}, 'lora.bias = "all", and the model has no bias'),
+        ({"layers_to_transform": [0, 1]}, r"lora.layers_to_transform = \[0, 1\]: the last layer is 0"),
         ({"rank_patterns": {"x.*": 4}}, r"lora.rank_patterns: 'x\.\*' is the name of no"),
         (
             {"trainable_tokens": [3, 4096]},
@@ -260,10 +322,7 @@ def test_a_run_does_not_go_on_with_another_adapter(
 
 
 def test_adapter_of_llada_has_its_module_names(configure: Configure, base: Path, tmp_path: Path) -> None:
-    options = load_model(base).config.model_dump() | {"qk_norm": False, "model_type": "llada"}
-    model = Transformer(ModelConfig(**options))
-    init_weights(model, 0)
-    save_model_directory(model, load_tokenizer(base), tmp_path / "llada")
+    write_base(base, tmp_path / "llada", qk_norm=False, model_type="llada")
     config = configure(
         model={"init_from": str(tmp_path / "llada"), "qk_norm": False, "max_position_embeddings": 16},
         lora={"targets": ["ff_proj"]},

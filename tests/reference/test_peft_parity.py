@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,22 @@ from safetensors.torch import load_file, save_file
 
 from config.finetune.lora import LoraConfig
 from diffusionlm.checkpoints.adapter_files import load_adapter, save_adapter
+from diffusionlm.checkpoints.base_fingerprint import BaseFingerprint
 from diffusionlm.checkpoints.huggingface import load_model, save_model
 from diffusionlm.checkpoints.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from diffusionlm.models.lora import adapter_modules, add_adapter
+from diffusionlm.models.lora import adapter_modules, add_adapter, merge_adapter
 from diffusionlm.models.patterns import Causal
 from diffusionlm.models.transformer import Transformer
+from tests.conftest import MakeModel
 from tests.reference.family_cases import BOUNDS, difference
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-MakeModel = Callable[..., Transformer]
 TOKENS = torch.randint(0, 19, (2, 13), generator=torch.Generator().manual_seed(5))
 BASE: dict[str, Any] = {"qk_norm": True, "block_length": 1, "logit_alignment": "shifted"}
+UNTIED = {"tie_word_embeddings": False}
+BIASES = {"qk_norm": False, "attention_bias": True}
 
 CASES = [
     pytest.param({"targets": ("q_proj", "v_proj")}, {}, id="names"),
@@ -39,6 +41,15 @@ CASES = [
     pytest.param({"dora": True}, {}, id="dora"),
     pytest.param({"trainable_tokens": (18, 3)}, {"tie_word_embeddings": False}, id="rows"),
     pytest.param({"trainable_tokens": (18, 3)}, {"tie_word_embeddings": True}, id="rows-tied"),
+    pytest.param({"modules_to_save": ("lm_head", "embed_tokens", "norm")}, UNTIED, id="whole"),  # norm: all norms
+    pytest.param({"modules_to_save": ("mlp", "model.norm"), "targets": ("q_proj", "up_proj")}, {}, id="whole-blocks"),
+    pytest.param({"modules_to_save": ("embed_tokens",)}, {"tie_word_embeddings": True}, id="whole-tied"),
+    pytest.param({"bias": "all", "targets": ("q_proj", "o_proj"), "modules_to_save": ("k_proj",)}, BIASES, id="bias"),
+    pytest.param({"bias": "lora_only", "targets": ("q_proj",), "dora": True}, BIASES, id="bias-lora-only"),
+    pytest.param({"targets": ("q_proj", "lm_head"), "rslora": True}, UNTIED, id="head"),
+    pytest.param({"targets": ("v_proj", "lm_head"), "layers_to_transform": (1,)}, UNTIED, id="layers"),
+    pytest.param({"targets": ("q_proj", "down_proj"), "exclude": r".*\.0\..*_proj"}, {}, id="exclude-regex"),
+    pytest.param({"trainable_tokens": (18,), "modules_to_save": ("lm_head",)}, UNTIED, id="rows-whole-head"),
 ]
 
 
@@ -52,17 +63,28 @@ def move_adapter(model: torch.nn.Module, generator: torch.Generator) -> None:
 
 def save_moved_adapter(model: Transformer, config: LoraConfig, folder: Path) -> Path:
     """Add an adapter to a model, move its values, and save it. Returns its directory."""
+    fingerprint = BaseFingerprint.from_model(model)
     add_adapter(model, config)
     move_adapter(model, torch.Generator().manual_seed(1))
     adapter = folder / "adapter"  # beside the base transformers would load it as well
     adapter.mkdir()
-    save_adapter(model, config, adapter)
+    save_adapter(model, config, adapter, fingerprint=fingerprint)
     return adapter
 
 
 def load_in_peft(base: Path, adapter: Path) -> Any:
     model = transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
     return peft.PeftModel.from_pretrained(model, adapter)
+
+
+def make_base(tiny_model: MakeModel, options: dict[str, Any]) -> Transformer:
+    """A base whose biases and norms are not at their initial values."""
+    model = tiny_model(**BASE | options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
+    return model
 
 
 def our_logits(model: Transformer) -> torch.Tensor:
@@ -83,7 +105,7 @@ UNSORTED = {"alpha_patterns": {"q_proj": 64.0, r"layers\.0\..*": 3.5}}
 def test_peft_loads_our_adapter(
     options: dict[str, Any], model_options: dict[str, Any], tiny_model: MakeModel, tmp_path: Path
 ) -> None:
-    ours = tiny_model(**BASE, **model_options)
+    ours = make_base(tiny_model, model_options)
     save_model(ours, tmp_path)
     config = LoraConfig(rank=3, alpha=7.0, **options)
     adapter = save_moved_adapter(ours, config, tmp_path)
@@ -91,13 +113,17 @@ def test_peft_loads_our_adapter(
     assert difference(our_logits(ours), their_logits(theirs)) < BOUNDS["float32"]
     again = load_model(tmp_path, adapter=adapter)
     assert torch.equal(our_logits(again), our_logits(ours.eval()))
+    expected = our_logits(ours)
+    merge_adapter(again)
+    assert difference(our_logits(again), expected) < BOUNDS["float32"]
+    assert difference(our_logits(again), their_logits(theirs.merge_and_unload())) < BOUNDS["float32"]
 
 
 @pytest.mark.parametrize(("options", "model_options"), CASES)
 def test_we_load_the_adapter_of_peft(
     options: dict[str, Any], model_options: dict[str, Any], tiny_model: MakeModel, tmp_path: Path
 ) -> None:
-    save_model(tiny_model(**BASE, **model_options), tmp_path)
+    save_model(make_base(tiny_model, model_options), tmp_path)
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     targets = options.get("targets", "all-linear")
     config = peft.LoraConfig(
@@ -109,6 +135,11 @@ def test_we_load_the_adapter_of_peft(
         use_rslora=options.get("rslora", False),
         use_dora=options.get("dora", False),
         trainable_token_indices=list(options["trainable_tokens"]) if "trainable_tokens" in options else None,
+        modules_to_save=list(options["modules_to_save"]) if "modules_to_save" in options else None,
+        ensure_weight_tying=model_options.get("tie_word_embeddings", False),
+        bias=options.get("bias", "none"),
+        layers_to_transform=list(options["layers_to_transform"]) if "layers_to_transform" in options else None,
+        exclude_modules=options.get("exclude"),
         task_type="CAUSAL_LM",
     )
     theirs = peft.get_peft_model(base, config)
@@ -155,14 +186,15 @@ def adapter(tiny_model: MakeModel, tmp_path: Path) -> Path:
     ("key", "value"),
     [
         ("peft_type", "IA3"),
-        ("bias", "all"),
-        ("modules_to_save", ["lm_head"]),
-        ("layers_to_transform", [0]),
+        ("bias", "some"),
+        ("modules_to_save", "lm_head"),
+        ("layers_to_transform", [-1]),
+        ("layers_pattern", "h"),
         ("target_parameters", ["mlp.experts.gate_up_proj"]),
         ("fan_in_fan_out", True),
         ("lora_bias", True),
         ("init_lora_weights", "pissa"),
-        ("exclude_modules", ".*q_proj"),
+        ("exclude_modules", "("),
         ("trainable_token_indices", {"embed_tokens": [1], "lm_head": [2]}),
         ("r", 0),
         ("target_modules", None),

@@ -1,9 +1,8 @@
-"""Low-rank adapters: exact values, the base that stays as it is, and what the config selects."""
+"""Low-rank adapters: merging, dropout, the base that stays as it is, and what the config selects."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,36 +12,25 @@ from torch.utils.flop_counter import FlopCounterMode
 from config.finetune.lora import LoraConfig
 from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.kernels.low_rank import dropout_mask, hash_tokens, low_rank_linear
-from diffusionlm.models.layers import Linear
 from diffusionlm.models.lora import (
     LoRALinear,
     adapter_modules,
     add_adapter,
+    before_training,
     find_dropout,
     list_targets,
     merge_adapter,
 )
 from diffusionlm.models.patterns import Bidirectional
+from diffusionlm.models.row_adapters import share_weights
 from diffusionlm.models.transformer import Transformer
+from profiling.adapter_size import measure_adapter
+from tests.conftest import MakeModel
 
-MakeModel = Callable[..., Transformer]
 TOKENS = torch.randint(0, 18, (2, 9), generator=torch.Generator().manual_seed(5))
 TWO_LAYERS_DENSE = 7 * 2
-
-
-def linear(weight: list[list[float]], dtype: torch.dtype = torch.float64) -> Linear:
-    module = Linear(len(weight[0]), len(weight))
-    module.weight = torch.nn.Parameter(torch.tensor(weight, dtype=dtype))
-    return module
-
-
-def adapt(base: Linear, A: list[list[float]], B: list[list[float]], scale: float, **options: Any) -> LoRALinear:
-    module = LoRALinear(base, len(A), scale, LoraConfig(**options))
-    module.initialize(torch.Generator())
-    with torch.no_grad():
-        module.lora_A.copy_(torch.tensor(A))
-        module.lora_B.copy_(torch.tensor(B))
-    return module
+MLP, ATTENTION = "layers.1.mlp", "self_attn"
+BIAS_OF_Q = {"self_attn.q_proj.bias"}
 
 
 def logits_of(model: Transformer) -> torch.Tensor:
@@ -50,55 +38,21 @@ def logits_of(model: Transformer) -> torch.Tensor:
         return model(TOKENS, pattern=Bidirectional())
 
 
-class TestExactValues:
-    X = torch.ones(1, 2, dtype=torch.float64)
-    IDENTITY = ([[1.0, 0.0], [0.0, 1.0]], [[1.0, 2.0]], [[3.0], [-1.0]])
-
-    def test_product(self) -> None:
-        """I + 2 B A = [[7, 12], [-2, -3]]."""
-        weight, A, B = self.IDENTITY
-        module = adapt(linear(weight), A, B, 2.0)
-        assert module(self.X).tolist() == [[19.0, -5.0]]
-        assert module.effective_weight().tolist() == [[7.0, 12.0], [-2.0, -3.0]]
-
-    def test_dora_divides_by_row_norms(self) -> None:
-        weight, A, B = self.IDENTITY
-        out = adapt(linear(weight), A, B, 2.0, dora=True)(self.X)[0]
-        assert out.tolist() == pytest.approx([19 / math.hypot(7, 12), -5 / math.hypot(2, 3)])
-
-    @pytest.mark.parametrize(("rslora", "scale"), [(False, 2.0), (True, 4.0)])
-    def test_scale(self, rslora: bool, scale: float) -> None:
-        assert LoraConfig(rank=4, alpha=8.0, rslora=rslora).scale_of("q_proj") == scale
-
-    def test_a_step_of_full_rank_is_a_scaled_full_step(self) -> None:
-        """With A^T A = I, A frozen, B = 0 and SGD, the weight moves by -lr s^2 dL/dW; dL/dA is zero."""
-        generator = torch.Generator().manual_seed(0)
-        weight, x = (torch.randn(3, 3, generator=generator, dtype=torch.float64) for _ in range(2))
-        A = torch.linalg.qr(torch.randn(3, 3, generator=generator, dtype=torch.float64))[0]
-        module = adapt(linear(weight.tolist()), A.tolist(), [[0.0] * 3] * 3, 0.5)
-        (module(x) ** 3).sum().backward()
-        full = linear(weight.tolist())
-        (full(x) ** 3).sum().backward()
-        assert full.weight.grad is not None and module.lora_A.grad is not None and module.lora_B.grad is not None
-        assert not module.lora_A.grad.any()
-        change = 0.5 * (-0.1 * module.lora_B.grad) @ A
-        torch.testing.assert_close(change, -0.1 * 0.5**2 * full.weight.grad)
-
-    @pytest.mark.parametrize(("delta", "merged"), [(0.003, 1.0), (0.00391, 1.0078125)])
-    def test_merging_rounds_once(self, delta: float, merged: float, tiny_model: MakeModel) -> None:
-        """Casting 0.00391 to bfloat16 before the sum would give 1.0."""
-        model = tiny_model(dtype=torch.bfloat16)
-        add_adapter(model, LoraConfig(rank=1, alpha=1.0, targets=("q_proj",)))
-        module = model.get_submodule("model.layers.0.self_attn.q_proj")
-        assert isinstance(module, LoRALinear)
-        assert module.lora_A.dtype == torch.float32
-        with torch.no_grad():
-            module.weight.fill_(1.0)
-            module.lora_A.fill_(1.0)
-            module.lora_B.fill_(delta)
-        merge_adapter(model)
-        weight = model.get_parameter("model.layers.0.self_attn.q_proj.weight")
-        assert set(weight.flatten().tolist()) == {merged}
+@pytest.mark.parametrize(("delta", "merged"), [(0.003, 1.0), (0.00391, 1.0078125)])
+def test_merging_rounds_once(delta: float, merged: float, tiny_model: MakeModel) -> None:
+    """Casting 0.00391 to bfloat16 before the sum would give 1.0."""
+    model = tiny_model(dtype=torch.bfloat16)
+    add_adapter(model, LoraConfig(rank=1, alpha=1.0, targets=("q_proj",)))
+    module = model.get_submodule("model.layers.0.self_attn.q_proj")
+    assert isinstance(module, LoRALinear)
+    assert module.lora_A.dtype == torch.float32
+    with torch.no_grad():
+        module.weight.fill_(1.0)
+        module.lora_A.fill_(1.0)
+        module.lora_B.fill_(delta)
+    merge_adapter(model)
+    weight = model.get_parameter("model.layers.0.self_attn.q_proj.weight")
+    assert set(weight.flatten().tolist()) == {merged}
 
 
 @pytest.mark.parametrize("init", ["default", "gaussian", "pissa", "olora"])
@@ -134,6 +88,72 @@ def test_only_the_adapter_is_trained(tied: bool, tiny_model: MakeModel) -> None:
     output.total_loss.backward()
     for name, value in model.named_parameters():
         assert (value.grad is not None) == (name in trained)
+
+
+@pytest.mark.parametrize(
+    ("options", "tied", "expected"),
+    [
+        ({"modules_to_save": ("lm_head", "model.norm")}, False, {"lm_head.weight", "model.norm.weight"}),
+        ({"modules_to_save": ("lm_head",)}, True, {"model.embed_tokens.weight"}),
+        (
+            {"modules_to_save": ("layers.1.mlp",)},
+            False,
+            {f"{MLP}.{name}_proj.weight" for name in ("gate", "up", "down")},
+        ),
+        ({"bias": "all", "trainable_tokens": "mask"}, False, {f"{ATTENTION}.{name}_proj.bias" for name in "qkv"}),
+        ({"bias": "lora_only", "modules_to_save": ("embed_tokens",)}, False, BIAS_OF_Q | {"model.embed_tokens.weight"}),
+    ],
+)
+def test_parameters_of_the_base_are_trained_whole(
+    options: dict[str, Any], tied: bool, expected: set[str], tiny_model: MakeModel
+) -> None:
+    """An update changes them and the adapter, and neither another parameter nor the weights of the base itself."""
+    base = tiny_model(tie_word_embeddings=tied, attention_bias=True)
+    before = {name: value.clone() for name, value in base.named_parameters()}
+    model = share_weights(base)
+    config = LoraConfig(rank=3, targets=("q_proj", "layers.1.mlp.up_proj"), **options)
+    size = measure_adapter(config, model.config)
+    add_adapter(model, config)
+    start = {name: value.detach().clone() for name, value in model.named_parameters()}
+    trained = {name for name, value in model.named_parameters() if value.requires_grad}
+    assert size.parameters == sum(model.get_parameter(name).numel() for name in trained)
+    assert size.base_parameters == sum(model.get_parameter(name).numel() for name in trained & before.keys())
+    assert all(any(name.endswith(end) for end in expected) for name in trained & before.keys())
+    assert all(any(name.endswith(end) for name in trained) for end in expected)
+    for step in range(2):  # the first one of A has no gradient, because B is zero
+        positions = torch.arange(TOKENS.numel())
+        targets = LossInputs((TOKENS + 1 + step).flatten() % 18, torch.ones(len(positions)))
+        inputs = torch.where(TOKENS > 9, model.config.required_mask_token_id, TOKENS)
+        model(inputs, pattern=Bidirectional(), output_positions=positions, loss_inputs=targets).total_loss.backward()
+        torch.optim.SGD([value for value in model.parameters() if value.requires_grad], 0.1).step()
+    changed = {name for name, value in model.named_parameters() if not torch.equal(value, start[name])}
+    assert changed == trained
+    assert all(torch.equal(value, before[name]) for name, value in base.named_parameters())
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_the_loss_of_an_adapted_head_is_that_of_its_logits(dora: bool, tiny_model: MakeModel) -> None:
+    """With its gradients, and without the adapter."""
+    model = tiny_model(torch.float64, tie_word_embeddings=False)
+    add_adapter(model, LoraConfig(rank=3, targets=("lm_head", "o_proj"), dora=dora))
+    randomize_b(model)
+    trained = [value for value in model.parameters() if value.requires_grad]
+    positions = torch.arange(TOKENS.numel())
+
+    def losses() -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = LossInputs(TOKENS.flatten(), torch.ones(len(positions)))
+        logits = model(TOKENS, pattern=Bidirectional()).flatten(0, 1)
+        fused = model(TOKENS, pattern=Bidirectional(), output_positions=positions, loss_inputs=inputs).total_loss
+        return fused, torch.nn.functional.cross_entropy(logits, TOKENS.flatten(), reduction="sum")
+
+    actual, expected = losses()
+    torch.testing.assert_close(actual, expected)
+    gradients = [torch.autograd.grad(loss, trained) for loss in (actual, expected)]
+    torch.testing.assert_close(*gradients)
+    with before_training(model), torch.no_grad():
+        base, base_of_logits = losses()
+    torch.testing.assert_close(base, base_of_logits)
+    assert abs(float(base - actual)) > 1e-3
 
 
 class TestDropout:
@@ -175,17 +195,17 @@ class TestDropout:
 
     def test_gradient_is_that_of_the_plain_formula(self) -> None:
         generator = torch.Generator().manual_seed(0)
-        weight, A, B, x = (
+        weight, A, B, x, bias = (
             torch.randn(shape, generator=generator, dtype=torch.float64)
-            for shape in ((5, 4), (2, 4), (5, 2), (3, 6, 4))
+            for shape in ((5, 4), (2, 4), (5, 2), (3, 6, 4), (5,))
         )
         tokens = hash_tokens(9, torch.arange(3), 6)
         keep = dropout_mask(tokens, 11, 4, 0.4)
-        inputs = [value.requires_grad_() for value in (x, A, B)]
-        expected = x @ weight.T + 0.5 * (x * keep.view(x.shape)) @ A.T @ B.T
+        inputs = [value.requires_grad_() for value in (x, A, B, bias)]
+        expected = x @ weight.T + bias + 0.5 * (x * keep.view(x.shape)) @ A.T @ B.T
         probe = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
         expected_gradients = torch.autograd.grad((expected * probe).sum(), inputs)
-        actual = low_rank_linear(x, weight, None, A, B, 0.5, keep)
+        actual = low_rank_linear(x, weight, bias, A, B, 0.5, keep)
         torch.testing.assert_close(actual, expected)
         gradients = torch.autograd.grad((actual * probe).sum(), inputs)
         torch.testing.assert_close(gradients, expected_gradients)
@@ -283,13 +303,13 @@ def test_experts_are_adapted_and_routers_are_not(tiny_model: MakeModel) -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"targets": ("q_proj", "v_proj")}, {"self_attn.q_proj", "self_attn.v_proj"}),
         ({"targets": r"model\.layers\.\d+\.self_attn\.[qk]_proj"}, {"self_attn.q_proj", "self_attn.k_proj"}),
         ({"targets": ("mlp.up_proj",), "exclude": ("down_proj",)}, {"mlp.up_proj"}),
         (
             {"exclude": ("self_attn.o_proj", "q_proj", "k_proj", "v_proj", "up_proj")},
             {"mlp.gate_proj", "mlp.down_proj"},
         ),
+        ({"exclude": r".*\.(self_attn|mlp)\..*_proj(?<!up_proj)"}, {"mlp.up_proj"}),
     ],
 )
 def test_targets(options: dict[str, Any], expected: set[str], tiny_model: MakeModel) -> None:
@@ -299,29 +319,23 @@ def test_targets(options: dict[str, Any], expected: set[str], tiny_model: MakeMo
     } == (expected)
 
 
-def test_patterns_select_rank_and_alpha() -> None:
-    config = LoraConfig(
-        rank=4, alpha=8.0, rank_patterns={"layers.0.*": 2, r"v_proj": 8}, alpha_patterns={"self_attn.v_proj": 1.0}
-    )
-    ranks = {
-        name: config.rank_of(f"model.layers.{name}") for name in ("0.mlp.up_proj", "1.self_attn.v_proj", "1.o_proj")
-    }
-    assert ranks == {"0.mlp.up_proj": 2, "1.self_attn.v_proj": 8, "1.o_proj": 4}
-    assert config.scale_of("model.layers.1.self_attn.v_proj") == 1 / 8
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"rank": 25, "init": "pissa"}, ("lora.rank = 25", "lora.exclude")),
         ({"targets": ("qproj",)}, ("lora.targets", "q_proj")),
-        ({"targets": ("lm_head",)}, ("lora.targets", "lora.trainable_tokens")),
+        ({"targets": ("lm_head",)}, ("lora.targets", "lora.modules_to_save", "diffusion.untie_head")),
+        (
+            {"modules_to_save": ("lm_head",), "trainable_tokens": (1,)},
+            ("modules_to_save", "remove lora.trainable_tokens"),
+        ),
+        ({"layers_to_transform": (7,)}, ("lora.targets", "selects no projection")),
         ({"rank": 2, "trainable_tokens": (19,)}, ("lora.trainable_tokens", "19")),
     ],
 )
 def test_what_does_not_fit_is_refused(options: dict[str, Any], words: tuple[str, ...], tiny_model: MakeModel) -> None:
     with pytest.raises(ValueError, match="lora") as error:
-        add_adapter(tiny_model(), LoraConfig(**options))
+        add_adapter(tiny_model(tie_word_embeddings=True), LoraConfig(**options))
     assert all(word in str(error.value) for word in words)
 
 
@@ -334,6 +348,9 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], words: tuple[str,
         {"rank_patterns": {"(": 2}},
         {"dropout": 1.0},
         {"trainable_tokens": (3, 3)},
+        {"exclude": "("},
+        {"layers_to_transform": (0,), "targets": ".*q_proj"},
+        {"modules_to_save": ("",)},
     ],
 )
 def test_invalid_configs(options: dict[str, Any]) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +16,12 @@ import torch
 from config.finetune.lora import LoraConfig
 from config.generation import GenerationConfig
 from diffusionlm.checkpoints.adapter_files import load_adapter, read_adapter, save_adapter
-from diffusionlm.inference.generate import generate, infill
+from diffusionlm.inference.generate import Generation, generate, infill
 from diffusionlm.inference.requests import RequestOptions
 from diffusionlm.models.lora import adapter_modules, add_adapter
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.serving.engine import Engine
+from diffusionlm.serving.requests import EngineRequest, UnknownAdapterError
 from tests.conftest import MakeModel
 
 MASK = 18
@@ -76,7 +81,7 @@ def test_each_row_has_its_own_adapter(make_base: Callable[..., Transformer], nam
         answers = [generate(alone, [prompt], config, [7])[0] for prompt in prompts for config in configs]
         expected[adapter] = [*answers, infill(alone, [hole], configs[0], [7])[0]]
     assert not list(adapter_modules(base)) and all(weight.requires_grad for weight in base.parameters())
-    with Engine(base, cache_bytes=1 << 18, page_size=4, adapters=adapters) as engine:
+    with Engine(base, cache_memory=1 << 18, page_size=4, adapters=adapters) as engine:
         assert engine.adapter_names == tuple(adapters)
         for _ in range(2):  # the second time with shared pages
             requests = {
@@ -105,13 +110,33 @@ def test_adapters_share_no_pages(make_base: Callable[..., Transformer], tmp_path
         write_adapter(make_base(), tmp_path / name, seed, {"rank": 1})
     adapters = {name: read_adapter(base, tmp_path / name) for name in "ab"}
     config = GenerationConfig(max_new_tokens=2, stop_token_ids=())
-    with Engine(base, cache_bytes=1 << 16, page_size=4, adapters=adapters) as engine:
+    with Engine(base, cache_memory=1 << 16, page_size=4, adapters=adapters) as engine:
         cached = []
         for adapter in (None, "a", "b", "a", "b", None):
             request = engine.submit([1] * 14, config, 0, RequestOptions(adapter=adapter))
             request.result(30)
             cached.append(request.state.num_cached_tokens)
     assert cached == [0, 0, 0, 12, 12, 12]
+
+
+def test_an_adapter_that_fails_ends_its_own_requests(
+    make_base: Callable[..., Transformer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, config = make_base(), GenerationConfig(max_new_tokens=6, stop_token_ids=())
+    for seed, name in enumerate("ab"):
+        write_adapter(make_base(), tmp_path / name, seed, {"rank": 1})
+    adapters = {name: read_adapter(base, tmp_path / name) for name in "ab"}
+    with Engine(base, cache_memory=1 << 16, page_size=4, adapters=adapters) as engine:
+        options = {name: RequestOptions(adapter=name) for name in (None, "a", "b")}
+        expected = {name: engine.submit([1] * 5, config, 0, options[name]).result(30).token_ids for name in options}
+        parts: Any = adapters["a"].parts
+        broken = replace(parts["model.layers.0.self_attn.q_proj"], B=torch.zeros(1, 999))
+        monkeypatch.setitem(parts, "model.layers.0.self_attn.q_proj", broken)
+        requests = {name: engine.submit([1] * 5, config, 0, options[name]) for name in options}
+        with pytest.raises(RuntimeError):
+            requests["a"].result(30)
+        assert all(requests[name].result(30).token_ids == expected[name] for name in (None, "b"))
+        assert engine.is_alive and engine.status.num_owned_pages == 0
 
 
 def test_adapters_that_do_not_fit_are_refused(make_base: Callable[..., Transformer], tmp_path: Path) -> None:
@@ -123,7 +148,7 @@ def test_adapters_that_do_not_fit_are_refused(make_base: Callable[..., Transform
     for model in (other, make_base(), make_base(num_hidden_layers=1)):
         with pytest.raises(ValueError, match="adapter 'my' is of another model"):
             Engine(model, adapters={"my": adapter})
-    with Engine(base, cache_bytes=1 << 16, adapters={"my": adapter}) as engine:
+    with Engine(base, cache_memory=1 << 16, adapters={"my": adapter}) as engine:
         with pytest.raises(ValueError, match="adapter = 'a' does not exist: this engine has 'my'"):
             engine.submit([1], GenerationConfig(max_new_tokens=1), 0, RequestOptions(adapter="a"))
         with pytest.raises(ValueError, match="outside the model's vocabulary"):
@@ -147,8 +172,84 @@ def test_deterministic_answers_of_adapters(tiny_model: MakeModel, tmp_path: Path
     answers = []
     for max_requests in (1, 3):
         with Engine(
-            base, adapters=adapters, deterministic=True, cache_bytes=1 << 16, max_requests=max_requests
+            base, adapters=adapters, deterministic=True, cache_memory=1 << 16, max_requests=max_requests
         ) as engine:
             requests = [engine.submit([1, 2, 3], config, 0, option) for option in options]
             answers.append([request.result(30) for request in requests])
     assert answers[0] == answers[1] and len({answer.logprobs for answer in answers[0]}) == 3
+
+
+LIMITS: dict[str, Any] = {"deterministic": True, "cache_memory": 1 << 18, "page_size": 4}
+
+
+def decode_alone(make: Callable[[], Transformer], directory: Path | None, config: GenerationConfig) -> Generation:
+    """The answer of an engine that never has another adapter; its tokens are those of `generate`."""
+    alone, base = make(), make()
+    adapters = {} if directory is None else {"only": read_adapter(base, directory)}
+    if directory is not None:
+        load_adapter(alone, directory)
+    with Engine(base, adapters=adapters, **LIMITS) as engine:
+        options = RequestOptions(adapter=None if directory is None else "only")
+        answer = engine.submit([1] * 9, config, options=options).result(30)
+    assert answer.token_ids == generate(alone, [[1] * 9], config)[0].token_ids
+    return answer
+
+
+@pytest.mark.parametrize("name", ["dense", "experts"])
+def test_adapters_come_and_go_between_two_steps(
+    tiny_model: MakeModel, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request is decoded with the adapter that had its name when it was submitted, to the bit."""
+
+    def make() -> Transformer:
+        return tiny_model(vocab_size=19, mask_token_id=MASK, block_length=4, **MODELS[name][0]).eval()
+
+    base, config = make(), GenerationConfig(max_new_tokens=6, stop_token_ids=())
+    expected: dict[str | None, Generation] = {None: decode_alone(make, None, config)}
+    for seed, (own, adapter) in enumerate({"old": "v1.5", "new": "rows", "other": "v1.5"}.items()):
+        write_adapter(make(), tmp_path / own, seed, ADAPTERS[adapter])
+        expected[own] = decode_alone(make, tmp_path / own, config)
+    assert len({answer.logprobs for answer in expected.values()}) == 4
+    with Engine(base, **LIMITS) as engine:
+        gate, entered, step = threading.Event(), threading.Event(), engine._decoder.step
+
+        def wait() -> Any:
+            entered.set()
+            assert gate.wait(30)
+            return step()
+
+        def submit(adapter: str | None) -> EngineRequest:
+            return engine.submit([1] * 9, config, options=RequestOptions(adapter=adapter))
+
+        def load(adapter: str, version: str) -> weakref.ref[Any]:
+            loaded = read_adapter(base, tmp_path / version)
+            engine.load_adapter(adapter, loaded)
+            return weakref.ref(next(iter(loaded.modules.values())))
+
+        monkeypatch.setattr(engine._decoder, "step", wait)
+        requests: list[tuple[EngineRequest, str | None]] = [(submit(None), None)]
+        assert entered.wait(30)  # all that follows comes while a step is computed
+        loaded = [load("a", "old")]
+        requests += [(submit("a"), "old"), (submit(None), None)]
+        loaded += [load("a", "new"), load("b", "other")]
+        requests += [(submit("a"), "new"), (submit("b"), "other")]
+        engine.unload_adapter("b")
+        for use in (submit, engine.unload_adapter):
+            with pytest.raises(UnknownAdapterError, match="adapter = 'b' does not exist: this engine has 'a'"):
+                use("b")
+        gate.set()
+        for request, version in requests:
+            assert request.result(30) == expected[version], version
+        # The pages of a text are shared, but not with those of another adapter that has had the name.
+        for version, num_cached in (("new", 8), (None, 8), ("old", 0)):
+            if version == "old":
+                loaded.append(load("a", "old"))
+            again = submit(None if version is None else "a")
+            assert again.result(30) == expected[version] and again.state.num_cached_tokens == num_cached
+        engine.unload_adapter("a")
+        assert submit(None).result(30) == expected[None]
+        del request, requests, again
+        gc.collect()
+        assert not any(reference() for reference in loaded), "their memory is free"
+        with pytest.raises(ValueError, match="adapter 'a' is of another model"):
+            engine.load_adapter("a", read_adapter(make(), tmp_path / "old"))
