@@ -10,7 +10,7 @@ from config.base import Section
 from config.data import DataConfig
 from config.evaluation.in_training import TrainingEvaluationConfig
 from config.finetune.lora import DEFAULT_LORA_OPTIMIZER, LoraTrainingConfig
-from config.finetune.preference import PreferenceConfig
+from config.finetune.preference import PreferenceConfig, PreferenceLossConfig
 from config.model import BlockOrigin
 from config.model_section import ModelSection
 from config.tokenizer import TokenizerConfig
@@ -96,6 +96,12 @@ class TrainConfig(Section):
             )
         if self.schedule.kind == "warmup_stable_decay" and self.training.max_steps is not None:
             self.schedule.num_decay_steps(self.training.max_steps)
+        every_steps = self.validation.every_steps
+        if self.validation.early_stopping and not 0 < every_steps < (self.training.max_steps or 2**63):
+            raise ValueError(
+                f"validation.early_stopping needs validations before the last step, and validation.every_steps = "
+                f"{every_steps}: set it to less than training.max_steps, or remove early_stopping"
+            )
         if self.runtime.attention_backend == "flex" and self.run.device == "cpu":
             raise ValueError(
                 'runtime.attention_backend = "flex" has no backward on a CPU, and run.device = "cpu": set '
@@ -159,7 +165,7 @@ class TrainConfig(Section):
                 f"{max_steps}"
             )
         if isinstance(objective, PreferenceConfig):
-            self._check_preferences()
+            self._check_preferences(objective.loss)
         if isinstance(objective, NextTokenConfig) and self.model.logit_alignment != "shifted":
             raise ValueError(
                 'objective.kind = "next_token" predicts token i by output i - 1: set model.logit_alignment = "shifted"'
@@ -176,20 +182,30 @@ class TrainConfig(Section):
                     "set a smaller N, or longer rows"
                 )
 
-    def _check_preferences(self) -> None:
+    def _check_preferences(self, loss: PreferenceLossConfig) -> None:
         if self.model.init_from is None:
             raise ValueError(
-                'objective.kind = "preference" compares the model with the one that it starts from: set model.init_from'
+                'objective.kind = "preference" compares answers by a model that has been trained: set model.init_from'
             )
         if len(self.data.chats) < len(self.data.components):
             raise ValueError(
                 'objective.kind = "preference" needs rows with a chosen and a rejected answer: set chat = '
                 '{ format = "preference" } in every source'
             )
+        if loss.is_unpaired and self.training.batch_size < 2:
+            raise ValueError(
+                f'training.batch_size = {self.training.batch_size}: objective.loss.kind = "kto" takes the answers of '
+                "other examples of the step as mismatches; set at least 2"
+            )
         if self.data.pads_to_longest:
             raise ValueError(
                 'chat.eos_padding = "batch_max" pads rows of one conversation, and objective.kind = "preference" has '
                 'two in each: set chat.eos_padding = "length:N" or "none"'
+            )
+        if self.training.neftune_alpha is not None:
+            raise ValueError(
+                f"training.neftune_alpha = {self.training.neftune_alpha} is for supervised training, and "
+                'objective.kind = "preference" compares answers with a reference: remove neftune_alpha'
             )
         if self.runtime.weights != "float32":
             raise ValueError(

@@ -49,6 +49,9 @@ class TrainingConfig(Section):
     ema_decay: HalfOpenFraction = 0.0
     """Decay per step of an exponential moving average of the weights, which validation, samples and model.safetensors
     then use. 0: no average."""
+    neftune_alpha: PositiveFloat | None = None
+    """Add uniform noise in +- alpha / sqrt(L d) to the input embeddings of training (NEFTune, Jain et al. 2023), for
+    the L tokens of a conversation or text, packed or not, and the hidden size d; 5 to 15 are usual. None: no noise."""
     max_nonfinite_steps: PositiveInt = 5
     """A step with a non-finite loss or gradient, or a spike, is skipped. This many in a row end the run."""
     max_spike_deviations: PositiveFloat | None = None

@@ -6,7 +6,16 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from config.base import NonNegativeInt, PositiveInt, Section, TupleOf
+from config.base import NonNegativeFloat, NonNegativeInt, PositiveInt, Section, TupleOf
+
+
+class EarlyStoppingConfig(Section):
+    """``[validation.early_stopping]``: end a run whose validation bound no longer falls."""
+
+    patience: PositiveInt = 3
+    """Validations in a row without a better bound after which the run ends, as after its last step."""
+    min_delta: NonNegativeFloat = 0.0
+    """A bound is better if it is below the best one by more than this, in nats per token."""
 
 
 class ValidationConfig(Section):
@@ -24,6 +33,9 @@ class ValidationConfig(Section):
     """Sequences of a forward."""
     ngrams: bool = True
     """At the end, compare with n-gram models of the training tokens."""
+    early_stopping: EarlyStoppingConfig | None = None
+    """End the run when validations every `every_steps` no longer improve; checkpoints of better ones are saved for
+    `checkpoint.keep_best`. {} has the defaults. None: make all steps."""
 
 
 def _check_masked_span(text: str) -> str:

@@ -40,6 +40,8 @@ class RngStream(IntEnum):
     """(split, epoch, block of conversations): synthetic conversations."""
     ANSWER = 17
     """(epoch, window, conversation in it): the answer that is learned; in a mixture preceded by the component."""
+    EMBEDDING_NOISE = 18
+    """(step, row in the step): noise on the embeddings of all tokens."""
     LIKELIHOOD_LEVELS = 20
     """(): offsets of the sequences of an evaluation; (sequence): order of its blocks."""
     LIKELIHOOD_MASKS = 21
@@ -54,6 +56,8 @@ class RngStream(IntEnum):
     """(forward): tokens that a request samples."""
     POSITION_ORDER = 31
     """(forward): positions that a request selects."""
+    DRAFT_MASKS = 32
+    """(): drafted tokens that a request masks again."""
 
 
 def keyed_rng(seed: int, stream: RngStream, *key: int) -> np.random.Generator:

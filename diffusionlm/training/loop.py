@@ -21,8 +21,9 @@ from diffusionlm.training.reporting import (
     collect_launch_metrics,
     collect_monitor_metrics,
     collect_step_metrics,
-    find_data_problems,
+    describe_left_out_records,
     log_data_sources,
+    log_early_stop,
     log_skipped_records,
     record_run_events,
     run_final_evaluation,
@@ -70,9 +71,9 @@ def train(config: TrainConfig) -> TrainResult:
     ):
         run = build_run(config, directory, world)
         resume_run(run)
-        is_complete = run.progress.step >= run.settings.max_steps
-        if is_complete and world.run_on_first(directory.summary.is_file):
-            run.log(f"{directory.path} is complete; its summary again:")
+        if run.is_complete and world.run_on_first(directory.summary.is_file):
+            reason = f": {run.early_stopping.describe()}" if run.early_stopping.is_due else ""
+            run.log(f"{directory.path} is complete{reason}; its summary again:")
             return TrainResult(run.progress.step, RunSummary.read(directory.summary), None, run.example_input)
         if world.is_first:
             directory.summary.unlink(missing_ok=True)  # it is of fewer steps
@@ -98,7 +99,8 @@ def train_and_evaluate(run: Run, logger: RunLogger, stop: StopRequest) -> RunSum
     """Make the remaining steps and the final evaluation. Returns None if a signal stopped it."""
     train_remaining_steps(run, logger, stop)
     log_skipped_records(run, logger)
-    if stop.signal is not None and run.progress.step < run.settings.max_steps:
+    log_early_stop(run, logger)
+    if stop.signal is not None and not run.is_complete:
         run.log(f"stopped after step {run.progress.step} and saved; the same command goes on from there")
         return None
     try:
@@ -113,7 +115,7 @@ def train_remaining_steps(run: Run, logger: RunLogger, stop: StopRequest) -> Non
     progress, settings, tracker = run.progress, run.settings, MetricsTracker(run, logger)
     every_steps = run.config.runtime.garbage_collection
     with pause_garbage_collection(every_steps), build_profiler(run, logger) as profiler:
-        while progress.step < settings.max_steps:
+        while not run.is_complete:
             tracker.start_clock()
             with tracker.log_on_error(), nvtx.annotate("step"):
                 with nvtx.annotate("data"):
@@ -127,6 +129,7 @@ def train_remaining_steps(run: Run, logger: RunLogger, stop: StopRequest) -> Non
             tracker.add_step(metrics, batch, due)
             if "validate" in due:
                 run_validation(run, logger)
+                due = find_due_actions(run, stop)  # early stopping may have made this step the last one
             if "evaluate" in due:
                 run_tasks(run, logger)
             if "sample" in due:
@@ -160,18 +163,21 @@ after which a signal stops the run. Before any action but ``log`` the host reads
 def find_due_actions(run: Run, stop: StopRequest) -> set[Action]:
     """Return the actions that follow the completed step. Intervals are in steps; 0 means never."""
     config, step = run.config, run.progress.step
-    is_last = step == run.settings.max_steps
+    is_last = run.is_complete
     is_end = is_last or stop.signal is not None
+    is_best = config.checkpoint.keep_best and run.early_stopping.best_step == step
 
     def is_multiple(interval: int) -> bool:
         return interval > 0 and step % interval == 0
 
+    may_be_last = config.validation.early_stopping is not None and is_multiple(config.validation.every_steps)
+    intervals = config.logging.every_steps, config.logging.norms_every_steps
     is_due: dict[Action, bool] = {
-        "log": is_multiple(config.logging.every_steps) or is_multiple(config.logging.norms_every_steps) or is_last,
+        "log": any(map(is_multiple, intervals)) or is_last or may_be_last,
         "validate": is_multiple(config.validation.every_steps) and not is_last,  # the final evaluation follows
         "evaluate": bool(config.evaluation.tasks) and (is_last or is_multiple(config.evaluation.every_steps)),
         "sample": is_multiple(config.samples.every_steps) or (is_last and config.samples.every_steps > 0),
-        "save": is_multiple(config.checkpoint.every_steps) or is_end,
+        "save": is_multiple(config.checkpoint.every_steps) or is_end or is_best,
         "end": is_end,
     }
     return {action for action in is_due if is_due[action]}
@@ -197,7 +203,8 @@ class MetricsTracker:
         self._clock_start = 0.0
         self._last_log = (run.progress.step, run.progress.seconds)
         """Step and seconds of the run when it was logged last."""
-        self._reported_problems: set[str] = set()
+        self._has_warned = False
+        """Of records that are left out."""
 
     def start_clock(self) -> None:
         """Begin to measure a step. Logging is not part of its duration, waiting for the device is."""
@@ -261,10 +268,10 @@ class MetricsTracker:
         self.logger.progress(metrics.step, values)
         if with_metrics:
             self.logger.metrics(metrics.step, {**values, **collect_monitor_metrics(self.run, metrics)})
-            for problem, text in find_data_problems(self.run, metrics).items():
-                if problem not in self._reported_problems:
-                    self.logger.event(metrics.step, "data", f"warning: {text}")
-                    self._reported_problems.add(problem)
+            left_out = None if self._has_warned else describe_left_out_records(self.run)
+            if left_out is not None:
+                self.logger.event(metrics.step, "data", f"warning: {left_out}")
+                self._has_warned = True
 
 
 def update_progress(

@@ -23,6 +23,7 @@ from ddp.parallelism import Parallelism, local_values
 from ddp.process_group import World
 from diffusionlm.diffusion.layout import LogitAlignment, target_positions
 from diffusionlm.diffusion.noised_batch import NoisedBatch
+from diffusionlm.diffusion.preference_loss import PreferenceResults
 from diffusionlm.models.patterns import BlockDiffusion, Causal, document_offsets
 from diffusionlm.models.tensors import copy_to_device
 from diffusionlm.models.transformer import Transformer
@@ -180,12 +181,12 @@ def compute_batch_flops(
     noised_batch: NoisedBatch,
     active_factors: int | None = None,
     *,
-    has_reference: bool = False,
+    num_measuring_forwards: int = 0,
 ) -> float:
     """FLOPs of a batch's forward and backward: only visible keys count, and in the last layer only output positions.
     They are counted on the host, from the batch that was copied to the device.
 
-    ``active_factors``, ``has_reference``: see `step_flops`.
+    ``active_factors``, ``num_measuring_forwards``: see `step_flops`.
     """
     noised_batch = noised_batch.on_host or noised_batch
     layer_types = model.layer_types or ["full_attention"] * model.num_hidden_layers
@@ -201,7 +202,7 @@ def compute_batch_flops(
         scored=len(noised_batch.positions_N),
         pairs=pairs,
         active_factors=active_factors,
-        has_reference=has_reference,
+        num_measuring_forwards=num_measuring_forwards,
     )
 
 
@@ -226,13 +227,16 @@ LOSS_METRICS = (
     "loss_next_token",
     "preference_accuracy",
     "preference_margin",
+    "preference_chosen_reward",
+    "preference_rejected_reward",
 )
 """``mask_ratio``: masked tokens per target token. ``loss_by_masked_fraction/0.2-0.4``: unweighted nats per masked token
 where more than 0.2 and at most 0.4 of the sequence, or block, was masked. ``loss_answer``, ``loss_eos_padding``: the
 loss of answers and of the padding after them, each divided by its own part of the denominator. ``loss_next_token``: the
-auxiliary loss, without its weight. ``preference_accuracy``, ``preference_margin``: share of the preferences with a
-positive margin, and its mean (`preference_margins`)."""
-BINS, PARTS, PAIRS = slice(1, 1 + NUM_LOSS_BINS), slice(1 + NUM_LOSS_BINS, 4 + NUM_LOSS_BINS), slice(-2, None)
+auxiliary loss, without its weight. ``preference_accuracy``, ``preference_margin``: share of the pairs with a positive
+margin, and its mean; ``preference_chosen_reward``, ``preference_rejected_reward``: mean rewards of chosen or desirable,
+and of other answers (`PreferenceResults`)."""
+BINS, PARTS, PREFERENCES = slice(1, 1 + NUM_LOSS_BINS), slice(1 + NUM_LOSS_BINS, 4 + NUM_LOSS_BINS), slice(-4, None)
 
 
 @dataclass
@@ -290,11 +294,10 @@ class StepMonitor:
             self._sums_2M[:, BINS].add_(sums_2K)
             self._sums_2M[1, 0].add_(noised_batch.num_targets)
 
-    def add_pairs(self, margins_P: Tensor) -> None:
-        """Add the margins of the preferences of a micro-batch, on the device."""
+    def add_preferences(self, results: PreferenceResults) -> None:
+        """Add the rewards of a micro-batch, on the device."""
         if self._sums_2M is not None:
-            sums_2 = torch.stack([(margins_P > 0).double().sum(), margins_P.double().sum()])
-            self._sums_2M[:, PAIRS].add_(torch.stack([sums_2, torch.full_like(sums_2, len(margins_P))]))
+            self._sums_2M[:, PREFERENCES].add_(results.sum_metrics())
 
 
 def sum_loss_parts(noised_batch: NoisedBatch, nll_N: Tensor) -> Tensor:

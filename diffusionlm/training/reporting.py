@@ -50,8 +50,6 @@ from profiling.flops import peak_flops
 _ROOT = Path(__file__).parents[2]
 MAX_LEFT_OUT_SHARE = 0.1
 """A source that leaves out a larger share of its records is worth a warning."""
-MANY_EPOCHS = 40
-"""Data that was repeated so often adds nothing (Muennighoff et al. 2023, https://arxiv.org/abs/2305.16264)."""
 
 
 @dataclass(frozen=True)
@@ -79,26 +77,17 @@ class RunSummary:
 
     @classmethod
     def read(cls, path: Path) -> RunSummary:
-        """Read a summary.json.
+        """Read a summary.json, which may have former names of metrics.
 
         Raises:
             ValueError: the file is damaged.
         """
         try:
-            return cls.from_json(read_json_object(path))
-        except (ValueError, KeyError, TypeError) as error:
+            return TypeAdapter(cls).validate_python(rename_metrics(read_json_object(path)))
+        except ValueError as error:
             raise ValueError(
                 f"{path} cannot be read ({error}): remove it, and the same command makes the final evaluation again"
             ) from error
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> RunSummary:
-        """The inverse of `to_json`; former names of metrics are accepted."""
-        evaluations = {
-            "evaluation": rename_metrics(values["evaluation"]),
-            "other_block_lengths": [rename_metrics(evaluation) for evaluation in values["other_block_lengths"]],
-        }
-        return TypeAdapter(cls).validate_python(values | evaluations)
 
 
 def build_logger(run: Run) -> RunLogger:
@@ -127,6 +116,12 @@ def log_data_sources(run: Run, logger: RunLogger) -> None:
         skipped = "".join(f"; {count:,} {reason}" for reason, count in count_skipped([component]).items())
         text = f"data: {component.name}, {component.source.provenance} ({component.source.identity}){skipped}"
         logger.event(run.progress.step, "data", text)
+    if len(run.validator.rows) == 1 < run.config.validation.final_rows:
+        text = (
+            "warning: validation has one row, so its bound has no standard error: raise validation_fraction, or name "
+            "validation_paths or a validation_split with more text"
+        )
+        logger.event(run.progress.step, "data", text)
     for line in run.validator.skipped_records:
         logger.event(run.progress.step, "data", f"validation data: {line}")
 
@@ -147,22 +142,14 @@ def log_skipped_records(run: Run, logger: RunLogger) -> None:
             logger.event(run.progress.step, "data", f"data: {line}")
 
 
-def find_data_problems(run: Run, metrics: StepMetrics) -> dict[str, str]:
-    """Describe what is wrong with the training data so far, by problem: a source that leaves out more than
-    `MAX_LEFT_OUT_SHARE` of its records, or data that is read too often."""
-    problems: dict[str, str] = {}
+def describe_left_out_records(run: Run) -> str | None:
+    """Describe the records of the first source that leaves out more than `MAX_LEFT_OUT_SHARE` of its records so far.
+    None: no source does."""
     for name, logs in read_skip_logs(run):
         share = 1.0 - math.prod(1.0 - log.num_left_out / max(1, log.total) for log in logs)
         if share > MAX_LEFT_OUT_SHARE:
-            lines = "; ".join(list_skipped(name, logs))
-            problems.setdefault("left out", f"{share:.0%} of the records are left out so far: {lines}")
-    if metrics.at_launch["data/epoch"] >= MANY_EPOCHS:
-        problems["repeated"] = (
-            f"the training data is so small that it was read {metrics.at_launch['data/epoch']} times in "
-            f"{metrics.step:,} of {run.settings.max_steps:,} steps, and the model can only memorize it: add text, or "
-            "lower training.max_steps or training.batch_size"
-        )
-    return problems
+            return f"{share:.0%} of the records are left out so far: {'; '.join(list_skipped(name, logs))}"
+    return None
 
 
 def _loader_metrics(metrics: LoaderMetrics) -> dict[str, Any]:
@@ -190,9 +177,9 @@ def count_peak_seconds(run: Run, noised_batches: Sequence[NoisedBatch]) -> float
     peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if peak is None:
         return None
-    factors = None if lora is None else measure_adapter(lora, model).active_factors
-    has_reference = run.state.reference is not None
-    flops = (compute_batch_flops(model, batch, factors, has_reference=has_reference) for batch in noised_batches)
+    factors = None if lora is None else measure_adapter(lora, model).factors_in_flops
+    measuring = 0 if run.state.preferences is None else run.state.preferences.config.has_reference + 1
+    flops = (compute_batch_flops(model, batch, factors, num_measuring_forwards=measuring) for batch in noised_batches)
     return sum(flops) / peak
 
 
@@ -227,13 +214,23 @@ def run_validation(run: Run, logger: RunLogger) -> None:
         result = run.validator.evaluate_quick(run.state.model)
     step = run.progress.step
     run.last_validation = to_validation_bound(result, step)
+    if run.early_stopping.config is not None:
+        run.early_stopping.add(run.world.run_on_first(lambda: result.nats_per_token), step)  # the same on all ranks
     logger.metrics(step, evaluation_metrics("val", result))
     logger.event(
         step,
         "validation",
-        f"step {step}: validation {result.nats_per_token:.3f} +- {result.standard_error:.3f} nats per token"
+        f"step {step}: validation {run.last_validation.format_value('+-')}"
         + "".join(f", top-1 accuracy {fill.top1_accuracy:.1%} at {fill.fraction:.0%} masked" for fill in result.fills),
     )
+
+
+def log_early_stop(run: Run, logger: RunLogger) -> None:
+    """Log why the run ended before its last step, and which checkpoint is the best one, if that is so."""
+    if run.early_stopping.is_due:
+        best = run.directory.store.best_path()
+        text = f"stopped early after step {run.progress.step}: {run.early_stopping.describe()}"
+        logger.event(run.progress.step, "early_stopping", text + (f"; the best checkpoint is {best}" if best else ""))
 
 
 def run_tasks(run: Run, logger: RunLogger) -> None:
@@ -318,7 +315,7 @@ def record_run_events(run: Run, logger: RunLogger) -> Iterator[None]:
         _append_event(run, "failed", f"failed after step {run.progress.step}: {reason}")
         raise
     else:
-        if run.progress.step < run.settings.max_steps:
+        if not run.is_complete:
             _append_event(run, "stopped", f"stopped after step {run.progress.step} and saved")
         elif not run.directory.summary.is_file():
             text = "stopped after the last step, which is saved, and before the final evaluation"

@@ -17,7 +17,7 @@ from diffusionlm.checkpoints.model_card import ValidationBound
 from diffusionlm.data.loader import LoaderSpec, StepLoader, WorkerLoader, count_rows
 from diffusionlm.data.pipeline import MixtureComponent, open_components
 from diffusionlm.diffusion.objectives import build_objective, find_nelbo_deviation
-from diffusionlm.diffusion.preference_reference import PreferenceReference
+from diffusionlm.diffusion.preference_loss import PreferenceLoss
 from diffusionlm.evaluation.tasks.evaluation import LiveEvaluation
 from diffusionlm.evaluation.validation import Validator
 from diffusionlm.models.lora import start_values
@@ -29,6 +29,7 @@ from diffusionlm.training.adapters import ModelFiles
 from diffusionlm.training.block_wrapping import prepare_model
 from diffusionlm.training.checkpointing.run_directory import RunDirectory
 from diffusionlm.training.checkpointing.store import AsyncCheckpointer
+from diffusionlm.training.early_stopping import EarlyStopping
 from diffusionlm.training.metrics import StepMonitor, TrainingProgress
 from diffusionlm.training.prefetch import Prefetcher
 from diffusionlm.training.samples import Samples, choose_example_input, choose_infills
@@ -82,6 +83,7 @@ class Run:
     reference_fingerprint: BaseFingerprint | None
     """Of the frozen copy, or start of the adapter, that preferences are compared with. None: there is none."""
     skipped_batches: SkippedBatches
+    early_stopping: EarlyStopping
     progress: TrainingProgress = field(default_factory=TrainingProgress)
     last_validation: ValidationBound | None = None
     last_tasks: TaskMetrics | None = None
@@ -90,6 +92,11 @@ class Run:
     def world(self) -> World:
         """All ranks of the run."""
         return self.state.parallel.world
+
+    @property
+    def is_complete(self) -> bool:
+        """True after the last step, or the one after which early stopping ends the run."""
+        return self.progress.step >= self.settings.max_steps or self.early_stopping.is_due
 
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
@@ -164,6 +171,7 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
         model_files=ModelFiles(state.model, config, world.run_on_first(model_builder.fingerprint_base)),
         reference_fingerprint=world.run_on_first(lambda: _fingerprint_reference(state, model_builder)),
         skipped_batches=SkippedBatches(directory.path / "skipped", tokenizer.decode, config.run.seed, world.rank),
+        early_stopping=EarlyStopping(config.validation.early_stopping),
     )
 
 
@@ -190,39 +198,41 @@ def build_train_state(
     with master_weights.as_float32():
         ema = WeightAverage(model, config.training.ema_decay) if config.training.ema_decay else None
     guard = SpikeGuard(config.training.max_spike_deviations, config.training.spike_window, device)
-    reference = build_reference(config, builder, world, device, precision)
+    preferences = build_preference_loss(config, builder, world, device, precision)
     perturbations = build_perturbations(config, model)
-    return TrainState(model, parallel, optimizers, master_weights, ema, guard, perturbations, reference)
+    return TrainState(model, parallel, optimizers, master_weights, ema, guard, perturbations, preferences)
 
 
-def build_reference(
+def build_preference_loss(
     config: TrainConfig, builder: ModelBuilder, world: World, device: torch.device, precision: torch.dtype
-) -> PreferenceReference | None:
-    """The reference of preference training: the model before it. None: another objective.
+) -> PreferenceLoss | None:
+    """The loss of preferences, with the model before training as reference. None: another objective.
 
-    Its matrices have the dtype of their products, in which it computes what the float32 model does. Under FSDP it is
-    divided like the model.
+    The reference is the trained model itself without its adapter, if that is all that is trained. Else it is another
+    one; its matrices have the dtype of their products, in which it computes what the float32 model does. Under FSDP it
+    is divided like the model.
     """
     objective = config.objective
     if not isinstance(objective, PreferenceConfig):
         return None
-    if config.lora is not None:
-        return PreferenceReference(None, objective.beta)
+    if not objective.loss.has_reference or (config.lora is not None and not config.lora.trains_base):
+        return PreferenceLoss(objective.loss)
     if isinstance(config.parallel, FSDP):
         model = builder.build_on_meta().requires_grad_(requires_grad=False)
         parallelize(model, config, world, device, precision).materialize(builder.values)
-        return PreferenceReference(model, objective.beta)
-    model = builder.build(torch.device("cpu"))
-    for matrix in select_block_matrices(model).values():
+        return PreferenceLoss(objective.loss, model)
+    model = builder.build(torch.device("cpu") if config.lora is None else device)
+    for matrix in select_block_matrices(model).values() if config.lora is None else ():
         matrix.data = matrix.data.to(precision)
-    return PreferenceReference(model.requires_grad_(requires_grad=False).to(device), objective.beta)
+    return PreferenceLoss(objective.loss, model.requires_grad_(requires_grad=False).to(device))
 
 
 def _fingerprint_reference(state: TrainState, builder: ModelBuilder) -> BaseFingerprint | None:
-    if state.reference is not None and state.reference.model is not None:
-        return builder.fingerprint_directory()
     digests = {name: TensorDigest.from_tensor(value) for name, value in start_values(state.model).items()}
-    return BaseFingerprint("", digests) if digests else None
+    if digests:
+        return BaseFingerprint("", digests)
+    has_reference = state.preferences is not None and state.preferences.reference is not None
+    return builder.fingerprint_directory() if has_reference else None
 
 
 def build_step_settings(

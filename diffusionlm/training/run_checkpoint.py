@@ -79,6 +79,7 @@ def stage_run(run: Run) -> StagedCheckpoint:
         "validated": last_validation and vars(last_validation),
         VALIDATION_BOUND_KEY: bound,
         TASK_METRICS_KEY: run.last_tasks.values if run.last_tasks and run.last_tasks.step == progress.step else {},
+        **({"early_stopping": run.early_stopping.state_dict()} if run.early_stopping.config is not None else {}),
         "world_size": run.world.size,
         "torch": torch.__version__,
     }
@@ -139,6 +140,7 @@ def resume_run(run: Run) -> None:
     run.loader.load_state_dict(checkpoint.state["loader"])
     run.skipped_batches.resume_from(checkpoint.state["loader"])
     run.progress = TrainingProgress(**checkpoint.state["progress"])
+    run.early_stopping.load_state_dict(checkpoint.state.get("early_stopping", {}))
     last_validation = checkpoint.state.get("validated")  # absent in older checkpoints
     run.last_validation = last_validation and ValidationBound(**last_validation)
     run.log(f"going on from {checkpoint.path}")
@@ -169,18 +171,15 @@ def _check_same_data(run: Run, checkpoint: LoadedCheckpoint) -> None:
 def _check_same_reference(run: Run, checkpoint: LoadedCheckpoint) -> None:
     state, current, config = checkpoint.state, run.reference_fingerprint, run.config
     stored = BaseFingerprint.from_metadata(state.get("reference") or {})
-    is_older = "reference" not in state
-    if is_older or current is None or stored == current or config.checkpoint.config_change == "accept":
+    if current is None or stored == current or config.checkpoint.config_change == "accept":
         return
-    difference = "it was the model without an adapter"
-    if stored is not None:
-        difference = stored.find_difference(current) or "its weights were rounded"
+    difference = (stored and stored.find_difference(current)) or "it was another one"
     source = f"model.init_from = {config.model.init_from}"
     if config.lora is not None:
         source = f"lora.init_from = {config.lora.init_from}"
     raise ValueError(
         f"the reference of preferences, {source}, is not that of "
-        f"{checkpoint.path}: {difference}. Restore it, name another run.directory, or set "
+        f"{checkpoint.path}: {difference or 'it was another one'}. Restore it, name another run.directory, or set "
         'checkpoint.config_change = "accept"'
     )
 

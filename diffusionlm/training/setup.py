@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -37,6 +37,7 @@ from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from diffusionlm.families.model_directory import read_model_config, resolve_model_directory
 from diffusionlm.models.init import init_weights, initial_value
 from diffusionlm.models.lora import find_dropout
+from diffusionlm.models.tensors import copy_to_device
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import requires_whole_matrix
 from diffusionlm.training.adapters import AdapterSpec
@@ -343,29 +344,26 @@ def only_on_first_rank(world: World, log: Log) -> Log:
 
 
 @contextmanager
-def add_mask_noise(model: Transformer, std: float, seeds_B: Sequence[int], num_tokens: int) -> Iterator[None]:
-    """Context in which the embeddings of mask tokens have Gaussian noise (LLaDA2).
-
-    A mask row that no data trained is the same vector at every masked position, near zero in many models, and gradients
-    explode. The noise of a sequence is a function of its seed.
+def add_embedding_noise(
+    model: Transformer, scales_BS: Tensor, seeds_B: Sequence[int], num_tokens: int, sample: Callable[..., Tensor]
+) -> Iterator[None]:
+    """Context in which input embeddings have noise, the same in the noisy and the clean half of a row.
 
     Args:
-        std: standard deviation of the noise.
-        seeds_B: a seed for each sequence of the forward.
-        num_tokens: L; later positions hold clean tokens.
+        scales_BS: factor of the noise of each position.
+        seeds_B: a seed for each sequence of the forward, which its noise is a function of.
+        num_tokens: L.
+        sample: draws noise of a shape, device and generator, as ``torch.randn`` does.
     """
-    mask_token = model.config.required_mask_token_id
 
-    def add_noise(_module: Any, inputs: tuple[Tensor], embeddings_BSD: Tensor) -> Tensor:
-        tokens_BL = inputs[0][:, :num_tokens]
-        generator = torch.Generator(embeddings_BSD.device)
-        shape, noise = (num_tokens, embeddings_BSD.shape[2]), []
+    def add_noise(_module: Any, _inputs: Any, embeddings_BSD: Tensor) -> Tensor:
+        device, shape, noise = embeddings_BSD.device, (num_tokens, embeddings_BSD.shape[2]), []
+        generator = torch.Generator(device)
         for seed in seeds_B:
             generator.manual_seed(seed)
-            noise.append(torch.randn(shape, device=embeddings_BSD.device, generator=generator))
-        noise_BLD = torch.where((tokens_BL == mask_token)[..., None], std * torch.stack(noise), 0.0)
-        noisy_BLD = embeddings_BSD[:, :num_tokens] + noise_BLD.to(embeddings_BSD.dtype)
-        return torch.cat([noisy_BLD, embeddings_BSD[:, num_tokens:]], dim=1)
+            noise.append(sample(shape, device=device, generator=generator))
+        noise_BSD = torch.stack(noise).repeat(1, embeddings_BSD.shape[1] // num_tokens, 1)
+        return embeddings_BSD + (scales_BS[..., None] * noise_BSD).to(embeddings_BSD.dtype)
 
     handle = model.model.embed_tokens.register_forward_hook(add_noise)
     try:
@@ -374,11 +372,34 @@ def add_mask_noise(model: Transformer, std: float, seeds_B: Sequence[int], num_t
         handle.remove()
 
 
+def neftune_scales(noised_batch: NoisedBatch, alpha: float, hidden_size: int) -> Tensor:
+    """Largest noise of NEFTune for each token, alpha / sqrt(L D), [B, L], on the CPU; 0 for padding.
+
+    L is the number of tokens of its document, so that packed conversations have the noise of separate rows.
+    """
+    noised_batch = noised_batch.on_host or noised_batch
+    (B, S), pattern = noised_batch.inputs_BS.shape, noised_batch.pattern
+    ids_BL = torch.ones(B, S // pattern.positions_per_token, dtype=torch.int64)
+    if pattern.documents_BL is not None:
+        ids_BL = pattern.documents_BL.long() + 1  # padding is 0
+    counts = torch.zeros(B, int(ids_BL.max()) + 1).scatter_add_(1, ids_BL, torch.ones(ids_BL.shape))
+    return torch.where(ids_BL > 0, alpha / (counts.gather(1, ids_BL) * hidden_size).sqrt(), 0.0)
+
+
 def build_perturbations(config: TrainConfig, model: Transformer) -> tuple[Perturbation, ...]:
-    """Noise of training forwards that the config asks for, keyed by seed and step: dropout of adapters, and noise on
-    the mask token's embedding."""
+    """Noise of training forwards that the config asks for, keyed by seed and step: dropout of adapters, Gaussian noise
+    on the mask token's embedding (LLaDA2), and uniform noise on all embeddings (NEFTune, Jain et al. 2023)."""
     seed, dropout, objective = config.run.seed, find_dropout(model), config.objective
     perturbations: list[Perturbation] = []
+
+    def add_noise(
+        stream: RngStream, step: int, noised_batch: NoisedBatch, scales_BS: Tensor, sample: Callable[..., Tensor]
+    ) -> AbstractContextManager[None]:
+        rows_B = noised_batch.number_rows("cpu").tolist()  # from a GPU this would wait
+        seeds_B = [int(keyed_rng(seed, stream, step, row).integers(2**62)) for row in rows_B]
+        num_tokens = scales_BS.shape[1] // noised_batch.pattern.positions_per_token
+        return add_embedding_noise(model, scales_BS, seeds_B, num_tokens, sample)
+
     if dropout is not None:
 
         def drop_adapters(step: int, noised_batch: NoisedBatch) -> AbstractContextManager[None]:
@@ -388,20 +409,31 @@ def build_perturbations(config: TrainConfig, model: Transformer) -> tuple[Pertur
 
         perturbations.append(drop_adapters)
     if not isinstance(objective, NextTokenConfig | PreferenceConfig) and objective.mask_noise_steps:
-        num_steps = objective.mask_noise_steps
+        num_steps, mask_token = objective.mask_noise_steps, model.config.required_mask_token_id
 
-        @contextmanager
-        def add_noise(step: int, noised_batch: NoisedBatch) -> Iterator[None]:
+        def add_mask_noise(step: int, noised_batch: NoisedBatch) -> AbstractContextManager[None]:
+            """A mask row that no data trained is the same vector at every masked position, near zero in many models,
+            and gradients explode."""
             if step >= num_steps or noised_batch.is_auxiliary:
-                yield
-                return
-            seeds_B = [
-                int(keyed_rng(seed, RngStream.MASK_NOISE, step, row).integers(2**62))
-                for row in noised_batch.number_rows("cpu").tolist()  # from a GPU this would wait
-            ]
-            num_tokens = noised_batch.inputs_BS.shape[1] // noised_batch.pattern.positions_per_token
-            with add_mask_noise(model, MASK_NOISE_STD, seeds_B, num_tokens):
-                yield
+                return nullcontext()
+            scales_BS = MASK_NOISE_STD * (noised_batch.inputs_BS == mask_token)
+            scales_BS[:, scales_BS.shape[1] // noised_batch.pattern.positions_per_token :] = 0.0  # clean tokens
+            return add_noise(RngStream.MASK_NOISE, step, noised_batch, scales_BS, torch.randn)
 
-        perturbations.append(add_noise)
+        perturbations.append(add_mask_noise)
+    alpha = config.training.neftune_alpha
+    if alpha is not None:
+
+        def add_neftune_noise(step: int, noised_batch: NoisedBatch) -> AbstractContextManager[None]:
+            scales_BL = neftune_scales(noised_batch, alpha, model.config.hidden_size)
+            scales_BS = scales_BL.repeat(1, noised_batch.pattern.positions_per_token)
+            scales_BS = copy_to_device(scales_BS, noised_batch.inputs_BS.device)
+            return add_noise(RngStream.EMBEDDING_NOISE, step, noised_batch, scales_BS, _sample_uniform)
+
+        perturbations.append(add_neftune_noise)
     return tuple(perturbations)
+
+
+def _sample_uniform(shape: tuple[int, ...], **options: Any) -> Tensor:
+    """Uniform random numbers from -1 to 1."""
+    return 2.0 * torch.rand(shape, **options) - 1.0

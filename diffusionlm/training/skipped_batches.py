@@ -117,20 +117,20 @@ class SkippedBatches:
 
     def _remove_oldest(self) -> None:
         for path in sorted(self.folder.glob(f"step-*-rank-{self._rank}.json"))[:-MAX_RECORDS]:
-            path.unlink()
-            path.with_suffix(".pt").unlink(missing_ok=True)
+            for suffix in (".json", ".pt", ".safetensors"):  # .safetensors: of older versions
+                path.with_suffix(suffix).unlink(missing_ok=True)
 
 
 def load_skipped_step(path: Path) -> tuple[dict[str, Any], list[NoisedBatch]]:
     """Load a record (its ``.json``) and the noised batches of its step, on the CPU.
 
     Raises:
-        ValueError: the file is no record, or damaged.
+        ValueError: the file is no record, damaged, or of an older version.
     """
     try:
         with torch.serialization.safe_globals([NoisedBatch, *PATTERNS]):
             return read_json_object(path), torch.load(path.with_suffix(".pt"), weights_only=True)
-    except (OSError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
+    except (OSError, ValueError, RuntimeError, EOFError, LookupError, AttributeError, pickle.UnpicklingError) as error:
         raise ValueError(f"{path} is not the whole record of a skipped step: {error}") from error
 
 

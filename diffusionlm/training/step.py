@@ -16,7 +16,7 @@ from ddp.process_group import World
 from diffusionlm.data.loader import StepLoader
 from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.diffusion.objectives import Objective
-from diffusionlm.diffusion.preference_reference import PreferenceReference
+from diffusionlm.diffusion.preference_loss import PreferenceLoss
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import Optimizers
 from diffusionlm.optim.ema import WeightAverage
@@ -44,8 +44,8 @@ class TrainState:
     spike_guard: SpikeGuard
     perturbations: tuple[Perturbation, ...] = ()
     """Noise that only training has: dropout of adapters, noise on the mask token's embedding."""
-    reference: PreferenceReference | None = None
-    """What preferences are compared with. None: another objective."""
+    preferences: PreferenceLoss | None = None
+    """The loss of preferences, with its reference. None: another objective."""
 
 
 @dataclass(frozen=True)
@@ -116,10 +116,11 @@ def backward_micro_batches(
     """
     num_micro_batches = len(batch.noised_batches)
     load_balancing_weight = state.model.config.router_aux_loss_coef / (num_micro_batches * state.parallel.world.size)
+    gains, divergence = measure_preferences(state, batch, settings)
     sums = torch.zeros(2, device=settings.device)  # one tensor, so that one all-reduce is enough
     loss, load_balancing_loss = sums
     for index, noised_batch in enumerate(batch.noised_batches):
-        noised_batch, pairs = noised_batch.to(settings.device), None
+        noised_batch, preferences = noised_batch.to(settings.device), None
         loss_inputs = replace(
             settings.objective.build_loss_inputs(noised_batch, batch.loss_denominator),
             load_balancing_weight=load_balancing_weight,
@@ -128,9 +129,9 @@ def backward_micro_batches(
             contexts.enter_context(state.parallel.backward(is_last=index == num_micro_batches - 1))
             for perturb in state.perturbations:
                 contexts.enter_context(perturb(batch.step, noised_batch))
-            if state.reference is not None:
-                with nvtx.annotate("reference"), autocast(settings):
-                    loss_inputs, pairs = state.reference.add_dpo_weights(state.model, noised_batch, loss_inputs)
+            if state.preferences is not None:
+                weighted = state.preferences.add_weights(noised_batch, loss_inputs, gains[index], divergence)
+                loss_inputs, preferences = weighted
             with nvtx.annotate("forward"), autocast(settings):
                 output = state.model(
                     noised_batch.inputs_BS,
@@ -141,14 +142,37 @@ def backward_micro_batches(
             with nvtx.annotate("backward"):
                 output.total_loss.backward()  # type: ignore[no-untyped-call]
         monitor.add_micro_batch(noised_batch, output.nll_N)
-        if pairs is not None:
-            monitor.add_pairs(pairs.margins_P)
+        if preferences is not None:
+            monitor.add_preferences(preferences)
         state.master_weights.accumulate_gradients()
-        loss += output.loss_sum.detach() if pairs is None else pairs.losses_P.sum() / batch.loss_denominator
+        loss += output.loss_sum.detach() if preferences is None else preferences.losses_P.sum() / batch.loss_denominator
         if output.load_balancing_loss is not None:
             load_balancing_loss += output.load_balancing_loss.detach()
     state.parallel.world.all_reduce_on_device(sums)
     return loss, load_balancing_loss
+
+
+def measure_preferences(
+    state: TrainState, batch: StepBatch, settings: StepSettings
+) -> tuple[list[Tensor], Tensor | None]:
+    """Compute what the losses of all micro-batches compare, and KTO's reference point: it is a mean over the step and
+    all ranks, so this comes before the first backward."""
+    gains: list[Tensor] = []
+    if state.preferences is None:
+        return gains, None
+    for noised_batch in batch.noised_batches:
+        noised_batch = noised_batch.to(settings.device)
+        loss_inputs = settings.objective.build_loss_inputs(noised_batch, batch.loss_denominator)
+        with ExitStack() as contexts:
+            for perturb in state.perturbations:
+                contexts.enter_context(perturb(batch.step, noised_batch))
+            with nvtx.annotate("reference"), autocast(settings):
+                gains.append(state.preferences.measure(state.model, noised_batch, loss_inputs))
+    if not state.preferences.config.is_unpaired:
+        return gains, None
+    sum_mismatched = torch.cat(gains)[:, 1].sum()
+    state.parallel.world.all_reduce_on_device(sum_mismatched)
+    return gains, (sum_mismatched / batch.loss_denominator).clamp(min=0.0)
 
 
 def autocast(settings: StepSettings) -> torch.autocast:

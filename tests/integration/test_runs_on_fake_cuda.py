@@ -28,7 +28,7 @@ ALLOWED_WAITS = {
     # at the start
     "diffusionlm/training/setup.py:build": "the weights are copied to the GPU",
     "diffusionlm/training/adapters.py:add_to": "weights are quantized on the GPU, one after the other",
-    "diffusionlm/training/run.py:build_reference": "the weights of the reference of preferences are copied to the GPU",
+    "diffusionlm/training/run.py:build_preference_loss": "the reference of preferences is copied to the GPU",
     # in logged steps
     "diffusionlm/training/metrics.py:read": "loss, gradient norm and sums over scored positions of a step before",
     # in validations, which read each forward
@@ -148,7 +148,9 @@ def test_adapters_on_a_gpu(model: dict[str, Any], lora: dict[str, Any], tmp_path
     assert_waits_are_allowed(record)
 
 
-def test_preferences_on_a_gpu(tmp_path: Path, tiny_model: MakeModel) -> None:
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
+def test_preferences_on_a_gpu(loss: str, tmp_path: Path, tiny_model: MakeModel) -> None:
     write_preferences(tmp_path, tiny_model)
-    record = train_on_fake_gpu(configure_preferences(tmp_path, "preferences", **ON_GPU))
+    sections = merge(ON_GPU, {"objective": {"loss": loss}})
+    record = train_on_fake_gpu(configure_preferences(tmp_path, "preferences", **sections))
     assert_waits_are_allowed(record)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from config.train import TrainConfig
+from ddp.process_group import World
 from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.optim.build import Optimizers
 from diffusionlm.training import loop
@@ -165,15 +166,6 @@ def test_a_run_with_its_switches_and_a_profile(config: TrainConfig, tmp_path: Pa
     assert event["step"] == 4 and "table-4.txt has the table" in event["text"]
 
 
-def test_a_level_of_ranges_that_there_is_not_is_refused_first(
-    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DIFFUSIONLM_NVTX", "loud")
-    with pytest.raises(ValueError, match="DIFFUSIONLM_NVTX"):
-        train(config)
-    assert not config.run.directory.exists()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("compile", ["none", "blocks"])
 def test_a_run_on_a_gpu_learns_as_on_a_cpu(config: TrainConfig, tmp_path: Path, compile: str) -> None:
@@ -212,3 +204,13 @@ def test_all_parts_of_a_run_are_closed_although_one_fails(train_config: TrainCon
         loop.run_to_end(run, stop)
     assert closed == ["checkpointer", "loader"]
     logger.close.assert_called_once_with(128)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_rank_alone_is_profiled(
+    rank: int, config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks would write the same files."""
+    run = build_changed_run(config, tmp_path / "run", profiler={"active": 3})
+    monkeypatch.setattr(Run, "world", World(rank, 2))
+    assert loop.build_profiler(run, Log()).config.active == (3 if rank == 0 else 0)

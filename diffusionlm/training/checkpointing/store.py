@@ -7,8 +7,8 @@ import math
 import os
 import re
 import shutil
-import threading
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ from files.json_files import read_json_object
 if TYPE_CHECKING:
     from diffusionlm.training.checkpointing.tensor_files import StoredTensors
 
-STATE_FILE, TENSOR_DIRECTORY, OLD_OPTIMIZER_FILE = "state.json", "training_state", "optimizer.safetensors"
+STATE_FILE, TENSOR_DIRECTORY = "state.json", "training_state"
 LATEST_LINK, BEST_LINK = "latest", "best"
 _STEP_DIRECTORY = re.compile(r"step-(\d+)")
 Log = Callable[[str], None]
@@ -85,6 +85,11 @@ class CheckpointStore:
     def path(self, step: int) -> Path:
         """Directory of a step's checkpoint."""
         return self.folder / f"step-{step:08d}"
+
+    def best_path(self) -> Path | None:
+        """Directory of the best checkpoint. None: none is kept, or no step that was saved was validated."""
+        link = self.folder / BEST_LINK
+        return self.folder / os.readlink(link) if link.is_symlink() else None
 
     def save(self, checkpoint: StagedCheckpoint, world: World = SINGLE_PROCESS) -> Path:
         """Write a checkpoint, update the links ``latest`` and ``best``, and remove expired checkpoints.
@@ -216,26 +221,25 @@ class AsyncCheckpointer:
         self.store = store
         self.world = world
         self.background = background
-        self._thread: threading.Thread | None = None
-        self._last_error: Exception | None = None
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._save: Future[Path] | None = None
+        """The last one, unless its result was read."""
         self._unreported_failures: list[str] = []
         self._memory = SnapshotMemory()
 
     def reserve_memory(self) -> SnapshotMemory:
         """Wait for the previous checkpoint, whose copies are in this memory, and return it for the next one: there are
         never two snapshots in memory."""
-        self._join()
+        if self._save is not None:
+            self._save.exception()
         return self._memory
 
     def start(self, checkpoint: StagedCheckpoint) -> None:
         """Wait for the previous checkpoint, then start to write this one; in the background if enabled."""
-        self._join()
         self._store_failure()
+        self._save = self._thread.submit(self.store.save, checkpoint, self.world)
         if not self.background:
-            self._write(checkpoint)
-            return
-        self._thread = threading.Thread(target=self._write, args=(checkpoint,), name="checkpoint")
-        self._thread.start()
+            self._save.exception()
 
     def pop_failures(self) -> list[str]:
         """Return failures that were not reported yet; does not wait.
@@ -243,7 +247,7 @@ class AsyncCheckpointer:
         Raises:
             Exception: any error other than a failure to write: a bug in this program.
         """
-        if self._thread is None or not self._thread.is_alive():
+        if self._save is not None and self._save.done():
             self._store_failure()
         failures, self._unreported_failures = self._unreported_failures, []
         return failures
@@ -254,30 +258,20 @@ class AsyncCheckpointer:
         Raises:
             ValueError: it could not be written; older checkpoints are intact. `pop_failures` reports earlier failures.
         """
-        self._join()
-        error, self._last_error = self._last_error, None
-        if error is not None:
-            raise error
+        save, self._save = self._save, None
+        if save is not None:
+            save.result()
 
     def close(self) -> None:
         """Wait for the thread, free the memory and destroy the process group; `pop_failures` still reports failures."""
-        self._join()
+        self._thread.shutdown()
         self._memory.close()
         self.world.close_group()
 
-    def _write(self, checkpoint: StagedCheckpoint) -> None:
-        try:
-            self.store.save(checkpoint, self.world)
-        except Exception as error:
-            self._last_error = error
-
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
     def _store_failure(self) -> None:
-        error, self._last_error = self._last_error, None
+        """Wait for the last checkpoint, and keep its failure for `pop_failures`."""
+        save, self._save = self._save, None
+        error = None if save is None else save.exception()
         if isinstance(error, ValueError):
             self._unreported_failures.append(str(error))
         elif error is not None:
@@ -292,12 +286,6 @@ def _open_checkpoint(path: Path, world: World) -> LoadedCheckpoint:
     """
     from diffusionlm.training.checkpointing.tensor_files import StoredTensors
 
-    if (path / OLD_OPTIMIZER_FILE).exists() and not (path / TENSOR_DIRECTORY).exists():
-        raise ValueError(
-            f"{path} has the format of an older version, which stored the training state in {OLD_OPTIMIZER_FILE}; this "
-            f"one stores it in {TENSOR_DIRECTORY}/ and cannot go on with it. Go on with the older version, or start a "
-            f'new run from its weights: model.init_from = "{path}"'
-        )
     state = read_json_object(path / STATE_FILE)
     return LoadedCheckpoint(path, state, StoredTensors.open(path / TENSOR_DIRECTORY, world))
 

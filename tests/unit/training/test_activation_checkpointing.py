@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import pytest
@@ -13,8 +12,8 @@ from diffusionlm.models.attention_backends import PatternAttention
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockDiffusion, Causal
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.block_wrapping import checkpoint_activations
+from tests.conftest import MakeModel
 
-MakeModel = Callable[..., Transformer]
 Choice = Literal["selective", "full"]
 
 ROWS = torch.tensor([0, 3, 5, 12, 17])

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from diffusionlm.checkpoints.huggingface import load_model, save_model
 from diffusionlm.checkpoints.manifest import MANIFEST, verify_directory, write_directory_atomically
-from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.checkpointing.staging import stage_checkpoint
 from diffusionlm.training.checkpointing.store import CheckpointStore
 from diffusionlm.training.checkpointing.tensor_files import StoredTensors
+from tests.conftest import MakeModel
 from tests.unit.training.checkpoints import (
     WriteModel,
     check_whole,
@@ -27,7 +26,6 @@ from tests.unit.training.checkpoints import (
     write_model,
 )
 
-MakeModel = Callable[..., Transformer]
 DATA = "training_state/__0_0.distcp"
 FILES = ["model.safetensors", "state.json", DATA, "training_state/.metadata"]
 
@@ -248,20 +246,6 @@ def test_all_damaged_is_an_error(store: CheckpointStore) -> None:
     with pytest.raises(ValueError, match=str(store.folder)):
         load(store)
     assert store.steps() == [1, 2], "nothing is thrown away"
-
-
-def test_older_format_version_is_reported(store: CheckpointStore) -> None:
-    save(store, 1)
-
-    def older(folder: Path) -> None:
-        for name in ("model.safetensors", "optimizer.safetensors"):
-            save_file({"w": torch.zeros(1)}, folder / name)
-        (folder / "state.json").write_text("{}")
-
-    write_directory_atomically(store.path(2), older)
-    saved, messages = load(store)
-    check_whole(saved, 1)
-    assert "older version" in messages[0] and "model.init_from" in messages[0]
 
 
 def test_run_directory_is_a_model_directory(tiny_model: MakeModel, tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockDiffusion, Causal
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.block_wrapping import compile_blocks
-
-MakeModel = Callable[..., Transformer]
+from tests.conftest import MakeModel
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")]
 """The compiler is loaded, which takes seconds."""

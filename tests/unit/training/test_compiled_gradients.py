@@ -57,6 +57,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "dropout": {"dropout": 0.5},
     "dora": {"dora": True, "dropout": 0.5},
     "pissa, trained rows": {"init": "pissa", "trainable_tokens": (1, 5)},
+    "whole modules": {"modules_to_save": ("norm", "down_proj", "embed_tokens"), "targets": ("q_proj", "up_proj")},
 }
 PATTERNS: dict[str, AttentionPattern] = {
     "bidirectional": Bidirectional(),

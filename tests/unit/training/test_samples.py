@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from config.model import ModelConfig
 from config.train import TrainConfig
 from diffusionlm.data.packing import Row, RowFormat
 from diffusionlm.training.samples import PYTHON_INFILLS, Passage, choose_example_input, choose_infills, find_passages
+from tests.conftest import MakeConfig
 from tests.tiny_run import MODEL
 from tokenizer import Tokenizer, train_bpe
-
-MakeConfig = Callable[..., ModelConfig]
 
 CONTEXT = 64
 

@@ -140,6 +140,9 @@ def test_a_damaged_record_is_named(batches: SkippedBatches, tmp_path: Path) -> N
     stored.write_bytes(content[:-300])
     with pytest.raises(ValueError, match=r"step-00000001-rank-1\.json is not the whole record"):
         load_skipped_step(path)
+    stored.write_bytes(b"")
+    with pytest.raises(ValueError, match="not the whole record"):
+        load_skipped_step(path)
     torch.save([path], stored)
     with pytest.raises(ValueError, match="not the whole record"):
         load_skipped_step(path)

@@ -20,13 +20,12 @@ from config.train import TrainConfig
 from config.training.optimizer import AdamWConfig, LionConfig, MuonConfig
 from config.training.runtime import RuntimeConfig
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.optim.build import Optimizers, build_optimizers
+from diffusionlm.optim.build import build_optimizers
 from diffusionlm.training import block_wrapping
 from diffusionlm.training.block_wrapping import MIN_CPU_FLOPS, should_compile_blocks
 from diffusionlm.training.loop import MetricsTracker, collect_garbage, pause_garbage_collection
 from diffusionlm.training.metrics import StepMetrics, TrainingProgress
 from diffusionlm.training.prefetch import Prefetcher
-from diffusionlm.training.reporting import MANY_EPOCHS, find_data_problems
 from diffusionlm.training.setup import check_triton
 from diffusionlm.training.step import StepBatch
 from logger import LoggerGroup
@@ -67,12 +66,6 @@ def test_step_skipped_on_device_leaves_state_unchanged(
         assert torch.equal(states[1][name], expected), name
 
 
-def test_optimizers_without_device_skip_are_detected() -> None:
-    parameter = nn.Parameter(torch.zeros(2, 2))
-    optimizers = Optimizers([torch.optim.AdamW([parameter], fused=False)], {parameter: "x"})
-    assert not optimizers.can_skip_on_device
-
-
 def test_many_unread_numbers_are_read_from_the_oldest_on() -> None:
     counted: list[int] = []
     run: Any = SimpleNamespace(
@@ -88,18 +81,6 @@ def test_many_unread_numbers_are_read_from_the_oldest_on() -> None:
         num_counted.append(len(counted))
     assert counted == list(range(1, 33))
     assert [num_counted[step - 1] for step in (15, 16, 23, 24, 31, 32, 39, 40)] == [0, 8, 8, 16, 16, 24, 24, 32]
-
-
-def test_data_that_is_read_too_often_is_reported() -> None:
-    run: Any = SimpleNamespace(
-        settings=SimpleNamespace(max_steps=1000), loader=SimpleNamespace(state_dict=dict), components=[]
-    )
-    metrics = StepMetrics(500, *torch.zeros(4))
-    for epoch, problems in ((MANY_EPOCHS - 1, []), (MANY_EPOCHS, ["repeated"])):
-        metrics.at_launch["data/epoch"] = epoch
-        found = find_data_problems(run, metrics)
-        assert list(found) == problems
-    assert "40 times in 500 of 1,000 steps" in found["repeated"] and "training.max_steps" in found["repeated"]
 
 
 def test_prefetcher_state_matches_the_consumed_step(config: TrainConfig, tmp_path: Path) -> None:
