@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             meter.begin(phase, unit, total)
             meter.set(done)
 
-        result = evaluate_likelihood(text, show_progress, load_configured_model(config.model))
+        result = evaluate_likelihood(text, load_configured_model(config.model), show_progress)
     # Numbers that are not finite are null.
     line = TypeAdapter(LikelihoodResult).dump_json(result).decode()
     if config.output.file is not None:

@@ -41,9 +41,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     from lm_eval.utils import setup_logging
 
     setup_logging()
+    harness, argv = HarnessCLI(), sys.argv
     sys.argv = [NAME, *words]  # the harness reads the arguments of the process
-    harness = HarnessCLI()
-    arguments = harness.parse_args()
+    try:
+        arguments = harness.parse_args()
+    finally:
+        sys.argv = argv
     if arguments.command == "run":
         with usage_errors(NAME):
             _prepare_run(arguments)

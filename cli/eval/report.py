@@ -115,7 +115,14 @@ def read_evaluations(folders: Sequence[Path]) -> TaskReport:
         notes += [prefix + note for note in results.notes]
         items = _read_all_items(path)
         for result in results.results:
-            own = _select_items(items, result, results.item_ids.get(result.task))
+            ids = frozenset(results.item_ids.get(result.task, ()))
+            own = tuple(
+                item
+                for item in items
+                if (item.task, item.variant) == (result.task, result.variant)
+                and item.id in ids
+                and item.repeat < result.num_repeats  # the folder keeps those of an earlier run with more of them
+            )
             expected = result.num_items * result.num_repeats
             if result.kind != "perplexity" and len(own) != expected:
                 notes.append(
@@ -125,7 +132,13 @@ def read_evaluations(folders: Sequence[Path]) -> TaskReport:
             label = f"{name}/" * (len(paths) > 1) + result.variant
             variants.setdefault(result.task, []).append(ReportedVariant(label, result, own))
     tasks = tuple(ReportedTask(name, tuple(own)) for name, own in variants.items())
-    notes += [note for task in tasks if (note := _describe_different_items(task))]
+    for task in tasks:
+        data = {frozenset((item.id, item.gold) for item in variant.items) for variant in task.variants if variant.items}
+        if len(data) > 1:
+            notes.append(
+                f"{task.name}: the variants have different items ({', '.join(f'{len(own):,}' for own in data)}). "
+                "Accuracies are over each variant's own items, comparisons over those that both have"
+            )
     title = names[0] if len(paths) == 1 else f"{len(paths)} evaluations: {', '.join(names)}"
     return TaskReport(title, tasks, tuple(origins), tuple(dict.fromkeys(notes)))
 
@@ -137,33 +150,6 @@ def _read_all_items(folder: Path) -> list[ItemResult]:
         for item in read_items(path):
             items[item.task, item.variant, item.id, item.repeat] = item
     return list(items.values())
-
-
-def _select_items(
-    items: Sequence[ItemResult], result: VariantResult, ids: Sequence[str] | None
-) -> tuple[ItemResult, ...]:
-    """The answers that a result is of: the folder keeps those of an earlier run with more items or repeats.
-
-    Args:
-        ids: of the items. None: unknown, as of results without them; then all.
-    """
-    own = (item for item in items if (item.task, item.variant) == (result.task, result.variant))
-    if ids is None:
-        return tuple(own)
-    selected = frozenset(ids)
-    return tuple(item for item in own if item.id in selected and item.repeat < result.num_repeats)
-
-
-def _describe_different_items(task: ReportedTask) -> str:
-    """Return a note if the variants of a task were evaluated on different data; else an empty text."""
-    sets = {frozenset((item.id, item.gold) for item in variant.items) for variant in task.variants if variant.items}
-    if len(sets) < 2:
-        return ""
-    sizes = ", ".join(f"{len(ids):,}" for ids in sorted(sets, key=len))
-    return (
-        f"{task.name}: the variants have different items ({sizes}; {len(frozenset.intersection(*sets)):,} in common). "
-        "Accuracies are over each variant's own items; comparisons are over the items that both have"
-    )
 
 
 def build_page(report: TaskReport) -> Page:
@@ -398,8 +384,7 @@ def draw_curves(task: ReportedTask) -> list[Part]:
 def name_curves(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Name the curve of each variant.
 
-    The number with the most values runs along the curve. Each combination of other settings has a curve of its own,
-    except for numbers that follow from the first one.
+    The number with the most values runs along the curve; each combination of other settings has a curve of its own.
 
     Args:
         settings: dotted key -> value, by variant.
@@ -414,11 +399,8 @@ def name_curves(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     main = max(numbers, key=lambda key: num_values[key], default="")
     names: dict[str, str] = {}
     for label, own in settings.items():
-        parts = []
-        for key, column in columns.items():
-            splits = key not in numbers or len(set(zip(columns[main], column, strict=True))) > num_values[main]
-            if num_values[key] > 1 and splits and own.get(key) not in (None, ""):
-                parts.append(own[key] if isinstance(own[key], str) else f"{key.rpartition('.')[2]} {own[key]}")
+        varied = [key for key in own if num_values[key] > 1 and key != main and own[key] not in (None, "")]
+        parts = (own[key] if isinstance(own[key], str) else f"{key.rpartition('.')[2]} {own[key]}" for key in varied)
         names[label] = ", ".join(parts) or "all variants"
     return names
 

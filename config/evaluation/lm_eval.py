@@ -36,8 +36,9 @@ class LmEvalConfig(Section):
     (`config/resources/evaluation/presets.toml`). Prompts, examples and grading are those of the harness's task."""
     model: InferModelConfig = InferModelConfig()
     generation: GenerationConfig = GenerationConfig()
-    """How answers are decoded. A task's length replaces max_new_tokens; its temperature, top_p and top_k count only if
-    they are not set here, or if the task asks for sampling (do_sample = true). Without any length: 256 new tokens."""
+    """How answers are decoded. A task's length replaces max_new_tokens; its temperature, filters (top_k, top_p, min_p)
+    and penalties count only if they are not set here, or if the task asks for sampling (do_sample = true). Without any
+    length: 256 new tokens."""
     likelihood: HarnessLikelihoodConfig = HarnessLikelihoodConfig()
     """How continuations and options are scored."""
     batch_size: PositiveInt = 16

@@ -38,21 +38,16 @@ def decode_answers(
     A request that is done makes room for the next one. An answer depends on its request alone, up to rounding.
 
     Args:
-        batch_size: requests that are decoded at a time, taken in order.
+        batch_size: requests that are decoded at a time, taken in order; at least 1.
 
     Raises:
-        ValueError: ``batch_size`` is below 1, or the model's probabilities are not finite.
+        ValueError: the model's probabilities are not finite.
     """
-    if batch_size < 1:
-        raise ValueError(f"batch_size = {batch_size} must be at least 1")
     answers = [(ActiveRequest(prepared), AnswerText(tokenizer, stop)) for prepared, stop in requests]
     indices = {id(request): index for index, (request, _) in enumerate(answers)}
     decoder = Decoder.for_requests(model, [request for request, _ in answers], batch_size)
-    while decoder.has_work:
-        result = decoder.step()
-        for request in dict.fromkeys((*result.decoded, *result.finished)):
-            if request.error is not None:
-                raise request.error
+    for output in decoder.steps():
+        for request in dict.fromkeys((*output.decoded, *output.finished)):
             _, text = answers[indices[id(request)]]
             for token in request.final_token_ids()[len(text.tokens) :]:
                 text.push(token)
@@ -61,7 +56,6 @@ def decode_answers(
             if text.is_complete:
                 decoder.remove(request)
                 yield indices[id(request)], _build_answer(request, text, tokenizer)
-    decoder.keep_graphs()
 
 
 def _build_answer(request: ActiveRequest, text: AnswerText, tokenizer: Tokenizer) -> DecodedAnswer:

@@ -21,7 +21,7 @@ from diffusionlm.diffusion.noised_batch import CleanBatch
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from diffusionlm.diffusion.segments import NoiseSequences, segment_starts
 from diffusionlm.evaluation.likelihood.masks import count_masks, enumerate_masks
-from diffusionlm.evaluation.statistics import LikelihoodReport
+from diffusionlm.evaluation.statistics import LikelihoodReport, check_positive
 from diffusionlm.inference.sampling import check_finite
 from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.models.transformer import Transformer
@@ -83,8 +83,7 @@ def nelbo(
     tokens_BL = tokens_BL.cpu()
     targets_BL = torch.ones_like(tokens_BL, dtype=torch.bool) if loss_mask_BL is None else loss_mask_BL.bool().cpu()
     batch = CleanBatch(tokens_BL, targets_BL, None if document_BL is None else document_BL.cpu())
-    if block_length is not None and block_length < 1:
-        raise ValueError(f"block_length = {block_length} must be at least 1")
+    check_positive(block_length=block_length)
     layout = InputLayout.from_config(model.config, block_length)
     estimator = NelboEstimator.from_batch(layout, batch, num_mc_samples, seed, batch_size)
     return estimator.build_report([estimator.run_forward(model, index) for index in range(estimator.num_forwards)])
@@ -123,9 +122,7 @@ class NelboEstimator:
         cls, layout: InputLayout, batch: CleanBatch, num_mc_samples: int, seed: int, batch_size: int
     ) -> NelboEstimator:
         """Plan the forwards for a batch on the CPU. The arguments and errors are those of `nelbo`."""
-        for name, value in {"num_mc_samples": num_mc_samples, "batch_size": batch_size}.items():
-            if value < 1:
-                raise ValueError(f"{name} = {value} must be at least 1")
+        check_positive(num_mc_samples=num_mc_samples, batch_size=batch_size)
         maskable_BL = layout.maskable(batch)
         if not maskable_BL.any():
             raise ValueError("no target token: loss_mask_BL is false at all positions that can be predicted")
@@ -315,7 +312,5 @@ def _bin_by_masked_fraction(
     is_scored_BL = ~np.isnan(nll_BL)
     bins_N = np.ceil(fractions_BL[is_scored_BL] * NUM_FRACTION_BINS - 1e-9).astype(int) - 1
     bins_N = np.clip(bins_N, 0, NUM_FRACTION_BINS - 1)
-    sums, counts = np.zeros(NUM_FRACTION_BINS), np.zeros(NUM_FRACTION_BINS)
-    np.add.at(sums, bins_N, nll_BL[is_scored_BL])
-    np.add.at(counts, bins_N, 1)
-    return sums, counts
+    sums = np.bincount(bins_N, nll_BL[is_scored_BL], NUM_FRACTION_BINS).astype(np.float64)
+    return sums, np.bincount(bins_N, minlength=NUM_FRACTION_BINS).astype(np.float64)

@@ -1,39 +1,29 @@
-"""Exact likelihood of text under samplers with a deterministic decoding order.
+"""Exact likelihood of text under samplers with a deterministic order, and whether greedy decoding yields a text.
 
 Shapes: B rows, L tokens, N masked positions in the current blocks of several documents, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from config.generation import GenerationConfig
+from config.evaluation.likelihood import AnswerLikelihoodConfig
+from config.generation import DISTRIBUTION_KEYS, GenerationConfig
 from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.diffusion.noised_batch import CleanBatch
-from diffusionlm.evaluation.statistics import MAX_LOGITS_BYTES, LikelihoodReport
+from diffusionlm.evaluation.likelihood.scoring import AnswerBuilder, OptionsRequest
+from diffusionlm.evaluation.statistics import MAX_LOGITS_BYTES, LikelihoodReport, check_positive
 from diffusionlm.inference.decoder import Decoder
-from diffusionlm.inference.requests import (
-    ActiveRequest,
-    Predictions,
-    PreparedRequest,
-    RequestOptions,
-    split_into_blocks,
-)
-from diffusionlm.inference.sampling import LogitRows, check_finite, iterate_chunks
+from diffusionlm.inference.request_builder import prepare_known_text
+from diffusionlm.inference.requests import ActiveRequest
 from diffusionlm.inference.settings import DecodingSettings, resolve_settings
 from diffusionlm.inference.strategies import STRATEGIES
-from diffusionlm.inference.strategy import ConfidenceMeasure
-from diffusionlm.models.tensors import copy_to_device
 from diffusionlm.models.transformer import Transformer
-
-ProgressCallback = Callable[[int, int], None]
-"""Called with the number of scored tokens and the number of all tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +43,7 @@ def sampler_likelihood(
     *,
     document_BL: Tensor | None = None,
     batch_size: int = 32,
-    on_progress: ProgressCallback | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> SamplerReport:
     """Compute the negative log-likelihood under a sampler with a deterministic order (DUEL, arXiv 2603.01367).
 
@@ -70,38 +60,33 @@ def sampler_likelihood(
             ignored.
         document_BL: document id of each position; documents are independent texts, and padding is -1.
         batch_size: documents per forward; fewer if their logits exceed `MAX_LOGITS_BYTES`.
-        on_progress: called after each forward.
+        on_progress: called after each forward with the number of scored tokens and the number of all tokens.
 
     Raises:
         ValueError: there is no target token, ``steps`` is less than the number of blocks, the probabilities are not
             finite, or the sampler has no exact likelihood: its order is random, its temperature is not 1 (or 0, read as
             1), or it changes the model's distributions (top_k, top_p, suppressed or deferred tokens, guidance, ...).
     """
-    settings = resolve_settings(GenerationConfig() if config is None else config, model.config)
-    check_exact_likelihood(settings)
-    if batch_size < 1:
-        raise ValueError(f"batch_size = {batch_size} must be at least 1")
+    config = GenerationConfig() if config is None else config
+    check_exact_likelihood(resolve_settings(config, model.config))
+    settings = resolve_settings(config.model_copy(update={"temperature": 0.0}), model.config)
+    check_positive(batch_size=batch_size)
     documents = list(_split_into_documents(model, tokens_BL, loss_mask_BL, document_BL, settings))
-    sizes = [len(document.request.masked_positions) for document in documents]
+    requests = [request for _, request in documents]
+    sizes = [len(request.masked_positions) for request in requests]
     if not sum(sizes):
         raise ValueError("no target token: loss_mask_BL is false at all positions that can be predicted")
-    largest = max(len(block.positions) for document in documents for block in document.request.blocks)
+    largest = max(len(block.positions) for request in requests for block in request.blocks)
     max_documents = min(batch_size, MAX_LOGITS_BYTES // (4 * largest * model.config.vocab_size))
-    decoder = _RevealingDecoder.for_requests(model, [item.request for item in documents], max(1, max_documents))
-    decoder.tokens = {id(document.request): document.tokens_L for document in documents}
-    while decoder.has_work:
-        for request in decoder.step().decoded:
-            if request.error is not None:
-                raise request.error
+    decoder = Decoder.for_requests(model, requests, max(1, max_documents))
+    for _ in decoder.steps():
         if on_progress is not None:
-            on_progress(sum(sizes) - sum(int(item.request.is_masked_L.sum()) for item in documents), sum(sizes))
-    decoder.keep_graphs()
+            on_progress(sum(sizes) - sum(int(request.is_masked_L.sum()) for request in requests), sum(sizes))
     nats_B, sizes_B = np.zeros(len(tokens_BL)), np.zeros(len(tokens_BL), dtype=np.int64)
-    for document, size in zip(documents, sizes, strict=True):
-        nats_B[document.row] -= document.request.logprobs_L[document.request.masked_positions].sum()
-        sizes_B[document.row] += size
-    num_forwards = sum(document.request.num_forwards for document in documents)
-    return SamplerReport.from_rows(nats_B, sizes_B, num_forwards=num_forwards)
+    for (row, request), size in zip(documents, sizes, strict=True):
+        nats_B[row] -= request.logprobs_L[request.masked_positions].sum()
+        sizes_B[row] += size
+    return SamplerReport.from_rows(nats_B, sizes_B, num_forwards=sum(request.num_forwards for request in requests))
 
 
 def check_exact_likelihood(settings: DecodingSettings) -> None:
@@ -121,83 +106,60 @@ def check_exact_likelihood(settings: DecodingSettings) -> None:
             f"{cause} has no exact likelihood: its order depends on randomness or it remasks; choose one of "
             f"{', '.join(names)}, with default options"
         )
-    if config.attention == "prompt_and_own_block" or config.attention_bias is not None:
-        raise ValueError("generation: attention_bias and prompt_and_own_block have no sampler likelihood: remove them")
-    if config.temperature not in (0.0, 1.0):
-        raise ValueError(f"temperature = {config.temperature}: the likelihood is defined for temperature 1: remove it")
     defaults = GenerationConfig()
-    for name in ("top_k", "top_p", "suppress_token_ids", "defer_token_ids", "cfg_scale", "canvas"):
-        value = getattr(config, name)
-        if value != getattr(defaults, name):
-            raise ValueError(
-                f"{name} = {value} changes the sampler's distributions, but the likelihood is that of the model: "
-                "remove it"
-            )
-    if config.cache in ("prefix", "dual"):
+    others = ("suppress_token_ids", "defer_token_ids", "cfg_scale", "canvas", "attention_bias")
+    keys = (*DISTRIBUTION_KEYS, *others)
+    is_changed = {key: getattr(config, key) != getattr(defaults, key) for key in keys} | {
+        "temperature": config.temperature not in (0.0, 1.0),
+        "attention": config.attention == "prompt_and_own_block",
+        "cache": config.cache in ("prefix", "dual"),
+    }
+    for key in filter(is_changed.get, is_changed):
         raise ValueError(
-            f'cache = "{config.cache}" approximates the distributions, but the likelihood is that of the model: '
-            "remove it"
+            f"{key} = {getattr(config, key)} changes the sampler's distributions, but the likelihood is that of the "
+            "model, at temperature 1: remove it"
         )
 
 
-def mask_text(
-    tokens_L: NDArray[np.int64], masked_positions: NDArray[np.int64], settings: DecodingSettings
-) -> ActiveRequest:
-    """A request that decodes some positions of a text."""
-    canvas_L = tokens_L.copy()
-    canvas_L[masked_positions] = settings.placeholder_token_id
-    blocks = tuple(split_into_blocks(masked_positions, settings))
-    options = RequestOptions(is_infill=True)
-    return ActiveRequest(
-        PreparedRequest(settings, options, 0, canvas_L, masked_positions, blocks, len(tokens_L), allowed_token_ids={})
-    )
+def greedy_matches(
+    model: Transformer, requests: Sequence[OptionsRequest], config: AnswerLikelihoodConfig | None = None
+) -> list[bool]:
+    """Decode the only option of each document greedily, and compare.
 
+    In each step the most probable token of the most confident masked position is committed, as LLaDA's published
+    evaluation does (Nie et al. 2025): `generate` with ``low_confidence`` and one token per step. In block-causal
+    attention blocks are decoded one after the other. Autoregressive models predict the tokens in order. Decoding stops
+    at the first wrong token.
 
-@dataclass(frozen=True)
-class _Document:
-    row: int
-    tokens_L: NDArray[np.int64]
-    request: ActiveRequest
-    """Of its target tokens."""
-
-
-class _RevealingDecoder(Decoder):
-    """Reveals the true tokens at the positions that the strategy selects."""
-
-    tokens: Mapping[int, NDArray[np.int64]]
-    """Id of a request -> the true tokens of its text."""
-
-    def _sample(self, logits: LogitRows) -> list[Predictions | Exception]:
-        """Confidences and log-probabilities of the true tokens, with one host-device synchronization."""
-        requests, logits_NV = logits.requests, logits.select(logits.requests)
-        targets = [self.tokens[id(request)][request.output_positions] for request in requests]
-        targets_N = copy_to_device(torch.from_numpy(np.concatenate(targets)), logits_NV.device)
-        measure = requests[0].settings.strategy.measure
-        forbidden_ids = list(requests[0].settings.forbidden_token_ids)
-        scores = [
-            _score_positions(logits_NV[chunk], targets_N[chunk], forbidden_ids, measure)
-            for chunk in iterate_chunks(logits_NV)
-        ]
-        scores_2N = torch.cat(scores, dim=1).cpu().numpy()
-        check_finite(~np.isnan(scores_2N).any(axis=0))
-        parts = np.split(scores_2N, np.cumsum([len(part) for part in targets])[:-1], axis=1)
-        return [
-            Predictions(tokens_N, confidence_N, logprobs_N, np.zeros((len(tokens_N), 0), np.int64), np.zeros((0, 0)))
-            for tokens_N, (confidence_N, logprobs_N) in zip(targets, parts, strict=True)
-        ]
-
-
-def _score_positions(
-    logits_NV: Tensor, targets_N: Tensor, forbidden_ids: Sequence[int], measure: ConfidenceMeasure | None
-) -> Tensor:
-    """Confidence of each position and log-probability of its true token, [2, N] in float64."""
-    logits64_NV = logits_NV.to(torch.float64, copy=True)
-    logits64_NV[:, forbidden_ids] = float("-inf")
-    logprobs_NV = logits64_NV.log_softmax(dim=1)
-    probs_NV = logprobs_NV.exp()
-    tokens_N = probs_NV.argmax(dim=1)
-    confidence_N = torch.zeros_like(probs_NV[:, 0]) if measure is None else measure.compute(probs_NV, tokens_N)
-    return torch.stack([confidence_N, logprobs_NV.gather(1, targets_N[:, None])[:, 0]])
+    Raises:
+        ValueError: as `score_documents`.
+    """
+    config = AnswerLikelihoodConfig() if config is None else config
+    builder = AnswerBuilder.from_model(model.config, config)
+    block_length = builder.layout.block_length
+    texts, active = [], []
+    for index, item in enumerate(requests):
+        answer = builder.build(item.context, item.options[0], f"continuation {index}")
+        generation = GenerationConfig(
+            attention="bidirectional" if block_length is None else "block_causal",
+            block_length=block_length or answer.num_tokens,
+            remasking_strategy="low_confidence",
+            temperature=0.0,
+            cfg_scale=config.cfg_scale,
+        )
+        texts.append(answer.tokens_T)
+        known = prepare_known_text(resolve_settings(generation, model.config), answer.tokens_T, answer.positions)
+        active.append(ActiveRequest(replace(known, known_tokens_L=None)))
+    indices = {id(request): index for index, request in enumerate(active)}
+    decoder = Decoder.for_requests(model, active, max(1, config.batch_tokens // max(map(len, texts), default=1)))
+    results = [True] * len(requests)
+    for output in decoder.steps():
+        for request in output.decoded:
+            index = indices[id(request)]
+            if (request.tokens_L != texts[index])[~request.is_masked_L].any():
+                results[index] = False
+                decoder.remove(request)
+    return results
 
 
 def _split_into_documents(
@@ -206,8 +168,8 @@ def _split_into_documents(
     loss_mask_BL: Tensor | None,
     document_BL: Tensor | None,
     settings: DecodingSettings,
-) -> Iterator[_Document]:
-    """Split the rows into documents, and mask their target tokens. Documents without one are left out."""
+) -> Iterator[tuple[int, ActiveRequest]]:
+    """Split the rows into documents: row and request of the target tokens. Documents without one are left out."""
     tokens_BL = tokens_BL.cpu()
     documents_BL = torch.zeros_like(tokens_BL) if document_BL is None else document_BL.cpu().expand_as(tokens_BL)
     is_text_BL = documents_BL >= 0
@@ -219,5 +181,4 @@ def _split_into_documents(
         for positions in np.split(np.arange(len(tokens_L)), edges):
             masked_positions = np.flatnonzero(maskable_BL[row, positions])
             if len(masked_positions):
-                text_L = tokens_L[positions].astype(np.int64)
-                yield _Document(row, text_L, mask_text(text_L, masked_positions, settings))
+                yield row, ActiveRequest(prepare_known_text(settings, tokens_L[positions], masked_positions))

@@ -49,6 +49,17 @@ class LikelihoodReport:
         )
 
 
+def check_positive(**values: int | None) -> None:
+    """Check that each argument is at least 1, or None.
+
+    Raises:
+        ValueError: one is not; names it.
+    """
+    for name, value in values.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} = {value} must be at least 1")
+
+
 def ratio_with_standard_error(sums_B: NDArray[np.float64], sizes_B: NDArray[np.int64]) -> tuple[float, float]:
     """Ratio of the sums over rows, and its standard error; infinite for a single row.
 

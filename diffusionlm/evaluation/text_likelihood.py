@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import sys
 import time
-import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,9 +20,9 @@ from numpy.typing import NDArray
 from config.data import DataConfig, LocalFiles
 from config.eval import EvalConfig
 from config.evaluation.text import EvalDataConfig, NelboConfig, SamplerLikelihoodConfig
+from config.infer import InferModelConfig
 from config.model import ModelConfig
 from diffusionlm.checkpoints.adapter_config import read_adapter_config
-from diffusionlm.checkpoints.huggingface import load_configured_model
 from diffusionlm.checkpoints.model_files import ModelDescription, check_weight_files, read_model_description
 from diffusionlm.data.loader import collate_rows
 from diffusionlm.data.packing import Row
@@ -35,7 +34,7 @@ from diffusionlm.evaluation.sampler_likelihood import SamplerReport, check_exact
 from diffusionlm.evaluation.statistics import bits_per_byte, count_row_bytes, ratio_with_standard_error
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.transformer import Transformer
-from files.json_files import read_text
+from files.toml_text import read_toml
 
 OnProgress = Callable[[str, str, int, int | None], None]
 """Called with the phase, such as ``scoring``, its unit, and how many of how many are done; None: unknown."""
@@ -112,16 +111,31 @@ class OpenedText:
     """See `LikelihoodResult`."""
 
 
-def open_text(config: EvalConfig) -> OpenedText:
+def describe_model(config: InferModelConfig) -> ModelDescription:
+    """Read the config and the tokenizer of a model, and check that it and its adapter have their other files.
+
+    Raises:
+        ValueError: a file is missing or damaged; names it.
+    """
+    assert config.path is not None, "callers check that there is a model"
+    model = read_model_description(config.path)
+    check_weight_files(config.path)
+    if config.adapter is not None:
+        read_adapter_config(config.adapter)
+    return model
+
+
+def open_text(config: EvalConfig, model: ModelDescription | None = None) -> OpenedText:
     """Check the config against the model, and read the text.
+
+    Args:
+        model: of the config. None: it is read.
 
     Raises:
         ValueError: the model, its tokenizer or the text is missing, the rows do not fit the model, or it does
             not support this kind of likelihood.
     """
-    if config.model.path is None or config.data.source is None:
-        raise ValueError("model.path and data.source are required")
-    model = read_model_description(config.model.path)
+    model = describe_model(config.model) if model is None else model
     for directory in (model.directory, config.model.adapter):
         check_trained_attention(directory)
     block_length, method = resolve_method(config.likelihood, model.config)
@@ -137,9 +151,6 @@ def open_text(config: EvalConfig) -> OpenedText:
         repeat=False,
         block_length=block_length,
     )
-    check_weight_files(config.model.path)
-    if config.model.adapter is not None:
-        read_adapter_config(config.model.adapter)
     rows, _ = reader.read(0, None, config.data.max_rows or sys.maxsize)
     if not rows:
         raise ValueError(
@@ -167,16 +178,13 @@ def check_trained_attention(directory: Path | None) -> None:
     path = None if directory is None else directory / "config.toml"
     if path is None or not path.is_file():
         return
-    try:
-        objective = tomllib.loads(read_text(path)).get("objective", {})
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path}: is no TOML ({error})") from error
-    if objective.get("attention") == "prompt_and_own_block" or objective.get("attention_bias") is not None:
-        name = "attention_bias" if objective.get("attention_bias") is not None else "attention"
-        raise ValueError(
-            f'{path}: the model was trained with objective.{name} = "{objective[name]}", and [likelihood] has no form '
-            'for it: read the validation of the run, or measure answers with a task of kind = "exact_match"'
-        )
+    objective = read_toml(path)[1].get("objective", {})
+    for key, value in (("attention", "prompt_and_own_block"), ("attention_bias", objective.get("attention_bias"))):
+        if value is not None and objective.get(key) == value:
+            raise ValueError(
+                f'{path}: the model was trained with objective.{key} = "{value}", and [likelihood] has no form for it: '
+                'read the validation of the run, or measure answers with a task of kind = "exact_match"'
+            )
 
 
 def resolve_method(config: NelboConfig | SamplerLikelihoodConfig, model: ModelConfig) -> tuple[int | None, str]:
@@ -239,19 +247,15 @@ def _resolve_row_length(config: EvalDataConfig, model: ModelConfig) -> int:
 
 
 def evaluate_likelihood(
-    text: OpenedText, on_progress: OnProgress = ignore_progress, model: Transformer | None = None
+    text: OpenedText, model: Transformer, on_progress: OnProgress = ignore_progress
 ) -> LikelihoodResult:
     """Score the rows of a text.
 
-    Args:
-        model: None: it is loaded.
-
     Raises:
-        ValueError: the weights do not fit, no token can be scored, or the model's probabilities are not finite.
+        ValueError: no token can be scored, or the model's probabilities are not finite.
     """
     started_at = time.perf_counter()
     config, row_length = text.config, text.row_length
-    model = load_configured_model(config.model) if model is None else model
     layout = InputLayout.from_config(model.config, text.block_length)
     rows = text.rows
     batch = collate_rows(rows)
@@ -261,7 +265,7 @@ def evaluate_likelihood(
             f"nothing to score in {len(rows)} rows of {row_length} tokens: shifted outputs do not predict the first "
             "token of a document; set data.begin_with_eos = true, or raise data.row_length"
         )
-    report, gap = _score_rows(config.likelihood, layout, model, rows, on_progress)
+    report, gap = _score_rows(config.likelihood, layout, model, rows, batch, on_progress)
     bytes_B = count_row_bytes(text.model.tokenizer, batch.tokens_BL.numpy(), maskable_BL)
     bits, bits_error = bits_per_byte(report.row_nats, bytes_B)
     perplexity = math.exp(report.nats_per_token) if report.nats_per_token < 700.0 else math.inf
@@ -296,9 +300,9 @@ def _score_rows(
     layout: InputLayout,
     model: Transformer,
     rows: list[Row],
+    batch: CleanBatch,
     on_progress: OnProgress,
 ) -> tuple[NelboReport | SamplerReport, PromptGap | None]:
-    batch = collate_rows(rows)
     if isinstance(config, SamplerLikelihoodConfig):
         report = sampler_likelihood(
             model,

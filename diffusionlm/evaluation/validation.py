@@ -329,15 +329,15 @@ def measure_masked_token_accuracy(
 # n-gram models
 
 
-@dataclass(frozen=True)
-class _OrderCounts:
-    """Counts of the n-grams of one order. Contexts and n-grams are sorted codes of `_encode_ngrams`."""
+class _Counts:
+    """Counts by code, for sorted codes; others have none."""
 
-    contexts: Ints
-    totals_per_context: Floats
-    continuations_per_context: Floats
-    ngrams: Ints
-    counts_per_ngram: Floats
+    def __init__(self, codes: Ints, counts: Ints) -> None:
+        self.codes, self.counts = codes, counts.astype(np.float64)
+
+    def look_up(self, codes: Ints) -> Floats:
+        indices = np.minimum(np.searchsorted(self.codes, codes), len(self.codes) - 1)
+        return np.where(self.codes[indices] == codes, self.counts[indices], 0.0)
 
 
 class NgramModel:
@@ -350,25 +350,30 @@ class NgramModel:
     """
 
     def __init__(self, tokens: Ints, order: int, vocab_size: int) -> None:
-        self.order, self.vocab_size = order, vocab_size
+        self.vocab_size = vocab_size
         counts = np.bincount(tokens, minlength=vocab_size).astype(np.float64)
         self.unigram = (counts + 1.0) / (counts.sum() + vocab_size)
-        self._orders = [
-            _count_ngrams(_encode_ngrams(tokens, length, vocab_size), vocab_size) for length in range(2, order + 1)
-        ]
+        self._orders = []
+        """Of each length from 2 on: how often an n-gram and a context come, and how many continuations it has."""
+        for length in range(2, order + 1):
+            ngrams, ngram_counts = np.unique(_encode_ngrams(tokens, length, vocab_size), return_counts=True)
+            contexts, starts, continuations = np.unique(ngrams // vocab_size, return_index=True, return_counts=True)
+            totals = np.add.reduceat(ngram_counts, starts) if len(starts) else ngram_counts
+            self._orders.append(
+                (_Counts(ngrams, ngram_counts), _Counts(contexts, totals), _Counts(contexts, continuations))
+            )
 
     def probabilities(self, tokens: Ints) -> Floats:
         """Probability of each token given the up to ``order - 1`` tokens before it."""
         result: Floats = self.unigram[tokens]
-        for length, order in zip(range(2, self.order + 1), self._orders, strict=True):
+        for length, (ngrams, contexts, continuations) in enumerate(self._orders, start=2):
             codes = _encode_ngrams(tokens, length, self.vocab_size)
-            context, has_context = _look_up(order.contexts, codes // self.vocab_size)
-            ngram, has_ngram = _look_up(order.ngrams, codes)
-            total = order.totals_per_context[context]
-            discounted = np.where(has_ngram, order.counts_per_ngram[ngram] - DISCOUNT, 0.0) / total
-            backoff_weight = DISCOUNT * order.continuations_per_context[context] / total
+            total = contexts.look_up(codes // self.vocab_size)
+            divisor = np.maximum(total, 1.0)
+            discounted = np.maximum(ngrams.look_up(codes) - DISCOUNT, 0.0) / divisor
+            backoff_weight = DISCOUNT * continuations.look_up(codes // self.vocab_size) / divisor
             shorter = result[length - 1 :]
-            result[length - 1 :] = np.where(has_context, discounted + backoff_weight * shorter, shorter)
+            result[length - 1 :] = np.where(total > 0.0, discounted + backoff_weight * shorter, shorter)
         return result
 
 
@@ -383,18 +388,3 @@ def _encode_ngrams(tokens: Ints, length: int, vocab_size: int) -> Ints:
     for offset in range(length):
         codes = codes * vocab_size + tokens[offset : offset + len(codes)]
     return codes
-
-
-def _count_ngrams(codes: Ints, vocab_size: int) -> _OrderCounts:
-    ngrams, counts = np.unique(codes, return_counts=True)
-    contexts, starts, continuations = np.unique(ngrams // vocab_size, return_index=True, return_counts=True)
-    totals = np.add.reduceat(counts, starts) if len(starts) else counts
-    return _OrderCounts(
-        contexts, totals.astype(np.float64), continuations.astype(np.float64), ngrams, counts.astype(np.float64)
-    )
-
-
-def _look_up(table: Ints, codes: Ints) -> tuple[Ints, NDArray[np.bool_]]:
-    """Index of each code in a sorted table (any index if it is absent), and whether it is present."""
-    indices = np.minimum(np.searchsorted(table, codes), len(table) - 1)
-    return indices, table[indices] == codes

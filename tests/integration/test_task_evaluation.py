@@ -22,6 +22,7 @@ from diffusionlm.training.checkpointing.store import read_selection_value
 from diffusionlm.training.loop import train
 from tests.distributed.forked import run_ranks
 from tests.tiny_run import read_records, write_train_config
+from tests.unit.evaluation.conftest import token_ids
 from tokenizer import Tokenizer
 
 
@@ -96,12 +97,7 @@ def test_the_best_checkpoint_by_a_task(
 def test_ranks_share_the_answers(
     tasks: list[dict[str, Any]], tokenizer: Tokenizer, tiny_model: Callable[..., Transformer], tmp_path: Path
 ) -> None:
-    model = tiny_model(
-        vocab_size=tokenizer.vocab_size,
-        mask_token_id=tokenizer.mask_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.eos_token_id,
-    ).eval()
+    model = tiny_model(**token_ids(tokenizer)).eval()
     config = TrainingEvaluationConfig.model_validate({"tasks": tasks})
     alone = LiveEvaluation.open(config, tokenizer, model.config).evaluate(model)
 

@@ -1,7 +1,6 @@
-"""What the truth tests share: a second implementation of the model, exact values by enumeration, ideal denoisers.
+"""What the truth tests share: a second implementation of the model, exact values by enumeration, stand-ins for a model.
 
-Nothing here calls the code under test, but for the stand-in for a model, which reads the pattern that it is given.
-The mask token is the last one everywhere.
+Only `score_batch` and what uses it calls the code under test. The mask token is the last one everywhere.
 
 Shapes: B rows, L tokens, Q queries and S keys of them, N query heads, K key-value heads, H width of a head, V tokens
 without the mask token, M masks, R scored outputs.
@@ -14,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from config.model import ModelConfig
+from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.kernels.cross_entropy import LossInputs, LossOutput
-from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockDiffusion, Causal
+from diffusionlm.models.patterns import AttentionPattern, Bidirectional
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.models.varlen import VarlenBatch
 
 Places = tuple[int, ...]
 Cache = list[tuple[Tensor, Tensor]]
@@ -186,119 +185,23 @@ def exact_nelbo(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Denoisers that are tables
-
-Posterior = Callable[[Tensor, Tensor], Tensor]
-"""From visible tokens [R, L], -1 where unknown, and one place of each [R], to probabilities [R, V]."""
-
-
-class RandomTable:
-    """Any conditional for every pattern of visible tokens: no joint distribution has them all."""
-
-    def __init__(self, num_tokens: int, length: int, seed: int = 0) -> None:
-        rng = torch.Generator().manual_seed(seed)
-        self.base = num_tokens + 1
-        logits = torch.randn(self.base**length, length, num_tokens, dtype=torch.float64, generator=rng)
-        self.p = logits.softmax(-1)
-
-    def __call__(self, context_RL: Tensor, places_R: Tensor) -> Tensor:
-        powers_L = self.base ** torch.arange(context_RL.shape[1])
-        return self.p[((context_RL + 1) * powers_L).sum(1), places_R]
-
-
-class IdealTable:
-    """The true conditionals of a source that is a list of sequences and their probabilities."""
-
-    def __init__(self, sequences_NL: Tensor, probabilities_N: Tensor, num_tokens: int) -> None:
-        self.sequences_NL, self.probabilities_N = sequences_NL, probabilities_N
-        self.is_token_NLV = F.one_hot(sequences_NL, num_tokens).double()
-
-    @property
-    def entropy(self) -> float:
-        p_N = self.probabilities_N[self.probabilities_N > 0]
-        return float(-(p_N * p_N.log()).sum())
-
-    def __call__(self, context_RL: Tensor, places_R: Tensor) -> Tensor:
-        fits_RN = ((context_RL[:, None] == self.sequences_NL) | (context_RL[:, None] < 0)).all(-1)
-        mass_RN = fits_RN * self.probabilities_N
-        by_place_RLV = torch.einsum("rn,nlv->rlv", mass_RN, self.is_token_NLV)
-        p_RV = by_place_RLV[torch.arange(len(places_R)), places_R]
-        return p_RV / mass_RN.sum(1, keepdim=True)
-
-
-def table_nll(posterior: Posterior, sequences_NL: Tensor) -> dict[Places, Tensor]:
-    """-log p of the masked tokens given the others, [N, len(M)], for every mask M."""
-    N, L = sequences_NL.shape
-    nll_by_mask = {}
-    for M in subsets(range(L)):
-        places = torch.tensor(M)
-        context = sequences_NL.clone()
-        context[:, places] = -1
-        p = posterior(context.repeat_interleave(len(M), 0), places.repeat(N)).view(N, len(M), -1)
-        nll_by_mask[M] = -p.gather(2, sequences_NL[:, places, None])[..., 0].log()
-    return nll_by_mask
+# Denoisers that are functions
 
 
 class StandIn:
-    """What likelihoods and objectives ask of a model, answered by a table of posteriors."""
+    """What likelihoods and objectives ask of a model with bidirectional attention, answered by a function."""
 
-    def __init__(self, posterior: Posterior, config: ModelConfig) -> None:
-        self.posterior, self.config = posterior, config
+    def __init__(self, nats: Callable[[Tensor, Tensor], Tensor], config: ModelConfig) -> None:
+        """``nats`` of each scored token, [R], from the inputs of its row, [R, L], and the token, [R]."""
+        self.nats, self.config = nats, config
         self.lm_head = SimpleNamespace(weight=torch.zeros(1))
 
-    @overload
     def __call__(
-        self, inputs_BS: Tensor, *, pattern: AttentionPattern, output_positions: Tensor, loss_inputs: LossInputs
-    ) -> LossOutput: ...
-
-    @overload
-    def __call__(self, inputs_BS: Tensor, *, pattern: VarlenBatch) -> Tensor: ...
-
-    def __call__(
-        self,
-        inputs_BS: Tensor,
-        *,
-        pattern: AttentionPattern | VarlenBatch,
-        output_positions: Tensor | None = None,
-        loss_inputs: LossInputs | None = None,
-    ) -> LossOutput | Tensor:
-        if isinstance(pattern, VarlenBatch):
-            return self._logits(inputs_BS, pattern)
-        assert output_positions is not None and loss_inputs is not None
-        mask_token = self.config.mask_token_id
-        assert mask_token is not None and loss_inputs.excluded_token == mask_token and pattern.documents_BL is None
-        S = inputs_BS.shape[1]
-        L = S // pattern.positions_per_token
-        places_R = output_positions % S % L + int(self.config.logit_alignment == "shifted")
-        index_1L, halves = torch.arange(L)[None], inputs_BS[output_positions // S]
-        first_R1, length = torch.zeros_like(places_R)[:, None], L
-        if isinstance(pattern, BlockDiffusion):
-            length = pattern.block_length
-            first_R1 = places_R[:, None] // length * length
-        if isinstance(pattern, Causal):
-            first_R1, length = places_R[:, None], 0
-        context_RL = torch.where(index_1L < first_R1, halves[:, -L:], halves[:, :L])
-        context_RL = torch.where(index_1L < first_R1 + length, context_RL, -1)
-        context_RL = torch.where(context_RL == mask_token, -1, context_RL)
-        nll_N = -self.posterior(context_RL, places_R).gather(1, loss_inputs.targets_N[:, None])[:, 0].log()
+        self, inputs_BL: Tensor, *, pattern: AttentionPattern, output_positions: Tensor, loss_inputs: LossInputs
+    ) -> LossOutput:
+        assert pattern == Bidirectional() and loss_inputs.excluded_token == self.config.mask_token_id
+        nll_N = self.nats(inputs_BL[output_positions // inputs_BL.shape[1]], loss_inputs.targets_N).double()
         return LossOutput((nll_N * loss_inputs.weights_N).sum(), nll_N)
-
-    def _logits(self, inputs_1Q: Tensor, batch: VarlenBatch) -> Tensor:
-        """Log-probabilities for texts with bidirectional or causal attention, the mask token's at -inf."""
-        logits, shift, mask_token = [], int(self.config.logit_alignment == "shifted"), self.config.mask_token_id
-        assert mask_token is not None
-        texts = inputs_1Q[0].split([part.num_inputs for part in batch.sequences])
-        for text_L, part in zip(texts, batch.sequences, strict=True):
-            assert isinstance(part.pattern, Bidirectional | Causal)
-            places_R = torch.from_numpy(part.output_offsets) + shift
-            # The posterior is for rows of the table's length; of a causal text the last token is no input.
-            length = self.config.max_position_embeddings
-            context_RL = F.pad(text_L, (0, length - len(text_L)), value=-1).repeat(len(places_R), 1)
-            if isinstance(part.pattern, Causal):
-                context_RL = context_RL.masked_fill(torch.arange(length) >= places_R[:, None], -1)
-            context_RL = context_RL.masked_fill(context_RL == mask_token, -1)
-            logits.append(self.posterior(context_RL, places_R).log())
-        return F.pad(torch.cat(logits), (0, 1), value=-math.inf)
 
 
 def table_config(num_tokens: int, length: int, **overrides: Any) -> ModelConfig:
@@ -313,9 +216,24 @@ def table_config(num_tokens: int, length: int, **overrides: Any) -> ModelConfig:
     return ModelConfig(**{**sizes, **layers, **values, **overrides})
 
 
-def all_sequences(num_tokens: int, length: int) -> Tensor:
-    """Every sequence, [num_tokens ** length, length]."""
-    return torch.tensor(list(itertools.product(range(num_tokens), repeat=length)))
+# ----------------------------------------------------------------------------------------------------------------------
+# Steps of training
+
+
+def score_batch(model: Any, objective: Any, draw: NoisedBatch, denominator: float) -> LossOutput:
+    """The forward of a noised batch in a step with this denominator."""
+    loss_inputs = objective.build_loss_inputs(draw, denominator)
+    output: LossOutput = model(
+        draw.inputs_BS, pattern=draw.pattern, output_positions=draw.positions_N, loss_inputs=loss_inputs
+    )
+    return output
+
+
+def loss_and_gradient(model: Transformer, objective: Any, draws: Sequence[NoisedBatch]) -> tuple[Tensor, list[Tensor]]:
+    """Of a step of several batches, over the denominators of all."""
+    denominator = sum(draw.denominator for draw in draws)
+    total = torch.stack([score_batch(model, objective, draw, denominator).loss_sum for draw in draws]).sum()
+    return total.detach(), list(torch.autograd.grad(total, list(model.parameters())))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -71,11 +71,6 @@ EPERM, ENOSYS = 1, 38
 class TimeLimitReached(BaseException):
     """The time of the program is over. Not an `Exception`, so that tests do not catch it."""
 
-    @classmethod
-    def throw(cls, *_: object) -> None:
-        """Raise it, as the handler of a signal."""
-        raise cls
-
 
 class WorkerGone(BaseException):
     """The worker has ended, or has sent what is no answer."""
@@ -83,6 +78,13 @@ class WorkerGone(BaseException):
 
 class CandidateError(Exception):
     """The program raised what is no builtin exception."""
+
+
+BUILDERS: dict[str, Callable[[list[Any]], Any]] = {
+    "list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "iterator": iter,
+    "complex": lambda parts: complex(*parts), "range": lambda edges: range(*edges),
+}  # fmt: skip
+"""Kinds of values that travel as a list."""
 
 
 def encode_value(value: Any) -> Any:
@@ -124,16 +126,7 @@ def decode_value(code: Any) -> Any:
         return OpaqueValue(str(content[0]), bool(content[1]))
     if kind in ("int", "bytes"):
         return int(content, 16) if kind == "int" else bytes.fromhex(content)
-    items = [decode_value(item) for item in content]
-    if kind in ("complex", "range"):
-        return complex(*items) if kind == "complex" else range(*items)
-    collections: dict[str, Callable[[Any], Any]] = {
-        "tuple": tuple,
-        "set": set,
-        "frozenset": frozenset,
-        "iterator": iter,
-    }
-    return items if kind == "list" else collections[kind](items)
+    return BUILDERS[kind]([decode_value(item) for item in content])
 
 
 class OpaqueValue:
@@ -298,7 +291,7 @@ def check_program(job: dict[str, Any], worker: Worker, isolation: dict[str, bool
 
     The worker's filter of system calls is added to ``isolation``.
     """
-    signal.signal(signal.SIGALRM, TimeLimitReached.throw)
+    signal.signal(signal.SIGALRM, _end_time)
     namespace: dict[str, Any] = {"__name__": "tests"}
     try:
         signal.setitimer(signal.ITIMER_REAL, START_SECONDS)
@@ -314,8 +307,7 @@ def check_program(job: dict[str, Any], worker: Worker, isolation: dict[str, bool
         except Exception as error:
             return {"status": "unusable", "detail": _format(error)}
         worker.ask({"program": job["program"]})
-        for name in job["entry_points"]:
-            namespace[name] = worker.proxy(name)
+        namespace[job["entry_point"]] = worker.proxy(job["entry_point"])
         exec(tests, namespace)
         if worker.failure is not None:
             raise worker.failure
@@ -328,6 +320,10 @@ def check_program(job: dict[str, Any], worker: Worker, isolation: dict[str, bool
         return {"status": "failed", "detail": _format(error)}
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _end_time(*_: object) -> None:
+    raise TimeLimitReached
 
 
 def _format(error: BaseException) -> str:

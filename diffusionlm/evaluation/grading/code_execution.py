@@ -48,29 +48,12 @@ class CandidateProgram:
     program: str
     """Code that is not trusted: what the model wrote, with the code before it."""
     tests: str
-    """Trusted code that calls the entry points; an exception means that the program is wrong."""
-    entry_points: tuple[str, ...]
-    """Functions of the program that the tests call. Arguments and results are copied as plain data: numbers, texts,
+    """Trusted code that calls the entry point; an exception means that the program is wrong."""
+    entry_point: str
+    """The program's function that the tests call. Arguments and results are copied as plain data: numbers, texts,
     bytes, lists, tuples, sets, dicts and iterators; any other object equals nothing."""
     setup: str = ""
     """Trusted code before the tests, in their namespace, such as helper functions of the prompt."""
-
-
-@dataclass(frozen=True)
-class ExecutionLimits:
-    """What one program may use."""
-
-    seconds: float = 5.0
-    """Wall-clock time of the program and its tests; the time of its processors has the same limit, rounded up."""
-    memory_bytes: int = 512 << 20
-    """Address space of each of its processes."""
-    file_bytes: int = 16 << 20
-    """Size of each file and, in an isolated folder, of all files together."""
-    max_processes: int = 4
-    """Processes and threads, its first one among them. Root without a user of its own for the program has no limit."""
-    max_open_files: int = 64
-    namespaces: bool = True
-    """Isolate the program by namespaces of the kernel, where it allows that."""
 
 
 @dataclass(frozen=True)
@@ -106,45 +89,61 @@ class ExecutionResult:
     """Wall-clock time, the start of its processes included."""
     isolation: Isolation = field(default_factory=Isolation)
 
-    @property
-    def is_passed(self) -> bool:
-        return self.status == "passed"
 
-
-def run_candidate(candidate: CandidateProgram, limits: ExecutionLimits | None = None) -> ExecutionResult:
+def run_candidate(
+    candidate: CandidateProgram,
+    *,
+    seconds: float = 5.0,
+    memory_bytes: int = 512 << 20,
+    file_bytes: int = 16 << 20,
+    namespaces: bool = True,
+) -> ExecutionResult:
     """Check a program by its tests. None of its processes is left when this returns, as far as `Isolation` says.
 
+    Args:
+        seconds: wall-clock time of the program and its tests; the time of its processors has the same limit, rounded
+            up.
+        memory_bytes: address space of each of its processes.
+        file_bytes: size of each file and, in an isolated folder, of all files together.
+        namespaces: isolate the program by namespaces of the kernel, where it allows that.
+
     Raises:
-        ValueError: the tests or the setup are no valid code, or name no entry point.
+        ValueError: the tests or the setup are no valid code.
         RuntimeError: the supervisor of the program could not run on this machine.
     """
-    if not candidate.entry_points:
-        raise ValueError("entry_points is empty: name the functions that the tests call")
-    limits, start = limits or ExecutionLimits(), time.monotonic()
-    nonce = secrets.token_hex(16)
-    with tempfile.TemporaryDirectory(prefix="diffusionlm-code-") as folder:
-        return_code, answer, errors = _run_supervisor(_build_job(candidate, limits, nonce, folder), limits)
-    seconds = time.monotonic() - start
-    try:
-        outcome = json.loads(answer)
-    except ValueError:
-        if return_code is None:
-            return ExecutionResult("timeout", f"not done within {limits.seconds:g} seconds", "", seconds)
-        if return_code == 1:
-            message = errors.decode("utf-8", "replace").strip().rpartition("\n")[2]
-            raise RuntimeError(f"the supervisor of programs failed: {message}") from None
-        return ExecutionResult(
-            "ended", f"the supervisor ended without an answer (exit code {return_code})", "", seconds
-        )
-    if outcome["status"] == "refused":
-        raise RuntimeError(f"no program is run here: {outcome['detail']}. {REMEDY}")
-    if outcome["status"] == "unusable":
-        raise ValueError(f"the tests or their setup are no valid code: {outcome['detail']}")
-    is_passed = secrets.compare_digest(str(outcome.get("nonce")), nonce)
-    status: ExecutionStatus = (
-        "passed" if is_passed else outcome["status"] if outcome["status"] != "passed" else "failed"
-    )
-    return ExecutionResult(status, outcome["detail"], outcome["output"], seconds, Isolation(**outcome["isolation"]))
+    nonce, start = secrets.token_hex(16), time.monotonic()
+    job = {
+        **asdict(candidate),
+        "nonce": nonce,
+        "text": _process_code(),
+        "python": os.path.realpath(sys.executable),
+        "prefix": os.path.realpath(sys.base_prefix),
+        "namespaces": namespaces,
+        "seconds": seconds,
+        "folder_bytes": file_bytes,
+        "limits": {
+            "RLIMIT_CPU": int(seconds) + 1,
+            "RLIMIT_AS": memory_bytes,
+            "RLIMIT_FSIZE": file_bytes,
+            "RLIMIT_NOFILE": 64,
+            "RLIMIT_NPROC": 4,  # with threads; root without a user of its own for the program has no limit
+            "RLIMIT_CORE": 0,
+        },
+    }
+    answer = _run_supervisor(job)
+    elapsed = time.monotonic() - start
+    if answer is None:
+        return ExecutionResult("timeout", f"not done within {seconds:g} seconds", "", elapsed)
+    if isinstance(answer, str):
+        return ExecutionResult("ended", answer, "", elapsed)
+    if answer["status"] == "refused":
+        raise RuntimeError(f"no program is run here: {answer['detail']}. {REMEDY}")
+    if answer["status"] == "unusable":
+        raise ValueError(f"the tests or their setup are no valid code: {answer['detail']}")
+    status: ExecutionStatus = answer["status"]
+    if status == "passed" and not secrets.compare_digest(str(answer.get("nonce")), nonce):
+        status = "failed"
+    return ExecutionResult(status, answer["detail"], answer["output"], elapsed, Isolation(**answer["isolation"]))
 
 
 @functools.cache
@@ -154,33 +153,11 @@ def probe_isolation() -> Isolation:
     Raises:
         RuntimeError: programs cannot be run here.
     """
-    candidate = CandidateProgram("def answer(): return 42", "assert answer() == 42", ("answer",))
-    result = run_candidate(candidate, ExecutionLimits(seconds=20.0))
-    if not result.is_passed:
+    candidate = CandidateProgram("def answer(): return 42", "assert answer() == 42", "answer")
+    result = run_candidate(candidate, seconds=20.0)
+    if result.status != "passed":
         raise RuntimeError(f"a trivial program fails here ({result.status}): {result.detail}")
     return result.isolation
-
-
-def _build_job(candidate: CandidateProgram, limits: ExecutionLimits, nonce: str, folder: str) -> dict[str, Any]:
-    return {
-        **asdict(candidate),
-        "nonce": nonce,
-        "folder": folder,
-        "text": _process_code(),
-        "python": os.path.realpath(sys.executable),
-        "prefix": os.path.realpath(sys.base_prefix),
-        "namespaces": limits.namespaces,
-        "seconds": limits.seconds,
-        "folder_bytes": limits.file_bytes,
-        "limits": {
-            "RLIMIT_CPU": int(limits.seconds) + 1,
-            "RLIMIT_AS": limits.memory_bytes,
-            "RLIMIT_FSIZE": limits.file_bytes,
-            "RLIMIT_NOFILE": limits.max_open_files,
-            "RLIMIT_NPROC": limits.max_processes,
-            "RLIMIT_CORE": 0,
-        },
-    }
 
 
 @functools.cache
@@ -189,19 +166,31 @@ def _process_code() -> str:
     return resources.files(__package__).joinpath("candidate_process.py").read_text(encoding="utf-8")
 
 
-def _run_supervisor(job: dict[str, Any], limits: ExecutionLimits) -> tuple[int | None, bytes, bytes]:
-    """Run the supervisor, whose end kills its processes. Returns its exit code (None: it had to be killed), its answer
-    and its errors."""
+def _run_supervisor(job: dict[str, Any]) -> dict[str, Any] | str | None:
+    """Run the supervisor, whose end kills its processes, in a folder of its own. Returns its answer, or why there is
+    none; None: it had to be killed.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="diffusionlm-code-") as folder:
+        try:
+            process = subprocess.run(
+                [job["python"], "-I", "-S", "-c", job["text"], "supervise"],
+                input=json.dumps({**job, "folder": folder}).encode(),
+                capture_output=True,
+                cwd=folder,
+                env={},
+                start_new_session=True,
+                timeout=START_SECONDS + job["seconds"] + GRACE_SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            return None
     try:
-        process = subprocess.run(
-            [job["python"], "-I", "-S", "-c", job["text"], "supervise"],
-            input=json.dumps(job).encode(),
-            capture_output=True,
-            cwd=job["folder"],
-            env={},
-            start_new_session=True,
-            timeout=START_SECONDS + limits.seconds + GRACE_SECONDS,
-        )
-    except subprocess.TimeoutExpired:
-        return None, b"", b""
-    return process.returncode, process.stdout, process.stderr
+        answer: dict[str, Any] = json.loads(process.stdout)
+        return answer
+    except ValueError:
+        if process.returncode == 1:
+            message = process.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
+            raise RuntimeError(f"the supervisor of programs failed: {message}") from None
+        return f"the supervisor ended without an answer (exit code {process.returncode})"

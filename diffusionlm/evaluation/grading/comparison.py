@@ -37,16 +37,7 @@ def compare_paired(first_N: NDArray[np.float64], second_N: NDArray[np.float64]) 
 
     For scores 0 and 1 the standard error is ``sqrt(b + c - (b - c)^2 / n) / n`` with b and c the items on which one is
     better. For other scores it is the same formula: ``sqrt(sum_i (d_i - mean)^2) / n``.
-
-    Raises:
-        ValueError: there are no items, the lengths differ or a score is not finite.
     """
-    if first_N.ndim != 1 or first_N.shape != second_N.shape:
-        raise ValueError(f"scores have shapes {first_N.shape} and {second_N.shape}: expected the same items in both")
-    if not len(first_N):
-        raise ValueError("there are no items to compare")
-    if not (np.isfinite(first_N).all() and np.isfinite(second_N).all()):
-        raise ValueError("a score is not finite: leave its item out of both variants")
     differences_N = second_N - first_N
     num_items, mean = len(differences_N), float(differences_N.mean())
     num_first, num_second = int((differences_N < 0).sum()), int((differences_N > 0).sum())
@@ -63,10 +54,7 @@ def compare_paired(first_N: NDArray[np.float64], second_N: NDArray[np.float64]) 
 def sign_test(num_a: int, num_b: int) -> float:
     """Return the exact two-sided p-value of ``num_a`` of ``num_a + num_b`` fair coins; 1 without coins."""
     num_coins = num_a + num_b
-    ways, tail = 1, 0
-    for count in range(min(num_a, num_b) + 1):
-        tail += ways
-        ways = ways * (num_coins - count) // (count + 1)
+    tail = sum(math.comb(num_coins, count) for count in range(min(num_a, num_b) + 1))
     return min(1.0, 2 * tail / (1 << num_coins))
 
 
@@ -77,29 +65,13 @@ def accuracy_under_parallelism(points: Sequence[tuple[float, float]], best_accur
     without those whose accuracy is below ``y_1 - 5``; ``W(y) = min(exp(-3 (1 - y / y_max)), 1)``.
 
     Args:
-        points: tokens per forward and accuracy in percent.
+        points: tokens per forward and accuracy in percent; at least one.
         best_accuracy: y_max, the best accuracy of all methods that are compared, in percent. Values with different
             y_max are not comparable.
-
-    Raises:
-        ValueError: there are no points, one is not finite, or the best accuracy is not positive.
     """
-    if not points or not all(math.isfinite(value) for point in points for value in point):
-        raise ValueError("AUP needs finite points: tokens per forward and accuracy")
-    if not best_accuracy > 0.0:
-        raise ValueError(f"AUP needs a positive best accuracy, got {best_accuracy:g}")
     ordered = sorted(points)
-    speed, accuracy = ordered[0]
-    area, slowest = speed * accuracy, accuracy
-    last_speed, last_height = speed, accuracy * _weight(accuracy, best_accuracy)
-    for speed, accuracy in ordered[1:]:
-        if accuracy < slowest - MAX_ACCURACY_LOSS:
-            continue
-        height = accuracy * _weight(accuracy, best_accuracy)
-        area += (speed - last_speed) * (height + last_height) / 2
-        last_speed, last_height = speed, height
-    return area
-
-
-def _weight(accuracy: float, best_accuracy: float) -> float:
-    return min(math.exp(-DECAY * (1.0 - accuracy / best_accuracy)), 1.0)
+    slowest = ordered[0][1]
+    speed_P, accuracy_P = np.array([point for point in ordered if point[1] >= slowest - MAX_ACCURACY_LOSS]).T
+    height_P = accuracy_P * np.minimum(np.exp(-DECAY * (1.0 - accuracy_P / best_accuracy)), 1.0)
+    areas = np.diff(speed_P) * (height_P[1:] + height_P[:-1]) / 2
+    return float(speed_P[0] * slowest + areas.sum())

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import add, gt
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +33,7 @@ from profiling import nvtx
 BIDIRECTIONAL, CAUSAL = Bidirectional(), Causal()
 """One object each: on a GPU sequences of one pattern share their kernels."""
 InputKey = tuple[int, bytes, bytes]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,9 @@ def compute_log_probabilities(
         part for inputs in texts.values() for part in _split(layout, copies, list(inputs.values()), batch_tokens)
     ]
     values: dict[int, NDArray[np.float64]] = {}
-    for batch in _split_into_batches(sequences, batch_tokens // num_texts, num_texts * model.config.vocab_size):
+    max_outputs = MAX_LOGITS_BYTES // (4 * num_texts * model.config.vocab_size)
+    sizes = [(len(part.tokens_Q), len(part.outputs_N)) for part in sequences]
+    for batch in split_by_size(sequences, sizes, (batch_tokens // num_texts, max_outputs)):
         logits_NV = _compute_logits(model, layout, batch, cfg_scale)
         firsts = np.cumsum([0, *(len(part.outputs_N) for part in batch[:-1])]).tolist()
         rows = {i: first + rows_M for first, part in zip(firsts, batch, strict=True) for i, rows_M in part.rows.items()}
@@ -140,15 +145,11 @@ def _split(
 ) -> Iterator[_CopySequence]:
     """Sequences of the copies of a text, each of at most ``batch_tokens`` inputs, or one copy if that is longer.
     Without blocks a copy is the whole text."""
-    start, num_inputs = 0, len(copies[readers[0][0]].clean_tokens)
+    computed = [copies[indices[0]] for indices in readers]
     has_blocks = layout.block_length is not None and not layout.is_autoregressive
-    for end, indices in enumerate(readers):
-        copy = copies[indices[0]]
-        num_inputs += len(copy.tokens)
-        if end > start and (num_inputs > batch_tokens or not has_blocks):
-            yield _CopySequence(layout, copies, readers[start:end])
-            start, num_inputs = end, len(copy.clean_tokens) + len(copy.tokens)
-    yield _CopySequence(layout, copies, readers[start:])
+    limit = batch_tokens - len(computed[0].clean_tokens) if has_blocks else -1
+    for part in split_by_size(readers, [(len(copy.tokens),) for copy in computed], (limit,)):
+        yield _CopySequence(layout, copies, part)
 
 
 def _compute_logits(model: Transformer, layout: InputLayout, batch: Sequence[_CopySequence], scale: float) -> Tensor:
@@ -185,20 +186,15 @@ def _read_logits(
     return result_U
 
 
-def _split_into_batches(
-    sequences: Sequence[_CopySequence], batch_tokens: int, vocab_size: int
-) -> Iterator[list[_CopySequence]]:
-    """Split into forwards of at most ``batch_tokens`` inputs and `MAX_LOGITS_BYTES` of logits, in order; at least one
-    sequence each."""
-    max_outputs = MAX_LOGITS_BYTES // (4 * vocab_size)
-    batch: list[_CopySequence] = []
-    num_inputs = num_outputs = 0
-    for sequence in sequences:
-        num_inputs += len(sequence.tokens_Q)
-        num_outputs += len(sequence.outputs_N)
-        if batch and (num_inputs > batch_tokens or num_outputs > max_outputs):
-            yield batch
-            batch, num_inputs, num_outputs = [], len(sequence.tokens_Q), len(sequence.outputs_N)
-        batch.append(sequence)
-    if batch:
-        yield batch
+def split_by_size(
+    items: Sequence[T], sizes: Sequence[tuple[int, ...]], limits: tuple[int, ...]
+) -> Iterator[Sequence[T]]:
+    """Split, in order, into parts of which no size exceeds its limit, or of a single item."""
+    start, totals = 0, (0,) * len(limits)
+    for index, size in enumerate(sizes):
+        totals = tuple(map(add, totals, size))
+        if index > start and any(map(gt, totals, limits)):
+            yield items[start:index]
+            start, totals = index, size
+    if items:
+        yield items[start:]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,13 @@ from config.evaluation.likelihood import AnswerLikelihoodConfig
 from config.model import ModelConfig
 from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.evaluation.likelihood.answers import AnswerEstimate, BlockedAnswer, SamplingPlan
-from diffusionlm.evaluation.likelihood.copies import MaskedCopy, compute_log_probabilities, count_forwards
+from diffusionlm.evaluation.likelihood.copies import (
+    MaskedCopy,
+    compute_log_probabilities,
+    count_forwards,
+    split_by_size,
+)
+from diffusionlm.evaluation.statistics import check_positive
 from diffusionlm.inference.settings import check_token_ids
 from diffusionlm.models.transformer import Transformer
 
@@ -49,9 +55,6 @@ class OptionScores:
     """Of each option, in nats, over all its tokens."""
     standard_errors: tuple[float, ...]
     """Sampling error of each; 0 if exact, infinite with a single draw."""
-    difference_standard_errors: tuple[float, ...]
-    """Sampling error of the difference between each option and the most probable one, from their common draws; 0 for
-    that."""
     num_tokens: tuple[int, ...]
     """Tokens of each option."""
     num_forwards: int
@@ -59,11 +62,6 @@ class OptionScores:
     attention holds a masked copy of each block."""
     is_exact: bool
     """The values have no sampling error: all masks were enumerated, or there is just one."""
-
-    @property
-    def chosen(self) -> int:
-        """Index of the option with the highest log-likelihood, the first of equals."""
-        return int(np.argmax(self.log_likelihoods))
 
     @property
     def log_likelihood(self) -> float:
@@ -115,13 +113,7 @@ def conditional_likelihood(
         ValueError: the answer is empty or has a token that the model cannot predict, an argument is below 1, or the
             model's probabilities are not finite.
     """
-    for name, value in {
-        "num_mc_samples": num_mc_samples,
-        "block_length": block_length,
-        "batch_size": batch_size,
-    }.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name} = {value} must be at least 1")
+    check_positive(num_mc_samples=num_mc_samples, block_length=block_length, batch_size=batch_size)
     config = AnswerLikelihoodConfig(
         num_mc_samples=num_mc_samples,
         block_length=block_length,
@@ -150,7 +142,8 @@ def score_documents(
     config = AnswerLikelihoodConfig() if config is None else config
     builder = AnswerBuilder.from_model(model.config, config)
     scores: list[OptionScores] = []
-    for group in _split_into_groups(requests, config):
+    sizes = [(sum(len(request.context) + len(option) for option in request.options),) for request in requests]
+    for group in split_by_size(requests, sizes, (config.batch_tokens,)):  # memory is for the copies of one group
         samplers = [
             AdaptiveSampler(builder, request, config, f"document {len(scores) + i}") for i, request in enumerate(group)
         ]
@@ -171,8 +164,8 @@ def score_texts(
     requests: Sequence[OptionsRequest],
     window: int | None = None,
     config: AnswerLikelihoodConfig | None = None,
-) -> list[OptionScores]:
-    """Score texts from their first token on, in windows that together hold each token once and are texts by themselves.
+) -> list[float]:
+    """Sum log-likelihoods over windows, which together hold each token of a text once and are texts by themselves.
 
     A window has one token that it does not score, the last one of the window before it, or the context of the first.
     The sum is a bound: minus what `nelbo` estimates for the same windows as rows. With blocks of one token it is the
@@ -197,36 +190,23 @@ def score_texts(
         raise ValueError(
             f"window = {window} must be between 2 and the model's context, {model.config.max_position_embeddings}"
         )
-    windows: list[OptionsRequest] = []
-    ends = [0]
-    for request in requests:
-        windows += _split_into_windows(request, window)
-        ends.append(len(windows))
-    scores = score_documents(model, windows, config)
-    return [_sum_windows(scores[start:end]) for start, end in pairwise(ends)]
+    windows = [_split_into_windows(request, window) for request in requests]
+    scores = iter(score_documents(model, list(chain.from_iterable(windows)), config))
+    return [sum(score.log_likelihood for score in islice(scores, len(own))) for own in windows]
 
 
 def _split_into_windows(request: OptionsRequest, window: int) -> list[OptionsRequest]:
     prefix, [text] = request.context, request.options
     tokens = prefix + text
-    starts = range(0, len(tokens) - 1, window - 1) if len(tokens) > 1 else range(1)
+    first = OptionsRequest(prefix, (tokens[len(prefix) : window],), request.key, window=0)
+    starts = range(window - 1, len(tokens) - 1, window - 1)
     return [
-        OptionsRequest(prefix, (tokens[len(prefix) : window],), request.key, 0)
-        if start == 0
-        else OptionsRequest(tokens[start : start + 1], (tokens[start + 1 : start + window],), request.key, number)
-        for number, start in enumerate(starts)
+        first,
+        *(
+            OptionsRequest(tokens[start : start + 1], (tokens[start + 1 : start + window],), request.key, number)
+            for number, start in enumerate(starts, start=1)
+        ),
     ]
-
-
-def _sum_windows(scores: Sequence[OptionScores]) -> OptionScores:
-    return OptionScores(
-        log_likelihoods=(sum(score.log_likelihood for score in scores),),
-        standard_errors=(float(np.sqrt(sum(score.standard_error**2 for score in scores))),),
-        difference_standard_errors=(0.0,),
-        num_tokens=(sum(score.num_tokens[0] for score in scores),),
-        num_forwards=sum(score.num_forwards for score in scores),
-        is_exact=all(score.is_exact for score in scores),
-    )
 
 
 @dataclass(frozen=True)
@@ -290,21 +270,6 @@ class AnswerBuilder:
         return BlockedAnswer(self.layout, tokens, len(context), len(scored))
 
 
-def _split_into_groups(
-    requests: Sequence[OptionsRequest], config: AnswerLikelihoodConfig
-) -> Iterator[Sequence[OptionsRequest]]:
-    """Split requests, in order, into groups whose copies fill some forwards; memory is for the copies of one group."""
-    start = num_tokens = 0
-    for index, request in enumerate(requests):
-        size = sum(len(request.context) + len(option) for option in request.options)
-        num_tokens += size
-        if index > start and num_tokens > config.batch_tokens:
-            yield requests[start:index]
-            start, num_tokens = index, size
-    if requests:
-        yield requests[start:]
-
-
 class AdaptiveSampler:
     """The options of one document, of which draws are added until the best one leads."""
 
@@ -340,31 +305,25 @@ class AdaptiveSampler:
 
     def _leads(self, divisors: Sequence[float]) -> bool:
         """Whether one option leads every other by enough, if log-likelihoods are divided by these numbers."""
-        values = np.array(self._log_likelihoods()) / divisors
+        values = self._log_likelihoods() / divisors
         best = int(values.argmax())
-        errors = self._difference_errors(best, divisors)
-        return all(
-            values[best] - value > self._config.racing_standard_errors * error
-            for index, (value, error) in enumerate(zip(values, errors, strict=True))
-            if index != best
-        )
+        leads = values[best] - values > self._config.racing_standard_errors * self.difference_errors(best, divisors)
+        return bool(np.delete(leads, best).all())
 
-    def _log_likelihoods(self) -> list[float]:
-        return [estimate.log_likelihood for estimate in self._estimates]
+    def _log_likelihoods(self) -> NDArray[np.float64]:
+        return np.array([estimate.log_likelihood for estimate in self._estimates])
 
-    def _difference_errors(self, chosen: int, divisors: Sequence[float]) -> list[float]:
-        reference = self._estimates[chosen]
-        return [
-            0.0 if index == chosen else estimate.difference_error(reference, (divisors[index], divisors[chosen]))
-            for index, estimate in enumerate(self._estimates)
-        ]
+    def difference_errors(self, chosen: int, divisors: Sequence[float]) -> NDArray[np.float64]:
+        """Standard error of the difference between each option and the chosen one, divided first."""
+        reference, own = self._estimates[chosen], divisors[chosen]
+        pairs = zip(self._estimates, divisors, strict=True)
+        return np.array([estimate.difference_error(reference, (divisor, own)) for estimate, divisor in pairs])
 
     def build_scores(self) -> OptionScores:
-        values = self._log_likelihoods()
+        """The scores of all draws so far."""
         return OptionScores(
-            tuple(values),
+            tuple(self._log_likelihoods().tolist()),
             tuple(estimate.standard_error for estimate in self._estimates),
-            tuple(self._difference_errors(int(np.argmax(values)), (1.0,) * len(values))),
             tuple(estimate.answer.num_tokens for estimate in self._estimates),
             count_forwards([copy for estimate in self._estimates for copy in estimate.copies]),
             self._plan.is_exact,

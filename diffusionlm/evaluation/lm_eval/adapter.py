@@ -10,13 +10,14 @@ results = lm_eval.simple_evaluate(model=model, tasks=["arc_easy"], bootstrap_ite
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from importlib.metadata import version
 from operator import itemgetter
 from typing import Any, TypeVar
 
-import lm_eval.models  # registers the harness's own models, which would stay unknown without it
+import lm_eval.models  # noqa: F401  # registers the harness's own models, which would stay unknown without it
 import torch
 import torch.distributed as dist
 from lm_eval.api.instance import Instance
@@ -88,11 +89,6 @@ class DiffusionLM(LM):  # type: ignore[misc]
     ) -> DiffusionLM:
         """Create the model of a command line, whose ``--model_args`` win over its other options."""
         return cls(**{key: value for key, value in (additional_config or {}).items() if value is not None} | arg_dict)
-
-    @classmethod
-    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> DiffusionLM:
-        """Create the model from ``key=value,key=value``."""
-        return cls.create_from_arg_obj(lm_eval.utils.simple_parse_args_string(arg_string), additional_config)
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         return self._collect("loglikelihood", requests, self.runner.score(requests))
@@ -208,7 +204,8 @@ class DiffusionLM(LM):  # type: ignore[misc]
         database = cache_hook.dbdict
         if database is not None:
             settings = self.config.model_dump_json(exclude={"model", "batch_size"})
-            fingerprint = [self.model_fingerprint, self.runner.tokenizer.fingerprint, settings]
+            parts = [self.model_fingerprint, self.runner.tokenizer.fingerprint, settings]
+            fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
             stored = database.get(CACHE_KEY)
             if stored != fingerprint and (stored is not None or len(database)):
                 raise ValueError(

@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from config.evaluation.lm_eval import LmEvalConfig
-from config.generation import GenerationConfig
+from config.generation import DISTRIBUTION_KEYS, GenerationConfig
 from diffusionlm.evaluation.answer_decoding import AnswerRequest, decode_answers
-from diffusionlm.evaluation.likelihood.greedy import greedy_matches
 from diffusionlm.evaluation.likelihood.scoring import (
     OptionsRequest,
     score_documents,
     score_texts,
 )
 from diffusionlm.evaluation.pair_encoding import EncodedPair, PairEncoder
+from diffusionlm.evaluation.sampler_likelihood import greedy_matches
 from diffusionlm.inference.request_builder import prepare_request, suppress_ids_without_text
 from diffusionlm.inference.settings import DecodingSettings, resolve_settings
 from diffusionlm.models.transformer import Transformer
@@ -27,15 +27,11 @@ DEFAULT_NEW_TOKENS = 256
 """Length of an answer if neither the task nor the settings say it, as with the harness's own models."""
 LENGTH_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Spellings of the length of an answer, in tasks and on the command line."""
-SAMPLING_KEYS = ("temperature", "top_p", "top_k")
+SAMPLING_KEYS = ("temperature", *DISTRIBUTION_KEYS)
 NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "do_sample": (True, False, None),
     "num_beams": (1,),
     "num_return_sequences": (1,),
-    "repetition_penalty": (1.0,),
-    "frequency_penalty": (0.0,),
-    "presence_penalty": (0.0,),
-    "min_p": (0.0,),
     "use_cache": (True, False),
 }
 """Arguments that tasks write and diffusion has no use for -> values that change nothing."""
@@ -106,8 +102,8 @@ def parse_generation_arguments(
 ) -> tuple[tuple[str, ...], GenerationConfig]:
     """Combine the arguments of a request of ``generate_until`` with the settings of the model.
 
-    The request's length wins. Its temperature, top_p and top_k win if they ask for sampling (do_sample = true), or if
-    the settings leave them open: tasks ask for greedy decoding by default, and would overwrite the published settings
+    The request's length wins. Its `SAMPLING_KEYS` win if they ask for sampling (do_sample = true), or if the settings
+    leave them open: tasks ask for greedy decoding by default, and would overwrite the published settings
     of a model. All other keys of `GenerationConfig` may be arguments too, and win.
 
     Returns:
@@ -135,8 +131,6 @@ def parse_generation_arguments(
         )
     if do_sample is False:
         values.setdefault("temperature", 0.0)
-    if values.get("top_k") in (0, -1):  # as vLLM and transformers spell that there is no bound
-        values["top_k"] = None
     chosen = {key: getattr(defaults, key) for key in defaults.model_fields_set}
     for key in SAMPLING_KEYS:
         if chosen.get(key) is not None and not do_sample:
@@ -251,7 +245,7 @@ class RequestRunner:
             part = texts[start : start + DOCUMENTS_PER_CALL]
             scores = score_texts(self.model, [text for _, text in part], self.config.window, self.config.likelihood)
             for (index, _), score in zip(part, scores, strict=True):
-                yield index, score.log_likelihood
+                yield index, score
 
     def _compares(self, num_continuations: int) -> bool:
         """Whether the continuations of a document with so many different ones are compared with greedy decoding."""

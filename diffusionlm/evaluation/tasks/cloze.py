@@ -19,7 +19,8 @@ NATS = "nats"
 
 
 class ClozeTask(LikelihoodTask, ItemTask):
-    """Texts whose last word is to be predicted: right if greedy decoding yields it."""
+    """Texts whose last word is to be predicted: `acc`, greedy decoding yields it; perplexity of a word. Fields: `text`,
+    whose last word is the answer, or `answer_field`."""
 
     kind: Literal["cloze"] = "cloze"
     text_field: NonEmptyStr = "text"

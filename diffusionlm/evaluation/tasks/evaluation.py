@@ -9,23 +9,18 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from config.evaluation.in_training import TrainingEvaluationConfig
 from config.model import ModelConfig
 from ddp.process_group import SINGLE_PROCESS, World
 from diffusionlm.evaluation.answer_decoding import decode_answers
-from diffusionlm.evaluation.likelihood.greedy import greedy_matches
 from diffusionlm.evaluation.likelihood.scoring import OptionsRequest, score_documents
+from diffusionlm.evaluation.sampler_likelihood import greedy_matches
 from diffusionlm.evaluation.tasks.item_task import GenerationTask, LikelihoodTask, TaskItem
 from diffusionlm.evaluation.tasks.items import draw_seed, read_task_items
 from diffusionlm.evaluation.tasks.preparation import PreparedItems, PreparedTask, PreparedText, prepare_items
-from diffusionlm.evaluation.tasks.results import (
-    LIKELIHOOD_METRICS,
-    ItemResult,
-    MetricValue,
-    VariantResult,
-    Verdict,
-)
+from diffusionlm.evaluation.tasks.results import LIKELIHOOD_METRICS, ItemResult, MetricValue, VariantResult, Verdict
 from diffusionlm.evaluation.tasks.summary import summarize_task
 from diffusionlm.evaluation.text_likelihood import OnProgress, evaluate_likelihood, ignore_progress
 from diffusionlm.models.transformer import Transformer
@@ -64,10 +59,8 @@ def evaluate_task(
         ValueError: the model's probabilities are not finite.
     """
     pending = [answer for answer in list_answers(task) if answer not in done]
-    if not pending:
-        return
     if isinstance(task, PreparedText):
-        results: Iterator[ItemResult] = iter([_score_text(model, task, on_progress)])
+        results: Iterator[ItemResult] = (_score_text(model, task, on_progress) for _ in pending)
     elif isinstance(task.config, GenerationTask):
         results = _answer_items(model, task, task.config, pending)
     else:
@@ -88,19 +81,22 @@ def _answer_items(
             item, repeat = group[number]
             verdict = grade(task, item, task.builder.answer_prefix(item) + answer.text)
             seconds, previous = time.perf_counter() - previous, time.perf_counter()
-            yield ItemResult(
-                task=task.name,
-                id=item.id,
+            yield _build_result(
+                task,
+                item,
+                verdict,
                 repeat=repeat,
-                prompt_sha256=task.builder.hash_prompt(item),
-                gold=item.gold,
                 output=answer.text,
                 finish_reason=answer.finish_reason,
                 num_tokens=len(answer.token_ids),
                 num_forwards=answer.num_forwards,
                 seconds=round(seconds, 4),
-                **vars(verdict),
             )
+
+
+def _build_result(task: PreparedItems, item: TaskItem, verdict: Verdict, **values: Any) -> ItemResult:
+    prompt = task.builder.hash_prompt(item)
+    return ItemResult(task=task.name, id=item.id, gold=item.gold, prompt_sha256=prompt, **vars(verdict), **values)
 
 
 def grade(task: PreparedItems, item: TaskItem, text: str) -> Verdict:
@@ -119,44 +115,38 @@ def _score_items(
     for start in range(0, len(items), DOCUMENTS_PER_GROUP):
         group = items[start : start + DOCUMENTS_PER_GROUP]
         started_at = time.perf_counter()
-        results = list(_score_group(model, task, config, group))
+        requests = [_build_options(task, config, item) for item in group]
+        scores = score_documents(model, requests, config.likelihood)
+        matches = greedy_matches(model, requests, config.likelihood) if config.needs_greedy else [False] * len(group)
         seconds = round((time.perf_counter() - started_at) / len(group), 4)
-        for result in results:
-            yield replace(result, seconds=seconds)
+        for item, score, is_match in zip(group, scores, matches, strict=True):
+            errors = tuple(error if math.isfinite(error) else None for error in score.standard_errors)
+            yield _build_result(
+                task,
+                item,
+                config.judge(item, score.log_likelihoods, is_match),
+                repeat=0,
+                num_tokens=sum(score.num_tokens),
+                num_forwards=score.num_forwards,
+                option_log_likelihoods=score.log_likelihoods,
+                option_standard_errors=errors,
+                seconds=seconds,
+            )
 
 
-def _score_group(
-    model: Transformer, task: PreparedItems, config: LikelihoodTask, items: Sequence[TaskItem]
-) -> Iterator[ItemResult]:
-    requests = []
-    for item in items:
-        options = config.list_options(item)
-        pairs = task.builder.encode_options(item, options)
-        # Two models with the same likelihood.seed have the same masks; items of the same number in other tasks do not.
-        key = draw_seed(0, f"{task.name} {item.id}", 0)
-        divisors = tuple(config.list_divisors(options).values())
-        continuations = tuple(pair.continuation_ids for pair in pairs)
-        requests.append(OptionsRequest(pairs[0].context_ids, continuations, key, divisors=divisors))
-    scores = score_documents(model, requests, config.likelihood)
-    matches = greedy_matches(model, requests, config.likelihood) if config.needs_greedy else [False] * len(items)
-    for item, score, is_match in zip(items, scores, matches, strict=True):
-        verdict = config.judge(item, score.log_likelihoods, is_match)
-        yield ItemResult(
-            task=task.name,
-            id=item.id,
-            repeat=0,
-            gold=item.gold,
-            prompt_sha256=task.builder.hash_prompt(item),
-            num_tokens=sum(score.num_tokens),
-            num_forwards=score.num_forwards,
-            option_log_likelihoods=score.log_likelihoods,
-            option_standard_errors=tuple(error if math.isfinite(error) else None for error in score.standard_errors),
-            **vars(verdict),
-        )
+def _build_options(task: PreparedItems, config: LikelihoodTask, item: TaskItem) -> OptionsRequest:
+    options = config.list_options(item)
+    pairs = task.builder.encode_options(item, options)
+    # Two models with the same likelihood.seed have the same masks; items of the same number in other tasks do not.
+    key = draw_seed(0, f"{task.name} {item.id}", 0)
+    continuations = tuple(pair.continuation_ids for pair in pairs)
+    return OptionsRequest(
+        pairs[0].context_ids, continuations, key, divisors=tuple(config.list_divisors(options).values())
+    )
 
 
 def _score_text(model: Transformer, task: PreparedText, on_progress: OnProgress) -> ItemResult:
-    result = evaluate_likelihood(task.text, on_progress, model)
+    result = evaluate_likelihood(task.text, model, on_progress)
     return ItemResult(
         task=task.name,
         id=task.items[0].id,
@@ -197,12 +187,11 @@ class TaskOutcome:
 
     def describe(self) -> str:
         """One line for a log."""
-        parts = []
+        values = []
         for rule, metric in self.result.metrics.items():
-            error = "" if metric.standard_error is None else f" +- {metric.standard_error:.1%}"
-            value = f"{metric.value:.1%}{error}" if rule not in self.result.number_metrics else f"{metric.value:.2f}"
-            parts.append(f"{rule} {value}")
-        return f"{self.result.task}: {', '.join(parts)} of {self.result.num_items:,} items"
+            error = "" if metric.standard_error is None else f" +- {metric.standard_error:.3f}"
+            values.append(f"{rule} {metric.value:.3f}{error}")
+        return f"{self.result.task}: {', '.join(values)} of {self.result.num_items:,} items"
 
 
 @dataclass(frozen=True)

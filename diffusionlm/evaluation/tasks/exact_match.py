@@ -17,8 +17,8 @@ DEFAULT_SOURCE_ITEMS = 256
 
 
 class ExactMatchTask(GenerationTask, ItemTask):
-    """Conversations: the last answer of each is the reference, which the model's answer has to equal apart from
-    whitespace around it."""
+    """Conversations in any format of training, or a `source` of them: the last answer of each is the reference, which
+    the model's answer has to equal apart from whitespace around it."""
 
     kind: Literal["exact_match"] = "exact_match"
     source: TextSourceOrName | None = None

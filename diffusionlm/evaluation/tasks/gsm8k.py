@@ -34,7 +34,8 @@ ExtractionRule = Literal["strict", "flexible", "boxed"]
 
 
 class Gsm8kTask(GenerationTask, ItemTask):
-    """Math word problems: the model writes a solution, and its last number is compared with the right one."""
+    """Math word problems: the number in a generated solution, compared as a decimal: `strict` after `####`, `flexible`
+    the last one, `boxed`. Fields: `question`, `answer` (ends with `#### NUMBER`, or is a number)."""
 
     kind: Literal["gsm8k"] = "gsm8k"
     prompt: PromptConfig = PromptConfig()

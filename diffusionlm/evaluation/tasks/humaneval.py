@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from config.base import NonEmptyStr, TupleOf
-from diffusionlm.evaluation.grading.code_execution import CandidateProgram, ExecutionLimits, run_candidate
+from diffusionlm.evaluation.grading.code_execution import CandidateProgram, run_candidate
 from diffusionlm.evaluation.tasks.item_task import (
     GenerationTask,
     ItemTask,
@@ -28,7 +28,9 @@ _CODE_BLOCK = re.compile(r"```[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MU
 
 
 class HumanEvalTask(GenerationTask, ItemTask):
-    """Python functions: the model completes them, and their tests are executed."""
+    """Python functions that the model completes: `passed`, the function, or with `answer = "code_block"` the first code
+    block after the prompt, passes its tests; pass@k with `repeats`. Fields: `prompt`, `test`, `entry_point`,
+    `task_id`."""
 
     kind: Literal["humaneval"] = "humaneval"
     prompt: PromptConfig = PromptConfig()
@@ -78,50 +80,37 @@ class HumanEvalTask(GenerationTask, ItemTask):
     def build_candidate(self, item: TaskItem, text: str) -> CandidateProgram:
         """The program of an answer with the tests of its item.
 
+        The prompt is trusted: its helper functions are those that the tests use. It may end before the body of its last
+        function, such as ``def f():`` without a docstring. The answer follows it; or, with a line break and without
+        indentation, it is code that defines the function again.
+
         Raises:
-            ValueError: the item's prompt or tests are no valid code, or the entry point is no name.
+            ValueError: the prompt, with a body for its last function, or the tests are no valid code, or the entry
+                point is no name.
         """
+        prompt, test, entry_point = (item.fields[name] for name in ("prompt", "test", "entry_point"))
+        setup = _complete_prompt(prompt)
+        if not entry_point.isidentifier():
+            raise ValueError(f"entry_point = {entry_point!r} is no name of a function: correct the item")
+        tests = f"{test}\ncheck({entry_point})\n"
+        error = _find_syntax_error(tests)
+        if error is not None:
+            raise ValueError(f"its test is no valid code ({error}): correct the item")
         completion = text if self.answer == "completion" else f"\n{find_code_block(text)}"
-        fields = item.fields
-        return humaneval_candidate(fields["prompt"], completion, fields["test"], fields["entry_point"])
+        code = completion.lstrip("\r\n")
+        is_program = completion != code and not code.startswith((" ", "\t"))
+        return CandidateProgram((setup if is_program else prompt) + completion, tests, entry_point, setup=setup)
 
     def grade(self, item: TaskItem, text: str) -> Verdict:
-        result = run_candidate(self.build_candidate(item, text), ExecutionLimits(seconds=self.timeout_seconds))
+        result = run_candidate(self.build_candidate(item, text), seconds=self.timeout_seconds)
         detail = f"{result.status}: {result.detail}".removesuffix(": ")
-        return Verdict({"passed": float(result.is_passed)}, detail=detail)
+        return Verdict({"passed": float(result.status == "passed")}, detail=detail)
 
 
 def find_code_block(text: str) -> str:
     """The first fenced block of a text, also an unfinished one; without one the whole text."""
     match = _CODE_BLOCK.search(text)
     return match[1] if match else text
-
-
-def humaneval_candidate(prompt: str, completion: str, test: str, entry_point: str) -> CandidateProgram:
-    """Build the check of an item of HumanEval.
-
-    Args:
-        prompt: the item's prompt, trusted: its helper functions are those that the tests use. It may end before the
-            body of its last function, such as ``def f():`` without a docstring.
-        completion: what follows the prompt, of a base model; or, after a line break and without indentation, code that
-            defines the function again.
-        test: the item's tests, which define ``check``.
-        entry_point: the item's function.
-
-    Raises:
-        ValueError: the prompt, with a body for its last function, or the tests are no valid code, or the entry point is
-            no name.
-    """
-    setup = _complete_prompt(prompt)
-    if not entry_point.isidentifier():
-        raise ValueError(f"entry_point = {entry_point!r} is no name of a function: correct the item")
-    tests = f"{test}\ncheck({entry_point})\n"
-    error = _find_syntax_error(tests)
-    if error is not None:
-        raise ValueError(f"its test is no valid code ({error}): correct the item")
-    code = completion.lstrip("\r\n")
-    is_program = completion != code and not code.startswith((" ", "\t"))
-    return CandidateProgram((setup if is_program else prompt) + completion, tests, (entry_point,), setup=setup)
 
 
 def _complete_prompt(prompt: str) -> str:

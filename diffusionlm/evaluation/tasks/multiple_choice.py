@@ -28,7 +28,10 @@ LETTER_TEMPLATE = "{question}\n{options}\nAnswer:"
 
 
 class MultipleChoiceTask(LikelihoodTask, ItemTask):
-    """Questions with options: the most probable option is chosen."""
+    """Questions with options, of which the most probable one is chosen: `acc` by log-likelihood, `acc_norm` per
+    character, `acc_bytes` per byte, as lm-evaluation-harness. Fields: `question` (or `ctx`, `goal`, ...), `choices` (or
+    `endings`; ARC's `text` and `label`; PIQA's `sol1`, `sol2`), `gold` (or `answer`, `label`, `answerKey`) as index,
+    letter, label or text."""
 
     kind: Literal["multiple_choice"] = "multiple_choice"
     question_field: NonEmptyStr | None = None

@@ -13,7 +13,7 @@ from diffusionlm.evaluation.tasks.item_task import ScoredTask
 
 
 class PerplexityTask(Section, ScoredTask):
-    """The likelihood of a text: nats per token, perplexity and bits per byte."""
+    """The likelihood of a text: nats per token, perplexity, bits per byte; the same numbers as without a task."""
 
     kind: Literal["perplexity"] = "perplexity"
     name: NonEmptyStr | None = None

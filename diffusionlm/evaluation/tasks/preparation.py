@@ -10,8 +10,7 @@ from config.eval import EvalConfig
 from config.evaluation.tasks import AnyItemTask, AnyTask
 from config.infer import InferModelConfig
 from config.model import ModelConfig
-from diffusionlm.checkpoints.adapter_config import read_adapter_config
-from diffusionlm.checkpoints.model_files import ModelDescription, check_weight_files, read_model_description
+from diffusionlm.checkpoints.model_files import ModelDescription
 from diffusionlm.data.chat.templates import resolve_chat_template
 from diffusionlm.evaluation.grading.code_execution import probe_isolation
 from diffusionlm.evaluation.likelihood.scoring import AnswerBuilder
@@ -22,7 +21,7 @@ from diffusionlm.evaluation.tasks.item_task import GenerationTask, LikelihoodTas
 from diffusionlm.evaluation.tasks.items import draw_seed, read_task_items
 from diffusionlm.evaluation.tasks.perplexity import PerplexityTask
 from diffusionlm.evaluation.tasks.prompts import PromptBuilder
-from diffusionlm.evaluation.text_likelihood import OpenedText, open_text
+from diffusionlm.evaluation.text_likelihood import OpenedText, describe_model, open_text
 from diffusionlm.inference.request_builder import RequestBuilder
 from diffusionlm.inference.requests import PreparedRequest
 from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer
@@ -36,14 +35,12 @@ class PreparedItems:
     config: AnyItemTask
     items: Sequence[TaskItem]
     builder: PromptBuilder
-    decoding: RequestBuilder | None = None
-    """None: nothing is decoded."""
 
     @property
     def requests(self) -> RequestBuilder:
         """How answers are decoded."""
-        assert self.decoding is not None, "a likelihood task decodes nothing"
-        return self.decoding
+        assert self.builder.requests is not None, "a likelihood task decodes nothing"
+        return self.builder.requests
 
     def build_request(self, item: TaskItem, repeat: int) -> PreparedRequest:
         """The request of an answer to an item."""
@@ -89,16 +86,11 @@ def prepare_variants(variants: Sequence[Variant]) -> list[Variant]:
             probe_isolation()
         except RuntimeError as error:
             raise ValueError(f"run_code = true: {error}") from None
-    items: dict[str, list[TaskItem]] = {}
     prepared = []
     for variant in variants:
-        assert variant.model.path is not None, "checked when variants were combined"
         try:
-            model = read_model_description(variant.model.path)
-            tasks = tuple(_prepare_task(task, model, variant.model, items) for task in variant.tasks)
-            check_weight_files(variant.model.path)
-            if variant.model.adapter is not None:
-                read_adapter_config(variant.model.adapter)
+            model = describe_model(variant.model)
+            tasks = tuple(_prepare_task(task, model, variant.model) for task in variant.tasks)
         except ValueError as error:
             if len(variants) == 1:
                 raise
@@ -107,10 +99,8 @@ def prepare_variants(variants: Sequence[Variant]) -> list[Variant]:
     return prepared
 
 
-def _prepare_task(
-    task: AnyTask, model: ModelDescription, model_config: InferModelConfig, items: dict[str, list[TaskItem]]
-) -> PreparedTask:
-    """Prepare a task of a variant. ``items`` has those that have been read, by the settings that they depend on.
+def _prepare_task(task: AnyTask, model: ModelDescription, model_config: InferModelConfig) -> PreparedTask:
+    """Prepare a task of a variant.
 
     Raises:
         ValueError: the data or the settings are wrong, or a prompt does not fit the model; names the task.
@@ -118,12 +108,8 @@ def _prepare_task(
     try:
         if isinstance(task, PerplexityTask):
             config = EvalConfig(model=model_config, data=task.text_config, likelihood=task.likelihood)
-            return PreparedText(task.name or task.kind, task, open_text(config))
-        ignored = {"name", "prompt", "generation", "likelihood", "repeats", "batch_size", "stop", "run_code"}
-        key = task.model_dump_json(exclude=ignored)
-        if key not in items:
-            items[key] = read_task_items(task)
-        return prepare_items(task, items[key], model.tokenizer, model.config)
+            return PreparedText(task.name or task.kind, task, open_text(config, model))
+        return prepare_items(task, read_task_items(task), model.tokenizer, model.config)
     except ValueError as error:
         raise ValueError(f"task {task.name or task.kind!r}: {error}") from None
 
@@ -141,7 +127,7 @@ def prepare_items(
     template = _find_template(task, tokenizer)
     requests = _build_requests(task, tokenizer, model, template) if isinstance(task, GenerationTask) else None
     builder = PromptBuilder(task, PairEncoder.from_model(tokenizer, model), template, requests)
-    prepared = PreparedItems(task.name or task.kind, task, items, builder, requests)
+    prepared = PreparedItems(task.name or task.kind, task, items, builder)
     answers = AnswerBuilder.from_model(model, task.likelihood) if isinstance(task, LikelihoodTask) else None
     for item in items:
         try:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import count, islice
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from string import Formatter
-from typing import Any, NoReturn
+from typing import Any
 
 from diffusionlm.evaluation.pair_encoding import EncodedPair, PairEncoder
 from diffusionlm.evaluation.tasks.item_task import ItemTask, TaskItem
@@ -59,26 +59,18 @@ class PromptBuilder:
             requests: encodes chats whose answers are decoded. None: nothing is decoded.
 
         Raises:
-            ValueError: the file of the examples cannot be read, or has too few.
+            ValueError: the file of the examples cannot be read.
         """
-        self.chat_template = chat_template
-        self._encoder, self._requests = encoder, requests
+        self.chat_template, self.requests = chat_template, requests
+        self._encoder = encoder
         self.config = task.prompt_config
         defaults = (task.question_template, task.answer_template, task.delimiter)
         values = (self.config.template, self.config.answer_template, self.config.delimiter)
         self.template, self.answer_template, self.delimiter = (
             default if value is None else value for value, default in zip(values, defaults, strict=True)
         )
-        self._shots: list[TaskItem] = []
-        """Examples that have been read."""
-        self._others: Iterator[TaskItem] = iter(())
         path = self.config.shots_data
-        if path is not None:
-            self._others = read_items_of_file(task, path)
-            needed = self.config.shots + (task.data is not None and path.resolve() == task.data.resolve())
-            self._shots = list(islice(self._others, needed))
-            if len(self._shots) < needed:
-                self._reject_shots(len(self._shots), "")
+        self._examples = [] if path is None else list(read_items_of_file(task, path))
 
     def text(self, item: TaskItem) -> str:
         """The prompt as a text, with examples and the beginning of the answer.
@@ -112,22 +104,18 @@ class PromptBuilder:
         return fill_template(self.config.answer_prefix, item.fields, "prompt.answer_prefix")
 
     def select_shots(self, item: TaskItem) -> list[TaskItem]:
-        """The examples of an item: the first ones that are neither the item nor a copy of it. They are read as needed.
+        """The examples of an item: the first ones that are neither the item nor a copy of it.
 
         Raises:
             ValueError: there are fewer than ``prompt.shots``.
         """
-        selected: list[TaskItem] = []
-        for index in count():
-            if len(selected) == self.config.shots:
-                break
-            if index == len(self._shots):
-                shot = next(self._others, None)
-                if shot is None:
-                    self._reject_shots(len(selected), " besides the item and its copies")
-                self._shots.append(shot)
-            if _question_and_gold(self._shots[index]) != _question_and_gold(item):
-                selected.append(self._shots[index])
+        own, shots = _question_and_gold(item), self.config.shots
+        selected = list(islice((example for example in self._examples if _question_and_gold(example) != own), shots))
+        if len(selected) < shots:
+            raise ValueError(
+                f"prompt.shots_data = {self.config.shots_data} has {len(selected)} examples besides the item and its "
+                f"copies, and prompt.shots = {shots}: lower shots, or name a file with more"
+            )
         return selected
 
     def encode(self, item: TaskItem) -> HealedText:
@@ -138,8 +126,8 @@ class PromptBuilder:
         """
         if self.chat_template is None:
             return HealedText(self._encoder.encode(self.text(item)))
-        assert self._requests is not None, "only answers that are decoded are encoded alone"
-        return self._requests.encode_chat(self.messages(item), item.tools, self.answer_prefix(item))
+        assert self.requests is not None, "only answers that are decoded are encoded alone"
+        return self.requests.encode_chat(self.messages(item), item.tools, self.answer_prefix(item))
 
     def encode_options(self, item: TaskItem, options: Sequence[str]) -> list[EncodedPair]:
         """Encode a prompt with each of its possible continuations.
@@ -161,12 +149,6 @@ class PromptBuilder:
         else:
             text = json.dumps([self.messages(item), item.tools, self.answer_prefix(item)], ensure_ascii=False)
         return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
-
-    def _reject_shots(self, num_examples: int, which: str) -> NoReturn:
-        raise ValueError(
-            f"prompt.shots_data = {self.config.shots_data} has {num_examples} examples{which}, and prompt.shots = "
-            f"{self.config.shots}: lower shots, or name a file with more"
-        )
 
     def _join_examples(self, item: TaskItem) -> str:
         """Examples and question as one text."""

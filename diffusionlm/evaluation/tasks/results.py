@@ -187,18 +187,6 @@ def format_item_line(item: ItemResult) -> str:
     return json.dumps(_ITEM.dump_python(item, mode="json", exclude_defaults=True), ensure_ascii=False)
 
 
-def parse_item_line(line: str, location: str) -> ItemResult:
-    """Parse a line of `format_item_line`.
-
-    Raises:
-        ValueError: it is none; begins with ``location``.
-    """
-    try:
-        return _ITEM.validate_json(line)
-    except ValidationError as error:
-        raise ValueError(f"{location}: is no result of an item ({_first_problem(error)})") from None
-
-
 def write_results(folder: Path, results: EvaluationResults) -> None:
     """Write results.json, replacing an earlier one."""
     write_bytes_atomic(folder / RESULTS_FILE, _RESULTS.dump_json(results, indent=1) + b"\n")
@@ -229,8 +217,13 @@ def read_items(path: Path) -> Iterator[ItemResult]:
     """
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            if line.endswith(b"\n"):
-                yield parse_item_line(line.decode("utf-8", "replace"), f"{path}: line {number}")
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield _ITEM.validate_json(line)
+            except ValidationError as error:
+                problem = _first_problem(error)
+                raise ValueError(f"{path}: line {number}: is no result of an item ({problem})") from None
 
 
 def _first_problem(error: ValidationError) -> str:

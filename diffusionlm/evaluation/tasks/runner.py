@@ -71,8 +71,8 @@ class TaskRun:
 
     path: Path
     variants: Sequence[Variant]
-    hashes: Mapping[str, Mapping[str, Mapping[str, str]]]
-    """Variant -> task -> hashes of its files."""
+    fingerprints: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    """Variant -> task -> what decides its results."""
     _loaded: tuple[InferModelConfig, Transformer] | None = field(default=None, init=False)
 
     @classmethod
@@ -85,13 +85,10 @@ class TaskRun:
         """
         models = {(variant.model, variant.directory) for variant in variants}
         model_hashes = {key: fingerprint_model(*key) for key in models}  # variants of one model read its weights once
-        hashes: dict[str, dict[str, dict[str, str]]] = {}
         fingerprint: dict[str, dict[str, Any]] = {}
         for variant in variants:
-            model = {"model": model_hashes[variant.model, variant.directory]}
-            own = {task.name: {**model, **_hash_inputs(task)} for task in variant.prepared}
-            hashes[variant.name] = own
-            fingerprint[variant.name] = {task.name: fingerprint_task(task, own[task.name]) for task in variant.prepared}
+            model = model_hashes[variant.model, variant.directory]
+            fingerprint[variant.name] = {task.name: fingerprint_task(task, model) for task in variant.prepared}
         file = path / FINGERPRINT_FILE
         if file.is_file():
             check_fingerprint(path, read_json_object(file), fingerprint)
@@ -99,7 +96,7 @@ class TaskRun:
             raise ValueError(f"{path} is not empty, and holds no evaluation: name another folder as output")
         (path / ITEMS_FOLDER).mkdir(parents=True, exist_ok=True)
         write_text_atomic(file, json.dumps(fingerprint, indent=1, ensure_ascii=False) + "\n")
-        return cls(path, variants, hashes)
+        return cls(path, variants, fingerprint)
 
     def run(self, on_progress: OnProgress = ignore_progress, command: str = "") -> EvaluationResults:
         """Evaluate what is missing, and write results.json.
@@ -164,7 +161,7 @@ class TaskRun:
             for task in variant.prepared:
                 selected = set(list_answers(task))
                 own = [item for key, item in found[task.name].items() if key in selected]
-                hashes = self.hashes[variant.name][task.name]
+                hashes = self.fingerprints[variant.name][task.name]["fingerprints"]
                 path = str(variant.model.path)
                 results.append(summarize_task(task, own, variant.name, path, describe_protocol(task), hashes))
         tasks = [task for variant in self.variants for task in variant.prepared]
@@ -186,21 +183,14 @@ def check_fingerprint(path: Path, old: Mapping[str, Any], new: Mapping[str, Mapp
     """
     differences = []
     for name, tasks in old.items():
-        if name not in new:
-            differences.append(f"variant {name!r} is missing")
-            continue
         for task, values in tasks.items():
-            if task not in new[name]:
-                differences.append(f"task {task!r} is missing")
-            else:
-                lines = list_differences(values, dict(new[name][task]))
-                differences += [f"{name}, {task}: {line}" for line in lines]
+            own = new.get(name, {}).get(task)
+            lines = ["is missing"] if own is None else list_differences(values, dict(own))
+            differences += [f"{name}, {task}: {line}" for line in lines]
     if differences:
-        shown = differences[:MAX_SHOWN_DIFFERENCES]
-        more = [f"and {len(differences) - len(shown)} more"] if len(differences) > len(shown) else []
         raise ValueError(
-            f"{path} holds the results of another evaluation: {'; '.join([*shown, *more])}. Name another folder as "
-            "output, or remove this one"
+            f"{path} holds the results of another evaluation: {'; '.join(differences[:MAX_SHOWN_DIFFERENCES])}. Name "
+            "another folder as output, or remove this one"
         )
 
 
@@ -273,13 +263,13 @@ def describe_protocol(task: PreparedTask) -> dict[str, Any]:
     return values
 
 
-def fingerprint_task(task: PreparedTask, hashes: Mapping[str, str]) -> dict[str, Any]:
+def fingerprint_task(task: PreparedTask, model_hash: str) -> dict[str, Any]:
     """What decides the results of a task's items: all its settings but `KEYS_WITHOUT_EFFECT`, and hashes of files."""
     values = {key: value for key, value in describe_protocol(task).items() if key not in KEYS_WITHOUT_EFFECT}
     for section, key in (("prompt", "shots_data"), ("likelihood", "batch_tokens")):
         if isinstance(values.get(section), dict):
             values[section] = {name: value for name, value in values[section].items() if name != key}
-    return {**json.loads(json.dumps(values)), "fingerprints": dict(hashes)}
+    return {**json.loads(json.dumps(values)), "fingerprints": {"model": model_hash, **_hash_inputs(task)}}
 
 
 def _hash(lines: Sequence[str]) -> str:

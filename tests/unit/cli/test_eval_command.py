@@ -15,7 +15,6 @@ import torch
 from cli.eval import main
 from config.data import DataConfig, LocalFiles
 from config.eval import EvalConfig
-from config.evaluation.text import NelboConfig, SamplerLikelihoodConfig
 from config.generation import GenerationConfig
 from config.load import load_config
 from diffusionlm.checkpoints.huggingface import load_model, save_model_directory
@@ -274,48 +273,20 @@ def test_the_table(capsys: pytest.CaptureFixture[str], model_dir: Path, data: Pa
     assert re.search(r"nats per token +<= [\d.]+\n", capsys.readouterr().out), "a single row has no error"
 
 
-def test_rows(capsys: pytest.CaptureFixture[str], model_dir: Path, data: Path) -> None:
-    common = ("--model", model_dir, "--data", data, "--set", "data.row_length=8")
-    summary = evaluated(capsys, *common, "--set", "data.max_rows=3")
-    assert (summary["num_rows"], summary["row_length"], summary["num_tokens"]) == (3, 8, 24)
-    every = evaluated(capsys, *common, "--set", "data.max_rows=0")
-    assert every["num_rows"] > 10
-    assert every["num_bytes"] == sum(len(text.encode()) for text in TEXTS)
-    other = evaluated(capsys, *common, "--set", "data.max_rows=3", "--set", "data.seed=7")
-    assert other["nats_per_token"] != summary["nats_per_token"]
-    again = evaluated(capsys, *common, "--set", "data.max_rows=3")
-    assert {**again, "seconds": 0} == {**summary, "seconds": 0}
-    one = evaluated(capsys, *common, "--set", "data.max_rows=1")
-    assert one["nats_per_token_standard_error"] is None
-
-
-def test_long_evaluations_show_progress(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model_dir: Path, data: Path
-) -> None:
-    run("--model", model_dir, "--data", data)
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr("logger.console.SECONDS_BETWEEN_LINES", -1.0)
-    run("--model", model_dir, "--data", data, "--json")
-    output = capsys.readouterr()
-    assert "scoring:" in output.err
-    assert len(output.out.splitlines()) == 1
-    run("--model", model_dir, "--data", data, "--set", "likelihood.kind=sampler")
-    assert "decoding:" in capsys.readouterr().err
-
-
 def test_splits_of_a_source(make_dir: MakeDirectory, data: Path) -> None:
     folder = make_dir(begin_with_eos=True)
     values: dict[str, Any] = {"model": {"path": folder, "device": "cpu"}}
     source = {"kind": "files", "paths": [str(data)], "validation_fraction": 0.5}
-    bytes_of = {}
+    model, bytes_of = load_model(folder), {}
     for split in ("train", "validation", "all"):
         config = EvalConfig.model_validate({**values, "data": {"source": source, "split": split}})
-        result = evaluate_likelihood(open_text(config))
+        result = evaluate_likelihood(open_text(config), model)
         bytes_of[split] = result.num_bytes
         assert result.num_unscored_tokens == 0
     assert 0 < bytes_of["validation"] < bytes_of["all"] == bytes_of["train"] + bytes_of["validation"]
     markov = {"source": "markov", "rows": "padded", "row_length": 32, "end_with_eos": False, "begin_with_eos": False}
-    result = evaluate_likelihood(open_text(EvalConfig.model_validate({**values, "data": {**markov, "max_rows": 4}})))
+    text = open_text(EvalConfig.model_validate({**values, "data": {**markov, "max_rows": 4}}))
+    result = evaluate_likelihood(text, model)
     assert (result.num_tokens, result.num_bytes) == (128, 128)
 
 
@@ -343,18 +314,14 @@ def test_errors(
         assert "exact_match" in message
 
 
-def test_the_config() -> None:
-    config = load_config(EvalConfig, RESOURCE)
-    assert (str(config.model.path), config.data.max_rows) == ("runs/quickstart", 128)
-    assert EvalConfig().likelihood == NelboConfig(num_mc_samples=4)
-    overrides = ["likelihood.kind=sampler", "likelihood.generation.denoising_steps=8"]
-    assert load_config(EvalConfig, None, overrides).likelihood == SamplerLikelihoodConfig(
-        generation=GenerationConfig(denoising_steps=8)
-    )
-    for overrides, words in (
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
         (["likelihood.bidirectional=true", "likelihood.block_length=4"], "bidirectional = true contradicts"),
         (["data.source=markov", "data.split=all"], 'split = "all" needs a source of files'),
         (["likelihood.generation.steps=8"], 'generation needs kind = "sampler"'),
-    ):
-        with pytest.raises(ValueError, match=words):
-            load_config(EvalConfig, None, overrides)
+    ],
+)
+def test_contradictions(overrides: list[str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        load_config(EvalConfig, None, overrides)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -176,17 +174,13 @@ def test_wrong_input(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
         (run, ["--output DIR"]),
         ([*task, *output], ["no model"]),
         ([*run, *output, "--data", str(empty)], ["empty.jsonl", "no items"]),
-        ([*run, *output, "--set", "tasks.0.shots=2"], ["tasks.0.shots", "prompt"]),
-        ([*run, *output, "--vary", "generation.tempo=1,2"], ["generation.tempo"]),
         ([*run, *output, "--vary", "likelihood.seed=1,2"], ["likelihood.seed", "no effect"]),
         ([*run, *output, "--vary", "temperature=1,2"], ["'temperature'", "generation"]),
         ([*run, *output, "--vary", "generation.temperature"], ["--vary", "SECTION.KEY"]),
         ([*run, *output, "--model", str(model)], ["--model", "twice"]),
         (["--model", str(model), "--data", data, *output], ["output.directory", "tasks"]),
-        ([*run, *output, "--set", "data.source=python-stdlib"], ["[data]", "tasks"]),
         (["--model", str(model), "--set", "exact_match.max_prompts=4"], ["[exact_match]", "[[tasks]]", "limit"]),
-        ([*run, *output, "--set", "tasks.0.prompt.format=chat", "--set", "tasks.0.prompt.template={no}"], ["{no}"]),
-        (["--model", str(tmp_path / "none"), *task, *output], ["none"]),
+        ([*run, *output, "--set", "data.source=python-stdlib"], ["[data]", "tasks"]),
         ([*run, "--output", data], ["--output", "items.jsonl", "not a directory"]),
         (["--model", str(model), "--task", "perplexity", "--data", data, *output], ["perplexity", "text"]),
         (["--task", "perplexity", "--limit", "3", "--data", data, *output], ["--limit 3", "text.max_rows=3"]),
@@ -195,32 +189,3 @@ def test_wrong_input(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
         message = fail(capsys, *arguments)
         assert all(word in message for word in words), (arguments, message)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_a_killed_process_is_continued(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    records = [{"question": f"{number} + 1 = ?", "answer": f"#### {number}"} for number in range(40)]
-    arguments = ["--model", str(model), "--task", "gsm8k", "--data", str(write(tmp_path / "items.jsonl", records))]
-    arguments += ["--set", "tasks.0.generation={max_new_tokens = 48, temperature = 1.0}"]
-    main([*arguments, "--output", str(tmp_path / "whole")])
-    killed = tmp_path / "killed"
-    command = [sys.executable, "-m", "cli", "eval", *arguments, "--output", str(killed)]
-    process = subprocess.Popen(command, cwd=Path(__file__).parents[3], stderr=subprocess.PIPE)
-    [name] = [path.name for path in (tmp_path / "whole" / "items").iterdir()]
-    path = killed / "items" / name
-    while process.poll() is None and (not path.is_file() or path.read_bytes().count(b"\n") < 4):
-        pass
-    assert process.poll() is None, "it has ended before it could be killed"
-    process.kill()
-    process.communicate()
-    assert 0 < path.read_bytes().count(b"\n") < 40
-    main([*arguments, "--output", str(killed)])
-    lines = [
-        sorted(
-            json.dumps({**json.loads(line), "seconds": 0})
-            for line in (folder / "items" / name).read_text().splitlines()
-        )
-        for folder in (tmp_path / "whole", killed)
-    ]
-    assert lines[0] == lines[1]
-    capsys.readouterr()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -36,8 +35,6 @@ from diffusionlm.evaluation.tasks.results import (
     write_results,
 )
 from logger.pages import Chart, Number, Table
-from logger.pages.charts import draw_chart
-from logger.pages.html import render_html
 from logger.pages.markdown import render_markdown
 from logger.pages.terminal import render_text
 
@@ -75,7 +72,8 @@ def write_run(folder: Path, answers: dict[str, list[bool]], **changes: Any) -> P
             build_variant(name, accuracy, number + 1.0, len(flags), generation={"threshold": 1.0 - number / 10})
         )
     command = f"diffusionlm-eval --model {HOSTILE}"
-    write_results(folder, EvaluationResults(results=tuple(results), command=command, notes=("a note",)))
+    ids = {"gsm8k": tuple(map(str, range(max(map(len, answers.values())))))}
+    write_results(folder, EvaluationResults(results=tuple(results), command=command, notes=("a note",), item_ids=ids))
     return folder
 
 
@@ -105,15 +103,6 @@ def test_the_report_is_its_golden_files(
     golden("evaluation.txt", render_text(summarize(report), io.StringIO()))
 
 
-def test_accuracies_have_no_axis_below_zero(tmp_path: Path) -> None:
-    """Neither by a margin around zeros, nor by an error bar of a small accuracy."""
-    for name, flags in (("none", [False] * 2), ("few", [True, *[False] * 99])):
-        chart, _ = draw_curves(read_task(write_run(tmp_path / name, {"base": flags, "fast": flags})))
-        assert isinstance(chart, Chart)
-        labels = re.findall(r">(-?[\d.]+)</text>", draw_chart(chart)[0]["drawing"])
-        assert "0" in labels and not any(label.startswith("-") for label in labels)
-
-
 def test_pairs_have_the_numbers_of_the_paired_test(tmp_path: Path) -> None:
     flags = {"base": [True, False, False, True], "fast": [True, True, True, False]}
     [table] = compare_pairs(read_task(write_run(tmp_path / "run", flags)))
@@ -125,8 +114,8 @@ def test_pairs_have_the_numbers_of_the_paired_test(tmp_path: Path) -> None:
 
 def test_runs_of_other_items_are_compared_on_the_items_in_common(tmp_path: Path) -> None:
     first = write_run(tmp_path / "a", {"base": [True, True, False]})
-    second = write_run(tmp_path / "b", {"base": [False, True]})
-    lines = (second / "items" / "0.jsonl").read_text().splitlines()
+    second = write_run(tmp_path / "b", {"base": [False, True, True]})
+    lines = (second / "items" / "0.jsonl").read_text().splitlines()[:2]
     other = build_item("2", True, gold="another answer")
     (second / "items" / "0.jsonl").write_text("\n".join([*lines, format_item_line(other)]) + "\n")
     report = read_evaluations([first, second, first])
@@ -134,8 +123,7 @@ def test_runs_of_other_items_are_compared_on_the_items_in_common(tmp_path: Path)
     [[pair, _, difference, *_, items]] = table.rows
     assert isinstance(difference, Number)
     assert (pair, difference.value, items) == ("b/base - a/base", -0.5, "2 (2 left out)")
-    [note] = [note for note in report.notes if "different items" in note]
-    assert "(3, 3; 2 in common)" in note and "gsm8k" in note
+    assert any("gsm8k: the variants have different items (3, 3)" in note for note in report.notes)
 
 
 def test_missing_answers_are_reported(tmp_path: Path) -> None:
@@ -150,6 +138,8 @@ def test_examples_of_repeats_show_the_answer_that_differs(tmp_path: Path) -> Non
     folder = write_run(tmp_path / "run", {"base": [True], "fast": [True]})
     repeats = [build_item("0", repeat == 0, repeat=repeat, output=f"answer {repeat}") for repeat in range(2)]
     (folder / "items" / "0.jsonl").write_text("".join(format_item_line(item) + "\n" for item in repeats))
+    results = read_results(folder)
+    write_results(folder, replace(results, results=tuple(replace(each, num_repeats=2) for each in results.results)))
     [group] = select_examples(read_task(folder))
     assert [output.text for output in group.examples[0].outputs] == ["so it is 0", "answer 1"]
 
@@ -157,7 +147,7 @@ def test_examples_of_repeats_show_the_answer_that_differs(tmp_path: Path) -> Non
 def test_curves_group_by_texts_and_split_by_other_numbers() -> None:
     settings = {
         f"{strategy} {threshold} {block}": {
-            "strategy": strategy, "threshold": threshold, "block": block, "steps": 2 * threshold, "shots": 5
+            "strategy": strategy, "threshold": threshold, "block": block, "shots": 5
         }
         for strategy in ("threshold", "entropy")
         for threshold in (1, 2, 3)
@@ -184,21 +174,6 @@ def test_the_curve_has_the_points_and_their_aup(tmp_path: Path) -> None:
     assert draw_curves(read_task(write_run(tmp_path / "one", {"base": [False]}))) == []
 
 
-def test_hostile_texts_stay_texts_and_the_page_small(tmp_path: Path) -> None:
-    sizes: list[int] = []
-    for name, number in (("few", 80), ("many", 400)):
-        flags = {
-            "base": [index % 2 == 0 for index in range(number)],
-            "fast": [index % 3 == 0 for index in range(number)],
-        }
-        page = build_page(read_evaluations([write_run(tmp_path / name, flags, output=HOSTILE + "long " * 2_000)]))
-        html, text = render_html(page), render_markdown(page)
-        assert html.count("<script") == 2 and not set("\x1b\0") & set(html + text)
-        assert "``````text" in text, "the fence is longer than the backticks in the text"
-        sizes += map(len, (html, text))
-    assert sizes[2] < 1.05 * sizes[0] and sizes[3] < 1.05 * sizes[1] and max(sizes) < 500_000
-
-
 def test_single_items_ties_likelihoods_and_values_that_are_not_finite(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", {"base": [True], "fast": [True]})
     results = read_results(folder)
@@ -211,20 +186,6 @@ def test_single_items_ties_likelihoods_and_values_that_are_not_finite(tmp_path: 
     assert [(row[1], row[2]) for row in table.rows] == [("strict", Number(0.0, "+.1%"))]
     text = markdown_of(folder)
     assert "| not finite | 12.5 ± 0.25 |" in text and "| +0.0% |" in text and "nan" not in text.lower()
-
-
-def test_options_and_errors_of_an_answer_are_shown(tmp_path: Path) -> None:
-    values = {
-        "chosen": {"strict": 2},
-        "option_log_likelihoods": (-1.25, -3.5),
-        "error": "grader broke",
-        "extracted": {},
-    }
-    [group] = select_examples(read_task(write_run(tmp_path / "run", {"base": [False]}, **values)))
-    assert group.examples[0].outputs[0].facts == [
-        ("strict", "wrong: option 2"), ("log-likelihoods", "-1.25, -3.50"),
-        ("ended", "stopped, 30 tokens, 10 forwards"), ("error", "grader broke"),
-    ]  # fmt: skip
 
 
 def test_the_command_writes_both_files(

@@ -7,8 +7,17 @@ import torch
 
 from diffusionlm.models.transformer import Transformer
 from tests.conftest import MakeModel
+from tokenizer import Tokenizer
 
 VOCAB, MASK = 6, 5
+
+
+def token_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
+    """What a model's config has of its tokenizer."""
+    eos = tokenizer.eos_token_id
+    return {"mask_token_id": tokenizer.mask_token_id, "eos_token_id": eos, "pad_token_id": eos} | {
+        "vocab_size": tokenizer.vocab_size
+    }
 
 
 def build(tiny_model: MakeModel, **changes: object) -> Transformer:

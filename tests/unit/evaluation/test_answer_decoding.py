@@ -1,4 +1,4 @@
-"""Answers with stop strings: where the text is cut, what is counted, and that neighbors change nothing."""
+"""Answers with stop strings: where the text is cut, and what is counted."""
 
 from __future__ import annotations
 
@@ -37,23 +37,16 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(vocab, merges, special, "gpt2", mask_token="<mask>", eos_token="<end>")
 
 
-def answer(
-    model: Transformer,
-    tokenizer: Tokenizer,
-    stop: Sequence[str] = (),
-    prompts: Sequence[Sequence[int]] = (PROMPT,),
-    batch_size: int = 16,
-    **options: Any,
-) -> list[DecodedAnswer]:
+def answer(model: Transformer, tokenizer: Tokenizer, stop: Sequence[str] = (), **options: Any) -> DecodedAnswer:
     config = GenerationConfig(**{"max_new_tokens": 12, "block_length": 4, "stop_token_ids": [], **options})
-    settings = resolve_settings(config, model.config)
-    requests = [(prepare_request(settings, prompt, seed=seed), tuple(stop)) for seed, prompt in enumerate(prompts)]
-    return [result for _, result in sorted(decode_answers(model, tokenizer, requests, batch_size))]
+    request = prepare_request(resolve_settings(config, model.config), PROMPT, seed=0)
+    [(_, result)] = decode_answers(model, tokenizer, [(request, tuple(stop))])
+    return result
 
 
 @pytest.fixture(scope="module")
 def whole(model: Transformer, tokenizer: Tokenizer) -> DecodedAnswer:
-    return answer(model, tokenizer)[0]
+    return answer(model, tokenizer)
 
 
 def test_without_stop_strings_it_is_generate(model: Transformer, tokenizer: Tokenizer, whole: DecodedAnswer) -> None:
@@ -75,7 +68,7 @@ def test_stop_strings_at_every_place(model: Transformer, tokenizer: Tokenizer) -
         for length in (1, 3, 5):
             stop = text[start : start + length]
             end = text.find(stop)
-            (result,) = answer(model, tokenizer, [stop, "never"], suppress_token_ids=[19, 20, 21])
+            result = answer(model, tokenizer, [stop, "never"], suppress_token_ids=[19, 20, 21])
             assert result.text == text[:end] and result.finish_reason == "stop"
             assert len(result.token_ids) == sum(first < end for first in starts[:-1])
             # Decoding has ended with the block in which the stop string became final.
@@ -85,19 +78,8 @@ def test_stop_strings_at_every_place(model: Transformer, tokenizer: Tokenizer) -
 
 def test_stop_tokens_and_special_tokens(model: Transformer, tokenizer: Tokenizer, whole: DecodedAnswer) -> None:
     third = whole.token_ids[2]
-    cut = answer(model, tokenizer, stop_token_ids=[third])[0]
+    cut = answer(model, tokenizer, stop_token_ids=[third])
     assert cut.token_ids == whole.token_ids[: whole.token_ids.index(third)] and cut.finish_reason == "stop"
-    only_special = answer(model, tokenizer, suppress_token_ids=[*range(19), 20, 21])[0]
+    only_special = answer(model, tokenizer, suppress_token_ids=[*range(19), 20, 21])
     assert only_special.text == "" and set(only_special.token_ids) == {19}
-    assert answer(model, tokenizer, ["<x>"], suppress_token_ids=[*range(19), 20, 21])[0].token_ids == ()
-
-
-@pytest.mark.parametrize("batch_size", [1, 2, 16])
-def test_answers_do_not_depend_on_the_batch(batch_size: int, model: Transformer, tokenizer: Tokenizer) -> None:
-    prompts = [(3, 1, 4), (), (2, 7, 1, 8, 2, 8), (9,), (3, 1, 4)]
-    together = answer(model, tokenizer, ["1"], prompts, batch_size, temperature=1.0)
-    config = GenerationConfig(max_new_tokens=12, block_length=4, stop_token_ids=[], temperature=1.0)
-    for result, expected in zip(together, generate(model, prompts, config), strict=True):
-        assert result.token_ids == expected.token_ids[: len(result.token_ids)]
-        assert result.finish_reason == "stop" or len(result.token_ids) == 12
-    assert together[0].token_ids != together[-1].token_ids  # two seeds of one prompt
+    assert answer(model, tokenizer, ["<x>"], suppress_token_ids=[*range(19), 20, 21]).token_ids == ()

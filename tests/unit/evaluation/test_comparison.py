@@ -42,10 +42,6 @@ def test_ties_and_single_items() -> None:
     assert (ties.difference, ties.standard_error, ties.p_value) == (0.0, 0.0, 1.0)
     single = compare_paired(np.zeros(1), np.ones(1))
     assert (single.difference, single.standard_error, single.p_value) == (1.0, None, 1.0)
-    with pytest.raises(ValueError, match="shapes"):
-        compare_paired(np.ones(1), np.ones(2))
-    with pytest.raises(ValueError, match="c = 5"):
-        pass_at_k(4, 5, 1)
 
 
 def test_three_points_by_hand() -> None:
@@ -55,9 +51,3 @@ def test_three_points_by_hand() -> None:
     expected = 72.0 + 1.0 * (low + high) / 2 + 3.0 * (high + last) / 2
     assert accuracy_under_parallelism(points, best_accuracy=75.0) == pytest.approx(expected)
     assert expected == pytest.approx(339.896, abs=1e-3)
-
-
-@pytest.mark.parametrize(("points", "best"), [([], 1.0), ([(1.0, math.nan)], 1.0), ([(1.0, 0.0)], 0.0)])
-def test_values_without_a_score_are_refused(points: list[tuple[float, float]], best: float) -> None:
-    with pytest.raises(ValueError, match="AUP needs"):
-        accuracy_under_parallelism(points, best)

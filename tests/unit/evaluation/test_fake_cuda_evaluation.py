@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from config.generation import GenerationConfig
-from diffusionlm.evaluation.likelihood.greedy import greedy_matches
 from diffusionlm.evaluation.likelihood.scoring import OptionsRequest, conditional_likelihood
 from diffusionlm.evaluation.nelbo import nelbo
-from diffusionlm.evaluation.sampler_likelihood import sampler_likelihood
+from diffusionlm.evaluation.sampler_likelihood import greedy_matches, sampler_likelihood
 from diffusionlm.models.transformer import Transformer
 from tests.conftest import MakeModel
 from tests.fake_cuda import fake_cuda
@@ -34,7 +33,7 @@ LIKELIHOODS: dict[str, tuple[Callable[[Transformer], object], str]] = {
     "bound": (lambda model: nelbo(model, TOKENS, num_mc_samples=2), "evaluation/nelbo.py:compute_masked_nll"),
     "sampler": (
         lambda model: sampler_likelihood(model, TOKENS, config=GenerationConfig(block_length=3, denoising_steps=3)),
-        "evaluation/sampler_likelihood.py:_sample",
+        "inference/sampling.py:_to_arrays",
     ),
 }
 """Name -> call, and where the host reads its values."""

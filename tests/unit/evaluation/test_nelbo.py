@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from config.evaluation.likelihood import AnswerLikelihoodConfig
-from diffusionlm.evaluation.likelihood.scoring import OptionsRequest, conditional_likelihood, score_documents
+from diffusionlm.evaluation.likelihood.scoring import conditional_likelihood
 from diffusionlm.evaluation.nelbo import nelbo
 from diffusionlm.models.patterns import BlockCausal, Causal
 from diffusionlm.models.transformer import Transformer
@@ -43,27 +42,18 @@ def left_to_right(model: Transformer, text: list[int]) -> list[float]:
 
 
 @pytest.mark.parametrize("which", ["diffusion", "shifted", "autoregressive"])
-def test_blocks_of_one_token_are_exact(which: str, request: pytest.FixtureRequest) -> None:
+def test_blocks_of_one_token_are_the_chain_rule_of_each_document(which: str, request: pytest.FixtureRequest) -> None:
     model: Transformer = request.getfixturevalue(which)
-    for seed, draws in ((0, 1), (1, 3)):
-        report = nelbo(model, TOKENS, block_length=1, num_mc_samples=draws, seed=seed)
-        expected = [left_to_right(model, row) for row in TOKENS.tolist()]
-        assert report.row_nats == pytest.approx([-sum(row) for row in expected], abs=1e-5)
-        assert report.num_tokens == sum(map(len, expected))
-        assert report.nats == pytest.approx(sum(report.row_nats))
-        assert report.nats_per_token == pytest.approx(report.nats / report.num_tokens)
-
-
-@pytest.mark.parametrize("which", ["diffusion", "shifted", "autoregressive"])
-def test_documents_of_a_row_are_texts_of_their_own(which: str, request: pytest.FixtureRequest) -> None:
-    model: Transformer = request.getfixturevalue(which)
-    is_target = DOCUMENTS >= 0
-    report = nelbo(model, TOKENS, is_target, block_length=1, document_BL=DOCUMENTS, batch_size=2)
-    expected = []
+    report = nelbo(model, TOKENS, DOCUMENTS >= 0, block_length=1, num_mc_samples=3, document_BL=DOCUMENTS, batch_size=2)
+    expected, num_tokens = [], 0
     for row, documents in zip(TOKENS.tolist(), DOCUMENTS.tolist(), strict=True):
         pieces = [[t for t, d in zip(row, documents, strict=True) if d == number] for number in (0, 1)]
-        expected.append(-sum(value for piece in pieces for value in left_to_right(model, piece)))
+        values = [value for piece in pieces for value in left_to_right(model, piece)]
+        expected.append(-sum(values))
+        num_tokens += len(values)
     assert report.row_nats == pytest.approx(expected, abs=1e-5)
+    assert report.num_tokens == num_tokens and report.nats == pytest.approx(sum(report.row_nats))
+    assert report.nats_per_token == pytest.approx(report.nats / report.num_tokens)
 
 
 def test_masks_are_enumerated_where_they_are_fewer_than_the_samples(
@@ -93,34 +83,7 @@ def test_arguments_are_checked(diffusion: Transformer, autoregressive: Transform
             nelbo(autoregressive, TOKENS, block_length=block_length)
 
 
-def test_rows_and_a_single_row(diffusion: Transformer) -> None:
-    is_target = torch.ones_like(TOKENS, dtype=torch.bool)
-    is_target[1] = False
-    report = nelbo(diffusion, TOKENS, is_target, block_length=3)
-    assert report.row_nats[1] == 0.0 and report.num_tokens == 14
-    assert nelbo(diffusion, TOKENS[:1]).standard_error == math.inf
-
-
 def test_curve_of_block_diffusion_is_by_share_of_the_block(diffusion: Transformer) -> None:
     """Blocks of two tokens: one or both are masked, half or all of it; the last block has one."""
     report = nelbo(diffusion, TOKENS, block_length=2, num_mc_samples=2)
     assert [(low, high) for low, high, _ in report.by_masked_fraction] == [(0.4, 0.5), (0.9, 1.0)]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# An answer after its prompt
-
-PROMPT = [2, 0, 1]
-
-
-def test_the_likelihood_of_an_answer_is_that_of_a_document(diffusion: Transformer) -> None:
-    config = AnswerLikelihoodConfig(bidirectional=True, num_mc_samples=24, seed=3)
-    [expected] = score_documents(diffusion, [OptionsRequest(tuple(PROMPT), ((4, 3, 1, 0, 2),))], config)
-    estimate = conditional_likelihood(diffusion, PROMPT, [4, 3, 1, 0, 2], num_mc_samples=24, seed=3)
-    assert not expected.is_exact and estimate.num_tokens == 5
-    assert estimate.log_likelihood == pytest.approx(expected.log_likelihood, abs=1e-9)
-    assert estimate.standard_error == pytest.approx(expected.standard_error, abs=1e-9)
-    in_blocks = conditional_likelihood(diffusion, PROMPT, [4, 3, 3, 1], block_length=1)
-    assert in_blocks.log_likelihood == pytest.approx(
-        sum(left_to_right(diffusion, [*PROMPT, 4, 3, 3, 1])[-4:]), abs=1e-5
-    )

@@ -65,7 +65,7 @@ def test_the_gap_is_the_difference_of_two_bounds(tiny_model: Callable[..., Trans
     }
     text = open_text(EvalConfig.model_validate(values))
     rows = text.rows
-    gap = evaluate_likelihood(text, model=model).prompt_gap
+    gap = evaluate_likelihood(text, model).prompt_gap
     assert gap is not None and gap.num_rows == len(rows) == 6
     bounds = [
         evaluate(model, tokenizer, some, num_mc_samples=2, batch_size=3).nats_per_token

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import numpy as np
 import pytest
@@ -11,9 +10,9 @@ import torch
 
 from config.evaluation.likelihood import AnswerLikelihoodConfig
 from config.generation import GenerationConfig
-from diffusionlm.evaluation.likelihood.greedy import greedy_matches
-from diffusionlm.evaluation.likelihood.scoring import OptionScores, OptionsRequest, score_texts
+from diffusionlm.evaluation.likelihood.scoring import OptionsRequest, score_texts
 from diffusionlm.evaluation.nelbo import nelbo
+from diffusionlm.evaluation.sampler_likelihood import greedy_matches
 from diffusionlm.inference.generate import generate
 from diffusionlm.models.transformer import Transformer
 
@@ -25,50 +24,34 @@ def models(diffusion: Transformer, shifted: Transformer, autoregressive: Transfo
     return {"diffusion": diffusion, "shifted": shifted, "autoregressive": autoregressive}
 
 
-def nelbo_of_windows(model: Transformer, prefix: tuple[int, ...], window: int, block_length: int | None) -> float:
-    """By `nelbo`, a window as a row; many samples unless it is exact."""
-    tokens, total, start = [*prefix, *TEXT], 0.0, 0
-    num_context = len(prefix)
-    while start + num_context < len(tokens):
+def nelbo_of_windows(model: Transformer, window: int) -> float:
+    """By `nelbo`, a window as a row, in blocks of one token; the first one begins with a token that is not scored."""
+    tokens, total = [0, *TEXT], 0.0
+    for start in range(0, len(tokens) - 1, window - 1):
         row = torch.tensor([tokens[start : start + window]])
-        is_scored = torch.arange(row.shape[1])[None] >= num_context
-        copies = 1 if block_length == 1 else 400
-        report = nelbo(model, row.repeat(copies, 1), is_scored.repeat(copies, 1), block_length, 1, batch_size=400)
-        total -= report.nats / copies
-        start, num_context = start + window - 1, 1
+        total -= nelbo(model, row, torch.arange(row.shape[1])[None] > 0, 1).nats
     return total
-
-
-def rolling_log_likelihood(
-    model: Transformer,
-    tokens: tuple[int, ...],
-    window: int | None = None,
-    *,
-    prefix: tuple[int, ...] = (),
-    config: AnswerLikelihoodConfig | None = None,
-) -> OptionScores:
-    return score_texts(model, [OptionsRequest(prefix, (tokens,))], window, config)[0]
 
 
 @pytest.mark.parametrize("window", [2, 7, 24])
 @pytest.mark.parametrize("which", ["diffusion", "shifted", "autoregressive"])
 def test_windows_are_the_rows_of_nelbo(models: dict[str, Transformer], which: str, window: int) -> None:
     config = AnswerLikelihoodConfig(block_length=1)
-    result = rolling_log_likelihood(models[which], TEXT, window, prefix=(0,), config=config)
-    assert result.log_likelihood == pytest.approx(nelbo_of_windows(models[which], (0,), window, 1), abs=1e-6)
-    assert (result.num_tokens, result.is_exact, result.standard_error) == ((23,), True, 0.0)
-    assert result.num_forwards == math.ceil(23 / (window - 1))
+    results = score_texts(models[which], [OptionsRequest((0,), (TEXT[:size],)) for size in (3, 23)], window, config)
+    assert results[1] == pytest.approx(nelbo_of_windows(models[which], window), abs=1e-6)
+    assert 0.0 > results[0] > results[1]
 
 
 def test_bad_texts(models: dict[str, Transformer]) -> None:
+    text = [OptionsRequest((), (TEXT,))]
     for window in (1, 10_000):
         with pytest.raises(ValueError, match=f"window = {window} must be between 2 and"):
-            rolling_log_likelihood(models["diffusion"], TEXT, window)
+            score_texts(models["diffusion"], text, window)
     for changes in ({"cfg_scale": 0.5}, {"end_of_text": "scored"}):
         with pytest.raises(ValueError, match="windows of a text have neither guidance nor an end"):
-            rolling_log_likelihood(models["diffusion"], TEXT, config=AnswerLikelihoodConfig.model_validate(changes))
+            score_texts(models["diffusion"], text, config=AnswerLikelihoodConfig.model_validate(changes))
     with pytest.raises(ValueError, match="has no context"):
-        rolling_log_likelihood(models["shifted"], TEXT)
+        score_texts(models["shifted"], text)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

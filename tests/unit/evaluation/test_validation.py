@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.evaluation.statistics import entropy
 from diffusionlm.evaluation.validation import DISCOUNT, NgramModel, evaluate, measure_masked_token_accuracy
 from diffusionlm.models.transformer import Transformer
+from tests.conftest import MakeModel
 from tokenizer import Tokenizer
 
 VOCAB = 7
@@ -51,10 +51,12 @@ def rows(count: int, length: int, vocab: int, padding: int = 0) -> list[Row]:
     return sequences
 
 
-def test_a_uniform_model_scores_the_logarithm_of_the_vocabulary(
-    tiny_model: Callable[..., Transformer], tokenizer: Tokenizer
-) -> None:
-    like = tiny_model(vocab_size=tokenizer.vocab_size, mask_token_id=tokenizer.mask_token_id)
+@pytest.fixture
+def like(tiny_model: MakeModel, tokenizer: Tokenizer) -> Transformer:
+    return tiny_model(vocab_size=tokenizer.vocab_size, mask_token_id=tokenizer.mask_token_id)
+
+
+def test_a_uniform_model_scores_the_logarithm_of_the_vocabulary(like: Transformer, tokenizer: Tokenizer) -> None:
     model: Any = Constant(like, torch.zeros(tokenizer.vocab_size, dtype=torch.float64))
     sequences = rows(6, 12, 200, padding=3)
     result = evaluate(model, tokenizer, sequences, num_mc_samples=3, batch_size=4, majority_token=0)
@@ -69,8 +71,7 @@ def test_a_uniform_model_scores_the_logarithm_of_the_vocabulary(
     assert result.unigram_entropy == pytest.approx(entropy(np.bincount(tokens)))
 
 
-def test_right_masked_tokens_are_counted(tiny_model: Callable[..., Transformer], tokenizer: Tokenizer) -> None:
-    like = tiny_model(vocab_size=tokenizer.vocab_size, mask_token_id=tokenizer.mask_token_id)
+def test_right_masked_tokens_are_counted(like: Transformer, tokenizer: Tokenizer) -> None:
     logits = torch.zeros(tokenizer.vocab_size)
     logits[[5, 6, 7, 8, 9]] = torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0])
     logits[tokenizer.mask_token_id] = 99.0  # never guessed
@@ -86,11 +87,10 @@ def test_right_masked_tokens_are_counted(tiny_model: Callable[..., Transformer],
 
 
 def test_logits_of_a_forward_are_bounded(
-    tiny_model: Callable[..., Transformer], tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    like: Transformer, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A vocabulary of 150,000 and 32 rows of thousands of tokens would take tens of GiB."""
-    model = tiny_model(vocab_size=tokenizer.vocab_size, mask_token_id=tokenizer.mask_token_id)
-    batch = collate_rows(rows(6, 8, 200))
+    model, batch = like, collate_rows(rows(6, 8, 200))
     layout = InputLayout.from_config(model.config, None)
     num_logits: list[int] = []
     model.lm_head.register_forward_hook(lambda _module, _inputs, logits: num_logits.append(logits.numel()))
@@ -119,7 +119,7 @@ def probability(train: list[int], context: tuple[int, ...], word: int) -> float:
     return max(grams[(*context, word)] - DISCOUNT, 0) / total + DISCOUNT * kinds / total * shorter
 
 
-@pytest.mark.parametrize("order", [1, 2, 4])
+@pytest.mark.parametrize("order", [1, 4])
 def test_probabilities_are_the_definition(order: int) -> None:
     train, held_out = text(0, 200), text(1, 30)
     held_out[5] = VOCAB - 1  # never seen in training

@@ -21,6 +21,7 @@ from diffusionlm.evaluation.pair_encoding import PairEncoder
 from diffusionlm.models.transformer import Transformer
 from tests.conftest import MakeModel
 from tests.distributed.forked import run_ranks
+from tests.unit.evaluation.conftest import token_ids
 from tokenizer import CHAT_TEMPLATES, Tokenizer, train_bpe
 
 lm_eval = pytest.importorskip("lm_eval")
@@ -47,14 +48,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def model(tokenizer: Tokenizer, tiny_model: MakeModel) -> Transformer:
-    return tiny_model(
-        dtype=torch.float64,
-        vocab_size=tokenizer.vocab_size,
-        mask_token_id=tokenizer.mask_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.eos_token_id,
-        max_position_embeddings=256,
-    )
+    return tiny_model(torch.float64, **token_ids(tokenizer), max_position_embeddings=256)
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from diffusionlm.evaluation.lm_eval.runner import (
     parse_generation_arguments,
 )
 from diffusionlm.models.transformer import Transformer
+from tests.unit.evaluation.conftest import token_ids
 from tokenizer import Tokenizer
 
 
@@ -39,14 +40,7 @@ CONTEXT = "Question: is it blue?\nAnswer:"
 
 @pytest.fixture(scope="module")
 def model(tokenizer: Tokenizer, tiny_model: Callable[..., Transformer]) -> Transformer:
-    token_ids = {"mask_token_id": tokenizer.mask_token_id, "eos_token_id": tokenizer.eos_token_id}
-    return tiny_model(
-        dtype=torch.float64,
-        vocab_size=tokenizer.vocab_size,
-        pad_token_id=tokenizer.eos_token_id,
-        max_position_embeddings=96,
-        **token_ids,
-    )
+    return tiny_model(torch.float64, **token_ids(tokenizer), max_position_embeddings=96)
 
 
 class OrderedRunner(RequestRunner):
@@ -190,6 +184,8 @@ def test_keys_are_of_the_document_and_the_repeat() -> None:
         ({"do_sample": False}, {}, {"max_new_tokens": 256, "temperature": 0.0}),
         ({"do_sample": False, "temperature": 0.0}, {"temperature": 0.2, "max_new_tokens": 9, "top_p": 0.9},
          {"temperature": 0.2, "max_new_tokens": 9, "top_p": 0.9}),
+        ({"do_sample": False, "repetition_penalty": 1.2, "min_p": 0.0}, {"min_p": 0.1},
+         {"repetition_penalty": 1.2, "min_p": 0.1, "max_new_tokens": 256, "temperature": 0.0}),
         ({"do_sample": True, "temperature": 0.8, "top_k": 5}, {"temperature": 0.2, "max_new_tokens": 9},
          {"temperature": 0.8, "max_new_tokens": 9, "top_k": 5}),
         ({"top_k": 0, "num_beams": 1, "block_length": 8}, {"block_length": 4, "steps": 64, "max_new_tokens": 9},
@@ -201,9 +197,7 @@ def test_arguments_of_generation(arguments: dict[str, Any], defaults: Any, expec
     assert (until, config) == ((), GenerationConfig(**expected))
 
 
-@pytest.mark.parametrize(
-    ("until", "expected"), [("\n\n", ("\n\n",)), (["a", "b", "a", ""], ("a", "b")), (None, ()), ("", ())]
-)
+@pytest.mark.parametrize(("until", "expected"), [("\n\n", ("\n\n",)), (["a", "b", "a", ""], ("a", "b")), (None, ())])
 def test_until_is_a_text_or_a_list(until: Any, expected: tuple[str, ...]) -> None:
     assert parse_generation_arguments({"until": until}, GenerationConfig())[0] == expected
 
@@ -215,7 +209,7 @@ def test_until_is_a_text_or_a_list(until: Any, expected: tuple[str, ...]) -> Non
         *(({"max_tokens": wrong}, "max_new_tokens") for wrong in (0, -1, 1.5, True, "x")),
         ({"until": ["a", 1]}, "until has 1"),
         ({"num_beams": 4}, "num_beams = 4 has no meaning"),
-        ({"repetition_penalty": 1.2}, "repetition_penalty"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
         ({"max_length": 5}, "max_length = 5 is unknown"),
         ({"block_length": 0}, "block_length"),
     ],

@@ -17,6 +17,7 @@ from diffusionlm.evaluation.tasks.preparation import prepare_items
 from diffusionlm.models.transformer import Transformer
 from tests.conftest import MakeModel
 from tests.unit.data.chat_cases import chat_tokenizer
+from tests.unit.evaluation.conftest import token_ids
 from tokenizer import Tokenizer
 
 TASK: TypeAdapter[Any] = TypeAdapter(TaskConfig)
@@ -31,17 +32,7 @@ def byte_tokenizer() -> Tokenizer:
 @pytest.fixture(scope="session")
 def random_model(byte_tokenizer: Tokenizer, tiny_model: MakeModel) -> Transformer:
     """In fp64, so that a batch does not change the last bits that decide."""
-    return (
-        tiny_model(
-            vocab_size=byte_tokenizer.vocab_size,
-            mask_token_id=byte_tokenizer.mask_token_id,
-            eos_token_id=byte_tokenizer.eos_token_id,
-            pad_token_id=byte_tokenizer.eos_token_id,
-            max_position_embeddings=256,
-        )
-        .double()
-        .eval()
-    )
+    return tiny_model(torch.float64, **token_ids(byte_tokenizer), max_position_embeddings=256).eval()
 
 
 @pytest.fixture(scope="session")
@@ -49,14 +40,8 @@ def biased_model(byte_tokenizer: Tokenizer, tiny_model: MakeModel) -> Callable[[
     """``biased_model({"y": 3.0})``: the logit of each token is given, 0 for all others, whatever the model reads."""
 
     def make(logits: dict[str, float]) -> Transformer:
-        model = tiny_model(
-            vocab_size=byte_tokenizer.vocab_size,
-            mask_token_id=byte_tokenizer.mask_token_id,
-            eos_token_id=byte_tokenizer.eos_token_id,
-            pad_token_id=byte_tokenizer.eos_token_id,
-            max_position_embeddings=256,
-            tie_word_embeddings=False,
-        ).double()
+        ids = token_ids(byte_tokenizer)
+        model = tiny_model(torch.float64, **ids, max_position_embeddings=256, tie_word_embeddings=False)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()

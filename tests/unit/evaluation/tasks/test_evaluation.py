@@ -7,6 +7,7 @@ import json
 import math
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from diffusionlm.evaluation.tasks.gsm8k import Gsm8kTask
 from diffusionlm.evaluation.tasks.humaneval import find_code_block
 from diffusionlm.evaluation.tasks.items import draw_seed, read_task_items
 from diffusionlm.evaluation.tasks.preparation import prepare_items
-from diffusionlm.evaluation.tasks.results import ItemResult, format_item_line, parse_item_line
+from diffusionlm.evaluation.tasks.results import ItemResult, format_item_line, read_items
 from diffusionlm.evaluation.tasks.summary import summarize_task
 from diffusionlm.inference.generate import generate
 from diffusionlm.models.transformer import Transformer
@@ -47,14 +48,6 @@ def choice_items(num_items: int) -> list[dict[str, Any]]:
     return items
 
 
-def test_a_model_that_knows_the_options_is_always_right(make_task: MakeTask, biased_model: BiasedModel) -> None:
-    results = run(biased_model({"y": 8.0, "n": -8.0}), make_task("multiple_choice", choice_items(20))).values()
-    for rule in ("acc", "acc_norm", "acc_bytes"):
-        assert all(result.is_correct[rule] for result in results)
-    results = run(biased_model({"y": -8.0, "n": 8.0}), make_task("multiple_choice", choice_items(20))).values()
-    assert not any(result.is_correct["acc_norm"] for result in results)
-
-
 def test_normalized_accuracy_divides_by_characters_or_bytes(make_task: MakeTask, biased_model: BiasedModel) -> None:
     items = [{"question": "q", "choices": ["xxxxxx", "ö", "zz"], "gold": 0}]
     [result] = run(biased_model({"x": -1.0, "z": 0.5}), make_task("multiple_choice", items)).values()
@@ -67,14 +60,15 @@ def test_normalized_accuracy_divides_by_characters_or_bytes(make_task: MakeTask,
     assert len(set(result.chosen.values())) > 1
 
 
-def test_an_unknown_error_is_valid_json(make_task: MakeTask, random_model: Transformer) -> None:
+def test_an_unknown_error_is_valid_json(make_task: MakeTask, random_model: Transformer, tmp_path: Path) -> None:
     items = [{"question": "q", "choices": ["long option", "other"], "gold": 0}]
     task = make_task("multiple_choice", items, likelihood={"num_mc_samples": 1})
     [result] = evaluate_task(random_model, task)
     assert result.option_standard_errors == (None, None)
-    line = format_item_line(result)
-    json.loads(line, parse_constant=pytest.fail)
-    assert parse_item_line(line, "line") == result
+    path = tmp_path / "a.jsonl"
+    path.write_text(format_item_line(result) + "\n")
+    json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert list(read_items(path)) == [result]
 
 
 def test_letters(make_task: MakeTask, biased_model: BiasedModel) -> None:

@@ -10,12 +10,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from pydantic import TypeAdapter
 
-from config.evaluation.tasks import TaskConfig
 from diffusionlm.evaluation.tasks.items import read_task_items
+from tests.unit.evaluation.tasks.conftest import TASK
 
-TASK: TypeAdapter[Any] = TypeAdapter(TaskConfig)
 ARC = {
     "id": "Mercury_7", "question": "Which is a rock?", "answerKey": "3",
     "choices": {"text": ["air", "tin", "slate"], "label": ["1", "2", "3"]},
@@ -87,16 +85,11 @@ def test_other_kinds(path: Path) -> None:
     ("record", "kind", "words"),
     [
         ({"question": "q", "answer": "I do not know"}, "gsm8k", ["line 1", "'0'", "####"]),
-        ({"question": "q", "answer": ""}, "gsm8k", ["line 1", "'0'"]),
-        ({"question": "q", "answer": "#### eighteen"}, "gsm8k", ["line 1", "'0'", "eighteen"]),
         ({"question": "q", "answer": "#### 18\nmore text"}, "gsm8k", ["line 1", "'0'", "more text"]),
         ({"question": "q"}, "gsm8k", ["'0'", "answer_field", "'question'"]),
-        ({"question": 7, "answer": "7"}, "gsm8k", ["question_field"]),
         ({**HUMANEVAL, "test": None}, "humaneval", ["HumanEval/0", "test_field"]),
-        ({"question": "q", "choices": ["a", "b"]}, "multiple_choice", ["gold_field"]),
         ({**PIQA, "sol2": None}, "multiple_choice", ["None", "list of texts"]),
         ({"question": "q", "choices": ["a", "b"], "gold": 2}, "multiple_choice", ["right option 2"]),
-        ({"question": "q", "choices": ["a", "b"], "gold": True}, "multiple_choice", ["right option True"]),
         ({"question": "q", "choices": ["1", "0"], "gold": "1"}, "multiple_choice", ["ambiguous"]),
         ({"question": "q", "choices": ["a"], "gold": 0}, "multiple_choice", ["1 options"]),
         ({"question": "q", "choices": ["a", " "], "gold": 0}, "multiple_choice", ["empty"]),

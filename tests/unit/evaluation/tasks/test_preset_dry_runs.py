@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import TypeAdapter
 
 from config.evaluation.presets import get_preset, load_presets
-from config.evaluation.tasks import TaskConfig
 from diffusionlm.evaluation.tasks.evaluation import evaluate_task
 from diffusionlm.evaluation.tasks.items import read_task_items
 from diffusionlm.evaluation.tasks.preparation import prepare_items
 from diffusionlm.evaluation.tasks.runner import describe_protocol
 from diffusionlm.models.transformer import Transformer
+from tests.unit.evaluation.tasks.conftest import TASK
 from tokenizer import CHAT_TEMPLATES, Tokenizer, train_bpe
 
 pytestmark = pytest.mark.slow
@@ -76,7 +75,7 @@ def test_dry_run(name: str, tokenizer: Tokenizer, models: dict[str, Transformer]
         values["prompt"] = {"shots_data": path}
     if preset.kind == "humaneval":
         values["run_code"] = True
-    task: Any = TypeAdapter(TaskConfig).validate_python(values)
+    task = TASK.validate_python(values)
     model, items = models[preset.family], read_task_items(task)
     prepared = prepare_items(task, items, tokenizer, model.config)
     (result,) = evaluate_task(model.eval(), prepared)

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import TypeAdapter
 
-from config.evaluation.tasks import TaskConfig
 from config.generation import GenerationConfig
 from diffusionlm.evaluation.pair_encoding import PairEncoder
 from diffusionlm.evaluation.tasks.item_task import TaskItem
@@ -20,9 +18,9 @@ from diffusionlm.inference.request_builder import RequestBuilder
 from diffusionlm.inference.settings import resolve_settings
 from tests.conftest import MakeConfig
 from tests.unit.data.chat_cases import chat_tokenizer
+from tests.unit.evaluation.conftest import token_ids
+from tests.unit.evaluation.tasks.conftest import TASK
 from tokenizer import CHAT_TEMPLATES, encode_chat
-
-TASK: TypeAdapter[Any] = TypeAdapter(TaskConfig)
 
 
 @pytest.fixture
@@ -70,9 +68,7 @@ def test_chats(path: Path) -> None:
 
 def test_encoded_prompts(path: Path, make_config: MakeConfig) -> None:
     tokenizer = chat_tokenizer()
-    model = make_config(
-        vocab_size=tokenizer.vocab_size, mask_token_id=tokenizer.mask_token_id, eos_token_id=tokenizer.eos_token_id
-    )
+    model = make_config(**token_ids(tokenizer))
     encoder = PairEncoder.from_model(tokenizer, model)
     builder, [item, *_] = build(path, encoder)
     encoded = builder.encode(item)
@@ -110,14 +106,6 @@ def test_fields_that_are_not_texts_are_json() -> None:
     assert fill_template("{a} {b}", {"a": 1.5, "b": ["x", None]}, "key") == '1.5 ["x", null]'
 
 
-def test_too_few_examples(path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has 4 examples.*shots = 4"):
-        build(path, shots=4, shots_data=path)
-    other = path.with_name("other.jsonl")
-    other.write_text(path.read_text())
-    build(path, shots=3, shots_data=other)
-
-
 def test_copies_of_an_item_are_no_examples_of_it(path: Path) -> None:
     """Neither a copy with another field, nor several; as many further examples are read."""
     copies = [{"question": "0 + 1?", "answer": "#### 1", "source": number} for number in range(3)]
@@ -130,3 +118,6 @@ def test_copies_of_an_item_are_no_examples_of_it(path: Path) -> None:
     assert len(builder.select_shots(items[1])) == 4
     with pytest.raises(ValueError, match=r"shots\.jsonl has 3 examples.*shots = 4"):
         builder.select_shots(items[0])
+    builder, items = build(path, shots=4, shots_data=path)
+    with pytest.raises(ValueError, match=r"has 3 examples.*shots = 4"):
+        builder.text(items[3])

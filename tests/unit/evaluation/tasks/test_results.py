@@ -32,8 +32,7 @@ CHOICE = ItemResult(
 
 
 def test_item_lines_are_read_back(tmp_path: Path) -> None:
-    """Also verdicts of earlier versions, which were booleans. A damaged line is named."""
-    lines = [format_item_line(GENERATED), format_item_line(CHOICE).replace("1.0", "true")]
+    lines = [format_item_line(GENERATED), format_item_line(CHOICE)]
     assert "option_log_likelihoods" not in json.loads(lines[0])
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -44,7 +43,6 @@ def test_item_lines_are_read_back(tmp_path: Path) -> None:
 
 
 def test_results_are_read_back(tmp_path: Path) -> None:
-    """Also those of earlier versions, which had comparisons, and no list of metrics that are no shares."""
     variant = VariantResult(
         task="gsm8k", kind="gsm8k", variant="a", model="runs/a", num_items=2, num_repeats=4,
         metrics={"strict": MetricValue(0.5, 0.25)}, pass_at_k={"strict": {1: MetricValue(0.5), 4: MetricValue(1.0)}},
@@ -54,12 +52,7 @@ def test_results_are_read_back(tmp_path: Path) -> None:
     write_results(tmp_path, results)
     assert read_results(tmp_path) == results
     assert variant.tokens_per_forward == 1.5
-    path = tmp_path / "results.json"
-    values = json.loads(path.read_text())
-    assert "perplexity" in values["results"][0].pop("number_metrics")
-    path.write_text(json.dumps({**values, "comparisons": [{"task": "gsm8k"}]}))
-    assert read_results(tmp_path) == results
-    path.write_text("{}")
+    (tmp_path / "results.json").write_text("{}")
     with pytest.raises(ValueError, match=r"results\.json.*results"):
         read_results(tmp_path)
 

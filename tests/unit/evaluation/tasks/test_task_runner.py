@@ -87,8 +87,8 @@ def test_other_settings_are_refused(run_tasks: Any, tmp_path: Path) -> None:
         ({"a": {"seed": 1}}, ["a, gsm8k: seed: 0 -> 1"]),
         ({"a": {"generation": {**SAMPLING, "temperature": 0.5}}}, ["generation.temperature: 1.0 -> 0.5"]),
         ({"a": {"prompt": {"template": "{question}"}}}, ["prompt.template"]),
-        ({"b": {}}, ["variant 'a' is missing"]),
-        ({"a": {"name": "other"}}, ["task 'gsm8k' is missing"]),
+        ({"b": {}}, ["a, gsm8k: is missing"]),
+        ({"a": {"name": "other"}}, ["a, gsm8k: is missing"]),
     ):
         with pytest.raises(ValueError, match="another evaluation") as caught:
             run_tasks("run", variants)
