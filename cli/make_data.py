@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import closing
@@ -55,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def format_summary(index: ShardIndex, directory: Path) -> list[Part]:
-    """Format a table of the splits, and the command that trains on them."""
+    """Format a table of the splits."""
     from diffusionlm.data.make_data import format_skip_counts
     from diffusionlm.data.shard_files import INDEX_FILE
 
@@ -65,13 +64,10 @@ def format_summary(index: ShardIndex, directory: Path) -> list[Part]:
     for name, split in sorted(index.splits.items()):
         ratio = f"{split.text_bytes / split.tokens:.2f}" if split.tokens else "-"
         counts = (f"{count:,}" for count in (split.documents, split.tokens, split.text_bytes))
-        rows.append([name, *counts, ratio, str(len(split.file_sizes)), f"{split.bytes_on_disk / 2**20:,.1f}"])
+        rows.append([name, *counts, ratio, str(2 * len(split.shards)), f"{split.bytes_on_disk / 2**20:,.1f}"])
         skipped.append(f"left out or mended, {name}: {format_skip_counts(split.skipped)}")
     return [
         Table(["", *map(Column, names)], rows),
         *skipped,
         f"written to {directory}: {index.dtype}, {index.vocab_size:,} ids; {INDEX_FILE} lists the files",
-        "next: uv run diffusionlm-train --config config/resources/train.toml --set data.source.kind=shards \\",
-        f"    --set {shlex.quote(f'data.source.path={directory}')} "
-        f"--set {shlex.quote(f'run.directory=runs/{directory.name}')}",
     ]

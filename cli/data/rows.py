@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import compress, groupby
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +16,13 @@ from diffusionlm.checkpoints.model_files import load_tokenizer
 from diffusionlm.data.packing import Row, pad_to_longest
 from diffusionlm.data.pipeline import (
     MixtureComponent,
-    build_pair_reader,
+    build_preference_reader,
     build_row_reader,
     count_skipped,
     describe_skipped,
     open_components,
 )
-from diffusionlm.data.reader import Split
+from diffusionlm.data.reader import ResumableReader, Split
 from files.terminal_text import escape_control_characters, print_message
 from logger.pages import Part, Table
 from tokenizer import Tokenizer
@@ -35,13 +36,13 @@ QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 STYLES = {"context": "dim", "answer": "green", "stop": "bold reverse green", "eos_padding": "magenta", "block": "cyan"}
 OPENING = {"context": "", "answer": "[[", "eos_padding": "{"}
-CLOSING = {"": "", "context": "", "answer": "]]", "eos_padding": "}"}
+CLOSING = {"context": "", "answer": "]]", "eos_padding": "}"}
 LEGEND = "prompts as they are, [[learned tokens]], {EOS padding}, | begins a block"
 
 MAX_SEGMENTS = 3
 """Segments of a shortened row."""
-MAX_TOKENS = 160
-"""Tokens of a shortened row, about."""
+NUM_END_TOKENS = 20
+"""Tokens at each end of a shortened run of one kind."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,9 @@ def read_rows(source: RowSource) -> Iterator[Row]:
 
         yield from read_validation_rows(config, tokenizer, components)
         return
-    build_reader = build_pair_reader if config.objective.kind == "preference" else build_row_reader
+    build_reader: Callable[..., ResumableReader[Row]] = build_row_reader
+    if config.objective.kind == "preference":
+        build_reader = partial(build_preference_reader, is_unpaired=config.objective.loss.is_unpaired)
     block_length, seed = config.objective.longest_block_length, config.run.seed
     reader = build_reader(components, config.data, tokenizer, config.row_length, seed, block_length=block_length)
     batch_size = config.training.batch_size if config.data.pads_to_longest else None
@@ -179,6 +182,8 @@ def format_row(row: Row, number: int, source: RowSource, *, is_full: bool) -> li
     if number == 1:
         parts.append(f"{LEGEND}{'' if is_full else '; --full shows rows in full'}\n")
     numbers = f"{num_tokens:,} of {len(row.tokens_L):,} positions, {row.loss_mask_L.sum():,} learned"
+    if row.is_desirable_1 is not None:
+        numbers += ", desirable" if row.is_desirable_1.all() else ", undesirable"
     parts.append(Text(f"row {number}: {numbers}", "bold"))
     segments = list(_split_row(row))
     first_segments = segments if is_full else segments[:MAX_SEGMENTS]
@@ -186,43 +191,33 @@ def format_row(row: Row, number: int, source: RowSource, *, is_full: bool) -> li
         count = segment.kinds.count
         numbers = f"{count('context'):,} context, {count('answer'):,} learned, {count('eos_padding'):,} EOS padding"
         parts.append(Text(f"- document {segment.document + 1}, segment {segment.number + 1}: {numbers}", "bold"))
-        parts.append(_format_segment(segment, source, None if is_full else MAX_TOKENS // len(first_segments)))
+        parts.append(_format_segment(segment, source, is_full=is_full))
     if len(first_segments) < len(segments):
         parts.append(Text(f"- {len(segments) - len(first_segments):,} more segments", "bold"))
     return [*parts, ""]
 
 
-def _format_segment(segment: _Segment, source: RowSource, max_tokens: int | None) -> Text:
+def _format_segment(segment: _Segment, source: RowSource, *, is_full: bool) -> Text:
+    """Format the tokens of a segment; without ``is_full`` only the ends of long contexts and answers."""
     from rich.text import Text
 
-    tokenizer, text, kinds = source.tokenizer, Text(), segment.kinds
-    hidden = set[int]() if max_tokens is None else _find_hidden(kinds, max_tokens)
+    text, kinds = Text(), segment.kinds
     block_length = source.config.objective.longest_block_length
     length = len(kinds) if block_length in (None, 1) else block_length
-    previous_kind = ""
-    for (kind, is_hidden, _), group in groupby(
-        range(len(kinds)), key=lambda index: (kinds[index], index in hidden, index not in hidden and index // length)
-    ):
-        indices = list(group)
-        text.append(CLOSING[previous_kind] if kind != previous_kind else "", STYLES.get(previous_kind, ""))
-        text.append("|" if indices[0] and indices[0] % length == 0 else "", STYLES["block"])
-        text.append(OPENING[kind] if kind != previous_kind else "", STYLES[kind])
-        if is_hidden:
-            text.append(f" <... {len(indices):,} tokens ...> ", STYLES["block"])
-        else:
-            _append_tokens(text, [segment.token_ids[index] for index in indices], kind, tokenizer)
-        previous_kind = kind
-    text.append(CLOSING[previous_kind], STYLES[previous_kind])
+    for kind, group in groupby(range(len(kinds)), key=kinds.__getitem__):
+        run = list(group)
+        is_short = is_full or kind == "eos_padding" or len(run) <= 3 * NUM_END_TOKENS
+        hidden = range(0) if is_short else range(run[NUM_END_TOKENS], run[-NUM_END_TOKENS])
+        text.append(OPENING[kind], STYLES[kind])
+        for block, part in groupby(run, key=lambda index: -1 if index in hidden else index // length):
+            indices = list(part)
+            text.append("|" if indices[0] and indices[0] % length == 0 else "", STYLES["block"])
+            if block < 0:
+                text.append(f" <... {len(indices):,} tokens ...> ", STYLES["block"])
+            else:
+                _append_tokens(text, [segment.token_ids[index] for index in indices], kind, source.tokenizer)
+        text.append(CLOSING[kind], STYLES[kind])
     return text
-
-
-def _find_hidden(kinds: Sequence[str], max_tokens: int) -> set[int]:
-    """Find the tokens to leave out: the middle of long contexts and answers. EOS padding is short as it is."""
-    runs = [list(group) for _, group in groupby(range(len(kinds)), key=lambda index: kinds[index])]
-    half = max(4, max_tokens // len(runs) // 2)
-    return {
-        index for run in runs if kinds[run[0]] != "eos_padding" and len(run) > 3 * half for index in run[half:-half]
-    }
 
 
 def _append_tokens(text: Text, token_ids: Sequence[int], kind: str, tokenizer: Tokenizer) -> None:
@@ -248,7 +243,7 @@ def row_to_json(row: Row, tokenizer: Tokenizer) -> dict[str, Any]:
             for kind in OPENING
         }
         segments.append({"document": segment.document, "segment": segment.number, **texts})
-    arrays = {name.removesuffix("_L"): None if value is None else value.tolist() for name, value in vars(row).items()}
+    arrays = {name[:-2]: None if value is None else value.tolist() for name, value in vars(row).items()}
     return {"segments": segments, **arrays}
 
 

@@ -8,9 +8,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from config.base import NonEmptyStr, Section
+from config.base import NonEmptyStr, Section, check_distinct
 
-ChatFormat = Literal["auto", "messages", "conversations", "alpaca", "prompt_completion", "preference"]
+ChatFormat = Literal["auto", "messages", "conversations", "alpaca", "prompt_completion", "preference", "unpaired"]
 
 TurnSelection = Literal["all", "last", "one", "expand"]
 
@@ -18,9 +18,22 @@ ChatRole = Literal["system", "user", "assistant", "tool", "function_call"]
 
 COLUMNS = (
     "messages", "conversations", "role", "content", "system", "tools", "instruction", "input", "output", "history",
-    "prompt", "completion", "chosen", "rejected", "task",
+    "prompt", "completion", "chosen", "rejected", "label", "task",
 )  # fmt: skip
 """The fields of the formats, which `columns` maps to those of the data."""
+
+COLUMN_ALIASES = {"query": "input", "response": "output", "kto_tag": "label"}
+"""LLaMA-Factory's names of fields. Beside query or response its prompt is the instruction."""
+
+ROLE_TAGS: dict[str, ChatRole] = {
+    "system_tag": "system", "user_tag": "user", "assistant_tag": "assistant", "observation_tag": "tool",
+    "function_tag": "function_call",
+}  # fmt: skip
+"""LLaMA-Factory's names of roles."""
+
+TagName = Literal[
+    "role_tag", "content_tag", "system_tag", "user_tag", "assistant_tag", "observation_tag", "function_tag"
+]
 
 ROLE_ALIASES: dict[str, ChatRole] = {
     "system": "system",
@@ -56,11 +69,14 @@ class ChatRowsConfig(Section):
     format: ChatFormat = "auto"
     """messages: a list of objects with role and content. conversations: the same, or from and value, beside optional
     columns system and tools. alpaca: instruction, input, output, and optional system and history. prompt_completion:
-    strings or lists of messages. preference: prompt, chosen and rejected (without a prompt, it is their common
-    beginning). auto: by the columns of each record."""
+    strings or lists of messages. preference: prompt, chosen and rejected; without a prompt it is instruction and input,
+    or messages, where answers are texts or single messages, else their common beginning. unpaired: one of the others
+    and a label (or kto_tag): true for a desirable last answer. auto: by the columns of each record."""
     columns: Mapping[str, NonEmptyStr] = Field(default_factory=dict)
     """Field of the format -> column of the data, such as {prompt = "question", completion = "answer"}. Others have
-    their own names."""
+    their own names. LLaMA-Factory's query, response and kto_tag are input, output and label."""
+    tags: Mapping[TagName, NonEmptyStr] = Field(default_factory=dict)
+    """Keys of messages and names of roles as in LLaMA-Factory, such as {role_tag = "from", user_tag = "human"}."""
     roles: Mapping[str, ChatRole] = Field(default_factory=dict)
     """Further role names -> system, user, assistant, tool or function_call. human, gpt, model, bot, developer,
     observation and function are known."""
@@ -92,10 +108,13 @@ class ChatRowsConfig(Section):
     @field_validator("columns")
     @classmethod
     def _check_columns(cls, columns: Mapping[str, str]) -> Mapping[str, str]:
-        unknown = next((name for name in columns if name not in COLUMNS), None)
+        aliases = COLUMN_ALIASES | ({"prompt": "instruction"} if {"query", "response"} & columns.keys() else {})
+        fields = [aliases.get(name, name) for name in columns]
+        check_distinct({"fields": fields})
+        unknown = next((name for name in fields if name not in COLUMNS), None)
         if unknown is not None:
             raise ValueError(f"{unknown!r} is no field of a format; the fields are {', '.join(COLUMNS)}")
-        return columns
+        return dict(zip(fields, columns.values(), strict=True))
 
     @field_validator("template_variables")
     @classmethod
@@ -110,7 +129,7 @@ class ChatRowsConfig(Section):
 
     @model_validator(mode="after")
     def _check_turns(self) -> Self:
-        if self.format == "preference" and self.turns not in (None, "last"):
+        if self.format in ("preference", "unpaired") and self.turns not in (None, "last"):
             raise ValueError(
                 f'turns = "{self.turns}": a preference concerns the last answer; set "last" or leave it out'
             )
@@ -119,12 +138,13 @@ class ChatRowsConfig(Section):
     @property
     def identity(self) -> str:
         """Return what checkpoints compare of these options, with the names that the first ones have."""
-        return self.model_dump_json(by_alias=True)
+        return self.model_dump_json(by_alias=True, exclude=None if self.tags else {"tags"})
 
     @property
     def role_aliases(self) -> dict[str, ChatRole]:
         """Role name in the data -> role."""
-        return ROLE_ALIASES | dict(self.roles)
+        tags = {name: ROLE_TAGS[tag] for tag, name in self.tags.items() if tag in ROLE_TAGS}
+        return ROLE_ALIASES | tags | dict(self.roles)
 
     @property
     def eos_padding_length(self) -> int | None:
@@ -138,7 +158,8 @@ class ChatRowsConfig(Section):
         Args:
             block_length: None: masked diffusion; 1: next tokens.
         """
-        turns = self.turns or ("last" if self.format == "preference" else "expand" if block_length is None else "all")
+        is_preference = self.format in ("preference", "unpaired")
+        turns = self.turns or ("last" if is_preference else "expand" if block_length is None else "all")
         eos_padding = self.eos_padding or (
             "length:128" if block_length is None else "none" if block_length == 1 else "block"
         )

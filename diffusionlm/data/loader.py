@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -22,10 +22,10 @@ from torch import Tensor
 from config.data import DataConfig
 from config.model import ModelConfig
 from config.training.objective import ObjectiveConfig
-from diffusionlm.data.packing import Row, pad_to_longest, split_row_randomly
+from diffusionlm.data.packing import Row, append_mismatch, pad_to_longest, split_row_randomly
 from diffusionlm.data.pipeline import (
     MixtureComponent,
-    build_pair_reader,
+    build_preference_reader,
     build_row_reader,
     count_skipped,
     describe_skipped,
@@ -51,6 +51,7 @@ def collate_rows(rows: Sequence[Row]) -> CleanBatch:
         document_BL=torch.from_numpy(np.stack([row.document_ids_L for row in rows])),
         segment_BL=None if segments_BL is None else segments_BL.long(),
         is_eos_padding_BL=_stack([row.is_eos_padding_L for row in rows if row.is_eos_padding_L is not None]),
+        is_desirable_B1=_stack([row.is_desirable_1 for row in rows if row.is_desirable_1 is not None]),
     )
 
 
@@ -104,6 +105,7 @@ class StepLoader(Protocol):
 
     def prefetch(self, step: int) -> None:
         """Prepare the next step while the device computes, if the loader can."""
+        return
 
     def state_dict(self) -> dict[str, Any]:
         """Return a JSON value that says where the next step reads."""
@@ -116,11 +118,12 @@ class StepLoader(Protocol):
 
     def close(self) -> None:
         """End the workers; no more steps are requested."""
+        return
 
 
 @dataclass
-class Loader:
-    """Builds the batches of a step when it is requested, epoch after epoch; a `StepLoader`.
+class Loader(StepLoader):
+    """Builds the batches of a step when it is requested, epoch after epoch.
 
     All ranks read the same rows, and each keeps its part of every step. So rows and noise are the same for any number
     of ranks, and a state serves any number of them.
@@ -141,6 +144,8 @@ class Loader:
     """The sources of the rows, for their skip counts."""
     pads_to_longest: bool = False
     """Each row of a step is filled up to the length of its longest conversation."""
+    appends_mismatches: bool = False
+    """Each row of a step also has its prompt with the answer of the next row, the last one with that of the first."""
 
     def __post_init__(self) -> None:
         if self.batch_size % self.world_size:
@@ -162,6 +167,8 @@ class Loader:
         all_rows = self._next_rows()
         if self.pads_to_longest:
             all_rows = pad_to_longest(all_rows)
+        if self.appends_mismatches:
+            all_rows = list(map(append_mismatch, all_rows, [*all_rows[1:], all_rows[0]]))
         self._count_positions(all_rows)
         rows = all_rows[first_row : first_row + rows_per_rank]
         if keyed_rng(self.seed, RngStream.RANDOM_LENGTH, step).random() < self.random_length_probability:
@@ -184,9 +191,6 @@ class Loader:
         self._last_seconds = time.perf_counter() - started
         self._seconds += self._last_seconds
         return noised_batches
-
-    def prefetch(self, step: int) -> None:
-        pass
 
     def _next_rows(self) -> list[Row]:
         rows: list[Row] = []
@@ -239,9 +243,6 @@ class Loader:
             for log, log_state in zip(reversed(component.skip_logs), reversed(saved), strict=False):
                 vars(log).update(log_state)
 
-    def close(self) -> None:
-        """Do nothing: there are no workers."""
-
 
 @dataclass(frozen=True)
 class LoaderSpec:
@@ -271,8 +272,9 @@ class LoaderSpec:
         components = open_components(self.data, "train") if components is None else components
         sources = (components, self.data, self.tokenizer, self.row_length, self.seed)
         block_length = self.objective.longest_block_length
+        is_unpaired = self.objective.kind == "preference" and self.objective.loss.is_unpaired
         if self.objective.kind == "preference":
-            rows = build_pair_reader(*sources, block_length)
+            rows = build_preference_reader(*sources, block_length, is_unpaired=is_unpaired)
         else:
             rows = build_row_reader(*sources, encoder=encoder, block_length=block_length)
         return Loader(
@@ -286,20 +288,12 @@ class LoaderSpec:
             world_size=self.world_size,
             components=components,
             pads_to_longest=self.data.pads_to_longest,
+            appends_mismatches=is_unpaired,
         )
 
 
-@dataclass(frozen=True)
-class _StepMessage:
-    """What the loader process sends per step."""
-
-    noised_batches: list[NoisedBatch]
-    state: dict[str, Any]
-    metrics: LoaderMetrics
-
-
-class WorkerLoader:
-    """A `StepLoader` whose loader runs in another process, up to `data.prefetch_steps` ahead."""
+class WorkerLoader(StepLoader):
+    """A loader whose loader runs in another process, up to `data.prefetch_steps` ahead."""
 
     def __init__(self, spec: LoaderSpec) -> None:
         if spec.data.workers < 1:
@@ -323,17 +317,14 @@ class WorkerLoader:
         try:
             while len(self._futures) <= self._spec.data.prefetch_steps:
                 self._futures.append(self._pool.submit(_WorkerJob.build_step, step + len(self._futures)))
-            message: _StepMessage = self._pool.wait(self._futures.popleft())
+            noised_batches, state, metrics = self._pool.wait(self._futures.popleft())
         except BaseException:
             self.close()
             raise
         wait_seconds = time.perf_counter() - started
-        self._next_step, self._state = step + 1, message.state
-        self._metrics = replace(message.metrics, wait_seconds=wait_seconds, buffered_steps=num_buffered)
-        return message.noised_batches
-
-    def prefetch(self, step: int) -> None:
-        pass  # the worker process is ahead already
+        self._next_step, self._state = step + 1, state
+        self._metrics = replace(metrics, wait_seconds=wait_seconds, buffered_steps=num_buffered)
+        return cast(list[NoisedBatch], noised_batches)
 
     def metrics(self) -> LoaderMetrics:
         assert self._metrics is not None, "no step was requested yet"
@@ -361,11 +352,11 @@ class _WorkerJob:
         self._spec, self._state = spec, state
         self._loader: Loader | None = None
 
-    def build_step(self, step: int) -> _StepMessage:
+    def build_step(self, step: int) -> tuple[list[NoisedBatch], dict[str, Any], LoaderMetrics]:
         if self._loader is None:
             torch.set_num_threads(1)
             self._encoder = open_text_encoder(self._spec.tokenizer, self._spec.data.workers - 1)
             self._loader = self._spec.open(encoder=self._encoder.__enter__())
             if self._state is not None:
                 self._loader.load_state_dict(self._state)
-        return _StepMessage(self._loader.next_step(step), self._loader.state_dict(), self._loader.metrics())
+        return self._loader.next_step(step), self._loader.state_dict(), self._loader.metrics()

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from itertools import chain
@@ -29,7 +29,6 @@ from diffusionlm.data.reader import (
 )
 from diffusionlm.data.shard_files import (
     INDEX_FILE,
-    PARTIAL_SUFFIX,
     PROGRESS_FILE,
     TOKENIZER_DIRECTORY,
     ShardDtype,
@@ -52,9 +51,6 @@ from tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 
 SPLITS: tuple[Split, ...] = ("validation", "train")
 """The small split first: its problems show at once."""
-
-SHARD_FILE_PATTERN = re.compile(r"(train|validation)-\d{5,}\.(bin|idx)(\.tmp)?")
-"""Names of the files of shards, complete or partial."""
 
 CHUNK_DOCUMENTS = 16
 """Documents that a process tokenizes at once."""
@@ -129,14 +125,17 @@ def make_data(config: MakeDataConfig, log: Log, on_progress: OnProgress | None =
 
 @contextlib.contextmanager
 def _explain_write_errors(directory: Path) -> Iterator[None]:
-    """Name the directory and its free space in the errors of writing to it."""
+    """Name the directory and the free space in the errors of a disk; those of a network stay."""
     try:
         yield
+    except ConnectionError:
+        raise
     except OSError as error:
-        free_mib = shutil.disk_usage(directory).free / 2**20
+        folders = (directory, Path(tempfile.gettempdir()))  # results of processes pass through temporary files
+        free = ", ".join(f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB in {folder}" for folder in folders)
         raise ValueError(
-            f"output.directory = {directory} could not be written: {error} ({free_mib:,.0f} MiB are "
-            "free there). Finished shards are kept: free some space, and repeat the command"
+            f"output.directory = {directory} could not be written: {error} (free: {free}). Finished shards are "
+            "kept: free some space, and repeat the command"
         ) from error
 
 
@@ -185,11 +184,6 @@ def _load_or_create_progress(
         MakeDataProgress, path, "if an older version began it, finish it with that one; or remove the directory"
     )
     _check_same_inputs(config, sources, provided_tokenizer, progress)
-    finished_files = {name for state in progress.splits.values() for name in state.index.file_sizes}
-    for file in directory.iterdir():
-        is_finished = not finished_files.isdisjoint({file.name, file.name.removesuffix(PARTIAL_SUFFIX)})
-        if SHARD_FILE_PATTERN.fullmatch(file.name) and not is_finished:
-            file.unlink()
     for state in progress.splits.values():
         check_sizes(directory, state.index)
     if progress.tokenizer_fingerprint is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, replace
@@ -32,6 +33,8 @@ class Document:
     """True for targets that are padding after the stop token."""
     segment_ids: NDArray[np.int32]
     """0, 1, ...: one segment per answer, with the context since the answer before it."""
+    is_desirable: bool | None = None
+    """Label of the answer. None: it has none, or it does not matter."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -51,6 +54,8 @@ class Row:
     """Index of the segment within the row, from 0; -1: padding. None: a run without conversations."""
     is_eos_padding_L: NDArray[np.bool_] | None = None
     """Targets that are padding after a stop token. None: a run without conversations."""
+    is_desirable_1: NDArray[np.bool_] | None = None
+    """Label of the row's answer. None: the row is no labeled example."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +94,14 @@ class RowFormat:
         loss_mask: Any
         segment_ids: Any
         is_eos_padding: Any
+        label = documents[0].is_desirable if documents and isinstance(documents[0], Document) else None
         row = Row(
             tokens_L=np.full(length, self.eos_token_id, dtype=np.int32),
             document_ids_L=np.full(length, -1, dtype=np.int32),
             loss_mask_L=np.zeros(length, dtype=np.bool_),
             segment_ids_L=np.full(length, -1, dtype=np.int32) if self.has_segments else None,
             is_eos_padding_L=np.zeros(length, dtype=np.bool_) if self.has_segments else None,
+            is_desirable_1=None if label is None else np.array([label]),
         )
         for index, document in enumerate(documents):
             first, tokens = start, document
@@ -279,10 +286,27 @@ def _pad_row(row: Row, length: int) -> Row:
     assert row.segment_ids_L is not None and row.is_eos_padding_L is not None
     size = int((row.document_ids_L >= 0).sum())
     padding = slice(size, length)  # its tokens are end-of-text already
-    padded = Row(*(values.copy() for values in vars(row).values()))
+    padded = copy.deepcopy(row)
     assert padded.segment_ids_L is not None and padded.is_eos_padding_L is not None
     padded.document_ids_L[padding] = 0
     padded.segment_ids_L[padding] = row.segment_ids_L[size - 1]
     padded.loss_mask_L[padding] = True
     padded.is_eos_padding_L[padding] = True
     return padded
+
+
+def append_mismatch(row: Row, other: Row) -> Row:
+    """Append the row's prompt with another row's answer, up to the end of the row: KTO's estimate of the divergence
+    needs answers that do not belong to their prompts. Both rows have one conversation with one answer."""
+    (start, end), (other_start, other_end) = (
+        (int(one.loss_mask_L.argmax()), int((one.document_ids_L >= 0).sum())) for one in (row, other)
+    )
+    appended, length = copy.deepcopy(row), len(row.tokens_L)
+    stop = min(length, end + start + other_end - other_start)
+    for name, values in vars(appended).items():
+        if name.endswith("_L"):
+            answer = getattr(other, name)[other_start : other_start + stop - end - start]
+            values[end:stop] = np.concatenate([getattr(row, name)[:start], answer])
+    assert appended.segment_ids_L is not None
+    appended.document_ids_L[end:stop] = appended.segment_ids_L[end:stop] = 1
+    return appended

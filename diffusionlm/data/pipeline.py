@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -242,18 +243,21 @@ def build_row_reader(
     return _mix_components(components, read, repeat)
 
 
-def build_pair_reader(
+def build_preference_reader(
     components: Sequence[MixtureComponent],
     config: DataConfig,
     tokenizer: Tokenizer,
     row_length: int,
     seed: int,
     block_length: int | None = None,
+    *,
+    is_unpaired: bool = False,
 ) -> ResumableReader[Row]:
     """Read rows of one preference each: the chosen conversation, then the rejected one, each in half of the row.
 
     Args:
         block_length: as in `build_row_reader`.
+        is_unpaired: read rows of one labeled example each, in half of the row.
 
     Raises:
         ValueError: a component has no conversations, or the chat template does not allow to learn answers.
@@ -266,8 +270,9 @@ def build_pair_reader(
             raise ValueError(f"{component.name} has no conversations: preferences need a chosen and a rejected answer")
         encoder = ChatEncoder(component.chat, tokenizer, row_length // 2, block_length)
         conversations = _shuffle_documents(component, config.document_shuffle_window, seed, key)
-        pairs = read_documents(conversations, encoder, seed, key, as_pairs=True)
-        return pack_windows(pairs, row_format, 1, lambda pairs, _: pairs)
+        encode = partial(encoder.encode_preference, is_unpaired=is_unpaired)
+        preferences = read_documents(conversations, encoder, seed, key, encode)
+        return pack_windows(preferences, row_format, 1, lambda preferences, _: preferences)
 
     return _mix_components(components, read, repeat=True)
 

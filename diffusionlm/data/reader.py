@@ -107,15 +107,6 @@ WindowTransform = Callable[[int, int, list[S]], ItemsFuture[T]]
 
 
 @dataclass
-class _PrefetchedWindow(Generic[T]):
-    epoch: int
-    index: int
-    future: ItemsFuture[T]
-    next_position: ReaderPosition
-    """Start of the next window in the upstream reader; None: this is the last one."""
-
-
-@dataclass
 class WindowedReader(Generic[S, T]):
     """A reader that transforms another reader window by window.
 
@@ -134,7 +125,8 @@ class WindowedReader(Generic[S, T]):
         self._loaded_window: tuple[int, int] | None = None
         self._items: list[T] = []
         self._next_position: ReaderPosition = None
-        self._prefetched: deque[_PrefetchedWindow[T]] = deque()
+        # (epoch, index, transformed items, start of the next window in the upstream reader or None)
+        self._prefetched: deque[tuple[int, int, ItemsFuture[T], ReaderPosition]] = deque()
 
     def read(self, epoch: int, position: ReaderPosition, limit: int) -> tuple[list[T], ReaderPosition]:
         position = position or {"window": 0, "start": None, "used": 0}
@@ -155,22 +147,20 @@ class WindowedReader(Generic[S, T]):
             return
         self._items = []  # frees the old window before the new one is built
         prefetched = self._prefetched
-        if not prefetched or (prefetched[0].epoch, prefetched[0].index) != (epoch, index):
+        if not prefetched or prefetched[0][:2] != (epoch, index):
             prefetched.clear()
             self._submit_window(epoch, index, start)
-        window = prefetched.popleft()
-        last = window
-        while len(prefetched) < self.prefetch_depth:
-            last = prefetched[-1] if prefetched else last
-            if last.next_position is None:
-                break
-            self._submit_window(epoch, last.index + 1, last.next_position)
-        self._items, self._next_position = window.future(), window.next_position
+        _, _, future, self._next_position = prefetched.popleft()
+        last, next_position = (prefetched[-1][1], prefetched[-1][3]) if prefetched else (index, self._next_position)
+        while len(prefetched) < self.prefetch_depth and next_position is not None:
+            last, next_position = last + 1, self._submit_window(epoch, last + 1, next_position)
+        self._items = future()
         self._loaded_window = (epoch, index)
 
-    def _submit_window(self, epoch: int, index: int, start: ReaderPosition) -> None:
+    def _submit_window(self, epoch: int, index: int, start: ReaderPosition) -> ReaderPosition:
         items, next_position = self.upstream.read(epoch, start, self.window_size)
-        self._prefetched.append(_PrefetchedWindow(epoch, index, self.transform(epoch, index, items), next_position))
+        self._prefetched.append((epoch, index, self.transform(epoch, index, items), next_position))
+        return next_position
 
 
 def shuffle_windows(

@@ -28,8 +28,6 @@ from files.atomic import sync_to_disk
 INDEX_FILE = "index.json"
 PROGRESS_FILE = "progress.json"
 TOKENIZER_DIRECTORY = "tokenizer"
-PARTIAL_SUFFIX = ".tmp"
-
 OFFSET_DTYPE = "<i8"
 
 ShardDtype = Literal["uint16", "uint32"]
@@ -95,11 +93,6 @@ class SplitIndex(StrictModel):
     def bytes_on_disk(self) -> int:
         return sum(part.bytes for shard in self.shards for part in shard.parts)
 
-    @property
-    def file_sizes(self) -> dict[str, int]:
-        """File name -> bytes."""
-        return {part.file: part.bytes for shard in self.shards for part in shard.parts}
-
 
 class ShardIndex(StrictModel):
     """The contents of ``index.json``."""
@@ -158,13 +151,15 @@ def check_sizes(directory: Path, split: SplitIndex) -> None:
     Raises:
         ValueError: a file is missing or has another size.
     """
-    for name, size in split.file_sizes.items():
-        path = directory / name
+    for part in (part for shard in split.shards for part in shard.parts):
+        path = directory / part.file
         if not path.is_file():
             raise ValueError(f"{path} is missing, though {INDEX_FILE} names it; copy it again, or make the data again")
         actual_size = path.stat().st_size
-        if actual_size != size:
-            raise ValueError(f"{path} has {actual_size:,} bytes, not {size:,}; copy it again, or make the data again")
+        if actual_size != part.bytes:
+            raise ValueError(
+                f"{path} has {actual_size:,} bytes, not {part.bytes:,}; copy it again, or make the data again"
+            )
 
 
 def check_checksums(directory: Path, split: SplitIndex) -> None:
@@ -189,7 +184,7 @@ def little_endian_dtype(dtype: ShardDtype) -> np.dtype[Any]:
 
 def partial_path(path: Path) -> Path:
     """Return the path under which a file is written until it is complete."""
-    return path.with_name(path.name + PARTIAL_SUFFIX)
+    return path.with_name(path.name + ".tmp")
 
 
 class ShardWriter:

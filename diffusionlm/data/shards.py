@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import math
 import mmap
@@ -233,7 +234,8 @@ def _memory_map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
                 return np.empty(0, dtype)
             return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **options), dtype)
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+        hint = "; raise the limit of open files (ulimit -n)" if error.errno == errno.EMFILE else ""
+        raise ValueError(f"{path} cannot be read: {error.strerror}{hint}") from error
 
 
 def _count_tokens(files: list[_ShardFile], first_documents: NDArray[np.int64], num_documents: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import os
@@ -10,18 +11,17 @@ import shutil
 import signal
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from itertools import chain, pairwise
 from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from config.tokenizer import TokenizerConfig
 from diffusionlm.data.reader import ItemsFuture, ResumableReader, Tokens, WindowedReader
@@ -85,21 +85,17 @@ def open_text_encoder(tokenizer: Tokenizer, num_processes: int) -> Iterator[Text
     with contextlib.closing(WorkerPool(num_processes, tokenizer, death)) as pool:
 
         def submit(texts: list[str]) -> ItemsFuture[Tokens]:
-            future = pool.submit(_encode_flat, texts)
-            return lambda: _split_flat(*pool.wait(future))
+            future = pool.submit(_encode_texts, texts)
+            return lambda: pool.wait(future)
 
         yield TextEncoder(submit, CHUNKS_PER_PROCESS * num_processes)
 
 
-def _encode_flat(tokenizer: Tokenizer, texts: list[str]) -> tuple[Tokens, NDArray[np.int64]]:
-    """Return the token ids of all texts and the length of each: two arrays are sent faster than one per text."""
-    documents = [tokenizer.encode(text) for text in texts]
-    lengths = np.fromiter(map(len, documents), np.int64, len(documents))
-    return np.fromiter(chain.from_iterable(documents), np.int32, int(lengths.sum())), lengths
+def _encode_texts(tokenizer: Tokenizer, texts: list[str]) -> list[Tokens]:
+    return [np.array(tokenizer.encode(text), dtype=np.int32) for text in texts]
 
 
-def _split_flat(token_ids: Tokens, lengths: NDArray[np.int64]) -> list[Tokens]:
-    return [token_ids[start:end] for start, end in pairwise([0, *np.cumsum(lengths).tolist()])]
+_open_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 
 
 class WorkerPool:
@@ -122,6 +118,7 @@ class WorkerPool:
         reader, self._lifeline = SPAWN_CONTEXT.Pipe(duplex=False)
         self._executor = ProcessPoolExecutor(num_processes, SPAWN_CONTEXT, _watch_lifeline, (reader, self._path.parent))
         resource_tracker.ensure_running()  # started with the first process, it would unblock the signals
+        _open_pools.add(self)
 
     def submit(self, function: Callable[..., object], *arguments: object) -> Future[Path]:
         """Start a call in a process that is free; `wait` for its result."""
@@ -129,7 +126,7 @@ class WorkerPool:
         previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             return self._executor.submit(_call, function, self._path, *arguments)
-        except BrokenProcessPool:
+        except (BrokenProcessPool, OSError):  # OSError: a process ends just now
             raise self._death from None
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
@@ -145,6 +142,7 @@ class WorkerPool:
         return result
 
     def close(self) -> None:
+        _open_pools.discard(self)
         self._lifeline.close()
         self._executor.shutdown(cancel_futures=True)
         self._folder.cleanup()
@@ -164,6 +162,8 @@ def _call(function: Callable[..., object], path: Path, *arguments: object) -> Pa
 
 
 def _watch_lifeline(lifeline: Connection, folder: Path) -> None:
+    """Let this process end with the other end of the pipe, and without an interpreter that tears down open readers."""
+    atexit.register(os._exit, 0)
     threading.Thread(target=_exit_at_end, args=(lifeline, folder), daemon=True).start()
 
 
@@ -171,5 +171,7 @@ def _exit_at_end(lifeline: Connection, folder: Path) -> None:
     """Exit when the other end of the pipe is closed."""
     with contextlib.suppress(EOFError, OSError):
         lifeline.recv_bytes()
+    for pool in [*_open_pools]:  # else Python would warn of semaphores that nobody has removed
+        pool.close()
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)

@@ -248,6 +248,22 @@ def test_answers_and_eos_padding_are_reported_apart(tmp_path: Path) -> None:
     assert "EOS padding after answers" in render_text(format_summary(config.run.directory), StringIO())
 
 
+def test_a_validation_of_one_row_says_that_it_has_no_standard_error(tmp_path: Path) -> None:
+    """Of eight conversations two are held out, and share a row."""
+    source = {"kind": "files", "paths": [str(tmp_path / "few.jsonl")], "chat": {"template": "chatml"}}
+    changes: dict[str, dict[str, Any]] = {"validation": {"every_steps": 2}, "samples": {"every_steps": 0}}
+    model = {"max_position_embeddings": 192}
+    config = chat_config(tmp_path, "few", FORMATS["messages"][:8], data={"source": source}, model=model, **changes)
+    train(config)
+    note = "nats per token (one row: no standard error)"
+    assert [note in event["text"] for event in read_events(config, "validation")] == [True]
+    assert any("warning: validation has one row" in event["text"] for event in read_events(config, "data"))
+    card = (config.run.directory / "checkpoints/latest/README.md").read_text(encoding="utf-8")
+    summary = render_text(format_summary(config.run.directory), StringIO())
+    assert note in card and "(one row: no standard error)" in summary
+    assert " inf" not in card + summary + "".join(event["text"] for event in read_records(config, "event"))
+
+
 def test_nothing_left_says_why(tmp_path: Path) -> None:
     rows = [{"prompt": "x" * 100, "completion": str(index)} for index in range(120)]
     config = chat_config(tmp_path, "short", rows)
@@ -295,6 +311,6 @@ def test_eight_conversations_are_learned_by_heart(kind: str, tmp_path: Path) -> 
     data = {"source": source, "rows": "padded", "row_length": 64}
     likelihood = {"kind": "nelbo", "prompt_gap": True}
     bound = evaluate_likelihood(
-        open_text(EvalConfig.model_validate({"model": values["model"], "data": data, "likelihood": likelihood}))
+        open_text(EvalConfig.model_validate({"model": values["model"], "data": data, "likelihood": likelihood})), model
     )
     assert bound.prompt_gap is not None and bound.prompt_gap.nats_per_token > 10 * bound.nats_per_token

@@ -26,6 +26,7 @@ RECIPES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "sft_qwen3": ({"model_type": "qwen3", "block_length": 4}, CHATML),
     "sft_llada": ({"model_type": "llada", "qk_norm": False}, HEADERS),
     "sft_sdar": ({"model_type": "sdar", "block_length": 4}, CHATML),
+    "preference": ({"model_type": "qwen3", "block_length": 4}, CHATML),
 }
 
 
@@ -59,8 +60,11 @@ def write_model(directory: Path, options: dict[str, Any], special_tokens: tuple[
 def test_recipe(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     options, special_tokens = RECIPES[name]
-    mask_token_id = write_model(tmp_path / "model", options, special_tokens)
-    (tmp_path / "chats").mkdir()
+    write_model(tmp_path / "model", options, special_tokens)
+    for folder in ("chats", "pairs"):
+        (tmp_path / folder).mkdir()
+    pairs = [{"prompt": f"what is {i}", "chosen": f"{i} and one", "rejected": "none"} for i in range(60)]
+    (tmp_path / "pairs/a.jsonl").write_text("\n".join(map(json.dumps, pairs)), encoding="utf-8")
     records = [
         {"messages": [{"role": "user", "content": f"what is {i}"}, {"role": "assistant", "content": f"{i} and one"}]}
         for i in range(60)
@@ -79,8 +83,6 @@ def test_recipe(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
         "validation.final_rows": 2,
         "logging.progress": "none",
     }
-    if name == "sft_qwen3":
-        changes["lora.trainable_tokens"] = f"[{mask_token_id}]"
     overrides = [f"{key}={value}" for key, value in changes.items()]
     recipe = RESOURCES / f"{name}.toml"
     assert main(["--config", str(recipe), "--dry-run", *(part for text in overrides for part in ("--set", text))]) == 0

@@ -24,6 +24,8 @@ class Conversation:
     """Group of the conversation in tables of results: the column `task`."""
     context_answers: tuple[int, ...] = ()
     """Indices of answers that are not learned."""
+    is_desirable: bool | None = None
+    """Label of the last answer. None: there is none."""
     location: str = field(default="", compare=False)
     """Place of its record, such as a file and a line, for errors."""
 
@@ -56,6 +58,8 @@ class Conversation:
                 value["task"] = self.task
             if self.context_answers:
                 value["context_answers"] = self.context_answers
+            if self.is_desirable is not None:
+                value["label"] = self.is_desirable
         else:
             value |= {
                 "prompt": self.messages[: self.prompt_length],

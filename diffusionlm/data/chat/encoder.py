@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -29,6 +29,7 @@ THOUGHTS_END = "</think>"
 TOO_LONG = "longer than a row"
 PROMPT_TOO_LONG = "prompt as long as a row"
 REFUSED = "refused by the chat template"
+UNDESIRABLE = "undesirable"
 NOT_LEARNED = "no answer in {% generation %}"
 CUT = f"{REPAIRED_PREFIX}cut to a row"
 EXPANDED = f"{REPAIRED_PREFIX}turns expanded"
@@ -87,7 +88,8 @@ class ChatEncoder:
     def encode(
         self, conversation: Conversation, rng: np.random.Generator | None = None
     ) -> tuple[list[Document], list[Skip]]:
-        """Encode a conversation; a preference is its chosen answer. Also returns what was left out or changed.
+        """Encode a conversation; a preference is its chosen answer, undesirable answers are left out. Also returns
+        what was left out or changed.
 
         Args:
             rng: selects the answer for `turns` = "one".
@@ -95,7 +97,10 @@ class ChatEncoder:
         Raises:
             ValueError: the template refuses the conversation while `on_bad_row` is "raise".
         """
-        selection = self.config.turns if conversation.rejected is None else "last"
+        if conversation.is_desirable is False:
+            return [], [(UNDESIRABLE, 'its label is false; objective.loss = "kto" learns from it')]
+        is_plain = conversation.rejected is None and conversation.is_desirable is None
+        selection = self.config.turns if is_plain else "last"
         reasons: list[Skip] = []
         positions = conversation.learned_answers
         if selection == "last":
@@ -126,17 +131,25 @@ class ChatEncoder:
         documents = [self._build_document(group, reasons) for group in groups]
         return [document for document in documents if document is not None], reasons
 
-    def encode_preference(self, conversation: Conversation) -> tuple[list[tuple[Document, Document]], list[Skip]]:
-        """Encode the chosen and the rejected answer with their prompt: a pair, or none and why one is left out.
+    def encode_preference(
+        self, conversation: Conversation, *, is_unpaired: bool = False
+    ) -> tuple[list[tuple[Document, ...]], list[Skip]]:
+        """Encode the chosen and the rejected answer with their prompt: a pair, or none and why one is left out. Or, if
+        ``is_unpaired``, the last answer with its label.
 
         Raises:
-            ValueError: there is no rejected answer, or the template refuses the conversation while `on_bad_row` is
-                "raise".
+            ValueError: there is no rejected answer, or label, or the template refuses the conversation while
+                `on_bad_row` is "raise".
         """
-        if conversation.rejected is None:
+        label = conversation.is_desirable
+        if is_unpaired and label is not None:
+            documents, reasons = self.encode(replace(conversation, is_desirable=True))
+            return [(replace(document, is_desirable=label),) for document in documents], reasons
+        if is_unpaired or conversation.rejected is None:
+            needed, name = ("label", "unpaired") if is_unpaired else ("rejected answer", "preference")
             raise ValueError(
-                f"{self.records.key}: {conversation.error_prefix}the conversation has no rejected answer, which "
-                'objective.kind = "preference" needs: set format = "preference", and name its columns'
+                f"{self.records.key}: {conversation.error_prefix}the conversation has no {needed}, which the loss "
+                f'needs: set format = "{name}" and name its columns; only "kto" learns from single answers with labels'
             )
         chosen, rejected = (
             self.encode(replace(conversation, messages=messages, context_answers=()))
@@ -231,14 +244,13 @@ def read_documents(
     encoder: ChatEncoder,
     seed: int,
     key: tuple[int, ...] = (),
-    *,
-    as_pairs: bool = False,
+    encode: Callable[[Conversation], tuple[Sequence[Any], list[Skip]]] | None = None,
 ) -> WindowedReader[Conversation, Any]:
     """Read the documents of conversations, and count once, in the first epoch, what is left out.
 
     Args:
         seed: selects the answer for `turns` = "one", with key, epoch and index.
-        as_pairs: read the chosen and rejected documents of preferences.
+        encode: `ChatEncoder.encode_preference`, whose items are read in place of documents.
     """
     is_random = encoder.config.turns == "one"
 
@@ -247,8 +259,8 @@ def read_documents(
         for index, conversation in enumerate(conversations):
             is_new = encoder.records.skip_log.is_new(epoch, (window, index))
             items: Sequence[Any]
-            if as_pairs:
-                items, reasons = encoder.encode_preference(conversation)
+            if encode is not None:
+                items, reasons = encode(conversation)
             else:
                 rng = keyed_rng(seed, RngStream.ANSWER, *key, epoch, window, index) if is_random else None
                 items, reasons = encoder.encode(conversation, rng)

@@ -53,6 +53,8 @@ class ChatRowParser:
     def detect_format(self, row: Mapping[str, Any]) -> ChatFormat:
         """Return the format whose columns a row has."""
         present = {name for name in COLUMNS if row.get(self.column(name)) is not None}
+        if isinstance(row.get(self.column("chosen")), Mapping):  # LLaMA-Factory's, beside messages
+            return "preference"
         for name, needed in FORMAT_COLUMNS.items():
             if needed <= present:
                 return name
@@ -63,14 +65,16 @@ class ChatRowParser:
         )
 
     def _parse(self, row: Mapping[str, Any]) -> Conversation:
-        name = self.detect_format(row) if self.config.format == "auto" else self.config.format
+        is_unpaired = self.config.format == "unpaired"
+        name = self.detect_format(row) if is_unpaired or self.config.format == "auto" else self.config.format
         value = {field: row.get(self.column(field)) for field in COLUMNS}
         missing = next((field for field in sorted(FORMAT_COLUMNS[name]) if value[field] is None), None)
         if missing is not None:
             raise _InvalidRowError(f"no column {self.column(missing)!r}", f"its columns are {list_fields(row)}")
+        label = value["label"] if value["label"] is not None else row.get("kto_tag")
         # Of a conversation only false can be nothing else.
-        if name == "prompt_completion" or (name != "preference" and row.get("label") is False):
-            _check_label(row.get("label"))
+        if not is_unpaired and (name == "prompt_completion" or (name != "preference" and label is False)):
+            _refuse_label(label)
         tools = _parse_tools(value["tools"])
         rejected: tuple[Message, ...] | None = None
         prompt_length: int | None = None
@@ -91,7 +95,8 @@ class ChatRowParser:
             rejected, _ = _remove_training_keys(rejected)
             _check_preference(messages, rejected, len(rejected) - 1)
         task = value["task"] if isinstance(value["task"], str) else None
-        conversation = Conversation(messages, tools, rejected, prompt_length, task, context_answers)
+        is_desirable = _parse_label(label, self.column("label")) if is_unpaired and rejected is None else None
+        conversation = Conversation(messages, tools, rejected, prompt_length, task, context_answers, is_desirable)
         learned = conversation.learned_answers
         if not learned or (rejected is not None and learned[-1] != prompt_length):
             raise _InvalidRowError(
@@ -118,12 +123,13 @@ class ChatRowParser:
     def _parse_message(self, value: Any) -> Message:
         if not isinstance(value, Mapping):
             raise _InvalidRowError("message is no object", shorten_repr(value))
-        name = _first_of(value, self.config.columns.get("role"), "role", "from")
+        columns, tags = self.config.columns, self.config.tags
+        name = _first_of(value, columns.get("role", tags.get("role_tag")), "role", "from")
         role = self.config.role_aliases.get(name) if isinstance(name, str) else None
         if role is None:
             problem = f"{name!r}; name it in chat.roles if it stands for a role"
             raise _InvalidRowError("unknown role" if name is not None else "message without role", problem)
-        content = _first_of(value, self.config.columns.get("content"), "content", "value")
+        content = _first_of(value, columns.get("content", tags.get("content_tag")), "content", "value")
         marks = _parse_training_keys(value) if role in ("assistant", "function_call") else {}
         if role == "function_call":
             return {"role": "assistant", "content": "", "tool_calls": _parse_tool_calls(content), **marks}
@@ -136,7 +142,10 @@ class ChatRowParser:
         return message | marks | {key: value[key] for key in MESSAGE_KEYS if isinstance(value.get(key), str)}
 
     def _parse_alpaca(self, value: Mapping[str, Any]) -> tuple[Message, ...]:
-        """The prompt is instruction and input on lines of their own, as in LLaMA-Factory."""
+        return (*self._parse_instruction(value), _make_answer(_check_text(value["output"], "output")))
+
+    def _parse_instruction(self, value: Mapping[str, Any]) -> tuple[Message, ...]:
+        """The history, then instruction and input on lines of their own, as in LLaMA-Factory."""
         texts = [_check_text(value[key] or "", key) for key in ("instruction", "input")]
         messages: list[Message] = []
         history = value["history"] or ()
@@ -145,9 +154,9 @@ class ChatRowParser:
         for pair in history:
             if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
                 raise _InvalidRowError("history is no list of pairs", shorten_repr(pair))
-            messages += _make_pair(*(_check_text(text, "history") for text in pair))
-        prompt = "\n".join(text for text in texts if text)
-        return (*messages, *_make_pair(prompt, _check_text(value["output"], "output")))
+            question, answer = (_check_text(text, "history") for text in pair)
+            messages += [{"role": "user", "content": question}, _make_answer(answer)]
+        return (*messages, {"role": "user", "content": "\n".join(text for text in texts if text)})
 
     def _parse_prompt(self, value: Any) -> tuple[Message, ...]:
         if isinstance(value, str):
@@ -155,21 +164,29 @@ class ChatRowParser:
         return self._parse_messages(value)
 
     def _parse_completion(self, value: Any, prompt: tuple[Message, ...]) -> tuple[Message, ...]:
-        """An answer as text or as messages, which may repeat the prompt."""
+        """An answer as text, as a message, or as messages, which may repeat the prompt."""
         if isinstance(value, str):
-            return ({"role": "assistant", "content": value},)
-        messages = self._parse_messages(value)
+            return (_make_answer(value),)
+        messages = self._parse_messages([value] if isinstance(value, Mapping) else value)
         repeats_prompt = len(messages) > len(prompt) and messages[: len(prompt)] == prompt
         return messages[len(prompt) :] if repeats_prompt else messages
 
     def _parse_preference(self, value: Mapping[str, Any]) -> tuple[tuple[Message, ...], ...]:
-        """Prompt, chosen and rejected answer; an implicit prompt is what both have in common."""
+        """Prompt, chosen and rejected answer; the prompt of two lists of messages may be what they have in common."""
+        prompt: tuple[Message, ...] | None = None
         if value["prompt"] is not None:
             prompt = self._parse_prompt(value["prompt"])
+        elif any(isinstance(value[key], str | Mapping) for key in ("chosen", "rejected")):
+            messages = _first_of(value, "messages", "conversations")
+            if value["instruction"] is None and messages is None:
+                raise _InvalidRowError(
+                    "preference without prompt",
+                    f"chosen or rejected is one answer: {shorten_repr(value['chosen'])}; name the column of the prompt "
+                    'in chat.columns, such as {prompt = "question"}',
+                )
+            prompt = self._parse_messages(messages) if value["instruction"] is None else self._parse_instruction(value)
+        if prompt is not None:
             return prompt, *(self._parse_completion(value[key], prompt) for key in ("chosen", "rejected"))
-        for key in ("chosen", "rejected"):
-            if isinstance(value[key], str):
-                raise _InvalidRowError("preference without prompt", f"{key} is text: {shorten_repr(value[key])}")
         chosen, rejected = (self._parse_messages(value[key]) for key in ("chosen", "rejected"))
         pairs = zip(chosen[:-1], rejected[:-1], strict=False)
         length = next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)) - 1)
@@ -186,8 +203,8 @@ FORMAT_COLUMNS: dict[ChatFormat, set[str]] = {
 """Columns that a format must have, in the order of detection."""
 
 
-def _make_pair(question: str, answer: str) -> tuple[Message, Message]:
-    return {"role": "user", "content": question}, {"role": "assistant", "content": answer}
+def _make_answer(text: str) -> Message:
+    return {"role": "assistant", "content": text}
 
 
 def _first_of(value: Mapping[str, Any], *keys: str | None) -> Any:
@@ -214,13 +231,20 @@ def _remove_training_keys(messages: Sequence[Message]) -> tuple[tuple[Message, .
     return tuple(plain), indices
 
 
-def _check_label(label: Any) -> None:
-    """Refuse a completion with a label, TRL's unpaired preference: a rejected one would be learned."""
+def _parse_label(label: Any, column: str) -> bool:
+    if label not in (0, 1):  # also false and true
+        problem = f"its column {column!r} is {shorten_repr(label)}, expected true (desirable) or false"
+        raise _InvalidRowError("no label", f'{problem}; name it in chat.columns, such as {{label = "kto_tag"}}')
+    return bool(label)
+
+
+def _refuse_label(label: Any) -> None:
+    """Refuse an answer with a label, TRL's unpaired preference: an undesirable one would be learned."""
     if label in (0, 1):  # also false and true
         raise _InvalidRowError(
             "unpaired preference",
-            f"its key 'label' is {str(label).lower()}; write rows with prompt, chosen and rejected, or remove the rows "
-            "with label = false or 0, and then the key",
+            f'its label is {str(label).lower()}; set chat.format = "unpaired", which learns desirable answers only, or '
+            'with objective.loss = "kto" from both; or remove the rows with label = false or 0, and then the key',
         )
 
 

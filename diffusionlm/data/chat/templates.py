@@ -29,7 +29,7 @@ def resolve_chat_template(config: ChatRowsConfig, tokenizer: Tokenizer | None, k
     """
     setting = f'{key}.template = "{config.template}"' if config.template else f"{key}.template"
     try:
-        template = _find_template(config.template, tokenizer)
+        template = find_chat_template(config.template, tokenizer)
         template = _set_variables(template, config.template_variables)
         if tokenizer is not None:
             _check_template(template, tokenizer)
@@ -52,7 +52,12 @@ def hash_template_files(config: ChatRowsConfig) -> str | None:
     return hashlib.sha256(json.dumps([template.source, dict(template.tokens)]).encode()).hexdigest()
 
 
-def _find_template(name: str | None, tokenizer: Tokenizer | None) -> ChatTemplate:
+def find_chat_template(name: str | None, tokenizer: Tokenizer | None) -> ChatTemplate:
+    """Return the template of a name, a file with Jinja or a directory; None: that of the tokenizer.
+
+    Raises:
+        ValueError: there is none.
+    """
     builtin = ", ".join(CHAT_TEMPLATES)
     if name is None:
         if tokenizer is None or tokenizer.chat_template is None:

@@ -52,7 +52,7 @@ def open_hub(config: HubDataset, split: Split, key: str) -> RecordSource:
     version, origin = _dataset_version(config, builder, key)
     validation_fraction = None if has_own_split else config.validation_fraction
     field, field_setting = select_field(config, key)
-    records = HubRecords(stream, config.dataset, field, key, field_setting)
+    records = HubRecords(stream, config.dataset, field, f"{key}.dataset", field_setting)
     document_split = select_split(records, config, validation_fraction, is_validation, split_key)
     options = [validation_fraction, max_documents, config.on_bad_row, config.text_field]
     options = list_identifying_options(options, config, document_split)
@@ -81,19 +81,7 @@ def _load_builder(config: HubDataset, key: str) -> Any:
     try:
         return datasets.load_dataset_builder(name, config.config, revision=config.revision)
     except Exception as error:  # the Hub's client raises many types: not found, offline, gated, empty
-        if isinstance(error, ConnectionError) and datasets.config.HF_HUB_OFFLINE:
-            call = ", ".join(repr(argument) for argument in (config.dataset, config.config) if argument is not None)
-            raise ValueError(
-                f"{key}.dataset = {config.dataset!r} is not in the local cache, {datasets.config.HF_DATASETS_CACHE}, "
-                "and HF_HUB_OFFLINE forbids to ask the Hub; unset it, or fill the cache where there is a network: "
-                f'python -c "import datasets; datasets.load_dataset({call})"'
-            ) from error
-        options = ", ".join(
-            f"{name} = {value!r}" for name in ("config", "revision") if (value := getattr(config, name)) is not None
-        )
-        raise ValueError(
-            f"{key}.dataset = {config.dataset!r}{options and f' with {options}'} cannot be opened: {_error_text(error)}"
-        ) from error
+        raise ValueError(f"{key}.dataset = {config.dataset!r} cannot be opened: {_error_text(error)}") from error
 
 
 def _open_stream(config: HubDataset, builder: Any, key: str, split_key: str, split_name: str) -> Any:
@@ -150,9 +138,7 @@ class HubRecords:
     dataset: str
     field: TextField
     key: str
-    """Config key of the source's section."""
     field_setting: str
-    """Config key of the text field, and its value, for errors."""
 
     def __post_init__(self) -> None:
         self._start = self.stream.state_dict()
@@ -161,9 +147,6 @@ class HubRecords:
     def seek(self, position: dict[str, Any] | None) -> None:
         position = position or {"state": self._start, "row": 0}
         self._state, self.row = position["state"], position["row"]
-
-    def error_key(self, *, is_field_error: bool) -> str:
-        return self.field_setting if is_field_error else f"{self.key}.dataset"
 
     def __iter__(self) -> Iterator[Record | BadRecord]:
         stream, field = self.stream, self.field
@@ -174,7 +157,7 @@ class HubRecords:
                 row = next(rows, None)
             except Exception as error:  # its readers raise many types: network, Arrow, Unicode
                 raise ValueError(
-                    f"{self.key}.dataset = {self.dataset!r} cannot be read after row {self.row}: "
+                    f"{self.key} = {self.dataset!r} cannot be read after row {self.row}: "
                     f"{_error_text(error)}; the library stops there: try again, or download the files and read them "
                     'with kind = "files", which can skip bad records'
                 ) from error

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -133,12 +133,6 @@ class DataFile:
                 "now); restore it, or start a new run"
             )
 
-    @property
-    def description(self) -> str:
-        """Format and compression, as text."""
-        compression = detect_compression(self.path)
-        return f"{self.format} ({compression[1:]})" if compression else str(self.format)
-
 
 def open_local_files(config: LocalFiles, split: Split, key: str) -> RecordSource:
     """Open the documents of a split. Without `validation_paths`, `choose_split` holds out validation text.
@@ -174,7 +168,9 @@ def open_local_files(config: LocalFiles, split: Split, key: str) -> RecordSource
     options = list_identifying_options(options, config, document_split)
     lines = [f"{file.format} {file.identity}" for file in files]
     digest = hashlib.sha256("\n".join([json.dumps(options), *lines]).encode("utf-8", "surrogateescape"))
-    identity, provenance = f"files/{split}/{digest.hexdigest()[:16]}", _describe_files(files, patterns)
+    identity, size = f"files/{split}/{digest.hexdigest()[:16]}", sum(file.size for file in files)
+    formats = " and ".join(sorted({str(file.format) for file in files}))
+    provenance = f"{len(files):,} files, {size:,} bytes, {formats}, of {', '.join(map(portable_path, patterns))}"
     if document_split.description:
         provenance += f"; {document_split.description}"
     return RecordSource(records, key, config.on_bad_row, document_split, max_documents, identity, provenance, skip_log)
@@ -233,22 +229,13 @@ def detect_format(path: Path) -> TextFileFormat | None:
     return "text" if extension in TEXT_EXTENSIONS else FORMATS.get(extension)
 
 
-def _describe_files(files: Sequence[DataFile], patterns: tuple[str, ...]) -> str:
-    size = sum(file.size for file in files)
-    formats = " and ".join(sorted({file.description for file in files}))
-    count = "1 file" if len(files) == 1 else f"{len(files):,} files"
-    return f"{count}, {size:,} bytes, {formats}, of {', '.join(map(portable_path, patterns))}"
-
-
 @dataclass
 class LocalFileRecords:
     """A `RecordCursor` of several files, one after the other. The names of its position are part of checkpoints."""
 
     files: list[DataFile]
-    paths_key: str
-    """Config key of the paths, for errors."""
+    key: str
     field_setting: str
-    """Config key of the text field, and its value, for errors."""
     field: TextField
     sample_by: SampleBy
     max_record_bytes: int
@@ -262,9 +249,6 @@ class LocalFileRecords:
     def seek(self, position: dict[str, int] | None) -> None:
         position = position or {"file": 0, "at": 0, "line": 0}
         self.file, self.at, self.line = position["file"], position["at"], position["line"]
-
-    def error_key(self, *, is_field_error: bool) -> str:
-        return self.field_setting if is_field_error else self.paths_key
 
     def _read_file(self, file: DataFile) -> Iterator[ParsedRecord]:
         """Read the records of one file from the position on."""
@@ -280,7 +264,7 @@ class LocalFileRecords:
     def __iter__(self) -> Iterator[Record | BadRecord]:
         while self.file < len(self.files):
             file = self.files[self.file]
-            file.check(self.paths_key)
+            file.check(self.key)
             try:
                 for content, self.at, self.line in self._read_file(file):  # noqa: B020
                     yield content
@@ -288,7 +272,7 @@ class LocalFileRecords:
                 self.at += 1  # the corrupt rest of the file counts as one record
                 yield BadRecord(error.reason, error.detail)
             except OSError as error:
-                raise ValueError(f"{self.paths_key}: {file.path} cannot be read ({error.strerror})") from error
+                raise ValueError(f"{self.key}: {file.path} cannot be read ({error.strerror})") from error
             self.file, self.at, self.line = self.file + 1, 0, 0
 
     def position(self) -> dict[str, int]:

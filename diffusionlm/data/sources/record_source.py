@@ -53,6 +53,11 @@ format does; the line is the number of lines or rows up to here, 0 if unknown.""
 class RecordCursor(Protocol):
     """Records in a fixed order, and a position in them. Its methods refer to the last record that was yielded."""
 
+    key: str
+    """Config key of the paths or the dataset, for errors."""
+    field_setting: str
+    """Config key of the text field, and its value, for errors."""
+
     def seek(self, position: Any) -> None:
         """Continue at a position; None: before the first record."""
 
@@ -71,9 +76,6 @@ class RecordCursor(Protocol):
 
     def location(self) -> str:
         """Location of the record in messages, such as a file and a line."""
-
-    def error_key(self, *, is_field_error: bool) -> str:
-        """The config key (and value) of the text field, or of the paths or dataset, for error messages."""
 
 
 @dataclass
@@ -159,7 +161,7 @@ class RecordSource:
         """Return the repaired text, or None to leave the record out."""
         place, other_remedy = self.records.location(), _other_remedy(record)
         if self.on_bad_row == "raise":
-            setting = self.records.error_key(is_field_error=record.is_field_error)
+            setting = self.records.field_setting if record.is_field_error else self.records.key
             remedy = f'set {self.key}.on_bad_row = "skip" to leave such records out and count them{other_remedy}'
             raise ValueError(f"{setting}: {place}: {record.reason}: {record.detail}; {remedy}")
         is_left_out = self.on_bad_row == "skip" or record.repaired_text is None

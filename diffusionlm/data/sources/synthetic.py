@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from config.data import ChatTasks, CopiedSymbols, MarkovChain, NestedExpressions, ReversedAddition
 from diffusionlm.data.chat.conversation import Conversation
 from diffusionlm.data.reader import ReaderPosition, SkipLog, Split
+from diffusionlm.data.sources.validation_split import hash_record, hash_share
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
 
 T = TypeVar("T")
@@ -312,12 +313,9 @@ class ChatTaskSource(SampledSource[Conversation]):
 
     @property
     def identity(self) -> str:
-        digest = hashlib.sha256(self.config.model_dump_json(by_alias=True).encode()).hexdigest()[:16]
+        options = self.config.model_dump_json(by_alias=True, exclude={"chat": {"tags"}})
+        digest = hashlib.sha256(options.encode()).hexdigest()[:16]
         return f"chat_tasks/{self.split}/{digest}"
-
-    @property
-    def provenance(self) -> str:
-        return f"{self.num_documents:,} conversations, made up: {', '.join(self.config.tasks)}"
 
     def sample_block(self, epoch: int, block: int) -> list[Conversation]:
         """Sample the conversations of a block.
@@ -333,15 +331,11 @@ class ChatTaskSource(SampledSource[Conversation]):
         for _ in range(MAX_ATTEMPTS):
             task = config.tasks[int(rng.integers(len(config.tasks)))]
             prompt, answer = make_task(config, task, rng)
-            if is_held_out(prompt, config.validation_fraction) == (self.split == "validation"):
+            is_held_out = hash_share(hash_record(prompt)) < config.validation_fraction
+            if is_held_out == (self.split == "validation"):
                 messages = ({"role": "user", "content": prompt}, {"role": "assistant", "content": answer})
                 return Conversation(messages, task=task)
         raise ValueError(
             f"{self.key}: the tasks have too few prompts to hold out some for validation: raise max_length or digits, "
             "or name more symbols"
         )
-
-
-def is_held_out(prompt: str, fraction: float) -> bool:
-    """Whether a hash of the prompt selects it for validation."""
-    return int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:8], "big") / 2**64 < fraction

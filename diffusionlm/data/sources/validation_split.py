@@ -52,7 +52,7 @@ class HashSplit:
     """Size of a validation split that divides the documents exactly."""
 
     def select(self, record: Record) -> list[Record]:
-        is_selected = _hash_share(hash_record(record)) < self.limit
+        is_selected = hash_share(hash_record(record)) < self.limit
         return [record] if is_selected == self.is_validation else []
 
 
@@ -101,7 +101,7 @@ def choose_split(records: Iterable[Record], validation_fraction: float, is_valid
         is_chat = isinstance(record, Conversation)
         if digest not in sizes:
             sizes[digest] = (1, 1) if isinstance(record, Conversation) else (len(record), len(record.encode()))
-            num_validation += _hash_share(digest) < validation_fraction
+            num_validation += hash_share(digest) < validation_fraction
         is_enough = len(sizes) >= min_documents and 0 < num_validation < len(sizes)
         if is_enough or count == MAX_READ_DOCUMENTS:
             return HashSplit(validation_fraction, is_validation)
@@ -115,16 +115,17 @@ def choose_split(records: Iterable[Record], validation_fraction: float, is_valid
 def _select_smallest_hashes(
     digests: Iterable[bytes], validation_fraction: float, is_validation: bool, key: str
 ) -> HashSplit:
-    """Hold out the share of the documents, at least one and not all."""
+    """Hold out the share of the documents: at least two of four or more, so that a bound has a standard error, at least
+    one of fewer, and not all."""
     ordered = sorted(digests)
     if len(ordered) == 1:
         raise ValueError(
             f"{key}: there is only one conversation, and validation needs another one: add conversations, or name "
             "validation_paths"
         )
-    count = min(len(ordered) - 1, max(1, round(validation_fraction * len(ordered))))
+    count = min(len(ordered) - 1, max(2 if len(ordered) >= 4 else 1, round(validation_fraction * len(ordered))))
     description = f"{count:,} of its {len(ordered):,} conversations are for validation"
-    return HashSplit(_hash_share(ordered[count]), is_validation, description)
+    return HashSplit(hash_share(ordered[count]), is_validation, description)
 
 
 def _divide_documents(
@@ -150,12 +151,8 @@ def _divide_documents(
             f"bytes: {num_bytes:,}); add text"
         )
     end_bytes = sum(sizes[digest][1] * length / sizes[digest][0] for digest, length in end_lengths.items())
-    size_text = f"{round(end_bytes):,} of {num_bytes:,} bytes"
-    if len(sizes) == 1:
-        end_text = f"its last {end_bytes / num_bytes:.1%} ({size_text})"
-    else:
-        end_text = f"the ends of {len(end_lengths):,} of its {len(sizes):,} documents ({size_text})"
-    description = f"{end_text} are validation text"
+    ends = f"the ends of {len(end_lengths):,} of its {len(sizes):,} documents"
+    description = f"{ends} ({round(end_bytes):,} of {num_bytes:,} bytes) are validation text"
     return EndSplit(end_lengths, is_validation, description)
 
 
@@ -189,6 +186,6 @@ def hash_record(record: Record) -> bytes:
     return hashlib.sha256((record if isinstance(record, str) else record.to_json()).encode()).digest()
 
 
-def _hash_share(digest: bytes) -> float:
+def hash_share(digest: bytes) -> float:
     """Return the hash as a number from 0 to 1."""
     return int.from_bytes(digest[:8], "big") / 2**64

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from cli.data import main
 from cli.data.rows import STYLES, RowSource, format_row, read_rows, row_to_json
-from config.finetune.preference import PreferenceConfig
+from config.finetune.preference import KTOLossConfig, PreferenceConfig
 from config.load import load_config
 from config.train import TrainConfig
 from diffusionlm.data.pipeline import open_components
@@ -110,6 +110,21 @@ def test_preferences_are_rows_of_pairs(tmp_path: Path) -> None:
         assert answers == ["yes<|im_end|>", "no<|im_end|>"]
 
 
+def test_labeled_answers_are_shown_with_their_labels(tmp_path: Path) -> None:
+    rows = [{"prompt": f"q{index}", "completion": "yes", "label": index % 2 == 0} for index in range(8)]
+    (tmp_path / "labeled.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    chat_options = {"eos_padding": "none", "format": "unpaired"}
+    data = {"source": {"kind": "files", "paths": [str(tmp_path / "labeled.jsonl")], "chat": chat_options}}
+    path = write_train_config(tmp_path, model={"max_position_embeddings": 200}, data=data | {"row_length": 200})
+    config = load_config(TrainConfig, path).model_copy(update={"objective": PreferenceConfig(loss=KTOLossConfig())})
+    source = RowSource(config, "train", open_components(config.data, "train"), chat_tokenizer())
+    shown = list(read_rows(source))
+    labels = [row_to_json(row, source.tokenizer)["is_desirable"] for row in shown]
+    assert [True] in labels and [False] in labels
+    heads = [part.plain for part in format_row(shown[0], 2, source, is_full=True) if isinstance(part, Text)]
+    assert heads[0].endswith(", desirable" if shown[0].is_desirable_1 else ", undesirable")
+
+
 def test_a_training_config_with_its_own_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_train_config(
         tmp_path,
@@ -172,11 +187,10 @@ def test_usage_errors(files: tuple[str, str], capsys: pytest.CaptureFixture[str]
     path, tokenizer = files
     for arguments, problem in (
         ([], "either --config"),
-        ([path, "--config", "x.toml"], "either --config"),
         ([path], "no tokenizer"),
         ([path, "--tokenizer", str(tmp_path / "none")], "none"),
         ([path, "--tokenizer", tokenizer, "--set", "run.seed=1"], "run"),
-        (["--config", "x.toml", "--template", "chatml"], "--template is for files"),
+        (["--config", "x.toml", "--template", "chatml"], "are for files; use --set"),
         (["--config", str(tmp_path / "missing.toml")], "missing.toml"),
         ([str(tmp_path / "missing.jsonl"), "--tokenizer", tokenizer], "matches no file"),
     ):

@@ -126,6 +126,79 @@ def test_preferences() -> None:
     assert sorted(json.loads(expected.to_json())) == ["chosen", "prompt", "rejected"]
 
 
+ANSWERS = {"chosen": shared("gpt", A2), "rejected": shared("gpt", "3")}
+SHAREGPT = [shared("human", Q1), shared("gpt", A1), shared("human", Q2)]
+RANKED_ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "sharegpt": ({"system": SYSTEM, "conversations": SHAREGPT, **ANSWERS}, {}),
+    "sharegpt of the section": ({"system": SYSTEM, "conversations": SHAREGPT, **ANSWERS}, {"format": "preference"}),
+    "alpaca": ({"system": SYSTEM, "instruction": Q2, "history": [[Q1, A1]], "chosen": A2, "rejected": "3"}, {}),
+    "dataset_info of alpaca": (
+        {"sys": SYSTEM, "ask": "Two", "more": "?", "past": [[Q1, A1]], "good": A2, "bad": "3"},
+        {
+            "columns": {
+                "prompt": "ask",
+                "query": "more",
+                "system": "sys",
+                "history": "past",
+                "chosen": "good",
+                "rejected": "bad",
+            }
+        },
+    ),
+    "dataset_info of sharegpt": (
+        {
+            "chat": [{"who": name, "says": m["content"]} for name, m in zip("shah", CANONICAL, strict=False)],
+            "good": {"who": "a", "says": A2},
+            "bad": {"who": "a", "says": "3"},
+        },
+        {
+            "columns": {"messages": "chat", "chosen": "good", "rejected": "bad"},
+            "tags": {
+                "role_tag": "who",
+                "content_tag": "says",
+                "system_tag": "s",
+                "user_tag": "h",
+                "assistant_tag": "a",
+            },
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(("row", "options"), RANKED_ROWS.values(), ids=RANKED_ROWS)
+def test_ranked_answers_of_llama_factory(row: dict[str, Any], options: dict[str, Any]) -> None:
+    conversation = parse(row, **options)
+    assert isinstance(conversation, Conversation), conversation
+    prompts = [tuple(m | {"content": m["content"].replace("\n", "")} for m in conversation.messages)]
+    assert prompts == [tuple(CANONICAL)] and conversation.rejected is not None
+    assert conversation.rejected == (*conversation.messages[:-1], turn("assistant", "3"))
+
+
+LABELED_ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "TRL": ({"prompt": "q", "completion": "a", "label": False}, {}),
+    "TRL, messages": ({"prompt": [turn("user", "q")], "completion": [turn("assistant", "a")], "label": 0}, {}),
+    "messages": ({"messages": [turn("user", "q"), turn("assistant", "a")], "kto_tag": False}, {}),
+    "alpaca": (
+        {"ask": "q", "answer": "a", "good": False},
+        {"columns": {"prompt": "ask", "response": "answer", "kto_tag": "good"}},
+    ),
+    "sharegpt": (
+        {"conversations": [shared("human", "q"), shared("gpt", "a")], "good": False},
+        {"columns": {"label": "good"}},
+    ),
+}
+
+
+@pytest.mark.parametrize(("row", "options"), LABELED_ROWS.values(), ids=LABELED_ROWS)
+def test_labeled_answers(row: dict[str, Any], options: dict[str, Any]) -> None:
+    conversation = parse(row, format="unpaired", **options)
+    assert conversation == Conversation((turn("user", "q"), turn("assistant", "a")), is_desirable=False)
+    assert json.loads(conversation.to_json())["label"] is False
+    for label in (None, "yes", 2):
+        record = parse({key: label if value in (False, 0) else value for key, value in row.items()}, format="unpaired")
+        assert isinstance(record, BadRecord) and "chat.columns" in record.detail
+
+
 BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown role": ({"messages": [turn("wizard", "x"), turn("assistant", "y")]}, "unknown role"),
     "no role": ({"messages": [{"content": "x"}]}, "message without role"),
@@ -134,14 +207,11 @@ BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
         "user message after user",
     ),
     "two answers": ({"messages": [*CANONICAL, turn("assistant", "z")]}, "two assistant messages"),
-    "answer first": ({"messages": CANONICAL[2:]}, "does not begin with a user message"),
     "late system": ({"messages": [*CANONICAL[1:], turn("system", "x")]}, "system message after"),
     "empty answer": ({"messages": [turn("user", "x"), turn("assistant", " \n")]}, "empty answer"),
-    "no answer": ({"messages": CANONICAL[:2]}, "no answer"),
     "no messages": ({"messages": []}, "no messages"),
     "number": ({"messages": [turn("user", 3), turn("assistant", "x")]}, "content is not text"),
     "image": ({"messages": [turn("user", [{"type": "image", "url": "x"}]), turn("assistant", "x")]}, "content part"),
-    "no content": ({"messages": [turn("user", "x"), turn("assistant", None)]}, "content is not text"),
     "message is text": ({"messages": ["x"]}, "message is no object"),
     "other columns": ({"text": "x"}, "no conversation"),
     "broken call": (
@@ -150,22 +220,21 @@ BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "history is a number": ({"instruction": "x", "output": "y", "history": 5}, "history is no list of pairs"),
     "date in tools": ({"prompt": "x", "completion": "y", "tools": [{"when": date(2020, 1, 1)}]}, "value is no JSON"),
-    "number as output": ({"instruction": "x", "output": 4}, "output is not text"),
     "equal preference": ({"prompt": "x", "chosen": "y", "rejected": "y"}, "chosen and rejected are equal"),
     "surrogate": ({"prompt": "x", "completion": "\ud800"}, "lone surrogate"),
     "weight between": ({"messages": [turn("user", "x"), turn("assistant", "y", weight=0.5)]}, "weight is neither 0"),
-    "train as text": ({"messages": [turn("user", "x"), turn("assistant", "y", train="no")]}, "train is neither 0"),
     "nothing to learn": ({"messages": [turn("user", "x"), turn("assistant", "y", weight=0)]}, "no answer to learn"),
     "chosen is no target": (
         {"prompt": "x", "chosen": [turn("assistant", "y", train=False)], "rejected": "z"},
         "no answer to learn",
     ),
     "rejected": ({"prompt": "x", "completion": "y", "label": False}, "unpaired preference"),
-    "rejected chat": ({"messages": [turn("user", "x"), turn("assistant", "y")], "label": False}, "unpaired preference"),
-    "rejected messages": (
-        {"prompt": CANONICAL[:2], "completion": CANONICAL[2:3], "label": False},
+    "rejected by its tag": (
+        {"conversations": [shared("human", "x"), shared("gpt", "y")], "kto_tag": False},
         "unpaired preference",
     ),
+    "ranked without prompt": ({"chosen": "y", "rejected": "z"}, "preference without prompt"),
+    "rejected chat": ({"messages": [turn("user", "x"), turn("assistant", "y")], "label": False}, "unpaired preference"),
     "system is a number": ({"system": 1, "prompt": "x", "completion": "y"}, "system is not text"),
 }
 
@@ -182,11 +251,8 @@ def test_irregular_rows_have_a_reason(row: dict[str, Any], reason: str) -> None:
     "row",
     [
         {"messages": CANONICAL, "label": True},
-        {"conversations": [shared("human", "x"), shared("gpt", "y")], "label": 1},
-        {"instruction": "x", "output": "y", "label": True},
         {"prompt": "x", "chosen": "y", "rejected": "z", "label": False},
         {"prompt": "x", "completion": "y", "label": 2},
-        {"prompt": "x", "completion": "y", "label": None},
         {"prompt": "x", "completion": "y", "label": "0"},
     ],
 )
@@ -220,6 +286,8 @@ def test_options_of_the_section() -> None:
         ({"eos_padding": "length:0"}, "length:N"),
         ({"roles": {"x": "wizard"}}, "system"),
         ({"format": "preference", "turns": "all"}, "last answer"),
+        ({"columns": {"query": "a", "input": "b"}}, "'input' is given twice"),
+        ({"tags": {"human_tag": "human"}}, "user_tag"),
     ):
         with pytest.raises(ValueError, match=problem):
             ChatRowsConfig.model_validate(options)

@@ -149,21 +149,6 @@ def test_no_documents_is_an_error(rows: str, list_reader: Any, byte_tokenizer: A
     assert count_rows(reader) == 0
 
 
-def test_stream_of_files_resumes_through_both_shuffles(rows: str, tmp_path: Path, byte_tokenizer: Any) -> None:
-    """Positions contain those of a file."""
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
-
-    def make() -> Loader:
-        source = open_source(LocalFiles(paths=(str(path),), validation_fraction=0.2), "train", "data.source")
-        return Loader(
-            build_rows(source, config_of(rows), byte_tokenizer, LENGTH, seed=1), RecordingObjective(), 4, 2, seed=1
-        )
-
-    loader, _ = check_resuming(make, 16, length=3)
-    assert loader.epoch >= 2
-
-
 @pytest.mark.parametrize("probability", [0.0, 0.3, 1.0])
 def test_steps_are_split_with_the_configured_probability(
     probability: float, list_reader: Any, byte_tokenizer: Any

@@ -109,13 +109,11 @@ def test_nothing_to_read(split: str, tokenizer: str | None, text_folder: Path, t
     assert message.startswith(f"[source] has no {split} documents (") and "left out: 2 empty" in message
 
 
-def test_invalid_tokenizers(text_folder: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_without_end_of_text(text_folder: Path, tmp_path: Path) -> None:
     plain = load_tokenizer(text_folder / "tokenizer")
     save_tokenizer(Tokenizer(plain.vocab, plain.merges, {}, plain.pattern), tmp_path / "tokenizer")
     config = config_of(tmp_path, tmp_path / "made").model_copy(update=source_of(text_folder))
     assert "the tokenizer has no end-of-text token, which ends documents" in error_of(config)
-    config = config_of(tmp_path, tmp_path / "made", tokenizer="none").model_copy(update=source_of(text_folder))
-    assert f"{tmp_path / 'none'}: " in error_of(config)
 
 
 def test_a_killed_tokenizer_process_is_an_error(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from config.data import LocalFiles, MarkovChain
+from config.data import LocalFiles
 from config.make_data import MakeDataConfig, MakeDataOutputConfig
 from diffusionlm.data import make_data as module
 from diffusionlm.data.make_data import make_data
@@ -154,12 +154,9 @@ def test_a_directory_from_other_inputs_is_rejected(
         assert f"\n  {line}" in message
         assert digest(directory) == before
 
-    assert_difference(config_of(text, directory, shard_tokens=501), "output.shard_tokens: 500 -> 501\n")
     assert_difference(
         config_of(text, directory, tokenizer=None), f'tokenizer.path: "{text / "tokenizer"}" -> (not set)\n'
     )
-    files = config.model_copy(update={"source": MarkovChain(documents_per_epoch=9, validation_documents=9)})
-    assert_difference(files, 'source.kind: "files" -> "markov"\n')
     jsonl(text / "train.jsonl", [*TRAIN[:-1], "something else"])
     assert_difference(config, "the train documents: files/")
     jsonl(text / "train.jsonl", TRAIN)

@@ -76,12 +76,3 @@ def test_keys_matter() -> None:
     assert order(50, 0, 1) == orders[1]
     other = KeyedPermutation(50, 0, RngStream.SEQUENCE_ORDER, 0)(np.arange(50)).tolist()
     assert other not in orders
-
-
-def test_invalid_arguments() -> None:
-    for n in (0, -1, (1 << 62) + 1):
-        with pytest.raises(ValueError, match=f"n = {n}"):
-            KeyedPermutation(n, 0, STREAM)
-    for index in (-1, 10):
-        with pytest.raises(AssertionError):
-            KeyedPermutation(10, 0, STREAM)(np.array([index]))

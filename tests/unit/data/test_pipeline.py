@@ -62,21 +62,6 @@ def test_shards_of_another_tokenizer_are_rejected(shards: Path, tokenizer: Token
         build_row_reader(open_components(config, "train"), config, other, 16, 0)
 
 
-def test_a_mixture_of_everything_has_its_shares(files: LocalFiles, shards: Path) -> None:
-    tokenizer = load_tokenizer(shards / "tokenizer")
-    mixture = (
-        MixtureEntry(source=files, weight=1.0, name="text"),
-        MixtureEntry(source=Shards(path=shards), weight=2.0, name="shards"),
-        MixtureEntry(source=MarkovChain(), weight=5.0),
-    )
-    config = DataConfig(mixture=mixture, rows="packed", row_shuffle_window=50)
-    components = open_components(config, "train")
-    assert [component.name for component in components] == ["text", "shards", "markov-2"]
-    rows, _ = build_row_reader(components, config, tokenizer, 64, 0).read(0, None, 400)
-    markov = [row for row in rows if set(tokenizer.decode(row.tokens_L.tolist(), skip_special=True)) <= set("abcdefgh")]
-    assert len(markov) == pytest.approx(400 * 5 / 8, abs=2)
-
-
 def test_identity_is_of_the_documents_and_their_weights(files: LocalFiles) -> None:
     def identity(*weights: float, seed: int = 0) -> str:
         sources: tuple[LocalFiles | MarkovChain, ...] = (files, MarkovChain(seed=seed))
@@ -97,13 +82,6 @@ def test_components_of_one_name_are_rejected(files: LocalFiles) -> None:
         open_components(DataConfig(mixture=components), "train")
 
 
-def test_a_tokenizer_without_end_of_text_is_rejected(files: LocalFiles, tokenizer: Tokenizer) -> None:
-    bare = Tokenizer(tokenizer.vocab, tokenizer.merges, {}, "qwen")
-    config = DataConfig(source=files)
-    with pytest.raises(ValueError, match="no end-of-text token"):
-        build_row_reader(open_components(config, "train"), config, bare, 16, 0)
-
-
 def test_components_have_different_orders(list_reader: Any, tokenizer: Tokenizer) -> None:
     """With the same RNG key, equal components would have the same order."""
     texts = [f"{index:03}" for index in range(64)]
@@ -112,10 +90,3 @@ def test_components_have_different_orders(list_reader: Any, tokenizer: Tokenizer
     rows, _ = build_row_reader(components, config, tokenizer, 8, 0).read(0, None, 128)
     decoded_rows = [tokenizer.decode(row.tokens_L.tolist(), skip_special=True) for row in rows]
     assert sorted(decoded_rows[::2]) == sorted(decoded_rows[1::2]) == texts and decoded_rows[::2] != decoded_rows[1::2]
-
-
-def test_source_and_mixture_exclude_each_other(files: LocalFiles) -> None:
-    with pytest.raises(ValueError, match="no source given"):
-        DataConfig()
-    with pytest.raises(ValueError, match="both source and mixture"):
-        DataConfig(source=PythonStdlib(), mixture=(MixtureEntry(source=files),))

@@ -89,10 +89,6 @@ def test_tokens_are_read_back(tmp_path: Path, vocab_size: int) -> None:
         assert np.array_equal(read_document(actual, index), documents[index])
         assert read_document(actual, index).dtype == np.int32
     assert actual.documents(np.array([], dtype=np.int64)) == []
-    with pytest.raises(AssertionError):
-        read_document(actual, 300)
-    with pytest.raises(AssertionError):
-        read_document(actual, -1)
 
 
 def test_the_documented_files(tmp_path: Path) -> None:
@@ -188,10 +184,7 @@ def test_invalid_directories(tmp_path: Path, three: tuple[Path, list[Tokens]]) -
     text = path.read_text()
     for broken, words in (
         (text[:-20], f"{path} is damaged, or of another version: "),
-        ("[]", f"{path} is damaged"),
         (text.replace('"version":1', '"version":2'), "version: Input should be 1; make the data again, or with the"),
-        (text.replace('"format":"bin"', '"format":"parquet"'), "format: Input should be 'bin'; make the data again"),
-        (text.replace('"dtype":"uint16"', '"dtype":"uint8"'), "dtype: Input should be"),
         (text.replace('"documents":40', '"documents":"x"'), "splits.train.shards.0.documents: Input should be a valid"),
     ):
         assert broken != text
@@ -240,15 +233,3 @@ def test_damage_of_the_same_length(tmp_path: Path) -> None:
         assert message.startswith(f"{path} is damaged") and "does not split 50 tokens into 10 documents" in message
         with pytest.raises(ValueError, match=r"its checksum is not the one in index\.json"):
             check_checksums(folder, read_index(folder, "key").splits["train"])
-
-
-def test_checksums_detect_damage(three: tuple[Path, list[Tokens]]) -> None:
-    folder, _ = three
-    split_index = read_index(folder, "key").splits["train"]
-    check_checksums(folder, split_index)
-    for path in sorted(folder.glob("train*")):
-        flip(path, 0)
-        with pytest.raises(ValueError, match=f"{path.name} is damaged: its checksum is not the one in index.json"):
-            check_checksums(folder, split_index)
-        flip(path, 0)
-    check_checksums(folder, split_index)

@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -109,12 +110,24 @@ def test_a_worker_that_dies_is_an_error(tokenizer: Tokenizer, texts: Path, expec
 
 
 @pytest.mark.slow
-def test_errors_of_a_worker_are_raised_in_the_training(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_errors_of_a_worker_are_raised_in_the_training(
+    tokenizer: Tokenizer, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They leave no files of steps in the temporary directory; nor does the end of a training."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "valid"}\n{"body": "no text"}\n', encoding="utf-8")
     loader = WorkerLoader(build_spec(tokenizer, path, 1))
     with pytest.raises(ValueError, match=r"data\.mixture\.0\.source\.text_field"):
         loader.next_step(0)
+    assert not list(folder.iterdir())
+    loader = WorkerLoader(build_spec(tokenizer, texts, 1))
+    loader.next_step(0)
+    assert len(list(folder.iterdir())) == 1
+    loader.close()
+    assert not list(folder.iterdir())
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -137,34 +150,47 @@ def test_ranks_must_divide_the_batch(tokenizer: Tokenizer, texts: Path) -> None:
 
 
 TRAINING = """
-import multiprocessing, pickle, sys, time
+import multiprocessing, pickle, sys
 from diffusionlm.data.loader import WorkerLoader
 if __name__ == "__main__":
     loader = WorkerLoader(pickle.loads(bytes.fromhex(sys.argv[1])))
     loader.next_step(0)
     print(multiprocessing.active_children()[0].pid, flush=True)
-    time.sleep(60)
+    sys.stdin.readline()
+    loader.close()
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="asks /proc for the processes")
-def test_no_worker_outlives_a_training_that_is_killed(texts: Path, tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_no_worker_outlives_its_training(is_killed: bool, texts: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Nor do its files of steps; a training that ends by itself prints nothing of semaphores that are left."""
     spec = pickle.dumps(build_spec(tokenizer, texts, 2)).hex()
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "TMPDIR": str(tmp_path)}
     with subprocess.Popen(
-        [sys.executable, "-c", TRAINING, spec], env=environment, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", TRAINING, spec],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as training:
         assert training.stdout is not None
         worker = int(training.stdout.readline())
         workers = [worker, *children(worker)]
         assert len(workers) >= 2, "the loader and its tokenizer"
-        training.kill()
-        training.wait()
+        if is_killed:
+            training.kill()
+            training.wait()
+        else:
+            _, stderr = training.communicate("\n")
+            assert (training.returncode, stderr) == (0, "")
         deadline = time.monotonic() + 60
         while any(is_running(process) for process in workers):
             assert time.monotonic() < deadline, "the workers are still running"
             time.sleep(0.05)
+    assert not list(tmp_path.iterdir())
 
 
 def children(process: int) -> list[int]:

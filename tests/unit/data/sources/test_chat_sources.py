@@ -165,9 +165,10 @@ def test_too_long_conversations_are_counted_and_none_left_is_an_error(
 
 
 def test_few_conversations_are_not_cut(tmp_path: Path) -> None:
-    config = config_of(write(tmp_path / "a.jsonl", ROWS[:8]))
-    train, held_out = read_all(config), read_all(config, "validation")
-    assert (len(train), len(held_out)) == (7, 1)
+    """Two of four or more are held out: a bound over one row has no standard error."""
+    for number, expected in ((2, (1, 1)), (3, (2, 1)), (4, (2, 2)), (8, (6, 2))):
+        config = config_of(write(tmp_path / "a.jsonl", ROWS[:number]))
+        assert (len(read_all(config)), len(read_all(config, "validation"))) == expected
     with pytest.raises(ValueError, match="only one conversation"):
         read_all(config_of(write(tmp_path / "b.jsonl", ROWS[:1] * 5)))
 

@@ -23,10 +23,6 @@ def open_documents(path: Path, split: Split = "train", **options: Any) -> Docume
     return open_source(LocalFiles(paths=(str(path),), **options), split, "data.source")
 
 
-def write_text(folder: Path) -> None:
-    (folder / "a.txt").write_text(TEXT)
-
-
 def write_twenty(folder: Path) -> None:
     for index in range(20):
         (folder / f"{index:02}.txt").write_text(TEXT[index * 11_000 : (index + 1) * 11_000])
@@ -40,12 +36,7 @@ def write_array(folder: Path) -> None:
     (folder / "a.json").write_text(json.dumps([{"text": TEXT[:110_000]}, {"text": TEXT[110_000:]}]))
 
 
-LAYOUTS: list[Callable[[Path], None]] = [
-    write_text,
-    write_twenty,
-    write_row,
-    write_array,
-]
+LAYOUTS: list[Callable[[Path], None]] = [write_twenty, write_row, write_array]
 
 
 @pytest.fixture(params=LAYOUTS, ids=[layout.__name__ for layout in LAYOUTS])
@@ -98,15 +89,3 @@ def test_max_documents_counts_whole_texts(tmp_path: Path, drain: Drain) -> None:
     assert 100_000 < len("".join(first)) < 110_000
     position = open_documents(tmp_path, max_documents=1).read(0, None, 1)[1]
     assert drain(limited, position=position) == first[1:]
-
-
-def test_the_identity_is_that_of_the_ends(tmp_path: Path) -> None:
-    """A run that was started with whole documents does not continue with their beginnings."""
-    rows = [json.dumps({"text": f"document {index}"}) + "\n" for index in range(120)]
-    (tmp_path / "a.jsonl").write_text("".join(rows))
-    by_hash = open_documents(tmp_path)
-    assert by_hash.identity == open_documents(tmp_path, validation_fraction=0.05).identity
-    assert "validation" not in by_hash.provenance
-    by_ends = open_documents(tmp_path, validation_fraction=0.02)
-    assert "validation text" in by_ends.provenance
-    assert by_ends.identity != open_documents(tmp_path, "validation", validation_fraction=0.02).identity

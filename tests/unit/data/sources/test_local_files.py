@@ -8,8 +8,7 @@ import hashlib
 import json
 import lzma
 import os
-import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -142,7 +141,7 @@ def test_json_and_parquet_together(tmp_path: Path, drain: Drain) -> None:
     source = open_documents(tmp_path)
     assert drain(source, (1,)) == list("abcdef")
     size = sum(path.stat().st_size for path in tmp_path.iterdir())
-    assert source.provenance == f"4 files, {size:,} bytes, json and json (zst) and parquet, of {tmp_path.name}"
+    assert source.provenance == f"4 files, {size:,} bytes, json and parquet, of {tmp_path.name}"
 
 
 @pytest.mark.parametrize(
@@ -150,10 +149,8 @@ def test_json_and_parquet_together(tmp_path: Path, drain: Drain) -> None:
     [
         ("[]", []),
         (f'[{{"id": {"9" * 5000}, "text": "a"}}, {{"text": "b"}}]', ["a", "b"]),
-        ("  [ ]\n", []),
         ("\ufeff\n[\n{}]", None),
         ("", None),
-        (" \n ", []),
         ('\n\n[{"text":"a"}\n,\n{"text":"b"} ]  \n', ["a", "b"]),
         ('\ufeff{"text": "a"}\n\n{"text": "b"}', ["a", "b"]),
         ('{"a": {\n"b": 1},\n"text": "x"}', ["x"]),
@@ -187,10 +184,9 @@ def test_documents_of_a_text_file(
     assert drain(open_documents(path, sample_by=sample_by), (1,)) == expected
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.jsonl.gz"])
-def test_a_named_pipe_is_refused_at_once(name: str, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / name)
-    with pytest.raises(ValueError, match=rf"data\.source\.paths: {tmp_path / name} .*no regular file"):
+def test_a_named_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.jsonl.gz")
+    with pytest.raises(ValueError, match=rf"data\.source\.paths: {tmp_path / 'a.jsonl.gz'} .*no regular file"):
         open_documents(tmp_path)
 
 
@@ -209,29 +205,19 @@ def test_splits_by_the_hash_of_the_text(fraction: float, tmp_path: Path, drain: 
     assert train.identity != validation.identity
 
 
-@pytest.mark.parametrize("chunks", [(1,), (4, 6)])
 @pytest.mark.parametrize("limit", [1, 10, 1000])
-def test_max_documents(limit: int, chunks: tuple[int, ...], tmp_path: Path, drain: Drain) -> None:
+def test_max_documents(limit: int, tmp_path: Path, drain: Drain) -> None:
     folder = write(tmp_path / "data", TEXTS, "jsonl", ".gz")
     options: dict[str, Any] = {"validation_paths": (), "validation_fraction": 0.3}
     everything = drain(open_documents(folder, **options))
     limited = open_documents(folder, max_documents=limit, **options)
-    assert drain(limited, chunks) == everything[:limit]
-    assert drain(limited, chunks, epoch=1) == everything[:limit]
+    assert drain(limited, (4, 6)) == drain(limited, (1,), epoch=1) == everything[:limit]
     position = open_documents(folder, max_documents=limit, **options).read(0, None, 4)[1]
     if limit > 4:
-        assert drain(limited, chunks, position=position) == everything[4:limit]
+        assert drain(limited, (4, 6), position=position) == everything[4:limit]
     whole = open_documents(folder, split="validation", **options)
     validation = open_documents(folder, split="validation", max_documents=limit, **options)
     assert drain(validation) == drain(whole) and validation.identity == whole.identity
-
-
-def test_nothing_is_read_after_the_last_document(tmp_path: Path, drain: Drain) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text(json_lines(["a", "b"]) + "broken")
-    assert drain(open_documents(path, max_documents=2), (2,)) == ["a", "b"]
-    with pytest.raises(ValueError, match="line 3: malformed JSON"):
-        drain(open_documents(path, max_documents=3))
 
 
 # Identity
@@ -243,27 +229,11 @@ def test_identity_follows_the_files_and_not_their_place(tmp_path: Path) -> None:
     assert open_documents(folder).identity == before
     moved = folder.rename(tmp_path / "elsewhere")
     assert open_documents(moved).identity == before
+    for option in ({"text_field": "id"}, {"on_bad_row": "skip"}, {"max_documents": 3}, {"validation_paths": ()}):
+        assert open_documents(moved, **option).identity != before
     with (moved / "002.jsonl").open("a") as file:
         file.write(json_lines(["more"]))
     assert open_documents(moved).identity != before
-
-
-@pytest.mark.parametrize(
-    "option",
-    [
-        {"text_field": "id"},
-        {"sample_by": "line"},
-        {"on_bad_row": "skip"},
-        {"max_documents": 3},
-        {"format": "text"},
-        {"validation_paths": ()},
-        {"validation_paths": (), "validation_fraction": 0.3},
-    ],
-)
-def test_identity_follows_what_changes_the_documents(option: dict[str, Any], tmp_path: Path) -> None:
-    folder = write(tmp_path / "data", TEXTS, "jsonl", "")
-    identities = {open_documents(folder).identity, open_documents(folder, **option).identity}
-    assert len(identities) == 2
 
 
 def test_a_file_that_changes_while_it_is_read(tmp_path: Path) -> None:
@@ -323,22 +293,6 @@ def test_globs_and_directories_without_files(tmp_path: Path) -> None:
         open_documents(tmp_path / "a.jsonl", split="validation", validation_paths=(str(tmp_path / "none"),))
 
 
-def test_files_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write(tmp_path / "data", TEXTS, "jsonl", "")
-    denied, open_file = folder / "001.jsonl", Path.open
-
-    def open_or_refuse(path: Path, *arguments: Any, **options: Any) -> Any:
-        if path == denied:
-            raise PermissionError(13, "Permission denied", str(path))
-        return open_file(path, *arguments, **options)
-
-    source = open_documents(folder)
-    monkeypatch.setattr(Path, "open", open_or_refuse)
-    for read in (lambda: open_documents(folder), lambda: source.read(0, None, 100)):
-        with pytest.raises(ValueError, match=r"data\.source\.paths: .*001\.jsonl cannot be read \(Permission denied\)"):
-            read()
-
-
 def test_unknown_and_mixed_formats(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json_lines(["a"]))
     (tmp_path / "b.txt").write_text("b")
@@ -354,34 +308,6 @@ def test_unknown_and_mixed_formats(tmp_path: Path) -> None:
     assert [detect_format(Path(name)) for name in names] == ["json", "json", "text", "parquet", None, None, "text"]
     assert open_documents(tmp_path / "c.dat", format="json").read(0, None, 1)[0] == ["c"]
     assert open_documents(tmp_path / "a.jsonl", tmp_path / "b.txt", format="text").read(0, None, 3)[0][1] == "b"
-
-
-# Memory
-
-
-@pytest.fixture
-def peak() -> Iterator[Callable[[], int]]:
-    """Return the peak of the bytes that Python holds."""
-    tracemalloc.start()
-    yield lambda: tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-
-
-@pytest.mark.parametrize("ending", ["", pytest.param(".gz", marks=pytest.mark.slow), ".zst"])
-def test_files_are_not_held_in_memory(ending: str, tmp_path: Path, peak: Callable[[], int]) -> None:
-    path = tmp_path / f"a.jsonl{ending}"
-    rng = np.random.default_rng(0)
-    rows = "".join(f'{{"text": "{rng.bytes(500).hex()}"}}\n' for _ in range(12_000))
-    path.write_bytes(COMPRESS[ending](rows.encode()))
-    del rows
-    tracemalloc.reset_peak()
-    before = tracemalloc.get_traced_memory()[0]
-    source, position, count = open_documents(path), None, 0
-    while count == 0 or position is not None:
-        chunk, position = source.read(0, position, 100)
-        count += len(chunk)
-    assert count == 12_000
-    assert peak() - before < 6_000_000, "of 12 MB"
 
 
 @pytest.mark.slow

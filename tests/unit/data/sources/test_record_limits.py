@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -46,7 +47,6 @@ ROW = b'{"text": "%s"}\n'
 CHAT_ROW = b'{"prompt": "%s", "completion": "%s"}\n'
 
 AMONG_SMALL: dict[str, tuple[str, tuple[bytes, bytes, bytes], dict[str, Any], str]] = {
-    "lines of JSON": ("a.jsonl", (ROW % b"a", ROW % LARGE, ROW % b"b"), {}, "line 3"),
     "lines of JSON in an archive": ("a.json.gz", (ROW % b"a", ROW % LARGE, ROW % b"b"), {}, "line 3"),
     "conversations": (
         "a.jsonl",
@@ -98,16 +98,30 @@ def compress(name: str, content: bytes) -> bytes:
     return gzip.compress(content) if name.endswith(".gz") else content
 
 
-def test_a_line_that_is_too_large_is_read_in_bounded_memory(tmp_path: Path, drain: Drain) -> None:
-    path = tmp_path / "a.txt"
-    path.write_bytes(b"a\n" + b"x" * (64 << 20) + b"\nb\n")
+LINES: dict[str, Callable[[], bytes]] = {
+    "a.txt": lambda: b"x" * (64 << 20),
+    "a.txt.gz": lambda: b"\n".join(
+        row.tobytes().hex().encode() for row in np.random.default_rng(0).random((12_000, 60))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_files_are_read_in_bounded_memory(name: str, tmp_path: Path) -> None:
+    """A line that is too large, and many lines of an archive."""
+    path = tmp_path / name
+    path.write_bytes(compress(name, b"a\n" + LINES[name]() + b"\nb\n"))
+    source = open_documents(path, "skip", sample_by="line", max_record_bytes=2_000)
+    position, count = None, 0
     tracemalloc.start()
     try:
-        documents = drain(open_documents(path, "skip", sample_by="line", max_record_bytes=1_000))
+        while count == 0 or position is not None:
+            documents, position = source.read(0, position, 100)
+            count += len(documents)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert documents == ["a", "b"] and peak < 16 << 20
+    assert count == (2 if name == "a.txt" else 12_002) and peak < 6 << 20
 
 
 def test_a_file_that_is_one_record_may_be_as_large_as_on_the_disk(tmp_path: Path, drain: Drain) -> None:

