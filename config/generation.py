@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, create_model, model_validator
+from pydantic import AfterValidator, Field, create_model, model_validator
 from pydantic.fields import FieldInfo
 
-from config.base import ConfigPath, NonNegativeFloat, NonNegativeInt, PositiveFraction, PositiveInt, Section, TupleOf
+from config.base import (
+    ConfigPath,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFraction,
+    PositiveInt,
+    Probability,
+    Section,
+    TupleOf,
+)
 from config.dump import format_value
 from config.model import BlockOrigin
 from diffusionlm.inference.strategies import STRATEGIES
@@ -19,6 +28,8 @@ DEFAULT_NEW_TOKENS = 64
 
 StepCount = Annotated[int, Field(gt=0, le=100_000)]
 """Steps of decoding; some strategies take a forward for each. Published experiments use a few thousand at most."""
+
+Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 
 
 def _strategy_keys() -> dict[str, Any]:
@@ -68,6 +79,8 @@ class GenerationConfig(StrategyOptions):
 
     max_new_tokens: PositiveInt | None = None
     """New tokens of a prompt; fewer only if a stop token comes first. None: 64. Not used for infilling."""
+    min_new_tokens: NonNegativeInt = 0
+    """No stop token is generated among this many first new tokens; not for infilling."""
     total_length: PositiveInt | None = None
     """Instead of max_new_tokens: length of the prompt and the new tokens together."""
     attention: Literal["bidirectional", "block_causal", "prompt_and_own_block"] | None = None
@@ -99,14 +112,25 @@ class GenerationConfig(StrategyOptions):
     temperature: NonNegativeFloat | None = None
     """Temperature of token sampling. 0: the most probable token, the lowest id among equals. None: 1 for the strategies
     of MDLM and ReMDM, 0 for all others."""
-    top_k: PositiveInt | None = None
-    """Sample from the k most probable tokens. None: from all."""
+    top_k: Annotated[Annotated[int, Field(ge=-1)] | None, AfterValidator(lambda k: k if k and k > 0 else None)] = None
+    """Sample from the k most probable tokens. None, 0 or -1: from all."""
     top_p: PositiveFraction = 1.0
     """Sample from the fewest most probable tokens that together have this probability, after top_k. 1: from all."""
+    min_p: Probability = 0.0
+    """Sample from the tokens whose probability is at least this fraction of the highest one, after top_p. 0: from
+    all."""
+    presence_penalty: Penalty = 0.0
+    """Number that is subtracted from the logits of tokens of the answer, before temperature. Counted are the tokens
+    that are committed when the forward begins; masked positions count nothing."""
+    frequency_penalty: Penalty = 0.0
+    """The same, times the number of their occurrences in the answer."""
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100.0)] = 1.0
+    """Before these two, positive logits of tokens of the prompt and the answer are divided by this number, negative
+    ones multiplied (Keskar et al. 2019, arXiv 1909.05858)."""
     confidence_from: ConfidenceFrom | None = None
-    """Distribution that confidences are computed from. filtered: after temperature (1 if it is 0), top_k and top_p.
-    unfiltered: the model's own. None: unfiltered for the strategies of LLaDA and Fast-dLLM, filtered for those of SDAR,
-    Dream and P2."""
+    """Distribution that confidences are computed from. filtered: after temperature (1 if it is 0), top_k, top_p and
+    min_p. unfiltered: the model's own. None: unfiltered for the strategies of LLaDA and Fast-dLLM, filtered for those
+    of SDAR, Dream and P2."""
     cfg_scale: NonNegativeFloat = 0.0
     """Classifier-free guidance: logits = u + (cfg_scale + 1) (c - u), where u are the logits with the prompt masked.
     0: none; otherwise every forward is two."""
@@ -178,6 +202,9 @@ STRATEGY_KEYS = tuple(
     if any(key in strategy.option_keys() for strategy in STRATEGIES.values())
 )
 """Keys that have no effect with some strategy."""
+
+DISTRIBUTION_KEYS = ("top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+"""Keys beside the temperature that change the distributions from which tokens are sampled."""
 
 
 def check_attention_fits(attention: str | None, cache: str | None, canvas: str = "fixed") -> None:

@@ -17,6 +17,7 @@ from diffusionlm.inference.generate import Generation, to_generation
 from diffusionlm.inference.request_builder import prepare_request
 from diffusionlm.inference.requests import ActiveRequest, PreparedRequest, RequestOptions
 from diffusionlm.inference.settings import DecodingSettings, resolve_settings
+from diffusionlm.models.row_adapters import ModelAdapter
 from diffusionlm.models.transformer import Transformer
 
 MASK = 22
@@ -25,12 +26,12 @@ Job = PreparedRequest
 BLOCKS: list[dict[str, Any]] = [
     {"denoising_steps": 2},
     {"remasking_strategy": "low_confidence_dynamic", "confidence_threshold": 0.5, "block_length": 8},
-    {"temperature": 0.8, "top_k": 5, "block_length": 2},
-    {"remasking_strategy": "p2", "temperature": 1.0},
+    {"temperature": 0.8, "top_k": 5, "block_length": 2, "repetition_penalty": 1.3, "frequency_penalty": 0.7},
+    {"remasking_strategy": "p2", "temperature": 1.0, "presence_penalty": 0.9, "min_p": 0.1},
     {"remasking_strategy": "random", "denoising_steps": 3},
     {"cfg_scale": 1.5, "block_length": 8},
     {"cache": "none"},
-    {"block_length": 1, "stop_token_ids": (3, 5, 7)},
+    {"block_length": 1, "stop_token_ids": (3, 5, 7), "min_new_tokens": 2},
 ]
 CANVASES: list[dict[str, Any]] = [
     {"block_length": 4, "cache": "none"},
@@ -126,9 +127,12 @@ def drain(decoder: Decoder, *requests: ActiveRequest) -> None:
         check_pages(decoder, requests)
 
 
-def run_all(decoder: Decoder, jobs: list[Job], arrivals: list[int]) -> list[Generation]:
-    """Decode jobs that arrive after so many steps each."""
+def run_all(
+    decoder: Decoder, jobs: list[Job], arrivals: list[int], adapter: ModelAdapter | None = None
+) -> list[Generation]:
+    """Decode jobs that arrive after so many steps each; the last one with an adapter."""
     requests = [ActiveRequest(prepared) for prepared in jobs]
+    requests[-1].adapter = adapter
     finished: list[ActiveRequest] = []
     for steps in range(3000):
         for request, arrival in zip(requests, arrivals, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -56,6 +57,11 @@ class RecordedGraph:
             if operator.results:
                 for result, new in zip(operator.results, again, strict=True):
                     result.copy_(new)
+
+
+def make_pools_of(make_graph: Callable[[], Any]) -> Any:
+    """What takes the place of `CapturePool`, for other graphs."""
+    return lambda: SimpleNamespace(make_graph=make_graph)
 
 
 class _OperatorRecorder(TorchDispatchMode):

@@ -5,23 +5,24 @@ All that is checked before the model is loaded is here, and nothing loads torch 
 
 from __future__ import annotations
 
+import codecs
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from config.infer import InferConfig, InferConstraintConfig, InferInputConfig, InferOutputConfig
+from config.infer import InferConfig, InferConstraintConfig, InferInputConfig, InferModelConfig, InferOutputConfig
 from diffusionlm.checkpoints.adapter_config import read_adapter_config
-from diffusionlm.checkpoints.model_files import check_weight_files, read_model_description
+from diffusionlm.checkpoints.model_files import ModelDescription, check_weight_files, read_model_description
+from diffusionlm.data.chat.templates import find_chat_template
 from diffusionlm.inference.constraints.compiler import ConstraintCompiler, TokenConstraint
 from diffusionlm.inference.request_builder import RequestBuilder
 from files.json_files import read_json_object
 from files.paths import check_can_write
-from tokenizer import CHAT_TEMPLATES, Tokenizer
+from tokenizer import ChatTemplate, Tokenizer
 
 if TYPE_CHECKING:
     from diffusionlm.inference.healing import HealedText
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 
 InputKind = Literal["prompt", "chat", "infill"]
 
-MAX_LINE_BYTES = 1 << 24
-"""Longer lines of a file of prompts are refused: an endless one would fill the memory."""
 NO_TEMPLATE = (
     "the model has no chat template: set one with --set input.chat_template=chatml (qwen3, llama3, llada), or write "
     "the whole text as --prompt"
@@ -177,65 +176,54 @@ def _read_file(path: Path, file_format: str | None) -> list[Input]:
     name = "standard input" if is_standard else str(path)
     is_json = path.suffix == ".jsonl" if file_format is None else file_format == "jsonl"
     inputs: list[Input] = []
-    with nullcontext(sys.stdin.buffer) if is_standard else path.open("rb") as file:
-        for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES + 1), b""), 1):
-            location = f"{name}:{number}"
-            with _prefix_errors(location):
-                if len(line) > MAX_LINE_BYTES:
-                    raise ValueError(f"is longer than {MAX_LINE_BYTES:,} bytes: is this a text file?")
-                text = _decode_line(line, "utf-8-sig" if number == 1 else "utf-8")
-                if text.strip():
-                    inputs.append(_parse_json(text, location) if is_json else Input("prompt", text, location=location))
+    content = (sys.stdin.buffer.read() if is_standard else path.read_bytes()).removeprefix(codecs.BOM_UTF8)
+    for number, line_bytes in enumerate(content.replace(b"\r\n", b"\n").split(b"\n"), 1):
+        location = f"{name}:{number}"
+        with _prefix_errors(location):
+            try:
+                line = line_bytes.decode()
+            except UnicodeDecodeError as error:
+                raise ValueError(f"is not UTF-8 (byte {error.start + 1} of the line); convert the file") from None
+            if line.strip():
+                inputs.append(_parse_json(line, location) if is_json else Input("prompt", line, location=location))
     if not inputs:
         raise ValueError(f"{name}: has no prompts: write one per line")
     return inputs
 
 
-def _decode_line(line: bytes, encoding: str) -> str:
-    """The text of a line, without its end."""
-    try:
-        return line.decode(encoding).removesuffix("\n").removesuffix("\r")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"is not UTF-8 ({error.reason}); convert the file") from None
-
-
 def _parse_json(line: str, location: str) -> Input:
     """The input of a line of a .jsonl file."""
     try:
-        value = json.loads(line, parse_constant=_reject_constant)
+        value = json.loads(line, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"is not JSON ({error})") from None
     values: Any = {"prompt": value} if isinstance(value, str) else value
     names = [key for key in _KEYS if isinstance(values, dict) and key in values]
     if len(names) != 1:
         raise ValueError(
-            f'is {_shorten(line)}: expected a string, or an object with one of "prompt", "messages" and "infill"'
+            f'is {line[:60]}: expected a string, or an object with one of "prompt", "messages" and "infill"'
         )
     [name] = names
     content = values.pop(name)
     if name == "messages":
         if not _are_messages(content):
             raise ValueError(
-                f'"messages" is {_shorten(json.dumps(content))}: expected a list of objects such as '
+                f'"messages" is {json.dumps(content)[:60]}: expected a list of objects such as '
                 '{"role": "user", "content": "..."}'
             )
         return Input("chat", messages=tuple(content), location=location, extra=values)
     if not isinstance(content, str):
-        raise ValueError(f'"{name}" is {_shorten(json.dumps(content))}: expected a string')
+        raise ValueError(f'"{name}" is {json.dumps(content)[:60]}: expected a string')
     return Input(_KEYS[name], content, location=location, extra=values)
 
 
-def _reject_constant(name: str) -> None:
+def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
 
 
 def _are_messages(value: Any) -> bool:
     is_list = isinstance(value, list) and bool(value)
     return is_list and all(isinstance(item, dict) and isinstance(item.get("role"), str) for item in value)
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def prepare_run(config: InferConfig) -> tuple[RequestBuilder, list[EncodedInput]]:
@@ -248,12 +236,9 @@ def prepare_run(config: InferConfig) -> tuple[RequestBuilder, list[EncodedInput]
         ValueError: one of them is wrong; names the key, the argument, or the file and line.
         OSError: the file of inputs cannot be read.
     """
-    assert config.model.path is not None
     check_output_paths(config.output)
     inputs = read_inputs(config.input)
-    model = read_model_description(config.model.path)
-    name = config.input.chat_template
-    template = model.tokenizer.chat_template if name is None else CHAT_TEMPLATES[name]
+    model, template = describe_model(config.model, config.input.chat_template)
     if config.input.interactive and template is None:
         raise ValueError(NO_TEMPLATE)
     builder = RequestBuilder.from_config(
@@ -261,10 +246,29 @@ def prepare_run(config: InferConfig) -> tuple[RequestBuilder, list[EncodedInput]
     )
     constraint = compile_constraint(config.constraint, model.tokenizer)
     encoded_inputs = encode_inputs(inputs, builder, config.input.seed, constraint)
-    check_weight_files(config.model.path)
-    if config.model.adapter is not None:
-        read_adapter_config(config.model.adapter)
     return builder, encoded_inputs
+
+
+def describe_model(
+    config: InferModelConfig, chat_template: str | None, adapters: Sequence[Path] = ()
+) -> tuple[ModelDescription, ChatTemplate | None]:
+    """Read the files of a model and its adapters, except the weights; and its chat template, or the one of a name or
+    a file.
+
+    Raises:
+        ValueError: a file is missing or wrong.
+    """
+    assert config.path is not None
+    model = read_model_description(config.path)
+    check_weight_files(config.path)
+    for path in (*adapters, *([] if config.adapter is None else [config.adapter])):
+        read_adapter_config(path)
+    if chat_template is None:
+        return model, model.tokenizer.chat_template
+    try:
+        return model, find_chat_template(chat_template, model.tokenizer)
+    except ValueError as error:
+        raise ValueError(f'chat_template = "{chat_template}": {error}') from None
 
 
 def check_output_paths(config: InferOutputConfig) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import TextIO
 
-from rich.cells import chop_cells
 from rich.live import Live
 from rich.text import Text
 
@@ -92,22 +91,13 @@ class LiveView:
         pieces = [(f"forward {num_forwards}", True)]
         for name, own in canvases.items():
             pieces += [(f"\n[{name}]" * (len(canvases) > 1) + "\n", False), *own]
-        lines = fold_lines(style_pieces(pieces), width)
+        lines = style_pieces(pieces).wrap(self._console, width, overflow="fold")
         # Show the last lines that fit: the cursor cannot move above the top line.
         drawing = Text("\n", no_wrap=True).join(lines[-max(height - 1, 1) :])
         if not self._live.is_started:
             self._live.start()
             self._console.show_cursor(True)  # a process that is killed would leave it hidden
         self._live.update(drawing, refresh=True)
-
-
-def fold_lines(text: Text, width: int) -> list[Text]:
-    """Split a text into lines of at most ``width`` columns, at any character, so that committed tokens move nothing."""
-    lines: list[Text] = []
-    for line in text.split("\n", allow_blank=True):
-        ends = accumulate(map(len, chop_cells(line.plain, width)))
-        lines += line.divide(end for end in ends if 0 < end < len(line))
-    return lines
 
 
 def canvas_text_pieces(

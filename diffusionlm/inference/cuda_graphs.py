@@ -26,7 +26,8 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from functools import partial
+from typing import cast
 
 import numpy as np
 import torch
@@ -187,57 +188,46 @@ class _StaticAttention(PreparedAttention):
             return self._attention.attend(self._layer, q_GQNH).flatten(0, 1)[None]
 
 
-class ForwardGraph(Protocol):
-    """The kernels of a forward, which can be launched again."""
-
-    def capture(self, forward: Callable[[], None]) -> None:
-        """Record the kernels of a function, which need not be computed now."""
-
-    def replay(self) -> None:
-        """Launch them, with what is in their tensors now."""
-
-
-GraphFactory = Callable[[], ForwardGraph]
-
-
-def select_graph_factory(model: Transformer) -> GraphFactory | None:
-    """How graphs of a model's forwards are made; None: it has none, because they are off, it is not on a GPU, autocast
+def select_graph_pool(model: Transformer) -> Callable[[], CapturePool] | None:
+    """What makes the memory of a model's graphs; None: it has none, because they are off, it is not on a GPU, autocast
     is on, its attention backend has no cached form, or experts make the host wait."""
     device = model.lm_head.weight.device
     if device.type != "cuda" or not model.uses_cuda_graphs or torch.is_autocast_enabled(device.type):
         return None
     if model.attention_backend in ("tiled", "flex") or any(isinstance(module, MoE) for module in model.modules()):
         return None
-    return CudaGraphFactory(device)
+    return partial(CapturePool, device)
 
 
 class GraphedForward:
     """Computes forwards of a model by graphs, where a forward has one."""
 
-    def __init__(self, model: Transformer, cache: PagedCache, make_graph: GraphFactory) -> None:
+    def __init__(self, model: Transformer, cache: PagedCache, make_pool: Callable[[], CapturePool]) -> None:
         """``cache``: its last page is for what pads."""
         # A graph that is kept with its model must not keep the model.
         self._model = cast(Transformer, weakref.proxy(model))
-        self.cache, self._make_graph = cache, make_graph
-        self._recorded_model = _describe_model(model)
-        self._graphs: dict[StaticShape, tuple[ForwardGraph, StaticBatch]] = {}
+        self.cache, self._make_pool = cache, make_pool
+        self.recorded_model = _describe_model(model)
+        self._graphs: dict[StaticShape, tuple[CudaGraph, StaticBatch]] = {}
+        self._pool: CapturePool | None = None
+        """Of all graphs; torch accepts none whose graphs are gone."""
         self._num_uses: Counter[StaticShape] = Counter()
         """Forwards of each shape."""
         self._logits_QV: Tensor | None = None
         """Logits of all inputs of the last forward, for all graphs."""
-        self._num_failures = 0
+        self.num_failures = 0
 
     def __call__(self, texts: Sequence[ReadText]) -> Tensor | None:
         """Logits of the outputs of all texts, [N, V]; None: the forward has no graph."""
         shape = find_shape([sequence for _, sequence in texts])
-        if shape is None or self._num_failures == MAX_FAILURES:
+        if shape is None or self.num_failures == MAX_FAILURES:
             return None
         self._num_uses[shape] += 1
         if shape not in self._graphs:
             if self._num_uses[shape] <= MIN_USES:
                 return None
             if len(self._graphs) == MAX_GRAPHS:
-                self._graphs.clear()
+                self._drop_graphs()
                 self._num_uses.clear()
             if not self._capture(shape, texts):
                 return None
@@ -247,37 +237,33 @@ class GraphedForward:
         assert self._logits_QV is not None
         return self._logits_QV[places_N]
 
-    def may_be_kept(self) -> bool:
-        """Whether another decoder may use the graphs, and is worth their memory."""
-        num_bytes = sum(storage.nbytes for storage in (*self.cache.keys_KTH, *self.cache.values_KTH))
-        return not self._num_failures and num_bytes <= MAX_KEPT_BYTES
-
-    def fits(self, num_pages: int, page_size: int) -> bool:
-        """Whether the cache has so many pages, and the model is the one whose kernels were recorded."""
-        has_pages = self.cache.num_pages >= num_pages and self.cache.page_size == page_size
-        return has_pages and self._recorded_model == _describe_model(self._model)
+    def _drop_graphs(self) -> None:
+        self._graphs.clear()
+        self._pool = None
 
     def _capture(self, shape: StaticShape, texts: Sequence[ReadText]) -> bool:
         """Record the forward of a shape. If that fails, the memory of all graphs is free again."""
         weight = self._model.lm_head.weight
         try:
-            if self._num_failures:
+            if self.num_failures:
                 torch.cuda.empty_cache()
             if self._logits_QV is None:
                 self._logits_QV = weight.new_empty(MAX_INPUTS, len(weight))
-            logits_QV, graph = self._logits_QV[: shape.num_parts * shape.num_queries], self._make_graph()
+            logits_QV = self._logits_QV[: shape.num_parts * shape.num_queries]
+            self._pool = self._pool or self._make_pool()
+            graph = self._pool.make_graph()
             batch = StaticBatch(shape, self.cache, self.cache.num_pages - 1)
             batch.load(texts)
             graph.capture(lambda: _compute_logits(self._model, batch, logits_QV))
         except RuntimeError as error:
-            self._num_failures += 1
+            self.num_failures += 1
             if not isinstance(error, torch.OutOfMemoryError):
-                self._num_failures = MAX_FAILURES
-            if self._num_failures == MAX_FAILURES:
+                self.num_failures = MAX_FAILURES
+            if self.num_failures == MAX_FAILURES:
                 LOGGER.warning(
                     "decoding goes on without CUDA graphs, because recording one has failed: %s", repr(error)
                 )
-            self._graphs.clear()
+            self._drop_graphs()
             self._logits_QV = None
             return False
         self._graphs[shape] = graph, batch
@@ -288,24 +274,27 @@ _idle_graphs: weakref.WeakKeyDictionary[Transformer, GraphedForward] = weakref.W
 """Of each model those that no decoder uses now: graphs write to fixed places, so two decoders never have the same."""
 
 
-def take_graphs(model: Transformer, num_pages: int, page_size: int, make_graph: GraphFactory) -> GraphedForward:
-    """The graphs that are kept with a model, with their cache, if they fit; else new ones, without a graph so far.
-
-    Args:
-        num_pages: pages of the cache at least, besides the one for what pads.
-    """
+def take_graphs(
+    model: Transformer, num_pages: int, page_size: int, make_pool: Callable[[], CapturePool]
+) -> GraphedForward:
+    """The graphs that are kept with a model, with their cache, if it has so many pages besides the one for what pads
+    and the model is the one whose kernels were recorded; else new ones, without a graph so far."""
     graphs = _idle_graphs.pop(model, None)
-    if graphs is not None and graphs.fits(num_pages + 1, page_size):
+    has_pages = graphs is not None and graphs.cache.num_pages > num_pages and graphs.cache.page_size == page_size
+    if graphs is not None and has_pages and graphs.recorded_model == _describe_model(model):
         return graphs
     del graphs  # its memory is free for the new cache
     weight = model.lm_head.weight
     cache = PagedCache(model.config, num_pages + 1, page_size, weight.device, compute_dtype(weight))
-    return GraphedForward(model, cache, make_graph)
+    return GraphedForward(model, cache, make_pool)
 
 
 def keep_graphs(model: Transformer, graphed_forward: GraphedForward) -> None:
-    """Keep graphs with their model until it is gone. All their forwards must have ended."""
-    if graphed_forward.may_be_kept():
+    """Keep graphs with their model until it is gone, if they are worth the memory of their cache. All their forwards
+    must have ended."""
+    cache = graphed_forward.cache
+    num_bytes = sum(storage.nbytes for storage in (*cache.keys_KTH, *cache.values_KTH))
+    if not graphed_forward.num_failures and num_bytes <= MAX_KEPT_BYTES:
         _idle_graphs[model] = graphed_forward
 
 
@@ -373,21 +362,24 @@ class CapturePool:
         Raises:
             RuntimeError: all streams of the device belong to other pools.
         """
-        self.stream = _take_stream(device)
+        self.stream = self._take_stream(device)
         # Without the lock, which this thread may hold when garbage is collected. The interpreter's lock is enough.
         weakref.finalize(self, _used_streams.discard, self.stream.cuda_stream).atexit = False
         self.handle = torch.cuda.graph_pool_handle()
 
+    def _take_stream(self, device: torch.device) -> torch.cuda.Stream:
+        """Take a stream that no other pool has, and mark it as used."""
+        with _lock:
+            for _ in range(2 * NUM_STREAMS):  # other threads may take streams in between
+                stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                if stream.cuda_stream not in _used_streams:
+                    _used_streams.add(stream.cuda_stream)
+                    return stream
+        raise RuntimeError(f"the {NUM_STREAMS} streams of {device} are used by graphs of other decoders")
 
-def _take_stream(device: torch.device) -> torch.cuda.Stream:
-    """Take a stream that no `CapturePool` has, and mark it as used."""
-    with _lock:
-        for _ in range(2 * NUM_STREAMS):  # other threads may take streams in between
-            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            if stream.cuda_stream not in _used_streams:
-                _used_streams.add(stream.cuda_stream)
-                return stream
-    raise RuntimeError(f"the {NUM_STREAMS} streams of {device} are used by graphs of other decoders")
+    def make_graph(self) -> CudaGraph:
+        """A graph whose memory is in this pool."""
+        return CudaGraph(self)
 
 
 class CudaGraph:
@@ -419,23 +411,3 @@ class CudaGraph:
         """Launch them on the current stream of the device."""
         with torch.cuda.device(self._pool.stream.device):
             self._graph.replay()
-
-
-class CudaGraphFactory:
-    """Makes the graphs of one decoder."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._find_pool: Callable[[], CapturePool | None] = lambda: None
-
-    def __call__(self) -> CudaGraph:
-        """A graph in the pool of those that exist, or in a new one: torch accepts no pool whose graphs are gone.
-
-        Raises:
-            RuntimeError: all streams of the device are used by other decoders.
-        """
-        pool = self._find_pool()
-        if pool is None:
-            pool = CapturePool(self._device)
-            self._find_pool = weakref.ref(pool)
-        return CudaGraph(pool)

@@ -14,7 +14,7 @@ import logging
 import sys
 import time
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -22,7 +22,7 @@ import torch
 
 from config.serving.server import EngineLimits
 from diffusionlm.inference.constraints.sampler import constrain_predictions
-from diffusionlm.inference.cuda_graphs import GraphedForward, keep_graphs, select_graph_factory, take_graphs
+from diffusionlm.inference.cuda_graphs import GraphedForward, keep_graphs, select_graph_pool, take_graphs
 from diffusionlm.inference.model_runner import (
     FixedShapeRunner,
     ModelRunner,
@@ -42,7 +42,6 @@ from diffusionlm.inference.scheduler import (
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.layers import compute_dtype
 from diffusionlm.models.patterns import Bidirectional
-from diffusionlm.models.row_adapters import ModelAdapter, add_row_adapters
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.models.varlen import SequenceSlice, VarlenBatch
 
@@ -68,7 +67,6 @@ class Decoder:
         model: Transformer,
         num_pages: int,
         limits: EngineLimits,
-        adapters: Mapping[str, ModelAdapter] | None = None,
         *,
         pauses_slow_constraints: bool = False,
     ) -> None:
@@ -77,32 +75,27 @@ class Decoder:
         Args:
             num_pages: of the cache, in place of the memory that the limits name.
             limits: with ``deterministic`` the caller sees to it that torch uses one thread.
-            adapters: that requests may name (`PreparedRequest.adapter`).
             pauses_slow_constraints: of the `Scheduler`.
 
         Raises:
-            ValueError: an adapter is of another model, or the model cannot be deterministic.
+            ValueError: the model cannot be deterministic.
         """
         self.counts = DecoderCounts()
         self.scheduler = Scheduler(num_pages, limits, self.counts, pauses_slow_constraints=pauses_slow_constraints)
         page_size, deterministic = limits.page_size or PAGE_SIZE, limits.deterministic
         self.pool = self.scheduler.pages.pool
-        self._model, adapter_rows = model, None
-        if deterministic:
-            model = prepare_for_tiles(model)
-        if adapters:
-            model, adapter_rows = add_row_adapters(model, adapters)
-        weight = model.lm_head.weight
-        make_graph = None if deterministic else select_graph_factory(self._model)
+        self._model, weight = model, model.lm_head.weight
+        make_pool = None if deterministic else select_graph_pool(model)
         self.cache: PagedCache | None = None
         self._graphed_forward: GraphedForward | None = None
-        if num_pages and make_graph is not None:
-            self._graphed_forward = take_graphs(self._model, num_pages, page_size, make_graph)
+        if num_pages and make_pool is not None:
+            self._graphed_forward = take_graphs(self._model, num_pages, page_size, make_pool)
             self.cache = self._graphed_forward.cache
         elif num_pages:
             self.cache = PagedCache(model.config, num_pages, page_size, weight.device, compute_dtype(weight))
         build_runner = FixedShapeRunner if deterministic else ModelRunner
-        self._runner = build_runner(model, self.cache, adapter_rows, self._graphed_forward)
+        model = prepare_for_tiles(model) if deterministic else model
+        self.runner = build_runner(model, self.cache, self._graphed_forward)
         self._sampler = BatchSampler(weight.device, samples_alone=deterministic)
 
     @classmethod
@@ -126,9 +119,18 @@ class Decoder:
             decoder.add(request)
         return decoder
 
-    def keep_graphs(self) -> None:
-        """Leave the CUDA graphs and the cache to the next decoder of the model: the last call of a decoder without
-        work, none of whose forwards has failed."""
+    def steps(self) -> Iterator[StepOutput]:
+        """Take steps while there is work, and then leave the CUDA graphs and the cache to the model's next decoder.
+
+        Raises:
+            Exception: that of a request, or the model cannot be computed.
+        """
+        while self.has_work:
+            output = self.step()
+            for request in output.finished:
+                if request.error is not None:
+                    raise request.error
+            yield output
         if self._graphed_forward is not None:
             keep_graphs(self._model, self._graphed_forward)
 
@@ -174,10 +176,6 @@ class Decoder:
         self.counts.num_batched_tokens += num_tokens
         self.counts.steps_by_tokens[bisect_left(TOKEN_BOUNDS, num_tokens)] += 1
         self.counts.num_request_steps += sum(item.is_decoded for item in scheduled)
-        served = {id(item.request) for item in scheduled}
-        for request in self.scheduler.active:
-            if id(request) not in served:
-                request.constraint_seconds -= seconds
 
     def _predict(self, scheduled: Sequence[ScheduledRequest]) -> list[Predictions | Exception | None]:
         """Run a forward: predictions for each request that is decoded, None for one whose text is read, or its error.
@@ -189,7 +187,7 @@ class Decoder:
             Exception: the forward failed, and other ranks take part in it, which would not repeat it.
         """
         try:
-            logits_NV = self._runner(scheduled)
+            logits_NV = self.runner(scheduled)
         except Exception as error:
             if self._model.has_collective_forwards:
                 raise

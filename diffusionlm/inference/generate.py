@@ -17,7 +17,14 @@ from diffusionlm.inference.constraints.compiler import TokenConstraint
 from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.healing import HealedText
 from diffusionlm.inference.request_builder import prepare_request
-from diffusionlm.inference.requests import ActiveRequest, AllowedTokens, PreparedRequest, RequestOptions, TopLogprobs
+from diffusionlm.inference.requests import (
+    DEFAULT_OPTIONS,
+    ActiveRequest,
+    AllowedTokens,
+    PreparedRequest,
+    RequestOptions,
+    TopLogprobs,
+)
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.inference.text import AnswerText
 from diffusionlm.models.transformer import Transformer
@@ -38,14 +45,18 @@ class Generation:
     """Forwards that this request took part in."""
     logprobs: tuple[float, ...]
     """Log-probability in nats of each new token (infill: of each filled position, in order) when it was committed,
-    under the model's own distribution: temperature 1, no top-k or top-p, with the ``logit_bias``, without the mask, the
-    suppressed tokens and, where ``allowed_token_ids`` names the position, all others. With a constraint it is the
-    token's probability given the constraint and all tokens that were committed before."""
+    under the model's own distribution: temperature 1, no filter (top-k, top-p, min-p), with the ``logit_bias`` and the
+    penalties, without the mask, the suppressed tokens and, where ``allowed_token_ids`` names the position, all others.
+    With a constraint it is the token's probability given the constraint and all tokens that were committed before.
+    nan: a drafted token stayed."""
     step_map: tuple[int, ...]
-    """The request's forward, from 1 on, in which each of these was committed."""
+    """The request's forward, from 1 on, in which each of these was committed; 0: a drafted token stayed."""
     top_logprobs: tuple[TopLogprobs, ...] = ()
     """The most probable tokens in the place of each of these, in that forward and under the same distribution, if the
     request has asked for them."""
+    choice_logprobs: tuple[tuple[float, ...], ...] = ()
+    """Log-probability of each choice of each span (`RequestOptions.choices`): the sum over its positions; with a
+    constraint given that it is met, and -inf for a choice that does not meet it."""
 
     @property
     def tokens_per_forward(self) -> float:
@@ -131,6 +142,7 @@ def infill(
     on_step: StepCallback | None = None,
     allowed_token_ids: Sequence[AllowedTokens] | None = None,
     constraints: Sequence[Sequence[TokenConstraint | None]] | None = None,
+    options: RequestOptions = DEFAULT_OPTIONS,
 ) -> list[Generation]:
     """Fill every mask token of each canvas; all other tokens stay as they are.
 
@@ -141,13 +153,14 @@ def infill(
     Args:
         constraints: for each canvas what the text of each of its masked spans has to be, None: any text; without
             constraints an empty list.
+        options: more of each canvas, such as ``is_read``.
 
     Raises:
         ValueError: like `generate`.
     """
     count = len(canvases)
     requests = _prepare_requests(
-        model, canvases, config, seeds,
+        model, canvases, config, seeds, options,
         is_infill=[True] * count,
         allowed_token_ids=_expand("allowed_token_ids", allowed_token_ids, count, None),
         constraints=_expand("constraints", constraints, count, ()),
@@ -171,6 +184,7 @@ def _prepare_requests(
     texts: Sequence[Sequence[int]],
     config: GenerationConfig,
     seeds: Sequence[int] | None,
+    common_options: RequestOptions = DEFAULT_OPTIONS,
     **options: Sequence[Any],
 ) -> list[PreparedRequest]:
     """Check requests, each with its entry of each option (`RequestOptions`)."""
@@ -182,7 +196,7 @@ def _prepare_requests(
             settings,
             token_ids,
             seeds[index],
-            RequestOptions(**{key: values[index] for key, values in options.items()}),
+            replace(common_options, **{key: values[index] for key, values in options.items()}),
             f"{kind} {index}",
         )
         for index, token_ids in enumerate(texts)
@@ -213,14 +227,9 @@ def decode_steps(model: Transformer, requests: Sequence[ActiveRequest]) -> Itera
         ValueError: the model's probabilities are not finite.
     """
     decoder = Decoder.for_requests(model, requests)
-    while decoder.has_work:
-        result = decoder.step()
-        error = next((request.error for request in requests if request.error is not None), None)
-        if error is not None:
-            raise error
-        if result.has_forward:
+    for output in decoder.steps():
+        if output.has_forward:
             yield decoder.counts.num_steps
-    decoder.keep_graphs()
 
 
 def stream(
@@ -288,4 +297,5 @@ def to_generation(request: ActiveRequest) -> Generation:
         logprobs=tuple(request.logprobs_L[positions].tolist()),
         step_map=tuple(request.step_map_L[positions].tolist()),
         top_logprobs=request.top_logprobs_at(positions),
+        choice_logprobs=request.choice_logprobs,
     )

@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diffusionlm.inference.requests import DEFAULT_OPTIONS, RequestOptions
-from diffusionlm.inference.settings import DecodingSettings
 from tokenizer import Tokenizer
 
 SPACE = b" "
@@ -69,7 +68,7 @@ class TokenHealer:
     """Encodes texts with token healing.
 
     Args:
-        excluded_token_ids: tokens that a healed position must not hold, such as suppressed ones.
+        excluded_token_ids: tokens that a healed position must not hold: those that are never generated or end the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, excluded_token_ids: Collection[int] = ()) -> None:
@@ -77,11 +76,6 @@ class TokenHealer:
         allowed_ids = set(tokenizer.vocab.values()) - set(excluded_token_ids)
         self._tokens = sorted((tokenizer.token_bytes(token), token) for token in allowed_ids)
         self._find_continuations = cache(self._search_continuations)
-
-    @classmethod
-    def from_settings(cls, tokenizer: Tokenizer, settings: DecodingSettings) -> TokenHealer:
-        """Return a healer that excludes the tokens that are never generated and those that would end the text."""
-        return cls(tokenizer, {*settings.forbidden_token_ids, *settings.stop_token_ids})
 
     def heal_prompt(self, text: str, prefix_ids: Sequence[int] = (), max_new_tokens: int | None = None) -> HealedText:
         """Encode a text to continue, and take back its last token, or its last space.
@@ -184,7 +178,7 @@ def _span_length(match: re.Match[str]) -> int:
 
 def encode_pieces(
     tokenizer: Tokenizer,
-    pieces: Sequence[tuple[str, int]],
+    pieces: Sequence[tuple[str, int | Sequence[int]]],
     prefix_ids: Sequence[int] = (),
     mask_token_id: int | None = None,
     healer: TokenHealer | None = None,
@@ -192,7 +186,8 @@ def encode_pieces(
     """Encode pieces of a text, as ordinary text: special tokens written in them stay text.
 
     Args:
-        pieces: each with the number of masked tokens after it; 0 after the last one alone.
+        pieces: each with the number of masked tokens after it, 0 after the last one alone, or with the token ids of a
+            draft, before which nothing is taken back.
         mask_token_id: the model's; None: the tokenizer's.
         healer: takes back the space before each span; None: no token healing.
 
@@ -204,11 +199,12 @@ def encode_pieces(
         raise ValueError("the tokenizer has no mask token: pass the model's mask_token_id")
     token_ids, plain_ids = list(prefix_ids), list(prefix_ids)
     allowed_token_ids: dict[int, NDArray[np.int64]] = {}
-    repeated_bytes = []
-    for piece, num_masked in pieces:
-        piece_ids = tokenizer.encode(piece)
+    repeated_bytes, draft_ids = [], []
+    for piece, span in pieces:
+        draft_ids += (span_ids := [-1] * span if isinstance(span, int) else [*span])
+        piece_ids, num_masked = tokenizer.encode(piece), len(span_ids)
         plain_ids += [*piece_ids, *[mask] * num_masked]
-        healed = healer.heal_space(piece, num_masked) if healer is not None and num_masked else None
+        healed = healer.heal_space(piece, span) if healer is not None and isinstance(span, int) and span else None
         if healed is not None and (token_ids or healed[0]):
             piece_ids, allowed_token_ids[len(token_ids) + len(healed[0])] = healed
             repeated_bytes.append(SPACE)
@@ -217,7 +213,8 @@ def encode_pieces(
         token_ids += [*piece_ids, *[mask] * num_masked]
     options = RequestOptions(
         is_infill=True,
-        span_lengths=tuple(num_masked for _, num_masked in pieces[:-1]),
+        span_lengths=tuple(span if isinstance(span, int) else len(span) for _, span in pieces[:-1]),
+        draft_token_ids=draft_ids if max(draft_ids, default=-1) >= 0 else (),
         allowed_token_ids=allowed_token_ids,
         repeated_bytes=tuple(repeated_bytes),
     )

@@ -19,7 +19,6 @@ Shapes: L positions of a text, Q inputs of a forward, N output positions of all 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -42,7 +41,7 @@ from diffusionlm.models.patterns import (
     DenseBias,
     PromptAndOwnBlock,
 )
-from diffusionlm.models.row_adapters import AdapterRows, share_weights
+from diffusionlm.models.row_adapters import ModelAdapter, RowAdaptedModel, share_weights
 from diffusionlm.models.tensors import copy_to_device
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.models.varlen import SequenceSlice, VarlenBatch
@@ -96,10 +95,11 @@ def find_input_slice(request: ActiveRequest) -> InputSlice:
     first_output = max(0, int(request.output_positions[0]) - shift)
     if block_length is not None:
         segments = request.prepared.segments
-        block_start = int(segments.block_starts(block_positions[:1], block_length)[0])
-        num_visible = min(segments.block_end(block_start, block_length), length)
+        # A read, and a known text of a causal model, have several blocks at once (`prepare_prompt_scoring`).
+        block_start, last_start = segments.block_starts(block_positions[[0, -1]], block_length).tolist()
+        num_visible = min(segments.block_end(last_start, block_length), length)
         if block_length == 1 and shift:
-            num_visible = block_start  # No output that is computed attends to the token itself.
+            num_visible = last_start  # No output that is computed attends to the token itself.
         start = min(request.cached_length, first_output) if request.uses_cache else 0
         return InputSlice(start, num_visible, num_visible, block_start)
     num_visible = block_end if config.canvas == "growing" else length
@@ -144,8 +144,7 @@ class InputText:
 
     tokens_L: NDArray[np.int64]
     sequence: SequenceSlice
-    adapter: str | None = None
-    """Name of its adapter."""
+    adapter: ModelAdapter | None = None
 
 
 class ModelRunner:
@@ -155,29 +154,33 @@ class ModelRunner:
         self,
         model: Transformer,
         cache: PagedCache | None,
-        adapter_rows: AdapterRows | None = None,
         graphed_forward: GraphedForward | None = None,
     ) -> None:
         """
         Args:
-            adapter_rows: of a model with adapters of single rows (`add_row_adapters`).
             graphed_forward: computes the forwards without adapters that have a CUDA graph.
         """
-        self._model, self._cache, self._adapter_rows = model, cache, adapter_rows
-        self._graphed_forward = graphed_forward
+        self._model, self._cache, self._graphed_forward = model, cache, graphed_forward
+        self._adapted: RowAdaptedModel | None = None
+        """Computes the forwards with adapters. None: there was none yet."""
         self._shift = _output_shift(model.config)
         self._get_pattern = lru_cache(MAX_KEPT_SETTINGS)(build_pattern)
+
+    def prepare_adapter(self, adapter: ModelAdapter) -> None:
+        """Make the next forwards able to have an adapter. Another thread may run the model meanwhile.
+
+        Raises:
+            ValueError: the model has an adapter itself.
+        """
+        self._adapted = self._adapted or RowAdaptedModel(self._model)
+        self._adapted.prepare(adapter)
 
     def __call__(self, scheduled: Sequence[ScheduledRequest]) -> Tensor:
         """Logits that predict the output positions of the requests that are decoded, and then, for those with guidance,
         the logits of the same positions with the prompt masked, [N, V]."""
-        # A forward that fills the cache with a text from its first token on is a prefill.
-        is_prefill = any(
-            item.request.uses_cache and item.request.needs_prefill and item.part.start == 0 for item in scheduled
-        )
         guided = [item for item in scheduled if item.request.has_guidance]
         texts = [self._text(item, 0) for item in scheduled] + [self._text(item, 1) for item in guided]
-        with nvtx.annotate("decoding: prefill" if is_prefill else "decoding: forward"):
+        with nvtx.annotate("decoding: forward"):
             logits_NV = self._compute_logits(texts)
         for item in scheduled:
             item.request.cached_length = item.part.cached_length
@@ -197,11 +200,12 @@ class ModelRunner:
         inputs = [text.tokens_L[text.sequence.start : text.sequence.end] for text in texts]
         device = self._model.lm_head.weight.device
         tokens_1Q = copy_to_device(torch.from_numpy(np.concatenate(inputs))[None], device)
-        context: AbstractContextManager[object] = nullcontext()
-        if self._adapter_rows is not None:
-            context = self._adapter_rows.adapters_context(batch, [text.adapter for text in texts], device)
-        with context:
+        adapters = [text.adapter for text in texts]
+        if not any(adapters):
             return self._model(tokens_1Q, pattern=batch)
+        assert self._adapted is not None, "prepare_adapter precedes"
+        with self._adapted.rows.adapters_context(batch, adapters, device):
+            return self._adapted.model(tokens_1Q, pattern=batch)
 
     def _text(self, item: ScheduledRequest, number: int) -> InputText:
         """The text of a request, or with guidance and number 1 the one without what was given."""
@@ -215,7 +219,7 @@ class ModelRunner:
             outputs=request.output_positions - self._shift if item.is_decoded else request.output_positions[:0],
         )
         tokens_L = _unconditional_canvas(request) if number else request.tokens_L
-        return InputText(tokens_L, sequence, request.prepared.options.adapter)
+        return InputText(tokens_L, sequence, request.adapter)
 
     def _pattern(self, request: ActiveRequest, length: int) -> AttentionPattern:
         """Attention of a request's text; requests with the same settings share one."""
@@ -283,7 +287,7 @@ class FixedShapeRunner(ModelRunner):
 class InputTile:
     """Inputs of one forward: blocks of texts that have the same adapter and block length."""
 
-    adapter: str | None
+    adapter: ModelAdapter | None
     block_length: int
     num_slots: int
     blocks: dict[int, tuple[int, InputText]] = field(default_factory=dict)
@@ -311,7 +315,7 @@ def _has_tiles(text: InputText) -> bool:
 def pack_tiles(texts: Sequence[InputText]) -> list[InputTile]:
     """Tiles of the blocks of all texts, in an order in which they can be computed: a block of a text is not before the
     block to its left."""
-    tiles: dict[tuple[str | None, int], list[InputTile]] = {}
+    tiles: dict[tuple[ModelAdapter | None, int], list[InputTile]] = {}
     for index, text in enumerate(texts):
         if not _has_tiles(text):
             continue

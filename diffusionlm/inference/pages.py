@@ -7,11 +7,10 @@ knows pages, `PageManager` the texts of requests.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from hashlib import sha256
 
 import numpy as np
-from numpy.typing import NDArray
 
 from diffusionlm.inference.model_runner import count_final_tokens, count_unchanging_tokens, find_input_slice
 from diffusionlm.inference.requests import ActiveRequest
@@ -80,7 +79,7 @@ class PagePool:
         """Give an owner the pages that hold the longest known beginning of a text.
 
         Args:
-            digests: of its pages, from the first one on (`page_digests`).
+            digests: of its pages, from the first one on.
         """
         pages: list[int] = []
         for digest in digests:
@@ -198,7 +197,8 @@ class PageManager:
             request.cached_length = len(pages) * self._page_size
 
     def _digest(self, request: ActiveRequest, num_tokens: int) -> list[bytes]:
-        """Digests of the whole pages of a request's first ``num_tokens`` positions, behind those that it has.
+        """Digests of the whole pages of a request's first ``num_tokens`` positions, each with everything before it,
+        behind those that it has. Equal ones mean equal keys and values.
 
         Keys and values of a page depend on the tokens up to the end of its last block, which may be in the next page,
         and on where blocks begin, as the turns of a chat move them.
@@ -211,20 +211,8 @@ class PageManager:
         block_starts_L = request.prepared.segments.block_starts(np.arange(len(request.tokens_L)), block_length)
         block_ends = np.searchsorted(block_starts_L, block_starts_L[ends - 1], side="right")
         contents_2L = np.stack([request.tokens_L, block_starts_L])
-        slices = [slice(end - size, block_end) for end, block_end in zip(ends, block_ends, strict=True)]
-        salt = request.page_digests[-1] if num_known else request.cache_salt
-        return page_digests([contents_2L[:, part] for part in slices], salt)
-
-
-def page_digests(contents: Iterable[NDArray[np.int64]], salt: bytes) -> list[bytes]:
-    """Digest of each page of a text and of everything before it, by SHA-256: equal digests mean equal keys and values.
-
-    Args:
-        contents: for each page in order what its keys and values depend on besides the pages before.
-        salt: what all of them depend on; for pages behind others the digest of the page before.
-    """
-    digests, digest = [], salt
-    for content in contents:
-        digest = sha256(digest + content.tobytes()).digest()
-        digests.append(digest)
-    return digests
+        digests, digest = [], request.page_digests[-1] if num_known else request.cache_salt
+        for end, block_end in zip(ends, block_ends, strict=True):
+            digest = sha256(digest + contents_2L[:, end - size : block_end].tobytes()).digest()
+            digests.append(digest)
+        return digests

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import pairwise
 from numbers import Integral
 from typing import Any
 
@@ -20,15 +22,24 @@ from diffusionlm.inference.constraints.token_automaton import ConstrainedSpan
 from diffusionlm.inference.healing import HealedText, TokenHealer, encode_pieces
 from diffusionlm.inference.requests import (
     DEFAULT_OPTIONS,
+    DecodingBlock,
     PreparedRequest,
     RequestOptions,
     TextSegments,
     split_into_blocks,
 )
-from diffusionlm.inference.settings import DecodingSettings, check_token_ids, resolve_settings
-from tokenizer import ChatTemplate, Tokenizer, encode_chat, encode_prompt
+from diffusionlm.inference.settings import (
+    DecodingSettings,
+    check_token_ids,
+    resolve_read_settings,
+    resolve_settings,
+)
+from diffusionlm.inference.strategies import STRATEGIES
+from tokenizer import ChatTemplate, Tokenizer, encode_answer, encode_chat, encode_prompt
 
 MAX_TOP_LOGPROBS = 20
+SCORED_TOKENS = 64
+"""Tokens of a known text that a forward of an autoregressive model scores."""
 
 
 def suppress_ids_without_text(config: GenerationConfig, tokenizer: Tokenizer, vocab_size: int) -> GenerationConfig:
@@ -65,7 +76,8 @@ class RequestBuilder:
             ValueError: the config does not fit the model.
         """
         settings = resolve_settings(suppress_ids_without_text(config, tokenizer, model.vocab_size), model)
-        healer = TokenHealer.from_settings(tokenizer, settings) if token_healing else None
+        excluded_token_ids = {*settings.forbidden_token_ids, *settings.stop_token_ids}
+        healer = TokenHealer(tokenizer, excluded_token_ids) if token_healing else None
         return cls(tokenizer, settings, template, healer)
 
     @property
@@ -83,11 +95,12 @@ class RequestBuilder:
             return self.healer.heal_prompt(text, self.prefix_ids, max_new_tokens or self.settings.config.max_new_tokens)
         return HealedText((*self.prefix_ids, *self.tokenizer.encode(text)))
 
-    def encode_spans(self, pieces: Sequence[tuple[str, int]]) -> HealedText:
+    def encode_spans(self, pieces: Sequence[tuple[str, int | Sequence[int]]]) -> HealedText:
         """Encode a text with masked spans.
 
         Args:
-            pieces: of the text, each with the number of masked tokens after it; 0 after the last one alone.
+            pieces: of the text, each with the number of masked tokens after it, 0 after the last one alone, or with
+                token ids of a draft.
 
         Raises:
             ValueError: there is no mask token.
@@ -100,23 +113,40 @@ class RequestBuilder:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         answer_prefix: str = "",
+        variables: Mapping[str, Any] | None = None,
+        *,
+        has_prompt: bool = True,
+        continues_answer: bool = False,
     ) -> HealedText:
         """Encode a chat whose next answer is to be decoded. It is not healed: templates end with a whole token. The
         ends of its earlier answers are found only if the settings count blocks from turns.
 
         Args:
             answer_prefix: text that the answer begins with.
+            variables: of the template.
+            has_prompt: the template writes the beginning of an answer.
+            continues_answer: the last message is the beginning of the answer.
 
         Raises:
             ValueError: the template rejects the chat.
         """
         assert self.template is not None, "callers check that there is a template"
-        prefix_ids = self.tokenizer.encode(answer_prefix)
-        if self.settings.config.block_origin == "turn":
-            prompt = encode_prompt(self.tokenizer, self.template, messages, tools=tools)
-            return HealedText((*prompt.token_ids, *prefix_ids), RequestOptions(segment_starts=prompt.answer_ends))
-        token_ids = encode_chat(self.tokenizer, self.template, messages, add_generation_prompt=True, tools=tools)
-        return HealedText((*token_ids, *prefix_ids))
+        options: dict[str, Any] = {"tools": tools, **(variables or {})}
+        token_ids: Sequence[int]
+        prefix_ids, ends = tuple(self.tokenizer.encode(answer_prefix)), tuple[int, ...]()
+        if continues_answer:
+            now = datetime.now()
+            answer = encode_answer(self.tokenizer, self.template, messages, is_finished=False, now=now, **options)
+            assert answer is not None, "only an answer that is finished can be left out"
+            token_ids, prefix_ids, messages = answer.prompt_ids, (*answer.answer_ids, *prefix_ids), messages[:-1]
+        if self.settings.config.block_origin == "turn" and (has_prompt or continues_answer):
+            prompt = encode_prompt(self.tokenizer, self.template, messages, **options)
+            token_ids, ends = prompt.token_ids, prompt.answer_ends
+        elif not continues_answer:
+            token_ids = encode_chat(
+                self.tokenizer, self.template, messages, add_generation_prompt=has_prompt, **options
+            )
+        return HealedText((*token_ids, *prefix_ids), RequestOptions(segment_starts=ends))
 
     def prepare(self, text: HealedText, seed: int = 0, label: str | None = None, **options: Any) -> PreparedRequest:
         """Check an encoded text, with more options (`RequestOptions`). If the constraints allow no text behind what
@@ -162,6 +192,8 @@ def prepare_request(
 def _prepare(
     settings: DecodingSettings, token_ids: Sequence[int], seed: int, options: RequestOptions
 ) -> PreparedRequest:
+    if options.is_read:
+        settings = resolve_read_settings(settings)
     segments = _check_segments(settings, options.segment_starts, len(token_ids))
     if options.is_infill:
         text_length = len(token_ids)
@@ -175,6 +207,8 @@ def _prepare(
         canvas_L = np.array([*token_ids, *masks], dtype=np.int64)
         masked_positions = np.arange(len(token_ids), canvas_length)
     blocks = tuple(split_into_blocks(masked_positions, settings, segments))
+    if options.is_read and blocks:
+        blocks = (DecodingBlock(masked_positions, (len(masked_positions),)),)
     allowed = {position: np.asarray(ids, dtype=np.int64) for position, ids in (options.allowed_token_ids or {}).items()}
     request = PreparedRequest(
         settings, options, seed, canvas_L, masked_positions, blocks, text_length, allowed, segments
@@ -183,9 +217,57 @@ def _prepare(
     return replace(request, constrained_spans=_constrain(request)) if options.constraints else request
 
 
+def prepare_known_text(
+    settings: DecodingSettings,
+    token_ids: Sequence[int] | NDArray[np.int64],
+    masked_positions: NDArray[np.int64],
+    options: RequestOptions = DEFAULT_OPTIONS,
+) -> PreparedRequest:
+    """Prepare to decode some positions of a text that is known: the strategy selects positions as always, and the
+    text's own tokens are committed there, with their log-probabilities. With a strategy that does not look at sampled
+    tokens these sum to the log-likelihood of the text under it (DUEL, arXiv 2603.01367).
+    """
+    segments = _check_segments(settings, options.segment_starts, len(token_ids))
+    known_tokens_L = np.array(token_ids, dtype=np.int64)
+    canvas_L = known_tokens_L.copy()
+    canvas_L[masked_positions] = settings.placeholder_token_id
+    blocks = tuple(split_into_blocks(masked_positions, settings, segments))
+    return PreparedRequest(
+        settings, replace(options, is_infill=True), 0, canvas_L, masked_positions, blocks, len(canvas_L), {}, segments,
+        known_tokens_L=known_tokens_L,
+    )  # fmt: skip
+
+
+def prepare_prompt_scoring(
+    settings: DecodingSettings, token_ids: Sequence[int], options: RequestOptions = DEFAULT_OPTIONS
+) -> PreparedRequest:
+    """Prepare to decode a known text from left to right, one token per forward, with the attention, blocks and canvas
+    of the settings and without what else they change in the model's distributions. Where attention is causal and
+    outputs are shifted, no distribution depends on later tokens, so a forward scores `SCORED_TOKENS` of them.
+
+    Raises:
+        ValueError: the text is longer than the model's context, or a token id is outside the vocabulary.
+    """
+    model, keys = settings.model, ("attention", "attention_bias", "block_length", "block_origin", "canvas")
+    _check_length(len(token_ids), settings, "shorten the text")
+    check_token_ids(token_ids, model)
+    config = GenerationConfig(remasking_strategy="sequential", **{key: getattr(settings.config, key) for key in keys})
+    is_shifted = model.logit_alignment == "shifted"
+    positions = np.arange(is_shifted, len(token_ids))
+    request = prepare_known_text(resolve_settings(config, model), token_ids, positions, options)
+    if not (is_shifted and request.settings.block_causal_length == 1):
+        return request
+    groups = np.split(positions, range(SCORED_TOKENS, len(positions), SCORED_TOKENS))
+    blocks = tuple(DecodingBlock(group, (len(group),)) for group in groups if len(group))
+    assert request.known_tokens_L is not None
+    return replace(request, canvas_L=request.known_tokens_L, blocks=blocks)
+
+
 def _check_options(options: RequestOptions, model: ModelConfig) -> None:
     if not 0 <= options.num_top_logprobs <= MAX_TOP_LOGPROBS:
         raise ValueError(f"num_top_logprobs = {options.num_top_logprobs} must be 0 to {MAX_TOP_LOGPROBS}")
+    if (options.is_read or options.choices) and not (options.is_read and options.is_infill):
+        raise ValueError("choices need is_read, and is_read needs is_infill: set them")
     length = options.max_new_tokens
     if length is not None and (not isinstance(length, int) or length < 1):
         raise ValueError(f"max_new_tokens = {length!r} must be a whole number of at least 1")
@@ -200,7 +282,13 @@ def _check_segments(settings: DecodingSettings, segment_starts: Sequence[int], n
         raise ValueError(
             f'segment_starts need attention = "block_causal", and it is "{settings.config.attention}": leave them out'
         )
-    return TextSegments.from_starts(segment_starts, num_tokens)
+    starts = (0, *segment_starts)
+    if any(start >= following for start, following in pairwise(starts)) or starts[-1] > num_tokens:
+        raise ValueError(
+            f"segment_starts = {list(segment_starts)} must ascend from 1 at least to {num_tokens}, the length of the "
+            "prompt, at most"
+        )
+    return TextSegments(starts)
 
 
 def _find_canvas_length(settings: DecodingSettings, segments: TextSegments, text_length: int) -> int:
@@ -229,11 +317,38 @@ def _check_request(request: PreparedRequest) -> None:
     for position, ids in request.allowed_token_ids.items():
         if position not in masked_positions:
             raise ValueError(f"allowed_token_ids names position {position}, which is not masked: remove it")
-        if np.isin(ids, request.settings.forbidden_token_ids).all():
+        stop_ids = request.settings.stop_token_ids if position < request.first_stop_position else ()
+        if np.isin(ids, [*request.settings.forbidden_token_ids, *stop_ids]).all():
             raise ValueError(
-                f"allowed_token_ids leaves no token at position {position}: add one that is not suppressed"
+                f"allowed_token_ids leaves no token at position {position}: add one that is not suppressed, and among "
+                "the first min_new_tokens one that is no stop token"
             )
         check_token_ids((int(ids.min()), int(ids.max())), model, "allowed_token_ids")
+    _check_draft(request)
+    spans = dict(_find_spans(request)) if request.options.choices else {}
+    for start, choices in request.options.choices.items():
+        length = spans.get(start, start) - start
+        if {*map(len, choices)} != {length}:
+            raise ValueError(f"choices of position {start} must have {length} tokens each, those of its masked span")
+        check_token_ids({token for choice in choices for token in choice}, model, "choices")
+
+
+def _check_draft(request: PreparedRequest) -> None:
+    options, strategy = request.options, request.settings.strategy
+    draft, num_masks = options.draft_token_ids, len(request.masked_positions)
+    if draft and (options.is_read or any(options.constraints)):
+        raise ValueError("a draft excludes reads and constraints: remove one of them")
+    if len(draft) not in (0, num_masks):
+        raise ValueError(f"draft_token_ids has {len(draft)} entries for {num_masks} masks: pass one per mask")
+    if not 0.0 <= options.remask <= 1.0 or (options.remask and not draft):
+        raise ValueError(f"remask = {options.remask} must be 0 to 1, and needs a draft")
+    check_token_ids({*draft} - {-1}, request.settings.model, "draft_token_ids")
+    if draft and not (strategy.can_remask or options.num_remasked):
+        names = ", ".join(name for name, kind in STRATEGIES.items() if kind.can_remask)
+        raise ValueError(
+            f'remask = {options.remask} masks no drafted token, and remasking_strategy = "{strategy.name}" keeps them '
+            f"all: raise remask, or use {names}"
+        )
 
 
 def _resolve_text_length(settings: DecodingSettings, options: RequestOptions, prompt_length: int) -> int:
@@ -250,6 +365,11 @@ def _resolve_text_length(settings: DecodingSettings, options: RequestOptions, pr
             )
     else:
         key, text_length = f"max_new_tokens = {max_new_tokens}", prompt_length + max_new_tokens
+    if (min_new_tokens := config.min_new_tokens) > text_length - prompt_length:
+        raise ValueError(
+            f"min_new_tokens (min_tokens) = {min_new_tokens} is more than the {text_length - prompt_length} new tokens "
+            f"of {key}: lower it"
+        )
     remedy = f"shorten the prompt or lower {key.split()[0]}"
     _check_length(text_length, settings, remedy, f"{prompt_length} tokens and {key}: ")
     return text_length
@@ -282,7 +402,8 @@ def _constrain(request: PreparedRequest) -> tuple[ConstrainedSpan, ...]:
             continue
         try:
             automaton = constraint.after(prefix).token_automaton(request.settings, can_stop=not options.is_infill)
-            constrained.append(ConstrainedSpan(automaton, *span, request.allowed_token_ids))
+            min_length = max(request.first_stop_position - span[0], 0)
+            constrained.append(ConstrainedSpan(automaton, *span, request.allowed_token_ids, min_length))
         except ValueError as error:
             raise ValueError(f"masked span {number}: {error}" if options.is_infill else str(error)) from None
     return tuple(constrained)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +18,7 @@ from diffusionlm.inference.constraints.compiler import TokenConstraint
 from diffusionlm.inference.constraints.token_automaton import ConstrainedSpan, SpanCursor
 from diffusionlm.inference.settings import DecodingSettings
 from diffusionlm.inference.strategy import DecodeState
+from diffusionlm.models.row_adapters import ModelAdapter
 
 AllowedTokens = Mapping[int, Sequence[int] | NDArray[np.int64]]
 """Position of a canvas -> the tokens that it may hold; all other positions may hold any."""
@@ -48,6 +48,16 @@ class RequestOptions:
     """The text is a canvas whose mask tokens are filled (`infill`)."""
     span_lengths: Sequence[int] = ()
     """Number of masks of each masked span of a canvas; empty: a span is all masks without a token between them."""
+    is_read: bool = False
+    """With ``is_infill``: one forward reads all masks. The answer is the most probable text; its log-probabilities and
+    their alternatives are the exact marginals of the positions. Keys of steps, order and sampling have no effect."""
+    choices: Mapping[int, Sequence[Sequence[int]]] = field(default_factory=dict)
+    """Of a read: first position of a masked span -> token ids for the span, whose log-probabilities are computed."""
+    draft_token_ids: Sequence[int] = ()
+    """Of a canvas: for each of its masks the token that decoding begins with, or -1. Empty: decoding begins with masks.
+    Only a strategy that can remask changes drafted tokens; a block ends when none of its positions is masked."""
+    remask: float = 0.0
+    """Fraction of the drafted tokens, drawn at random, that are masked again before decoding begins."""
     constraints: Sequence[TokenConstraint | None] = ()
     """What the new text has to be, as in `generate`; with ``is_infill`` one for each masked span, as in `infill`."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
@@ -63,6 +73,11 @@ class RequestOptions:
     cache_salt: str = ""
     """Texts share cached keys and values only with the same salt."""
 
+    @property
+    def num_remasked(self) -> int:
+        """Number of drafted tokens that are masked again."""
+        return int(self.remask * sum(token >= 0 for token in self.draft_token_ids) + 0.5)
+
 
 DEFAULT_OPTIONS = RequestOptions()
 
@@ -73,21 +88,6 @@ class TextSegments:
 
     starts: tuple[int, ...] = (0,)
     """First position of each segment, ascending, the first one 0."""
-
-    @classmethod
-    def from_starts(cls, starts: Sequence[int], num_tokens: int) -> TextSegments:
-        """Check the starts of the segments after the first; of a prompt of ``num_tokens`` tokens.
-
-        Raises:
-            ValueError: they do not ascend, or one is outside of the prompt.
-        """
-        starts = (0, *starts)
-        if any(start >= following for start, following in pairwise(starts)) or starts[-1] > num_tokens:
-            raise ValueError(
-                f"segment_starts = {list(starts[1:])} must ascend from 1 at least to {num_tokens}, the length of the "
-                "prompt, at most"
-            )
-        return cls(starts)
 
     def block_starts(self, positions_N: NDArray[np.int64], block_length: int) -> NDArray[np.int64]:
         """First position of each position's block."""
@@ -171,6 +171,8 @@ class PreparedRequest:
     """Masked position -> the tokens that it may hold."""
     segments: TextSegments = WHOLE_TEXT
     constrained_spans: tuple[ConstrainedSpan, ...] = ()
+    known_tokens_L: NDArray[np.int64] | None = None
+    """Tokens that are committed instead of the predicted ones (`prepare_known_text`). None: the text is not known."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -178,6 +180,11 @@ class PreparedRequest:
         end = len(self.canvas_L) if self.options.is_infill else self.masked_positions[0]
         ids: list[int] = self.canvas_L[:end].tolist()
         return ids
+
+    @property
+    def first_stop_position(self) -> int:
+        """Position of the first new token that may be a stop token; a canvas has none."""
+        return 0 if self.options.is_infill else int(self.masked_positions[0]) + self.settings.config.min_new_tokens
 
 
 @dataclass(frozen=True)
@@ -191,13 +198,18 @@ class Predictions:
     top_tokens_NT: NDArray[np.int64]
     """The T most probable tokens, the most probable first and the lowest id among equals."""
     top_logprobs_NT: NDArray[np.float64]
+    choice_logprobs: tuple[tuple[float, ...], ...] = ()
+    """Of the choices of each span of a read."""
 
 
 class ActiveRequest:
     """The state of a request that is being decoded."""
 
-    constraint_seconds = 0.0
-    """Time that its constraints took in its last step, less that of the forwards since then, in which it paused."""
+    choice_logprobs: tuple[tuple[float, ...], ...] = ()
+    paused_until = 0.0
+    """Time before which others go ahead, by `time.perf_counter`."""
+    adapter: ModelAdapter | None = None
+    """An engine sets the one that has the name when the request is submitted."""
 
     def __init__(self, request: PreparedRequest) -> None:
         settings, masked_positions = request.settings, request.masked_positions
@@ -207,8 +219,7 @@ class ActiveRequest:
         self.tokens_L = request.canvas_L.copy()
         """Placeholders at masked positions."""
         self.placeholder_id = int(self.tokens_L[masked_positions[0]]) if len(masked_positions) else 0
-        self.is_masked_L = np.zeros(len(self.tokens_L), dtype=np.bool_)
-        self.is_masked_L[masked_positions] = True
+        self.is_masked_L = np.isin(np.arange(len(self.tokens_L)), masked_positions)
         self.logprobs_L = np.full(len(self.tokens_L), np.nan)
         self.top_logprobs: dict[int, TopLogprobs] = {}
         """Position -> the most probable tokens, when it was committed."""
@@ -250,6 +261,22 @@ class ActiveRequest:
         """Positions whose logits the next forward computes, [N], ascending."""
         self._candidate_positions = masked_positions[:0]
         self._is_selected_M: NDArray[np.bool_] | None = None
+        self._place_draft()
+
+    def _place_draft(self) -> None:
+        """Begin with the drafted tokens, except for those that are masked again."""
+        options = self.prepared.options
+        drafted = np.flatnonzero(np.array(options.draft_token_ids, dtype=np.int64) >= 0)
+        order = keyed_rng(self.prepared.seed, RngStream.DRAFT_MASKS).permutation(len(drafted))
+        for index in drafted[order[options.num_remasked :]].tolist():
+            self.tokens_L[self.masked_positions[index]] = options.draft_token_ids[index]
+            self.is_masked_L[self.masked_positions[index]] = False
+        self._skip_complete_blocks()
+
+    def _skip_complete_blocks(self) -> None:
+        """Skip blocks without masks, which a strategy that cannot remask leaves as they are."""
+        while self.blocks and not (self._strategy.can_remask or self.is_masked_L[self.blocks[0].positions].any()):
+            self.blocks.pop(0)
 
     @property
     def num_top_logprobs(self) -> int:
@@ -280,13 +307,14 @@ class ActiveRequest:
     @property
     def num_short_inputs(self) -> int:
         """Inputs of a step that reads the current block and the one before."""
-        return 2 * (self.settings.config.block_length or len(self.tokens_L)) * self.num_texts
+        block_length = self.settings.config.block_length or len(self.tokens_L)
+        return 2 * max(block_length, len(self.blocks[0].positions)) * self.num_texts
 
     @property
     def cache_salt(self) -> bytes:
         """What cached keys and values depend on besides the tokens."""
-        options = self.prepared.options
-        return repr((self.settings.block_causal_length, options.adapter, options.cache_salt)).encode()
+        adapter = None if self.adapter is None else self.adapter.number
+        return repr((self.settings.block_causal_length, adapter, self.prepared.options.cache_salt)).encode()
 
     def draw_uniforms(self, stream: RngStream, positions: NDArray[np.int64]) -> NDArray[np.float64]:
         """A number in [0, 1) for each position, as a function of (seed, position, step) alone."""
@@ -306,7 +334,25 @@ class ActiveRequest:
         """The most probable tokens at committed positions; empty if the request has not asked for them."""
         if not self.num_top_logprobs:
             return ()
-        return tuple(self.top_logprobs[position] for position in positions.tolist())
+        return tuple(self.top_logprobs.get(position, ()) for position in positions.tolist())
+
+    @property
+    def is_known(self) -> bool:
+        """Its text is known: the tokens are committed that it has."""
+        return self.prepared.known_tokens_L is not None
+
+    def draw_token_uniforms(self) -> NDArray[np.float64]:
+        """A number in [0, 1) for the token of each output position."""
+        return self.draw_uniforms(RngStream.TOKEN_SAMPLING, self.output_positions)
+
+    def read_committed_tokens(self) -> NDArray[np.int64]:
+        """Tokens of the output positions, -1 at masked ones."""
+        return np.where(self.is_masked_L, -1, self.tokens_L)[self.output_positions]
+
+    def read_known_tokens(self) -> NDArray[np.int64]:
+        """Tokens of a known text at the output positions."""
+        assert self.prepared.known_tokens_L is not None
+        return self.prepared.known_tokens_L[self.output_positions]
 
     def prepare_step(self) -> None:
         """Set `output_positions` for the next forward, and look for a stop token.
@@ -342,6 +388,7 @@ class ActiveRequest:
         """Commit the positions that the strategy selects; mask the others again if it remasks."""
         self.num_forwards += 1
         self.is_prepared = False
+        self.choice_logprobs = predictions.choice_logprobs
         if self._strategy.measure is None:
             assert self._is_selected_M is not None, "prepare_step comes first"
             is_selected_M = self._is_selected_M
@@ -404,6 +451,7 @@ class ActiveRequest:
         if self.step == len(block.unmasking_schedule) if self._strategy.can_remask else is_complete:
             assert is_complete, "the last step of a schedule commits every position"
             self.blocks.pop(0)
+            self._skip_complete_blocks()
             self.step, self.needs_prefill = 0, True
 
     def _count_final_tokens(self) -> None:

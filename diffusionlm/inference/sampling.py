@@ -1,19 +1,22 @@
-"""From logits to predictions: temperature, top-k, top-p, the choice of a token, its confidence and log-probability.
+"""From logits to predictions: penalties, temperature, filters, the choice of a token, its confidence and
+log-probability.
 
 Shapes: N positions of a forward, V vocabulary, C candidates of a nucleus.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from diffusionlm.diffusion.rng import RngStream
+from config.generation import GenerationConfig
 from diffusionlm.inference.requests import ActiveRequest, Predictions
 from diffusionlm.inference.settings import MAX_KEPT_SETTINGS, DecodingSettings
 from diffusionlm.inference.strategy import TOKEN_PROBABILITY
@@ -31,9 +34,10 @@ NUM_TOP_P_CANDIDATES = 1024
 class TokenSampler:
     """Samples tokens from logits. fp64 throughout: in fp32 all probabilities near 1 would be ties."""
 
-    def __init__(self, settings: DecodingSettings, device: torch.device) -> None:
+    def __init__(self, settings: DecodingSettings, device: torch.device, *, is_known: bool = False) -> None:
+        """``is_known``: the texts of the requests are known (`PreparedRequest.known_tokens_L`)."""
         config, strategy = settings.config, settings.strategy
-        self._settings = settings
+        self._settings, self._is_known = settings, is_known
         # The mask has probability zero, as in training (SUBS, Sahoo et al. 2024).
         self._forbidden_token_ids, self._deferred_token_ids = (
             copy_to_device(torch.tensor(token_ids, dtype=torch.long), device)
@@ -41,8 +45,10 @@ class TokenSampler:
         )
         self._has_fast_path = (
             settings.temperature == 0.0
+            and not is_known
             and config.top_k is None
             and config.top_p == 1.0
+            and config.min_p == 0.0
             and not strategy.can_remask
             and (strategy.measure is None or strategy.measure is TOKEN_PROBABILITY)
         )
@@ -55,42 +61,41 @@ class TokenSampler:
         Args:
             logits_NV: logits of the output positions of all requests, in their order.
         """
-        output_positions = [request.output_positions for request in requests]
-        uniforms_N = committed_N = None
-        if self._settings.temperature:
-            uniforms = [
-                request.draw_uniforms(RngStream.TOKEN_SAMPLING, positions)
-                for request, positions in zip(requests, output_positions, strict=True)
-            ]
-            uniforms_N = copy_to_device(torch.from_numpy(np.concatenate(uniforms)), logits_NV.device)
-        if self._settings.strategy.can_remask:
-            committed = [
-                np.where(request.is_masked_L[positions], -1, request.tokens_L[positions])
-                for request, positions in zip(requests, output_positions, strict=True)
-            ]
-            committed_N = copy_to_device(torch.from_numpy(np.concatenate(committed)), logits_NV.device)
+
+        def read(method: Callable[[ActiveRequest], NDArray[Any]]) -> Tensor:
+            values_N = np.concatenate([method(request) for request in requests])
+            return copy_to_device(torch.from_numpy(values_N), logits_NV.device)
+
+        uniforms_N = read(ActiveRequest.draw_token_uniforms) if self._settings.temperature else None
+        committed_N = read(ActiveRequest.read_committed_tokens) if self._settings.strategy.can_remask else None
+        known_N = read(ActiveRequest.read_known_tokens) if self._is_known else None
         changes = LogitChanges(requests)
         num_top = max((request.num_top_logprobs for request in requests), default=0)
         samples = [
             self._sample_chunk(
                 self._copy_logits(logits_NV, chunk, changes),
-                None if uniforms_N is None else uniforms_N[chunk],
-                None if committed_N is None else committed_N[chunk],
-                num_top,
+                *(None if values_N is None else values_N[chunk] for values_N in (uniforms_N, committed_N, known_N)),
+                num_top=num_top,
             )
             for chunk in iterate_chunks(logits_NV)
         ]
         return torch.cat(samples, dim=1)
 
     def _copy_logits(self, logits_NV: Tensor, chunk: slice, changes: LogitChanges) -> Tensor:
-        """Copy the logits of a chunk, with the biases of the requests, and with -inf at forbidden tokens and at all but
-        the allowed ones; in fp64, on the fast path in at least fp32."""
+        """Copy the logits of a chunk, with the changes of the requests, and with -inf at forbidden tokens; in fp64, on
+        the fast path in at least fp32."""
         dtype = torch.promote_types(logits_NV.dtype, torch.float32) if self._has_fast_path else torch.float64
         copy_NV = changes.apply(logits_NV[chunk].to(dtype, copy=True), chunk.start)
         return copy_NV.index_fill_(1, self._forbidden_token_ids, float("-inf"))
 
     def _sample_chunk(
-        self, logits_NV: Tensor, uniforms_N: Tensor | None, committed_N: Tensor | None, num_top: int
+        self,
+        logits_NV: Tensor,
+        uniforms_N: Tensor | None,
+        committed_N: Tensor | None,
+        known_N: Tensor | None,
+        *,
+        num_top: int,
     ) -> Tensor:
         """Token, confidence, log-probability and ``num_top`` alternatives of each position, [3 + 2 T, N] in fp64.
 
@@ -98,6 +103,7 @@ class TokenSampler:
             logits_NV: a copy, which the fast path overwrites.
             uniforms_N: uniforms of token sampling; None: greedy.
             committed_N: tokens of committed positions, -1 at masked ones; None: all are masked.
+            known_N: tokens of a known text, in place of the sampled ones, which the confidences are of.
         """
         if self._has_fast_path:
             return _sample_greedily(logits_NV, num_top, self._deferred_token_ids)
@@ -105,7 +111,7 @@ class TokenSampler:
         logprobs_NV = logits_NV.log_softmax(dim=1)
         unfiltered_probs_NV = logprobs_NV.exp()
         temperature = self._settings.temperature
-        filtered_NV = filter_logits(logits_NV, temperature=temperature, top_k=config.top_k, top_p=config.top_p)
+        filtered_NV = filter_logits(logits_NV, config, temperature)
         probs_NV = unfiltered_probs_NV if filtered_NV is logits_NV else filtered_NV.softmax(dim=1)
         tokens_N = choose_tokens(probs_NV, uniforms_N)
         if committed_N is not None:
@@ -116,6 +122,8 @@ class TokenSampler:
             is_unfiltered = config.confidence_from == "unfiltered"
             basis_NV = exclude_tokens(unfiltered_probs_NV if is_unfiltered else probs_NV, self._deferred_token_ids)
             confidence_N = measure.compute(basis_NV, tokens_N)
+        if known_N is not None:
+            tokens_N = known_N
         logprobs_N = logprobs_NV.gather(1, tokens_N[:, None])[:, 0]
         samples_3N = torch.stack([tokens_N.double(), confidence_N, logprobs_N])
         if not num_top:
@@ -138,10 +146,11 @@ class BatchSampler:
         not finite."""
         groups: dict[object, list[ActiveRequest]] = {}
         for request in logits.requests:
-            key = id(request) if self._samples_alone else self._sampling_key(request.settings)
+            key = id(request) if self._samples_alone else (request.is_known, self._sampling_key(request.settings))
             groups.setdefault(key, []).append(request)
         samples = [
-            self._get_sampler(group[0].settings).sample(logits.select(group), group) for group in groups.values()
+            self._get_sampler(group[0].settings, is_known=group[0].is_known).sample(logits.select(group), group)
+            for group in groups.values()
         ]
         predictions: dict[int, Predictions | ValueError] = {}
         for group, samples_RN in zip(groups.values(), _to_arrays(samples), strict=True):
@@ -155,7 +164,7 @@ def _sampling_key(settings: DecodingSettings) -> tuple[object, ...]:
     """Equal for settings that turn logits into predictions alike: lengths of answers, say, differ from one request to
     the next, and each group of requests costs a pass of small operations over the vocabulary."""
     config, strategy = settings.config, settings.strategy
-    options = (config.top_k, config.top_p, config.confidence_from, config.cfg_scale)
+    options = (config.top_k, config.top_p, config.min_p, config.confidence_from, config.cfg_scale)
     return (*options, settings.temperature, settings.forbidden_token_ids, strategy.name, repr(strategy))
 
 
@@ -215,7 +224,7 @@ def _to_predictions(samples_RN: NDArray[np.float64]) -> Predictions | ValueError
     num_top = (len(samples_RN) - 3) // 2
     top_tokens_TN, top_logprobs_TN = samples_RN[3 : 3 + num_top], samples_RN[3 + num_top :]
     try:
-        check_finite(np.isfinite(logprobs_N))
+        check_finite(~np.isnan(logprobs_N))  # a token of a known text may be impossible
     except ValueError as error:
         return error
     return Predictions(
@@ -224,13 +233,14 @@ def _to_predictions(samples_RN: NDArray[np.float64]) -> Predictions | ValueError
 
 
 class LogitChanges:
-    """What requests change in the logits of their output positions: biases, and tokens that are not allowed."""
+    """What requests change in the logits of their output positions: biases, penalties, stop tokens that come too early,
+    and tokens that are not allowed."""
 
     def __init__(self, requests: Sequence[ActiveRequest]) -> None:
         self._allowed_tokens: dict[int, NDArray[np.int64]] = {}
         """Row of the logits -> the tokens that its position may hold."""
-        self._biases: list[tuple[int, int, NDArray[np.int64], NDArray[np.float64]]] = []
-        """First row, row after the last one, tokens and what is added to their logits."""
+        self._changes: list[tuple[int, int, NDArray[np.int64], NDArray[np.float64] | float]] = []
+        """First row, row after the last one, tokens, and what is added to their logits, or their repetition penalty."""
         start = 0
         for request in requests:
             for position, token_ids in request.prepared.allowed_token_ids.items():
@@ -238,22 +248,46 @@ class LogitChanges:
                     self._allowed_tokens[start + index] = token_ids
             end = start + len(request.output_positions)
             if bias := request.prepared.options.logit_bias:
-                self._biases.append((start, end, np.array([*bias]), np.array([*bias.values()], dtype=np.float64)))
+                self._changes.append((start, end, np.array([*bias]), np.array([*bias.values()], dtype=np.float64)))
+            self._changes += [(start, end, *change) for change in _compute_penalties(request)]
+            if num_early := int(np.searchsorted(request.output_positions, request.prepared.first_stop_position)):
+                stops = np.array([*request.settings.stop_token_ids], dtype=np.int64)
+                self._changes.append((start, start + num_early, stops, np.full(len(stops), -np.inf)))
             start = end
 
     def apply(self, logits_NV: Tensor, first_row: int) -> Tensor:
         """Change logits of the rows from ``first_row`` on, in place."""
         end_row, device = first_row + len(logits_NV), logits_NV.device
-        for start, end, token_ids, values in self._biases:
+        for start, end, token_ids, values in self._changes:
             rows = slice(max(start - first_row, 0), max(min(end, end_row) - first_row, 0))
-            added_values = copy_to_device(torch.from_numpy(values), device).to(logits_NV.dtype)
-            logits_NV[rows, copy_to_device(torch.from_numpy(token_ids), device)] += added_values
+            ids = copy_to_device(torch.from_numpy(token_ids), device)
+            if isinstance(values, float):
+                changed = logits_NV[rows, ids]
+                logits_NV[rows, ids] = torch.where(changed > 0.0, changed / values, changed * values)
+            else:
+                logits_NV[rows, ids] += copy_to_device(torch.from_numpy(values), device).to(logits_NV.dtype)
         for row, token_ids in self._allowed_tokens.items():
             if first_row <= row < end_row:
                 ids = copy_to_device(torch.from_numpy(token_ids), device)
                 logits_V = logits_NV[row - first_row]
                 logits_NV[row - first_row] = torch.full_like(logits_V, float("-inf")).index_copy_(0, ids, logits_V[ids])
         return logits_NV
+
+
+def _compute_penalties(request: ActiveRequest) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float64] | float]]:
+    """Tokens and their repetition penalty, then tokens and what the other penalties add to their logits (the order of
+    vLLM). Tokens of the answer count where they are committed; of a canvas all that is given is the prompt."""
+    config = request.settings.config
+    is_additive = config.presence_penalty != 0.0 or config.frequency_penalty != 0.0
+    if config.repetition_penalty == 1.0 and not is_additive:
+        return
+    answer_ids = request.tokens_L[request.answer_positions[~request.is_masked_L[request.answer_positions]]]
+    if config.repetition_penalty != 1.0:
+        given_ids = np.delete(request.tokens_L, request.masked_positions)
+        yield np.union1d(given_ids, answer_ids), config.repetition_penalty
+    if is_additive:
+        token_ids, counts = np.unique(answer_ids, return_counts=True)
+        yield token_ids, -(config.presence_penalty + config.frequency_penalty * counts.astype(np.float64))
 
 
 def exclude_tokens(probs_NV: Tensor, token_ids: Tensor) -> Tensor:
@@ -319,16 +353,19 @@ def check_finite(is_finite: NDArray[np.bool_]) -> None:
         )
 
 
-def filter_logits(logits_NV: Tensor, *, temperature: float, top_k: int | None, top_p: float) -> Tensor:
-    """Apply temperature (0 counts as 1), then top-k, then top-p to what is left (the order of Hugging Face).
+def filter_logits(logits_NV: Tensor, config: GenerationConfig, temperature: float) -> Tensor:
+    """Apply a temperature (0 counts as 1), then top-k, top-p and min-p, each to what is left (the order of Hugging
+    Face).
 
     Returns the argument itself if nothing changes.
     """
     if temperature not in (0.0, 1.0):
         logits_NV = divide_by_temperature(logits_NV, temperature)
-    if top_k is not None:
-        logits_NV = keep_top_k(logits_NV, top_k)
-    return keep_top_p(logits_NV, top_p) if top_p < 1.0 else logits_NV
+    if config.top_k is not None:
+        logits_NV = keep_top_k(logits_NV, config.top_k)
+    if config.top_p < 1.0:
+        logits_NV = keep_top_p(logits_NV, config.top_p)
+    return keep_min_p(logits_NV, config.min_p) if config.min_p > 0.0 else logits_NV
 
 
 def divide_by_temperature(logits_NV: Tensor, temperature: float) -> Tensor:
@@ -358,6 +395,12 @@ def keep_top_p(logits_NV: Tensor, top_p: float) -> Tensor:
     if not is_complete_N.all():
         filtered_NV[~is_complete_N] = _keep_nucleus(logits_NV[~is_complete_N], top_p, V)[0]
     return filtered_NV
+
+
+def keep_min_p(logits_NV: Tensor, min_p: float) -> Tensor:
+    """Set the logits of tokens to -inf whose probability is less than ``min_p`` times the highest one (Nguyen et al.
+    2024, arXiv 2407.01082)."""
+    return logits_NV.masked_fill(logits_NV < logits_NV.amax(dim=1, keepdim=True) + math.log(min_p), float("-inf"))
 
 
 def _keep_nucleus(logits_NV: Tensor, top_p: float, num_candidates: int) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ step again: its tokens, step map and number of forwards do not change.
 from __future__ import annotations
 
 import logging
+import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,8 +25,6 @@ PAGE_SIZE = 16
 """Default number of positions of a page."""
 TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Inputs of a step, by which steps are counted (`DecoderCounts.steps_by_tokens`)."""
-SLOW_CONSTRAINT_SECONDS = 0.02
-"""Time of a request's constraint in a step, beyond which the others then go ahead for about as long."""
 
 
 @dataclass
@@ -170,7 +169,8 @@ class Scheduler:
         prepared = [request for request in self.active if request.is_prepared]
         if not self._pauses_slow_constraints:
             return prepared
-        return [item for item in prepared if item.constraint_seconds <= SLOW_CONSTRAINT_SECONDS] or prepared
+        now = time.perf_counter()
+        return [request for request in prepared if request.paused_until <= now] or prepared
 
     def _take_within_budget(self, scheduled: Sequence[ScheduledRequest], num_tokens: int) -> list[ScheduledRequest]:
         """Those within the budget, the least recently served first; a long prompt is read in parts."""

@@ -55,6 +55,8 @@ class DecodingSettings:
         return self.model.required_mask_token_id
 
 
+READ_KEYS = ("attention", "attention_bias", "block_length", "block_origin", "cache", "cfg_scale", "suppress_token_ids")
+"""Keys that have an effect on a read (`RequestOptions.is_read`)."""
 MAX_KEPT_SETTINGS = 256
 """Settings that are resolved once, and for which what is built of them is kept."""
 
@@ -83,6 +85,9 @@ def resolve_settings(config: GenerationConfig, model: ModelConfig) -> DecodingSe
     forbidden_token_ids = (*mask_token_ids, *config.suppress_token_ids)
     if len(set(forbidden_token_ids)) == model.vocab_size:
         raise ValueError("suppress_token_ids contains every token of the vocabulary: remove some")
+    stop_token_ids = _resolve_stop_token_ids(config, model)
+    if config.min_new_tokens and len(stop_token_ids.union(forbidden_token_ids)) == model.vocab_size:
+        raise ValueError("min_new_tokens leaves no token that is neither suppressed nor a stop token: remove it")
     assert config.temperature is not None
     return DecodingSettings(
         model=model,
@@ -90,9 +95,16 @@ def resolve_settings(config: GenerationConfig, model: ModelConfig) -> DecodingSe
         strategy=strategy,
         block_causal_length=config.block_length if config.attention == "block_causal" else None,
         temperature=config.temperature,
-        stop_token_ids=_resolve_stop_token_ids(config, model),
+        stop_token_ids=stop_token_ids,
         forbidden_token_ids=forbidden_token_ids,
     )
+
+
+def resolve_read_settings(settings: DecodingSettings) -> DecodingSettings:
+    """The settings of one forward that predicts all masks: without steps, order and sampling."""
+    keys = {key: getattr(settings.config, key) for key in READ_KEYS}
+    config = GenerationConfig(remasking_strategy="low_confidence", temperature=0.0, **keys)
+    return resolve_settings(config, settings.model)
 
 
 def _fill_defaults(config: GenerationConfig, strategy: Strategy, model: ModelConfig) -> GenerationConfig:

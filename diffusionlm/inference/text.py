@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from tokenizer import IncrementalDecoder, Tokenizer
@@ -45,11 +45,23 @@ class AnswerText:
     Args:
         stop: the text ends before the first of these.
         num_repeated_bytes: bytes of the first token that belong to the text before this one.
+        hidden_ids: tokens without a text.
+        includes_stop: the text ends behind the stop string instead.
+        min_new_tokens: among this many first tokens no stop string ends.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), num_repeated_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        num_repeated_bytes: int = 0,
+        *,
+        hidden_ids: Collection[int] = (),
+        includes_stop: bool = False,
+        min_new_tokens: int = 0,
+    ) -> None:
         self.text = ""
-        """All final text, without a stop string."""
+        """All final text, without a stop string unless it is included."""
         self.tokens: list[AnswerToken] = []
         """Tokens of the text; with a stop string through the one that completes it."""
         self.is_stopped = False
@@ -57,6 +69,7 @@ class AnswerText:
         self.is_complete = False
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._num_skipped = num_repeated_bytes
+        self._hidden_ids, self._includes_stop, self._min_new_tokens = hidden_ids, includes_stop, min_new_tokens
         self._num_taken = self._num_taken_tokens = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._longest_stop = max(map(len, self._stop), default=0)
@@ -99,7 +112,7 @@ class AnswerText:
         """Add a token; nothing happens after a stop string."""
         if self.is_complete:
             return
-        data = self._tokenizer.token_bytes(token_id)
+        data = b"" if token_id in self._hidden_ids else self._tokenizer.token_bytes(token_id)
         num_repeated = min(self._num_skipped, len(data))
         self._num_skipped -= num_repeated
         self.tokens.append(AnswerToken(token_id, len(self.text), logprob, top_logprobs, num_repeated))
@@ -114,9 +127,12 @@ class AnswerText:
     def _append(self, piece: str) -> None:
         if not piece:
             return
-        first = max(0, len(self.text) - self._longest_stop + 1)
+        num_searched = len(self.text)
         self.text += piece
-        starts = [start for stop in self._stop if (start := self.text.find(stop, first)) >= 0]
-        if starts:
-            self.text = self.text[: min(starts)]
+        if len(self.tokens) <= self._min_new_tokens:
+            return
+        starts = [(self.text.find(stop, max(0, num_searched - len(stop) + 1)), len(stop)) for stop in self._stop]
+        if found := [(start, length) for start, length in starts if start >= 0]:
+            start, length = min(found)
+            self.text = self.text[: start + length * self._includes_stop]
             self.is_stopped = self.is_complete = True

@@ -37,9 +37,11 @@ class Choice:
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float = 1.0
+    min_p: float = 0.0
     confidence_from: str = "unfiltered"
     forbidden: tuple[int, ...] = ()
     """Tokens that are never chosen, beside the mask: published samplers let it through, and then emit masks."""
+    cfg_scale: float = 0.0
     deferred: tuple[int, ...] = ()
     """A position whose token is one of these has no confidence, and they are left out of the softmax of the others."""
 
@@ -51,7 +53,8 @@ class Choice:
 
     def filtered(self, logits_V: Array) -> Array:
         """The one that tokens are drawn from: temperature (1 where it is 0), the k best, the nucleus with the token
-        that crosses p. The lowest ids come first among equals."""
+        that crosses p, those that are not much less probable than the best one. The lowest ids come first among
+        equals."""
         with np.errstate(divide="ignore"):
             logits_V = np.log(self.own(logits_V))
         if self.temperature > 0.0:
@@ -64,6 +67,7 @@ class Choice:
             if self.top_p < 1.0 and cumulative >= self.top_p:
                 logits_V[token] = -np.inf
             cumulative += probs_V[token]
+        logits_V[probs_V < self.min_p * probs_V.max()] = -np.inf
         return softmax(logits_V)
 
     def basis(self, logits_V: Array) -> Array:

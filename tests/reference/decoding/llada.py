@@ -25,74 +25,37 @@ def llada_generate(
     block_length: int,
     steps: int,
     remasking: str = "low_confidence",
-    cfg_scale: float = 0.0,
+    canvas: str = "fixed",
 ) -> Text:
-    """With padding: all masks are there from the start. ``steps`` are those of a block.
+    """``steps`` are those of a block. ``fixed``: with padding, all masks are there from the start. ``growing``: the
+    text ends with the current block (no code was published); what guidance masks is the first prompt.
 
     Intended, where the published code does otherwise: a last block may be shorter; only the block's own masks are
     settled, not mask tokens of the prompt; forwards of steps that settle nothing are left out. ``random_topk`` is not
     LLaDA's own; it is `low_confidence` with jitter.
     """
     text = Text(list(prompt), choice.mask)
-    text.append_masks(gen_length)
-    for start in range(len(prompt), len(text.x), block_length):
-        _llada_block(logits_of, text, choice, (start, start + block_length), steps, remasking, cfg_scale, len(prompt))
-    return text
-
-
-def llada_generate_origin(
-    logits_of: LogitsOf,
-    prompt: Sequence[int],
-    choice: Choice,
-    *,
-    gen_length: int,
-    block_length: int,
-    steps: int,
-    remasking: str = "low_confidence",
-    cfg_scale: float = 0.0,
-) -> Text:
-    """The text ends with the current block: the generation of one block, repeated with the text so far as prompt.
-
-    No code was published. What guidance masks is the first prompt.
-    """
-    text = Text(list(prompt), choice.mask)
     for done in range(0, gen_length, block_length):
-        start = len(text.x)
-        text.append_masks(min(block_length, gen_length - done))
-        _llada_block(logits_of, text, choice, (start, len(text.x)), steps, remasking, cfg_scale, len(prompt))
+        start, end = len(prompt) + done, len(prompt) + min(done + block_length, gen_length)
+        text.append_masks((end if canvas == "growing" else len(prompt) + gen_length) - len(text.x))
+        for count in even_counts(len(text.masked(start, end)), steps):
+            logits_LV = logits_of(text.x)
+            if choice.cfg_scale > 0.0:
+                without_LV = logits_of([text.mask] * len(prompt) + text.x[len(prompt) :])
+                logits_LV = without_LV + (choice.cfg_scale + 1.0) * (logits_LV - without_LV)
+            masked = text.masked(start, end)
+            x0 = {position: choice.token(logits_LV[position], position, text.step) for position in masked}
+            uniforms = {position: choice.order(position, text.step) for position in masked}
+            confidence = {position: choice.confidence(logits_LV[position], x0[position]) for position in masked}
+            if remasking == "random_topk":
+                chosen = _jittered(confidence, uniforms, count)
+            else:
+                chosen = best(uniforms if remasking == "random" else confidence, count)
+            for position in chosen:
+                text.commit(position, x0[position])
+            text.step += 1
+            text.record_step()
     return text
-
-
-def _llada_block(
-    logits_of: LogitsOf,
-    text: Text,
-    choice: Choice,
-    block: tuple[int, int],
-    steps: int,
-    remasking: str,
-    cfg_scale: float,
-    prompt_length: int,
-) -> None:
-    for count in even_counts(len(text.masked(*block)), steps):
-        logits_LV = logits_of(text.x)
-        if cfg_scale > 0.0:
-            without_LV = logits_of([text.mask] * prompt_length + text.x[prompt_length:])
-            logits_LV = without_LV + (cfg_scale + 1.0) * (logits_LV - without_LV)
-        x0, confidence = {}, {}
-        for position in text.masked(*block):
-            x0[position] = choice.token(logits_LV[position], position, text.step)
-            confidence[position] = choice.confidence(logits_LV[position], x0[position])
-            if remasking == "random":
-                confidence[position] = choice.order(position, text.step)
-        chosen = best(confidence, count)
-        if remasking == "random_topk":
-            chosen = _jittered(
-                confidence, {position: choice.order(position, text.step) for position in confidence}, count
-            )
-        for position in chosen:
-            text.commit(position, x0[position])
-        text.step += 1
-        text.record_step()
 
 
 def _jittered(confidence: dict[int, float], uniforms: dict[int, float], count: int) -> list[int]:

@@ -136,9 +136,11 @@ def choice(config: GenerationConfig, seed: int, confidence_from: str) -> Choice:
         temperature=config.temperature or 0.0,
         top_k=config.top_k,
         top_p=config.top_p,
+        min_p=config.min_p,
         confidence_from=config.confidence_from or confidence_from,
         forbidden=config.suppress_token_ids,
         deferred=config.defer_token_ids,
+        cfg_scale=config.cfg_scale,
     )
 
 

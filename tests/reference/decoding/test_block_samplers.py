@@ -26,7 +26,7 @@ PROMPTS = [[], [3], [1, 2, MASK, 4], [1, 2, 3, 4, 5], [9, 8, 7, 6, 5, 4, 3, 2], 
 FILTERS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.7},
-    {"temperature": 1.0, "top_k": 3},
+    {"temperature": 1.0, "top_k": 4, "min_p": 0.3},
     {"temperature": 1.0, "top_p": 0.8, "confidence_from": "unfiltered"},
 ]
 RULES = [

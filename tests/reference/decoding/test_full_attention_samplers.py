@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
 
 from diffusionlm.inference.generate import generate
-from tests.reference.decoding.choosing import LogitsOf
 from tests.reference.decoding.llada import (
     Transfer,
     by_count,
@@ -17,7 +17,6 @@ from tests.reference.decoding.llada import (
     dream_generate,
     fast_dllm_generate,
     llada_generate,
-    llada_generate_origin,
 )
 from tests.reference.decoding.standins import (
     MASK,
@@ -37,7 +36,7 @@ FILTERS: list[dict[str, Any]] = [
     {"temperature": 0.7},
     {"temperature": 1.0, "top_k": 3},
     {"temperature": 1.0, "top_p": 0.8, "confidence_from": "filtered"},
-    {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "confidence_from": "unfiltered"},
+    {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.2, "confidence_from": "unfiltered"},
     {"top_k": 2, "confidence_from": "filtered"},
 ]
 WITHOUT_CONFIDENCE = [{key: value for key, value in filters.items() if key != "confidence_from"} for filters in FILTERS]
@@ -54,7 +53,6 @@ def model() -> TableModel:
 @pytest.mark.parametrize(("new", "block", "steps"), BLOCKS)
 @pytest.mark.parametrize("canvas", ["fixed", "growing"])
 def test_llada(model: TableModel, remasking: str, new: int, block: int, steps: int, canvas: str) -> None:
-    transcription = llada_generate if canvas == "fixed" else llada_generate_origin
     filters = WITHOUT_CONFIDENCE if remasking == "random" else FILTERS
     for seed, (prompt, values) in enumerate(spread(PROMPTS, filters, new + block + steps)):
         config = settings(
@@ -65,7 +63,7 @@ def test_llada(model: TableModel, remasking: str, new: int, block: int, steps: i
             canvas=canvas,
             **values,
         )
-        text = transcription(
+        text = llada_generate(
             model.table,
             prompt,
             choice(config, seed, "unfiltered"),
@@ -73,6 +71,7 @@ def test_llada(model: TableModel, remasking: str, new: int, block: int, steps: i
             block_length=block,
             steps=steps,
             remasking=remasking,
+            canvas=canvas,
         )
         assert_same(model, prompt, config, seed, text)
 
@@ -88,24 +87,13 @@ def test_lladas_steps_are_those_of_all_blocks(model: TableModel) -> None:
 @pytest.mark.parametrize("canvas", ["fixed", "growing"])
 @pytest.mark.parametrize("scale", [0.5, 1.5])
 def test_llada_with_guidance(model: TableModel, canvas: str, scale: float) -> None:
-    transcription = llada_generate if canvas == "fixed" else llada_generate_origin
+    blocks: dict[str, Any] = {"gen_length": 8, "block_length": 4, "steps": 3, "canvas": canvas}
     for seed, (prompt, values) in enumerate(spread(PROMPTS, FILTERS[:3], 0)):
         config = settings(max_new_tokens=8, block_length=4, denoising_steps=3, cfg_scale=scale, canvas=canvas, **values)
-        text = transcription(
-            model.table,
-            prompt,
-            choice(config, seed, "unfiltered"),
-            gen_length=8,
-            block_length=4,
-            steps=3,
-            cfg_scale=scale,
-        )
-        done = assert_same(model, prompt, config, seed, text)
-        if prompt:
-            without = transcription(
-                model.table, prompt, choice(config, seed, "unfiltered"), gen_length=8, block_length=4, steps=3
-            )
-            assert [*prompt, *done.token_ids] != without.x
+        guided = choice(config, seed, "unfiltered")
+        done = assert_same(model, prompt, config, seed, llada_generate(model.table, prompt, guided, **blocks))
+        without = llada_generate(model.table, prompt, replace(guided, cfg_scale=0.0), **blocks)
+        assert not prompt or [*prompt, *done.token_ids] != without.x
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -126,7 +114,7 @@ def test_llada_with_an_end_of_text_suppressed_or_put_off(model: TableModel, temp
 
 
 @pytest.mark.parametrize("alg", ["origin", "maskgit_plus", "topk_margin", "entropy"])
-@pytest.mark.parametrize(("new", "steps"), [(12, 12), (12, 5), (7, 20), (9, 1)])
+@pytest.mark.parametrize(("new", "steps"), [(12, 12), (12, 5), (7, 20), (10, 300), (9, 1)])
 def test_dream(alg: str, new: int, steps: int) -> None:
     """Shifted outputs, one block."""
     model = table_model(seed=1, logit_alignment="shifted")
@@ -211,42 +199,6 @@ def test_fast_dllm_with_a_cache(cache: str, alignment: str) -> None:
                 shift=int(alignment == "shifted"),
             )
             assert_same(model, prompt, config, seed, text)
-
-
-def test_stale_keys_and_values_matter() -> None:
-    """Or the test before this one would pass without any cache."""
-    plain, texts = Plain(tiny_transformer(3)), []
-    for cache in ("none", "prefix", "dual"):
-        config = settings(denoising_steps=4)
-        text = fast_dllm_generate(
-            plain.forward,
-            PROMPTS[3],
-            choice(config, 0, "unfiltered"),
-            gen_length=12,
-            block_length=4,
-            transfer=by_count(4, 4),
-            cache=cache,
-        )
-        texts.append(text.history)
-    assert texts[0] != texts[1] != texts[2] != texts[0]
-
-
-def test_llada_on_a_transformer() -> None:
-    """The table's answers have no ties and no rounding; a model's have."""
-    model = tiny_transformer(3)
-    logits_of: LogitsOf = Plain(model)
-    for remasking, values in product(("low_confidence", "random"), WITHOUT_CONFIDENCE[:3]):
-        config = settings(max_new_tokens=8, block_length=4, denoising_steps=3, remasking_strategy=remasking, **values)
-        text = llada_generate(
-            logits_of,
-            [1, 2, 3],
-            choice(config, 5, "unfiltered"),
-            gen_length=8,
-            block_length=4,
-            steps=3,
-            remasking=remasking,
-        )
-        assert_same(model, [1, 2, 3], config, 5, text)
 
 
 def test_random_topk_shuffles_ties() -> None:

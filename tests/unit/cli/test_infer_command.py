@@ -13,14 +13,10 @@ from typing import Any
 import pytest
 
 from cli.infer import main
-from config.generation import GenerationConfig
 from config.infer import InferConfig
 from config.load import load_config
 from diffusionlm.checkpoints.huggingface import load_model, save_model_directory
-from diffusionlm.inference.generate import generate, infill
-from diffusionlm.inference.healing import TokenHealer
-from diffusionlm.inference.request_builder import suppress_ids_without_text
-from diffusionlm.inference.settings import resolve_settings
+from diffusionlm.inference.generate import generate
 from files.terminal_text import escape_control_characters
 from tests.conftest import MakeModel
 from tokenizer import Tokenizer, load_tokenizer
@@ -93,27 +89,14 @@ def test_token_healing(capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_
     arguments = ("--model", model_dir, *texts, "--temperature", 1.0)
     run(*arguments, "--json", "--html", page)
     healed = records(capsys)
-    tokenizer, model = load_tokenizer(model_dir), load_model(model_dir)
-    settings = resolve_settings(
-        suppress_ids_without_text(
-            GenerationConfig(max_new_tokens=5, temperature=1.0), tokenizer, model.config.vocab_size
-        ),
-        model.config,
-    )
-    healer = TokenHealer.from_settings(tokenizer, settings)
-    canvas = healer.heal_infill("the [MASK:2] sat")
-    [filled] = infill(model, [canvas.token_ids], settings.config, [2], allowed_token_ids=[canvas.allowed_token_ids])
-    assert healed[2]["tokens"]["token_ids"] == list(filled.token_ids)
-    prompts = [healer.heal_prompt(text) for text in ("the cat ", "the c")]
-    allowed = [prompt.allowed_token_ids for prompt in prompts]
-    results = generate(model, [p.token_ids for p in prompts], settings.config, [0, 1], allowed_token_ids=allowed)
+    tokenizer = load_tokenizer(model_dir)
     assert [record["tokens"]["num_repeated_bytes"] for record in healed] == [1, 1, 0]
-    for record, prompt, result in zip(healed, prompts, results, strict=False):
-        assert record["tokens"]["token_ids"] == list(result.token_ids)
-        whole = tokenizer.decode([*prompt.token_ids, *result.token_ids])
-        assert record["text"]["prompt"] + record["text"]["output"] == whole
-        first_line = html.escape(escape_control_characters(whole.partition("\n")[0]))
-        assert first_line in re.sub("<sub>.*?</sub>|<[^>]*>", "", page.read_text(encoding="utf-8"))
+    replay = re.sub("<sub>.*?</sub>|<[^>]*>", "", page.read_text(encoding="utf-8"))
+    for record, prompt in zip(healed, ("the cat ", "the c"), strict=False):
+        assert record["text"]["prompt"] == prompt
+        whole = prompt[:-1] + tokenizer.decode(record["tokens"]["token_ids"])
+        assert prompt + record["text"]["output"] == whole
+        assert html.escape(escape_control_characters(whole.partition("\n")[0])) in replay
     run(*arguments, "--json", "--set", "input.token_healing=false")
     assert [record["tokens"]["num_repeated_bytes"] for record in records(capsys)] == [0, 0, 0]
 
@@ -142,11 +125,11 @@ def test_constraints(capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_pa
 
 def test_wrong_constraints(capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_path: Path) -> None:
     schema = tmp_path / "schema.json"
-    schema.write_text('{"oneOf": []}')
+    schema.write_text('{"not": []}')
     common = ("--model", model_dir, "--max-new-tokens", 4)
     for argv, message in (
         (("--prompt", "the", "--regex", "(?=a)"), "constraint.regex: the regular expression has a construct"),
-        (("--prompt", "the", "--json-schema", schema), f"{schema}: the schema: oneOf is not supported here: use anyOf"),
+        (("--prompt", "the", "--json-schema", schema), f"{schema}: the schema: not is not supported here: remove it"),
         (("--prompt", "the", "--choice", "a" * 40), "prompt 1 of 1: the constraint needs at least"),
         (("--chat", "--choice", "a"), "[constraint] has no effect on an interactive chat"),
     ):
@@ -261,16 +244,6 @@ def test_output_files(capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_p
     assert "contains answers already" in failure(capsys, 2, *arguments)
 
 
-def test_plain_output_of_one_request_has_no_header(capsys: pytest.CaptureFixture[str], model_dir: Path) -> None:
-    arguments = ("--model", model_dir, "--prompt", "the dog", "--set", "generation.max_new_tokens=4")
-    run(*arguments, "--json")
-    [record] = records(capsys)
-    run(*arguments)
-    assert capsys.readouterr().out == f"the dog{record['text']['output']}\n"
-    run(*arguments, "--prompt", "the")
-    assert capsys.readouterr().out.startswith(f"[prompt 1]\nthe dog{record['text']['output']}\n[prompt 2]\nthe")
-
-
 def test_show_prints_one_line_a_forward(capsys: pytest.CaptureFixture[str], model_dir: Path) -> None:
     run("--model", model_dir, "--infill", "the [MASK:3] sat", "--show")
     lines = capsys.readouterr().out.splitlines()
@@ -296,30 +269,11 @@ def test_escapes_are_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert printed_config(capsys, path, "--chat", text, "--system", r"\n").input.system == r"\n"
 
 
-def test_shorthands_are_overrides(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    file, path = tmp_path / "a.toml", tmp_path / "b.toml"
-    file.write_text('[model]\npath = "x"\n[input]\nprompts = ["a", "b"]\nseed = 1\n')
-    config = printed_config(capsys, path, "--config", file, "--prompt", "c", "--batch-size", 4, "--show", "--json")
-    assert (str(config.model.path), config.input.prompts, config.input.seed) == ("x", ("c",), 1)
-    assert (config.input.batch_size, config.output.show, config.output.format) == (4, True, "json")
-    sampling = ("--temperature", 0.5, "--steps", 3, "--block-length", 2, "--strategy", "random")
-    config = printed_config(capsys, path, "--config", file, *sampling, "--output", "o", "--html", "h", "--prompts", "p")
-    generation = config.generation
-    assert (generation.temperature, generation.steps, generation.block_length) == (0.5, 3, 2)
-    assert (generation.remasking_strategy, config.input.prompts) == ("random", ("a", "b"))
-    assert [str(path) for path in (config.output.file, config.output.html, config.input.prompts_file)] == [
-        "o",
-        "h",
-        "p",
-    ]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "no input: add --prompt"),
         (["--steps", "1.5"], "--set generation.steps=1.5: expected an integer"),
-        (["--set", "generation.steps=2", "--set", "generation.denoising_steps=2"], "denoising_steps = 2 (per block)"),
         (["--prompt", "a", "--system", "x"], "system has no effect without chats"),
         (["--set", "input.prompts_format=jsonl"], 'prompts_format = "jsonl" needs prompts_file'),
         (["--prompt", "a", "--output", "."], "output.file = . is a directory"),

@@ -21,9 +21,7 @@ from cli.infer.terminal import (
     MASK_GLYPH,
     LiveView,
     canvas_text_pieces,
-    fold_lines,
     print_answer,
-    style_pieces,
 )
 from config.generation import GenerationConfig
 from config.infer import InferConfig, InferInputConfig, InferOutputConfig
@@ -125,20 +123,6 @@ def test_several_requests_are_named_and_the_end_is_shown(tokenizer: Tokenizer, m
         screen = Screen()
         LiveView(tokenizer, requests, screen)(step)
         assert screen.lines == expected[-num_lines:]
-
-
-def folded(pieces: list[tuple[str, bool]], width: int) -> list[str]:
-    return [line.plain for line in fold_lines(style_pieces(pieces), width)]
-
-
-def test_folded_lines_fit() -> None:
-    assert folded([("abcd", False), ("ef\ng", True)], 3) == ["abc", "def", "g"]
-    assert folded([("日本a\x1b\t", True)], 4) == ["日本", "a\\x1", "b   ", " "]
-    assert folded([], 4) == [""]
-    assert folded([("日本", True)], 1) == ["日", "本"]
-    assert folded([("e\u0301\u200du\u0308", True)], 2) == ["e\u0301\u200du\u0308"], "marks take no column"
-    assert folded([("a\u202eb", True)], 9) == ["a\\u202eb"], "nothing turns the line round"
-    assert folded([("a b [red]c  ", True)], 4) == ["a b ", "[red", "]c  "], "spaces and brackets are text"
 
 
 def test_answers_in_a_terminal_are_harmless(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

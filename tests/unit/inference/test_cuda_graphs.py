@@ -12,7 +12,7 @@ import torch
 
 from config.model import ModelConfig
 from diffusionlm.inference import cuda_graphs
-from diffusionlm.inference.cuda_graphs import CudaGraph, CudaGraphFactory
+from diffusionlm.inference.cuda_graphs import CapturePool, CudaGraph
 from diffusionlm.models.transformer import Transformer
 from tests.fake_cuda import fake_cuda
 
@@ -37,29 +37,22 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("streams")
 def test_decoders_never_share_a_stream() -> None:
-    """Also if streams are taken elsewhere, and from the moment on when all graphs of a decoder are gone."""
+    """Also if streams are taken elsewhere, and from the moment on when a pool and all its graphs are gone."""
     device, other_device = torch.device("cuda", 0), torch.device("cuda", 1)
-    factories = [CudaGraphFactory(device) for _ in range(cuda_graphs.NUM_STREAMS)]
-    made = []
-    for number, factory in enumerate(factories):
-        made.append([factory(), factory()])
+    pools = []
+    for number in range(cuda_graphs.NUM_STREAMS):
+        pools.append(CapturePool(device))
         for _ in range(31 * (number % 2)):
             torch.cuda.Stream(device)
-    pools = [graph._pool for graph, _ in made]
-    assert [other._pool for _, other in made] == pools, "graphs of a decoder share memory"
     assert len({pool.stream.cuda_stream for pool in pools}) == cuda_graphs.NUM_STREAMS
     with pytest.raises(RuntimeError, match="32 streams of cuda:0 are used by graphs of other decoders"):
-        CudaGraphFactory(device)()
-    assert CudaGraphFactory(other_device)()._pool.stream.device == other_device
-    handle, stream = pools[7].handle, pools[7].stream.cuda_stream
-    del pools
-    made[7].pop()
+        CapturePool(device)
+    assert CapturePool(other_device).stream.device == other_device
+    graph, stream = pools[7].make_graph(), pools.pop(7).stream.cuda_stream
     with pytest.raises(RuntimeError, match="32 streams"):
-        CudaGraphFactory(device)()
-    made[7].clear()
-    pool = factories[7]()._pool
-    assert pool.stream.cuda_stream == stream
-    assert pool.handle != handle, "torch accepts no pool whose graphs are gone"
+        CapturePool(device)
+    del graph
+    assert CapturePool(device).stream.cuda_stream == stream
 
 
 def test_a_stream_is_free_only_when_the_graph_is_destroyed(streams: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +64,7 @@ def test_a_stream_is_free_only_when_the_graph_is_destroyed(streams: None, monkey
             used.append(set(cuda_graphs._used_streams))
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    graph = CudaGraphFactory(torch.device("cuda", 0))()
+    graph = CapturePool(torch.device("cuda", 0)).make_graph()
     stream = graph._pool.stream.cuda_stream
     del graph
     assert [stream in streams for streams in used] == [True]
@@ -116,9 +109,9 @@ def test_which_models_have_graphs(make_config: Callable[..., ModelConfig]) -> No
         with torch.device("cuda"):
             model, other = Transformer(make_config()), Transformer(make_config(), attention_backend="flex")
             experts = Transformer(make_config(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8))
-        assert cuda_graphs.select_graph_factory(model) is None, "they are off unless a model is loaded to decode"
+        assert cuda_graphs.select_graph_pool(model) is None, "they are off unless a model is loaded to decode"
         on_cpu = Transformer(make_config())
         for each in (model, other, experts, on_cpu):
             each.uses_cuda_graphs = True
-        assert cuda_graphs.select_graph_factory(model) is not None
-        assert [cuda_graphs.select_graph_factory(each) for each in (other, experts, on_cpu)] == [None] * 3
+        assert cuda_graphs.select_graph_pool(model) is not None
+        assert [cuda_graphs.select_graph_pool(each) for each in (other, experts, on_cpu)] == [None] * 3

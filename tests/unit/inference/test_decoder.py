@@ -159,6 +159,8 @@ def test_an_error_ends_its_own_request(blocks: Transformer) -> None:
     good, bad = add_requests(decoder, *jobs)
     drain(decoder, good, bad)
     assert good.error is None and "not finite" in str(bad.error)
+    with pytest.raises(ValueError, match="not finite"):
+        decode(broken, jobs)
     assert_same(to_generation(good), alone(blocks, jobs[:1])[0])
 
 
@@ -215,7 +217,7 @@ def test_each_request_ends_within_a_number_of_steps(blocks: Transformer, name: s
 @pytest.mark.parametrize("cache_bytes", [1 << 14, 100_000, 1 << 17])
 def test_keys_and_values_are_within_their_memory(blocks: Transformer, cache_bytes: int) -> None:
     """What is allocated, once, is at most the budget and less than a page below it."""
-    with Engine(blocks, cache_bytes=cache_bytes, page_size=8) as engine:
+    with Engine(blocks, cache_memory=cache_bytes, page_size=8) as engine:
         cache = engine._decoder.cache
         assert cache is not None
         num_bytes = sum(storage.nbytes for storage in (*cache.keys_KTH, *cache.values_KTH))

@@ -35,14 +35,14 @@ def in_forwards_that(is_faulty: Callable[[ActiveRequest], bool]) -> Fault:
     """A fault in each forward of the victim while it is in a state."""
 
     def inject(patch: pytest.MonkeyPatch, decoder: Decoder, victim: ActiveRequest) -> None:
-        compute = decoder._runner._compute_logits
+        compute = decoder.runner._compute_logits
 
         def compute_or_fail(texts: Sequence[InputText]) -> torch.Tensor:
             if is_faulty(victim) and any(text.tokens_L is victim.tokens_L for text in texts):
                 fail()
             return compute(texts)
 
-        patch.setattr(decoder._runner, "_compute_logits", compute_or_fail)
+        patch.setattr(decoder.runner, "_compute_logits", compute_or_fail)
 
     return inject
 
@@ -127,22 +127,11 @@ def test_a_fault_of_one_request_ends_it_alone(
     check_answers(requests, answers, VICTIM)
 
 
-def test_two_requests_that_cannot_be_computed(blocks: Transformer, jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    own_jobs, answers = jobs
-    decoder = Decoder(blocks, *LIMITS["plenty"])
-
-    def prepare(requests: list[ActiveRequest]) -> None:
-        for victim in requests[VICTIM : VICTIM + 2]:
-            IN_THE_FORWARD(monkeypatch, decoder, victim)
-
-    check_answers(run(decoder, own_jobs, prepare), answers, VICTIM, VICTIM + 1)
-
-
 def test_memory_for_a_part_of_a_step(blocks: Transformer, jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward of all requests does not fit, one of some of them does: nobody notices."""
     own_jobs, answers = jobs
     decoder, sizes = Decoder(blocks, *LIMITS["plenty"]), []
-    compute = decoder._runner._compute_logits
+    compute = decoder.runner._compute_logits
 
     def compute_small(texts: Sequence[InputText]) -> torch.Tensor:
         num_rows = sum(text.sequence.num_inputs for text in texts)
@@ -151,7 +140,7 @@ def test_memory_for_a_part_of_a_step(blocks: Transformer, jobs: Jobs, monkeypatc
         sizes.append(num_rows)
         return compute(texts)
 
-    monkeypatch.setattr(decoder._runner, "_compute_logits", compute_small)
+    monkeypatch.setattr(decoder.runner, "_compute_logits", compute_small)
     check_answers(run(decoder, own_jobs), answers)
     assert len(sizes) > decoder.counts.num_steps, "some steps took several forwards"
 

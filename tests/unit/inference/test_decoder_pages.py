@@ -14,10 +14,7 @@ from diffusionlm.inference.generate import Generation, decode, to_generation
 from diffusionlm.inference.request_builder import prepare_request
 from diffusionlm.inference.requests import RequestOptions
 from diffusionlm.inference.settings import DecodingSettings
-from diffusionlm.models.cache import PagedCache
-from diffusionlm.models.patterns import BlockCausal
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.models.varlen import SequenceSlice, VarlenBatch
 from tests.decoding_jobs import (
     BLOCKS,
     CANVASES,
@@ -31,7 +28,7 @@ from tests.decoding_jobs import (
     make_jobs,
     settings_of,
 )
-from tests.recorded_graph import RecordedGraph
+from tests.recorded_graph import RecordedGraph, make_pools_of
 
 SHARED = limit_decoder(num_pages=20, page_size=4, prefix_cache=True)
 
@@ -57,7 +54,7 @@ def test_what_pages_without_an_owner_hold_has_no_effect(
     jobs = make_jobs(model, CANVASES if name == "model" else BLOCKS, 6)
     expected = [decode(model, [prepared])[0] for prepared in jobs]
     if has_graphs:
-        monkeypatch.setattr(decoder_module, "select_graph_factory", lambda model: RecordedGraph)
+        monkeypatch.setattr(decoder_module, "select_graph_pool", lambda model: make_pools_of(RecordedGraph))
         monkeypatch.setattr(cuda_graphs, "MIN_USES", 0)
     decoder = Decoder(model, *LIMITS[limits])
     requests = add_requests(decoder, *jobs)
@@ -153,42 +150,10 @@ def test_pages_are_shared_evicted_and_found_again(blocks: Transformer) -> None:
     assert run(common, common) == [0, 0]
     assert run(common, [*common[:9], 1, 2, 3], common[:11], [7, *common[1:]]) == [12, 8, 8, 0]
     assert run([*common, *[MASK] * 4]) == [12], "the canvas of the others, as text"
+    assert run([7] * 4 + [8] * 5) == [0] and run(common[:4] + [8] * 5) == [4], "a page depends on all before it"
     for number in range(4):
         run([number] * 30)
     assert run(common) == [0] and run(common) == [12]
-
-
-@pytest.mark.parametrize("starts", [(), (3, 9)])
-@pytest.mark.parametrize("name", ["blocks", "shifted_blocks"])
-def test_final_keys_and_values_are_those_of_the_whole_text(
-    request: pytest.FixtureRequest, name: str, starts: tuple[int, ...]
-) -> None:
-    """Written in the next block's first forward, or in parts, or taken from the prefix cache."""
-    model: Transformer = request.getfixturevalue(name)
-    settings = settings_of(model, max_new_tokens=14, denoising_steps=2, stop_token_ids=())
-    prompt = list(range(10))
-    decoder = Decoder(model, *limit_decoder(num_pages=30, page_size=4, max_num_batched_tokens=4, prefix_cache=True))
-    for _ in range(2):
-        options = RequestOptions(segment_starts=starts)
-        [active] = add_requests(decoder, prepare_request(settings, prompt, options=options))
-        while decoder.has_work and active.cached_length < 20:
-            decoder.step()
-        end = active.cached_length
-        [pages], text = list(active.pages), active.tokens_L[:end].copy()
-        drain(decoder, active)
-    assert active.num_cached_tokens == 8
-    assert active.num_forwards == 2 * 4, "two of each block; storing it takes none"
-    assert end == (21 if starts else 20), "blocks of the last turn are counted from 9"
-    whole = PagedCache(model.config, 6, 4, "cpu", torch.float64)
-    segments_1L = torch.from_numpy(active.prepared.segments.numbers(end))[None]
-    part = SequenceSlice(0, end, end, BlockCausal(4, segments_BL=segments_1L), pages=range(6))
-    with torch.inference_mode():
-        model(torch.from_numpy(text)[None], pattern=VarlenBatch([part], whole))
-    cache = decoder.cache
-    assert cache is not None
-    slots = cache.slots(pages, 0, end - (name == "shifted_blocks"))
-    for ours, expected in zip((*cache.keys_KTH, *cache.values_KTH), (*whole.keys_KTH, *whole.values_KTH), strict=True):
-        torch.testing.assert_close(ours[:, slots], expected[:, : len(slots)], atol=1e-10, rtol=1e-10)
 
 
 def test_steps_without_a_forward_hold_up_nobody(blocks: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,11 +16,12 @@ from config.model import ModelConfig
 from diffusionlm.inference import cuda_graphs, decoder, sampling
 from diffusionlm.inference.generate import generate
 from diffusionlm.models.transformer import Transformer
+from tests.conftest import MakeConfig
 from tests.fake_cuda import LaunchRecord, fake_cuda
+from tests.recorded_graph import make_pools_of
 
 pytestmark = pytest.mark.slow
 
-MakeConfig = Callable[..., ModelConfig]
 
 PREDICTIONS = "diffusionlm/inference/sampling.py:sample_predictions"
 ALLOWED_WAITS = {
@@ -58,7 +59,7 @@ def record_decoding(
 ) -> LaunchRecord:
     """Decode two prompts of different lengths, a token in each step; with ``graphs`` by graphs."""
     with fake_cuda() as record:
-        make_graph = None if graphs is None else partial(FakeGraph, record, graphs)
+        make_pool = None if graphs is None else make_pools_of(partial(FakeGraph, record, graphs))
         with torch.device("cuda"):
             model = Transformer(config)
         for parameter in model.parameters():
@@ -72,7 +73,7 @@ def record_decoding(
         generation = GenerationConfig(max_new_tokens=NUM_STEPS, block_length=4, steps=NUM_STEPS, **settings)
         with (
             patch.object(cuda_graphs, "MIN_USES", 0),
-            patch.object(decoder, "select_graph_factory", lambda model: make_graph),
+            patch.object(decoder, "select_graph_pool", lambda model: make_pool),
             patch.object(sampling, "_to_arrays", read_predictions),
         ):
             generate(model, [[1, 2, 3], [1, 2, 3, 4, 5]], generation)
@@ -86,7 +87,7 @@ def record_decoding(
         {"attention": "block_causal", "cache": "none"},
         {"attention": "bidirectional", "cache": "dual"},
         {"attention": "block_causal", "temperature": 1.0, "top_k": 5},
-        {"attention": "block_causal", "temperature": 1.0, "top_p": 0.9},
+        {"attention": "block_causal", "temperature": 1.0, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2},
     ],
     ids=str,
 )

@@ -8,18 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from config.serving.server import EngineLimits
 from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.generate import Generation, decode, to_generation
 from diffusionlm.inference.model_runner import TILE_ROWS, InputText, pack_tiles
 from diffusionlm.inference.requests import ActiveRequest
 from diffusionlm.models.patterns import Bidirectional, BlockCausal
+from diffusionlm.models.row_adapters import ModelAdapter
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.models.varlen import SequenceSlice
 from tests.conftest import MakeModel
-from tests.decoding_jobs import BLOCKS, CANVASES, LIMITS, MASK, Job, limit_decoder, make_jobs, run_all
+from tests.decoding_jobs import BLOCKS, CANVASES, MASK, Job, limit_decoder, make_jobs, run_all
 
 MODELS: dict[str, tuple[dict[str, Any], Sequence[dict[str, Any]]]] = {
     "blocks": ({"block_length": 4}, BLOCKS),
@@ -41,11 +40,6 @@ def build(tiny_model: MakeModel, name: str, **options: Any) -> tuple[Transformer
         values = {**values, "sliding_window": 7}
     shape = {"vocab_size": 23, "mask_token_id": MASK, "eos_token_id": 21, "max_position_embeddings": 40}
     return tiny_model(**{**shape, **values, **options}).eval(), list(settings)
-
-
-def make_deterministic(bounds: tuple[int, EngineLimits]) -> tuple[int, EngineLimits]:
-    num_pages, limits = bounds
-    return num_pages, limits.model_copy(update={"deterministic": True})
 
 
 def decode_alone(model: Transformer, jobs: Sequence[Job]) -> list[Generation]:
@@ -71,31 +65,12 @@ def decode_with_aborts(decoder: Decoder, jobs: Sequence[Job], rng: np.random.Gen
     return {index: to_generation(request) for index, request in enumerate(requests) if index not in removed}
 
 
-@pytest.mark.parametrize("name", ["blocks", pytest.param("canvases", marks=pytest.mark.slow)])
-def test_log_probabilities_are_the_same_bits(tiny_model: MakeModel, name: str) -> None:
-    model, options = build(tiny_model, name)
-    jobs = make_jobs(model, options, 7)
-    expected = decode_alone(model, jobs)
-    for number, limits in enumerate(("everything", "shared pages")):
-        rng = np.random.default_rng(number)
-        order = rng.permutation(len(jobs)).tolist()
-        decoder = Decoder(model, *make_deterministic(LIMITS[limits]))
-        results = run_all(decoder, [jobs[index] for index in order], rng.integers(0, 6, len(jobs)).tolist())
-        assert results == [expected[index] for index in order]
-        if limits == "shared pages" and name == "blocks":
-            again = run_all(decoder, jobs, [0] * len(jobs))
-            assert again == expected and decoder.counts.num_prefix_hits > 0
-    for job, answer in zip(jobs, expected, strict=True):
-        [plain] = decode(model, [job])
-        assert replace(plain, logprobs=()) == replace(answer, logprobs=())
-        assert plain.logprobs == pytest.approx(answer.logprobs, abs=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "blocks" else [pytest.mark.slow]) for name in MODELS]
+)
 def test_log_probabilities_are_the_same_bits_in_many_mixes(tiny_model: MakeModel, name: str) -> None:
     model, options = build(tiny_model, name, hidden_size=96, head_dim=24, intermediate_size=250)
-    jobs = make_jobs(model, options, 18, seed=1)
+    jobs = make_jobs(model, options, 12, seed=1)
     expected = decode_alone(model, jobs)
     rng = np.random.default_rng(3)
     for page_size in (1, 4, 16):
@@ -108,12 +83,16 @@ def test_log_probabilities_are_the_same_bits_in_many_mixes(tiny_model: MakeModel
             deterministic=True,
         )
         answers = decode_with_aborts(Decoder(model, *limits), jobs, rng)
-        assert len(answers) >= 12
+        assert len(answers) >= 8
         for index, answer in answers.items():
             assert answer == expected[index], (limits, index)
+    for job, answer in zip(jobs, expected, strict=True):
+        [plain] = decode(model, [job])
+        assert replace(plain, logprobs=()) == replace(answer, logprobs=())
+        assert plain.logprobs == pytest.approx(answer.logprobs, abs=1e-4)
 
 
-def text(start: int, end: int, length: int, block_length: int, adapter: str | None = None) -> InputText:
+def text(start: int, end: int, length: int, block_length: int, adapter: ModelAdapter | None = None) -> InputText:
     pattern = BlockCausal(block_length)
     outputs = np.arange(end - 1, end)
     sequence = SequenceSlice(start, end, end, pattern, pages=range(length), outputs=outputs)
@@ -121,7 +100,9 @@ def text(start: int, end: int, length: int, block_length: int, adapter: str | No
 
 
 def test_each_block_has_one_place() -> None:
-    tiles = pack_tiles([text(4, 12, 12, 4), text(5, 10, 10, 4), text(0, 4, 4, 4, "a"), text(30, 45, 45, 20)])
+    tiles = pack_tiles(
+        [text(4, 12, 12, 4), text(5, 10, 10, 4), text(0, 4, 4, 4, ModelAdapter({}, {})), text(30, 45, 45, 20)]
+    )
     starts = [{slot: (index, block.sequence.start) for slot, (index, block) in tile.blocks.items()} for tile in tiles]
     assert starts == [{1: (0, 4), 2: (0, 8)}, {1: (1, 4), 2: (1, 8)}, {0: (2, 0)}, {0: (3, 20)}, {0: (3, 40)}]
     for tile in tiles:
@@ -132,9 +113,3 @@ def test_each_block_has_one_place() -> None:
     assert last[2].sequence.num_visible == 10 and isinstance(last[3].sequence.pattern, Bidirectional)
     uncached = InputText(np.arange(3), SequenceSlice(0, 3, 3, Bidirectional(), outputs=np.arange(1)))
     assert pack_tiles([uncached]) == []
-
-
-def test_other_dtypes_are_refused(tiny_model: MakeModel) -> None:
-    model = tiny_model(torch.bfloat16)
-    with pytest.raises(ValueError, match=r"CPU in float32 or float64, and it is on cpu in bfloat16: load it so"):
-        Decoder(model, *limit_decoder(1, deterministic=True))

@@ -1,6 +1,6 @@
-"""Decoding: exactness against a naive loop and against models with known answers.
+"""Decoding of a model with known answers: seeds, stop tokens, masked spans, requests that do not fit.
 
-Shapes: B requests, L positions, R open rows, V vocabulary.
+Shapes: B requests, L positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from config.generation import GenerationConfig
-from diffusionlm.inference.generate import DecodingStep, generate, infill
-from diffusionlm.models.patterns import Bidirectional
+from diffusionlm.inference.generate import decode, generate, infill
+from diffusionlm.inference.request_builder import prepare_request
+from diffusionlm.inference.requests import RequestOptions
+from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.transformer import Transformer
 from tests.decoding_jobs import assert_same
 
 MASK, EOS, VOCAB = 22, 21, 23
-PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], []]
 
 
 def settings(**values: Any) -> GenerationConfig:
@@ -67,27 +68,6 @@ def test_seeds_decide_the_samples(model: Transformer) -> None:
     assert default == generate(model, [[1], [1]], config, [0, 1])
 
 
-def test_log_probabilities_are_the_models_own(model: Transformer) -> None:
-    decoding_steps: list[DecodingStep] = []
-    prompt = [9, 8]
-    config = settings(temperature=0.5, top_k=3, suppress_token_ids=(0, 1))
-    [done] = generate(model, [prompt], config, on_step=decoding_steps.append)
-    canvases = [[*prompt, *[MASK] * 12], *[list(step.canvases[0].token_ids) for step in decoding_steps]]
-    for index, (token, forward) in enumerate(zip(done.token_ids, done.step_map, strict=True)):
-        with torch.no_grad():
-            logits_V = model(torch.tensor([canvases[forward - 1]]), pattern=Bidirectional())[0, 2 + index]
-        logits_V[[0, 1, MASK]] = float("-inf")
-        assert done.logprobs[index] == pytest.approx(float(logits_V.log_softmax(dim=0)[token]), abs=1e-5)
-
-
-def test_stop_cuts_before_the_token(oracle: Oracle) -> None:
-    stop = oracle.answer[1 + 5]
-    [done] = generate(oracle, [[1]], settings(stop_token_ids=(stop,), block_length=4))
-    assert done.token_ids == oracle.answer[1:6]
-    assert (done.finish_reason, done.num_forwards) == ("stop", 6)
-    assert len(done.logprobs) == len(done.step_map) == 5
-
-
 def test_a_stop_token_waits_for_what_is_before_it(oracle: Oracle) -> None:
     # One forward settles the stop token alone; the text is over only when all before it is settled.
     class Backwards(Oracle):
@@ -119,17 +99,6 @@ def test_the_models_end_of_text_is_the_default_stop(oracle: Oracle) -> None:
     assert (empty.token_ids, empty.logprobs, empty.finish_reason) == ((), (), "stop")
 
 
-def test_a_mask_token_in_a_prompt_is_text(model: Transformer, oracle: Oracle) -> None:
-    decoding_steps: list[DecodingStep] = []
-    [done] = generate(oracle, [[1, MASK, 2]], settings(denoising_steps=3), on_step=decoding_steps.append)
-    assert done.token_ids == oracle.answer[3:15]
-    assert oracle.rows_seen == [12, 8, 4]
-    for step in decoding_steps:
-        assert step.canvases[0].token_ids[:3] == (1, MASK, 2)
-        assert step.canvases[0].is_masked[:3] == (False, False, False)
-    assert MASK not in generate(model, [[MASK, MASK]], settings(temperature=3.0))[0].token_ids
-
-
 def test_infill_fills_every_mask_and_nothing_else(model: Transformer) -> None:
     canvases = [[1, MASK, MASK, 4, 5, MASK, 7], [MASK] * 5, [EOS, 2, 3], [9, MASK], []]
     config = settings(block_length=2, stop_token_ids=None)
@@ -144,11 +113,6 @@ def test_infill_fills_every_mask_and_nothing_else(model: Transformer) -> None:
         assert blocks == [min(2 * (index + 1), len(masked_positions)) for index in range(len(blocks))]
 
 
-def test_no_request(model: Transformer) -> None:
-    assert generate(model, [], settings()) == []
-    assert infill(model, [], settings()) == []
-
-
 def test_requests_that_do_not_fit_the_model(model: Transformer) -> None:
     config = settings()
     with pytest.raises(ValueError, match=r"prompt 1: 29 tokens and max_new_tokens = 12: 41 .* = 40: shorten"):
@@ -157,29 +121,26 @@ def test_requests_that_do_not_fit_the_model(model: Transformer) -> None:
         infill(model, [[MASK] * 41], config)
     with pytest.raises(ValueError, match=r"prompt 0: 3 tokens.*total_length = 3"):
         generate(model, [[1, 2, 3]], settings(total_length=3, max_new_tokens=None))
+    with pytest.raises(ValueError, match=r"min_new_tokens .* = 3 is more than the 2 new tokens of total_length = 5"):
+        generate(model, [[1, 2, 3]], settings(total_length=5, max_new_tokens=None, min_new_tokens=3))
     with pytest.raises(ValueError, match="prompt 0: token 23"):
         generate(model, [[23]], config)
     with pytest.raises(ValueError, match="seeds: 2 for 1 requests"):
         generate(model, [[1]], config, [1, 2])
+    assert generate(model, [], config) == infill(model, [], config) == []
     with pytest.raises(ValueError, match="prompt 0: seed = -1"):
         generate(model, [[1]], config, [-1])
-    with pytest.raises(ValueError, match=r"prompt 0: steps = 2 .* 3 \(block_length = 4"):
-        generate(model, [[1]], settings(steps=2, block_length=4))
 
 
-def test_nonfinite_logits_are_reported(oracle: Oracle) -> None:
-    class Broken(Oracle):
-        def forward(self, tokens_BL: Tensor, **options: Any) -> Any:
-            return super().forward(tokens_BL, **options) * float("nan")
-
-    broken = Broken(oracle.config)
-    broken.answer, broken.rows_seen = oracle.answer, []
-    with pytest.raises(ValueError, match="not finite"):
-        generate(broken, [[1]], settings())
-
-
-def test_chunked_sampling_matches_unchunked(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = settings(temperature=1.0, denoising_steps=3)
-    whole = generate(model, PROMPTS, config)
+def test_chunks_of_logits_begin_anywhere(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between requests, and within one whose logits are changed."""
+    resolved = resolve_settings(settings(temperature=1.0), model.config)
+    options = [
+        RequestOptions(allowed_token_ids={2: [9], 3: range(12)}),
+        RequestOptions(logit_bias={7: 1.5, 3: -2.0}, num_top_logprobs=2),
+        RequestOptions(),
+    ]
+    jobs = [prepare_request(resolved, [1, 1], seed, each) for seed, each in enumerate(options)]
+    whole = decode(model, jobs)
     monkeypatch.setattr("diffusionlm.inference.sampling.PROBABILITY_CHUNK_BYTES", 8 * VOCAB * 5)
-    assert generate(model, PROMPTS, config) == whole
+    assert decode(model, jobs) == whole

@@ -1,11 +1,10 @@
-"""Ownership of pages: the law of their number, adjacency, sharing and eviction."""
+"""Ownership of pages: the law of their number, adjacency and eviction."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from diffusionlm.inference.pages import PagePool, page_digests
+from diffusionlm.inference.pages import PagePool
 
 
 def counts(pool: PagePool) -> tuple[int, int, int]:
@@ -32,22 +31,6 @@ def test_pages_are_adjacent_where_they_can_be() -> None:
         pool.allocate(1)
 
 
-def test_shared_pages_have_several_owners() -> None:
-    pool, digests = PagePool(4), [b"a", b"b", b"c"]
-    pages = pool.allocate(3)
-    pool.publish(pages[0], digests[0])
-    pool.publish(pages[1], digests[1])
-    assert pool.share(digests) == pages[:2]
-    assert pool.share([b"b"]) == pages[1:2], "a digest stands for all that is before it, too"
-    pool.release(pages[1:2])
-    pool.release(pages)
-    assert counts(pool) == (2, 2, 0)
-    pool.release(pages[:2])
-    assert counts(pool) == (2, 0, 2)
-    assert pool.share(digests[:1]) == pages[:1]
-    assert counts(pool) == (2, 1, 1)
-
-
 def test_the_end_of_the_oldest_text_is_evicted_first() -> None:
     pool = PagePool(4)
     old, new = pool.allocate(2), pool.allocate(2)
@@ -60,30 +43,3 @@ def test_the_end_of_the_oldest_text_is_evicted_first() -> None:
     assert pool.allocate(2) == new
     assert pool.share([b"c"]) == []
     assert counts(pool) == (0, 4, 0)
-
-
-def test_a_text_is_published_once() -> None:
-    pool = PagePool(2)
-    first, second = pool.allocate(2)
-    pool.publish(first, b"a")
-    pool.publish(second, b"a")
-    pool.publish(first, b"b")
-    pool.release([first, second])
-    assert counts(pool) == (1, 0, 1)
-    assert pool.share([b"b"]) == []
-    assert pool.share([b"a"]) == [first]
-
-
-def test_digests_of_pages_chain() -> None:
-    first, second = np.arange(4), np.arange(4, 10)
-    digests = page_digests([first, second], b"salt")
-    assert len(digests) == 2
-    assert page_digests([first], b"salt") == digests[:1]
-    assert page_digests([second], digests[0]) == digests[1:]
-    others = [
-        page_digests([first + 1, second], b"salt"),
-        page_digests([first, second[:-1]], b"salt")[1:],
-        page_digests([first, second], b"other"),
-    ]
-    assert not set(digests) & {digest for row in others for digest in row}
-    assert page_digests([], b"salt") == []

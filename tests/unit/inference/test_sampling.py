@@ -1,4 +1,7 @@
-"""Temperature, top-k, top-p and the choice of a token, against loops in plain Python."""
+"""Temperature, top-k, top-p and the choice of a token, against loops in plain Python.
+
+`tests/reference/decoding` compares them together with a second implementation.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,7 @@ import torch
 from torch import Tensor
 
 from diffusionlm.inference import sampling
-from diffusionlm.inference.sampling import (
-    choose_tokens,
-    divide_by_temperature,
-    exclude_tokens,
-    filter_logits,
-    keep_top_k,
-    keep_top_p,
-)
+from diffusionlm.inference.sampling import choose_tokens, divide_by_temperature, exclude_tokens, keep_top_k, keep_top_p
 
 INF = float("inf")
 
@@ -77,24 +73,6 @@ def test_temperature() -> None:
     assert (divide_by_temperature(logits_NV, 0.7).softmax(dim=1) - expected).abs().max() < 1e-14
     tiny = divide_by_temperature(random_logits(), 1e-310).softmax(dim=1)
     assert tiny.isfinite().all()
-
-
-def test_filters_in_order_temperature_top_k_top_p() -> None:
-    logits_NV = random_logits()
-    filtered = filter_logits(logits_NV, temperature=2.0, top_k=4, top_p=0.8)
-    for row, filtered_row in zip(keep_top_k(logits_NV / 2.0, 4).tolist(), filtered.tolist(), strict=True):
-        expected = naive_top_p(row, 0.8)
-        assert [value > -INF for value in filtered_row] == [value > -INF for value in expected]
-    expected_NV = keep_top_p(keep_top_k(divide_by_temperature(logits_NV, 2.0), 4), 0.8)
-    assert torch.equal(filtered, expected_NV)
-    assert torch.equal(filter_logits(logits_NV, temperature=0.0, top_k=None, top_p=1.0), logits_NV)
-
-
-def test_samples_invert_the_distribution() -> None:
-    probs_1V = torch.tensor([[0.0, 0.25, 0.0, 0.5, 0.25, 0.0]], dtype=torch.float64)
-    grid_N = torch.arange(8, dtype=torch.float64) / 8
-    tokens = choose_tokens(probs_1V.expand(8, -1), grid_N).tolist()
-    assert tokens == [1, 1, 3, 3, 3, 3, 4, 4]
 
 
 def test_samples_at_the_edges_have_positive_probability() -> None:

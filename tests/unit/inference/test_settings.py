@@ -66,21 +66,6 @@ def test_defaults_of_an_sdar() -> None:
     )
 
 
-DEFAULTS: dict[str, dict[str, object]] = {
-    "threshold": {"confidence_threshold": 0.9, "threshold_comparison": ">=", "threshold_fallback": None},
-    "factor": {"factor": 1.0, "confidence_threshold": None, "confidence_from": "unfiltered"},
-    "entropy_bounded": {"entropy_bound": 0.35, "confidence_from": "filtered", "temperature": 0.0},
-    "ancestral": {"temperature": 1.0, "confidence_from": None},
-    "remdm_loop": {"temperature": 1.0, "remdm_eta": 0.02, "remdm_t_on": 0.55, "remdm_t_off": 0.05},
-}
-
-
-@pytest.mark.parametrize("strategy", DEFAULTS)
-def test_defaults_of_strategies(strategy: str) -> None:
-    config = resolve({"remasking_strategy": strategy})
-    assert {key: getattr(config, key) for key in DEFAULTS[strategy]} == DEFAULTS[strategy]
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_defaults_are_idempotent_valid_and_complete(strategy: str) -> None:
     block_length = 4
@@ -118,6 +103,7 @@ def test_keys_that_are_set_stay() -> None:
         ({"cfg_scale": 1.5}, {"mask_token_id": None}, ["cfg_scale = 1.5", "mask_token_id", "remove it"]),
         ({"suppress_token_ids": (0, 1, 2, 3)}, {}, ["suppress_token_ids", "remove some"]),
         ({"stop_token_ids": (5,)}, {}, ["stop_token_ids", "token 5", "5 tokens"]),
+        ({"stop_token_ids": (0, 1, 2, 3), "min_new_tokens": 1}, {}, ["min_new_tokens", "remove it"]),
         ({"block_length": 65}, {}, ["block_length = 65", "max_position_embeddings = 64", "lower it"]),
     ],
 )
@@ -126,6 +112,10 @@ def test_configs_that_do_not_fit_the_model(values: dict[str, Any], model: dict[s
         resolve_settings(GenerationConfig.model_validate(values), model_of(**model))
     assert all(word in str(caught.value) for word in words), str(caught.value)
     assert "validation error" not in str(caught.value)
+
+
+def test_spellings_of_no_limit() -> None:
+    assert [GenerationConfig(top_k=value).top_k for value in (-1, 0, None, 3)] == [None, None, None, 3]
 
 
 def test_stop_and_forbidden_tokens() -> None:
