@@ -8,7 +8,7 @@ import importlib.util
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from cli.arguments import MODEL, Shorthand, parse_command, require_model, toml_string
@@ -30,14 +30,13 @@ EXAMPLE = f"""  {NAME} --model runs/quickstart
   {NAME} --config config/resources/serve.toml
   curl http://127.0.0.1:8000/v1/completions -H "Content-Type: application/json" -d '{{"prompt": "def "}}'"""
 
-_PACKAGES = ("starlette", "uvicorn")
-
 _SHORTHANDS = (
     MODEL,
     Shorthand("--host", "ADDRESS", "serve.host={string}", "address to listen at; 127.0.0.1 is this machine only"),
     Shorthand("--port", "N", "serve.port={text}", "port to listen at"),
     Shorthand("--model-name", "NAME", "serve.model_name={string}", "name of the model in requests"),
     Shorthand("--api-keys-file", "FILE", "serve.api_keys_file={string}", "keys of clients, one per line"),
+    Shorthand("--chat-template", "NAME|FILE", "serve.chat_template={string}", "built-in chat template, or Jinja file"),
     Shorthand("--cache-memory", "SIZE", "serve.cache_memory={string}", "memory of keys and values, such as 2GiB"),
 )
 
@@ -59,16 +58,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv=argv,
     )
     require_model(NAME, config.model.path)
-    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        exit_with_usage_error(
-            NAME,
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed: add them with uv sync "
-            f"--extra serve, or run uv run --extra serve {NAME}",
-        )
+    require_extra(NAME)
     with usage_errors(NAME):
         preparer, keys, bound = prepare(config)
     serve(config, preparer, keys, bound)
+
+
+def require_extra(name: str) -> None:
+    """Exit with a usage error of a command unless the packages of the server are installed."""
+    if importlib.util.find_spec("starlette") is None or importlib.util.find_spec("uvicorn") is None:
+        exit_with_usage_error(name, "starlette and uvicorn are not installed: add them with uv sync --extra serve")
 
 
 def prepare(config: ServeConfig) -> tuple[RequestPreparer, ApiKeys | None, socket.socket]:
@@ -82,25 +81,19 @@ def prepare(config: ServeConfig) -> tuple[RequestPreparer, ApiKeys | None, socke
         OSError: a file cannot be read.
     """
     # Imported here, so that --help and config errors do not wait for torch.
-    from diffusionlm.checkpoints.adapter_config import read_adapter_config
-    from diffusionlm.checkpoints.model_files import check_weight_files, read_model_description
+    from cli.infer.inputs import describe_model
     from diffusionlm.inference.settings import resolve_settings
     from diffusionlm.serving.http.keys import ApiKeys
     from diffusionlm.serving.http.listening import bind_socket
     from diffusionlm.serving.http.preparation import RequestPreparer
-    from tokenizer import CHAT_TEMPLATES
 
     path, limits = config.model.path, config.serve
     assert path is not None
     keys = None if limits.api_keys_file is None else ApiKeys.read(limits.api_keys_file)
-    model = read_model_description(path)
-    name = limits.chat_template
-    template = model.tokenizer.chat_template if name is None else CHAT_TEMPLATES[name]
+    if limits.adapter_directory is not None and not limits.adapter_directory.is_dir():
+        raise ValueError(f"serve.adapter_directory = {limits.adapter_directory} is no directory: create it")
+    model, template = describe_model(config.model, limits.chat_template, [adapter.path for adapter in config.adapters])
     resolve_settings(config.generation, model.config)
-    check_weight_files(path)
-    for adapter in [*(adapter.path for adapter in config.adapters), config.model.adapter]:
-        if adapter is not None:
-            read_adapter_config(adapter)
     names = (limits.model_name or path.resolve().name, *(adapter.name for adapter in config.adapters))
     if names[0] in names[1:]:
         raise ValueError(
@@ -117,6 +110,7 @@ def serve(config: ServeConfig, preparer: RequestPreparer, keys: ApiKeys | None, 
         ValueError: the weights are damaged, or the memory does not hold a page.
     """
     from diffusionlm.checkpoints.adapter_files import read_adapter
+    from diffusionlm.checkpoints.base_fingerprint import BaseFingerprint
     from diffusionlm.checkpoints.huggingface import load_configured_model
     from diffusionlm.serving.engine import Engine
     from diffusionlm.serving.http.listening import format_url, is_loopback
@@ -127,9 +121,9 @@ def serve(config: ServeConfig, preparer: RequestPreparer, keys: ApiKeys | None, 
     _configure_log()
     limits = _fit_connections(config.serve)
     model = load_configured_model(config.model)
-    engine = Engine(
-        model, limits, adapters={adapter.name: read_adapter(model, adapter.path) for adapter in config.adapters}
-    )
+    # The fingerprint reads all weights, so it is computed at most once.
+    read = partial(read_adapter, model, get_fingerprint=cache(partial(BaseFingerprint.from_model, model)))
+    engine = Engine(model, limits, adapters={adapter.name: read(adapter.path) for adapter in config.adapters})
     gc.freeze()  # collections that a large constraint causes hold up the decoding: let them skip what stays
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     url = format_url(limits.host, bound.getsockname()[1])
@@ -141,7 +135,8 @@ def serve(config: ServeConfig, preparer: RequestPreparer, keys: ApiKeys | None, 
         logging.getLogger("diffusionlm.serve").warning(
             "everybody who reaches %s can use this server: set serve.api_keys_file", limits.host
         )
-    ApiServer(Service(engine, preparer, limits, keys), partial(print_line, line)).run(bound)
+    service = Service(engine, preparer, limits, keys, read)
+    ApiServer(service, partial(print_line, line)).run(bound)
 
 
 def _fit_connections(limits: ServeSection) -> ServeSection:

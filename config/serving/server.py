@@ -7,7 +7,16 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from config.base import ConfigPath, NonEmptyStr, PositiveFloat, PositiveInt, Section, TupleOf, check_distinct
+from config.base import (
+    ConfigPath,
+    NonEmptyStr,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    TupleOf,
+    check_distinct,
+)
 from config.generation import GenerationConfig
 from config.infer import InferModelConfig
 
@@ -25,6 +34,9 @@ def _parse_byte_size(value: object) -> object:
     base = 1024 if unit.endswith("I") else 1000
     return int(float(match[1]) * base ** (" KMGT".index(unit[0]) if unit else 0))
 
+
+DEFAULT_SCHEMA_DEPTH = 4
+"""Default of `ServeSection.max_schema_depth`, also of constraints outside of a server."""
 
 ByteSize = Annotated[int, Field(gt=0), BeforeValidator(_parse_byte_size)]
 """A number of bytes, or a text with a unit."""
@@ -62,8 +74,17 @@ class ServeSection(EngineLimits):
     """File of keys, one per line; empty lines and those that begin with # are skipped. With it every route but /health
     and the page at / needs `Authorization: Bearer KEY`, and texts share cached keys and values only with those of the
     same key. None: no key is needed."""
-    chat_template: Literal["chatml", "qwen3", "llama3", "llada"] | None = None
-    """Chat template. None: the checkpoint's own."""
+    adapter_directory: ConfigPath | None = None
+    """Directory whose PEFT adapters clients may load and unload (POST /v1/load_lora_adapter, /v1/unload_lora_adapter).
+    None: they may not."""
+    max_adapters: PositiveInt = 32
+    """Adapters at a time, beyond which none is loaded from adapter_directory."""
+    chat_template: NonEmptyStr | None = None
+    """Name of a built-in chat template (chatml, qwen3, llama3, llada), a file with Jinja, or a directory with a
+    tokenizer. None: the checkpoint's own."""
+    unknown_fields: Literal["refuse", "ignore"] = "refuse"
+    """Fields of a request that are unknown or not supported. refuse: an error names them. ignore: they are dropped, as
+    vLLM does, and the log names each once."""
     token_healing: bool = True
     """Take back the last token of a prompt and let the first new token begin with its text, as in diffusionlm-infer;
     a request may turn it off."""
@@ -76,7 +97,11 @@ class ServeSection(EngineLimits):
     max_total_steps: PositiveInt = 32768
     """Largest number of steps that `steps` or `denoising_steps` schedules for a choice, in all its blocks together."""
     max_alternatives: PositiveInt = 131072
-    """Largest number of log-probabilities of alternatives in a response: choices x new tokens x alternatives."""
+    """Largest number of log-probabilities of alternatives in a response: choices x new tokens x alternatives.
+    Of a read also the tokens of all its choices."""
+    max_prompt_logprobs: NonNegativeInt = 1024
+    """Largest number of tokens of the prompts of a request whose log-probabilities are computed: a forward each, unless
+    the model is autoregressive. 0: none are."""
     max_prompts: PositiveInt = 64
     """Largest number of prompts of a request."""
     max_choices: PositiveInt = 16
@@ -87,6 +112,9 @@ class ServeSection(EngineLimits):
     """Largest number of different constraints of a request with masked spans."""
     max_constraint_states: PositiveInt = 16384
     """Largest number of states of the automaton of a constraint, and of those of all masked spans together."""
+    max_schema_depth: Annotated[int, Field(ge=1, le=8)] = DEFAULT_SCHEMA_DEPTH
+    """Levels of a JSON schema within itself (a recursive `$ref`), and of objects and arrays in a value of any kind.
+    Deeper values are not written."""
     max_stop_strings: PositiveInt = 16
     """Largest number of stop strings of a request."""
     max_body: ByteSize = 4 << 20
@@ -137,8 +165,9 @@ class ServeConfig(Section):
         check_distinct({"adapters.name": names})
         if self.serve.model_name in names:
             raise ValueError(f"serve.model_name = {self.serve.model_name!r} is also the name of an adapter: rename one")
-        if self.adapters and self.model.adapter is not None:
-            raise ValueError("model.adapter and [[adapters]] exclude each other: name all adapters in [[adapters]]")
+        if (self.adapters or self.serve.adapter_directory is not None) and self.model.adapter is not None:
+            key = "[[adapters]]" if self.adapters else "serve.adapter_directory"
+            raise ValueError(f"model.adapter and {key} exclude each other: name all adapters in [[adapters]]")
         if self.model.attention_backend in ("tiled", "flex"):
             raise ValueError(
                 f'model.attention_backend = "{self.model.attention_backend}" has no cached form: use "auto", "eager" '

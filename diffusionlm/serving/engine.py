@@ -35,15 +35,13 @@ from diffusionlm.serving.requests import (
     EngineRequest,
     EngineStoppedError,
     QueueFullError,
+    UnknownAdapterError,
 )
 
 LOGGER = logging.getLogger(__name__)
 
 SOFT_PAUSE = 1
 """``omp_pause_soft`` of OpenMP 5.0: threads may be ended, and begin again with the next parallel region."""
-
-_OLD_LIMITS = {"cache_bytes": "cache_memory", "has_prefix_cache": "prefix_cache", "max_rows": "max_num_batched_tokens"}
-"""Older names of arguments, which stay accepted."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,6 @@ class EngineStatus:
     num_waiting: int
     num_pages: int
     num_owned_pages: int
-    num_cached_pages: int
     busy_seconds: float
     """Time in which there was work. What `DecoderCounts.model_seconds` lacks of it was spent on the host."""
     counts: DecoderCounts
@@ -76,7 +73,8 @@ class Engine:
 
         Args:
             limits: None: those that ``keys`` set.
-            adapters: name -> adapter of this model (`diffusionlm.read_adapter`), which requests may name.
+            adapters: name -> adapter of this model (`diffusionlm.read_adapter`), which requests may name; more by
+                `load_adapter`.
             clock: seconds, for `step_seconds`.
             keys: of `EngineLimits`. With ``deterministic``, log-probabilities are the same bits, whatever is decoded at
                 the same time and whatever the limits are (`inference.model_runner`).
@@ -88,19 +86,20 @@ class Engine:
         """
         if limits is not None and keys:
             raise ValueError(f"{', '.join(keys)} and limits exclude each other: pass one of them")
-        if keys.get("max_rows", 0) is None:
-            keys["max_rows"] = sys.maxsize  # the older name's word for no limit
-        limits = limits or EngineLimits.model_validate({_OLD_LIMITS.get(key, key): keys[key] for key in keys})
+        limits = limits or EngineLimits.model_validate(keys)
         _check_model(model)
         self.model = model
         self._max_unfinished = limits.max_requests + limits.max_waiting
-        self.adapter_names = tuple(adapters or ())
         self._deterministic = limits.deterministic
         num_pages, limits = _size_cache(model, limits)
-        self._decoder = Decoder(model, num_pages, limits, adapters, pauses_slow_constraints=True)
+        self._decoder = Decoder(model, num_pages, limits, pauses_slow_constraints=True)
         # It reads a bias: what is wrong with it is the caller's, not the thread's.
         self._check_pattern = lru_cache(MAX_KEPT_SETTINGS)(build_pattern)
         self._condition = threading.Condition()
+        self._adapters: dict[str, ModelAdapter] = {}
+        self._load_lock = threading.Lock()
+        for name, adapter in (adapters or {}).items():
+            self.load_adapter(name, adapter)
         self._submitted: list[EngineRequest] = []
         """Requests that the thread has not seen yet."""
         self._aborted: list[EngineRequest] = []
@@ -128,6 +127,39 @@ class Engine:
         return 0.0 if start is None else self._clock() - start
 
     @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """Names of the adapters that requests may name."""
+        with self._condition:
+            return tuple(self._adapters)
+
+    def load_adapter(self, name: str, adapter: ModelAdapter) -> None:
+        """Add an adapter, or replace the one of this name. Requests that were submitted are finished with theirs.
+
+        Raises:
+            ValueError: it is of another model, or the model has an adapter itself.
+        """
+        adapter.check_model(self.model, name)
+        with self._load_lock:
+            self._decoder.runner.prepare_adapter(adapter)
+        with self._condition:
+            self._adapters[name] = adapter
+
+    def unload_adapter(self, name: str) -> None:
+        """Accept no more requests of an adapter. Those that were submitted are finished with it.
+
+        Raises:
+            UnknownAdapterError: there is no adapter of this name.
+        """
+        with self._condition:
+            self._check_adapter(name)
+            del self._adapters[name]
+
+    def _check_adapter(self, name: str) -> None:
+        if name not in self._adapters:
+            names = ", ".join(map(repr, self._adapters)) or "no adapters"
+            raise UnknownAdapterError(f"adapter = {name!r} does not exist: this engine has {names}")
+
+    @property
     def status(self) -> EngineStatus:
         pool, counts = self._decoder.pool, self._decoder.counts
         counts = replace(counts, steps_by_tokens=[*counts.steps_by_tokens])
@@ -140,7 +172,6 @@ class Engine:
             num_waiting,
             pool.num_pages,
             pool.num_owned,
-            pool.num_cached,
             busy_seconds,
             counts,
         )
@@ -170,27 +201,28 @@ class Engine:
         """Let requests be decoded, all or none; does not wait for the answers.
 
         Raises:
-            ValueError: there is no such adapter, an attention bias is wrong, or a text can never fit into the cache.
+            UnknownAdapterError: there is no such adapter.
+            ValueError: an attention bias is wrong, or a text can never fit into the cache.
             QueueFullError: too many requests wait.
             EngineStoppedError: the engine was closed, or an error has ended it.
         """
         handles = []
         for prepared in requests:
-            adapter = prepared.options.adapter
-            if adapter is not None and adapter not in self.adapter_names:
-                names = ", ".join(map(repr, self.adapter_names)) or "no adapters"
-                raise ValueError(f"adapter = {adapter!r} does not exist: this engine has {names}")
             self._check_pattern(prepared.settings)
             request = ActiveRequest(prepared)
             self._decoder.scheduler.pages.check_size(request)
             handles.append(EngineRequest(request))
         with self._condition:
-            self._check_capacity(len(handles))
+            self.check_capacity(len(handles))
+            for handle in handles:
+                if (name := handle._request.prepared.options.adapter) is not None:
+                    self._check_adapter(name)
+                    handle._request.adapter = self._adapters[name]
             self._submitted += handles
             self._condition.notify_all()
         return handles
 
-    def _check_capacity(self, count: int) -> None:
+    def check_capacity(self, count: int) -> None:
         """Check that so many more requests would be accepted now.
 
         Raises:

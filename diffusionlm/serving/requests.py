@@ -20,6 +20,10 @@ class EngineError(RuntimeError):
     """A request cannot be decoded, for a reason that is not its own."""
 
 
+class UnknownAdapterError(ValueError):
+    """There is no adapter of this name."""
+
+
 class QueueFullError(EngineError):
     """Too many requests wait already: try again later."""
 

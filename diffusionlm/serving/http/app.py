@@ -8,32 +8,44 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Callable
 from functools import cache
 from http import HTTPStatus
 from importlib import resources
+from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from diffusionlm.serving.http.bodies import ChatBody, CompletionBody, InfillBody
-from diffusionlm.serving.http.context import STATE_KEY, RequestContext, discard_body, identify_send
-from diffusionlm.serving.http.errors import ApiError, JsonResponse, to_api_error
+from diffusionlm.serving.http.bodies import (
+    CompletionBody,
+    InfillBody,
+    LoadAdapterBody,
+    UnloadAdapterBody,
+)
+from diffusionlm.serving.http.chat import ChatBody
+from diffusionlm.serving.http.context import STATE_KEY, RequestContext, discard_body, get_context, identify_send
+from diffusionlm.serving.http.errors import ApiError, JsonResponse, parse_object, to_api_error
 from diffusionlm.serving.http.formats import ChatFormat, CompletionFormat, InfillFormat
-from diffusionlm.serving.http.generation import GenerationEndpoint
+from diffusionlm.serving.http.generation import GenerationEndpoint, read_content
 from diffusionlm.serving.http.guarded_protocol import IS_PROBE_KEY, PROBE_PATHS, too_many_connections
 from diffusionlm.serving.http.listening import is_loopback
 from diffusionlm.serving.http.metrics import CONTENT_TYPE
+from diffusionlm.serving.http.parsing import parse_body
 from diffusionlm.serving.http.service import Service
+from files.installed_version import read_version
 from files.terminal_text import escape_control_characters
 
 LOGGER = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/", "/health"})
 """Paths that need no key."""
+
+AdapterBody = TypeVar("AdapterBody", bound=UnloadAdapterBody)
 
 CLIENT_GONE = 499
 """Status in the log of a request whose client has left."""
@@ -53,6 +65,9 @@ class ServerApp:
             [
                 Route("/", self._answer_page, methods=["GET"]),
                 Route("/health", self._answer_health, methods=["GET"]),
+                Route("/version", self._answer_version, methods=["GET"]),
+                Route("/tokenize", self._tokenize, methods=["POST"]),
+                Route("/detokenize", self._detokenize, methods=["POST"]),
                 Route("/metrics", self._answer_metrics, methods=["GET"]),
                 Route("/v1/models", self._list_models, methods=["GET"]),
                 Route("/v1/models/{name:path}", self._answer_model, methods=["GET"]),
@@ -61,6 +76,8 @@ class ServerApp:
                 ),
                 Route("/v1/chat/completions", GenerationEndpoint(service, ChatBody, ChatFormat), methods=["POST"]),
                 Route("/v1/infill", GenerationEndpoint(service, InfillBody, InfillFormat), methods=["POST"]),
+                Route("/v1/load_lora_adapter", self._load_adapter, methods=["POST"]),
+                Route("/v1/unload_lora_adapter", self._unload_adapter, methods=["POST"]),
             ],
             redirect_slashes=False,
         )
@@ -153,6 +170,22 @@ class ServerApp:
         self._service.check_is_healthy()
         return JsonResponse({"status": "ok"})
 
+    async def _answer_version(self, request: Request) -> Response:
+        return JsonResponse({"version": read_version()})
+
+    async def _tokenize(self, request: Request) -> Response:
+        return await self._compute(request, self._service.preparer.tokenize)
+
+    async def _detokenize(self, request: Request) -> Response:
+        return await self._compute(request, self._service.preparer.detokenize)
+
+    async def _compute(self, request: Request, function: Callable[[dict[str, Any]], dict[str, Any]]) -> Response:
+        """Answer with a function of the body, in a thread."""
+        content, owner = await read_content(self._service, request), get_context(request.scope).cache_salt
+        with self._service.activity():
+            answer = await self._service.threads.run(lambda: function(parse_object(content)), owner)
+        return JsonResponse(answer)
+
     async def _answer_metrics(self, request: Request) -> Response:
         text = self._service.metrics.render(self._service.engine)
         return Response(text.encode(), headers={"content-type": CONTENT_TYPE})
@@ -163,6 +196,25 @@ class ServerApp:
 
     async def _answer_model(self, request: Request) -> Response:
         return JsonResponse(self._describe_model(self._service.preparer.find_model(request.path_params["name"])))
+
+    async def _load_adapter(self, request: Request) -> Response:
+        body = await self._read_adapter_body(request, LoadAdapterBody)
+        await self._service.load_adapter(body.lora_name, body.lora_path, replaces=body.load_inplace)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    async def _unload_adapter(self, request: Request) -> Response:
+        body = await self._read_adapter_body(request, UnloadAdapterBody)
+        self._service.unload_adapter(body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    async def _read_adapter_body(self, request: Request, kind: type[AdapterBody]) -> AdapterBody:
+        if self._service.limits.adapter_directory is None:
+            text = "this server loads and unloads no adapters: start it with --set serve.adapter_directory=DIR"
+            raise ApiError(403, text, code="adapters_not_allowed")
+        content = await read_content(self._service, request)
+        body = parse_body(parse_object(content), kind, self._service.preparer.context)
+        get_context(request.scope).details["adapter"] = body.lora_name
+        return body
 
     def _describe_model(self, name: str) -> dict[str, object]:
         preparer = self._service.preparer

@@ -1,33 +1,28 @@
 """Bodies of requests: OpenAI's fields and the keys of `GenerationConfig`, which pydantic checks.
 
-A key is a field of the endpoint, a key of decoding, or unsupported; only what does not change an answer is ignored.
-null stands for an absent field, as clients send it. Limits of the server are the context of the validators. An error
-is a ValueError that names its field; `to_refusal` finds it.
+null stands for an absent field, as clients send it. Limits of the server are the context of the validators.
 """
 
 from __future__ import annotations
 
-import difflib
-import re
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
-    ValidationError,
     ValidationInfo,
     create_model,
     field_validator,
     model_validator,
 )
 
-from config.base import NonEmptyStr, PositiveInt, Section
+from config.base import NonEmptyStr, NonNegativeInt, PositiveInt, Section
 from config.generation import STRATEGY_KEYS, GenerationConfig
-from config.serving.server import ServeSection
-from diffusionlm.serving.http.errors import ApiError, shorten
+from diffusionlm.inference.settings import READ_KEYS
+from diffusionlm.serving.http.errors import shorten
+from diffusionlm.serving.http.parsing import BodyContext, is_neutral
 
 NUM_SEEDS = 2**63
 MAX_TOP_LOGPROBS = 20
@@ -41,39 +36,22 @@ SMALLEST_VALUE, LARGEST_VALUE = 1e-4, 100.0
 
 LENGTH_KEYS = ("max_completion_tokens", "max_tokens", "max_new_tokens")
 """Fields that set the number of new tokens."""
-INFILL_EXCLUDED_KEYS = ("total_length", "stop_token_ids")
+INFILL_EXCLUDED_KEYS = (
+    "total_length",
+    "stop_token_ids",
+    "min_new_tokens",
+    "min_tokens",
+    "ignore_eos",
+    "prompt_logprobs",
+)
+READ_EXCLUDED_KEYS = (*(key for key in GenerationConfig.model_fields if key not in READ_KEYS), "n", "seed", "stream")
+DEFAULT_READ_LOGPROBS = 5
+"""Alternatives of each position of a read."""
+CONSTRAINT_KEYS = ("structured_outputs", "response_format", "guided_json", "guided_regex", "guided_choice")
+"""Fields that constrain the answer; the last ones are vLLM's older spellings of the first."""
 
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-    "modalities": (["text"],),
-    "metadata": ({},),
-    "chat_template_kwargs": ({},),
-}
-"""Fields that are not supported -> the values that ask for nothing."""
 SERVER_KEYS = {"attention_bias"}
 """Keys of decoding that name files of the server, so a request may not set them."""
-
-
-@dataclass(frozen=True)
-class BodyContext:
-    """What the validators of a body compare with."""
-
-    limits: ServeSection
-    vocab_size: int
-    max_length: int
-    """Tokens of the model's context."""
-    max_characters: int
-    """No text that fits the context has more."""
 
 
 def _context(info: ValidationInfo) -> BodyContext:
@@ -81,7 +59,7 @@ def _context(info: ValidationInfo) -> BodyContext:
     return info.context
 
 
-def _check_text(value: str, info: ValidationInfo) -> str:
+def check_text(value: str, info: ValidationInfo) -> str:
     """Refuse a text before it is encoded that no tokenization could fit into the context."""
     value.encode()  # a lone surrogate is a ValueError
     if len(value) > _context(info).max_characters:
@@ -114,7 +92,7 @@ def _check_prompts(value: Any, info: ValidationInfo) -> list[Any]:
     are_ids = (isinstance(item, list) and item and all(type(token) is int for token in item) for item in items)
     if not items or not (all(isinstance(item, str) for item in items) or all(are_ids)):
         raise ValueError("must be a text, token ids, or a list of texts or of token ids")
-    return [_check_text(item, info) if isinstance(item, str) else item for item in items]
+    return [check_text(item, info) if isinstance(item, str) else item for item in items]
 
 
 def _check_stop(value: Any, info: ValidationInfo) -> tuple[str, ...]:
@@ -127,15 +105,26 @@ def _check_stop(value: Any, info: ValidationInfo) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _check_segments(value: Any, info: ValidationInfo) -> list[str | int]:
-    if not isinstance(value, list) or not all(type(item) in (str, int) for item in value):
-        raise ValueError("must be a list of texts and of numbers, which are the lengths of masked spans in tokens")
-    lengths = [item for item in value if isinstance(item, int)]
-    if not lengths or min(lengths) < 1:
+def _check_segments(value: Any, info: ValidationInfo) -> list[str | int | dict[str, str]]:
+    items: list[Any] = value if isinstance(value, list) else [None]
+    drafts = [item.get("draft") for item in items if isinstance(item, dict) and item.keys() == {"draft"}]
+    lengths = [item for item in items if type(item) is int]
+    texts = [item for item in (*items, *drafts) if isinstance(item, str)]
+    if len(texts) + len(lengths) != len(items):
+        raise ValueError(
+            'must be a list of texts, numbers, which are the lengths of masked spans in tokens, and {"draft": "TEXT"}'
+        )
+    if not (lengths or drafts) or min(lengths, default=1) < 1 or "" in drafts:
         raise ValueError("there must be a masked span, and each at least one token long")
-    _check_limit(len(lengths), info, "max_masked_spans")
+    _check_limit(len(lengths) + len(drafts), info, "max_masked_spans")
     _check_length(sum(lengths), info)
-    _check_text("".join(item for item in value if isinstance(item, str)), info)
+    check_text("".join(texts), info)
+    return items
+
+
+def _check_choices(value: list[list[str] | None]) -> list[list[str] | None]:
+    if not all(texts for texts in value if texts is not None) or all(texts is None for texts in value):
+        raise ValueError("must be a list with a list of texts for each masked span, null for none")
     return value
 
 
@@ -149,37 +138,6 @@ def _check_bias(value: dict[str, float], info: ValidationInfo) -> dict[str, floa
 
 
 NewTokens = Annotated[PositiveInt, AfterValidator(_check_length)]
-
-
-def _join_parts(value: Any) -> Any:
-    """The text of a message; parts of a text are joined."""
-    if not isinstance(value, list):
-        return value
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in value]
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError('each part must be {"type": "text", "text": "..."}: only text is supported')
-    return "".join(texts)  # type: ignore[arg-type]
-
-
-class ChatMessage(Section):
-    """A message of a chat. What is empty of other fields is ignored."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_join_parts), AfterValidator(_check_text)]
-    name: str | None = None
-    reasoning_content: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_empty_fields(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        return {key: item for key, item in value.items() if item is not None and (item != [] or key == "content")}
-
-    def to_template(self) -> dict[str, Any]:
-        """The message as chat templates read it."""
-        role = "system" if self.role == "developer" else self.role
-        return self.model_dump(exclude_none=True) | {"role": role}
 
 
 class StreamOptions(Section):
@@ -239,7 +197,11 @@ class GenerationBody(DecodingKeys):
     max_tokens: NewTokens | None = None
     max_completion_tokens: NewTokens | None = None
     max_new_tokens: NewTokens | None = None
+    min_tokens: Annotated[NonNegativeInt, AfterValidator(_check_length)] | None = None
+    ignore_eos: bool = False
     stop: Annotated[tuple[str, ...], BeforeValidator(_check_stop)] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
     diffusing: bool = False
@@ -248,8 +210,16 @@ class GenerationBody(DecodingKeys):
     )
     token_healing: bool | None = None
     return_token_ids: bool = False
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    best_of: PositiveInt | None = None
+    request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
     user: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
@@ -258,7 +228,7 @@ class GenerationBody(DecodingKeys):
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral_fields(cls, values: Any) -> Any:
-        return {key: value for key, value in values.items() if value is not None and not _is_neutral(key, value)}
+        return {key: value for key, value in values.items() if value is not None and not is_neutral(key, value)}
 
     @field_validator("n", "steps", "denoising_steps")
     @classmethod
@@ -285,18 +255,26 @@ class GenerationBody(DecodingKeys):
         for key in ("stream_options", "diffusing"):
             if getattr(self, key) and not self.stream:
                 raise ValueError(f"{key} needs stream = true")
-        if self.response_format is not None and self.structured_outputs is not None:
-            raise ValueError("structured_outputs and response_format exclude each other: send one")
+        if self.stream and self.num_prompt_alternatives is not None:
+            raise ValueError(
+                "stream has no log-probabilities of the prompt (prompt_logprobs, echo): remove one of them"
+            )
+        if len(keys := self._constraint_keys) > 1:
+            raise ValueError(f"{' and '.join(keys)} exclude each other: send one")
+        if self.min_tokens is not None and self.min_new_tokens not in (0, self.min_tokens):
+            raise ValueError("min_tokens and min_new_tokens are the same: send one")
+        if self.best_of not in (None, self.n):
+            raise ValueError("best_of is not supported, except if it equals n: choose among n answers yourself")
         if len({*self.lengths.values()}) > 1:
             raise ValueError(f"{' and '.join(self.lengths)} are all the number of new tokens: set one")
         if self.lengths and self.total_length is not None:
             raise ValueError(f"{', '.join(self.lengths)} and total_length both set the length: remove one")
         return self
 
-    def _refuse_keys(self, keys: Iterable[str]) -> None:
+    def _refuse_keys(self, keys: Iterable[str], what: str = "masked spans, whose lengths are given") -> None:
         for key in keys:
-            if key in self.model_fields_set:
-                raise ValueError(f"{key} has no effect on masked spans, whose lengths are given: remove it")
+            if key in self.model_fields_set and getattr(self, key) != type(self).model_fields[key].get_default():
+                raise ValueError(f"{key} has no effect on {what}: remove it")
 
     @property
     def lengths(self) -> dict[str, int]:
@@ -309,9 +287,18 @@ class GenerationBody(DecodingKeys):
         raise NotImplementedError
 
     @property
+    def num_prompt_alternatives(self) -> int | None:
+        """Alternatives of each log-probability of the prompt; None: no log-probabilities."""
+        return self.prompt_logprobs
+
+    @property
     def constraint_key(self) -> str:
         """The field that constrains the answer."""
-        return "structured_outputs" if self.response_format is None else "response_format"
+        return next(iter(self._constraint_keys), "structured_outputs")
+
+    @property
+    def _constraint_keys(self) -> list[str]:
+        return [key for key in CONSTRAINT_KEYS if getattr(self, key) is not None]
 
     @property
     def constraint(self) -> Any:
@@ -319,7 +306,9 @@ class GenerationBody(DecodingKeys):
         masked span. None: any text."""
         response_format = self.response_format
         if response_format is None:
-            return self.structured_outputs
+            key = next(iter(self._constraint_keys), "structured_outputs")
+            value = getattr(self, key)
+            return {key.removeprefix("guided_"): value} if key.startswith("guided_") else value
         if response_format.json_schema is not None:
             return {"json": response_format.json_schema.json_schema}
         return {"json_object": True} if response_format.type == "json_object" else None
@@ -337,6 +326,10 @@ class GenerationBody(DecodingKeys):
         if keys.get("remasking_strategy", base.remasking_strategy) != base.remasking_strategy:
             replaced |= {*STRATEGY_KEYS}
         values = {key: getattr(base, key) for key in base.model_fields_set - replaced} | keys
+        if self.min_tokens is not None:
+            values["min_new_tokens"] = self.min_tokens
+        if self.ignore_eos:
+            values["stop_token_ids"] = self.stop_token_ids or ()
         values["suppress_token_ids"] = (*base.suppress_token_ids, *self.suppress_token_ids)
         return GenerationConfig.model_validate(values)
 
@@ -346,47 +339,60 @@ class CompletionBody(GenerationBody):
 
     text_key = "prompt"
     prompt: Annotated[list[Any], BeforeValidator(_check_prompts)]
-    suffix: Annotated[str, AfterValidator(_check_text)] | None = None
+    suffix: Annotated[str, AfterValidator(check_text)] | None = None
+    max_tokens: Annotated[NonNegativeInt, AfterValidator(_check_length)] | None = None
     echo: bool = False
-    best_of: PositiveInt | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None = None
 
     @model_validator(mode="after")
     def _check_completion(self) -> Self:
-        if self.best_of not in (None, self.n):
-            raise ValueError("best_of is not supported, except if it equals n")
-        if self.echo and self.logprobs is not None:
-            raise ValueError("logprobs of a prompt have no meaning in diffusion: remove echo or logprobs")
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise ValueError("max_tokens = 0 needs echo or prompt_logprobs: there would be no answer")
         if self.suffix is not None:
             self._refuse_keys(INFILL_EXCLUDED_KEYS)
-            if not self.lengths:
+            if not any(self.lengths.values()):
                 raise ValueError("suffix needs max_tokens, the length of the masked span")
+            if self.num_prompt_alternatives is not None:
+                raise ValueError("suffix has no log-probabilities of the prompt: remove echo or logprobs")
         return self
+
+    @property
+    def num_prompt_alternatives(self) -> int | None:
+        counts = (self.prompt_logprobs, self.logprobs if self.echo else None)
+        return max((count for count in counts if count is not None), default=None)
 
     @property
     def num_alternatives(self) -> int | None:
         return self.logprobs
 
 
-class ChatBody(GenerationBody):
-    """Fields of a request that answers a chat (``/v1/chat/completions``)."""
+class TokenizeOptions(Section):
+    """Fields of ``/tokenize`` beside those of a completion or a chat, as vLLM's."""
 
-    text_key = "messages"
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    add_special_tokens: bool | None = None
+    """None: true for a prompt; the template of a chat writes its own."""
+    return_token_strs: bool = False
 
-    @model_validator(mode="after")
-    def _check_chat(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs = true")
-        if self.token_healing:
-            raise ValueError("token_healing has no effect on a chat")
-        return self
 
-    @property
-    def num_alternatives(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
+class DetokenizeBody(Section):
+    """Fields of a request that decodes tokens (``/detokenize``, as vLLM's)."""
+
+    tokens: list[NonNegativeInt]
+    model: NonEmptyStr | None = None
+
+
+class UnloadAdapterBody(Section):
+    """Fields of a request that unloads an adapter (``/v1/unload_lora_adapter``, as vLLM's)."""
+
+    lora_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/@+-]{1,128}$")]
+
+
+class LoadAdapterBody(UnloadAdapterBody):
+    """Fields of a request that loads an adapter (``/v1/load_lora_adapter``, as vLLM's)."""
+
+    lora_path: Annotated[str, Field(min_length=1, max_length=1024)]
+    load_inplace: bool = False
+    """Replace the adapter that has the name."""
 
 
 class InfillBody(GenerationBody):
@@ -395,70 +401,19 @@ class InfillBody(GenerationBody):
     text_key = "segments"
     segments: Annotated[list[Any], BeforeValidator(_check_segments)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    remask: Annotated[float, Field(ge=0, le=1)] = 0.0
+    read: bool = False
+    choices: Annotated[list[list[str] | None], AfterValidator(_check_choices)] | None = None
 
     @model_validator(mode="after")
     def _check_infill(self) -> Self:
         self._refuse_keys((*LENGTH_KEYS, "stop", *INFILL_EXCLUDED_KEYS))
+        if self.read:
+            self._refuse_keys(READ_EXCLUDED_KEYS, "a read, which is one forward without sampling")
+        elif self.choices is not None:
+            raise ValueError("choices needs read = true")
         return self
 
     @property
     def num_alternatives(self) -> int | None:
-        return self.logprobs
-
-
-Body = TypeVar("Body", bound=GenerationBody)
-
-
-def parse_body(values: Mapping[str, Any], kind: type[Body], context: BodyContext) -> Body:
-    """Check the fields of a body.
-
-    Raises:
-        ApiError: a key is unknown or not supported, a field has a wrong type or value, or fields contradict each other.
-    """
-    try:
-        return kind.model_validate(values, context=context)
-    except ValidationError as error:
-        raise to_refusal(error, kind, values) from None
-
-
-def to_refusal(error: ValueError, kind: type[GenerationBody], keys: Collection[str]) -> ApiError:
-    """Describe the first problem of a request.
-
-    Args:
-        keys: fields of the request, one of which is wrong.
-    """
-    message, param, code = str(error), None, None
-    if isinstance(error, ValidationError):
-        problem = error.errors(include_url=False, include_context=False)[0]
-        parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]]
-        param, value = shorten("".join(parts).removeprefix(".")), problem["input"]
-        message = str(problem["msg"]).removeprefix("Value error, ")
-        if problem["type"] == "missing":
-            message, code = f"{param} is missing", "missing_required_parameter"
-        elif problem["type"] == "extra_forbidden":
-            is_unknown = len(parts) == 1 and problem["loc"][0] not in NEUTRAL_VALUES
-            message = f"unknown field {param!r}{_hint(param, kind)}" if is_unknown else f"{param} is not supported"
-            code = "unknown_parameter" if is_unknown else "unsupported_parameter"
-        elif param:
-            field = f"{param} = {shorten(repr(value))}" if isinstance(value, str | int | float | bool) else param
-            message = f"{field}: {message}"
-    if "max_position_embeddings" in message:
-        param, code = param or kind.text_key, "context_length_exceeded"
-    return ApiError(400, message, param=param or find_key(message, keys) or kind.text_key, code=code)
-
-
-def find_key(message: str, keys: Iterable[str]) -> str | None:
-    """Find the key that a message is about: the first one that it names."""
-    words = re.findall(r"\w+", message)
-    return min((key for key in keys if key in words), key=words.index, default=None)
-
-
-def _hint(key: str, kind: type[GenerationBody]) -> str:
-    similar = difflib.get_close_matches(key[:64], kind.model_fields, n=1)
-    return f": did you mean {similar[0]}?" if similar else ""
-
-
-def _is_neutral(key: str, value: Any) -> bool:
-    """Whether a field that is not supported asks for nothing."""
-    neutral_values = NEUTRAL_VALUES.get(key, ())
-    return any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in neutral_values)
+        return DEFAULT_READ_LOGPROBS if self.read and self.logprobs is None else self.logprobs

@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from diffusionlm.serving.requests import EngineStoppedError, QueueFullError
+from diffusionlm.serving.requests import EngineStoppedError, QueueFullError, UnknownAdapterError
 
 RETRY_AFTER_SECONDS = 1
 """When a client may try again that was refused because too many others wait."""
@@ -71,6 +71,8 @@ def to_api_error(error: Exception) -> ApiError:
         return retry_later(429, str(error), "queue_full")
     if isinstance(error, EngineStoppedError):
         return ApiError(503, str(error), code="engine_stopped")
+    if isinstance(error, UnknownAdapterError):  # perhaps unloaded since the request was prepared
+        return ApiError(404, str(error), code="model_not_found")
     if isinstance(error, ValueError):
         again = {"x-should-retry": "false"}  # the OpenAI client repeats a 500 otherwise
         return ApiError(500, f"decoding has failed: {error}", code="decoding_failed", headers=again)

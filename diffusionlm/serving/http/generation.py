@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -13,10 +13,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from diffusionlm.serving.http.bodies import GenerationBody, parse_body
+from diffusionlm.serving.http.bodies import GenerationBody
 from diffusionlm.serving.http.context import RequestContext, get_context, read_body, run_until_gone
 from diffusionlm.serving.http.errors import ApiError, parse_object, to_api_error, to_json
 from diffusionlm.serving.http.formats import AnswerFormat
+from diffusionlm.serving.http.parsing import parse_body
 from diffusionlm.serving.http.preparation import PreparedCall
 from diffusionlm.serving.http.service import Service
 from diffusionlm.serving.http.sessions import Choice, decode
@@ -28,6 +29,21 @@ _STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+
+
+async def read_content(service: Service, request: Request) -> bytes:
+    """Read the body of a request.
+
+    Raises:
+        ApiError: the request is refused.
+        ClientDisconnect: the client has left.
+    """
+    service.check_is_ready()
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise ApiError(415, "the Content-Type must be application/json", code="unsupported_media_type")
+    async with service.upload():
+        return await read_body(request, service.limits.max_body)
 
 
 class GenerationEndpoint:
@@ -42,22 +58,19 @@ class GenerationEndpoint:
             ApiError: the request is refused, or fails before the response begins.
             ClientDisconnect: the client has left.
         """
-        service, request = self._service, Request(scope, receive)
-        service.check_is_ready()
-        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if content_type != "application/json":
-            raise ApiError(415, "the Content-Type must be application/json", code="unsupported_media_type")
-        async with service.upload():
-            content = await read_body(request, service.limits.max_body)
+        request = Request(scope, receive)
+        content = await read_content(self._service, request)
         await run_until_gone(receive, self._respond(request, content, send))
 
     async def _respond(self, request: Request, content: bytes, send: Send) -> None:
         service, context = self._service, get_context(request.scope)
         owner = context.cache_salt or (request.client.host if request.client else "")
         with service.activity():
-            body = await service.threads.run(partial(self._parse, content), owner)
-            threads = service.threads if body.constraint is None else service.constraint_threads
-            prepared = await threads.run(partial(service.preparer.prepare, body, context.cache_salt), owner)
+            with service.preparation():
+                body = await service.threads.run(partial(self._parse, content), owner)
+                context.request_id = body.request_id or context.request_id
+                threads = service.threads if body.constraint is None else service.constraint_threads
+                prepared = await threads.run(partial(service.preparer.prepare, body, context.cache_salt), owner)
             context.details["model"] = prepared.model
             service.check_is_ready()
             await self._decode(prepared, request, send)
@@ -67,9 +80,12 @@ class GenerationEndpoint:
 
     async def _decode(self, call: PreparedCall, request: Request, send: Send) -> None:
         tokenizer, context = self._service.preparer.tokenizer, get_context(request.scope)
-        choices = [Choice(index, call, tokenizer) for index in range(len(call.requests))]
+        every = [Choice(index, call, tokenizer) for index in range(len(call.requests))]
+        choices, prompts = every[: call.num_choices], every[call.num_choices :]
+        for choice in choices if prompts else ():
+            choice.prompt = prompts[choice.index // call.body.n]
         answer_format = self._format_class(call, tokenizer, context.request_id)
-        async with aclosing(decode(self._service.engine, call, choices)) as updates:
+        async with aclosing(decode(self._service.engine, call, every)) as updates:
             await anext(updates)
             try:
                 if call.body.stream:
@@ -94,7 +110,10 @@ class GenerationEndpoint:
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
         try:
             async for changed in updates:
-                events = b"".join(to_event(chunk) for choice in changed for chunk in answer_format.chunks(choice))
+                if answer_format.prepared.body.num_alternatives:  # those of a long block are megabytes
+                    events = await asyncio.to_thread(_to_events, answer_format, changed)
+                else:
+                    events = _to_events(answer_format, changed)
                 if events:
                     await send({"type": "http.response.body", "body": events, "more_body": True})
             last = b"data: [DONE]\n\n"
@@ -119,6 +138,10 @@ class GenerationEndpoint:
             "new_tokens": sum(choice.num_tokens for choice in choices),
             "forwards": sum(choice.num_forwards for choice in choices),
         }
+
+
+def _to_events(answer_format: AnswerFormat, changed: Sequence[Choice]) -> bytes:
+    return b"".join(to_event(chunk) for choice in changed for chunk in answer_format.chunks(choice))
 
 
 def to_event(value: Any) -> bytes:

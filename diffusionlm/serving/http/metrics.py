@@ -56,14 +56,16 @@ class ServerMetrics:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
-        self._counts = {(name, model): [0] * (len(_HISTOGRAMS[name][1]) + 1) for name in _HISTOGRAMS for model in names}
-        """Values of each histogram between its bounds."""
+        self._names = [*names]
+        self._counts: Counter[tuple[str, str, int]] = Counter()
+        """Values of each histogram below each of its bounds and above the one before, by its index."""
         self._sums: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._counters: Counter[tuple[str, str, str]] = Counter()
 
     def record(self, model: str, choice: Choice) -> None:
         """Record a choice that has ended; one without a finish reason was aborted."""
+        if model not in self._names:
+            self._names.append(model)  # an adapter that was loaded since
         reason, state = choice.finish_reason or "abort", choice.state
         self._counters["vllm:request_success_total", model, f'finished_reason="{reason}"'] += 1
         self._counters["vllm:generation_tokens_total", model, ""] += choice.num_tokens
@@ -91,7 +93,7 @@ class ServerMetrics:
         if choice.num_forwards:
             values["diffusionlm:request_tokens_per_forward"] = choice.num_tokens / choice.num_forwards
         for name, value in [*values.items(), *(("vllm:inter_token_latency_seconds", gap) for gap in choice.chunk_gaps)]:
-            self._counts[name, model][bisect_left(_HISTOGRAMS[name][1], max(0.0, value))] += 1
+            self._counts[name, model, bisect_left(_HISTOGRAMS[name][1], max(0.0, value))] += 1
             self._sums[name, model] += max(0.0, value)
 
     def record_rejection(self, model: str) -> None:
@@ -109,8 +111,8 @@ class ServerMetrics:
         for name, (text, bounds) in _HISTOGRAMS.items():
             lines += [f"# HELP {name} {text}", f"# TYPE {name} histogram"]
             for model in self._names:
-                counts, value_sum = self._counts[name, model], self._sums[name, model]
-                lines += _histogram_lines(name, _labels(model), bounds, counts, value_sum)
+                counts = [self._counts[name, model, index] for index in range(len(bounds) + 1)]
+                lines += _histogram_lines(name, _labels(model), bounds, counts, self._sums[name, model])
         return "\n".join([*lines, ""])
 
     def _engine_lines(self, engine: Engine) -> Iterator[str]:

@@ -8,11 +8,14 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from config.serving.server import ServeSection
-from diffusionlm.serving.engine import Engine
-from diffusionlm.serving.http.errors import ApiError, retry_later
+from diffusionlm.models.row_adapters import ModelAdapter
+from diffusionlm.serving.engine import Engine, release_team
+from diffusionlm.serving.http.errors import ApiError, retry_later, shorten
 from diffusionlm.serving.http.keys import ApiKeys
 from diffusionlm.serving.http.metrics import ServerMetrics
 from diffusionlm.serving.http.preparation import RequestPreparer
@@ -70,17 +73,31 @@ class DaemonThreads:
 
 
 class Service:
-    """A model that is served."""
+    """A model that is served.
 
-    def __init__(self, engine: Engine, preparer: RequestPreparer, limits: ServeSection, keys: ApiKeys | None) -> None:
+    Args:
+        read_adapter: reads the adapter of a directory for the engine's model; raises a ValueError. None: none is read.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        preparer: RequestPreparer,
+        limits: ServeSection,
+        keys: ApiKeys | None,
+        read_adapter: Callable[[Path], ModelAdapter] | None = None,
+    ) -> None:
         self.engine, self.preparer, self.limits, self.keys = engine, preparer, limits, keys
+        self._read_adapter = read_adapter
         self.metrics = ServerMetrics(preparer.names)
         self.threads = DaemonThreads(_PREPARATION_THREADS, "diffusionlm-prepare")
         self.constraint_threads = DaemonThreads(_CONSTRAINT_THREADS, "diffusionlm-constrain")
+        self._adapter_thread = DaemonThreads(1, "diffusionlm-adapters")
         self.is_draining = False
         """No request is accepted anymore."""
         self.num_active = 0
-        """Requests that are prepared or decoded, or wait for it."""
+        """Requests that are prepared, decoded or answered, or wait for it."""
+        self._num_preparing = 0
         self.uploads: set[asyncio.Timeout] = set()
         """Times of the bodies that are being read."""
 
@@ -124,19 +141,31 @@ class Service:
 
     @contextmanager
     def activity(self) -> Iterator[None]:
-        """Context of an accepted request. Its body is in memory, so there are as many as the engine accepts.
-
-        Raises:
-            ApiError: there are as many already.
-        """
-        limit = self.limits.max_requests + self.limits.max_waiting
-        if self.num_active >= limit:
-            raise retry_later(429, f"{limit} requests are not done yet: try again later", "queue_full")
+        """Context of a request from its body to the end of its answer."""
         self.num_active += 1
         try:
             yield
         finally:
             self.num_active -= 1
+
+    @contextmanager
+    def preparation(self) -> Iterator[None]:
+        """Context in which a request is prepared. Its body is in memory, so there are as many as the engine accepts,
+        and one that the engine would refuse is not prepared first.
+
+        Raises:
+            ApiError: as many are prepared already.
+            QueueFullError: too many requests wait in the engine.
+        """
+        limit = self.limits.max_requests + self.limits.max_waiting
+        if self._num_preparing >= limit:
+            raise retry_later(429, f"{limit} requests are being prepared: try again later", "queue_full")
+        self.engine.check_capacity(1)
+        self._num_preparing += 1
+        try:
+            yield
+        finally:
+            self._num_preparing -= 1
 
     def check_is_healthy(self) -> None:
         """
@@ -151,8 +180,51 @@ class Service:
                 code="engine_stalled",
             )  # fmt: skip
 
+    async def load_adapter(self, name: str, path: str, *, replaces: bool) -> None:
+        """Serve an adapter of `serve.adapter_directory` as a model; requests are decoded meanwhile.
+
+        Raises:
+            ApiError: the name is in use, there are too many adapters, or this one cannot be read.
+        """
+        with self.activity():
+            await self._adapter_thread.run(partial(self._load_adapter, name, path, replaces))
+        self._update_names()
+
+    def unload_adapter(self, name: str) -> None:
+        """Accept no more requests of an adapter; those that it has are finished.
+
+        Raises:
+            UnknownAdapterError: there is none of this name.
+        """
+        self.engine.unload_adapter(name)
+        self._update_names()
+
+    def _load_adapter(self, name: str, path: str, replaces: bool) -> None:
+        names, limit = self.engine.adapter_names, self.limits.max_adapters
+        if name == self.preparer.names[0] or (name in names and not replaces):
+            remedy = "send another name, or load_inplace = true to replace an adapter"
+            raise ApiError(400, f"lora_name = {name!r} is loaded already: {remedy}", param="lora_name")
+        if name not in names and len(names) >= limit:
+            text = f"{len(names)} adapters are loaded (serve.max_adapters = {limit}): unload one first"
+            raise ApiError(400, text, param="lora_name")
+        assert self._read_adapter is not None and self.limits.adapter_directory is not None
+        try:
+            root = self.limits.adapter_directory.resolve()
+            directory = (root / path).resolve()
+            if not directory.is_relative_to(root):
+                raise ValueError("it is not below serve.adapter_directory, where links are resolved")
+            self.engine.load_adapter(name, self._read_adapter(directory))
+        except (ValueError, OSError) as error:
+            raise ApiError(400, f"lora_path = {shorten(path)!r}: {error}", param="lora_path") from None
+        finally:
+            release_team()  # of this thread, which has computed
+
+    def _update_names(self) -> None:
+        self.preparer.names = (self.preparer.names[0], *self.engine.adapter_names)
+
     def close(self) -> None:
         """End the engine at once, and the threads without a wait; requests that are not done end with an error."""
         self.engine.close(drain=False)
         self.threads.close()
         self.constraint_threads.close()
+        self._adapter_thread.close()

@@ -14,11 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 
+import numpy as np
+
 from diffusionlm.inference.text import AnswerText, AnswerToken
 from diffusionlm.serving.engine import Engine
 from diffusionlm.serving.http.errors import ApiError, to_api_error
 from diffusionlm.serving.http.preparation import PreparedCall
-from diffusionlm.serving.requests import EngineError, RequestState
+from diffusionlm.serving.requests import EngineError, RequestState, UnknownAdapterError
 from tokenizer import Tokenizer
 
 
@@ -32,17 +34,36 @@ class TextPiece:
 
 
 class Choice:
-    """One choice of an answer: follows a request of the engine."""
+    """One choice of an answer: follows a request of the engine, which may be a prompt that is scored."""
+
+    prompt: Choice | None = None
+    """The prompt with its log-probabilities, if they are asked for."""
 
     def __init__(self, index: int, call: PreparedCall, tokenizer: Tokenizer) -> None:
         self.index, self.prepared = index, call.requests[index]
-        self.num_prompt_tokens = call.num_prompt_tokens[index]
-        options = self.prepared.options
+        self.num_prompt_tokens = call.num_prompt_tokens[index] if index < call.num_choices else 0
+        options, body = self.prepared.options, call.body
+        # Calls of tools may begin with special tokens.
+        hides_special = body.skip_special_tokens and call.tool_format is None
+        self._hidden_ids = tokenizer.hidden_ids if hides_special else frozenset[int]()
         self._span_ends = list(accumulate(options.span_lengths))
         """Of a prompt there is one span of any length."""
         num_spans = len(options.span_lengths) or 1
         self._num_repeated = [len(repeated) for repeated in options.repeated_bytes] or [0] * num_spans
-        self.spans = [AnswerText(tokenizer, call.body.stop, count) for count in self._num_repeated]
+        self.spans = [
+            AnswerText(
+                tokenizer,
+                body.stop if index < call.num_choices else (),
+                count,
+                hidden_ids=self._hidden_ids,
+                includes_stop=body.include_stop_str_in_output,
+                min_new_tokens=self.prepared.settings.config.min_new_tokens,
+            )
+            for count in self._num_repeated
+        ]
+        if index >= call.num_choices:
+            for token in np.delete(self.prepared.canvas_L, self.prepared.masked_positions).tolist():
+                self.spans[0].push(token)  # the first one has no log-probability if outputs are shifted
         self.finish_reason: str | None = None
         self.state: RequestState | None = None
         self.first_token_time: float | None = None
@@ -130,7 +151,8 @@ class Choice:
                 if is_masked:
                     texts += [None] * len(run)
                     continue
-                text = AnswerText(self._tokenizer, (), num_repeated if run[0] == positions[start] else 0)
+                num_bytes = num_repeated if run[0] == positions[start] else 0
+                text = AnswerText(self._tokenizer, (), num_bytes, hidden_ids=self._hidden_ids)
                 for position in run:
                     text.push(snapshot.token_ids[position])
                 text.finish()
@@ -155,11 +177,11 @@ async def decode(engine: Engine, call: PreparedCall, choices: Sequence[Choice]) 
 
     try:
         handles = engine.submit_prepared(call.requests)
+    except (EngineError, UnknownAdapterError) as error:
+        raise to_api_error(error) from error
     except ValueError as error:
         code, param = "context_length_exceeded", call.body.text_key
         raise ApiError(400, str(error), param=param, code=code) from None
-    except EngineError as error:
-        raise to_api_error(error) from error
     try:
         for handle in handles:
             handle.add_listener(wake)

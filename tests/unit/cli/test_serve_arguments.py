@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
+import socket
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cli.serve import main
+from cli.infer.inputs import describe_model
+from cli.serve import main, prepare, serve
 from config.load import ConfigError, load_config
 from config.serving.server import ServeConfig
+from diffusionlm.checkpoints.base_fingerprint import BaseFingerprint
+from diffusionlm.checkpoints.huggingface import save_model_directory
+from diffusionlm.models.row_adapters import share_weights
+from diffusionlm.models.transformer import Transformer
+from diffusionlm.serving.http.server import ApiServer
+from tests.conftest import MakeModel
+from tests.unit.serving.test_adapters import write_adapter
+from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer
 
 
 def print_config(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -24,12 +35,25 @@ def print_config(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[st
 def test_arguments_are_overrides(capsys: pytest.CaptureFixture[str]) -> None:
     printed = print_config(
         capsys, "--model", "m", "--host", "::1", "--port", "0", "--cache-memory", "1.5GiB", "--model-name", "x",
-        "--api-keys-file", "k", "--adapter", "a=b=c", "--adapter", "d=e",
+        "--api-keys-file", "k", "--adapter", "a=b=c", "--adapter", "d=e", "--chat-template", "t.jinja",
     )  # fmt: skip
     assert printed["model"]["path"] == "m" and printed["serve"] | {
         "host": "::1", "port": 0, "cache_memory": 3 << 29, "model_name": "x", "api_keys_file": "k",
+        "chat_template": "t.jinja",
     } == printed["serve"]  # fmt: skip
     assert printed["adapters"] == [{"name": "a", "path": "b=c"}, {"name": "d", "path": "e"}]
+
+
+def test_a_chat_template_of_a_name_or_a_file(tiny_model: MakeModel, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """A file's special tokens are those of the model's tokenizer."""
+    ids = {"mask_token_id": tokenizer.mask_token_id, "eos_token_id": tokenizer.eos_token_id}
+    save_model_directory(tiny_model(vocab_size=tokenizer.vocab_size, **ids), tokenizer, tmp_path)
+    source = "{{ messages[0].content }}{{ eos_token }}"
+    (tmp_path / "t.jinja").write_text(source, encoding="utf-8")
+    for name, expected in (("qwen3", CHAT_TEMPLATES["qwen3"]), (str(tmp_path / "t.jinja"), None)):
+        config = load_config(ServeConfig, None, [f"model.path='{tmp_path}'", f"serve.chat_template='{name}'"])
+        _, template = describe_model(config.model, config.serve.chat_template)
+        assert template == (expected or ChatTemplate(source, {"eos_token": "<|endoftext|>"}))
 
 
 @pytest.mark.parametrize(("text", "size"), [("12", 12), ("2kB", 2000), ("1.5 GiB", 3 << 29), ("1TB", 10**12)])
@@ -48,12 +72,22 @@ def test_sizes(text: str, size: int) -> None:
         (['adapters=[{name="a", path="b"}, {name="a", path="c"}]'], "given twice"),
         (['adapters=[{name="a", path="b"}]', "serve.model_name=a"], "also the name of an adapter"),
         (['adapters=[{name="a", path="b"}]', "model.path=m", "model.adapter=c"], "exclude each other"),
+        (
+            ["serve.adapter_directory=b", "model.path=m", "model.adapter=c"],
+            "serve.adapter_directory exclude each other",
+        ),
     ],
 )
 def test_contradictions(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(ServeConfig, None, overrides)
     assert message in str(caught.value)
+
+
+def test_a_missing_directory_of_adapters(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--model", str(tmp_path), "--set", "serve.adapter_directory=nothing"])
+    assert caught.value.code == 2 and "serve.adapter_directory = nothing is no directory" in capsys.readouterr().err
 
 
 def test_a_missing_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -63,3 +97,40 @@ def test_a_missing_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     errors = capsys.readouterr().err
     assert caught.value.code == 2 and errors.count("\n") == 1
     assert "starlette and uvicorn are not installed" in errors and "uv sync --extra serve" in errors
+
+
+def test_the_weights_are_hashed_once_for_all_adapters(
+    tmp_path: Path, tiny_model: MakeModel, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the config and those that are loaded later: of a large model it takes half a minute."""
+    ids = {"mask_token_id": tokenizer.mask_token_id, "eos_token_id": tokenizer.eos_token_id}
+    model = tiny_model(vocab_size=tokenizer.vocab_size, **ids)
+    save_model_directory(model, tokenizer, tmp_path / "model")
+    for seed, name in enumerate("abc"):
+        write_adapter(share_weights(model), tmp_path / name, seed, {"rank": 1})
+    models: list[Transformer] = []
+    compute = BaseFingerprint.from_model
+
+    def from_model(model: Transformer) -> BaseFingerprint:
+        models.append(model)
+        return compute(model)
+
+    async def load(server: ApiServer) -> None:
+        await server._service.load_adapter("c", "c", replaces=False)
+        assert server._service.engine.adapter_names == ("a", "b", "c")
+
+    def run(server: ApiServer, bound: socket.socket) -> None:
+        asyncio.run(load(server))
+        server._service.close()
+        bound.close()
+
+    monkeypatch.setattr(BaseFingerprint, "from_model", from_model)
+    monkeypatch.setattr(ApiServer, "run", run)
+    for name in ("cli.serve._configure_log", "sys.setswitchinterval", "gc.freeze"):
+        monkeypatch.setattr(name, lambda *_: None)
+    adapters = [{"name": name, "path": str(tmp_path / name)} for name in "ab"]
+    limits = {"port": 0, "cache_memory": 1 << 18, "adapter_directory": str(tmp_path)}
+    values = {"model": {"path": str(tmp_path / "model")}, "adapters": adapters, "serve": limits}
+    config = ServeConfig.model_validate(values)
+    serve(config, *prepare(config))
+    assert len(models) == 1

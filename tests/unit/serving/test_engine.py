@@ -36,7 +36,7 @@ def make_engine(model: Transformer) -> Iterator[MakeEngine]:
     engines = []
 
     def make(**options: Any) -> Engine:
-        engines.append(Engine(model, **{"cache_bytes": CACHE_BYTES, **options}))
+        engines.append(Engine(model, **{"cache_memory": CACHE_BYTES, **options}))
         return engines[-1]
 
     yield make
@@ -144,7 +144,7 @@ def test_a_full_queue_refuses(make_engine: MakeEngine, gate: ModelGate) -> None:
 def test_bad_requests_are_refused_at_once(
     make_engine: MakeEngine, model: Transformer, tiny_model: MakeModel, tmp_path: Path
 ) -> None:
-    engine = make_engine(cache_bytes=1 << 13)
+    engine = make_engine(cache_memory=1 << 13)
     bias = tmp_path / "bias.safetensors"
     with_bias = settings(attention="bidirectional", attention_bias=bias)
     bias.write_bytes(b"no tensor")
@@ -168,9 +168,9 @@ def test_bad_requests_are_refused_at_once(
             engine.submit(prompt, config)
     assert engine.submit([1], settings()).result(30).token_ids
     with pytest.raises(ValueError, match="cache_memory = 10 does not hold a page"):
-        Engine(model, cache_bytes=10)
+        Engine(model, cache_memory=10)
     with pytest.raises(ValueError, match="max_waiting"):
-        Engine(model, cache_bytes=CACHE_BYTES, max_waiting=0)
+        Engine(model, cache_memory=CACHE_BYTES, max_waiting=0)
 
 
 @pytest.mark.parametrize("how", ["at once, then drained", "after a timeout", "by a listener"])
@@ -244,7 +244,7 @@ def test_all_requests_end_whatever_fails(
 
 
 def test_pages_hold_whole_blocks(tiny_model: MakeModel) -> None:
-    with Engine(tiny_model(block_length=12), cache_bytes=CACHE_BYTES) as engine:
+    with Engine(tiny_model(block_length=12), cache_memory=CACHE_BYTES) as engine:
         for _ in range(2):
             engine.submit([1] * 30, settings(max_new_tokens=4)).result(30)
         assert engine.status.counts.num_prefix_hits == 24
@@ -257,9 +257,9 @@ def test_deterministic_answers(tiny_model: MakeModel) -> None:
     threads: list[int] = []
     cases = [([1, 2, 3], settings()), ([5] * 9, settings(temperature=0.8)), ([1, 2], settings(cfg_scale=1.0))]
     options = RequestOptions(num_top_logprobs=3, logit_bias={3: 1.0})
-    with Engine(model, cache_bytes=CACHE_BYTES, deterministic=True) as engine:
+    with Engine(model, cache_memory=CACHE_BYTES, deterministic=True) as engine:
         alone = [engine.submit(prompt, config, 1, options).result(30) for prompt, config in cases]
-    with Engine(model, cache_bytes=CACHE_BYTES, deterministic=True, max_num_batched_tokens=5) as engine:
+    with Engine(model, cache_memory=CACHE_BYTES, deterministic=True, max_num_batched_tokens=5) as engine:
         requests = [engine.submit(prompt, config, 1, options) for prompt, config in cases]
         requests[0].add_listener(lambda: threads.append(torch.get_num_threads()))
         assert [request.result(30) for request in requests] == alone
@@ -268,4 +268,4 @@ def test_deterministic_answers(tiny_model: MakeModel) -> None:
     other.join()
     assert set(threads[:-1]) == {1} and threads[-1] == torch.get_num_threads() == 2
     with pytest.raises(ValueError, match=r"deterministic = True needs a model on the CPU in float32 or float64"):
-        Engine(model.bfloat16(), cache_bytes=CACHE_BYTES, deterministic=True)
+        Engine(model.bfloat16(), cache_memory=CACHE_BYTES, deterministic=True)

@@ -44,7 +44,7 @@ def test_an_idle_engine_has_no_team(tiny_model: MakeModel, monkeypatch: pytest.M
     monkeypatch.setattr(
         "diffusionlm.serving.engine.release_team", lambda: threads.append(threading.current_thread().name)
     )
-    with Engine(tiny_model(vocab_size=19, mask_token_id=18), cache_bytes=1 << 16) as engine:
+    with Engine(tiny_model(vocab_size=19, mask_token_id=18), cache_memory=1 << 16) as engine:
         engine.submit([2, 3], GenerationConfig(max_new_tokens=4)).result()
     assert threads[0] == threading.current_thread().name
     assert threads[1:] and set(threads[1:]) == {"diffusionlm-engine"}

@@ -1,4 +1,5 @@
-"""Options of a request: biased logits, alternatives, salts; none touches a neighbor."""
+"""Options of a request: biased and penalized logits, early stop tokens, alternatives, salts; none touches a
+neighbor."""
 
 from __future__ import annotations
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 
 from config.generation import GenerationConfig
-from diffusionlm.inference.generate import Generation, generate
-from diffusionlm.inference.requests import RequestOptions
+from diffusionlm.inference.generate import DecodingStep, Generation, decode, generate
+from diffusionlm.inference.request_builder import prepare_request
+from diffusionlm.inference.requests import PreparedRequest, RequestOptions
+from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.patterns import BlockCausal
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.serving.engine import Engine
@@ -63,7 +66,7 @@ def replay_logprobs(model: Transformer, answer: Generation, bias: Mapping[int, f
 def test_biased_distributions_and_their_alternatives(model: Transformer, name: str) -> None:
     config = settings(**CONFIGS[name])
     options = RequestOptions(logit_bias=BIAS, num_top_logprobs=3)
-    with Engine(model, cache_bytes=1 << 16) as engine:
+    with Engine(model, cache_memory=1 << 16) as engine:
         request = engine.submit(PROMPT, config, 1, options)
         answer = request.result(30)
         state = request.state
@@ -81,6 +84,67 @@ def test_biased_distributions_and_their_alternatives(model: Transformer, name: s
     assert state.top_logprobs == answer.top_logprobs
 
 
+STOPS = (7, 11)
+PENALTIES: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.7},
+    {"presence_penalty": 1.5, "frequency_penalty": -0.5, "min_new_tokens": 6},
+    {"repetition_penalty": 0.6, "presence_penalty": -1.0, "frequency_penalty": 2.0, "cache": "none"},
+]
+
+
+def replay_penalized(model: Transformer, request: PreparedRequest) -> tuple[Generation, list[float]]:
+    """The answer of a request alone, and the log-probabilities of its tokens: each by a forward of the canvas before,
+    with vLLM's formula, token by token."""
+    config, steps = request.settings.config, list[DecodingStep]()
+    [answer] = decode(model, [request], steps.append)
+    canvases = [[*PROMPT, *[MASK] * 9], *(list(step.canvases[0].token_ids) for step in steps)]
+    logprobs = []
+    for index, (token, forward) in enumerate(zip(answer.token_ids, answer.step_map, strict=True)):
+        position, canvas = len(PROMPT) + index, canvases[forward - 1]
+        with torch.no_grad():
+            logits_LV = model(torch.tensor([canvas[: (position // 4 + 1) * 4]]), pattern=BlockCausal(4))[0]
+        logits_V = logits_LV[position]
+        for biased, value in request.options.logit_bias.items():
+            logits_V[biased] += value
+        committed = [other for other in canvas[len(PROMPT) :] if other != MASK]
+        for other in {*PROMPT, *committed}:
+            factor = config.repetition_penalty
+            logits_V[other] = logits_V[other] / factor if logits_V[other] > 0 else logits_V[other] * factor
+        for other in {*committed}:
+            logits_V[other] -= config.frequency_penalty * committed.count(other) + config.presence_penalty
+        logits_V[[MASK, SUPPRESSED, *(STOPS if index < config.min_new_tokens else ())]] = -torch.inf
+        logprobs.append(float(logits_V.log_softmax(0)[token]))
+    return answer, logprobs
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "remasking"])
+def test_penalties_and_early_stop_tokens(model: Transformer, name: str) -> None:
+    """Tokens that are committed count in later forwards, also of other blocks, and the bias comes first. The same in a
+    batch of different penalties."""
+    requests = []
+    for number, penalties in enumerate([*PENALTIES, {}]):
+        values = {**CONFIGS[name], "max_new_tokens": 9, "denoising_steps": 3, "stop_token_ids": STOPS, **penalties}
+        options = RequestOptions(logit_bias={11: 2.0 if number == 1 else -50.0, 2: 4.0, 9: 1.0})
+        requests.append(prepare_request(resolve_settings(settings(**values), model.config), PROMPT, 3, options))
+    together = decode(model, requests)
+    for request, answer in zip(requests, together, strict=True):
+        alone, expected = replay_penalized(model, request)
+        assert alone.logprobs == pytest.approx(expected, abs=1e-9)
+        assert (answer.token_ids, answer.step_map) == (alone.token_ids, alone.step_map)
+        assert answer.logprobs == pytest.approx(expected, abs=1e-9)
+    assert len({answer.token_ids for answer in together}) == 4
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_stop_token_among_the_first_ones(model: Transformer, name: str) -> None:
+    """The next one is it, where a stop token is all but certain."""
+    options = RequestOptions(logit_bias={7: 60.0})
+    for count in (0, 1, 4, 5, 9):
+        config = settings(**CONFIGS[name], max_new_tokens=9, stop_token_ids=STOPS, min_new_tokens=count)
+        [answer] = decode(model, [prepare_request(resolve_settings(config, model.config), PROMPT, 3, options)])
+        assert len(answer.token_ids) == count and not {*STOPS} & {*answer.token_ids}
+
+
 @pytest.mark.parametrize("name", ["sampled", "remasking"])
 def test_options_change_no_neighbor(model: Transformer, name: str) -> None:
     config = settings(**CONFIGS[name])
@@ -90,7 +154,7 @@ def test_options_change_no_neighbor(model: Transformer, name: str) -> None:
         RequestOptions(num_top_logprobs=2),
         RequestOptions(logit_bias={3: math.log(5.0)}, num_top_logprobs=20, cache_salt="x"),
     ]
-    with Engine(model, cache_bytes=1 << 18, has_prefix_cache=False) as engine:
+    with Engine(model, cache_memory=1 << 18, prefix_cache=False) as engine:
         alone = [engine.submit(PROMPT, config, 2, options).result(30) for options in cases]
         together = [request.result(30) for request in [engine.submit(PROMPT, config, 2, options) for options in cases]]
     [plain] = generate(model, [PROMPT], config, [2])
@@ -112,7 +176,7 @@ def test_allowed_tokens_limit_alternatives_and_equals_are_in_order(tiny_model: M
     with torch.no_grad():
         model.lm_head.weight.zero_()
     options = RequestOptions(allowed_token_ids={3: (9, 2)}, logit_bias={9: math.log(3.0)}, num_top_logprobs=4)
-    with Engine(model, cache_bytes=1 << 16) as engine:
+    with Engine(model, cache_memory=1 << 16) as engine:
         answer = engine.submit(PROMPT, settings(max_new_tokens=2), 0, options).result(30)
     assert answer.token_ids == (9, 9)
     first, second = (dict(pairs) for pairs in answer.top_logprobs)
@@ -130,5 +194,5 @@ def test_allowed_tokens_limit_alternatives_and_equals_are_in_order(tiny_model: M
     ],
 )
 def test_wrong_options_are_refused(model: Transformer, options: RequestOptions, message: str) -> None:
-    with Engine(model, cache_bytes=1 << 16) as engine, pytest.raises(ValueError, match=message):
+    with Engine(model, cache_memory=1 << 16) as engine, pytest.raises(ValueError, match=message):
         engine.submit(PROMPT, settings(), 0, options)

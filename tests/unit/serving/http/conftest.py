@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ import torch
 
 from config.generation import GenerationConfig
 from config.serving.server import ServeSection
+from diffusionlm.checkpoints.adapter_files import read_adapter
+from diffusionlm.checkpoints.base_fingerprint import BaseFingerprint
 from diffusionlm.models.row_adapters import ModelAdapter
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.serving.engine import Engine
@@ -144,7 +147,8 @@ def start_server(served_model: Transformer, words: Tokenizer) -> Iterator[StartS
         config = generation or GenerationConfig(stop_token_ids=())
         preparer = RequestPreparer(model.config, words, template, config, limits, [NAME, *(adapters or ())])
         engine = Engine(model, limits, adapters=adapters, clock=clock)
-        service = Service(engine, preparer, limits, ApiKeys(keys) if keys else None)
+        read = partial(read_adapter, model, get_fingerprint=cache(partial(BaseFingerprint.from_model, model)))
+        service = Service(engine, preparer, limits, ApiKeys(keys) if keys else None, read)
         is_ready = threading.Event()
         server, bound = ApiServer(service, is_ready.set), bind_socket("127.0.0.1", 0)
         port = bound.getsockname()[1]

@@ -66,7 +66,8 @@ def test_settings_of_a_request(server: RunningServer, settings: dict[str, Any]) 
 def test_a_text_is_healed_as_by_the_other_commands(server: RunningServer) -> None:
     assert ServeSection().token_healing == InferInputConfig().token_healing
     settings = config(server, max_new_tokens=12, temperature=1.0)
-    healer = TokenHealer.from_settings(server.tokenizer, resolve_settings(settings, server.model.config))
+    resolved = resolve_settings(settings, server.model.config)
+    healer = TokenHealer(server.tokenizer, {*resolved.forbidden_token_ids, *resolved.stop_token_ids})
     healed = healer.heal_prompt("the cat s")
     assert healed.num_repeated_bytes
     [expected] = generate(server.model, [healed.token_ids], settings, [7], allowed_token_ids=[healed.allowed_token_ids])

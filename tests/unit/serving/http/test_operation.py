@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import openai
@@ -158,6 +159,24 @@ def test_a_full_queue(small: RunningServer, gate: ModelGate) -> None:
     assert 'vllm:admission_rejections_total{model_name="tiny",engine="0"} 2' in text
 
 
+@pytest.mark.slow
+def test_slow_readers_hold_up_nobody(start_server: StartServer) -> None:
+    """The engine is done with them, and has room for others, long before they are given up."""
+    server = start_server(max_requests=1, max_waiting=1, write_timeout_seconds=20, default_max_tokens=250)
+    body = json.dumps({"prompt": "the", "stream": True, "diffusing": True, "logprobs": 5}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with ExitStack() as stack:
+        for _ in range(2):
+            connection = stack.enter_context(server.connect())
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        wait_until(lambda: server.service.num_active == 2 and server.engine.status.counts.num_steps > 0)
+        wait_until(lambda: not server.engine.status.num_running + server.engine.status.num_waiting)
+        assert server.service.num_active == 2, "both still send"
+        assert server.request("POST", "/v1/completions", {"prompt": "the", "max_tokens": 1})[0] == 200
+    server.wait_until_idle()
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_clients_that_leave(server: RunningServer, gate: ModelGate, stream: bool) -> None:
     """While they wait, and while they are decoded: their requests end with the forward that is being computed."""
@@ -176,6 +195,32 @@ def test_clients_that_leave(server: RunningServer, gate: ModelGate, stream: bool
     gate.open()
     server.wait_until_idle()
     assert server.engine.status.counts.num_steps <= before + 2
+
+
+def test_a_client_that_leaves_while_its_request_is_prepared(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The preparation goes on in its thread; nobody waits for it, and its choices are never submitted."""
+    entered, release, prepared = threading.Event(), threading.Event(), threading.Event()
+    prepare, submitted = server.service.preparer.prepare, list[Any]()
+
+    def wait(*args: Any) -> Any:
+        entered.set()
+        assert release.wait(30)
+        call = prepare(*args)
+        prepared.set()
+        return call
+
+    monkeypatch.setattr(server.service.preparer, "prepare", wait)
+    monkeypatch.setattr(server.engine, "submit_prepared", submitted.append)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port)
+    connection.request("POST", "/v1/completions", json.dumps(BODY), {"Content-Type": "application/json"})
+    assert entered.wait(30)
+    connection.close()
+    wait_until(lambda: not server.service.num_active)
+    release.set()
+    assert prepared.wait(30) and server.request("GET", "/health")[0] == 200
+    assert submitted == []
 
 
 def test_clients_that_leave_at_any_time(server: RunningServer) -> None:

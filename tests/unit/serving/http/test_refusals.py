@@ -12,15 +12,13 @@ from config.generation import GenerationConfig
 from config.serving.server import ServeSection
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.serving.http.bodies import (
-    NEUTRAL_VALUES,
-    ChatBody,
     CompletionBody,
     GenerationBody,
     InfillBody,
-    find_key,
-    parse_body,
 )
+from diffusionlm.serving.http.chat import ChatBody
 from diffusionlm.serving.http.errors import ApiError, parse_object, shorten, to_api_error
+from diffusionlm.serving.http.parsing import NEUTRAL_VALUES, REASONS, find_key, parse_body
 from diffusionlm.serving.http.preparation import PreparedCall, RequestPreparer
 from tests.unit.serving.http.conftest import NAME
 from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer
@@ -39,7 +37,7 @@ VALUES: list[Any] = [
 ]  # fmt: skip
 FIELDS = sorted(
     {*CompletionBody.model_fields, *ChatBody.model_fields, *InfillBody.model_fields, *GenerationConfig.model_fields}
-    | {*NEUTRAL_VALUES, "unknown", "max_new_token", "x" * 300}
+    | {*NEUTRAL_VALUES, *REASONS, "unknown", "max_new_token", "x" * 300}
 )
 
 
@@ -86,7 +84,6 @@ def test_any_value_of_any_field(preparer: RequestPreparer, path: str) -> None:
         ("/v1/completions", {"prompt": "a " * 200_000}, "prompt"),
         ("/v1/completions", {"n": 17}, "n"),
         ("/v1/completions", {"best_of": 2}, "best_of"),
-        ("/v1/completions", {"echo": True, "logprobs": 1}, "logprobs"),
         ("/v1/completions", {"denoising_steps": 5000}, "denoising_steps"),
         ("/v1/completions", {"confidence_threshold": 0.5}, "confidence_threshold"),
         ("/v1/completions", {"attention_bias": "/etc/passwd"}, "attention_bias"),
@@ -94,15 +91,8 @@ def test_any_value_of_any_field(preparer: RequestPreparer, path: str) -> None:
         ("/v1/completions", {"suffix": "x", "max_tokens": None}, "suffix"),
         ("/v1/completions", {"stop": ["a"] * 17}, "stop"),
         ("/v1/completions", {"stream_options": {"include_usage": True}}, "stream_options"),
-        ("/v1/completions", {"diffusing": True}, "diffusing"),
         ("/v1/chat/completions", {"top_logprobs": 3}, "top_logprobs"),
-        ("/v1/chat/completions", {"tools": [{"type": "function"}]}, "tools"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]},
-         "messages[0].tool_calls"),
-        ("/v1/chat/completions", {"max_completion_tokens": 3}, "max_completion_tokens"),
-        ("/v1/completions", {"seed": 2**63}, "seed"),
-        ("/v1/completions", {"stream": True, "stream_options": {"include_obfuscation": True}},
-         "stream_options.include_obfuscation"),
+        ("/v1/completions", {"tools": [{"type": "function"}]}, "tools"),
         ("/v1/completions", {"logit_bias": {"7": 101}}, "logit_bias.7"),
         ("/v1/completions", {"stop_token_ids": [3, "a"]}, "stop_token_ids[1]"),
         ("/v1/completions", {"suffix": "\ud800"}, "suffix"),
@@ -113,14 +103,11 @@ def test_any_value_of_any_field(preparer: RequestPreparer, path: str) -> None:
          "denoising_steps"),
         ("/v1/infill", {"segments": ["a", 100] * 2, "denoising_steps": 4096}, "denoising_steps"),
         ("/v1/infill", {"segments": ["a", 1] * 257}, "segments"),
-        ("/v1/completions", {"prompt": ["a"] * 64, "n": 16}, "n"),
         ("/v1/completions", {"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
         ("/v1/infill", {"segments": ["a", 2**60]}, "segments"),
         ("/v1/infill", {"max_new_tokens": 3}, "max_new_tokens"),
-        ("/v1/chat/completions", {"max_tokens": 1000}, "max_tokens"),
         ("/v1/infill", {"segments": ["a " * 200, 100]}, "segments"),
         ("/v1/completions", {"steps": 1, "max_tokens": 40}, "steps"),
-        ("/v1/infill", {"segments": ["a", 40], "steps": 1, "canvas": "fixed"}, "steps"),
         ("/v1/completions", {"structured_outputs": {"choice": ["the cat sat"]}, "max_tokens": 1}, "structured_outputs"),
     ],
 )  # fmt: skip
@@ -151,6 +138,8 @@ SHORT: dict[str, Any] = {"max_tokens": 10}
         (SHORT, "/v1/completions", {"max_tokens": 11, "suffix": "x"}, "max_tokens", "at most 10"),
         (SHORT, "/v1/infill", {"segments": ["a", 6, "b", 5]}, "segments", "at most 10"),
         ({"max_alternatives": 49}, "/v1/completions", {"n": 5, "logprobs": 5}, "logprobs", "serve.max_alternatives"),
+        ({"max_alternatives": 49}, "/v1/infill", {"segments": ["a", 5], "read": True, "choices": [["on mat"] * 10]},
+         "choices", "50 tokens together"),
         (None, "/v1/completions", {"suffix": "x"}, "suffix", "no mask token"),
     ],
 )  # fmt: skip
@@ -181,13 +170,11 @@ def test_fields_of_openai_that_ask_for_nothing(preparer: RequestPreparer) -> Non
     ("text", "message"),
     [
         (b"", "not valid JSON"),
-        (b"{", "not valid JSON"),
         (b"[]", "must be a JSON object"),
         ('{"prompt": "é"}'.encode("latin-1"), "not valid JSON"),
         (b'{"n": NaN}', "not a JSON number"),
         (b'{"n": 1, "n": 2}', "given twice"),
         (b"[" * 100_000, "nested too deeply"),
-        (b'{"a": ' * 100_000, "nested too deeply"),
         (b'{"n": ' + b"9" * 5000 + b"}", "not valid JSON"),
         # Comparing each key with all others would take minutes.
         (
@@ -195,7 +182,7 @@ def test_fields_of_openai_that_ask_for_nothing(preparer: RequestPreparer) -> Non
             "99999 is given twice",
         ),
     ],
-    ids=range(10),
+    ids=range(8),
 )
 def test_bodies_that_are_no_objects(text: bytes, message: str) -> None:
     with pytest.raises(ApiError, match=message) as caught:
@@ -212,7 +199,7 @@ def test_a_template_that_fails_ends_its_request_alone(
     with pytest.raises(ApiError) as caught:
         prepare(preparer, "/v1/chat/completions", {})
     assert (caught.value.status, caught.value.param) == (400, "messages")
-    assert template is not None or "--set serve.chat_template=" in str(caught.value)
+    assert template is not None or "--chat-template NAME" in str(caught.value)
 
 
 def test_a_failed_decoding_is_not_repeated() -> None:

@@ -1,0 +1,206 @@
+"""The body of a request that answers a chat: messages, tools, and what the chat template gets."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from inspect import signature
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+
+from config.base import Section
+from diffusionlm.serving.http.bodies import MAX_TOP_LOGPROBS, GenerationBody, check_text
+from diffusionlm.serving.http.errors import shorten
+from tokenizer import encode_answer, encode_chat
+
+OWN_VARIABLES = frozenset((*signature(encode_chat).parameters, *signature(encode_answer).parameters, "documents"))
+"""Names that ``chat_template_kwargs`` may not have."""
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+_PLAIN_KEYS = frozenset(("$schema", "title", "description", "type", "required", "properties"))
+
+
+def _join_parts(value: Any) -> Any:
+    """The text of a message; parts of a text are joined."""
+    if not isinstance(value, list):
+        return value
+    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in value]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError('each part must be {"type": "text", "text": "..."}: only text is supported')
+    return "".join(texts)  # type: ignore[arg-type]
+
+
+def _parse_arguments(value: Any, info: ValidationInfo) -> Any:
+    """The object of arguments that a JSON text has, which templates expect; an empty text has none."""
+    try:
+        return json.loads(check_text(value, info) or "{}") if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is no JSON ({error}): send back the arguments of the answer as they were") from None
+
+
+class CalledFunction(Section):
+    """``function`` of a `ToolCall`."""
+
+    name: str
+    arguments: Annotated[dict[str, Any], BeforeValidator(_parse_arguments)]
+
+
+class ToolCall(Section):
+    """A call in an earlier answer."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(Section):
+    """A message of a chat. What is empty of other fields is ignored."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str, BeforeValidator(_join_parts), AfterValidator(check_text)]
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_empty_fields(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        fields = {key: item for key, item in value.items() if item is not None and (item != [] or key == "content")}
+        return {"content": "", **fields} if "tool_calls" in fields else fields
+
+    @model_validator(mode="after")
+    def _check_fields_fit_role(self) -> Self:
+        for key, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
+            if getattr(self, key) and self.role != role:
+                raise ValueError(f"{key} belongs to a message of role {role}, and this one is of role {self.role}")
+        return self
+
+    def to_template(self) -> dict[str, Any]:
+        """The message as chat templates read it."""
+        role = "system" if self.role == "developer" else self.role
+        return self.model_dump(exclude_none=True) | {"role": role}
+
+
+class ToolFunction(Section):
+    """``function`` of a `Tool`. ``strict`` has no effect: arguments are exact if and only if a call is required."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_./:-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Section):
+    """A function that the answer may call."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        """JSON schema of the arguments; one that describes no property allows none."""
+        schema = self.function.parameters or {}
+        return schema if schema.get("properties") or schema.keys() - _PLAIN_KEYS else _NO_ARGUMENTS
+
+    def to_template(self) -> dict[str, Any]:
+        """The tool as chat templates read it."""
+        return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
+
+
+def _check_tool_choice(value: Any) -> Any:
+    """A word as it is; of a named function a list of its name."""
+    match value:
+        case "none" | "auto" | "required":
+            return value
+        case {"type": "function", "function": {"name": str(name)}}:
+            return [name]
+    raise ValueError('must be "none", "auto", "required" or {"type": "function", "function": {"name": "..."}}')
+
+
+class ChatBody(GenerationBody):
+    """Fields of a request that answers a chat (``/v1/chat/completions``)."""
+
+    text_key = "messages"
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: Annotated[Any, AfterValidator(_check_tool_choice)] = "auto"
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+
+    @field_validator("tools")
+    @classmethod
+    def _check_tools(cls, tools: list[Tool], info: ValidationInfo) -> list[Tool]:
+        check_text(json.dumps([tool.to_template() for tool in tools], ensure_ascii=False), info)
+        for name, count in Counter(tool.function.name for tool in tools).items():
+            if count > 1:
+                raise ValueError(f"there are two functions {name}: rename one")
+        for tool in tools:
+            if (tool.function.parameters or {}).get("type", "object") != "object":
+                raise ValueError(f'parameters of {tool.function.name} must have type = "object"')
+        return tools
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _check_variables(cls, variables: dict[str, Any]) -> dict[str, Any]:
+        for name in variables:
+            if not name.isidentifier() or name in OWN_VARIABLES:
+                raise ValueError(f"{shorten(name)} is no variable that a request sets this way: remove it")
+        return variables
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs = true")
+        if self.token_healing:
+            raise ValueError("token_healing has no effect on a chat")
+        if self.continue_final_message:
+            if self.add_generation_prompt:
+                raise ValueError("continue_final_message needs add_generation_prompt = false")
+            if self.messages[-1].role != "assistant" or self.messages[-1].tool_calls:
+                raise ValueError("continue_final_message needs a last message of role assistant without tool_calls")
+        if self.must_call and not self.callable_tools:
+            raise ValueError("tool_choice asks for a function that is not among the tools: add it there")
+        has_constraint = super().constraint is not None and (self.must_call or self.response_format is None)
+        if self.callable_tools and has_constraint:
+            raise ValueError(
+                f'{super().constraint_key} leaves no call possible: remove it, or set tool_choice = "none"'
+            )
+        return self
+
+    @property
+    def callable_tools(self) -> dict[str, dict[str, Any]]:
+        """Name -> schema of the arguments, of the tools that the answer may call."""
+        schemas = {tool.function.name: tool.schema_of_arguments for tool in self.tools}
+        if isinstance(self.tool_choice, list):
+            return {name: schemas[name] for name in self.tool_choice if name in schemas}
+        return {} if self.tool_choice == "none" else schemas
+
+    @property
+    def must_call(self) -> bool:
+        """The answer has to be calls."""
+        return self.tool_choice not in ("none", "auto")
+
+    @property
+    def num_alternatives(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def constraint_key(self) -> str:
+        return "tools" if self.must_call else super().constraint_key
+
+    @property
+    def constraint(self) -> Any:
+        """As of other bodies; if the answer has to be calls, or calls or a JSON value, an object of all that."""
+        constraint, tools = super().constraint, self.callable_tools
+        if not (self.must_call or (tools and constraint)):
+            return constraint
+        is_single = isinstance(self.tool_choice, list) or not self.parallel_tool_calls
+        content = constraint and constraint.get("json", {"type": "object"})
+        return {"schemas": tools, "is_single": is_single, "content": content}
