@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from cli.arguments import Shorthand, parse_command
 from cli.entry import exit_with_usage_error, friendly_errors, usage_errors
 from config.convert import ConvertConfig
-from files.terminal_text import print_line
+from diffusionlm.families.hub import ADAPTER_FILES, check_token, push_directory
+from diffusionlm.families.model_directory import resolve_model_directory
 from logger.pages import Table
 from logger.pages.terminal import print_parts
 
@@ -20,7 +21,8 @@ NAME = "diffusionlm-convert"
 
 EXAMPLE = f"""  {NAME} --source Qwen/Qwen3-0.6B --target models/qwen3-mask --set diffusion.block_length=4 --dry-run
   {NAME} --source runs/quickstart --target models/quickstart --set dtype=bfloat16
-  {NAME} --source Qwen/Qwen3-0.6B --adapter adapters/mine --target models/merged"""
+  {NAME} --source Qwen/Qwen3-0.6B --adapter adapters/mine --target models/merged
+  {NAME} --source runs/quickstart --push OWNER/NAME"""
 
 
 @friendly_errors(NAME)
@@ -28,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config, arguments = parse_command(
         ConvertConfig,
         name=NAME,
-        description="Write a model in another form: dtype, family, adapter merged, mask token added.",
+        description="Convert a model (dtype, family, adapter merged, mask token added), or push it to the Hub.",
         example=EXAMPLE,
         config_required=False,
         add_arguments=_add_arguments,
@@ -36,24 +38,33 @@ def main(argv: Sequence[str] | None = None) -> None:
             Shorthand("--source", "DIR", "source={string}", "model, checkpoint or run, or org/name on the Hub"),
             Shorthand("--target", "DIR", "target={string}", "directory to write"),
             Shorthand("--adapter", "DIR", "adapter={string}", "PEFT adapter (LoRA) to merge into the weights"),
+            Shorthand("--push", "OWNER/NAME", "push={string}", "upload the target, or without one the source"),
+            Shorthand("--private", None, "private=true", "push to a private repository only"),
         ],
         argv=argv,
     )
-    if config.source is None or config.target is None:
-        missing = "source" if config.source is None else "target"
-        exit_with_usage_error(NAME, f"{missing} is missing: add --{missing} DIR")
+    if config.source is None:
+        exit_with_usage_error(NAME, "source is missing: add --source DIR")
+    if config.target is None and config.push is None:
+        exit_with_usage_error(NAME, "target is missing: add --target DIR, or --push OWNER/NAME to upload the source")
     # Imported here, so that --help and config errors do not wait for torch.
     from diffusionlm.checkpoints.convert import convert, prepare_conversion
     from diffusionlm.checkpoints.model_files import check_weight_files
 
     with usage_errors(NAME):
-        conversion = prepare_conversion(config)
-        if not arguments.dry_run:
+        if config.push is not None and not arguments.dry_run:
+            check_token()
+        conversion = None if config.target is None else prepare_conversion(config)
+        if conversion is not None and not arguments.dry_run:
             check_weight_files(config.source)
-    print_parts([tabulate_conversion(conversion)])
-    if not arguments.dry_run:
+        is_adapter = (config.source / ADAPTER_FILES[0]).is_file()  # it may have no config.json
+        pushed = config.target or (config.source if is_adapter else resolve_model_directory(config.source))
+    push = [] if config.push is None else [Table((), [("push", f"{pushed} to {config.push} on the Hugging Face Hub")])]
+    print_parts([*([] if conversion is None else [tabulate_conversion(conversion)]), *push])
+    if conversion is not None and not arguments.dry_run:
         convert(conversion)
-        print_line(f"next: uv run diffusionlm-analyze {conversion.source} {conversion.target}")
+    if config.push is not None and not arguments.dry_run:
+        print(f"pushed: {push_directory(pushed, config.push, private=config.private)}")
 
 
 def tabulate_conversion(conversion: Conversion) -> Table:

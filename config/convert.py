@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import field_validator
+from pydantic import field_validator, model_validator
 
 from config.base import ConfigPath, NonEmptyStr, NonNegativeInt, PositiveInt, Section
+from diffusionlm.families.hub import is_hub_name
 
 
 class DiffusionSection(Section):
@@ -62,6 +63,22 @@ class ConvertConfig(Section):
     source's."""
     diffusion: DiffusionSection | None = None
     """None: no conversion to a diffusion model."""
+    push: NonEmptyStr | None = None
+    """Repository of the Hugging Face Hub, OWNER/NAME, to upload the target to; without `target` the source as it is: a
+    model, an adapter, or the last checkpoint of a run. It is created if it does not exist. None: no upload."""
+    private: bool = False
+    """Create the repository as a private one, and push to no public one. false: its owner's default, mostly public."""
+
+    @model_validator(mode="after")
+    def _check_push(self) -> Self:
+        if self.push is not None and ("@" in self.push or not is_hub_name(self.push)):
+            raise ValueError(f'push = "{self.push}": expected OWNER/NAME, a repository of the Hugging Face Hub')
+        if self.private and self.push is None:
+            raise ValueError("private = true has no effect without push: set push to OWNER/NAME, or remove private")
+        changes = {"adapter", "dtype", "model_type", "diffusion"} & self.model_fields_set
+        if self.push is not None and self.target is None and changes:
+            raise ValueError(f"push without target uploads the source as it is: set target, or remove {min(changes)}")
+        return self
 
 
 class AnalyzeConfig(Section):

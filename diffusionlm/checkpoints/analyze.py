@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,10 +14,21 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from diffusionlm.checkpoints.model_files import list_safetensors_files
+from diffusionlm.checkpoints.huggingface import load_model
+from diffusionlm.checkpoints.model_files import (
+    ADAPTER_WEIGHTS,
+    find_weights_directory,
+    is_adapter_checkpoint,
+    list_safetensors_files,
+)
 from diffusionlm.checkpoints.weights import COMPARE_CHUNK_ELEMENTS
 from diffusionlm.families.model_directory import resolve_model_directory
+from diffusionlm.families.registry import get_family
+from diffusionlm.models.lora import merge_adapter
 from files.json_files import read_json_object
+
+_Values = Path | Mapping[str, Tensor]
+"""Where the values of tensors are: in the files of a directory, or in memory by name."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +67,8 @@ class Analysis:
     pairs: tuple[TensorPair, ...]
     only_a: tuple[TensorInfo, ...]
     only_b: tuple[TensorInfo, ...]
+    merged: tuple[str, ...] = ()
+    """Which of "a" and "b" are adapters: compared with their base, rounded to the dtype of the other model."""
 
     @property
     def is_equal(self) -> bool:
@@ -68,37 +82,54 @@ class Analysis:
 def analyze(a: Path, b: Path, *, values: bool = True) -> Analysis:
     """Compare two model directories.
 
-    Tensors of the same name are a pair. Of the others, tensors with the same shape and values are one.
+    Tensors of the same name are a pair. Of the others, tensors with the same shape and values are one. An adapter is
+    merged into its base first, in memory.
 
     Args:
-        a: a model directory, a checkpoint or a run directory.
+        a: a model directory, a checkpoint, a run directory or an adapter.
         b: the other one.
         values: compare values; otherwise only names, shapes and dtypes.
 
     Raises:
         ValueError: there is no model, or a file cannot be read; names it.
     """
-    (a, config_a, tensors_a), (b, config_b, tensors_b) = read_model(a), read_model(b)
+    (values_a, config_a, tensors_a), (values_b, config_b, tensors_b) = _read_merged(a), _read_merged(b)
     pairs = [TensorPair(info, tensors_b[name], "name") for name, info in tensors_a.items() if name in tensors_b]
     only_a = [info for name, info in tensors_a.items() if name not in tensors_b]
     only_b = [info for name, info in tensors_b.items() if name not in tensors_a]
     if values:
-        pairs = [_compare_values(a, b, pair) for pair in pairs]
+        pairs = [_compare_values(values_a, values_b, pair) for pair in pairs]
         shapes = {info.shape for info in only_a}
         by_hash: dict[str, list[TensorInfo]] = {}
         for info in only_b:
             if info.shape in shapes:
-                by_hash.setdefault(_hash_tensor(b, info), []).append(info)
+                by_hash.setdefault(_hash_tensor(values_b, info), []).append(info)
         for info in list(only_a) if by_hash else ():
-            if same := by_hash.get(_hash_tensor(a, info)):
-                pairs.append(_compare_values(a, b, TensorPair(info, same[0], "values")))
+            if same := by_hash.get(_hash_tensor(values_a, info)):
+                pairs.append(_compare_values(values_a, values_b, TensorPair(info, same[0], "values")))
                 only_a.remove(info)
                 only_b.remove(same.pop(0))
     keys = dict.fromkeys([*config_a, *config_b])
     differences = tuple(
         (key, config_a.get(key), config_b.get(key)) for key in keys if config_a.get(key) != config_b.get(key)
     )
-    return Analysis(differences, tuple(pairs), tuple(only_a), tuple(only_b))
+    merged = tuple(side for side, source in (("a", values_a), ("b", values_b)) if not isinstance(source, Path))
+    return Analysis(differences, tuple(pairs), tuple(only_a), tuple(only_b), merged)
+
+
+def _read_merged(path: Path) -> tuple[_Values, dict[str, Any], dict[str, TensorInfo]]:
+    """Read a model as `read_model` does, or an adapter merged into its base in float32."""
+    directory = path if is_adapter_checkpoint(path) else resolve_model_directory(path)
+    if not is_adapter_checkpoint(directory):
+        return read_model(directory)
+    base = find_weights_directory(directory)
+    model = load_model(base, adapter=directory)
+    merge_adapter(model)
+    family = get_family(model.config)
+    values = {family.stored_name(name): parameter.detach() for name, parameter in model.named_parameters()}
+    infos = {name: TensorInfo(name, tuple(value.shape), "F32", ADAPTER_WEIGHTS) for name, value in values.items()}
+    config_directory = directory if (directory / "config.json").is_file() else base
+    return values, read_json_object(config_directory / "config.json"), infos
 
 
 def read_model(path: Path) -> tuple[Path, dict[str, Any], dict[str, TensorInfo]]:
@@ -132,10 +163,14 @@ def list_tensors(directory: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _compare_values(a: Path, b: Path, pair: TensorPair) -> TensorPair:
+def _compare_values(a: _Values, b: _Values, pair: TensorPair) -> TensorPair:
     if pair.a.shape != pair.b.shape:
         return pair
     values_a, values_b = _read_tensor(a, pair.a).flatten(), _read_tensor(b, pair.b).flatten()
+    if not isinstance(a, Path):
+        values_a = values_a.to(values_b.dtype)
+    elif not isinstance(b, Path):
+        values_b = values_b.to(values_a.dtype)
     max_difference, sum_squared_difference, sum_squares = 0.0, 0.0, 0.0
     for start in range(0, values_a.numel(), COMPARE_CHUNK_ELEMENTS):
         chunk = values_a[start : start + COMPARE_CHUNK_ELEMENTS].double()
@@ -148,16 +183,18 @@ def _compare_values(a: Path, b: Path, pair: TensorPair) -> TensorPair:
     return replace(pair, max_difference=max_difference, relative_difference=ratio**0.5)
 
 
-def _read_tensor(directory: Path, info: TensorInfo) -> Tensor:
-    with safe_open(directory / info.file, framework="pt") as file:
+def _read_tensor(values: _Values, info: TensorInfo) -> Tensor:
+    if not isinstance(values, Path):
+        return values[info.name]
+    with safe_open(values / info.file, framework="pt") as file:
         tensor: Tensor = file.get_tensor(info.name)
     return tensor
 
 
-def _hash_tensor(directory: Path, info: TensorInfo) -> str:
+def _hash_tensor(values: _Values, info: TensorInfo) -> str:
     """Hash shape and values as float32: dtypes that hold the same values exactly give the same hash."""
     digest = hashlib.sha256(repr(info.shape).encode())
-    values = _read_tensor(directory, info).flatten()
-    for start in range(0, values.numel(), COMPARE_CHUNK_ELEMENTS):
-        digest.update(values[start : start + COMPARE_CHUNK_ELEMENTS].to(torch.float32).numpy().tobytes())
+    flat = _read_tensor(values, info).flatten()
+    for start in range(0, flat.numel(), COMPARE_CHUNK_ELEMENTS):
+        digest.update(flat[start : start + COMPARE_CHUNK_ELEMENTS].to(torch.float32).numpy().tobytes())
     return digest.hexdigest()

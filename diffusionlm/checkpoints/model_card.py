@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,7 +37,13 @@ class ValidationBound:
 
     def __str__(self) -> str:
         sign = "" if self.is_exact else "at most "
-        return f"{sign}{self.nats_per_token:.3f} ± {self.standard_error:.3f} nats per token, at step {self.step:,}"
+        return f"{sign}{self.format_value('±')}, at step {self.step:,}"
+
+    def format_value(self, plus_minus: str) -> str:
+        """Format the value with its unit and standard error, which a single row does not have."""
+        if not math.isfinite(self.standard_error):
+            return f"{self.nats_per_token:.3f} nats per token (one row: no standard error)"
+        return f"{self.nats_per_token:.3f} {plus_minus} {self.standard_error:.3f} nats per token"
 
 
 @dataclass(frozen=True)

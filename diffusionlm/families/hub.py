@@ -1,4 +1,4 @@
-"""Models of the Hugging Face Hub, named ``org/name`` or ``org/name@revision``. No torch."""
+"""Models of the Hugging Face Hub, named ``org/name`` or ``org/name@revision``: download and upload. No torch."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ DESCRIPTION_FILES = (
 """Everything but the weights. A pattern without a wildcard matches no file of a subfolder."""
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "model-?????-of-?????.safetensors")
 """No pickles: a repository is not trusted to run code."""
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+TOKEN_REMEDY = 'set HF_TOKEN to one with write access, or run "uv run hf auth login"'
 
 _HUB_NAME = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[\w.-]*\w)(?:@(?P<revision>\w[\w./-]*))?", re.ASCII)
 
@@ -86,15 +89,61 @@ def describe_origin(path: Path) -> str:
 
 def _download(name: str, repository: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
     from huggingface_hub import snapshot_download  # importing it takes a second
-    from huggingface_hub.utils.tqdm import disable_progress_bars
 
-    # LOCAL_RANK is set by torchrun: one bar per machine is enough.
-    if os.environ.get("LOCAL_RANK", "0") != "0" or not accepts_escapes(sys.stderr):
-        disable_progress_bars()
+    _set_progress_bars()
     try:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=list(patterns)))
     except Exception as error:  # the Hub's client raises many types, some of its HTTP library
         raise ValueError(f"no model {name}: there is no such directory, and {_explain(error, name)}") from error
+
+
+def check_token() -> None:
+    """Raise ValueError if there is no token for the Hub, in HF_TOKEN or of a login."""
+    from huggingface_hub import get_token
+
+    if get_token() is None:
+        raise ValueError(f"there is no token for the Hugging Face Hub: {TOKEN_REMEDY}")
+
+
+def push_directory(directory: Path, repository: str, *, private: bool) -> str:
+    """Upload a model or an adapter, without what only a run needs, to a repository, which is created if it does not
+    exist. Weights that it has from before are removed. Returns the URL of the commit.
+
+    ``private``: create it as a private one, else by the default of its owner.
+
+    Raises:
+        ValueError: there are no safetensors files, the Hub cannot be reached or refuses it, or the repository is public
+            in spite of ``private``.
+    """
+    from huggingface_hub import HfApi
+
+    weights, api = [*WEIGHT_FILES, *ADAPTER_FILES], HfApi()
+    if not any(path.suffix == ".safetensors" for pattern in weights for path in directory.glob(pattern)):
+        raise ValueError(f"{directory} has no weights in safetensors files: write them with --target DIR")
+    _set_progress_bars()
+    try:
+        api.create_repo(repository, private=private or None, exist_ok=True)
+        if private and not api.model_info(repository).private:
+            raise ValueError("the repository is public: make it private in its settings, or push without --private")
+        patterns = [*DESCRIPTION_FILES, *weights]
+        return api.upload_folder(
+            repo_id=repository, folder_path=directory, allow_patterns=patterns, delete_patterns=weights
+        ).commit_url
+    except Exception as error:  # as in `_download`
+        status, text = getattr(getattr(error, "response", None), "status_code", None), " ".join(str(error).split())
+        if status in (401, 403, 404):
+            text = f"is it a repository of your account, or of an organization of yours? {TOKEN_REMEDY} ({text})"
+        retry = f"diffusionlm-convert --source {directory} --push {repository}" + (" --private" if private else "")
+        text = f"{directory} was not pushed to {repository} on the Hugging Face Hub: {text}; to try it again: {retry}"
+        raise ValueError(text) from error
+
+
+def _set_progress_bars() -> None:
+    """Show progress in a terminal only. LOCAL_RANK is set by torchrun: one bar per machine is enough."""
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    if os.environ.get("LOCAL_RANK", "0") != "0" or not accepts_escapes(sys.stderr):
+        disable_progress_bars()
 
 
 def _explain(error: Exception, name: str) -> str:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from cli.analyze import format_analysis
 from cli.convert import main
 from config.convert import ConvertConfig
 from config.finetune.lora import LoraConfig
@@ -25,6 +28,8 @@ from diffusionlm.models.init import init_weights
 from diffusionlm.models.lora import adapter_modules, add_adapter
 from diffusionlm.models.patterns import Causal
 from diffusionlm.models.transformer import Transformer
+from files.json_files import read_json_object
+from logger.pages.terminal import render_text
 from tokenizer import Tokenizer, save_tokenizer, train_bpe
 
 TOKENS = torch.tensor([[3, 99, 200, 7, 7, 41]])
@@ -303,3 +308,15 @@ def test_an_adapter_is_merged_with_one_rounding(
     for name, module in adapter_modules(exact):
         expected = module.effective_weight().to(dtypes[stored if target == "keep" else target])
         assert torch.equal(merged.get_parameter(f"{name}.weight"), expected)
+    config_path = tmp_path / "adapter/adapter_config.json"
+    values = read_json_object(config_path) | {"base_model_name_or_path": str(tmp_path / "base")}
+    config_path.write_text(json.dumps(values))
+    analysis = analyze(tmp_path / "adapter", tmp_path / "merged")
+    assert analysis.is_equal and analysis.merged == ("a",)
+    analysis = analyze(tmp_path / "base", tmp_path / "adapter")
+    differing = {pair.a.name for pair in analysis.pairs if pair.max_difference}
+    assert differing == {f"{name}.weight" for name, _ in adapter_modules(exact) if name != "lm_head"}
+    text = render_text(format_analysis(analysis, 40), StringIO())
+    largest = max(pair.max_difference or 0.0 for pair in analysis.pairs if "q_proj" in pair.a.name)
+    assert "b is an adapter" in text
+    assert re.search(rf"model\.layers\.\*\.self_attn\.q_proj\.weight +2 +{largest:.3g}\n", text)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,8 @@ from diffusionlm.checkpoints.weights import read_weights
 from diffusionlm.families.model_directory import read_model_config
 from diffusionlm.families.registry import FAMILIES
 from diffusionlm.models.lora import add_adapter
-from diffusionlm.models.transformer import Transformer
+from tests.conftest import MakeModel
 
-MakeModel = Callable[..., Transformer]
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 
 

@@ -12,10 +12,8 @@ import pytest
 from config.model import ModelConfig
 from diffusionlm.checkpoints.huggingface import load_model, save_model
 from diffusionlm.families.model_directory import read_model_config
-from diffusionlm.models.transformer import Transformer
+from tests.conftest import MakeModel
 
-MakeConfig = Callable[..., ModelConfig]
-MakeModel = Callable[..., Transformer]
 BASE: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 1,
