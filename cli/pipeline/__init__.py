@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING
 
 from cli.arguments import parse_command
 from cli.entry import exit_with_usage_error, friendly_errors, print_error, usage_errors
+from cli.serve import prepare, require_extra, serve
 from config.finetune.pipeline import PAGE, PipelineConfig
+from config.serving.server import ServeConfig
 from files.lock import DirectoryInUseError, lock_directory
+from files.terminal_text import print_message
 
 if TYPE_CHECKING:
     from cli.pipeline.stamps import StageState
@@ -18,7 +21,8 @@ NAME = "diffusionlm-pipeline"
 
 EXAMPLE = f"""  {NAME} --config config/resources/pipeline.toml --dry-run
   {NAME} --config config/resources/pipeline.toml
-  {NAME} --config config/resources/pipeline.toml --until sft
+  {NAME} --config config/resources/pipeline.toml --until tune
+  {NAME} --config config/resources/pipeline.toml --serve
 
 The same command continues an interrupted pipeline. Stages that are done are not run again."""
 
@@ -37,17 +41,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         add_arguments=_add_arguments,
         argv=argv,
     )
+    if arguments.serve:
+        require_extra(NAME)
     # Imported here, so that --help and config errors do not wait for numpy and regex.
     from cli.pipeline.report import describe_states, write_report
     from cli.pipeline.runner import StageFailedError, run_stages
-    from cli.pipeline.stages import build_stages
+    from cli.pipeline.stages import build_server, build_stages
     from cli.pipeline.stamps import read_states
     from logger.pages.terminal import print_parts
 
     with usage_errors(NAME):
         stages = build_stages(config)
         if arguments.dry_run:
-            print_parts(describe_states(select_states(read_states(stages), arguments)))
+            states = select_states(read_states(stages), arguments)
+            if arguments.serve:
+                build_server(config, [state.stage for state in states])
+            print_parts(describe_states(states))
             return 0
     page = config.directory / PAGE
     try:
@@ -56,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 all_states = read_states(stages)
                 states = select_states(all_states, arguments)
                 check_startable(states, all_states, arguments.force)
+                server = build_server(config, [state.stage for state in states]) if arguments.serve else None
             try:
                 stopped = run_stages(states, lock, lambda: write_report(config.directory, stages))
             except StageFailedError as error:
@@ -68,7 +78,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DirectoryInUseError:
         exit_with_usage_error(NAME, f"directory = {config.directory} is in use by another pipeline: wait or stop it")
     print_parts(report)
+    if server is not None:
+        serve_model(server)
     return 0
+
+
+def serve_model(config: ServeConfig) -> None:
+    """Serve a model until Ctrl-C, and print where its page is."""
+    with usage_errors(NAME):
+        preparer, keys, bound = prepare(config)
+    from diffusionlm.serving.http.listening import format_url
+
+    url = format_url(config.serve.host, bound.getsockname()[1])
+    print_message(f"open {url}/{'#chat' if preparer.has_chat else ''} in a browser; Ctrl-C ends the server")
+    serve(config, preparer, keys, bound)
 
 
 def select_states(states: Sequence[StageState], arguments: argparse.Namespace) -> list[StageState]:
@@ -122,4 +145,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     selection.add_argument("--only", metavar="STAGE", help="run this stage; the one that it starts from must be done")
     selection.add_argument("--until", metavar="STAGE", help="run the stages up to this one")
     parser.add_argument("--force", action="store_true", help="run stages anew whose config, data or input has changed")
+    text = "at the end serve the last model, with a page for the browser: a chat, if it has a template"
+    parser.add_argument("--serve", action="store_true", help=text)
     parser.add_argument("--dry-run", action="store_true", help="say what each stage would do, and why, and exit")

@@ -1,4 +1,4 @@
-"""The report of a pipeline: what its stages did, as a page of tables, loss curves and samples."""
+"""The report of a pipeline: what its stages did, as a page of tables and loss curves with links to their own pages."""
 
 from __future__ import annotations
 
@@ -14,16 +14,11 @@ from config.dump import to_toml_values
 from config.eval import EvalConfig
 from config.finetune.pipeline import MARKDOWN, PAGE
 from diffusionlm.evaluation.tasks.results import LIKELIHOOD_METRICS
-from files.json_files import read_text
 from logger import format_duration
-from logger.pages import Cell, Chart, Column, Example, Examples, Link, Number, Output, Page, Part, Table
+from logger.pages import Cell, Column, Link, Number, Page, Part, Table
 from logger.pages.html import write_page
 from logger.report.charts import main_charts
 from logger.report.reading import read_run
-from logger.report.samples import mark_fills
-
-MAX_SAMPLES = 8
-"""Samples of a stage in the report; its files have all."""
 
 
 @dataclass
@@ -39,7 +34,6 @@ class StageResult:
     """Nats per token on validation text."""
     tasks: list[dict[str, Any]] = field(default_factory=list)
     """`results` of results.json: of each task and variant."""
-    samples: list[Example] = field(default_factory=list)
 
     def find_task(self, metric: str) -> dict[str, Any] | None:
         """The result of the first task that has a metric."""
@@ -52,9 +46,7 @@ def describe_states(states: Sequence[StageState]) -> list[Part]:
         [state.stage.name, state.stage.settings.kind, state.stage.settings.input, state.action, state.reason]
         for state in states
     ]
-    stale = sum(state.action == "stale" for state in states)
-    note = f"{stale} stale: --force removes their results and runs them again" if stale else "nothing was started"
-    return [Table(["stage", "kind", "from", "action", "why"], rows), note]
+    return [Table(["stage", "kind", "from", "action", "why"], rows), "nothing was started"]
 
 
 def write_report(directory: Path, stages: Sequence[Stage]) -> list[Part]:
@@ -63,35 +55,29 @@ def write_report(directory: Path, stages: Sequence[Stage]) -> list[Part]:
     Raises:
         OSError: a file cannot be written.
     """
-    page = build_page(f"Pipeline {directory.resolve().name}", [_read_result(stage) for stage in stages])
-    write_page(page, directory / PAGE)
-    parts: list[Part] = []
-    for section in page.sections.values():
-        for part in section:
-            parts += [part, ""] if isinstance(part, Table) else []
-    return [*parts, *(str(directory / name) for name in (PAGE, MARKDOWN))]
-
-
-def build_page(title: str, results: Sequence[StageResult]) -> Page:
-    """Build the report. Pages of training runs and of samples are linked."""
+    results = [_read_result(stage) for stage in stages]
     done = sum(result.seconds is not None for result in results)
-    samples = [Examples(result.samples, result.stage.name) for result in results if result.samples]
-    sections: dict[str, list[Part]] = {
-        "Stages": [_tabulate_stages(results), *_list_links(results)],
-        "Before and after": [table for table in [_compare_bounds(results)] if table.rows],
-        "Tasks": [table for table in [_tabulate_metrics(results)] if table.rows],
-        "Curves": [*_draw_curves(results)],
-        "Samples": [*samples],
+    tables: dict[str, Table] = {
+        "Stages": _tabulate_stages(results),
+        "Before and after": _compare_bounds(results),
+        "Tasks": _tabulate_metrics(results),
     }
-    return Page(title, sections, states=[f"{done} of {len(results)} stages done"])
+    sections: dict[str, list[Part]] = {name: [table] for name, table in tables.items() if table.rows}
+    runs = [
+        replace(read_run(result.stage.output_paths[0]), name=result.stage.name)
+        for result in results
+        if (result.stage.output_paths[0] / "metrics.jsonl").is_file()
+    ]
+    sections["Curves"] = [*main_charts(runs)] if runs else []
+    title = f"Pipeline {directory.resolve().name}"
+    write_page(Page(title, sections, states=[f"{done} of {len(results)} stages done"]), directory / PAGE)
+    parts: list[Part] = [part for table in tables.values() if table.rows for part in (table, "")]
+    return [*parts, *(str(directory / name) for name in (PAGE, MARKDOWN))]
 
 
 def _read_result(stage: Stage) -> StageResult:
     """Read the results of a stage. A file that is missing or damaged has none."""
     result, output = StageResult(stage, read_seconds(stage)), stage.output_paths[0]
-    if stage.settings.kind == "sample":
-        result.samples = _read_answers(output)
-        return result
     values = read_record(output / "summary.json" if stage.is_training else output)
     result.tasks = values.get("results") or []
     result.tokens = values.get("tokens_seen", values.get("num_tokens"))
@@ -105,21 +91,16 @@ def _read_result(stage: Stage) -> StageResult:
     return result
 
 
-def _read_answers(path: Path) -> list[Example]:
-    try:
-        texts = [json.loads(line)["text"] for line in read_text(path).splitlines()[:MAX_SAMPLES]]
-        return [Example(text["prompt"], [Output("", mark_fills(text["prompt"], text["output"]))]) for text in texts]
-    except (ValueError, KeyError, TypeError):
-        return []
-
-
 def _tabulate_stages(results: Sequence[StageResult]) -> Table:
     rows: list[list[Cell]] = []
     for result in results:
         stage, match = result.stage, result.find_task("exact_match")
+        # Training runs and samples have pages of their own.
+        pages = [name for name in ("run/report.html", "answers.html") if (stage.directory / name).is_file()]
         time = "not done" if result.seconds is None else format_duration(result.seconds)
         shares = [None, None] if match is None else [match["metrics"]["exact_match"]["value"], _stopped(match)]
-        row = [stage.name, stage.settings.kind, stage.describe_input(), time, result.tokens, result.bound, *shares]
+        name = Link(stage.name, f"{stage.name}/{pages[0]}") if pages else stage.name
+        row = [name, stage.settings.kind, stage.describe_input(), time, result.tokens, result.bound, *shares]
         rows.append(row)
     numbers = [Column("tokens", ",d"), Column("nats per token", ".3f"), Column("exact match", ".1%")]
     return Table(["stage", "kind", "from", Column("time"), *numbers, Column("stopped", ".1%")], rows)
@@ -127,17 +108,6 @@ def _tabulate_stages(results: Sequence[StageResult]) -> Table:
 
 def _stopped(task: dict[str, Any]) -> float | None:
     return task["shares"]["stopped"] if task["shares"] else None
-
-
-def _list_links(results: Sequence[StageResult]) -> list[Part]:
-    """Link the reports of training runs and the replays of samples."""
-    rows: list[list[Cell]] = [
-        [result.stage.name, Link(name, f"{result.stage.name}/{name}")]
-        for result in results
-        for name in ("run/report.html", "answers.html")
-        if (result.stage.directory / name).is_file()
-    ]
-    return [Table((), rows, title="Pages of stages")] if rows else []
 
 
 def _compare_bounds(results: Sequence[StageResult]) -> Table:
@@ -172,13 +142,3 @@ def _tabulate_metrics(results: Sequence[StageResult]) -> Table:
                 rows.append(row)
     numbers = [Column("value"), Column("stopped", ".1%")]
     return Table(["stage", "task", "variant", Column("items", ",d"), "metric", *numbers], rows)
-
-
-def _draw_curves(results: Sequence[StageResult]) -> list[Chart]:
-    """Draw the curves of all training stages together."""
-    runs = [
-        replace(read_run(result.stage.output_paths[0]), name=result.stage.name)
-        for result in results
-        if (result.stage.output_paths[0] / "metrics.jsonl").is_file()
-    ]
-    return main_charts(runs) if runs else []

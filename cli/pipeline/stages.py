@@ -18,6 +18,7 @@ from config.finetune.pipeline import PipelineConfig, StageConfig
 from config.infer import InferConfig
 from config.load import validate_config
 from config.model import Architecture
+from config.serving.server import ServeConfig
 from config.spellings import read_key
 from config.train import TrainConfig
 from config.training.parallel import SingleProcess
@@ -126,12 +127,30 @@ def build_stages(config: PipelineConfig) -> list[Stage]:
     return list(stages.values())
 
 
+def build_server(config: PipelineConfig, stages: Sequence[Stage]) -> ServeConfig:
+    """Build the config of a server for the last model that these stages write.
+
+    Raises:
+        ValueError: they write none, or ``[common.serve]`` is invalid.
+    """
+    models = [stage for stage in stages if isinstance(stage.config, TrainConfig | ConvertConfig)]
+    if not models:
+        raise ValueError("--serve: the stages to run write no model: select one of kind train, sft, merge or export")
+    if read_key(config.common.serve, "model.path") is not None:
+        raise ValueError("common.serve.model.path is set by the pipeline: remove it")
+    values = with_value(config.common.serve, "model.path", str(models[-1].output_paths[0]))
+    if read_key(values, "serve.model_name") is None:
+        values = with_value(values, "serve.model_name", models[-1].name)
+    return validate_config(ServeConfig, values, "common.serve")
+
+
 def _build_stage(settings: StageConfig, config: PipelineConfig, stages: Mapping[str, Stage]) -> Stage:
     kind, directory = STAGE_KINDS[settings.kind], config.directory / settings.name
     parent = stages.get(settings.input or "")
     model, architecture = _find_model(settings, parent, [other.name for other in config.stages])
     values = _merge_stage_settings(settings, kind, getattr(config.common, kind.common) if kind.common else {})
     if model is not None:
+        _check_adapter(settings, parent, names_adapter="adapter" in values)
         values = with_value(values, kind.model_key, str(model))
         if kind.config is TrainConfig:  # the directory, whose config.json has it, may not exist yet
             values = {**values, "model": merge_tables(architecture, values["model"])}
@@ -171,8 +190,6 @@ def _find_model(
         raise ValueError(f'from = "{name}": a stage of kind "{parent.settings.kind}" has no model')
     if isinstance(parent.config, TrainConfig):
         training, validation = parent.config.training, parent.config.validation
-        if parent.config.lora is not None and settings.kind in ("train", "sft", "export"):
-            raise ValueError(f'from = "{name}" is an adapter: start from a stage of kind "merge" that merges it')
         if checkpoint == "ema" and not training.ema_decay:
             raise ValueError(f'checkpoint = "ema", but stage "{name}" has no average: set its training.ema_decay')
         is_validated = 0 < validation.every_steps < (training.max_steps or 2**63)
@@ -182,6 +199,22 @@ def _find_model(
                 "true, and validation.every_steps to less than its steps"
             )
     return parent.result.with_name("best") if checkpoint == "best" else parent.result, parent.architecture
+
+
+def _check_adapter(settings: StageConfig, parent: Stage | None, *, names_adapter: bool) -> None:
+    """Check that an adapter is merged where weights are needed, and that there is one to merge."""
+    name = str(settings.input)
+    if parent is None:
+        is_adapter = (resolve_model_directory(name, needs_weights=False) / "adapter_config.json").is_file()
+    else:
+        is_adapter = isinstance(parent.config, TrainConfig) and parent.config.lora is not None
+    if is_adapter and settings.kind in ("train", "sft", "export"):
+        raise ValueError(f'from = "{name}" is an adapter: start from a stage of kind "merge" that merges it')
+    if settings.kind == "merge" and not (is_adapter or names_adapter):
+        raise ValueError(
+            f'from = "{name}" has no adapter to merge: set [settings.lora] there, settings.adapter here, or kind = '
+            '"export"'
+        )
 
 
 def _architecture(config: Architecture) -> dict[str, Any]:

@@ -38,8 +38,6 @@ KEYS_WITHOUT_EFFECT = {
 """Keys that change no result, or only its rounding. `checkpoint.every_steps` and `keep_best` decide what `best` is."""
 TEXT_KEYS = ("paths", "validation_paths", "path", "dataset", "template")
 """Keys whose texts may name files, besides those that are declared as paths."""
-SPLITS: tuple[Literal["train", "validation"], ...] = ("train", "validation")
-MAX_REASONS = 3
 
 Fingerprint = dict[str, Any]
 """``kind``; ``config``: the values that have an effect; ``files``: hashes of their contents by key; ``source``: the
@@ -162,8 +160,7 @@ def _list_changes(old: Fingerprint, new: Fingerprint) -> str:
     old_files = old.get("files", {})
     changes += [f"the content of {key}" for key in new["files"] if old_files.get(key) not in (None, new["files"][key])]
     changes += ["the model in from"] if old.get("source") != new["source"] else []
-    hidden = [f"{len(changes) - MAX_REASONS} more"] if len(changes) > MAX_REASONS else []
-    return "; ".join([*(changes[:MAX_REASONS] or ["its kind, or the version of its stamp"]), *hidden])
+    return "; ".join(changes or ["its kind, or the version of its stamp"])
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -232,8 +229,8 @@ def list_files(
         # Imported here, so that --help and config errors do not wait for numpy.
         from diffusionlm.data.sources.local_files import StdlibSource
 
-        paths = [path for split in SPLITS for path in StdlibSource(config, split, prefix).paths]
-        yield prefix.rstrip("."), paths
+        training, validation = StdlibSource(config, "train", prefix), StdlibSource(config, "validation", prefix)
+        yield prefix.rstrip("."), [*training.paths, *validation.paths]
 
 
 def _find_paths(value: Any, key: str) -> list[Path]:

@@ -37,6 +37,8 @@ class CommonSettings(Section):
     """Sections of diffusionlm-eval, for the stages of kind evaluate."""
     sample: Settings = Field(default_factory=dict)
     """Sections of diffusionlm-infer, for the stages of kind sample."""
+    serve: Settings = Field(default_factory=dict)
+    """Sections of diffusionlm-serve, for the server of --serve."""
 
 
 class StageConfig(Section):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from cli.pipeline.stages import build_stages
+from cli.pipeline.stages import build_server, build_stages
 from config.finetune.pipeline import PipelineConfig
 from config.load import load_config
 from tests.tiny_run import write_train_config
@@ -118,7 +118,17 @@ def test_a_killed_pipeline_ends_with_the_same_hashes(tmp_path: Path) -> None:
     assert "4 of 4 stages done" in report and "<svg" in report
 
 
-def test_the_recipe_is_valid() -> None:
-    stages = build_stages(load_config(PipelineConfig, ROOT / "config" / "resources" / "pipeline.toml"))
-    assert [stage.name for stage in stages] == ["pretrain", "before", "tune", "after", "answers"]
-    assert {stage.directory.parent for stage in stages} == {Path("runs/pipeline")}
+@pytest.mark.parametrize(
+    ("name", "directory", "names", "model"),
+    [
+        ("pipeline", "pipeline", ["pretrain", "before", "tune", "after", "answers"], "tune"),
+        ("chat_pipeline", "chat", ["chat", "exam"], "chat"),
+    ],
+)
+def test_the_recipes_are_valid(name: str, directory: str, names: list[str], model: str) -> None:
+    config = load_config(PipelineConfig, ROOT / "config" / "resources" / f"{name}.toml")
+    stages = build_stages(config)
+    assert [stage.name for stage in stages] == names
+    assert {stage.directory.parent for stage in stages} == {Path("runs", directory)}
+    server = build_server(config, stages)
+    assert (server.model.path, server.serve.model_name) == (Path("runs", directory, model, "run"), model)

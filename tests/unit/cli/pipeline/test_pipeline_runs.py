@@ -19,6 +19,7 @@ from cli.pipeline.stamps import list_files
 from config.eval import EvalConfig
 from config.generation import GenerationConfig
 from config.load import validate_config
+from config.serving.server import ServeConfig
 from config.training.objective import MaskedDiffusionConfig
 from files.lock import lock_directory
 from tests.unit.cli.pipeline.conftest import stage_of, write_pipeline
@@ -65,25 +66,19 @@ def actions(values: dict[str, Any], capsys: pytest.CaptureFixture[str], *argumen
     return {row[0]: " ".join(row[3 if start else 2 :]) for row, start in zip(rows[1:-1], starts, strict=True)}
 
 
-def test_a_second_run_does_nothing(pipeline: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    assert actions(pipeline, capsys) == dict.fromkeys(ALL, "run not begun")
-    assert not Path("out").exists()
-    assert run(pipeline) == 0 and take_log() == ALL
-    assert actions(pipeline, capsys) == dict.fromkeys(ALL, "skip done")
-    assert run(pipeline) == 0 and take_log() == []
-
-
 def test_a_changed_byte_of_data_makes_the_stage_and_its_successors_stale(
     pipeline: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(pipeline)
+    assert actions(pipeline, capsys) == dict.fromkeys(ALL, "run not begun")
+    assert not Path("out").exists()
+    assert run(pipeline) == 0 and take_log() == ALL
+    assert run(pipeline) == 0 and take_log() == []
     hashes, text = outputs(), Path("b.txt").read_text()
     Path("b.txt").write_text(text.replace("line 150", "lime 150"))
     expected = {"base": "skip done", "before": "skip done"}
     expected["tune"] = "stale changed: the content of data.source.paths"
     expected["after"] = "stale changed: the model in from"
     assert actions(pipeline, capsys) == expected
-    take_log()
     with pytest.raises(SystemExit) as caught:
         run(pipeline)
     error = capsys.readouterr().err
@@ -91,8 +86,6 @@ def test_a_changed_byte_of_data_makes_the_stage_and_its_successors_stale(
     assert take_log() == [] and outputs() == hashes
     assert run(pipeline, "--force") == 0 and take_log() == ["tune", "after"]
     assert outputs()["base"] == hashes["base"] and outputs()["tune"] != hashes["tune"]
-    Path("b.txt").write_text(text)
-    assert run(pipeline, "--force") == 0 and outputs() == hashes
 
 
 def test_a_changed_config_is_named_and_keys_without_effect_are_not(
@@ -191,6 +184,33 @@ def test_parts_of_a_pipeline(pipeline: dict[str, Any], capsys: pytest.CaptureFix
     assert run(pipeline) == 0 and take_log() == ["tune", "after"]
 
 
+def test_the_last_model_is_served_when_all_stages_are_done(
+    pipeline: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served: list[tuple[list[str], str, str | None, int]] = []
+
+    def note(config: ServeConfig) -> None:
+        served.append((take_log(), str(config.model.path), config.serve.model_name, config.serve.port))
+
+    monkeypatch.setattr("cli.pipeline.serve_model", note)
+    assert run(pipeline, "--until", "base") == 0 and take_log() == ["base"]
+    for arguments, message in (
+        (["--only", "before"], "the stages to run write no model"),
+        (["--set", "common.serve.model.path=x"], "common.serve.model.path is set by the pipeline: remove it"),
+        (["--set", "common.serve.serve.ports=1"], "common.serve"),
+    ):
+        for options in (["--serve"], ["--serve", "--dry-run"]):
+            with pytest.raises(SystemExit) as caught:
+                run(pipeline, *options, *arguments)
+            assert caught.value.code == 2 and message in capsys.readouterr().err and take_log() == []
+    monkeypatch.setenv("FAILING", "tune")
+    assert run(pipeline, "--serve") == 1 and take_log() == ["tune"] and not served
+    monkeypatch.delenv("FAILING")
+    assert run(pipeline, "--serve", "--set", "common.serve.serve.port=9") == 0
+    assert run(pipeline, "--serve", "--until", "base", "--set", "common.serve.serve.model_name=mine") == 0
+    assert served == [(["tune", "after", "before"], "out/tune/run", "tune", 9), ([], "out/base/run", "mine", 8000)]
+
+
 def test_a_failed_stage_leaves_the_others(
     pipeline: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -219,7 +239,7 @@ def test_a_file_that_changes_in_the_middle_is_noticed(
     assert run(pipeline, "--force") == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_reaches_the_stage_once_and_the_same_command_goes_on(
     pipeline: dict[str, Any],
     number: signal.Signals,
@@ -263,9 +283,10 @@ def test_the_report_has_all_stages_and_what_changed(
     assert run(pipeline) == 0
     for path in Path("out").glob("*/done.json"):
         path.write_text(json.dumps({**json.loads(path.read_text()), "seconds": 65.0}))
+    Path("out/base/run/report.html").touch()
     capsys.readouterr()
     assert run(pipeline) == 0
     golden("terminal.txt", capsys.readouterr().out)
     golden("report.markdown.txt", Path("out/report.md").read_text())
     page = Path("out/report.html").read_text()
-    assert "a | &lt;b&gt;" in page and "4 of 4 stages done" in page
+    assert "a | &lt;b&gt;" in page and 'href="base/run/report.html"' in page
