@@ -288,7 +288,7 @@ def main(words: list[str]) -> int:
             return RECIPES[recipe](host, **arguments) or 0
     except (CommandError, OSError) as error:
         if str(error):
-            print(f"{recipe}: error: {error}", file=sys.stderr)
+            print(f"{recipe}: error: {error}", file=sys.stderr)  # such as "No such file or directory: 'rsync'"
         return error.code if isinstance(error, CommandError) else 2
     except KeyboardInterrupt as error:
         print(f"\n{recipe}: left{f'; {error}' if str(error) else ''}", file=sys.stderr)

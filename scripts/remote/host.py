@@ -117,10 +117,7 @@ class Host:
         # A file, because the connection stays in the background and would keep a pipe open.
         with tempfile.TemporaryFile() as messages:
             command = self.ssh("-o", "ControlMaster=yes", "-N", "-f", "-T")
-            try:
-                done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=messages, stderr=messages, check=False)
-            except FileNotFoundError as error:
-                raise CommandError("ssh is not here: install OpenSSH's client (openssh-client)") from error
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=messages, stderr=messages, check=False)
             messages.seek(0)
             lines = messages.read().decode(errors="replace").split("\n")
         if done.returncode:

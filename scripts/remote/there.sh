@@ -135,6 +135,9 @@ find_path() {
     fi
 }
 
+# The root from /, which need not be there yet.
+root() { printf '%s' "$root"; }
+
 # --- training
 
 # The folder of the last launch of this root; empty where nothing was trained yet.
@@ -194,7 +197,7 @@ nothing of $root: REMOTE_SESSION=NAME trains in another"
         sleep 0.1
     done
     sent_tree=$(cat .remote/tree 2>/dev/null || true)
-    [[ ${sent_tree##*(files } == "${tree##*(files }" ]] ||
+    [[ $sent_tree == "$tree" ]] ||
         echo "the tree on $HOSTNAME is not that from here ($tree): just bootstrap-remote sends it" >&2
     directory=$(run_directory "$program" "$@")
 

@@ -7,7 +7,6 @@ by a checksum. What is replaced is kept: there in ``.remote/replaced/``, here in
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import posixpath
 import re
@@ -48,13 +47,10 @@ def copy(host: Host, folder: str, source: str, target: str, *options: str, names
     has_progress = sys.stderr.isatty() and "--verbose" not in options
     command += ["--info=progress2"] if has_progress else []
     pipe = subprocess.PIPE
-    try:
-        text = subprocess.run(["rsync", "--help"], stdin=subprocess.DEVNULL, capture_output=True, check=False).stdout
-        # Since 3.5 rsync follows a link to a folder of another disk only with this option.
-        command += [*(["--insecure-links"] if b"--insecure-links" in text else []), source, target]
-        process = subprocess.Popen(command, stdin=pipe, stdout=sys.stderr if has_progress else pipe, stderr=pipe)
-    except FileNotFoundError as error:
-        raise CommandError("rsync is not here: install it (sudo apt-get install rsync, brew install rsync)") from error
+    text = subprocess.run(["rsync", "--help"], stdin=subprocess.DEVNULL, capture_output=True, check=False).stdout
+    # Since 3.5 rsync follows a link to a folder of another disk only with this option.
+    command += [*(["--insecure-links"] if b"--insecure-links" in text else []), source, target]
+    process = subprocess.Popen(command, stdin=pipe, stdout=sys.stderr if has_progress else pipe, stderr=pipe)
     with process:
         try:
             # Without "./" rsync takes a name that begins with # or ; for a comment.
@@ -134,14 +130,13 @@ def fetch(host: Host, path: str, *, linked_only: bool = False) -> None:
 
 
 def keep_replaced(folder: Path) -> None:
-    """List the files that a fetch replaced, without links and the beginnings of logs that have grown since."""
+    """List the files that a fetch replaced, and keep them without links and empty folders."""
     names = []
     for path in sorted(folder.rglob("*"), reverse=True):
-        name = path.relative_to(folder)
-        if path.is_symlink() or (path.is_file() and is_beginning(path, PROJECT_ROOT / name)):
+        if path.is_symlink():
             path.unlink()
         elif path.is_file():
-            names.append(name.as_posix())
+            names.append(path.relative_to(folder).as_posix())
         else:
             with contextlib.suppress(OSError):  # not empty
                 path.rmdir()
@@ -153,17 +148,6 @@ def keep_replaced(folder: Path) -> None:
         print(f"replaced {len(names)} files here, kept in {place}: {format_names(names[::-1])}", file=sys.stderr)
 
 
-def is_beginning(old: Path, new: Path) -> bool:
-    """Whether a file begins with all of an older one."""
-    if not new.is_file() or new.stat().st_size < old.stat().st_size:
-        return False
-    with old.open("rb") as old_file, new.open("rb") as new_file:
-        while piece := old_file.read(1 << 20):
-            if new_file.read(len(piece)) != piece:
-                return False
-    return True
-
-
 def find_path(host: Host, path: str) -> list[str]:
     """``folder`` and the checkpoints that its links name, ``file``, or ``nothing``."""
     return host.run("find_path", path, capture=True).split("\0")[:-1]
@@ -172,6 +156,9 @@ def find_path(host: Host, path: str) -> list[str]:
 def resolve_remote_path(host: Host, path: str) -> tuple[str, Path]:
     """Return the path relative to the remote root (or absolute), and the local path that it is fetched to."""
     inside = posixpath.normpath(path)
+    if inside.startswith("/"):
+        # Only the remote machine knows the absolute path of its root.
+        inside = inside.removeprefix(host.run("root", capture=True).rstrip("/") + "/")
     if inside == "." or inside.split("/")[0] == "..":
         raise CommandError(f"any_file = {path!r} is not under {host.root}: name a file or folder there")
     return inside, PROJECT_ROOT / (f"runs/fetched{inside}" if inside.startswith("/") else inside)
@@ -185,21 +172,15 @@ def format_names(names: list[str]) -> str:
 
 def git(*words: str) -> str:
     """Run git in this tree and return its output."""
-    try:
-        done = subprocess.run(["git", *words], cwd=PROJECT_ROOT, capture_output=True, check=False)
-    except FileNotFoundError as error:
-        raise CommandError("git is not here: it tells which files belong to the project, so install it") from error
+    done = subprocess.run(["git", *words], cwd=PROJECT_ROOT, capture_output=True, check=False)
     if done.returncode:
         raise CommandError(f"git {words[0]} fails in {PROJECT_ROOT}: {os.fsdecode(done.stderr).strip()}")
     return os.fsdecode(done.stdout)
 
 
 def describe_tree() -> str:
-    """Describe the tracked files: their commit, and git's hash of them with one of the changes since, if any."""
-    commit = git("describe", "--always", "--abbrev=12", "--exclude=*").strip()
-    changes = os.fsencode(git("diff", "HEAD", "--binary"))
-    changed = f", changed since: {hashlib.sha256(changes).hexdigest()[:12]}" if changes else ""
-    return f"commit {commit} (files {git('rev-parse', 'HEAD^{tree}')[:12]}{changed})"
+    """Describe the tracked files: their commit, and whether they have changed since."""
+    return f"commit {git('describe', '--always', '--dirty', '--abbrev=12', '--exclude=*').strip()}"
 
 
 def send_tree(host: Host) -> None:

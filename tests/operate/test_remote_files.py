@@ -119,24 +119,6 @@ def test_names_links_and_places(ready: Remote, folder: Path) -> None:
     assert not (here / "latest").is_symlink()
 
 
-def test_links_to_folders_of_other_disks_stay(ready: Remote, folder: Path, tmp_path: Path) -> None:
-    """What a copy finds in the place of a folder may be a link to one, on both sides."""
-    (tmp_path / "here").mkdir()
-    (tmp_path / "there").mkdir()
-    (folder / "deep").mkdir()
-    (folder / "deep" / "one").write_text("1", encoding="utf-8")
-    here = ready.tree / "runs" / "a b"
-    here.mkdir(parents=True)
-    (here / "deep").symlink_to(tmp_path / "here")
-    ready.works("fetch", "runs/a b")
-    assert (tmp_path / "here" / "one").read_text(encoding="utf-8") == "1"
-    shutil.rmtree(folder / "deep")
-    (folder / "deep").symlink_to(tmp_path / "there")
-    ready.works("data-remote", "runs/a b")
-    assert (folder / "deep").is_symlink()
-    assert (tmp_path / "there" / "one").read_text(encoding="utf-8") == "1"
-
-
 def kept_here(machine: Remote) -> list[tuple[str, str]]:
     """What fetches moved aside: its place and its text."""
     files = [path for path in (machine.tree / "runs" / ".replaced").rglob("*") if path.is_file()]
@@ -160,17 +142,6 @@ def test_local_files_are_preserved_by_a_fetch(ready: Remote, folder: Path) -> No
     assert kept_here(ready) == [("runs/a b/one", "one here"), ("runs/a b/two/notes", "mine")]
     assert (here / "two").read_text(encoding="utf-8") == "two there"
     assert os.readlink(here / "latest") == "one"
-
-    # A log that has grown since replaces its beginning; what was edited here is not lost.
-    (folder / "one").write_text("one there, and more", encoding="utf-8")
-    done = ready.just("fetch", "runs/a b")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert (here / "one").read_text(encoding="utf-8") == "one there, and more"
-    (here / "one").write_text("edited", encoding="utf-8")
-    assert "runs/a b/one" in ready.just("fetch", "runs/a b").stderr
-    assert (here / "one").read_text(encoding="utf-8") == "one there, and more"
-    assert ("runs/a b/one", "edited") in kept_here(ready)
-    assert len(kept_here(ready)) == 3
 
 
 def test_fetch_of_an_active_run_copies_complete_files(ready: Remote, folder: Path) -> None:
@@ -197,13 +168,6 @@ def test_file_that_is_removed_during_a_fetch_is_listed(ready: Remote, folder: Pa
     assert "model-2" in line
     assert "run the same again" in line
     ready.works("fetch", "runs/a b")
-
-
-def test_unwritable_folder_is_reported_in_one_line(ready: Remote, folder: Path) -> None:
-    (folder / "one").touch()
-    (ready.tree / "runs").mkdir()
-    (ready.tree / "runs" / "a b").touch()
-    assert "a b" in ready.fails("fetch", "runs/a b")
 
 
 def test_a_config_that_lies_only_here_is_sent_along(ready: Remote, tmp_path: Path) -> None:
@@ -265,38 +229,3 @@ def test_secrets_are_for_their_owner_on_every_way(ready: Remote, tmp_path: Path)
     assert stat.S_IMODE(here.stat().st_mode) == 0o600
     assert not partial_files(ready.tree / "env")
     here.write_bytes(mine)
-
-
-def test_missing_rsync_is_named_with_its_remedy(ready: Remote, tmp_path: Path) -> None:
-    for name in ("ssh", "git"):
-        (tmp_path / name).symlink_to(str(shutil.which(name)))
-    words = [sys.executable, "scripts/remote", "data-remote", "tiny.toml"]
-    environment = {**ready.environment, "PATH": str(tmp_path)}
-    done = subprocess.run(words, cwd=ready.tree, env=environment, capture_output=True, text=True)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert "rsync" in line
-    assert "install" in line
-
-
-def test_runs_of_all_kinds_are_listed(ready: Remote) -> None:
-    assert len(ready.works("list-runs").splitlines()) == 1
-    runs = {
-        "cut": '{"step": 7, "metrics": {"loss": 2.5, "loss_smooth": 3.5}}\n{"step": 8, "metr',
-        "deep/er": '{"step": 1, "event": "data", "text": "x"}\nnull\n7\n',
-        "empty": "",
-        "odd": '{"step": 4, "metrics": 5}\n{"step": null, "metrics": null}\n{"step": "x", "metrics": {"loss": "y"}}',
-    }
-    for name, metrics in runs.items():
-        path = ready.root / "runs" / name / "metrics.jsonl"
-        path.parent.mkdir(parents=True)
-        path.write_text(metrics, encoding="utf-8")
-    (ready.root / "runs" / "cut" / "summary.json").write_text('{"evaluation": {"nats_per_token": 1.25}}')
-    (ready.root / "runs" / "odd" / "summary.json").write_text('{"evaluation": null}')
-    rows = [line.split()[:5] for line in ready.works("list-runs").splitlines()[1:]]
-    assert rows == [
-        ["runs/cut", "8", "2.5", "1.25", "-"],
-        ["runs/deep/er", "1", "-", "-", "-"],
-        ["runs/empty", "-", "-", "-", "-"],
-        ["runs/odd", "4", "-", "-", "-"],
-    ]

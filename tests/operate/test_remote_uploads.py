@@ -3,30 +3,13 @@
 from __future__ import annotations
 
 import os
-import random
-import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.operate.machine import BIG, Remote, cut, partial_files, stand_in, until
+from tests.operate.machine import BIG, Remote, cut, partial_files, until
 
 pytestmark = pytest.mark.operate
-
-
-WITHHOLDING_RSYNC = f"""#!{sys.executable}
-import os, subprocess, sys
-with subprocess.Popen([{shutil.which("rsync")!r}, *sys.argv[1:]], stdin=subprocess.PIPE) as process:
-    count = 0
-    while data := os.read(0, 50_000):
-        if count < 1_000_000:
-            process.stdin.write(data)
-            process.stdin.flush()
-        count += len(data)
-"""
 
 
 def test_interrupted_data_transfer_resumes(ready: Remote) -> None:
@@ -52,36 +35,6 @@ def test_interrupted_data_transfer_resumes(ready: Remote) -> None:
     ready.works("data-remote", "data/more")
     ready.works("data-remote", "data/more/tokens.bin")
     assert target.stat().st_ino == before
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_upload_that_is_ended_continues(ready: Remote, number: signal.Signals, code: int) -> None:
-    source = ready.tree / "data" / "long.bin"
-    contents = random.Random(1).randbytes(10_000_000)
-    source.write_bytes(contents)
-    target = ready.root / "data" / "long.bin"
-    with stand_in(ready, WITHHOLDING_RSYNC):  # the sender waits for an end that cannot come
-        words = [sys.executable, "scripts/remote", "data-remote", "data/long.bin"]
-        with subprocess.Popen(
-            words, cwd=ready.tree, env=ready.environment, stderr=subprocess.PIPE, text=True, start_new_session=True
-        ) as process:
-            until(lambda: [path for path in target.parent.glob(".long.bin.*") if path.stat().st_size > 500_000], "data")
-            if number == signal.SIGINT:  # Ctrl-C reaches all processes of a terminal
-                os.killpg(process.pid, number)
-            else:
-                process.send_signal(number)
-            _, stderr = process.communicate(timeout=60)
-        assert process.returncode == code, stderr
-        assert "Traceback" not in stderr
-        until(lambda: partial_files(target.parent), "the end of rsync there")
-    assert not target.exists()
-    (part,) = partial_files(target.parent)
-    there = cut(ready, "input", len(contents) - part.stat().st_size + 100_000)
-    ready.works("data-remote", "data/long.bin")
-    there.unlink()
-    assert target.read_bytes() == contents
-    target.unlink()
-    source.unlink()
 
 
 def test_links_of_a_folder_that_is_sent(ready: Remote, tmp_path: Path) -> None:
@@ -111,20 +64,3 @@ def test_links_of_a_folder_that_is_sent(ready: Remote, tmp_path: Path) -> None:
     assert not (there / "corpus" / "deep" / "text").is_symlink()
     assert (elsewhere / "text").read_text(encoding="utf-8") == "3"
     source.unlink()
-
-
-def test_what_is_in_the_place_of_data_stays(ready: Remote) -> None:
-    (ready.tree / "data" / "tokens").write_text("a file", encoding="utf-8")
-    target = ready.root / "data" / "tokens"
-    target.mkdir()
-    (target / "theirs").touch()
-    line = ready.fails("data-remote", "data/tokens")
-    assert "tokens" in line
-    assert "run the same again" in line
-    assert (target / "theirs").exists()
-    (ready.root / "data" / "in the way").touch()
-    (ready.tree / "data" / "in the way").mkdir()
-    line = ready.fails("data-remote", "data/in the way")
-    assert "data/in the way" in line
-    assert "move away" in line
-    (ready.tree / "data" / "tokens").unlink()
