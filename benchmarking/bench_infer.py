@@ -223,8 +223,6 @@ def bench_infer(config: BenchInferConfig) -> Page:
         path.parent.mkdir(parents=True, exist_ok=True)
     check_installed(config.bench.peers)
     model = build_model(config.model)
-    if config.model.path is not None and config.model.shape is not None:
-        print_message(f"model: {config.model.path}; model.shape is ignored")
     cells = _with_model_defaults(config.cells(), model.config)
     facts = _describe_conditions(config, model)
     bench = config.bench
@@ -239,19 +237,20 @@ def bench_infer(config: BenchInferConfig) -> Page:
             counts[cell.label] = count(*arguments)
         # A call returns Python numbers, so the device is done when it returns.
         calls[cell.label] = functools.partial(generate, *arguments)
-    work = {label: float(count.new_tokens) for label, count in counts.items()}
+    peers = dict[str, int]()
+    """Label -> new tokens of a call."""
     if config.bench.peers:
         qwen3 = convert_to_qwen3(model)
         for size, batch in prompts.items():
             calls[_peer_label(size)] = build_autoregressive_call(qwen3, batch, config.bench.new_tokens)
-            work[_peer_label(size)] = float(size * config.bench.new_tokens)
-    times = compare(calls, rounds=bench.rounds, warmup=bench.warmup, label="decoding", work=work)
+            peers[_peer_label(size)] = size * config.bench.new_tokens
+    times = compare(calls, rounds=bench.rounds, warmup=bench.warmup, label="decoding")
     peaks: list[int | None] = [None] * len(cells)
     for index, cell in enumerate(cells if config.bench.memory else []):
         print_message(f"memory {index + 1}/{len(cells)}: {cell.label}")
         peaks[index] = measure_peak(config, cell)
     results = [CellResult(cell, counts[cell.label], times, peak) for cell, peak in zip(cells, peaks, strict=True)]
-    facts |= {label: f"{work[label] / times.median(label):,.1f} tok/s" for label in calls if label not in counts}
+    facts |= {label: f"{tokens / times.median(label):,.1f} tok/s" for label, tokens in peers.items()}
     if path is not None:
         record = {
             "config": config.model_dump(mode="json", exclude_none=True),

@@ -109,8 +109,7 @@ def measure_case(case: TrainCase, names: Sequence[str], bench: BenchTrainSection
     flops = implementations[OURS].flops
     assert flops is not None
     calls = {name: implementation.step for name, implementation in implementations.items()}
-    work = dict.fromkeys(names, float(case.shape.tokens))
-    times = compare(calls, rounds=bench.rounds, warmup=bench.warmup, label=case.label, work=work)
+    times = compare(calls, rounds=bench.rounds, warmup=bench.warmup, label=case.label)
     del implementations, calls
     gc.collect()
     memory = {}
@@ -212,11 +211,8 @@ def bench_train(config: BenchTrainConfig) -> Page:
 
 def find_skipped_peers(bench: BenchTrainSection, device: str) -> dict[str, str]:
     """Find the peers of the config that cannot run on this machine, and the reasons."""
-    if "liger" not in bench.peers:
-        return {}
-    reasons = [] if is_installed("liger_kernel") else ["liger-kernel is not installed"]
-    reasons += [] if device == "cuda" else ["its kernels need CUDA"]
-    return {"liger": f"left out: {'; '.join(reasons)}"} if reasons else {}
+    is_skipped = "liger" in bench.peers and (device != "cuda" or not is_installed("liger_kernel"))
+    return {"liger": "left out: it needs CUDA and liger-kernel"} if is_skipped else {}
 
 
 def build_report(

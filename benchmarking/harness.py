@@ -46,8 +46,6 @@ CLOCKS: dict[Clock, Callable[[], float]] = {
 MEBIBYTE = 1 << 20
 SPEEDUP_COLUMN = "per round [quartiles]"
 """Header of `Speedup.format_ratio` beside a column of the ratio of medians."""
-MIN_SECONDS_BETWEEN_LINES = 1.0
-"""Shortest time between two progress lines of one comparison."""
 INSTALL_HINT = "install the dependency group bench: uv sync --group bench"
 
 
@@ -121,7 +119,6 @@ def compare(
     warmup: int = 0,
     clock: Clock = "wall",
     label: str = "",
-    work: Mapping[str, float] | None = None,
     check: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> Comparison:
     """Time one call of each implementation in turn; progress goes to stderr.
@@ -131,13 +128,11 @@ def compare(
         rounds: measured rounds; at least 2.
         warmup: rounds before them that are not measured.
         label: names the case in the progress lines; empty: no progress lines.
-        work: tokens of a call, by implementation; progress lines then state tok/s instead of seconds.
         check: gets the outputs of each measured round, outside the clock, and raises if they are not equal. Without
             it no output is kept.
     """
     read_clock = CLOCKS[clock]
     seconds: dict[str, list[float]] = {name: [] for name in implementations}
-    last_line = -MIN_SECONDS_BETWEEN_LINES
     for number in range(1 - warmup, rounds + 1):
         outputs: dict[str, Any] = {}
         for name, call in implementations.items():
@@ -152,12 +147,8 @@ def compare(
             continue
         if check is not None:
             check(outputs)
-        now = time.monotonic()
-        if label and (number == rounds or now - last_line >= MIN_SECONDS_BETWEEN_LINES):
-            last_line = now
-            paces = {name: f"{values[-1]:.3g} s" for name, values in seconds.items()}
-            paces |= {name: f"{amount / seconds[name][-1]:,.0f} tok/s" for name, amount in (work or {}).items()}
-            text = ", ".join(f"{name} {pace}" for name, pace in paces.items())
+        if label:
+            text = ", ".join(f"{name} {values[-1]:.3g} s" for name, values in seconds.items())
             print_message(f"{label}: round {number}/{rounds}: {text}")
     return Comparison(seconds)
 

@@ -152,7 +152,7 @@ def _count_flops_per_token(config: TrainConfig, active_factors: int | None = Non
             kind,
             block_length,
             active_factors,
-            has_reference=True,
+            num_measuring_forwards=objective.loss.has_reference + 1,
         )
         return flops * _num_draws(objective)
     masked_share = 1.0 if kind == "causal" else 0.5
@@ -167,9 +167,11 @@ def _num_draws(objective: PreferenceConfig) -> int:
 
 
 def _add_reference(estimate: ResourceEstimate, config: TrainConfig, objective: PreferenceConfig) -> ResourceEstimate:
-    """The memory of preference training: the draws of a micro-batch, and without adapters a copy of the weights, whose
-    blocks are bfloat16 if their products are. The forwards without gradients keep no activations."""
-    copy_bytes = estimate.bytes_weights if config.lora is None else 0
+    """The memory of preference training: the draws of a micro-batch, and unless it is the base of an adapter the
+    reference, if there is one: a copy of the weights, whose blocks are bfloat16 if their products are. The forwards
+    without gradients keep no activations."""
+    has_copy = objective.loss.has_reference and (config.lora is None or config.lora.trains_base)
+    copy_bytes = estimate.bytes_weights if has_copy else 0
     if copy_bytes and config.training.precision == "bfloat16" and not isinstance(config.parallel, FSDP):
         copy_bytes -= 2 * (estimate.parameters - estimate.embedding_parameters)
     return replace(
@@ -183,17 +185,16 @@ def _freeze_base(estimate: ResourceEstimate, config: TrainConfig, lora: LoraTrai
     """The estimate of a run that trains an adapter, from that of training the whole model."""
     model = config.model.to_adapted_config(vocab_size=config.tokenizer.vocab_size)
     size = measure_adapter(lora, model)
+    added = size.parameters - size.base_parameters
     dtype = config.training.precision if lora.base == "auto" else lora.base
     bytes_per_weight = {"bfloat16": 2.0, "nf4": 0.5 + 4 / 64}.get(dtype, 4.0)
     return replace(
         estimate,
-        parameters=estimate.parameters + size.parameters,
+        parameters=estimate.parameters + added,
         active_parameters=estimate.active_parameters + size.active_factors,
         trained_parameters=size.parameters,
-        flops_per_token=_count_flops_per_token(config, size.active_factors),
-        bytes_weights=round(
-            estimate.bytes_weights + 4 * size.parameters - (4.0 - bytes_per_weight) * size.adapted_weights
-        ),
+        flops_per_token=_count_flops_per_token(config, size.factors_in_flops),
+        bytes_weights=round(estimate.bytes_weights + 4 * added - (4.0 - bytes_per_weight) * size.adapted_weights),
         bytes_gradients=4 * size.parameters,
         bytes_optimizer=round(4 * _optimizer_floats(config) * size.parameters),
     )

@@ -63,7 +63,7 @@ def step_flops(
     scored: int,
     pairs: Sequence[int],
     active_factors: int | None = None,
-    has_reference: bool = False,
+    num_measuring_forwards: int = 0,
 ) -> float:
     """Count the FLOPs of the matrix products of a forward and its backward, which has two for each one of the forward,
     or one if the weight is frozen.
@@ -73,9 +73,10 @@ def step_flops(
         positions: input positions, over all sequences and streams.
         scored: positions in the head and in the last block's queries, output and feed-forward.
         pairs: visible pairs of queries and keys in each layer.
-        active_factors: of an adapter on the frozen model, `AdapterSize.active_factors`; they are counted at all
+        active_factors: of an adapter on the frozen model, `AdapterSize.factors_in_flops`; they are counted at all
             positions. None: the model is trained.
-        has_reference: of preferences: two forwards more, of the model and of its reference, which has no adapter.
+        num_measuring_forwards: of preferences, without gradients: of the model, and of its reference, which has no
+            adapter.
 
     Norms are left out, and so is recomputation (`runtime.activation_checkpointing`, fused attention's backward).
     """
@@ -90,8 +91,8 @@ def step_flops(
         attention += 2 * pairs[layer] * q_width
     factors = positions * (active_factors or 0)
     flops = (6.0 if active_factors is None else 4.0) * products + 6.0 * (attention + factors)
-    if has_reference:
-        flops += 2.0 * (2 * (products + attention) + factors)
+    if num_measuring_forwards:
+        flops += 2.0 * (num_measuring_forwards * (products + attention) + factors)
     return flops
 
 
@@ -141,7 +142,7 @@ def flops_per_token(
     block_length: int = 1,
     active_factors: int | None = None,
     *,
-    has_reference: bool = False,
+    num_measuring_forwards: int = 0,
 ) -> float:
     """Return training FLOPs per token of a sequence that is one document: `step_flops` divided by its tokens.
 
@@ -162,6 +163,6 @@ def flops_per_token(
         scored=scored,
         pairs=layers,
         active_factors=active_factors,
-        has_reference=has_reference,
+        num_measuring_forwards=num_measuring_forwards,
     )
     return flops / row_length

@@ -122,30 +122,21 @@ def _read_headers(server: ServerSection) -> dict[str, str]:
 
 
 async def _find_model(client: httpx2.AsyncClient, server: ServerSection) -> str:
-    """The name of the model; also finds out whether there is a server.
+    """The name of the model of the config, else the first that the server lists.
 
     Raises:
-        ValueError: there is none, it refuses, or it lists no model.
+        ValueError: there is no server, it refuses, or it lists no model.
     """
-    try:
-        response = await client.get(f"{server.url}/models")
-        names = [str(model["id"]) for model in response.json()["data"]] if response.status_code == 200 else []
-    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-        raise ValueError(
-            f"server.url = {server.url}: {str(error) or type(error).__name__}: start a server, or correct the address"
-        ) from None
-    except (ValueError, KeyError, TypeError):
-        names = []
-    if response.status_code in (401, 403):
-        raise ValueError(f"server.url = {server.url}: the server wants an API key: set server.api_key_file")
     if server.model is not None:
         return server.model
-    if not names:
+    try:
+        response = await client.get(f"{server.url}/models")
+        return str(response.raise_for_status().json()["data"][0]["id"])
+    except (httpx2.HTTPError, httpx2.InvalidURL, ValueError, LookupError, TypeError) as error:
         raise ValueError(
-            f"server.url = {server.url}: /models lists no model (HTTP {response.status_code}): set server.model, or "
-            "correct the address"
-        )
-    return names[0]
+            f"server.url = {server.url}: /models lists no model ({str(error) or type(error).__name__}): start a "
+            "server, correct the address, or set server.model and server.api_key_file"
+        ) from None
 
 
 async def _warm_up(send: Send, bodies: Sequence[Mapping[str, Any]], meter: ProgressMeter) -> None:

@@ -201,10 +201,10 @@ def build_calls(
     def start_engine(model: Transformer) -> Engine:
         engine = Engine(
             model,
-            cache_bytes=CACHE_BYTES,
+            cache_memory=CACHE_BYTES,
             max_requests=concurrency,
             max_waiting=len(requests),
-            has_prefix_cache=False,
+            prefix_cache=False,
         )
         return stack.enter_context(engine)
 
@@ -247,7 +247,7 @@ def run_concurrency(
         calls = build_calls(stack, requests, concurrency, num_alone, has_peer=has_peer)
         work = dict.fromkeys(calls, tokens)
         work[ALONE] = float(sum(request.new_tokens for request in requests[:num_alone]))
-        times = compare(calls, rounds=rounds, label=f"concurrency {concurrency}", work=work, check=count_answers)
+        times = compare(calls, rounds=rounds, label=f"concurrency {concurrency}", check=count_answers)
     per_token = Comparison({name: [value / work[name] for value in times.seconds[name]] for name in calls})
     rows = []
     for ours, other in pairs:

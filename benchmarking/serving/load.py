@@ -8,10 +8,11 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx2
 import numpy as np
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from config.bench.serve import LengthRange, RequestsSection
 from files.usage_error import UsageError
@@ -242,7 +243,23 @@ TEXT = (
     "again off went old number great tell men say small every found still between name should home big give air line"
 )
 """Words of drawn prompts."""
-FILE_KEYS = {"prompt", "messages", "prompt_length", "max_tokens", "seed"}
+
+
+class RequestLine(BaseModel):
+    """A line of a file of requests."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    prompt: str | list[int] = ""
+    messages: list[dict[str, Any]] = []
+    prompt_length: PositiveInt = 1
+    max_tokens: PositiveInt = 1
+    seed: NonNegativeInt = 0
+
+    @model_validator(mode="after")
+    def _check_content(self) -> Self:
+        if len(self.model_fields_set & {"prompt", "messages", "prompt_length"}) != 1:
+            raise ValueError('expected one of the keys "prompt", "messages" and "prompt_length"')
+        return self
 
 
 def build_requests(section: RequestsSection, *, is_chat: bool, num_warmup: int = 0) -> list[dict[str, Any]]:
@@ -298,31 +315,15 @@ def _read_lines(path: Path, *, is_chat: bool) -> list[dict[str, Any]]:
         if not text.strip():
             continue
         try:
-            lines.append(_check_line(json.loads(text), is_chat=is_chat))
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"{path}:{number}: {error}") from None
+            line = RequestLine.model_validate_json(text)
+        except ValidationError as error:
+            problems = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
+            raise UsageError(f"{path}:{number}: {'; '.join(problems)}") from None
+        if line.messages and not is_chat:
+            raise UsageError(f'{path}:{number}: "messages" need server.endpoint = "chat"')
+        if isinstance(line.prompt, list) and is_chat:
+            raise UsageError(f'{path}:{number}: "prompt" must be text where server.endpoint = "chat"')
+        lines.append(line.model_dump(exclude_unset=True))
     if not lines:
         raise UsageError(f'{path} is empty: write a JSON object in each line, such as {{"prompt": "Once upon a time"}}')
     return lines
-
-
-def _check_line(line: Any, *, is_chat: bool) -> dict[str, Any]:
-    if not isinstance(line, dict):
-        raise ValueError('expected a JSON object, such as {"prompt": "Once upon a time"}')
-    if unknown := sorted(line.keys() - FILE_KEYS):
-        raise ValueError(f'unknown key "{unknown[0]}": a line may have {", ".join(sorted(FILE_KEYS))}')
-    if len(line.keys() & {"prompt", "messages", "prompt_length"}) != 1:
-        raise ValueError('expected one of the keys "prompt", "messages" and "prompt_length"')
-    if "messages" in line and not is_chat:
-        raise ValueError('"messages" need server.endpoint = "chat"')
-    if "messages" in line and not isinstance(line["messages"], list):
-        raise ValueError('"messages" must be an array of objects with "role" and "content"')
-    prompt = line.get("prompt", "")
-    is_token_ids = not is_chat and isinstance(prompt, list) and all(type(token) is int for token in prompt)
-    if not isinstance(prompt, str) and not is_token_ids:
-        raise ValueError('"prompt" must be text' + ("" if is_chat else " or an array of token ids"))
-    for key, lowest in (("prompt_length", 1), ("max_tokens", 1), ("seed", 0)):
-        value = line.get(key, lowest)
-        if type(value) is not int or value < lowest:
-            raise ValueError(f'"{key}" = {json.dumps(value)} must be an integer of at least {lowest}')
-    return line

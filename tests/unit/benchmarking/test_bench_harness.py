@@ -17,7 +17,6 @@ from benchmarking import harness
 from benchmarking.harness import (
     ResultFiles,
     compare,
-    format_command_line,
     make_parser,
     make_report,
     make_table,
@@ -73,15 +72,6 @@ def test_implementations_take_turns_and_warmup_is_not_measured(monkeypatch: pyte
     assert times.median("a") == 1.5 and times.format_ms("b") == "4,000.00"
     assert times.speedup_cells("a", "b") == ["2.67", "2.75 [2.62, 2.88]"]
     assert outputs == [{"a": "A", "b": "B"}] * 2
-
-
-def test_command_line_is_what_one_would_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    main_module = sys.modules["__main__"]
-    monkeypatch.setattr(sys, "argv", ["/somewhere/bin/tool", "--set", "a.b=x y"])
-    monkeypatch.setattr(main_module, "__spec__", None)
-    assert format_command_line() == "tool --set 'a.b=x y'"
-    monkeypatch.setattr(main_module, "__spec__", sys.modules["benchmarking.harness"].__spec__)
-    assert format_command_line() == "python -m benchmarking.harness --set 'a.b=x y'"
 
 
 def test_result_files_replace_existing_ones(tmp_path: Path) -> None:

@@ -50,19 +50,6 @@ def model() -> Transformer:
     return random_model(ModelConfig(**SHAPE, mask_token_id=47, block_length=4), seed=0).double()
 
 
-def test_a_cell_has_the_settings_of_its_strategy_and_of_the_grid() -> None:
-    [first, *_] = make_config().cells()
-    assert first.generation == GenerationConfig(
-        attention="block_causal",
-        remasking_strategy="low_confidence_static",
-        denoising_steps=2,
-        block_length=4,
-        cache="none",
-        max_new_tokens=8,
-        stop_token_ids=(),
-    )
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -70,11 +57,10 @@ def test_a_cell_has_the_settings_of_its_strategy_and_of_the_grid() -> None:
         ("strategies.1.caches=block", 'cell "static, bidirectional, block 16, cache block": cache = "block"'),
         ("strategies.1.name=static", "strategies.name: 'static' is given twice"),
         ("strategies.0.generation.block_length=4", "generation.block_length = 4 is set by grid.block_lengths here"),
-        ("strategies.0.generation.cache=none", "generation.cache = 'none' is set by grid.caches here"),
-        ("strategies.0.generation.max_new_tokens=9", "is set by bench.new_tokens here"),
         ("bench.new_tokens=1000", "1064 tokens, more than model.shape.max_position_embeddings = 512"),
-        ("bench.prompts=hello", "was removed; prompts are bench.prompt_length random tokens"),
+        ("strategies.0.generation.max_new_tokens=9", "is set by bench.new_tokens here"),
         ("validation.source=python-stdlib", "was removed; bound a likelihood with diffusionlm-eval"),
+        ("bench.prompts=hello", "was removed; prompts are bench.prompt_length random tokens"),
     ],
 )
 def test_config_errors_name_the_problem_and_the_remedy(override: str, message: str) -> None:

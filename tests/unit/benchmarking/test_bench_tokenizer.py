@@ -19,7 +19,6 @@ from benchmarking.bench_tokenizer import (
     train_ours,
 )
 from config.bench.training import BenchOutputSection, BenchTokenizerConfig, BenchTokenizerSection, TokenizerPeer
-from config.load import ConfigError, load_config
 from logger.pages.markdown import render_markdown
 from tests.unit.benchmarking.cases import read_facts, read_tables
 
@@ -34,20 +33,6 @@ def tiny(peers: tuple[TokenizerPeer, ...], directory: Path | None = None) -> Ben
         bench=BenchTokenizerSection(vocab_sizes=(300, 400), peers=peers, max_bytes=20_000, rounds=2),
         output=BenchOutputSection(directory=directory),
     )
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("bench.peers=[tiktoken,tiktoken]", "peers: 'tiktoken' is given twice"),
-        ("bench.vocab_sizes=[256]", "vocab_sizes: 256 has no room for a merge"),
-        ("source.kind=shards", 'kind = "shards"'),
-    ],
-)
-def test_config_errors_name_the_problem(override: str, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config(BenchTokenizerConfig, RESOURCE, [override])
-    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("name", [OURS, "tokenizers", "tiktoken"])

@@ -12,7 +12,6 @@ from benchmarking import bench_train as module
 from benchmarking.bench_train import (
     MEMORY_PARTS,
     bench_train,
-    find_skipped_peers,
     measure_memory_in_process,
 )
 from benchmarking.implementations.training import OURS, TrainCase
@@ -32,10 +31,7 @@ GPU_RESOURCE = RESOURCES / "bench_train_gpu.toml"
     ("override", "message"),
     [
         ("bench.precisions=[float32,float32]", "bench.precisions: 'float32' is given twice"),
-        ("shapes.1.name=vocabulary 4,096", "shapes.name: 'vocabulary 4,096' is given twice"),
         ("bench.block_length=257", "bench.block_length = 257"),
-        ("shapes.0.shape=qwen3-8b", "qwen3-8b"),
-        ("shapes.0.num_key_value_heads=3", "num_attention_heads = 4 must be a multiple of num_key_value_heads = 3"),
         ("shapes.0.qk_norm=false", "qk_norm = true"),
         ("bench.peers=[liger]", "bench.peers has \"liger\", which has no experts, but the shape 'mixture of experts'"),
     ],
@@ -63,16 +59,6 @@ def test_presets_have_their_sizes(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text(to_toml(config), encoding="utf-8")
     assert load_config(BenchTrainConfig, path) == config
-
-
-def test_a_peer_that_cannot_run_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = BenchTrainSection(peers=("transformers", "liger"))
-    monkeypatch.setattr(module, "is_installed", lambda package: True)
-    assert find_skipped_peers(bench, "cuda") == {}
-    assert find_skipped_peers(bench, "cpu") == {"liger": "left out: its kernels need CUDA"}
-    monkeypatch.setattr(module, "is_installed", lambda package: False)
-    assert find_skipped_peers(bench, "cuda") == {"liger": "left out: liger-kernel is not installed"}
-    assert find_skipped_peers(BenchTrainSection(peers=("transformers",)), "cpu") == {}
 
 
 def test_memory_by_part() -> None:

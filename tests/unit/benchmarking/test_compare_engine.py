@@ -51,13 +51,6 @@ def test_the_engine_is_compared_with_equal_answers() -> None:
     assert columns["equal answers"] == ["2 of 2", "6 of 6", "6 of 6"]
 
 
-def test_without_transformers_its_rows_are_left_out(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(compare_engine, "is_installed", lambda package: False)
-    assert len(measure("transformers")["ours"]) == 3 and "uv sync --group bench" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 def test_autoregressive_answers_are_those_of_transformers() -> None:

@@ -46,49 +46,6 @@ def test_gradients_of_a_model(mode: Any, shape: dict[str, Any], tiny_model: Make
         assert torch.equal(gradient, expected[name]) and gradient.stride() == expected[name].stride(), name
 
 
-class _Split(torch.autograd.Function):
-    """Twice and thrice a tensor. Its backward receives zeros for an output that is not used."""
-
-    @staticmethod
-    def forward(ctx: Any, factor: float, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return factor * x, 3 * y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, 2 * grads[0] + grads[1], 3 * grads[1]
-
-
-def differentiate_inputs() -> list[Tensor | None]:
-    x, y, unused = (torch.arange(1.0, 4.0, requires_grad=True) for _ in range(3))
-    hooked: list[Tensor] = []
-    twice, _ = _Split.apply(2.0, x, y)
-    z = twice * x + y.view(1, 3).half().float().sum()
-    gradients = torch.autograd.grad(z.sum(), (y, twice, unused), retain_graph=True, allow_unused=True)
-    assert x.grad is None
-    y.register_post_accumulate_grad_hook(lambda leaf: hooked.append(leaf.grad.clone()))
-    for _ in range(2):
-        torch.autograd.backward([z, x + y], [torch.ones(3), torch.arange(3.0)], retain_graph=True)
-    return [*gradients, x.grad, y.grad, unused.grad, *hooked]
-
-
-def test_gradients_of_inputs() -> None:
-    """Some inputs only; several outputs; leaves that share a gradient; hooks of leaves."""
-    expected = differentiate_inputs()
-    with python_backward():
-        gradients = differentiate_inputs()
-    assert len(expected) == 8
-    for gradient, other in zip(gradients, expected, strict=True):
-        assert (gradient is None and other is None) or torch.equal(gradient, other)  # type: ignore[arg-type]
-
-
-def test_leaves_share_no_gradient() -> None:
-    x, y = (torch.ones(3, requires_grad=True) for _ in range(2))
-    with python_backward():
-        (x + y).sum().backward()
-    x.grad.zero_()  # type: ignore[union-attr]
-    assert y.grad is not None and y.grad.tolist() == [1.0, 1.0, 1.0]
-
-
 def test_saved_tensors_are_kept_for_another_pass() -> None:
     """The head's gradients are scaled in place by the last pass only."""
     hidden, head = torch.ones(3, 4, requires_grad=True), torch.ones(5, 4, requires_grad=True)

@@ -12,11 +12,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from config.finetune.lora import LoraConfig
+from config.finetune.preference import DPOLossConfig
 from config.model import ModelConfig
 from config.training.objective import BlockDiffusionConfig as BlockDiffusionObjective
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
 from diffusionlm.diffusion.objectives import build_objective
-from diffusionlm.diffusion.preference_reference import PreferenceReference
+from diffusionlm.diffusion.preference_loss import PreferenceLoss
 from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.models.lora import LoRALinear, adapter_modules, add_adapter
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, BlockDiffusion, Causal
@@ -31,9 +32,7 @@ from profiling.flops import (
     peak_flops,
     step_flops,
 )
-
-MakeModel = Callable[..., Transformer]
-MakeConfig = Callable[..., ModelConfig]
+from tests.conftest import MakeConfig, MakeModel
 
 PATTERNS: dict[AttentionKind, Callable[[int], AttentionPattern]] = {
     "bidirectional": lambda block: Bidirectional(),
@@ -124,7 +123,7 @@ def test_utilisation_where_a_peak_is_known(make_config: MakeConfig, monkeypatch:
     draw = objective.build_noised_batch(
         CleanBatch(tokens, torch.ones_like(tokens, dtype=torch.bool)), NoiseKey(0, 0, 0, 2)
     )
-    state = SimpleNamespace(model=SimpleNamespace(config=config), reference=None)
+    state = SimpleNamespace(model=SimpleNamespace(config=config), preferences=None)
     run: Any = SimpleNamespace(
         settings=SimpleNamespace(device=torch.device("cpu")), state=state, config=SimpleNamespace(lora=None)
     )
@@ -152,11 +151,14 @@ def test_peaks_by_name(device: str, peak: float | None) -> None:
 
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+ALL_VECTORS = {"sandwich_norms": True, "qk_norm": True, "attention_bias": True, "attention_output_bias": True}
 ADAPTERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "all": ({}, {}),
     "dora, rows": ({"dora": True, "trainable_tokens": (3, 4)}, {}),
     "tied": ({"trainable_tokens": (3,), "targets": ("q_proj", "mlp.up_proj")}, {"tie_word_embeddings": True}),
     "experts": ({"rank_patterns": {"up_proj": 5}, "exclude": ("o_proj",)}, EXPERTS),
+    "whole": ({"modules_to_save": ("norm", "lm_head"), "bias": "all"}, ALL_VECTORS | {"tie_word_embeddings": False}),
+    "whole, tied": ({"modules_to_save": ("lm_head",), "bias": "lora_only", "targets": ("q_proj",)}, ALL_VECTORS),
 }
 
 
@@ -205,18 +207,19 @@ def test_a_step_of_preferences_has_the_flops_that_torch_counts(
         num_rows=2,
     )
 
-    def count(model: Transformer, reference: PreferenceReference) -> int:
+    def count(model: Transformer, reference: Transformer | None) -> int:
+        loss = PreferenceLoss(DPOLossConfig(), reference)
         with FlopCounterMode(display=False) as counter:
-            reference.add_dpo_weights(model, noised_batch, LossInputs(noised_batch.targets_N, noised_batch.weights_N))
+            loss.measure(model, noised_batch, LossInputs(noised_batch.targets_N, noised_batch.weights_N))
         return counter.get_total_flops() + counted(model, Bidirectional(), positions)
 
     model, copy = (tiny_model(backend="eager") for _ in range(2))
-    sizes: dict[str, Any] = {"positions": 20, "scored": 6, "pairs": [2 * 10 * 10] * 2, "has_reference": True}
+    sizes: dict[str, Any] = {"positions": 20, "scored": 6, "pairs": [2 * 10 * 10] * 2, "num_measuring_forwards": 2}
     expected = step_flops(model.config, 19, **sizes)
-    assert compute_batch_flops(model.config, noised_batch, has_reference=True) < expected
-    assert count(model, PreferenceReference(copy, 0.1)) == expected + norm_gain_flops(model.config, 20, 6)
+    assert compute_batch_flops(model.config, noised_batch, num_measuring_forwards=2) < expected
+    assert count(model, copy) == expected + norm_gain_flops(model.config, 20, 6)
     config = LoraConfig(rank=3)
     add_adapter(model, config)
     factors = measure_adapter(config, model.config).active_factors
     estimate = step_flops(model.config, 19, **sizes, active_factors=factors)
-    assert 0.8 * estimate < count(model, PreferenceReference(None, 0.1)) <= estimate
+    assert 0.8 * estimate < count(model, None) <= estimate
