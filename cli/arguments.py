@@ -60,7 +60,7 @@ def parse_command(
         The config and the parsed arguments. Exits with 2 and a message if the config is invalid.
     """
     parser = build_parser(name, description, example)
-    _add_config_arguments(parser, config_class)
+    _add_config_arguments(parser)
     if add_arguments is not None:
         add_arguments(parser)
     group = parser.add_argument_group("shorthands for --set") if shorthands else parser
@@ -68,6 +68,9 @@ def parse_command(
         options: dict[str, Any] = {"nargs": 0} if metavar is None else {"metavar": metavar}
         group.add_argument(option, action=_Override, const=override, help=text, **options)
     arguments = parser.parse_args(argv)
+    if arguments.schema:
+        sys.stdout.write(json_schema(config_class) + "\n")
+        parser.exit(0)
     if arguments.config is None and config_required:
         parser.error("--config is missing: add --config FILE.toml")
     try:
@@ -83,7 +86,7 @@ def parse_command(
     return config, arguments
 
 
-def _add_config_arguments(parser: argparse.ArgumentParser, config_class: type[Section]) -> None:
+def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE.toml", type=path_argument, help="TOML file of the config")
     parser.add_argument(
         "--set",
@@ -95,7 +98,7 @@ def _add_config_arguments(parser: argparse.ArgumentParser, config_class: type[Se
     )
     parser.add_argument("--print-config", action="store_true", help="print the config with all defaults, and exit")
     text = "print the JSON schema of the config, and exit"
-    parser.add_argument("--schema", action=_PrintSchema, nargs=0, const=config_class, help=text)
+    parser.add_argument("--schema", action="store_true", help=text)
     parser.set_defaults(list_overrides=lambda _: ())
 
 
@@ -133,11 +136,3 @@ def positive_int(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return int(text)
-
-
-class _PrintSchema(argparse.Action):
-    """Prints the schema during parsing, so that no other argument is required."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        sys.stdout.write(json_schema(self.const) + "\n")
-        parser.exit(0)

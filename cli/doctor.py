@@ -51,7 +51,6 @@ CRITICAL_DISK_BYTES, LOW_DISK_BYTES = 1 * GIB, 10 * GIB
 """Bytes on the disk of the runs below which a checkpoint of even a small model, or of a large one, is at risk."""
 MIN_OPEN_FILES = 1024
 NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "fuse", "fuse.sshfs", "9p")
-BUSY_LOAD_PER_CORE = 1.25
 
 
 @dataclass(frozen=True)
@@ -220,19 +219,14 @@ def check_triton(*, has_gpu: bool, is_quick: bool) -> Check:
 
 
 def check_processor(threads: int | None) -> Iterator[Check]:
-    """Check the cores that this process may use against torch's threads (None: there is no torch) and the load."""
+    """Check the cores that this process may use against torch's threads (None: there is no torch)."""
     usable, quota = usable_cores(), cgroup_cpu_quota()
     limit = "" if quota is None else f", {quota:g} by the quota of the control group"
     yield Check("processor", f"{read_processor_model()}: {os.cpu_count()} cores, {affinity_cores()} usable{limit}")
     if threads is not None and threads != usable:
         value = f"{threads} of torch, and {usable} usable cores"
         remedy = f"OMP_NUM_THREADS={usable}, or model.threads = {usable} for inference"
-        if threads > usable:
-            remedy = f"threads that share a core wait for each other: {remedy}"
         yield Check("threads", value, "slow", remedy)
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if load > BUSY_LOAD_PER_CORE * usable:
-        yield Check("load", f"{load:.1f} processes wanted {usable} cores over the last minute", "slow", "wait")
 
 
 def check_memory(num_gpus: int, root: Path = Path("/")) -> Iterator[Check]:

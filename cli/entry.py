@@ -115,7 +115,7 @@ def friendly_errors(name: str, memory_remedy: str = MEMORY_REMEDY) -> Iterator[N
 
     UsageError (wrong input that was found before the work began) exits with 2. Any other ValueError and OSError (a
     missing file, no permission, a full disk) and missing memory exit with 1, and so does a standard output that is
-    closed or on a full disk, or whose reader has ended (as in ``| head``), which is not reported; Ctrl-C exits with
+    on a full disk, or whose reader has ended (as in ``| head``), which is not reported; Ctrl-C exits with
     130. A standard error that cannot be written is ignored. Other errors are bugs and keep their traceback. With
     DIFFUSIONLM_TRACEBACK=1 in the environment, all errors keep it. Also works as a decorator.
 
@@ -123,7 +123,7 @@ def friendly_errors(name: str, memory_remedy: str = MEMORY_REMEDY) -> Iterator[N
         name: of the command.
         memory_remedy: what to do where memory runs out.
     """
-    _replace_closed_streams(name)
+    _replace_closed_streams()
     _set_up_torch()
     output = NamedStream(sys.stdout, STANDARD_OUTPUT)
     with (
@@ -137,8 +137,7 @@ def friendly_errors(name: str, memory_remedy: str = MEMORY_REMEDY) -> Iterator[N
                     yield
             except SystemExit as ended:
                 if not ended.code:
-                    output.flush()
-                    output.raise_error()  # of the text of --help
+                    output.flush()  # the text of --help
                 raise
             output.flush()
         except KeyboardInterrupt:
@@ -202,18 +201,11 @@ def _set_up_torch() -> None:
             os.environ[variables[0]] = value
 
 
-def _replace_closed_streams(name: str) -> None:
-    """Open the null device for standard streams that were closed, so that no file gets their descriptors.
-
-    Exits with 1 if standard output was closed: nothing that a command prints would arrive.
-    """
-    is_output_closed = sys.stdout is None
+def _replace_closed_streams() -> None:
+    """Open the null device for standard streams that were closed, so that no file gets their descriptors."""
     for stream, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, stream) is None:
             setattr(sys, stream, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (open until the end)
-    if is_output_closed:
-        print_error(name, "standard output is closed: redirect it, for example to /dev/null")
-        raise SystemExit(1)
 
 
 def _wants_traceback() -> bool:

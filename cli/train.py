@@ -6,7 +6,6 @@ import math
 import os
 import shlex
 import sys
-import time
 from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
@@ -35,24 +34,7 @@ if TYPE_CHECKING:
 
 NAME = "diffusionlm-train"
 
-KEYS = """keys of the config:
---print-config prints all with their values, --schema what they mean; config/resources/ has configs to begin with.
-Common ones:
-  run.directory              what the run writes; the same command continues it
-  run.device                 cpu or cuda
-  model.init_from            model or run to start from, in place of random weights
-  tokenizer.path             tokenizer, in place of one that is trained on the data
-  data.source                such as {kind = "files", paths = ["my.txt"]}
-  data.row_length            tokens of a row
-  objective.kind             masked_diffusion, block_diffusion, next_token or preference
-  training.max_steps         optimizer steps; or training.epochs
-  training.batch_size        rows of a step
-  training.micro_batch_size  rows of a forward: fewer need less memory
-  optimizer.learning_rate    size of an update
-  validation.every_steps     steps between results on held-out data
-  samples.every_steps        steps between samples
-  checkpoint.every_steps     steps between checkpoints
-  parallel.strategy          ddp or fsdp, for several ranks"""
+KEYS = "--print-config prints all keys, --schema what they mean; config/resources/ has configs to begin with"
 
 LOCAL_SOURCES = ("files", "shards", "chat_tasks")
 """Kinds of sources that are opened before a run begins; others need a network or seconds."""
@@ -63,8 +45,6 @@ MEMORY_REMEDY = (
 )
 REFUSED_MEMORY_RATIO = 10
 """A run that is estimated to need so many times the memory of the machine is refused; the estimate is a rough one."""
-RANK_ZERO_HEAD_START_SECONDS = 2.0
-"""Time that other ranks wait for rank 0 to report an error that all have."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,9 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if is_first_rank():
             with usage_errors(NAME):
                 check_files(config)
-        with _report_error_once():
-            code = train_as_rank(config)
-            return 0 if "TORCHELASTIC_RUN_ID" in os.environ else code
+        code = train_as_rank(config)
+        return 0 if "TORCHELASTIC_RUN_ID" in os.environ else code
     return 1
 
 
@@ -178,16 +157,11 @@ def check_memory(config: TrainConfig) -> None:
     if "WORLD_SIZE" in os.environ or config.run.device == "cuda" or (config.run.device == "auto" and drivers()):
         return
     memory, needed = read_memory(), estimate_run(config).bytes_total
+    message = f"the run needs about {_format_bytes(needed)} of memory"
     if isinstance(config.parallel, SingleProcess) and needed > REFUSED_MEMORY_RATIO * (memory.total or math.inf):
-        raise ValueError(
-            f"the run needs about {_format_bytes(needed)} of memory, and this machine has "
-            f"{_format_bytes(memory.total or 0)}: {MEMORY_REMEDY}"
-        )
+        raise ValueError(f"{message}, and this machine has {_format_bytes(memory.total or 0)}: {MEMORY_REMEDY}")
     if memory.free is not None and needed > memory.free:
-        print_message(
-            f"{NAME}: warning: the run needs about {_format_bytes(needed)} of memory, and "
-            f"{_format_bytes(memory.free)} are free: {MEMORY_REMEDY}"
-        )
+        print_message(f"{NAME}: warning: {message}, and {_format_bytes(memory.free)} are free: {MEMORY_REMEDY}")
 
 
 @contextmanager
@@ -216,17 +190,6 @@ def train_as_rank(config: TrainConfig) -> int:
             parts = format_summary(config.run.directory, result.example_input, is_chat=config.data.has_only_chats)
             print_parts(parts, output)
     return 0 if result.stop_signal is None else 128 + result.stop_signal
-
-
-@contextmanager
-def _report_error_once() -> Iterator[None]:
-    """Delay errors of ranks other than the first: if rank 0 has the error too, torchrun ends this rank meanwhile."""
-    try:
-        yield
-    except (ValueError, OSError):
-        if not is_first_rank():
-            time.sleep(RANK_ZERO_HEAD_START_SECONDS)
-        raise
 
 
 def is_first_rank() -> bool:

@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from functools import partial
 
-from cli.arguments import parse_command
+from cli.arguments import parse_command, positive_int
 from cli.entry import friendly_errors, usage_errors
 from cli.train import KEYS, add_arguments, check_files, format_run_estimate, train_as_rank
 from config.train import DistributedTrainConfig
@@ -61,8 +61,6 @@ def check_nodes(arguments: Namespace) -> None:
     Raises:
         ValueError: several machines have no rendezvous address, or a single machine has one.
     """
-    if arguments.nodes < 1:
-        raise ValueError(f"--nodes {arguments.nodes} must be at least 1")
     if arguments.nodes > 1 and ":" not in (arguments.rendezvous or ""):
         raise ValueError(
             f"--nodes {arguments.nodes} needs a rendezvous address: add --rendezvous HOST:PORT, HOST being "
@@ -72,7 +70,7 @@ def check_nodes(arguments: Namespace) -> None:
 
 def _add_arguments(parser: ArgumentParser) -> None:
     add_arguments(parser)
-    parser.add_argument("--nodes", type=int, default=1, help="machines that run this command (default: 1)")
+    parser.add_argument("--nodes", type=positive_int, default=1, help="machines that run this command (default: 1)")
     parser.add_argument(
         "--rendezvous", metavar="HOST:PORT", help="where several machines meet: one of them, a free port"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from cli.arguments import parse_command
 from cli.entry import friendly_errors, usage_errors
-from config.data import PythonStdlib
 from config.dump import to_toml
 from config.tokenizer import TrainTokenizerConfig
 from files.paths import check_can_write
@@ -36,7 +34,7 @@ MAX_HELD_OUT_BYTES = 4_000_000
 
 @friendly_errors(NAME)
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parse the arguments, train the tokenizer, print its statistics and the next command."""
+    """Parse the arguments, train the tokenizer, print its statistics."""
     config, _ = parse_command(
         TrainTokenizerConfig,
         name=NAME,
@@ -46,18 +44,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     with usage_errors(NAME):
         check_output_directory(config.output.directory)
-    print_parts([Table((), train_tokenizer(config)), f"next: {_next_command(config)}"])
+    print_parts([Table((), train_tokenizer(config))])
 
 
 def check_output_directory(directory: Path) -> None:
     """Check that writing overwrites nothing, before any work is done.
 
     Raises:
-        ValueError: the path is a file or a directory that is not empty, or it cannot be written.
+        ValueError: the directory is not empty, or it cannot be written.
     """
     setting = f"output.directory = {directory}"
-    if directory.exists() and not directory.is_dir():
-        raise ValueError(f"{setting} is a file: choose another directory")
     if directory.is_dir() and any(directory.iterdir()):
         raise ValueError(f"{setting} is not empty: choose another directory, or remove what is in it")
     check_can_write(directory, setting)
@@ -142,12 +138,3 @@ def _train_on_documents(
         num_workers=max(1, usable_cores() if workers is None else workers),
         on_progress=lambda done, _: progress.set(done),
     )
-
-
-def _next_command(config: TrainTokenizerConfig) -> str:
-    directory = config.output.directory
-    words = ["uv", "run", "diffusionlm-train", "--config", "config/resources/train.toml"]
-    words += ["--set", f"run.directory={directory}-run"]
-    words += ["--set", f'tokenizer={{path="{directory.as_posix()}"}}']
-    uses_same_text = isinstance(config.source, PythonStdlib)
-    return shlex.join(words) + ("" if uses_same_text else ", with your text as [data.source]")

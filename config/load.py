@@ -184,7 +184,9 @@ def _rename_keys(source: _RawConfig) -> list[_Problem]:
             for part in new[:-1]:
                 table = table.setdefault(part, {}) if isinstance(table, dict) else child_value(table, part)
             if not isinstance(table, dict):
-                continue  # validation reports it
+                message = f"is the old name of {_format_key(new)}: write {_format_key(new[:-1])} as a table that has it"
+                problems.append(source.problem(old, _format_key(old), message))
+                continue
             last = new[-1]
             if last not in table or (number == 0 and old in source.overrides and new not in source.overrides):
                 table[last] = value

@@ -33,6 +33,7 @@ class Renamed:
 RENAMED = (
     Renamed("fill", {"eos_padding": ANY}, table="chat"),
     Renamed("objective.fill_weight", {"objective.eos_padding_weight": ANY}),
+    Renamed("objective.beta", {"objective.loss.beta": ANY}, where={"objective.kind": "preference"}),
     Renamed("bench.details", {"bench.memory": ANY}),
     Renamed("serve.max_holes", {"serve.max_masked_spans": ANY}),
     Renamed("serve.max_rows", {"serve.max_num_batched_tokens": ANY}),
@@ -84,6 +85,7 @@ REMOVED: Mapping[str, Removed] = {
 FOREIGN_KEYS = {
     "training.max_train_iteration": "unknown key; set training.max_steps (optimizer steps)",
     "training.grad_accum_steps": "unknown key; training.batch_size / training.micro_batch_size is the number of steps",
+    "training.neftune_noise_alpha": "unknown key; set training.neftune_alpha",
     "training.seed": "unknown key; set run.seed",
     "model.device": "unknown key; set run.device",
     "model.dtype": "unknown key; set training.precision",
@@ -97,6 +99,8 @@ FOREIGN_KEYS = {
     "lora.lora_alpha": "unknown key; set lora.alpha",
     "lora.lora_dropout": "unknown key; set lora.dropout",
     "lora.target_modules": "unknown key; set lora.targets",
+    "lora.exclude_modules": "unknown key; set lora.exclude",
+    "lora.additional_target": "unknown key; set lora.modules_to_save",
     "lora.init_lora_weights": "unknown key; set lora.init",
     "peft": "unknown section; use [lora]",
     "ddp": 'unknown section; use [parallel] with strategy = "ddp" or "fsdp"',

@@ -15,7 +15,6 @@ class NamedStream:
 
     def __init__(self, stream: IO[str], name: str | None) -> None:
         self._stream, self._name = stream, name
-        self._error: OSError | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -33,16 +32,11 @@ class NamedStream:
         except OSError as error:
             self._handle(error)
 
-    def raise_error(self) -> None:
-        """Raise the error of a write that the writer ignored, as argparse does."""
-        if self._error is not None:
-            raise self._error
-
     def _handle(self, error: OSError) -> None:
         if self._name is None:
             discard_pending_output(self._stream)
         else:
-            self._error, error.filename = error, self._name
+            error.filename = self._name
             raise error
 
 

@@ -7,9 +7,6 @@ from typing import Any
 
 from files.json_files import read_text
 
-MAX_CHARACTERS = 1 << 20
-"""Longer texts are refused."""
-
 KeyPath = tuple[str | int, ...]
 
 
@@ -17,10 +14,8 @@ def parse_toml(text: str) -> dict[str, Any]:
     """Parse a TOML document.
 
     Raises:
-        ValueError: it is not valid (the message of tomllib), too long or nested too deeply.
+        ValueError: it is not valid (the message of tomllib), or nested too deeply.
     """
-    if len(text) > MAX_CHARACTERS:
-        raise ValueError(f"more than {MAX_CHARACTERS:,} characters")
     try:
         return tomllib.loads(text)
     except RecursionError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
@@ -86,10 +85,3 @@ def test_bad_config(capsys: pytest.CaptureFixture[str], file: Path) -> None:
         "--set inner.steps=0: must be greater than 0\n"
         "--set inner.stps=1: unknown key (did you mean steps?)\n"
     )
-
-
-def test_schema_needs_no_other_argument(capsys: pytest.CaptureFixture[str]) -> None:
-    def add_arguments(parser: ArgumentParser) -> None:
-        parser.add_argument("--needed", required=True)
-
-    assert json.loads(failure(capsys, 0, "--schema", add_arguments=add_arguments))["title"] == "Config"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from importlib import metadata
@@ -13,9 +12,6 @@ import pytest
 
 import diffusionlm
 from cli.commands import COMMANDS, main
-from config.base import Section
-from config.schema import child_types
-from config.train import DistributedTrainConfig, TrainConfig
 
 ROOT = Path(__file__).parents[3]
 
@@ -41,17 +37,6 @@ def test_arguments_reach_the_command(name: str, capsys: pytest.CaptureFixture[st
     code, text, _ = output_of(capsys, name, "--help")
     assert code == 0 and text.startswith(f"usage: diffusionlm-{name} [-h] [--version]")
     assert output_of(capsys, name, "--version") == (0, f"diffusionlm-{name} {diffusionlm.__version__}\n", "")
-
-
-@pytest.mark.parametrize(("name", "config"), [("train", TrainConfig), ("train-ddp", DistributedTrainConfig)])
-def test_help_of_training_lists_common_keys(
-    name: str, config: type[Section], capsys: pytest.CaptureFixture[str]
-) -> None:
-    _, text, _ = output_of(capsys, name, "--help")
-    keys = re.findall(r"^  (\w+)\.(\w+)  +\w", text, re.MULTILINE)
-    assert len(keys) == 15
-    for section, key in keys:
-        assert any(child_types(kind, key) for kind in child_types(config, section)), f"{section}.{key}"
 
 
 def test_errors_and_exit_codes_are_those_of_the_command(

@@ -60,7 +60,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_find_version", lambda name: "1.0")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=GIB, free=100 * GIB))
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (4096, 4096))
-    monkeypatch.setattr(os, "getloadavg", lambda: (0.5, 0.5, 0.5))
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "10.0.0.7")
     monkeypatch.setattr(triton_check, "max_difference_to_eager", lambda: 1e-6)
 
@@ -108,9 +107,7 @@ def fail(text: str) -> Callable[[], float]:
         ({"doctor.find_triton_problem": lambda: "needs gcc: get it"}, "slow", "it needs gcc", "get it"),
         ({"triton_check.max_difference_to_eager": fail("no gcc\nlong")}, "broken", "Error: no gcc", "C compiler"),
         ({"triton_check.max_difference_to_eager": lambda: 0.5}, "broken", "0.5 nats", "reinstall-package triton"),
-        ({"doctor.usable_cores": lambda: 2}, "slow", "8 of torch, and 2 usable", "share a core"),
         ({"doctor.usable_cores": lambda: 16}, "slow", "8 of torch, and 16 usable", "OMP_NUM_THREADS=16"),
-        ({"os.getloadavg": lambda: (20.0, 0, 0)}, "slow", "20.0 processes wanted 8 cores", "wait"),
         ({"doctor.read_memory": lambda root: Memory(4 * GIB, GIB)}, "slow", "1 GiB of 4 GiB free", "micro_batch_size"),
         ({"doctor.LOW_SHARED_MEMORY_BYTES": 2 * GIB}, "broken", "1 GiB", "--shm-size"),
         ({"os.access": lambda path, mode: False}, "broken", "(ext4)", "not writable: run.directory"),

@@ -37,7 +37,7 @@ def folder(tiny_model: Callable[..., Transformer], tmp_path_factory: pytest.Temp
     config = json.loads((folder / "model/config.json").read_text(encoding="utf-8"))
     (folder / "bert/config.json").write_text(json.dumps({**config, "model_type": "bert"}), encoding="utf-8")
     (folder / "adapter").mkdir()
-    (folder / "adapter/adapter_config.json").write_text('{"peft_type": "IA3", "bias": "all"}', encoding="utf-8")
+    (folder / "adapter/adapter_config.json").write_text('{"peft_type": "IA3", "lora_bias": true}', encoding="utf-8")
     (folder / "adapter/adapter_model.safetensors").touch()
     (folder / "text.txt").write_text("a b c\n" * 99, encoding="utf-8")
     (folder / "image.txt").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
@@ -102,6 +102,7 @@ def calls_of_inputs(folder: Path) -> list[Call]:
         ("cli.serve", [*infer, "--adapter", f"model={folder}/adapter"], ['peft_type = "IA3"']),
         ("cli.serve", [*infer, "--api-keys-file", str(folder / "none.txt")], ["none.txt"]),
         ("cli.serve", [*infer, "--api-keys-file", str(folder / "text.txt")], ["text.txt:1", "at least 16 ASCII"]),
+        ("cli.serve", [*infer, "--chat-template", "t.jinja"], ["chat_template", "t.jinja", "chatml", "file"]),
         ("cli.serve", [*infer, "--host", "192.0.2.1", "--port", "0"], ["serve.host", "--host"]),
         ("cli.serve", [*infer, "--set", "generation.block_length=999"], ["block_length = 999", "lower it"]),
         ("cli.eval", [*infer, "--data", str(folder / "none*.txt")], ["data.source.paths", "matches no file"]),
@@ -122,7 +123,7 @@ def calls_of_inputs(folder: Path) -> list[Call]:
             )
             for folder_of_adapter, texts in (
                 (str(folder / "none"), ["adapter_config.json", "PEFT adapter"]),
-                (str(folder / "adapter"), ['peft_type = "IA3"', "bias"]),
+                (str(folder / "adapter"), ['peft_type = "IA3"', "lora_bias"]),
             )
         ),
         ("cli.train", [*train(folder), "--set", f"run.directory={file}/run"], ["run.directory", "choose another"]),

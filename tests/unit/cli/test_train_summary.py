@@ -16,10 +16,8 @@ from config.load import load_config
 @pytest.mark.parametrize(
     ("text", "option"),
     [
-        ("", "--prompt"),
         ("A line\nand a 'quoted' \\n", "--prompt"),
         ("--dashes", "--prompt"),
-        ("a[MASK:2] b\n", "--infill"),
         ("-[MASK:1]", "--infill"),
     ],
 )

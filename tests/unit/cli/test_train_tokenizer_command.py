@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +12,6 @@ from cli.train_tokenizer import main
 from config.data import LocalFiles, PythonStdlib
 from config.load import load_config
 from config.tokenizer import TrainTokenizerConfig
-from config.train import TrainConfig
 from diffusionlm.checkpoints.manifest import verify_directory
 from diffusionlm.data.sources import open_source
 from tokenizer import load_tokenizer, train_bpe
@@ -81,13 +78,6 @@ def test_it_learns_measures_and_writes(texts: Path, tmp_path: Path, capsys: pyte
     of_what = f"{num_bytes['h']:,} bytes in {len(held_out)} documents of the validation split"
     assert facts["held out"] == f"{per_token:.3f} bytes per token, on {of_what}"
     assert facts["written to"] == str(directory)
-    command, _, rest = facts["next"].rpartition(", ")
-    assert rest == "with your text as [data.source]"
-    program, flag, path, *overrides = shlex.split(command.removeprefix("uv run "))
-    assert (program, flag, overrides[::2]) == ("diffusionlm-train", "--config", ["--set", "--set"])
-    next_config = load_config(TrainConfig, ROOT / path, overrides[1::2])
-    assert next_config.tokenizer.path == str(directory)
-    assert next_config.run.directory == directory.with_name("my tokenizer-run")
     reading, learning = output.err.splitlines()
     assert reading.startswith(f"reading: {num_bytes['t']:,} bytes, ")
     assert learning.startswith("training: 22 of 22 merges, ")
@@ -102,33 +92,6 @@ def test_the_shipped_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     facts = lines_of(capsys.readouterr().out)
     assert load_tokenizer(tmp_path / "t").vocab_size == config.tokenizer.vocab_size == 4096
     assert 3.0 < float(facts["held out"].split()[0]) < 4.5
-    assert facts["next"].endswith("}'"), "the text is that of train.toml"
-
-
-def test_workers_and_limits(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fingerprints = set()
-    for workers in (0, 1, 2):
-        directory = tmp_path / str(workers)
-        main(options(texts, directory, **{"output.workers": workers, "tokenizer.max_training_bytes": 1000}))
-        fingerprints.add(load_tokenizer(directory).fingerprint)
-        training_text = lines_of(capsys.readouterr().out)["trained on"]
-        num_bytes, documents = (int(word.replace(",", "")) for word in training_text.split() if word[0].isdigit())
-        assert 1000 <= num_bytes < 1060 and documents <= 25
-    assert len(fingerprints) == 1
-
-
-def test_tokens_of_ones_own(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    special = {"special_tokens": '["<s>", "[M]", "</s>"]', "mask_token": "[M]", "eos_token": "</s>", "pattern": "gpt2"}
-    changes = {f"tokenizer.{key}": value for key, value in special.items()}
-    main(options(texts, tmp_path / "t", **changes, **{"tokenizer.vocab_size": 2000}))
-    tokenizer = load_tokenizer(tmp_path / "t")
-    size = tokenizer.vocab_size
-    assert dict(tokenizer.special_tokens) == {"<s>": size - 3, "[M]": size - 2, "</s>": size - 1}
-    assert (tokenizer.mask_token, tokenizer.eos_token, tokenizer.pattern) == ("[M]", "</s>", "gpt2")
-    assert (
-        f"{2000 - size:,} fewer than tokenizer.vocab_size: the text has no more pairs to merge"
-        in capsys.readouterr().out
-    )
 
 
 def test_nothing_is_overwritten(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,7 +103,11 @@ def test_nothing_is_overwritten(texts: Path, tmp_path: Path, capsys: pytest.Capt
     message = failure(capsys, options(texts, directory, **{"tokenizer.vocab_size": 270}), code=2)
     assert f"output.directory = {directory} is not empty: choose another directory" in message
     assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
-    for path, cause in ((texts, "is a file"), (texts / "t", "is not a directory"), (Path("/proc/t"), "choose another")):
+    for path, cause in (
+        (texts, "is not a directory"),
+        (texts / "t", "is not a directory"),
+        (Path("/proc/t"), "choose another"),
+    ):
         assert cause in failure(capsys, options(texts, path), code=2)
 
 
@@ -155,23 +122,10 @@ def test_sources_without_text(texts: Path, tmp_path: Path, capsys: pytest.Captur
     assert "no validation documents to measure it on" in lines_of(capsys.readouterr().out)["held out"]
 
 
-def test_an_interrupted_write_leaves_nothing(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("tokenizer.save_tokenizer", interrupt)
-    with pytest.raises(SystemExit) as caught:
-        main(options(texts, tmp_path / "made" / "t"))
-    assert caught.value.code == 130
-    assert list((tmp_path / "made").iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["source=shards"], 'kind = "shards" has tokens, not text'),
         (["tokenizer.vocab_size=257"], "set at least 258"),
-        (["tokenizer.special_tokens=[a,b,a]"], "special_tokens: 'a'"),
         (["tokenizer.mask_token=[MASK]"], "mask_token = '[MASK]' is not among special_tokens"),
         (["tokenizer.eos_token=<|mask|>"], "mask_token and eos_token are both '<|mask|>'"),
     ],

@@ -36,6 +36,7 @@ OTHERS: dict[str, type[Section]] = {
     "train_tokenizer.toml": TrainTokenizerConfig,
     "make_data.toml": MakeDataConfig,
     "pipeline.toml": PipelineConfig,
+    "chat_pipeline.toml": PipelineConfig,
     "bench_infer.toml": BenchInferConfig,
     "bench_infer_gpu.toml": BenchInferConfig,
     "bench_serve.toml": BenchServeConfig,
@@ -72,7 +73,8 @@ def test_every_command_has_a_resource() -> None:
 def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The directory that the recipe of adaptation starts from; those of other recipes have the same model."""
     directory = tmp_path / "models" / "qwen3-mask"
-    for path in (directory, tmp_path / "GSAI-ML/LLaDA-8B-Instruct", tmp_path / "JetLM/SDAR-1.7B-Chat"):
+    others = [tmp_path / name for name in ("models/sft-qwen3", "GSAI-ML/LLaDA-8B-Instruct", "JetLM/SDAR-1.7B-Chat")]
+    for path in (directory, *others):
         path.mkdir(parents=True)
         (path / "config.json").write_text(json.dumps(QWEN3), encoding="utf-8")
     monkeypatch.chdir(tmp_path)

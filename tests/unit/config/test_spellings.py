@@ -61,7 +61,17 @@ def test_old_keys_are_accepted() -> None:
     assert load_config(ServeConfig, None, ["serve.max_rows=7"]).serve.max_num_batched_tokens == 7
     assert load_config(ServeConfig, None, ["serve.max_holes=7"]).serve.max_masked_spans == 7
     keys = {"bench.details", "objective.loss", "serve.max_holes", "serve.max_rows"}
-    assert {row.key for row in RENAMED} == {*keys, "fill", "objective.fill_weight"}
+    assert {row.key for row in RENAMED} == {*keys, "fill", "objective.fill_weight", "objective.beta"}
+
+
+def test_the_old_strength_of_the_reference_is_that_of_the_loss(tmp_path: Path) -> None:
+    preference = '[objective]\nkind = "preference"\n'
+    for text, overrides in ((preference + "beta = 0.3\n", []), (preference, ["objective.beta=0.3"])):
+        assert load_objective(tmp_path, text, *overrides)["loss"] == {"kind": "dpo", "beta": 0.3}
+    named = preference + 'loss = "simpo"\n'
+    assert load_objective(tmp_path, named)["loss"] == {"kind": "simpo", "beta": 2.0, "gamma_beta_ratio": 0.5}
+    with pytest.raises(ConfigError, match=r"objective\.beta: is the old name of objective\.loss\.beta: write obj"):
+        load_objective(tmp_path, named + "beta = 2.5\n")
 
 
 def test_old_keys_of_chats_are_accepted_in_every_source(tmp_path: Path) -> None:

@@ -47,8 +47,3 @@ def test_a_process_that_dies_while_it_writes_leaves_the_old_file(tmp_path: Path)
     assert path.read_bytes() == b"old"
     temporary_files = [name for name in os.listdir(tmp_path) if name != "summary.json"]
     assert len(temporary_files) == 1 and temporary_files[0].startswith("summary.json.tmp-")
-
-
-def test_a_directory_that_is_not_there_is_the_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        write_text_atomic(tmp_path / "missing" / "a.txt", "text")

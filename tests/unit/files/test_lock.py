@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
@@ -20,18 +19,6 @@ def test_one_holder_at_a_time(tmp_path: Path) -> None:
     assert not is_locked(path)
     with lock_directory(path):
         pass
-
-
-def test_a_lock_is_waited_for(tmp_path: Path) -> None:
-    lock = lock_directory(tmp_path)
-    lock.__enter__()
-    with pytest.raises(DirectoryInUseError), lock_directory(tmp_path, timeout_seconds=0.01):
-        pass
-    thread = threading.Timer(0.1, lambda: lock.__exit__(None, None, None))
-    thread.start()
-    with lock_directory(tmp_path, timeout_seconds=60.0):
-        assert is_locked(tmp_path)
-    thread.join()
 
 
 def test_is_locked_creates_no_file(tmp_path: Path) -> None:

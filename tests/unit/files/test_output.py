@@ -12,20 +12,6 @@ from files.resilient_stream import resilient
 from files.terminal_text import escape_control_characters, print_line, print_message
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("plain [red]text[/red] :smile: é 日本 \u200d\n\tindented", None),
-        ("\x1b]0;title\x07", r"\x1b]0;title\x07"),
-        ("\x00\x08\r\x7f\x9b2J", r"\x00\x08\r\x7f\x9b2J"),
-        ("a\u202eb\u2066c", r"a\u202eb\u2066c"),
-        (b"name\xff.txt".decode("utf-8", "surrogateescape"), r"name\udcff.txt"),
-    ],
-)
-def test_control_characters_are_escaped(text: str, expected: str | None) -> None:
-    assert escape_control_characters(text) == (text if expected is None else expected)
-
-
 def test_every_control_character_but_newline_and_tab_is_escaped() -> None:
     unchanged = [chr(code) for code in range(0x110000) if escape_control_characters(chr(code)) == chr(code)]
     assert [char for char in unchanged if unicodedata.category(char) in ("Cc", "Cs")] == ["\t", "\n"]
@@ -44,13 +30,6 @@ def test_lines_for_people_are_escaped(capsys: pytest.CaptureFixture[str]) -> Non
         "result \\x1b[2J\n",
         "message \\x1b[2J\n",
     )
-
-
-def test_open_stream_is_written() -> None:
-    inner = io.StringIO()
-    stream = resilient(inner)
-    print("text", file=stream, flush=True)
-    assert inner.getvalue() == "text\n" and not stream.isatty()
 
 
 @pytest.mark.parametrize("buffered", [True, False], ids=["buffered", "unbuffered"])

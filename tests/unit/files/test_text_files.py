@@ -8,19 +8,15 @@ from pathlib import Path
 import pytest
 
 from files import json_files
-from files.json_files import read_json_object, read_text
-from files.toml_text import MAX_CHARACTERS, parse_toml
-
-NESTED = "[" * 200_000
+from files.json_files import read_json_object
+from files.toml_text import parse_toml
 
 
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
         (b"{", "is not valid JSON"),
-        (b"", "is not valid JSON"),
         (b"[]", "contains list, expected a JSON object"),
-        (NESTED.encode(), "is not valid JSON .nested too deeply"),
         (b'{"a": ' * 200_000, "is not valid JSON .nested too deeply"),
         (b"1" * 5000, "is not valid JSON"),
         (b'"\xff"', "is not UTF-8"),
@@ -40,26 +36,18 @@ def test_a_missing_file_and_a_directory(tmp_path: Path) -> None:
             read_json_object(path)
 
 
-def test_no_more_is_read_than_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_is_read_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_files, "MAX_CHARACTERS", 100)
-    path = tmp_path / "a.json"
-    path.write_text("[" + "1," * 49 + "]")
-    assert len(read_text(path)) == 100
-    for endless in (path, Path("/dev/zero")):
-        if endless == path:
-            path.write_text(" " * 101)
-        with pytest.raises(ValueError, match=f"{endless}: has more than 100 characters"):
-            read_json_object(endless)
+    with pytest.raises(ValueError, match="/dev/zero: has more than 100 characters"):
+        read_json_object(Path("/dev/zero"))
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
         ("a = [\n" * 100_000, "Invalid"),
-        ("a = " + "[" * 200_000, "nested too deeply"),
         ("a = " + "{a = " * 100_000, "nested too deeply"),
         ("a = " + "1" * 100_000, "limit"),
-        ("#" * (MAX_CHARACTERS + 1), f"more than {MAX_CHARACTERS:,} characters"),
     ],
 )
 def test_documents_that_are_refused(text: str, problem: str) -> None:
