@@ -15,7 +15,10 @@ from torch import Tensor
 
 from diffusionlm.models.patterns import AttentionPattern
 
-FORWARD_TENSORS = ("inputs_BS", "positions_N", "targets_N", "weights_N", "is_eos_padding_N", "answers_N")
+FORWARD_TENSORS = (
+    "inputs_BS", "positions_N", "targets_N", "weights_N", "is_eos_padding_N", "answers_N", "answer_lengths_Q",
+    "is_desirable_P1",
+)  # fmt: skip
 """Tensors of a `NoisedBatch` that a forward and its loss read on the device."""
 
 
@@ -39,6 +42,8 @@ class CleanBatch:
     number in the row, inside of one document. None: each sequence is one segment."""
     is_eos_padding_BL: Tensor | None = None
     """True for target tokens that are padding after an answer. None: there are none."""
+    is_desirable_B1: Tensor | None = None
+    """Label of each row's answer. None: the answers have no labels."""
 
     def select(self, sequences: slice) -> CleanBatch:
         """Some of the sequences."""
@@ -49,7 +54,7 @@ class CleanBatch:
         return self if num_copies == 1 else self._map(lambda tensor: tensor.repeat(num_copies, 1))
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> CleanBatch:
-        optional = (self.document_BL, self.segment_BL, self.is_eos_padding_BL)
+        optional = (self.document_BL, self.segment_BL, self.is_eos_padding_BL, self.is_desirable_B1)
         return CleanBatch(
             function(self.tokens_BL),
             function(self.loss_mask_BL),
@@ -105,8 +110,12 @@ class NoisedBatch:
     is_eos_padding_N: Tensor | None = None
     """True for targets that are padding after an answer. None: there are none."""
     answers_N: Tensor | None = None
-    """For preferences: number of the answer that each target belongs to, 2 p of the chosen and 2 p + 1 of the rejected
-    answer of pair p. None: there are no pairs."""
+    """For preferences: number of the answer that each target belongs to, 2 p and 2 p + 1 for the two answers of row p.
+    None: another objective, as in the next two."""
+    answer_lengths_Q: Tensor | None = None
+    """Target tokens of each answer, without EOS padding, at least 1."""
+    is_desirable_P1: Tensor | None = None
+    """Labels of the rows. None: they are pairs."""
     eos_padding_denominator: float = 0.0
     """Part of `denominator` that EOS padding contributes."""
     is_auxiliary: bool = False

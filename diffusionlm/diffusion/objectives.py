@@ -212,7 +212,7 @@ def loss_weighting(config: MaskedDiffusionConfig | BlockDiffusionConfig) -> tupl
 def find_nelbo_deviation(config: ObjectiveConfig) -> str | None:
     """Why the training loss is not an unbiased estimate of the NELBO per token; None: it is (docs/objectives.md)."""
     if isinstance(config, PreferenceConfig):
-        return "it compares the bounds of answers with those of the reference"
+        return "it compares the bounds of answers"
     if isinstance(config, NextTokenConfig):
         has_other_terms = config.label_smoothing or config.z_loss or config.eos_padding_weight != 1.0
         return "it has label smoothing, a z-loss or an eos_padding_weight" if has_other_terms else None

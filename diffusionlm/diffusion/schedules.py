@@ -37,7 +37,7 @@ class ScheduleSection(Section, ABC):
 
 
 class LinearSchedule(ScheduleSection):
-    """alpha = 1 - t: LLaDA, MDLM's log-linear noise, SDAR."""
+    """alpha = 1 - t, weight 1 / t: LLaDA, MDLM ("log-linear"), SDAR."""
 
     kind: Literal["linear"] = "linear"
 
@@ -49,7 +49,7 @@ class LinearSchedule(ScheduleSection):
 
 
 class CosineSchedule(ScheduleSection):
-    """alpha = 1 - cos(pi / 2 (1 - t)): masked share sin(pi t / 2), as in MaskGIT, MD4 and dLLM."""
+    """alpha = 1 - cos(pi / 2 (1 - t)), weight pi / 2 cot(pi t / 2): MaskGIT, MD4, dLLM."""
 
     kind: Literal["cosine"] = "cosine"
 
@@ -65,7 +65,7 @@ class CosineSchedule(ScheduleSection):
 
 
 class RaisedCosineSchedule(ScheduleSection):
-    """alpha = (1 + cos(pi t)) / 2: the cosine schedule of MMaDA and its descendants."""
+    """alpha = (1 + cos(pi t)) / 2, weight pi cot(pi t / 2): MMaDA's descendants."""
 
     kind: Literal["raised_cosine"] = "raised_cosine"
 
@@ -81,7 +81,7 @@ class RaisedCosineSchedule(ScheduleSection):
 
 
 class CleanCosineSchedule(ScheduleSection):
-    """alpha = cos(pi t / 2): the cosine schedule of BD3-LM."""
+    """alpha = cos(pi t / 2), weight pi / 2 cot(pi t / 4): BD3-LM."""
 
     kind: Literal["clean_cosine"] = "clean_cosine"
 
@@ -98,7 +98,7 @@ class CleanCosineSchedule(ScheduleSection):
 
 
 class PowerSchedule(ScheduleSection):
-    """alpha = 1 - t ** exponent."""
+    """alpha = 1 - t^exponent, weight exponent / t: MaskGIT; BD3-LM's "square" is 2."""
 
     kind: Literal["power"] = "power"
     exponent: PositiveFloat = 2.0
@@ -114,7 +114,7 @@ class PowerSchedule(ScheduleSection):
 
 
 class SquareRootSchedule(ScheduleSection):
-    """alpha = 1 - sqrt(t)."""
+    """alpha = 1 - sqrt(t), weight 1 / (2 t): BD3-LM."""
 
     kind: Literal["square_root"] = "square_root"
 
@@ -126,7 +126,7 @@ class SquareRootSchedule(ScheduleSection):
 
 
 class SigmoidSchedule(ScheduleSection):
-    """Masked share sigmoid(steepness (t - 1/2)), stretched to begin at 0 and end at 1 (MaskGIT's descendants)."""
+    """1 - alpha = sigmoid(steepness (t - 1/2)), stretched to begin at 0 and end at 1: MaskGIT's descendants."""
 
     kind: Literal["sigmoid"] = "sigmoid"
     steepness: PositiveFloat = 6.0
@@ -151,7 +151,7 @@ class SigmoidSchedule(ScheduleSection):
 
 
 class LogarithmicSchedule(ScheduleSection):
-    """alpha = 1 - log(1 + t) / log 2 (BD3-LM)."""
+    """alpha = 1 - log2(1 + t), weight 1 / ((1 + t) log(1 + t)): BD3-LM."""
 
     kind: Literal["logarithmic"] = "logarithmic"
 

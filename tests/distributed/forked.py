@@ -5,17 +5,19 @@ from __future__ import annotations
 import faulthandler
 import os
 import pickle
-import select
-import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 # Imported here, once, and not by each child: they take seconds. Optimizers import the compiler.
 import torch._dynamo
@@ -63,42 +65,34 @@ def run_ranks(act: Callable[[World], T], tmp_path: Path, world_size: int = 2, ti
     return [ending.result for ending in ended]
 
 
-def spawn_ranks(act: Callable[[World], Any], tmp_path: Path, world_size: int = 2, timeout: float = 60) -> list[int]:
-    """Exit codes of ranks that may die in ``act``: 0, 1 after an exception, or minus the signal."""
-    return [ending.exit_code for ending in end_ranks(act, tmp_path, world_size, timeout)]
-
-
 def end_ranks(act: Callable[[World], Any], tmp_path: Path, world_size: int = 2, timeout: float = 60) -> list[Ended]:
-    """How each rank ended."""
-    meeting = Path(mkdtemp(dir=tmp_path)) / "store"
-    sys.stdout.flush()
-    sys.stderr.flush()
-    children: dict[int, int] = {}  # read end of the pipe -> process
+    """How each rank ended, which may die in ``act``."""
+    context, meeting = get_context("fork"), Path(mkdtemp(dir=tmp_path)) / "store"
+    children: list[tuple[ForkProcess, Connection]] = []
     for rank in range(world_size):
-        reader, writer = os.pipe()
-        process = os.fork()
-        if not process:
-            os.close(reader)
-            _live(act, World(rank, world_size, rank), meeting, timeout, writer)
-        os.close(writer)
-        children[reader] = process
-    sent: dict[int, bytes] = {}
-    try:
-        sent = _read_all(list(children), time.monotonic() + timeout + 10)
-    finally:
-        for reader, process in children.items():
-            os.close(reader)
-            if reader not in sent:
-                os.kill(process, signal.SIGKILL)
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_live, args=(act, World(rank, world_size, rank), meeting, timeout, sender))
+        process.start()
+        sender.close()
+        children.append((process, receiver))
+    deadline, results = time.monotonic() + timeout + 10, []
+    for _, receiver in children:
+        message = pickle.dumps((None, "it said nothing"))
+        with suppress(EOFError):
+            if receiver.poll(max(0.0, deadline - time.monotonic())):
+                message = receiver.recv_bytes()
+        results.append(pickle.loads(message))
     ended = []
-    for reader, process in children.items():
-        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-        result, error = pickle.loads(sent[reader]) if sent.get(reader) else (None, "it said nothing")
-        ended.append(Ended(code, result, error))
+    for (process, receiver), (result, error) in zip(children, results, strict=True):
+        process.join(max(0.0, deadline - time.monotonic()))
+        process.kill()
+        process.join()
+        receiver.close()
+        ended.append(Ended(cast("int", process.exitcode), result, error))
     return ended
 
 
-def _live(act: Callable[[World], Any], world: World, meeting: Path, timeout: float, writer: int) -> NoReturn:
+def _live(act: Callable[[World], Any], world: World, meeting: Path, timeout: float, sender: Connection) -> NoReturn:
     """The life of a child, which must not come back into the tests."""
     code = 1
     faulthandler.disable()  # a child that aborts is expected to
@@ -109,27 +103,13 @@ def _live(act: Callable[[World], Any], world: World, meeting: Path, timeout: flo
         store = FileStore(str(meeting), world.size)
         limit = timedelta(seconds=timeout)
         dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit)
-        sent = pickle.dumps((act(world), ""))
+        message = pickle.dumps((act(world), ""))  # not `send`: torch would send tensors by shared memory
         code = 0
     except BaseException:
-        sent = pickle.dumps((None, traceback.format_exc()))
+        message = pickle.dumps((None, traceback.format_exc()))
     try:
-        with os.fdopen(writer, "wb") as pipe:
-            pipe.write(sent)
+        sender.send_bytes(message)
         if code == 0 and dist.is_initialized():
             dist.barrier()  # nobody leaves while another still talks
     finally:
         os._exit(code)
-
-
-def _read_all(readers: list[int], deadline: float) -> dict[int, bytes]:
-    """What came from each, of those that ended in time."""
-    parts: dict[int, bytes] = dict.fromkeys(readers, b"")
-    is_open = set(readers)
-    while is_open and time.monotonic() < deadline:
-        for reader in select.select(list(is_open), [], [], max(0.0, deadline - time.monotonic()))[0]:
-            chunk = os.read(reader, 1 << 20)
-            parts[reader] += chunk
-            if not chunk:
-                is_open.discard(reader)
-    return {reader: sent for reader, sent in parts.items() if reader not in is_open}

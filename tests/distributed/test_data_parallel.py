@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from config.training.parallel import DDP, Parallel, SingleProcess
+from config.training.parallel import DDP, Parallel
 from ddp.buckets import lay_out_buckets
-from ddp.parallelism import NoParallel, Parallelism, apply_parallelism
-from ddp.process_group import SINGLE_PROCESS, World
-from tests.conftest import MakeModel
+from ddp.parallelism import Parallelism, apply_parallelism
+from ddp.process_group import World
+from diffusionlm.training.setup import parameter_units
 from tests.distributed.forked import run_ranks
 from tests.distributed.toys import (
     Batch,
@@ -26,7 +26,6 @@ from tests.distributed.toys import (
     recorded,
     tower,
     units_of_tower,
-    units_of_transformer,
 )
 
 CPU = torch.device("cpu")
@@ -37,7 +36,7 @@ both = pytest.mark.parametrize("config", [PLAIN, SHARDED], ids=["plain", "sharde
 
 
 def parallel(model: nn.Module, config: Parallel, world: World) -> Parallelism:
-    units = units_of_tower(model) if isinstance(model, Tower) else units_of_transformer(model)  # type: ignore[arg-type]
+    units = units_of_tower(model) if isinstance(model, Tower) else parameter_units(model)  # type: ignore[arg-type]
     return apply_parallelism(model, config, world, CPU, units, requires_whole_matrix=lambda name: "layers.1" in name)
 
 
@@ -228,19 +227,6 @@ def test_a_gradient_that_comes_too_late_is_an_error(tmp_path: Path) -> None:
     run_ranks(act, tmp_path)
 
 
-def test_single_process_clipping_matches_torch(tiny_model: MakeModel) -> None:
-    model, [batch] = tiny_model(), batches([5], seed=0, vocabulary=19)
-    expected = copy.deepcopy(model)
-    alone = parallel(model, SingleProcess(), SINGLE_PROCESS)
-    assert isinstance(alone, NoParallel) and isinstance(parallel(model, DDP(), SINGLE_PROCESS), NoParallel)
-    backward(alone, model, [batch], 5)
-    assert torch.equal(alone.clip(0.01), whole_step(expected, [[batch]], 0.01))
-    assert alone.trainable_parameters().keys() == dict(expected.named_parameters()).keys()
-    for name, parameter in expected.named_parameters():
-        gradient = alone.trainable_parameters()[name].grad
-        assert gradient is not None and parameter.grad is not None and torch.equal(gradient, parameter.grad)
-
-
 def layout(
     shapes: Mapping[str, tuple[int, ...]], max_bytes: int, world_size: int = 1, whole: str = "whole"
 ) -> list[Any]:
@@ -263,12 +249,3 @@ def test_whole_parameters_share_a_bucket_that_they_would_pad() -> None:
     assert [plan.segment_size for plan in plans] == [256, 256]
     owners = [piece.rank for plan in plans for slices in plan.slices.values() for piece in slices]
     assert owners == [0, 1, 2, 3, 0, 1]
-
-
-def test_rows_are_cut_as_torch_cuts_them() -> None:
-    for rows in (1, 2, 7, 8, 9):
-        [plan] = layout({"a": (rows, 3)}, max_bytes=1, world_size=4)
-        chunks = torch.arange(rows).chunk(4)
-        assert [(piece.start, piece.end) for piece in plan.slices["a"]] == [
-            (int(chunk[0]), int(chunk[-1]) + 1) for chunk in chunks
-        ]

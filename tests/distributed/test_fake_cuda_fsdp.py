@@ -14,8 +14,8 @@ from ddp.process_group import World
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.checkpointing.staging import SnapshotMemory
+from diffusionlm.training.setup import parameter_units
 from tests.conftest import MakeConfig
-from tests.distributed.toys import units_of_transformer
 from tests.fake_cuda import fake_cuda
 
 CUDA = torch.device("cuda")
@@ -40,7 +40,7 @@ def test_a_forward(has_gradient: bool, make_config: MakeConfig) -> None:
     with fake_cuda() as record:
         with CUDA:
             model = Transformer(make_config())
-        sharded = FullySharded(model, FSDP(), World(0, 2, 0), CUDA, units_of_transformer(model), dtype=torch.bfloat16)
+        sharded = FullySharded(model, FSDP(), World(0, 2, 0), CUDA, parameter_units(model), dtype=torch.bfloat16)
         record.clear()
         with torch.set_grad_enabled(has_gradient), torch.autocast("cuda", torch.bfloat16):
             for _ in range(2):
@@ -59,7 +59,7 @@ def test_a_checkpoint_gathers_into_pinned_memory(make_config: MakeConfig) -> Non
     with fake_cuda() as record:
         with CUDA:
             model = Transformer(make_config())
-        sharded = FullySharded(model, FSDP(), World(0, 2, 0), CUDA, units_of_transformer(model))
+        sharded = FullySharded(model, FSDP(), World(0, 2, 0), CUDA, parameter_units(model))
         sources = {name: torch.empty(shape, device="meta") for name, shape in sharded.shapes.items()}
         memory = SnapshotMemory()
         copies = memory.copy({**sources, "optimizer": torch.empty(3, device=CUDA)})
@@ -76,7 +76,7 @@ def test_clipping(make_config: MakeConfig) -> None:
     with fake_cuda() as record:
         with CUDA:
             model = Transformer(make_config())
-        sharded = FullySharded(model, FSDP(), World(0, 2, 0), CUDA, units_of_transformer(model))
+        sharded = FullySharded(model, FSDP(), World(0, 2, 0), CUDA, parameter_units(model))
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter)
         record.clear()

@@ -20,9 +20,10 @@ from ddp.process_group import World
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import Optimizers, build_optimizers
 from diffusionlm.training.block_wrapping import checkpoint_activations, compile_blocks
+from diffusionlm.training.setup import parameter_units
 from tests.conftest import MakeModel
 from tests.distributed.forked import run_ranks
-from tests.distributed.toys import Batch, batches, loss_of, recorded, units_of_transformer
+from tests.distributed.toys import Batch, batches, loss_of, recorded
 
 CPU = torch.device("cpu")
 DENOMINATOR = 30.0
@@ -33,7 +34,7 @@ Kind = AdamWConfig | LionConfig | MuonConfig
 
 def cut(model: Transformer, world: World, reshard: bool = True, dtype: torch.dtype = torch.float32) -> FullySharded:
     parallel = FSDP(reshard_after_forward=reshard)
-    return FullySharded(model, parallel, world, CPU, units_of_transformer(model), dtype=dtype)
+    return FullySharded(model, parallel, world, CPU, parameter_units(model), dtype=dtype)
 
 
 def of_rank(step: int, rank: int) -> list[Batch]:
@@ -253,17 +254,7 @@ def test_an_exchange_makes_matrices_whole_once(tmp_path: Path, dtype: torch.dtyp
 def test_gloo_is_refused_on_a_gpu(tiny_model: MakeModel) -> None:
     model = tiny_model()
     with pytest.raises(ValueError, match="cannot reduce-scatter gradients on a GPU"):
-        FullySharded(model, FSDP(backend="gloo"), World(), torch.device("cuda"), units_of_transformer(model))
-
-
-def test_rows_are_cut_as_torch_cuts_them() -> None:
-    for total in range(1, 9):
-        for world_size in (1, 2, 3, 5):
-            cuts = [row_range_of_rank(total, world_size, rank) for rank in range(world_size)]
-            sizes = [end - first for first, end in cuts]
-            chunks = [len(chunk) for chunk in torch.arange(total).chunk(world_size)]
-            assert sizes == chunks + [0] * (world_size - len(chunks))
-            assert [first for first, _ in cuts[1:]] == [end for _, end in cuts[:-1]] and cuts[-1][1] == total
+        FullySharded(model, FSDP(backend="gloo"), World(), torch.device("cuda"), parameter_units(model))
 
 
 @pytest.mark.parametrize(("num_rows", "world_size"), [(3, 2), (8, 2), (7, 3), (10, 4), (1, 3), (5, 1)])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,15 +20,16 @@ from safetensors.torch import load_file
 from config.train import TrainConfig
 from ddp.process_group import World
 from diffusionlm.data.loader import StepLoader
+from diffusionlm.evaluation.validation import EvaluationResult, Validator
+from diffusionlm.models.transformer import Transformer
 from diffusionlm.training import loop
 from diffusionlm.training import run as run_module
 from diffusionlm.training.metrics import StepMetrics
 from diffusionlm.training.run import Run
 from diffusionlm.training.signals import StopRequest
 from diffusionlm.training.step import StepBatch, TrainState, load_step_batch, train_step
-from profiling.trace import StepProfiler
 from tests.conftest import MakeModel
-from tests.distributed.forked import run_ranks, spawn_ranks
+from tests.distributed.forked import end_ranks, run_ranks
 from tests.preference_run import configure_preferences, write_preferences
 from tests.tiny_run import change_config, read_losses, read_records, read_steps
 
@@ -38,6 +41,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp, sharded": DDP,
     "fsdp": {"strategy": "fsdp"},
 }
+WHOLE = {"targets": ["q_proj", "lm_head"], "modules_to_save": ["embed_tokens", "norm", "mlp"], "bias": "all"}
 ADAMW = {"kind": "adamw", "learning_rate": 1e-2}
 WEIGHTS, ADAPTER = (f"checkpoints/latest/{name}.safetensors" for name in ("model", "adapter_model"))
 COMPARED = ("loss", "grad_l2_norm", "mask_ratio", "weight_norms/", "activation_norms/", "preference_")
@@ -112,16 +116,19 @@ def test_two_ranks_match_a_single_process(
         ("ddp, sharded", {"dropout": 0.25, "lr_ratio_b": 2.0}),
         ("fsdp", {"dropout": 0.25, "lr_ratio_b": 2.0}),
         ("fsdp", {"init": "pissa", "dora": True}),
+        ("ddp, sharded", WHOLE),
+        ("fsdp", WHOLE),
     ],
 )
 def test_two_ranks_train_an_adapter_as_one(
     strategy: str, lora: dict[str, Any], config: TrainConfig, tmp_path: Path
 ) -> None:
-    loop.train(change_config(config, tmp_path / "base", training={"max_steps": 2}))
+    untied = {"tie_word_embeddings": False, "attention_bias": True}
+    loop.train(change_config(config, tmp_path / "base", training={"max_steps": 2}, model=untied))
     sections: dict[str, Any] = {
-        "model": {"init_from": str(tmp_path / "base")},
-        "training": {"max_steps": 4, "micro_batch_size": 1, "ema_decay": 0.5},
-        "lora": {"rank": 3, "trainable_tokens": [3, 7], **lora},
+        "model": untied | {"init_from": str(tmp_path / "base")},
+        "training": {"max_steps": 4, "micro_batch_size": 1, "ema_decay": 0.5, "neftune_alpha": 5.0},
+        "lora": {"rank": 3, "trainable_tokens": [3, 7] if lora is not WHOLE else [], **lora},
         # A large eps answers rounding with rounding: near zero, the sign of a gradient decides the step.
         "optimizer": ADAMW | {"eps": 1e-5},
     }
@@ -133,32 +140,36 @@ def test_two_ranks_train_an_adapter_as_one(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_two_ranks_train_on_preferences_as_one(strategy: str, tiny_model: MakeModel, tmp_path: Path) -> None:
-    """With micro-batches of one pair on each rank. FSDP divides the reference like the model."""
+@pytest.mark.parametrize(("strategy", "loss"), [*((strategy, "dpo") for strategy in STRATEGIES), ("ddp", "kto")])
+def test_two_ranks_train_on_preferences_as_one(strategy: str, loss: str, tiny_model: MakeModel, tmp_path: Path) -> None:
+    """With micro-batches of one row on each rank. FSDP divides the reference like the model; KTO's reference point is a
+    mean over all ranks."""
     write_preferences(tmp_path, tiny_model)
-    sections: dict[str, Any] = {"training": {"micro_batch_size": 1, "max_steps": 3}}
+    sections: dict[str, Any] = {"training": {"micro_batch_size": 1, "max_steps": 3}, "objective": {"loss": loss}}
     one = configure_preferences(tmp_path, "one", **sections)
     two = configure_preferences(tmp_path, "two", **sections, parallel=STRATEGIES[strategy])
-    build: Any = run_module.build_reference
+    build: Any = run_module.build_preference_loss
 
     def build_divided(*args: Any) -> Any:
-        reference = build(*args)
+        preferences = build(*args)
         if strategy == "fsdp":
-            assert all(value.to_local().numel() < value.numel() for value in reference.model.parameters())
-        return reference
+            assert all(value.to_local().numel() < value.numel() for value in preferences.reference.parameters())
+        return preferences
 
     loop.train(one)
-    with patch.object(run_module, "build_reference", build_divided):
+    with patch.object(run_module, "build_preference_loss", build_divided):
         assert train_on(two, tmp_path) == [3, 3]
     check_equal(two, one, 1e-4)
 
 
 @pytest.mark.slow
-def test_two_ranks_compare_an_adapter_with_its_start(tiny_model: MakeModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{"trainable_tokens": [3]}, {"modules_to_save": ["lm_head", "norm"]}])
+def test_two_ranks_compare_an_adapter_with_its_start(
+    options: dict[str, Any], tiny_model: MakeModel, tmp_path: Path
+) -> None:
     """Its values are whole on each rank, also of a sharded model."""
     write_preferences(tmp_path, tiny_model)
-    lora: dict[str, Any] = {"rank": 2, "trainable_tokens": [3]}
+    lora: dict[str, Any] = {"rank": 2, **options}
     sections: dict[str, Any] = {"training": {"micro_batch_size": 1, "max_steps": 3}, "lora": lora}
     first = configure_preferences(tmp_path, "first", **sections, optimizer={"learning_rate": 2e-2})
     loop.train(first)
@@ -227,6 +238,20 @@ def test_nonfinite_step_of_one_rank_is_skipped_by_all_ranks(
     assert state["progress"]["skipped"] == 1
 
 
+def test_ranks_stop_early_together(config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the bound of the first rank, should another rank have rounded it to a better one."""
+    evaluate, calls = Validator.evaluate_quick, itertools.count()
+
+    def evaluate_quick(self: Validator, model: Transformer) -> EvaluationResult:
+        bound = 3.0 if self.world.is_first else 3.0 - 1e-9 * next(calls)
+        return replace(evaluate(self, model), nats_per_token=bound)
+
+    monkeypatch.setattr(Validator, "evaluate_quick", evaluate_quick)
+    validation = {"every_steps": 1, "rows": 2, "early_stopping": {"patience": 2}}
+    two = change_config(config, tmp_path / "two", optimizer=ADAMW, parallel=DDP, validation=validation)
+    assert train_on(two, tmp_path) == [3, 3]
+
+
 @pytest.mark.slow
 def test_dead_rank_ends_the_run_and_resume_is_exact(config: TrainConfig, tmp_path: Path) -> None:
     whole = change_config(config, tmp_path / "whole", optimizer=ADAMW, parallel=DDP)
@@ -245,7 +270,7 @@ def test_dead_rank_ends_the_run_and_resume_is_exact(config: TrainConfig, tmp_pat
         loop.find_due_actions = find_due_actions
         return training(broken)(world)
 
-    assert spawn_ranks(dying, tmp_path) == [1, 9]
+    assert [ending.exit_code for ending in end_ranks(dying, tmp_path)] == [1, 9]
     train_on(broken, tmp_path)
     assert read_losses(broken) == read_losses(whole)
     first, second = (load_file(config.run.directory / WEIGHTS) for config in (broken, whole))
@@ -277,25 +302,3 @@ def stopping_after(step: int) -> Iterator[None]:
         yield
     finally:
         REPLACEABLE.load_step_batch = load_step_batch
-
-
-@pytest.mark.slow
-def test_the_first_rank_alone_is_profiled(config: TrainConfig, tmp_path: Path) -> None:
-    """All ranks would write the same files."""
-    profiler = {"active": 1, "wait": 0, "warmup": 0}
-    config = change_config(config, tmp_path / "two", parallel=DDP, profiler=profiler, training={"max_steps": 1})
-
-    def act(world: World) -> list[int]:
-        requests = []
-
-        class Noted(StepProfiler):
-            def __enter__(self) -> StepProfiler:
-                requests.append(self.config.active)
-                return super().__enter__()
-
-        REPLACEABLE.StepProfiler = Noted
-        training(config)(world)
-        return requests
-
-    assert run_ranks(act, tmp_path) == [[1], [0]]
-    assert sorted(path.name for path in (tmp_path / "two/profile").iterdir()) == ["table-1.txt", "trace-1.json"]

@@ -53,18 +53,6 @@ def units_of_tower(model: Tower) -> list[ParameterUnit]:
     return [(model, ["embed.weight", "scale"]), *layers, (model.norm, last)]
 
 
-def units_of_transformer(model: Transformer) -> list[ParameterUnit]:
-    blocks = [
-        (block, [f"model.layers.{index}.{name}" for name, _ in block.named_parameters()])
-        for index, block in enumerate(model.model.layers)
-    ]
-    return [
-        (model, ["model.embed_tokens.weight"]),
-        *blocks,
-        (model.model.norm, ["model.norm.weight", "lm_head.weight"]),
-    ]
-
-
 Batch = tuple[Tensor, Tensor, Tensor]
 """Tokens [B, L], rows that are scored, and their targets."""
 

@@ -62,7 +62,7 @@ def find_compiler_problem() -> str | None:
 
 @dataclass(frozen=True)
 class KernelLaunch:
-    """A call of a kernel: what Triton's compiler depends on, and the size of its grid."""
+    """A call of a kernel: what Triton's compiler depends on."""
 
     kernel: Any
     """The function that ``triton.jit`` returned."""
@@ -73,15 +73,10 @@ class KernelLaunch:
     """Parameters that are multiples of `ALIGNMENT`."""
     options: Mapping[str, int]
     """`LAUNCH_OPTIONS` of the call."""
-    num_programs: int
-
-    @property
-    def name(self) -> str:
-        return str(self.kernel.__name__)
 
 
-def read_launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: Mapping[str, Any]) -> KernelLaunch:
-    """The launch ``kernel[grid](*args, **options)``; arguments are specialized as Triton's launcher does."""
+def read_launch(kernel: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> KernelLaunch:
+    """The launch ``kernel[...](*args, **options)``; arguments are specialized as Triton's launcher does."""
     bound = inspect.signature(kernel.fn).bind(*args, **{k: v for k, v in options.items() if k not in LAUNCH_OPTIONS})
     bound.apply_defaults()
     signature: dict[str, str] = {}
@@ -97,10 +92,7 @@ def read_launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], optio
         if type(number) is int and number % ALIGNMENT == 0:
             aligned.append(parameter.name)
     chosen = {name: options[name] for name in LAUNCH_OPTIONS if name in options}
-    num_programs = 1
-    for size in grid:
-        num_programs *= size
-    return KernelLaunch(kernel, signature, constants, tuple(aligned), chosen, num_programs)
+    return KernelLaunch(kernel, signature, constants, tuple(aligned), chosen)
 
 
 def _type_of(value: Any) -> str:
@@ -124,7 +116,7 @@ class _LaunchRecorder:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*args: Any, **options: Any) -> None:
-            self.launches.append(read_launch(self.kernel, grid, args, options))
+            self.launches.append(read_launch(self.kernel, args, options))
 
         return launch
 

@@ -1,9 +1,8 @@
-"""Registers, shared memory, spills and occupancy of the project's Triton kernels on GPUs, without a GPU.
+"""Registers, shared memory and spills of the project's Triton kernels on GPUs, without a GPU.
 
 python -m tests.kernels.compiled_kernels
 
-Each variant that can run is compiled ahead of time, and held to budgets: see `find_violations`. Nothing is executed, so
-the only times are bounds: the bytes that a kernel must move, divided by the bandwidth of the GPU's memory.
+Each variant that can run is compiled ahead of time, and held to budgets: see `find_violations`. Nothing is executed.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from benchmarking.harness import make_table
 from diffusionlm.kernels.loss_types import LossOptions
 from files.terminal_text import print_message
 from logger.pages.markdown import render_table
-from tests.kernels.accelerators import A100, B200, H100, H200, occupancy
 from tests.kernels.ahead_of_time import (
     AMD_TARGETS,
     TARGETS,
@@ -39,8 +37,6 @@ VOCABULARIES = (1000, 4095, 4096, 8191, 8192, 16383, 16384, 50257, 151936)
 """A vocabulary of each class: every size of block, in one pass or two, a multiple of 16 or not. Other vocabularies run
 one of these variants."""
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-TIMED_ROWS = 1024
-"""Rows of logits for which the memory-bound time is stated."""
 MAX_THREADS = 1024
 """Threads of a program that every GPU can launch."""
 MAX_SHARED_BYTES = 1 << 10
@@ -68,15 +64,6 @@ class KernelVariant:
     def __str__(self) -> str:
         options = f"{', soft cap' if self.has_cap else ''}{', gradient' if self.needs_grad else ''}"
         return f"{LOSS_KERNEL} of {self.vocabulary} logits in {self.dtype}{options}"
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that `TIMED_ROWS` rows move at least: each logit is read once, and its gradient written once.
-
-        The second read of a long row is not counted: the rows in flight fit the L2 cache.
-        """
-        logits = self.vocabulary * DTYPES[self.dtype].itemsize * (2 if self.needs_grad else 1)
-        return TIMED_ROWS * (logits + 8 + 3 * 4)
 
 
 def list_variants(vocabularies: Sequence[int], dtypes: Sequence[str]) -> list[KernelVariant]:
@@ -130,14 +117,9 @@ def widest_vector_load(ptx: str) -> int:
 
 
 def format_row(variant: KernelVariant, kernels: dict[str, CompiledKernel]) -> list[str]:
-    """Cells of the table; those with several values have them in the order of the targets or of the GPUs."""
+    """Cells of the table; registers are in the order of the targets."""
     nvidia = {target: kernel for target, kernel in kernels.items() if target not in AMD_TARGETS}
     width = min((widest_vector_load(kernel.assembly) for kernel in nvidia.values()), default=0)
-    shares = [
-        f"{occupancy(gpu, kernel.num_threads, kernel.registers, kernel.shared_bytes):.0%}"
-        for gpu in (A100, H100, B200)
-        if (kernel := nvidia.get(gpu.capability)) is not None
-    ]
     return [
         f"{variant.vocabulary:,}",
         variant.dtype,
@@ -148,8 +130,6 @@ def format_row(variant: KernelVariant, kernels: dict[str, CompiledKernel]) -> li
         str(max(kernel.shared_bytes for kernel in kernels.values())),
         str(max(kernel.spill_bytes for kernel in kernels.values())),
         str(max(1, width // DTYPES[variant.dtype].itemsize)),
-        " / ".join(shares),
-        " / ".join(f"{1e6 * variant.num_bytes / gpu.bandwidth:,.1f}" for gpu in (H100, H200, B200)),
     ]
 
 
@@ -171,8 +151,7 @@ def compile_variants(vocabularies: Sequence[int], dtypes: Sequence[str], targets
     if violations:
         raise ValueError("kernels exceed their budgets:\n" + "\n".join(violations))
     header = ["vocabulary", "logits", "soft cap", "gradient", "threads", f"registers, {' / '.join(targets)}"]
-    header += ["shared bytes", "spilled bytes", "logits per load", "occupancy, A100 / H100 / B200"]
-    header += [f"µs per {TIMED_ROWS:,} rows at least, H100 / H200 / B200"]
+    header += ["shared bytes", "spilled bytes", "logits per load"]
     return render_table(make_table(header, rows))
 
 

@@ -80,23 +80,6 @@ def test_the_softcap_is_computed_in_float32() -> None:
     torch.testing.assert_close(output.nll_N, F.cross_entropy(capped, loss_inputs.targets_N, reduction="none").detach())
 
 
-@pytest.mark.parametrize(
-    ("softcap", "excluded", "smoothing", "z_loss"), [(None, None, 0.0, 0.0), (2.0, 5, 0.2, 0.1), (None, 5, 0.2, 0.1)]
-)
-def test_gradcheck(softcap: float | None, excluded: int | None, smoothing: float, z_loss: float) -> None:
-    hidden, head, loss_inputs = make_inputs(4, 6, 3, excluded_token=excluded, label_smoothing=smoothing, z_loss=z_loss)
-    assert torch.autograd.gradcheck(
-        lambda h, w: linear_cross_entropy(h, w, loss_inputs, softcap).loss_sum, (hidden, head)
-    )
-
-
-def test_an_excluded_token_has_probability_zero() -> None:
-    hidden, head = torch.randn(1, 4).expand(18, 4), torch.randn(19, 4)
-    head[18] *= 100.0
-    nll_N = linear_cross_entropy(hidden, head, LossInputs(torch.arange(18), torch.ones(18), excluded_token=18)).nll_N
-    torch.testing.assert_close(nll_N.neg().exp().sum(), torch.tensor(1.0))
-
-
 def test_an_excluded_target_has_infinite_loss_and_no_gradient() -> None:
     hidden, head, _ = make_inputs(3, 5, 4)
     loss_inputs = LossInputs(torch.tensor([4, 1, 4]), torch.tensor([1.0, 1.0, 0.0]), 4)
@@ -277,15 +260,6 @@ def test_the_setting_of_split_sums_is_left_alone() -> None:
 )
 def test_chunk_size(num_positions: int, vocab: int, options: dict[str, Any], expected: int) -> None:
     assert chunk_size(num_positions, vocab, **options) == expected
-
-
-@pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("num_positions", [0, 1, 64, 65, 1000])
-def test_chunks_cover_all_positions(num_positions: int) -> None:
-    hidden, head = torch.randn(num_positions, 3), torch.randn(5, 3)
-    targets = torch.randint(0, 5, (num_positions,))
-    nll_N = linear_cross_entropy(hidden, head, LossInputs(targets, torch.ones(num_positions))).nll_N
-    torch.testing.assert_close(nll_N, F.cross_entropy(hidden @ head.T, targets, reduction="none"))
 
 
 def _half_loss(hidden: torch.Tensor, head: torch.Tensor, loss_inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:

@@ -406,8 +406,6 @@ class Measured:
     label: str
     rows: dict[tuple[str, str], Row]
     """By direction and dtype."""
-    values: Weights
-    """What was saved."""
     model_type: str
     """In its config.json."""
     configs: tuple[Any, Any]
@@ -454,4 +452,4 @@ def _measure(theirs: Foreign | Plain, folder: Path) -> Measured:
     save_model(narrow, folder / "narrow")
     rows[ROWS[2]] = compare(narrow, rounded, changed(load_weights(folder / "narrow"), load_weights(folder / "rounded")))
     model_type = json.loads((folder / "theirs" / "config.json").read_text())["model_type"]
-    return Measured(theirs.label, rows, values, model_type, (ours.config, again.config))
+    return Measured(theirs.label, rows, model_type, (ours.config, again.config))

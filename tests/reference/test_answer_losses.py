@@ -1,9 +1,8 @@
-"""Losses of answers: values worked out by hand, by enumeration and by forwards of a second implementation."""
+"""Losses of answers: EOS padding, and conversations against forwards of a second implementation."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -20,126 +19,34 @@ from config.training.objective import (
     NextTokenConfig,
     ObjectiveConfig,
 )
-from diffusionlm.diffusion.corruption import assign_noise_groups
-from diffusionlm.diffusion.layout import InputLayout, target_positions
+from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
 from diffusionlm.diffusion.objectives import build_objective
 from diffusionlm.diffusion.segments import NoiseSequences
 from diffusionlm.evaluation.nelbo import NelboEstimator, NelboReport, compute_masked_nll
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.metrics import sum_loss_parts
-from tests.reference.enumeration import PlainModel, StandIn, assert_mean, log_probabilities, table_config
-
-MakeModel = Callable[..., Transformer]
+from tests.conftest import MakeModel
+from tests.reference.enumeration import (
+    PlainModel,
+    StandIn,
+    assert_mean,
+    log_probabilities,
+    loss_and_gradient,
+    score_batch,
+    table_config,
+)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Values by hand
-
-Y1, Y2, PROMPT = 0, 1, 2
-ORDERS = {"all": math.log(20.0) / 2, "left to right": math.log(4.0), "right to left": math.log(5.0)}
-"""-log p of the answer below: the mean over both orders is the bound."""
-
-
-def two_answers(context_RL: Tensor, places_R: Tensor) -> Tensor:
-    """p(y1) = 1/2, p(y2) = 1/4, p(y1 | y2) = 4/5, p(y2 | y1) = 1/2; the answer is the last two tokens."""
-    first, second = context_RL.shape[1] - 2, context_RL.shape[1] - 1
-    p = torch.zeros(len(places_R), 3, dtype=torch.float64)
-    p[:, Y1] = torch.where(context_RL[:, second] >= 0, 0.8, 0.5)
-    p[:, Y2] = torch.where(context_RL[:, first] >= 0, 0.5, 0.25)
-    return p
-
-
-def answer_of_two(rows: int, prompt: int = 2) -> CleanBatch:
-    tokens = torch.tensor([[PROMPT] * prompt + [Y1, Y2]]).repeat(rows, 1)
-    return CleanBatch(tokens, tokens != PROMPT)
 
 
 def losses(config: ObjectiveConfig, batch: CleanBatch, model: Any, steps: int = 60) -> np.ndarray:
     objective, values = build_objective(config, model.config), []
     for step in range(steps):
         draw = objective.build_noised_batch(batch, NoiseKey(5, step, 0, len(batch.tokens_BL)))
-        loss_inputs = objective.build_loss_inputs(draw, draw.denominator)
-        output = model(draw.inputs_BS, pattern=draw.pattern, output_positions=draw.positions_N, loss_inputs=loss_inputs)
-        values.append(float(output.loss_sum))
+        values.append(float(score_batch(model, objective, draw, draw.denominator).loss_sum))
     return np.array(values)
-
-
-COINS = IndependentMasking(times="uniform", epsilon=0.0)
-EXPECTED: dict[str, tuple[ObjectiveConfig, float]] = {
-    "counts": (MaskedDiffusionConfig(), ORDERS["all"]),
-    "complementary": (MaskedDiffusionConfig(estimator=FixedCountMasking(complementary=True)), ORDERS["all"]),
-    "coins": (MaskedDiffusionConfig(estimator=COINS), ORDERS["all"]),
-    "coins of LLaDA": (
-        MaskedDiffusionConfig(normalizer="rows", estimator=IndependentMasking(times="uniform")),
-        1.498448,
-    ),
-    "block of the row": (BlockDiffusionConfig(block_length=4), ORDERS["all"]),
-    "blocks of 1": (BlockDiffusionConfig(block_length=1), ORDERS["left to right"]),
-    "a block ends inside of the answer": (BlockDiffusionConfig(block_length=3), ORDERS["left to right"]),
-    "a block ends before the answer": (BlockDiffusionConfig(block_length=2), ORDERS["all"]),
-    "pairs of blocks": (
-        BlockDiffusionConfig(block_length=2, estimator=FixedCountMasking(complementary=True)),
-        ORDERS["all"],
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "alignment"),
-    [*((name, "same_position") for name in EXPECTED), *((name, "shifted") for name in EXPECTED if "block" in name)],
-)
-def test_loss_of_an_answer_of_two_tokens(name: str, alignment: str) -> None:
-    config, expected = EXPECTED[name]
-    model = StandIn(two_answers, table_config(3, 4, logit_alignment=alignment))
-    assert_mean(losses(config, answer_of_two(16), model), expected / 2, relative_error=0.08)
-
-
-def test_next_token_loss_of_an_answer_of_two_tokens() -> None:
-    model = StandIn(two_answers, table_config(3, 4, logit_alignment="shifted"))
-    assert losses(NextTokenConfig(), answer_of_two(3), model, 1) == pytest.approx(ORDERS["left to right"] / 2)
-
-
-@pytest.mark.slow
-def test_pooled_mean_over_masked_tokens_is_no_bound() -> None:
-    """Sum of CE / number of masked tokens, over the batch: .845862 per token, not .748933."""
-    config = MaskedDiffusionConfig(normalizer="masked", estimator=COINS)
-    values = losses(config, answer_of_two(512), StandIn(two_answers, table_config(3, 4)), 24)
-    assert_mean(values, 0.845862, relative_error=0.01)
-
-
-def constant_loss(nats_by_token: dict[int, float]) -> StandIn:
-    """A model whose cross-entropy depends on the token only."""
-    p = torch.tensor([math.exp(-nats_by_token.get(token, 9.0)) for token in range(4)], dtype=torch.float64)
-    return StandIn(lambda context_RL, places_R: p.expand(len(places_R), -1), table_config(4, 16))
-
-
-TWO_ANSWERS = CleanBatch(
-    torch.tensor([[3, 3, 3, 0, 0, 3, 3, 3], [3, 3, 1, 1, 1, 1, 1, 1]]),
-    torch.tensor([[False] * 3 + [True] * 2 + [False] * 3, [False] * 2 + [True] * 6]),
-)
-"""Answers of 2 tokens of 1 nat and of 6 tokens of 3 nats."""
-
-
-@pytest.mark.parametrize(("loss", "expected"), [("targets", 2.5), ("rows", 2.0)])
-@pytest.mark.parametrize("parts", [1, 2])
-def test_normalization_by_tokens_and_by_answers(loss: Any, expected: float, parts: int) -> None:
-    """Over the whole step, in one micro-batch or two: never a mean of means of micro-batches."""
-    model = constant_loss({0: 1.0, 1: 3.0})
-    objective = build_objective(MaskedDiffusionConfig(normalizer=loss), model.config)
-    size = 2 // parts
-    draws = [
-        objective.build_noised_batch(TWO_ANSWERS.select(slice(first, first + size)), NoiseKey(0, 0, first, 2))
-        for first in range(0, 2, size)
-    ]
-    total = 0.0
-    for draw in draws:
-        loss_inputs = objective.build_loss_inputs(draw, sum(part.denominator for part in draws))
-        total += float(
-            model(
-                draw.inputs_BS, pattern=draw.pattern, output_positions=draw.positions_N, loss_inputs=loss_inputs
-            ).loss_sum
-        )
-    assert total == pytest.approx(expected, abs=1e-12)
 
 
 PADDED = CleanBatch(
@@ -148,7 +55,9 @@ PADDED = CleanBatch(
     is_eos_padding_BL=torch.tensor([[False] * 5 + [True] * 3]),
 )
 """An answer of 2 tokens of 1 nat and EOS padding of 3 tokens of 0.01 nats."""
-EOS_PADDING_MODEL = constant_loss({0: 1.0, 2: 0.01})
+EOS_PADDING_MODEL: Any = StandIn(
+    lambda inputs_RL, targets_R: torch.tensor([1.0, 9.0, 0.01, 9.0])[targets_R], table_config(4, 16)
+)
 
 
 @pytest.mark.parametrize("loss", ["targets", "rows"])
@@ -167,11 +76,7 @@ def test_answer_and_eos_padding_are_reported_apart(config: MaskedDiffusionConfig
     objective, total = build_objective(config, EOS_PADDING_MODEL.config), torch.zeros(2, 3, dtype=torch.float64)
     for step in range(100):
         draw = objective.build_noised_batch(PADDED, NoiseKey(1, step, 0, 1))
-        loss_inputs = objective.build_loss_inputs(draw, 1.0)
-        output = EOS_PADDING_MODEL(
-            draw.inputs_BS, pattern=draw.pattern, output_positions=draw.positions_N, loss_inputs=loss_inputs
-        )
-        total += sum_loss_parts(draw, output.nll_N)
+        total += sum_loss_parts(draw, score_batch(EOS_PADDING_MODEL, objective, draw, 1.0).nll_N)
     (answer, eos_padding, _), (answer_denominator, eos_padding_denominator, _) = total.tolist()
     assert answer_denominator + eos_padding_denominator == pytest.approx(100 * draw.denominator)
     assert answer / answer_denominator == pytest.approx(1.0, rel=0.15)
@@ -192,17 +97,6 @@ def test_validation_reports_eos_padding_apart() -> None:
     assert is_padding_BL is not None
     with pytest.raises(ValueError, match="no answer token"):
         report_of(EOS_PADDING_MODEL, CleanBatch(PADDED.tokens_BL, is_padding_BL, is_eos_padding_BL=is_padding_BL))
-
-
-@pytest.mark.parametrize("num_padding", [0, 2])
-def test_blocks_are_counted_from_the_start_of_the_prompt(num_padding: int) -> None:
-    """A prompt of 6, an answer of 4, blocks of 4: the answer's head shares a block with the prompt's tail, as at
-    inference. Padding to the block's end makes 6 targets of 4."""
-    length = 10 + num_padding
-    tokens = torch.zeros(1, length, dtype=torch.int64)
-    batch = CleanBatch(tokens, torch.arange(length)[None] >= 6, None, torch.zeros_like(tokens))
-    groups = assign_noise_groups(NoiseSequences.from_batch(batch).batch, batch.loss_mask_BL.numpy(), "block", 4)
-    assert groups.tolist() == [[-1] * 6 + [0] * 2 + [1] * (2 + num_padding)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -279,14 +173,10 @@ def place(batches: Sequence[CleanBatch], padding: int = 2) -> list[CleanBatch]:
     return rows
 
 
-def small(tiny_model: MakeModel, alignment: str) -> Transformer:
-    vocabulary = {"vocab_size": VOCAB, "mask_token_id": MASK, "eos_token_id": 0, "pad_token_id": 0}
-    return tiny_model(torch.float64, scale=0.4, logit_alignment=alignment, **vocabulary)
-
-
 @pytest.fixture(scope="module", params=["same_position", "shifted"])
 def model(tiny_model: MakeModel, request: pytest.FixtureRequest) -> Transformer:
-    return small(tiny_model, request.param)
+    vocabulary = {"vocab_size": VOCAB, "mask_token_id": MASK, "eos_token_id": 0, "pad_token_id": 0}
+    return tiny_model(torch.float64, scale=0.4, logit_alignment=request.param, **vocabulary)
 
 
 def block_starts(segments: Sequence[tuple[int, int]], block_length: int, num_padding: int) -> list[int]:
@@ -345,7 +235,14 @@ def objectives(alignment: str, weight: float) -> list[ObjectiveConfig]:
         BlockDiffusionConfig(
             block_length=2, eos_padding_weight=weight, estimator=FixedCountMasking(complementary=True)
         ),
+        BlockDiffusionConfig(
+            block_length=2, eos_padding_weight=weight, estimator=IndependentMasking(draw_per="document")
+        ),
+        BlockDiffusionConfig(block_length=(1, 4, 50), eos_padding_weight=weight),
+        MaskedDiffusionConfig(eos_padding_weight=weight, estimator=FixedCountMasking(replace_with="random")),
     ]
+    if weight == 1.0:
+        others += [MaskedDiffusionConfig(normalizer=name) for name in ("masked", "masked_rows")]
     next_token: list[ObjectiveConfig] = [NextTokenConfig(eos_padding_weight=weight)] if alignment == "shifted" else []
     return [*blocks, *others, *next_token]
 
@@ -357,23 +254,6 @@ def draws_of(objective: Any, batches: Sequence[CleanBatch], step: int = 4) -> li
         objective.build_noised_batch(batch, NoiseKey(2, step, first, firsts[-1]))
         for batch, first in zip(batches, firsts, strict=False)
     ]
-
-
-def loss_and_gradient(model: Transformer, objective: Any, draws: Sequence[NoisedBatch]) -> tuple[Tensor, list[Tensor]]:
-    denominator = sum(draw.denominator for draw in draws)
-    parameters = list(model.parameters())
-    total = torch.zeros((), dtype=torch.float64)
-    for draw in draws:
-        total = (
-            total
-            + model(
-                draw.inputs_BS,
-                pattern=draw.pattern,
-                output_positions=draw.positions_N,
-                loss_inputs=objective.build_loss_inputs(draw, denominator),
-            ).loss_sum
-        )
-    return total.detach(), list(torch.autograd.grad(total, parameters))
 
 
 @pytest.mark.parametrize(("num_padding", "weight"), EOS_PADDING_CASES)
@@ -403,7 +283,8 @@ def test_validation_of_packed_conversations_equals_that_of_separate_ones(
     model: Transformer, block_length: int | None
 ) -> None:
     rows = place(conversations(2))
-    together = CleanBatch(*(torch.cat([getattr(row, name) for row in rows]) for name in vars(rows[0])))
+    present = [name for name, value in vars(rows[0]).items() if value is not None]
+    together = CleanBatch(**{name: torch.cat([getattr(row, name) for row in rows]) for name in present})
     separate, packed = (
         report_of(model, batch, block_length, samples=3) for batch in (together, pack(conversations(2)))
     )
@@ -414,84 +295,3 @@ def test_validation_of_packed_conversations_equals_that_of_separate_ones(
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What an answer depends on
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("block_length", [None, 1, 2, 3, 4, 50])
-def test_documents_and_later_turns_do_not_change_an_answer(model: Transformer, block_length: int | None) -> None:
-    layout, packed = InputLayout.from_config(model.config, block_length), pack(conversations())
-    masked = layout.maskable(packed)
-    before = compute_masked_nll(model, layout, packed, masked)[0]
-    assert packed.document_BL is not None and packed.segment_BL is not None
-
-    def changed(where: Tensor) -> np.ndarray:
-        tokens = torch.where(where, (packed.tokens_BL + 1) % MASK, packed.tokens_BL)
-        batch = CleanBatch(tokens, packed.loss_mask_BL, packed.document_BL, packed.segment_BL)
-        return compute_masked_nll(model, layout, batch, masked)[0]
-
-    is_prompt = ~packed.loss_mask_BL
-    for document in range(3):
-        is_here = packed.document_BL == document
-        after, elsewhere = changed(is_here & is_prompt), (masked & ~is_here.numpy())[0]
-        np.testing.assert_array_equal(after[elsewhere], before[elsewhere])  # bit for bit
-        here = (masked & is_here.numpy())[0]
-        assert (after[here] != before[here]).all(), "every answer token depends on its prompt"
-    if block_length is not None:
-        after = changed((packed.segment_BL == 1) & is_prompt)  # the second question
-        first = (masked & (packed.segment_BL == 0).numpy())[0]
-        np.testing.assert_array_equal(after[first], before[first])
-        second = (masked & (packed.segment_BL == 1).numpy())[0]
-        assert (after[second] != before[second]).all()
-
-
-def test_prompts_are_neither_masked_nor_scored(model: Transformer) -> None:
-    """Over many draws; every target that can be predicted is masked in some of them."""
-    packed = pack(conversations(3))
-    length = packed.tokens_BL.shape[1]
-    for config in objectives(model.config.logit_alignment, 1.0):
-        objective = build_objective(config, model.config)
-        is_scored = torch.zeros(length, dtype=torch.bool)
-        for step in range(12):
-            [draw] = draws_of(objective, [packed], step)
-            noisy = draw.inputs_BS[:, :length]
-            assert torch.equal(
-                noisy[:, ~packed.loss_mask_BL[0]], packed.tokens_BL[:, ~packed.loss_mask_BL[0]].expand(len(noisy), -1)
-            )
-            places = target_positions(draw, model.config.logit_alignment) % length
-            assert packed.loss_mask_BL[0, places].all()
-            torch.testing.assert_close(draw.targets_N, packed.tokens_BL[0, places])
-            is_scored[places] = True
-        maskable = InputLayout.from_config(model.config, None).maskable(packed)[0]
-        assert is_scored.tolist() == maskable.tolist()
-
-
-EDGES = {
-    "an answer of one token": (3, 1),
-    "an answer of one block": (4, 4),
-    "a prompt that ends with a block": (8, 2),
-    "a prompt that fills the row": (12, 0),
-    "no prompt": (0, 5),
-    "one token": (0, 1),
-}
-
-
-@pytest.mark.parametrize("name", EDGES)
-@pytest.mark.parametrize("config", [MaskedDiffusionConfig(), BlockDiffusionConfig(block_length=4)])
-def test_edges(model: Transformer, name: str, config: ObjectiveConfig) -> None:
-    """Alone and beside an ordinary answer: the loss is finite, and what cannot be predicted adds nothing."""
-    before, answer = EDGES[name]
-    tokens = torch.arange(before + answer)[None] % MASK
-    edge = CleanBatch(
-        tokens, torch.arange(before + answer)[None] >= before, torch.zeros_like(tokens), torch.zeros_like(tokens)
-    )
-    objective, ordinary = build_objective(config, model.config), conversations()[0]
-    num_targets = answer - int(before == 0 and answer > 0 and model.config.logit_alignment == "shifted")
-    for batches in ([edge], [pack([edge, ordinary])], [pack([ordinary, edge])]):
-        draws = draws_of(objective, batches)
-        ordinary_targets = 0 if batches[0] is edge else 5
-        assert draws[0].num_targets == draws[0].denominator == num_targets + ordinary_targets
-        if draws[0].num_targets:
-            loss, gradient = loss_and_gradient(model, objective, draws)
-            assert loss > 0 and all(part.isfinite().all() for part in gradient)
-        else:
-            assert len(draws[0].positions_N) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,23 +14,21 @@ from config.training.objective import BlockDiffusionConfig, MaskedDiffusionConfi
 from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.diffusion.noised_batch import CleanBatch
 from diffusionlm.diffusion.objectives import build_objective
-from diffusionlm.evaluation.nelbo import compute_masked_nll, nelbo
-from diffusionlm.kernels.cross_entropy import LossInputs
+from diffusionlm.evaluation.nelbo import compute_masked_nll
 from diffusionlm.models import patterns
 from diffusionlm.models.transformer import Transformer
+from tests.conftest import MakeModel
 from tests.reference.enumeration import (
     Cache,
     PlainModel,
-    all_sequences,
     as_masks,
     exact_units,
     log_probabilities,
     mask_weight,
+    score_batch,
     spans,
     subsets,
 )
-
-MakeModel = Callable[..., Transformer]
 
 VOCAB, MASK, L = 6, 5, 12
 EXACT: dict[str, Any] = {"rtol": 0.0, "atol": 1e-12}
@@ -125,108 +122,8 @@ def test_all_outputs_of_both_streams_equal_the_sequential_forward(tiny_model: Ma
     torch.testing.assert_close(logits[:, L:], causal, **EXACT)
 
 
-@torch.no_grad()
-def test_one_block_is_bidirectional_whatever_the_clean_stream_holds(model: Transformer, tokens: Tensor) -> None:
-    noisy = torch.where(torch.rand(tokens.shape) < 0.5, MASK, tokens)
-    single = model(noisy, pattern=patterns.Bidirectional())
-    for clean in (tokens, torch.randint(0, VOCAB, tokens.shape)):
-        double = model(torch.cat([noisy, clean], 1), pattern=patterns.BlockDiffusion(L))
-        torch.testing.assert_close(double[:, :L], single, **EXACT)
-    assert (
-        InputLayout.from_config(model.config, L)
-        .build_noised_batch(
-            CleanBatch(tokens, tokens >= 0),
-            noisy.numpy() == MASK,
-            np.ones(tokens.shape),
-            num_targets=0,
-            denominator=0.0,
-        )
-        .pattern
-        == patterns.Bidirectional()
-    )
-
-
-@torch.no_grad()
-def test_blocks_of_one_token_are_the_chain_rule(tiny_model: MakeModel) -> None:
-    """A mask behind the cached clean tokens; the probabilities of all 81 sequences sum to one."""
-    model = small(tiny_model, "same_position", vocab_size=4, mask_token_id=3)
-    everything = all_sequences(3, 4)
-    report = nelbo(model, everything, block_length=1, num_mc_samples=2)
-    plain, past, log_p = PlainModel(model), None, torch.zeros(len(everything), dtype=torch.float64)
-    for place in range(4):
-        position = torch.tensor([place])
-        logits, _ = plain(torch.full((len(everything), 1), 3), position, past=past)
-        _, past = plain(everything[:, place : place + 1], position, past=past)
-        log_p += log_probabilities(logits)[:, 0].gather(1, everything[:, place : place + 1])[:, 0]
-    torch.testing.assert_close(torch.tensor(report.row_nats, dtype=torch.float64), -log_p, **EXACT)
-    assert float(np.exp(-np.array(report.row_nats)).sum()) == pytest.approx(1.0, abs=1e-12)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("documents", [None, PACKED], ids=["one", "packed"])
-def test_shifted_blocks_of_one_token_are_next_token_prediction(
-    tiny_model: MakeModel, tokens: Tensor, documents: Tensor | None
-) -> None:
-    """Three ways to the same numbers: the product's causal stream, two streams, and the plain causal forward."""
-    model = small(tiny_model, "shifted")
-    visible = torch.ones(L, L, dtype=torch.bool).tril()[None].expand(2, -1, -1)
-    has_before = torch.arange(L).expand(2, -1) > 0
-    if documents is not None:
-        visible = visible & (documents[:, :, None] == documents[:, None])
-        has_before = torch.cat([has_before[:, :1], documents[:, 1:] == documents[:, :-1]], dim=1)
-    logits, _ = PlainModel(model)(tokens, torch.arange(L), visible)
-    log_p = log_probabilities(logits[:, :-1]).gather(2, tokens[:, 1:, None])[..., 0]
-    expected = -log_p[has_before[:, 1:]]
-
-    batch = CleanBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), documents)
-    layout = InputLayout.from_config(model.config, 1)
-    np.testing.assert_array_equal(layout.maskable(batch), has_before.numpy())
-    ours = torch.from_numpy(compute_masked_nll(model, layout, batch, has_before.numpy()))
-    torch.testing.assert_close(ours[has_before], expected, **EXACT)
-
-    rows = (torch.arange(2)[:, None] * 2 * L + L - 1 + torch.arange(L))[has_before]  # clean outputs before each token
-    two = model(
-        torch.cat([torch.full_like(tokens, MASK), tokens], dim=1),
-        pattern=patterns.BlockDiffusion(1, documents),
-        output_positions=rows,
-        loss_inputs=LossInputs(tokens[has_before], torch.ones(len(rows)), excluded_token=MASK),
-    )
-    torch.testing.assert_close(two.nll_N, expected, **EXACT)
-    report = nelbo(model, tokens, block_length=1, document_BL=documents)
-    assert report.nats == pytest.approx(float(expected.sum()), abs=1e-10)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Masks
-
-
-@pytest.mark.parametrize("block_length", [1, 2, 3, 5, 8, 20])
-@pytest.mark.parametrize("documents", [None, PACKED], ids=["one", "packed"])
-def test_mask_is_its_three_rules(block_length: int, documents: Tensor | None) -> None:
-    mask = patterns.BlockDiffusion(block_length, documents).dense_mask(2 * L)
-    for row in range(len(mask)):
-        document, block = np.zeros(L, dtype=int), np.zeros(L, dtype=int)
-        for number, (start, end) in enumerate(spans(None if documents is None else documents[row], L)):
-            document[start:end], block[start:end] = number, np.arange(end - start) // block_length
-        for query in range(2 * L):
-            for key in range(2 * L):
-                q, k = query % L, key % L
-                noisy_query, noisy_key = query < L, key < L
-                own_noisy = noisy_query and noisy_key and block[q] == block[k]
-                earlier_clean = noisy_query and not noisy_key and block[q] > block[k]
-                clean = not noisy_query and not noisy_key and block[q] >= block[k]
-                expected = document[q] == document[k] and (own_noisy or earlier_clean or clean)
-                assert bool(mask[row, query, key]) == expected, (row, query, key)
-
-
-@pytest.mark.parametrize("block_length", [1, 2, 3, 4, 6, 12])
-def test_mask_holds_as_many_pairs_as_it_should(block_length: int) -> None:
-    """L^2 + L B in all; noisy query i sees B + B floor(i / B) keys."""
-    mask = patterns.BlockDiffusion(block_length).dense_mask(2 * L)[0]
-    assert int(mask.sum()) == L * L + L * block_length
-    expected = block_length + block_length * (torch.arange(L) // block_length)
-    torch.testing.assert_close(mask[:L].sum(1), expected)
-    torch.testing.assert_close(mask[L:].sum(1), expected)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -281,13 +178,7 @@ def enumerated(
     weights = masked * np.array(probabilities_times_weights)[:, None]
     count = int(maskable.sum())
     draw = layout.build_noised_batch(many, masked, weights, num_targets=count, denominator=float(count))
-    scored = model(
-        draw.inputs_BS,
-        pattern=draw.pattern,
-        output_positions=draw.positions_N,
-        loss_inputs=objective.build_loss_inputs(draw, 1.0),
-    )
-    return scored.loss_sum, count
+    return score_batch(model, objective, draw, 1.0).loss_sum, count
 
 
 @pytest.mark.parametrize("per", ["block", "document"])

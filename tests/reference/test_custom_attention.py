@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,16 @@ from config.training.objective import BlockDiffusionConfig, MaskedDiffusionConfi
 from diffusionlm.diffusion.layout import find_prompts
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoiseKey
 from diffusionlm.diffusion.objectives import build_layout, build_objective
-from diffusionlm.evaluation.nelbo import NelboEstimator, compute_masked_nll
+from diffusionlm.evaluation.nelbo import compute_masked_nll
 from diffusionlm.inference.generate import decode
 from diffusionlm.inference.request_builder import prepare_request
 from diffusionlm.inference.requests import RequestOptions
 from diffusionlm.inference.settings import resolve_settings
-from diffusionlm.models.patterns import DenseBias, PromptAndOwnBlock
+from diffusionlm.models.patterns import PromptAndOwnBlock
 from diffusionlm.models.transformer import Transformer
+from tests.conftest import MakeModel
 from tests.reference.enumeration import PlainModel, log_probabilities
 from tests.tiny_run import write_train_config
-
-MakeModel = Callable[..., Transformer]
 
 VOCAB, MASK, L = 9, 8, 16
 EXACT: dict[str, Any] = {"rtol": 0.0, "atol": 1e-12}
@@ -135,20 +133,6 @@ def test_infilling_counts_blocks_from_the_first_mask(model: Transformer) -> None
     )
     request = prepare_request(settings, [1, 2, MASK, 4, MASK, MASK, 3, 3, MASK], options=RequestOptions(is_infill=True))
     assert [block.positions.tolist() for block in request.blocks] == [[2, 4], [5], [8]]
-
-
-@torch.no_grad()
-def test_validation_has_the_bias(model: Transformer, bias_file: Path) -> None:
-    batch = CleanBatch(torch.arange(L)[None] % MASK, torch.ones(1, L, dtype=torch.bool))
-    config = MaskedDiffusionConfig(attention_bias=bias_file)
-    layout = build_layout(config, model.config, None)
-    noised = build_objective(config, model.config).build_noised_batch(batch, NoiseKey(0, 0, 0, 1))
-    assert isinstance(noised.pattern, DenseBias)
-    values = []
-    for each in (layout, build_layout(MaskedDiffusionConfig(), model.config, None)):
-        estimator = NelboEstimator.from_batch(each, batch, 2, 0, 8)
-        values.append(estimator.build_report([estimator.run_forward(model, index) for index in range(2)]).nats)
-    assert values[0] != pytest.approx(values[1])
 
 
 def test_bias_files(model: Transformer, tmp_path: Path) -> None:

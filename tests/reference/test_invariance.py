@@ -6,8 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -31,8 +30,8 @@ from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
 from diffusionlm.diffusion.objectives import build_objective
 from diffusionlm.models.patterns import Causal
 from diffusionlm.models.transformer import Transformer
-
-MakeModel = Callable[..., Transformer]
+from tests.conftest import MakeModel
+from tests.reference.enumeration import loss_and_gradient
 
 ROWS, L, MASK = 8, 10, 18
 KEY = {"seed": 3, "step": 5, "num_sequences_in_step": ROWS}
@@ -107,22 +106,6 @@ CASES = [
 ]
 
 
-def step(model: Transformer, objective: Any, draws: list[NoisedBatch]) -> tuple[Tensor, list[Tensor]]:
-    """Loss and gradient, over the denominators of all draws."""
-    denominator = sum(draw.denominator for draw in draws)
-    loss = torch.zeros((), dtype=torch.float64)
-    gradient = [torch.zeros_like(parameter) for parameter in model.parameters()]
-    for draw in draws:
-        loss_inputs = objective.build_loss_inputs(draw, denominator)
-        part = model(
-            draw.inputs_BS, pattern=draw.pattern, output_positions=draw.positions_N, loss_inputs=loss_inputs
-        ).loss_sum
-        loss = loss + part.detach()
-        for total, part_gradient in zip(gradient, torch.autograd.grad(part, list(model.parameters())), strict=True):
-            total += part_gradient
-    return loss, gradient
-
-
 def assert_same(one: tuple[Tensor, list[Tensor]], other: tuple[Tensor, list[Tensor]]) -> None:
     torch.testing.assert_close(one[0], other[0], rtol=1e-12, atol=0.0)
     for ours, theirs in zip(one[1], other[1], strict=True):
@@ -175,13 +158,13 @@ def assert_partition_is_not_seen(model: Transformer, config: ObjectiveConfig, ro
         ]
 
     whole = load(len(rows), 1)
-    expected = step(model, objective, whole)
+    expected = loss_and_gradient(model, objective, whole)
     assert sums(whole)[1] > 0 and any(g.abs().max() > 1e-3 for g in expected[1])
     for micro_batch_size, world_size in ((len(rows) // 2, 1), (1, 1), (len(rows) // 2, 2), (1, 2), (1, 4)):
         parts = load(micro_batch_size, world_size)
         assert len(parts) >= len(rows) // micro_batch_size
         assert sums(parts) == pytest.approx(sums(whole), rel=1e-14)
-        assert_same(step(model, objective, parts), expected)
+        assert_same(loss_and_gradient(model, objective, parts), expected)
 
 
 @pytest.mark.parametrize(("name", "alignment"), CASES)
@@ -207,7 +190,7 @@ def test_padding_adds_nothing(models: dict[str, Transformer], batch: CleanBatch,
     model = models[alignment]
     objective = build_objective(OBJECTIVES[name], model.config)
     key = NoiseKey(first_sequence=0, **{**KEY, "num_sequences_in_step": ROWS + 2})
-    expected = step(model, objective, [objective.build_noised_batch(batch, key)])
+    expected = loss_and_gradient(model, objective, [objective.build_noised_batch(batch, key)])
     assert batch.document_BL is not None
     for length, numbers in ((3, [-1, -1, -1]), (5, [100, 101, 102, 103, 104])):
         tokens, is_target = torch.randint(0, MASK + 1, (ROWS + 2, L + length)), torch.zeros(ROWS + 2, L + length) > 0
@@ -215,7 +198,7 @@ def test_padding_adds_nothing(models: dict[str, Transformer], batch: CleanBatch,
         tokens[:ROWS, :L], is_target[:ROWS, :L] = batch.tokens_BL, batch.loss_mask_BL
         documents[:ROWS, :L] = batch.document_BL
         padded = objective.build_noised_batch(CleanBatch(tokens, is_target, documents), key)
-        assert_same(step(model, objective, [padded]), expected)
+        assert_same(loss_and_gradient(model, objective, [padded]), expected)
 
 
 @pytest.mark.parametrize(("name", "alignment"), CASES)

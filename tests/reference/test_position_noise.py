@@ -74,18 +74,6 @@ def test_the_loss_is_the_bound_of_its_orders(name: str, num_tokens: int) -> None
         assert abs(values.mean() - bound_of_orders(costs, num_tokens, 1.0)) > 4 * error, "all orders alike"
 
 
-def test_two_tokens_from_both_ends() -> None:
-    """p(y1) = .5, p(y2) = .25, p(y1 | y2) = .8, p(y2 | y1) = .5: left to right ln 4, right to left ln 5."""
-    both = frozenset((0, 1))
-    costs = {(0, both): -math.log(0.5), (1, both): -math.log(0.25)}
-    costs |= {(0, frozenset((0,))): -math.log(0.8), (1, frozenset((1,))): -math.log(0.5)}
-    assert bound_of_orders(costs, 2, 1.0) == pytest.approx(0.5 * math.log(20))
-    assert bound_of_orders(costs, 2, 4.0) == pytest.approx(0.8 * math.log(4) + 0.2 * math.log(5))
-    values = estimates(FixedCountMasking(position_ratio=4.0), costs, 2, rows=40, steps=30)
-    error = values.std(ddof=1) / math.sqrt(len(values))
-    assert abs(values.mean() - 0.8 * math.log(4) - 0.2 * math.log(5)) < 4 * error
-
-
 def test_later_tokens_are_masked_more() -> None:
     """With a linear schedule token i is masked with probability 1 / (1 + its rate), in each group."""
     group_ids_BL = np.array([[0, -1, 0, 0, 1, 1]]).repeat(2000, 0)

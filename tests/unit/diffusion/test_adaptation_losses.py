@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,9 +23,8 @@ from diffusionlm.diffusion.objectives import build_objective, find_nelbo_deviati
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, Causal, DenseBias
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.metrics import sum_loss_parts
+from tests.conftest import MakeModel
 from tests.unit.diffusion.noise_cases import LENGTH, batch_of
-
-MakeModel = Callable[..., Transformer]
 
 # ----------------------------------------------------------------------------------------------------------------------
 # CART

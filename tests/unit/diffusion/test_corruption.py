@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 
-from config.training.objective import Estimator, FixedCountMasking, IndependentMasking, NoiseGrouping
+from config.training.objective import Estimator, FixedCountMasking, IndependentMasking
 from diffusionlm.diffusion.corruption import (
     assign_noise_groups,
-    choose_masked_in_groups,
     sample_masks,
     sample_replacement_tokens,
-    sample_sequence_offsets,
 )
 from diffusionlm.diffusion.noised_batch import NoiseKey
 from tests.unit.diffusion.noise_cases import (
@@ -46,24 +43,6 @@ def estimator_id(value: object) -> str | None:
 # Fixed-count masking
 
 
-def test_counts_positions_and_weights() -> None:
-    batch = batch_of(32)
-    maskable = batch.loss_mask_BL.numpy()
-    group_ids = assign_noise_groups(batch, maskable, "block", BLOCK)
-    for step in range(5):
-        noise = noise_of(group_ids, FixedCountMasking(), step=step)
-        assert noise.weights_BL.dtype == np.float64
-        assert not (noise.masked_BL & ~maskable).any(), "prompt or padding was masked"
-        assert not noise.weights_BL[~noise.masked_BL].any()
-        for row in range(32):
-            for group in range(group_ids[row].max() + 1):
-                here = group_ids[row] == group
-                n, k = here.sum(), noise.masked_BL[row, here].sum()
-                assert 1 <= k <= n
-                assert (noise.weights_BL[row, here & noise.masked_BL[row]] == n / k).all()
-    assert not noise.masked_BL[5::8].any()
-
-
 @pytest.mark.parametrize(
     ("rows", "length", "block"),
     [(12, 12, None), (36, 12, None), (30, 12, None), (7, 12, None), (64, 1, None), (3, 32, 4), (1, 64, 8), (5, 24, 3)],
@@ -78,40 +57,6 @@ def test_counts_are_stratified_over_all_groups_of_the_step(rows: int, length: in
         assert histogram[0] == 0
         # Evenly spaced levels: so many bins of equal width differ by at most one.
         assert histogram[1:].max() - histogram[1:].min() <= (0 if total % size == 0 else 1)
-
-
-@pytest.mark.parametrize(
-    "estimator", [FixedCountMasking(), FixedCountMasking(complementary=True)], ids=["plain", "complementary"]
-)
-@pytest.mark.parametrize("block", [None, 3])
-@pytest.mark.slow
-def test_count_of_a_group_is_uniform_over_steps(estimator: FixedCountMasking, block: int | None) -> None:
-    """Each place of the step gets each count equally often: strata are permuted, not tied to the place."""
-    size, group_ids = block or 6, full_groups(4, 6, block)
-    least = int(not estimator.complementary) * 1
-    histogram, positions = np.zeros((24 // size, size + 1 - least)), np.zeros(6)
-    for step in range(1200):
-        noise = sample_masks(group_ids, NoiseKey(9, step, 0, 4), estimator, "elbo")[0]
-        counts = noise.masked_BL.reshape(-1, size).sum(axis=1)
-        histogram[np.arange(24 // size), counts - least] += 1
-        positions += noise.masked_BL.sum(axis=0)
-    limits = {2: 18.5, 3: 21.2, 5: 25.8, 6: 27.9}  # by degrees of freedom: p = 1e-4
-    for counts in histogram:
-        assert chi_square(counts) < limits[len(counts) - 1]
-    assert abs(positions / positions.mean() - 1).max() < 0.06
-
-
-def test_every_set_of_a_size_is_equally_likely() -> None:
-    visible: dict[tuple[int, ...], int] = {}
-    rng = np.random.default_rng(0)
-    for _ in range(2000):
-        chosen = choose_masked_in_groups(np.zeros(5, dtype=np.int64), np.array([2]), rng)
-        key = tuple(np.flatnonzero(chosen).tolist())
-        visible[key] = visible.get(key, 0) + 1
-    assert len(visible) == 10 and chi_square(np.array(list(visible.values()))) < 33.8  # 9 degrees of freedom: p = 1e-4
-    group_ids = np.array([0, 0, 0, 1, 1, 2])
-    chosen = choose_masked_in_groups(group_ids, np.array([3, 0, 1]), rng)
-    assert chosen.tolist() == [True, True, True, False, False, True]
 
 
 def test_complementary_masks_partition_the_targets() -> None:
@@ -135,84 +80,8 @@ def test_complementary_masks_partition_the_targets() -> None:
     assert {0.0, 1.0} < shares
 
 
-@pytest.mark.slow
-def test_complementary_weights_estimate_the_number_of_targets_and_the_bound() -> None:
-    """With a cross-entropy that grows with the masked count, the pair's mean is that of single masks."""
-    group_ids = full_groups(12, 6)
-    difficulty = {k: 1.0 + k * k for k in range(7)}
-    exact = sum(6 / k * k * difficulty[k] for k in range(1, 7)) / 6
-    totals, bounds = [], []
-    for step in range(700):
-        total = bound = 0.0
-        for noise in sample_masks(group_ids, NoiseKey(2, step, 0, 12), FixedCountMasking(complementary=True), "elbo"):
-            weights, counts = noise.weights_BL.sum(axis=1), noise.masked_BL.sum(axis=1)
-            total += weights.sum() / 12
-            bound += sum(w * difficulty[int(k)] for w, k in zip(weights, counts, strict=True)) / 12
-        totals.append(total)
-        bounds.append(bound)
-    for values, truth in ((np.array(totals), 6.0), (np.array(bounds), exact)):
-        assert abs(values.mean() - truth) < 4 * values.std(ddof=1) / math.sqrt(len(values)) + 1e-9
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Independent masking
-
-
-def test_masking_probability_and_weight() -> None:
-    epsilon, group_ids = 0.2, full_groups(2000, 30)
-    noise = noise_of(group_ids, IndependentMasking(epsilon=epsilon), weight="inverse_p")
-    has_mask = noise.masked_BL.any(axis=1)
-    p = 1 / noise.weights_BL[has_mask].max(axis=1)
-    assert p.min() >= epsilon and p.max() <= 1
-    # Evenly spread over [epsilon, 1].
-    np.testing.assert_allclose(np.sort(p), epsilon + 0.8 * (np.arange(2000) + 0.5) / 2000, atol=0.8 / 2000 + 1e-12)
-    for row, one in zip(np.flatnonzero(has_mask), p, strict=True):
-        assert noise.weights_BL[row][noise.masked_BL[row]] == pytest.approx(1 / one)
-    residual = noise.masked_BL[has_mask].mean(axis=1) - p
-    assert abs(residual.mean()) < 4 * residual.std() / len(residual) ** 0.5
-    # Of the schedule that epsilon makes: the slope is (1 - epsilon) times as steep.
-    elbo = noise_of(group_ids, IndependentMasking(epsilon=epsilon), weight="elbo")
-    np.testing.assert_allclose(elbo.weights_BL, noise.weights_BL * 0.8)
-    assert np.array_equal(
-        noise_of(group_ids, IndependentMasking(epsilon=epsilon), weight="uniform").weights_BL, noise.masked_BL
-    )
-
-
-@pytest.mark.parametrize(
-    ("kind", "share"), [("cosine", math.sin(math.pi / 4)), ("power", 0.25), ("square_root", 0.5**0.5)]
-)
-def test_the_schedule_decides_the_masked_share(kind: str, share: float) -> None:
-    """At t = 1/2, the only time of a narrow range."""
-    estimator = IndependentMasking.model_validate({"schedule": kind, "epsilon": 0.0, "range": [0.5, 0.5 + 1e-9]})
-    noise = noise_of(full_groups(50, 200), estimator, weight="inverse_p")
-    assert noise.masked_BL.mean() == pytest.approx(share, abs=4 * math.sqrt(share * (1 - share) / 10_000))
-    assert noise.weights_BL[noise.masked_BL] == pytest.approx(1 / share, rel=1e-6)
-    slope = {"cosine": math.pi / 2 * math.cos(math.pi / 4), "power": 1.0, "square_root": 0.5 / 0.5**0.5}[kind]
-    elbo = noise_of(full_groups(50, 200), estimator)
-    assert elbo.weights_BL[elbo.masked_BL] == pytest.approx(slope / share, rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        *("linear", "cosine", "raised_cosine", "clean_cosine", "power", "square_root", "sigmoid", "logarithmic"),
-        {"kind": "power", "exponent": 0.7},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("epsilon", [0.0, 0.05])
-def test_probability_times_weight_is_the_slope(schedule: Any, epsilon: float) -> None:
-    """At the time of each row: so the expectation over masks is -alpha'(t), which integrates to one."""
-    estimator = IndependentMasking.model_validate({"schedule": schedule, "epsilon": epsilon})
-    built = estimator.schedule
-    noise, t = noise_of(full_groups(200, 8), estimator), sample_sequence_offsets(NoiseKey(0, 0, 0, 200), 200)
-    share = (1 - epsilon) * (1 - built.alpha(t)) + epsilon
-    has_mask = noise.masked_BL.any(axis=1)
-    expected = -(1 - epsilon) * built.alpha_prime(t) / share
-    np.testing.assert_allclose(noise.weights_BL.max(axis=1)[has_mask], expected[has_mask], rtol=1e-12)
-    # And the masked shares are those probabilities: a residual of 1600 fair draws.
-    residual = (noise.masked_BL.mean(axis=1) - share).mean()
-    assert abs(residual) < 4 * math.sqrt((share * (1 - share)).mean() / 1600)
 
 
 def test_the_smallest_times_give_finite_weights() -> None:
@@ -324,24 +193,6 @@ def test_replacement_is_any_token_but_the_mask() -> None:
 
 
 @pytest.mark.parametrize(("name", "estimator"), ESTIMATORS, ids=estimator_id)
-@pytest.mark.parametrize("per", ["row", "document", "block"])
-def test_micro_batches_have_the_same_noise(name: str, estimator: Estimator, per: NoiseGrouping) -> None:
-    batch, key = batch_of(8), NoiseKey(seed=7, step=3, first_sequence=0, num_sequences_in_step=8)
-    group_ids = assign_noise_groups(batch, batch.loss_mask_BL.numpy(), per, BLOCK)
-    whole = sample_masks(group_ids, key, estimator, "elbo")
-    for size in (4, 1):
-        parts = [
-            sample_masks(
-                group_ids[first : first + size], dataclasses.replace(key, first_sequence=first), estimator, "elbo"
-            )
-            for first in range(0, 8, size)
-        ]
-        for index, noise in enumerate(whole):
-            assert np.array_equal(np.concatenate([part[index].masked_BL for part in parts]), noise.masked_BL)
-            assert np.array_equal(np.concatenate([part[index].weights_BL for part in parts]), noise.weights_BL)
-
-
-@pytest.mark.parametrize(("name", "estimator"), ESTIMATORS, ids=estimator_id)
 def test_masks_differ_by_seed_step_and_sequence(name: str, estimator: Estimator) -> None:
     group_ids = full_groups(8, LENGTH)
     key = NoiseKey(1, 1, 0, 64)
@@ -351,9 +202,3 @@ def test_masks_differ_by_seed_step_and_sequence(name: str, estimator: Estimator)
         assert all(not np.array_equal(one, other) for other in drawn[:index])
         assert len({tuple(row) for row in one.tolist()}) > 4
     assert np.array_equal(sample_masks(group_ids, key, estimator, "elbo")[0].masked_BL, drawn[0])
-
-
-@pytest.mark.parametrize(("name", "estimator"), ESTIMATORS, ids=estimator_id)
-def test_sequences_without_targets_are_unchanged(name: str, estimator: Estimator) -> None:
-    for noise in sample_masks(np.full((3, 5), -1), NoiseKey(0, 0, 0, 3), estimator, "elbo"):
-        assert not noise.masked_BL.any() and not noise.weights_BL.any()

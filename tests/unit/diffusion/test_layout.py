@@ -104,22 +104,6 @@ def assert_same(pattern: AttentionPattern, expected: AttentionPattern) -> None:
     assert (pattern.documents_BL is None) == (expected.documents_BL is None)
 
 
-@pytest.mark.parametrize("alignment", ["same_position", "shifted"])
-def test_an_output_position_never_attends_to_its_target(alignment: LogitAlignment) -> None:
-    """Nor, in blocks, any clean token of its block or a later one that is not given."""
-    for block in (None, 1, 2, 3, 5):
-        layout = InputLayout(block, alignment, MASK)
-        batch = batch_of(documents=True)
-        masked = np.flatnonzero(layout.maskable(batch)[0]).tolist()
-        draw = draw_of(layout, batch, masked)
-        S = draw.inputs_BS.shape[1]
-        sees = draw.pattern.dense_mask(S)[0]
-        for row, target in zip(draw.positions_N.tolist(), draw.targets_N.tolist(), strict=True):
-            visible = draw.inputs_BS[0][sees[row]].tolist()
-            assert target not in visible, (block, row, target)
-            assert not any(token > target and token != MASK for token in visible)
-
-
 def test_replacements_stand_where_the_mask_would() -> None:
     masked_BL = np.array([[True, False, False, True, False, False]])
     replacement_tokens_BL = np.array([[30, 31, 32, 33, 34, 35]])
@@ -134,17 +118,6 @@ def test_replacements_stand_where_the_mask_would() -> None:
         )
         assert draw.inputs_BS.tolist() == [[30, 11, 12, 33, 14, 15, *clean]]
         assert draw.targets_N.tolist() == [10, 13]
-
-
-def test_maskable_tokens() -> None:
-    plain, packed = batch_of(), batch_of(documents=True)
-    assert InputLayout(None).maskable(packed).tolist() == [[True] * 6]
-    assert InputLayout(None, "shifted").maskable(plain).tolist() == [[False, True, True, True, True, True]]
-    assert InputLayout(2, "shifted").maskable(packed).tolist() == [[False, True, True, True, False, True]]
-    with_mask = batch_of(mask_at=3)
-    assert InputLayout(None, mask_token=MASK).maskable(with_mask).tolist() == [[True, True, True, False, True, True]]
-    prompt = CleanBatch(plain.tokens_BL, torch.tensor([[False, False, True, True, True, False]]))
-    assert InputLayout(None).maskable(prompt).tolist() == [[False, False, True, True, True, False]]
 
 
 def test_documents_only_where_a_row_has_several() -> None:

@@ -1,14 +1,11 @@
-"""Noise groups and their noise levels; both are keyed by the sequence in the step."""
+"""Noise groups and their noise levels."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import numpy as np
 import pytest
 import torch
 
-from config.training.objective import NoiseGrouping
 from diffusionlm.diffusion.corruption import (
     assign_noise_groups,
     exclude_mask_tokens,
@@ -18,7 +15,6 @@ from diffusionlm.diffusion.corruption import (
 )
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoiseKey
 from tests.unit.diffusion.noise_cases import (
-    BLOCK,
     MASK,
     batch_of,
     chi_square,
@@ -47,28 +43,6 @@ def test_groups_without_a_target_have_no_index() -> None:
     assert assign_noise_groups(batch, targets.numpy(), "block", 1).tolist() == [[-1, -1, 0, -1, -1, -1, 1, 2]]
 
 
-@pytest.mark.parametrize("per", ["row", "document", "block"])
-def test_group_ids_have_no_gaps_and_stay_in_their_block(per: NoiseGrouping) -> None:
-    batch = batch_of(40)
-    assert batch.document_BL is not None
-    maskable = batch.loss_mask_BL.numpy()
-    group_ids = assign_noise_groups(batch, maskable, per, BLOCK)
-    assert np.array_equal(group_ids >= 0, maskable)
-    for row in range(40):
-        here = group_ids[row][maskable[row]]
-        assert here.tolist() == sorted(here.tolist())
-        assert set(here.tolist()) == set(range(len(set(here.tolist()))))
-        documents = batch.document_BL[row].numpy()
-        starts = {int(document): int(np.argmax(documents == document)) for document in documents}
-        own: dict[int, tuple[int, ...]] = {}
-        for position in np.flatnonzero(maskable[row]):
-            document = int(documents[position])
-            block = int(position - starts[document]) // BLOCK
-            key = {"row": (), "document": (document,), "block": (document, block)}[per]
-            assert own.setdefault(int(group_ids[row, position]), key) == key
-        assert len(set(own.values())) == len(own), "two noise groups of one block"
-
-
 def test_a_mask_token_in_the_data_is_not_maskable() -> None:
     batch = batch_of(8)
     batch.tokens_BL[:, 4] = MASK
@@ -80,28 +54,6 @@ def test_a_mask_token_in_the_data_is_not_maskable() -> None:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Noise levels
-
-
-@pytest.mark.parametrize("times", ["stratified", "antithetic", "uniform"])
-def test_offsets_are_keyed_by_the_sequence_in_the_step(times: str) -> None:
-    key = NoiseKey(0, 0, 0, 24)
-    whole = sample_sequence_offsets(key, 24, times)
-    assert ((whole >= 0) & (whole <= 1)).all() and len(set(whole.tolist())) == 24
-    for first in (0, 5, 20):
-        assert np.array_equal(
-            sample_sequence_offsets(dataclasses.replace(key, first_sequence=first), 4, times), whole[first:][:4]
-        )
-    for other in (dataclasses.replace(key, step=1), dataclasses.replace(key, seed=1)):
-        assert not np.isin(sample_sequence_offsets(other, 24, times), whole).any()
-
-
-def test_stratified_offsets_have_one_in_each_stratum_and_no_fixed_place() -> None:
-    strata = np.stack(
-        [np.floor(sample_sequence_offsets(NoiseKey(0, step, 0, 6), 6) * 6).astype(int) for step in range(600)]
-    )
-    assert (np.sort(strata, axis=1) == np.arange(6)).all()
-    for row in range(6):
-        assert chi_square(np.bincount(strata[:, row], minlength=6)) < 25.7  # 5 degrees of freedom: p = 1e-4
 
 
 @pytest.mark.parametrize("rows", [6, 7])

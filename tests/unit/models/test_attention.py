@@ -1,8 +1,7 @@
-"""Attention on a given mask against softmax written out."""
+"""Dense attention: query heads that a GPU stacks, decoding, and the selection of a backend."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -14,86 +13,29 @@ from config.generation import GenerationConfig
 from diffusionlm.inference.generate import generate
 from diffusionlm.models import dense_attention
 from diffusionlm.models.attention_backends import prepare_attention, select_backend, select_cached_backend
-from diffusionlm.models.dense_attention import DenseBackend, attend
-from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, Causal, DenseBias
+from diffusionlm.models.dense_attention import attend
+from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, Causal
 from diffusionlm.models.transformer import Transformer
 from tests.fake_cuda import FUSED_ATTENTION, fake_cuda
+from tests.unit.models.attention_cases import (
+    assert_equal_with_gradients,
+    attention_inputs,
+    name_case,
+    softmax_attention,
+)
 
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0, 0, 0, 0, 0, 0, 0, -1, -1]])
 PATTERNS: list[AttentionPattern] = [Bidirectional(), Causal(), BlockCausal(4)]
 PATTERNS += [pattern.with_documents(DOCUMENTS) for pattern in PATTERNS]
 
 
-def naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    B, _, N, H = q.shape
-    group = N // k.shape[2]
-    out = torch.zeros_like(q)
-    for b in range(B):
-        for n in range(N):
-            scores = q[b, :, n] @ k[b, :, n // group].T / math.sqrt(H)
-            if mask is not None:
-                row = mask[b if mask.shape[0] > 1 else 0]
-                row = row[n if row.shape[0] > 1 else 0] if row.dim() == 3 else row
-                scores = scores.masked_fill(~row, -math.inf) if row.dtype == torch.bool else scores + row
-            weights = scores.exp() / scores.exp().sum(-1, keepdim=True)
-            out[b, :, n] = weights @ v[b, :, n // group]
-    return out
-
-
-def tensors(heads: int, groups: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    shapes = [(2, 9, heads, 6), (2, 9, groups, 6), (2, 9, groups, 6)]
-    return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
-
-
-def name(pattern: AttentionPattern) -> str:
-    return type(pattern).__name__ + ("" if pattern.documents_BL is None else "-documents")
-
-
-def assert_equal_with_gradients(
-    ours: torch.Tensor, expected: torch.Tensor, inputs: tuple[torch.Tensor, ...], *, tolerance: float = 1e-12
-) -> None:
-    torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
-    cotangent = torch.randn_like(expected)
-    for our, their in zip(
-        torch.autograd.grad(ours, inputs, cotangent),
-        torch.autograd.grad(expected, inputs, cotangent),
-        strict=True,
-    ):
-        torch.testing.assert_close(our, their, rtol=10 * tolerance, atol=10 * tolerance)
-
-
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
-@pytest.mark.parametrize("pattern", PATTERNS, ids=name)
-@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (6, 2), (4, 1)])
-def test_attention_equals_softmax(backend: DenseBackend, pattern: AttentionPattern, heads: int, groups: int) -> None:
-    q, k, v = tensors(heads, groups, torch.float64)
-    mask = None if pattern.is_unrestricted else pattern.dense_mask(9)
-    assert_equal_with_gradients(attend(q, k, v, mask, backend), naive(q, k, v, mask), (q, k, v))
-
-
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
-@pytest.mark.parametrize("shape", [(9, 9), (2, 9, 9), (1, 1, 9, 9), (2, 4, 9, 9), (1, 4, 9, 9)])
-def test_bias_is_added(backend: DenseBackend, shape: tuple[int, ...]) -> None:
-    q, k, v = tensors(4, 2, torch.float64)
-    bias = torch.randn(shape)
-    bias[..., 3:, 2] = -math.inf
-    mask = DenseBias(bias).dense_mask(9)
-    assert_equal_with_gradients(attend(q, k, v, mask, backend), naive(q, k, v, mask), (q, k, v))
-    boolean = bias > -1
-    boolean[..., 0] = True
-    mask = DenseBias(boolean).dense_mask(9)
-    assert_equal_with_gradients(attend(q, k, v, mask, backend), naive(q, k, v, mask), (q, k, v))
-
-
-@pytest.mark.parametrize("pattern", PATTERNS, ids=name)
+@pytest.mark.parametrize("pattern", PATTERNS, ids=name_case)
 def test_stacked_query_heads_equal_softmax(pattern: AttentionPattern, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU computes for a mask if query heads share keys."""
     monkeypatch.setattr(dense_attention, "_stacks_groups", lambda q, k, mask: True)
-    q, k, v = tensors(4, 2, torch.float64)
-    mask = None if pattern.is_unrestricted else pattern.dense_mask(9)
-    assert_equal_with_gradients(attend(q, k, v, mask, "sdpa"), naive(q, k, v, mask), (q, k, v))
-    bias = torch.randn(2, 4, 9, 9)
-    assert_equal_with_gradients(attend(q, k, v, bias, "sdpa"), naive(q, k, v, bias.double()), (q, k, v))
+    q, k, v = inputs = attention_inputs(9)
+    for mask in (pattern.dense_mask(9), torch.randn(2, 4, 9, 9, dtype=torch.float64)):
+        assert_equal_with_gradients(attend(q, k, v, mask, "sdpa"), softmax_attention(q, k, v, mask), inputs)
 
 
 @pytest.mark.parametrize(
@@ -149,14 +91,6 @@ def test_decoding_does_not_plan_for_each_shape(
     with torch.no_grad():
         model(torch.tensor([[1, 2, 3]]), pattern=Bidirectional())
     assert set(uses) == {True}
-
-
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
-def test_bfloat16_within_its_precision(backend: DenseBackend) -> None:
-    q, k, v = tensors(4, 2, torch.bfloat16)
-    mask = BlockCausal(4).dense_mask(9)
-    expected = naive(q.double(), k.double(), v.double(), mask)
-    torch.testing.assert_close(attend(q, k, v, mask, backend).double(), expected, rtol=0.03, atol=0.03)
 
 
 def test_auto_is_eager_for_short_bfloat16_on_the_cpu() -> None:

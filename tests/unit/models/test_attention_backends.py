@@ -11,6 +11,7 @@ import torch
 from config.training.runtime import AttentionBackend
 from diffusionlm.models import attention_backends
 from diffusionlm.models.attention_backends import prepare_attention
+from diffusionlm.models.dense_attention import AttentionScale
 from diffusionlm.models.patterns import (
     AttentionPattern,
     Bidirectional,
@@ -22,11 +23,18 @@ from diffusionlm.models.patterns import (
     document_offsets,
 )
 from diffusionlm.models.tiled import Tile, build_tiles
+from tests.unit.models.attention_cases import (
+    assert_equal_with_gradients,
+    attention_inputs,
+    name_case,
+    softmax_attention,
+)
 
 LENGTH = 150
 """More than two tiles, and no multiple of one."""
 BLOCKS = (1, 2, 3, 4, 7, 50, 200)
 WINDOW = 20
+CAPPED = AttentionScale(scale=0.7, softcap=1.3)
 
 
 DOCUMENTS = torch.tensor([[0] * 5 + [1] + [2] * 64 + [3] * 71 + [-1] * 9, [0] * 2 + [1] * 38 + [2] * 110])
@@ -43,82 +51,74 @@ def patterns() -> list[AttentionPattern]:
     return results
 
 
-def name(value: object) -> str:
-    if isinstance(value, int | None):
-        return f"window-{value}"
-    block = getattr(value, "block_length", "")
-    return f"{type(value).__name__}{block}" + ("" if getattr(value, "documents_BL", None) is None else "-documents")
-
-
-def softmax_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    G = q.shape[2] // k.shape[2]
-    k, v = k.repeat_interleave(G, dim=2), v.repeat_interleave(G, dim=2)
-    scores = torch.einsum("bqnh,bknh->bnqk", q, k) / math.sqrt(q.shape[-1])
-    mask = mask[:, None] if mask.dim() == 3 else mask
-    scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    return torch.einsum("bnqk,bknh->bqnh", torch.softmax(scores, dim=-1), v)
-
-
-def tensors(
-    length: int, queries: int | None = None, *, dtype: torch.dtype = torch.float64, device: str = "cpu", width: int = 4
-) -> list[torch.Tensor]:
-    shapes = [(2, length if queries is None else queries, 4, width), (2, length, 2, width), (2, length, 2, width)]
-    return [torch.randn(shape).to(device, dtype).requires_grad_() for shape in shapes]
-
-
 def assert_equals_softmax(
-    pattern: AttentionPattern, backend: AttentionBackend, window: int | None, *, queries: int | None = None
+    pattern: AttentionPattern,
+    backend: AttentionBackend,
+    window: int | None,
+    *,
+    queries: int | None = None,
+    heads: tuple[int, int] = (4, 2),
 ) -> None:
     length = LENGTH * pattern.positions_per_token
-    q, k, v = tensors(length, queries)
-    expected = softmax_attention(q, k, v, pattern.dense_mask(length, window=window)[..., : q.shape[1], :])
-    ours = prepare_attention(pattern, length, "cpu", backend, window)(q, k, v)
-    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
-    cotangent = torch.randn_like(expected)
-    for our, their in zip(
-        torch.autograd.grad(ours, (q, k, v), cotangent),
-        torch.autograd.grad(expected, (q, k, v), cotangent),
-        strict=True,
-    ):
-        torch.testing.assert_close(our, their, rtol=1e-11, atol=1e-11)
+    inputs = attention_inputs(length, queries, heads=heads)
+    expected = softmax_attention(*inputs, pattern.dense_mask(length, window=window)[..., : inputs[0].shape[1], :])
+    ours = prepare_attention(pattern, length, "cpu", backend, window)(*inputs)
+    assert_equal_with_gradients(ours, expected, inputs)
 
 
-@pytest.mark.parametrize("window", [None, WINDOW], ids=name)
-@pytest.mark.parametrize("pattern", patterns(), ids=name)
+@pytest.mark.parametrize("window", [None, WINDOW], ids=name_case)
+@pytest.mark.parametrize("pattern", patterns(), ids=name_case)
 def test_tiled_equals_softmax(pattern: AttentionPattern, window: int | None) -> None:
     assert_equals_softmax(pattern, "tiled", window)
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa", "auto"])
-@pytest.mark.parametrize("window", [None, WINDOW, 1000], ids=name)
+@pytest.mark.parametrize("window", [None, WINDOW, 1000], ids=name_case)
 @pytest.mark.parametrize(
     "pattern",
     [Bidirectional(), BlockCausal(7), BlockDiffusion(7), BlockDiffusion(4, DOCUMENTS), Bidirectional(DOCUMENTS)],
-    ids=name,
+    ids=name_case,
 )
 def test_dense_and_auto_equal_softmax(pattern: AttentionPattern, window: int | None, backend: AttentionBackend) -> None:
     assert_equals_softmax(pattern, backend, window)
 
 
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (4, 1)])
+def test_any_number_of_key_heads(heads: tuple[int, int], backend: AttentionBackend) -> None:
+    for pattern in (Bidirectional(), BlockCausal(4, DOCUMENTS)):
+        assert_equals_softmax(pattern, backend, None, heads=heads)
+
+
 @pytest.mark.parametrize("backend", ["eager", "sdpa", "tiled"])
 @pytest.mark.parametrize("queries", [1, 64, 65, LENGTH])
-@pytest.mark.parametrize("pattern", [Causal(), BlockDiffusion(7), BlockDiffusion(32, DOCUMENTS)], ids=name)
+@pytest.mark.parametrize("pattern", [Causal(), BlockDiffusion(7), BlockDiffusion(32, DOCUMENTS)], ids=name_case)
 def test_fewer_queries_than_keys(pattern: AttentionPattern, queries: int, backend: AttentionBackend) -> None:
     assert_equals_softmax(pattern, backend, None, queries=queries)
 
 
-@pytest.mark.parametrize("backend", ["eager", "sdpa", "auto"])
-@pytest.mark.parametrize("shape", [(2, 1, 9, 9), (1, 4, 9, 9), (9, 9)])
-def test_a_bias_of_the_user(shape: tuple[int, ...], backend: AttentionBackend) -> None:
-    q, k, v = tensors(9, dtype=torch.float32)
-    pattern = DenseBias(torch.randn(shape, dtype=torch.float64))
-    for window in (None, 3):
-        expected = softmax_attention(q, k, v, pattern.dense_mask(9, window=window).float())
-        for queries in (9, 4):
-            ours = prepare_attention(pattern, 9, "cpu", backend, window)(q[:, :queries], k, v)
-            torch.testing.assert_close(ours, expected[:, :queries], rtol=1e-5, atol=1e-5)
-    half = [tensor.detach().bfloat16() for tensor in (q, k, v)]
-    assert prepare_attention(pattern, 9, "cpu", backend)(*half).dtype == torch.bfloat16
+@pytest.mark.parametrize(
+    ("backend", "rule"),
+    [*((backend, AttentionScale()) for backend in ("eager", "sdpa", "auto")), ("eager", CAPPED), ("auto", CAPPED)],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", [(9, 9), (2, 9, 9), (2, 1, 9, 9), (2, 4, 9, 9), (1, 4, 9, 9)])
+def test_a_bias_of_the_user(shape: tuple[int, ...], backend: AttentionBackend, rule: AttentionScale) -> None:
+    bias = torch.randn(shape, dtype=torch.float64)
+    bias[..., 3:, 2] = -math.inf
+    boolean = bias > -1
+    boolean[..., 0] = True
+    for pattern, window, queries in (
+        (DenseBias(bias), None, 9),
+        (DenseBias(bias), 3, 4),
+        (DenseBias(boolean), None, 9),
+    ):
+        inputs = attention_inputs(9, queries)
+        expected = softmax_attention(*inputs, pattern.dense_mask(9, window=window)[..., :queries, :], rule)
+        ours = prepare_attention(pattern, 9, "cpu", backend, window, rule)(*inputs)
+        assert_equal_with_gradients(ours, expected, inputs)
+    half = [tensor.detach().bfloat16() for tensor in attention_inputs(9)]
+    assert prepare_attention(DenseBias(bias), 9, "cpu", backend, None, rule)(*half).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("backend", ["tiled", "flex"])
@@ -135,14 +135,22 @@ def test_a_length_that_does_not_fit_is_an_error_before_the_first_layer(backend: 
         prepare_attention(Causal(DOCUMENTS), 9, "cpu", backend)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("pattern", [Bidirectional(DOCUMENTS), Causal(), BlockDiffusion(7)], ids=name)
-def test_tiled_within_each_precision(pattern: AttentionPattern, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        ("tiled", torch.float32),
+        ("tiled", torch.bfloat16),
+        ("eager", torch.bfloat16),
+        ("sdpa", torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("pattern", [Bidirectional(DOCUMENTS), Causal(), BlockDiffusion(7)], ids=name_case)
+def test_within_each_precision(pattern: AttentionPattern, backend: AttentionBackend, dtype: torch.dtype) -> None:
     length = LENGTH * pattern.positions_per_token
-    q, k, v = tensors(length, dtype=dtype, width=16)
+    q, k, v = attention_inputs(length, dtype=dtype, width=16)
     wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
     expected = softmax_attention(wide[0], wide[1], wide[2], pattern.dense_mask(length))
-    ours = prepare_attention(pattern, length, "cpu", "tiled")(q, k, v)
+    ours = prepare_attention(pattern, length, "cpu", backend)(q, k, v)
     cotangent = torch.randn_like(ours)
     gradients = torch.autograd.grad(ours, (q, k, v), cotangent)
     theirs = torch.autograd.grad(expected, wide, cotangent.double())
@@ -188,7 +196,7 @@ def test_layers_share_their_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_backends, "build_tiles", spy)
     attention = prepare_attention(BlockDiffusion(4), 512, "cpu")
     for _ in range(3):
-        attention(*tensors(512))
+        attention(*attention_inputs(512))
     assert len(results) == 1
-    attention(*tensors(512, dtype=torch.float32))
+    attention(*attention_inputs(512, dtype=torch.float32))
     assert len(results) == 2

@@ -1,9 +1,9 @@
-"""Forwards with a key-value cache against the full forward without one, and the effect of stale keys."""
+"""Forwards with a key-value cache against the full forward without one."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from config.model import LinearRope, ModelConfig
+from config.model import LinearRope
 from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.dense_attention import AttentionScale, attend, attend_cached
-from diffusionlm.models.layers import rotate
 from diffusionlm.models.patterns import (
     AttentionPattern,
     Bidirectional,
@@ -24,11 +23,9 @@ from diffusionlm.models.patterns import (
     Causal,
     DenseBias,
 )
-from diffusionlm.models.transformer import Block, Transformer
+from diffusionlm.models.transformer import Transformer
 from diffusionlm.models.varlen import SequenceSlice, VarlenBatch, prepare_varlen_attention
-
-MakeModel = Callable[..., Transformer]
-MakeConfig = Callable[..., ModelConfig]
+from tests.conftest import MakeModel
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -103,88 +100,37 @@ def close(ours: torch.Tensor, expected: torch.Tensor) -> None:
 
 CASES = [(BlockCausal(4), option) for option in OPTIONS] + [(Causal(), "plain"), (Bidirectional(), "last window")]
 """Options meet every pattern in the tests of whole texts."""
-SPANS = {
-    "block by block": [(0, 3), (3, 6), (6, 9), (9, 12)],
-    "blocks together": [(0, 6), (6, 12)],
-    "fed again with the next": [(0, 3), (0, 6), (3, 9), (6, 12)],
-    "inside a block": [(0, 12), (4, 5), (10, 12)],
-    "at once": [(0, 12)],
+SPANS: dict[str, tuple[AttentionPattern, list[tuple[int, int]]]] = {
+    "block by block": (BlockCausal(3), [(0, 3), (3, 6), (6, 9), (9, 12)]),
+    "blocks together": (BlockCausal(3), [(0, 6), (6, 12)]),
+    "fed again with the next": (BlockCausal(3), [(0, 3), (0, 6), (3, 9), (6, 12)]),
+    "inside a block": (BlockCausal(3), [(0, 12), (4, 5), (10, 12)]),
+    "at once": (BlockCausal(3), [(0, 12)]),
+    "token by token": (Causal(), [(0, 4), *((place, place + 1) for place in range(4, LENGTH))]),
+    "slices of a text again": (Bidirectional(), [(0, LENGTH), (4, 7), (0, 1), (6, LENGTH)]),
 }
+OF_EACH_OPTION = ("fed again with the next", "token by token", "slices of a text again")
 
 
 @pytest.mark.parametrize(
     ("spans", "option"),
-    [("fed again with the next", option) for option in OPTIONS] + [(spans, "last window") for spans in SPANS],
+    [(spans, option) for spans in OF_EACH_OPTION for option in OPTIONS]
+    + [(spans, "last window") for spans in SPANS if spans not in OF_EACH_OPTION],
 )
-def test_blocks_fed_one_after_another_are_the_whole_forward(tiny_model: MakeModel, spans: str, option: str) -> None:
+def test_texts_fed_in_parts_are_the_whole_forward(tiny_model: MakeModel, spans: str, option: str) -> None:
+    """All logits of a part, then those of some positions, or of none."""
     model = tiny_model(torch.float64, **OPTIONS[option])
-    tokens, pattern = texts(), BlockCausal(3)
+    tokens, cache, pattern = texts(), cache_of(model), SPANS[spans][0]
     whole = model(tokens, pattern=pattern)
-    cache = cache_of(model)
-    for span in SPANS[spans]:
-        visible = -(-span[1] // 3) * 3
-        close(feed(model, cache, tokens, span, pattern, visible=visible), whole[:, slice(*span)])
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_causal_token_by_token(tiny_model: MakeModel, option: str) -> None:
-    model = tiny_model(torch.float64, **OPTIONS[option])
-    tokens, cache = texts(), cache_of(model)
-    whole = model(tokens, pattern=Causal())
-    close(feed(model, cache, tokens, (0, 4), Causal()), whole[:, :4])
-    for place in range(4, LENGTH):
-        close(feed(model, cache, tokens, (place, place + 1), Causal()), whole[:, place : place + 1])
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_a_slice_of_a_bidirectional_text_again(tiny_model: MakeModel, option: str) -> None:
-    model = tiny_model(torch.float64, **OPTIONS[option])
-    tokens, cache = texts(), cache_of(model)
-    whole = model(tokens, pattern=Bidirectional())
-    close(feed(model, cache, tokens, (0, LENGTH), Bidirectional()), whole)
-    for span in [(4, 7), (0, 1), (6, LENGTH)]:
-        close(feed(model, cache, tokens, span, Bidirectional(), visible=LENGTH), whole[:, slice(*span)])
-
-
-def plainly(
-    model: Transformer, tokens_L: torch.Tensor, places: range, reference: list[tuple[torch.Tensor, torch.Tensor]] | None
-) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Logits of some places of one text, and all layers' keys and values: new ones there, ``known`` ones elsewhere."""
-    x = model.model.embed_tokens(tokens_L[list(places)])
-    rope, results = model.rope(torch.tensor(places)), []
-    for index, block in enumerate(model.model.layers):
-        assert isinstance(block, Block)
-        attention, normed = block.self_attn, block.input_layernorm(x)
-        q, k, v = (
-            projection(normed).view(len(places), -1, attention.head_dim)
-            for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
-        q, k = rotate(attention.q_norm(q), rope), rotate(attention.k_norm(k), rope)
-        keys, values = (value.clone() for value in ((k, v) if reference is None else reference[index]))
-        keys[list(places)], values[list(places)] = k, v
-        results.append((keys, values))
-        heads = []
-        for head in range(q.shape[1]):
-            group = head // (q.shape[1] // k.shape[1])
-            scores = q[:, head] @ keys[:, group].T / attention.head_dim**0.5
-            heads.append(torch.softmax(scores, dim=-1) @ values[:, group])
-        x = x + attention.o_proj(torch.cat(heads, dim=-1))
-        x = x + block.mlp(block.post_attention_layernorm(x))
-    return model.lm_head(model.model.norm(x)), results
-
-
-def test_changed_tokens_beside_stale_keys(tiny_model: MakeModel) -> None:
-    model = tiny_model(torch.float64)
-    tokens, changed, cache = texts(1), texts(1, seed=4), cache_of(model, 1)
-    whole, reference = plainly(model, tokens[0], range(LENGTH), None)
-    close(feed(model, cache, tokens, (0, LENGTH), Bidirectional())[0], whole)
-    for places in (range(4, 7), range(5, 6), range(6, LENGTH)):
-        expected, reference = plainly(model, changed[0], places, reference)
-        span = (places.start, places.stop)
-        close(feed(model, cache, changed, span, Bidirectional(), visible=LENGTH)[0], expected)
-        tokens = torch.cat([tokens[:, : span[0]], changed[:, slice(*span)], tokens[:, span[1] :]], dim=1)
-        fresh = model(tokens, pattern=Bidirectional())[0, slice(*span)]
-        assert not torch.allclose(expected, fresh, atol=1e-3), "nothing was stale"
+    for start, end in SPANS[spans][1]:
+        end_of_block = -(-end // 3) * 3
+        visible = LENGTH if isinstance(pattern, Bidirectional) else end if isinstance(pattern, Causal) else end_of_block
+        every = feed(model, cache, tokens, (start, end), pattern, visible=visible)
+        close(every, whole[:, start:end])
+        some_and_none: list[list[list[int]]] = [[[start], [end - 1]], [[end - 1], []], [[], []]]
+        for outputs in some_and_none:
+            some = feed(model, cache, tokens, (start, end), pattern, visible=visible, outputs=outputs)
+            close(some, torch.cat([whole[text, rows] for text, rows in enumerate(outputs)]))
 
 
 def test_invisible_keys_have_no_effect(tiny_model: MakeModel) -> None:
@@ -302,27 +248,6 @@ def test_texts_with_and_without_a_cache_in_one_forward(
     close(model(inputs, pattern=VarlenBatch(sequences, cache)), torch.cat(expected))
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize(("pattern", "option"), CASES, ids=str)
-def test_outputs_equal_all_logits_with_a_cache(
-    tiny_model: MakeModel, pattern: AttentionPattern, option: str, batch: int
-) -> None:
-    model = tiny_model(torch.float64, **OPTIONS[option])
-    tokens, cache = texts(batch), cache_of(model, batch)
-    for start, end in [(0, 6), (3, 9), (9, 12)]:
-        every = feed(model, cache, tokens, (start, end), pattern)
-        cases: list[list[list[int]]] = [
-            [[start], [end - 1]],
-            [[start + 1, start + 2], []],
-            [[], []],
-            [list(range(start, end))] * 2,
-        ]
-        for outputs in cases:
-            logits = feed(model, cache, tokens, (start, end), pattern, outputs=outputs)
-            offsets = [[position - start for position in row] for row in outputs[:batch]]
-            close(logits, torch.cat([every[text, rows] for text, rows in enumerate(offsets)]))
-
-
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 @pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize("heads", [2, 4])
@@ -357,7 +282,7 @@ def test_autocast_keeps_its_dtype_in_the_cache(tiny_model: MakeModel) -> None:
     cache = PagedCache(model.config, 2 * LENGTH // PAGE, PAGE, "cpu", torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
         whole = model(tokens, pattern=pattern)
-        ours = torch.cat([feed(model, cache, tokens, span, pattern) for span in SPANS["block by block"]], dim=1)
+        ours = torch.cat([feed(model, cache, tokens, span, pattern) for span in SPANS["block by block"][1]], dim=1)
     assert (ours - whole).norm() < 0.03 * whole.norm()
 
 

@@ -28,6 +28,7 @@ from diffusionlm.models.patterns import (
     Causal,
     PromptAndOwnBlock,
 )
+from tests.unit.models.attention_cases import name_case
 
 LENGTH = 330
 DOCUMENTS = torch.tensor([[0] * 140 + [1] * 3 + [2] * 150 + [-1] * 37, [0] * 330])
@@ -39,13 +40,6 @@ def patterns() -> list[AttentionPattern]:
         results += [Bidirectional(packed), Causal(packed)]
         results += [make(block, packed) for make in (BlockCausal, BlockDiffusion) for block in (1, 4, 7, 128, 500)]
     return results
-
-
-def name(value: object) -> str:
-    if isinstance(value, int | None):
-        return f"window-{value}"
-    block = getattr(value, "block_length", "")
-    return f"{type(value).__name__}{block}" + ("" if getattr(value, "documents_BL", None) is None else "-documents")
 
 
 def listed(numbers: torch.Tensor, indices: torch.Tensor) -> list[list[list[int]]]:
@@ -64,8 +58,8 @@ def assert_same(ours: BlockMask, theirs: BlockMask) -> None:
         assert listed(numbers, indices) == listed(their_numbers, their_indices), kind
 
 
-@pytest.mark.parametrize("window", [None, 9, 255], ids=name)  # 255: one pair of a tile is hidden
-@pytest.mark.parametrize("pattern", patterns(), ids=name)
+@pytest.mark.parametrize("window", [None, 9, 255], ids=name_case)  # 255: one pair of a tile is hidden
+@pytest.mark.parametrize("pattern", patterns(), ids=name_case)
 def test_tiles_are_those_of_create_block_mask(pattern: AttentionPattern, window: int | None) -> None:
     length = LENGTH * pattern.positions_per_token
     dense_mask = pattern.dense_mask(length, window=window)
@@ -93,8 +87,8 @@ def tensors(length: int, queries: int) -> list[torch.Tensor]:
     return [torch.randn(2, positions, heads, 16) for positions, heads in ((queries, 4), (length, 2), (length, 2))]
 
 
-@pytest.mark.parametrize("window", [None, pytest.param(9, marks=pytest.mark.slow)], ids=name)
-@pytest.mark.parametrize("pattern", patterns()[::3], ids=name)
+@pytest.mark.parametrize("window", [None, pytest.param(9, marks=pytest.mark.slow)], ids=name_case)
+@pytest.mark.parametrize("pattern", patterns()[::3], ids=name_case)
 def test_flex_equals_sdpa_on_the_cpu(pattern: AttentionPattern, window: int | None) -> None:
     length = LENGTH * pattern.positions_per_token
     flex, sdpa = (prepare_attention(pattern, length, "cpu", backend, window) for backend in ("flex", "sdpa"))
@@ -141,8 +135,8 @@ def test_all_versions_of_a_process_are_compiled(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("backend", ["flex", "auto", "tiled"])
-@pytest.mark.parametrize("window", [None, 100], ids=name)
-@pytest.mark.parametrize("pattern", patterns(), ids=name)
+@pytest.mark.parametrize("window", [None, 100], ids=name_case)
+@pytest.mark.parametrize("pattern", patterns(), ids=name_case)
 def test_cuda_forward_and_backward(pattern: AttentionPattern, window: int | None, backend: AttentionBackend) -> None:
     length = LENGTH * pattern.positions_per_token
     wide: list[Any] = [tensor.double().requires_grad_() for tensor in tensors(length, length)]

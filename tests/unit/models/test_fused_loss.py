@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,85 +9,56 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from diffusionlm.kernels import chunked_loss
-from diffusionlm.kernels.chunked_loss import chunk_size
-from diffusionlm.kernels.cross_entropy import LossInputs, LossOutput, linear_cross_entropy
+from diffusionlm.kernels.cross_entropy import LossInputs, linear_cross_entropy
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
+from tests.conftest import MakeModel
 
-MakeModel = Callable[..., Transformer]
 TOKENS = torch.randint(0, 18, (20, 12), generator=torch.Generator().manual_seed(0))
-POSITIONS = torch.arange(0, 240, 3)  # 80: more than the 64 positions of the smallest chunk
+POSITIONS = torch.arange(0, 240, 3)
 TARGETS = torch.randint(0, 18, (80,), generator=torch.Generator().manual_seed(1))
 WEIGHTS = torch.rand(80, generator=torch.Generator().manual_seed(2)) * 3
 WEIGHTS[::7] = 0.0
 
 
-def naive(model: Transformer, excluded: int | None, weights: torch.Tensor = WEIGHTS) -> tuple[torch.Tensor, ...]:
-    logits = model(TOKENS, pattern=Bidirectional()).flatten(0, 1)[POSITIONS].double()
-    if excluded is not None:
-        column = torch.zeros(logits.shape[1], dtype=torch.bool)
-        column[excluded] = True
-        logits = logits.masked_fill(column, -torch.inf)
-    nll = F.cross_entropy(logits, TARGETS, reduction="none")
-    return (nll * weights).sum(), nll
+def compute_loss(model: Transformer, **options: float) -> tuple[torch.Tensor, ...]:
+    """Sum, likelihood of each target and gradients."""
+    loss_inputs = LossInputs(TARGETS, WEIGHTS, excluded_token=18, **options)
+    output = model(TOKENS, pattern=Bidirectional(), output_positions=POSITIONS, loss_inputs=loss_inputs)
+    return output.loss_sum, output.nll_N, *torch.autograd.grad(output.loss_sum, list(model.parameters()))
 
 
-def fused(model: Transformer, excluded: int | None, weights: torch.Tensor = WEIGHTS) -> LossOutput:
-    return model(
-        TOKENS,
-        pattern=Bidirectional(),
-        output_positions=POSITIONS,
-        loss_inputs=LossInputs(TARGETS, weights, excluded_token=excluded),
-    )
+def expect_loss(model: Transformer, smoothing: float = 0.0, z_loss: float = 0.0) -> tuple[torch.Tensor, ...]:
+    """The same from the logits; of the token 18 there are none."""
+    logits = model(TOKENS, pattern=Bidirectional()).flatten(0, 1)[POSITIONS][:, :18]
+    nll_N = F.cross_entropy(logits, TARGETS, reduction="none")
+    loss = F.cross_entropy(logits, TARGETS, reduction="none", label_smoothing=smoothing)
+    total = ((loss + z_loss * logits.logsumexp(-1).square()) * WEIGHTS).sum()
+    return total, nll_N, *torch.autograd.grad(total, list(model.parameters()))
 
 
-@pytest.mark.parametrize("chunk_bytes", [32 << 20, 1])
-@pytest.mark.parametrize("excluded", [None, 18])
 @pytest.mark.parametrize("tied", [True, False])
-def test_loss_equals_cross_entropy(
-    tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch, tied: bool, excluded: int | None, chunk_bytes: int
+@pytest.mark.parametrize(
+    ("softcap", "smoothing", "z_loss"), [(None, 0.0, 0.0), (4.0, 0.2, 0.03)], ids=["plain", "all options"]
+)
+def test_the_loss_is_that_of_the_logits(
+    tiny_model: MakeModel, softcap: float | None, smoothing: float, z_loss: float, tied: bool
 ) -> None:
-    monkeypatch.setattr(chunked_loss, "CPU_CHUNK_BYTES", chunk_bytes)
-    assert chunk_size(80, 19) == (80 if chunk_bytes > 1 else 40)
-    model = tiny_model(tie_word_embeddings=tied)
-    expected_sum, expected_nll = naive(model, excluded)
-    output = fused(model, excluded)
-    torch.testing.assert_close(output.nll_N.double(), expected_nll, rtol=2e-5, atol=2e-5)
-    torch.testing.assert_close(output.loss_sum.double(), expected_sum, rtol=1e-5, atol=1e-5)
-    assert output.loss_sum.dtype == output.nll_N.dtype == torch.float32
-    assert not output.nll_N.requires_grad
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    ours = torch.autograd.grad(output.loss_sum * 0.5, parameters)
-    theirs = torch.autograd.grad(expected_sum * 0.5, parameters)
-    for name, our, their in zip(names, ours, theirs, strict=True):
-        torch.testing.assert_close(
-            our, their, rtol=2e-3, atol=2e-4 * float(their.abs().max()), msg=f"gradient of {name}"
-        )
-
-
-def test_excluded_token_has_probability_zero(tiny_model: MakeModel) -> None:
-    model = tiny_model(tie_word_embeddings=False)
-    with torch.no_grad():
-        model.lm_head.weight[18] = model.lm_head.weight[18] * 100  # would dominate the softmax
-    included, excluded = fused(model, None), fused(model, 18)
-    assert not torch.allclose(included.nll_N, excluded.nll_N, atol=1e-2)
-    (gradient,) = torch.autograd.grad(excluded.loss_sum, model.lm_head.weight)
-    assert gradient[18].abs().max() == 0
+    model = tiny_model(torch.float64, final_logit_softcapping=softcap, tie_word_embeddings=tied)
+    ours = compute_loss(model, label_smoothing=smoothing, z_loss=z_loss)
+    torch.testing.assert_close(ours, expect_loss(model, smoothing, z_loss), rtol=1e-8, atol=1e-10)
+    assert not ours[1].requires_grad
 
 
 def test_bfloat16_autocast_is_within_its_precision(tiny_model: MakeModel) -> None:
     model = tiny_model(tie_word_embeddings=False, scale=0.1)
-    expected_sum, expected_nll = naive(model, 18)
+    _, expected_nll, *theirs = expect_loss(model)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = fused(model, 18)
-    torch.testing.assert_close(output.nll_N.double(), expected_nll, rtol=0.05, atol=0.05)
-    parameters = list(model.parameters())
-    ours, theirs = torch.autograd.grad(output.loss_sum, parameters), torch.autograd.grad(expected_sum, parameters)
+        _, nll_N, *ours = compute_loss(model)
+    torch.testing.assert_close(nll_N, expected_nll, rtol=0.05, atol=0.05)
     for our, their in zip(ours, theirs, strict=True):
         assert our.dtype == torch.float32
-        cosine = F.cosine_similarity(our.flatten(), their.flatten(), dim=0)
-        assert cosine > 0.99
+        assert F.cosine_similarity(our.flatten(), their.flatten(), dim=0) > 0.99
 
 
 @pytest.mark.parametrize(("is_tied", "expected"), [(False, [1, 2, 2]), (True, [2, 3, 3])], ids=["untied", "tied"])

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from config.model import ModelConfig
-from diffusionlm.models.attention_backends import prepare_attention
 from diffusionlm.models.init import init_weights
-from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
-
-MakeConfig = Callable[..., ModelConfig]
+from tests.conftest import MakeConfig
 
 WIDE = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32, "vocab_size": 300, "mask_token_id": 299}
+EXPERTS = {"num_experts": 20, "num_experts_per_tok": 2, "moe_intermediate_size": 80}
 
 
 def build(config: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -27,9 +25,9 @@ def build(config: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_table(make_config: MakeConfig, tied: bool) -> None:
-    config = make_config(**WIDE, tie_word_embeddings=tied, attention_bias=True, initializer_range=0.07)
+@pytest.mark.parametrize("options", [{"tie_word_embeddings": True}, {"tie_word_embeddings": False}, EXPERTS], ids=str)
+def test_table(make_config: MakeConfig, options: dict[str, Any]) -> None:
+    config = make_config(**WIDE, **options, attention_bias=True, initializer_range=0.07)
     for name, weight in build(config).items():
         kind = name.removeprefix("model.").removesuffix(".weight").rpartition(".")[2]
         if name.endswith("norm.weight"):
@@ -65,11 +63,3 @@ def test_global_generator_is_neither_read_nor_moved(make_config: MakeConfig) -> 
     before = torch.get_rng_state()
     init_weights(model, 0)
     assert torch.equal(before, torch.get_rng_state())
-
-
-def test_blocks_start_as_identity(make_config: MakeConfig) -> None:
-    model = Transformer(make_config())
-    init_weights(model, 0)
-    x = torch.randn(2, 5, 24)
-    rope = model.rope(torch.arange(5)[None])
-    assert torch.equal(model.model.layers[0](x, rope, prepare_attention(Bidirectional(), 5, "cpu")), x)

@@ -10,20 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from config.model import Architecture, ModelConfig
 from diffusionlm.evaluation.nelbo import nelbo
 from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.models import moe
-from diffusionlm.models.init import init_weights
 from diffusionlm.models.layers import Linear, SwiGLU
 from diffusionlm.models.moe import MoE, Routing, compute_load_balancing_loss
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
-from profiling.flops import count_idle_parameters, count_parameters, flops_per_token
+from profiling.flops import count_idle_parameters, count_parameters
+from tests.conftest import MakeConfig, MakeModel
 from tests.fake_cuda import even_experts, fake_cuda
-
-MakeConfig = Callable[..., ModelConfig]
-MakeModel = Callable[..., Transformer]
 
 SPARSE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 10}
 
@@ -103,16 +99,6 @@ def test_grouped_equals_one_module_after_the_other(
     torch.testing.assert_close(results(x), 2.0 * plain, rtol=1e-12, atol=1e-12)
 
 
-def test_gradcheck(mixture: Callable[..., MoE]) -> None:
-    results, x = mixture(num_experts=3), inputs(4)
-    names, values = zip(*results.named_parameters(), strict=True)
-
-    def call(x: Tensor, *parameters: Tensor) -> Tensor:
-        return torch.func.functional_call(results, dict(zip(names, parameters, strict=True)), (x,))
-
-    assert torch.autograd.gradcheck(call, (x, *values), fast_mode=True)
-
-
 def test_experts_without_tokens_are_not_computed(mixture: Callable[..., MoE]) -> None:
     """Their weights may be anything, and still have a gradient."""
     results, x = mixture(num_experts=12), inputs(3)
@@ -190,26 +176,6 @@ def test_balance_loss_by_hand() -> None:
     second = Routing(torch.tensor([[0.6, 0.0, 0.4]]), torch.tensor([[0, 2]]))
     expected = 3 * (2 / 3 * 1.2 / 3 + 2 / 3 * 0.5 / 3 + 2 / 3 * 1.3 / 3)
     assert compute_load_balancing_loss([first, second]).item() == pytest.approx(expected, rel=1e-6)
-    even = Routing(torch.full((3, 3), 1 / 3), torch.tensor([[0], [1], [2]]))
-    assert compute_load_balancing_loss([even]).item() == pytest.approx(1.0)
-    collapsed = Routing(torch.tensor([[1.0, 0.0, 0.0]]), torch.tensor([[0]]))
-    assert compute_load_balancing_loss([collapsed]).item() == pytest.approx(3.0)
-
-
-def test_a_step_along_the_gradient_of_the_balance_loss_spreads_tokens(mixture: Callable[..., MoE]) -> None:
-    results, x = mixture(num_experts_per_tok=1), inputs(64).detach()
-    gate = results.gate.weight
-    with torch.no_grad():
-        gate[0] += 0.5 * x.mean(dim=0) * 24
-    values = []
-    for _ in range(2):
-        routings: list[Routing] = []
-        results(x, routings)
-        values.append(compute_load_balancing_loss(routings))
-        [gradient] = torch.autograd.grad(values[-1], [gate])
-        with torch.no_grad():
-            gate -= 0.5 * gradient
-    assert values[0] > 1.1 and values[1] < values[0]
 
 
 TOKENS = torch.randint(0, 17, (3, 8), generator=torch.Generator().manual_seed(0))
@@ -218,26 +184,6 @@ ROWS = torch.tensor([0, 3, 9, 17, 23])
 
 def loss_inputs(load_balancing_weight: float = 0.0) -> LossInputs:
     return LossInputs(TOKENS.flatten()[ROWS], torch.ones(5), 18, load_balancing_weight=load_balancing_weight)
-
-
-def test_parameters_have_the_names_of_files(make_config: MakeConfig) -> None:
-    with torch.device("meta"):
-        model = Transformer(make_config(**SPARSE, num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=(3,)))
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if ".mlp." in name}
-    dense = {"gate_proj": (40, 24), "up_proj": (40, 24), "down_proj": (24, 40)}
-    expert = {"gate_proj": (10, 24), "up_proj": (10, 24), "down_proj": (24, 10)}
-    assert make_config().intermediate_size == 40
-    expected = {f"model.layers.{i}.mlp.{name}.weight": shape for i in (0, 2, 3) for name, shape in dense.items()}
-    expected["model.layers.1.mlp.gate.weight"] = (6, 24)
-    for e in range(6):
-        expected |= {f"model.layers.1.mlp.experts.{e}.{name}.weight": shape for name, shape in expert.items()}
-    assert shapes == expected
-
-
-def test_rows_of_the_last_layer(tiny_model: MakeModel) -> None:
-    model = tiny_model(torch.float64, **SPARSE)
-    whole = model(TOKENS, pattern=Bidirectional())
-    torch.testing.assert_close(model(TOKENS, pattern=Bidirectional(), output_positions=ROWS), whole.flatten(0, 1)[ROWS])
 
 
 def test_load_balancing_loss_is_not_in_loss_sum(tiny_model: MakeModel) -> None:
@@ -288,19 +234,6 @@ def test_evaluation_knows_no_balance_loss(tiny_model: MakeModel, monkeypatch: py
     assert reports[0].nats_per_token == reports[1].nats_per_token
 
 
-def test_initial_weights(make_config: MakeConfig) -> None:
-    model = Transformer(make_config(**{**SPARSE, "hidden_size": 96, "num_experts": 30}))
-    init_weights(model, 0)
-    mixture = model.model.layers[0].mlp
-    assert isinstance(mixture, MoE)
-    assert mixture.gate.weight.std().item() == pytest.approx(96**-0.5, rel=0.06)
-    first, second = mixture.experts[0], mixture.experts[1]
-    assert isinstance(first, SwiGLU) and isinstance(second, SwiGLU)
-    assert first.gate_proj.weight.std().item() == pytest.approx(96**-0.5, rel=0.1)
-    assert not torch.equal(first.gate_proj.weight, second.gate_proj.weight)
-    assert not first.down_proj.weight.any()
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -317,35 +250,6 @@ def test_parameters_are_counted(make_config: MakeConfig, changes: dict[str, Any]
     sparse = [block.mlp for block in model.model.layers if isinstance(block.mlp, MoE)]
     assert count_idle_parameters(config) == 4 * 3 * 24 * 10 * len(sparse)
     assert len(sparse) == sum(map(config.is_sparse, range(config.num_hidden_layers)))
-
-
-def test_flops_are_those_of_active_experts(make_config: MakeConfig) -> None:
-    """Two experts of width 10 cost what a feed-forward of 20 does, and the router."""
-
-    def flops(config: Architecture) -> float:
-        return flops_per_token(config, 19, 8)
-
-    sparse, dense = make_config(**SPARSE), make_config(intermediate_size=20)
-    assert flops(sparse) - flops(dense) == pytest.approx(6 * 6 * 24 * 1.5)
-    assert flops(make_config(**{**SPARSE, "num_experts": 60})) - flops(sparse) == pytest.approx(6 * 54 * 24 * 1.5)
-
-
-def test_parameters_of_qwen3_30b_a3b(make_config: MakeConfig) -> None:
-    """30.5 billion, of which a token meets 3.3, as its authors say."""
-    config = make_config(
-        hidden_size=2048,
-        num_hidden_layers=48,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        vocab_size=151_936,
-        num_experts=128,
-        moe_intermediate_size=768,
-        tie_word_embeddings=False,
-    )
-    total, _ = count_parameters(config, 151_936)
-    assert total == 30_532_122_624
-    assert total - count_idle_parameters(config) == pytest.approx(3.35e9, rel=2e-3)
 
 
 def test_weights_and_gradients_are_cast_together_on_a_gpu(make_config: MakeConfig) -> None:

@@ -61,14 +61,6 @@ def loops(rule: Rule, documents: list[int] | None, window: int | None = None) ->
     ]
 
 
-def two_streams(block: int, documents: list[int] | None, window: int | None = None) -> list[list[bool]]:
-    """The table of block diffusion, quarter by quarter."""
-    same = loops(lambda query, key: query // block == key // block, documents, window)
-    before = loops(lambda query, key: query // block > key // block, documents, window)
-    upto = loops(lambda query, key: query // block >= key // block, documents, window)
-    return [same[i] + before[i] for i in range(LENGTH)] + [[False] * LENGTH + upto[i] for i in range(LENGTH)]
-
-
 def prompt_rule(prompt: int, block: int) -> Rule:
     def rule(query: int, key: int) -> bool:
         if query < prompt:
@@ -117,16 +109,6 @@ def test_dense_equals_loops(pattern: AttentionPattern, rule: Rule, window: int |
     assert pattern.positions_per_token == 1
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("block", BLOCKS)
-def test_block_diffusion_equals_loops(block: int, window: int | None) -> None:
-    pattern = BlockDiffusion(block)
-    assert pattern.positions_per_token == 2
-    assert pattern.dense_mask(2 * LENGTH, window=window).tolist() == [two_streams(block, None, window)]
-    packed = pattern.with_documents(DOCUMENTS).dense_mask(2 * LENGTH, window=window)
-    assert packed.tolist() == [two_streams(block, row, window) for row in DOCUMENTS.tolist()]
-
-
 SEGMENTS = torch.tensor(
     [
         [0, 0, 0, 1, 2, 2, 3, 3, 3, 4, -1],
@@ -139,9 +121,12 @@ SEGMENTS = torch.tensor(
 """Runs inside of DOCUMENTS."""
 
 
-def blocks_of_segments(block: int, documents: list[int], segments: list[int], window: int | None) -> list[list[bool]]:
-    """`two_streams` where blocks start with each segment: (segment, block) pairs are compared in order."""
-    starts = [first for first, _ in runs(segments)]
+def two_streams(
+    block: int, documents: list[int] | None, segments: list[int] | None, window: int | None
+) -> list[list[bool]]:
+    """The table of block diffusion, quarter by quarter. Blocks start with each segment, or document: pairs of the start
+    and the number of a block are compared in order."""
+    starts = [first for first, _ in runs(segments or documents or [0] * LENGTH)]
     blocks = [(starts[i], (i - starts[i]) // block) for i in range(LENGTH)]
     together = loops(lambda query, key: True, documents, window)
 
@@ -157,17 +142,23 @@ def blocks_of_segments(block: int, documents: list[int], segments: list[int], wi
 
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("block", BLOCKS)
-def test_blocks_start_with_each_segment(block: int, window: int | None) -> None:
-    pattern = BlockDiffusion(block, DOCUMENTS, SEGMENTS)
-    rows = list(zip(DOCUMENTS.tolist(), SEGMENTS.tolist(), strict=True))
+@pytest.mark.parametrize(
+    ("documents", "segments"), [(None, None), (DOCUMENTS, None), (DOCUMENTS, SEGMENTS), (None, SEGMENTS)]
+)
+def test_block_diffusion_equals_loops(
+    documents: torch.Tensor | None, segments: torch.Tensor | None, block: int, window: int | None
+) -> None:
+    pattern = BlockDiffusion(block, documents, segments)
+    assert pattern.positions_per_token == 2
+    num_rows = 1 if documents is segments is None else len(DOCUMENTS)
+    documents_of_rows, segments_of_rows = (
+        [None] * num_rows if ids_BL is None else ids_BL.tolist() for ids_BL in (documents, segments)
+    )
+    rows = zip(documents_of_rows, segments_of_rows, strict=True)
     dense_mask = pattern.dense_mask(2 * LENGTH, window=window)
-    assert dense_mask.tolist() == [blocks_of_segments(block, *row, window) for row in rows]
+    assert dense_mask.tolist() == [two_streams(block, *row, window) for row in rows]
     intervals = pattern.intervals(2 * LENGTH, window=window)
     assert torch.equal(visible_keys(intervals, 2 * LENGTH), dense_mask.long())
-    alone = BlockDiffusion(block, None, SEGMENTS[1:2])
-    assert torch.equal(alone.dense_mask(2 * LENGTH), pattern.dense_mask(2 * LENGTH)[1:2])
-    assert torch.equal(BlockDiffusion(block, DOCUMENTS, DOCUMENTS).dense_mask(2 * LENGTH),
-                       BlockDiffusion(block, DOCUMENTS).dense_mask(2 * LENGTH))  # fmt: skip
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -185,19 +176,6 @@ def test_block_causal_is_the_clean_half_of_block_diffusion(block: int, window: i
     positions_BQ = torch.tensor([[0, 5, LENGTH - 1], [7, 7, 1]])
     limits_BQ = BlockCausal(block, None, SEGMENTS[:2]).key_limit(positions_BQ)
     assert torch.equal(limits_BQ, ends_BL[:2].gather(1, positions_BQ))
-
-
-def test_block_diffusion_of_four_tokens() -> None:
-    rows = ["11000000", "11000000", "00111100", "00111100", "00001100", "00001100", "00001111", "00001111"]
-    assert BlockDiffusion(2).dense_mask(8)[0].int().tolist() == [[int(cell) for cell in row] for row in rows]
-
-
-@pytest.mark.parametrize(("length", "block"), [(8, 1), (8, 2), (8, 4), (8, 8), (12, 3)])
-def test_block_diffusion_counts(length: int, block: int) -> None:
-    mask = BlockDiffusion(block).dense_mask(2 * length)[0]
-    assert mask.sum() == length**2 + length * block
-    assert mask[:length].sum(dim=1).tolist() == [block + block * (i // block) for i in range(length)]
-    assert not mask[length:, :length].any(), "clean sees noisy"
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -259,14 +237,6 @@ def test_unrestricted_means_no_mask_is_needed(pattern: AttentionPattern, rule: R
             assert value.dense_mask(LENGTH).all()
     assert Bidirectional().is_unrestricted
     assert not pattern.with_documents(DOCUMENTS).is_unrestricted
-
-
-def test_every_position_sees_itself() -> None:
-    patterns: list[AttentionPattern] = [pattern for pattern, _ in CASES]
-    patterns += [BlockDiffusion(3), PromptAndOwnBlock(2, prompts(DOCUMENTS))]
-    for pattern in patterns:
-        dense_mask = pattern.with_documents(DOCUMENTS).dense_mask(LENGTH * pattern.positions_per_token, window=1)
-        assert dense_mask.diagonal(dim1=1, dim2=2).all(), pattern
 
 
 def test_offsets_count_from_the_document() -> None:

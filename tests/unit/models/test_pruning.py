@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from diffusionlm.models.patterns import AttentionPattern, BlockDiffusion, Causal, DenseBias, PromptAndOwnBlock
-from diffusionlm.models.transformer import Transformer
-
-MakeModel = Callable[..., Transformer]
+from diffusionlm.models.patterns import (
+    AttentionPattern,
+    BlockCausal,
+    BlockDiffusion,
+    Causal,
+    DenseBias,
+    PromptAndOwnBlock,
+)
+from tests.conftest import MakeModel
 
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 0, 0]])
 IS_PROMPT = torch.tensor([[True] * 4 + [False] * 6])
@@ -22,7 +26,11 @@ CASES: dict[str, tuple[AttentionPattern, dict[str, Any]]] = {
     "answer blocks": (PromptAndOwnBlock(3, IS_PROMPT), {}),
     "a bias": (DenseBias(BIAS), {}),
     "windows": (Causal(), {"layer_types": ("full_attention", "sliding_attention"), "sliding_window": 3}),
-    "soft caps": (BlockDiffusion(2), {"attn_logit_softcapping": 5.0, "sandwich_norms": True}),
+    "packed": (BlockCausal(3, DOCUMENTS.repeat_interleave(2, dim=1)), {"attention_bias": True}),
+    "soft caps": (
+        BlockDiffusion(2),
+        {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 4.0, "sandwich_norms": True, "norm_offset": True},
+    ),
     "experts": (Causal(), {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}),
 }
 

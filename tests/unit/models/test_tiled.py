@@ -21,31 +21,6 @@ def tiles_of(pattern: AttentionPattern, length: int, dtype: torch.dtype = torch.
     return build_tiles(intervals, pattern.positions_per_token, dtype)
 
 
-def visible_keys(tiles: tuple[Tile, ...], rows: int, length: int) -> torch.Tensor:
-    """How often each query meets each key, without those that a bias hides."""
-    table = torch.zeros(rows, length, length, dtype=torch.int64)
-    for tile in tiles:
-        keys = torch.cat([torch.arange(start, end) for start, end in tile.ranges])
-        met = torch.ones(rows, tile.end - tile.first, len(keys), dtype=torch.int64)
-        for column, bias in tile.biases:
-            assert bias.isneginf().any(), "a bias that hides nothing"
-            met[:, :, column : column + bias.shape[-1]] *= (bias == 0).long()
-        for query in range(tile.first, tile.end):
-            table[:, query].index_add_(1, keys, met[:, query - tile.first])
-    return table
-
-
-@pytest.mark.parametrize("packed", [None, DOCUMENTS], ids=["", "documents"])
-@pytest.mark.parametrize("make", [Causal, Bidirectional, lambda: BlockCausal(48), lambda: BlockDiffusion(7)])
-def test_tiles_meet_what_the_pattern_says(make: type[Causal], packed: torch.Tensor | None) -> None:
-    pattern: AttentionPattern = make()
-    if packed is not None:
-        pattern = pattern.with_documents(packed)
-    length = 160 * pattern.positions_per_token
-    expected = pattern.dense_mask(length)
-    assert torch.equal(visible_keys(tiles_of(pattern, length), len(expected), length), expected.long())
-
-
 @pytest.mark.parametrize("length", [1, 63, 64, 150, 512])
 @pytest.mark.parametrize("block", [1, 2, 3, 5, 7, 16, 40, 48, 64, 100, 128, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -90,14 +65,6 @@ def inputs(dtype: torch.dtype = torch.float64, length: int = 70) -> tuple[torch.
     return q, k, v
 
 
-def test_gradcheck(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiled, "TILE_LENGTH", 4)
-    tiles = tiles_of(BlockDiffusion(3), 20)
-    assert len(tiles) > 4
-    q, k, v = inputs(length=20)
-    assert torch.autograd.gradcheck(lambda q, k, v: attend_tiled(q, k, v, tiles), (q[:1], k[:1], v[:1]))
-
-
 @pytest.mark.parametrize("pattern", [BlockDiffusion(3), Bidirectional(DOCUMENTS[:, :70])], ids=["blocks", "documents"])
 def test_probabilities_are_saved_or_recomputed(pattern: AttentionPattern, monkeypatch: pytest.MonkeyPatch) -> None:
     tiles = tiles_of(pattern, 70)
@@ -119,12 +86,6 @@ def test_probabilities_are_saved_or_recomputed(pattern: AttentionPattern, monkey
     assert kept_tensors == [len(tiles), 0]
     for one, other in zip(saved, again, strict=True):
         assert torch.equal(one, other)
-
-
-def test_nothing_is_saved_without_gradients() -> None:
-    q, k, v = (value.detach() for value in inputs())
-    out = attend_tiled(q, k, v, tiles_of(Causal(), 70))
-    assert not out.requires_grad
 
 
 def test_many_tiles_do_not_lose_a_key_in_bfloat16() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,8 +16,8 @@ from torch import Tensor, nn
 from config.training.optimizer import AdamWConfig, LionConfig, MuonConfig
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import Optimizers, build_optimizers
+from tests.conftest import MakeModel
 
-MakeModel = Callable[..., Transformer]
 WIDE: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 64, "head_dim": 16}
 """Matrices of 4,096 numbers, which have 8 bits, and smaller ones, which have 32."""
 KINDS: list[AdamWConfig | LionConfig | MuonConfig] = [

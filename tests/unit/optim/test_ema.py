@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
-from config.model import ModelConfig
-from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim import ema
 from diffusionlm.optim.chunks import split_by_elements
 from diffusionlm.optim.ema import WeightAverage
-from tests.fake_cuda import fake_cuda
-
-MakeModel = Callable[..., Transformer]
+from tests.conftest import MakeModel
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -75,31 +69,6 @@ def test_parameters_together_move_as_one_by_one(monkeypatch: pytest.MonkeyPatch)
     same = [start.clone() for start in starts]
     ema.lerp_together(same, ends, torch.tensor(0.0, dtype=torch.float64))
     assert all(map(torch.equal, same, starts)), "a skipped step changes no bit"
-
-
-def test_launches_of_a_gpu_do_not_grow_with_the_model(make_config: Callable[..., ModelConfig]) -> None:
-    counts = {}
-    for depth in (1, 4):
-        with fake_cuda() as record:
-            with torch.device("cuda"):
-                model = Transformer(make_config(num_hidden_layers=depth))
-            average = WeightAverage(model, decay=0.9)
-            record.launches.clear()
-            average.update(torch.zeros((), dtype=torch.bool, device="cuda"))
-            counts[depth] = len(record.launches)
-    assert counts[1] == counts[4] <= 16
-
-
-def test_average_is_a_copy(tiny_model: MakeModel) -> None:
-    model = tiny_model()
-    average = WeightAverage(model, decay=0.0)
-    name, parameter = next(iter(model.named_parameters()))
-    first = parameter.detach().clone()
-    with torch.no_grad():
-        parameter.zero_()
-    assert torch.equal(average.averages[name], first)
-    average.update()
-    assert not average.averages[name].any(), "a decay of zero follows the weights at once"
 
 
 def test_skipped_update_changes_neither_average_nor_count(tiny_model: MakeModel) -> None:
