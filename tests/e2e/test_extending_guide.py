@@ -67,15 +67,16 @@ def test_examples_touch_no_more_files_than_promised() -> None:
 
 @pytest.mark.slow
 def test_tests_accept_a_new_strategy_schedule_and_optimizer(tree: Path) -> None:
-    """They find them by their registries; one command writes the table of the documentation."""
+    """They find them by their registries; one command writes the tables of the documentation."""
     for folder in ("tests", "docs"):
         shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
     shutil.copy(ROOT / "pyproject.toml", tree)
-    run_python(tree, "tests/unit/inference/test_strategy_docs.py")
+    run_python(tree, "tests/test_docs_tables.py")
     assert "`top_share`" in (tree / "docs" / "decoding.md").read_text(encoding="utf-8")
+    assert "`smoothstep`" in (tree / "docs" / "objectives.md").read_text(encoding="utf-8")
     files = [
         "tests/unit/inference/test_strategies.py",
-        "tests/unit/inference/test_strategy_docs.py",
+        "tests/test_docs_tables.py",
         "tests/unit/config/test_generation_section.py",
         "tests/reference/decoding/test_sampler_truths.py",
         "tests/unit/config/test_optimizer_section.py",
