@@ -99,22 +99,12 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return _read_version()
+        return importlib.import_module("files.installed_version").read_version()
     if name not in _MODULE_OF_NAME:
         raise AttributeError(f"diffusionlm has no {name!r}; it has {', '.join(__all__)}")
     value = getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
     globals()[name] = value
     return value
-
-
-def _read_version() -> str:
-    """Read the version of the installed package."""
-    from importlib import metadata
-
-    try:
-        return metadata.version("diffusionlm")
-    except metadata.PackageNotFoundError:  # imported from a directory of sources
-        return "unknown"
 
 
 def __dir__() -> list[str]:

@@ -160,12 +160,6 @@ def make_config() -> MakeConfig:
 
 
 @pytest.fixture(scope="session")
-def tiny_config(make_config: MakeConfig) -> ModelConfig:
-    """The default of ``make_config``."""
-    return make_config()
-
-
-@pytest.fixture(scope="session")
 def tiny_model(make_config: MakeConfig) -> MakeModel:
     """``tiny_model(dtype=..., seed=..., scale=..., backend=..., **config)``: a model with no parameter at its default.
 

@@ -156,4 +156,4 @@ def compile_source(name: str, source: str, target: str) -> CompiledKernel:
     constants = {key: value for key, value in constants.items() if key in signature}
     aligned = tuple(tuner.fn.arg_names[index] for (index,) in meta["configs"][0])
     options = {key: getattr(config, key) for key in LAUNCH_OPTIONS if getattr(config, key, None) is not None}
-    return compile_launch(KernelLaunch(tuner.fn, signature, constants, aligned, options, 1), target)
+    return compile_launch(KernelLaunch(tuner.fn, signature, constants, aligned, options), target)

@@ -27,12 +27,11 @@ ALLOWED = {
     "diffusionlm/evaluation/lm_eval/adapter.py:all_gather": "results of the harness",
     "diffusionlm/evaluation/nelbo.py:nelbo": "inputs of the caller, which are noised on the CPU",
     "diffusionlm/evaluation/nelbo.py:compute_masked_nll": "losses: once in a forward",
-    "diffusionlm/evaluation/sampler_likelihood.py:_sample": "confidences: once in a forward",
     "diffusionlm/evaluation/sampler_likelihood.py:_split_into_documents": "inputs of the caller",
     "diffusionlm/kernels/triton_check.py:max_difference_to_eager": "losses of the doctor's check",
     "diffusionlm/training/metrics.py:read": "metrics of a logged step, when the next one is launched",
     # decoding
-    "diffusionlm/inference/constraints/sampler.py:_compute_logprobs": "constraints are computed on the CPU",
+    "diffusionlm/inference/constraints/sampler.py:_log_softmax": "constraints and choices are computed on the CPU",
     "diffusionlm/inference/decoder.py:_check_model": "one forward after an error",
     "diffusionlm/inference/sampling.py:_to_arrays": "predictions: once in a step",
     "diffusionlm/models/row_adapters.py:select": "experts of a batch with several adapters: rows of each",
@@ -48,17 +47,6 @@ def find_reads(node: ast.AST, function: str = "") -> Iterator[str]:
         match child:
             case ast.Call(func=ast.Attribute(attr=name, value=owner)) if name in READS and ast.unparse(owner) != "np":
                 yield function
-
-
-def test_reads_are_found() -> None:
-    code = """
-class A:
-    def f(self, x):
-        return [np.unique(x), x.sum().item()]
-def g(x):
-    return np.nonzero(x)
-"""
-    assert list(find_reads(ast.parse(code))) == ["f"]
 
 
 def test_every_read_has_its_reason() -> None:
