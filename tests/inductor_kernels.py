@@ -15,7 +15,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from unittest.mock import patch
 
+import torch
+
 from benchmarking.harness import make_table
+from diffusionlm.kernels.low_rank import dropout_mask
 from diffusionlm.models import flex
 from logger.pages.markdown import render_table
 from tests.flex_kernels import (
@@ -27,7 +30,8 @@ from tests.flex_kernels import (
     format_flex_table,
 )
 from tests.inductor_cuda import compile_source, lower, pretend_gpu
-from tests.training_graphs import CASES, record_graphs
+from tests.kernels.ahead_of_time import CompiledKernel
+from tests.training_graphs import CASES, Graph, make_recorder, record_graphs
 
 TARGET = "sm_90"
 NUM_OUTPUTS = (256, 100)
@@ -84,6 +88,17 @@ def compile_case(case: str) -> list[BlockKernel]:
                     )
                 )
     return kernels
+
+
+def compile_dropout_mask() -> list[CompiledKernel]:
+    """Generate and compile the kernel of an adapter's dropout mask, whose hash has factors above 2^31."""
+    graphs: list[Graph] = []
+    compiled = torch.compile(dropout_mask, backend=make_recorder(graphs))
+    compiled(torch.arange(6), torch.tensor(2**32 - 1), 128, 0.1)
+    with pretend_gpu() as sources:
+        for graph in graphs:
+            lower(graph)
+        return [compile_source(name, source, TARGET) for name, source in sources]
 
 
 def format_table(kernels: Sequence[BlockKernel]) -> str:
@@ -144,6 +159,7 @@ def report(arguments: argparse.Namespace) -> None:
             "kernels": [asdict(kernel) for kernel in kernels],
             "flex_kernels": [asdict(kernel) for kernel in flex_kernels],
             "graphs_with_checkpointing": num_graphs,
+            "spilled_bytes_of_dropout": [kernel.spill_bytes for kernel in compile_dropout_mask()],
         }
         print(json.dumps(results))
     else:

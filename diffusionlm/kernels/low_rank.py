@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-_LOW_32_BITS = 0xFFFFFFFF
+_LOW_31_BITS, _LOW_32_BITS = 0x7FFFFFFF, 0xFFFFFFFF
 _FIRST_MULTIPLIER, _SECOND_MULTIPLIER = 0x7FEB352D, 0x5A6B4A35
 """Odd factors of the hash below 2^31, the first of Wellons' triple32."""
 _GOLDEN_RATIO = 0x9E3779B1
@@ -110,8 +110,7 @@ def hash_tokens(key: int, rows_B: Tensor, length: int) -> Tensor:
         rows_B: number of each row, int64.
         length: tokens of a row.
     """
-    positions_L = torch.arange(length, device=rows_B.device)
-    return _mix(_mix(rows_B + key)[:, None] + positions_L * _GOLDEN_RATIO).flatten()
+    return _mix(_mix(rows_B + key)[:, None] + _spread(length, rows_B.device)).flatten()
 
 
 def dropout_mask(tokens_T: Tensor, key: int | Tensor, num_features: int, probability: float) -> Tensor:
@@ -125,11 +124,17 @@ def dropout_mask(tokens_T: Tensor, key: int | Tensor, num_features: int, probabi
         num_features: I.
         probability: of false.
     """
-    features_I = _mix(torch.arange(num_features, device=tokens_T.device) * _GOLDEN_RATIO + key)
+    features_I = _mix(_spread(num_features, tokens_T.device) + key)
     bits_TI = _to_int32(_mix(tokens_T ^ key))[:, None] ^ _to_int32(features_I)
     bits_TI.mul_(_FIRST_MULTIPLIER)
     bits_TI.bitwise_xor_((bits_TI >> 15).bitwise_and_(0x1FFFF)).mul_(_SECOND_MULTIPLIER)
     return bits_TI >= round(probability * 2**32) - 2**31
+
+
+def _spread(count: int, device: torch.device) -> Tensor:
+    """Multiples of the golden ratio of 2^32, [count] in int64."""
+    # torch's compiler would compute a product of indices in int32, where this one overflows; after & it is int64.
+    return (torch.arange(count, device=device) & _LOW_31_BITS) * _GOLDEN_RATIO
 
 
 def _mix(values: Tensor) -> Tensor:

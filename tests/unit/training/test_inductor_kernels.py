@@ -61,3 +61,4 @@ def test_kernels_of_blocks_stay_within_budgets_on_an_h100() -> None:
     assert not [kernel for kernel in flex_kernels if kernel.spill_bytes]
     assert not [kernel for kernel in flex_kernels if kernel.shared_bytes > SHARED_BYTES[kernel.target]]
     assert results["graphs_with_checkpointing"] == len(GRAPHS)
+    assert results["spilled_bytes_of_dropout"] and not any(results["spilled_bytes_of_dropout"])
