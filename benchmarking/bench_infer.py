@@ -174,13 +174,15 @@ def _seeds(bench: BenchInferSection, batch_size: int) -> list[int]:
 
 
 def count(model: Transformer, prompts: Prompts, generation: GenerationConfig, seeds: Sequence[int]) -> DecodingCounts:
-    """Decode once without timing, and count forwards and tokens."""
+    """Decode once without timing, and count forwards and tokens; without CUDA graphs, whose replays no hook sees."""
     forwards: list[None] = []
     hook = model.register_forward_hook(lambda *_: forwards.append(None))
+    uses_cuda_graphs, model.uses_cuda_graphs = model.uses_cuda_graphs, False
     try:
         results = generate(model, prompts, generation, seeds)
     finally:
         hook.remove()
+        model.uses_cuda_graphs = uses_cuda_graphs
     return DecodingCounts(
         forwards=len(forwards),
         new_tokens=sum(len(result.token_ids) for result in results),
