@@ -7,11 +7,11 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from diffusionlm.data.sources.file_formats import read_json_records, read_parquet_records
 from diffusionlm.data.sources.local_files import detect_format
-from diffusionlm.data.sources.record_source import BadRecord, ParsedRecord
+from diffusionlm.data.sources.record_source import BadRecord
 from diffusionlm.evaluation.tasks.item_task import ItemTask, TaskItem, list_fields
 from files.compressed import CorruptFileError
 
@@ -44,6 +44,7 @@ def read_items_of_file(task: ItemTask, path: Path) -> Iterator[TaskItem]:
             )
         places[item_id] = place
         try:
+            json.dumps(record, ensure_ascii=False, default=str).encode()  # refuses half of a character
             item = task.parse_item(record)
         except ValueError as error:
             raise ValueError(f"{place}: item {item_id!r}: {error}") from None
@@ -88,33 +89,21 @@ def _read_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
     file_format = detect_format(path)
     if file_format not in ("json", "parquet"):
         raise ValueError(f"{path}: items are read from .jsonl, .json or .parquet files: rename or convert the file")
-    unit = "row" if file_format == "parquet" else "line"
-    records: Iterator[ParsedRecord]
+    parse: Any = dict  # the whole record
     try:
         if file_format == "parquet":
-            records = read_parquet_records(path, _dump_row, 0, "data")
+            records, unit = read_parquet_records(path, parse, 0, "data"), "row"
         else:
-            records = read_json_records(path, _dump_row, 0, 0)
-        for content, _, line in records:
+            records, unit = read_json_records(path, parse, 0, 0), "line"
+        for record, _, line in records:
             place = f"{path}: {unit} {line}"
-            if isinstance(content, BadRecord):
-                raise ValueError(f"{place}: {content.reason} ({content.detail}): correct the file")
-            yield json.loads(str(content)), place
+            if isinstance(record, BadRecord):
+                raise ValueError(f"{place}: {record.reason} ({record.detail}): correct the file")
+            yield cast(dict[str, Any], record), place
     except CorruptFileError as error:
         raise ValueError(f"{path}: {error}") from None
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
-
-
-def _dump_row(row: Mapping[str, Any]) -> str | BadRecord:
-    try:
-        text = json.dumps(row, ensure_ascii=False)
-        text.encode()
-    except UnicodeEncodeError:
-        return BadRecord("lone surrogate", "a text has half of a character")
-    except TypeError as error:
-        return BadRecord("value without a JSON form", str(error))
-    return text
 
 
 def _read_id(record: Mapping[str, Any], number: int, task: ItemTask, place: str) -> str:

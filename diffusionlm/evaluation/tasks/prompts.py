@@ -38,7 +38,7 @@ def fill_template(template: str, fields: Mapping[str, Any], key: str) -> str:
                 "{{ and }} for braces"
             )
         value = fields[name]
-        parts.append(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+        parts.append(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
     return "".join(parts)
 
 
