@@ -29,8 +29,7 @@ class TrainingEvaluationConfig(Section):
                 raise ValueError(f"{key} has no effect without tasks: add [[evaluation.tasks]], or remove it")
         names = [task.name or task.kind for task in self.tasks]
         check_distinct({"the names of tasks": names})
-        if self.best is not None and self.best.rpartition("/")[0] not in names:
-            raise ValueError(
-                f'best = "{self.best}" names no task: write TASK/RULE, with one of the tasks {", ".join(names)}'
-            )
+        rules = [f"{name}/{rule}" for name, task in zip(names, self.tasks, strict=True) for rule in task.rules]
+        if self.best is not None and self.best not in rules:
+            raise ValueError(f'best = "{self.best}" is no rule of a task: choose one of {", ".join(rules)}')
         return self

@@ -118,7 +118,7 @@ def test_ranks_share_the_answers(
 @pytest.mark.parametrize(
     ("change", "key"),
     [
-        ({"best": "choice/exact"}, "evaluation.best"),
+        ({"best": "choice/exact"}, "choice/exact"),
         ({"best": "other/acc"}, "other/acc"),
         ({"tasks": [], "every_steps": 4}, "every_steps"),
         ({"best": None, "tasks.0.data": "missing.jsonl"}, "evaluation.tasks.0"),

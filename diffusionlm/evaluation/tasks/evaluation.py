@@ -19,7 +19,8 @@ from diffusionlm.evaluation.likelihood.scoring import OptionsRequest, score_docu
 from diffusionlm.evaluation.sampler_likelihood import greedy_matches
 from diffusionlm.evaluation.tasks.item_task import GenerationTask, LikelihoodTask, TaskItem
 from diffusionlm.evaluation.tasks.items import draw_seed, read_task_items
-from diffusionlm.evaluation.tasks.preparation import PreparedItems, PreparedTask, PreparedText, prepare_items
+from diffusionlm.evaluation.tasks.preparation import PreparedTask, PreparedText, prepare_items
+from diffusionlm.evaluation.tasks.prompts import PreparedItems
 from diffusionlm.evaluation.tasks.results import LIKELIHOOD_METRICS, ItemResult, MetricValue, VariantResult, Verdict
 from diffusionlm.evaluation.tasks.summary import summarize_task
 from diffusionlm.evaluation.text_likelihood import OnProgress, evaluate_likelihood, ignore_progress
@@ -79,7 +80,7 @@ def _answer_items(
         requests = [(task.build_request(item, repeat), config.stop) for item, repeat in group]
         for number, answer in decode_answers(model, task.requests.tokenizer, requests, config.batch_size):
             item, repeat = group[number]
-            verdict = grade(task, item, task.builder.answer_prefix(item) + answer.text)
+            verdict = grade(task, item, task.answer_prefix(item) + answer.text)
             seconds, previous = time.perf_counter() - previous, time.perf_counter()
             yield _build_result(
                 task,
@@ -95,7 +96,7 @@ def _answer_items(
 
 
 def _build_result(task: PreparedItems, item: TaskItem, verdict: Verdict, **values: Any) -> ItemResult:
-    prompt = task.builder.hash_prompt(item)
+    prompt = task.hash_prompt(item)
     return ItemResult(task=task.name, id=item.id, gold=item.gold, prompt_sha256=prompt, **vars(verdict), **values)
 
 
@@ -136,7 +137,7 @@ def _score_items(
 
 def _build_options(task: PreparedItems, config: LikelihoodTask, item: TaskItem) -> OptionsRequest:
     options = config.list_options(item)
-    pairs = task.builder.encode_options(item, options)
+    pairs = task.encode_options(item, options)
     # Two models with the same likelihood.seed have the same masks; items of the same number in other tasks do not.
     key = draw_seed(0, f"{task.name} {item.id}", 0)
     continuations = tuple(pair.continuation_ids for pair in pairs)
@@ -216,8 +217,7 @@ class LiveEvaluation:
         """Read the items and encode their prompts.
 
         Raises:
-            ValueError: the data or the settings of a task are wrong, a prompt does not fit the model, or ``best`` names
-                no rule of its task; names the key.
+            ValueError: the data or the settings of a task are wrong, or a prompt does not fit the model; names the key.
         """
         tasks = []
         for index, task in enumerate(config.tasks):
@@ -225,8 +225,6 @@ class LiveEvaluation:
                 tasks.append(prepare_items(task, read_task_items(task), tokenizer, model))
             except ValueError as error:
                 raise ValueError(f"evaluation.tasks.{index}: {error}") from None
-        if config.best is not None:
-            _check_best(config.best, tasks)
         return cls(tuple(tasks), world, is_collective)
 
     def evaluate(self, model: Transformer) -> list[TaskOutcome]:
@@ -250,10 +248,3 @@ class LiveEvaluation:
         parts = [compute()] if self.is_collective else self.world.run_on_all(compute)
         results = {(item.id, item.repeat): item for part in parts for item in part}
         return tuple(results[answer] for answer in answers)
-
-
-def _check_best(best: str, tasks: list[PreparedItems]) -> None:
-    name, _, rule = best.rpartition("/")
-    rules = next(task for task in tasks if task.name == name).config.rules
-    if rule not in rules:
-        raise ValueError(f'evaluation.best = "{best}": the rules of {name} are {", ".join(rules)}')

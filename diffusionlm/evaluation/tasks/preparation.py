@@ -11,41 +11,15 @@ from config.evaluation.tasks import AnyItemTask, AnyTask
 from config.infer import InferModelConfig
 from config.model import ModelConfig
 from diffusionlm.checkpoints.model_files import ModelDescription
-from diffusionlm.data.chat.templates import resolve_chat_template
 from diffusionlm.evaluation.grading.code_execution import probe_isolation
 from diffusionlm.evaluation.likelihood.scoring import AnswerBuilder
-from diffusionlm.evaluation.pair_encoding import PairEncoder
-from diffusionlm.evaluation.tasks.exact_match import ExactMatchTask
 from diffusionlm.evaluation.tasks.humaneval import HumanEvalTask
 from diffusionlm.evaluation.tasks.item_task import GenerationTask, LikelihoodTask, TaskItem
-from diffusionlm.evaluation.tasks.items import draw_seed, read_task_items
+from diffusionlm.evaluation.tasks.items import read_task_items
 from diffusionlm.evaluation.tasks.perplexity import PerplexityTask
-from diffusionlm.evaluation.tasks.prompts import PromptBuilder
+from diffusionlm.evaluation.tasks.prompts import PreparedItems
 from diffusionlm.evaluation.text_likelihood import OpenedText, describe_model, open_text
-from diffusionlm.inference.request_builder import RequestBuilder
-from diffusionlm.inference.requests import PreparedRequest
-from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer
-
-
-@dataclass(frozen=True)
-class PreparedItems:
-    """A task whose prompts fit a model."""
-
-    name: str
-    config: AnyItemTask
-    items: Sequence[TaskItem]
-    builder: PromptBuilder
-
-    @property
-    def requests(self) -> RequestBuilder:
-        """How answers are decoded."""
-        assert self.builder.requests is not None, "a likelihood task decodes nothing"
-        return self.builder.requests
-
-    def build_request(self, item: TaskItem, repeat: int) -> PreparedRequest:
-        """The request of an answer to an item."""
-        seed = draw_seed(self.config.seed, item.id, repeat)
-        return self.requests.prepare(self.builder.encode(item), seed, f"item {item.id!r}")
+from tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -124,10 +98,12 @@ def prepare_items(
             is no chat template, the settings do not fit the model, or a prompt does not fit its context; names the
             item.
     """
-    template = _find_template(task, tokenizer)
-    requests = _build_requests(task, tokenizer, model, template) if isinstance(task, GenerationTask) else None
-    builder = PromptBuilder(task, PairEncoder.from_model(tokenizer, model), template, requests)
-    prepared = PreparedItems(task.name or task.kind, task, items, builder)
+    prepared = PreparedItems(task, items, tokenizer, model)
+    if isinstance(task, GenerationTask) and task.repeats > 1 and not prepared.requests.settings.is_random:
+        raise ValueError(
+            f"repeats = {task.repeats} would give equal answers, because decoding is deterministic: set "
+            "generation.temperature above 0 and generation.top_k other than 1, or repeats = 1"
+        )
     answers = AnswerBuilder.from_model(model, task.likelihood) if isinstance(task, LikelihoodTask) else None
     for item in items:
         try:
@@ -136,46 +112,8 @@ def prepare_items(
                 prepared.build_request(item, 0)
             else:
                 assert answers is not None
-                for index, pair in enumerate(builder.encode_options(item, task.list_options(item))):
+                for index, pair in enumerate(prepared.encode_options(item, task.list_options(item))):
                     answers.build(pair.context_ids, pair.continuation_ids, f"option {index}")
         except ValueError as error:
             raise ValueError(f"{task.data or 'source'}: item {item.id!r}: {error}") from None
     return prepared
-
-
-def _build_requests(
-    task: GenerationTask, tokenizer: Tokenizer, model: ModelConfig, template: ChatTemplate | None
-) -> RequestBuilder:
-    """Resolve how answers are decoded.
-
-    Raises:
-        ValueError: the settings do not fit the model, or repeats would be equal.
-    """
-    requests = RequestBuilder.from_config(tokenizer, model, task.resolve_length(), template)
-    if task.repeats > 1 and not requests.settings.is_random:
-        raise ValueError(
-            f"repeats = {task.repeats} would give equal answers, because decoding is deterministic: set "
-            "generation.temperature above 0 and generation.top_k other than 1, or repeats = 1"
-        )
-    return requests
-
-
-def _find_template(task: AnyItemTask, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The template of a task's chats; None: its prompts are texts.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if isinstance(task, ExactMatchTask):
-        return resolve_chat_template(task.chat_rows, tokenizer, "chat" if task.source is None else "source.chat")
-    config = task.prompt
-    if config.format == "text":
-        return None
-    if config.chat_template is not None:
-        return CHAT_TEMPLATES[config.chat_template]
-    if tokenizer.chat_template is None:
-        raise ValueError(
-            f'prompt.format = "chat", and the model has no chat template: set prompt.chat_template to one of '
-            f"{', '.join(CHAT_TEMPLATES)}"
-        )
-    return tokenizer.chat_template

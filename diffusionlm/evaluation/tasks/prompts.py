@@ -1,20 +1,26 @@
-"""The prompt of an item: a template with its fields, after solved examples, as a text or a chat. No torch."""
+"""The prompt of an item: a template with its fields, after solved examples, as a text or a chat."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import islice
 from string import Formatter
 from typing import Any
 
+from config.evaluation.tasks import AnyItemTask
+from config.model import ModelConfig
+from diffusionlm.data.chat.templates import resolve_chat_template
 from diffusionlm.evaluation.pair_encoding import EncodedPair, PairEncoder
-from diffusionlm.evaluation.tasks.item_task import ItemTask, TaskItem
-from diffusionlm.evaluation.tasks.items import read_items_of_file
+from diffusionlm.evaluation.tasks.exact_match import ExactMatchTask
+from diffusionlm.evaluation.tasks.item_task import GenerationTask, TaskItem
+from diffusionlm.evaluation.tasks.items import draw_seed, read_items_of_file
 from diffusionlm.inference.healing import HealedText
 from diffusionlm.inference.request_builder import RequestBuilder
-from tokenizer import ChatTemplate, render_chat
+from diffusionlm.inference.requests import PreparedRequest
+from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer, render_chat
 
 
 def fill_template(template: str, fields: Mapping[str, Any], key: str) -> str:
@@ -42,35 +48,39 @@ def fill_template(template: str, fields: Mapping[str, Any], key: str) -> str:
     return "".join(parts)
 
 
-class PromptBuilder:
-    """Builds the prompts of a task's items, and encodes them for a model."""
+class PreparedItems:
+    """The items of a task, and their prompts for a model: texts, or chats if there is a template of these."""
 
-    def __init__(
-        self,
-        task: ItemTask,
-        encoder: PairEncoder,
-        chat_template: ChatTemplate | None = None,
-        requests: RequestBuilder | None = None,
-    ) -> None:
-        """Read the examples.
-
-        Args:
-            chat_template: None: the prompts are texts.
-            requests: encodes chats whose answers are decoded. None: nothing is decoded.
+    def __init__(self, task: AnyItemTask, items: Sequence[TaskItem], tokenizer: Tokenizer, model: ModelConfig) -> None:
+        """Find the chat template, and read the examples.
 
         Raises:
-            ValueError: the file of the examples cannot be read.
+            ValueError: there is no chat template, or the file of the examples cannot be read.
         """
-        self.chat_template, self.requests = chat_template, requests
-        self._encoder = encoder
-        self.config = task.prompt_config
+        self.name, self.config, self.items = task.name or task.kind, task, items
+        self.chat_template = _find_chat_template(task, tokenizer)
+        self.prompt = task.prompt_config
         defaults = (task.question_template, task.answer_template, task.delimiter)
-        values = (self.config.template, self.config.answer_template, self.config.delimiter)
+        values = (self.prompt.template, self.prompt.answer_template, self.prompt.delimiter)
         self.template, self.answer_template, self.delimiter = (
             default if value is None else value for value, default in zip(values, defaults, strict=True)
         )
-        path = self.config.shots_data
+        path = self.prompt.shots_data
         self._examples = [] if path is None else list(read_items_of_file(task, path))
+        self._tokenizer, self._model = tokenizer, model
+        self._encoder = PairEncoder.from_model(tokenizer, model)
+
+    @cached_property
+    def requests(self) -> RequestBuilder:
+        """How answers are decoded.
+
+        Raises:
+            ValueError: the settings do not fit the model.
+        """
+        assert isinstance(self.config, GenerationTask), "a likelihood task decodes nothing"
+        return RequestBuilder.from_config(
+            self._tokenizer, self._model, self.config.resolve_length(), self.chat_template
+        )
 
     def text(self, item: TaskItem) -> str:
         """The prompt as a text, with examples and the beginning of the answer.
@@ -90,8 +100,8 @@ class PromptBuilder:
         """
         if item.messages:
             return [dict(message) for message in item.messages]
-        system = [] if self.config.system is None else [{"role": "system", "content": self.config.system}]
-        if self.config.shots_as == "text":
+        system = [] if self.prompt.system is None else [{"role": "system", "content": self.prompt.system}]
+        if self.prompt.shots_as == "text":
             return [*system, {"role": "user", "content": self._join_examples(item)}]
         turns = []
         for shot in self.select_shots(item):
@@ -101,7 +111,7 @@ class PromptBuilder:
 
     def answer_prefix(self, item: TaskItem) -> str:
         """The text that the answer begins with."""
-        return fill_template(self.config.answer_prefix, item.fields, "prompt.answer_prefix")
+        return fill_template(self.prompt.answer_prefix, item.fields, "prompt.answer_prefix")
 
     def select_shots(self, item: TaskItem) -> list[TaskItem]:
         """The examples of an item: the first ones that are neither the item nor a copy of it.
@@ -109,25 +119,26 @@ class PromptBuilder:
         Raises:
             ValueError: there are fewer than ``prompt.shots``.
         """
-        own, shots = _question_and_gold(item), self.config.shots
+        own, shots = _question_and_gold(item), self.prompt.shots
         selected = list(islice((example for example in self._examples if _question_and_gold(example) != own), shots))
         if len(selected) < shots:
             raise ValueError(
-                f"prompt.shots_data = {self.config.shots_data} has {len(selected)} examples besides the item and its "
+                f"prompt.shots_data = {self.prompt.shots_data} has {len(selected)} examples besides the item and its "
                 f"copies, and prompt.shots = {shots}: lower shots, or name a file with more"
             )
         return selected
 
-    def encode(self, item: TaskItem) -> HealedText:
-        """Encode a prompt whose answer is to be decoded.
+    def build_request(self, item: TaskItem, repeat: int) -> PreparedRequest:
+        """Build the request of an answer to an item.
 
         Raises:
-            ValueError: a field is missing, or the chat template rejects the chat.
+            ValueError: a field is missing, the chat template rejects the chat, or the prompt does not fit the model.
         """
         if self.chat_template is None:
-            return HealedText(self._encoder.encode(self.text(item)))
-        assert self.requests is not None, "only answers that are decoded are encoded alone"
-        return self.requests.encode_chat(self.messages(item), item.tools, self.answer_prefix(item))
+            prompt = HealedText(self._encoder.encode(self.text(item)))
+        else:
+            prompt = self.requests.encode_chat(self.messages(item), item.tools, self.answer_prefix(item))
+        return self.requests.prepare(prompt, draw_seed(self.config.seed, item.id, repeat), f"item {item.id!r}")
 
     def encode_options(self, item: TaskItem, options: Sequence[str]) -> list[EncodedPair]:
         """Encode a prompt with each of its possible continuations.
@@ -153,13 +164,34 @@ class PromptBuilder:
     def _join_examples(self, item: TaskItem) -> str:
         """Examples and question as one text."""
         shots = [f"{self._question(shot)}{self.delimiter}{self._answer(shot)}" for shot in self.select_shots(item)]
-        return self.config.separator.join([*shots, self._question(item)])
+        return self.prompt.separator.join([*shots, self._question(item)])
 
     def _question(self, item: TaskItem) -> str:
         return fill_template(self.template, item.fields, "prompt.template")
 
     def _answer(self, item: TaskItem) -> str:
         return fill_template(self.answer_template, item.fields, "prompt.answer_template")
+
+
+def _find_chat_template(task: AnyItemTask, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The template of a task's chats; None: its prompts are texts.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if isinstance(task, ExactMatchTask):
+        return resolve_chat_template(task.chat_rows, tokenizer, "chat" if task.source is None else "source.chat")
+    prompt = task.prompt
+    if prompt.format == "text":
+        return None
+    if prompt.chat_template is not None:
+        return CHAT_TEMPLATES[prompt.chat_template]
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f'prompt.format = "chat", and the model has no chat template: set prompt.chat_template to one of '
+            f"{', '.join(CHAT_TEMPLATES)}"
+        )
+    return tokenizer.chat_template
 
 
 def _question_and_gold(item: TaskItem) -> tuple[str, str]:

@@ -227,12 +227,12 @@ def _hash_inputs(task: PreparedTask) -> dict[str, str]:
     """
     if isinstance(task, PreparedText):
         return {"data": _hash(_hash_source(task.config.text_config.source)), "prompt": ""}
-    config, builder = task.config, task.builder
-    paths = [path for path in (config.data, config.prompt_config.shots_data) if path is not None]
-    chat = "" if builder.chat_template is None else builder.chat_template.source
+    config = task.config
+    paths = [path for path in (config.data, task.prompt.shots_data) if path is not None]
+    chat = "" if task.chat_template is None else task.chat_template.source
     return {
         "data": _hash([*_hash_source(getattr(config, "source", None)), *map(hash_file, paths)]),
-        "prompt": _hash([builder.template, builder.answer_template, builder.delimiter, chat]),
+        "prompt": _hash([task.template, task.answer_template, task.delimiter, chat]),
     }
 
 
@@ -256,9 +256,9 @@ def describe_protocol(task: PreparedTask) -> dict[str, Any]:
         values["generation"] = to_toml_values(generation, "generation")
     if "prompt" in values:
         values["prompt"] |= {
-            "template": task.builder.template,
-            "answer_template": task.builder.answer_template,
-            "delimiter": task.builder.delimiter,
+            "template": task.template,
+            "answer_template": task.answer_template,
+            "delimiter": task.delimiter,
         }
     return values
 
