@@ -85,7 +85,7 @@ def nelbo(
     batch = CleanBatch(tokens_BL, targets_BL, None if document_BL is None else document_BL.cpu())
     check_positive(block_length=block_length)
     layout = InputLayout.from_config(model.config, block_length)
-    estimator = NelboEstimator.from_batch(layout, batch, num_mc_samples, seed, batch_size)
+    estimator = NelboEstimator(layout, batch, num_mc_samples, seed, batch_size)
     return estimator.build_report([estimator.run_forward(model, index) for index in range(estimator.num_forwards)])
 
 
@@ -101,61 +101,35 @@ class NelboForwardSums:
     bin_counts: NDArray[np.float64]
 
 
-@dataclass(frozen=True)
 class NelboEstimator:
     """The forwards of `nelbo`. They are independent, so they may run on any rank and in any order."""
 
-    layout: InputLayout
-    batch: CleanBatch
-    maskable_BL: NDArray[np.bool_]
-    is_eos_padding_BL: NDArray[np.bool_]
-    first_sequences: NDArray[np.int64]
-    """Index of the first noise sequence of each row, and their number, [B + 1]: a row has one, or one per segment."""
-    num_mc_samples: int
-    is_enumerated: bool
-    """A sample is a mask of each noise group, and all masks are among the samples."""
-    seed: int
-    batch_size: int
-
-    @classmethod
-    def from_batch(
-        cls, layout: InputLayout, batch: CleanBatch, num_mc_samples: int, seed: int, batch_size: int
-    ) -> NelboEstimator:
+    def __init__(self, layout: InputLayout, batch: CleanBatch, num_mc_samples: int, seed: int, batch_size: int) -> None:
         """Plan the forwards for a batch on the CPU. The arguments and errors are those of `nelbo`."""
         check_positive(num_mc_samples=num_mc_samples, batch_size=batch_size)
-        maskable_BL = layout.maskable(batch)
-        if not maskable_BL.any():
+        self.layout, self.batch, self.seed, self.batch_size = layout, batch, seed, batch_size
+        self.maskable_BL = layout.maskable(batch)
+        if not self.maskable_BL.any():
             raise ValueError("no target token: loss_mask_BL is false at all positions that can be predicted")
-        is_eos_padding_BL = (
-            np.zeros_like(maskable_BL)
-            if batch.is_eos_padding_BL is None
-            else maskable_BL & batch.is_eos_padding_BL.numpy()
-        )
-        if is_eos_padding_BL.sum() == maskable_BL.sum():
-            raise ValueError("no answer token: all target tokens are EOS padding")
-        num_masks = count_masks(_largest_noise_group(layout, batch))
-        is_enumerated = num_masks <= num_mc_samples
-        return cls(
-            layout,
-            batch,
-            maskable_BL,
-            is_eos_padding_BL,
-            _count_sequences(batch),
-            num_masks if is_enumerated else num_mc_samples,
-            is_enumerated,
-            seed,
-            batch_size,
-        )
-
-    @property
-    def is_scored_BL(self) -> NDArray[np.bool_]:
+        self.is_eos_padding_BL = np.zeros_like(self.maskable_BL)
+        if batch.is_eos_padding_BL is not None:
+            self.is_eos_padding_BL = self.maskable_BL & batch.is_eos_padding_BL.numpy()
+        self.is_scored_BL = self.maskable_BL & ~self.is_eos_padding_BL
         """Target tokens without EOS padding, which `NelboReport.nats_per_token` is over."""
-        return self.maskable_BL & ~self.is_eos_padding_BL
-
-    @property
-    def num_forwards(self) -> int:
-        """Number of forwards: every batch of rows once for each Monte Carlo sample."""
-        return self.num_mc_samples * self._num_row_batches
+        if not self.is_scored_BL.any():
+            raise ValueError("no answer token: all target tokens are EOS padding")
+        groups_QM = _assign_groups(layout, batch, NoiseSequences.from_batch(batch))
+        num_masks = count_masks(max(int(np.bincount(ids_M[ids_M >= 0]).max(initial=0)) for ids_M in groups_QM))
+        self.is_enumerated = num_masks <= num_mc_samples
+        """A sample is a mask of each noise group, and all masks are among the samples."""
+        self.num_mc_samples = num_masks if self.is_enumerated else num_mc_samples
+        segments_BL = [] if batch.segment_BL is None else batch.segment_BL.numpy()
+        counts = [len(segment_starts(segments_L)) for segments_L in segments_BL] or [1] * len(batch.tokens_BL)
+        self.first_sequences = np.cumsum([0, *counts])
+        """First noise sequence of each row, and the number of all, [B + 1]: a row has one, or one for each segment."""
+        self._num_row_batches = -(-len(self.maskable_BL) // batch_size)
+        self.num_forwards = self.num_mc_samples * self._num_row_batches
+        """Every batch of rows once for each Monte Carlo sample."""
 
     @torch.no_grad()
     def run_forward(self, model: Transformer, index: int) -> NelboForwardSums:
@@ -246,10 +220,6 @@ class NelboEstimator:
             num_eos_padding_tokens=num_eos_padding_tokens,
         )
 
-    @property
-    def _num_row_batches(self) -> int:
-        return -(-len(self.maskable_BL) // self.batch_size)
-
     def _locate_forward(self, index: int) -> tuple[slice, int]:
         """Rows and Monte Carlo sample of a forward."""
         sample, row_batch = divmod(index, self._num_row_batches)
@@ -290,19 +260,6 @@ def _assign_groups(layout: InputLayout, batch: CleanBatch, sequences: NoiseSeque
         "row" if layout.block_length is None else "block",
         layout.block_length,
     )
-
-
-def _largest_noise_group(layout: InputLayout, batch: CleanBatch) -> int:
-    """Most target tokens of a noise group of the batch."""
-    group_ids_QM = _assign_groups(layout, batch, NoiseSequences.from_batch(batch))
-    return max(int(np.bincount(ids_M[ids_M >= 0]).max(initial=0)) for ids_M in group_ids_QM)
-
-
-def _count_sequences(batch: CleanBatch) -> NDArray[np.int64]:
-    if batch.segment_BL is None:
-        return np.arange(len(batch.tokens_BL) + 1)
-    counts = [len(segment_starts(segments_L)) for segments_L in batch.segment_BL.numpy()]
-    return np.concatenate([[0], np.cumsum(counts)])
 
 
 def _bin_by_masked_fraction(

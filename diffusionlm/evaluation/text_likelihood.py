@@ -326,7 +326,7 @@ def _score_rows(
 def _estimate_bound(
     config: NelboConfig, layout: InputLayout, model: Transformer, batch: CleanBatch, on_progress: OnProgress
 ) -> NelboReport:
-    estimator = NelboEstimator.from_batch(layout, batch, config.num_mc_samples, config.seed, config.batch_size)
+    estimator = NelboEstimator(layout, batch, config.num_mc_samples, config.seed, config.batch_size)
     forward_sums = []
     for index in range(estimator.num_forwards):
         forward_sums.append(estimator.run_forward(model, index))

@@ -251,7 +251,7 @@ def evaluate(
     """
     batch = collate_rows(rows)
     layout = layout or InputLayout.from_config(model.config, None)
-    estimator = NelboEstimator.from_batch(layout, batch, num_mc_samples, VALIDATION_SEED, batch_size)
+    estimator = NelboEstimator(layout, batch, num_mc_samples, VALIDATION_SEED, batch_size)
     report = estimator.build_report(
         map_forwards(estimator.num_forwards, lambda index: estimator.run_forward(model, index))
     )

@@ -85,7 +85,7 @@ def test_answer_and_eos_padding_are_reported_apart(config: MaskedDiffusionConfig
 
 def report_of(model: Any, batch: CleanBatch, block_length: int | None = None, samples: int = 5) -> NelboReport:
     layout = InputLayout.from_config(model.config, block_length)
-    estimator = NelboEstimator.from_batch(layout, batch, samples, 0, batch_size=2)
+    estimator = NelboEstimator(layout, batch, samples, 0, batch_size=2)
     return estimator.build_report([estimator.run_forward(model, index) for index in range(estimator.num_forwards)])
 
 
