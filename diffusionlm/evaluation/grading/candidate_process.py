@@ -25,7 +25,6 @@ from collections.abc import Callable
 from typing import IO, Any
 
 MAX_MESSAGE_BYTES = 8 << 20
-MAX_OUTPUT_BYTES = 64 << 10
 MAX_DETAIL_CHARACTERS = 500
 MAX_ITERATOR_ITEMS = 100_000
 START_SECONDS = 20.0
@@ -183,8 +182,6 @@ def work(request_file: int, answer_file: int) -> None:
                 answer = {"value": encode_value(function(*arguments, **named))}
         except BaseException as error:
             answer = {"error": [type(error).__name__, _describe(error)]}
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
         send_message(answers, answer)
 
 
@@ -274,13 +271,10 @@ def supervise() -> None:
     if is_root and not (has_root or has_user):
         outcome = {"status": "refused", "detail": "it would have the rights of root"}
     else:
-        output_file = os.open("output", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
-        os.unlink("output")
-        worker = start_worker(job, output_file, uid if has_user else None)
+        worker = start_worker(job, uid if has_user else None)
         outcome = check_program(job, worker, isolation)
         worker.process.kill()
         worker.process.wait()
-        outcome["output"] = os.pread(output_file, MAX_OUTPUT_BYTES, 0).decode("utf-8", "replace")
     with open(answer_file, "w") as answers:
         json.dump({**outcome, "isolation": isolation}, answers)
     os._exit(0)
@@ -330,7 +324,7 @@ def _format(error: BaseException) -> str:
     return f"{type(error).__name__}: {_describe(error)}".removesuffix(": ").removeprefix("CandidateError: ")
 
 
-def start_worker(job: dict[str, Any], output_file: int, uid: int | None) -> Worker:
+def start_worker(job: dict[str, Any], uid: int | None) -> Worker:
     """Start the worker with its limits, in the working directory, as a user of its own if ``uid`` is given."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     request_reader, request_writer = os.pipe()
@@ -346,8 +340,8 @@ def start_worker(job: dict[str, Any], output_file: int, uid: int | None) -> Work
     process = subprocess.Popen(
         [job["python"], "-I", "-S", "-c", job["text"], "work", str(request_reader), str(answer_writer)],
         stdin=subprocess.DEVNULL,
-        stdout=output_file,
-        stderr=output_file,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
         pass_fds=(request_reader, answer_writer),
         preexec_fn=limit,
         env={},

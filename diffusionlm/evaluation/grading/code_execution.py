@@ -23,7 +23,6 @@ import secrets
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import asdict, dataclass, field
 from importlib import resources
 from typing import Any, Literal
@@ -83,10 +82,6 @@ class ExecutionResult:
     status: ExecutionStatus
     detail: str
     """Why it did not pass; empty if it did."""
-    output: str
-    """The first 64 kB of what the program printed."""
-    seconds: float
-    """Wall-clock time, the start of its processes included."""
     isolation: Isolation = field(default_factory=Isolation)
 
 
@@ -111,7 +106,7 @@ def run_candidate(
         ValueError: the tests or the setup are no valid code.
         RuntimeError: the supervisor of the program could not run on this machine.
     """
-    nonce, start = secrets.token_hex(16), time.monotonic()
+    nonce = secrets.token_hex(16)
     job = {
         **asdict(candidate),
         "nonce": nonce,
@@ -131,19 +126,14 @@ def run_candidate(
         },
     }
     answer = _run_supervisor(job)
-    elapsed = time.monotonic() - start
-    if answer is None:
-        return ExecutionResult("timeout", f"not done within {seconds:g} seconds", "", elapsed)
-    if isinstance(answer, str):
-        return ExecutionResult("ended", answer, "", elapsed)
-    if answer["status"] == "refused":
-        raise RuntimeError(f"no program is run here: {answer['detail']}. {REMEDY}")
-    if answer["status"] == "unusable":
-        raise ValueError(f"the tests or their setup are no valid code: {answer['detail']}")
-    status: ExecutionStatus = answer["status"]
+    status, detail = answer["status"], answer["detail"]
+    if status == "refused":
+        raise RuntimeError(f"no program is run here: {detail}. {REMEDY}")
+    if status == "unusable":
+        raise ValueError(f"the tests or their setup are no valid code: {detail}")
     if status == "passed" and not secrets.compare_digest(str(answer.get("nonce")), nonce):
         status = "failed"
-    return ExecutionResult(status, answer["detail"], answer["output"], elapsed, Isolation(**answer["isolation"]))
+    return ExecutionResult(status, detail, Isolation(**answer.get("isolation", {})))
 
 
 @functools.cache
@@ -166,9 +156,9 @@ def _process_code() -> str:
     return resources.files(__package__).joinpath("candidate_process.py").read_text(encoding="utf-8")
 
 
-def _run_supervisor(job: dict[str, Any]) -> dict[str, Any] | str | None:
-    """Run the supervisor, whose end kills its processes, in a folder of its own. Returns its answer, or why there is
-    none; None: it had to be killed.
+def _run_supervisor(job: dict[str, Any]) -> dict[str, Any]:
+    """Run the supervisor, whose end kills its processes, in a folder of its own, and return its answer, or why there is
+    none.
 
     Raises:
         RuntimeError: it failed.
@@ -185,7 +175,7 @@ def _run_supervisor(job: dict[str, Any]) -> dict[str, Any] | str | None:
                 timeout=START_SECONDS + job["seconds"] + GRACE_SECONDS,
             )
         except subprocess.TimeoutExpired:
-            return None
+            return {"status": "timeout", "detail": f"not done within {job['seconds']:g} seconds"}
     try:
         answer: dict[str, Any] = json.loads(process.stdout)
         return answer
@@ -193,4 +183,4 @@ def _run_supervisor(job: dict[str, Any]) -> dict[str, Any] | str | None:
         if process.returncode == 1:
             message = process.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
             raise RuntimeError(f"the supervisor of programs failed: {message}") from None
-        return f"the supervisor ended without an answer (exit code {process.returncode})"
+        return {"status": "ended", "detail": f"the supervisor ended without an answer (exit code {process.returncode})"}
