@@ -8,10 +8,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from config.base import ConfigPath, Section, TupleOf, check_distinct
+from config.base import ConfigPath, NonEmptyStr, Section, TupleOf, check_distinct
+from config.evaluation.likelihood import EvalDataConfig, LikelihoodConfig, NelboConfig, check_prompt_gap
 from config.evaluation.tasks import TaskConfig
-from config.evaluation.text import EvalDataConfig, LikelihoodConfig, NelboConfig, check_prompt_gap
-from config.evaluation.variants import VariantConfig
 from config.infer import InferModelConfig
 
 
@@ -25,6 +24,23 @@ class EvalOutputConfig(Section):
     directory: ConfigPath | None = None
     """Folder of the results of tasks, one line for each answer; an interrupted evaluation is continued from them. None:
     beside `file`, as NAME_tasks."""
+
+
+class VariantConfig(Section):
+    """A model, and settings that replace those of the tasks."""
+
+    name: NonEmptyStr | None = None
+    """Name in tables and files. None: what distinguishes it from the others."""
+    model: ConfigPath | None = None
+    """Model, as model.path. None: that of [model]."""
+    adapter: ConfigPath | None = None
+    """PEFT adapter, as model.adapter. None: that of [model], if the model is, too."""
+    prompt: dict[str, Any] = Field(default_factory=dict)
+    """Keys of `prompt` of the tasks."""
+    generation: dict[str, Any] = Field(default_factory=dict)
+    """Keys of `generation` of the tasks that decode; others keep their settings."""
+    likelihood: dict[str, Any] = Field(default_factory=dict)
+    """Keys of `likelihood` of the tasks that have it."""
 
 
 class EvalConfig(Section):

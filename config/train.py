@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from config.base import Section
 from config.data import DataConfig
-from config.evaluation.in_training import TrainingEvaluationConfig
+from config.evaluation.tasks import TrainingEvaluationConfig
 from config.finetune.lora import DEFAULT_LORA_OPTIMIZER, LoraTrainingConfig
 from config.finetune.preference import PreferenceConfig, PreferenceLossConfig
 from config.model import BlockOrigin

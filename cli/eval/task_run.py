@@ -15,10 +15,9 @@ from typing import Any
 from cli.entry import exit_with_usage_error, usage_errors
 from cli.eval.report import build_page, read_evaluations, summarize
 from config.dump import format_value, to_toml, to_toml_values
-from config.eval import EvalConfig
+from config.eval import EvalConfig, VariantConfig
 from config.evaluation.presets import get_preset
 from config.evaluation.tasks import AnyTask
-from config.evaluation.variants import VariantConfig
 from config.infer import InferModelConfig
 from config.load import ConfigError, validate_config
 from diffusionlm.evaluation.tasks.perplexity import PerplexityTask

@@ -123,8 +123,9 @@ class NelboEstimator:
         self.is_enumerated = num_masks <= num_mc_samples
         """A sample is a mask of each noise group, and all masks are among the samples."""
         self.num_mc_samples = num_masks if self.is_enumerated else num_mc_samples
-        segments_BL = [] if batch.segment_BL is None else batch.segment_BL.numpy()
-        counts = [len(segment_starts(segments_L)) for segments_L in segments_BL] or [1] * len(batch.tokens_BL)
+        counts = [1] * len(batch.tokens_BL)
+        if batch.segment_BL is not None:
+            counts = [len(segment_starts(segments_L)) for segments_L in batch.segment_BL.numpy()]
         self.first_sequences = np.cumsum([0, *counts])
         """First noise sequence of each row, and the number of all, [B + 1]: a row has one, or one for each segment."""
         self._num_row_batches = -(-len(self.maskable_BL) // batch_size)

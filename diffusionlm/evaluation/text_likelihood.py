@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from config.data import DataConfig, LocalFiles
 from config.eval import EvalConfig
-from config.evaluation.text import EvalDataConfig, NelboConfig, SamplerLikelihoodConfig
+from config.evaluation.likelihood import EvalDataConfig, NelboConfig, SamplerLikelihoodConfig
 from config.infer import InferModelConfig
 from config.model import ModelConfig
 from diffusionlm.checkpoints.adapter_config import read_adapter_config

@@ -13,7 +13,7 @@ from cli.infer.inputs import Input, encode_inputs
 from cli.train import check_files, format_summary, suggest_next_command
 from config.dump import to_toml_values
 from config.eval import EvalConfig
-from config.evaluation.in_training import TrainingEvaluationConfig
+from config.evaluation.tasks import TrainingEvaluationConfig
 from config.generation import GenerationConfig
 from config.load import ConfigError, load_config
 from config.train import TrainConfig

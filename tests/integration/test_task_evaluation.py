@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from config.evaluation.in_training import TrainingEvaluationConfig
+from config.evaluation.tasks import TrainingEvaluationConfig
 from config.load import load_config
 from config.train import TrainConfig
 from ddp.process_group import World

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from config.evaluation.in_training import TrainingEvaluationConfig
+from config.evaluation.tasks import TrainingEvaluationConfig
 from config.model import ModelConfig
 from ddp.process_group import SINGLE_PROCESS, World
 from diffusionlm.evaluation.answer_decoding import decode_answers

@@ -8,7 +8,7 @@ from pydantic import model_validator
 
 from config.base import ConfigPath, NonEmptyStr, Section
 from config.data import LocalFiles
-from config.evaluation.text import EvalDataConfig, LikelihoodConfig, NelboConfig, check_prompt_gap
+from config.evaluation.likelihood import EvalDataConfig, LikelihoodConfig, NelboConfig, check_prompt_gap
 from diffusionlm.evaluation.tasks.item_task import ScoredTask
 
 
