@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic_core import from_json
 from starlette.responses import Response
 
 from diffusionlm.serving.requests import EngineStoppedError, QueueFullError, UnknownAdapterError
@@ -83,12 +83,10 @@ def parse_object(body: bytes) -> dict[str, Any]:
     """Parse the body of a request.
 
     Raises:
-        ApiError: it is not a JSON object, or names a key twice.
+        ApiError: it is not a JSON object.
     """
     try:
-        value = json.loads(body, object_pairs_hook=_to_object, parse_constant=_reject_constant)
-    except RecursionError:
-        raise ApiError(400, "the body is nested too deeply", code="invalid_json") from None
+        value = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
@@ -114,15 +112,3 @@ def shorten(value: Any, limit: int = 60) -> str:
     """Format a value for an error."""
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
-
-
-def _to_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        [(duplicate, _)] = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"{shorten(duplicate)} is given twice")
-    return value
-
-
-def _reject_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
