@@ -19,7 +19,7 @@ from files.terminal_text import print_line
 if TYPE_CHECKING:
     import socket
 
-    from diffusionlm.serving.http.keys import ApiKeys
+    from diffusionlm.serving.http.access import ApiKeys
     from diffusionlm.serving.http.preparation import RequestPreparer
 
 NAME = "diffusionlm-serve"
@@ -83,8 +83,7 @@ def prepare(config: ServeConfig) -> tuple[RequestPreparer, ApiKeys | None, socke
     # Imported here, so that --help and config errors do not wait for torch.
     from cli.infer.inputs import describe_model
     from diffusionlm.inference.settings import resolve_settings
-    from diffusionlm.serving.http.keys import ApiKeys
-    from diffusionlm.serving.http.listening import bind_socket
+    from diffusionlm.serving.http.access import ApiKeys, bind_socket
     from diffusionlm.serving.http.preparation import RequestPreparer
 
     path, limits = config.model.path, config.serve
@@ -113,7 +112,7 @@ def serve(config: ServeConfig, preparer: RequestPreparer, keys: ApiKeys | None, 
     from diffusionlm.checkpoints.base_fingerprint import BaseFingerprint
     from diffusionlm.checkpoints.huggingface import load_configured_model
     from diffusionlm.serving.engine import Engine
-    from diffusionlm.serving.http.listening import format_url, is_loopback
+    from diffusionlm.serving.http.access import format_url, is_loopback
     from diffusionlm.serving.http.server import ApiServer
     from diffusionlm.serving.http.service import Service
 
@@ -141,7 +140,7 @@ def serve(config: ServeConfig, preparer: RequestPreparer, keys: ApiKeys | None, 
 
 def _fit_connections(limits: ServeSection) -> ServeSection:
     """Lower the number of connections if the process may not have so many."""
-    from diffusionlm.serving.http.listening import fit_connections
+    from diffusionlm.serving.http.access import fit_connections
 
     num_connections = fit_connections(limits.max_connections)
     if num_connections < limits.max_connections:

@@ -87,7 +87,7 @@ def serve_model(config: ServeConfig) -> None:
     """Serve a model until Ctrl-C, and print where its page is."""
     with usage_errors(NAME):
         preparer, keys, bound = prepare(config)
-    from diffusionlm.serving.http.listening import format_url
+    from diffusionlm.serving.http.access import format_url
 
     url = format_url(config.serve.host, bound.getsockname()[1])
     print_message(f"open {url}/{'#chat' if preparer.has_chat else ''} in a browser; Ctrl-C ends the server")

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from diffusionlm.checkpoints.huggingface import save_model_directory
-from diffusionlm.serving.http.listening import bind_socket
+from diffusionlm.serving.http.access import bind_socket
 from tests.conftest import MakeModel
 from tokenizer import CHAT_TEMPLATES, train_bpe
 

@@ -9,7 +9,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from http import HTTPStatus
 from importlib import resources
 from typing import Any, TypeVar
@@ -21,22 +21,24 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from diffusionlm.serving.http.bodies import (
-    CompletionBody,
-    InfillBody,
-    LoadAdapterBody,
-    UnloadAdapterBody,
+from diffusionlm.serving.http.access import is_loopback
+from diffusionlm.serving.http.bodies import LoadAdapterBody, UnloadAdapterBody
+from diffusionlm.serving.http.chat import ChatAnswer, ChatBody
+from diffusionlm.serving.http.completions import CompletionAnswer, CompletionBody, InfillAnswer, InfillBody
+from diffusionlm.serving.http.endpoints import (
+    STATE_KEY,
+    GenerationEndpoint,
+    RequestContext,
+    discard_body,
+    get_context,
+    identify_send,
+    read_content,
 )
-from diffusionlm.serving.http.chat import ChatBody
-from diffusionlm.serving.http.context import STATE_KEY, RequestContext, discard_body, get_context, identify_send
-from diffusionlm.serving.http.errors import ApiError, JsonResponse, parse_object, to_api_error
-from diffusionlm.serving.http.formats import ChatFormat, CompletionFormat, InfillFormat
-from diffusionlm.serving.http.generation import GenerationEndpoint, read_content
 from diffusionlm.serving.http.guarded_protocol import IS_PROBE_KEY, PROBE_PATHS, too_many_connections
-from diffusionlm.serving.http.listening import is_loopback
 from diffusionlm.serving.http.metrics import CONTENT_TYPE
-from diffusionlm.serving.http.parsing import parse_body
+from diffusionlm.serving.http.preparation import RequestPreparer, detokenize, tokenize
 from diffusionlm.serving.http.service import Service
+from diffusionlm.serving.http.wire import ApiError, JsonResponse, parse_body, parse_object, to_api_error
 from files.installed_version import read_version
 from files.terminal_text import escape_control_characters
 
@@ -61,21 +63,22 @@ class ServerApp:
         self._service = service
         self._created = int(time.time())
         self._needs_local_host = service.keys is None and is_loopback(service.limits.host)
+        completions = GenerationEndpoint(service, CompletionBody, CompletionAnswer)
+        chats = GenerationEndpoint(service, ChatBody, ChatAnswer)
+        infills = GenerationEndpoint(service, InfillBody, InfillAnswer)
         self._router = Router(
             [
                 Route("/", self._answer_page, methods=["GET"]),
                 Route("/health", self._answer_health, methods=["GET"]),
                 Route("/version", self._answer_version, methods=["GET"]),
-                Route("/tokenize", self._tokenize, methods=["POST"]),
-                Route("/detokenize", self._detokenize, methods=["POST"]),
+                Route("/tokenize", partial(self._compute, tokenize), methods=["POST"]),
+                Route("/detokenize", partial(self._compute, detokenize), methods=["POST"]),
                 Route("/metrics", self._answer_metrics, methods=["GET"]),
                 Route("/v1/models", self._list_models, methods=["GET"]),
                 Route("/v1/models/{name:path}", self._answer_model, methods=["GET"]),
-                Route(
-                    "/v1/completions", GenerationEndpoint(service, CompletionBody, CompletionFormat), methods=["POST"]
-                ),
-                Route("/v1/chat/completions", GenerationEndpoint(service, ChatBody, ChatFormat), methods=["POST"]),
-                Route("/v1/infill", GenerationEndpoint(service, InfillBody, InfillFormat), methods=["POST"]),
+                Route("/v1/completions", completions, methods=["POST"]),
+                Route("/v1/chat/completions", chats, methods=["POST"]),
+                Route("/v1/infill", infills, methods=["POST"]),
                 Route("/v1/load_lora_adapter", self._load_adapter, methods=["POST"]),
                 Route("/v1/unload_lora_adapter", self._unload_adapter, methods=["POST"]),
             ],
@@ -173,17 +176,14 @@ class ServerApp:
     async def _answer_version(self, request: Request) -> Response:
         return JsonResponse({"version": read_version()})
 
-    async def _tokenize(self, request: Request) -> Response:
-        return await self._compute(request, self._service.preparer.tokenize)
-
-    async def _detokenize(self, request: Request) -> Response:
-        return await self._compute(request, self._service.preparer.detokenize)
-
-    async def _compute(self, request: Request, function: Callable[[dict[str, Any]], dict[str, Any]]) -> Response:
+    async def _compute(
+        self, function: Callable[[RequestPreparer, dict[str, Any]], dict[str, Any]], request: Request
+    ) -> Response:
         """Answer with a function of the body, in a thread."""
         content, owner = await read_content(self._service, request), get_context(request.scope).cache_salt
         with self._service.activity():
-            answer = await self._service.threads.run(lambda: function(parse_object(content)), owner)
+            preparer = self._service.preparer
+            answer = await self._service.threads.run(lambda: function(preparer, parse_object(content)), owner)
         return JsonResponse(answer)
 
     async def _answer_metrics(self, request: Request) -> Response:

@@ -1,12 +1,15 @@
-"""Bodies of requests: OpenAI's fields and the keys of `GenerationConfig`, which pydantic checks.
+"""The fields that the bodies of all decoding endpoints share: OpenAI's, vLLM's and the keys of `GenerationConfig`.
 
-null stands for an absent field, as clients send it. Limits of the server are the context of the validators.
+An endpoint's own fields, their encoding and its response are in one module: `completions`, `chat`, `infill`. pydantic
+checks all fields. null stands for an absent one, as clients send it. Limits of the server are the context of the
+validators.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import (
     AfterValidator,
@@ -18,35 +21,24 @@ from pydantic import (
     model_validator,
 )
 
-from config.base import NonEmptyStr, NonNegativeInt, PositiveInt, Section
+from config.base import NonEmptyStr, NonNegativeInt, PositiveInt, Section, TupleOf
 from config.generation import STRATEGY_KEYS, GenerationConfig
-from diffusionlm.inference.settings import READ_KEYS
-from diffusionlm.serving.http.errors import shorten
-from diffusionlm.serving.http.parsing import BodyContext, is_neutral
+from diffusionlm.inference.healing import HealedText
+from diffusionlm.inference.request_builder import RequestBuilder
+from diffusionlm.serving.http.wire import BodyContext, is_neutral
+from tokenizer import Tokenizer
 
 NUM_SEEDS = 2**63
 MAX_TOP_LOGPROBS = 20
-MAX_COMPLETION_LOGPROBS = 5
 MAX_BIASED_TOKENS = 1024
-MAX_STOP_LENGTH = 1024
-"""Characters of a stop string."""
 
 SMALLEST_VALUE, LARGEST_VALUE = 1e-4, 100.0
 """Bounds of temperatures and of cfg_scale, except zero: beyond them probabilities overflow."""
 
 LENGTH_KEYS = ("max_completion_tokens", "max_tokens", "max_new_tokens")
 """Fields that set the number of new tokens."""
-INFILL_EXCLUDED_KEYS = (
-    "total_length",
-    "stop_token_ids",
-    "min_new_tokens",
-    "min_tokens",
-    "ignore_eos",
-    "prompt_logprobs",
-)
-READ_EXCLUDED_KEYS = (*(key for key in GenerationConfig.model_fields if key not in READ_KEYS), "n", "seed", "stream")
-DEFAULT_READ_LOGPROBS = 5
-"""Alternatives of each position of a read."""
+SPAN_EXCLUDED_KEYS = ("total_length", "stop_token_ids", "min_new_tokens", "min_tokens", "ignore_eos", "prompt_logprobs")
+"""Fields without an effect on masked spans."""
 CONSTRAINT_KEYS = ("structured_outputs", "response_format", "guided_json", "guided_regex", "guided_choice")
 """Fields that constrain the answer; the last ones are vLLM's older spellings of the first."""
 
@@ -54,90 +46,43 @@ SERVER_KEYS = {"attention_bias"}
 """Keys of decoding that name files of the server, so a request may not set them."""
 
 
-def _context(info: ValidationInfo) -> BodyContext:
+def context_of(info: ValidationInfo) -> BodyContext:
     assert isinstance(info.context, BodyContext)
     return info.context
+
+
+def check_limit(value: Any, info: ValidationInfo, *, key: str) -> Any:
+    """Refuse a number, or a list with more items, beyond a limit of the server."""
+    count, limit = value if isinstance(value, int) else len(value), getattr(context_of(info).limits, key)
+    if count > limit:
+        raise ValueError(f"{count} are more than this server allows, serve.{key} = {limit}")
+    return value
 
 
 def check_text(value: str, info: ValidationInfo) -> str:
     """Refuse a text before it is encoded that no tokenization could fit into the context."""
     value.encode()  # a lone surrogate is a ValueError
-    if len(value) > _context(info).max_characters:
+    if len(value) > context_of(info).max_characters:
         raise ValueError(
             f"{len(value)} characters are more than the model's context can hold, max_position_embeddings = "
-            f"{_context(info).max_length}: shorten it"
+            f"{context_of(info).max_length}: shorten it"
         )
     return value
 
 
-def _check_length(value: int, info: ValidationInfo) -> int:
-    if value > _context(info).max_length:
+def check_length(value: int, info: ValidationInfo) -> int:
+    """Refuse more tokens than the model's context has."""
+    if value > context_of(info).max_length:
         raise ValueError(
-            f"{value} tokens are more than the model's context, max_position_embeddings = {_context(info).max_length}"
+            f"{value} tokens are more than the model's context, max_position_embeddings = {context_of(info).max_length}"
         )
     return value
 
 
-def _check_limit(count: int, info: ValidationInfo, key: str) -> None:
-    if count > (limit := getattr(_context(info).limits, key)):
-        raise ValueError(f"{count} are more than this server allows, serve.{key} = {limit}")
-
-
-def _check_prompts(value: Any, info: ValidationInfo) -> list[Any]:
-    """A text, token ids, or a list of either, as a list."""
-    if isinstance(value, str) or (isinstance(value, list) and value and all(type(item) is int for item in value)):
-        value = [value]
-    items = value if isinstance(value, list) else []
-    _check_limit(len(items), info, "max_prompts")
-    are_ids = (isinstance(item, list) and item and all(type(token) is int for token in item) for item in items)
-    if not items or not (all(isinstance(item, str) for item in items) or all(are_ids)):
-        raise ValueError("must be a text, token ids, or a list of texts or of token ids")
-    return [check_text(item, info) if isinstance(item, str) else item for item in items]
-
-
-def _check_stop(value: Any, info: ValidationInfo) -> tuple[str, ...]:
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
-        raise ValueError("must be a text or a list of texts, none of them empty")
-    _check_limit(len(texts), info, "max_stop_strings")
-    if any(len(text) > MAX_STOP_LENGTH for text in texts):
-        raise ValueError(f"a text has more than {MAX_STOP_LENGTH} characters: shorten it")
-    return tuple(texts)
-
-
-def _check_segments(value: Any, info: ValidationInfo) -> list[str | int | dict[str, str]]:
-    items: list[Any] = value if isinstance(value, list) else [None]
-    drafts = [item.get("draft") for item in items if isinstance(item, dict) and item.keys() == {"draft"}]
-    lengths = [item for item in items if type(item) is int]
-    texts = [item for item in (*items, *drafts) if isinstance(item, str)]
-    if len(texts) + len(lengths) != len(items):
-        raise ValueError(
-            'must be a list of texts, numbers, which are the lengths of masked spans in tokens, and {"draft": "TEXT"}'
-        )
-    if not (lengths or drafts) or min(lengths, default=1) < 1 or "" in drafts:
-        raise ValueError("there must be a masked span, and each at least one token long")
-    _check_limit(len(lengths) + len(drafts), info, "max_masked_spans")
-    _check_length(sum(lengths), info)
-    check_text("".join(texts), info)
-    return items
-
-
-def _check_choices(value: list[list[str] | None]) -> list[list[str] | None]:
-    if not all(texts for texts in value if texts is not None) or all(texts is None for texts in value):
-        raise ValueError("must be a list with a list of texts for each masked span, null for none")
-    return value
-
-
-def _check_bias(value: dict[str, float], info: ValidationInfo) -> dict[str, float]:
-    if len(value) > MAX_BIASED_TOKENS:
-        raise ValueError(f"there are more than {MAX_BIASED_TOKENS} tokens")
-    for key in value:
-        if not key.isascii() or not key.isdigit() or len(key) > 9 or int(key) >= _context(info).vocab_size:
-            raise ValueError(f"{shorten(key)!r} is not a token id below {_context(info).vocab_size}")
-    return value
-
-
-NewTokens = Annotated[PositiveInt, AfterValidator(_check_length)]
+NewTokens = Annotated[PositiveInt, AfterValidator(check_length)]
+TokenKey = Annotated[int, Field(ge=0, strict=False)]
+"""A token id as the key of an object, which JSON writes as text."""
+StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 class StreamOptions(Section):
@@ -169,6 +114,13 @@ class ResponseFormat(Section):
             raise ValueError('type = "json_schema" needs json_schema, an object with a schema; no other type has one')
         return self
 
+    @property
+    def constraint(self) -> dict[str, Any] | None:
+        """In the form of vLLM's ``structured_outputs``."""
+        if self.json_schema is not None:
+            return {"json": self.json_schema.json_schema}
+        return {"json_object": True} if self.type == "json_object" else None
+
 
 if TYPE_CHECKING:
     DecodingKeys = GenerationConfig
@@ -192,21 +144,25 @@ class GenerationBody(DecodingKeys):
     text_key: ClassVar[str]
     """The field with the text."""
     model: NonEmptyStr | None = None
-    n: PositiveInt = 1
+    n: Annotated[PositiveInt, AfterValidator(partial(check_limit, key="max_choices"))] = 1
     seed: Annotated[int, Field(ge=0, lt=NUM_SEEDS)] | None = None
     max_tokens: NewTokens | None = None
     max_completion_tokens: NewTokens | None = None
     max_new_tokens: NewTokens | None = None
-    min_tokens: Annotated[NonNegativeInt, AfterValidator(_check_length)] | None = None
+    min_tokens: Annotated[NonNegativeInt, AfterValidator(check_length)] | None = None
     ignore_eos: bool = False
-    stop: Annotated[tuple[str, ...], BeforeValidator(_check_stop)] = ()
+    stop: Annotated[
+        TupleOf[StopString],
+        BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+        AfterValidator(partial(check_limit, key="max_stop_strings")),
+    ] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
     diffusing: bool = False
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], AfterValidator(_check_bias)] = Field(
-        default_factory=dict
+    logit_bias: dict[TokenKey, Annotated[float, Field(ge=-100, le=100)]] = Field(
+        default_factory=dict, max_length=MAX_BIASED_TOKENS
     )
     token_healing: bool | None = None
     return_token_ids: bool = False
@@ -230,11 +186,10 @@ class GenerationBody(DecodingKeys):
     def _drop_neutral_fields(cls, values: Any) -> Any:
         return {key: value for key, value in values.items() if value is not None and not is_neutral(key, value)}
 
-    @field_validator("n", "steps", "denoising_steps")
+    @field_validator("steps", "denoising_steps")
     @classmethod
-    def _check_number(cls, value: int | None, info: ValidationInfo) -> int | None:
-        _check_limit(value or 0, info, "max_choices" if info.field_name == "n" else "max_steps")
-        return value
+    def _check_steps(cls, value: int | None, info: ValidationInfo) -> int | None:
+        return None if value is None else cast("int", check_limit(value, info, key="max_steps"))
 
     @field_validator("temperature", "alg_temp", "cfg_scale")
     @classmethod
@@ -246,7 +201,7 @@ class GenerationBody(DecodingKeys):
     @field_validator("stop_token_ids", "suppress_token_ids", "defer_token_ids")
     @classmethod
     def _check_token_ids(cls, value: tuple[int, ...] | None, info: ValidationInfo) -> tuple[int, ...] | None:
-        if value is not None and len(value) > _context(info).vocab_size:
+        if value is not None and len(value) > context_of(info).vocab_size:
             raise ValueError(f"there are {len(value)} entries, more than the vocabulary has")
         return value
 
@@ -271,7 +226,7 @@ class GenerationBody(DecodingKeys):
             raise ValueError(f"{', '.join(self.lengths)} and total_length both set the length: remove one")
         return self
 
-    def _refuse_keys(self, keys: Iterable[str], what: str = "masked spans, whose lengths are given") -> None:
+    def refuse_keys(self, keys: Iterable[str], what: str = "masked spans, whose lengths are given") -> None:
         for key in keys:
             if key in self.model_fields_set and getattr(self, key) != type(self).model_fields[key].get_default():
                 raise ValueError(f"{key} has no effect on {what}: remove it")
@@ -294,7 +249,7 @@ class GenerationBody(DecodingKeys):
     @property
     def constraint_key(self) -> str:
         """The field that constrains the answer."""
-        return next(iter(self._constraint_keys), "structured_outputs")
+        return next(iter(self._constraint_keys), CONSTRAINT_KEYS[0])
 
     @property
     def _constraint_keys(self) -> list[str]:
@@ -304,14 +259,34 @@ class GenerationBody(DecodingKeys):
     def constraint(self) -> Any:
         """What the answer has to be, in the form of vLLM's ``structured_outputs``, or a list of such, one for each
         masked span. None: any text."""
-        response_format = self.response_format
-        if response_format is None:
-            key = next(iter(self._constraint_keys), "structured_outputs")
+        for key in self._constraint_keys:
             value = getattr(self, key)
+            if isinstance(value, ResponseFormat):
+                return value.constraint
             return {key.removeprefix("guided_"): value} if key.startswith("guided_") else value
-        if response_format.json_schema is not None:
-            return {"json": response_format.json_schema.json_schema}
-        return {"json_object": True} if response_format.type == "json_object" else None
+        return None
+
+    @property
+    def can_be_healed(self) -> bool:
+        """Token healing may take back the ends of the texts."""
+        return True
+
+    @property
+    def callable_tools(self) -> dict[str, dict[str, Any]]:
+        """Name -> schema of the arguments, of the tools that the answer may call."""
+        return {}
+
+    def encode(self, builder: RequestBuilder) -> list[HealedText]:
+        """Encode each text of the request.
+
+        Raises:
+            ValueError: a text does not fit the model, or the chat template rejects it.
+        """
+        raise NotImplementedError
+
+    def prompt_text(self, index: int, tokenizer: Tokenizer) -> str:
+        """A prompt as text; "" if the endpoint has none."""
+        return ""
 
     def build_config(self, base: GenerationConfig) -> GenerationConfig:
         """Set the keys of decoding that the request has in the server's config.
@@ -334,53 +309,6 @@ class GenerationBody(DecodingKeys):
         return GenerationConfig.model_validate(values)
 
 
-class CompletionBody(GenerationBody):
-    """Fields of a request that continues prompts (``/v1/completions``), or fills a masked span before a suffix."""
-
-    text_key = "prompt"
-    prompt: Annotated[list[Any], BeforeValidator(_check_prompts)]
-    suffix: Annotated[str, AfterValidator(check_text)] | None = None
-    max_tokens: Annotated[NonNegativeInt, AfterValidator(_check_length)] | None = None
-    echo: bool = False
-    logprobs: Annotated[int, Field(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None = None
-
-    @model_validator(mode="after")
-    def _check_completion(self) -> Self:
-        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
-            raise ValueError("max_tokens = 0 needs echo or prompt_logprobs: there would be no answer")
-        if self.suffix is not None:
-            self._refuse_keys(INFILL_EXCLUDED_KEYS)
-            if not any(self.lengths.values()):
-                raise ValueError("suffix needs max_tokens, the length of the masked span")
-            if self.num_prompt_alternatives is not None:
-                raise ValueError("suffix has no log-probabilities of the prompt: remove echo or logprobs")
-        return self
-
-    @property
-    def num_prompt_alternatives(self) -> int | None:
-        counts = (self.prompt_logprobs, self.logprobs if self.echo else None)
-        return max((count for count in counts if count is not None), default=None)
-
-    @property
-    def num_alternatives(self) -> int | None:
-        return self.logprobs
-
-
-class TokenizeOptions(Section):
-    """Fields of ``/tokenize`` beside those of a completion or a chat, as vLLM's."""
-
-    add_special_tokens: bool | None = None
-    """None: true for a prompt; the template of a chat writes its own."""
-    return_token_strs: bool = False
-
-
-class DetokenizeBody(Section):
-    """Fields of a request that decodes tokens (``/detokenize``, as vLLM's)."""
-
-    tokens: list[NonNegativeInt]
-    model: NonEmptyStr | None = None
-
-
 class UnloadAdapterBody(Section):
     """Fields of a request that unloads an adapter (``/v1/unload_lora_adapter``, as vLLM's)."""
 
@@ -393,27 +321,3 @@ class LoadAdapterBody(UnloadAdapterBody):
     lora_path: Annotated[str, Field(min_length=1, max_length=1024)]
     load_inplace: bool = False
     """Replace the adapter that has the name."""
-
-
-class InfillBody(GenerationBody):
-    """Fields of a request that fills the masked spans of a text (``/v1/infill``, not of OpenAI)."""
-
-    text_key = "segments"
-    segments: Annotated[list[Any], BeforeValidator(_check_segments)]
-    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    remask: Annotated[float, Field(ge=0, le=1)] = 0.0
-    read: bool = False
-    choices: Annotated[list[list[str] | None], AfterValidator(_check_choices)] | None = None
-
-    @model_validator(mode="after")
-    def _check_infill(self) -> Self:
-        self._refuse_keys((*LENGTH_KEYS, "stop", *INFILL_EXCLUDED_KEYS))
-        if self.read:
-            self._refuse_keys(READ_EXCLUDED_KEYS, "a read, which is one forward without sampling")
-        elif self.choices is not None:
-            raise ValueError("choices needs read = true")
-        return self
-
-    @property
-    def num_alternatives(self) -> int | None:
-        return DEFAULT_READ_LOGPROBS if self.read and self.logprobs is None else self.logprobs

@@ -1,8 +1,9 @@
-"""The body of a request that answers a chat: messages, tools, and what the chat template gets."""
+"""``/v1/chat/completions``: the messages and tools of a request, their encoding, and the response with its calls."""
 
 from __future__ import annotations
 
 import json
+import secrets
 from collections import Counter
 from inspect import signature
 from typing import Annotated, Any, Literal, Self
@@ -10,9 +11,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from config.base import Section
+from diffusionlm.inference.healing import HealedText
+from diffusionlm.inference.request_builder import RequestBuilder
+from diffusionlm.serving.http.answers import Choice, PreparedCall, ServedAnswer, TextPiece
 from diffusionlm.serving.http.bodies import MAX_TOP_LOGPROBS, GenerationBody, check_text
-from diffusionlm.serving.http.errors import shorten
-from tokenizer import encode_answer, encode_chat
+from diffusionlm.serving.http.wire import shorten
+from tokenizer import CHAT_TEMPLATES, Tokenizer, encode_answer, encode_chat
+from tokenizer.tool_calls import CallPiece, ToolCallParser
 
 OWN_VARIABLES = frozenset((*signature(encode_chat).parameters, *signature(encode_answer).parameters, "documents"))
 """Names that ``chat_template_kwargs`` may not have."""
@@ -121,7 +126,7 @@ def _check_tool_choice(value: Any) -> Any:
 
 
 class ChatBody(GenerationBody):
-    """Fields of a request that answers a chat (``/v1/chat/completions``)."""
+    """Fields of a request that answers a chat."""
 
     text_key = "messages"
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
@@ -176,7 +181,6 @@ class ChatBody(GenerationBody):
 
     @property
     def callable_tools(self) -> dict[str, dict[str, Any]]:
-        """Name -> schema of the arguments, of the tools that the answer may call."""
         schemas = {tool.function.name: tool.schema_of_arguments for tool in self.tools}
         if isinstance(self.tool_choice, list):
             return {name: schemas[name] for name in self.tool_choice if name in schemas}
@@ -204,3 +208,87 @@ class ChatBody(GenerationBody):
         is_single = isinstance(self.tool_choice, list) or not self.parallel_tool_calls
         content = constraint and constraint.get("json", {"type": "object"})
         return {"schemas": tools, "is_single": is_single, "content": content}
+
+    def encode(self, builder: RequestBuilder) -> list[HealedText]:
+        template = builder.template
+        if template is None:
+            raise ValueError(
+                "messages: the model has no chat template: use /v1/completions, or start the server with "
+                f"--chat-template NAME, one of {', '.join(CHAT_TEMPLATES)}, or a file with Jinja"
+            )
+        if self.tools and "tools" not in template.source:
+            raise ValueError("tools: the chat template ignores them: use another one, such as --chat-template chatml")
+        text = builder.encode_chat(
+            [message.to_template() for message in self.messages],
+            [tool.to_template() for tool in self.tools] or None,
+            variables=self.chat_template_kwargs,
+            has_prompt=not self.continue_final_message and self.add_generation_prompt is not False,
+            continues_answer=self.continue_final_message,
+        )
+        return [text]
+
+
+class ChatAnswer(ServedAnswer[ChatBody]):
+    """``chat.completion`` and its chunks."""
+
+    prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, call: PreparedCall[ChatBody], tokenizer: Tokenizer, response_id: str) -> None:
+        super().__init__(call, tokenizer, response_id)
+        self._parsers: list[ToolCallParser] = []
+        """Of each choice, if it may call tools."""
+        if call.tool_format is not None:
+            tools, must_call = self.body.callable_tools, self.body.must_call
+            self._parsers = [ToolCallParser(call.tool_format, tools, is_constrained=must_call) for _ in self.choices]
+
+    def _parse(self, choice: Choice, text: str) -> list[str | CallPiece]:
+        """Content and pieces of calls in new text of a choice."""
+        if not self._parsers:
+            return [text] if text else []
+        pieces = self._parsers[choice.index].push(text, is_last=choice.finish_reason is not None)
+        is_single = not self.body.parallel_tool_calls
+        return [piece for piece in pieces if isinstance(piece, str) or not (is_single and piece.index)]
+
+    def _finish_reason(self, choice: Choice) -> str | None:
+        reason = choice.finish_reason
+        if not self._parsers or reason is None:
+            return reason
+        parser = self._parsers[choice.index]
+        if not parser.num_calls or parser.has_open_call:
+            return reason
+        # With a constraint nothing is missing, even if the last token is the last one that was allowed.
+        return "tool_calls" if reason == "stop" or choice.prepared.options.constraints else reason
+
+    def _whole_details(self) -> dict[str, Any]:
+        return self._prompt_logprobs(self.choices[0])
+
+    def _content(self, choice: Choice) -> dict[str, Any]:
+        pieces = self._parse(choice, choice.spans[0].text)
+        content = "".join(piece for piece in pieces if isinstance(piece, str))
+        calls = [_build_call(piece.name, piece.arguments) for piece in pieces if isinstance(piece, CallPiece)]
+        message = {"role": "assistant", "content": content or None if calls else content, "refusal": None}
+        return {"message": message | ({"tool_calls": calls} if calls else {})}
+
+    def _new_contents(self, choice: Choice, piece: TextPiece, *, is_first: bool) -> list[dict[str, Any]]:
+        deltas: list[dict[str, Any]] = []
+        for part in self._parse(choice, piece.text):
+            if isinstance(part, str):
+                deltas.append({"content": part})
+                continue
+            if part.name is not None:
+                deltas.append({"tool_calls": [{"index": part.index, **_build_call(part.name, "")}]})
+            if part.arguments:
+                deltas.append({"tool_calls": [{"index": part.index, "function": {"arguments": part.arguments}}]})
+        first = [{"delta": {"role": "assistant", "content": ""}, "logprobs": None}] if is_first else []
+        logprobs = self._logprobs(piece.tokens) if piece.tokens else None
+        if not deltas and (logprobs or choice.finish_reason or self.body.diffusing):
+            deltas.append({})
+        contents = [{"delta": delta, "logprobs": None} for delta in deltas]
+        if logprobs:
+            contents[-1]["logprobs"] = logprobs
+        return [*first, *contents]
+
+
+def _build_call(name: str | None, arguments: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}

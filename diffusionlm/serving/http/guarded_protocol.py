@@ -11,7 +11,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from config.serving.server import ServeSection
-from diffusionlm.serving.http.errors import ApiError, retry_later, to_json
+from diffusionlm.serving.http.wire import ApiError, retry_later, to_json
 
 PROBE_PATHS = frozenset({"/health", "/metrics"})
 """Paths that are answered beyond ``max_connections``, so that a full server does not look like a dead one."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from diffusionlm.inference.scheduler import TOKEN_BOUNDS
 from diffusionlm.serving.engine import Engine
-from diffusionlm.serving.http.sessions import Choice
+from diffusionlm.serving.http.answers import Choice
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

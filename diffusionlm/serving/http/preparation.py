@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 import secrets
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property, lru_cache, partial
-from typing import Any
+from typing import Any, Literal, Self
 
 import numpy as np
+from pydantic import model_validator
 
+from config.base import NonEmptyStr, NonNegativeInt, Section
 from config.generation import GenerationConfig
 from config.model import ModelConfig
 from config.serving.server import ServeSection
@@ -28,46 +30,19 @@ from diffusionlm.inference.request_builder import (
     suppress_ids_without_text,
 )
 from diffusionlm.inference.requests import PreparedRequest, RequestOptions
-from diffusionlm.inference.settings import DecodingSettings, check_token_ids, resolve_settings
+from diffusionlm.inference.settings import DecodingSettings, resolve_settings
 from diffusionlm.inference.text import token_texts
-from diffusionlm.serving.http.bodies import (
-    NUM_SEEDS,
-    CompletionBody,
-    DetokenizeBody,
-    GenerationBody,
-    InfillBody,
-    TokenizeOptions,
-)
+from diffusionlm.serving.http.answers import Body, PreparedCall
+from diffusionlm.serving.http.bodies import NUM_SEEDS, GenerationBody
 from diffusionlm.serving.http.chat import ChatBody
-from diffusionlm.serving.http.errors import ApiError
-from diffusionlm.serving.http.parsing import BodyContext, parse_body, to_refusal
-from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer, render_chat
+from diffusionlm.serving.http.completions import CompletionBody
+from diffusionlm.serving.http.wire import ApiError, BodyContext, parse_body, to_refusal
+from tokenizer import ChatTemplate, Tokenizer
 from tokenizer.tool_calls import ToolCallFormat, find_tool_call_format
 
 _KEPT_HEALERS = 8
 _RANDOM_SEEDS = 2**48
 """Seeds of requests without one: every JSON parser can hold them."""
-
-
-@dataclass(frozen=True)
-class PreparedCall:
-    """A request whose choices can be submitted."""
-
-    model: str
-    """Name of the model in the response."""
-    body: GenerationBody
-    requests: tuple[PreparedRequest, ...]
-    """One for each choice: ``n`` of the first prompt, then those of the next one; then one for each prompt whose
-    log-probabilities are asked for."""
-    num_prompt_tokens: tuple[int, ...]
-    """Tokens of the text of each choice as it was sent, whatever token healing takes back."""
-    tool_format: ToolCallFormat | None
-    """How the answer writes calls of tools. None: it has none."""
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    @property
-    def num_choices(self) -> int:
-        return len(self.num_prompt_tokens)
 
 
 class RequestPreparer:
@@ -120,99 +95,56 @@ class RequestPreparer:
             raise ApiError(404, message, param="model", code="model_not_found")
         return name or self.names[0]
 
-    def prepare(self, body: GenerationBody, cache_salt: str) -> PreparedCall:
+    def build_requests_for(self, body: GenerationBody) -> RequestBuilder:
+        """
+        Raises:
+            ValueError: the settings of a request contradict each other, or do not fit the model.
+        """
+        config = body.build_config(self._generation).model_copy(update={"max_new_tokens": None})
+        settings = resolve_settings(config, self.model)
+        is_healed = self.limits.token_healing if body.token_healing is None else body.token_healing
+        excluded_token_ids = frozenset((*settings.forbidden_token_ids, *settings.stop_token_ids))
+        healer = self._get_healer(excluded_token_ids) if is_healed and body.can_be_healed else None
+        return RequestBuilder(self.tokenizer, settings, self._template, healer)
+
+    def prepare(self, body: Body, cache_salt: str) -> PreparedCall[Body]:
         """
         Raises:
             ApiError: the request is wrong, does not fit the model, or is beyond a limit of the server.
         """
-        try:
-            return self._prepare(body, cache_salt)
-        except ValueError as error:
-            refusal = to_refusal(error, type(body), body.model_fields_set)
-            if "constraint" in refusal.message and refusal.param == body.text_key and body.constraint is not None:
-                refusal.param = body.constraint_key
-            raise refusal from None
-
-    def tokenize(self, values: dict[str, Any]) -> dict[str, Any]:
-        """The response of ``/tokenize``: the tokens of a prompt or of the messages of a chat, without token healing.
-
-        Raises:
-            ApiError: the request is wrong.
-        """
-        own = {key: values.pop(key, None) for key in TokenizeOptions.model_fields}
-        options = parse_body(
-            {key: item for key, item in own.items() if item is not None}, TokenizeOptions, self.context
-        )
-        kind = CompletionBody if values.get("messages") is None else ChatBody
-        body = parse_body(values, kind, self.context)
-        self.find_model(body.model)
-        builder = RequestBuilder(self.tokenizer, resolve_settings(self._generation, self.model), self._template)
-        try:
-            if isinstance(body, CompletionBody) and (len(body.prompt) > 1 or not isinstance(body.prompt[0], str)):
-                raise ValueError("prompt: must be one text")
-            if isinstance(body, ChatBody) and options.add_special_tokens:
-                raise ValueError(
-                    "add_special_tokens has no effect on messages, whose template writes its own: remove it"
-                )
-            token_ids = list(self._encode(body, builder)[0].token_ids)
-        except ValueError as error:
-            raise to_refusal(error, kind, {**values, **own}) from None
-        if options.add_special_tokens is False and isinstance(body, CompletionBody):
-            token_ids = token_ids[len(builder.prefix_ids) :]
-        texts = token_texts(self.tokenizer, token_ids) if options.return_token_strs else None
-        length = self.model.max_position_embeddings
-        return {"count": len(token_ids), "max_model_len": length, "tokens": token_ids, "token_strs": texts}
-
-    def detokenize(self, values: dict[str, Any]) -> dict[str, Any]:
-        """The response of ``/detokenize``: the text of tokens.
-
-        Raises:
-            ApiError: the request is wrong, or a token has no text.
-        """
-        body = parse_body(values, DetokenizeBody, self.context)
-        self.find_model(body.model)
-        try:
-            return {"prompt": self.tokenizer.decode(body.tokens)}
-        except ValueError as error:
-            raise ApiError(400, f"tokens: {error}", param="tokens") from None
-
-    def _prepare(self, body: GenerationBody, cache_salt: str) -> PreparedCall:
         name = self.find_model(body.model)
-        config = body.build_config(self._generation).model_copy(update={"max_new_tokens": None})
-        settings = resolve_settings(config, self.model)
-        builder = RequestBuilder(self.tokenizer, settings, self._template, self._find_healer(body, settings))
-        tool_format = None
-        if isinstance(body, ChatBody) and body.callable_tools and self._template is not None:
-            tool_format = find_tool_call_format(self._template)
-        texts = self._encode(body, builder)
-        lengths = [self._count_new_tokens(text, body, settings) for text in texts]
-        self._check_limits(body, texts, lengths, settings)
-        options: dict[str, Any] = {
-            "constraints": self._compile_constraints(body, texts[0].options, tool_format),
-            "logit_bias": {int(token): value for token, value in body.logit_bias.items()},
-            "num_top_logprobs": body.num_alternatives or 0,
-            "with_canvas": body.diffusing,
-            "adapter": None if name == self.names[0] else name,
-            "cache_salt": cache_salt,
-        }
-        if isinstance(body, InfillBody):
-            choices = self._encode_choices(body, texts[0])
-            options |= {"is_read": body.read, "choices": choices, "remask": body.remask}
-        known_texts = self._score_prompts(body, texts, settings, options)
-        seed = secrets.randbelow(_RANDOM_SEEDS) if body.seed is None else body.seed
-        requests: list[PreparedRequest] = []
-        for text, length in zip(texts, lengths, strict=True):
-            max_new_tokens = None if config.total_length is not None else length
-            if length:
-                request = builder.prepare(text, 0, "the text", max_new_tokens=max_new_tokens, **options)
-            else:  # max_tokens = 0: nothing is decoded
-                request = prepare_known_text(settings, text.plain_token_ids, np.arange(0))
-            requests += [replace(request, seed=(seed + len(requests) + index) % NUM_SEEDS) for index in range(body.n)]
+        with refusals_of(body):
+            builder = self.build_requests_for(body)
+            settings, texts = builder.settings, body.encode(builder)
+            tool_format = None
+            if body.callable_tools and self._template is not None:
+                tool_format = find_tool_call_format(self._template)
+            lengths = [self._count_new_tokens(text, body, settings) for text in texts]
+            self._check_limits(body, texts, lengths, settings)
+            owner = {"adapter": None if name == self.names[0] else name, "cache_salt": cache_salt}
+            options: dict[str, Any] = {
+                "constraints": self._compile_constraints(body, texts[0].options, tool_format),
+                "logit_bias": body.logit_bias,
+                "num_top_logprobs": body.num_alternatives or 0,
+                "with_canvas": body.diffusing,
+                **owner,
+            }
+            scored_prompts = self._score_prompts(body, texts, settings, owner)
+            seed = secrets.randbelow(_RANDOM_SEEDS) if body.seed is None else body.seed
+            requests: list[PreparedRequest] = []
+            for text, length in zip(texts, lengths, strict=True):
+                max_new_tokens = None if settings.config.total_length is not None else length
+                if length:
+                    request = builder.prepare(text, 0, "the text", max_new_tokens=max_new_tokens, **options)
+                else:  # max_tokens = 0: nothing is decoded
+                    request = prepare_known_text(settings, text.plain_token_ids, np.arange(0))
+                first = seed + len(requests)
+                requests += [replace(request, seed=(first + index) % NUM_SEEDS) for index in range(body.n)]
         counts = [text.num_given_tokens for text in texts for _ in range(body.n)]
-        return PreparedCall(name, body, (*requests, *known_texts), tuple(counts), tool_format)
+        return PreparedCall(name, body, (*requests, *scored_prompts), tuple(counts), tool_format)
 
     def _score_prompts(
-        self, body: GenerationBody, texts: Sequence[HealedText], settings: DecodingSettings, options: dict[str, Any]
+        self, body: GenerationBody, texts: Sequence[HealedText], settings: DecodingSettings, owner: dict[str, Any]
     ) -> list[PreparedRequest]:
         """Requests for the log-probabilities of the prompts; none if they are not asked for.
 
@@ -231,122 +163,16 @@ class RequestPreparer:
             )
         requests = []
         for index, text in enumerate(texts):
-            prompt = body.prompt[index] if isinstance(body, CompletionBody) else ""
-            data = self.tokenizer.decode_bytes(text.plain_token_ids)
-            end = (prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)).encode()
-            own = RequestOptions(
+            data, end = self.tokenizer.decode_bytes(text.plain_token_ids), body.prompt_text(index, self.tokenizer)
+            start = data.removesuffix(end.encode()) if end else b""  # of tokens before the prompt
+            options = RequestOptions(
                 num_top_logprobs=num_top,
-                adapter=options["adapter"],
-                cache_salt=options["cache_salt"],
                 segment_starts=text.options.segment_starts,
-                repeated_bytes=(data[: -len(end)] if end and data.endswith(end) else b"",),  # of tokens before it
+                repeated_bytes=(b"" if start == data else start,),
+                **owner,
             )
-            requests.append(prepare_prompt_scoring(settings, text.plain_token_ids, own))
+            requests.append(prepare_prompt_scoring(settings, text.plain_token_ids, options))
         return requests
-
-    def _find_healer(self, body: GenerationBody, settings: DecodingSettings) -> TokenHealer | None:
-        if isinstance(body, CompletionBody) and len(body.prompt) > 1 and body.constraint is not None:
-            return None  # each end of a prompt would need an automaton of its own
-        if isinstance(body, InfillBody) and body.choices and body.constraint is not None:
-            return None  # the constraint may not fit what healing takes back, and choices are encoded before that
-        is_healed = self.limits.token_healing if body.token_healing is None else body.token_healing
-        excluded_token_ids = frozenset((*settings.forbidden_token_ids, *settings.stop_token_ids))
-        return self._get_healer(excluded_token_ids) if is_healed else None
-
-    def _encode(self, body: GenerationBody, builder: RequestBuilder) -> list[HealedText]:
-        """Encode each text of a request."""
-        match body:
-            case ChatBody():
-                if self._template is None:
-                    raise ValueError(
-                        "messages: the model has no chat template: use /v1/completions, or start the server with "
-                        f"--chat-template NAME, one of {', '.join(CHAT_TEMPLATES)}, or a file with Jinja"
-                    )
-                return [self._encode_chat(body, self._template, builder)]
-            case InfillBody():
-                return [self._encode_segments(body.segments, builder)]
-            case CompletionBody():
-                return [self._encode_prompt(prompt, body, builder) for prompt in body.prompt]
-        raise AssertionError(f"{type(body).__name__} has no encoding")
-
-    def _encode_chat(self, body: ChatBody, template: ChatTemplate, builder: RequestBuilder) -> HealedText:
-        messages = [message.to_template() for message in body.messages]
-        tools, variables = [tool.to_template() for tool in body.tools] or None, body.chat_template_kwargs
-        has_prompt = not body.continue_final_message and body.add_generation_prompt is not False
-        if tools:
-            with_tools, without_tools = (
-                render_chat(template, messages, add_generation_prompt=has_prompt, tools=value, **variables)
-                for value in (tools, None)
-            )
-            if with_tools == without_tools:
-                raise ValueError(
-                    "tools: the chat template ignores them: use another one, such as --chat-template chatml"
-                )
-        return builder.encode_chat(
-            messages, tools, variables=variables, has_prompt=has_prompt, continues_answer=body.continue_final_message
-        )
-
-    def _encode_prompt(self, prompt: str | list[int], body: CompletionBody, builder: RequestBuilder) -> HealedText:
-        length = next(iter(body.lengths.values()), None)
-        if isinstance(prompt, str):
-            if body.suffix is None or length is None:
-                return builder.encode_text(prompt, length)
-            return self._encode_segments([prompt, length, body.suffix], builder)
-        check_token_ids((min(prompt), max(prompt)), self.model, "prompt")
-        if body.echo:
-            self.tokenizer.decode(prompt)  # the model may have more tokens than the tokenizer
-        if body.suffix is None or length is None:
-            return HealedText(tuple(prompt))
-        mask = self._require_mask_token_id()
-        if mask in prompt:
-            raise ValueError("prompt: with suffix its ids must not have the mask token")
-        ids = (*prompt, *[mask] * length, *self.tokenizer.encode(body.suffix))
-        return HealedText(ids, RequestOptions(is_infill=True, span_lengths=(length,)))
-
-    def _encode_segments(
-        self, segments: Sequence[str | int | Mapping[str, str]], builder: RequestBuilder
-    ) -> HealedText:
-        """Encode texts, masked spans and drafts as a canvas."""
-        self._require_mask_token_id()
-        pieces: list[tuple[str, int | list[int]]] = []
-        text = ""
-        for segment in segments:
-            if isinstance(segment, str):
-                text += segment
-            else:
-                pieces.append((text, segment if isinstance(segment, int) else self.tokenizer.encode(segment["draft"])))
-                text = ""
-        return builder.encode_spans([*pieces, (text, 0)])
-
-    def _encode_choices(self, body: InfillBody, text: HealedText) -> dict[int, list[list[int]]]:
-        """Token ids of the choices of each masked span, by its first position."""
-        lengths, repeated_bytes = text.options.span_lengths, text.options.repeated_bytes
-        if body.choices is not None and len(body.choices) != len(lengths):
-            raise ValueError(f"choices has {len(body.choices)} entries for {len(lengths)} masked spans")
-        count = sum(len(texts or ()) * length for texts, length in zip(body.choices or (), lengths, strict=False))
-        if count > self.limits.max_alternatives:
-            raise ValueError(
-                f"choices have {count} tokens together: this server allows at most {self.limits.max_alternatives} "
-                "(serve.max_alternatives)"
-            )
-        masked_positions = [index for index, token in enumerate(text.token_ids) if token == self.model.mask_token_id]
-        encoded: dict[int, list[list[int]]] = {}
-        for number, choices in enumerate(body.choices or ()):
-            prefix, start = repeated_bytes[number].decode(), masked_positions[sum(lengths[:number])]
-            for choice in choices or ():
-                token_ids = self.tokenizer.encode(prefix + choice)
-                if len(token_ids) != lengths[number]:
-                    raise ValueError(
-                        f"choices: {choice[:60]!r} has {len(token_ids)} tokens, and masked span {number + 1} has "
-                        f"{lengths[number]}: ask for choices of another length in a request of their own"
-                    )
-                encoded.setdefault(start, []).append(token_ids)
-        return encoded
-
-    def _require_mask_token_id(self) -> int:
-        if self.model.mask_token_id is None:
-            raise ValueError("suffix, segments: the model has no mask token, so it cannot fill masked spans")
-        return self.model.mask_token_id
 
     def _count_new_tokens(self, text: HealedText, body: GenerationBody, settings: DecodingSettings) -> int:
         """Return the most new tokens that the answer to a text may have.
@@ -385,11 +211,16 @@ class RequestPreparer:
             )
         count = sum(lengths) * body.n * (body.num_alternatives or 0)
         count += sum(len(text.plain_token_ids) for text in texts) * (body.num_prompt_alternatives or 0)
-        if count > self.limits.max_alternatives:
-            raise ValueError(
-                f"choices x new tokens x alternatives (top_logprobs, logprobs) = {count}: this server allows at most "
-                f"{self.limits.max_alternatives} (serve.max_alternatives)"
-            )
+        num_read = sum(len(ids) for text in texts for choices in text.options.choices.values() for ids in choices)
+        for key, number in (
+            ("logprobs, top_logprobs: choices x new tokens x alternatives", count),
+            ("choices", num_read),
+        ):
+            if number > self.limits.max_alternatives:
+                raise ValueError(
+                    f"{key} are {number} log-probabilities together: this server allows at most "
+                    f"{self.limits.max_alternatives} (serve.max_alternatives)"
+                )
         for text, length in zip(texts, lengths, strict=True):
             self._check_steps(length, len(text.options.span_lengths) or 1, settings)
 
@@ -446,3 +277,84 @@ class RequestPreparer:
                     f"this server allows at most {self.limits.max_constraint_states} (serve.max_constraint_states)"
                 )
         return [constraints.get(name) for name in names]
+
+
+@contextmanager
+def refusals_of(body: GenerationBody) -> Iterator[None]:
+    """Context whose ValueErrors are problems of a request.
+
+    Raises:
+        ApiError: for each of them, with the field that it is about.
+    """
+    try:
+        yield
+    except ValueError as error:
+        refusal = to_refusal(error, type(body), body.model_fields_set)
+        if "constraint" in refusal.message and refusal.param == body.text_key and body.constraint is not None:
+            refusal.param = body.constraint_key
+        raise refusal from None
+
+
+class TokenizedPrompt(CompletionBody):
+    """Fields of a request for the tokens of a text."""
+
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _check_prompt(self) -> Self:
+        if len(self.prompt) > 1 or not isinstance(self.prompt[0], str):
+            raise ValueError("prompt: must be one text")
+        return self
+
+    def encode(self, builder: RequestBuilder) -> list[HealedText]:
+        num_special = 0 if self.add_special_tokens else len(builder.prefix_ids)
+        return [HealedText(text.plain_token_ids[num_special:]) for text in super().encode(builder)]
+
+
+class TokenizedChat(ChatBody):
+    """Fields of a request for the tokens of a chat."""
+
+    add_special_tokens: Literal[False] = False
+    """The chat template writes its own."""
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Section):
+    """Fields of a request for the text of tokens."""
+
+    tokens: list[NonNegativeInt]
+    model: NonEmptyStr | None = None
+
+
+def tokenize(preparer: RequestPreparer, values: dict[str, Any]) -> dict[str, Any]:
+    """The response of ``/tokenize``: the tokens of a prompt or of the messages of a chat, without token healing.
+
+    Raises:
+        ApiError: the request is wrong.
+    """
+    body: TokenizedPrompt | TokenizedChat
+    if values.get("messages") is None:
+        body = parse_body(values, TokenizedPrompt, preparer.context)
+    else:
+        body = parse_body(values, TokenizedChat, preparer.context)
+    preparer.find_model(body.model)
+    with refusals_of(body):
+        [text] = body.encode(preparer.build_requests_for(body))
+    texts = token_texts(preparer.tokenizer, text.plain_token_ids) if body.return_token_strs else None
+    length, tokens = preparer.model.max_position_embeddings, list(text.plain_token_ids)
+    return {"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": texts}
+
+
+def detokenize(preparer: RequestPreparer, values: dict[str, Any]) -> dict[str, Any]:
+    """The response of ``/detokenize``: the text of tokens.
+
+    Raises:
+        ApiError: the request is wrong, or a token has no text.
+    """
+    body = parse_body(values, DetokenizeBody, preparer.context)
+    preparer.find_model(body.model)
+    try:
+        return {"prompt": preparer.tokenizer.decode(body.tokens)}
+    except ValueError as error:
+        raise ApiError(400, f"tokens: {error}", param="tokens") from None

@@ -15,10 +15,10 @@ from typing import cast
 
 import uvicorn
 
+from diffusionlm.serving.http.access import BACKLOG
 from diffusionlm.serving.http.app import ServerApp
-from diffusionlm.serving.http.context import DISCARD_SECONDS
+from diffusionlm.serving.http.endpoints import DISCARD_SECONDS
 from diffusionlm.serving.http.guarded_protocol import GuardedProtocol
-from diffusionlm.serving.http.listening import BACKLOG
 from diffusionlm.serving.http.service import Service
 from files.stop_signals import list_stop_signals
 

@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 from config.serving.server import ServeSection
 from diffusionlm.models.row_adapters import ModelAdapter
 from diffusionlm.serving.engine import Engine, release_team
-from diffusionlm.serving.http.errors import ApiError, retry_later, shorten
-from diffusionlm.serving.http.keys import ApiKeys
+from diffusionlm.serving.http.access import ApiKeys
 from diffusionlm.serving.http.metrics import ServerMetrics
 from diffusionlm.serving.http.preparation import RequestPreparer
+from diffusionlm.serving.http.wire import ApiError, retry_later, shorten
 
 T = TypeVar("T")
 

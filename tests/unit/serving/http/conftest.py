@@ -22,8 +22,7 @@ from diffusionlm.checkpoints.base_fingerprint import BaseFingerprint
 from diffusionlm.models.row_adapters import ModelAdapter
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.serving.engine import Engine
-from diffusionlm.serving.http.keys import ApiKeys
-from diffusionlm.serving.http.listening import bind_socket
+from diffusionlm.serving.http.access import ApiKeys, bind_socket
 from diffusionlm.serving.http.preparation import RequestPreparer
 from diffusionlm.serving.http.server import ApiServer
 from diffusionlm.serving.http.service import Service

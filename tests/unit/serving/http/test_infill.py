@@ -73,7 +73,7 @@ def test_alternatives_by_default_and_no_choices(server: RunningServer) -> None:
     [
         ({"choices": [["a"], None]}, "choices", "choices needs read = true"),
         ({"read": True, "choices": [["a"]]}, "choices", "choices has 1 entries for 2 masked spans"),
-        ({"read": True, "choices": [None, None]}, "choices", "a list of texts for each masked span"),
+        ({"read": True, "choices": [None, []]}, "choices[1]", "at least 1 item"),
         (
             {"read": True, "choices": [None, ["on the mat and on the cat"]]},
             "choices",

@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from diffusionlm.serving.http.listening import BACKLOG, fit_connections, format_url, is_loopback
+from diffusionlm.serving.http.access import BACKLOG, fit_connections, format_url, is_loopback
 
 
 def test_addresses() -> None:

@@ -364,7 +364,7 @@ def test_a_client_that_never_reads_loses_its_connection(
     """A whole response, a stream that waits for the reader, and the response to what is not HTTP."""
     large = b"x" * (16 << 20)
     monkeypatch.setattr("diffusionlm.serving.http.app.load_page", lambda: Response(large))
-    monkeypatch.setattr("diffusionlm.serving.http.generation.to_event", lambda value: large)
+    monkeypatch.setattr("diffusionlm.serving.http.endpoints.to_event", lambda value: large)
     monkeypatch.setattr("diffusionlm.serving.http.guarded_protocol.to_json", lambda value: large)
     server = start_server(write_timeout_seconds=0.1)
     body = json.dumps({**BODY, "stream": True}).encode()

@@ -11,15 +11,21 @@ import pytest
 from config.generation import GenerationConfig
 from config.serving.server import ServeSection
 from diffusionlm.models.transformer import Transformer
-from diffusionlm.serving.http.bodies import (
-    CompletionBody,
-    GenerationBody,
-    InfillBody,
-)
+from diffusionlm.serving.http.answers import PreparedCall
+from diffusionlm.serving.http.bodies import GenerationBody
 from diffusionlm.serving.http.chat import ChatBody
-from diffusionlm.serving.http.errors import ApiError, parse_object, shorten, to_api_error
-from diffusionlm.serving.http.parsing import NEUTRAL_VALUES, REASONS, find_key, parse_body
-from diffusionlm.serving.http.preparation import PreparedCall, RequestPreparer
+from diffusionlm.serving.http.completions import CompletionBody, InfillBody
+from diffusionlm.serving.http.preparation import RequestPreparer
+from diffusionlm.serving.http.wire import (
+    NEUTRAL_VALUES,
+    REASONS,
+    ApiError,
+    find_key,
+    parse_body,
+    parse_object,
+    shorten,
+    to_api_error,
+)
 from tests.unit.serving.http.conftest import NAME
 from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer
 
@@ -48,7 +54,7 @@ def preparer(served_model: Transformer, words: Tokenizer) -> RequestPreparer:
     )
 
 
-def prepare(preparer: RequestPreparer, path: str, fields: dict[str, Any]) -> PreparedCall:
+def prepare(preparer: RequestPreparer, path: str, fields: dict[str, Any]) -> PreparedCall[GenerationBody]:
     kind, valid = ENDPOINTS[path]
     return preparer.prepare(parse_body({**valid, **fields}, kind, preparer.context), "")
 
@@ -138,8 +144,8 @@ SHORT: dict[str, Any] = {"max_tokens": 10}
         (SHORT, "/v1/completions", {"max_tokens": 11, "suffix": "x"}, "max_tokens", "at most 10"),
         (SHORT, "/v1/infill", {"segments": ["a", 6, "b", 5]}, "segments", "at most 10"),
         ({"max_alternatives": 49}, "/v1/completions", {"n": 5, "logprobs": 5}, "logprobs", "serve.max_alternatives"),
-        ({"max_alternatives": 49}, "/v1/infill", {"segments": ["a", 5], "read": True, "choices": [["on mat"] * 10]},
-         "choices", "50 tokens together"),
+        ({"max_alternatives": 49}, "/v1/infill", {"segments": ["a", 5], "read": True, "choices": [["qzxwv"] * 10]},
+         "choices", "50 log-probabilities together"),
         (None, "/v1/completions", {"suffix": "x"}, "suffix", "no mask token"),
     ],
 )  # fmt: skip

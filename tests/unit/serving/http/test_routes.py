@@ -126,7 +126,7 @@ def test_an_unexpected_error_ends_its_request(
         status, _, body = server.request("POST", "/v1/completions", {"prompt": PROMPT})
         assert (status, body["error"]["code"]) == (500, "internal_error") and "unexpected" not in str(body)
         patch.undo()
-        patch.setattr("diffusionlm.serving.http.formats.CompletionFormat._new_contents", fail)
+        patch.setattr("diffusionlm.serving.http.completions.CompletionAnswer._new_contents", fail)
         events = server.events("/v1/completions", {"prompt": PROMPT, "max_tokens": 4})
         assert [event["error"]["code"] for event in events] == ["internal_error"]
     assert caplog.text.count("has failed") == 2 and caplog.text.count("RuntimeError: unexpected") == 2

@@ -9,7 +9,7 @@ import re
 from config.generation import GenerationConfig
 from diffusionlm.inference.strategies import STRATEGIES
 from diffusionlm.serving.http.app import load_page
-from diffusionlm.serving.http.bodies import InfillBody
+from diffusionlm.serving.http.completions import InfillBody
 from tests.unit.serving.http.conftest import RunningServer, StartServer
 
 

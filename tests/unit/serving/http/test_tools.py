@@ -259,7 +259,7 @@ def test_bare_json_of_llama(start_server: StartServer, words: Tokenizer, script:
 
 @pytest.mark.parametrize(
     ("source", "message"),
-    [("{{ messages[0].content }}", "known format"), ("{{ '<tool_call>{\"name\": ' }}", "ignores")],
+    [("{{ tools }}{{ messages[0].content }}", "known format"), ("{{ '<tool_call>{\"name\": ' }}", "ignores")],
 )
 def test_a_template_without_tools_names_another(start_server: StartServer, source: str, message: str) -> None:
     server = start_server(template=ChatTemplate(source))
