@@ -18,15 +18,14 @@ from diffusionlm.checkpoints.adapter_config import read_adapter_config
 from diffusionlm.checkpoints.adapter_files import load_adapter
 from diffusionlm.checkpoints.huggingface import DTYPES, load_model_with_config, save_model_directory
 from diffusionlm.checkpoints.manifest import write_directory_atomically
-from diffusionlm.checkpoints.model_files import find_weights_directory, load_tokenizer, verify_model_files
-from diffusionlm.checkpoints.vocabulary import Vocabulary, check_vocabulary
+from diffusionlm.checkpoints.model_files import check_vocabulary, find_weights_directory, verify_model_files
 from diffusionlm.checkpoints.weights import EMBEDDING_WEIGHT, HEAD_WEIGHT, read_saved_dtype
 from diffusionlm.families.model_directory import read_model_config, resolve_model_directory
 from diffusionlm.families.registry import get_family, infer_model_type
 from diffusionlm.models.lora import merge_adapter
 from diffusionlm.models.transformer import Transformer
 from files.paths import check_can_write
-from tokenizer import SentencePieceTokenizer, Tokenizer
+from tokenizer import SentencePieceTokenizer, Tokenizer, load_tokenizer
 
 MAX_LISTED_TOKENS = 20
 """Special tokens that an error names."""
@@ -78,7 +77,7 @@ def prepare_conversion(config: ConvertConfig) -> Conversion:
     if config.model_type is not None:
         target_config = _change_family(target_config, config.model_type)
     get_family(target_config).to_config_json(target_config)
-    check_vocabulary(Vocabulary.from_tokenizer(tokenizer), target_config, source)
+    check_vocabulary(tokenizer, target_config, source)
     return Conversion(source, config.target, config, source_config, target_config, tokenizer, new_row)
 
 

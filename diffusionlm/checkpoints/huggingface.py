@@ -15,7 +15,6 @@ from config.training.runtime import AttentionBackend
 from diffusionlm.checkpoints.adapter_files import load_adapter
 from diffusionlm.checkpoints.model_card import write_model_card
 from diffusionlm.checkpoints.model_files import find_weights_directory, verify_model_files
-from diffusionlm.checkpoints.vocabulary import check_vocabulary, read_vocabulary
 from diffusionlm.checkpoints.weights import open_weights, read_saved_dtype, save_weights
 from diffusionlm.families.family import list_eos_token_ids
 from diffusionlm.families.model_directory import (
@@ -54,16 +53,14 @@ def load_model(
         cuda_graphs: ``auto``: decoding on a GPU records forwards and repeats them (`inference.graphs`).
 
     Raises:
-        ValueError: there is no model, the dtype is unknown, config.json is not supported, the tokenizer does not fit
-            the model, or the weights are damaged, missing, unexpected or of another shape; lists all problems.
+        ValueError: there is no model, the dtype is unknown, config.json is not supported, or the weights are
+            damaged, missing, unexpected or of another shape; lists all problems.
     """
     if dtype not in (*DTYPES, "keep"):
         raise ValueError(f"dtype = {dtype!r} must be one of {', '.join(DTYPES)}, keep")
     directory = resolve_model_directory(path)
     verify_model_files(directory)
-    config, vocabulary = read_model_config(directory), read_vocabulary(directory)
-    if vocabulary is not None:
-        check_vocabulary(vocabulary, config, directory)
+    config = read_model_config(directory)
     weights_directory = find_weights_directory(directory)
     own_adapter = directory if weights_directory != directory else None
     if own_adapter is not None and adapter is not None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from config.model import ModelConfig
 from diffusionlm.checkpoints.manifest import verify_directory
-from diffusionlm.checkpoints.vocabulary import Vocabulary, check_vocabulary
 from diffusionlm.families.model_directory import GENERATION_CONFIG_FILE, read_model_config, resolve_model_directory
+from diffusionlm.families.registry import FAMILIES
 from files.json_files import read_json_object
 from tokenizer import Tokenizer
 from tokenizer import load_tokenizer as load_tokenizer_files
@@ -38,9 +38,7 @@ def read_model_description(path: str | Path) -> ModelDescription:
         ValueError: there is no model, config.json is not supported, there is no tokenizer, or it does not fit.
     """
     directory = resolve_model_directory(path, needs_weights=False)
-    config, tokenizer = read_model_config(directory), load_tokenizer(path)
-    check_vocabulary(Vocabulary.from_tokenizer(tokenizer), config, directory)
-    return ModelDescription(directory, config, tokenizer)
+    return ModelDescription(directory, read_model_config(directory), load_tokenizer(path))
 
 
 def list_weight_files(directory: Path) -> list[Path]:
@@ -148,10 +146,39 @@ def verify_model_files(directory: Path) -> None:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load the tokenizer of a model directory, a checkpoint, a run directory or a model of the Hub (``org/name``)."""
+    """Load the tokenizer of a model directory, a checkpoint, a run directory or a model of the Hub (``org/name``).
+
+    Raises:
+        ValueError: there is none, it cannot be read, or it does not fit the model in its directory.
+    """
     directory = Path(path)
-    is_tokenizer = any((directory / name).is_file() for name in ("vocab.json", "tokenizer.json"))
-    return load_tokenizer_files(directory if is_tokenizer else resolve_model_directory(path, needs_weights=False))
+    if not any((directory / name).is_file() for name in ("vocab.json", "tokenizer.json")):
+        directory = resolve_model_directory(path, needs_weights=False)
+    tokenizer = load_tokenizer_files(directory)
+    config_file = directory / "config.json"
+    if config_file.is_file() and str(read_json_object(config_file).get("model_type")) in FAMILIES:
+        check_vocabulary(tokenizer, read_model_config(directory), directory)
+    return tokenizer
+
+
+def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, directory: Path) -> None:
+    """Reject a directory's tokenizer if it cannot be the one that its model was trained with.
+
+    Raises:
+        ValueError: it has more ids than the embedding has rows (fewer are usual), or the mask token is not special.
+    """
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ValueError(
+            f"{directory}: the tokenizer has {tokenizer.vocab_size} ids, but the model has vocab_size = "
+            f"{config.vocab_size}: use the tokenizer that the model was trained with, or, if only the mask token has "
+            "no row in the embedding, add one with diffusionlm-convert and [diffusion]"
+        )
+    mask_id = config.mask_token_id
+    if mask_id is not None and mask_id in tokenizer.vocab.values():
+        raise ValueError(
+            f"{directory}: mask_token_id = {mask_id} is the ordinary token {tokenizer.decode([mask_id])!r} of the "
+            "tokenizer: correct mask_token_id in config.json, or make the token special in the tokenizer's files"
+        )
 
 
 def join_problems(problems: Sequence[str], limit: int = MAX_LISTED_PROBLEMS) -> str:

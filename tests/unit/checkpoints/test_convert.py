@@ -204,7 +204,10 @@ def test_a_tokenizer_that_does_not_fit(tokenizer: Tokenizer, tmp_path: Path) -> 
     masked = Tokenizer(tokenizer.vocab, tokenizer.merges, {**tokenizer.special_tokens, "<|mask|>": 258}, "qwen")
     save_tokenizer(masked, path)
     with pytest.raises(ValueError, match=r"tokenizer has 259 ids, .*vocab_size = 258"):
-        load_model(path)
+        load_tokenizer(path)
+    (path / "config.json").write_text('{"model_type": "gpt2"}')  # of a model that is not supported, only the tokenizer
+    assert load_tokenizer(path).vocab_size == 259
+    (path / "config.json").write_text(json.dumps(values))
     # The remedy that the message names.
     assert converted(path, tmp_path / "new", diffusion={}).config.vocab_size == 259
 
