@@ -76,7 +76,7 @@ def format_directory(directory: Path, max_rows: int) -> list[Part]:
 
 def format_analysis(analysis: Analysis, max_rows: int) -> list[Part]:
     """Format tables of the differences. ``max_rows`` 0: all rows of each table."""
-    equal = [pair for pair in analysis.pairs if pair.match == "name" and pair.max_difference == 0.0]
+    equal = [pair for pair in analysis.pairs if pair.max_difference == 0.0]
     note = "is an adapter: merged and rounded once; other merges may differ by a rounding, 0.008 of a bfloat16"
     parts: list[Part] = [*(f"{side} {note}" for side in analysis.merged), f"{len(equal)} tensors are equal"]
     for title, rows in (

@@ -180,13 +180,16 @@ def read_own_adapter(
             f"{directory / ADAPTER_WEIGHTS} names no base: it is not of a checkpoint; download or write it again"
         )
     _check_base(directory, stored_fingerprint, fingerprint)
-    problems = _find_mismatches(_stored_shapes(model, config), tensors)
+    listed = list(_list_adapter_tensors(model, config))
+    placeholders = {name: torch.empty(parameter.shape, device="meta") for _, name, parameter in listed}
+    shapes = {stored: value.shape for stored, value in _exported_tensors(model, config, placeholders)}
+    problems = _find_mismatches(shapes, tensors)
     if problems:
         raise ValueError(
             f"{directory / ADAPTER_WEIGHTS} does not fit [lora]: {join_problems(problems)}: set its keys as before, or "
             "name another run.directory and set lora.init_from"
         )
-    values = {name: tensors[stored] for stored, name, _ in _list_adapter_tensors(model, config)}
+    values = {name: tensors[stored] for stored, name, _ in listed}
     for name, module in adapter_modules(model):
         if isinstance(module, LoRALinear) and module.first_A is not None and module.first_B is not None:
             A, B = f"{name}.lora_A", f"{name}.lora_B"
@@ -264,17 +267,6 @@ def _list_adapter_tensors(model: Transformer, config: LoraConfig) -> Iterator[tu
     for name, stored_name in trained_base_parameters(model, config, stored_module_names(model)).items():
         parameter = model.get_parameter(name)
         yield _PREFIX + stored_name, own_names[parameter], parameter
-
-
-def _stored_shapes(model: Transformer, config: LoraConfig) -> dict[str, torch.Size]:
-    """Shapes of `_exported_tensors`, by name."""
-    modules, shapes = dict(adapter_modules(model)), {}
-    for stored_name, name, parameter in _list_adapter_tensors(model, config):
-        module, shape = modules.get(name.rpartition(".")[0]), list(parameter.shape)
-        if isinstance(module, LoRALinear) and module.first_A is not None and name.endswith((".lora_A", ".lora_B")):
-            shape[0 if name.endswith(".lora_A") else 1] *= 2
-        shapes[stored_name] = torch.Size(shape)
-    return shapes
 
 
 def _exported_tensors(

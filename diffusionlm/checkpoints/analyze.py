@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -23,7 +21,7 @@ from diffusionlm.checkpoints.model_files import (
 )
 from diffusionlm.checkpoints.weights import COMPARE_CHUNK_ELEMENTS
 from diffusionlm.families.model_directory import resolve_model_directory
-from diffusionlm.families.registry import get_family
+from diffusionlm.families.registry import get_family, parameter_name
 from diffusionlm.models.lora import merge_adapter
 from files.json_files import read_json_object
 
@@ -47,11 +45,10 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class TensorPair:
-    """A tensor of each directory, with the same name or the same values."""
+    """The tensor of each directory for one parameter."""
 
     a: TensorInfo
     b: TensorInfo
-    match: Literal["name", "values"]
     max_difference: float | None = None
     """Largest absolute difference. None: shapes differ, or values were not compared."""
     relative_difference: float | None = None
@@ -82,8 +79,8 @@ class Analysis:
 def analyze(a: Path, b: Path, *, values: bool = True) -> Analysis:
     """Compare two model directories.
 
-    Tensors of the same name are a pair. Of the others, tensors with the same shape and values are one. An adapter is
-    merged into its base first, in memory.
+    Tensors of the same parameter are a pair, by whatever family's name. An adapter is merged into its base first, in
+    memory.
 
     Args:
         a: a model directory, a checkpoint, a run directory or an adapter.
@@ -94,27 +91,20 @@ def analyze(a: Path, b: Path, *, values: bool = True) -> Analysis:
         ValueError: there is no model, or a file cannot be read; names it.
     """
     (values_a, config_a, tensors_a), (values_b, config_b, tensors_b) = _read_merged(a), _read_merged(b)
-    pairs = [TensorPair(info, tensors_b[name], "name") for name, info in tensors_a.items() if name in tensors_b]
-    only_a = [info for name, info in tensors_a.items() if name not in tensors_b]
-    only_b = [info for name, info in tensors_b.items() if name not in tensors_a]
+    infos_a, infos_b = (
+        {parameter_name(name): info for name, info in tensors.items()} for tensors in (tensors_a, tensors_b)
+    )
+    pairs = [TensorPair(info, infos_b[name]) for name, info in infos_a.items() if name in infos_b]
     if values:
         pairs = [_compare_values(values_a, values_b, pair) for pair in pairs]
-        shapes = {info.shape for info in only_a}
-        by_hash: dict[str, list[TensorInfo]] = {}
-        for info in only_b:
-            if info.shape in shapes:
-                by_hash.setdefault(_hash_tensor(values_b, info), []).append(info)
-        for info in list(only_a) if by_hash else ():
-            if same := by_hash.get(_hash_tensor(values_a, info)):
-                pairs.append(_compare_values(values_a, values_b, TensorPair(info, same[0], "values")))
-                only_a.remove(info)
-                only_b.remove(same.pop(0))
+    only_a = tuple(info for name, info in infos_a.items() if name not in infos_b)
+    only_b = tuple(info for name, info in infos_b.items() if name not in infos_a)
     keys = dict.fromkeys([*config_a, *config_b])
     differences = tuple(
         (key, config_a.get(key), config_b.get(key)) for key in keys if config_a.get(key) != config_b.get(key)
     )
     merged = tuple(side for side, source in (("a", values_a), ("b", values_b)) if not isinstance(source, Path))
-    return Analysis(differences, tuple(pairs), tuple(only_a), tuple(only_b), merged)
+    return Analysis(differences, tuple(pairs), only_a, only_b, merged)
 
 
 def _read_merged(path: Path) -> tuple[_Values, dict[str, Any], dict[str, TensorInfo]]:
@@ -189,12 +179,3 @@ def _read_tensor(values: _Values, info: TensorInfo) -> Tensor:
     with safe_open(values / info.file, framework="pt") as file:
         tensor: Tensor = file.get_tensor(info.name)
     return tensor
-
-
-def _hash_tensor(values: _Values, info: TensorInfo) -> str:
-    """Hash shape and values as float32: dtypes that hold the same values exactly give the same hash."""
-    digest = hashlib.sha256(repr(info.shape).encode())
-    flat = _read_tensor(values, info).flatten()
-    for start in range(0, flat.numel(), COMPARE_CHUNK_ELEMENTS):
-        digest.update(flat[start : start + COMPARE_CHUNK_ELEMENTS].to(torch.float32).numpy().tobytes())
-    return digest.hexdigest()
