@@ -63,8 +63,8 @@ class BaseFingerprint:
 
     samples: str
     """SHA-256 of names and shapes, then some values of each parameter in bfloat16, in hex."""
-    digests: Mapping[str, TensorDigest] | None
-    """By parameter name. None: of an adapter that was written without them."""
+    digests: Mapping[str, TensorDigest]
+    """By parameter name."""
 
     @classmethod
     def from_model(cls, model: nn.Module) -> BaseFingerprint:
@@ -80,21 +80,17 @@ class BaseFingerprint:
         Raises:
             ValueError: it is damaged.
         """
-        if _SAMPLES_KEY not in metadata:
+        if _DIGESTS_KEY not in metadata:
             return None
         try:
-            digests = json.loads(metadata.get(_DIGESTS_KEY, "null"))
-            if digests is not None:
-                digests = {name: TensorDigest(**digest) for name, digest in digests.items()}
-                _widest_dtype(digests)
+            digests = {name: TensorDigest(**digest) for name, digest in json.loads(metadata[_DIGESTS_KEY]).items()}
+            _widest_dtype(digests)
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"its metadata {_DIGESTS_KEY} are damaged: {error}") from error
-        return cls(metadata[_SAMPLES_KEY], digests)
+        return cls(metadata.get(_SAMPLES_KEY, ""), digests)
 
     def to_metadata(self) -> dict[str, str]:
         """The fingerprint as metadata of a safetensors file."""
-        if self.digests is None:
-            return {_SAMPLES_KEY: self.samples}
         digests = {name: asdict(digest) for name, digest in self.digests.items()}
         return {_SAMPLES_KEY: self.samples, _DIGESTS_KEY: json.dumps(digests)}
 
@@ -104,8 +100,6 @@ class BaseFingerprint:
         Weights that were converted between float32 and bfloat16 count as the same if one follows from the other by
         rounding. Other conversions round twice, so only the samples are compared, with a tolerance.
         """
-        if self.digests is None or other.digests is None:
-            return _compare_samples(self.samples, other.samples)
         names = self.digests.keys() & other.digests.keys()
         problems = [f"{name} is missing" for name in sorted(self.digests.keys() ^ names)]
         problems += [f"{name} is new" for name in sorted(other.digests.keys() ^ names)]
