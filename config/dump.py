@@ -6,12 +6,12 @@ as the default of every field that may be None.
 
 from __future__ import annotations
 
-import datetime
 import json
 from pathlib import Path
 from typing import Any
 
 import tomli_w
+from pydantic import TypeAdapter
 
 from config.base import Section
 
@@ -20,12 +20,12 @@ _ABSENT = "(not set)"
 
 def to_toml(config: Section) -> str:
     """Format TOML text that loads to an equal config, with sections in the order of their declaration."""
-    return tomli_w.dumps(to_toml_values(config, config.__class__.__name__))
+    return tomli_w.dumps(to_toml_values(config))
 
 
 def list_differences(a: Section | dict[str, Any], b: Section | dict[str, Any]) -> list[str]:
     """List the values that differ between two configs, one line `section.key: old -> new` each."""
-    old, new = _flatten(to_toml_values(a, "a")), _flatten(to_toml_values(b, "b"))
+    old, new = _flatten(to_toml_values(a)), _flatten(to_toml_values(b))
     lines = []
     for key in dict.fromkeys([*old, *new]):
         before, after = old.get(key), new.get(key)
@@ -36,20 +36,9 @@ def list_differences(a: Section | dict[str, Any], b: Section | dict[str, Any]) -
     return lines
 
 
-def to_toml_values(value: Any, name: str) -> Any:
-    """Convert a value to TOML tables, arrays and scalars. `name` is its key, for the error message."""
-    if isinstance(value, Section):
-        fields = {info.alias or key: getattr(value, key) for key, info in type(value).model_fields.items()}
-        return {key: to_toml_values(item, f"{name}.{key}") for key, item in fields.items() if item is not None}
-    if isinstance(value, dict):
-        return {str(key): to_toml_values(item, f"{name}.{key}") for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [to_toml_values(item, f"{name}.{index}") for index, item in enumerate(value)]
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, (bool, int, float, str, datetime.date, datetime.time)):
-        return value
-    raise TypeError(f"{name}: TOML cannot hold a {type(value).__name__}")
+def to_toml_values(value: Any) -> Any:
+    """Convert sections, and what contains them, to TOML tables, arrays and scalars."""
+    return TypeAdapter(Any).dump_python(value, mode="json", exclude_none=True)
 
 
 def format_value(value: Any, limit: int = 60) -> str:

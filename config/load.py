@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,7 +44,6 @@ _STRING_OR_COMMENT = (
     r'"""(?:[^"\\]|\\.|"(?!""))*+"{3,5}|' + r"'''.*?'{3,5}|" + r'"(?:[^"\\\n]|\\.)*+"|' + r"'[^'\n]*'|#[^\n]*"
 )
 _TOKEN = re.compile(_STRING_OR_COMMENT + r"|[\[\]{}\n]", re.DOTALL)
-_KEY_PART = re.compile(r"""\s*("(?:\\.|[^"\\])*+"|'[^']*'|[^\s."'=\[\]]+)\s*(\.?)""")
 
 T = TypeVar("T", bound=Section)
 
@@ -238,14 +236,10 @@ def _apply_override(cls: type[Section], source: _RawConfig, override: str) -> li
 def _parse_override_key(name: str) -> list[str]:
     """Split a dotted key as TOML does. Empty: it is not a key."""
     try:
-        node: Any = parse_toml(f"{name.strip()} = 0")
+        parts, value = _split_statement(f"{name.strip()} = 0")
     except ValueError:
         return []
-    parts: list[str] = []
-    while isinstance(node, dict) and len(node) == 1:
-        [(part, node)] = node.items()
-        parts.append(part)
-    return parts if node == 0 else []
+    return parts if value == 0 else []
 
 
 def _format_key(key: KeyPath) -> str:
@@ -372,13 +366,13 @@ def _explain_unknown(cls: type[Section], source: _RawConfig, key: KeyPath) -> st
 
 
 def find_key_lines(text: str) -> dict[KeyPath, int]:
-    """Find the lines of section headers and keys in valid TOML text. Keys of inline tables are not included."""
+    """Find the lines of section headers and keys in valid TOML text; of an inline table only the first key."""
     lines: dict[KeyPath, int] = {}
     entries: dict[KeyPath, int] = {}
     section: KeyPath = ()
     for line, statement in _iterate_statements(text):
         is_header, is_entry = statement.startswith("["), statement.startswith("[[")
-        parts = _split_key(statement.lstrip("["))
+        parts, _ = _split_statement(statement)
         key = () if is_header else section
         for number, part in enumerate(parts, 1):
             key += (part,)
@@ -408,10 +402,11 @@ def _iterate_statements(text: str) -> Iterator[tuple[int, str]]:
             start = token.end()
 
 
-def _split_key(text: str) -> list[str]:
-    """Split the dotted key that a text starts with."""
-    parts, end, more = [], 0, "."
-    while more and (match := _KEY_PART.match(text, end)):
-        part, more, end = match[1], match[2], match.end()
-        parts.append(tomllib.loads(f"v={part}")["v"] if part[0] in "\"'" else part)
-    return parts
+def _split_statement(statement: str) -> tuple[list[str], Any]:
+    """Return the parts of the dotted key of a header or a `key = value`, and the value."""
+    parts: list[str] = []
+    value: Any = parse_toml(statement)
+    while isinstance(value, dict) and value:
+        part, value = next(iter(value.items()))
+        parts.append(part)
+    return parts, value

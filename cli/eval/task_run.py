@@ -156,7 +156,7 @@ def _apply_settings(config: EvalConfig, settings: Mapping[str, Mapping[str, Any]
     if unused is not None:
         keys = ", ".join(f"{unused}.{key}" for key in settings[unused])
         raise ValueError(f"variant {name!r}: {keys} has no effect: no task has a section {unused}")
-    values = {"tasks": tables, "model": to_toml_values(config.model, "model")}
+    values = {"tasks": tables, "model": to_toml_values(config.model)}
     try:
         return validate_config(EvalConfig, values, f"variant {name!r}").tasks
     except ConfigError as error:

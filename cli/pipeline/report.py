@@ -118,7 +118,7 @@ def _compare_bounds(results: Sequence[StageResult]) -> Table:
     groups: dict[str, list[StageResult]] = {}
     for result in results:
         if isinstance(result.stage.config, EvalConfig) and result.bound is not None:
-            values: dict[str, Any] = to_toml_values(result.stage.config, result.stage.name)
+            values: dict[str, Any] = to_toml_values(result.stage.config)
             texts = [task for task in values.get("tasks", ()) if task["kind"] == "perplexity"][:1]
             key = json.dumps(texts or [values["data"], values["likelihood"]], sort_keys=True)
             groups.setdefault(key, []).append(result)

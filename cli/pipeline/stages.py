@@ -219,7 +219,7 @@ def _check_adapter(settings: StageConfig, parent: Stage | None, *, names_adapter
 
 def _architecture(config: Architecture) -> dict[str, Any]:
     values = {name: getattr(config, name) for name in Architecture.model_fields}
-    return {name: to_toml_values(value, name) for name, value in values.items() if value is not None}
+    return {name: to_toml_values(value) for name, value in values.items() if value is not None}
 
 
 def _merge_stage_settings(settings: StageConfig, kind: StageKindOptions, common: Mapping[str, Any]) -> dict[str, Any]:

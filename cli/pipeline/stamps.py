@@ -137,7 +137,7 @@ def _keys_without_effect(stage: Stage) -> tuple[str, ...]:
 
 
 def _effective_values(stage: Stage, config: Section) -> dict[str, Any]:
-    values: dict[str, Any] = to_toml_values(config, stage.name)
+    values: dict[str, Any] = to_toml_values(config)
     for key in _keys_without_effect(stage):
         values = with_value(values, key, None)
     return values
@@ -145,7 +145,7 @@ def _effective_values(stage: Stage, config: Section) -> dict[str, Any]:
 
 def _with_present_keys(stage: Stage, recorded: Fingerprint) -> Fingerprint:
     """The fingerprint that an older version recorded, with today's spellings of keys."""
-    values, tree = to_toml_values(stage.config, stage.name), recorded.get("config", {})
+    values, tree = to_toml_values(stage.config), recorded.get("config", {})
     for key in _keys_without_effect(stage):
         tree = with_value(tree, key, read_key(values, key))
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from config.base import ConfigPath, NonEmptyStr, Section, TupleOf
 
@@ -49,6 +49,8 @@ class StageConfig(Section):
     kind: StageKind
     """train: diffusionlm-train. sft: the same, with a source of chats. merge, export: diffusionlm-convert, with the
     adapter of the model merged, or without one. evaluate: diffusionlm-eval. sample: diffusionlm-infer."""
+    model_config = ConfigDict(serialize_by_alias=True)
+
     input: NonEmptyStr | None = Field(default=None, alias="from")
     """Stage whose model this one starts from, converts, evaluates or samples; or a model: a directory or org/name on
     the Hub. None: random weights, in a training stage."""

@@ -197,7 +197,7 @@ def save_progress(progress: MakeDataProgress, directory: Path) -> None:
 
 def _content_config(config: MakeDataConfig) -> dict[str, Any]:
     """Return the config values that decide the contents: all but the directory and the number of workers."""
-    values: dict[str, Any] = to_toml_values(config, "config")
+    values: dict[str, Any] = to_toml_values(config)
     output = {key: value for key, value in values["output"].items() if key not in ("directory", "workers")}
     return {**values, "output": output}
 

@@ -103,7 +103,7 @@ def build_logger(run: Run) -> RunLogger:
     def log_failure(at_step: int, text: str) -> None:
         record.event(at_step, "logging", text)
 
-    values = to_toml_values(run.config, "config")
+    values = to_toml_values(run.config)
     copies = open_sinks(config, run.directory.path, step, values, log_failure)
     if config.console == "json":
         copies.append(JsonConsole(sys.stdout, log_failure))

@@ -109,7 +109,7 @@ def test_what_is_left_out_is_told_once_and_in_the_summary(workers: int, tmp_path
 
     def config_of(name: str, max_steps: int) -> TrainConfig:
         plain = chat_config(tmp_path, name, rows)
-        source = to_toml_values(plain.data.source, "source") | {"on_bad_row": "skip"}
+        source = to_toml_values(plain.data.source) | {"on_bad_row": "skip"}
         data = {"source": source, "document_shuffle_window": 16, "workers": workers}
         changes = {"data": data, "training": {"batch_size": 2, "max_steps": max_steps}}
         return chat_config(tmp_path, name, rows, **changes, checkpoint={"config_change": "accept"})
@@ -168,7 +168,7 @@ def test_bad_settings_are_refused_before_torch(tmp_path: Path) -> None:
             load_config(TrainConfig, path)
     config = chat_config(tmp_path, "named", rows)
     for template, problem in (("chatty", "no such built-in template"), (None, "the tokenizer has no chat template")):
-        source = to_toml_values(config.data.source, "source") | {"chat": {"template": template} if template else {}}
+        source = to_toml_values(config.data.source) | {"chat": {"template": template} if template else {}}
         changed = chat_config(tmp_path, "changed", rows, data={"source": source})
         with pytest.raises(ValueError, match=rf"data.source.chat.template.*{problem}"):
             check_files(changed)
@@ -178,7 +178,7 @@ def test_a_changed_template_file_is_refused_when_a_run_continues(tmp_path: Path)
     template = tmp_path / "own.jinja"
     template.write_text(CHAT_TEMPLATES["chatml"].source)
     base = chat_config(tmp_path, "own", FORMATS["messages"])
-    source = to_toml_values(base.data.source, "source") | {"chat": {"template": str(template)}}
+    source = to_toml_values(base.data.source) | {"chat": {"template": str(template)}}
     training = {"batch_size": 2, "max_steps": 2}
     config = chat_config(tmp_path, "own", FORMATS["messages"], data={"source": source}, training=training)
     train(config)
@@ -194,7 +194,7 @@ def test_a_changed_template_file_is_refused_when_a_run_continues(tmp_path: Path)
 def test_samples_are_answers_to_held_out_prompts_with_the_attention_of_training(attention: str, tmp_path: Path) -> None:
     base = chat_config(tmp_path, "chats", FORMATS["messages"])
     chat = {"template": "chatml", "turns": "expand", "eos_padding": "length:8"}
-    source = to_toml_values(base.data.source, "source") | {"chat": chat}
+    source = to_toml_values(base.data.source) | {"chat": chat}
     objective = {"kind": "block_diffusion", "block_length": 4, "attention": attention}
     training = {"batch_size": 2, "max_steps": 1}
     model = {"max_position_embeddings": 104}

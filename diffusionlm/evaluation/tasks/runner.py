@@ -244,7 +244,7 @@ def _hash_source(source: object) -> list[str]:
 
 def describe_protocol(task: PreparedTask) -> dict[str, Any]:
     """All settings of a task, decoding with the defaults of the model's family, and what differs from its preset."""
-    values: dict[str, Any] = to_toml_values(task.config, "task")
+    values: dict[str, Any] = to_toml_values(task.config)
     if isinstance(task, PreparedText):
         return values
     if task.config.preset is not None:
@@ -253,7 +253,7 @@ def describe_protocol(task: PreparedTask) -> dict[str, Any]:
         generation = task.requests.settings.config.model_copy(
             update={"suppress_token_ids": task.config.resolve_length().suppress_token_ids}
         )
-        values["generation"] = to_toml_values(generation, "generation")
+        values["generation"] = to_toml_values(generation)
     if "prompt" in values:
         values["prompt"] |= {
             "template": task.template,

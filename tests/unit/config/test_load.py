@@ -366,7 +366,16 @@ last = 1"""
     lines = {".".join(map(str, key)): line for key, line in find_key_lines(text).items()}
     assert lines == {"top": 2, "text": 5, "more": 9, "a": 22, "a.last": 23} | {
         f"a.{key}": line
-        for key, line in {"b": 12, "b.x.y": 13, "b.x.y.z": 13, "b.c": 14, "e": 15, "e.0": 15, "e.0.k": 16}.items()
+        for key, line in {
+            "b": 12,
+            "b.x.y": 13,
+            "b.x.y.z": 13,
+            "b.c": 14,
+            "b.c.d": 14,
+            "e": 15,
+            "e.0": 15,
+            "e.0.k": 16,
+        }.items()
     } | {"a.e.0.f": 17, "a.e.0.f.0": 17, "a.e.0.f.0.m": 18, "a.e.1": 19, "a.e.1.g": 20, "a.e.1.g.k": 21}
 
 
