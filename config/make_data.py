@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Self
 
 from pydantic import model_validator
 
@@ -23,19 +23,6 @@ class MakeDataOutputConfig(Section):
     workers: NonNegativeInt | None = None
     """Processes that tokenize; 0: this one. None: one per usable core, if there are several. The output does not depend
     on it."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_format(cls, values: Any) -> Any:
-        """Accept the only value that is left of a removed key."""
-        if not isinstance(values, dict) or "format" not in values:
-            return values
-        if values["format"] != "bin":
-            raise ValueError(
-                f"format = {values['format']!r} is no longer written: remove the key; files are arrays of token ids "
-                "(train-00000.bin, dtype in index.json) with the offsets of documents beside them (train-00000.idx)"
-            )
-        return {key: value for key, value in values.items() if key != "format"}
 
 
 class MakeDataConfig(Section):

@@ -78,6 +78,10 @@ REMOVED: Mapping[str, Removed] = {
     ),
     "objective.mask_noise_std": Removed("the noise has a standard deviation of 0.02", 0.02),
     "objective.estimator.cart_p": Removed("p is 0.3, as in Dream", 0.3),
+    "output.format": Removed(
+        "files are arrays of token ids (train-00000.bin, dtype in index.json) with the offsets of documents beside "
+        "them (train-00000.idx)"
+    ),
     "max_shard_gigabytes": Removed("weight files have at most 5 GB", 5.0),
     "schedule.decay_steps": Removed("set schedule.decay_fraction"),
 }

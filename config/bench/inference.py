@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from config.base import ConfigPath, NonEmptyStr, NonNegativeInt, PositiveInt, Section, TupleOf, check_distinct
-from config.generation import GenerationConfig, check_attention_fits
+from config.base import NonEmptyStr, NonNegativeInt, PositiveInt, Section, TupleOf, check_distinct
+from config.bench.training import BenchFileSection
+from config.generation import GenerationConfig
 from config.infer import InferModelConfig
 from config.model import Architecture, ModelConfig
 
@@ -83,13 +84,6 @@ class BenchGridSection(Section):
     """prefix and dual are for bidirectional attention, block is for block-causal attention."""
 
 
-class BenchInferOutput(Section):
-    """``[output]``: a file of the results, beside the report on the terminal."""
-
-    path: ConfigPath | None = None
-    """A JSON file with the config, the environment and all measurements; an existing file is replaced."""
-
-
 class BenchCell(Section):
     """One combination of the grid."""
 
@@ -110,7 +104,7 @@ class BenchInferConfig(Section):
     bench: BenchInferSection = BenchInferSection()
     grid: BenchGridSection = BenchGridSection()
     strategies: Annotated[TupleOf[BenchStrategySection], Field(min_length=1)]
-    output: BenchInferOutput = BenchInferOutput()
+    output: BenchFileSection = BenchFileSection()
 
     @model_validator(mode="after")
     def _check_model(self) -> Self:
@@ -180,17 +174,9 @@ class BenchInferConfig(Section):
             "stop_token_ids": strategy.generation.stop_token_ids or (),
             "block_length": block_length or strategy.generation.block_length,
         }
-        attention, shape = strategy.generation.attention, self.model.shape if self.model.path is None else None
-        if attention is None and shape is not None:
-            attention = "bidirectional" if shape.block_length is None else "block_causal"
-        length = "" if block_length is None else f", block {block_length}"
-        label = f'cell "{strategy.name}{length}, cache {cache}"'
-        try:
-            check_attention_fits(attention, cache)
-        except ValueError as error:
-            raise ValueError(f"{label}: {error}, or give the strategy its own caches") from None
         try:
             return GenerationConfig(**values)
         except ValidationError as error:
+            length = "" if block_length is None else f", block {block_length}"
             reasons = "; ".join(str(problem["msg"]).removeprefix("Value error, ") for problem in error.errors())
-            raise ValueError(f"{label}: {reasons}") from None
+            raise ValueError(f'cell "{strategy.name}{length}, cache {cache}": {reasons}') from None

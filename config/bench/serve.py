@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from config.base import ConfigPath, NonEmptyStr, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from config.bench.training import BenchFileSection
 
 LengthRange = Annotated[tuple[PositiveInt, PositiveInt], Field(strict=False)]
 """Shortest and longest; lengths between them are equally likely."""
@@ -113,13 +114,6 @@ class AnswerCheckSection(Section):
     """Different answers are counted, and no error."""
 
 
-class BenchServeOutput(Section):
-    """``[output]``: a file of the results, beside the table on the terminal."""
-
-    path: ConfigPath | None = None
-    """A JSON file with the config, all results and the times of each request; an existing file is replaced."""
-
-
 class BenchServeConfig(Section):
     """Load for a server."""
 
@@ -128,4 +122,4 @@ class BenchServeConfig(Section):
     load: LoadSection = LoadSection()
     goodput: GoodputSection = GoodputSection()
     check: AnswerCheckSection = AnswerCheckSection()
-    output: BenchServeOutput = BenchServeOutput()
+    output: BenchFileSection = BenchFileSection()

@@ -57,6 +57,14 @@ class BenchOutputSection(Section):
     """Directory of the report (.md) and the measurements (.jsonl); existing files are replaced. None: no files."""
 
 
+class BenchFileSection(Section):
+    """``[output]``: a file of the results, beside the report on the terminal."""
+
+    path: ConfigPath | None = None
+    """A JSON file with the config, the environment and all measurements; an existing file is replaced. None: no
+    file."""
+
+
 class BenchShape(Architecture):
     """``[[shapes]]``: a model and its batch, as a preset (shape) or in full. Sequences have max_position_embeddings
     tokens."""
