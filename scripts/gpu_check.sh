@@ -34,6 +34,8 @@ printf '# Check of a GPU machine\n\n    just gpu-check\n' >"$report"
 check "Machine" cli doctor
 gpu_tests "Compiled against plain gradients, golden losses, the loss kernel" \
     tests/integration/test_step_runtime.py tests/golden tests/kernels/test_cross_entropy_gpu.py
+gpu_tests "Attention, the guard of steps, recording" \
+    tests/unit/models tests/unit/training/test_spike_guard.py tests/unit/profiling/test_recording.py
 gpu_tests "CUDA graphs" tests/unit/inference/test_graphed_forward.py
 check "Decoding with CUDA graphs" cli bench-infer --config config/resources/bench_infer_gpu.toml --set model.cuda_graphs=auto
 check "Decoding without CUDA graphs" cli bench-infer --config config/resources/bench_infer_gpu.toml --set model.cuda_graphs=off
