@@ -148,7 +148,7 @@ def gains(width: int) -> Tensor:
     return 1.0 + (0.1 + 0.4 * torch.rand(width)) * (torch.randint(2, (width,)) * 2 - 1)
 
 
-def qwen_weights(*, norms: bool, biases: bool, experts: int) -> Weights:
+def qwen_weights(*, norms: bool = False, biases: bool = False, experts: int = 0) -> Weights:
     """Random ones in Qwen's names."""
     D, A, K, F, E = 32, 48, 24, 56, 20
     w = {
