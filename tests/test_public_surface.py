@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,94 +21,31 @@ from tests.conftest import MakeModel
 from tokenizer import train_bpe
 
 ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-def test_names() -> None:
-    assert set(diffusionlm.__all__) == {
-        "Bidirectional",
-        "BlockCausal",
-        "Causal",
-        "ConstraintCompiler",
-        "Engine",
-        "Generation",
-        "GenerationConfig",
-        "HealedText",
-        "LikelihoodEstimate",
-        "ModelConfig",
-        "NelboReport",
-        "RequestOptions",
-        "SamplerReport",
-        "TokenConstraint",
-        "TokenHealer",
-        "Transformer",
-        "conditional_likelihood",
-        "encode_chat",
-        "generate",
-        "infill",
-        "init_weights",
-        "load_chat_template",
-        "load_model",
-        "load_tokenizer",
-        "nelbo",
-        "read_adapter",
-        "render_chat",
-        "sampler_likelihood",
-        "save_model_directory",
-        "stream",
-    }
-    for name in diffusionlm.__all__:
-        assert getattr(diffusionlm, name).__doc__, name
+def list_surface() -> Iterator[str]:
+    """A line for each name that users type: Python with its arguments, commands, sections of a training config."""
+    for name in sorted(diffusionlm.__all__):
+        value = getattr(diffusionlm, name)
+        assert value.__doc__, name
+        is_function = inspect.isfunction(value)
+        yield f"diffusionlm.{name}" + (f"({', '.join(inspect.signature(value).parameters)})" if is_function else "")
+    yield f"model({', '.join(list(inspect.signature(diffusionlm.Transformer.forward).parameters)[1:])})"
+    yield from sorted(PROJECT["scripts"])
+    yield from (f"[{section}]" for section in sorted(TrainConfig.model_fields))
+
+
+def test_names(golden: Callable[[str, str], None]) -> None:
+    golden("public_surface.txt", "".join(f"{line}\n" for line in list_surface()))
     with pytest.raises(AttributeError, match="has no 'sample'; it has Bidirectional"):
         _ = diffusionlm.sample
 
 
-def test_arguments() -> None:
-    def names(call: object) -> list[str]:
-        return list(inspect.signature(call).parameters)  # type: ignore[arg-type]
-
-    assert names(diffusionlm.load_model)[:3] == ["path", "device", "dtype"]
-    assert names(diffusionlm.generate)[:4] == ["model", "prompts", "config", "seeds"]
-    assert names(diffusionlm.infill)[:4] == ["model", "canvases", "config", "seeds"]
-    assert {"model", "tokens_BL", "loss_mask_BL", "num_mc_samples", "seed"} <= set(names(diffusionlm.nelbo))
-    forward = names(diffusionlm.Transformer.forward)
-    assert forward == [
-        "self",
-        "tokens_BL",
-        "pattern",
-        "positions",
-        "inputs_embeds_BLD",
-        "output_positions",
-        "loss_inputs",
-    ]
-
-
 def test_commands() -> None:
     """Each is a program of its own and a word behind ``diffusionlm``."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     programs = {
-        name: getattr(commands, target.removeprefix("cli.commands:")) for name, target in project["scripts"].items()
-    }
-    assert set(programs) == {
-        "diffusionlm",
-        "diffusionlm-train",
-        "diffusionlm-train-ddp",
-        "diffusionlm-infer",
-        "diffusionlm-serve",
-        "diffusionlm-eval",
-        "diffusionlm-lm-eval",
-        "diffusionlm-train-tokenizer",
-        "diffusionlm-make-data",
-        "diffusionlm-data",
-        "diffusionlm-convert",
-        "diffusionlm-analyze",
-        "diffusionlm-report",
-        "diffusionlm-sweep",
-        "diffusionlm-pipeline",
-        "diffusionlm-doctor",
-        "diffusionlm-bench-infer",
-        "diffusionlm-bench-serve",
-        "diffusionlm-bench-train",
-        "diffusionlm-bench-tokenizer",
+        name: getattr(commands, target.removeprefix("cli.commands:")) for name, target in PROJECT["scripts"].items()
     }
     assert programs.pop("diffusionlm") == commands.main
     assert programs == {command.program: command for command in commands.COMMANDS.values()}
@@ -116,30 +54,7 @@ def test_commands() -> None:
 
 
 def test_version() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert diffusionlm.__version__ == project["version"]
-
-
-def test_sections_of_a_training_config() -> None:
-    assert set(TrainConfig.model_fields) == {
-        "run",
-        "model",
-        "data",
-        "training",
-        "tokenizer",
-        "lora",
-        "objective",
-        "optimizer",
-        "schedule",
-        "validation",
-        "samples",
-        "checkpoint",
-        "logging",
-        "runtime",
-        "parallel",
-        "profiler",
-        "evaluation",
-    }
+    assert diffusionlm.__version__ == PROJECT["version"]
 
 
 def test_importing_the_package_does_not_import_torch() -> None:
