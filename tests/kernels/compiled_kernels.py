@@ -1,6 +1,6 @@
 """Registers, shared memory and spills of the project's Triton kernels on GPUs, without a GPU.
 
-python -m tests.kernels.compiled_kernels
+    python -m tests.kernels.compiled_kernels        # a line of JSON for each kernel
 
 Each variant that can run is compiled ahead of time, and held to budgets: see `find_violations`. Nothing is executed.
 """
@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from unittest.mock import patch
 
 import torch
 
-from benchmarking.harness import make_table
 from diffusionlm.kernels.loss_types import LossOptions
-from files.terminal_text import print_message
-from logger.pages.markdown import render_table
 from tests.kernels.ahead_of_time import (
     AMD_TARGETS,
     TARGETS,
@@ -116,25 +114,8 @@ def widest_vector_load(ptx: str) -> int:
     return max((int(count) * int(bits) // 8 for count, bits in VECTOR_LOADS.findall(ptx)), default=0)
 
 
-def format_row(variant: KernelVariant, kernels: dict[str, CompiledKernel]) -> list[str]:
-    """Cells of the table; registers are in the order of the targets."""
-    nvidia = {target: kernel for target, kernel in kernels.items() if target not in AMD_TARGETS}
-    width = min((widest_vector_load(kernel.assembly) for kernel in nvidia.values()), default=0)
-    return [
-        f"{variant.vocabulary:,}",
-        variant.dtype,
-        "yes" if variant.has_cap else "no",
-        "yes" if variant.needs_grad else "no",
-        str(max(kernel.num_threads for kernel in kernels.values())),
-        " / ".join(str(kernel.registers) for kernel in kernels.values()),
-        str(max(kernel.shared_bytes for kernel in kernels.values())),
-        str(max(kernel.spill_bytes for kernel in kernels.values())),
-        str(max(1, width // DTYPES[variant.dtype].itemsize)),
-    ]
-
-
-def compile_variants(vocabularies: Sequence[int], dtypes: Sequence[str], targets: Sequence[str]) -> str:
-    """Compile the selected variants; returns their table.
+def compile_variants(vocabularies: Sequence[int], dtypes: Sequence[str], targets: Sequence[str]) -> Iterator[str]:
+    """Compile the selected variants; yields JSON of each for each target.
 
     Raises:
         ValueError: kernels cannot be compiled here, or exceed a budget.
@@ -142,27 +123,25 @@ def compile_variants(vocabularies: Sequence[int], dtypes: Sequence[str], targets
     problem = find_compiler_problem()
     if problem is not None:
         raise ValueError(f"kernels cannot be compiled ahead of time: {problem}")
-    rows, violations = [], []
-    for variant in list_variants(vocabularies, dtypes):
-        print_message(str(variant))
-        kernels = {target: compile_variant(variant, target) for target in targets}
-        violations += [text for kernel in kernels.values() for text in find_violations(variant, kernel)]
-        rows.append(format_row(variant, kernels))
+    violations = []
+    for variant, target in itertools.product(list_variants(vocabularies, dtypes), targets):
+        compiled = compile_variant(variant, target)
+        violations += find_violations(variant, compiled)
+        values = asdict(compiled) | {"kernel": str(variant), "load_bytes": widest_vector_load(compiled.assembly)}
+        yield json.dumps({name: value for name, value in values.items() if name != "assembly"})
     if violations:
         raise ValueError("kernels exceed their budgets:\n" + "\n".join(violations))
-    header = ["vocabulary", "logits", "soft cap", "gradient", "threads", f"registers, {' / '.join(targets)}"]
-    header += ["shared bytes", "spilled bytes", "logits per load"]
-    return render_table(make_table(header, rows))
 
 
 def main() -> None:
-    """Print the table of the selected variants."""
+    """Print the selected variants."""
     parser = argparse.ArgumentParser(description="Compile the Triton kernels for GPUs that are not here.")
     parser.add_argument("--vocabularies", type=int, nargs="+", default=VOCABULARIES, help="default: all classes")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="of logits (default: all)")
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=TARGETS, help="GPUs (default: all)")
     try:
-        print(compile_variants(**vars(parser.parse_args())))
+        for line in compile_variants(**vars(parser.parse_args())):
+            print(line, flush=True)
     except ValueError as error:
         parser.exit(1, f"error: {error}\n")
 

@@ -1,12 +1,19 @@
-"""Every call that makes the host wait for a GPU, if its tensor is on one, is listed with its reason."""
+"""Code that only a GPU takes: docs/cuda.md names every module that asks for CUDA with the tests of its branches, and
+every call that makes the host wait for a GPU, if its tensor is on one, is listed here with its reason."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+ASKS_FOR_CUDA = re.compile(
+    r"torch\.cuda\b|torch\.backends\.cuda\b|torch\.version\.hip\b|\.is_cuda\b|pin_memory\b|record_stream\b"
+    r"|\"(cuda|nccl)\"|\bimport triton\b|\bfrom triton\b|flex_attention import"
+)
+"""Devices, methods of tensors and libraries."""
 READS = {"argwhere", "bincount", "cpu", "item", "masked_select", "nonzero", "synchronize", "unique"}
 """Methods and functions of torch that read values, or make tensors whose sizes depend on them. Not tolist and numpy,
 which arrays have as well: what they read on a GPU, the tests on a fake one find (docs/cuda.md)."""
@@ -37,6 +44,21 @@ ALLOWED = {
     "diffusionlm/models/row_adapters.py:select": "experts of a batch with several adapters: rows of each",
 }
 """``file:function`` -> what is read."""
+
+
+def test_every_module_that_asks_for_cuda_has_tests_without_a_gpu() -> None:
+    paths = [
+        path
+        for name in ("benchmarking", "cli", "ddp", "diffusionlm", "profiling")
+        for path in (ROOT / name).rglob("*.py")
+    ]
+    modules = {str(path.relative_to(ROOT)) for path in paths if ASKS_FOR_CUDA.search(path.read_text(encoding="utf-8"))}
+    guide = (ROOT / "docs" / "cuda.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.*?) \|.*\| (`.*?) \|$", guide.partition("## CUDA-only branches")[2], re.MULTILINE)
+    listed = [name for modules_of_row, _ in rows for name in re.findall(r"`(.*?)`", modules_of_row)]
+    assert sorted(listed) == sorted(modules), "the table has exactly the modules that ask for CUDA"
+    tests = [name for _, tests_of_row in rows for name in re.findall(r"`(.*?)`", tests_of_row)]
+    assert not [name for name in tests if not (ROOT / "tests" / name).is_file()]
 
 
 def find_reads(node: ast.AST, function: str = "") -> Iterator[str]:
