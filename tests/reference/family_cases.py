@@ -16,18 +16,9 @@ from diffusionlm.models.moe import Routing
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, Causal
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.models.varlen import SequenceSlice, VarlenBatch
-from tests.reference.plain_models import (
-    EXPERTS_JSON,
-    LLADA_JSON,
-    QWEN_JSON,
-    Weights,
-    llada_logits,
-    llada_weights,
-    qwen_logits,
-    qwen_weights,
-)
 
 Values = dict[str, Any]
+Weights = dict[str, Tensor]
 LENGTH, BLOCK, PADDING = 13, 4, 7
 TOKENS = torch.randint(0, 40, (2, LENGTH), generator=torch.Generator().manual_seed(5))
 BOUNDS = {"float32": 1e-5, "bfloat16": 1e-1}
@@ -67,6 +58,67 @@ GEMMA: Values = {**WIDE, "query_pre_attn_scalar": 20, "sliding_window": 4, "fina
 SLIDING: Values = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 
 
+PUBLISHED: Values = {
+    "rms_norm_eps": 1e-3,
+    "rope_theta": 500.0,
+    "mask_token_id": 39,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "intermediate_size": 56,
+    "max_position_embeddings": 64,
+    "vocab_size": 40,
+    "pad_token_id": 3,
+    "bos_token_id": 1,
+    "eos_token_id": [2, 4],
+    "hidden_act": "silu",
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "sliding_window": None,
+}
+"""config.json of SDAR and Dream, whose published code is that of Qwen with other masks."""
+SDAR_EXPERTS: Values = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True}
+LLADA: Values = {
+    "model_type": "llada",
+    "rms_norm_eps": 1e-3,
+    "rope_theta": 500.0,
+    "mask_token_id": 39,
+    "d_model": 32,
+    "n_layers": 3,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "mlp_hidden_size": 56,
+    "max_sequence_length": 64,
+    "vocab_size": 38,
+    "embedding_size": 40,
+    "weight_tying": False,
+    "block_type": "llama",
+    "layer_norm_type": "rms",
+    "activation_type": "silu",
+    "rope": True,
+    "eos_token_id": 37,
+    "pad_token_id": 37,
+}
+"""config.json of LLaDA-8B: Llama in OLMo's names."""
+LLADA_NAMES = {
+    "model.embed_tokens": "model.transformer.wte",
+    "model.norm": "model.transformer.ln_f",
+    "lm_head": "model.transformer.ff_out",
+    "model.layers": "model.transformer.blocks",
+    "input_layernorm": "attn_norm",
+    "self_attn.o_proj": "attn_out",
+    "self_attn.": "",
+    "post_attention_layernorm": "ff_norm",
+    "mlp.gate_proj": "ff_proj",
+    "mlp.down_proj": "ff_out",
+    "mlp.": "",
+}
+"""Parts of the names of tensors in transformers -> LLaDA's, in the order in which they are replaced."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A checkpoint of transformers: its class, its config beside `SHAPE`, and its rotations."""
@@ -75,6 +127,10 @@ class Case:
     """Of the classes, without Config and ForCausalLM."""
     changes: Values
     rope: Values
+    published: Values | None = None
+    """config.json of a family that transformers lacks, whose layers are those of the class."""
+    attention: str = "causal"
+    """Of the family."""
 
     def config(self) -> Any:
         """Theirs."""
@@ -91,41 +147,28 @@ class Case:
         for tensor in model.parameters():
             noise = torch.randn(tensor.shape, generator=generator)
             tensor.data += 0.2 * noise + (0.1 * noise.sign() if tensor.ndim == 1 else 0.0)
-        return Foreign(model.eval(), self.name)
+        return Foreign(model.eval(), self)
 
 
-@dataclass(frozen=True)
-class PlainCase:
-    """A checkpoint of a family that transformers lacks."""
-
-    attention: str
-    """Of the family."""
-    values: Values
-    """Its config.json."""
-    weights: Values
-    """Arguments of `qwen_weights`; LLaDA has none."""
-
-    def peer(self) -> Plain:
-        """Random weights with no gain and no bias at its default."""
-        is_llada = self.values["model_type"] == "llada"
-        return Plain(self.values, llada_weights() if is_llada else qwen_weights(**self.weights), self.attention)
-
-
-CASES: dict[str, Case | PlainCase] = {
+CASES: dict[str, Case] = {
     "qwen3-tied": Case("Qwen3", {**WIDE, "tie_word_embeddings": True}, ROPE),
     "qwen3-one-key": Case("Qwen3", {**WIDE, "num_key_value_heads": 1}, ROPE),
     "qwen3-biases": Case("Qwen3", {**WIDE, "attention_bias": True}, LINEAR),
     "qwen3-moe": Case("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True}, ROPE),
     "qwen3-moe-every-second": Case("Qwen3Moe", {**EXPERTS, "decoder_sparse_step": 2}, ROPE),  # not normed
     "qwen3-moe-mlp-only": Case("Qwen3Moe", {**EXPERTS, "mlp_only_layers": [0]}, ROPE),
-    "sdar": PlainCase("block-causal", {**QWEN_JSON, "model_type": "sdar", "block_size": BLOCK}, {"norms": True}),
-    "sdar-moe": PlainCase(
-        "block-causal",
-        {**QWEN_JSON, **EXPERTS_JSON, "model_type": "sdar_moe", "block_size": BLOCK},
-        {"norms": True, "experts": 5},
+    "sdar": Case(
+        "Qwen3", WIDE, ROPE, {**PUBLISHED, "model_type": "sdar", "block_size": BLOCK}, attention="block-causal"
     ),
-    "llada": PlainCase("bidirectional", LLADA_JSON, {}),
-    "dream": PlainCase("bidirectional", {**QWEN_JSON, "model_type": "Dream"}, {"biases": True}),
+    "sdar-moe": Case(
+        "Qwen3Moe",
+        {**WIDE, **SDAR_EXPERTS},
+        ROPE,
+        {**PUBLISHED, **SDAR_EXPERTS, "model_type": "sdar_moe", "block_size": BLOCK},
+        attention="block-causal",
+    ),
+    "llada": Case("Llama", {}, ROPE, LLADA, attention="bidirectional"),
+    "dream": Case("Qwen2", WIDE, ROPE, {**PUBLISHED, "model_type": "Dream"}, attention="bidirectional"),
     "qwen2": Case("Qwen2", {}, ROPE),
     "qwen2-tied": Case("Qwen2", {"tie_word_embeddings": True}, ROPE),
     "qwen2-sliding": Case("Qwen2", SLIDING, ROPE),
@@ -164,8 +207,7 @@ class Foreign:
     """A model of transformers."""
 
     model: Any
-    name: str
-    attention: str = "causal"
+    case: Case
 
     def _mask(self, attention: str) -> Any:
         """A dense one, by kind of layer where there are several; none for causal, which is theirs to make."""
@@ -188,7 +230,10 @@ class Foreign:
         return self.model(TOKENS, attention_mask=self._mask(attention)).logits
 
     def padded(self, tokens: Tensor, is_real: Tensor) -> Tensor:
-        """Causal logits of the real tokens, with their mask of padding."""
+        """Causal logits of the real tokens, with their mask of padding; of other attentions without padding."""
+        if self.case.attention != "causal":
+            assert torch.equal(tokens[is_real], TOKENS.flatten())
+            return self.logits(self.case.attention)
         out = self.model(tokens, attention_mask=is_real.long()).logits
         return out[is_real].unflatten(0, (2, LENGTH))
 
@@ -204,75 +249,55 @@ class Foreign:
         return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
 
     def save(self, folder: Path) -> None:
-        """In shards."""
+        """In shards; of a family that transformers lacks with its config.json and names."""
         self.model.save_pretrained(folder, max_shard_size="20KB")
         assert (folder / "model.safetensors.index.json").is_file()
+        if self.case.published is not None:
+            weights = {self._publish_name(name): tensor for name, tensor in load_weights(folder).items()}
+            for path in (*folder.glob("model*"), folder / "generation_config.json"):
+                path.unlink()
+            (folder / "config.json").write_text(json.dumps(self.case.published))
+            save_file(weights, folder / "model.safetensors")
+
+    def _publish_name(self, name: str) -> str:
+        if self.case.published is LLADA:
+            for part, published in LLADA_NAMES.items():
+                name = name.replace(part, published)
+        return name
 
     def reload(self, folder: Path) -> Foreign:
         """What they make of a directory; nothing of it is left over, and nothing made up."""
         import transformers
 
+        if self.case.published is not None:
+            folder = self._unpublish(folder)
         auto_model: Any = transformers.AutoModelForCausalLM  # Its stub omits the loading report.
-        model, report = auto_model.from_pretrained(folder, output_loading_info=True, **_options(self.name))
+        model, report = auto_model.from_pretrained(folder, output_loading_info=True, **_options(self.case.name))
         assert not [value for value in report.values() if value]
         assert type(model) is type(self.model)
-        return Foreign(model.eval(), self.name)
+        return Foreign(model.eval(), self.case)
+
+    def _unpublish(self, folder: Path) -> Path:
+        """The directory in the form of transformers. Its config.json must say what the published one does, as far as
+        that says anything."""
+        written, expected = json.loads((folder / "config.json").read_text()), dict(self.case.published or {})
+        # The first end of text is kept, and LLaDA's vocabulary is that of its tables.
+        ends = expected["eos_token_id"]
+        expected |= {"eos_token_id": ends[0] if isinstance(ends, list) else ends, "vocab_size": 40}
+        expected.pop("bos_token_id", None)
+        assert {key: written.get(key) for key, value in expected.items() if value} == {
+            key: value for key, value in expected.items() if value
+        }
+        self.model.save_pretrained(folder / "theirs")
+        weights = load_weights(folder)
+        names = load_weights(folder / "theirs")
+        assert weights.keys() == {self._publish_name(name) for name in names}
+        save_file({name: weights[self._publish_name(name)] for name in names}, folder / "theirs" / "model.safetensors")
+        return folder / "theirs"
 
     def rounded(self) -> Foreign:
         """In bf16; this one changes."""
-        return Foreign(self.model.to(torch.bfloat16), self.name)
-
-
-@dataclass(frozen=True)
-class Plain:
-    """A plain reference, which computes in fp32."""
-
-    json: Values
-    weights: Weights
-    attention: str
-
-    def _call(self, attention: str) -> tuple[Tensor, list[Tensor]]:
-        call = llada_logits if self.json["model_type"] == "llada" else qwen_logits
-        return call({name: tensor.float() for name, tensor in self.weights.items()}, TOKENS, sees(attention, LENGTH))
-
-    def logits(self, attention: str) -> Tensor:
-        """Of `TOKENS`."""
-        return self._call(attention)[0]
-
-    def padded(self, tokens: Tensor, is_real: Tensor) -> Tensor:
-        """It knows no padding: the logits of the real tokens alone."""
-        assert torch.equal(tokens[is_real], TOKENS.flatten())
-        return self.logits(self.attention)
-
-    def experts(self, attention: str) -> list[Tensor]:
-        """What each token chose in each layer that has experts."""
-        return self._call(attention)[1]
-
-    def values(self) -> Weights:
-        """By their name."""
-        return self.weights
-
-    def save(self, folder: Path) -> None:
-        """As the family's own code would."""
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(self.json))
-        save_file(self.weights, folder / "model.safetensors")
-
-    def reload(self, folder: Path) -> Plain:
-        """The weights of a directory; its config.json must say what this one's does, as far as that says anything."""
-        written_config = json.loads((folder / "config.json").read_text())
-        # The first end of text is kept, and LLaDA's vocabulary is that of its tables.
-        ends = self.json["eos_token_id"]
-        expected_config = {**self.json, "eos_token_id": ends[0] if isinstance(ends, list) else ends, "vocab_size": 40}
-        expected_config.pop("bos_token_id", None)
-        assert {key: written_config.get(key) for key, value in expected_config.items() if value} == {
-            k: v for k, v in expected_config.items() if v
-        }
-        return Plain(self.json, load_weights(folder), self.attention)
-
-    def rounded(self) -> Plain:
-        """Weights in bf16, computed with in fp32."""
-        return Plain(self.json, {name: w.to(torch.bfloat16) for name, w in self.weights.items()}, self.attention)
+        return Foreign(self.model.to(torch.bfloat16), self.case)
 
 
 def load_weights(folder: Path) -> Weights:
@@ -305,14 +330,14 @@ def our_routings(model: Transformer, tokens: Tensor, pattern: AttentionPattern) 
     return collected
 
 
-def same_experts(ours: Transformer, theirs: Foreign | Plain, attention: str) -> Tensor:
+def same_experts(ours: Transformer, theirs: Foreign, attention: str) -> Tensor:
     """[layers with experts, B, L]: whether a token goes to the same ones."""
     pairs = zip(our_routings(ours, TOKENS, pattern_of(attention)), theirs.experts(attention), strict=True)
     same = [(a.experts_TK.sort().values == b.sort().values).all(-1).view(TOKENS.shape) for a, b in pairs]
     return torch.stack(same) if same else torch.ones(0, *TOKENS.shape, dtype=torch.bool)
 
 
-def padded_difference(ours: Transformer, theirs: Foreign | Plain, side: str) -> float:
+def padded_difference(ours: Transformer, theirs: Foreign, side: str) -> float:
     """Of the real tokens; whatever the padding is, which is a document of its own in our model."""
     differences = []
     for filling in (0, 3):
@@ -321,12 +346,12 @@ def padded_difference(ours: Transformer, theirs: Foreign | Plain, side: str) -> 
         tokens = torch.cat([padding, TOKENS] if side == "left" else [TOKENS, padding], dim=1)
         is_real = torch.cat([nothing, there] if side == "left" else [there, nothing], dim=1)
         documents = is_real.long() - 1
-        logits = ours(tokens, pattern=pattern_of(theirs.attention, documents))
+        logits = ours(tokens, pattern=pattern_of(theirs.case.attention, documents))
         differences.append(difference(logits[is_real].unflatten(0, (2, LENGTH)), theirs.padded(tokens, is_real)))
     return max(differences)
 
 
-def cached_difference(ours: Transformer, theirs: Foreign | Plain) -> float:
+def cached_difference(ours: Transformer, theirs: Foreign) -> float:
     """Block-causal, as decoding reads it: each forward has a block and, once more, the one before it."""
     num_pages = -(-LENGTH // BLOCK)
     cache = PagedCache(ours.config, len(TOKENS) * num_pages, BLOCK, "cpu", torch.float32)
@@ -342,7 +367,7 @@ def cached_difference(ours: Transformer, theirs: Foreign | Plain) -> float:
     return difference(torch.cat(parts, dim=1), theirs.logits("block-causal"))
 
 
-def assert_same_logits(ours: Transformer, theirs: Foreign | Plain) -> None:
+def assert_same_logits(ours: Transformer, theirs: Foreign) -> None:
     """Logits of all attentions, and the choices of routers: few tokens may go to other experts in bfloat16, and are not
     compared. In float32 also those with padding and with a cache."""
     dtype = str(next(ours.parameters()).dtype).removeprefix("torch.")

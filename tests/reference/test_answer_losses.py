@@ -291,7 +291,3 @@ def test_validation_of_packed_conversations_equals_that_of_separate_ones(
     assert packed.nats == pytest.approx(separate.nats, rel=1e-11) and packed.num_tokens == separate.num_tokens
     assert packed.eos_padding_nats_per_token == pytest.approx(separate.eos_padding_nats_per_token, rel=1e-11)
     np.testing.assert_allclose(packed.by_masked_fraction, separate.by_masked_fraction, rtol=1e-11)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What an answer depends on

@@ -1,4 +1,4 @@
-"""Each family's tiny random checkpoint gives the same logits here and in transformers, or in a plain reference.
+"""Each family's tiny random checkpoint gives the same logits here and in transformers.
 
 The cases are in `family_cases`. Then: which options the logits see, gradients, other spellings of files, and whole
 directories of ours in transformers.
@@ -28,7 +28,6 @@ from tests.reference.family_cases import (
     BOUNDS,
     CASES,
     TOKENS,
-    Case,
     Foreign,
     assert_same_logits,
     difference,
@@ -39,7 +38,7 @@ from tokenizer import Tokenizer
 transformers = pytest.importorskip("transformers")
 
 
-THEIR_NAMES = [name for name, case in CASES.items() if isinstance(case, Case)]
+THEIR_NAMES = [name for name, case in CASES.items() if case.published is None]
 
 
 @torch.no_grad()
@@ -73,21 +72,13 @@ def assert_same_tensors(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> N
 
 
 def test_every_family_is_compared() -> None:
-    types = [
-        case.config().model_type if isinstance(case, Case) else case.values["model_type"] for case in CASES.values()
-    ]
-    assert set(types) == FAMILIES.keys()
-
-
-def case(name: str) -> Case:
-    case = CASES[name]
-    assert isinstance(case, Case)
-    return case
+    types = {case.published["model_type"] if case.published else case.config().model_type for case in CASES.values()}
+    assert types == FAMILIES.keys()
 
 
 def foreign(name: str) -> Foreign:
     with torch.no_grad():
-        return case(name).peer()
+        return CASES[name].peer()
 
 
 # What the logits see, and gradients.
@@ -132,7 +123,7 @@ def test_gradients_of_the_scored_loss(
     name: str, smoothing: float, z_loss: float, excluded: int | None, tmp_path: Path
 ) -> None:
     """The chunked loss, cap and balance of experts and all, against autograd through their logits, in double."""
-    peer = case(name).peer()
+    peer = CASES[name].peer()
     peer.save(tmp_path)
     theirs, ours = peer.model.double(), load_model(tmp_path, dtype="float64").train()
     is_sparse = "moe" in name
@@ -184,7 +175,7 @@ def gradients_by_file_name(model: Any) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", THEIR_NAMES)
 def test_the_spelling_of_transformers_4(name: str, tmp_path: Path) -> None:
     is_gemma = name.startswith("gemma2")
-    case(name).config().save_pretrained(tmp_path)
+    CASES[name].config().save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     values = json.loads(path.read_text())
     expected = read_model_config(tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import replace
 from functools import partial
@@ -196,25 +195,6 @@ def test_the_objective_is_that_of_single_sequences(kind: str, tiny_model: MakeMo
         close(gradients[name], parameter.grad, msg=name)
 
 
-@pytest.mark.parametrize("block_length", [None, 2])
-@pytest.mark.parametrize("has_adapter", [False, True])
-def test_the_first_step_is_ln_2_with_a_gradient(
-    block_length: int | None, has_adapter: bool, tiny_model: MakeModel
-) -> None:
-    """The model equals its reference on the same draws, so the difference is exactly zero."""
-    model = tiny_model()
-    reference = dpo(None if has_adapter else copy.deepcopy(model), 0.2)
-    if has_adapter:
-        add_adapter(model, LoraConfig(rank=2, targets="all-linear"))
-    objective = build(model, block_length=block_length, num_draws=4)
-    noised_batch = objective.build_noised_batch(pair_batch(), NoiseKey(0, 3, 0, 4))
-    losses = backward(model, reference, noised_batch, objective)
-    assert losses.margins_P.tolist() == [0.0, 0.0]
-    assert losses.losses_P.tolist() == pytest.approx([math.log(2)] * 2, abs=1e-15)
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    assert max(float(gradient.abs().max()) for gradient in gradients) > 1e-3
-
-
 def test_an_adapter_is_compared_with_its_base(tiny_model: MakeModel) -> None:
     """The same as with a copy of the base; the adapter is on again afterwards."""
     model, base = tiny_model(torch.float64), tiny_model(torch.float64)
@@ -306,30 +286,3 @@ def test_opposite_draws_vary_less_than_independent_ones(tiny_model: MakeModel) -
     single, paired = (torch.stack(values) for values in estimates.values())
     torch.testing.assert_close(paired.mean(0), single.mean(0), rtol=0.05, atol=0.0)
     assert bool((paired.var(0) < 0.5 * single.var(0) / 4).all())
-
-
-def test_accumulation_changes_neither_losses_nor_gradients(tiny_model: MakeModel) -> None:
-    """Two pairs in one micro-batch, and in two with the divisor of the step."""
-    model, reference = tiny_model(torch.float64, seed=1), tiny_model(torch.float64, seed=2)
-    objective, batch = build(model, num_draws=2), pair_batch()
-    results = []
-    for parts in ([slice(0, 2)], [slice(0, 1), slice(1, 2)]):
-        model.zero_grad()
-        losses = []
-        for part in parts:
-            noised_batch = objective.build_noised_batch(batch.select(part), NoiseKey(0, 0, 2 * part.start, 4))
-            loss_inputs = objective.build_loss_inputs(noised_batch, 2.0)
-            loss = dpo(reference, 0.2)
-            gains_P2 = loss.measure(model, noised_batch, loss_inputs)
-            loss_inputs, pairs = loss.add_weights(noised_batch, loss_inputs, gains_P2)
-            output = model(
-                noised_batch.inputs_BS,
-                pattern=noised_batch.pattern,
-                output_positions=noised_batch.positions_N,
-                loss_inputs=loss_inputs,
-            )
-            output.total_loss.backward()
-            losses.append(pairs.losses_P)
-        gradients = [parameter.grad for parameter in model.parameters()]
-        results.append([torch.cat(losses), *(gradient.clone() for gradient in gradients if gradient is not None)])
-    torch.testing.assert_close(results[0], results[1])

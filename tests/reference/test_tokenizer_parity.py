@@ -126,7 +126,7 @@ def test_all_planes(pattern: str, num_slices: int, family: Callable[[str], Famil
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_random_texts(pattern: str, family: Callable[[str], Family]) -> None:
-    for text in ["", "\0", "\r\n", "\ufeffx", *random_texts(2, 600)]:
+    for text in ["", "\0", "\r\n", "\ufeffx", *random_texts(2, 200)]:
         assert_same(family(pattern), text)
 
 
@@ -146,12 +146,12 @@ def test_special_tokens_in_the_text(pattern: str, family: Callable[[str], Family
 @pytest.mark.parametrize(
     "text",
     [
-        "a" * 200_000,
+        "a" * 60_000,
         pytest.param("a" * 1_000_000, marks=pytest.mark.slow),
-        " " * 200_000 + "x",
-        "é" * 100_000,
-        "a" + "\u0301" * 100_000,
-        "".join(chr(97 + code) for code in np.random.default_rng(4).integers(20, size=200_000)),
+        " " * 60_000 + "x",
+        "é" * 30_000,
+        "a" + "\u0301" * 30_000,
+        "".join(chr(97 + code) for code in np.random.default_rng(4).integers(20, size=60_000)),
     ],
     ids=lambda text: f"{text[:2]!a}*{len(text)}",
 )
