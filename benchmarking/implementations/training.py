@@ -32,11 +32,10 @@ from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import build_optimizers
 from diffusionlm.training.block_wrapping import prepare_model
 from diffusionlm.training.metrics import StepMonitor, compute_batch_flops
-from diffusionlm.training.prefetch import Prefetcher
 from diffusionlm.training.run import build_step_settings
 from diffusionlm.training.signals import StopRequest
 from diffusionlm.training.spike_guard import SpikeGuard
-from diffusionlm.training.step import TrainState, load_step_batch, train_step
+from diffusionlm.training.step import Prefetcher, TrainState, load_step_batch, train_step
 from profiling.adapter_size import measure_adapter
 
 OURS = "diffusionlm"
@@ -181,7 +180,7 @@ def build_ours(case: TrainCase) -> TrainImplementation:
         return synchronize(train_step(state, loader, batch, settings, monitor).tensors[0])
 
     # The FLOPs are those of another batch: batches differ by a few masked positions at most.
-    [noised_batch] = build_loader().next_step(0)
+    [noised_batch] = build_loader().next_step(0).noised_batches
     lora = build_lora(case)
     active_factors = None if lora is None else measure_adapter(lora, state.model.config).active_factors
     flops = compute_batch_flops(state.model.config, noised_batch, active_factors)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -63,11 +63,6 @@ def _count_noise_sequences(row: Row) -> int:
     return 1 if row.segment_ids_L is None else len(segment_starts(row.segment_ids_L))
 
 
-def _rename_former_keys(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of an older checkpoint with today's keys."""
-    return {"num_positions" if key == "places" else key: value for key, value in state.items()}
-
-
 def count_rows(reader: ResumableReader[Row]) -> int:
     """Count the rows of one epoch by reading it."""
     return sum(1 for _ in iterate(reader, ROWS_PER_READ))
@@ -92,11 +87,22 @@ class LoaderMetrics:
     """Steps that the workers had ready when the last one was requested; 0 without workers."""
 
 
+@dataclass(frozen=True)
+class LoadedStep:
+    """What a loader returns for a step."""
+
+    noised_batches: list[NoisedBatch]
+    """The forwards of this rank's micro-batches, in order."""
+    state: dict[str, Any]
+    """A JSON value that says where the next step reads; `StepLoader.load_state_dict` continues from it."""
+    metrics: LoaderMetrics
+
+
 class StepLoader(Protocol):
     """Source of a run's noised batches: `Loader` in this process, `WorkerLoader` with workers."""
 
-    def next_step(self, step: int) -> list[NoisedBatch]:
-        """Return the forwards of this rank's micro-batches of a step, in order.
+    def next_step(self, step: int) -> LoadedStep:
+        """Build the batches of a step.
 
         Raises:
             ValueError: the sources cannot be read, or have no documents.
@@ -107,14 +113,8 @@ class StepLoader(Protocol):
         """Prepare the next step while the device computes, if the loader can."""
         return
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return a JSON value that says where the next step reads."""
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state; before the first step only."""
-
-    def metrics(self) -> LoaderMetrics:
-        """Return the metrics after the last step that was returned."""
+        """Continue from the state after a step; before the first step only."""
 
     def close(self) -> None:
         """End the workers; no more steps are requested."""
@@ -158,9 +158,8 @@ class Loader(StepLoader):
         self._num_padding = 0
         self._num_timed_tokens = 0
         self._seconds = 0.0
-        self._last_seconds = 0.0
 
-    def next_step(self, step: int) -> list[NoisedBatch]:
+    def next_step(self, step: int) -> LoadedStep:
         started = time.perf_counter()
         rows_per_rank = self.batch_size // self.world_size
         first_row = self.rank * rows_per_rank
@@ -188,9 +187,9 @@ class Loader(StepLoader):
                 for noised_batch in forwards
                 if noised_batch is not None
             ]
-        self._last_seconds = time.perf_counter() - started
-        self._seconds += self._last_seconds
-        return noised_batches
+        seconds = time.perf_counter() - started
+        self._seconds += seconds
+        return LoadedStep(noised_batches, self.state_dict(), self._compute_metrics(seconds))
 
     def _next_rows(self) -> list[Row]:
         rows: list[Row] = []
@@ -214,18 +213,19 @@ class Loader(StepLoader):
         self._num_padding += num_padding
         self._num_timed_tokens += num_positions - num_padding
 
-    def metrics(self) -> LoaderMetrics:
+    def _compute_metrics(self, wait_seconds: float) -> LoaderMetrics:
         return LoaderMetrics(
             epoch=self.epoch,
             padding_share=self._num_padding / max(1, self._num_positions),
             skipped=sum(component.num_skipped for component in self.components),
             skipped_by_reason=count_skipped(self.components),
             tokens_per_second=self._num_timed_tokens / self._seconds if self._seconds else 0.0,
-            wait_seconds=self._last_seconds,
+            wait_seconds=wait_seconds,
             buffered_steps=0,
         )
 
     def state_dict(self) -> dict[str, Any]:
+        """Return a JSON value that says where the next step reads."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -236,7 +236,6 @@ class Loader(StepLoader):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch, self.position = state["epoch"], state["position"]
-        state = _rename_former_keys(state)
         self._num_positions, self._num_padding = state["num_positions"], state["padding"]
         # Older states have no logs, or none of synthetic sources, which are first.
         for component, saved in zip(self.components, state.get("skip_logs", ()), strict=False):
@@ -300,12 +299,11 @@ class WorkerLoader(StepLoader):
             raise ValueError(f"data.workers = {spec.data.workers}: a loader in another process needs at least 1")
         self._spec = spec
         self._state: dict[str, Any] | None = None
-        self._metrics: LoaderMetrics | None = None
         self._pool: WorkerPool | None = None
         self._futures: deque[Future[Path]] = deque()
         self._next_step = 0
 
-    def next_step(self, step: int) -> list[NoisedBatch]:
+    def next_step(self, step: int) -> LoadedStep:
         if self._pool is None:
             death = ChildProcessError(
                 "the process that loads data ended; if the system ran out of memory, lower data.prefetch_steps, "
@@ -317,27 +315,17 @@ class WorkerLoader(StepLoader):
         try:
             while len(self._futures) <= self._spec.data.prefetch_steps:
                 self._futures.append(self._pool.submit(_WorkerJob.build_step, step + len(self._futures)))
-            noised_batches, state, metrics = self._pool.wait(self._futures.popleft())
+            loaded: LoadedStep = self._pool.wait(self._futures.popleft())
         except BaseException:
             self.close()
             raise
         wait_seconds = time.perf_counter() - started
-        self._next_step, self._state = step + 1, state
-        self._metrics = replace(metrics, wait_seconds=wait_seconds, buffered_steps=num_buffered)
-        return cast(list[NoisedBatch], noised_batches)
-
-    def metrics(self) -> LoaderMetrics:
-        assert self._metrics is not None, "no step was requested yet"
-        return self._metrics
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last step that was returned, not after the last one that was built."""
-        assert self._state is not None, "no step was requested yet"
-        return self._state
+        self._next_step = step + 1
+        return replace(loaded, metrics=replace(loaded.metrics, wait_seconds=wait_seconds, buffered_steps=num_buffered))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert self._pool is None, "the workers have started already"
-        self._state = _rename_former_keys(state)
+        self._state = state
 
     def close(self) -> None:
         """End the workers and drop the steps that they had ready."""
@@ -352,11 +340,11 @@ class _WorkerJob:
         self._spec, self._state = spec, state
         self._loader: Loader | None = None
 
-    def build_step(self, step: int) -> tuple[list[NoisedBatch], dict[str, Any], LoaderMetrics]:
+    def build_step(self, step: int) -> LoadedStep:
         if self._loader is None:
             torch.set_num_threads(1)
             self._encoder = open_text_encoder(self._spec.tokenizer, self._spec.data.workers - 1)
             self._loader = self._spec.open(encoder=self._encoder.__enter__())
             if self._state is not None:
                 self._loader.load_state_dict(self._state)
-        return self._loader.next_step(step), self._loader.state_dict(), self._loader.metrics()
+        return self._loader.next_step(step)

@@ -12,6 +12,7 @@ from typing import Literal
 from config.train import TrainConfig
 from config.training.runtime import ProfilerConfig
 from ddp.process_group import process_group
+from diffusionlm.data.loader import LoadedStep
 from diffusionlm.families.model_directory import resolve_model_directory
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
 from diffusionlm.training.metrics import StepMetrics, TrainingProgress
@@ -35,7 +36,7 @@ from diffusionlm.training.run_checkpoint import log_failed_saves, resume_run, sa
 from diffusionlm.training.setup import set_up_device
 from diffusionlm.training.signals import StoppedError, StopRequest
 from diffusionlm.training.skipped_batches import SkippedBatches
-from diffusionlm.training.step import StepBatch, load_step_batch, train_step
+from diffusionlm.training.step import load_step_batch, train_step
 from logger import RunLogger
 from profiling import nvtx
 from profiling.trace import StepProfiler
@@ -124,9 +125,10 @@ def train_remaining_steps(run: Run, logger: RunLogger, stop: StopRequest) -> Non
                     metrics = train_step(run.state, run.loader, batch, settings, run.monitor)
             progress.step += 1
             progress.tokens_seen += batch.num_target_tokens
-            run.skipped_batches.hold(progress.step, batch.noised_batches, run.loader.state_dict())
+            run.skipped_batches.hold(progress.step, batch.noised_batches, run.loader_state)
+            run.loader_state = batch.loaded.state
             due = find_due_actions(run, stop)
-            tracker.add_step(metrics, batch, due)
+            tracker.add_step(metrics, batch.loaded, due)
             if "validate" in due:
                 run_validation(run, logger)
                 due = find_due_actions(run, stop)  # early stopping may have made this step the last one
@@ -220,7 +222,7 @@ class MetricsTracker:
                 self._log_waiting()
             raise
 
-    def add_step(self, metrics: StepMetrics, batch: StepBatch, due: set[Action]) -> None:
+    def add_step(self, metrics: StepMetrics, loaded: LoadedStep, due: set[Action]) -> None:
         """Add the step that was launched last, and read, count and log what is due.
 
         Raises:
@@ -231,7 +233,7 @@ class MetricsTracker:
         self._log_waiting()
         is_read_now = bool(due - {"log"}) or self.run.settings.reads_metrics_each_step
         if is_read_now or "log" in due:
-            collect_launch_metrics(self.run, metrics, batch.noised_batches)
+            collect_launch_metrics(self.run, metrics, loaded)
         if is_read_now:
             self._count(len(self._unread))
             self._log(metrics, with_metrics="log" in due)

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from config.dump import to_toml_values
 from diffusionlm.checkpoints.model_card import ValidationBound
-from diffusionlm.data.loader import LoaderMetrics
+from diffusionlm.data.loader import LoadedStep
 from diffusionlm.data.pipeline import count_skipped, list_skipped
 from diffusionlm.data.reader import SkipLog
 from diffusionlm.diffusion.noised_batch import NoisedBatch
@@ -128,7 +128,7 @@ def log_data_sources(run: Run, logger: RunLogger) -> None:
 
 def read_skip_logs(run: Run) -> list[tuple[str, list[SkipLog]]]:
     """Names and skip logs of the training sources; the loader may have them in another process."""
-    states = run.loader.state_dict().get("skip_logs", ())  # absent if a checkpoint of an older version was complete
+    states = (run.loader_state or {}).get("skip_logs", ())  # absent if a checkpoint of an older version was complete
     return [
         (component.name, [SkipLog(**state) for state in saved])
         for component, saved in zip(run.components, states, strict=False)
@@ -152,21 +152,18 @@ def describe_left_out_records(run: Run) -> str | None:
     return None
 
 
-def _loader_metrics(metrics: LoaderMetrics) -> dict[str, Any]:
-    values = {f"data/{name}": value for name, value in vars(metrics).items() if name != "skipped_by_reason"}
-    return values | {f"data/skipped/{reason}": count for reason, count in metrics.skipped_by_reason.items()}
-
-
-def collect_launch_metrics(run: Run, metrics: StepMetrics, noised_batches: Sequence[NoisedBatch]) -> None:
+def collect_launch_metrics(run: Run, metrics: StepMetrics, loaded: LoadedStep) -> None:
     """Add to the last step what is logged of it and known when it is launched. The device may compute it later."""
     learning_rates = run.state.optimizers.learning_rates()
+    data = vars(loaded.metrics).items()
     metrics.at_launch = {
         "lr": max(learning_rates.values()),
         **{f"lr/{group}": learning_rate for group, learning_rate in learning_rates.items()},
         "tokens_seen": run.progress.tokens_seen,
-        **_loader_metrics(run.loader.metrics()),
+        **{f"data/{name}": value for name, value in data if name != "skipped_by_reason"},
+        **{f"data/skipped/{reason}": count for reason, count in loaded.metrics.skipped_by_reason.items()},
     }
-    metrics.peak_seconds = count_peak_seconds(run, noised_batches)
+    metrics.peak_seconds = count_peak_seconds(run, loaded.noised_batches)
     metrics.monitor = run.monitor.results
 
 
@@ -260,7 +257,7 @@ def run_final_evaluation(run: Run, logger: RunLogger, stop: StopRequest) -> RunS
     """
     with stop.interruptible(), run.evaluation_mode():
         evaluations, ngrams = run.validator.final(run.state.model)
-    loader_state = run.loader.state_dict()
+    loader_state = run.loader_state or {}
     summary = RunSummary(
         evaluation=evaluations[0],
         other_block_lengths=tuple(evaluations[1:]),

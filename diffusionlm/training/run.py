@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -31,7 +32,6 @@ from diffusionlm.training.checkpointing.run_directory import RunDirectory
 from diffusionlm.training.checkpointing.store import AsyncCheckpointer
 from diffusionlm.training.early_stopping import EarlyStopping
 from diffusionlm.training.metrics import StepMonitor, TrainingProgress
-from diffusionlm.training.prefetch import Prefetcher
 from diffusionlm.training.samples import Samples, choose_example_input, choose_infills
 from diffusionlm.training.setup import (
     ModelBuilder,
@@ -46,7 +46,7 @@ from diffusionlm.training.setup import (
 )
 from diffusionlm.training.skipped_batches import SkippedBatches
 from diffusionlm.training.spike_guard import SpikeGuard
-from diffusionlm.training.step import StepSettings, TrainState, autocast
+from diffusionlm.training.step import Prefetcher, StepSettings, TrainState, autocast
 from files.terminal_text import print_message
 from tokenizer import Tokenizer
 
@@ -84,6 +84,8 @@ class Run:
     """Of the frozen copy, or start of the adapter, that preferences are compared with. None: there is none."""
     skipped_batches: SkippedBatches
     early_stopping: EarlyStopping
+    loader_state: dict[str, Any] | None = None
+    """Of the loader after the last step. None: the run is at its start."""
     progress: TrainingProgress = field(default_factory=TrainingProgress)
     last_validation: ValidationBound | None = None
     last_tasks: TaskMetrics | None = None

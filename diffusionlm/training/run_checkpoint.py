@@ -68,7 +68,7 @@ def stage_run(run: Run) -> StagedCheckpoint:
     json_state = {
         "step": progress.step,
         "progress": vars(progress),
-        "loader": run.loader.state_dict(),
+        "loader": run.loader_state,
         "max_steps": run.settings.max_steps,
         "data_identity": compute_data_identity(run.components),
         "chat_templates": hash_templates(run.components),
@@ -137,8 +137,9 @@ def resume_run(run: Run) -> None:
         state.parallel.set_weights(checkpoint.live_weights() if checkpoint.has_live_weights else weights)
     state.optimizers.load_state_dict(_read_optimizer_state(run, checkpoint))
     state.spike_guard.load_state_dict(checkpoint.state["guard"])
-    run.loader.load_state_dict(checkpoint.state["loader"])
-    run.skipped_batches.resume_from(checkpoint.state["loader"])
+    former_names = {"places": "num_positions"}  # of older checkpoints
+    run.loader_state = {former_names.get(key, key): value for key, value in checkpoint.state["loader"].items()}
+    run.loader.load_state_dict(run.loader_state)
     run.progress = TrainingProgress(**checkpoint.state["progress"])
     run.early_stopping.load_state_dict(checkpoint.state.get("early_stopping", {}))
     last_validation = checkpoint.state.get("validated")  # absent in older checkpoints

@@ -11,7 +11,6 @@ import json
 import math
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +39,6 @@ PATTERNS = (Bidirectional, BlockCausal, BlockDiffusion, Causal, DenseBias, Promp
 """Attention patterns that a file of batches may contain, beside tensors; other objects are not loaded."""
 
 
-@dataclass(frozen=True)
-class _PendingBatch:
-    """The batch of a step whose metrics have not been read yet."""
-
-    noised_batches: list[NoisedBatch]
-    loader_state: dict[str, Any] | None
-    """State before the batch was read; None: at the start of the data."""
-
-
 class SkippedBatches:
     """Holds the batches of the last steps until their metrics are read, and records those of skipped steps."""
 
@@ -56,17 +46,15 @@ class SkippedBatches:
         """``decode`` turns token ids into text; ``seed`` is the run's."""
         self.folder = folder
         self._decode, self._seed, self._rank = decode, seed, rank
-        self._pending: dict[int, _PendingBatch] = {}
-        self._loader_state: dict[str, Any] | None = None
+        self._pending: dict[int, tuple[list[NoisedBatch], dict[str, Any] | None]] = {}
 
-    def resume_from(self, loader_state: dict[str, Any]) -> None:
-        """Set the loader's state of a resumed run, before its first step."""
-        self._loader_state = loader_state
+    def hold(self, step: int, noised_batches: list[NoisedBatch], loader_state: dict[str, Any] | None) -> None:
+        """Hold the batch of a step (from 1) until `release` or `record`.
 
-    def hold(self, step: int, noised_batches: list[NoisedBatch], loader_state: dict[str, Any]) -> None:
-        """Hold the batch of a step (from 1) until `release` or `record`; ``loader_state`` is the state after it."""
-        self._pending[step] = _PendingBatch(noised_batches, self._loader_state)
-        self._loader_state = loader_state
+        Args:
+            loader_state: state before the batch was read. None: at the start of the data.
+        """
+        self._pending[step] = noised_batches, loader_state
 
     def release(self, step: int) -> None:
         """Drop the batch of an accepted step."""
@@ -75,17 +63,19 @@ class SkippedBatches:
     def record(self, metrics: StepMetrics) -> str:
         """Write the batch of a skipped step. Returns its path or why it was not written, as text; never raises OSError,
         since the run is worth more than a record."""
-        pending = self._pending.pop(metrics.step)
+        noised_batches, loader_state = self._pending.pop(metrics.step)
         path = self.folder / f"step-{metrics.step:08d}-rank-{self._rank}.json"
         try:
-            self._write(path, metrics, pending)
+            self._write(path, metrics, noised_batches, loader_state)
             self._remove_oldest()
         except OSError as error:
             return f"its batch could not be kept: {error}"
         return f"its batch is kept in {path}"
 
-    def _write(self, path: Path, metrics: StepMetrics, pending: _PendingBatch) -> None:
-        noised_batches = [noised_batch.on_host or noised_batch for noised_batch in pending.noised_batches]
+    def _write(
+        self, path: Path, metrics: StepMetrics, noised_batches: list[NoisedBatch], loader_state: dict[str, Any] | None
+    ) -> None:
+        noised_batches = [noised_batch.on_host or noised_batch for noised_batch in noised_batches]
         content = io.BytesIO()
         torch.save(noised_batches, content)
         record = {
@@ -96,7 +86,7 @@ class SkippedBatches:
             "loss": _to_json_number(metrics.loss),
             "grad_norm": _to_json_number(metrics.grad_norm),
             "first_rows": self._decode_first_sequences(noised_batches),
-            "loader": pending.loader_state,
+            "loader": loader_state,
         }
         self.folder.mkdir(parents=True, exist_ok=True)
         write_bytes_atomic(path.with_suffix(".pt"), content.getvalue())

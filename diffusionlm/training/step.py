@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from config.training.optimizer import LRScheduleConfig
 from ddp.parallelism import Parallelism
 from ddp.process_group import World
-from diffusionlm.data.loader import StepLoader
+from diffusionlm.data.loader import LoadedStep, StepLoader
 from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.diffusion.objectives import Objective
 from diffusionlm.diffusion.preference_loss import PreferenceLoss
@@ -69,23 +70,63 @@ class StepBatch:
 
     step: int
     """From 0."""
-    noised_batches: list[NoisedBatch]
+    loaded: LoadedStep
     loss_denominator: float
     """The sum of weighted losses is divided by it; 1.0 if no position was masked, so that the loss is zero."""
     num_target_tokens: int
+
+    @property
+    def noised_batches(self) -> list[NoisedBatch]:
+        return self.loaded.noised_batches
+
+
+class Prefetcher(StepLoader):
+    """A loader that is one step ahead: it loads the next step while the device computes the current one.
+
+    Batches are copied to a GPU through pinned memory: the host does not wait for the copies, which follow the work of
+    the step. On a CPU nothing is copied.
+    """
+
+    def __init__(self, loader: StepLoader, device: torch.device) -> None:
+        self.loader, self.device = loader, device
+        self._prefetched: tuple[int, LoadedStep] | None = None
+
+    def next_step(self, step: int) -> LoadedStep:
+        self.prefetch(step)
+        assert self._prefetched is not None
+        (prefetched_step, loaded), self._prefetched = self._prefetched, None
+        assert prefetched_step == step, "steps come in order"
+        return loaded
+
+    def prefetch(self, step: int) -> None:
+        """Load the next step, unless it is loaded already, and start its copy to the device."""
+        if self._prefetched is not None:
+            return
+        loaded = self.loader.next_step(step)
+        if self.device.type == "cuda":
+            copies = [noised_batch.pin_memory().to(self.device) for noised_batch in loaded.noised_batches]
+            loaded = replace(loaded, noised_batches=copies)
+        self._prefetched = step, loaded
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert self._prefetched is None, "a step was prefetched already"
+        self.loader.load_state_dict(state)
+
+    def close(self) -> None:
+        self.loader.close()
 
 
 def load_step_batch(loader: StepLoader, step: int, world: World, stop: StopRequest) -> StepBatch:
     """Load the batch of a step, from 0, and all-reduce the loss denominator, the number of target tokens and the stop
     flags, so that all ranks stop after the same step."""
-    noised_batches = loader.next_step(step)
+    loaded = loader.next_step(step)
     denominator, num_target_tokens, *stop_flags = world.sum(
-        sum(batch.denominator for batch in noised_batches),
-        sum(batch.num_targets for batch in noised_batches),
+        sum(batch.denominator for batch in loaded.noised_batches),
+        sum(batch.num_targets for batch in loaded.noised_batches),
         *stop.flags(),
     )
     stop.stop_for_any_rank(stop_flags)
-    return StepBatch(step, noised_batches, denominator or 1.0, round(num_target_tokens))
+    return StepBatch(step, loaded, denominator or 1.0, round(num_target_tokens))
 
 
 def train_step(

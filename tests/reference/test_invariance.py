@@ -149,7 +149,7 @@ def assert_partition_is_not_seen(model: Transformer, config: ObjectiveConfig, ro
             Loader(FixedRows(rows), objective, len(rows), micro_batch_size, 3, rank=rank, world_size=world_size)
             for rank in range(world_size)
         ]
-        return [draw for loader in loaders for draw in loader.next_step(5)]
+        return [draw for loader in loaders for draw in loader.next_step(5).noised_batches]
 
     def sums(draws: list[NoisedBatch]) -> list[float]:
         return [

@@ -75,12 +75,12 @@ def check_resuming(make: Callable[[], Loader], num_steps: int, length: int) -> t
     loader, states, steps = make(), [], []
     for step in range(num_steps):
         states.append(json.loads(json.dumps(loader.state_dict())))
-        steps.append(loader.next_step(step))
+        steps.append(loader.next_step(step).noised_batches)
     for resumed_at in range(num_steps):
         resumed = make()
         resumed.load_state_dict(states[resumed_at])
         for step in range(resumed_at, min(resumed_at + length, num_steps)):
-            assert equal(resumed.next_step(step), steps[step]), (resumed_at, step)
+            assert equal(resumed.next_step(step).noised_batches, steps[step]), (resumed_at, step)
     return loader, steps
 
 
@@ -138,7 +138,7 @@ def test_an_epoch_has_every_row_once(rows: str, list_reader: Any, byte_tokenizer
 def test_step_larger_than_the_epoch(list_reader: Any, byte_tokenizer: Any) -> None:
     reader = build_rows(list_reader(["one", "two"]), config_of("padded"), byte_tokenizer, LENGTH, seed=1)
     loader = Loader(reader, RecordingObjective(), 7, 7, seed=1)
-    assert loader.next_step(0)[0].inputs_BS.shape == (7, LENGTH)
+    assert loader.next_step(0).noised_batches[0].inputs_BS.shape == (7, LENGTH)
     assert loader.epoch >= 3
 
 

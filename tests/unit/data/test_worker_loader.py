@@ -70,9 +70,10 @@ def expected(tokenizer: Tokenizer, texts: Path) -> Expected:
     loader = build_spec(tokenizer, texts, 0).open()
     steps, states = [], []
     for step in range(NUM_STEPS):
-        steps.append(loader.next_step(step))
-        states.append(json.loads(json.dumps(loader.state_dict())))
-    assert loader.metrics().epoch >= 1
+        loaded = loader.next_step(step)
+        steps.append(loaded.noised_batches)
+        states.append(json.loads(json.dumps(loaded.state)))
+    assert loader.epoch >= 1
     return steps, states
 
 
@@ -84,24 +85,23 @@ def test_batches_and_states_are_those_without_workers(tokenizer: Tokenizer, text
     try:
         loader.load_state_dict(states[4])
         for step in range(5, 20):
-            assert equal(loader.next_step(step), steps[step])
-            state = loader.state_dict() | {"skip_logs": states[step]["skip_logs"]}  # tokenizers read ahead
+            loaded = loader.next_step(step)
+            assert equal(loaded.noised_batches, steps[step])
+            state = loaded.state | {"skip_logs": states[step]["skip_logs"]}  # tokenizers read ahead
             assert state == states[step], "the state of the last step returned, not of the last one built"
-        metrics = loader.metrics()
-        assert metrics.tokens_per_second > 0 and 0 <= metrics.buffered_steps <= 4
+        assert loaded.metrics.tokens_per_second > 0 and 0 <= loaded.metrics.buffered_steps <= 4
     finally:
         loader.close()
     resumed = build_spec(tokenizer, texts, 0).open()
-    former = {"places" if key == "num_positions" else key: value for key, value in states[19].items()}
-    resumed.load_state_dict(json.loads(json.dumps(former)))
-    assert resumed.state_dict() == states[19], "keys of older checkpoints"
-    assert all(equal(resumed.next_step(step), steps[step]) for step in range(20, NUM_STEPS))
+    resumed.load_state_dict(states[19])
+    assert resumed.state_dict() == states[19]
+    assert all(equal(resumed.next_step(step).noised_batches, steps[step]) for step in range(20, NUM_STEPS))
 
 
 @pytest.mark.slow
 def test_a_worker_that_dies_is_an_error(tokenizer: Tokenizer, texts: Path, expected: Expected) -> None:
     loader = WorkerLoader(build_spec(tokenizer, texts, 1, prefetch_steps=1))
-    assert equal(loader.next_step(0), expected[0][0])
+    assert equal(loader.next_step(0).noised_batches, expected[0][0])
     for process in multiprocessing.active_children():
         process.kill()
     with pytest.raises(ChildProcessError, match=r"out of memory.*prefetch_steps"):
@@ -137,7 +137,7 @@ def test_ranks_share_the_rows_of_every_step(
     steps, states = expected
     loaders = [build_spec(tokenizer, texts, 0, rank, world_size).open() for rank in range(world_size)]
     for step in range(10):
-        batches = [batch for loader in loaders for batch in loader.next_step(step)]
+        batches = [batch for loader in loaders for batch in loader.next_step(step).noised_batches]
         inputs = torch.cat([batch.inputs_BS for batch in batches])
         assert torch.equal(inputs, torch.cat([batch.inputs_BS for batch in steps[step]])), "all rows, once, in order"
         assert all(loader.state_dict() == states[step] for loader in loaders), "a state serves any number of ranks"

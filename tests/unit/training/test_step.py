@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import os
 import sysconfig
@@ -25,9 +24,8 @@ from diffusionlm.training import block_wrapping
 from diffusionlm.training.block_wrapping import MIN_CPU_FLOPS, should_compile_blocks
 from diffusionlm.training.loop import MetricsTracker, collect_garbage, pause_garbage_collection
 from diffusionlm.training.metrics import StepMetrics, TrainingProgress
-from diffusionlm.training.prefetch import Prefetcher
 from diffusionlm.training.setup import check_triton
-from diffusionlm.training.step import StepBatch
+from diffusionlm.training.step import Prefetcher
 from logger import LoggerGroup
 from profiling import triton_setup
 from tests.tiny_run import build_changed_run
@@ -74,10 +72,11 @@ def test_many_unread_numbers_are_read_from_the_oldest_on() -> None:
         progress=TrainingProgress(),
         skipped_batches=SimpleNamespace(release=counted.append),
     )
-    tracker, batch = MetricsTracker(run, LoggerGroup()), StepBatch(0, [], 1.0, 1)
+    loaded: Any = None
+    tracker = MetricsTracker(run, LoggerGroup())
     num_counted = []
     for step in range(1, 41):
-        tracker.add_step(StepMetrics(step, *torch.tensor([1.0, 1.0, 0.0, 1.0])), batch, set())
+        tracker.add_step(StepMetrics(step, *torch.tensor([1.0, 1.0, 0.0, 1.0])), loaded, set())
         num_counted.append(len(counted))
     assert counted == list(range(1, 33))
     assert [num_counted[step - 1] for step in (15, 16, 23, 24, 31, 32, 39, 40)] == [0, 8, 8, 16, 16, 24, 24, 32]
@@ -87,16 +86,16 @@ def test_prefetcher_state_matches_the_consumed_step(config: TrainConfig, tmp_pat
     plain = build_changed_run(config, tmp_path / "plain").loader
     ahead = Prefetcher(build_changed_run(config, tmp_path / "ahead").loader, CPU)
     for step in range(3):
-        expected, draws = plain.next_step(step), ahead.next_step(step)
-        state = copy.deepcopy(ahead.state_dict())
+        expected, loaded = plain.next_step(step), ahead.next_step(step)
         ahead.prefetch(step + 1)
         ahead.prefetch(step + 1)
-        assert torch.equal(expected[0].inputs_BS, draws[0].inputs_BS)
-        assert ahead.state_dict() == state == plain.state_dict()
-        assert ahead.metrics().epoch == plain.metrics().epoch
+        assert torch.equal(expected.noised_batches[0].inputs_BS, loaded.noised_batches[0].inputs_BS)
+        assert loaded.state == expected.state
+        assert loaded.metrics.epoch == expected.metrics.epoch
     again = Prefetcher(build_changed_run(config, tmp_path / "again").loader, CPU)
-    again.load_state_dict(ahead.state_dict())
-    assert torch.equal(again.next_step(3)[0].inputs_BS, plain.next_step(3)[0].inputs_BS)
+    again.load_state_dict(loaded.state)
+    inputs = [loader.next_step(3).noised_batches[0].inputs_BS for loader in (again, plain)]
+    assert torch.equal(*inputs)
 
 
 @pytest.fixture

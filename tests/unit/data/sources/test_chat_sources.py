@@ -138,10 +138,8 @@ def test_a_resumed_loader_counts_each_record_once(
             resumed.next_step(step)
         assert resumed.state_dict()["skip_logs"] == [expected]
     older = make()
-    former_names = {"num_positions": "places"}
-    older.load_state_dict({former_names.get(key, key): value for key, value in states[3].items() if key != "skip_logs"})
-    older.next_step(3)
-    assert older.metrics().padding_share > 0
+    older.load_state_dict({key: value for key, value in states[3].items() if key != "skip_logs"})
+    assert older.next_step(3).metrics.padding_share > 0
 
 
 def test_too_long_conversations_are_counted_and_none_left_is_an_error(
