@@ -190,38 +190,6 @@ class ShidokuGrids(Synthetic):
     kind: Literal["shidoku"] = "shidoku"
 
 
-class CopiedSymbols(Synthetic):
-    """Random symbols, followed by a copy of them."""
-
-    opener: ClassVar[str] = "synthetic:CopySource"
-
-    kind: Literal["copy"] = "copy"
-    symbols: Symbols = "abcdefgh"
-    """The alphabet."""
-    length: PositiveInt = 8
-    """Number of symbols that are copied; a document has twice as many."""
-
-
-class ReversedAddition(Synthetic):
-    """Sums such as `321+654=9750`: 123 + 456 = 579, least significant digits first."""
-
-    opener: ClassVar[str] = "synthetic:AdditionSource"
-
-    kind: Literal["addition"] = "addition"
-    digits: PositiveInt = 3
-    """Digits of each summand, with leading zeros; the sum has one more."""
-
-
-class NestedExpressions(Synthetic):
-    """Expressions such as `(3+(1*2))` from a probabilistic context-free grammar, of different lengths."""
-
-    opener: ClassVar[str] = "synthetic:GrammarSource"
-
-    kind: Literal["grammar"] = "grammar"
-    depth: Annotated[int, Field(ge=0, le=10)] = 3
-    """Maximum nesting depth. The longest document has 2 ** (depth + 2) - 3 characters."""
-
-
 class ChatTasks(Section):
     """Conversations of one question with an answer that can be checked, such as `reverse: abc` and `cba`."""
 
@@ -248,7 +216,7 @@ class ChatTasks(Section):
     """Template, EOS padding and other options of conversations."""
 
 
-SyntheticText = MarkovChain | ShidokuGrids | CopiedSymbols | ReversedAddition | NestedExpressions
+SyntheticText = MarkovChain | ShidokuGrids
 
 TextSource = PythonStdlib | LocalFiles | HubDataset | SyntheticText | ChatTasks
 """Sources of text or conversations. The other source, `Shards`, has tokens. `opener` names a module of

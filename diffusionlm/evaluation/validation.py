@@ -126,9 +126,7 @@ class Validator:
     def source_entropy(self) -> float | None:
         """Entropy of a document in nats, which the bound cannot fall below; None if it is not known.
 
-        It is known for a single synthetic source whose rows are whole documents. A bidirectional model sees the length
-        of a document, so the entropy of the lengths is subtracted; for block diffusion of documents of different
-        lengths it is not known.
+        It is known for a single synthetic source whose rows are whole documents.
         """
         data = self.config.data
         source = self.training_components[0].source if len(self.training_components) == 1 else None
@@ -136,11 +134,8 @@ class Validator:
             return None
         if self.config.model.logit_alignment == "shifted" and not data.begin_with_eos:
             return None  # the first token is not scored
-        if source.max_length + data.begin_with_eos + data.end_with_eos > self.config.row_length:
-            return None
-        if self.block_lengths[0] is None:
-            return source.entropy_nats - source.length_entropy_nats
-        return source.entropy_nats if source.length_entropy_nats == 0.0 else None
+        num_tokens = source.length + data.begin_with_eos + data.end_with_eos
+        return source.entropy_nats if num_tokens <= self.config.row_length else None
 
     def evaluate_quick(self, model: Transformer) -> EvaluationResult:
         """Evaluate during the run, for the model's first block length."""

@@ -1,6 +1,6 @@
 """Synthetic documents: short ASCII texts of exactly known entropy, and conversations whose answers can be checked.
 
-With a byte-level tokenizer without merges a character is a token. Shapes: N documents, L characters, D digits.
+With a byte-level tokenizer without merges a character is a token. Shapes: N documents, L characters.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ import hashlib
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from config.data import ChatTasks, CopiedSymbols, MarkovChain, NestedExpressions, ReversedAddition
+from config.data import ChatTasks, MarkovChain
 from diffusionlm.data.chat.conversation import Conversation
 from diffusionlm.data.reader import ReaderPosition, SkipLog, Split
 from diffusionlm.data.sources.validation_split import hash_record, hash_share
@@ -29,12 +28,6 @@ TASKS_PER_BLOCK = 256
 
 MAX_ATTEMPTS = 10_000
 """Prompts that are sampled at most until one is in the split."""
-
-DIGITS = "0123456789"
-OPERATORS = ("+", "*")
-"""Operators of nested expressions, equally likely."""
-NESTING_PROBABILITY = 0.6
-"""Probability that an expression is nested, where the depth permits it."""
 
 
 class SampledSource(ABC, Generic[T]):
@@ -74,27 +67,19 @@ class SampledSource(ABC, Generic[T]):
 
 
 class SyntheticSource(SampledSource[str]):
-    """Independent samples from a distribution over texts of known entropy."""
+    """Independent samples from a distribution over texts of one length and known entropy."""
 
     block_size = DOCUMENTS_PER_BLOCK
 
     @property
     @abstractmethod
     def entropy_nats(self) -> float:
-        """Exact entropy of one text, its length included: the lowest possible mean loss."""
-
-    @property
-    def length_entropy_nats(self) -> float:
-        """Exact entropy of the length of a text; 0 if all have the same length.
-
-        A model that sees the number of positions knows the length: its lowest loss is ``entropy_nats`` less this.
-        """
-        return 0.0
+        """Exact entropy of a text: the lowest possible mean loss."""
 
     @property
     @abstractmethod
-    def max_length(self) -> int:
-        """Characters, and so bytes, of the longest text."""
+    def length(self) -> int:
+        """Characters, and so bytes, of a text."""
 
     @abstractmethod
     def sample(self, count: int, rng: np.random.Generator) -> list[str]:
@@ -123,7 +108,7 @@ class MarkovSource(SyntheticSource):
         return math.log(num_symbols) + (self.config.length - 1) * transition
 
     @property
-    def max_length(self) -> int:
+    def length(self) -> int:
         return self.config.length
 
     def sample(self, count: int, rng: np.random.Generator) -> list[str]:
@@ -134,54 +119,6 @@ class MarkovSource(SyntheticSource):
         return _decode_symbols(self.config.symbols, np.cumsum(moves_NL, axis=1) % size)
 
 
-class CopySource(SyntheticSource):
-    """L random symbols from V, followed by a copy of them: H = L ln V."""
-
-    config: CopiedSymbols
-
-    @property
-    def entropy_nats(self) -> float:
-        return self.config.length * math.log(len(self.config.symbols))
-
-    @property
-    def max_length(self) -> int:
-        return 2 * self.config.length
-
-    def sample(self, count: int, rng: np.random.Generator) -> list[str]:
-        half_NL = rng.integers(0, len(self.config.symbols), (count, self.config.length))
-        return _decode_symbols(self.config.symbols, np.concatenate([half_NL, half_NL], axis=1))
-
-
-class AdditionSource(SyntheticSource):
-    """a+b=c, least significant digits first, with random a and b of D digits: H = 2 D ln 10."""
-
-    config: ReversedAddition
-
-    @property
-    def entropy_nats(self) -> float:
-        return 2 * self.config.digits * math.log(10)
-
-    @property
-    def max_length(self) -> int:
-        return 3 * self.config.digits + 3
-
-    def sample(self, count: int, rng: np.random.Generator) -> list[str]:
-        width = self.config.digits
-        terms_N2D = rng.integers(0, 10, (count, 2, width))
-        codes_NL = np.empty((count, self.max_length), dtype=np.int64)
-        codes_NL[:, :width] = terms_N2D[:, 0]
-        codes_NL[:, width] = 10
-        codes_NL[:, width + 1 : 2 * width + 1] = terms_N2D[:, 1]
-        codes_NL[:, 2 * width + 1] = 11
-        carry_N = np.zeros(count, dtype=np.int64)
-        for digit in range(width):
-            column_N = terms_N2D[:, :, digit].sum(axis=1) + carry_N
-            codes_NL[:, 2 * width + 2 + digit] = column_N % 10
-            carry_N = column_N // 10
-        codes_NL[:, -1] = carry_N
-        return _decode_symbols(DIGITS + "+=", codes_NL)
-
-
 class ShidokuSource(SyntheticSource):
     """The 288 grids of 4x4 Sudoku, equally likely: H = ln 288."""
 
@@ -190,7 +127,7 @@ class ShidokuSource(SyntheticSource):
         return math.log(len(shidoku_grids()))
 
     @property
-    def max_length(self) -> int:
+    def length(self) -> int:
         return 16
 
     def sample(self, count: int, rng: np.random.Generator) -> list[str]:
@@ -213,65 +150,6 @@ def _can_append_row(grid: str, row: str) -> bool:
     # After an odd number of rows, the last one and this one complete two boxes.
     boxes_differ = len(grid) % 8 == 0 or not set(grid[-4:-2]) & set(row[:2])
     return columns_differ and boxes_differ
-
-
-class GrammarSource(SyntheticSource):
-    """Nested expressions of an unambiguous probabilistic context-free grammar of bounded depth.
-
-    E(0) is a digit; E(d) is a digit or, with probability ``NESTING_PROBABILITY``, ``(E(d-1) operator E(d-1))``. Each
-    text has one derivation, so the entropy of a text is that of its derivation, a sum over the depth. No text is a
-    prefix of another one, so an end-of-text token adds no entropy.
-    """
-
-    config: NestedExpressions
-
-    @property
-    def entropy_nats(self) -> float:
-        leaf = entropy = math.log(len(DIGITS))
-        choice = _entropy_term(NESTING_PROBABILITY) + _entropy_term(1.0 - NESTING_PROBABILITY)
-        for _ in range(self.config.depth):
-            entropy = (
-                choice
-                + (1.0 - NESTING_PROBABILITY) * leaf
-                + NESTING_PROBABILITY * (math.log(len(OPERATORS)) + 2.0 * entropy)
-            )
-        return entropy
-
-    @property
-    def length_entropy_nats(self) -> float:
-        return float(sum(map(_entropy_term, self.length_probabilities().tolist())))
-
-    @property
-    def max_length(self) -> int:
-        return (4 << self.config.depth) - 3
-
-    def length_probabilities(self) -> NDArray[np.float64]:
-        """Return the probability of each length from 0 to ``max_length``."""
-        probabilities = np.array([0.0, 1.0])
-        for _ in range(self.config.depth):
-            # A nested expression has two expressions, an operator and two parentheses.
-            nested = NESTING_PROBABILITY * np.convolve(probabilities, probabilities)
-            probabilities = np.concatenate([np.zeros(3), nested])
-            probabilities[1] += 1.0 - NESTING_PROBABILITY
-        return probabilities
-
-    def sample(self, count: int, rng: np.random.Generator) -> list[str]:
-        uniforms = _uniform_stream(rng)
-        return [_sample_expression(self.config.depth, uniforms) for _ in range(count)]
-
-
-def _sample_expression(depth: int, uniforms: Iterator[float]) -> str:
-    if depth and next(uniforms) < NESTING_PROBABILITY:
-        left = _sample_expression(depth - 1, uniforms)
-        operator = OPERATORS[int(next(uniforms) * len(OPERATORS))]
-        return f"({left}{operator}{_sample_expression(depth - 1, uniforms)})"
-    return DIGITS[int(next(uniforms) * len(DIGITS))]
-
-
-def _uniform_stream(rng: np.random.Generator) -> Iterator[float]:
-    """Yield numbers in [0, 1), sampled in blocks."""
-    while True:
-        yield from rng.random(DOCUMENTS_PER_BLOCK).tolist()
 
 
 def _entropy_term(probability: float) -> float:

@@ -8,12 +8,9 @@ import pytest
 
 from config.base import Section
 from config.data import (
-    CopiedSymbols,
     DataConfig,
     HubDataset,
     MarkovChain,
-    NestedExpressions,
-    ReversedAddition,
     ShidokuGrids,
     SyntheticText,
 )
@@ -34,9 +31,6 @@ def load(*overrides: str) -> DataConfig:
     [
         ("markov", MarkovChain(symbols="abcdefgh", length=32, stay=0.8)),
         ("shidoku", ShidokuGrids()),
-        ("copy", CopiedSymbols(symbols="abcdefgh", length=8)),
-        ("addition", ReversedAddition(digits=3)),
-        ("grammar", NestedExpressions(depth=3)),
     ],
 )
 def test_sources_by_their_kind(kind: str, section: SyntheticText, tmp_path: Path) -> None:
