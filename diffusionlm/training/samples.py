@@ -16,8 +16,9 @@ from config.generation import GenerationConfig
 from config.model import ModelConfig
 from config.train import TrainConfig
 from config.training.objective import BlockDiffusionConfig, MaskedDiffusionConfig, ObjectiveConfig
-from diffusionlm.data.chat.reference_answers import ReferenceAnswer, read_reference_answers
+from diffusionlm.data.chat.conversation import Conversation
 from diffusionlm.data.packing import Row
+from diffusionlm.data.sources import read_reference_answers
 from diffusionlm.inference.generate import Generation, decode
 from diffusionlm.inference.healing import HealedText, encode_pieces, split_infill
 from diffusionlm.inference.request_builder import RequestBuilder
@@ -121,7 +122,7 @@ def choose_example_input(
     return "" if passage is None else passage.before
 
 
-def _read_held_out(config: TrainConfig, count: int) -> Sequence[ReferenceAnswer]:
+def _read_held_out(config: TrainConfig, count: int) -> Sequence[Conversation]:
     """Read the first held-out conversations."""
     source = config.data.components[0].source
     assert not isinstance(source, Shards), "shards have no conversations"
@@ -133,7 +134,7 @@ def _encode_prompts(config: TrainConfig, builder: RequestBuilder, max_length: in
     prompts: list[HealedText] = []
     for item in _read_held_out(config, NUM_CANDIDATES):
         with suppress(ValueError):
-            prompts.append(builder.encode_chat(item.messages, item.tools))
+            prompts.append(builder.encode_chat(item.messages[:-1], item.tools))
     return [prompt for prompt in prompts if len(prompt.token_ids) <= max_length]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 Message = dict[str, Any]
@@ -34,6 +34,10 @@ class Conversation:
         """Indices of the other answers."""
         answers = (index for index, message in enumerate(self.messages) if message["role"] == "assistant")
         return [index for index in answers if index not in self.context_answers]
+
+    def up_to_answer(self) -> Conversation:
+        """Return the conversation up to its last learned answer, without what follows."""
+        return replace(self, messages=self.messages[: self.learned_answers[-1] + 1])
 
     @property
     def error_prefix(self) -> str:

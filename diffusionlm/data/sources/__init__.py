@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from importlib import import_module
 
 from config.data import TextSource
-from diffusionlm.data.reader import DocumentSource, Split
+from diffusionlm.data.chat.conversation import Conversation
+from diffusionlm.data.reader import DocumentSource, Split, iterate
 
 
 def open_source(config: TextSource, split: Split, key: str) -> DocumentSource:
@@ -20,3 +22,27 @@ def open_source(config: TextSource, split: Split, key: str) -> DocumentSource:
     module, _, name = config.opener.partition(":")
     source: DocumentSource = getattr(import_module(f"diffusionlm.data.sources.{module}"), name)(config, split, key)
     return source
+
+
+def read_reference_answers(config: TextSource, split: Split, key: str, limit: int) -> list[Conversation]:
+    """Read the first conversations of a split, each up to its last learned answer: a prompt, and the right answer.
+
+    A prompt that comes again is left out, since its answer would be no new evidence.
+
+    Args:
+        key: config key of the source's section, for errors.
+
+    Raises:
+        ValueError: the source has no conversations, or cannot be read.
+    """
+    if getattr(config, "chat", None) is None:
+        raise ValueError(f"{key} has text, not conversations: set {key}.chat, or name another source")
+    conversations: dict[str, Conversation] = {}
+    for conversation in map(Conversation.up_to_answer, iterate(open_source(config, split, key), 1)):
+        prompt = json.dumps([conversation.messages[:-1], conversation.tools], sort_keys=True)
+        conversations.setdefault(prompt, conversation)
+        if len(conversations) == limit:
+            break
+    if not conversations:
+        raise ValueError(f"{key} has no conversations for split = {split!r}; name other files, or another split")
+    return list(conversations.values())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
@@ -12,6 +13,9 @@ from config.data import TextSourceOrName
 from config.finetune.chat import ChatRowsConfig
 from diffusionlm.evaluation.tasks.item_task import GenerationTask, ItemTask, TaskItem
 from diffusionlm.evaluation.tasks.results import Verdict
+
+if TYPE_CHECKING:
+    from diffusionlm.data.chat.conversation import Conversation
 
 DEFAULT_SOURCE_ITEMS = 256
 
@@ -54,26 +58,29 @@ class ExactMatchTask(GenerationTask, ItemTask):
     def parse_item(self, record: Mapping[str, Any]) -> TaskItem:
         # Imported here, so that --help and config errors do not wait for numpy.
         from diffusionlm.data.chat.formats import ChatRowParser
-        from diffusionlm.data.chat.reference_answers import last_answer
         from diffusionlm.data.sources.record_source import BadRecord
 
         conversation = ChatRowParser(self.chat)(record)
         if isinstance(conversation, BadRecord):
             raise ValueError(f"{conversation.reason} ({conversation.detail}): correct the file")
-        reference = last_answer(conversation)
-        return TaskItem(reference.answer.strip(), messages=reference.messages, tools=reference.tools)
+        return _to_item(conversation.up_to_answer())
 
     def read_source(self) -> list[TaskItem]:
-        from diffusionlm.data.chat.reference_answers import read_reference_answers
+        from diffusionlm.data.sources import read_reference_answers
 
         assert self.source is not None, "checked above"
         limit = DEFAULT_SOURCE_ITEMS if self.limit is None else self.limit
-        references = read_reference_answers(self.source, self.split or "validation", "source", limit)
+        conversations = read_reference_answers(self.source, self.split or "validation", "source", limit)
         return [
-            TaskItem(item.answer.strip(), messages=item.messages, tools=item.tools, group=item.task, id=str(number))
-            for number, item in enumerate(references)
+            replace(_to_item(item), group=item.task or "", id=str(number)) for number, item in enumerate(conversations)
         ]
 
     def grade(self, item: TaskItem, text: str) -> Verdict:
         score = float(text.strip() == item.gold)
         return Verdict({"exact_match": score} | ({f"exact_match/{item.group}": score} if item.group else {}))
+
+
+def _to_item(conversation: Conversation) -> TaskItem:
+    """The question before the last answer of a conversation, which ends with it."""
+    *prompt, answer = conversation.messages
+    return TaskItem(answer["content"].strip(), messages=tuple(prompt), tools=conversation.tools)

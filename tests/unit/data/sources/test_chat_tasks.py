@@ -9,8 +9,8 @@ import pytest
 from config.data import ChatTasks, LocalFiles, PythonStdlib
 from config.finetune.chat import ChatRowsConfig
 from diffusionlm.data.chat.conversation import Conversation
-from diffusionlm.data.chat.reference_answers import ReferenceAnswer, read_reference_answers
 from diffusionlm.data.reader import Split
+from diffusionlm.data.sources import read_reference_answers
 from diffusionlm.data.sources.synthetic import ChatTaskSource
 
 
@@ -59,10 +59,7 @@ def test_reference_answers_are_the_last_answers() -> None:
     config = ChatTasks(validation_documents=50)
     answers = read_reference_answers(config, "validation", "source", 20)
     assert len(answers) == 20
-    expected = [
-        ReferenceAnswer(item.messages[:1], item.messages[1]["content"], item.task or "")
-        for item in conversations(config, "validation")
-    ]
+    expected = conversations(config, "validation")
     assert answers == [item for index, item in enumerate(expected) if item not in expected[:index]][:20]
     prompts = {item.messages[0]["content"] for item in conversations(config, "validation")}
     answers = read_reference_answers(config, "validation", "source", 1_000)
