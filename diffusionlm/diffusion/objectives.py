@@ -29,9 +29,8 @@ from config.training.objective import (
     ObjectiveConfig,
 )
 from diffusionlm.diffusion.adaptation import CART_P, anneal_attention, context_adaptive_weights
-from diffusionlm.diffusion.attention_bias import read_attention_bias
 from diffusionlm.diffusion.corruption import MaskSample, assign_noise_groups, sample_masks, sample_replacement_tokens
-from diffusionlm.diffusion.layout import InputLayout
+from diffusionlm.diffusion.layout import InputLayout, read_attention_bias
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
 from diffusionlm.diffusion.preference import PreferenceObjective
 from diffusionlm.diffusion.rng import RngStream, keyed_rng

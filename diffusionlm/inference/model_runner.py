@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from config.model import ModelConfig
-from diffusionlm.diffusion.attention_bias import read_attention_bias
+from diffusionlm.diffusion.layout import read_attention_bias
 from diffusionlm.inference.cuda_graphs import GraphedForward
 from diffusionlm.inference.requests import ActiveRequest
 from diffusionlm.inference.settings import MAX_KEPT_SETTINGS, DecodingSettings

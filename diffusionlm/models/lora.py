@@ -9,10 +9,11 @@ Shapes: r rank, K trained rows.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,6 @@ from diffusionlm.kernels.loss_types import HeadRows
 from diffusionlm.kernels.low_rank import dropout_mask, hash_tokens, low_rank_linear
 from diffusionlm.kernels.precision import compute_dtype
 from diffusionlm.models.layers import Embedding, Linear
-from diffusionlm.models.nf4 import NF4Weight
 from diffusionlm.models.transformer import Transformer
 
 FACTOR_INITS = ("pissa", "olora")
@@ -32,6 +32,8 @@ AdapterValues = Literal["trained", "start", "none"]
 """Values a module computes with: its parameters, the values of `keep_start`, or its base alone (`before_training`)."""
 _START = "start_"
 """Begins the names of the buffers of `keep_start`."""
+NF4_BLOCK_SIZE = 64
+"""Weights that share one scale."""
 
 
 class AdapterDropout:
@@ -68,6 +70,33 @@ class AdapterDropout:
         """Mask of a module's inputs, all [B, L, D] or those at the output positions [P, D]. None: dropout is off."""
         tokens = self._tokens if x.dim() == 3 else self.output_tokens
         return None if tokens is None else dropout_mask(tokens, key, x.shape[-1], self.probability)
+
+
+class NF4Weight:
+    """A frozen weight [out, in] in four bits: NormalFloat of QLoRA (Dettmers et al. 2023), by bitsandbytes."""
+
+    def __init__(self, weight: Tensor) -> None:
+        """Quantize a weight, on its device.
+
+        Raises:
+            ValueError: bitsandbytes does not work here.
+        """
+        try:
+            self._functional: Any = importlib.import_module("bitsandbytes.functional")
+            self.packed, self._state = self._functional.quantize_4bit(
+                weight.detach().contiguous(), blocksize=NF4_BLOCK_SIZE, quant_type="nf4"
+            )
+        except Exception as error:  # without a library for this device, the import and the call may raise anything
+            raise ValueError(
+                f'lora.base = "nf4": the package bitsandbytes does not work on {weight.device} here ({error!r}): set '
+                'lora.base = "bfloat16"'
+            ) from error
+        self.shape = weight.shape
+
+    def to(self, dtype: torch.dtype) -> Tensor:
+        """Dequantize to a dense weight, [out, in]."""
+        dense: Tensor = self._functional.dequantize_4bit(self.packed, self._state)
+        return dense.to(dtype)
 
 
 class LoRALinear(Linear):

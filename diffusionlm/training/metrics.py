@@ -23,7 +23,7 @@ from ddp.parallelism import Parallelism, local_values
 from ddp.process_group import World
 from diffusionlm.diffusion.layout import LogitAlignment, target_positions
 from diffusionlm.diffusion.noised_batch import NoisedBatch
-from diffusionlm.diffusion.preference_loss import PreferenceResults
+from diffusionlm.diffusion.preference import PreferenceResults
 from diffusionlm.models.patterns import BlockDiffusion, Causal, document_offsets
 from diffusionlm.models.tensors import copy_to_device
 from diffusionlm.models.transformer import Transformer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -12,13 +12,14 @@ import torch
 from config.finetune.preference import PreferenceConfig
 from config.train import TrainConfig
 from config.training.parallel import FSDP
+from config.training.validation import EarlyStoppingConfig
 from ddp.process_group import SINGLE_PROCESS, World
 from diffusionlm.checkpoints.base_fingerprint import BaseFingerprint, TensorDigest
 from diffusionlm.checkpoints.model_card import ValidationBound
 from diffusionlm.data.loader import LoaderSpec, StepLoader, WorkerLoader, count_rows
 from diffusionlm.data.pipeline import MixtureComponent, open_components
 from diffusionlm.diffusion.objectives import build_objective, find_nelbo_deviation
-from diffusionlm.diffusion.preference_loss import PreferenceLoss
+from diffusionlm.diffusion.preference import PreferenceLoss
 from diffusionlm.evaluation.tasks.evaluation import LiveEvaluation
 from diffusionlm.evaluation.validation import Validator
 from diffusionlm.models.lora import start_values
@@ -30,7 +31,6 @@ from diffusionlm.training.adapters import ModelFiles
 from diffusionlm.training.block_wrapping import prepare_model
 from diffusionlm.training.checkpointing.run_directory import RunDirectory
 from diffusionlm.training.checkpointing.store import AsyncCheckpointer
-from diffusionlm.training.early_stopping import EarlyStopping
 from diffusionlm.training.metrics import StepMonitor, TrainingProgress
 from diffusionlm.training.samples import Samples, choose_example_input, choose_infills
 from diffusionlm.training.setup import (
@@ -49,6 +49,48 @@ from diffusionlm.training.spike_guard import SpikeGuard
 from diffusionlm.training.step import Prefetcher, StepSettings, TrainState, autocast
 from files.terminal_text import print_message
 from tokenizer import Tokenizer
+
+
+@dataclass
+class EarlyStopping:
+    """Ends a run whose validation bound no longer falls (``validation.early_stopping``): compares each validation with
+    the best one so far. All ranks have the same state."""
+
+    config: EarlyStoppingConfig | None
+    """None: the run makes all its steps."""
+    best_bound: float | None = None
+    """Lowest bound so far, in nats per token; a bound that is lower by no more than ``min_delta`` does not count."""
+    best_step: int | None = None
+    num_worse: int = 0
+    """Validations since the best one."""
+
+    def add(self, bound: float, step: int) -> None:
+        """Record the bound of the validation after a step."""
+        assert self.config is not None
+        if self.best_bound is None or bound < self.best_bound - self.config.min_delta:
+            self.best_bound, self.best_step, self.num_worse = bound, step, 0
+        else:
+            self.num_worse += 1
+
+    @property
+    def is_due(self) -> bool:
+        """True if the last step was the last one of the run."""
+        return self.config is not None and self.num_worse >= self.config.patience
+
+    def describe(self) -> str:
+        """Say why the run ended before `training.max_steps`."""
+        assert self.config is not None
+        margin = f" by more than {self.config.min_delta:g}" if self.config.min_delta else ""
+        return (
+            f"{self.num_worse} validations did not improve on the {self.best_bound:.3f} nats per token of step "
+            f"{self.best_step}{margin} (validation.early_stopping)"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if name != "config"}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
 
 
 @dataclass(frozen=True)

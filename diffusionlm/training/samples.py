@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -43,24 +44,12 @@ MAX_PASSAGE_TOKENS = 32
 MIN_PASSAGE_CHARACTERS = 4
 
 _WORD_AND_SPACE = re.compile(r"(?<=\S) \w+")
+"""The space belongs to the first token of the word."""
 
 
-@dataclass(frozen=True)
-class Passage:
-    """A passage of the validation text, with a word of it to mask."""
-
-    before: str
-    word: str
-    """With the space before it, which belongs to its first token."""
-    after: str
-
-    def mask_word(self, tokenizer: Tokenizer) -> str:
-        """Return the text with ``[MASK:n]`` in place of the n tokens of the word."""
-        return f"{self.before}[MASK:{len(tokenizer.encode(self.word))}]{self.after}"
-
-
-def find_passages(rows: Sequence[Row], tokenizer: Tokenizer, context: int) -> Iterator[Passage]:
-    """Yield a passage of each row that has one: at most half of the ``context``, in tokens."""
+def find_infills(rows: Sequence[Row], tokenizer: Tokenizer, context: int) -> Iterator[str]:
+    """Yield a passage of each row that has one, at most half of the ``context`` in tokens, with ``[MASK:n]`` in place
+    of the n tokens of a word."""
     for row in rows:
         document_ids = row.document_ids_L[row.loss_mask_L]
         longest_document = np.bincount(document_ids).argmax() if len(document_ids) else 0
@@ -72,7 +61,7 @@ def find_passages(rows: Sequence[Row], tokenizer: Tokenizer, context: int) -> It
         words = [match.span() for match in _WORD_AND_SPACE.finditer(text)]
         middle = len(text) // 2  # of a text without spaces, mask two characters
         start, end = words[len(words) // 2] if words else (middle, middle + 2)
-        yield Passage(text[:start], text[start:end], text[end:])
+        yield f"{text[:start]}[MASK:{len(tokenizer.encode(text[start:end]))}]{text[end:]}"
 
 
 def _trim_to_words(text: str) -> str:
@@ -97,8 +86,7 @@ def choose_infills(
     if all(isinstance(component.source, PythonStdlib) for component in config.data.components):
         candidates = list(PYTHON_INFILLS)
     else:
-        passages = find_passages(validation_rows, tokenizer, model.max_position_embeddings)
-        candidates = [passage.mask_word(tokenizer) for passage, _ in zip(passages, range(NUM_PASSAGES), strict=False)]
+        candidates = list(islice(find_infills(validation_rows, tokenizer, model.max_position_embeddings), NUM_PASSAGES))
     max_length = model.max_position_embeddings - len(model.prefix_ids)
     encoded = {text: encode_pieces(tokenizer, split_infill(text), mask_token_id=0) for text in candidates}
     return tuple(text for text in candidates if len(encoded[text].token_ids) <= max_length)
@@ -118,8 +106,8 @@ def choose_example_input(
         return next((message["content"] for message in reference.messages if message["role"] == "user"), "")
     if infills:
         return infills[0]
-    passage = next(find_passages(validation_rows, tokenizer, model.max_position_embeddings), None)
-    return "" if passage is None else passage.before
+    infill = next(find_infills(validation_rows, tokenizer, model.max_position_embeddings), "")
+    return infill.partition("[MASK:")[0]
 
 
 def _read_held_out(config: TrainConfig, count: int) -> Sequence[Conversation]:
@@ -127,15 +115,6 @@ def _read_held_out(config: TrainConfig, count: int) -> Sequence[Conversation]:
     source = config.data.components[0].source
     assert not isinstance(source, Shards), "shards have no conversations"
     return read_reference_answers(source, "validation", "data.source", count)
-
-
-def _encode_prompts(config: TrainConfig, builder: RequestBuilder, max_length: int) -> list[HealedText]:
-    """Encode the prompts of the first held-out conversations, without those that the template refuses."""
-    prompts: list[HealedText] = []
-    for item in _read_held_out(config, NUM_CANDIDATES):
-        with suppress(ValueError):
-            prompts.append(builder.encode_chat(item.messages[:-1], item.tools))
-    return [prompt for prompt in prompts if len(prompt.token_ids) <= max_length]
 
 
 def _build_generation_config(objective: ObjectiveConfig, model: Transformer) -> GenerationConfig:
@@ -180,42 +159,40 @@ class Samples:
             ValueError: ``samples.infills`` cannot be filled by this model.
         """
         generation = _build_generation_config(config.objective, model)
-        texts = infills if config.samples.every_steps else ()
-        if config.samples.every_steps and config.samples.infills is None and config.data.has_only_chats:
+        if not config.samples.every_steps:
+            return cls(tokenizer, (), 0, [])
+        if config.samples.infills is None and config.data.has_only_chats:
             samples = cls._open_answers(config, tokenizer, model.config, generation)
-        else:
-            samples = cls._open_infills(texts, tokenizer, model.config, generation)
-        return samples if is_participating else replace(samples, requests=[])
-
-    @classmethod
-    def _open_infills(
-        cls, texts: Sequence[str], tokenizer: Tokenizer, model: ModelConfig, generation: GenerationConfig
-    ) -> Samples:
+            return samples if is_participating else replace(samples, requests=[])
         try:
-            builder = RequestBuilder.from_config(tokenizer, model, generation, token_healing=True)
+            builder = RequestBuilder.from_config(tokenizer, model.config, generation, token_healing=True)
             requests = [
                 builder.prepare(builder.encode_spans(split_infill(text)), seed, repr(text))
-                for seed, text in enumerate(texts)
+                for seed, text in enumerate(infills)
             ]
         except ValueError as error:
-            raise ValueError(f"samples.infills = {list(texts)}: {error}") from error
-        return cls(tokenizer, texts, len(builder.prefix_ids), requests)
+            raise ValueError(f"samples.infills = {list(infills)}: {error}") from error
+        return cls(tokenizer, infills, len(builder.prefix_ids), requests if is_participating else [])
 
     @classmethod
     def _open_answers(
         cls, config: TrainConfig, tokenizer: Tokenizer, model: ModelConfig, generation: GenerationConfig
     ) -> Samples:
-        """Encode held-out prompts with the generation prompt, those that fit the model with an answer."""
+        """Encode held-out prompts with the generation prompt, those that fit the model with an answer and that the
+        template does not refuse."""
         context = model.max_position_embeddings
         eos_padding_length = config.data.chats[0].resolve(config.objective.longest_block_length).eos_padding_length
         num_tokens = min(eos_padding_length or MAX_ANSWER_TOKENS, MAX_ANSWER_TOKENS, max(1, context // 2))
         generation = generation.model_copy(update={"max_new_tokens": num_tokens})
         assert tokenizer.chat_template is not None, "prepare_tokenizer has set it"
         builder = RequestBuilder.from_config(tokenizer, model, generation, tokenizer.chat_template)
-        prompts = _encode_prompts(config, builder, context - num_tokens)[:NUM_PROMPTS]
+        prompts: list[HealedText] = []
+        for item in _read_held_out(config, NUM_CANDIDATES):
+            with suppress(ValueError):
+                prompts.append(builder.encode_chat(item.messages[:-1], item.tools))
+        prompts = [prompt for prompt in prompts if len(prompt.token_ids) <= context - num_tokens][:NUM_PROMPTS]
         requests = [builder.prepare(prompt, seed, "samples") for seed, prompt in enumerate(prompts)]
-        texts = [tokenizer.decode(prompt.token_ids) for prompt in prompts]
-        return cls(tokenizer, texts, 0, requests)
+        return cls(tokenizer, [tokenizer.decode(prompt.token_ids) for prompt in prompts], 0, requests)
 
     def log_samples(self, model: Transformer, step: int, logger: RunLogger) -> None:
         """Fill the masked spans, or answer the prompts, with the model's defaults, and log an event for each text."""

@@ -17,7 +17,7 @@ from ddp.process_group import World
 from diffusionlm.data.loader import LoadedStep, StepLoader
 from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.diffusion.objectives import Objective
-from diffusionlm.diffusion.preference_loss import PreferenceLoss
+from diffusionlm.diffusion.preference import PreferenceLoss
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import Optimizers
 from diffusionlm.optim.ema import WeightAverage

@@ -21,7 +21,7 @@ from config.training.objective import MaskedDiffusionConfig
 from diffusionlm.checkpoints.huggingface import load_model, save_model
 from diffusionlm.data.loader import LoaderSpec
 from diffusionlm.data.pipeline import count_skipped
-from diffusionlm.diffusion.preference_loss import PreferenceLoss
+from diffusionlm.diffusion.preference import PreferenceLoss
 from diffusionlm.training import run as run_module
 from diffusionlm.training.loop import train
 from profiling.estimate import estimate_run

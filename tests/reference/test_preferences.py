@@ -17,8 +17,13 @@ from config.finetune.lora import LoraConfig
 from config.finetune.preference import DPOLossConfig, PreferenceConfig
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
 from diffusionlm.diffusion.objectives import build_objective
-from diffusionlm.diffusion.preference import PreferenceObjective, compute_losses, sum_by_answer
-from diffusionlm.diffusion.preference_loss import PreferenceLoss, PreferenceResults
+from diffusionlm.diffusion.preference import (
+    PreferenceLoss,
+    PreferenceObjective,
+    PreferenceResults,
+    compute_losses,
+    sum_by_answer,
+)
 from diffusionlm.models.lora import adapter_modules, add_adapter, keep_start
 from diffusionlm.models.patterns import Bidirectional, Causal
 from diffusionlm.models.transformer import Transformer

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from config.finetune.preference import PreferenceLossConfig
 from diffusionlm.diffusion.noised_batch import NoisedBatch
-from diffusionlm.diffusion.preference_loss import PreferenceLoss, PreferenceResults
+from diffusionlm.diffusion.preference import PreferenceLoss, PreferenceResults
 from diffusionlm.kernels.loss_types import LossInputs
 from diffusionlm.models.patterns import Bidirectional
 

@@ -17,7 +17,7 @@ from config.model import ModelConfig
 from config.training.objective import BlockDiffusionConfig as BlockDiffusionObjective
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
 from diffusionlm.diffusion.objectives import build_objective
-from diffusionlm.diffusion.preference_loss import PreferenceLoss
+from diffusionlm.diffusion.preference import PreferenceLoss
 from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.models.lora import LoRALinear, adapter_modules, add_adapter
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, BlockDiffusion, Causal

@@ -9,7 +9,7 @@ import pytest
 
 from config.train import TrainConfig
 from diffusionlm.data.packing import Row, RowFormat
-from diffusionlm.training.samples import PYTHON_INFILLS, Passage, choose_example_input, choose_infills, find_passages
+from diffusionlm.training.samples import PYTHON_INFILLS, choose_example_input, choose_infills, find_infills
 from tests.conftest import MakeConfig
 from tests.tiny_run import MODEL
 from tokenizer import Tokenizer, train_bpe
@@ -44,34 +44,28 @@ FILES = {"kind": "files", "paths": ["unused"]}
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("of a line\nA whole line of wor", Passage("A whole", " line", " of")),
-        ("artial word and another wor", Passage("word and", " another", "")),
-        (
-            "First word, then a second; this is too far for thirty-two tokens",
-            Passage("word, then a", " second", "; this"),
-        ),
-        ("aaaabbbb", Passage("aaaa", "bb", "bb")),
+        ("of a line\nA whole line of wor", "A whole[MASK:5] of"),
+        ("artial word and another wor", "word and[MASK:8]"),
+        ("First word, then a second; this is too far for thirty-two tokens", "word, then a[MASK:7]; this"),
+        ("aaaabbbb", "aaaa[MASK:2]bb"),
     ],
     ids=["lines", "words", "length", "no spaces"],
 )
-def test_a_passage_has_whole_lines_or_words(text: str, expected: Passage, tokenizer: Tokenizer) -> None:
-    assert list(find_passages([row_of(tokenizer, text)], tokenizer, CONTEXT)) == [expected]
+def test_a_passage_has_whole_lines_or_words(text: str, expected: str, tokenizer: Tokenizer) -> None:
+    assert list(find_infills([row_of(tokenizer, text)], tokenizer, CONTEXT)) == [expected]
 
 
 def test_rows_without_a_passage_are_left_out(tokenizer: Tokenizer) -> None:
     rows = [row_of(tokenizer, text) for text in ("ab", "a [MASK:1] in a text", "", "one two three fo")]
-    assert list(find_passages(rows, tokenizer, CONTEXT)) == [Passage("two", " three", "")]
-    assert list(find_passages(rows, tokenizer, 4)) == []
+    assert list(find_infills(rows, tokenizer, CONTEXT)) == ["two[MASK:6]"]
+    assert list(find_infills(rows, tokenizer, 4)) == []
 
 
 def test_a_passage_is_of_the_longest_document(tokenizer: Tokenizer) -> None:
     row = row_of(tokenizer, "the end", "here is a longer document", "begin")
-    assert [passage.before for passage in find_passages([row], tokenizer, CONTEXT)] == ["is a"]
-
-
-def test_a_passage_has_no_parts_of_characters(tokenizer: Tokenizer) -> None:
+    assert list(find_infills([row], tokenizer, CONTEXT)) == ["is a[MASK:7]"]
     row = row_of(tokenizer, "éaaaabbbb", num_cut=1)
-    assert list(find_passages([row], tokenizer, CONTEXT)) == [Passage("aaaa", "bb", "bb")]
+    assert list(find_infills([row], tokenizer, CONTEXT)) == ["aaaa[MASK:2]bb"], "no parts of characters"
 
 
 def test_default_infills_are_passages(tokenizer: Tokenizer, make_config: MakeConfig) -> None:
