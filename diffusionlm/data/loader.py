@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,7 +27,6 @@ from diffusionlm.data.pipeline import (
     MixtureComponent,
     build_preference_reader,
     build_row_reader,
-    count_skipped,
     describe_skipped,
     open_components,
 )
@@ -69,33 +68,19 @@ def count_rows(reader: ResumableReader[Row]) -> int:
 
 
 @dataclass(frozen=True)
-class LoaderMetrics:
-    """State and speed of the loader after a step. The field names are metric keys under ``data/``."""
-
-    epoch: int
-    padding_share: float
-    """Share of the positions so far that hold padding."""
-    skipped: int
-    """Documents left out so far."""
-    skipped_by_reason: Mapping[str, int]
-    """The same by reason, with documents that were changed; metrics ``data/skipped/REASON``."""
-    tokens_per_second: float
-    """Tokens without padding, per second of reading, packing and drawing noise."""
-    wait_seconds: float
-    """Time that the last step waited for its batches."""
-    buffered_steps: int
-    """Steps that the workers had ready when the last one was requested; 0 without workers."""
-
-
-@dataclass(frozen=True)
 class LoadedStep:
-    """What a loader returns for a step."""
+    """What a loader returns for a step. The names of numbers are metric keys under ``data/``."""
 
     noised_batches: list[NoisedBatch]
     """The forwards of this rank's micro-batches, in order."""
     state: dict[str, Any]
     """A JSON value that says where the next step reads; `StepLoader.load_state_dict` continues from it."""
-    metrics: LoaderMetrics
+    tokens_per_second: float
+    """Tokens without padding, per second of reading, packing and drawing noise."""
+    wait_seconds: float
+    """Time that the step waited for its batches."""
+    buffered_steps: int = 0
+    """Steps that the workers had ready when this one was requested; 0 without workers."""
 
 
 class StepLoader(Protocol):
@@ -189,7 +174,7 @@ class Loader(StepLoader):
             ]
         seconds = time.perf_counter() - started
         self._seconds += seconds
-        return LoadedStep(noised_batches, self.state_dict(), self._compute_metrics(seconds))
+        return LoadedStep(noised_batches, self.state_dict(), self._num_timed_tokens / self._seconds, seconds)
 
     def _next_rows(self) -> list[Row]:
         rows: list[Row] = []
@@ -212,17 +197,6 @@ class Loader(StepLoader):
         self._num_positions += num_positions
         self._num_padding += num_padding
         self._num_timed_tokens += num_positions - num_padding
-
-    def _compute_metrics(self, wait_seconds: float) -> LoaderMetrics:
-        return LoaderMetrics(
-            epoch=self.epoch,
-            padding_share=self._num_padding / max(1, self._num_positions),
-            skipped=sum(component.num_skipped for component in self.components),
-            skipped_by_reason=count_skipped(self.components),
-            tokens_per_second=self._num_timed_tokens / self._seconds if self._seconds else 0.0,
-            wait_seconds=wait_seconds,
-            buffered_steps=0,
-        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return a JSON value that says where the next step reads."""
@@ -321,7 +295,7 @@ class WorkerLoader(StepLoader):
             raise
         wait_seconds = time.perf_counter() - started
         self._next_step = step + 1
-        return replace(loaded, metrics=replace(loaded.metrics, wait_seconds=wait_seconds, buffered_steps=num_buffered))
+        return replace(loaded, wait_seconds=wait_seconds, buffered_steps=num_buffered)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert self._pool is None, "the workers have started already"

@@ -70,7 +70,10 @@ class SplitProgress(StrictModel):
     """Position in the tokenized documents after the finished shards."""
     skip_log: dict[str, Any] | None = None
     """The log of the source's skipped records, some of which may be after ``position``. None: nothing was written."""
-    done: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        return self.position is None and bool(self.index.shards)
 
     @property
     def identity(self) -> str:
@@ -269,7 +272,7 @@ class _MakeDataJob:
         dtype: ShardDtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
         if self.num_shards:
             self._log(f"{self._directory}: continuing after {self.num_shards} complete shards")
-        open_splits = [split for split in SPLITS if not self._progress.splits[split].done]
+        open_splits = [split for split in SPLITS if not self._progress.splits[split].is_done]
         num_processes = self._config.output.workers
         if num_processes is None:  # with one core, another process only adds overhead
             num_processes = usable_cores() if usable_cores() > 1 else 0
@@ -335,7 +338,7 @@ class _MakeDataJob:
                         chunk, position = documents.read(0, start, count)
                 is_done = position is None
                 if is_done or (shard is not None and shard.is_full):
-                    self._commit_shard(split, shard, {"position": position, "done": is_done})
+                    self._commit_shard(split, shard, position)
                     shard = None
                 num_tokens, num_bytes = sum(len(tokens) for tokens, _ in chunk), sum(size for _, size in chunk)
                 totals = (totals[0] + len(chunk), totals[1] + num_tokens, totals[2] + num_bytes)
@@ -345,15 +348,15 @@ class _MakeDataJob:
                 shard.discard()
             raise
 
-    def _commit_shard(self, split: Split, shard: ShardWriter | None, update: dict[str, Any]) -> None:
+    def _commit_shard(self, split: Split, shard: ShardWriter | None, position: ReaderPosition) -> None:
         """Finish a shard (None: the last one was full) and record it and the new progress of its split."""
         source, state = self._sources[split], self._progress.splits[split]
         shards = (*state.index.shards, *([shard.finish()] if shard is not None else []))
         if not shards:
             raise _no_documents_error(split, source.provenance, source.skip_log.counts)
-        update["skip_log"] = asdict(source.skip_log)
-        update["index"] = state.index.model_copy(update={"shards": shards, "skipped": source.skip_log.counts})
-        splits = {**self._progress.splits, split: state.model_copy(update=update)}
+        index = state.index.model_copy(update={"shards": shards, "skipped": source.skip_log.counts})
+        state = SplitProgress(index=index, position=position, skip_log=asdict(source.skip_log))
+        splits = {**self._progress.splits, split: state}
         self._save(self._progress.model_copy(update={"splits": splits}))
 
     def _save(self, progress: MakeDataProgress) -> None:

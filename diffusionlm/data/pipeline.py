@@ -64,11 +64,6 @@ class MixtureComponent:
         logs = [] if isinstance(self.source, ShardDocuments) else [self.source.skip_log]
         return logs if self.chat is None else [*logs, self.chat.skip_log]
 
-    @property
-    def num_skipped(self) -> int:
-        """Number of records left out so far."""
-        return sum(log.num_left_out for log in self.skip_logs)
-
 
 def list_skipped(name: str, logs: Sequence[SkipLog]) -> list[str]:
     """Format a line for each reason why the stages of a source have left out or repaired records."""

@@ -14,7 +14,6 @@ without it is incomplete, and ``progress.json`` says how far it is.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -24,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, Validat
 
 from diffusionlm.data.reader import Split, Tokens
 from files.atomic import sync_to_disk
+from files.paths import hash_file
 
 INDEX_FILE = "index.json"
 PROGRESS_FILE = "progress.json"
@@ -171,7 +171,7 @@ def check_checksums(directory: Path, split: SplitIndex) -> None:
     check_sizes(directory, split)
     for part in (part for shard in split.shards for part in shard.parts):
         path = directory / part.file
-        if _compute_checksum(path) != part.sha256:
+        if hash_file(path) != part.sha256:
             raise ValueError(
                 f"{path} is damaged: its checksum is not the one in {INDEX_FILE}; copy it again, or make it again"
             )
@@ -239,12 +239,7 @@ def _commit_file(path: Path) -> ShardPart:
     """Make a partial file durable under its name."""
     partial = partial_path(path)
     sync_to_disk(partial)
-    part = ShardPart(file=path.name, bytes=partial.stat().st_size, sha256=_compute_checksum(partial))
+    part = ShardPart(file=path.name, bytes=partial.stat().st_size, sha256=hash_file(partial))
     os.replace(partial, path)
     sync_to_disk(path.parent)
     return part
-
-
-def _compute_checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -77,7 +77,7 @@ def read_validation_rows(
     rows, _ = reader.read(0, None, max(config.validation.rows, config.validation.final_rows))
     if not rows:
         remedy = "name other validation_paths or another validation_split, or without these raise validation_fraction"
-        if any(component.num_skipped for component in components):
+        if any(log.num_left_out for component in components for log in component.skip_logs):
             remedy = "mend such records"
         raise ValueError(f"[data]: the sources have no validation text{describe_skipped(components)}; {remedy}")
     if not config.data.pads_to_longest:

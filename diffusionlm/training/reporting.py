@@ -10,7 +10,8 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -155,16 +156,37 @@ def describe_left_out_records(run: Run) -> str | None:
 def collect_launch_metrics(run: Run, metrics: StepMetrics, loaded: LoadedStep) -> None:
     """Add to the last step what is logged of it and known when it is launched. The device may compute it later."""
     learning_rates = run.state.optimizers.learning_rates()
-    data = vars(loaded.metrics).items()
     metrics.at_launch = {
         "lr": max(learning_rates.values()),
         **{f"lr/{group}": learning_rate for group, learning_rate in learning_rates.items()},
         "tokens_seen": run.progress.tokens_seen,
-        **{f"data/{name}": value for name, value in data if name != "skipped_by_reason"},
-        **{f"data/skipped/{reason}": count for reason, count in loaded.metrics.skipped_by_reason.items()},
+        **collect_data_metrics(run, loaded),
     }
     metrics.peak_seconds = count_peak_seconds(run, loaded.noised_batches)
     metrics.monitor = run.monitor.results
+
+
+def collect_data_metrics(run: Run, loaded: LoadedStep) -> dict[str, Any]:
+    """Metrics of the loader after the last step. ``data/skipped``: records left out so far; ``data/skipped/REASON``:
+    the same by reason, with records that were changed."""
+    logs = [log for _, logs in read_skip_logs(run) for log in logs]
+    counts = Counter[str]()
+    for log in logs:
+        counts.update(log.counts)
+    return {
+        "data/epoch": loaded.state["epoch"],
+        "data/padding_share": compute_padding_share(loaded.state),
+        "data/skipped": sum(log.num_left_out for log in logs),
+        "data/tokens_per_second": loaded.tokens_per_second,
+        "data/wait_seconds": loaded.wait_seconds,
+        "data/buffered_steps": loaded.buffered_steps,
+        **{f"data/skipped/{reason}": count for reason, count in sorted(counts.items())},
+    }
+
+
+def compute_padding_share(loader_state: Mapping[str, Any]) -> float:
+    """Share of the positions so far that hold padding."""
+    return float(loader_state["padding"] / max(1, loader_state["num_positions"]))
 
 
 def count_peak_seconds(run: Run, noised_batches: Sequence[NoisedBatch]) -> float | None:
@@ -257,7 +279,6 @@ def run_final_evaluation(run: Run, logger: RunLogger, stop: StopRequest) -> RunS
     """
     with stop.interruptible(), run.evaluation_mode():
         evaluations, ngrams = run.validator.final(run.state.model)
-    loader_state = run.loader_state or {}
     summary = RunSummary(
         evaluation=evaluations[0],
         other_block_lengths=tuple(evaluations[1:]),
@@ -267,7 +288,7 @@ def run_final_evaluation(run: Run, logger: RunLogger, stop: StopRequest) -> RunS
         step=run.progress.step,
         tokens_seen=run.progress.tokens_seen,
         seconds=run.progress.seconds,
-        padding_share=loader_state["padding"] / max(1, loader_state["num_positions"]),
+        padding_share=compute_padding_share(run.loader_state or {}),
         skipped_records=[line for name, logs in read_skip_logs(run) for line in list_skipped(name, logs)],
     )
     if run.world.is_first:

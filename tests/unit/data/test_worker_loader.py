@@ -89,7 +89,7 @@ def test_batches_and_states_are_those_without_workers(tokenizer: Tokenizer, text
             assert equal(loaded.noised_batches, steps[step])
             state = loaded.state | {"skip_logs": states[step]["skip_logs"]}  # tokenizers read ahead
             assert state == states[step], "the state of the last step returned, not of the last one built"
-        assert loaded.metrics.tokens_per_second > 0 and 0 <= loaded.metrics.buffered_steps <= 4
+        assert loaded.tokens_per_second > 0 and 0 <= loaded.buffered_steps <= 4
     finally:
         loader.close()
     resumed = build_spec(tokenizer, texts, 0).open()

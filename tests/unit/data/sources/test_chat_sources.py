@@ -94,7 +94,7 @@ def test_bad_rows_name_file_and_line_or_are_counted(tmp_path: Path) -> None:
     assert len(read_all(config)) + len(read_all(config, "validation")) == len(ROWS)
     reasons = ("unknown role", "empty answer", "no conversation", "not an object", "malformed JSON")
     assert count_skipped([component]) == dict.fromkeys(reasons, 1)
-    assert component.num_skipped == len(reasons) and len(rows) > 50
+    assert sum(log.num_left_out for log in component.skip_logs) == len(reasons) and len(rows) > 50
     log = component.skip_logs[0]
     assert log.total == len(ROWS) + len(reasons) and set(log.examples) == set(reasons)
     assert "a.jsonl, line 61: 'wizard'; name it in chat.roles" in log.examples["unknown role"]
@@ -139,7 +139,7 @@ def test_a_resumed_loader_counts_each_record_once(
         assert resumed.state_dict()["skip_logs"] == [expected]
     older = make()
     older.load_state_dict({key: value for key, value in states[3].items() if key != "skip_logs"})
-    assert older.next_step(3).metrics.padding_share > 0
+    assert older.next_step(3).state["padding"] > 0
 
 
 def test_too_long_conversations_are_counted_and_none_left_is_an_error(
