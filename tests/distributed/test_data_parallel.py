@@ -15,7 +15,6 @@ from config.training.parallel import DDP, Parallel
 from ddp.buckets import lay_out_buckets
 from ddp.parallelism import Parallelism, apply_parallelism
 from ddp.process_group import World
-from diffusionlm.training.setup import parameter_units
 from tests.distributed.forked import run_ranks
 from tests.distributed.toys import (
     Batch,
@@ -25,7 +24,7 @@ from tests.distributed.toys import (
     loss_of,
     recorded,
     tower,
-    units_of_tower,
+    units_of,
 )
 
 CPU = torch.device("cpu")
@@ -36,8 +35,9 @@ both = pytest.mark.parametrize("config", [PLAIN, SHARDED], ids=["plain", "sharde
 
 
 def parallel(model: nn.Module, config: Parallel, world: World) -> Parallelism:
-    units = units_of_tower(model) if isinstance(model, Tower) else parameter_units(model)  # type: ignore[arg-type]
-    return apply_parallelism(model, config, world, CPU, units, requires_whole_matrix=lambda name: "layers.1" in name)
+    return apply_parallelism(
+        model, config, world, CPU, units_of(model), requires_whole_matrix=lambda name: "layers.1" in name
+    )
 
 
 def gradients(parallelism: Parallelism) -> dict[str, tuple[int, int, Tensor | None]]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from config.model import ModelConfig
 from config.training.parallel import FSDP
 from ddp.fully_sharded import FullySharded
 from ddp.process_group import World
@@ -33,19 +34,24 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def shard(config: ModelConfig, dtype: torch.dtype = torch.float32) -> FullySharded:
+    """A model on the GPU, of which this rank has its rows."""
+    with CUDA:
+        model = Transformer(config)
+    return FullySharded(model, FSDP(), World(0, 2, 0), CUDA, parameter_units(model), dtype=dtype)
+
+
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("has_gradient", [True, False])
 def test_a_forward(has_gradient: bool, make_config: MakeConfig) -> None:
     """Each block and the rest are gathered once; after a forward without gradients nothing stays whole."""
     with fake_cuda() as record:
-        with CUDA:
-            model = Transformer(make_config())
-        sharded = FullySharded(model, FSDP(), World(0, 2, 0), CUDA, parameter_units(model), dtype=torch.bfloat16)
+        sharded = shard(make_config(), torch.bfloat16)
         record.clear()
         with torch.set_grad_enabled(has_gradient), torch.autocast("cuda", torch.bfloat16):
             for _ in range(2):
-                model(torch.ones(2, 16, dtype=torch.int64, device=CUDA), pattern=Bidirectional())
-    assert model.has_collective_forwards
+                sharded.model(torch.ones(2, 16, dtype=torch.int64, device=CUDA), pattern=Bidirectional())
+    assert sharded.model.has_collective_forwards
     num_blocks = len(sharded.blocks)
     gathers = record.count()["_allgather_base_"]
     assert not record.waits
@@ -57,9 +63,7 @@ def test_a_forward(has_gradient: bool, make_config: MakeConfig) -> None:
 def test_a_checkpoint_gathers_into_pinned_memory(make_config: MakeConfig) -> None:
     """The host waits once for each parameter, and for no copy to memory that is not pinned."""
     with fake_cuda() as record:
-        with CUDA:
-            model = Transformer(make_config())
-        sharded = FullySharded(model, FSDP(), World(0, 2, 0), CUDA, parameter_units(model))
+        sharded = shard(make_config())
         sources = {name: torch.empty(shape, device="meta") for name, shape in sharded.shapes.items()}
         memory = SnapshotMemory()
         copies = memory.copy({**sources, "optimizer": torch.empty(3, device=CUDA)})
@@ -74,10 +78,8 @@ def test_a_checkpoint_gathers_into_pinned_memory(make_config: MakeConfig) -> Non
 @pytest.mark.usefixtures("group")
 def test_clipping(make_config: MakeConfig) -> None:
     with fake_cuda() as record:
-        with CUDA:
-            model = Transformer(make_config())
-        sharded = FullySharded(model, FSDP(), World(0, 2, 0), CUDA, parameter_units(model))
-        for parameter in model.parameters():
+        sharded = shard(make_config())
+        for parameter in sharded.model.parameters():
             parameter.grad = torch.empty_like(parameter)
         record.clear()
         norm = sharded.clip(1.0)

@@ -17,17 +17,15 @@ from ddp.data_parallel import DataParallel
 from ddp.parallelism import Parallelism
 from ddp.process_group import World
 from ddp.sharded_data_parallel import BucketShard, ShardedDataParallel
-from diffusionlm.training.setup import parameter_units
 from tests.conftest import MakeModel
 from tests.distributed.forked import run_ranks
 from tests.distributed.toys import (
-    Tower,
     backward,
     batches,
     loss_of,
     recorded,
     tower,
-    units_of_tower,
+    units_of,
 )
 
 CPU = torch.device("cpu")
@@ -43,13 +41,11 @@ def is_matrix_of_block(name: str) -> bool:
 
 
 def sharded(model: nn.Module, world: World, whole: Any = never, mib: float = 0.004) -> ShardedDataParallel:
-    units = units_of_tower(model) if isinstance(model, Tower) else parameter_units(model)  # type: ignore[arg-type]
-    return ShardedDataParallel(model, DDP(bucket_mib=mib), world, CPU, units, requires_whole_matrix=whole)
+    return ShardedDataParallel(model, DDP(bucket_mib=mib), world, CPU, units_of(model), requires_whole_matrix=whole)
 
 
 def unsharded(model: nn.Module, world: World) -> DataParallel:
-    units = units_of_tower(model) if isinstance(model, Tower) else parameter_units(model)  # type: ignore[arg-type]
-    return DataParallel(model, DDP(bucket_mib=0.004, shard_optimizer=False), world, CPU, units)
+    return DataParallel(model, DDP(bucket_mib=0.004, shard_optimizer=False), world, CPU, units_of(model))
 
 
 Optimizers = list[torch.optim.Optimizer]

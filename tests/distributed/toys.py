@@ -15,6 +15,7 @@ from ddp.parallelism import Parallelism
 from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
+from diffusionlm.training.setup import parameter_units
 
 VOCABULARY, WIDTH = 11, 6
 
@@ -51,6 +52,11 @@ def units_of_tower(model: Tower) -> list[ParameterUnit]:
     layers = [(layer, [f"layers.{i}.weight", f"layers.{i}.bias"]) for i, layer in enumerate(model.layers)]
     last = ["norm.weight", "norm.bias", "head.weight"]
     return [(model, ["embed.weight", "scale"]), *layers, (model.norm, last)]
+
+
+def units_of(model: nn.Module) -> list[ParameterUnit]:
+    """The units of a tower or of a transformer."""
+    return units_of_tower(model) if isinstance(model, Tower) else parameter_units(model)  # type: ignore[arg-type]
 
 
 Batch = tuple[Tensor, Tensor, Tensor]

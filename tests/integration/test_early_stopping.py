@@ -11,8 +11,7 @@ import pytest
 
 from cli.train import format_summary
 from config.train import TrainConfig
-from diffusionlm.data.loader import Loader
-from diffusionlm.diffusion.noised_batch import NoisedBatch
+from diffusionlm.data.loader import LoadedStep, Loader
 from diffusionlm.evaluation.validation import EvaluationResult, Validator
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training import loop
@@ -74,7 +73,7 @@ def test_a_killed_run_stops_at_the_same_step(
     killed = change_config(stopping, tmp_path / "killed", checkpoint={"every_steps": 3})
     original = Loader.next_step
 
-    def next_step(self: Loader, step: int) -> list[NoisedBatch]:
+    def next_step(self: Loader, step: int) -> LoadedStep:
         if step == 3:
             raise RuntimeError("the machine goes down")
         return original(self, step)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from config.train import TrainConfig
+from diffusionlm.data.loader import LoadedStep
 from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.training.reporting import collect_launch_metrics, collect_step_metrics
@@ -57,7 +58,8 @@ def test_it_is_logged_where_it_is_trained(config: TrainConfig, tmp_path: Path) -
         numbers, _, draws, run = make_first_step(sparse(config, tmp_path / str(coefficient), coefficient))
         run.progress.step, run.progress.seconds = 1, 1.0
         run.state.optimizers.learning_rates = lambda: {"all": 1.0}  # type: ignore[method-assign]
-        collect_launch_metrics(run, numbers, draws)
+        loaded = LoadedStep(draws, {"epoch": 0, "padding": 0, "num_positions": 0}, 1.0, 0.0)
+        collect_launch_metrics(run, numbers, loaded)
         values = collect_step_metrics(run, numbers, 1.0)
         assert values.get("balance_loss", 0.0) == numbers.load_balancing_loss
         assert ("balance_loss" in values) == (coefficient > 0)

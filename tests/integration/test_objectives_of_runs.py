@@ -17,7 +17,7 @@ from config.generation import GenerationConfig
 from config.train import TrainConfig
 from diffusionlm.checkpoints.huggingface import load_model
 from diffusionlm.checkpoints.model_files import load_tokenizer
-from diffusionlm.data.loader import Loader
+from diffusionlm.data.loader import LoadedStep, Loader
 from diffusionlm.data.pipeline import open_components
 from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.evaluation.nelbo import nelbo
@@ -142,7 +142,7 @@ def test_a_run_resumes_bit_for_bit(
     expected = train(whole)
     original = Loader.next_step
 
-    def next_step(self: Loader, step: int) -> list[NoisedBatch]:
+    def next_step(self: Loader, step: int) -> LoadedStep:
         if step == 5:
             raise RuntimeError("the machine goes down")
         return original(self, step)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from config.train import TrainConfig
-from diffusionlm.training import run_checkpoint
+from diffusionlm.training.checkpointing import staging
 from diffusionlm.training.loop import train
 from tokenizer import save_tokenizer, train_bpe
 
@@ -16,13 +16,13 @@ from tokenizer import save_tokenizer, train_bpe
 @pytest.fixture
 def older_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpoints store a former key of the loader's state."""
-    stage = run_checkpoint.stage_checkpoint
+    stage = staging.stage_checkpoint
 
     def stage_older(step: int, write_model: Any, state: dict[str, Any], *arguments: Any) -> Any:
         loader = {"places" if key == "num_positions" else key: value for key, value in state["loader"].items()}
         return stage(step, write_model, state | {"loader": loader}, *arguments)
 
-    monkeypatch.setattr(run_checkpoint, "stage_checkpoint", stage_older)
+    monkeypatch.setattr("diffusionlm.training.run_checkpoint.stage_checkpoint", stage_older)
 
 
 @pytest.mark.usefixtures("older_state")

@@ -70,9 +70,10 @@ def record_step(config: TrainConfig, directory: Path, **changes: dict[str, Any])
         monitor = StepMonitor(run.config.logging, settings.max_steps, state.model, state.parallel, state.master_weights)
 
         record.clear()
-        noised_batches = [noised_batch.pin_memory().to(CUDA) for noised_batch in batch.noised_batches]
+        copies = [noised_batch.pin_memory().to(CUDA) for noised_batch in batch.noised_batches]
+        batch = replace(batch, loaded=replace(batch.loaded, noised_batches=copies))
         with monitor.step(settings.max_steps):
-            train_step(state, run.loader, replace(batch, noised_batches=noised_batches), settings, monitor)
+            train_step(state, run.loader, batch, settings, monitor)
     return record
 
 

@@ -1,18 +1,13 @@
-"""Simple readers, a simple tokenizer, and texts for make_data."""
+"""Simple readers, a simple tokenizer, and reading from every position."""
 
 from __future__ import annotations
 
 import json
 import operator
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-from diffusionlm.data import make_data as make_data_module
-from tests.unit.data.make_data_cases import TRAIN, VALIDATION, jsonl
-from tokenizer import save_tokenizer, train_bpe
 
 Drain = Callable[..., list[Any]]
 
@@ -90,19 +85,3 @@ def check_resuming(drain: Drain) -> Drain:
         return items
 
     return check
-
-
-@pytest.fixture(scope="module")
-def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Text files and a tokenizer."""
-    folder = tmp_path_factory.mktemp("text")
-    jsonl(folder / "train.jsonl", TRAIN)
-    jsonl(folder / "validation.jsonl", VALIDATION)
-    save_tokenizer(train_bpe(TRAIN, vocab_size=300), folder / "tokenizer")
-    return folder
-
-
-@pytest.fixture
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the chunks so small that there are many."""
-    monkeypatch.setattr(make_data_module, "CHUNK_DOCUMENTS", 9)

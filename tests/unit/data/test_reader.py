@@ -39,15 +39,6 @@ def test_order_differs_between_epochs_windows_streams_and_seeds(list_reader: Lis
     assert order()[:16] != list(range(16))
 
 
-@pytest.mark.parametrize("is_chained", [False, True])
-def test_resumes_at_every_position(list_reader: ListReader, check_resuming: Drain, is_chained: bool) -> None:
-    def make() -> WindowedReader[int, int]:
-        inner = shuffle_windows(list_reader(list(range(23))), 7, seed=3, stream=RngStream.DOCUMENT_ORDER)
-        return shuffle_windows(inner, 3, seed=3, stream=RngStream.SEQUENCE_ORDER) if is_chained else inner
-
-    assert sorted(check_resuming(make, epoch=2)) == list(range(23))
-
-
 class RecordingTransform:
     """Records the order of submitted and awaited windows."""
 

@@ -1,23 +1,41 @@
-"""Masks and loss weights; they are keyed by the sequence in the step."""
+"""Noise groups, levels and masks: written out, distributed as they should be, and keyed."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import numpy as np
 import pytest
+import torch
 
-from config.training.objective import Estimator, FixedCountMasking, IndependentMasking
+from config.training.objective import (
+    BlockDiffusionConfig,
+    Estimator,
+    FixedCountMasking,
+    IndependentMasking,
+    MaskedDiffusionConfig,
+    NextTokenConfig,
+)
 from diffusionlm.diffusion.corruption import (
     assign_noise_groups,
+    exclude_mask_tokens,
+    masked_counts_at_levels,
+    sample_group_levels,
     sample_masks,
     sample_replacement_tokens,
+    sample_sequence_offsets,
 )
-from diffusionlm.diffusion.noised_batch import NoiseKey
+from diffusionlm.diffusion.noised_batch import CleanBatch, NoiseKey
+from diffusionlm.diffusion.objectives import build_objective
+from diffusionlm.diffusion.rng import RngStream, keyed_rng
+from diffusionlm.diffusion.segments import NoiseSequences, segment_starts
+from tests.conftest import MakeConfig
 from tests.unit.diffusion.noise_cases import (
     BLOCK,
     LENGTH,
+    MASK,
     batch_of,
     chi_square,
     full_groups,
@@ -202,3 +220,121 @@ def test_masks_differ_by_seed_step_and_sequence(name: str, estimator: Estimator)
         assert all(not np.array_equal(one, other) for other in drawn[:index])
         assert len({tuple(row) for row in one.tolist()}) > 4
     assert np.array_equal(sample_masks(group_ids, key, estimator, "elbo")[0].masked_BL, drawn[0])
+
+
+def test_equal_keys_give_equal_numbers_and_others_do_not() -> None:
+    assert keyed_rng(1, RngStream.MASKS, 3).random() == keyed_rng(1, RngStream.MASKS, 3).random()
+    keys = [(), (2,), (2, 3), (3, 2), (0,), (0, 0), (2, 3, 0)]
+    values = [keyed_rng(seed, RngStream.MASKS, *key).random() for seed in (0, 1) for key in keys]
+    assert len(set(values)) == len(values)
+
+
+def test_rng_streams_never_collide() -> None:
+    """Names of one value would be one stream, and keys of another stream must not be those of this one."""
+    assert len(RngStream.__members__) == len(list(RngStream)) == len({int(stream) for stream in RngStream})
+    keys = [key for size in range(3) for key in itertools.product(range(3), repeat=size)]
+    values = {keyed_rng(0, stream, *key).random() for stream in RngStream for key in keys}
+    assert len(values) == len(RngStream) * len(keys)
+
+
+def test_keyed_rng_leaves_the_global_state_alone() -> None:
+    state = np.random.get_state()[1].copy()  # type: ignore[index]
+    keyed_rng(0, RngStream.FILL_MASKS).random(10)
+    assert np.array_equal(state, np.random.get_state()[1])  # type: ignore[index]
+
+
+def test_noise_groups_written_out() -> None:
+    documents = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, 2, -1]])
+    tokens = torch.zeros(1, 10, dtype=torch.int64)
+    targets = torch.tensor([[False, True, True, True, True, True, False, True, True, False]])
+    batch, maskable = CleanBatch(tokens, targets, documents), targets.numpy()
+    assert assign_noise_groups(batch, maskable, "row", None).tolist() == [[-1, 0, 0, 0, 0, 0, -1, 0, 0, -1]]
+    assert assign_noise_groups(batch, maskable, "document", None).tolist() == [[-1, 0, 0, 0, 0, 1, -1, 1, 2, -1]]
+    # Blocks start with the document; the last of each is short.
+    assert assign_noise_groups(batch, maskable, "block", 3).tolist() == [[-1, 0, 0, 1, 1, 2, -1, 2, 3, -1]]
+    assert assign_noise_groups(batch, maskable, "block", 2).tolist() == [[-1, 0, 1, 1, 2, 3, -1, 4, 5, -1]]
+    alone = CleanBatch(tokens, targets)
+    assert assign_noise_groups(alone, maskable, "document", None).tolist() == [[-1, 0, 0, 0, 0, 0, -1, 0, 0, -1]]
+    assert assign_noise_groups(alone, maskable, "block", 4).tolist() == [[-1, 0, 0, 0, 1, 1, -1, 1, 2, -1]]
+
+
+def test_groups_without_a_target_have_no_index() -> None:
+    targets = torch.tensor([[False, False, True, False, False, False, True, True]])
+    batch = CleanBatch(torch.zeros(1, 8, dtype=torch.int64), targets, torch.tensor([[0, 0, 1, 2, 2, 2, 3, 3]]))
+    assert assign_noise_groups(batch, targets.numpy(), "document", None).tolist() == [[-1, -1, 0, -1, -1, -1, 1, 1]]
+    assert assign_noise_groups(batch, targets.numpy(), "block", 1).tolist() == [[-1, -1, 0, -1, -1, -1, 1, 2]]
+
+
+def test_a_mask_token_in_the_data_is_not_maskable() -> None:
+    batch = batch_of(8)
+    batch.tokens_BL[:, 4] = MASK
+    maskable = exclude_mask_tokens(batch, MASK)
+    assert not maskable[:, 4].any()
+    assert np.array_equal(np.delete(maskable, 4, axis=1), np.delete(batch.loss_mask_BL.numpy(), 4, axis=1))
+    assert np.array_equal(exclude_mask_tokens(batch, None), batch.loss_mask_BL.numpy())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Noise levels
+
+
+@pytest.mark.parametrize("rows", [6, 7])
+def test_antithetic_offsets_come_in_pairs(rows: int) -> None:
+    offsets = sample_sequence_offsets(NoiseKey(3, 0, 0, rows), rows, "antithetic")
+    np.testing.assert_allclose(offsets[0:6:2] + offsets[1:6:2], 1.0, atol=1e-15)
+    assert len(offsets) == rows
+
+
+def test_noise_levels_of_a_sequence() -> None:
+    rng = np.random.default_rng(0)
+    for times in ("stratified", "antithetic", "uniform"):
+        assert sample_group_levels(0.3, 1, rng, times).tolist() == [0.3]
+        assert sample_group_levels(0.3, 0, rng, times).tolist() == []
+    levels = sample_group_levels(0.3, 5, rng)
+    np.testing.assert_allclose(np.sort(levels), (np.arange(5) + 0.3) / 5)
+    pairs = sample_group_levels(0.3, 5, rng, "antithetic")
+    np.testing.assert_allclose(pairs[:4:2] + pairs[1:4:2], 1.0)
+    assert pairs[0] == 0.3 and len(set(pairs.tolist())) == 5
+    assert sample_group_levels(0.3, 5, rng, "uniform")[0] == 0.3
+
+
+@pytest.mark.parametrize("times", ["stratified", "antithetic", "uniform"])
+def test_level_of_every_group_is_uniform(times: str) -> None:
+    """Over the steps, for each row and noise group: nothing is tied to a place."""
+    levels = np.zeros((800, 2, 3))
+    for step in range(800):
+        offsets = sample_sequence_offsets(NoiseKey(1, step, 0, 2), 2, times)
+        for row in range(2):
+            levels[step, row] = sample_group_levels(offsets[row], 3, np.random.default_rng((step, row)), times)
+    for row in range(2):
+        for group in range(3):
+            bins = np.bincount(np.minimum(levels[:, row, group] * 8, 7).astype(int), minlength=8)
+            assert chi_square(bins) < 29.9  # 7 degrees of freedom: p = 1e-4
+
+
+def test_counts_are_uniform_where_levels_are() -> None:
+    levels = (np.arange(700) + 0.5) / 700
+    counts = masked_counts_at_levels(levels, np.full(700, 7))
+    assert np.bincount(counts).tolist() == [0, *[100] * 7]
+    assert masked_counts_at_levels(np.array([0.0, 1.0, 1.0]), np.array([4, 4, 0])).tolist() == [1, 4, 1]
+
+
+def test_segments_written_out() -> None:
+    segments = torch.tensor([[3, 3, 5, 5, 5, -1], [0, 1, 1, -1, -1, -1]])
+    assert [segment_starts(row.numpy()).tolist() for row in segments] == [[0, 2], [0, 1]]
+    tokens, targets = torch.arange(12).view(2, 6), segments % 2 == 1
+    sequences = NoiseSequences.from_batch(CleanBatch(tokens, targets & (segments >= 0), None, segments))
+    assert sequences.batch.tokens_BL.tolist() == [[0, 1, 0], [2, 3, 4], [6, 0, 0], [7, 8, 0]]
+    assert sequences.batch.loss_mask_BL.int().tolist() == [[1, 1, 0], [1, 1, 1], [0, 0, 0], [1, 1, 0]]
+    values = np.arange(12).reshape(2, 6)
+    assert sequences.scatter(sequences.gather(values)).tolist() == [[0, 1, 2, 3, 4, 0], [6, 7, 8, 0, 0, 0]]
+
+
+def test_rows_of_padding_have_no_segment(make_config: MakeConfig) -> None:
+    padding = torch.full((2, 5), -1)
+    batch = CleanBatch(torch.zeros_like(padding), padding > 0, padding, padding)
+    assert NoiseSequences.from_batch(batch).batch.tokens_BL.shape == (0, 0)
+    model = make_config(logit_alignment="shifted")
+    for config in (MaskedDiffusionConfig(), BlockDiffusionConfig(block_length=3), NextTokenConfig()):
+        noised = build_objective(config, model).build_noised_batch(batch, NoiseKey(1, 0, 2, 5))
+        assert noised.denominator == noised.num_targets == len(noised.positions_N) == 0

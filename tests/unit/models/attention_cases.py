@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -46,6 +47,22 @@ def assert_equal_with_gradients(
     cotangent = torch.randn_like(expected)
     gradients = [torch.autograd.grad(output, inputs, cotangent) for output in (ours, expected)]
     torch.testing.assert_close(*gradients, rtol=10 * tolerance, atol=10 * tolerance)
+
+
+def assert_near_with_gradients(
+    ours: torch.Tensor,
+    inputs: Sequence[torch.Tensor],
+    expected: torch.Tensor,
+    wide_inputs: Sequence[torch.Tensor],
+    tolerance: float,
+) -> None:
+    """Compare outputs and gradients, of any dtype and device, with those in double precision, as vectors."""
+    cotangent = torch.randn_like(expected)
+    gradients = torch.autograd.grad(ours, inputs, cotangent.to(ours))
+    wide_gradients = torch.autograd.grad(expected, wide_inputs, cotangent)
+    for our, their in zip((ours, *gradients), (expected, *wide_gradients), strict=True):
+        assert our.dtype == ours.dtype
+        assert (our.detach().cpu().double() - their).norm() < tolerance * their.norm()
 
 
 def name_case(value: object) -> str:

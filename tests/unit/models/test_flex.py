@@ -28,7 +28,7 @@ from diffusionlm.models.patterns import (
     Causal,
     PromptAndOwnBlock,
 )
-from tests.unit.models.attention_cases import name_case
+from tests.unit.models.attention_cases import assert_near_with_gradients, name_case
 
 LENGTH = 330
 DOCUMENTS = torch.tensor([[0] * 140 + [1] * 3 + [2] * 150 + [-1] * 37, [0] * 330])
@@ -143,11 +143,7 @@ def test_cuda_forward_and_backward(pattern: AttentionPattern, window: int | None
     ours: list[Any] = [tensor.detach().to("cuda", torch.float32).requires_grad_() for tensor in wide]
     expected = prepare_attention(pattern, length, "cpu", "eager", window)(*wide)
     out = prepare_attention(pattern.to("cuda"), length, "cuda", backend, window)(*ours)
-    cotangent = torch.randn_like(expected)
-    theirs = torch.autograd.grad(expected, wide, cotangent)
-    gradients = torch.autograd.grad(out, ours, cotangent.to(out))
-    for our, their in zip((out, *gradients), (expected, *theirs), strict=True):
-        assert (our.cpu().double() - their).norm() < 5e-3 * their.norm()
+    assert_near_with_gradients(out, ours, expected, wide, 5e-3)
 
 
 def test_kernel_options_divide_the_tiles_of_a_mask() -> None:
@@ -183,9 +179,5 @@ def test_cuda_at_widths_with_kernel_options(width: int, dtype: torch.dtype, limi
     wide: list[Any] = [tensor.detach().cpu().double().requires_grad_() for tensor in ours]
     out = prepare_attention(pattern.to("cuda"), length, "cuda", "flex")(*ours)
     expected = prepare_attention(pattern, length, "cpu", "eager")(*wide)
-    cotangent = torch.randn_like(out)
-    gradients = torch.autograd.grad(out, ours, cotangent)
-    theirs = torch.autograd.grad(expected, wide, cotangent.cpu().double())
-    for our, their in zip((out, *gradients), (expected, *theirs), strict=True):
-        assert our.dtype == dtype
-        assert (our.detach().cpu().double() - their).norm() < limit * their.norm()
+    assert out.dtype == dtype
+    assert_near_with_gradients(out, ours, expected, wide, limit)

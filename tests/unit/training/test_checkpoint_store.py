@@ -10,11 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from config.train import TrainConfig
+from config.training.checkpoint import CheckpointConfig
 from diffusionlm.checkpoints.huggingface import load_model, save_model
 from diffusionlm.checkpoints.manifest import MANIFEST, verify_directory, write_directory_atomically
+from diffusionlm.training.checkpointing.run_directory import open_run_directory
 from diffusionlm.training.checkpointing.staging import stage_checkpoint
 from diffusionlm.training.checkpointing.store import CheckpointStore
 from diffusionlm.training.checkpointing.tensor_files import StoredTensors
+from files.usage_error import UsageError
 from tests.conftest import MakeModel
 from tests.unit.training.checkpoints import (
     WriteModel,
@@ -261,3 +265,26 @@ def test_run_directory_is_a_model_directory(tiny_model: MakeModel, tmp_path: Pat
         load_model(tmp_path / "nothing")
     with pytest.raises(ValueError, match="dtype = 'int8'"):
         load_model(tmp_path, dtype="int8")
+
+
+@pytest.fixture
+def used(config: TrainConfig) -> Path:
+    """A run directory with a checkpoint."""
+    with open_run_directory(config) as directory:
+        directory.store.path(1).mkdir(parents=True)
+    return config.run.directory
+
+
+def refuses(config: TrainConfig, message: str) -> None:
+    with pytest.raises(UsageError, match=message), open_run_directory(config):
+        pass
+
+
+def test_a_used_directory_is_a_usage_error(config: TrainConfig, used: Path) -> None:
+    before = (used / "config.toml").read_bytes()
+    changed = config.model_copy(update={"run": config.run.model_copy(update={"seed": config.run.seed + 1})})
+    refuses(changed, r"another config:\n  run\.seed")
+    refuses(config.model_copy(update={"checkpoint": CheckpointConfig(resume="never")}), r'checkpoint\.resume = "never"')
+    assert (used / "config.toml").read_bytes() == before
+    (used / "config.toml").unlink()
+    refuses(config, r"not empty and not a run \(it holds checkpoints\)")

@@ -18,13 +18,14 @@ from torch import nn
 from config.train import TrainConfig
 from config.training.optimizer import AdamWConfig, LionConfig, MuonConfig
 from config.training.runtime import RuntimeConfig
+from config.training.training import RunConfig
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.optim.build import build_optimizers
 from diffusionlm.training import block_wrapping
 from diffusionlm.training.block_wrapping import MIN_CPU_FLOPS, should_compile_blocks
 from diffusionlm.training.loop import MetricsTracker, collect_garbage, pause_garbage_collection
 from diffusionlm.training.metrics import StepMetrics, TrainingProgress
-from diffusionlm.training.setup import check_triton
+from diffusionlm.training.setup import check_triton, set_up_device
 from diffusionlm.training.step import Prefetcher
 from logger import LoggerGroup
 from profiling import triton_setup
@@ -217,3 +218,18 @@ def test_a_gpu_without_a_c_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_conflicting_activation_checkpointing_options_are_rejected() -> None:
     with pytest.raises(ValueError, match='set compile = "none" or "auto"'):
         RuntimeConfig(compile="blocks", activation_checkpointing="selective")
+
+
+@pytest.mark.parametrize(
+    ("key", "variable", "ranks", "expected"),
+    [(3, "2", "1", 3), (None, "2", "1", 2), (None, "", "1", 8), (None, "1", "4", 2), (None, "many", "1", 8)],
+)
+def test_number_of_threads(
+    key: int | None, variable: str, ranks: str, expected: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """torchrun sets the variable to 1 for several ranks: then the cores are divided."""
+    monkeypatch.setattr("diffusionlm.training.setup.usable_cores", lambda: 8)
+    monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    set_up_device(RunConfig(directory=tmp_path, device="cpu", threads=key), keep_freed_memory=False)
+    assert torch.get_num_threads() == expected
