@@ -41,6 +41,7 @@ from diffusionlm.data.shard_files import (
     partial_path,
     read_index,
     read_json_model,
+    select_dtype,
 )
 from diffusionlm.data.sources import open_source
 from diffusionlm.data.tokenization import TextEncoder, open_text_encoder, train_tokenizer
@@ -269,7 +270,7 @@ class _MakeDataJob:
     def run(self, provided_tokenizer: Tokenizer | None) -> ShardIndex:
         tokenizer = self._prepare_tokenizer(provided_tokenizer)
         assert tokenizer.eos_token_id is not None, "_prepare_tokenizer rejects tokenizers without it"
-        dtype: ShardDtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+        dtype = select_dtype(tokenizer.vocab_size)
         if self.num_shards:
             self._log(f"{self._directory}: continuing after {self.num_shards} complete shards")
         open_splits = [split for split in SPLITS if not self._progress.splits[split].is_done]

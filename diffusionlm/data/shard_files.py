@@ -177,6 +177,11 @@ def check_checksums(directory: Path, split: SplitIndex) -> None:
             )
 
 
+def select_dtype(vocab_size: int) -> ShardDtype:
+    """Return the smaller dtype that holds all token ids."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
 def little_endian_dtype(dtype: ShardDtype) -> np.dtype[Any]:
     """Return the dtype of ids on disk, which is little-endian on every machine."""
     return np.dtype(dtype).newbyteorder("<")

@@ -26,7 +26,6 @@ from diffusionlm.data.shard_files import (
     TOKENIZER_DIRECTORY,
     ShardEntry,
     ShardIndex,
-    SplitIndex,
     check_sizes,
     little_endian_dtype,
     read_index,
@@ -79,10 +78,12 @@ class ShardDocuments:
         self._first_document_F: NDArray[np.int64] = first_documents[:-1]
         limit = config.max_documents if split == "train" else None
         self.num_documents = min(int(first_documents[-1]), limit or sys.maxsize)
+        self.vocab_size, self.tokenizer_fingerprint = index.vocab_size, index.tokenizer_fingerprint
         self.num_tokens = _count_tokens(self._files, first_documents, self.num_documents)
         """Tokens of all documents, without end-of-text tokens."""
-        self.vocab_size, self.tokenizer_fingerprint = index.vocab_size, index.tokenizer_fingerprint
-        self.identity = _compute_identity(index, split_index, split, self.num_documents)
+        checksums = " ".join(part.sha256 for shard in split_index.shards for part in shard.parts)
+        digest = hashlib.sha256(f"{index.tokenizer_fingerprint} {self.num_documents} {checksums}".encode()).hexdigest()
+        self.identity = f"shards/{split}/{digest[:16]}"
         prefix = "" if self.num_documents == split_index.documents else f"the first {self.num_documents:,} of "
         self.provenance = (
             f"{prefix}{split_index.documents:,} documents, {split_index.tokens:,} tokens, "
@@ -204,12 +205,6 @@ def _hash_below(size: np.uint64, values: NDArray[np.uint64], key: np.uint64) -> 
     bits = (bits ^ (bits >> np.uint64(30))) * _MULTIPLIERS[1]
     bits = (bits ^ (bits >> np.uint64(27))) * _MULTIPLIERS[2]
     return ((bits >> np.uint64(32)) * size) >> np.uint64(32)
-
-
-def _compute_identity(index: ShardIndex, split_index: SplitIndex, split: Split, num_documents: int) -> str:
-    checksums = " ".join(part.sha256 for shard in split_index.shards for part in shard.parts)
-    digest = hashlib.sha256(f"{index.tokenizer_fingerprint} {num_documents} {checksums}".encode()).hexdigest()
-    return f"shards/{split}/{digest[:16]}"
 
 
 def _open_shard(directory: Path, shard: ShardEntry, index: ShardIndex) -> _ShardFile:

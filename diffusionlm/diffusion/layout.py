@@ -126,8 +126,10 @@ class InputLayout:
                 assert self.block_length is not None
                 pattern = PromptAndOwnBlock(self.block_length, find_prompts(batch), documents_BL)
             elif self.block_length is not None:
-                is_block_start_BL = (_offsets_in_segment(batch) % self.block_length == 0).expand(masked.shape)
-                if bool((is_block_start_BL & (_offsets_in_document(batch) > 0)).any()):
+                offsets_BL = _offsets_in_document(batch)
+                parts_BL = offsets_BL if batch.segment_BL is None else document_offsets(batch.segment_BL)
+                is_block_start_BL = (parts_BL % self.block_length == 0).expand(masked.shape)
+                if bool((is_block_start_BL & (offsets_BL > 0)).any()):
                     inputs = torch.cat([inputs, batch.tokens_BL], dim=1)
                     pattern = BlockDiffusion(self.block_length, documents_BL, batch.segment_BL)
                     positions_N, order = self._find_positions_in_halves(is_block_start_BL, masked_indices_N)
@@ -184,11 +186,6 @@ def _offsets_in_document(batch: CleanBatch) -> Tensor:
     if batch.document_BL is None:
         return torch.arange(batch.tokens_BL.shape[1])[None]
     return document_offsets(batch.document_BL)
-
-
-def _offsets_in_segment(batch: CleanBatch) -> Tensor:
-    """Index of each token in its segment, or in its document if there are no segments, [B or 1, L]."""
-    return _offsets_in_document(batch) if batch.segment_BL is None else document_offsets(batch.segment_BL)
 
 
 def _document_ids_or_none(batch: CleanBatch) -> Tensor | None:

@@ -252,21 +252,17 @@ def create_model_builder(
     directory = None if section.init_from is None else resolve_model_directory(section.init_from)
     source_config = None if directory is None else read_model_config(directory)
     vocab_size = tokenizer.vocab_size
-    stop_token_ids: tuple[int, ...] = ()
     if source_config is not None:
         section.check_same_architecture(source_config)
         section.check_vocab_size(source_config, vocab_size)
         vocab_size = source_config.vocab_size
-        stop_token_ids = _merge_stop_tokens(source_config, tokenizer)
-    if config.data.chats:
-        stop_token_ids = _add_chat_stop(stop_token_ids, tokenizer)
     build_config = section.to_model_config if config.lora is None else section.to_adapted_config
     model_config = build_config(
         vocab_size=vocab_size,
         mask_token_id=tokenizer.mask_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        stop_token_ids=stop_token_ids,
+        stop_token_ids=_collect_stop_tokens(source_config, tokenizer, has_chats=bool(config.data.chats)),
         block_length=config.objective.final_block_length,
         block_origin=config.block_origin,
         begin_with_eos=config.data.begin_with_eos,
@@ -283,21 +279,21 @@ def create_model_builder(
     )
 
 
-def _merge_stop_tokens(source_config: ModelConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Stop tokens of ``init_from``, the tokenizer's end-of-text token first; none if that token is not among them."""
+def _collect_stop_tokens(
+    source_config: ModelConfig | None, tokenizer: Tokenizer, *, has_chats: bool
+) -> tuple[int, ...]:
+    """Stop tokens of a model, the tokenizer's end-of-text token first: those of ``init_from``, if that token is among
+    them, and that of the chat template, at which the model learns to end its answers. Empty: that token alone."""
     end = tokenizer.eos_token_id
-    if end is None or end not in source_config.stop_token_ids:
-        return ()
-    return tuple(dict.fromkeys([end, *source_config.stop_token_ids]))
-
-
-def _add_chat_stop(stop_token_ids: tuple[int, ...], tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The stop tokens with that of the chat template, at which the model learns to end its answers."""
-    assert tokenizer.chat_template is not None and tokenizer.eos_token_id is not None, "prepare_tokenizer has set them"
-    stop = find_stop_token(tokenizer.chat_template, tokenizer)
-    if stop in (tokenizer.eos_token_id, *stop_token_ids):
-        return stop_token_ids
-    return tuple(dict.fromkeys([tokenizer.eos_token_id, *stop_token_ids, stop]))
+    stop_token_ids: list[int] = []
+    if source_config is not None and end is not None and end in source_config.stop_token_ids:
+        stop_token_ids = [end, *source_config.stop_token_ids]
+    if has_chats:
+        assert tokenizer.chat_template is not None and end is not None, "prepare_tokenizer has set them"
+        stop = find_stop_token(tokenizer.chat_template, tokenizer)
+        if stop not in (end, *stop_token_ids):
+            stop_token_ids = [end, *stop_token_ids, stop]
+    return tuple(dict.fromkeys(stop_token_ids))
 
 
 def parallelize(

@@ -304,7 +304,8 @@ class StdlibSource:
         for path in sorted(root.rglob("*.py")):
             name = path.relative_to(root)
             is_excluded = not EXCLUDED_FOLDERS.isdisjoint(name.parts[:-1]) or path.stat().st_size == 0
-            if is_excluded or _is_one_in(name.as_posix(), config.validation_share) != (split == "validation"):
+            name_hash = int.from_bytes(hashlib.sha256(name.as_posix().encode()).digest()[:8], "big")
+            if is_excluded or (name_hash % config.validation_share == 0) != (split == "validation"):
                 continue
             content = path.read_bytes()
             self.skip_log.total += 1
@@ -325,8 +326,3 @@ class StdlibSource:
         start = position or 0
         documents = [path.read_text(encoding="utf-8") for path in self.paths[start : start + limit]]
         return documents, start + limit if len(documents) == limit else None
-
-
-def _is_one_in(name: str, share: int) -> bool:
-    """Return True for one name in ``share``, by its hash."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % share == 0

@@ -82,6 +82,7 @@ def test_tokens_are_read_back(tmp_path: Path, vocab_size: int) -> None:
     cuts = [documents[:1], documents[1:7], documents[7:8], documents[8:250], documents[250:]]
     actual = open_shards(write_shards(tmp_path, cuts, vocab_size))
     assert len(actual) == 300
+    assert actual.num_tokens == sum(map(len, documents))
     assert same(actual.documents(np.arange(300)), documents)
     order = np.random.default_rng(1).integers(0, 300, 1_000)
     assert same(actual.documents(order), [documents[index] for index in order])
@@ -111,7 +112,7 @@ def test_identity_and_provenance(tmp_path: Path, three: tuple[Path, list[Tokens]
     again = write_shards(tmp_path / "again", [documents[:40], documents[40:41], documents[41:]])
     other = write_shards(tmp_path / "other", [changed[:40], changed[40:41], changed[41:]])
     fewer = open_shards(folder, 41)
-    assert len(fewer) == 41
+    assert (len(fewer), fewer.num_tokens) == (41, sum(map(len, documents[:41])))
     assert same(fewer.documents(np.arange(41)), documents[:41])
     held_out = write_shards(tmp_path / "validation", [documents], split="validation")
     assert len(open_shards(held_out, 5, "validation")) == 100, "it limits training documents only"
