@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from config.generation import GenerationConfig
 from diffusionlm.inference.constraints.compiler import TokenConstraint
@@ -125,13 +125,16 @@ def generate(
             finite.
     """
     count = len(prompts)
-    requests = _prepare_requests(
-        model, prompts, config, seeds,
-        allowed_token_ids=_expand("allowed_token_ids", allowed_token_ids, count, None),
-        segment_starts=_expand("segment_starts", segment_starts, count, ()),
-        constraints=[(item,) for item in _expand("constraints", constraints, count, None)],
-    )  # fmt: skip
-    return decode(model, requests, on_step)
+    options = [
+        RequestOptions(allowed_token_ids=allowed, segment_starts=starts, constraints=(constraint,))
+        for allowed, starts, constraint in zip(
+            _expand("allowed_token_ids", allowed_token_ids, count, {}),
+            _expand("segment_starts", segment_starts, count, ()),
+            _expand("constraints", constraints, count, None),
+            strict=True,
+        )
+    ]
+    return _decode_texts(model, prompts, config, seeds, options, on_step)
 
 
 def infill(
@@ -159,13 +162,15 @@ def infill(
         ValueError: like `generate`.
     """
     count = len(canvases)
-    requests = _prepare_requests(
-        model, canvases, config, seeds, options,
-        is_infill=[True] * count,
-        allowed_token_ids=_expand("allowed_token_ids", allowed_token_ids, count, None),
-        constraints=_expand("constraints", constraints, count, ()),
-    )  # fmt: skip
-    return decode(model, requests, on_step)
+    all_options = [
+        replace(options, is_infill=True, allowed_token_ids=allowed, constraints=own_constraints)
+        for allowed, own_constraints in zip(
+            _expand("allowed_token_ids", allowed_token_ids, count, {}),
+            _expand("constraints", constraints, count, ()),
+            strict=True,
+        )
+    ]
+    return _decode_texts(model, canvases, config, seeds, all_options, on_step)
 
 
 def _expand(name: str, values: Sequence[T] | None, num_requests: int, default: T) -> Sequence[T]:
@@ -179,28 +184,21 @@ def _expand(name: str, values: Sequence[T] | None, num_requests: int, default: T
     return [default] * num_requests if values is None else values
 
 
-def _prepare_requests(
+def _decode_texts(
     model: Transformer,
     texts: Sequence[Sequence[int]],
     config: GenerationConfig,
     seeds: Sequence[int] | None,
-    common_options: RequestOptions = DEFAULT_OPTIONS,
-    **options: Sequence[Any],
-) -> list[PreparedRequest]:
-    """Check requests, each with its entry of each option (`RequestOptions`)."""
+    options: Sequence[RequestOptions],
+    on_step: StepCallback | None,
+) -> list[Generation]:
     settings = resolve_settings(config, model.config)
     seeds = range(len(texts)) if seeds is None else _expand("seeds", seeds, len(texts), 0)
-    kind = "canvas" if "is_infill" in options else "prompt"
-    return [
-        prepare_request(
-            settings,
-            token_ids,
-            seeds[index],
-            replace(common_options, **{key: values[index] for key, values in options.items()}),
-            f"{kind} {index}",
-        )
-        for index, token_ids in enumerate(texts)
+    requests = [
+        prepare_request(settings, token_ids, seed, own, f"{'canvas' if own.is_infill else 'prompt'} {index}")
+        for index, (token_ids, seed, own) in enumerate(zip(texts, seeds, options, strict=True))
     ]
+    return decode(model, requests, on_step)
 
 
 def decode(
@@ -289,7 +287,7 @@ def take_snapshot(request: ActiveRequest) -> CanvasSnapshot:
 def to_generation(request: ActiveRequest) -> Generation:
     """The result of a request that is done."""
     positions = request.answer_positions[: request.stop_index]
-    token_ids = request.tokens_L if request.prepared.options.is_infill else request.tokens_L[positions]
+    token_ids = request.tokens_L if request.options.is_infill else request.tokens_L[positions]
     return Generation(
         token_ids=tuple(token_ids.tolist()),
         finish_reason="length" if request.stop_index is None else "stop",

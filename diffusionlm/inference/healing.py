@@ -51,7 +51,7 @@ class HealedText:
     def allowed_token_ids(self) -> Mapping[int, NDArray[np.int64]]:
         """Healed position -> the tokens that begin with what was taken back before it. In a prompt it is the position
         of the first new token."""
-        return {position: np.asarray(ids) for position, ids in (self.options.allowed_token_ids or {}).items()}
+        return {position: np.asarray(ids) for position, ids in self.options.allowed_token_ids.items()}
 
     @property
     def num_repeated_bytes(self) -> int:

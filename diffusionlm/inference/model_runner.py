@@ -94,7 +94,7 @@ def find_input_slice(request: ActiveRequest) -> InputSlice:
     shift = _output_shift(request.settings.model)
     first_output = max(0, int(request.output_positions[0]) - shift)
     if block_length is not None:
-        segments = request.prepared.segments
+        segments = request.segments
         # A read, and a known text of a causal model, have several blocks at once (`prepare_prompt_scoring`).
         block_start, last_start = segments.block_starts(block_positions[[0, -1]], block_length).tolist()
         num_visible = min(segments.block_end(last_start, block_length), length)
@@ -119,7 +119,7 @@ def find_prompt_slice(request: ActiveRequest, num_tokens: int) -> InputSlice | N
     assert block_length is not None and request.uses_blocks
     if num_tokens < 1:
         return None
-    segments = request.prepared.segments
+    segments = request.segments
     limit = min(part.start + num_tokens, part.cached_length)
     starts = segments.block_starts(np.array([part.start, limit]), block_length).tolist()
     end = max(starts[1], segments.block_end(starts[0], block_length))
@@ -228,8 +228,8 @@ class ModelRunner:
             assert settings.config.block_length is not None
             is_prompt_1L = torch.arange(length)[None] < int(request.masked_positions[0])
             return PromptAndOwnBlock(settings.config.block_length, is_prompt_1L)
-        if settings.block_causal_length is not None and len(request.prepared.segments.starts) > 1:
-            segments_1L = torch.from_numpy(request.prepared.segments.numbers(length))[None]
+        if settings.block_causal_length is not None and len(request.segments.starts) > 1:
+            segments_1L = torch.from_numpy(request.segments.numbers(length))[None]
             return BlockCausal(settings.block_causal_length, segments_BL=segments_1L)
         pattern = self._get_pattern(settings)
         return DenseBias(pattern.bias[..., :length, :length]) if isinstance(pattern, DenseBias) else pattern

@@ -208,7 +208,7 @@ class PageManager:
         block_length = request.settings.block_causal_length
         if not len(ends) or block_length is None:
             return []
-        block_starts_L = request.prepared.segments.block_starts(np.arange(len(request.tokens_L)), block_length)
+        block_starts_L = request.segments.block_starts(np.arange(len(request.tokens_L)), block_length)
         block_ends = np.searchsorted(block_starts_L, block_starts_L[ends - 1], side="right")
         contents_2L = np.stack([request.tokens_L, block_starts_L])
         digests, digest = [], request.page_digests[-1] if num_known else request.cache_salt

@@ -161,7 +161,7 @@ class RequestBuilder:
         except ValueError:
             if not (any(merged.constraints) and any(merged.repeated_bytes)):
                 raise
-        plain = replace(merged, allowed_token_ids=None, repeated_bytes=())
+        plain = replace(merged, allowed_token_ids={}, repeated_bytes=())
         return prepare_request(self.settings, text.plain_token_ids, seed, plain, label)
 
 
@@ -194,7 +194,7 @@ def _prepare(
 ) -> PreparedRequest:
     if options.is_read:
         settings = resolve_read_settings(settings)
-    segments = _check_segments(settings, options.segment_starts, len(token_ids))
+    _check_segments(settings, options.segments, len(token_ids))
     if options.is_infill:
         text_length = len(token_ids)
         _check_length(text_length, settings, "shorten the text or its masked spans")
@@ -202,17 +202,14 @@ def _prepare(
         masked_positions = np.flatnonzero(canvas_L == settings.model.required_mask_token_id)
     else:
         text_length = _resolve_text_length(settings, options, len(token_ids))
-        canvas_length = _find_canvas_length(settings, segments, text_length)
+        canvas_length = _find_canvas_length(settings, options.segments, text_length)
         masks = [settings.placeholder_token_id] * (canvas_length - len(token_ids))
         canvas_L = np.array([*token_ids, *masks], dtype=np.int64)
         masked_positions = np.arange(len(token_ids), canvas_length)
-    blocks = tuple(split_into_blocks(masked_positions, settings, segments))
+    blocks = tuple(split_into_blocks(masked_positions, settings, options.segments))
     if options.is_read and blocks:
         blocks = (DecodingBlock(masked_positions, (len(masked_positions),)),)
-    allowed = {position: np.asarray(ids, dtype=np.int64) for position, ids in (options.allowed_token_ids or {}).items()}
-    request = PreparedRequest(
-        settings, options, seed, canvas_L, masked_positions, blocks, text_length, allowed, segments
-    )
+    request = PreparedRequest(settings, options, seed, canvas_L, masked_positions, blocks, text_length)
     _check_request(request)
     return replace(request, constrained_spans=_constrain(request)) if options.constraints else request
 
@@ -227,15 +224,14 @@ def prepare_known_text(
     text's own tokens are committed there, with their log-probabilities. With a strategy that does not look at sampled
     tokens these sum to the log-likelihood of the text under it (DUEL, arXiv 2603.01367).
     """
-    segments = _check_segments(settings, options.segment_starts, len(token_ids))
+    _check_segments(settings, options.segments, len(token_ids))
     known_tokens_L = np.array(token_ids, dtype=np.int64)
     canvas_L = known_tokens_L.copy()
     canvas_L[masked_positions] = settings.placeholder_token_id
-    blocks = tuple(split_into_blocks(masked_positions, settings, segments))
-    return PreparedRequest(
-        settings, replace(options, is_infill=True), 0, canvas_L, masked_positions, blocks, len(canvas_L), {}, segments,
-        known_tokens_L=known_tokens_L,
-    )  # fmt: skip
+    blocks = tuple(split_into_blocks(masked_positions, settings, options.segments))
+    options = replace(options, is_infill=True)
+    request = PreparedRequest(settings, options, 0, canvas_L, masked_positions, blocks, len(canvas_L))
+    return replace(request, known_tokens_L=known_tokens_L)
 
 
 def prepare_prompt_scoring(
@@ -277,18 +273,17 @@ def _check_options(options: RequestOptions, model: ModelConfig) -> None:
             raise ValueError(f"logit_bias of token {token} is {value}: use a finite number")
 
 
-def _check_segments(settings: DecodingSettings, segment_starts: Sequence[int], num_tokens: int) -> TextSegments:
-    if segment_starts and settings.block_causal_length is None:
+def _check_segments(settings: DecodingSettings, segments: TextSegments, num_tokens: int) -> None:
+    starts = segments.starts
+    if len(starts) > 1 and settings.block_causal_length is None:
         raise ValueError(
             f'segment_starts need attention = "block_causal", and it is "{settings.config.attention}": leave them out'
         )
-    starts = (0, *segment_starts)
     if any(start >= following for start, following in pairwise(starts)) or starts[-1] > num_tokens:
         raise ValueError(
-            f"segment_starts = {list(segment_starts)} must ascend from 1 at least to {num_tokens}, the length of the "
+            f"segment_starts = {list(starts[1:])} must ascend from 1 at least to {num_tokens}, the length of the "
             "prompt, at most"
         )
-    return TextSegments(starts)
 
 
 def _find_canvas_length(settings: DecodingSettings, segments: TextSegments, text_length: int) -> int:
@@ -314,7 +309,7 @@ def _check_request(request: PreparedRequest) -> None:
             "this model cannot predict the first token of a text, because its output i - 1 predicts token i: begin "
             "with a token, such as end of text"
         )
-    for position, ids in request.allowed_token_ids.items():
+    for position, ids in request.options.allowed_token_ids.items():
         if position not in masked_positions:
             raise ValueError(f"allowed_token_ids names position {position}, which is not masked: remove it")
         stop_ids = request.settings.stop_token_ids if position < request.first_stop_position else ()
@@ -323,7 +318,7 @@ def _check_request(request: PreparedRequest) -> None:
                 f"allowed_token_ids leaves no token at position {position}: add one that is not suppressed, and among "
                 "the first min_new_tokens one that is no stop token"
             )
-        check_token_ids((int(ids.min()), int(ids.max())), model, "allowed_token_ids")
+        check_token_ids((int(np.min(ids)), int(np.max(ids))), model, "allowed_token_ids")
     _check_draft(request)
     spans = dict(_find_spans(request)) if request.options.choices else {}
     for start, choices in request.options.choices.items():
@@ -403,7 +398,7 @@ def _constrain(request: PreparedRequest) -> tuple[ConstrainedSpan, ...]:
         try:
             automaton = constraint.after(prefix).token_automaton(request.settings, can_stop=not options.is_infill)
             min_length = max(request.first_stop_position - span[0], 0)
-            constrained.append(ConstrainedSpan(automaton, *span, request.allowed_token_ids, min_length))
+            constrained.append(ConstrainedSpan(automaton, *span, options.allowed_token_ids, min_length))
         except ValueError as error:
             raise ValueError(f"masked span {number}: {error}" if options.is_infill else str(error)) from None
     return tuple(constrained)

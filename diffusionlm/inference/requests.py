@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,8 +38,8 @@ class RequestOptions:
 
     max_new_tokens: int | None = None
     """New tokens of a prompt. None: as the config says."""
-    allowed_token_ids: AllowedTokens | None = None
-    """Position -> the tokens that it may hold, as in `generate`. None: any."""
+    allowed_token_ids: AllowedTokens = field(default_factory=dict)
+    """Position -> the tokens that it may hold, as in `generate`."""
     repeated_bytes: Sequence[bytes] = ()
     """What the first token of each masked span repeats of the text before it (`TokenHealer`); a prompt has one span.
     Empty: nothing."""
@@ -74,6 +75,11 @@ class RequestOptions:
     """Texts share cached keys and values only with the same salt."""
 
     @property
+    def segments(self) -> TextSegments:
+        """Parts of the text in which blocks are counted anew."""
+        return TextSegments((0, *self.segment_starts))
+
+    @property
     def num_remasked(self) -> int:
         """Number of drafted tokens that are masked again."""
         return int(self.remask * sum(token >= 0 for token in self.draft_token_ids) + 0.5)
@@ -86,7 +92,7 @@ DEFAULT_OPTIONS = RequestOptions()
 class TextSegments:
     """Parts of a text in which the blocks of block-causal attention are counted anew: the turns of a chat."""
 
-    starts: tuple[int, ...] = (0,)
+    starts: tuple[int, ...]
     """First position of each segment, ascending, the first one 0."""
 
     def block_starts(self, positions_N: NDArray[np.int64], block_length: int) -> NDArray[np.int64]:
@@ -105,10 +111,6 @@ class TextSegments:
         return np.searchsorted(np.array(self.starts), np.arange(length), side="right")
 
 
-WHOLE_TEXT = TextSegments()
-"""The whole text is one segment."""
-
-
 @dataclass(frozen=True)
 class DecodingBlock:
     """Positions that are decoded together."""
@@ -119,7 +121,7 @@ class DecodingBlock:
 
 
 def split_into_blocks(
-    masked_positions: NDArray[np.int64], settings: DecodingSettings, segments: TextSegments = WHOLE_TEXT
+    masked_positions: NDArray[np.int64], settings: DecodingSettings, segments: TextSegments
 ) -> list[DecodingBlock]:
     """Split masked positions into blocks, left to right: every ``block_length`` of them or, with block-causal
     attention, those of each block of the text. Independent blocks are counted from the first masked position.
@@ -167,9 +169,6 @@ class PreparedRequest:
     blocks: tuple[DecodingBlock, ...]
     text_length: int
     """Positions of the text; the last block may be decoded beyond it."""
-    allowed_token_ids: Mapping[int, NDArray[np.int64]]
-    """Masked position -> the tokens that it may hold."""
-    segments: TextSegments = WHOLE_TEXT
     constrained_spans: tuple[ConstrainedSpan, ...] = ()
     known_tokens_L: NDArray[np.int64] | None = None
     """Tokens that are committed instead of the predicted ones (`prepare_known_text`). None: the text is not known."""
@@ -213,8 +212,8 @@ class ActiveRequest:
 
     def __init__(self, request: PreparedRequest) -> None:
         settings, masked_positions = request.settings, request.masked_positions
-        self.settings, self.prepared = settings, request
-        self.masked_positions = masked_positions
+        self.settings, self.prepared, self.options = settings, request, request.options
+        self.segments, self.masked_positions = request.options.segments, masked_positions
         self.answer_positions = masked_positions[masked_positions < request.text_length]
         self.tokens_L = request.canvas_L.copy()
         """Placeholders at masked positions."""
@@ -255,7 +254,7 @@ class ActiveRequest:
         """Why decoding has ended."""
         self.span_cursors = tuple(map(SpanCursor, request.constrained_spans))
         self._strategy = settings.strategy
-        self._stop_token_ids: Collection[int] = () if request.options.is_infill else settings.stop_token_ids
+        self._stop_token_ids: Collection[int] = () if self.options.is_infill else settings.stop_token_ids
         self._deferred_token_ids = list(settings.config.defer_token_ids)
         self.output_positions = masked_positions[:0]
         """Positions whose logits the next forward computes, [N], ascending."""
@@ -265,7 +264,7 @@ class ActiveRequest:
 
     def _place_draft(self) -> None:
         """Begin with the drafted tokens, except for those that are masked again."""
-        options = self.prepared.options
+        options = self.options
         drafted = np.flatnonzero(np.array(options.draft_token_ids, dtype=np.int64) >= 0)
         order = keyed_rng(self.prepared.seed, RngStream.DRAFT_MASKS).permutation(len(drafted))
         for index in drafted[order[options.num_remasked :]].tolist():
@@ -277,10 +276,6 @@ class ActiveRequest:
         """Skip blocks without masks, which a strategy that cannot remask leaves as they are."""
         while self.blocks and not (self._strategy.can_remask or self.is_masked_L[self.blocks[0].positions].any()):
             self.blocks.pop(0)
-
-    @property
-    def num_top_logprobs(self) -> int:
-        return self.prepared.options.num_top_logprobs
 
     @property
     def is_done(self) -> bool:
@@ -314,7 +309,7 @@ class ActiveRequest:
     def cache_salt(self) -> bytes:
         """What cached keys and values depend on besides the tokens."""
         adapter = None if self.adapter is None else self.adapter.number
-        return repr((self.settings.block_causal_length, adapter, self.prepared.options.cache_salt)).encode()
+        return repr((self.settings.block_causal_length, adapter, self.options.cache_salt)).encode()
 
     def draw_uniforms(self, stream: RngStream, positions: NDArray[np.int64]) -> NDArray[np.float64]:
         """A number in [0, 1) for each position, as a function of (seed, position, step) alone."""
@@ -332,7 +327,7 @@ class ActiveRequest:
 
     def top_logprobs_at(self, positions: NDArray[np.int64]) -> tuple[TopLogprobs, ...]:
         """The most probable tokens at committed positions; empty if the request has not asked for them."""
-        if not self.num_top_logprobs:
+        if not self.options.num_top_logprobs:
             return ()
         return tuple(self.top_logprobs.get(position, ()) for position in positions.tolist())
 
@@ -406,7 +401,7 @@ class ActiveRequest:
         positions = self.output_positions[is_committed_N]
         self.tokens_L[positions] = predictions.tokens_N[is_committed_N]
         self.logprobs_L[positions] = predictions.logprobs_N[is_committed_N]
-        if self.num_top_logprobs:
+        if self.options.num_top_logprobs:
             self._keep_top_logprobs(predictions, is_committed_N)
         self.step_map_L[positions] = self.num_forwards
         self._finish_step(positions, is_selected_M)
@@ -414,12 +409,9 @@ class ActiveRequest:
 
     def _keep_top_logprobs(self, predictions: Predictions, is_committed_N: NDArray[np.bool_]) -> None:
         for index in np.flatnonzero(is_committed_N).tolist():
-            tokens = predictions.top_tokens_NT[index].tolist()
-            logprobs = predictions.top_logprobs_NT[index].tolist()
-            pairs = zip(tokens[: self.num_top_logprobs], logprobs[: self.num_top_logprobs], strict=True)
-            self.top_logprobs[int(self.output_positions[index])] = tuple(
-                (token, logprob) for token, logprob in pairs if logprob > -np.inf
-            )
+            tokens, logprobs = predictions.top_tokens_NT[index].tolist(), predictions.top_logprobs_NT[index].tolist()
+            pairs = islice(zip(tokens, logprobs, strict=True), self.options.num_top_logprobs)
+            self.top_logprobs[int(self.output_positions[index])] = tuple(pair for pair in pairs if pair[1] > -np.inf)
 
     def _select_positions(self, confidence_M: NDArray[np.float64]) -> NDArray[np.bool_]:
         schedule, uniforms_M = self.blocks[0].unmasking_schedule, confidence_M

@@ -70,7 +70,7 @@ class TokenSampler:
         committed_N = read(ActiveRequest.read_committed_tokens) if self._settings.strategy.can_remask else None
         known_N = read(ActiveRequest.read_known_tokens) if self._is_known else None
         changes = LogitChanges(requests)
-        num_top = max((request.num_top_logprobs for request in requests), default=0)
+        num_top = max((request.options.num_top_logprobs for request in requests), default=0)
         samples = [
             self._sample_chunk(
                 self._copy_logits(logits_NV, chunk, changes),
@@ -243,11 +243,11 @@ class LogitChanges:
         """First row, row after the last one, tokens, and what is added to their logits, or their repetition penalty."""
         start = 0
         for request in requests:
-            for position, token_ids in request.prepared.allowed_token_ids.items():
+            for position, token_ids in request.options.allowed_token_ids.items():
                 for index in np.flatnonzero(request.output_positions == position).tolist():
-                    self._allowed_tokens[start + index] = token_ids
+                    self._allowed_tokens[start + index] = np.asarray(token_ids, dtype=np.int64)
             end = start + len(request.output_positions)
-            if bias := request.prepared.options.logit_bias:
+            if bias := request.options.logit_bias:
                 self._changes.append((start, end, np.array([*bias]), np.array([*bias.values()], dtype=np.float64)))
             self._changes += [(start, end, *change) for change in _compute_penalties(request)]
             if num_early := int(np.searchsorted(request.output_positions, request.prepared.first_stop_position)):

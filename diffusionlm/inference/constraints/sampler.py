@@ -49,7 +49,7 @@ def constrain_predictions(
     results: list[Predictions | Exception] = []
     for request, predicted in zip(logits.requests, predictions, strict=True):
         result: Predictions | Exception = predicted
-        if (request.span_cursors or request.prepared.options.choices) and isinstance(predicted, Predictions):
+        if (request.span_cursors or request.options.choices) and isinstance(predicted, Predictions):
             start = time.perf_counter()
             try:
                 result = _constrain_request(logits.logits_of(request), request, predicted)
@@ -74,7 +74,7 @@ def _constrain_request(logits_NV: Tensor, request: ActiveRequest, predictions: P
         predictions, joints[span.start] = sampler.replace_predictions(predictions), sampler.joint
     scores = (
         _score_choices(logits_NV, request, start, np.array(choices), joints.get(start))
-        for start, choices in request.prepared.options.choices.items()
+        for start, choices in request.options.choices.items()
     )
     return replace(predictions, choice_logprobs=tuple(scores))
 

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from diffusionlm.inference.constraints.byte_automaton import DEAD, ByteAutomaton, too_large_error
 from tokenizer import Tokenizer
@@ -201,13 +201,13 @@ class TokenAutomaton:
             error = too_large_error(MAX_STEPS, f"transitions times the {length:,} tokens of the answer")
             raise ValueError(f"{error}, or a shorter answer")
 
-    def completable_by(self, token_ids: NDArray[np.int64] | None, following: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    def completable_by(self, token_ids: ArrayLike | None, following: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """True for the states from which one of these tokens, None: any token, leads to one of the states
         ``following``, [S]."""
         if token_ids is None:
             return self._before(following[self._edge_targets], self._edge_sources)
         is_allowed = np.zeros(self.num_classes + 1, dtype=np.bool_)
-        is_allowed[self.class_of_V[token_ids]] = True
+        is_allowed[self.class_of_V[np.asarray(token_ids)]] = True
         is_allowed[-1] = False  # the class -1
         return self._before(following[self.targets_E] & is_allowed[self.classes_E], self.sources_E)
 
@@ -313,7 +313,7 @@ class ConstrainedSpan:
         automaton: TokenAutomaton,
         start: int,
         end: int,
-        allowed_token_ids: Mapping[int, NDArray[np.int64]],
+        allowed_token_ids: Mapping[int, ArrayLike],
         min_length: int = 0,
     ) -> None:
         """Check that there is an answer.
