@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from diffusionlm.inference.constraints.byte_automaton import DEAD, ByteAutomaton, compile_expression
-from diffusionlm.inference.constraints.json_schema import compile_json_schema
+from diffusionlm.inference.constraints.json_schema import SchemaCompiler
 
 
 def compile_schema(schema: Any) -> ByteAutomaton:
-    return compile_expression(compile_json_schema(schema))
+    return compile_expression(SchemaCompiler().compile_root(schema))
 
 
 def write_text(automaton: ByteAutomaton, rng: np.random.Generator, max_length: int = 400) -> str:

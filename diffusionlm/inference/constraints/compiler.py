@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from types import MappingProxyType
-from typing import Any
 
 from config.serving.server import DEFAULT_SCHEMA_DEPTH
 from diffusionlm.inference.constraints.byte_automaton import (
@@ -23,7 +22,7 @@ from diffusionlm.inference.constraints.expressions import (
     nesting_error,
     parse_regex,
 )
-from diffusionlm.inference.constraints.json_schema import Schema, SchemaCompiler, compile_json_schema
+from diffusionlm.inference.constraints.json_schema import Schema, SchemaCompiler
 from diffusionlm.inference.constraints.token_automaton import TokenAutomaton, TokenTrie
 from diffusionlm.inference.settings import DecodingSettings
 from tokenizer import Tokenizer
@@ -89,7 +88,7 @@ class ConstraintCompiler:
         Raises:
             ValueError: the expression is wrong, not supported, too large, or matches no text.
         """
-        return self._compile("regex", pattern)
+        return self._compile(parse_regex, pattern)
 
     def compile_choices(self, choices: Sequence[str]) -> TokenConstraint:
         """Exactly one of these texts.
@@ -97,7 +96,7 @@ class ConstraintCompiler:
         Raises:
             ValueError: there is none, or they are too many.
         """
-        return self._compile("choice", tuple(choices))
+        return self._compile(_build_choices, tuple(choices))
 
     def compile_json_schema(self, schema: Schema | bool) -> TokenConstraint:
         """JSON values of a schema, on one line (`json_schema` has what is supported).
@@ -105,7 +104,7 @@ class ConstraintCompiler:
         Raises:
             ValueError: a part of the schema is wrong or not supported, or the automaton is too large.
         """
-        return self._compile("json", json.dumps(schema))
+        return self._compile(self._build_value, json.dumps(schema))
 
     def compile_structured_outputs(self, value: object) -> TokenConstraint:
         """A constraint in the form of vLLM's ``structured_outputs``: an object with one of the keys choice (texts),
@@ -149,7 +148,10 @@ class ConstraintCompiler:
         Raises:
             ValueError: like `compile_json_schema`.
         """
-        return self._compile("tools", (json.dumps([schemas, content]), call_format, is_single))
+        source = json.dumps([schemas, content])
+        return self._compile(
+            self._build_calls, source, call_format, is_single, special=call_format.opening + call_format.closing
+        )
 
     def _build_calls(self, source: str, call_format: ToolCallFormat, is_single: bool) -> Expression:
         schemas, content = json.loads(source)
@@ -167,20 +169,19 @@ class ConstraintCompiler:
             return calls
         return Alternation((calls, compiler.compile_root(content)))
 
-    def _compile_new(self, kind: str, source: Any) -> TokenConstraint:
-        trie = self._find_trie(source[1].opening + source[1].closing if kind == "tools" else "")
-        match kind:
-            case "choice":
-                if not source:
-                    raise ValueError("there are no choices: name at least one text")
-                expression: Expression = Alternation(tuple(map(literal, source)))
-            case "regex":
-                expression = parse_regex(source)
-            case "tools":
-                expression = self._build_calls(*source)
-            case _:
-                expression = compile_json_schema(json.loads(source), self._max_schema_depth)
+    def _build_value(self, source: str) -> Expression:
+        return SchemaCompiler(self._max_schema_depth).compile_root(json.loads(source))
+
+    def _compile_new(self, build: Callable[..., Expression], *source: object, special: str = "") -> TokenConstraint:
+        """``build`` makes the expression of a source. Special tokens in a text stand for it."""
+        trie = self._find_trie(special)
         try:
-            return TokenConstraint(compile_expression(expression, self._max_states), trie)
+            return TokenConstraint(compile_expression(build(*source), self._max_states), trie)
         except RecursionError:
             raise nesting_error() from None
+
+
+def _build_choices(choices: Sequence[str]) -> Expression:
+    if not choices:
+        raise ValueError("there are no choices: name at least one text")
+    return Alternation(tuple(map(literal, choices)))

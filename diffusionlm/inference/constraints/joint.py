@@ -9,23 +9,13 @@ Shapes: P positions, V tokens, K classes of tokens, S states, E transitions from
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from diffusionlm.inference.constraints.byte_automaton import DEAD
 from diffusionlm.inference.constraints.token_automaton import TokenAutomaton
-
-
-@dataclass(frozen=True)
-class _PositionEdges:
-    """Transitions at one position."""
-
-    all_E: NDArray[np.int64]
-    """From the states that can be reached if committed tokens may be taken back."""
-    used_E: NDArray[np.int64]
-    """Those of the committed token."""
 
 
 class JointDistribution:
@@ -56,24 +46,28 @@ class JointDistribution:
         self._automaton, self._logprobs_PV, self._state = automaton, logprobs_PV, state
         self._committed_P, self._is_final_S = committed_P, is_final_S
         self._max_PK, self._sum_PK = reduce_classes(automaton, logprobs_PV)
-        self._edges = self._find_edges(is_scored_P)
+        self._all_edges, self._used_edges = self._find_edges(is_scored_P)
         self._beta = self._run_backward(greedy=False)
         """Log of the sum of the rests of the paths from a state before a position, [P + 1, S]."""
         if not np.isfinite(self._beta[0][state]):
             raise ValueError("the model gives every text that the constraint allows the probability zero")
 
-    def _find_edges(self, is_scored_P: NDArray[np.bool_]) -> list[_PositionEdges]:
-        automaton, states, edges = self._automaton, np.array([self._state]), []
+    def _find_edges(self, is_scored_P: NDArray[np.bool_]) -> tuple[list[NDArray[np.int64]], list[NDArray[np.int64]]]:
+        """Transitions at each position: from the states that can be reached if committed tokens may be taken back, and
+        those of the committed token."""
+        automaton, states = self._automaton, np.array([self._state])
+        all_edges, used_edges = [], []
         for token, is_scored in zip(self._committed_P.tolist(), is_scored_P.tolist(), strict=True):
             all_E = used_E = automaton.transitions_from(states)
             if token >= 0:
                 used_E = all_E[automaton.classes_E[all_E] == automaton.class_of_V[token]]
                 all_E = all_E if is_scored else used_E
-            edges.append(_PositionEdges(all_E, used_E))
+            all_edges.append(all_E)
+            used_edges.append(used_E)
             is_reached_S = np.zeros(automaton.num_states, dtype=np.bool_)
             is_reached_S[automaton.targets_E[all_E]] = True
             states = np.flatnonzero(is_reached_S)
-        return edges
+        return all_edges, used_edges
 
     def _weights(
         self, position: int, weights_PK: NDArray[np.float64], edges_E: NDArray[np.int64]
@@ -87,8 +81,7 @@ class JointDistribution:
         automaton = self._automaton
         rest_S = np.where(self._is_final_S, 0.0, -np.inf)
         rests = [rest_S]
-        for position in range(len(self._edges) - 1, -1, -1):
-            edges_E = self._edges[position].used_E
+        for position, edges_E in reversed([*enumerate(self._used_edges)]):
             weights_E = self._weights(position, self._max_PK if greedy else self._sum_PK, edges_E)
             values_E = weights_E + rest_S[automaton.targets_E[edges_E]]
             reduce = max_by if greedy else logsumexp_by
@@ -109,17 +102,20 @@ class JointDistribution:
         rests, state, tokens = self._run_backward(greedy=True), self._state, self._committed_P.copy()
         for position, token in enumerate(self._committed_P.tolist()):
             if token < 0:
-                tokens[position] = int(self._scores(position, state, rests).argmax())
+                tokens[position] = int(self.conditional_logprobs(position, state, rests).argmax())
             state = self._automaton.next_state(state, int(tokens[position]))
         return tokens
 
-    def conditional_logprobs(self, position: int, state: int) -> NDArray[np.float64]:
+    def conditional_logprobs(
+        self, position: int, state: int, rests: Sequence[NDArray[np.float64]] | None = None
+    ) -> NDArray[np.float64]:
         """Log of numbers that are proportional to the probabilities of a position's tokens, given the state before it
-        and thereby all tokens on its left, [V]."""
-        return self._scores(position, state, self._beta)
+        and thereby all tokens on its left, [V].
 
-    def _scores(self, position: int, state: int, rests: list[NDArray[np.float64]]) -> NDArray[np.float64]:
-        automaton = self._automaton
+        Args:
+            rests: in place of the sums over the rests of the paths.
+        """
+        automaton, rests = self._automaton, self._beta if rests is None else rests
         edges_E = automaton.transitions_from(np.array([state]))
         rest_K = np.full(automaton.num_classes + 1, -np.inf)  # the last entry is that of class -1
         rest_K[automaton.classes_E[edges_E]] = rests[position + 1][automaton.targets_E[edges_E]]
@@ -133,9 +129,9 @@ class JointDistribution:
         automaton = self._automaton
         past_S = np.full(automaton.num_states, -np.inf)
         past_S[self._state] = 0.0
-        weights_PK = np.full((len(self._edges), automaton.num_classes + 1), -np.inf)
-        for position, edges in enumerate(self._edges):
-            rest_S, all_E, used_E = self._beta[position + 1], edges.all_E, edges.used_E
+        weights_PK = np.full((len(self._all_edges), automaton.num_classes + 1), -np.inf)
+        for position, (all_E, used_E) in enumerate(zip(self._all_edges, self._used_edges, strict=True)):
+            rest_S = self._beta[position + 1]
             values_E = past_S[automaton.sources_E[all_E]] + rest_S[automaton.targets_E[all_E]]
             outside_K = logsumexp_by(automaton.classes_E[all_E], values_E, automaton.num_classes)
             sums_K = outside_K + self._sum_PK[position]

@@ -82,18 +82,6 @@ class EndlessSchemaError(ValueError):
     """A part of a schema contains itself, and there are no levels left for it."""
 
 
-def compile_json_schema(schema: Schema | bool, max_depth: int = DEFAULT_SCHEMA_DEPTH) -> Expression:
-    """The texts of the values of a schema.
-
-    Args:
-        max_depth: levels of a ``$ref`` within itself, and of objects and arrays in a value of any kind.
-
-    Raises:
-        ValueError: a part of the schema is wrong or not supported; names it.
-    """
-    return SchemaCompiler(max_depth).compile_root(schema)
-
-
 @dataclass(frozen=True)
 class _Place:
     """A part of a schema."""
@@ -112,20 +100,28 @@ class _Place:
 
 
 class SchemaCompiler:
-    """Compiles schemas, whose sizes are limited together."""
+    """Compiles schemas, whose sizes are limited together.
 
-    def __init__(self, max_depth: int) -> None:
-        self.max_depth = max_depth
+    Args:
+        max_depth: levels of a ``$ref`` within itself, and of objects and arrays in a value of any kind.
+    """
+
+    def __init__(self, max_depth: int = DEFAULT_SCHEMA_DEPTH) -> None:
+        self._max_depth = max_depth
         self._root: Schema | bool = True
         self._num_parts = self._num_characters = 0
         self._disjoint_schemas = DisjointSchemas(partial(self._resolve, place=_Place("oneOf")))
 
     def compile_root(self, schema: Schema | bool) -> Expression:
-        """The texts of the values of a schema; raises like `compile_json_schema`."""
-        self._root = schema
-        return self.compile(schema, _Place("the schema"))
+        """The texts of the values of a schema.
 
-    def compile(self, schema: Any, place: _Place, tag: str | None = None) -> Expression:
+        Raises:
+            ValueError: a part of the schema is wrong or not supported; names it.
+        """
+        self._root = schema
+        return self._compile(schema, _Place("the schema"))
+
+    def _compile(self, schema: Any, place: _Place, tag: str | None = None) -> Expression:
         """The texts of the values of a part; ``tag`` is one more property that it requires."""
         self._num_parts += 1
         if self._num_parts > MAX_PARTS or place.depth > MAX_NESTED_PARTS:
@@ -133,7 +129,7 @@ class SchemaCompiler:
         if isinstance(schema, bool):
             if not schema:
                 raise place.error("is false, which no value fits: remove it")
-            return _any_value(self.max_depth)
+            return _any_value(self._max_depth)
         if not isinstance(schema, Mapping):
             raise place.error(f"is {_shorten(schema)}: expected an object, true or false")
         key = next((key for key in _COMBINATIONS if key in schema), None)
@@ -153,7 +149,9 @@ class SchemaCompiler:
         if key == "allOf" and len(options) > 1:
             raise place.error(f"allOf has {len(options)} schemas: only one is supported; join them")
         tag, tag_schemas = self._find_tags(schema, options, place)
-        expression = _alternate(partial(self.compile, item, place.child(key, i), tag) for i, item in enumerate(options))
+        expression = _alternate(
+            partial(self._compile, item, place.child(key, i), tag) for i, item in enumerate(options)
+        )
         if key == "oneOf":
             self._check_disjoint(tag_schemas or options, place)
         return expression
@@ -218,7 +216,7 @@ class SchemaCompiler:
         items = []
         for name, value in properties.items():
             try:
-                expression = self.compile(value, place.child("properties", name))
+                expression = self._compile(value, place.child("properties", name))
             except EndlessSchemaError:
                 if name in required_names:
                     raise
@@ -239,7 +237,7 @@ class SchemaCompiler:
             names = self._resolve(names["$ref"], place)
         if not isinstance(names, Mapping) or names.get("type", "string") != "string":
             raise place.error(f"propertyNames is {_shorten(names)}: expected an object that describes texts")
-        name = self.compile({"type": "string", **names}, place.child("propertyNames"))
+        name = self._compile({"type": "string", **names}, place.child("propertyNames"))
         return _enclose(
             "{",
             self._repeat(
@@ -257,7 +255,7 @@ class SchemaCompiler:
         items, part = schema.get("items", not prefix), place.child("items")  # behind a prefix only what is described
         if not prefix:
             return _enclose("[", self._repeat(items, part, (minimum, maximum)), "]")
-        fixed = [self.compile(item, place.child("prefixItems", index)) for index, item in enumerate(prefix)]
+        fixed = [self._compile(item, place.child("prefixItems", index)) for index, item in enumerate(prefix)]
         parts = [piece for item in fixed for piece in (_COMMA, item)][1:]
         options = [parts[: max(0, 2 * count - 1)] for count in range(minimum, len(fixed))]
         if items is False and minimum > len(fixed):
@@ -272,7 +270,7 @@ class SchemaCompiler:
     ) -> Expression:
         """Values of a schema, with commas between them; no value if it contains itself too deeply."""
         try:
-            value = _any_value(self.max_depth - 1) if schema is True else self.compile(schema, place)
+            value = _any_value(self._max_depth - 1) if schema is True else self._compile(schema, place)
         except EndlessSchemaError:
             if bounds[0]:
                 raise
@@ -293,13 +291,13 @@ class SchemaCompiler:
 
     def _compile_reference(self, reference: Any, place: _Place, tag: str | None) -> Expression:
         part = self._resolve(reference, place)
-        if place.references.count(reference) >= self.max_depth:
+        if place.references.count(reference) >= self._max_depth:
             raise place.error(
-                f"$ref {_shorten(reference)} contains itself in every value of {self.max_depth} levels: add an "
+                f"$ref {_shorten(reference)} contains itself in every value of {self._max_depth} levels: add an "
                 "alternative without it, or raise the limit of levels (serve.max_schema_depth)",
                 EndlessSchemaError,
             )
-        return self.compile(part, replace(place.child(), references=(*place.references, reference)), tag)
+        return self._compile(part, replace(place.child(), references=(*place.references, reference)), tag)
 
     def _compile_values(self, schema: Schema, key: str, place: _Place) -> Expression:
         values = [schema["const"]] if key == "const" else _read_list(schema, "enum", place)

@@ -5,7 +5,6 @@ Shapes: N output positions of a request, P positions of a span in the current bl
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -39,13 +38,8 @@ CONFIDENCE_DECIMALS = 9
 def constrain_predictions(
     logits: LogitRows, predictions: Sequence[Predictions | ValueError]
 ) -> list[Predictions | Exception]:
-    """Replace the predictions within constrained spans, and add those of choices; an error where a constraint cannot
-    be kept, or where this fails.
-
-    Args:
-        logits: of the requests.
-        predictions: of the same requests, without their constraints.
-    """
+    """Replace the predictions of requests within constrained spans, and add those of choices; an error where a
+    constraint cannot be kept, or where this fails."""
     results: list[Predictions | Exception] = []
     for request, predicted in zip(logits.requests, predictions, strict=True):
         result: Predictions | Exception = predicted
@@ -68,10 +62,10 @@ def _constrain_request(logits_NV: Tensor, request: ActiveRequest, predictions: P
     for cursor in request.span_cursors:
         span = cursor.span
         positions_P = block_positions[(block_positions >= span.start) & (block_positions < span.end)]
-        if not request.is_masked_L[positions_P].any():
-            continue
-        sampler = _SpanSampler(logits_NV, request, cursor, positions_P)
-        predictions, joints[span.start] = sampler.replace_predictions(predictions), sampler.joint
+        if request.is_masked_L[positions_P].any():
+            sampler = _SpanSampler(logits_NV, request, cursor, positions_P)
+            sampler.replace_predictions(predictions)
+            joints[span.start] = sampler.joint
     scores = (
         _score_choices(logits_NV, request, start, np.array(choices), joints.get(start))
         for start, choices in request.options.choices.items()
@@ -83,12 +77,17 @@ def _score_choices(
     logits_NV: Tensor, request: ActiveRequest, start: int, tokens_CP: NDArray[np.int64], joint: JointDistribution | None
 ) -> tuple[float, ...]:
     """Log-probability of each choice for the span that begins at ``start``."""
-    first, length = int(np.searchsorted(request.output_positions, start)), tokens_CP.shape[1]
-    logprobs_PV = _log_softmax(logits_NV, request, slice(first, first + length))
+    length = tokens_CP.shape[1]
+    logprobs_PV = _log_softmax(logits_NV, request, _find_rows(request, start, start + length))
     scores_C = logprobs_PV[np.arange(length), tokens_CP].sum(axis=1)
     if joint is not None:
         scores_C += [joint.log_factor(tokens_P) for tokens_P in tokens_CP]
     return tuple(scores_C.tolist())
+
+
+def _find_rows(request: ActiveRequest, start: int, end: int) -> slice:
+    """Rows of the logits of a request for its output positions from ``start`` to before ``end``."""
+    return slice(*np.searchsorted(request.output_positions, [start, end]).tolist())
 
 
 def _log_softmax(logits_NV: Tensor, request: ActiveRequest, rows: slice) -> NDArray[np.float64]:
@@ -109,19 +108,23 @@ class _SpanSampler:
         Raises:
             ValueError: every text that the constraint allows has probability zero.
         """
-        self._request, self._automaton = request, cursor.span.automaton
-        self._state = cursor.state_before(int(positions_P[0]), request.tokens_L)
-        self._rows_N = np.isin(request.output_positions, positions_P)
-        """Output positions of the span; all its masked positions are among them."""
+        self._request, self._automaton, self._positions_P = request, cursor.span.automaton, positions_P
+        start, end = int(positions_P[0]), int(positions_P[-1]) + 1
+        self._state = cursor.state_before(start, request.tokens_L)
+        self._rows = _find_rows(request, start, end)
         self._is_output_P = np.isin(positions_P, request.output_positions)
-        self._positions_P = positions_P
+        """True for all masked positions."""
         self._committed_P = np.where(request.is_masked_L[positions_P], -1, request.tokens_L[positions_P])
-        temperature = request.settings.temperature
-        self._logprobs_PV = self._compute_logprobs(logits_NV)
-        self._is_final_S = cursor.span.completable_at(int(positions_P[-1]) + 1)
+        self._is_final_S = cursor.span.completable_at(end)
+        self._logprobs_PV = _log_softmax(logits_NV, request, self._rows)
+        """Without the constraint; zeros at committed positions that have no logits."""
+        if not self._is_output_P.all():
+            logprobs_PV = np.zeros((len(positions_P), logits_NV.shape[1]))
+            logprobs_PV[self._is_output_P] = self._logprobs_PV
+            self._logprobs_PV = logprobs_PV
         self.joint = self._build_joint(self._logprobs_PV)
         self._tempered_PV, self._tempered_joint = self._logprobs_PV, self.joint
-        if temperature not in (0.0, 1.0):
+        if (temperature := request.settings.temperature) not in (0.0, 1.0):
             scaled_PV = divide_by_temperature(torch.from_numpy(self._logprobs_PV), temperature)
             self._tempered_PV = scaled_PV.log_softmax(dim=1).numpy()
             self._tempered_joint = self._build_joint(self._tempered_PV)
@@ -131,34 +134,21 @@ class _SpanSampler:
             self._automaton, self._state, logprobs_PV, self._committed_P, self._is_output_P, self._is_final_S
         )
 
-    def _compute_logprobs(self, logits_NV: Tensor) -> NDArray[np.float64]:
-        """Log-probabilities without the constraint, [P, V]; zeros at committed positions that have no logits."""
-        logprobs_NV = _log_softmax(logits_NV, self._request, slice(0, len(logits_NV)))
-        if self._rows_N.all() and self._is_output_P.all():
-            return logprobs_NV
-        logprobs_PV = np.zeros((len(self._positions_P), logits_NV.shape[1]))
-        logprobs_PV[self._is_output_P] = logprobs_NV[self._rows_N]
-        return logprobs_PV
-
-    def replace_predictions(self, predictions: Predictions) -> Predictions:
-        """The predictions of a request, with those of the span replaced."""
-        tokens_P = self._choose_tokens()
-        marginals_PK = self.joint.class_weights()
-        classes_P = self._automaton.class_of_V[tokens_P]
-        rows_P = np.arange(len(tokens_P))
-        logprobs_P = np.minimum(self._logprobs_PV[rows_P, tokens_P] + marginals_PK[rows_P, classes_P], 0.0)
-        new = copy.deepcopy(predictions)
-        new.tokens_N[self._rows_N] = tokens_P[self._is_output_P]
-        new.logprobs_N[self._rows_N] = logprobs_P[self._is_output_P]
+    def replace_predictions(self, predictions: Predictions) -> None:
+        """Replace those of the span."""
+        tokens_P, rows, is_output_P = self._choose_tokens(), self._rows, self._is_output_P
+        marginals_PK, rows_P = self.joint.class_weights(), np.arange(len(tokens_P))
+        weights_P = marginals_PK[rows_P, self._automaton.class_of_V[tokens_P]]
+        logprobs_P = np.minimum(self._logprobs_PV[rows_P, tokens_P] + weights_P, 0.0)
         confidence_P = self._compute_confidence(tokens_P, logprobs_P, marginals_PK).round(CONFIDENCE_DECIMALS)
-        new.confidence_N[self._rows_N] = confidence_P[self._is_output_P]
-        num_top = predictions.top_tokens_NT.shape[1]
-        if num_top:
-            marginal_PV = self._marginal_logprobs(self._logprobs_PV, marginals_PK)[self._is_output_P]
+        predictions.tokens_N[rows] = tokens_P[is_output_P]
+        predictions.logprobs_N[rows] = logprobs_P[is_output_P]
+        predictions.confidence_N[rows] = confidence_P[is_output_P]
+        if num_top := predictions.top_tokens_NT.shape[1]:
+            marginal_PV = self._marginal_logprobs(self._logprobs_PV, marginals_PK)[is_output_P]
             top_NT = find_top_tokens(torch.from_numpy(marginal_PV), num_top).numpy()
-            new.top_tokens_NT[self._rows_N] = top_NT
-            new.top_logprobs_NT[self._rows_N] = np.take_along_axis(marginal_PV, top_NT, axis=1)
-        return new
+            predictions.top_tokens_NT[rows] = top_NT
+            predictions.top_logprobs_NT[rows] = np.take_along_axis(marginal_PV, top_NT, axis=1)
 
     def _choose_tokens(self) -> NDArray[np.int64]:
         """The tokens of the most probable path, or of a sampled one, from the left. Top-k, top-p and min-p are applied

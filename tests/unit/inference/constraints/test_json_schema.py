@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diffusionlm.inference.constraints.json_schema import compile_json_schema
+from diffusionlm.inference.constraints.json_schema import SchemaCompiler
 from tests.schema_texts import compile_schema, write_text
 
 PERSON = {
@@ -202,6 +202,8 @@ def test_hostile_schemas_end_in_an_error() -> None:
     for part in ({"const": "x" * 1000}, {"type": "string", "pattern": "ab" * 500}, number):
         properties = {f"p{index}": {"$ref": "#/$defs/part"} for index in range(1000)}
         with pytest.raises(ValueError, match=r"at most \d+ characters in all values together"):
-            compile_json_schema({"type": "object", "properties": properties, "$defs": {"part": part}})
+            SchemaCompiler().compile_root({"type": "object", "properties": properties, "$defs": {"part": part}})
     names = [f"name {number}" for number in range(4000)]
-    compile_json_schema({"properties": dict.fromkeys(names, True), "required": names * 20})  # within the limit of tests
+    SchemaCompiler().compile_root(
+        {"properties": dict.fromkeys(names, True), "required": names * 20}
+    )  # within the limit of tests

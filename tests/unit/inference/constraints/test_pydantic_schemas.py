@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, HttpUrl, SecretStr
 
 from diffusionlm.inference.constraints.byte_automaton import compile_expression
 from diffusionlm.inference.constraints.disjoint_schemas import DisjointSchemas
-from diffusionlm.inference.constraints.json_schema import compile_json_schema
+from diffusionlm.inference.constraints.json_schema import SchemaCompiler
 from tests.schema_texts import compile_schema, write_text
 
 
@@ -125,12 +125,12 @@ TREE = {"type": ["array", "null"], "items": {"$ref": "#"}, "maxItems": 2}
 @pytest.mark.parametrize("depth", [1, 2, 4, 8])
 def test_recursion_ends_at_the_limit(depth: int) -> None:
     """Every value of at most so many levels within the first one, and none of more."""
-    lists = compile_expression(compile_json_schema(LIST, depth))
+    lists = compile_expression(SchemaCompiler(depth).compile_root(LIST))
     text = "null"
     for level in range(1, depth + 4):
         text = f'{{"value": null, "next": {text}}}'
         assert lists.accepts(text.encode()) == (level <= depth + 1), level
-    trees = compile_expression(compile_json_schema(TREE, depth)) if depth < 8 else None
+    trees = compile_expression(SchemaCompiler(depth).compile_root(TREE)) if depth < 8 else None
     for level in range(depth + 4 if trees is not None else 0):
         text = "[" * level + "[]" + ", null]" * level
         assert trees is not None and trees.accepts(text.encode()) == (level <= depth), level
