@@ -5,7 +5,7 @@ Shapes: B texts, L positions, V tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -160,6 +160,22 @@ def assert_same(
         assert padded[forward - 1][position] == padded[-1][position]
         assert forward == 1 or padded[forward - 2][position] == MASK or has_taken_back(padded)
     return done
+
+
+def assert_like(
+    sampler: Callable[..., Text],
+    model: TableModel,
+    prompt: Sequence[int],
+    config: GenerationConfig,
+    seed: int,
+    *,
+    confidence_from: str = "filtered",
+    **options: Any,
+) -> tuple[Generation, Text]:
+    """The same as a transcription with its options, which is asked for as many tokens. Returns both."""
+    chosen = choice(config, seed, confidence_from)
+    text = sampler(model.table, prompt, chosen, gen_length=config.max_new_tokens, **options)
+    return assert_same(model, prompt, config, seed, text), text
 
 
 def has_taken_back(history: list[list[int]]) -> bool:

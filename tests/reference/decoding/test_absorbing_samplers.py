@@ -30,6 +30,7 @@ from tests.reference.decoding.choosing import softmax
 from tests.reference.decoding.standins import (
     MASK,
     TableModel,
+    assert_like,
     assert_same,
     choice,
     has_taken_back,
@@ -59,15 +60,7 @@ def test_ancestral_is_mdlms_cached_sampler(model: TableModel, new: int, block: i
         config = settings(
             max_new_tokens=new, block_length=block, denoising_steps=steps, remasking_strategy="ancestral", **values
         )
-        text = mdlm_ddpm_cache(
-            model.table,
-            prompt,
-            choice(config, seed, "filtered"),
-            gen_length=new,
-            block_length=block,
-            steps=steps,
-        )
-        done = assert_same(model, prompt, config, seed, text)
+        done, text = assert_like(mdlm_ddpm_cache, model, prompt, config, seed, block_length=block, steps=steps)
         left_out += text.step - done.num_forwards
     assert left_out > 0 or steps < new
 
@@ -76,12 +69,10 @@ def test_ancestral_is_mdlms_cached_sampler(model: TableModel, new: int, block: i
 def test_first_hitting_and_equal_counts(model: TableModel, values: dict[str, Any]) -> None:
     for seed, prompt in enumerate(PROMPTS):
         config = settings(max_new_tokens=9, remasking_strategy="first_hitting", **values)
-        text = first_hitting(model.table, prompt, choice(config, seed, "filtered"), gen_length=9)
-        assert_same(model, prompt, config, seed, text)
+        assert_like(first_hitting, model, prompt, config, seed)
         for steps in (9, 4, 2):
             config = settings(max_new_tokens=9, remasking_strategy="equal_counts", denoising_steps=steps, **values)
-            text = equal_counts(model.table, prompt, choice(config, seed, "filtered"), gen_length=9, steps=steps)
-            assert_same(model, prompt, config, seed, text)
+            assert_like(equal_counts, model, prompt, config, seed, steps=steps)
 
 
 @pytest.mark.parametrize(("new", "block", "steps"), [(10, 10, 10), (10, 10, 4), (9, 4, 3), (6, 6, 8), (7, 3, 1)])
@@ -89,23 +80,9 @@ def test_p2(model: TableModel, new: int, block: int, steps: int) -> None:
     taken_back = 0
     for seed, (prompt, values) in enumerate(spread(PROMPTS, FILTERS, steps)):
         for source in ("filtered", "unfiltered"):
-            config = settings(
-                max_new_tokens=new,
-                block_length=block,
-                denoising_steps=steps,
-                remasking_strategy="p2",
-                confidence_from=source,
-                **values,
-            )
-            text = p2(
-                model.table,
-                prompt,
-                choice(config, seed, "filtered"),
-                gen_length=new,
-                block_length=block,
-                steps=steps,
-            )
-            assert_same(model, prompt, config, seed, text)
+            own: dict[str, Any] = {"remasking_strategy": "p2", "confidence_from": source, **values}
+            config = settings(max_new_tokens=new, block_length=block, denoising_steps=steps, **own)
+            _, text = assert_like(p2, model, prompt, config, seed, block_length=block, steps=steps)
             taken_back += has_taken_back(text.history)
     assert taken_back > 0 or steps == 1
 
@@ -114,19 +91,12 @@ def test_p2(model: TableModel, new: int, block: int, steps: int) -> None:
 @pytest.mark.parametrize("loop", [False, True])
 def test_remdm(model: TableModel, steps: int, loop: bool) -> None:
     taken_back = 0
-    shape = {"remdm_t_on": 0.7, "remdm_t_off": 0.2, "remdm_alpha_on": 0.6} if loop else {}
+    shape: dict[str, Any] = {"remasking_strategy": "remdm_loop" if loop else "remdm_cap", "remdm_eta": 0.3}
+    shape |= {"remdm_t_on": 0.7, "remdm_t_off": 0.2, "remdm_alpha_on": 0.6} if loop else {}
     rates = remdm_loop_rates(steps, 0.3, 0.7, 0.2, 0.6) if loop else remdm_cap_rates(steps, 0.3)
     for seed, (prompt, values) in enumerate(spread(PROMPTS, FILTERS, steps)):
-        config = settings(
-            max_new_tokens=12,
-            denoising_steps=steps,
-            remasking_strategy="remdm_loop" if loop else "remdm_cap",
-            remdm_eta=0.3,
-            **shape,
-            **values,
-        )
-        text = remdm(model.table, prompt, choice(config, seed, "filtered"), gen_length=12, rates=rates)
-        assert_same(model, prompt, config, seed, text)
+        config = settings(max_new_tokens=12, denoising_steps=steps, **shape, **values)
+        _, text = assert_like(remdm, model, prompt, config, seed, rates=rates)
         taken_back += has_taken_back(text.history)
     assert taken_back > 0 or steps == 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.reference.decoding.standins import (
     MASK,
     Plain,
     TableModel,
+    assert_like,
     assert_same,
     choice,
     settings,
@@ -55,33 +57,18 @@ def model() -> TableModel:
 def test_llada(model: TableModel, remasking: str, new: int, block: int, steps: int, canvas: str) -> None:
     filters = WITHOUT_CONFIDENCE if remasking == "random" else FILTERS
     for seed, (prompt, values) in enumerate(spread(PROMPTS, filters, new + block + steps)):
-        config = settings(
-            max_new_tokens=new,
-            block_length=block,
-            denoising_steps=steps,
-            remasking_strategy=remasking,
-            canvas=canvas,
-            **values,
-        )
-        text = llada_generate(
-            model.table,
-            prompt,
-            choice(config, seed, "unfiltered"),
-            gen_length=new,
-            block_length=block,
-            steps=steps,
-            remasking=remasking,
-            canvas=canvas,
-        )
-        assert_same(model, prompt, config, seed, text)
+        own: dict[str, Any] = {"denoising_steps": steps, "remasking_strategy": remasking, **values}
+        config = settings(max_new_tokens=new, block_length=block, canvas=canvas, **own)
+        published = partial(llada_generate, block_length=block, steps=steps, remasking=remasking, canvas=canvas)
+        assert_like(published, model, prompt, config, seed, confidence_from="unfiltered")
 
 
 def test_lladas_steps_are_those_of_all_blocks(model: TableModel) -> None:
     config = settings(max_new_tokens=12, block_length=4, steps=6)
-    text = llada_generate(
-        model.table, [1, 2], choice(config, 0, "unfiltered"), gen_length=12, block_length=4, steps=6 // 3
+    done, _ = assert_like(
+        llada_generate, model, [1, 2], config, 0, confidence_from="unfiltered", block_length=4, steps=2
     )
-    assert assert_same(model, [1, 2], config, 0, text).num_forwards == 6
+    assert done.num_forwards == 6
 
 
 @pytest.mark.parametrize("canvas", ["fixed", "growing"])
@@ -126,16 +113,7 @@ def test_dream(alg: str, new: int, steps: int) -> None:
         config = settings(
             max_new_tokens=new, denoising_steps=steps, remasking_strategy=alg, alg_temp=alg_temp, **values
         )
-        text = dream_generate(
-            model.table,
-            prompt,
-            choice(config, seed, "filtered"),
-            gen_length=new,
-            steps=steps,
-            alg=alg,
-            alg_temp=alg_temp,
-        )
-        assert_same(model, prompt, config, seed, text)
+        assert_like(dream_generate, model, prompt, config, seed, steps=steps, alg=alg, alg_temp=alg_temp)
 
 
 TRANSFERS: list[tuple[dict[str, Any], Transfer]] = [
@@ -211,16 +189,8 @@ def test_random_topk_shuffles_ties() -> None:
     for seed in range(4):
         for remasking in ("low_confidence", "random_topk"):
             config = settings(max_new_tokens=8, denoising_steps=8, remasking_strategy=remasking)
-            text = llada_generate(
-                model.table,
-                [1],
-                choice(config, seed, "unfiltered"),
-                gen_length=8,
-                block_length=8,
-                steps=8,
-                remasking=remasking,
-            )
-            done = assert_same(model, [1], config, seed, text)
+            published = partial(llada_generate, block_length=8, steps=8, remasking=remasking)
+            done, _ = assert_like(published, model, [1], config, seed, confidence_from="unfiltered")
             orders.add(done.step_map)
             assert (done.step_map == tuple(range(1, 9))) == (remasking == "low_confidence")
     assert len(orders) == 5

@@ -22,7 +22,6 @@ from tests.reference.decoding.sdar import Rule
 from tests.reference.decoding.standins import (
     MASK,
     Table,
-    TableModel,
     settings,
     table_model,
     tiny_transformer,
@@ -91,47 +90,11 @@ def assert_same(first: Sequence[Generation], second: Sequence[Generation]) -> No
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
 
 
-@pytest.fixture(scope="module")
-def tables() -> dict[str, TableModel]:
-    return {"whole": table_model(seed=6), "blocks": table_model(seed=6, block_length=4)}
-
-
-@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
-@pytest.mark.parametrize("which", ["whole", "blocks"])
-def test_a_request_does_not_depend_on_its_batch(tables: dict[str, TableModel], strategy: str, which: str) -> None:
-    model = tables[which]
-    config = settings(
-        max_new_tokens=9, block_length=4, temperature=1.0, top_p=0.9, stop_token_ids=(1,), **options(strategy)
-    )
-    together = generate(model, PROMPTS, config, SEEDS)
-    assert len({done.num_forwards for done in together}) > 1, "requests leave the batch one after the other"
-    assert_same(
-        together, [generate(model, [prompt], config, [seed])[0] for prompt, seed in zip(PROMPTS, SEEDS, strict=True)]
-    )
-
-
-@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
-@pytest.mark.parametrize("alignment", ["same_position", "shifted"])
-def test_the_cache_of_blocks_is_exact(strategy: str, alignment: str) -> None:
-    model = tiny_transformer(5, block_length=4, logit_alignment=alignment)
-    config = settings(max_new_tokens=10, temperature=1.0, top_k=6, **options(strategy))
-    assert_caches_agree(model, config)
-
-
 @pytest.mark.parametrize("size", [1, 3, 20])
 @pytest.mark.parametrize("values", [{"cfg_scale": 0.7}, {"stop_token_ids": (1,)}], ids=str)
 def test_the_cache_of_other_blocks_is_exact(size: int, values: dict[str, Any]) -> None:
     model = tiny_transformer(5, block_length=size)
-    assert_caches_agree(model, settings(max_new_tokens=10, remasking_strategy="low_confidence", **values))
-
-
-def test_the_cache_of_an_autoregressive_model_is_exact() -> None:
-    model = tiny_transformer(5, block_length=1, logit_alignment="shifted", mask_token_id=None)
-    for temperature in (0.0, 1.0):
-        assert_caches_agree(model, settings(max_new_tokens=10, temperature=temperature))
-
-
-def assert_caches_agree(model: Any, config: GenerationConfig) -> None:
+    config = settings(max_new_tokens=10, remasking_strategy="low_confidence", **values)
     cached = generate(model, PROMPTS[:3], config.model_copy(update={"cache": "block"}), SEEDS[:3])
     assert_same(cached, generate(model, PROMPTS[:3], config, SEEDS[:3]))
     assert len({done.token_ids for done in cached}) > 2
