@@ -7,28 +7,13 @@ from typing import Any
 import pytest
 
 from config.generation import STRATEGY_KEYS, GenerationConfig
-from config.model import ModelConfig
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.inference.strategies import STRATEGIES
-
-
-def model_of(**values: Any) -> ModelConfig:
-    shape = {
-        "hidden_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-        "intermediate_size": 8,
-        "max_position_embeddings": 64,
-        "vocab_size": 5,
-        "mask_token_id": 4,
-    }
-    return ModelConfig.model_validate({**shape, **values})
+from tests.reference.enumeration import table_config
 
 
 def resolve(values: dict[str, Any], **model: Any) -> GenerationConfig:
-    return resolve_settings(GenerationConfig.model_validate(values), model_of(**model)).config
+    return resolve_settings(GenerationConfig.model_validate(values), table_config(4, 64, **model)).config
 
 
 def test_default_strategy() -> None:
@@ -68,9 +53,8 @@ def test_defaults_of_an_sdar() -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_defaults_are_idempotent_valid_and_complete(strategy: str) -> None:
-    block_length = 4
-    config = resolve({"remasking_strategy": strategy}, block_length=block_length)
-    assert resolve_settings(config, model_of(block_length=block_length)).config == config
+    config = resolve({"remasking_strategy": strategy}, block_length=4)
+    assert resolve_settings(config, table_config(4, 64, block_length=4)).config == config
     assert GenerationConfig.model_validate(config.model_dump()) == config
     open_keys = {key for key in STRATEGY_KEYS if getattr(config, key) is None}
     assert open_keys & set(STRATEGIES[strategy].option_keys()) <= {"steps", "denoising_steps"}
@@ -109,7 +93,7 @@ def test_keys_that_are_set_stay() -> None:
 )
 def test_configs_that_do_not_fit_the_model(values: dict[str, Any], model: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ValueError) as caught:
-        resolve_settings(GenerationConfig.model_validate(values), model_of(**model))
+        resolve_settings(GenerationConfig.model_validate(values), table_config(4, 64, **model))
     assert all(word in str(caught.value) for word in words), str(caught.value)
     assert "validation error" not in str(caught.value)
 
@@ -120,7 +104,7 @@ def test_spellings_of_no_limit() -> None:
 
 def test_stop_and_forbidden_tokens() -> None:
     def resolve_tokens(values: dict[str, Any], **model: Any) -> tuple[set[int], set[int]]:
-        settings = resolve_settings(GenerationConfig.model_validate(values), model_of(**model))
+        settings = resolve_settings(GenerationConfig.model_validate(values), table_config(4, 64, **model))
         return set(settings.stop_token_ids), set(settings.forbidden_token_ids)
 
     assert resolve_tokens({}) == (set(), {4})

@@ -123,7 +123,7 @@ def test_a_slow_constraint_lets_others_go_ahead(
 ) -> None:
     """For as long as its own step took, and not once it is alone; its answer stays the same. Only where a server asks
     for it: elsewhere forwards do not depend on the clock."""
-    constraint, config = make_constraint("[abd]+"), GenerationConfig(max_new_tokens=9)
+    constraint, config = make_constraint("[abd]+"), GenerationConfig(max_new_tokens=9, stop_token_ids=())
     [expected] = generate(blocks, [[1]], config, constraints=[constraint])
     seconds = [0]
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
-from datetime import date, datetime
+from datetime import date
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 
@@ -28,58 +28,27 @@ PERSON = {
 }
 SCHEMAS: list[Any] = [
     PERSON,
-    {"anyOf": [{"const": "x\n"}, {"type": "integer"}, {"properties": {}, "additionalProperties": False}]},
+    {"anyOf": [{"const": "x\n"}, {"type": "integer"}, {"type": "object", "additionalProperties": False}]},
     {"type": "array", "items": {"type": "number"}, "maxItems": 2},
     {"type": "array", "items": {"type": "boolean"}, "minItems": 2},
     {"type": "object", "additionalProperties": {"type": "integer", "minimum": 1}},
-    {"properties": {"a": {"type": "null"}, "b": {"type": "null"}}, "additionalProperties": False},
+    {"type": "object", "properties": {"a": {"type": "null"}, "b": {"type": "null"}}, "additionalProperties": False},
     {"type": "string", "pattern": "b+"},
-    {"type": "string", "format": "date-time"},
     {"type": "integer", "exclusiveMinimum": -3, "exclusiveMaximum": 3},
     {"allOf": [{"type": "string", "maxLength": 2}]},
-    {"minItems": 1, "items": {"type": "integer"}},
+    {"type": "array", "minItems": 1, "items": {"type": "integer"}},
     True,
 ]  # fmt: skip
 
 
-def is_valid(value: Any, schema: Any, root: Any) -> bool:
-    """An independent check of what the tests use."""
-    if schema is True:
-        return True
-    if "$ref" in schema:
-        return is_valid(value, root["$defs"][schema["$ref"].rpartition("/")[2]], root)
-    if "anyOf" in schema or "allOf" in schema:
-        results = [is_valid(value, part, root) for part in schema.get("anyOf", schema.get("allOf"))]
-        return any(results) if "anyOf" in schema else all(results)
-    if "enum" in schema or "const" in schema:
-        return value in schema.get("enum", [schema.get("const")])
-    names = schema.get("type", "array" if "items" in schema else "object")
-    kinds = {
-        "object": isinstance(value, dict), "array": isinstance(value, list), "string": isinstance(value, str),
-        "integer": type(value) is int, "number": type(value) in (int, float), "boolean": type(value) is bool,
-        "null": value is None,
-    }  # fmt: skip
-    if not any(kinds[name] for name in ([names] if isinstance(names, str) else names)):
-        return False
-    if isinstance(value, dict):
-        known = schema.get("properties", {})
-        other = schema.get("additionalProperties", True)
-        return all(name in value for name in schema.get("required", [])) and all(
-            is_valid(item, known.get(name, other), root) if known.get(name, other) is not False else False
-            for name, item in value.items()
-        )
-    if isinstance(value, list):
-        in_bounds = schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value))
-        return in_bounds and all(is_valid(item, schema.get("items", True), root) for item in value)
-    if isinstance(value, str):
-        if schema.get("format") == "date-time":
-            return datetime.fromisoformat(value) is not None
-        in_bounds = schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", len(value))
-        return in_bounds and re.search(schema.get("pattern", ""), value) is not None
-    if type(value) is int:
-        low, high = schema.get("minimum", value), schema.get("maximum", value)
-        return low <= value <= high and schema.get("exclusiveMinimum", value - 1) < value < schema.get("exclusiveMaximum", value + 1)  # fmt: skip  # noqa: E501
-    return True
+def is_valid(value: Any, schema: Any) -> bool:
+    return jsonschema.Draft202012Validator(schema).is_valid(value)
+
+
+def test_types_without_a_name_are_those_that_are_described() -> None:
+    for schema, name in (({"minItems": 1, "items": {"type": "integer"}}, "array"), ({"properties": {}}, "object")):
+        automaton, other = compile_schema(schema), compile_schema({"type": name, **schema})
+        np.testing.assert_array_equal(automaton.transitions_SC, other.transitions_SC)
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=range(len(SCHEMAS)))
@@ -89,7 +58,7 @@ def test_texts_are_valid(schema: Any) -> None:
     assert texts
     for text in texts:
         value = json.loads(text, parse_constant=lambda name: pytest.fail(name))
-        assert is_valid(value, schema, schema), text
+        assert is_valid(value, schema), text
         json.dumps(value, allow_nan=False)
         text.encode()
 
@@ -110,9 +79,7 @@ def test_accepts_what_is_valid(schema: Any) -> None:
     """Both of `json.dumps`'s styles, with and without escapes."""
     automaton = compile_schema(schema)
     for value in VALUES:
-        if schema == SCHEMAS[7] and isinstance(value, str) and not value.startswith("2024"):
-            continue
-        is_expected = is_valid(value, schema, schema)
+        is_expected = is_valid(value, schema)
         for ensure_ascii in (False, True):
             if schema is PERSON and ensure_ascii:
                 continue  # names of properties and enumerated texts are written as they are
