@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UsageError(
             f"Optuna is not installed: add it with uv sync --extra sweep, or run uv run --extra sweep {NAME}"
         ) from None
-    with usage_errors(NAME):
+    with usage_errors():
         sweep = _read_sweep(arguments)
         sweep.check()
         points = sweep.load_points()
@@ -110,16 +110,6 @@ def _estimate(config: TrainConfig) -> list[str]:
     return [f"{estimate.parameters:,}", tokens, f"{estimate.bytes_total / 2**20:,.0f} MiB"]
 
 
-def _former_command(name: str) -> str:
-    """Accept the command of former versions that sweeps still run."""
-    if name != "train":
-        raise argparse.ArgumentTypeError(
-            "only training runs are swept: diffusionlm-eval --vary compares the accuracy of decoding settings, "
-            "diffusionlm-bench-infer their speed"
-        )
-    return name
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = build_parser(NAME, "Run many configs, each in a process, and compare their results.", EXAMPLE)
     parser.add_argument("--config", metavar="FILE.toml", type=path_argument, help="the config that all runs share")
@@ -132,7 +122,6 @@ def _parser() -> argparse.ArgumentParser:
         help="one value for all runs, or an axis of the sweep: several values (quote those that contain commas), or a "
         "range: 0.0..0.3, log:1e-4..1e-1, or of integers 64..256:32",
     )
-    parser.add_argument("--command", type=_former_command, help=argparse.SUPPRESS)
     parser.add_argument(
         "--directory",
         metavar="DIR",

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cli.sweep.definition import Sweep, short_keys
-from cli.sweep.results import EVALUATION_KEYS, read_result
-from cli.sweep.study import SweepRun
+from cli.sweep.results import EVALUATION_KEYS, SweepRun, read_files
 from files.atomic import write_text_atomic
 from logger import format_duration
 from logger.pages import Cell, Code, Column, Link, Number, Page, Part, Table
@@ -52,20 +51,20 @@ def read_results(sweep: Sweep, runs: Sequence[SweepRun]) -> list[SweepRun]:
     """Read the results of runs, and sort them by the objective; those that are done come first."""
     results = []
     for run in runs:
-        result = read_result(sweep.run_path(run.name))
+        logged, numbers = read_files(sweep.run_path(run.name))
         if run.value is not None:  # also of a run of another machine, without files here
-            result.numbers.setdefault(sweep.objective, Number(run.value))
-        results.append(replace(run, result=result))
+            numbers.setdefault(sweep.objective, Number(run.value))
+        results.append(replace(run, logged=logged, numbers=numbers))
     no_number = Number(math.inf)
-    results.sort(key=lambda run: (run.status != "done", run.result.numbers.get(sweep.objective, no_number).value))
-    if results and results[0].status == "done" and sweep.objective in results[0].result.numbers:
+    results.sort(key=lambda run: (run.status != "done", run.numbers.get(sweep.objective, no_number).value))
+    if results and results[0].status == "done" and sweep.objective in results[0].numbers:
         results[0] = replace(results[0], is_best=True)
     return results
 
 
 def build_page(sweep: Sweep, runs: Sequence[SweepRun]) -> Page:
     """Build the page of runs in display order; their existing files are linked."""
-    shown = [_last_samples(run.result.logged, _label(run)) for run in runs if run.result.logged][:MAX_CURVES]
+    shown = [_last_samples(run.logged, _label(run)) for run in runs if run.logged][:MAX_CURVES]
     note = [f"The first {MAX_CURVES} runs of the table."] if len(runs) > MAX_CURVES else []
     sections: dict[str, list[Part]] = {
         "Runs": [_build_table(sweep, runs), *(Code("\n".join(run.error), run.name) for run in runs if run.error)],
@@ -88,7 +87,7 @@ def _build_table(sweep: Sweep, runs: Sequence[SweepRun], *, has_links: bool = Tr
     rows: list[list[Cell]] = [
         [
             *(run.values.get(key) for key in short),
-            *(run.result.numbers.get(name) for name in COLUMNS),
+            *(run.numbers.get(name) for name in COLUMNS),
             format_duration(run.seconds) if run.seconds else "",
             (_describe_status(run), *(_links(sweep.directory, run.name) if has_links else ())),
         ]
@@ -100,7 +99,8 @@ def _build_table(sweep: Sweep, runs: Sequence[SweepRun], *, has_links: bool = Tr
 
 def _describe_status(run: SweepRun) -> str:
     """The status, of runs that are not complete with the last step, and of the best one."""
-    step = "" if run.result.is_final or run.result.step is None else f" at step {run.result.step:,}"
+    is_final = run.logged is not None and run.logged.summary
+    step = "" if is_final or run.step is None else f" at step {run.step:,}"
     return f"{run.status}{step}{', best' if run.is_best else ''}"
 
 
@@ -126,14 +126,14 @@ def _notes(sweep: Sweep, runs: Sequence[SweepRun]) -> Iterator[str]:
             f"Within two standard errors of the best: {close}. The order may change with another seed "
             "(--set run.seed=0,1,2)."
         )
-    if any(run.status != "done" and run.result.numbers.get("bound") for run in runs):
+    if any(run.status != "done" and run.numbers.get("bound") for run in runs):
         yield "The numbers of unfinished and pruned runs are those of their last validation."
     if sweep.jobs > 1:
         yield f"Up to {sweep.jobs} runs shared the machine: tokens/s and time include their contention."
 
 
 def _is_within_two_errors(sweep: Sweep, other: SweepRun, best: SweepRun) -> bool:
-    measured, least = other.result.numbers.get(sweep.objective), best.result.numbers.get(sweep.objective)
+    measured, least = other.numbers.get(sweep.objective), best.numbers.get(sweep.objective)
     if measured is None or least is None or not best.is_best or other.status != "done":
         return False
     return measured.value - least.value <= 2.0 * math.hypot(measured.error or 0.0, least.error or 0.0)
@@ -143,7 +143,7 @@ def _to_json(run: SweepRun) -> dict[str, Any]:
     """A run as a line of `JSON_LINES`."""
     numbers: dict[str, float | None] = {}
     for name in COLUMNS:
-        measured = run.result.numbers.get(name)
+        measured = run.numbers.get(name)
         numbers[name] = None if measured is None else measured.value
         if name in EVALUATION_KEYS:
             numbers[f"{name}_standard_error"] = None if measured is None else measured.error
@@ -154,6 +154,6 @@ def _to_json(run: SweepRun) -> dict[str, Any]:
         "seconds": round(run.seconds, 3),
         "status": run.status,
         "is_best": run.is_best,
-        "step": run.result.step,
+        "step": run.step,
         "error": list(run.error),
     }

@@ -19,8 +19,8 @@ from optuna.trial import Trial
 from cli import child_process
 from cli.child_process import build_command, collect_stop_signals, read_last_lines, run_child
 from cli.sweep import study
-from cli.sweep.results import EVALUATION_KEYS, read_result
-from cli.sweep.study import Status, SweepStudy
+from cli.sweep.results import EVALUATION_KEYS, Status, read_files
+from cli.sweep.study import SweepStudy
 from config.dump import to_toml
 from files.atomic import write_text_atomic
 from files.stop_signals import STOP_SIGNALS
@@ -139,12 +139,12 @@ class SweepRunner:
         self._record_end(trial, name, code, earlier_seconds + time.monotonic() - started, observer.is_pruned)
 
     def _record_end(self, trial: Trial, name: str, code: int, seconds: float, is_pruned: bool) -> None:
-        result = read_result(self._sweep.run_path(name))
-        measured = result.numbers.get(self._sweep.objective)
+        logged, numbers = read_files(self._sweep.run_path(name))
+        measured, is_final = numbers.get(self._sweep.objective), logged is not None and bool(logged.summary)
         status: Status = "failed"
         error: list[str] = []
         # A run that an earlier process finished is done, even if this one was stopped before it noticed.
-        if result.is_final and code in (0, *STOPPED_EXIT_CODES):
+        if is_final and code in (0, *STOPPED_EXIT_CODES):
             status = "done"
         elif is_pruned and code in (0, *STOPPED_EXIT_CODES):
             status = "pruned"

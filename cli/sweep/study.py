@@ -11,8 +11,6 @@ import contextlib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
 
 import optuna
 from optuna.distributions import IntDistribution
@@ -21,15 +19,13 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from cli.sweep.definition import STUDY_FILE, Setting, Sweep, format_number, format_values, name_run
-from cli.sweep.results import RunResult
+from cli.sweep.results import STATUSES, Status, SweepRun
 from config.dump import list_differences, to_toml
 from config.load import ConfigError, validate_config
 from config.train import TrainConfig
 from files.lock import lock_directory
 from files.toml_text import parse_toml
 from files.usage_error import UsageError
-
-Status = Literal["waiting", "running", "done", "pruned", "failed", "interrupted"]
 
 HEARTBEAT_SECONDS = 10
 GRACE_SECONDS = 60
@@ -42,42 +38,6 @@ MAX_DRAWS = 50
 """Draws of values until a run is new and valid."""
 MAX_RANDOM_RUNS = 10
 """Most runs of ``tpe`` with random values, before it prefers values like those of good runs."""
-_STATUSES: dict[TrialState, Status] = {
-    TrialState.WAITING: "waiting",
-    TrialState.RUNNING: "running",
-    TrialState.COMPLETE: "done",
-    TrialState.PRUNED: "pruned",
-}
-
-
-@dataclass(frozen=True)
-class SweepRun:
-    """A run, its status in the study, and what its files contain."""
-
-    name: str
-    values: Mapping[str, str]
-    """Its value of each axis, as written."""
-    status: Status
-    seconds: float = 0.0
-    """Wall-clock time of all processes of the run."""
-    error: Sequence[str] = ()
-    """The last lines of the log of a failed run."""
-    value: float | None = None
-    """The objective, of a run that is done or pruned."""
-    result: RunResult = field(default_factory=RunResult)
-    is_best: bool = False
-
-    @classmethod
-    def from_trial(cls, trial: FrozenTrial) -> SweepRun:
-        run, end = trial.user_attrs["run"], trial.user_attrs.get("end", {})
-        return cls(
-            name=run["name"],
-            values=run["values"],
-            status=_STATUSES.get(trial.state) or end.get("status") or "interrupted",
-            seconds=end.get("seconds", 0.0),
-            error=end.get("error", ()),
-            value=trial.value if trial.value is not None and math.isfinite(trial.value) else None,
-        )
 
 
 class SweepStudy:
@@ -248,7 +208,7 @@ class SweepStudy:
             value: the objective of a run that is done; None: it has none, or it is not finite.
         """
         trial.set_user_attr("end", {"status": status, "seconds": seconds, "error": list(error)})
-        state = next((state for state, name in _STATUSES.items() if name == status), TrialState.FAIL)
+        state = next((state for state, name in STATUSES.items() if name == status), TrialState.FAIL)
         values = (math.inf if value is None else value) if status == "done" else None
         self.study.tell(trial, values, state, skip_if_finished=True)
 

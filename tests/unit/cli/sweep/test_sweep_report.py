@@ -10,8 +10,7 @@ from typing import Any
 
 from cli.sweep.definition import Setting, Sweep
 from cli.sweep.report import build_page, read_results, write_report
-from cli.sweep.results import read_result
-from cli.sweep.study import SweepRun
+from cli.sweep.results import SweepRun, read_files
 from logger.pages import Number
 from logger.pages.terminal import render_text
 
@@ -46,15 +45,14 @@ def test_finished_active_and_missing_runs(tmp_path: Path) -> None:
     validation = metrics(20, val_nats_per_token=4.0, val_standard_error=0.5)
     lines = [metrics(10, loss=None, tokens_per_second=9.0), validation, [1]]
     write_lines(tmp_path / "metrics.jsonl", *lines, tail='{"step": 40, "metr')
-    result = read_result(tmp_path)
-    assert (result.is_final, result.step) == (False, 20)
-    assert result.numbers == {"tokens_per_second": Number(9.0), "bound": Number(4.0, error=0.5)}
+    logged, numbers = read_files(tmp_path)
+    assert logged is not None and (logged.summary, logged.last_step) == ({}, 20)
+    assert numbers == {"tokens_per_second": Number(9.0), "bound": Number(4.0, error=0.5)}
     finish(tmp_path, float("nan"))
-    result = read_result(tmp_path)
-    assert (result.is_final, result.step) == (True, 20)
-    assert result.numbers == {"tokens_per_second": Number(200.0)}, "the bound is not finite"
-    nothing = read_result(tmp_path / "missing")
-    assert (nothing.numbers, nothing.step, nothing.is_final) == ({}, None, False)
+    logged, numbers = read_files(tmp_path)
+    assert logged is not None and logged.summary
+    assert numbers == {"tokens_per_second": Number(200.0)}, "the bound is not finite"
+    assert read_files(tmp_path / "missing") == (None, {})
 
 
 def sweep_of(path: Path, key: str = "optimizer.learning_rate") -> tuple[Sweep, list[SweepRun]]:

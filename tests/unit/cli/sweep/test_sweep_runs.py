@@ -116,7 +116,6 @@ def test_only_values_extend_a_sweep(small: SmallSweep, capsys: pytest.CaptureFix
         (["optimizer.learning_rate=0.1..0.2"], "--trials is missing"),
         (["optimizer.learning_rate=0.1,0.2", "--trials", "3"], "--trials: a grid"),
         (["run.seed=1,2", "--prune", "--set", "validation.every_steps=10"], "validation.every_steps = 10"),
-        (["run.seed=1,2", "--command", "infer"], "diffusionlm-eval --vary"),
         (["run.seed=1,2", "--directory", "broken"], "sqlite:///broken/study.db: "),
         (["run.seed=1,2", "--storage", "postgresql://me:secret@nowhere/x"], "postgresql://me:***@nowhere/x: "),
         (["run.seed=1,2", "--storage", "nowhere"], "--storage nowhere: expected a URL"),
