@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cli.arguments import Shorthand, parse_command, toml_string
-from cli.entry import exit_with_usage_error, friendly_errors, usage_errors
+from cli.entry import friendly_errors, usage_errors
 from config.convert import AnalyzeConfig
+from files.usage_error import UsageError
 from logger.pages import Part, Table
 from logger.pages.terminal import print_parts
 
@@ -39,11 +40,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv=argv,
     )
     if config.a is None:
-        exit_with_usage_error(NAME, "no model: name one or two model directories")
+        raise UsageError("no model: name one or two model directories")
     # Imported here, so that no error before waits for torch.
     from diffusionlm.checkpoints.analyze import analyze
 
-    with usage_errors(NAME):  # all that it does is to read files
+    with usage_errors():  # all that it does is to read files
         if config.b is None:
             print_parts(format_directory(config.a, config.max_rows))
             return

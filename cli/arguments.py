@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from cli.entry import build_parser, exit_with_usage_error, path_argument
+from cli.entry import build_parser, path_argument, print_error
 from config.base import Section
 from config.dump import to_toml
 from config.load import ConfigError, json_schema, load_config
+from files.usage_error import UsageError
 
 T = TypeVar("T", bound=Section)
 
@@ -77,7 +78,8 @@ def parse_command(
         overrides = [*arguments.list_overrides(arguments), *arguments.overrides]
         config = load_config(config_class, arguments.config, overrides)
     except ConfigError as error:
-        exit_with_usage_error(name, str(error))
+        print_error(name, str(error))
+        raise SystemExit(2) from None
     except ValueError as error:
         parser.error(str(error))
     if arguments.print_config:
@@ -102,10 +104,14 @@ def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(list_overrides=lambda _: ())
 
 
-def require_model(name: str, path: Path | None) -> Path:
-    """Return the path of the model; exits with 2 if there is none."""
+def require_model(path: Path | None) -> Path:
+    """Return the path of the model.
+
+    Raises:
+        UsageError: there is none.
+    """
     if path is None:
-        exit_with_usage_error(name, "no model: add --model DIR, or path to [model] of the config")
+        raise UsageError("no model: add --model DIR, or path to [model] of the config")
     return path
 
 

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cli.arguments import Shorthand, parse_command
-from cli.entry import exit_with_usage_error, friendly_errors, usage_errors
+from cli.entry import friendly_errors, usage_errors
 from config.convert import ConvertConfig
 from diffusionlm.families.hub import ADAPTER_FILES, check_token, push_directory
 from diffusionlm.families.model_directory import resolve_model_directory
+from files.usage_error import UsageError
 from logger.pages import Table
 from logger.pages.terminal import print_parts
 
@@ -44,14 +45,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv=argv,
     )
     if config.source is None:
-        exit_with_usage_error(NAME, "source is missing: add --source DIR")
+        raise UsageError("source is missing: add --source DIR")
     if config.target is None and config.push is None:
-        exit_with_usage_error(NAME, "target is missing: add --target DIR, or --push OWNER/NAME to upload the source")
+        raise UsageError("target is missing: add --target DIR, or --push OWNER/NAME to upload the source")
     # Imported here, so that --help and config errors do not wait for torch.
     from diffusionlm.checkpoints.convert import convert, prepare_conversion
     from diffusionlm.checkpoints.model_files import check_weight_files
 
-    with usage_errors(NAME):
+    with usage_errors():
         if config.push is not None and not arguments.dry_run:
             check_token()
         conversion = None if config.target is None else prepare_conversion(config)

@@ -71,24 +71,13 @@ def print_error(name: str, problem: str) -> None:
     print_message(f"{name}: error: {problem}")
 
 
-def exit_with_usage_error(name: str, problem: str) -> NoReturn:
-    """Print a problem of the command line, and exit with 2."""
-    print_error(name, problem)
-    raise SystemExit(2)
-
-
 @contextmanager
-def usage_errors(name: str) -> Iterator[None]:
-    """End the command with exit code 2 at a ValueError or an OSError: for the checks before its work begins.
-
-    With DIFFUSIONLM_TRACEBACK=1 in the environment, errors keep their traceback.
-    """
+def usage_errors() -> Iterator[None]:
+    """Raise a ValueError or an OSError as UsageError, with which commands exit with 2: for checks before the work."""
     try:
         yield
     except (ValueError, OSError) as error:
-        if _wants_traceback():
-            raise
-        exit_with_usage_error(name, _format_error(error))
+        raise UsageError(_format_error(error)) from error
 
 
 @contextmanager

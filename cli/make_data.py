@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         example=EXAMPLE,
         argv=argv,
     )
-    with usage_errors(NAME):
+    with usage_errors():
         check_can_write(config.output.directory, f"output.directory = {config.output.directory}")
     # Imported here so that --help and config errors do not wait.
     from diffusionlm.data.make_data import make_data

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from cli.entry import build_parser, exit_with_usage_error, friendly_errors, path_argument
+from cli.entry import build_parser, friendly_errors, path_argument
 from cli.eval.report import build_page, is_evaluation, read_evaluations
 from files.terminal_text import print_line
+from files.usage_error import UsageError
 from logger.pages.html import write_page
 from logger.pages.terminal import print_parts
 from logger.report import write_report
@@ -41,15 +42,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     is_alone = len({path.resolve() for path in arguments.runs}) == 1
     output: Path = arguments.output or (first / "report.html" if is_alone else Path("report.html"))
     if output.suffix != ".html":
-        exit_with_usage_error(NAME, f"--output {output}: name a file that ends in .html")
+        raise UsageError(f"--output {output}: name a file that ends in .html")
     are_evaluations = [is_evaluation(path) for path in arguments.runs]
     if any(are_evaluations) and not all(are_evaluations):
         other = arguments.runs[are_evaluations.index(False)]
-        exit_with_usage_error(NAME, f"{other} is no finished evaluation, unlike the other folders: report it apart")
+        raise UsageError(f"{other} is no finished evaluation, unlike the other folders: report it apart")
     try:
         _write_evaluations(arguments.runs, output) if all(are_evaluations) else _write_runs(arguments.runs, output)
     except ValueError as error:
-        exit_with_usage_error(NAME, str(error))
+        raise UsageError(str(error)) from error
 
 
 def _write_runs(paths: Sequence[Path], output: Path) -> None:

@@ -12,9 +12,10 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from cli.arguments import MODEL, Shorthand, parse_command, require_model, toml_string
-from cli.entry import exit_with_usage_error, friendly_errors, usage_errors
+from cli.entry import friendly_errors, usage_errors
 from config.serving.server import ServeConfig, ServeSection
 from files.terminal_text import print_line
+from files.usage_error import UsageError
 
 if TYPE_CHECKING:
     import socket
@@ -57,17 +58,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         shorthands=_SHORTHANDS,
         argv=argv,
     )
-    require_model(NAME, config.model.path)
-    require_extra(NAME)
-    with usage_errors(NAME):
+    require_model(config.model.path)
+    require_extra()
+    with usage_errors():
         preparer, keys, bound = prepare(config)
     serve(config, preparer, keys, bound)
 
 
-def require_extra(name: str) -> None:
-    """Exit with a usage error of a command unless the packages of the server are installed."""
+def require_extra() -> None:
+    """Raise a UsageError unless the packages of the server are installed."""
     if importlib.util.find_spec("starlette") is None or importlib.util.find_spec("uvicorn") is None:
-        exit_with_usage_error(name, "starlette and uvicorn are not installed: add them with uv sync --extra serve")
+        raise UsageError("starlette and uvicorn are not installed: add them with uv sync --extra serve")
 
 
 def prepare(config: ServeConfig) -> tuple[RequestPreparer, ApiKeys | None, socket.socket]:

@@ -65,12 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         if arguments.dry_run:
             if is_first_rank():
-                with usage_errors(NAME):
+                with usage_errors():
                     table = format_run_estimate(config)
                 print_parts([table])
             return 0
         if is_first_rank():
-            with usage_errors(NAME):
+            with usage_errors():
                 check_files(config)
         code = train_as_rank(config)
         return 0 if "TORCHELASTIC_RUN_ID" in os.environ else code

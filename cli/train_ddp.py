@@ -32,22 +32,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         add_arguments=_add_arguments,
         argv=argv,
     )
-    with usage_errors(NAME):
+    with usage_errors():
         check_nodes(arguments)
     if arguments.dry_run:
         # Two, where only torch knows how many GPUs there are.
         local_ranks = 2 if config.parallel.local_ranks == "auto" else config.parallel.local_ranks
-        with usage_errors(NAME):
+        with usage_errors():
             table = format_run_estimate(config.to_train_config(), local_ranks * arguments.nodes)
         print_parts([table])
         return 0
-    with usage_errors(NAME):
+    with usage_errors():
         check_files(config.to_train_config())
     # Only now, so that no error before waits for torch.
     from ddp.launch import Nodes, count_local_ranks, launch
 
     nodes = Nodes(arguments.nodes, arguments.rendezvous or "localhost:0", str(config.run.directory))
-    with usage_errors(NAME):
+    with usage_errors():
         local_ranks = count_local_ranks(config.parallel, config.run.device)
         config.sequences_per_rank(local_ranks * nodes.count)
     restarts = config.parallel.max_restarts

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         example=EXAMPLE,
         argv=argv,
     )
-    with usage_errors(NAME):
+    with usage_errors():
         check_output_directory(config.output.directory)
     print_parts([Table((), train_tokenizer(config))])
 

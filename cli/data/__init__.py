@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Imported here, so that --help and config errors do not wait.
     from cli.data.rows import RowSource, count_rows, format_counts, format_row, read_rows, row_to_json
 
-    with usage_errors(NAME):
+    with usage_errors():
         source = RowSource.open(config, arguments.split)
     rows, counts = count_rows(read_rows(source), source, arguments.rows)
     if arguments.json:

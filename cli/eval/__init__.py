@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 from pydantic import TypeAdapter
 
 from cli.arguments import ADAPTER, Shorthand, parse_command, require_model
-from cli.entry import exit_with_usage_error, friendly_errors, usage_errors
+from cli.entry import friendly_errors, usage_errors
 from cli.eval.arguments import add_eval_arguments
 from config.eval import EvalConfig
 from files.atomic import write_text_atomic
 from files.paths import check_can_write
+from files.usage_error import UsageError
 from logger.pages import Cell, Number, Part, Table, format_cell
 from logger.pages.terminal import print_parts
 
@@ -61,13 +62,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         run_tasks(NAME, config, argv)
         return
-    require_model(NAME, config.model.path)
+    require_model(config.model.path)
     if config.data.source is None:
-        exit_with_usage_error(NAME, "no data: add --data FILE, or source to [data] of the config, or [[tasks]]")
+        raise UsageError("no data: add --data FILE, or source to [data] of the config, or [[tasks]]")
     # Imported here, so that --help and config errors do not wait for numpy and regex.
     from diffusionlm.evaluation.text_likelihood import open_text
 
-    with usage_errors(NAME):
+    with usage_errors():
         text = open_text(config)
         if config.output.file is not None:
             check_can_write(config.output.file.parent, f"output.file = {config.output.file}")

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cli.entry import build_parser, exit_with_usage_error, friendly_errors, usage_errors
+from cli.entry import build_parser, friendly_errors, usage_errors
 from config.evaluation.lm_eval import LmEvalConfig, nest_arguments
 from config.load import validate_config
+from files.usage_error import UsageError
 
 NAME = "diffusionlm-lm-eval"
 MODEL = "diffusionlm"
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.print_help()
         return
     if importlib.util.find_spec("lm_eval") is None:
-        exit_with_usage_error(NAME, 'lm-evaluation-harness is missing: install the extra "lm-eval"')
+        raise UsageError('lm-evaluation-harness is missing: install the extra "lm-eval"')
     from lm_eval._cli.harness import HarnessCLI
     from lm_eval.utils import setup_logging
 
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     finally:
         sys.argv = argv
     if arguments.command == "run":
-        with usage_errors(NAME):
+        with usage_errors():
             _prepare_run(arguments)
         # Imported before any model is looked up; it registers ours.
         importlib.import_module("diffusionlm.evaluation.lm_eval.adapter")

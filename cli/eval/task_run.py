@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from cli.entry import exit_with_usage_error, usage_errors
+from cli.entry import usage_errors
 from cli.eval.report import build_page, read_evaluations, summarize
 from config.dump import format_value, to_toml, to_toml_values
 from config.eval import EvalConfig, VariantConfig
@@ -27,6 +27,7 @@ from files.atomic import write_text_atomic
 from files.json_files import read_text
 from files.paths import check_can_write
 from files.terminal_text import print_message
+from files.usage_error import UsageError
 from logger.console import ProgressMeter
 from logger.pages.html import write_page
 from logger.pages.terminal import print_parts
@@ -48,9 +49,9 @@ def run_tasks(name: str, config: EvalConfig, argv: Sequence[str] | None) -> None
     """
     directory = config.results_directory
     if directory is None:
-        exit_with_usage_error(name, "no folder for the results: add --output DIR, or directory to [output]")
+        raise UsageError("no folder for the results: add --output DIR, or directory to [output]")
     # Imported here, so that --help and config errors do not wait for torch.
-    with usage_errors(name):
+    with usage_errors():
         existing = directory if directory.exists() else directory.parent
         check_can_write(existing, f"output.directory (--output) = {directory}")
         variants = prepare_variants(resolve_variants(config))

@@ -74,13 +74,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         shorthands=_SHORTHANDS,
         argv=argv,
     )
-    require_model(NAME, config.model.path)
+    require_model(config.model.path)
     # Imported here, so that --help and config errors do not wait for torch.
     from cli.infer.inputs import prepare_run
     from cli.infer.session import answer, run_chat
     from diffusionlm.checkpoints.huggingface import load_configured_model
 
-    with usage_errors(NAME):
+    with usage_errors():
         builder, inputs = prepare_run(config)
     model = load_configured_model(config.model)
     if config.input.interactive:

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cli.arguments import parse_command
-from cli.entry import exit_with_usage_error, friendly_errors, print_error, usage_errors
+from cli.entry import friendly_errors, print_error, usage_errors
 from cli.serve import prepare, require_extra, serve
 from config.finetune.pipeline import PAGE, PipelineConfig
 from config.serving.server import ServeConfig
 from files.lock import DirectoryInUseError, lock_directory
 from files.terminal_text import print_message
+from files.usage_error import UsageError
 
 if TYPE_CHECKING:
     from cli.pipeline.stamps import StageState
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv=argv,
     )
     if arguments.serve:
-        require_extra(NAME)
+        require_extra()
     # Imported here, so that --help and config errors do not wait for numpy and regex.
     from cli.pipeline.report import describe_states, write_report
     from cli.pipeline.runner import StageFailedError, run_stages
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from cli.pipeline.stamps import read_states
     from logger.pages.terminal import print_parts
 
-    with usage_errors(NAME):
+    with usage_errors():
         stages = build_stages(config)
         if arguments.dry_run:
             states = select_states(read_states(stages), arguments)
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     page = config.directory / PAGE
     try:
         with lock_directory(config.directory, LOCK_TIMEOUT_SECONDS) as lock:
-            with usage_errors(NAME):
+            with usage_errors():
                 all_states = read_states(stages)
                 states = select_states(all_states, arguments)
                 check_startable(states, all_states, arguments.force)
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return 128 + stopped
             report = write_report(config.directory, stages)
     except DirectoryInUseError:
-        exit_with_usage_error(NAME, f"directory = {config.directory} is in use by another pipeline: wait or stop it")
+        raise UsageError(f"directory = {config.directory} is in use by another pipeline: wait or stop it") from None
     print_parts(report)
     if server is not None:
         serve_model(server)
@@ -85,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def serve_model(config: ServeConfig) -> None:
     """Serve a model until Ctrl-C, and print where its page is."""
-    with usage_errors(NAME):
+    with usage_errors():
         preparer, keys, bound = prepare(config)
     from diffusionlm.serving.http.access import format_url
 
