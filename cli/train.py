@@ -7,8 +7,8 @@ import os
 import shlex
 import sys
 from argparse import ArgumentParser
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Sequence
+from contextlib import redirect_stderr
 from io import StringIO
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from diffusionlm.families.model_directory import read_model_config, resolve_mode
 from files.paths import check_can_write
 from files.resilient_stream import resilient
 from files.terminal_text import print_message
+from files.usage_error import prefix_errors
 from logger.pages import Part, Table
 from logger.pages.terminal import print_parts
 from profiling.adapter_size import check_targets
@@ -63,18 +64,27 @@ def main(argv: Sequence[str] | None = None) -> int:
                 add_arguments=add_arguments,
                 argv=argv,
             )
-        if arguments.dry_run:
-            if is_first_rank():
-                with usage_errors():
-                    table = format_run_estimate(config)
-                print_parts([table])
-            return 0
         if is_first_rank():
-            with usage_errors():
-                check_files(config)
+            prepare(config, is_dry_run=arguments.dry_run)
+        if arguments.dry_run:
+            return 0
         code = train_as_rank(config)
         return 0 if "TORCHELASTIC_RUN_ID" in os.environ else code
     return 1
+
+
+def prepare(config: TrainConfig, ranks: int = 1, *, is_dry_run: bool) -> None:
+    """Check the files of a run; of a dry run print what it needs on each of ``ranks`` ranks.
+
+    Raises:
+        UsageError: a file or the config is wrong.
+    """
+    with usage_errors():
+        if not is_dry_run:
+            check_files(config)
+            return
+        estimate = format_run_estimate(config, ranks)
+    print_parts([estimate])
 
 
 def check_files(config: TrainConfig) -> None:
@@ -92,14 +102,13 @@ def check_files(config: TrainConfig) -> None:
     check_can_write(directory, f"run.directory = {directory}")
     resolved, tokenizer = check_model(config)
     if init_from is not None:
-        with _errors_name(f"model.init_from = {init_from}"):
+        with prefix_errors(f"model.init_from = {init_from}"):
             list_weight_files(resolve_model_directory(init_from))
             tokenizer = tokenizer or load_tokenizer(init_from)
-    is_new = not (directory / "tokenizer").is_dir()
-    for component in open_components(config.data, "train", LOCAL_SOURCES):
-        if component.chat is None or not is_new:
-            continue
-        resolve_chat_template(component.chat.config, tokenizer, component.chat.key)
+    components = open_components(config.data, "train", LOCAL_SOURCES)
+    for chat in [component.chat for component in components if component.chat is not None]:
+        if not (directory / "tokenizer").is_dir():
+            resolve_chat_template(chat.config, tokenizer, chat.key)
     check_memory(resolved)
 
 
@@ -125,13 +134,11 @@ def check_model(config: TrainConfig) -> tuple[TrainConfig, Tokenizer | None]:
     if path is None and init_from is None:
         sources = [component.source for component in open_components(config.data, "train", ("shards",))]
         path = next((source.tokenizer_directory for source in sources if isinstance(source, ShardDocuments)), None)
-    tokenizer = None
-    if path is not None:
-        with _errors_name(f"{key} = {path}"):
-            tokenizer = load_tokenizer(path)
+    with prefix_errors(f"{key} = {path}"):
+        tokenizer = None if path is None else load_tokenizer(path)
     size = config.tokenizer.vocab_size if tokenizer is None else tokenizer.vocab_size
     if init_from is not None:
-        with _errors_name(f"model.init_from = {init_from}"):
+        with prefix_errors(f"model.init_from = {init_from}"):
             base = read_model_config(resolve_model_directory(init_from, needs_weights=False))
         config.model.check_same_architecture(base)
         if is_new and tokenizer is not None:
@@ -142,7 +149,7 @@ def check_model(config: TrainConfig) -> tuple[TrainConfig, Tokenizer | None]:
         lora.check_packages()
         check_targets(lora, config.model.to_adapted_config(vocab_size=size))
         if lora.init_from is not None:
-            with _errors_name(f"lora.init_from = {lora.init_from}"):
+            with prefix_errors(f"lora.init_from = {lora.init_from}"):
                 read_adapter_config(lora.init_from)
     resolved = config.model_copy(update={"tokenizer": config.tokenizer.model_copy(update={"vocab_size": size})})
     return resolved, tokenizer
@@ -162,15 +169,6 @@ def check_memory(config: TrainConfig) -> None:
         raise ValueError(f"{message}, and this machine has {_format_bytes(memory.total or 0)}: {MEMORY_REMEDY}")
     if memory.free is not None and needed > memory.free:
         print_message(f"{NAME}: warning: {message}, and {_format_bytes(memory.free)} are free: {MEMORY_REMEDY}")
-
-
-@contextmanager
-def _errors_name(setting: str) -> Iterator[None]:
-    """Prefix the message of a ValueError with a key and its value."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{setting}: {error}") from error
 
 
 def train_as_rank(config: TrainConfig) -> int:

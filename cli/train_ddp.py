@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from functools import partial
 
 from cli.arguments import parse_command, positive_int
 from cli.entry import friendly_errors, usage_errors
-from cli.train import KEYS, add_arguments, check_files, format_run_estimate, train_as_rank
+from cli.train import KEYS, add_arguments, prepare, train_as_rank
 from config.train import DistributedTrainConfig
-from logger.pages.terminal import print_parts
+from files.usage_error import UsageError
 
 NAME = "diffusionlm-train-ddp"
 
@@ -32,17 +32,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         add_arguments=_add_arguments,
         argv=argv,
     )
-    with usage_errors():
-        check_nodes(arguments)
+    if arguments.nodes > 1 and ":" not in (arguments.rendezvous or ""):
+        raise UsageError(
+            f"--nodes {arguments.nodes} needs a rendezvous address: add --rendezvous HOST:PORT, HOST being "
+            "one of them, the same on all"
+        )
+    # Two, where only torch knows how many GPUs there are.
+    local_ranks = 2 if config.parallel.local_ranks == "auto" else config.parallel.local_ranks
+    prepare(config.to_train_config(), local_ranks * arguments.nodes, is_dry_run=arguments.dry_run)
     if arguments.dry_run:
-        # Two, where only torch knows how many GPUs there are.
-        local_ranks = 2 if config.parallel.local_ranks == "auto" else config.parallel.local_ranks
-        with usage_errors():
-            table = format_run_estimate(config.to_train_config(), local_ranks * arguments.nodes)
-        print_parts([table])
         return 0
-    with usage_errors():
-        check_files(config.to_train_config())
     # Only now, so that no error before waits for torch.
     from ddp.launch import Nodes, count_local_ranks, launch
 
@@ -53,19 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     restarts = config.parallel.max_restarts
     act = partial(train_as_rank, config.to_train_config())
     return launch(act, local_ranks, name=NAME, max_restarts=restarts, nodes=nodes)
-
-
-def check_nodes(arguments: Namespace) -> None:
-    """Check ``--nodes`` and ``--rendezvous``.
-
-    Raises:
-        ValueError: several machines have no rendezvous address, or a single machine has one.
-    """
-    if arguments.nodes > 1 and ":" not in (arguments.rendezvous or ""):
-        raise ValueError(
-            f"--nodes {arguments.nodes} needs a rendezvous address: add --rendezvous HOST:PORT, HOST being "
-            "one of them, the same on all"
-        )
 
 
 def _add_arguments(parser: ArgumentParser) -> None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import codecs
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +21,7 @@ from diffusionlm.inference.constraints.compiler import ConstraintCompiler, Token
 from diffusionlm.inference.request_builder import RequestBuilder
 from files.json_files import read_json_object
 from files.paths import check_can_write
+from files.usage_error import prefix_errors
 from tokenizer import ChatTemplate, Tokenizer
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def encode_inputs(
     encoded_inputs = []
     for index, source in enumerate(inputs):
         counts[source.kind] += 1
-        with _prefix_errors(source.location):
+        with prefix_errors(source.location):
             text, encoded = _encode(source, builder)
         label = source.location or f"{source.kind} {counts[source.kind]} of {len(inputs)}"
         constraints = [constraint] * max(1, len(encoded.options.span_lengths)) if constraint is not None else []
@@ -162,15 +162,6 @@ def _encode(source: Input, builder: RequestBuilder) -> tuple[str, HealedText]:
     return text, builder.encode_chat(source.messages)
 
 
-@contextmanager
-def _prefix_errors(location: str) -> Iterator[None]:
-    """Prefix the message of a ValueError with its location."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{location}: {error}" if location else str(error)) from error
-
-
 def _read_file(path: Path, file_format: str | None) -> list[Input]:
     is_standard = str(path) == "-"
     name = "standard input" if is_standard else str(path)
@@ -179,7 +170,7 @@ def _read_file(path: Path, file_format: str | None) -> list[Input]:
     content = (sys.stdin.buffer.read() if is_standard else path.read_bytes()).removeprefix(codecs.BOM_UTF8)
     for number, line_bytes in enumerate(content.replace(b"\r\n", b"\n").split(b"\n"), 1):
         location = f"{name}:{number}"
-        with _prefix_errors(location):
+        with prefix_errors(location):
             try:
                 line = line_bytes.decode()
             except UnicodeDecodeError as error:
@@ -265,10 +256,8 @@ def describe_model(
         read_adapter_config(path)
     if chat_template is None:
         return model, model.tokenizer.chat_template
-    try:
+    with prefix_errors(f'chat_template = "{chat_template}"'):
         return model, find_chat_template(chat_template, model.tokenizer)
-    except ValueError as error:
-        raise ValueError(f'chat_template = "{chat_template}": {error}') from None
 
 
 def check_output_paths(config: InferOutputConfig) -> None:
@@ -301,9 +290,9 @@ def compile_constraint(config: InferConstraintConfig, tokenizer: Tokenizer) -> T
     compiler = ConstraintCompiler(tokenizer)
     if config.json_schema is not None:
         schema = read_json_object(config.json_schema)
-        with _prefix_errors(str(config.json_schema)):
+        with prefix_errors(str(config.json_schema)):
             return compiler.compile_json_schema(schema)
-    with _prefix_errors(f"constraint.{'choices' if config.regex is None else 'regex'}"):
+    with prefix_errors(f"constraint.{'choices' if config.regex is None else 'regex'}"):
         return (
             compiler.compile_choices(config.choices) if config.regex is None else compiler.compile_regex(config.regex)
         )

@@ -19,6 +19,7 @@ from diffusionlm.families.model_directory import resolve_model_directory
 from files.atomic import write_text_atomic
 from files.json_files import read_json_object
 from files.paths import hash_file
+from files.usage_error import prefix_errors
 
 STARTED, DONE, CONFIG = "stage.json", "done.json", "config.toml"
 """Files of a stage: its fingerprint from its start on; the same when it is done; the command's config."""
@@ -90,12 +91,9 @@ def read_states(stages: Sequence[Stage]) -> list[StageState]:
     hashes, digests = FileHashes(), dict[str, str]()
     states = []
     for stage in stages:
-        try:
-            state = _read_state(stage, hashes, digests)
-        except ValueError as error:
-            raise ValueError(f'stage "{stage.name}": {error}') from error
-        states.append(state)
-        digests[stage.name] = hashlib.sha256(json.dumps(state.fingerprint, sort_keys=True).encode()).hexdigest()
+        with prefix_errors(f'stage "{stage.name}"'):
+            states.append(_read_state(stage, hashes, digests))
+        digests[stage.name] = hashlib.sha256(json.dumps(states[-1].fingerprint, sort_keys=True).encode()).hexdigest()
     return states
 
 
