@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from diffusionlm.checkpoints.huggingface import save_model_directory
-from diffusionlm.serving.http.access import bind_socket
 from tests.conftest import MakeModel
 from tokenizer import CHAT_TEMPLATES, train_bpe
 
@@ -127,32 +126,3 @@ def test_a_second_signal_ends_at_once(folder: Path) -> None:
     code, errors = server.end(signal.SIGINT)
     assert code == 130 and "everybody who reaches 0.0.0.0 can use this server" in errors
     assert "[DONE]" not in stream.communicate(timeout=30)[0]
-
-
-def test_a_killed_server_starts_again(folder: Path, server: ServerProcess) -> None:
-    port = server.url.rpartition(":")[2]
-    stream = server.start_stream(max_tokens=400)
-    server.process.kill()
-    server.process.wait()
-    stream.communicate(timeout=30)
-    again = ServerProcess(folder, "--port", port)
-    try:
-        assert json.loads(again.post("/v1/completions", prompt="def ", max_tokens=3))["usage"]["completion_tokens"] == 3
-        assert json.loads(again.curl("/health")) == {"status": "ok"}
-    finally:
-        assert again.end()[0] == 0
-
-
-def test_an_address_in_use(folder: Path) -> None:
-    with bind_socket("127.0.0.1", 0) as bound:
-        bound.listen()
-        port = str(bound.getsockname()[1])
-        done = subprocess.run(
-            [sys.executable, "-m", "cli", "serve", "--model", "runs/quickstart", "--port", port],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-    assert done.returncode == 2 and f"serve.port = {port}" in done.stderr and done.stderr.count("\n") == 1

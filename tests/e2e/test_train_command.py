@@ -181,15 +181,6 @@ def test_a_warm_start_takes_weights_and_tokenizer(config: Path, uninterrupted: P
     ).read_bytes()
 
 
-def test_incompatible_warm_start_lists_the_differences(config: Path, uninterrupted: Path, tmp_path: Path) -> None:
-    result = run_here(
-        *("--config", config, "--set", f"run.directory={tmp_path / 'warm'}", "--set", "model.hidden_size=48"),
-        *("--set", f"model.init_from={uninterrupted}"),
-    )
-    assert result.returncode == 2
-    assert "model.hidden_size = 48 (checkpoint: 32)" in result.stderr
-
-
 def test_config_errors_exit_with_two(config: Path) -> None:
     result = run("--config", config, "--set", "training.max_step=3")
     assert result.returncode == 2

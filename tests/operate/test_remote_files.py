@@ -17,20 +17,7 @@ from tests.operate.machine import BIG, SECRET, Remote, cut, partial_files, stand
 
 pytestmark = pytest.mark.operate
 
-STRANGE = [
-    "-n",
-    "a'b",
-    'a"b',
-    "a\\b",
-    "$HOME",
-    "ü *",
-    "tab\there",
-    "line\nbreak",
-    ".hidden",
-    "# no comment",
-    "\\#012",
-    " x ",
-]
+STRANGE = ["-n", "a'b", "a\\b", "$HOME", "ü *", "tab\there", "line\nbreak", ".hidden", "# no comment", " x "]
 
 
 @pytest.fixture
@@ -41,19 +28,6 @@ def folder(ready: Remote) -> Iterator[Path]:
     yield path
     shutil.rmtree(path)
     shutil.rmtree(ready.tree / "runs", ignore_errors=True)
-
-
-REMOVING_RSYNC = f"""#!{sys.executable}
-import os, subprocess, sys
-with subprocess.Popen([{shutil.which("rsync")!r}, *sys.argv[1:]], stdout=subprocess.PIPE) as process:
-    count = 0
-    while data := os.read(process.stdout.fileno(), 50_000):
-        os.write(1, data)
-        count += len(data)
-        if count > 1_000_000 and os.path.exists("model-2"):
-            os.remove("model-2")
-sys.exit(process.returncode)
-"""
 
 
 def test_interrupted_fetch_leaves_no_partial_file_and_resumes(ready: Remote, folder: Path) -> None:
@@ -75,17 +49,6 @@ def test_interrupted_fetch_leaves_no_partial_file_and_resumes(ready: Remote, fol
     assert there.exists()
     there.unlink()
     assert (here / "model.safetensors").read_bytes() == BIG
-    assert not partial_files(here)
-
-
-def test_changed_file_is_fetched_whole_after_an_interruption(ready: Remote, folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(BIG)
-    cut(ready, "output", 1_500_000)
-    ready.fails("fetch", "runs/a b", code=255)
-    (folder / "model.safetensors").write_bytes(BIG[::-1])
-    ready.works("fetch", "runs/a b")
-    here = ready.tree / "runs" / "a b"
-    assert (here / "model.safetensors").read_bytes() == BIG[::-1]
     assert not partial_files(here)
 
 
@@ -117,6 +80,35 @@ def test_names_links_and_places(ready: Remote, folder: Path) -> None:
     assert (ready.tree / "runs" / "fetched" / str(outside).lstrip("/")).read_text(encoding="utf-8") == "{}"
     ready.works("fetch", "any_file=runs/a b/latest")
     assert not (here / "latest").is_symlink()
+
+
+def test_links_of_a_folder_that_is_sent(ready: Remote, tmp_path: Path) -> None:
+    (tmp_path / "corpus" / "deep").mkdir(parents=True)
+    (tmp_path / "corpus" / "deep" / "text").write_text("1", encoding="utf-8")
+    source = ready.tree / "data" / "linked"
+    source.symlink_to(tmp_path)
+    (tmp_path / "step 1").mkdir()
+    (tmp_path / "step 1" / "model").write_text("2", encoding="utf-8")
+    (tmp_path / "latest").symlink_to("step 1")
+    elsewhere = ready.home / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "text").write_text("3", encoding="utf-8")
+    (tmp_path / "away").symlink_to(elsewhere)
+    (tmp_path / "up").symlink_to("..")
+    assert "up links to a folder that holds it" in ready.fails("data-remote", "path=data/linked")
+    (tmp_path / "up").unlink()
+    ready.works("data-remote", "path=data/linked")
+    there = ready.root / "data" / "linked"
+    files = {path.relative_to(there).as_posix(): path.read_text() for path in there.rglob("*") if path.is_file()}
+    assert files == {"corpus/deep/text": "1", "step 1/model": "2", "away/text": "3"}
+    assert os.readlink(there / "latest") == "step 1"
+    assert not any(path.is_symlink() for path in (there, there / "away", there / "corpus"))
+    (there / "corpus" / "deep" / "text").unlink()
+    (there / "corpus" / "deep" / "text").symlink_to(elsewhere / "text")
+    ready.works("data-remote", "data/linked")
+    assert not (there / "corpus" / "deep" / "text").is_symlink()
+    assert (elsewhere / "text").read_text(encoding="utf-8") == "3"
+    source.unlink()
 
 
 def kept_here(machine: Remote) -> list[tuple[str, str]]:
@@ -158,16 +150,6 @@ def test_fetch_of_an_active_run_copies_complete_files(ready: Remote, folder: Pat
     listed = ["first", "later", "latest", "metrics.jsonl", "new", "of theirs.tmp-x", "steps"]
     assert sorted(os.listdir(here)) == listed
     assert (here / "metrics.jsonl").read_text(encoding="utf-8") == "12\n"
-
-
-def test_file_that_is_removed_during_a_fetch_is_listed(ready: Remote, folder: Path) -> None:
-    for number in range(3):
-        (folder / f"model-{number}").write_bytes(BIG)
-    with stand_in(ready, REMOVING_RSYNC):
-        line = ready.fails("fetch", "runs/a b")
-    assert "model-2" in line
-    assert "run the same again" in line
-    ready.works("fetch", "runs/a b")
 
 
 def test_a_config_that_lies_only_here_is_sent_along(ready: Remote, tmp_path: Path) -> None:

@@ -146,24 +146,6 @@ def test_simultaneous_starts_run_only_once(stubbed: Remote) -> None:
     assert "ended with exit code 143" in stubbed.works("kill-train")
 
 
-def test_attach_shows_the_session_and_leaves_it(stubbed: Remote) -> None:
-    assert "no training runs in" in stubbed.fails("attach-train")
-    stubbed.works("train", *stub(lines=3000))
-    words = ["script", "--quiet", "--return", "--command", "just attach-train", "/dev/null"]
-    environment = {**stubbed.environment, "TERM": "xterm"}
-    with subprocess.Popen(
-        words, cwd=stubbed.tree, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as terminal:
-        clients = ["tmux", "list-clients", "-t", "diffusionlm"]
-        until(lambda: subprocess.run(clients, env=stubbed.tmux, capture_output=True).stdout, "a client")
-        subprocess.run(["tmux", "detach-client", "-s", "diffusionlm"], env=stubbed.tmux, check=True)
-        output, _ = terminal.communicate(timeout=30)
-    assert terminal.returncode == 0
-    assert b"line 1" in output
-    assert stubbed.sessions().startswith("diffusionlm ")
-    stubbed.works("kill-train")
-
-
 def test_follow_reconnects_after_a_lost_connection(stubbed: Remote) -> None:
     stubbed.works("train", *stub(lines=15, end=7))
     (stubbed.folder / "cut-output").write_text("120", encoding="utf-8")

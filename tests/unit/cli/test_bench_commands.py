@@ -19,12 +19,8 @@ INFER = ["--config", str(Path(__file__).parents[3] / "config" / "resources" / "b
     ("name", "arguments", "code", "message"),
     [
         ("bench-serve", ["--rate", "0"], 2, "load.rate=0: must be greater than 0"),
-        ("bench-serve", ["--url", "localhost:8000"], 2, '"http://127.0.0.1:8000/v1"'),
-        ("bench-serve", ["--set", "requests.answer_length=[9, 3]"], 2, "the shortest length comes first"),
         ("bench-serve", ["--set", "requests.file=no/such.jsonl"], 2, "requests.file = no/such.jsonl cannot be read"),
-        ("bench-serve", ["--set", "server.api_key_file=no/key"], 2, "server.api_key_file = no/key cannot be read"),
         ("bench-infer", [*INFER, "--set", "grid.caches=prefix"], 2, 'cache = "prefix" is for bidirectional attention'),
-        ("bench-infer", [*INFER, "--set", "output.path=."], 1, "output.path = . is a directory: name a file in it"),
         ("bench-infer", [*INFER, "--model", "no/such/model"], 1, "no model at no/such/model: there is no such"),
     ],
 )

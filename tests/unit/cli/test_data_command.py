@@ -98,13 +98,20 @@ def test_json_agrees_with_the_rows(files: tuple[str, str], capsys: pytest.Captur
             assert not segment["eos_padding"].replace("<|endoftext|>", "")
 
 
+def open_preferences(
+    folder: Path, rows: list[dict[str, Any]], objective: PreferenceConfig, **chat_options: Any
+) -> RowSource:
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    chat_options = {"eos_padding": "none", **chat_options}
+    data = {"source": {"kind": "files", "paths": [str(folder / "rows.jsonl")], "chat": chat_options}}
+    path = write_train_config(folder, model={"max_position_embeddings": 200}, data=data | {"row_length": 200})
+    config = load_config(TrainConfig, path).model_copy(update={"objective": objective})
+    return RowSource(config, "train", open_components(config.data, "train"), chat_tokenizer())
+
+
 def test_preferences_are_rows_of_pairs(tmp_path: Path) -> None:
     rows = [{"prompt": f"q{index}", "chosen": "yes", "rejected": "no"} for index in range(9)]
-    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    data = {"source": {"kind": "files", "paths": [str(tmp_path / "pairs.jsonl")], "chat": {"eos_padding": "none"}}}
-    path = write_train_config(tmp_path, model={"max_position_embeddings": 200}, data=data | {"row_length": 200})
-    config = load_config(TrainConfig, path).model_copy(update={"objective": PreferenceConfig()})
-    source = RowSource(config, "train", open_components(config.data, "train"), chat_tokenizer())
+    source = open_preferences(tmp_path, rows, PreferenceConfig())
     for row in read_rows(source):
         answers = [segment["answer"] for segment in row_to_json(row, source.tokenizer)["segments"]]
         assert answers == ["yes<|im_end|>", "no<|im_end|>"]
@@ -112,12 +119,7 @@ def test_preferences_are_rows_of_pairs(tmp_path: Path) -> None:
 
 def test_labeled_answers_are_shown_with_their_labels(tmp_path: Path) -> None:
     rows = [{"prompt": f"q{index}", "completion": "yes", "label": index % 2 == 0} for index in range(8)]
-    (tmp_path / "labeled.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    chat_options = {"eos_padding": "none", "format": "unpaired"}
-    data = {"source": {"kind": "files", "paths": [str(tmp_path / "labeled.jsonl")], "chat": chat_options}}
-    path = write_train_config(tmp_path, model={"max_position_embeddings": 200}, data=data | {"row_length": 200})
-    config = load_config(TrainConfig, path).model_copy(update={"objective": PreferenceConfig(loss=KTOLossConfig())})
-    source = RowSource(config, "train", open_components(config.data, "train"), chat_tokenizer())
+    source = open_preferences(tmp_path, rows, PreferenceConfig(loss=KTOLossConfig()), format="unpaired")
     shown = list(read_rows(source))
     labels = [row_to_json(row, source.tokenizer)["is_desirable"] for row in shown]
     assert [True] in labels and [False] in labels

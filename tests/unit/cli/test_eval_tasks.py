@@ -153,14 +153,10 @@ def test_a_preset_gives_way_to_varied_keys(
     generations = [variant.tasks[0].model_dump()["generation"] for variant in variants]
     assert [generation[key] for generation in generations] == list(values)
     assert all(generation["max_new_tokens"] == 256 for generation in generations)
-
-
-def test_a_setting_of_the_user_does_not_give_way(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--model", "m", "--preset", "fast-dllm/gsm8k-baseline", "--data", "d.jsonl", "--shots-data", "s.jsonl"]
-    arguments += ["--set", "tasks.0.generation.steps=7", "--vary", "generation.denoising_steps=1,2"]
-    config = print_config(capsys, *arguments)
-    with pytest.raises(ValueError, match="denoising_steps"):
-        resolve_variants(config)
+    if key == "denoising_steps":  # a setting of the user does not give way
+        config = print_config(capsys, *arguments, "--set", "tasks.0.generation.steps=7", "--vary", vary)
+        with pytest.raises(ValueError, match="denoising_steps"):
+            resolve_variants(config)
 
 
 def test_wrong_input(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

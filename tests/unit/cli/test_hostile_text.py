@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -45,14 +44,3 @@ def test_paths_of_models_and_runs(capsys: pytest.CaptureFixture[str], tmp_path: 
     ):
         error = error_of(capsys, name, *arguments)
         assert r"run\x1b[2J" in error and "\x1b" not in error, name
-
-
-def test_doctor_shows_escapes_and_writes_exact_json(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HOME", f"/cache{TITLE}\x7f")
-    COMMANDS["doctor"](["--quick"])
-    assert r"/cache\x1b]0;x\x07\x7f" in capsys.readouterr().out
-    COMMANDS["doctor"](["--quick", "--json"])
-    values = {check["name"]: check["value"] for check in json.loads(capsys.readouterr().out)["checks"]}
-    assert values["Hugging Face"].startswith(f"cache /cache{TITLE}\x7f")

@@ -120,16 +120,3 @@ def test_sources_without_text(texts: Path, tmp_path: Path, capsys: pytest.Captur
     assert not (tmp_path / "t").exists()
     main(options(texts, tmp_path / "t", **{"source.validation_paths": f'["{blank}"]'}))
     assert "no validation documents to measure it on" in lines_of(capsys.readouterr().out)["held out"]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["tokenizer.vocab_size=257"], "set at least 258"),
-        (["tokenizer.mask_token=[MASK]"], "mask_token = '[MASK]' is not among special_tokens"),
-        (["tokenizer.eos_token=<|mask|>"], "mask_token and eos_token are both '<|mask|>'"),
-    ],
-)
-def test_config_errors(overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [part for override in overrides for part in ("--set", override)]
-    assert message in failure(capsys, ["--config", str(RESOURCE), *arguments], code=2)

@@ -235,17 +235,6 @@ def test_machines_share_a_database_but_no_files(small: SmallSweep, tmp_path: Pat
     assert len(small.rows("two/others")) == 2
 
 
-def test_of_two_equal_trials_that_machines_queued_the_first_counts(small: SmallSweep) -> None:
-    sweep = small.define("1.0,2.0")
-    points = sweep.load_points()
-    with open_study(sweep, points) as opened:
-        opened.add()
-        for trial in opened.study.get_trials():
-            opened.study.enqueue_trial({}, user_attrs=trial.user_attrs)
-        claimed = [opened.claim(pytest.fail) for _ in range(3)]
-    assert [None if trial is None else trial.number for trial in claimed] == [0, 1, None]
-
-
 @pytest.mark.slow
 def test_drawn_values_are_reproducible_and_extend_a_sweep(small: SmallSweep) -> None:
     drawn = []
