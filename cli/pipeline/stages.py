@@ -150,7 +150,6 @@ def _build_stage(settings: StageConfig, config: PipelineConfig, stages: Mapping[
     model, architecture = _find_model(settings, parent, [other.name for other in config.stages])
     values = _merge_stage_settings(settings, kind, getattr(config.common, kind.common) if kind.common else {})
     if model is not None:
-        _check_adapter(settings, parent, names_adapter="adapter" in values)
         values = with_value(values, kind.model_key, str(model))
         if kind.config is TrainConfig:  # the directory, whose config.json has it, may not exist yet
             values = {**values, "model": merge_tables(architecture, values["model"])}
@@ -199,22 +198,6 @@ def _find_model(
                 "true, and validation.every_steps to less than its steps"
             )
     return parent.result.with_name("best") if checkpoint == "best" else parent.result, parent.architecture
-
-
-def _check_adapter(settings: StageConfig, parent: Stage | None, *, names_adapter: bool) -> None:
-    """Check that an adapter is merged where weights are needed, and that there is one to merge."""
-    name = str(settings.input)
-    if parent is None:
-        is_adapter = (resolve_model_directory(name, needs_weights=False) / "adapter_config.json").is_file()
-    else:
-        is_adapter = isinstance(parent.config, TrainConfig) and parent.config.lora is not None
-    if is_adapter and settings.kind in ("train", "sft", "export"):
-        raise ValueError(f'from = "{name}" is an adapter: start from a stage of kind "merge" that merges it')
-    if settings.kind == "merge" and not (is_adapter or names_adapter):
-        raise ValueError(
-            f'from = "{name}" has no adapter to merge: set [settings.lora] there, settings.adapter here, or kind = '
-            '"export"'
-        )
 
 
 def _architecture(config: Architecture) -> dict[str, Any]:

@@ -50,9 +50,7 @@ def test_stages_run_after_their_input_and_start_from_its_checkpoint(pipeline: di
     assert not Path("out").exists()
 
 
-def test_an_adapter_is_evaluated_as_it_is_and_merged_before_more_training(
-    pipeline: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_adapter_is_evaluated_as_it_is_and_merged_before_more_training(pipeline: dict[str, Any]) -> None:
     stage_of(pipeline, "tune")["settings"]["lora"] = {"rank": 2}
     pipeline["stages"].append({"name": "merged", "kind": "merge", "from": "tune"})
     pipeline["stages"].append(
@@ -64,11 +62,6 @@ def test_an_adapter_is_evaluated_as_it_is_and_merged_before_more_training(
     assert plans["merged"].config.model_dump()["source"] == checkpoint
     more = plans["more"].config
     assert isinstance(more, TrainConfig) and more.model.init_from == Path("out/merged/model")
-    for kind in ("train", "export"):
-        stage_of(pipeline, "merged")["kind"] = kind
-        with pytest.raises(SystemExit):
-            main(["--config", write_pipeline(pipeline)])
-        assert 'from = "tune" is an adapter: start from a stage of kind "merge"' in capsys.readouterr().err
 
 
 def rename(values: dict[str, Any], stage: str, /, **changes: Any) -> None:
@@ -102,7 +95,6 @@ def settings(values: dict[str, Any], name: str, section: str, **changes: Any) ->
         (lambda v: settings(v, "tune", "data", source={"kind": "files", "paths": ["c.txt"]}), "c.txt"),
         (lambda v: rename(v, "tune", checkpoint="ema"), 'stage "base" has no average: set its training.ema_decay'),
         (lambda v: rename(v, "tune", checkpoint="best"), "validation.every_steps to less"),
-        (lambda v: rename(v, "before", kind="merge", settings={}), "has no adapter to merge"),
     ],
 )
 def test_mistakes_are_refused_before_the_first_stage(
