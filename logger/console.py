@@ -70,6 +70,11 @@ class ProgressMeter:
         if time.monotonic() - self._last_shown_at > (seconds if self._has_bar else SECONDS_BETWEEN_LINES):
             self._show()
 
+    def advance(self, name: str, unit: str, done: int, total: int | None) -> None:
+        """Set the number of units of a phase that are done, and begin it if it is another one."""
+        self.begin(name, unit, total)
+        self.set(done)
+
     def set_postfix(self, text: str) -> None:
         """Set the text behind the counts; it appears with the next update."""
         self._postfix = text

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from pydantic import TypeAdapter
 
-from cli.arguments import ADAPTER, Shorthand, parse_command, require_model
+from cli.arguments import ADAPTER, Shorthand, parse_command, require_model, toml_string, toml_strings
 from cli.entry import friendly_errors, usage_errors
-from cli.eval.arguments import add_eval_arguments
 from config.eval import EvalConfig
+from config.evaluation.presets import describe_kind, get_preset
+from config.evaluation.tasks import AnyTask
 from files.atomic import write_text_atomic
 from files.paths import check_can_write
+from files.toml_text import parse_toml
 from files.usage_error import UsageError
 from logger.pages import Cell, Number, Part, Table, format_cell
 from logger.pages.terminal import print_parts
@@ -43,6 +46,8 @@ _SHORTHANDS = (
     Shorthand("--json", None, 'output.format="json"', "one JSON object"),
 )
 
+TASK_KINDS = tuple(kind.model_fields["kind"].default for kind in get_args(AnyTask))
+
 
 @friendly_errors(NAME, "lower batch_size of the task or of [likelihood]")
 def main(argv: Sequence[str] | None = None) -> None:
@@ -52,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         description="Accuracy on tasks, or nats per token, perplexity and bits per byte of a text, with their errors.",
         example=EXAMPLE,
         config_required=False,
-        add_arguments=add_eval_arguments,
+        add_arguments=_add_arguments,
         shorthands=_SHORTHANDS,
         argv=argv,
     )
@@ -78,12 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from logger.console import ProgressMeter
 
     with closing(ProgressMeter(sys.stderr, is_transient=True)) as meter:
-
-        def show_progress(phase: str, unit: str, done: int, total: int | None) -> None:
-            meter.begin(phase, unit, total)
-            meter.set(done)
-
-        result = evaluate_likelihood(text, load_configured_model(config.model), show_progress)
+        result = evaluate_likelihood(text, load_configured_model(config.model), meter.advance)
     # Numbers that are not finite are null.
     line = TypeAdapter(LikelihoodResult).dump_json(result).decode()
     if config.output.file is not None:
@@ -116,3 +116,72 @@ def format_table(result: LikelihoodResult) -> Part:
 
 def _format_name(name: str) -> str:
     return name.removeprefix("num_").replace("_", " ")
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the model, the task and what is compared."""
+    parser.set_defaults(list_overrides=_list_overrides)
+    group = parser.add_argument_group("what is evaluated")
+    for name, metavar, text in (
+        ("--model", "DIR", "model, checkpoint or run, or org/name on the Hub; repeatable"),
+        ("--vary", "SECTION.KEY=VALUE,VALUE...", "compare these values; repeatable"),
+    ):
+        group.add_argument(name, metavar=metavar, action="append", default=[], help=text)
+    group.add_argument("--task", metavar="KIND", choices=TASK_KINDS, help="evaluate a task")
+    group.add_argument("--preset", metavar="NAME", help="evaluate a task by a published protocol")
+    text = "items of the task; without one a file, directory or glob of text"
+    group.add_argument("--data", metavar="FILE", help=text)
+    group.add_argument("--limit", metavar="N", help="evaluate a random subset of N items")
+
+
+def _list_overrides(arguments: argparse.Namespace) -> Iterator[str]:
+    """The overrides that the arguments stand for.
+
+    Raises:
+        ValueError: an argument is wrong, or does not fit another one; names it.
+    """
+    yield from _list_models(arguments.model)
+    kind, data = arguments.task, arguments.data
+    if arguments.preset is not None:
+        kind = get_preset(arguments.preset).kind
+        if kind is None:
+            raise ValueError(f"--preset {arguments.preset}: {describe_kind(arguments.preset)}")
+        yield f"tasks.0.preset={toml_string(arguments.preset)}"
+    if kind is not None:
+        yield f"tasks.0.kind={toml_string(kind)}"
+    if data is not None and kind is not None:
+        yield f"tasks.0.data={toml_string(data)}"
+    elif data is not None:
+        yield from ("data.source=files", f"data.source.paths={toml_strings([data])}", 'data.split="all"')
+    if arguments.limit is not None:
+        if kind == "perplexity":
+            raise ValueError(
+                f"--limit {arguments.limit} selects items, and --task {kind} reads a text: use --set "
+                f"tasks.0.text.max_rows={arguments.limit}"
+            )
+        yield f"tasks.0.limit={arguments.limit}"
+    for text in arguments.vary:
+        key, _, values = text.partition("=")
+        if not key.strip() or not values.strip():
+            raise ValueError(f"--vary {text}: expected SECTION.KEY=VALUE,VALUE...")
+        array = ", ".join(_to_toml_value(value.strip()) for value in values.split(","))
+        yield f"vary.{toml_string(key.strip())}=[{array}]"
+
+
+def _list_models(models: Sequence[str]) -> Iterator[str]:
+    """The first model is that of [model]; of several each is a variant."""
+    if len(set(models)) < len(models):
+        raise ValueError(f"--model {max(models, key=models.count)} is named twice: remove one of them")
+    yield from (f"model.path={toml_string(model)}" for model in models[:1])
+    yield from (
+        f"variants.{index}.model={toml_string(model)}" for index, model in enumerate(models if len(models) > 1 else [])
+    )
+
+
+def _to_toml_value(text: str) -> str:
+    """A number or a boolean as it is, any other text as a string."""
+    try:
+        table = parse_toml(f"v={text}")
+    except ValueError:
+        return toml_string(text)
+    return text if list(table) == ["v"] else toml_string(text)

@@ -61,12 +61,7 @@ def run_tasks(name: str, config: EvalConfig, argv: Sequence[str] | None) -> None
         write_text_atomic(directory / CONFIG_FILE, to_toml(config))
     command = shlex.join([name, *(sys.argv[1:] if argv is None else argv)])
     with closing(ProgressMeter(sys.stderr, is_transient=True)) as meter:
-
-        def show_progress(phase: str, unit: str, done: int, total: int | None) -> None:
-            meter.begin(phase, unit, total)
-            meter.set(done)
-
-        run.run(show_progress, command)
+        run.run(meter.advance, command)
     page = directory / REPORT_FILE
     report = read_evaluations([directory])
     write_page(build_page(report), page)

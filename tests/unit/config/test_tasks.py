@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from cli.eval.arguments import TASK_KINDS
+from cli.eval import TASK_KINDS
 from config.evaluation.tasks import TaskConfig
 
 TASK: TypeAdapter[Any] = TypeAdapter(TaskConfig)
