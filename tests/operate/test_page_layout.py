@@ -11,7 +11,7 @@ import pytest
 from cli.eval.report import build_page, read_evaluations
 from cli.sweep import report as sweep_report
 from cli.sweep.definition import Setting, Sweep
-from cli.sweep.study import Status, SweepRun
+from cli.sweep.results import Status, SweepRun
 from diffusionlm.evaluation.tasks.results import (
     EvaluationResults,
     ItemResult,

@@ -11,6 +11,7 @@ from benchmarking.serving.load import AnswerCheck, LoadResult, RequestRecord
 from benchmarking.serving.summary import summarize
 from cli.commands import COMMANDS
 from config.bench.serve import BenchServeConfig
+from tests.unit.cli.conftest import Fails
 
 INFER = ["--config", str(Path(__file__).parents[3] / "config" / "resources" / "bench_infer.toml")]
 
@@ -24,14 +25,9 @@ INFER = ["--config", str(Path(__file__).parents[3] / "config" / "resources" / "b
         ("bench-infer", [*INFER, "--model", "no/such/model"], 1, "no model at no/such/model: there is no such"),
     ],
 )
-def test_bad_input_ends_with_a_message(
-    name: str, arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        COMMANDS[name](arguments)
-    output = capsys.readouterr()
-    assert (ended.value.code, output.out) == (code, "")
-    assert output.err.startswith(f"diffusionlm-{name}: error: ") and message in output.err
+def test_bad_input_ends_with_a_message(name: str, arguments: list[str], code: int, message: str, fails: Fails) -> None:
+    error = fails(COMMANDS[name], *arguments, code=code)
+    assert error.startswith(f"diffusionlm-{name}: error: ") and message in error
 
 
 def test_tables_are_printed_before_the_error(

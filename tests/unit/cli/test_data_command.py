@@ -17,6 +17,7 @@ from config.train import TrainConfig
 from diffusionlm.data.pipeline import open_components
 from diffusionlm.evaluation.validation import Validator
 from tests.tiny_run import write_train_config
+from tests.unit.cli.conftest import Fails
 from tests.unit.data.chat_cases import chat, chat_tokenizer
 from tokenizer import save_tokenizer
 
@@ -185,7 +186,7 @@ def test_settings_of_files_can_be_changed(tmp_path: Path, capsys: pytest.Capture
     assert counts["documents"] > 20 and not counts["skipped"]
 
 
-def test_usage_errors(files: tuple[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_usage_errors(files: tuple[str, str], fails: Fails, tmp_path: Path) -> None:
     path, tokenizer = files
     for arguments, problem in (
         ([], "either --config"),
@@ -196,11 +197,5 @@ def test_usage_errors(files: tuple[str, str], capsys: pytest.CaptureFixture[str]
         (["--config", str(tmp_path / "missing.toml")], "missing.toml"),
         ([str(tmp_path / "missing.jsonl"), "--tokenizer", tokenizer], "matches no file"),
     ):
-        with pytest.raises(SystemExit) as ended:
-            main(arguments)
-        assert ended.value.code == 2, arguments
-        assert problem in capsys.readouterr().err
-    with pytest.raises(SystemExit) as ended:
-        main([path, "--tokenizer", tokenizer, "--row-length", "5"])
-    assert ended.value.code == 1
-    assert "longer than a row" in capsys.readouterr().err
+        assert problem in fails(main, *arguments)
+    assert "longer than a row" in fails(main, path, "--tokenizer", tokenizer, "--row-length", 5, code=1)

@@ -19,6 +19,7 @@ from cli.serve import main
 from config.serving.server import ServeSection
 from diffusionlm.checkpoints.huggingface import save_model_directory
 from tests.conftest import MakeModel
+from tests.unit.cli.conftest import Fails
 from tokenizer import CHAT_TEMPLATES, train_bpe
 
 ROOT = Path(__file__).parents[3]
@@ -45,16 +46,13 @@ def read_unit() -> configparser.RawConfigParser:
     return unit
 
 
-def parse(command: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+def parse(command: list[str], fails: Fails) -> dict[str, Any]:
     """The config that the server has with a command line."""
     assert Path(command[0]).name == "diffusionlm-serve"
-    with pytest.raises(SystemExit) as caught:
-        main([*command[1:], "--print-config"])
-    assert caught.value.code in (0, None)
-    return tomllib.loads(capsys.readouterr().out)
+    return tomllib.loads(fails(main, *command[1:], "--print-config", code=0))
 
 
-def test_the_image_has_the_source_and_no_privileges(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_image_has_the_source_and_no_privileges(fails: Fails) -> None:
     instructions, project = read_instructions(), tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     sources = {source for name, rest in instructions if name == "COPY" for source in rest.split()[:-1]}
     needed = {*project["tool"]["uv"]["build-backend"]["module-name"], "LICENSE", "README.md", "pyproject.toml"}
@@ -63,19 +61,17 @@ def test_the_image_has_the_source_and_no_privileges(capsys: pytest.CaptureFixtur
     assert {rest.split()[0] for name, rest in instructions if name == "FROM"} == {"python:3.12-slim"}
     values = dict(instructions)
     assert values["USER"].isdigit() and values["VOLUME"] == "/models"
-    config = parse(read_command(), capsys)
+    config = parse(read_command(), fails)
     assert (config["serve"]["host"], str(config["serve"]["port"])) == ("0.0.0.0", values["EXPOSE"])
     assert f"http://127.0.0.1:{values['EXPOSE']}/health" in values["HEALTHCHECK"]
 
 
-def test_the_unit_starts_the_server_with_a_config(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_unit_starts_the_server_with_a_config(monkeypatch: pytest.MonkeyPatch, fails: Fails) -> None:
     service = read_unit()["Service"]
     command = service["ExecStart"].split()
     assert command[-1] == "/etc/diffusionlm.toml"  # as the text above it says, of:
     monkeypatch.chdir(ROOT)
-    config = parse([*command[:-1], "config/resources/serve.toml"], capsys)
+    config = parse([*command[:-1], "config/resources/serve.toml"], fails)
     assert float(service["TimeoutStopSec"]) > config["serve"]["drain_timeout_seconds"]
     assert config["serve"]["drain_timeout_seconds"] == ServeSection().drain_timeout_seconds
     assert service["RestartPreventExitStatus"] == "2" and service["Restart"] == "on-failure"

@@ -14,6 +14,7 @@ import pytest
 from cli import commands
 from cli.entry import friendly_errors
 from files.usage_error import UsageError
+from tests.unit.cli.conftest import Fails
 
 ROOT = Path(__file__).parents[3]
 TRAIN = ROOT / "config" / "resources" / "train.toml"
@@ -199,9 +200,6 @@ def test_ignored_interrupts_stay_ignored() -> None:
         signal.signal(signal.SIGINT, previous)
 
 
-def test_an_empty_path_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_path_is_refused(fails: Fails) -> None:
     """It would be the working directory."""
-    with pytest.raises(SystemExit) as exit_:
-        commands.doctor(["--directory="])
-    assert exit_.value.code == 2
-    assert "is empty: name a path" in capsys.readouterr().err
+    assert "is empty: name a path" in fails(commands.doctor, "--directory=")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from config.data import DataConfig, LocalFiles
 from config.eval import EvalConfig
 from config.generation import GenerationConfig
 from config.load import load_config
-from diffusionlm.checkpoints.huggingface import load_model, save_model_directory
+from diffusionlm.checkpoints.huggingface import load_model
 from diffusionlm.data.loader import collate_rows
 from diffusionlm.data.packing import Row
 from diffusionlm.data.pipeline import build_row_reader, open_components
@@ -25,7 +25,7 @@ from diffusionlm.evaluation.nelbo import nelbo
 from diffusionlm.evaluation.sampler_likelihood import sampler_likelihood
 from diffusionlm.evaluation.statistics import bits_per_byte, count_row_bytes
 from diffusionlm.evaluation.text_likelihood import evaluate_likelihood, open_text
-from tests.conftest import MakeModel
+from tests.unit.cli.conftest import Fails, MakeDirectory
 from tokenizer import Tokenizer, save_tokenizer
 
 ROOT = Path(__file__).parents[3]
@@ -37,29 +37,11 @@ TEXTS = [
     "the mat and the cat and the dog sat on the mat, and the cat sat too and the dog",
     "x",
 ]
-MakeDirectory = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def make_dir(tiny_model: MakeModel, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> MakeDirectory:
-    """``make_dir(**config)``: an untrained model, its tokenizer beside it."""
-
-    def make(**overrides: Any) -> Path:
-        config = {
-            "max_position_embeddings": 32,
-            "vocab_size": tokenizer.vocab_size,
-            "mask_token_id": tokenizer.mask_token_id,
-            "eos_token_id": tokenizer.eos_token_id,
-        }
-        model = tiny_model(**{**config, **overrides})
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-        folder = tmp_path_factory.mktemp("model")
-        save_model_directory(model, tokenizer, folder)
-        return folder
-
-    return make
+def make_dir(make_directory: MakeDirectory) -> MakeDirectory:
+    return partial(make_directory, noise=0.2, max_position_embeddings=32)
 
 
 @pytest.fixture(scope="module")
@@ -78,16 +60,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(*argv: object) -> None:
     main([str(item) for item in argv])
-
-
-def failure(capsys: pytest.CaptureFixture[str], *argv: object, code: int = 2) -> str:
-    with pytest.raises(SystemExit) as caught:
-        run(*argv)
-    assert caught.value.code == code
-    output = capsys.readouterr()
-    assert "Traceback" not in output.err
-    assert output.err.startswith("diffusionlm-eval: error: ")
-    return output.err
 
 
 def evaluated(capsys: pytest.CaptureFixture[str], *argv: object) -> dict[str, Any]:
@@ -243,7 +215,7 @@ def test_causal_checkpoint_matches_transformers(
 
 
 def test_autoregressive_model_rejects_diffusion_options(
-    capsys: pytest.CaptureFixture[str], make_dir: MakeDirectory, data: Path
+    capsys: pytest.CaptureFixture[str], fails: Fails, make_dir: MakeDirectory, data: Path
 ) -> None:
     folder = make_dir(block_length=1, logit_alignment="shifted", mask_token_id=None)
     common = ("--model", folder, "--data", data)
@@ -253,12 +225,12 @@ def test_autoregressive_model_rejects_diffusion_options(
         ("likelihood.block_length=4", "likelihood: block_length = 4 does not fit an autoregressive model"),
         ("likelihood.bidirectional=true", "likelihood: bidirectional attention does not fit an autoregressive model"),
     ):
-        assert words in failure(capsys, *common, "--set", setting)
+        assert words in fails(main, *common, "--set", setting)
     sampler = (*common, "--set", "likelihood.kind=sampler")
     assert evaluated(capsys, *sampler)["nats_per_token"] == pytest.approx(
         evaluated(capsys, *common)["nats_per_token"], abs=1e-5
     )
-    message = failure(capsys, *sampler, "--set", "likelihood.generation.attention=bidirectional")
+    message = fails(main, *sampler, "--set", "likelihood.generation.attention=bidirectional")
     assert "likelihood.generation: bidirectional attention does not fit" in message
 
 
@@ -290,26 +262,24 @@ def test_splits_of_a_source(make_dir: MakeDirectory, data: Path) -> None:
     assert (result.num_tokens, result.num_bytes) == (128, 128)
 
 
-def test_errors(
-    capsys: pytest.CaptureFixture[str], model_dir: Path, make_dir: MakeDirectory, data: Path, tmp_path: Path
-) -> None:
+def test_errors(fails: Fails, model_dir: Path, make_dir: MakeDirectory, data: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
-    assert "empty file" in failure(capsys, "--model", model_dir, "--data", tmp_path / "empty.txt")
+    assert "empty file" in fails(main, "--model", model_dir, "--data", tmp_path / "empty.txt")
     (tmp_path / "blank.jsonl").write_text('{"text": ""}\n')
-    message = failure(capsys, "--model", model_dir, "--data", tmp_path / "blank.jsonl")
+    message = fails(main, "--model", model_dir, "--data", tmp_path / "blank.jsonl")
     assert 'data.source has no text for split = "all"' in message
     short = ("--data", data, "--set", "data.row_length=1")
     shifted = make_dir(logit_alignment="shifted")
-    message = failure(capsys, "--model", shifted, *short, code=1)
+    message = fails(main, "--model", shifted, *short, code=1)
     assert "nothing to score" in message
     assert "set data.begin_with_eos = true, or raise data.row_length" in message
     small = make_dir(vocab_size=200, mask_token_id=199, eos_token_id=None)
-    message = failure(capsys, "--model", small, "--data", data)
+    message = fails(main, "--model", small, "--data", data)
     assert "vocab_size = 200" in message
     trained = make_dir()
     for key, value in (("attention", "prompt_and_own_block"), ("attention_bias", "bias.npy")):
         (trained / "config.toml").write_text(f'[objective]\n{key} = "{value}"\n')
-        message = failure(capsys, "--model", trained, "--data", data, code=2)
+        message = fails(main, "--model", trained, "--data", data, code=2)
         assert f'config.toml: the model was trained with objective.{key} = "{value}"' in message
         assert "exact_match" in message
 

@@ -13,9 +13,8 @@ from cli.eval import main
 from cli.eval.task_run import resolve_variants
 from config.data import LocalFiles
 from config.eval import EvalConfig
-from diffusionlm.checkpoints.huggingface import save_model_directory
 from diffusionlm.evaluation.tasks.results import read_results
-from tests.conftest import MakeModel
+from tests.unit.cli.conftest import Fails, MakeDirectory
 from tests.unit.data.chat_cases import chat_tokenizer
 
 GSM8K = [{"question": f"{number} + 1 = ?", "answer": f"#### {number + 1}"} for number in range(4)]
@@ -28,51 +27,27 @@ def write(path: Path, records: list[Any]) -> Path:
     return path
 
 
-def print_config(capsys: pytest.CaptureFixture[str], *arguments: str) -> EvalConfig:
-    with pytest.raises(SystemExit) as ended:
-        main([*arguments, "--print-config"])
-    assert not ended.value.code
-    return EvalConfig.model_validate(tomllib.loads(capsys.readouterr().out))
+def print_config(fails: Fails, *arguments: str) -> EvalConfig:
+    return EvalConfig.model_validate(tomllib.loads(fails(main, *arguments, "--print-config", code=0)))
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, tiny_model: MakeModel) -> Path:
-    tokenizer, path = chat_tokenizer(), tmp_path_factory.mktemp("models") / "tiny"
-    save_model_directory(
-        tiny_model(
-            vocab_size=tokenizer.vocab_size,
-            mask_token_id=tokenizer.mask_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.eos_token_id,
-            max_position_embeddings=128,
-        ),
-        tokenizer,
-        path,
-    )
-    return path
+def model(make_directory: MakeDirectory) -> Path:
+    words = chat_tokenizer()
+    return make_directory(words, pad_token_id=words.eos_token_id, max_position_embeddings=128)
 
 
-def fail(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Run, expect exit code 2 and no traceback, and return the message."""
-    with pytest.raises(SystemExit) as ended:
-        main(list(arguments))
-    assert ended.value.code == 2
-    message = capsys.readouterr().err
-    assert "Traceback" not in message
-    return message
-
-
-def test_arguments_are_overrides(capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_are_overrides(fails: Fails) -> None:
     for order in (("--data", "a.jsonl", "--task", "gsm8k"), ("--task", "gsm8k", "--data", "a.jsonl")):
-        config = print_config(capsys, "--model", "m", *order, "--limit", "7", "--output", "out")
+        config = print_config(fails, "--model", "m", *order, "--limit", "7", "--output", "out")
         [task] = config.tasks
         assert (task.kind, str(task.data), config.data.source) == ("gsm8k", "a.jsonl", None)
         assert (str(config.output.directory), str(config.model.path)) == ("out", "m")
-    text = print_config(capsys, "--config", str(RESOURCE), "--data", 'a "b".txt', "--json")
+    text = print_config(fails, "--config", str(RESOURCE), "--data", 'a "b".txt', "--json")
     assert (text.data.source, text.data.split) == (LocalFiles(paths=('a "b".txt',)), "all")
     assert text.output.format == "json"
     config = print_config(
-        capsys, "--model", "m", "--model", "n", "--task", "gsm8k", "--data", "a.jsonl",
+        fails, "--model", "m", "--model", "n", "--task", "gsm8k", "--data", "a.jsonl",
         "--vary", "generation.temperature=0,0.5", "--vary", "generation.remasking_strategy=entropy,topk_margin",
     )  # fmt: skip
     names = [variant.name for variant in resolve_variants(config)]
@@ -81,7 +56,7 @@ def test_arguments_are_overrides(capsys: pytest.CaptureFixture[str]) -> None:
     assert {str(variant.model.path) for variant in resolve_variants(config)} == {"m", "n"}
 
 
-def test_a_run_and_its_files(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_and_its_files(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], fails: Fails) -> None:
     config = tmp_path / "tasks.toml"
     text = tmp_path / "text.txt"
     text.write_text("some text to score " * 20)
@@ -133,7 +108,7 @@ generation = {{temperature = 1.0}}
     main([*arguments, "--json"])
     assert json.loads(capsys.readouterr().out)["results"][0]["task"] == "gsm8k"
     assert (output / "items" / "hot.jsonl").read_bytes() == first
-    message = fail(capsys, *arguments, "--set", "tasks.0.generation.max_new_tokens=5")
+    message = fails(main, *arguments, "--set", "tasks.0.generation.max_new_tokens=5")
     assert "max_new_tokens: 4 -> 5" in message
 
 
@@ -144,22 +119,20 @@ generation = {{temperature = 1.0}}
         ("fast-dllm/gsm8k", "remasking_strategy", ("low_confidence", "entropy")),
     ],
 )
-def test_a_preset_gives_way_to_varied_keys(
-    preset: str, key: str, values: tuple[Any, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_preset_gives_way_to_varied_keys(preset: str, key: str, values: tuple[Any, ...], fails: Fails) -> None:
     arguments = ["--model", "m", "--preset", preset, "--data", "d.jsonl", "--shots-data", "s.jsonl"]
     vary = f"generation.{key}={','.join(map(str, values))}"
-    variants = resolve_variants(print_config(capsys, *arguments, "--vary", vary))
+    variants = resolve_variants(print_config(fails, *arguments, "--vary", vary))
     generations = [variant.tasks[0].model_dump()["generation"] for variant in variants]
     assert [generation[key] for generation in generations] == list(values)
     assert all(generation["max_new_tokens"] == 256 for generation in generations)
     if key == "denoising_steps":  # a setting of the user does not give way
-        config = print_config(capsys, *arguments, "--set", "tasks.0.generation.steps=7", "--vary", vary)
+        config = print_config(fails, *arguments, "--set", "tasks.0.generation.steps=7", "--vary", vary)
         with pytest.raises(ValueError, match="denoising_steps"):
             resolve_variants(config)
 
 
-def test_wrong_input(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_input(model: Path, tmp_path: Path, fails: Fails) -> None:
     data = str(write(tmp_path / "items.jsonl", GSM8K))
     task = ["--task", "gsm8k", "--data", data]
     run = ["--model", str(model), *task, "--set", "tasks.0.generation.max_new_tokens=4"]
@@ -182,6 +155,6 @@ def test_wrong_input(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
         (["--task", "perplexity", "--limit", "3", "--data", data, *output], ["--limit 3", "text.max_rows=3"]),
     ]
     for arguments, words in cases:
-        message = fail(capsys, *arguments)
+        message = fails(main, *arguments)
         assert all(word in message for word in words), (arguments, message)
     assert not (tmp_path / "out").exists()

@@ -37,6 +37,7 @@ from diffusionlm.evaluation.tasks.results import (
 from logger.pages import Chart, Number, Table
 from logger.pages.markdown import render_markdown
 from logger.pages.terminal import render_text
+from tests.unit.cli.conftest import Fails
 
 HOSTILE = "</pre><script>alert(1)</script>\u202e|`````\x1b[31m\0 *b* ﷽ שלום"
 
@@ -203,21 +204,15 @@ def test_the_command_writes_both_files(
     assert "both.html and both.md show 2 evaluations: a, b" in capsys.readouterr().out
 
 
-def test_folders_that_are_no_evaluations_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_that_are_no_evaluations_are_refused(tmp_path: Path, fails: Fails) -> None:
     folder = write_run(tmp_path / "run", {"base": [True]})
     (tmp_path / "other").mkdir()
     for arguments, problem in (
         ([str(folder), str(tmp_path / "other")], "other is no finished evaluation"),
         ([str(folder), "--output", "x.txt"], "ends in .html"),
     ):
-        with pytest.raises(SystemExit, match="2"):
-            main(arguments)
-        assert problem in capsys.readouterr().err
+        assert problem in fails(main, *arguments)
     (folder / "items" / "0.jsonl").write_text('{"damaged\n')
-    with pytest.raises(SystemExit, match="2"):
-        main([str(folder)])
-    assert "0.jsonl: line 1" in capsys.readouterr().err
+    assert "0.jsonl: line 1" in fails(main, folder)
     (folder / "results.json").write_text("{}")
-    with pytest.raises(SystemExit, match="2"):
-        main([str(folder)])
-    assert "results.json" in capsys.readouterr().err and not (folder / "report.html").exists()
+    assert "results.json" in fails(main, folder) and not (folder / "report.html").exists()

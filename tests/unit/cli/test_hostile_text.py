@@ -7,21 +7,13 @@ from pathlib import Path
 import pytest
 
 from cli.commands import COMMANDS
+from tests.unit.cli.conftest import Fails
 
 TITLE, CLEAR = "\x1b]0;x\x07", "\x1b[2J"
 
 
-def error_of(capsys: pytest.CaptureFixture[str], name: str, *arguments: str) -> str:
-    with pytest.raises(SystemExit) as caught:
-        COMMANDS[name](arguments)
-    assert caught.value.code in (1, 2)
-    captured = capsys.readouterr()
-    assert not captured.out
-    return captured.err
-
-
 @pytest.mark.parametrize("name", ["train", "data", "pipeline"])
-def test_keys_and_paths_of_configs(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_keys_and_paths_of_configs(name: str, fails: Fails, tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     config.write_text('"[red]\\u001b]0;x\\u0007" = 1', encoding="utf-8")
     for arguments, escaped in (
@@ -30,11 +22,11 @@ def test_keys_and_paths_of_configs(name: str, capsys: pytest.CaptureFixture[str]
         (["--config", f"{CLEAR}.toml"], r"\x1b[2J.toml"),
         (["--config", str(config), f"--{CLEAR}"], r"--\x1b[2J"),
     ):
-        error = error_of(capsys, name, *arguments)
+        error = fails(COMMANDS[name], *arguments)
         assert escaped in error and "\x1b" not in error and "\x07" not in error
 
 
-def test_paths_of_models_and_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_paths_of_models_and_runs(fails: Fails, tmp_path: Path) -> None:
     missing = str(tmp_path / f"run{CLEAR}")
     for name, arguments in (
         ("doctor", [missing]),
@@ -42,5 +34,5 @@ def test_paths_of_models_and_runs(capsys: pytest.CaptureFixture[str], tmp_path: 
         ("infer", ["--model", missing, "--prompt", "a"]),
         ("eval", ["--model", missing, "--data", missing]),
     ):
-        error = error_of(capsys, name, *arguments)
+        error = fails(COMMANDS[name], *arguments)
         assert r"run\x1b[2J" in error and "\x1b" not in error, name

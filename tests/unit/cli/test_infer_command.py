@@ -15,40 +15,23 @@ import pytest
 from cli.infer import main
 from config.infer import InferConfig
 from config.load import load_config
-from diffusionlm.checkpoints.huggingface import load_model, save_model_directory
+from diffusionlm.checkpoints.huggingface import load_model
 from diffusionlm.inference.generate import generate
 from files.terminal_text import escape_control_characters
-from tests.conftest import MakeModel
+from tests.unit.cli.conftest import Fails, MakeDirectory
 from tokenizer import Tokenizer, load_tokenizer
 
 RESOURCE = Path(__file__).parents[3] / "config" / "resources" / "infer.toml"
 
 
 @pytest.fixture(scope="module")
-def model_dir(tiny_model: MakeModel, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_dir(make_directory: MakeDirectory, tokenizer: Tokenizer) -> Path:
     """An untrained model whose embedding has five rows more than its tokenizer has tokens."""
-    model = tiny_model(
-        vocab_size=tokenizer.vocab_size + 5,
-        mask_token_id=tokenizer.mask_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        max_position_embeddings=48,
-    )
-    folder = tmp_path_factory.mktemp("model")
-    save_model_directory(model, tokenizer, folder)
-    return folder
+    return make_directory(vocab_size=tokenizer.vocab_size + 5, max_position_embeddings=48)
 
 
 def run(*argv: object) -> None:
     main([str(item) for item in argv])
-
-
-def failure(capsys: pytest.CaptureFixture[str], code: int, *argv: object) -> str:
-    with pytest.raises(SystemExit) as caught:
-        run(*argv)
-    assert caught.value.code == code
-    output = capsys.readouterr()
-    assert "Traceback" not in output.err
-    return output.out if code == 0 else output.err
 
 
 def records(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
@@ -123,7 +106,7 @@ def test_constraints(capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_pa
     assert re.fullmatch("[!?]{2}", answer["text"]["output"]) and answer["tokens"]["num_repeated_bytes"] == 0
 
 
-def test_wrong_constraints(capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_path: Path) -> None:
+def test_wrong_constraints(fails: Fails, model_dir: Path, tmp_path: Path) -> None:
     schema = tmp_path / "schema.json"
     schema.write_text('{"not": []}')
     common = ("--model", model_dir, "--max-new-tokens", 4)
@@ -133,7 +116,7 @@ def test_wrong_constraints(capsys: pytest.CaptureFixture[str], model_dir: Path, 
         (("--prompt", "the", "--choice", "a" * 40), "prompt 1 of 1: the constraint needs at least"),
         (("--chat", "--choice", "a"), "[constraint] has no effect on an interactive chat"),
     ):
-        assert message in failure(capsys, 2, *common, *argv)
+        assert message in fails(main, *common, *argv)
 
 
 def test_json_output_has_settings_and_metrics_of_the_batch(capsys: pytest.CaptureFixture[str], model_dir: Path) -> None:
@@ -161,10 +144,10 @@ def test_json_output_has_settings_and_metrics_of_the_batch(capsys: pytest.Captur
 
 
 def test_chats_are_answered_through_the_template(
-    capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], fails: Fails, model_dir: Path, tmp_path: Path
 ) -> None:
     arguments = ("--model", model_dir, "--max-new-tokens", 3, "--json")
-    message = failure(capsys, 2, *arguments, "--chat", "hi")
+    message = fails(main, *arguments, "--chat", "hi")
     assert "the model has no chat template: set one with --set input.chat_template=chatml" in message
     (tmp_path / "chats.jsonl").write_text(
         '{"messages": [{"role": "user", "content": "<|endoftext|>"}], "id": 7}\n', encoding="utf-8"
@@ -187,19 +170,19 @@ def test_chats_are_answered_through_the_template(
     finally:
         template.unlink()
     written = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"  # too long for this model
-    message = failure(capsys, 2, *arguments, "--chat", "hi", "--set", "input.chat_template=chatml")
+    message = fails(main, *arguments, "--chat", "hi", "--set", "input.chat_template=chatml")
     assert f"chat 1 of 1: {len(load_tokenizer(model_dir).encode(written))} tokens" in message
 
 
 def test_a_chat_in_the_terminal(
-    capsys: pytest.CaptureFixture[str], model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], fails: Fails, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ("--model", model_dir, "--max-new-tokens", 3, "--chat")
-    assert "needs a terminal: use --chat TEXT" in failure(capsys, 2, *arguments)
+    assert "needs a terminal: use --chat TEXT" in fails(main, *arguments)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
-    assert "[output] has no effect on an interactive chat" in failure(capsys, 2, *arguments, "--json")
-    assert "interactive takes no prompts" in failure(capsys, 2, *arguments, "--prompt", "a")
-    assert "the model has no chat template" in failure(capsys, 2, *arguments)
+    assert "[output] has no effect on an interactive chat" in fails(main, *arguments, "--json")
+    assert "interactive takes no prompts" in fails(main, *arguments, "--prompt", "a")
+    assert "the model has no chat template" in fails(main, *arguments)
 
     own = "{% for m in messages %}{{ m.role[0] }}{{ m.content }};{% endfor %}"
     template = model_dir / "chat_template.jinja"
@@ -227,7 +210,7 @@ def test_a_chat_in_the_terminal(
         template.unlink()
 
 
-def test_output_files(capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_path: Path) -> None:
+def test_output_files(capsys: pytest.CaptureFixture[str], fails: Fails, model_dir: Path, tmp_path: Path) -> None:
     lines, page = tmp_path / "new" / "answers.jsonl", tmp_path / "new" / "replay.html"
     (tmp_path / "prompts.txt").write_bytes("the cat\n\nthe dög\r\n".encode())
     arguments = ("--model", model_dir, "--prompts", tmp_path / "prompts.txt", "--output", lines)
@@ -241,7 +224,7 @@ def test_output_files(capsys: pytest.CaptureFixture[str], model_dir: Path, tmp_p
     html = page.read_text(encoding="utf-8")
     assert html.count('<article class="sample card"') == 2
     assert [path.name for path in sorted(lines.parent.iterdir())] == ["answers.jsonl", "replay.html"]
-    assert "contains answers already" in failure(capsys, 2, *arguments)
+    assert "contains answers already" in fails(main, *arguments)
 
 
 def test_show_prints_one_line_a_forward(capsys: pytest.CaptureFixture[str], model_dir: Path) -> None:
@@ -255,18 +238,18 @@ def test_show_prints_one_line_a_forward(capsys: pytest.CaptureFixture[str], mode
     assert len(output.err.splitlines()) == 3
 
 
-def printed_config(capsys: pytest.CaptureFixture[str], path: Path, *argv: object) -> InferConfig:
-    path.write_text(failure(capsys, 0, *argv, "--print-config"), encoding="utf-8")
+def printed_config(fails: Fails, path: Path, *argv: object) -> InferConfig:
+    path.write_text(fails(main, *argv, "--print-config", code=0), encoding="utf-8")
     return load_config(InferConfig, path)
 
 
-def test_escapes_are_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_escapes_are_read(fails: Fails, tmp_path: Path) -> None:
     text = r'a\nb\tc\\n "q" \x [é]' + "\x7f"
     path = tmp_path / "c.toml"
     read = 'a\nb\tc\\n "q" \\x [é]\x7f'
-    config = printed_config(capsys, path, "--infill", text, "--infill", "[1]", "--prompt", text, "--chat", text)
+    config = printed_config(fails, path, "--infill", text, "--infill", "[1]", "--prompt", text, "--chat", text)
     assert (config.input.infills, config.input.prompts, config.input.chats) == ((read, "[1]"), (read,), (read,))
-    assert printed_config(capsys, path, "--chat", text, "--system", r"\n").input.system == r"\n"
+    assert printed_config(fails, path, "--chat", text, "--system", r"\n").input.system == r"\n"
 
 
 @pytest.mark.parametrize(
@@ -284,5 +267,5 @@ def test_escapes_are_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
         ),
     ],
 )
-def test_usage_errors(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], model_dir: Path) -> None:
-    assert message in failure(capsys, 2, "--model", model_dir, *arguments)
+def test_usage_errors(arguments: list[str], message: str, fails: Fails, model_dir: Path) -> None:
+    assert message in fails(main, "--model", model_dir, *arguments)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from cli.make_data import main
+from tests.unit.cli.conftest import Fails
 
 ROOT = Path(__file__).parents[3]
 RESOURCES = ROOT / "config" / "resources"
@@ -32,6 +33,7 @@ from pathlib import Path
 import cli.make_data
 from diffusionlm.data import make_data
 from logger.console import ProgressMeter
+from tests.unit.cli.conftest import Fails
 
 # Ctrl-C is ignored where the tests run in the background of a shell, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -84,23 +86,14 @@ def test_output(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     ],
 )
 def test_errors(
-    overrides: list[str],
-    code: int,
-    words: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    overrides: list[str], code: int, words: str, tmp_path: Path, fails: Fails, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
     values = [f"output.directory={tmp_path / 'made'}", *overrides]
     if not any(override.startswith("source") for override in overrides):
         values = ["source=markov", *values]
-    with pytest.raises(SystemExit) as caught:
-        main(["--config", os.devnull, *(part for value in values for part in ("--set", value))])
-    output = capsys.readouterr()
-    assert caught.value.code == code
-    assert output.err.startswith("diffusionlm-make-data: error: ")
-    assert words in output.err
+    error = fails(main, "--config", os.devnull, *(part for value in values for part in ("--set", value)), code=code)
+    assert error.startswith("diffusionlm-make-data: error: ") and words in error
     assert not (tmp_path / "made").exists()
 
 

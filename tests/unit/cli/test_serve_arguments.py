@@ -7,7 +7,6 @@ import importlib.util
 import socket
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,22 +20,17 @@ from diffusionlm.models.row_adapters import share_weights
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.serving.http.server import ApiServer
 from tests.conftest import MakeModel
+from tests.unit.cli.conftest import Fails
 from tests.unit.serving.test_adapters import write_adapter
 from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer
 
 
-def print_config(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    with pytest.raises(SystemExit) as caught:
-        main([*arguments, "--print-config"])
-    assert caught.value.code == 0
-    return tomllib.loads(capsys.readouterr().out)
-
-
-def test_arguments_are_overrides(capsys: pytest.CaptureFixture[str]) -> None:
-    printed = print_config(
-        capsys, "--model", "m", "--host", "::1", "--port", "0", "--cache-memory", "1.5GiB", "--model-name", "x",
+def test_arguments_are_overrides(fails: Fails) -> None:
+    arguments = (
+        "--model", "m", "--host", "::1", "--port", "0", "--cache-memory", "1.5GiB", "--model-name", "x",
         "--api-keys-file", "k", "--adapter", "a=b=c", "--adapter", "d=e", "--chat-template", "t.jinja",
     )  # fmt: skip
+    printed = tomllib.loads(fails(main, *arguments, "--print-config", code=0))
     assert printed["model"]["path"] == "m" and printed["serve"] | {
         "host": "::1", "port": 0, "cache_memory": 3 << 29, "model_name": "x", "api_keys_file": "k",
         "chat_template": "t.jinja",
@@ -84,18 +78,15 @@ def test_contradictions(overrides: list[str], message: str) -> None:
     assert message in str(caught.value)
 
 
-def test_a_missing_directory_of_adapters(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["--model", str(tmp_path), "--set", "serve.adapter_directory=nothing"])
-    assert caught.value.code == 2 and "serve.adapter_directory = nothing is no directory" in capsys.readouterr().err
+def test_a_missing_directory_of_adapters(fails: Fails, tmp_path: Path) -> None:
+    message = fails(main, "--model", tmp_path, "--set", "serve.adapter_directory=nothing")
+    assert "serve.adapter_directory = nothing is no directory" in message
 
 
-def test_a_missing_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_missing_extra(monkeypatch: pytest.MonkeyPatch, fails: Fails, tmp_path: Path) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit) as caught:
-        main(["--model", str(tmp_path)])
-    errors = capsys.readouterr().err
-    assert caught.value.code == 2 and errors.count("\n") == 1
+    errors = fails(main, "--model", tmp_path)
+    assert errors.count("\n") == 1
     assert "starlette and uvicorn are not installed" in errors and "uv sync --extra serve" in errors
 
 

@@ -18,32 +18,24 @@ from cli.train_ddp import main
 from config.training.parallel import DDP
 from ddp.launch import Nodes, RankFailure, count_local_ranks, format_failures, launch, read_failures, run_rank
 from files.usage_error import UsageError
+from tests.unit.cli.conftest import Fails
 
 ROOT = Path(__file__).parents[3]
 RESOURCE = str(ROOT / "config" / "resources" / "train_ddp.toml")
 SINGLE = str(ROOT / "config" / "resources" / "train.toml")
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> str:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == code
-    output = capsys.readouterr()
-    assert output.out == "" and "Traceback" not in output.err
-    return output.err
-
-
-def test_an_explicit_single_is_refused_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
-    text = refused(capsys, "--config", SINGLE, "--set", "parallel.strategy=single")
+def test_an_explicit_single_is_refused_with_the_remedy(fails: Fails) -> None:
+    text = fails(main, "--config", SINGLE, "--set", "parallel.strategy=single")
     assert "start it with diffusionlm-train, or set" in text
 
 
-def test_ranks_that_do_not_fit_are_refused_before_any_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    text = refused(capsys, "--config", SINGLE, "--set", "parallel.local_ranks=3", "--set", "run.device=cpu")
+def test_ranks_that_do_not_fit_are_refused_before_any_starts(fails: Fails) -> None:
+    text = fails(main, "--config", SINGLE, "--set", "parallel.local_ranks=3", "--set", "run.device=cpu")
     assert "training.batch_size = 16" in text and "multiple of 3" in text
-    text = refused(capsys, "--config", RESOURCE, "--nodes", "2")
+    text = fails(main, "--config", RESOURCE, "--nodes", "2")
     assert "add --rendezvous HOST:PORT" in text
-    assert "is not a positive number" in refused(capsys, "--config", RESOURCE, "--nodes", "0")
+    assert "is not a positive number" in fails(main, "--config", RESOURCE, "--nodes", "0")
 
 
 def test_launched_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +55,7 @@ def test_launched_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options["nodes"] == Nodes(2, "first:29400", "runs/quickstart")
 
 
-def test_plan_and_config_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_and_config_are_printed(capsys: pytest.CaptureFixture[str], fails: Fails) -> None:
     assert main(["--config", RESOURCE, "--dry-run"]) == 0
     lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
     plan = {name: value.strip() for name, value in lines.items()}
@@ -71,21 +63,14 @@ def test_plan_and_config_are_printed(capsys: pytest.CaptureFixture[str]) -> None
     # 1,115,520 parameters: weights, and the half that is updated; Muon keeps one number for each of these.
     assert plan["memory, weights"] == f"{1_115_520 * 6 / 2**20:.1f} MiB"
     assert plan["memory, optimizer"] == f"{1_115_520 * 2 / 2**20:.1f} MiB"
-    with pytest.raises(SystemExit):
-        main(["--config", SINGLE, "--print-config"])
-    assert 'strategy = "ddp"' in capsys.readouterr().out
+    assert 'strategy = "ddp"' in fails(main, "--config", SINGLE, "--print-config", code=0)
 
 
-def test_errors_are_printed_by_the_first_torchrun_rank_only(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_are_printed_by_the_first_torchrun_rank_only(monkeypatch: pytest.MonkeyPatch, fails: Fails) -> None:
     errors = []
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
-        with pytest.raises(SystemExit) as caught:
-            train(["--config", RESOURCE, "--set", "training.max_step=3"])
-        assert caught.value.code == 2
-        errors.append(capsys.readouterr().err)
+        errors.append(fails(train, "--config", RESOURCE, "--set", "training.max_step=3"))
     assert "did you mean max_steps?" in errors[0] and errors[1] == ""
 
 
@@ -136,7 +121,7 @@ def as_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rank_writes_its_failure_to_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fails(error: Exception) -> Any:
+    def fail_with(error: Exception) -> Any:
         def act() -> int:
             raise error
 
@@ -145,12 +130,12 @@ def test_rank_writes_its_failure_to_a_file(
     verdict: Any = Verdict(value=-1)
     assert run_rank(lambda: 143, verdict, str(tmp_path), "train") == 143
     with pytest.raises(SystemExit):
-        run_rank(fails(KeyError(1)), verdict, str(tmp_path), "train")
+        run_rank(fail_with(KeyError(1)), verdict, str(tmp_path), "train")
     assert verdict.value == -1, "what is no user's error may be tried again"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
     with pytest.raises(SystemExit):
-        run_rank(fails(ValueError("no such file")), verdict, str(tmp_path), "train")
+        run_rank(fail_with(ValueError("no such file")), verdict, str(tmp_path), "train")
     stderr = capsys.readouterr().err
     assert (
         "rank 3 failed first:" in stderr and "KeyError: 1" in stderr and "restarting all ranks, 1 of 2 times" in stderr
@@ -159,10 +144,10 @@ def test_rank_writes_its_failure_to_a_file(
     assert (bug.rank, bug.attempt, bug.is_user_error) == (3, 0, False) and bug.text.endswith("KeyError: 1\n")
     assert (users.attempt, users.is_user_error, users.text) == (1, True, "no such file")
     # Ranks that are started afterwards end at once.
-    assert run_rank(fails(AssertionError()), verdict, str(tmp_path), "train") == 1
+    assert run_rank(fail_with(AssertionError()), verdict, str(tmp_path), "train") == 1
     verdict.value = -1
     with pytest.raises(SystemExit):
-        run_rank(fails(UsageError("holds a run")), verdict, str(tmp_path), "train")
+        run_rank(fail_with(UsageError("holds a run")), verdict, str(tmp_path), "train")
     [usage] = read_failures(tmp_path)[1:]
     assert verdict.value == 2 and (usage.is_usage_error, usage.is_user_error, usage.text) == (True, True, "holds a run")
 

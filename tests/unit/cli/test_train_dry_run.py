@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from cli.train import main
+from tests.unit.cli.conftest import Fails
 from tests.unit.data.chat_cases import chat_tokenizer
 from tokenizer import save_tokenizer
 
@@ -94,21 +95,14 @@ def test_the_vocabulary_is_that_of_the_tokenizer(folder: Path, capsys: pytest.Ca
         ("tokenizer={path='missing'}", "tokenizer.path = missing: "),
     ],
 )
-def test_what_the_run_refuses_is_refused(override: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    errors = []
-    for arguments in (["--dry-run"], []):
-        with pytest.raises(SystemExit) as caught:
-            main(["--config", "adapted.toml", "--set", override, *arguments])
-        assert caught.value.code == 2
-        errors.append(capsys.readouterr().err)
-    assert errors[0] == errors[1] and message in errors[0]
+def test_what_the_run_refuses_is_refused(override: str, message: str, fails: Fails) -> None:
+    arguments = ["--config", "adapted.toml", "--set", override]
+    error = fails(main, *arguments, "--dry-run")
+    assert error == fails(main, *arguments) and message in error
 
 
-def test_a_tokenizer_with_more_tokens_than_the_base_is_refused(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tokenizer_with_more_tokens_than_the_base_is_refused(folder: Path, fails: Fails) -> None:
     (folder / "base" / "config.json").write_text(json.dumps(QWEN3_06B | {"vocab_size": 20}))
     save_tokenizer(chat_tokenizer(), folder)
-    with pytest.raises(SystemExit):
-        main(["--config", "adapted.toml", "--set", "tokenizer={path='.'}", "--dry-run"])
-    assert "model.init_from = base has 20 rows in its embedding" in capsys.readouterr().err
+    error = fails(main, "--config", "adapted.toml", "--set", "tokenizer={path='.'}", "--dry-run")
+    assert "model.init_from = base has 20 rows in its embedding" in error

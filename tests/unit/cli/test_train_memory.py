@@ -12,6 +12,7 @@ from cli import train
 from config.train import TrainConfig
 from diffusionlm.training import loop
 from profiling.machine import Memory
+from tests.unit.cli.conftest import Fails
 
 TRAIN = Path(__file__).parents[3] / "config/resources/train.toml"
 
@@ -21,13 +22,10 @@ def allocate_too_much(*_: Any) -> None:
 
 
 def test_missing_memory_ends_training_with_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: Fails
 ) -> None:
     monkeypatch.setattr(loop, "train", allocate_too_much)
-    with pytest.raises(SystemExit) as caught:
-        train.main(["--config", str(TRAIN), "--set", f"run.directory={tmp_path / 'run'}"])
-    error = capsys.readouterr().err
-    assert caught.value.code == 1
+    error = fails(train.main, "--config", TRAIN, "--set", f"run.directory={tmp_path / 'run'}", code=1)
     assert error.startswith("diffusionlm-train: error: out of memory, ") and error.count("\n") == 1
     assert "lower training.micro_batch_size" in error
 

@@ -11,6 +11,7 @@ from cli.infer import main
 from cli.train import suggest_next_command
 from config.infer import InferConfig
 from config.load import load_config
+from tests.unit.cli.conftest import Fails
 
 
 @pytest.mark.parametrize(
@@ -21,16 +22,11 @@ from config.load import load_config
         ("-[MASK:1]", "--infill"),
     ],
 )
-def test_the_next_command_reads_its_text_back(
-    text: str, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_next_command_reads_its_text_back(text: str, option: str, tmp_path: Path, fails: Fails) -> None:
     words = shlex.split(suggest_next_command(Path("runs/a b"), text))
     assert words[:5] == ["uv", "run", "diffusionlm-infer", "--model", "runs/a b"]
     assert words[5].partition("=")[0] == option
-    with pytest.raises(SystemExit) as caught:
-        main([*words[3:], "--print-config"])
-    assert not caught.value.code
     path = tmp_path / "infer.toml"
-    path.write_text(capsys.readouterr().out, encoding="utf-8")
+    path.write_text(fails(main, *words[3:], "--print-config", code=0), encoding="utf-8")
     config = load_config(InferConfig, path)
     assert (config.input.infills if option == "--infill" else config.input.prompts) == (text,)

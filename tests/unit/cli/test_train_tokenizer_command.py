@@ -14,6 +14,7 @@ from config.load import load_config
 from config.tokenizer import TrainTokenizerConfig
 from diffusionlm.checkpoints.manifest import verify_directory
 from diffusionlm.data.sources import open_source
+from tests.unit.cli.conftest import Fails
 from tokenizer import load_tokenizer, train_bpe
 
 ROOT = Path(__file__).parents[3]
@@ -42,16 +43,6 @@ def options(texts: Path, directory: Path, **more: object) -> list[str]:
 
 def lines_of(text: str) -> dict[str, str]:
     return dict(re.split(r"\s{2,}|: (?=uv)", line, maxsplit=1) for line in text.splitlines())
-
-
-def failure(capsys: pytest.CaptureFixture[str], arguments: list[str], code: int = 1) -> str:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == code
-    output = capsys.readouterr()
-    assert output.out == "" and "Traceback" not in output.err
-    assert output.err.startswith("diffusionlm-train-tokenizer: error: ")
-    return output.err
 
 
 def test_it_learns_measures_and_writes(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,13 +85,13 @@ def test_the_shipped_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert 3.0 < float(facts["held out"].split()[0]) < 4.5
 
 
-def test_nothing_is_overwritten(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_overwritten(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], fails: Fails) -> None:
     directory = tmp_path / "a b"
     directory.mkdir()
     main(options(texts, directory))  # an empty one does
     before = {path.name: path.read_bytes() for path in directory.iterdir()}
     capsys.readouterr()
-    message = failure(capsys, options(texts, directory, **{"tokenizer.vocab_size": 270}), code=2)
+    message = fails(main, *options(texts, directory, **{"tokenizer.vocab_size": 270}))
     assert f"output.directory = {directory} is not empty: choose another directory" in message
     assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
     for path, cause in (
@@ -108,14 +99,14 @@ def test_nothing_is_overwritten(texts: Path, tmp_path: Path, capsys: pytest.Capt
         (texts / "t", "is not a directory"),
         (Path("/proc/t"), "choose another"),
     ):
-        assert cause in failure(capsys, options(texts, path), code=2)
+        assert cause in fails(main, *options(texts, path))
 
 
-def test_sources_without_text(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sources_without_text(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], fails: Fails) -> None:
     blank = tmp_path / "blank.jsonl"
     blank.write_text('{"text": ""}\n', encoding="utf-8")
-    assert "[source] has no training documents" in failure(capsys, options(blank, tmp_path / "t"))
-    message = failure(capsys, options(tmp_path / "none.jsonl", tmp_path / "t"))
+    assert "[source] has no training documents" in fails(main, *options(blank, tmp_path / "t"), code=1)
+    message = fails(main, *options(tmp_path / "none.jsonl", tmp_path / "t"), code=1)
     assert " source.paths: " in message and "matches no file" in message
     assert not (tmp_path / "t").exists()
     main(options(texts, tmp_path / "t", **{"source.validation_paths": f'["{blank}"]'}))

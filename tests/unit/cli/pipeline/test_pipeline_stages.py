@@ -14,6 +14,7 @@ from cli.pipeline.stages import Stage, build_stages, merge_tables
 from config.finetune.pipeline import PipelineConfig
 from config.load import load_config
 from config.train import TrainConfig
+from tests.unit.cli.conftest import Fails
 from tests.unit.cli.pipeline.conftest import stage_of, train_settings, write_pipeline
 
 Change = Callable[[dict[str, Any]], object]
@@ -98,12 +99,9 @@ def settings(values: dict[str, Any], name: str, section: str, **changes: Any) ->
     ],
 )
 def test_mistakes_are_refused_before_the_first_stage(
-    change: Change, message: str, pipeline: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    change: Change, message: str, pipeline: dict[str, Any], fails: Fails
 ) -> None:
     values = copy.deepcopy(pipeline)
     change(values)
-    with pytest.raises(SystemExit) as caught:
-        main(["--config", write_pipeline(values)])
-    error = capsys.readouterr().err
-    assert caught.value.code == 2 and message in error and "Traceback" not in error
+    assert message in fails(main, "--config", write_pipeline(values))
     assert not list(Path("out").glob("*/stage.json"))
