@@ -94,7 +94,7 @@ def render_escaped(
         ValueError: the template treats a special token in a message differently from other text.
     """
     text = render_variables(template, data, now)
-    marked = map_texts(data, lambda part: tokenizer.mark_control_tokens(part, marker))
+    marked = map_texts(data, lambda part: tokenizer.mark_control_tokens(part, marker), changes_names=True)
     if marked == data:
         return text
     marked_text = render_variables(template, marked, now)
@@ -185,11 +185,14 @@ def _copy_json(location: str, value: Any) -> Any:
         ) from None
 
 
-def map_texts(value: Any, change: Callable[[str], str], keys: Set[str] | None = None) -> Any:
-    """Apply `change` to every string in a value, except to keys.
+def map_texts(
+    value: Any, change: Callable[[str], str], keys: Set[str] | None = None, *, changes_names: bool = False
+) -> Any:
+    """Apply `change` to every string in a value.
 
     Args:
         keys: only to strings at or below these keys. None: to all.
+        changes_names: to keys as well: those of a call's arguments are texts, too.
 
     Raises:
         ValueError: the value is nested too deeply.
@@ -198,10 +201,12 @@ def map_texts(value: Any, change: Callable[[str], str], keys: Set[str] | None = 
         return change(value) if keys is None else value
     try:
         if isinstance(value, list):
-            return [map_texts(item, change, keys) for item in value]
+            return [map_texts(item, change, keys, changes_names=changes_names) for item in value]
         if isinstance(value, dict):
             return {
-                key: map_texts(item, change, None if keys is None or key in keys else keys)
+                change(key) if changes_names else key: map_texts(
+                    item, change, None if keys is None or key in keys else keys, changes_names=changes_names
+                )
                 for key, item in value.items()
             }
     except RecursionError:

@@ -274,7 +274,7 @@ def _render_marked(
 ) -> _RenderedChat:
     """Render a chat with markers in its last message."""
     plain = render_variables(template, data, now)
-    escaped = map_texts(data, lambda text: tokenizer.mark_control_tokens(text, markers.escape))
+    escaped = map_texts(data, lambda text: tokenizer.mark_control_tokens(text, markers.escape), changes_names=True)
     tags = (markers.generation_start, markers.generation_end)
     for content_start in (markers.content_start, ""):  # templates may test how a content begins
         last = _mark_message(escaped["messages"][-1], content_start, markers.text_end)

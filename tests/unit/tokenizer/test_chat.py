@@ -74,6 +74,11 @@ def test_messages_cannot_spell_special_tokens(chatter: Tokenizer) -> None:
     arguments: dict[str, Any] = {"tools": [{"name": "<|im_start|>"}], "extra": {"x": ["<|im_start|>"]}}
     ids = encode_chat(chatter, template, role, add_generation_prompt=False, **arguments)
     assert ids == [*ids_of("user<|im_end|><|im_start|><|im_start|>"), end]
+    call = {"function": {"name": "f", "arguments": {attack.replace("\ufdd0", ""): 1}}}
+    ids = encode_chat(
+        chatter, "chatml", [{"role": "assistant", "tool_calls": [call]}], add_generation_prompt=False, tools=[call]
+    )
+    assert ids.count(end) == 2, "of the system's turn with the tools, and of the assistant's"
 
 
 def test_letters_and_accents_of_special_tokens_in_messages() -> None:
