@@ -93,7 +93,7 @@ class PeakGrowth:
 
 
 def peak_memory(device: str | None = None) -> dict[str, int]:
-    """Return peak memory since the start or `reset_peak_memory`, in bytes.
+    """Return peak memory since the start or a reset, in bytes.
 
     Keys are ``peak_allocated`` and ``peak_reserved`` on CUDA, ``peak_resident`` on a CPU. ``device`` None: CUDA if it
     is in use.
@@ -106,16 +106,6 @@ def peak_memory(device: str | None = None) -> dict[str, int]:
         "peak_allocated": torch.cuda.max_memory_allocated(),
         "peak_reserved": torch.cuda.max_memory_reserved(),
     }
-
-
-def reset_peak_memory(device: str | None = None) -> None:
-    """Reset the values of `peak_memory`."""
-    if not _uses_cuda(device):
-        reset_peak_resident()
-        return
-    import torch
-
-    torch.cuda.reset_peak_memory_stats()
 
 
 def count_tensor_bytes(tensors: Iterable[Any]) -> int:

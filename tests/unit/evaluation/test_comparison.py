@@ -12,16 +12,15 @@ from diffusionlm.evaluation.grading.comparison import accuracy_under_parallelism
 from diffusionlm.evaluation.tasks.summary import pass_at_k
 
 
-@pytest.mark.parametrize(
-    ("n", "c", "k"), [(n, c, k) for n in range(1, 8) for c in range(n + 1) for k in range(1, n + 1)]
-)
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(n: int, c: int, k: int) -> None:
-    subsets = list(itertools.combinations(range(n), k))
-    expected = sum(min(subset) < c for subset in subsets) / len(subsets)
-    assert pass_at_k(n, c, k) == pytest.approx(expected, abs=1e-12)
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample() -> None:
+    for n, c in ((1, 0), (1, 1), (5, 2), (7, 6)):
+        for k in range(1, n + 1):
+            subsets = list(itertools.combinations(range(n), k))
+            expected = sum(min(subset) < c for subset in subsets) / len(subsets)
+            assert pass_at_k(n, c, k) == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("num_coins", range(13))
+@pytest.mark.parametrize("num_coins", [0, 1, 6, 11])
 def test_the_sign_test_counts_all_outcomes_at_most_as_likely(num_coins: int) -> None:
     heads = [sum(coins) for coins in itertools.product((0, 1), repeat=num_coins)]
     for num_a in range(num_coins + 1):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -33,7 +31,7 @@ def nelbo_of_windows(model: Transformer, window: int) -> float:
     return total
 
 
-@pytest.mark.parametrize("window", [2, 7, 24])
+@pytest.mark.parametrize("window", [2, 7])
 @pytest.mark.parametrize("which", ["diffusion", "shifted", "autoregressive"])
 def test_windows_are_the_rows_of_nelbo(models: dict[str, Transformer], which: str, window: int) -> None:
     config = AnswerLikelihoodConfig(block_length=1)
@@ -60,7 +58,7 @@ def test_bad_texts(models: dict[str, Transformer]) -> None:
 
 @pytest.mark.parametrize(
     ("which", "block_length"),
-    [*itertools.product(["diffusion", "shifted"], [None, 4, 1]), ("autoregressive", 1)],
+    [("diffusion", None), ("shifted", None), ("shifted", 4), ("diffusion", 1), ("autoregressive", 1)],
 )
 def test_greedy_continuations_are_those_of_generate(
     models: dict[str, Transformer], which: str, block_length: int | None

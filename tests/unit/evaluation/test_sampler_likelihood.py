@@ -1,4 +1,4 @@
-"""The exact likelihood of deterministic samplers: probabilities that sum to one, and orders written out.
+"""The exact likelihood of deterministic samplers: what is scored, in which rows; `test_sampler_truths` has the orders.
 
 Shapes: B rows, L positions, V vocabulary.
 """
@@ -9,18 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from config.generation import GenerationConfig
-from config.model import ModelConfig
 from diffusionlm.evaluation.sampler_likelihood import sampler_likelihood
 from diffusionlm.inference.generate import generate
-from diffusionlm.inference.settings import resolve_settings
-from diffusionlm.models.patterns import Bidirectional, BlockCausal, Causal
+from diffusionlm.models.patterns import Bidirectional, Causal
 from diffusionlm.models.transformer import Transformer
 from tests.conftest import MakeModel
 
-DETERMINISTIC: tuple[str, ...] = ("low_confidence", "topk_margin", "entropy", "sequential")
 TOKENS = 3
 
 
@@ -39,12 +35,6 @@ def small(tiny_model: MakeModel) -> MakeModel:
     return make
 
 
-def plan_of(config: GenerationConfig, model: ModelConfig, num_masked: int, steps: int) -> list[int]:
-    """Counts of each forward of a block."""
-    strategy = resolve_settings(config, model).strategy
-    return [int(count) for count in strategy.unmasking_schedule(num_masked, steps, num_masked)]
-
-
 def by_hand(model: Transformer, text: list[int], order: list[list[int]], pattern: Any) -> float:
     """Nats of a text revealed in groups of positions."""
     mask, nats = model.config.required_mask_token_id, 0.0
@@ -61,48 +51,6 @@ def by_hand(model: Transformer, text: list[int], order: list[list[int]], pattern
     return nats
 
 
-@pytest.mark.parametrize("alignment", ["same_position", "shifted"])
-@pytest.mark.parametrize("block_length", [None, 4])
-@pytest.mark.parametrize("strategy", DETERMINISTIC)
-def test_the_order_is_that_of_the_distributions(
-    small: MakeModel, alignment: str, block_length: int | None, strategy: str
-) -> None:
-    """A slow sampler that asks for all logits and picks the surest open position of the block."""
-    model = small(logit_alignment=alignment, block_length=block_length)
-    text = [1, 2, 0, 0, 2, 1, 1, 0, 2]
-    pattern = Bidirectional() if block_length is None else BlockCausal(block_length)
-    shift, size = int(alignment == "shifted"), block_length or 9
-    order: list[list[int]] = []
-    hidden = set(range(shift, 9))
-    for start in range(0, 9, size):
-        block = [position for position in range(start, min(start + size, 9)) if position in hidden]
-        for quota in plan_of(settings(remasking_strategy=strategy), model.config, len(block), len(block)):
-            canvas = [TOKENS if position in hidden else token for position, token in enumerate(text)]
-            with torch.no_grad():
-                logits_LV = model(torch.tensor([canvas]), pattern=pattern)[0].clone()
-            logits_LV[:, TOKENS] = float("-inf")
-            sure = {position: sureness(logits_LV[position - shift].softmax(dim=0), strategy) for position in block}
-            # Rounded, since on a canvas of masks alone all positions are equal: then the first comes first.
-            ranked = sorted(set(block) & hidden, key=lambda position, sure=sure: (-round(sure[position], 7), position))  # type: ignore[misc]
-            order.append(ranked[:quota])
-            hidden -= set(ranked[:quota])
-    report = sampler_likelihood(model, torch.tensor([text]), config=settings(remasking_strategy=strategy))
-    assert report.nats == pytest.approx(by_hand(model, text, order, pattern), abs=1e-9)
-
-
-def sureness(probs_V: Tensor, strategy: str) -> float:
-    best, second, _, _ = probs_V.sort(descending=True).values.tolist()
-    match strategy:
-        case "low_confidence":
-            return float(best)
-        case "topk_margin":
-            return float(best - second)
-        case "entropy":
-            return float(torch.xlogy(probs_V, probs_V).sum())
-        case _:
-            return 0.0
-
-
 def test_an_autoregressive_model_needs_no_mask_token(small: MakeModel) -> None:
     model = small(mask_token_id=None, block_length=1, logit_alignment="shifted")
     tokens_BL = torch.randint(0, TOKENS + 1, (4, 8), generator=torch.Generator().manual_seed(1))
@@ -114,8 +62,9 @@ def test_an_autoregressive_model_needs_no_mask_token(small: MakeModel) -> None:
     assert report.num_tokens == 28
 
 
-def test_prompts_are_seen_and_not_scored(small: MakeModel) -> None:
-    model = small()
+@pytest.mark.parametrize("alignment", ["same_position", "shifted"])
+def test_prompts_are_seen_and_not_scored(small: MakeModel, alignment: str) -> None:
+    model = small(logit_alignment=alignment)
     text = [2, 0, 1, 1, 2, 0, 0]
     tokens_BL = torch.tensor([text])
     loss_mask_BL = torch.tensor([[False, True, False, True, True, False, True]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -74,8 +75,24 @@ def test_an_unknown_level_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert memory.peak_memory()["peak_resident"] > 1 << 20
-    memory.reset_peak_memory()
     assert memory.peak_memory().keys() == {"peak_resident"}
+
+
+def test_memory_on_a_replaced_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 bytes are in use, and 170 were at the peak."""
+    resets: list[str] = []
+    replaced: dict[str, Any] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "memory_allocated": lambda: 100,
+        "max_memory_allocated": lambda: 170,
+        "max_memory_reserved": lambda: 200,
+        "reset_peak_memory_stats": lambda: resets.append("reset"),
+    }
+    for name, function in replaced.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    assert memory.PeakGrowth("cuda").bytes() == 70 and resets == ["reset"]
+    assert memory.peak_memory("cuda") == memory.peak_memory() == {"peak_allocated": 170, "peak_reserved": 200}
 
 
 def test_the_parts_of_a_step() -> None:
@@ -93,11 +110,3 @@ def test_the_parts_of_a_step() -> None:
         "",
     ]
     assert part_table(averages[1:]) == ""
-
-
-@pytest.mark.gpu
-def test_memory_on_a_gpu() -> None:
-    memory.reset_peak_memory("cuda")
-    before = memory.peak_memory("cuda")["peak_allocated"]
-    allocation = torch.zeros(1 << 20, device="cuda")
-    assert memory.peak_memory("cuda")["peak_allocated"] - before >= allocation.numel() * 4
