@@ -257,18 +257,15 @@ def run_tasks(run: Run, logger: RunLogger) -> None:
     step = run.progress.step
     with run.evaluation_mode():
         outcomes = run.tasks.evaluate(run.state.model)
-    run.last_tasks = TaskMetrics(
-        step,
-        {f"{item.result.task}/{rule}": value.value for item in outcomes for rule, value in item.result.metrics.items()},
-    )
-    logger.metrics(step, {key: value for outcome in outcomes for key, value in outcome.metrics.items()})
-    for outcome in outcomes:
-        logger.event(step, "tasks", f"step {step}: {outcome.describe()}")
+    scores = {f"{result.task}/{rule}": value.value for result, _ in outcomes for rule, value in result.metrics.items()}
+    run.last_tasks = TaskMetrics(step, scores)
+    logger.metrics(step, {key: value for result, _ in outcomes for key, value in result.list_logged_values().items()})
+    for result, items in outcomes:
+        logger.event(step, "tasks", f"step {step}: {result.describe()}")
         if run.world.is_first:
-            name = to_file_name(outcome.result.task)
-            path = run.directory.path / "evaluation" / f"step-{step:08d}-{name}.jsonl"
+            path = run.directory.path / "evaluation" / f"step-{step:08d}-{to_file_name(result.task)}.jsonl"
             path.parent.mkdir(exist_ok=True)
-            write_text_atomic(path, "".join(format_item_line(item) + "\n" for item in outcome.items))
+            write_text_atomic(path, "".join(format_item_line(item) + "\n" for item in items))
 
 
 def run_final_evaluation(run: Run, logger: RunLogger, stop: StopRequest) -> RunSummary:

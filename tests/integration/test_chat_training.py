@@ -300,9 +300,9 @@ def test_eight_conversations_are_learned_by_heart(kind: str, tmp_path: Path) -> 
     tasks = LiveEvaluation.open(
         TrainingEvaluationConfig.model_validate({"tasks": [task]}), load_tokenizer(config.run.directory), model.config
     )
-    [outcome] = tasks.evaluate(model)
-    assert outcome.result.num_items == 8
-    assert outcome.metrics == {
+    [(result, _)] = tasks.evaluate(model)
+    assert result.num_items == 8
+    assert result.list_logged_values() == {
         "tasks/exact_match/exact_match": 1.0,
         "tasks_standard_error/exact_match/exact_match": 0.0,
         "tasks_stopped/exact_match": 1.0,

@@ -14,7 +14,7 @@ from config.evaluation.tasks import TrainingEvaluationConfig
 from config.load import load_config
 from config.train import TrainConfig
 from ddp.process_group import World
-from diffusionlm.evaluation.tasks.evaluation import LiveEvaluation, TaskOutcome
+from diffusionlm.evaluation.tasks.evaluation import LiveEvaluation
 from diffusionlm.evaluation.tasks.results import MetricValue, read_items
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
@@ -76,10 +76,10 @@ def test_the_best_checkpoint_by_a_task(
     """The accuracy falls from 1 at step 2 to 0.25 at step 8; step 2 is kept for it."""
     evaluate = LiveEvaluation.evaluate
 
-    def fall(self: LiveEvaluation, model: Transformer) -> list[TaskOutcome]:
-        (outcome,) = evaluate(self, model)
+    def fall(self: LiveEvaluation, model: Transformer) -> list[Any]:
+        [(result, items)] = evaluate(self, model)
         accuracies.append(accuracies[-1] - 0.25 if accuracies else 1.0)
-        return [replace(outcome, result=replace(outcome.result, metrics={"acc": MetricValue(accuracies[-1])}))]
+        return [(replace(result, metrics={"acc": MetricValue(accuracies[-1])}), items)]
 
     accuracies: list[float] = []
     monkeypatch.setattr(LiveEvaluation, "evaluate", fall)
@@ -105,11 +105,9 @@ def test_ranks_share_the_answers(
         for is_collective in (False, True):
             live = LiveEvaluation.open(config, tokenizer, model.config, world, is_collective=is_collective)
             outcomes = live.evaluate(model)
-            assert [outcome.metrics for outcome in outcomes] == [outcome.metrics for outcome in alone]
-            for outcome, expected in zip(outcomes, alone, strict=True):
-                assert [(item.id, item.output) for item in outcome.items] == [
-                    (item.id, item.output) for item in expected.items
-                ]
+            for (result, items), (expected, expected_items) in zip(outcomes, alone, strict=True):
+                assert result.list_logged_values() == expected.list_logged_values()
+                assert [(item.id, item.output) for item in items] == [(item.id, item.output) for item in expected_items]
         return len(outcomes)
 
     assert run_ranks(act, tmp_path) == [2, 2]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from config.evaluation.tasks import TrainingEvaluationConfig
@@ -45,7 +45,6 @@ def list_answers(task: PreparedTask) -> list[AnswerKey]:
 def evaluate_task(
     model: Transformer,
     task: PreparedTask,
-    variant: str = "",
     done: Collection[AnswerKey] = (),
     on_progress: OnProgress = ignore_progress,
 ) -> Iterator[ItemResult]:
@@ -61,13 +60,10 @@ def evaluate_task(
     """
     pending = [answer for answer in list_answers(task) if answer not in done]
     if isinstance(task, PreparedText):
-        results: Iterator[ItemResult] = (_score_text(model, task, on_progress) for _ in pending)
-    elif isinstance(task.config, GenerationTask):
-        results = _answer_items(model, task, task.config, pending)
-    else:
-        results = _score_items(model, task, task.config, {item_id for item_id, _ in pending})
-    for result in results:
-        yield replace(result, variant=variant)
+        return (_score_text(model, task, on_progress) for _ in pending)
+    if isinstance(task.config, GenerationTask):
+        return _answer_items(model, task, task.config, pending)
+    return _score_items(model, task, task.config, {item_id for item_id, _ in pending})
 
 
 def _answer_items(
@@ -170,32 +166,6 @@ def _score_text(model: Transformer, task: PreparedText, on_progress: OnProgress)
 
 
 @dataclass(frozen=True)
-class TaskOutcome:
-    """The answers of a model to a task, in the order of the items."""
-
-    result: VariantResult
-    items: tuple[ItemResult, ...]
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Values to log: accuracies in [0, 1] with their standard errors, and the share of stopped answers."""
-        name, values = self.result.task, self.result.metrics
-        logged = {f"tasks/{name}/{rule}": metric.value for rule, metric in values.items()}
-        for rule, metric in values.items():
-            if metric.standard_error is not None:
-                logged[f"tasks_standard_error/{name}/{rule}"] = metric.standard_error
-        return logged if self.result.shares is None else {**logged, f"tasks_stopped/{name}": self.result.shares.stopped}
-
-    def describe(self) -> str:
-        """One line for a log."""
-        values = []
-        for rule, metric in self.result.metrics.items():
-            error = "" if metric.standard_error is None else f" +- {metric.standard_error:.3f}"
-            values.append(f"{rule} {metric.value:.3f}{error}")
-        return f"{self.result.task}: {', '.join(values)} of {self.result.num_items:,} items"
-
-
-@dataclass(frozen=True)
 class LiveEvaluation:
     """Tasks whose prompts fit the model."""
 
@@ -227,9 +197,9 @@ class LiveEvaluation:
                 raise ValueError(f"evaluation.tasks.{index}: {error}") from None
         return cls(tuple(tasks), world, is_collective)
 
-    def evaluate(self, model: Transformer) -> list[TaskOutcome]:
-        """Answer all items. All ranks call this, and get the same results, which do not depend on their number, up to
-        rounding.
+    def evaluate(self, model: Transformer) -> list[tuple[VariantResult, tuple[ItemResult, ...]]]:
+        """Answer all items; return the result of each task, and its answers in the order of the items. All ranks call
+        this, and get the same results, which do not depend on their number, up to rounding.
 
         Raises:
             ValueError: the model's probabilities are not finite; on every rank.
@@ -237,7 +207,7 @@ class LiveEvaluation:
         outcomes = []
         for task in self.tasks:
             items = self._collect(task, model)
-            outcomes.append(TaskOutcome(summarize_task(task, items), items))
+            outcomes.append((summarize_task(task, items), items))
         return outcomes
 
     def _collect(self, task: PreparedItems, model: Transformer) -> tuple[ItemResult, ...]:

@@ -125,8 +125,8 @@ class VariantResult:
 
     task: str
     kind: str
-    variant: str
-    model: str
+    variant: str = ""
+    model: str = ""
     """Directory or name of the model."""
     num_items: int
     num_repeats: int
@@ -152,6 +152,22 @@ class VariantResult:
     def tokens_per_forward(self) -> float | None:
         """Tokens up to the stop per forward; None: nothing was generated."""
         return self.num_tokens / self.num_forwards if self.shares is not None and self.num_forwards else None
+
+    def list_logged_values(self) -> dict[str, float]:
+        """Values to log: the metrics with their standard errors, and the share of stopped answers."""
+        values = {f"tasks/{self.task}/{rule}": metric.value for rule, metric in self.metrics.items()}
+        for rule, metric in self.metrics.items():
+            if metric.standard_error is not None:
+                values[f"tasks_standard_error/{self.task}/{rule}"] = metric.standard_error
+        return values if self.shares is None else {**values, f"tasks_stopped/{self.task}": self.shares.stopped}
+
+    def describe(self) -> str:
+        """Describe the metrics in one line."""
+        values = []
+        for rule, metric in self.metrics.items():
+            error = "" if metric.standard_error is None else f" +- {metric.standard_error:.3f}"
+            values.append(f"{rule} {metric.value:.3f}{error}")
+        return f"{self.task}: {', '.join(values)} of {self.num_items:,} items"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -140,8 +140,8 @@ class TaskRun:
                     on_progress(f"{phase}, {name}", unit, count, total)
 
                 model = self._load(variant.model)
-                for result in evaluate_task(model, task, variant.name, done[task.name], show_phase):
-                    file.write(format_item_line(result).encode() + b"\n")
+                for result in evaluate_task(model, task, done[task.name], show_phase):
+                    file.write(format_item_line(replace(result, variant=variant.name)).encode() + b"\n")
                     file.flush()
                     num_done += 1
                     on_progress(phase, "answers", num_done, len(answers))
@@ -162,8 +162,14 @@ class TaskRun:
                 selected = set(list_answers(task))
                 own = [item for key, item in found[task.name].items() if key in selected]
                 hashes = self.fingerprints[variant.name][task.name]["fingerprints"]
-                path = str(variant.model.path)
-                results.append(summarize_task(task, own, variant.name, path, describe_protocol(task), hashes))
+                result = replace(
+                    summarize_task(task, own),
+                    variant=variant.name,
+                    model=str(variant.model.path),
+                    protocol=describe_protocol(task),
+                    fingerprints=hashes,
+                )
+                results.append(result)
         tasks = [task for variant in self.variants for task in variant.prepared]
         runs_code = any(isinstance(task.config, HumanEvalTask) for task in tasks)
         return EvaluationResults(

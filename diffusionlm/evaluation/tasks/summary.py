@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,21 +14,8 @@ from diffusionlm.evaluation.tasks.preparation import PreparedTask
 from diffusionlm.evaluation.tasks.results import ItemResult, MetricValue, OutcomeShares, VariantResult, mean_by_item
 
 
-def summarize_task(
-    task: PreparedTask,
-    results: Sequence[ItemResult],
-    variant: str = "",
-    model: str = "",
-    protocol: Mapping[str, Any] | None = None,
-    fingerprints: Mapping[str, str] | None = None,
-) -> VariantResult:
-    """The result over all items of a variant.
-
-    Args:
-        model: directory or name.
-        protocol: settings of the task with this variant.
-        fingerprints: of model, data and prompt.
-    """
+def summarize_task(task: PreparedTask, results: Sequence[ItemResult]) -> VariantResult:
+    """The result over all items; of which variant they are, the caller adds."""
     config = task.config
     values: dict[str, list[tuple[str, float]]] = {rule: [] for rule in config.rules}
     for result in results:
@@ -38,31 +24,25 @@ def summarize_task(
     means = {name: list(mean_by_item(values[name]).values()) for name in [*config.rules, *sorted(values)]}
     metrics = config.summarize({name: mean_with_error(own) for name, own in means.items()})
     num_repeats = max(Counter(result.id for result in results).values(), default=1)
-    endings = Counter(result.finish_reason for result in results)
-    counts = (
-        endings["stop"],
-        endings["length"],
-        sum(result.is_empty for result in results),
-        sum(result.is_invalid for result in results),
-    )
-    is_generated = isinstance(config, GenerationTask)
+    shares = None
+    if isinstance(config, GenerationTask):
+        endings = Counter(result.finish_reason for result in results)
+        num_empty, num_invalid = (sum(item.is_empty for item in results), sum(item.is_invalid for item in results))
+        counts = (endings["stop"], endings["length"], num_empty, num_invalid)
+        shares = OutcomeShares(*(count / len(results) for count in counts))
     return VariantResult(
         task=task.name,
         kind=config.kind,
-        variant=variant,
-        model=model,
         num_items=len({result.id for result in results}),
         num_repeats=num_repeats,
         metrics=metrics | {name: value for result in results for name, value in (result.metrics or {}).items()},
         number_metrics=config.number_metrics,
         pass_at_k={rule: _estimate_pass_at_k(means[rule], num_repeats) for rule in config.rules if num_repeats > 1},
-        shares=OutcomeShares(*(count / len(results) for count in counts)) if is_generated else None,
+        shares=shares,
         num_grading_errors=sum(result.error is not None for result in results),
         num_tokens=sum(result.num_tokens for result in results),
         num_forwards=sum(result.num_forwards for result in results),
         seconds=round(sum(result.seconds for result in results), 3),
-        protocol=dict(protocol or {}),
-        fingerprints=dict(fingerprints or {}),
     )
 
 
