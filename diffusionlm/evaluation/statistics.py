@@ -72,23 +72,18 @@ def ratio_with_standard_error(sums_B: NDArray[np.float64], sizes_B: NDArray[np.i
     return mean, float(error)
 
 
-def count_row_bytes(
-    tokenizer: Tokenizer, tokens_BL: NDArray[np.integer[Any]], is_scored_BL: NDArray[np.bool_]
-) -> NDArray[np.int64]:
-    """Bytes of text in the scored tokens of each row, [B]. Special tokens have none."""
+def bits_per_byte(
+    tokenizer: Tokenizer,
+    tokens_BL: NDArray[np.integer[Any]],
+    is_scored_BL: NDArray[np.bool_],
+    row_nats: Sequence[float],
+) -> tuple[float, float, int]:
+    """Bits per byte of text, their standard error over rows, and the number of bytes in the scored tokens.
+
+    Special tokens have no bytes; without any byte the first two are infinite.
+    """
     bytes_B: NDArray[np.int64] = np.where(is_scored_BL, tokenizer.byte_lengths()[tokens_BL], 0).sum(axis=1)
-    return bytes_B
-
-
-def bits_per_byte(row_nats: Sequence[float], bytes_B: NDArray[np.int64]) -> tuple[float, float]:
-    """Bits per byte of text, and their standard error over rows; both infinite if there are no bytes."""
     if not bytes_B.any():
-        return math.inf, math.inf
+        return math.inf, math.inf, 0
     nats, error = ratio_with_standard_error(np.array(row_nats), bytes_B)
-    return nats / math.log(2), error / math.log(2)
-
-
-def entropy(counts: NDArray[np.int64]) -> float:
-    """Entropy in nats of the empirical distribution with these counts."""
-    probabilities = counts[counts > 0] / counts.sum()
-    return float(-(probabilities * np.log(probabilities)).sum())
+    return nats / math.log(2), error / math.log(2), int(bytes_B.sum())

@@ -31,7 +31,7 @@ from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.diffusion.noised_batch import CleanBatch
 from diffusionlm.evaluation.nelbo import NelboEstimator, NelboReport
 from diffusionlm.evaluation.sampler_likelihood import SamplerReport, check_exact_likelihood, sampler_likelihood
-from diffusionlm.evaluation.statistics import bits_per_byte, count_row_bytes, ratio_with_standard_error
+from diffusionlm.evaluation.statistics import bits_per_byte, ratio_with_standard_error
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.models.transformer import Transformer
 from files.toml_text import read_toml
@@ -141,7 +141,13 @@ def open_text(config: EvalConfig, model: ModelDescription | None = None) -> Open
     block_length, method = resolve_method(config.likelihood, model.config)
     data_config = build_data_config(config.data, model.config)
     components = open_components(data_config, "validation" if config.data.split == "validation" else "train")
-    row_length = _resolve_row_length(config.data, model.config)
+    context = model.config.max_position_embeddings
+    row_length = config.data.row_length or min(context, MAX_DEFAULT_ROW_LENGTH)
+    if row_length > context:
+        raise ValueError(
+            f"data.row_length = {row_length} is longer than the model's context, max_position_embeddings = {context}: "
+            "lower it"
+        )
     reader = build_row_reader(
         components,
         data_config,
@@ -234,18 +240,6 @@ def build_data_config(config: EvalDataConfig, model: ModelConfig) -> DataConfig:
     )
 
 
-def _resolve_row_length(config: EvalDataConfig, model: ModelConfig) -> int:
-    context = model.max_position_embeddings
-    if config.row_length is None:
-        return min(context, MAX_DEFAULT_ROW_LENGTH)
-    if config.row_length > context:
-        raise ValueError(
-            f"data.row_length = {config.row_length} is longer than the model's context, max_position_embeddings = "
-            f"{context}: lower it"
-        )
-    return config.row_length
-
-
 def evaluate_likelihood(
     text: OpenedText, model: Transformer, on_progress: OnProgress = ignore_progress
 ) -> LikelihoodResult:
@@ -266,8 +260,8 @@ def evaluate_likelihood(
             "token of a document; set data.begin_with_eos = true, or raise data.row_length"
         )
     report, gap = _score_rows(config.likelihood, layout, model, rows, batch, on_progress)
-    bytes_B = count_row_bytes(text.model.tokenizer, batch.tokens_BL.numpy(), maskable_BL)
-    bits, bits_error = bits_per_byte(report.row_nats, bytes_B)
+    tokens_BL = batch.tokens_BL.numpy()
+    bits, bits_error, num_bytes = bits_per_byte(text.model.tokenizer, tokens_BL, maskable_BL, report.row_nats)
     perplexity = math.exp(report.nats_per_token) if report.nats_per_token < 700.0 else math.inf
     is_exact = isinstance(report, SamplerReport) or layout.block_length == 1
     return LikelihoodResult(
@@ -282,7 +276,7 @@ def evaluate_likelihood(
         bits_per_byte=bits,
         bits_per_byte_standard_error=bits_error,
         num_tokens=report.num_tokens,
-        num_bytes=int(bytes_B.sum()),
+        num_bytes=num_bytes,
         num_unscored_tokens=int(batch.loss_mask_BL.sum()) - int(maskable_BL.sum()),
         num_rows=len(rows),
         row_length=row_length,

@@ -34,7 +34,7 @@ from diffusionlm.diffusion.noised_batch import CleanBatch
 from diffusionlm.diffusion.objectives import build_layout
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from diffusionlm.evaluation.nelbo import NelboEstimator
-from diffusionlm.evaluation.statistics import MAX_LOGITS_BYTES, bits_per_byte, count_row_bytes, entropy
+from diffusionlm.evaluation.statistics import MAX_LOGITS_BYTES, bits_per_byte
 from diffusionlm.models.transformer import Transformer
 from profiling import nvtx
 from tokenizer import Tokenizer
@@ -250,9 +250,10 @@ def evaluate(
     report = estimator.build_report(
         map_forwards(estimator.num_forwards, lambda index: estimator.run_forward(model, index))
     )
-    tokens = batch.tokens_BL.numpy()[estimator.is_scored_BL]
-    bytes_B = count_row_bytes(tokenizer, batch.tokens_BL.numpy(), estimator.is_scored_BL)
-    bits, bits_error = bits_per_byte(report.row_nats, bytes_B)
+    tokens_BL, is_scored_BL = batch.tokens_BL.numpy(), estimator.is_scored_BL
+    bits, bits_error, num_bytes = bits_per_byte(tokenizer, tokens_BL, is_scored_BL, report.row_nats)
+    counts_V = np.bincount(tokens_BL[is_scored_BL])
+    frequencies = counts_V[counts_V > 0] / counts_V.sum()
     fills = [
         measure_masked_token_accuracy(model, layout, batch, fraction, batch_size, majority_token, map_forwards)
         for fraction in MASKED_FRACTIONS
@@ -263,9 +264,9 @@ def evaluate(
         standard_error=report.standard_error,
         bits_per_byte=bits,
         bits_per_byte_standard_error=bits_error,
-        unigram_entropy=entropy(np.bincount(tokens)),
+        unigram_entropy=float(-(frequencies * np.log(frequencies)).sum()),
         num_tokens=report.num_tokens,
-        num_bytes=int(bytes_B.sum()),
+        num_bytes=num_bytes,
         by_masked_fraction=report.by_masked_fraction,
         fills=tuple(fills),
         block_length=layout.block_length,

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,7 +24,7 @@ from diffusionlm.data.packing import Row
 from diffusionlm.data.pipeline import build_row_reader, open_components
 from diffusionlm.evaluation.nelbo import nelbo
 from diffusionlm.evaluation.sampler_likelihood import sampler_likelihood
-from diffusionlm.evaluation.statistics import bits_per_byte, count_row_bytes
+from diffusionlm.evaluation.statistics import bits_per_byte
 from diffusionlm.evaluation.text_likelihood import evaluate_likelihood, open_text
 from tests.unit.cli.conftest import Fails, MakeDirectory
 from tokenizer import Tokenizer, save_tokenizer
@@ -117,15 +118,14 @@ def test_bits_per_byte_by_hand(tokenizer: Tokenizer) -> None:
     rows = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in texts]
     assert [len(row) for row in rows] == [6, 6]  # the tokenizer has no merges for them
     tokens_BL = torch.tensor(rows).numpy()
-    bytes_B = count_row_bytes(tokenizer, tokens_BL, torch.ones(2, 6, dtype=torch.bool).numpy())
-    assert bytes_B.tolist() == [5, 5]
-    value, error = bits_per_byte([6.0, 4.0], bytes_B)
-    assert value == pytest.approx(1.0 / math.log(2))
+    is_scored_BL = np.ones((2, 6), dtype=np.bool_)
+    value, error, num_bytes = bits_per_byte(tokenizer, tokens_BL, is_scored_BL, [6.0, 4.0])
+    assert value == pytest.approx(1.0 / math.log(2)) and num_bytes == 10
     # Residuals 1 and -1; sqrt(2 / 1 * 2) / 10 bytes.
     assert error == pytest.approx(0.2 / math.log(2))
-    first_only = torch.tensor([[True, True, False, False, False, False], [False] * 6]).numpy()
-    assert count_row_bytes(tokenizer, tokens_BL, first_only).tolist() == [2, 0]
-    assert bits_per_byte([1.0, 1.0], bytes_B * 0) == (math.inf, math.inf)
+    is_scored_BL[0, 2:] = is_scored_BL[1] = False
+    assert bits_per_byte(tokenizer, tokens_BL, is_scored_BL, [6.0, 4.0])[2] == 2
+    assert bits_per_byte(tokenizer, tokens_BL, np.zeros_like(is_scored_BL), [1.0, 1.0]) == (math.inf, math.inf, 0)
 
 
 def test_blocks(capsys: pytest.CaptureFixture[str], make_dir: MakeDirectory, data: Path, tokenizer: Tokenizer) -> None:
