@@ -16,7 +16,8 @@ from config.evaluation.likelihood import AnswerLikelihoodConfig
 from config.generation import DISTRIBUTION_KEYS, GenerationConfig
 from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.diffusion.noised_batch import CleanBatch
-from diffusionlm.evaluation.likelihood.scoring import AnswerBuilder, OptionsRequest
+from diffusionlm.evaluation.likelihood.answers import AnswerBuilder
+from diffusionlm.evaluation.likelihood.scoring import OptionsRequest
 from diffusionlm.evaluation.statistics import MAX_LOGITS_BYTES, LikelihoodReport, check_positive
 from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.request_builder import prepare_known_text

@@ -15,18 +15,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from config.evaluation.likelihood import AnswerLikelihoodConfig
-from config.model import ModelConfig
-from diffusionlm.diffusion.layout import InputLayout
-from diffusionlm.evaluation.likelihood.answers import AnswerEstimate, BlockedAnswer, SamplingPlan
+from diffusionlm.diffusion.rng import RngStream, keyed_rng
+from diffusionlm.evaluation.likelihood.answers import AnswerBuilder, BlockedAnswer
 from diffusionlm.evaluation.likelihood.copies import (
     MaskedCopy,
     compute_log_probabilities,
     count_forwards,
     split_by_size,
 )
+from diffusionlm.evaluation.likelihood.masks import (
+    WeightedMasks,
+    count_order_pair_masks,
+    enumerate_masks,
+    independent_standard_error,
+    mean_cover_sets,
+    sample_covers,
+    sample_levels,
+    sample_order_pairs,
+    stratified_standard_error,
+)
 from diffusionlm.evaluation.statistics import check_positive
-from diffusionlm.inference.settings import check_token_ids
 from diffusionlm.models.transformer import Transformer
+
+MIN_ORDER_PAIRS = 2
+"""Answers of which fewer orders fit into the samples are estimated from covers."""
 
 
 @dataclass(frozen=True)
@@ -209,99 +221,96 @@ def _split_into_windows(request: OptionsRequest, window: int) -> list[OptionsReq
     ]
 
 
-@dataclass(frozen=True)
-class AnswerBuilder:
-    """Builds the answers of a model and of settings."""
-
-    model: ModelConfig
-    layout: InputLayout
-    scored_suffix: tuple[int, ...]
-    """Tokens after each continuation that belong to it."""
-    suffix: tuple[int, ...]
-    """Tokens after each continuation that are not scored."""
-
-    @classmethod
-    def from_model(cls, model: ModelConfig, config: AnswerLikelihoodConfig) -> AnswerBuilder:
-        """Resolve the block length, and the end-of-text token.
-
-        Raises:
-            ValueError: the model has no mask token, and is not autoregressive; or it has no end-of-text token, and the
-                settings need one.
-        """
-        block_length = None if config.bidirectional else config.block_length or model.block_length
-        layout = InputLayout.from_config(model, block_length)
-        if config.end_of_text == "none":
-            return cls(model, layout, (), ())
-        if model.eos_token_id is None:
-            raise ValueError(
-                f'end_of_text = "{config.end_of_text}" needs a token, and the model\'s config.json names no '
-                'eos_token_id: set end_of_text = "none"'
-            )
-        eos = (model.eos_token_id,)
-        return cls(model, layout, eos, ()) if config.end_of_text == "scored" else cls(model, layout, (), eos)
-
-    def build(self, context: Sequence[int], continuation: Sequence[int], name: str) -> BlockedAnswer:
-        """Build an answer; an error calls it ``name``.
-
-        Raises:
-            ValueError: it is empty, too long for the model's context, or has a token that the model cannot predict.
-        """
-        check_token_ids((*context, *continuation), self.model, name)
-        if not len(continuation):
-            raise ValueError(f"{name} is empty, and has no likelihood: give at least one token")
-        if self.layout.alignment == "shifted" and not len(context):
-            raise ValueError(
-                f"{name} has no context, and with shifted outputs the model cannot predict the first token of a text: "
-                "put a token before it, such as the end-of-text token"
-            )
-        mask_token, limit = self.layout.mask_token, self.model.max_position_embeddings
-        if mask_token is not None and mask_token in continuation:
-            raise ValueError(
-                f"{name} has the mask token {mask_token} at index {list(continuation).index(mask_token)}, which has "
-                "probability zero: remove it"
-            )
-        scored = (*continuation, *self.scored_suffix)
-        tokens = (*context, *scored, *self.suffix)
-        if len(tokens) > limit:
-            raise ValueError(
-                f"{name} has {len(tokens)} tokens with its context, more than max_position_embeddings = {limit} of the "
-                "model: remove the first tokens of the context"
-            )
-        return BlockedAnswer(self.layout, tokens, len(context), len(scored))
-
-
 class AdaptiveSampler:
-    """The options of one document, of which draws are added until the best one leads."""
+    """The log-likelihoods of the options of one document, of which draws are added until the best one leads.
+
+    Draws are orders with their reverses, or else covers, with common random numbers for all options.
+    Shapes: G blocks of an answer, C masks of a block, D draws.
+    """
 
     def __init__(
         self, builder: AnswerBuilder, request: OptionsRequest, config: AnswerLikelihoodConfig, name: str
     ) -> None:
         if not request.options:
             raise ValueError(f"{name} has no options: give at least one")
-        names = [f"option {index} of {name}" for index in range(len(request.options))]
-        answers = [builder.build(request.context, *option) for option in zip(request.options, names, strict=True)]
+        self._answers = [
+            builder.build(request.context, option, f"option {index} of {name}")
+            for index, option in enumerate(request.options)
+        ]
         self._config = config
-        self._plan = SamplingPlan.from_answers(answers, config)
-        self._divisors = request.divisors or ((1.0,) * len(answers),)
-        key = (request.key,) if request.window is None else (request.key, request.window)
-        self._estimates = [AnswerEstimate(answer, self._plan, config.seed, key) for answer in answers]
-        self._num_stages = 0
+        self._divisors = request.divisors or ((1.0,) * len(self._answers),)
+        self._key = (request.key,) if request.window is None else (request.key, request.window)
+        limit = config.max_enumerated_forwards or config.num_mc_samples
+        self.is_exact = max(answer.num_masks for answer in self._answers) <= limit
+        self._plan_draws()
+        self._values = [np.zeros((len(answer.blocks), 0)) for answer in self._answers]
+        """Of each answer the estimates of its blocks' log-likelihoods in each draw, [G, D]; one draw if exact."""
+        self._copies: list[MaskedCopy] = []
+        self._new_masks: list[list[WeightedMasks]] = []
+        """Masks of each block of each answer whose copies are computed next."""
+
+    def _plan_draws(self) -> None:
+        """Choose between orders and covers, and the draws after each stage: one stage, or doublings in a race."""
+        longest = max(len(block.positions) for answer in self._answers for block in answer.blocks)
+        num_draws = self._config.num_mc_samples // count_order_pair_masks(longest)
+        self._draws_orders = num_draws >= MIN_ORDER_PAIRS
+        if not self._draws_orders:
+            num_draws = max(1, int(self._config.num_mc_samples / mean_cover_sets(longest)))
+        num_stages = 1
+        while not self.is_exact and num_draws >> num_stages >= self._config.racing_first_draws:
+            num_stages += 1
+        num_first = 1 if self.is_exact else num_draws >> (num_stages - 1)
+        self._stages = [num_first << stage for stage in range(num_stages)]
+        num_blocks = max(len(answer.blocks) for answer in self._answers)
+        rngs = [keyed_rng(self._config.seed, RngStream.ANSWER_LEVELS, *self._key, block) for block in range(num_blocks)]
+        self._levels_GD = [sample_levels(num_first, self._stages[-1], rng) for rng in rngs]
+        if not self._config.racing or len(self._answers) == 1:
+            self._stages = self._stages[-1:]
 
     def add_stage(self) -> list[MaskedCopy]:
-        """The copies of the next stage, or of all stages without racing."""
-        is_race = self._config.racing and len(self._estimates) > 1
-        self._num_stages = self._num_stages + 1 if is_race else self._plan.num_stages
-        num_draws = self._plan.num_draws(self._num_stages)
-        return [copy for estimate in self._estimates for copy in estimate.add_draws(num_draws)]
+        """The masked copies of the draws of the next stage, whose log-probabilities `read` takes."""
+        num_draws = self._stages.pop(0)
+        self._new_masks = [
+            [self._choose_masks(answer, number, num_draws) for number in range(len(answer.blocks))]
+            for answer in self._answers
+        ]
+        copies = [
+            answer.mask_block(block, is_masked_n)
+            for answer, own in zip(self._answers, self._new_masks, strict=True)
+            for block, masks in zip(answer.blocks, own, strict=True)
+            for is_masked_n in masks.is_masked_Cn
+        ]
+        self._copies += copies
+        return copies
+
+    def _choose_masks(self, answer: BlockedAnswer, number: int, num_draws: int) -> WeightedMasks:
+        """Masks of a block for the draws up to ``num_draws``."""
+        size, first = len(answer.blocks[number].positions), self._values[0].shape[1]
+        if answer.layout.is_autoregressive:
+            return WeightedMasks(np.ones((1, size), dtype=np.bool_), np.ones((1, size)), np.zeros(1, dtype=np.int64))
+        if self.is_exact:
+            return enumerate_masks(size)
+        seed, key = self._config.seed, (*self._key, number)
+        if self._draws_orders:
+            return sample_order_pairs(size, first, num_draws, seed, key)
+        return sample_covers(size, self._levels_GD[number][:num_draws], first, seed, key)
 
     def read(self, log_probabilities: Iterator[NDArray[np.float64]]) -> None:
-        """Read the log-probabilities of the copies of the stage."""
-        for estimate in self._estimates:
-            estimate.read(log_probabilities)
+        """Read the log-probabilities of the copies of the stage, in order."""
+        first = self._values[0].shape[1]
+        for index, own in enumerate(self._new_masks):
+            values_GD = np.zeros((len(own), 1 + int(own[0].draws_C[-1]) - first))
+            for values_D, masks in zip(values_GD, own, strict=True):
+                values_C = [
+                    float(weights_n[is_masked_n] @ next(log_probabilities))
+                    for is_masked_n, weights_n in zip(masks.is_masked_Cn, masks.weights_Cn, strict=True)
+                ]
+                np.add.at(values_D, masks.draws_C - first, values_C)
+            self._values[index] = np.concatenate([self._values[index], values_GD], axis=1)
 
     def is_decided(self) -> bool:
         """By each rule the best option leads every other by enough, or all draws are made."""
-        return self._num_stages == self._plan.num_stages or all(map(self._leads, self._divisors))
+        return not self._stages or all(map(self._leads, self._divisors))
 
     def _leads(self, divisors: Sequence[float]) -> bool:
         """Whether one option leads every other by enough, if log-likelihoods are divided by these numbers."""
@@ -311,20 +320,34 @@ class AdaptiveSampler:
         return bool(np.delete(leads, best).all())
 
     def _log_likelihoods(self) -> NDArray[np.float64]:
-        return np.array([estimate.log_likelihood for estimate in self._estimates])
+        """Sums over the blocks of the means of their draws."""
+        return np.array([float(values_GD.mean(axis=1).sum()) for values_GD in self._values])
+
+    def _standard_error(self, values_GD: NDArray[np.float64]) -> float:
+        """Standard error of the sum over blocks of the means over draws; the draws of blocks are independent."""
+        if self.is_exact:
+            return 0.0
+        errors = [
+            independent_standard_error(values_D)
+            if self._draws_orders
+            else stratified_standard_error(levels_D[: len(values_D)], values_D)
+            for levels_D, values_D in zip(self._levels_GD, values_GD, strict=False)
+        ]
+        return float(np.sqrt(np.sum(np.square(errors))))
 
     def difference_errors(self, chosen: int, divisors: Sequence[float]) -> NDArray[np.float64]:
         """Standard error of the difference between each option and the chosen one, divided first."""
-        reference, own = self._estimates[chosen], divisors[chosen]
-        pairs = zip(self._estimates, divisors, strict=True)
-        return np.array([estimate.difference_error(reference, (divisor, own)) for estimate, divisor in pairs])
+        quotients = [values_GD / divisor for values_GD, divisor in zip(self._values, divisors, strict=True)]
+        num_blocks = max(map(len, quotients))
+        padded = [np.pad(values_GD, ((0, num_blocks - len(values_GD)), (0, 0))) for values_GD in quotients]
+        return np.array([self._standard_error(values_GD - padded[chosen]) for values_GD in padded])
 
     def build_scores(self) -> OptionScores:
         """The scores of all draws so far."""
         return OptionScores(
             tuple(self._log_likelihoods().tolist()),
-            tuple(estimate.standard_error for estimate in self._estimates),
-            tuple(estimate.answer.num_tokens for estimate in self._estimates),
-            count_forwards([copy for estimate in self._estimates for copy in estimate.copies]),
-            self._plan.is_exact,
+            tuple(map(self._standard_error, self._values)),
+            tuple(answer.num_tokens for answer in self._answers),
+            count_forwards(self._copies),
+            self.is_exact,
         )

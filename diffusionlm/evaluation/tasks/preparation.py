@@ -12,7 +12,7 @@ from config.infer import InferModelConfig
 from config.model import ModelConfig
 from diffusionlm.checkpoints.model_files import ModelDescription
 from diffusionlm.evaluation.grading.code_execution import probe_isolation
-from diffusionlm.evaluation.likelihood.scoring import AnswerBuilder
+from diffusionlm.evaluation.likelihood.answers import AnswerBuilder
 from diffusionlm.evaluation.tasks.humaneval import HumanEvalTask
 from diffusionlm.evaluation.tasks.item_task import GenerationTask, LikelihoodTask, TaskItem
 from diffusionlm.evaluation.tasks.items import read_task_items
