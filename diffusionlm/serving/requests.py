@@ -36,30 +36,28 @@ class EngineStoppedError(EngineError):
 class RequestState:
     """A request as its caller sees it. Times are those of `time.monotonic`, in seconds."""
 
-    version: int
-    """Number of the changes so far."""
-    token_ids: tuple[int, ...]
-    """New tokens from the left that will not change anymore."""
-    logprobs: tuple[float, ...]
-    """Log-probability of each of these tokens (`Generation.logprobs`)."""
-    top_logprobs: tuple[TopLogprobs, ...]
-    """Alternatives of each token, if the caller has asked for them (`Generation.top_logprobs`)."""
-    steps: tuple[int, ...]
-    """Forward in which each token was committed, from 1 on (`Generation.step_map`)."""
-    canvas: CanvasSnapshot | None
-    """The whole canvas, if the caller has asked for it."""
-    generation: Generation | None
-    """The answer, once it is complete."""
-    error: Exception | None
-    """Why there will be no answer."""
-    num_cached_tokens: int
-    """Tokens of the prompt that were in the prefix cache."""
-    num_forwards: int
-    """Forwards that this request took part in so far."""
     submitted: float
-    started: float | None
+    started: float | None = None
     """Time of the first forward."""
-    finished: float | None
+    finished: float | None = None
+    token_ids: tuple[int, ...] = ()
+    """New tokens from the left that will not change anymore."""
+    logprobs: tuple[float, ...] = ()
+    """Log-probability of each of these tokens (`Generation.logprobs`)."""
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    """Alternatives of each token, if the caller has asked for them (`Generation.top_logprobs`)."""
+    steps: tuple[int, ...] = ()
+    """Forward in which each token was committed, from 1 on (`Generation.step_map`)."""
+    canvas: CanvasSnapshot | None = None
+    """The whole canvas, if the caller has asked for it."""
+    generation: Generation | None = None
+    """The answer, once it is complete."""
+    error: Exception | None = None
+    """Why there will be no answer."""
+    num_cached_tokens: int = 0
+    """Tokens of the prompt that were in the prefix cache."""
+    num_forwards: int = 0
+    """Forwards that this request took part in so far."""
 
     @property
     def is_done(self) -> bool:
@@ -73,31 +71,22 @@ class EngineRequest:
         self._request, self._with_canvas = request, request.prepared.options.with_canvas
         self._condition = threading.Condition()
         self._listeners: list[Callable[[], None]] = []
-        self._state = RequestState(0, (), (), (), (), None, None, None, 0, 0, time.monotonic(), None, None)
+        self._state = RequestState(time.monotonic())
 
     @property
     def state(self) -> RequestState:
         return self._state
 
-    def wait_for_change(self, version: int = 0, timeout: float | None = None) -> RequestState:
-        """Wait until the state has another version than this, or the request is done.
-
-        Raises:
-            TimeoutError: it did not change within ``timeout`` seconds.
-        """
-        with self._condition:
-            if not self._condition.wait_for(lambda: self._state.version > version or self._state.is_done, timeout):
-                raise TimeoutError(f"the request did not change within {timeout} s")
-            return self._state
-
     def follow(self) -> Iterator[RequestState]:
-        """States as they change; the last one is done. A reader that is slow misses those in between."""
-        state = self.wait_for_change()
-        while True:
+        """The state, and each later one; the last one is done. A reader that is slow misses those in between."""
+        state = self._state
+        yield state
+        while not state.is_done:
+            with self._condition:
+                while self._state is state:
+                    self._condition.wait()
+                state = self._state
             yield state
-            if state.is_done:
-                return
-            state = self.wait_for_change(state.version)
 
     def result(self, timeout: float | None = None) -> Generation:
         """Wait for the answer.
@@ -151,7 +140,7 @@ class EngineRequest:
         with self._condition:
             if self._state.is_done:
                 return
-            self._state = replace(self._state, version=self._state.version + 1, **changes)
+            self._state = replace(self._state, **changes)
             self._condition.notify_all()
             listeners = list(self._listeners)
         for listener in listeners:
