@@ -83,7 +83,6 @@ def prepare(config: ServeConfig) -> tuple[RequestPreparer, ApiKeys | None, socke
     """
     # Imported here, so that --help and config errors do not wait for torch.
     from cli.infer.inputs import describe_model
-    from diffusionlm.inference.settings import resolve_settings
     from diffusionlm.serving.http.access import ApiKeys, bind_socket
     from diffusionlm.serving.http.preparation import RequestPreparer
 
@@ -93,7 +92,6 @@ def prepare(config: ServeConfig) -> tuple[RequestPreparer, ApiKeys | None, socke
     if limits.adapter_directory is not None and not limits.adapter_directory.is_dir():
         raise ValueError(f"serve.adapter_directory = {limits.adapter_directory} is no directory: create it")
     model, template = describe_model(config.model, limits.chat_template, [adapter.path for adapter in config.adapters])
-    resolve_settings(config.generation, model.config)
     names = (limits.model_name or path.resolve().name, *(adapter.name for adapter in config.adapters))
     if names[0] in names[1:]:
         raise ValueError(

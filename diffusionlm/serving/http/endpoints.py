@@ -51,26 +51,6 @@ def get_context(scope: Scope) -> RequestContext:
     return context
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Read the body of a request.
-
-    Raises:
-        ApiError: it is larger than ``max_bytes``.
-        ClientDisconnect: the client has left.
-    """
-    too_large = ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
-    length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length[:18]) > max_bytes:
-        raise too_large
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > max_bytes:
-            raise too_large
-    get_context(request.scope).is_body_read = True
-    return bytes(body)
-
-
 async def discard_body(request: Request, max_bytes: int) -> bool:
     """Read the rest of a body, so that a client that is still sending sees the response.
 
@@ -140,8 +120,17 @@ async def read_content(service: Service, request: Request) -> bytes:
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise ApiError(415, "the Content-Type must be application/json", code="unsupported_media_type")
+    max_bytes, length, body = service.limits.max_body, request.headers.get("content-length", ""), bytearray()
+    too_large = ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
+    if length.isdigit() and int(length[:18]) > max_bytes:
+        raise too_large
     async with service.upload():
-        return await read_body(request, service.limits.max_body)
+        async for part in request.stream():
+            body += part
+            if len(body) > max_bytes:
+                raise too_large
+    get_context(request.scope).is_body_read = True
+    return bytes(body)
 
 
 class GenerationEndpoint(Generic[Body]):

@@ -230,9 +230,7 @@ class RequestPreparer:
         if steps_per_block is None:
             return  # `steps` are those of all blocks; without either there is at most one step per token
         block_length = settings.config.block_length or max(1, num_tokens)
-        num_blocks = -(-num_tokens // block_length)
-        if settings.block_causal_length is not None:  # blocks of the text: a span touches a part of two more
-            num_blocks = min(num_tokens, num_tokens // block_length + 2 * num_spans)
+        num_blocks = min(num_tokens, num_tokens // block_length + 2 * num_spans)  # each span touches parts of two more
         if num_blocks * steps_per_block > self.limits.max_total_steps:
             raise ValueError(
                 f"denoising_steps = {steps_per_block} in up to {num_blocks} blocks: this server allows at most "
