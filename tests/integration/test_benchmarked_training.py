@@ -45,7 +45,7 @@ def same_weights(case: TrainCase) -> tuple[TrainImplementation, TrainImplementat
 def test_a_step_trains(name: str, precision: Precision, objective: ObjectiveConfig) -> None:
     if name != OURS:
         pytest.importorskip(name)
-    implementation = BUILDERS[name](make_case(precision, objective))
+    implementation = BUILDERS[name](make_case(precision, objective=objective))
     before = {key: parameter.detach().clone() for key, parameter in implementation.model.named_parameters()}
     losses = [implementation.step().item() for _ in range(2)]
     assert all(math.isfinite(loss) and loss > 0 for loss in losses)

@@ -10,27 +10,17 @@ import pytest
 import torch
 
 from benchmarking import bench_infer as module
-from benchmarking.bench_infer import bench_infer, count, random_model, random_prompts
+from benchmarking.bench_infer import bench_infer, random_model, random_prompts
 from benchmarking.implementations import peers
 from config.bench.inference import BenchInferConfig
-from config.generation import GenerationConfig
 from config.load import ConfigError, load_config
 from config.model import ModelConfig
 from diffusionlm.models.patterns import Causal
 from diffusionlm.models.transformer import Transformer
-from tests.unit.benchmarking.cases import read_facts, read_tables
+from tests.unit.benchmarking.cases import SIZES, read_facts, read_tables
 
 RESOURCE = Path(__file__).parents[3] / "config" / "resources" / "bench_infer.toml"
-SHAPE: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "max_position_embeddings": 32,
-    "vocab_size": 48,
-}
+SHAPE = {**SIZES, "max_position_embeddings": 32, "vocab_size": 48}
 
 
 def make_config(**changes: Any) -> BenchInferConfig:
@@ -54,13 +44,9 @@ def model() -> Transformer:
     ("override", "message"),
     [
         ("grid.caches=none,dual", 'cell "static, block 4, cache dual": cache = "dual" is for bidirectional'),
-        ("strategies.1.caches=block", 'cell "static, bidirectional, block 16, cache block": cache = "block"'),
-        ("strategies.1.name=static", "strategies.name: 'static' is given twice"),
         ("strategies.0.generation.block_length=4", "generation.block_length = 4 is set by grid.block_lengths here"),
         ("bench.new_tokens=1000", "1064 tokens, more than model.shape.max_position_embeddings = 512"),
-        ("strategies.0.generation.max_new_tokens=9", "is set by bench.new_tokens here"),
         ("validation.source=python-stdlib", "was removed; bound a likelihood with diffusionlm-eval"),
-        ("bench.prompts=hello", "was removed; prompts are bench.prompt_length random tokens"),
     ],
 )
 def test_config_errors_name_the_problem_and_the_remedy(override: str, message: str) -> None:
@@ -74,15 +60,6 @@ def test_a_config_needs_a_model_that_its_peers_can_decode() -> None:
         make_config(model={})
     with pytest.raises(ConfigError, match="peers decode random weights"):
         load_config(BenchInferConfig, RESOURCE, ["model.path=runs/model", "bench.peers=[transformers]"])
-
-
-def test_counts_are_exact(model: Transformer) -> None:
-    prompts = random_prompts(model.config, 4, 2, seed=0)
-    config = GenerationConfig(max_new_tokens=8, remasking_strategy="low_confidence_static", denoising_steps=2)
-    counts = count(model, prompts, config, [0, 1])
-    # Two blocks of four, two tokens per forward.
-    assert (counts.forwards, counts.request_forwards, counts.new_tokens) == (4, (4, 4), 16)
-    assert counts.tokens_per_forward == 2.0
 
 
 def test_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -159,14 +159,10 @@ def test_requests_of_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "is empty"),
         ("{", ":1: : Invalid JSON"),
-        ('{"prompt": "a"}\n[]', ":2: : Input should be an object"),
         ('{"prompt": [1, true]}', "prompt.list[int].1: Input should be a valid integer"),
         ('{"prompt": "a", "prompt_length": 3}', "expected one of the keys"),
         ('{"messages": [{}]}', 'need server.endpoint = "chat"'),
-        ('{"prompt": "a", "max_tokens": 0}', "max_tokens: Input should be greater than 0"),
-        ('{"prompt": "a", "tokens": 0}', "tokens: Extra inputs are not permitted"),
     ],
 )
 def test_a_wrong_file_is_refused(text: str, problem: str, tmp_path: Path) -> None:
@@ -242,14 +238,7 @@ def test_a_server_that_counts_nothing(tmp_path: Path) -> None:
     assert record["results"]["tokens_per_second"] == 3 / 1.75 and record["config"]["requests"]["count"] == 1
 
 
-@pytest.mark.parametrize(
-    ("response", "problem"),
-    [
-        (httpx2.Response(401), "401"),
-        (httpx2.Response(200, text="<html>"), "Expecting value"),
-        (httpx2.Response(200, json={"data": []}), "index out of range"),
-    ],
-)
-def test_a_server_without_models(response: httpx2.Response, problem: str) -> None:
-    with pytest.raises(ValueError, match=f"{problem}.*: start a server, correct the address, or set"):
-        bench_serve(BenchServeConfig(), transport=httpx2.MockTransport(lambda _: response))
+def test_a_server_without_models() -> None:
+    for response in (httpx2.Response(401), httpx2.Response(200, json={"data": []})):
+        with pytest.raises(ValueError, match="start a server, correct the address, or set"):
+            bench_serve(BenchServeConfig(), transport=httpx2.MockTransport(lambda _, response=response: response))

@@ -9,20 +9,9 @@ import pytest
 
 from benchmarking.serving import compare_engine
 from benchmarking.serving.compare_engine import draw_requests, run
-from tests.unit.benchmarking.cases import read_tables
+from tests.unit.benchmarking.cases import SIZES, read_tables
 
-SHAPE = compare_engine.SHAPE.model_copy(
-    update={
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 128,
-        "vocab_size": 128,
-        "mask_token_id": 127,
-    }
-)
+SHAPE = compare_engine.SHAPE.model_copy(update={**SIZES, "vocab_size": 128, "mask_token_id": 127})
 
 
 @pytest.fixture(autouse=True)

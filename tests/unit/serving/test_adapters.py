@@ -104,21 +104,6 @@ def test_each_row_has_its_own_adapter(make_base: Callable[..., Transformer], nam
     assert len({answers[0].logprobs for answers in expected.values()}) == len(names), "they differ"
 
 
-def test_adapters_share_no_pages(make_base: Callable[..., Transformer], tmp_path: Path) -> None:
-    base = make_base()
-    for seed, name in enumerate("ab"):
-        write_adapter(make_base(), tmp_path / name, seed, {"rank": 1})
-    adapters = {name: read_adapter(base, tmp_path / name) for name in "ab"}
-    config = GenerationConfig(max_new_tokens=2, stop_token_ids=())
-    with Engine(base, cache_memory=1 << 16, page_size=4, adapters=adapters) as engine:
-        cached = []
-        for adapter in (None, "a", "b", "a", "b", None):
-            request = engine.submit([1] * 14, config, 0, RequestOptions(adapter=adapter))
-            request.result(30)
-            cached.append(request.state.num_cached_tokens)
-    assert cached == [0, 0, 0, 12, 12, 12]
-
-
 def test_an_adapter_that_fails_ends_its_own_requests(
     make_base: Callable[..., Transformer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,27 +141,6 @@ def test_adapters_that_do_not_fit_are_refused(make_base: Callable[..., Transform
     load_adapter(base, tmp_path / "a")
     with pytest.raises(ValueError, match="the model has an adapter already, which all requests would have"):
         Engine(base, adapters={"my": adapter})
-
-
-def test_deterministic_answers_of_adapters(tiny_model: MakeModel, tmp_path: Path) -> None:
-    values: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-
-    def make() -> Transformer:
-        return tiny_model(vocab_size=19, mask_token_id=MASK, block_length=4, **values).eval()
-
-    base, config = make(), GenerationConfig(max_new_tokens=4, stop_token_ids=())
-    for seed, name in enumerate("ab"):
-        write_adapter(make(), tmp_path / name, seed, {"rank": 2, "trainable_tokens": (3,)})
-    adapters = {name: read_adapter(base, tmp_path / name) for name in "ab"}
-    options = [RequestOptions(adapter=name) for name in (None, "a", "b")]
-    answers = []
-    for max_requests in (1, 3):
-        with Engine(
-            base, adapters=adapters, deterministic=True, cache_memory=1 << 16, max_requests=max_requests
-        ) as engine:
-            requests = [engine.submit([1, 2, 3], config, 0, option) for option in options]
-            answers.append([request.result(30) for request in requests])
-    assert answers[0] == answers[1] and len({answer.logprobs for answer in answers[0]}) == 3
 
 
 LIMITS: dict[str, Any] = {"deterministic": True, "cache_memory": 1 << 18, "page_size": 4}

@@ -145,32 +145,6 @@ def test_no_stop_token_among_the_first_ones(model: Transformer, name: str) -> No
         assert len(answer.token_ids) == count and not {*STOPS} & {*answer.token_ids}
 
 
-@pytest.mark.parametrize("name", ["sampled", "remasking"])
-def test_options_change_no_neighbor(model: Transformer, name: str) -> None:
-    config = settings(**CONFIGS[name])
-    cases = [
-        RequestOptions(),
-        RequestOptions(logit_bias=dict.fromkeys(range(12), -100.0)),
-        RequestOptions(num_top_logprobs=2),
-        RequestOptions(logit_bias={3: math.log(5.0)}, num_top_logprobs=20, cache_salt="x"),
-    ]
-    with Engine(model, cache_memory=1 << 18, prefix_cache=False) as engine:
-        alone = [engine.submit(PROMPT, config, 2, options).result(30) for options in cases]
-        together = [request.result(30) for request in [engine.submit(PROMPT, config, 2, options) for options in cases]]
-    [plain] = generate(model, [PROMPT], config, [2])
-    assert alone[0].token_ids == alone[2].token_ids == plain.token_ids
-    assert set(alone[1].token_ids) <= set(range(12, 18))
-    for ours, expected in zip(together, alone, strict=True):
-        assert (ours.token_ids, ours.step_map) == (expected.token_ids, expected.step_map)
-        assert ours.logprobs == pytest.approx(expected.logprobs, abs=1e-9)
-        for pairs, other in zip(ours.top_logprobs, expected.top_logprobs, strict=True):
-            assert [token for token, _ in pairs] == [token for token, _ in other]
-            assert [logprob for _, logprob in pairs] == pytest.approx([logprob for _, logprob in other], abs=1e-9)
-    assert [len(answer.top_logprobs) for answer in together] == [0, 0, 5, 5]
-    assert {len(pairs) for pairs in together[2].top_logprobs} == {2}
-    assert {len(pairs) for pairs in together[3].top_logprobs} == {17}, "what is impossible is no alternative"
-
-
 def test_allowed_tokens_limit_alternatives_and_equals_are_in_order(tiny_model: MakeModel) -> None:
     model = tiny_model(torch.float64, vocab_size=19, mask_token_id=MASK, block_length=4).eval()
     with torch.no_grad():

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
+import openai
 import pytest
 import torch
 
@@ -170,3 +171,8 @@ def start_server(served_model: Transformer, words: Tokenizer) -> Iterator[StartS
 @pytest.fixture(scope="module")
 def server(start_server: StartServer) -> RunningServer:
     return start_server()
+
+
+@pytest.fixture(scope="module")
+def client(server: RunningServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url, api_key="none", _strict_response_validation=True, max_retries=0)

@@ -96,7 +96,7 @@ def test_no_answer_under_load_is_of_another_adapter(loading: RunningServer, fold
             future.result(30)
     assert {*answers[NAME]} == {expected[NAME]} and {*answers["b"]} == {expected["b"], None}
     assert {*answers["a"]} == {expected["a-1"], expected["a-2"]}
-    assert [model.id for model in client.models.list()] == [NAME, "a"]
+    assert [(model.id, model.parent) for model in client.models.list()] == [(NAME, None), ("a", NAME)]  # type: ignore[attr-defined]
     assert 'vllm:request_generation_tokens_count{model_name="a"' in loading.request("GET", "/metrics")[2]
     client.post("/unload_lora_adapter", cast_to=str, body={"lora_name": "a"})
     loading.wait_until_idle()

@@ -23,11 +23,6 @@ from tokenizer import CHAT_TEMPLATES, encode_chat
 PROMPT = "the cat sat on"
 
 
-@pytest.fixture(scope="module")
-def client(server: RunningServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.url, api_key="none", _strict_response_validation=True, max_retries=0)
-
-
 def config(server: RunningServer, **values: Any) -> GenerationConfig:
     """The config of decoding that a request with these settings has."""
     settings = GenerationConfig.model_validate({"stop_token_ids": (), **values})
@@ -250,7 +245,7 @@ def test_a_stream_of_the_canvas(server: RunningServer) -> None:
     assert "".join(last["choices"][0]["canvas"]) == text[: text.find(text[4:7])], "a stop string is not in it"
 
 
-@pytest.mark.parametrize("prompt", ["the cat s", "the dog sat on th", "flat mat.\nthe "])
+@pytest.mark.parametrize("prompt", ["the cat s", "flat mat.\nthe "])
 def test_a_healed_prompt_is_in_no_part_of_the_answer(server: RunningServer, prompt: str) -> None:
     """The text, the log-probabilities and the canvas have each character once, whole and as a stream alike."""
     body = {"prompt": prompt, "max_tokens": 10, "seed": 3, "temperature": 1.0, "logprobs": 5, "return_token_ids": True}

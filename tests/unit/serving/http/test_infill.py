@@ -68,41 +68,6 @@ def test_alternatives_by_default_and_no_choices(server: RunningServer) -> None:
     assert "choices" not in choice
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "message"),
-    [
-        ({"choices": [["a"], None]}, "choices", "choices needs read = true"),
-        ({"read": True, "choices": [["a"]]}, "choices", "choices has 1 entries for 2 masked spans"),
-        ({"read": True, "choices": [None, []]}, "choices[1]", "at least 1 item"),
-        (
-            {"read": True, "choices": [None, ["on the mat and on the cat"]]},
-            "choices",
-            "tokens, and masked span 2 has 2",
-        ),
-        ({"read": True, "temperature": 0.5}, "temperature", "no effect on a read"),
-        ({"read": True, "denoising_steps": 2}, "denoising_steps", "no effect on a read"),
-        ({"read": True, "n": 2}, "n", "no effect on a read"),
-        ({"read": True, "stream": True}, "stream", "no effect on a read"),
-        ({"read": True, "repetition_penalty": 1.5}, "repetition_penalty", "no effect on a read"),
-        ({"remask": 0.5}, "remask", "needs a draft"),
-        ({"remask": 2}, "remask", "less than or equal to 1"),
-        ({"segments": ["a", {"draft": "the cat"}]}, "segments", "raise remask, or use p2"),
-        ({"segments": ["a", {"draft": "the cat"}], "read": True}, "segments", "a draft excludes reads"),
-        ({"segments": ["a", {"draft": ""}]}, "segments", "each at least one token long"),
-        ({"segments": ["a", {"draft": "b", "c": 1}]}, "segments", "must be a list of texts, numbers"),
-        (
-            {"segments": ["a", {"draft": "cat"}], "remask": 1, "structured_outputs": {"regex": ".*"}},
-            "structured_outputs",
-            "a draft excludes reads and constraints",
-        ),
-    ],
-)
-def test_errors_name_the_field(server: RunningServer, fields: dict[str, Any], param: str, message: str) -> None:
-    status, _, body = server.request("POST", "/v1/infill", {"segments": SEGMENTS, **fields})
-    assert (status, body["error"]["param"]) == (400, param), body
-    assert message in body["error"]["message"]
-
-
 def test_drafts(server: RunningServer) -> None:
     """With all drafted tokens masked again it is the answer of masks; else the others stay."""
     draft, seed = " sat on the mat", {"seed": 3, "temperature": 1.0, "logprobs": 0}

@@ -18,11 +18,6 @@ from tokenizer import CHAT_TEMPLATES, Tokenizer, encode_chat
 TEXTS = ["the cat sat on", "the mat was flat, é"]
 
 
-@pytest.fixture(scope="module")
-def client(server: RunningServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.url, api_key="none", _strict_response_validation=True, max_retries=0)
-
-
 def score_by_hand(server: RunningServer, ids: list[int]) -> list[torch.Tensor]:
     """Log-probabilities [V] at each position: of a forward of the tokens on its left, and masks."""
     model, mask, rows = server.model, server.model.config.required_mask_token_id, []
@@ -115,18 +110,3 @@ def test_tokens_before_every_text_are_not_in_the_echo(server: RunningServer, mon
     choice = server.request("POST", "/v1/completions", body)[2]["choices"][0]
     assert "".join(choice["logprobs"]["tokens"]) == choice["text"] and choice["text"].startswith("the cat")
     assert choice["logprobs"]["text_offset"][:2] == [0, 0] and choice["logprobs"]["tokens"][0] == ""
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "message"),
-    [
-        ({"echo": True, "logprobs": 1, "stream": True}, "stream", "no log-probabilities of the prompt"),
-        ({"echo": True, "logprobs": 1, "suffix": "a", "max_tokens": 2}, "suffix", "no log-probabilities of the prompt"),
-        ({"prompt_logprobs": 2, "suffix": "a", "max_tokens": 2}, "prompt_logprobs", "no effect on masked spans"),
-        ({"max_tokens": 0}, "max_tokens", "needs echo or prompt_logprobs"),
-        ({"prompt_logprobs": 21}, "prompt_logprobs", "less than or equal to 20"),
-    ],
-)
-def test_refusals(server: RunningServer, fields: dict[str, Any], param: str, message: str) -> None:
-    status, _, body = server.request("POST", "/v1/completions", {"prompt": "the cat", **fields})
-    assert (status, body["error"]["param"]) == (400, param) and message in body["error"]["message"]

@@ -82,43 +82,84 @@ def test_any_value_of_any_field(preparer: RequestPreparer, path: str) -> None:
     assert len(errors) > 1000
 
 
+COMPLETIONS, CHATS, INFILLS = ENDPOINTS
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+FORMAT = {"type": "json_schema", "json_schema": {"schema": {"type": "number", "multipleOf": 1}}}
+CALLS = [{"function": {"name": "f", "arguments": "{a"}}]
+
+
 @pytest.mark.parametrize(
-    ("path", "fields", "param"),
+    ("path", "fields", "param", "message"),
     [
-        ("/v1/completions", {"prompt": ["a"] * 65}, "prompt"),
-        ("/v1/completions", {"prompt": [999]}, "prompt"),
-        ("/v1/completions", {"prompt": "a " * 200_000}, "prompt"),
-        ("/v1/completions", {"n": 17}, "n"),
-        ("/v1/completions", {"best_of": 2}, "best_of"),
-        ("/v1/completions", {"denoising_steps": 5000}, "denoising_steps"),
-        ("/v1/completions", {"confidence_threshold": 0.5}, "confidence_threshold"),
-        ("/v1/completions", {"attention_bias": "/etc/passwd"}, "attention_bias"),
-        ("/v1/completions", {"max_new_tokens": 3}, "max_tokens"),
-        ("/v1/completions", {"suffix": "x", "max_tokens": None}, "suffix"),
-        ("/v1/completions", {"stop": ["a"] * 17}, "stop"),
-        ("/v1/completions", {"stream_options": {"include_usage": True}}, "stream_options"),
-        ("/v1/chat/completions", {"top_logprobs": 3}, "top_logprobs"),
-        ("/v1/completions", {"tools": [{"type": "function"}]}, "tools"),
-        ("/v1/completions", {"logit_bias": {"7": 101}}, "logit_bias.7"),
-        ("/v1/completions", {"stop_token_ids": [3, "a"]}, "stop_token_ids[1]"),
-        ("/v1/completions", {"suffix": "\ud800"}, "suffix"),
-        ("/v1/completions", {"attention": "block_causal", "cache": "dual"}, "cache"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "the " * 300}], "max_tokens": None},
-         "messages"),
-        ("/v1/completions", {"denoising_steps": 4000, "max_tokens": 200, "block_length": 4, "attention": None},
-         "denoising_steps"),
-        ("/v1/infill", {"segments": ["a", 100] * 2, "denoising_steps": 4096}, "denoising_steps"),
-        ("/v1/infill", {"segments": ["a", 1] * 257}, "segments"),
-        ("/v1/completions", {"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
-        ("/v1/infill", {"segments": ["a", 2**60]}, "segments"),
-        ("/v1/infill", {"max_new_tokens": 3}, "max_new_tokens"),
-        ("/v1/infill", {"segments": ["a " * 200, 100]}, "segments"),
-        ("/v1/completions", {"steps": 1, "max_tokens": 40}, "steps"),
-        ("/v1/completions", {"structured_outputs": {"choice": ["the cat sat"]}, "max_tokens": 1}, "structured_outputs"),
+        (COMPLETIONS, {"prompt": ["a"] * 65}, "prompt", "serve.max_prompts"),
+        (COMPLETIONS, {"prompt": [999]}, "prompt", "outside the model's vocabulary"),
+        (COMPLETIONS, {"prompt": "a " * 200_000}, "prompt", "max_position_embeddings"),
+        (COMPLETIONS, {"best_of": 2}, "best_of", "except if it equals n"),
+        (COMPLETIONS, {"denoising_steps": 5000}, "denoising_steps", "serve.max_steps"),
+        (COMPLETIONS, {"denoising_steps": 4000, "max_tokens": 200, "block_length": 4}, "denoising_steps",
+         "serve.max_total_steps"),
+        (COMPLETIONS, {"attention_bias": "/etc/passwd"}, "attention_bias", "unknown field"),
+        (COMPLETIONS, {"max_new_tokens": 3}, "max_tokens", "set one"),
+        (COMPLETIONS, {"min_tokens": 3}, "min_tokens", "= 3 is more than the 2 new tokens"),
+        (COMPLETIONS, {"min_tokens": 3, "min_new_tokens": 2}, "min_tokens", "are the same"),
+        (COMPLETIONS, {"stop": ["a"] * 17}, "stop", "serve.max_stop_strings"),
+        (COMPLETIONS, {"stream_options": {"include_usage": True}}, "stream_options", "needs stream = true"),
+        (COMPLETIONS, {"logit_bias": {"7": 101}}, "logit_bias.7", "less than or equal to 100"),
+        (COMPLETIONS, {"logit_bias": {"999": 1}}, "logit_bias", "outside the model's vocabulary"),
+        (COMPLETIONS, {"stop_token_ids": [3, "a"]}, "stop_token_ids[1]", "valid integer"),
+        (COMPLETIONS, {"suffix": "\ud800"}, "suffix", "surrogates"),
+        (COMPLETIONS, {"suffix": "x", "max_tokens": None}, "suffix", "needs max_tokens"),
+        (COMPLETIONS, {"suffix": "x", "ignore_eos": True}, "ignore_eos", "no effect on masked spans"),
+        (COMPLETIONS, {"suffix": "x", "echo": True, "logprobs": 1}, "suffix", "no log-probabilities of the prompt"),
+        (COMPLETIONS, {"stream": True, "echo": True, "logprobs": 1}, "stream", "no log-probabilities of the prompt"),
+        (COMPLETIONS, {"max_tokens": 0}, "max_tokens", "needs echo or prompt_logprobs"),
+        (COMPLETIONS, {"steps": 1, "max_tokens": 40}, "steps", "at least one step per block"),
+        (COMPLETIONS, {"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "is not supported: no text is cut"),
+        (COMPLETIONS, {"request_id": "a b"}, "request_id", "should match pattern"),
+        (COMPLETIONS, {"structured_outputs": {"choice": ["the cat sat"]}}, "structured_outputs", "needs at least"),
+        (COMPLETIONS, {"structured_outputs": {"regex": "a"}, "response_format": FORMAT}, "structured_outputs",
+         "exclude each other"),
+        (COMPLETIONS, {"guided_regex": "("}, "guided_regex", "guided_regex: regex: "),
+        (COMPLETIONS, {"response_format": {"type": "json_schema"}}, "response_format", "needs json_schema"),
+        (COMPLETIONS, {"response_format": {"type": "json_object", "a": 1}}, "response_format.a", "is not supported"),
+        (COMPLETIONS, {"response_format": FORMAT}, "response_format", "the schema: multipleOf is not supported here"),
+        (INFILLS, {"segments": ["a", 1] * 257}, "segments", "serve.max_masked_spans"),
+        (INFILLS, {"segments": ["a", 2**60]}, "segments", "max_position_embeddings"),
+        (INFILLS, {"segments": ["a", {"draft": ""}]}, "segments", "each at least one token long"),
+        (INFILLS, {"segments": ["a", {"draft": "b", "c": 1}]}, "segments", "must be a list of texts, numbers"),
+        (INFILLS, {"segments": ["a", {"draft": "the cat"}]}, "segments", "raise remask, or use p2"),
+        (INFILLS, {"segments": ["a", {"draft": "cat"}], "remask": 1, "structured_outputs": {"regex": ".*"}},
+         "structured_outputs", "a draft excludes reads and constraints"),
+        (INFILLS, {"remask": 0.5}, "remask", "needs a draft"),
+        (INFILLS, {"choices": [["a"]]}, "choices", "choices needs read = true"),
+        (INFILLS, {"read": True, "choices": []}, "choices", "choices has 0 entries for 1 masked spans"),
+        (INFILLS, {"read": True, "choices": [[]]}, "choices[0]", "at least 1 item"),
+        (INFILLS, {"read": True, "choices": [["on the mat and the cat"]]}, "choices", "and masked span 1 has 2"),
+        (INFILLS, {"read": True, "temperature": 0.5}, "temperature", "no effect on a read"),
+        (INFILLS, {"structured_outputs": [None, {"regex": "a"}]}, "structured_outputs", "2 entries for 1 masked spans"),
+        (INFILLS, {"structured_outputs": [{"choice": ["a"]}]}, "structured_outputs", "no text of exactly 2 tokens"),
+        (CHATS, {"top_logprobs": 3}, "top_logprobs", "needs logprobs = true"),
+        (CHATS, {"messages": [{"role": "user", "content": "the " * 300}]}, "messages", "max_position_embeddings"),
+        (CHATS, {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice",
+         "not among the tools"),
+        (CHATS, {"tools": TOOLS, "tool_choice": "any"}, "tool_choice", '"required"'),
+        (CHATS, {"tools": TOOLS * 2}, "tools", "two functions add"),
+        (CHATS, {"tools": [{"type": "web_search"}]}, "tools[0].type", "function"),
+        (CHATS, {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
+                 "tool_choice": "required"}, "tools", "f: the schema: not"),
+        (CHATS, {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
+         "response_format", "leaves no call possible"),
+        (CHATS, {"functions": TOOLS}, "functions", "not supported"),
+        (CHATS, {"messages": [{"role": "user", "content": "", "tool_call_id": "x"}]}, "messages[0]", "of role tool"),
+        (CHATS, {"messages": [{"role": "assistant", "tool_calls": CALLS}]},
+         "messages[0].tool_calls[0].function.arguments", "is no JSON"),
+        (CHATS, {"messages": [{"role": "tool", "tool_call_id": "x"}]}, "messages[0].content", "missing"),
+        (CHATS, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
+        (CHATS, {"continue_final_message": True}, "continue_final_message", "role assistant"),
     ],
 )  # fmt: skip
-def test_refused_fields(preparer: RequestPreparer, path: str, fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(ApiError) as caught:
+def test_refused_fields(preparer: RequestPreparer, path: str, fields: dict[str, Any], param: str, message: str) -> None:
+    with pytest.raises(ApiError, match=re.escape(message)) as caught:
         prepare(preparer, path, fields)
     assert (caught.value.status, caught.value.param) == (400, param)
     if "max_position_embeddings" in caught.value.message:
@@ -137,16 +178,16 @@ SHORT: dict[str, Any] = {"max_tokens": 10}
 @pytest.mark.parametrize(
     ("limits", "path", "fields", "param", "message"),
     [
-        (FEW, "/v1/completions", {"prompt": ["a"] * 3}, "prompt", "at a time"),
-        (FEW, "/v1/completions", {"n": 3}, "n", "at a time"),
-        (SHORT, "/v1/completions", {"max_tokens": None, "total_length": 100}, "total_length", "at most 10"),
-        (SHORT, "/v1/completions", {"max_tokens": 11}, "max_tokens", "at most 10"),
-        (SHORT, "/v1/completions", {"max_tokens": 11, "suffix": "x"}, "max_tokens", "at most 10"),
-        (SHORT, "/v1/infill", {"segments": ["a", 6, "b", 5]}, "segments", "at most 10"),
-        ({"max_alternatives": 49}, "/v1/completions", {"n": 5, "logprobs": 5}, "logprobs", "serve.max_alternatives"),
-        ({"max_alternatives": 49}, "/v1/infill", {"segments": ["a", 5], "read": True, "choices": [["qzxwv"] * 10]},
+        (FEW, COMPLETIONS, {"prompt": ["a"] * 3}, "prompt", "at a time"),
+        (FEW, COMPLETIONS, {"n": 3}, "n", "at a time"),
+        (SHORT, COMPLETIONS, {"max_tokens": None, "total_length": 100}, "total_length", "at most 10"),
+        (SHORT, COMPLETIONS, {"max_tokens": 11}, "max_tokens", "at most 10"),
+        (SHORT, COMPLETIONS, {"max_tokens": 11, "suffix": "x"}, "max_tokens", "at most 10"),
+        (SHORT, INFILLS, {"segments": ["a", 6, "b", 5]}, "segments", "at most 10"),
+        ({"max_alternatives": 49}, COMPLETIONS, {"n": 5, "logprobs": 5}, "logprobs", "serve.max_alternatives"),
+        ({"max_alternatives": 49}, INFILLS, {"segments": ["a", 5], "read": True, "choices": [["qzxwv"] * 10]},
          "choices", "50 log-probabilities together"),
-        (None, "/v1/completions", {"suffix": "x"}, "suffix", "no mask token"),
+        (None, COMPLETIONS, {"suffix": "x"}, "suffix", "no mask token"),
     ],
 )  # fmt: skip
 def test_limits_of_a_server_and_a_model_without_a_mask_token(
@@ -160,7 +201,7 @@ def test_limits_of_a_server_and_a_model_without_a_mask_token(
         prepare(preparer, path, fields)
     assert (caught.value.status, caught.value.param) == (400, param)
     if limits == SHORT:
-        assert prepare(preparer, "/v1/infill", {"segments": ["a", 5, "b", 5]}).requests
+        assert prepare(preparer, INFILLS, {"segments": ["a", 5, "b", 5]}).requests
 
 
 def test_fields_of_openai_that_ask_for_nothing(preparer: RequestPreparer) -> None:

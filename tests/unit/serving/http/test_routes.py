@@ -6,12 +6,7 @@ import logging
 from typing import Any
 
 import pytest
-import torch
 
-from config.finetune.lora import LoraConfig
-from diffusionlm.models.lora import add_adapter
-from diffusionlm.models.row_adapters import ModelAdapter, share_weights
-from diffusionlm.models.transformer import Transformer
 from tests.unit.serving.http.conftest import NAME, RunningServer, StartServer, wait_until
 
 PROMPT = [1, 2, 3, 4, 5]
@@ -80,26 +75,6 @@ def test_metrics(start_server: StartServer) -> None:
     assert metrics[f'{name}_bucket{{,le="1"}}'] == 0 < metrics[f'{name}_bucket{{,le="8"}}']
     assert metrics[f'{name}_bucket{{,le="32"}}'] == metrics[f'{name}_bucket{{,le="+Inf"}}'] == rounds
     assert 0 < metrics["diffusionlm:model_seconds_total"] <= metrics["diffusionlm:busy_seconds_total"]
-
-
-def test_adapters_are_models(start_server: StartServer, served_model: Transformer) -> None:
-    adapted = share_weights(served_model)
-    add_adapter(adapted, LoraConfig(rank=2), seed=1)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for value in adapted.parameters():
-            if value.requires_grad:
-                value.add_(torch.randn(value.shape, generator=generator))
-    server = start_server(adapters={"own": ModelAdapter.from_model(adapted)})
-    models = server.request("GET", "/v1/models")[2]["data"]
-    assert [(model["id"], model["parent"]) for model in models] == [(NAME, None), ("own", NAME)]
-
-    def ask(model: str | None) -> Any:
-        return server.request("POST", "/v1/completions", {"model": model, "prompt": PROMPT, "max_tokens": 12})[2]
-
-    base, default, own = ask(NAME), ask(None), ask("own")
-    assert base["choices"][0]["text"] == default["choices"][0]["text"] != own["choices"][0]["text"]
-    assert (default["model"], own["model"]) == (NAME, "own")
 
 
 def test_the_log_has_counts_and_no_texts(start_server: StartServer, caplog: pytest.LogCaptureFixture) -> None:

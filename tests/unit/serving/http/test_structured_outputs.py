@@ -29,8 +29,7 @@ def stops(server: RunningServer) -> dict[str, Any]:
     return {"stop_token_ids": [server.tokenizer.eos_token_id], "temperature": 1.0, "seed": 3}
 
 
-def test_json_schema_with_the_client(server: RunningServer) -> None:
-    client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, _strict_response_validation=True)
+def test_json_schema_with_the_client(server: RunningServer, client: openai.OpenAI) -> None:
     options: Any = {"model": "tiny", "messages": [{"role": "user", "content": "a pet"}], "max_completion_tokens": 32}
     options["extra_body"] = stops(server)
     answer = client.chat.completions.create(**options, response_format=FORMAT, n=2)
@@ -82,31 +81,6 @@ def test_each_hole_has_a_constraint(server: RunningServer, healing: bool) -> Non
     suffix = {"prompt": PROMPT, "suffix": " mat", "max_tokens": 4, "structured_outputs": {"regex": "[xyz]*"}}
     status, _, answer = server.request("POST", "/v1/completions", {**suffix, "token_healing": healing})
     assert status == 200 and re.fullmatch("[xyz]{4,}", answer["choices"][0]["text"])
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "message"),
-    [
-        ({"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs", "structured_outputs: regex: the regular"),
-        ({"structured_outputs": {"regex": "a"}, "response_format": FORMAT}, "structured_outputs", "exclude each other"),
-        ({"response_format": {"type": "json_schema"}}, "response_format", "needs json_schema, an object with a schema"),
-        ({"response_format": {"type": "json_object", "a": 1}}, "response_format.a", "is not supported"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "number", "multipleOf": 1}}}},
-         "response_format", "the schema: multipleOf is not supported here"),
-        ({"structured_outputs": {"choice": ["a" * 100]}}, "structured_outputs", "needs at least 100 tokens"),
-        ({"segments": ["the", 2, "on", 9], "structured_outputs": [{"regex": "a"}]}, "structured_outputs",
-         "has 1 entries for 2 masked spans"),
-        ({"segments": ["the", 2, "on", 9], "structured_outputs": [None, {"choice": ["mat"]}]}, "structured_outputs",
-         "masked span 2: no text of exactly 9 tokens"),
-    ],
-)  # fmt: skip
-def test_errors_name_the_field(server: RunningServer, fields: dict[str, Any], param: str, message: str) -> None:
-    path, values = "/v1/infill", fields
-    if "segments" not in fields:
-        path, values = "/v1/completions", {"prompt": PROMPT, "max_tokens": 8, **fields}
-    status, _, body = server.request("POST", path, values)
-    assert (status, body["error"]["param"]) == (400, param)
-    assert message in body["error"]["message"]
 
 
 def test_limits_of_constraints_one_by_one_and_together(start_server: StartServer) -> None:

@@ -69,11 +69,6 @@ def server(start_server: StartServer, words: Tokenizer) -> RunningServer:
     return start_server(generation=GenerationConfig(stop_token_ids=stop, temperature=1.0))
 
 
-@pytest.fixture(scope="module")
-def client(server: RunningServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.url, api_key="none", _strict_response_validation=True, max_retries=0)
-
-
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch, words: Tokenizer) -> list[str]:
     """Texts that the next answers are, in place of what a random model would write."""
@@ -328,37 +323,3 @@ def test_langchain(server: RunningServer, script: list[str]) -> None:
     assert (call["name"], call["args"]) == ("now", {})
     history = [("user", "What time is it?"), answer, {"role": "tool", "tool_call_id": call["id"], "content": now()}]
     assert with_tools.invoke(history).content == "It is noon."
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "words_of_error"),
-    [
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice", "tools"),
-        ({"tool_choice": "required"}, "tool_choice", "among the tools"),
-        ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", '"required"'),
-        ({"tools": TOOLS * 2}, "tools", "two functions add"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
-         "tools", "parameters of f must have type"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "function"),
-        ({"tools": TOOLS, "tool_choice": "required", "max_tokens": 3}, "tools", "needs at least"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
-          "tool_choice": "required"}, "tools", "f: the schema: not"),
-        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format",
-         "leaves no call possible"),
-        ({"tools": TOOLS, "structured_outputs": {"choice": ["a"]}}, "structured_outputs", "leaves no call possible"),
-        ({"functions": [ADD]}, "functions", "not supported"),
-        ({"function_call": {"name": "add"}}, "function_call", "not supported"),
-        ({"messages": [{"role": "tool", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": ""}}]}]},
-         "messages[0]", "role assistant"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{a"}}]}]},
-         "messages[0].tool_calls[0].function.arguments", "is no JSON"),
-        ({"messages": [{"role": "tool", "tool_call_id": "x"}]}, "messages[0].content", "missing"),
-        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
-        ({"continue_final_message": True}, "continue_final_message", "role assistant"),
-        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "= false"),
-    ],
-)  # fmt: skip
-def test_errors_name_the_field(server: RunningServer, fields: dict[str, Any], param: str, words_of_error: str) -> None:
-    status, _, body = server.request("POST", "/v1/chat/completions", {"messages": QUESTION, **fields})
-    assert (status, body["error"]["param"]) == (400, param), body
-    assert words_of_error in body["error"]["message"]

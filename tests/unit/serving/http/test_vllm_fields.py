@@ -21,14 +21,9 @@ PROMPT = "the cat sat on"
 
 
 @pytest.fixture(scope="module")
-def own_server(start_server: StartServer) -> RunningServer:
+def server(start_server: StartServer) -> RunningServer:
     """With the model's stop token."""
     return start_server(generation=GenerationConfig())
-
-
-@pytest.fixture(scope="module")
-def client(own_server: RunningServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=own_server.url, api_key="none", _strict_response_validation=True, max_retries=0)
 
 
 def complete(client: openai.OpenAI, **fields: Any) -> Any:
@@ -65,14 +60,14 @@ def decode_alone(server: RunningServer, **values: Any) -> Generation:
           "use_beam_search": False, "spaces_between_special_tokens": True}, {}),
     ],
 )  # fmt: skip
-def test_decoding(client: openai.OpenAI, own_server: RunningServer, fields: Any, values: Any) -> None:
-    expected = decode_alone(own_server, **(fields if values is None else values))
+def test_decoding(client: openai.OpenAI, server: RunningServer, fields: Any, values: Any) -> None:
+    expected = decode_alone(server, **(fields if values is None else values))
     answer = complete(client, **fields)
     assert (tuple(answer.token_ids), answer.finish_reason) == (expected.token_ids, expected.finish_reason)
 
 
-def test_end_of_text_and_special_tokens(client: openai.OpenAI, own_server: RunningServer) -> None:
-    tokenizer = own_server.tokenizer
+def test_end_of_text_and_special_tokens(client: openai.OpenAI, server: RunningServer) -> None:
+    tokenizer = server.tokenizer
     assert tokenizer.eos_token is not None
     fields: dict[str, Any] = {"logit_bias": {str(tokenizer.eos_token_id): 100}}
     assert complete(client, **fields).text == ""
@@ -83,11 +78,11 @@ def test_end_of_text_and_special_tokens(client: openai.OpenAI, own_server: Runni
     shown, hidden = (complete(client, **fields, skip_special_tokens=skips) for skips in (False, True))
     assert 0 < shown.text.count(tokenizer.eos_token) < 10 and shown.token_ids == hidden.token_ids
     assert hidden.text == shown.text.replace(tokenizer.eos_token, "") == "".join(hidden.logprobs.tokens)
-    chunks = stream(own_server, **fields, skip_special_tokens=True, diffusing=True)
+    chunks = stream(server, **fields, skip_special_tokens=True, diffusing=True)
     assert "".join(chunk["text"] for chunk in chunks) == hidden.text == "".join(chunks[-1]["canvas"])
 
 
-def test_stop_strings(client: openai.OpenAI, own_server: RunningServer) -> None:
+def test_stop_strings(client: openai.OpenAI, server: RunningServer) -> None:
     """They may be a part of the text, and count from a number of tokens on."""
     fields: dict[str, Any] = {"ignore_eos": True, "logprobs": 1}
     whole = complete(client, **fields)
@@ -95,7 +90,7 @@ def test_stop_strings(client: openai.OpenAI, own_server: RunningServer) -> None:
     ends = [match.end() for match in re.finditer(re.escape(stop), whole.text)]
     cut = complete(client, **fields, stop=stop, include_stop_str_in_output=True)
     assert cut.text == whole.text[: ends[0]] == "".join(cut.logprobs.tokens) and cut.finish_reason == "stop"
-    chunks = stream(own_server, **fields, stop=stop, include_stop_str_in_output=True)
+    chunks = stream(server, **fields, stop=stop, include_stop_str_in_output=True)
     assert "".join(chunk["text"] for chunk in chunks) == cut.text
     assert complete(client, **fields, stop=stop).text == cut.text.removesuffix(stop)
     num_needed = len(cut.token_ids)
@@ -117,30 +112,6 @@ def test_stop_strings(client: openai.OpenAI, own_server: RunningServer) -> None:
 def test_guided_answers(client: openai.OpenAI, guided: Any, structured: Any) -> None:
     answers = [complete(client, max_tokens=16, **fields) for fields in (guided, {"structured_outputs": structured})]
     assert answers[0].token_ids == answers[1].token_ids and answers[0].finish_reason == "stop"
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "message"),
-    [
-        ({"guided_regex": "("}, "guided_regex", "guided_regex: regex: "),
-        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex", "exclude each other"),
-        ({"guided_grammar": "root ::= a"}, "guided_grammar", "is not supported: use guided_regex or guided_json"),
-        ({"chat_template": "{{ messages }}"}, "chat_template", "is not supported: the server's is used"),
-        ({"use_beam_search": True}, "use_beam_search", "is not supported: there are no beams"),
-        ({"length_penalty": 0.5}, "length_penalty", "there is no beam search"),
-        ({"priority": 1}, "priority", "in the order of their arrival"),
-        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "no text is cut"),
-        ({"best_of": 3}, "best_of", "except if it equals n"),
-        ({"min_tokens": 11}, "min_tokens", "= 11 is more than the 10 new tokens"),
-        ({"min_tokens": 3, "min_new_tokens": 2}, "min_tokens", "are the same"),
-        ({"suffix": "x", "ignore_eos": True}, "ignore_eos", "has no effect on masked spans"),
-        ({"request_id": "a b"}, "request_id", "should match pattern"),
-    ],
-)  # fmt: skip
-def test_refusals(client: openai.OpenAI, fields: dict[str, Any], param: str, message: str) -> None:
-    with pytest.raises(openai.BadRequestError, match=re.escape(message)) as caught:
-        complete(client, **fields)
-    assert caught.value.param == param
 
 
 def test_ids_of_requests(client: openai.OpenAI) -> None:
@@ -167,19 +138,19 @@ def test_unknown_fields_can_be_ignored(start_server: StartServer, caplog: pytest
     assert server.request("POST", "/tokenize", {"prompt": "a", "unknown": 1})[0] == 200
 
 
-def test_tokens_of_texts(own_server: RunningServer) -> None:
-    tokenizer = own_server.tokenizer
+def test_tokens_of_texts(server: RunningServer) -> None:
+    tokenizer = server.tokenizer
     body = {"model": NAME, "prompt": PROMPT + " é", "return_token_strs": True}
-    status, _, answer = own_server.request("POST", "/tokenize", body)
+    status, _, answer = server.request("POST", "/tokenize", body)
     ids = tokenizer.encode(PROMPT + " é")
     assert (status, answer["count"], answer["tokens"], answer["max_model_len"]) == (200, len(ids), ids, 256)
     assert "".join(answer["token_strs"]) == PROMPT + " é"
     messages = [{"role": "user", "content": "the cat?"}]
-    chat = own_server.request("POST", "/tokenize", {"messages": messages, "add_special_tokens": False})[2]
+    chat = server.request("POST", "/tokenize", {"messages": messages, "add_special_tokens": False})[2]
     expected = encode_chat(tokenizer, CHAT_TEMPLATES["chatml"], messages, add_generation_prompt=True)
     assert chat["tokens"] == expected and chat["token_strs"] is None
-    assert own_server.request("POST", "/detokenize", {"tokens": expected})[2] == {"prompt": tokenizer.decode(expected)}
-    assert own_server.request("GET", "/version")[2] == {"version": version("diffusionlm")}
+    assert server.request("POST", "/detokenize", {"tokens": expected})[2] == {"prompt": tokenizer.decode(expected)}
+    assert server.request("GET", "/version")[2] == {"version": version("diffusionlm")}
     for path, wrong, param in (
         ("/tokenize", {"prompt": ["a", "b"]}, "prompt"),
         ("/tokenize", {}, "prompt"),
@@ -188,7 +159,7 @@ def test_tokens_of_texts(own_server: RunningServer) -> None:
         ("/detokenize", {"tokens": [10**6]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
     ):
-        status, _, refused = own_server.request("POST", path, wrong)
+        status, _, refused = server.request("POST", path, wrong)
         assert (status, refused["error"]["param"]) == (400, param), refused
 
 
