@@ -106,9 +106,9 @@ def test_tokens_come_from_the_left_and_stay(make_engine: MakeEngine, strategy: s
     last = states[-1]
     assert last.started is not None and last.finished is not None
     assert last.submitted <= last.started <= last.finished
-    assert calls[-1] is last
-    request.add_listener(lambda: calls.append(-1))
-    assert calls[-1] == -1, "at once, when it is done"
+    assert calls.pop() is last
+    request.add_listener(lambda: calls.append("now"))
+    assert calls.pop() == "now", "at once, when it is done"
 
 
 def test_a_request_is_aborted_in_every_state(make_engine: MakeEngine, gate: ModelGate) -> None:
