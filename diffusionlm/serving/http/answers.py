@@ -352,7 +352,9 @@ class ServedAnswer(Generic[Body]):
         return {"prompt_logprobs": entries}
 
     def _finish_reason(self, choice: Choice) -> str | None:
-        return choice.finish_reason
+        # A constrained answer is whole, even if its last token is the last one that was allowed.
+        is_whole = choice.finish_reason == "length" and bool(choice.prepared.options.constraints)
+        return "stop" if is_whole else choice.finish_reason
 
     def _tokens(self, choice: Choice) -> list[AnswerToken]:
         """The tokens of the text of a choice that is done."""

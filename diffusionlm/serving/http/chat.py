@@ -250,14 +250,9 @@ class ChatAnswer(ServedAnswer[ChatBody]):
         return [piece for piece in pieces if isinstance(piece, str) or not (is_single and piece.index)]
 
     def _finish_reason(self, choice: Choice) -> str | None:
-        reason = choice.finish_reason
-        if not self._parsers or reason is None:
-            return reason
-        parser = self._parsers[choice.index]
-        if not parser.num_calls or parser.has_open_call:
-            return reason
-        # With a constraint nothing is missing, even if the last token is the last one that was allowed.
-        return "tool_calls" if reason == "stop" or choice.prepared.options.constraints else reason
+        reason, parser = super()._finish_reason(choice), self._parsers[choice.index] if self._parsers else None
+        has_calls = parser is not None and parser.num_calls and not parser.has_open_call
+        return "tool_calls" if reason == "stop" and has_calls else reason
 
     def _whole_details(self) -> dict[str, Any]:
         return self._prompt_logprobs(self.choices[0])

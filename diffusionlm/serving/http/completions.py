@@ -140,6 +140,9 @@ class InfillAnswer(ServedAnswer[InfillBody]):
 
     prefix, whole_object, chunk_object = "infill", "infill", "infill.chunk"
 
+    def _finish_reason(self, choice: Choice) -> str | None:
+        return choice.finish_reason
+
     def _content(self, choice: Choice) -> dict[str, Any]:
         texts = iter([span.text for span in choice.spans])
         parts = [segment if isinstance(segment, str) else next(texts) for segment in self.body.segments]

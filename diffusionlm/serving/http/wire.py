@@ -24,6 +24,7 @@ from diffusionlm.serving.requests import EngineStoppedError, QueueFullError, Unk
 
 LOGGER = logging.getLogger(__name__)
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "service_tier": ("auto", "default"),
@@ -35,7 +36,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "priority": (0,),
     "echo": (False,),
 }
-"""Fields that are not supported -> the values that ask for nothing."""
+"""Fields -> the values that ask for nothing; most of these fields are not supported."""
 REASONS = {
     "use_beam_search": "there are no beams: set n for several answers",
     "length_penalty": "there is no beam search",
@@ -44,6 +45,9 @@ REASONS = {
     "truncate_prompt_tokens": "no text is cut: shorten it",
     "echo": "only /v1/completions repeats its prompt",
     "guided_grammar": "use guided_regex or guided_json",
+    "reasoning_effort": "use chat_template_kwargs, such as enable_thinking of Qwen3's template",
+    "verbosity": "say in a message how long the answer is to be",
+    "prediction": "/v1/infill edits a canvas",
     "chat_template": "the server's is used: set it with diffusionlm-serve --chat-template",
 }
 """Why fields are not supported, and what to do instead."""
@@ -170,11 +174,12 @@ Body = TypeVar("Body", bound=Section)
 
 
 def parse_body(values: dict[str, Any], kind: type[Body], context: BodyContext) -> Body:
-    """Check the fields of a body, from which unknown ones are removed if the server ignores them.
+    """Check the fields of a body, from which unknown ones are removed if the server ignores them; null is no field.
 
     Raises:
         ApiError: a key is unknown or not supported, a field has a wrong type or value, or fields contradict each other.
     """
+    values = {key: value for key, value in values.items() if value is not None}
     try:
         return kind.model_validate(values, context=context)
     except ValidationError as error:

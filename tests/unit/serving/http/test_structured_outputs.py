@@ -43,6 +43,19 @@ def test_json_schema_with_the_client(server: RunningServer, client: openai.OpenA
     assert isinstance(json.loads(answer.choices[0].message.content or ""), dict)
 
 
+def test_an_answer_that_fills_all_positions_is_whole(server: RunningServer) -> None:
+    """Clients raise an error if a structured answer ends with "length"."""
+    schema = {"type": "object", "properties": {"tags": {"items": {"type": "string"}}}, "required": ["tags"]}
+    body: dict[str, Any] = {"max_tokens": 24, "stop_token_ids": [], "temperature": 1.0, "seed": 3}
+    body |= {"guided_json": schema, "response_format": {"type": "text"}}  # which asks for nothing
+    for path, prompt in (("chat/completions", {"messages": [{"role": "user", "content": "a"}]}), ("completions", {})):
+        status, _, answer = server.request("POST", f"/v1/{path}", body | (prompt or {"prompt": PROMPT}))
+        assert status == 200, answer
+        [choice] = answer["choices"]
+        assert json.loads(choice["message"]["content"] if prompt else choice["text"]).keys() == {"tags"}
+        assert (choice["finish_reason"], answer["usage"]["completion_tokens"]) == ("stop", 24)
+
+
 @pytest.mark.parametrize(("prompt", "healing"), [("the cat sat ", True), ("the ca", True), ("the ca", False)])
 def test_choices_go_on_behind_the_prompt(server: RunningServer, healing: bool, prompt: str) -> None:
     """Also where the first new token repeats the end of the prompt."""
