@@ -184,7 +184,7 @@ class GenerationBody(DecodingKeys):
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral_fields(cls, values: Any) -> Any:
-        return {key: value for key, value in values.items() if value is not None and not is_neutral(key, value)}
+        return {key: value for key, value in values.items() if not is_neutral(key, value)}
 
     @field_validator("steps", "denoising_steps")
     @classmethod
@@ -313,6 +313,8 @@ class UnloadAdapterBody(Section):
     """Fields of a request that unloads an adapter (``/v1/unload_lora_adapter``, as vLLM's)."""
 
     lora_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/@+-]{1,128}$")]
+    lora_int_id: int | None = None
+    """Without effect."""
 
 
 class LoadAdapterBody(UnloadAdapterBody):
@@ -321,3 +323,5 @@ class LoadAdapterBody(UnloadAdapterBody):
     lora_path: Annotated[str, Field(min_length=1, max_length=1024)]
     load_inplace: bool = False
     """Replace the adapter that has the name."""
+    base_model_name: str | None = None
+    """Without effect."""

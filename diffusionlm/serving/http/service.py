@@ -19,6 +19,7 @@ from diffusionlm.serving.http.access import ApiKeys
 from diffusionlm.serving.http.metrics import ServerMetrics
 from diffusionlm.serving.http.preparation import RequestPreparer
 from diffusionlm.serving.http.wire import ApiError, retry_later, shorten
+from diffusionlm.serving.requests import UnknownAdapterError
 
 T = TypeVar("T")
 
@@ -194,9 +195,15 @@ class Service:
         """Accept no more requests of an adapter; those that it has are finished.
 
         Raises:
-            UnknownAdapterError: there is none of this name.
+            ApiError: there is none of this name.
         """
-        self.engine.unload_adapter(name)
+        try:
+            self.engine.unload_adapter(name)
+        except UnknownAdapterError:
+            text = (
+                f"lora_name = {name!r} is not loaded: the server has {', '.join(self.engine.adapter_names) or 'none'}"
+            )
+            raise ApiError(404, text, param="lora_name", code="model_not_found") from None
         self._update_names()
 
     def _load_adapter(self, name: str, path: str, replaces: bool) -> None:
@@ -208,14 +215,15 @@ class Service:
             text = f"{len(names)} adapters are loaded (serve.max_adapters = {limit}): unload one first"
             raise ApiError(400, text, param="lora_name")
         assert self._read_adapter is not None and self.limits.adapter_directory is not None
+        root = self.limits.adapter_directory.resolve()
         try:
-            root = self.limits.adapter_directory.resolve()
             directory = (root / path).resolve()
             if not directory.is_relative_to(root):
                 raise ValueError("it is not below serve.adapter_directory, where links are resolved")
             self.engine.load_adapter(name, self._read_adapter(directory))
         except (ValueError, OSError) as error:
-            raise ApiError(400, f"lora_path = {shorten(path)!r}: {error}", param="lora_path") from None
+            problem = str(error).replace(f"{root}/", "")  # clients need not know the server's directories
+            raise ApiError(400, f"lora_path = {shorten(path)!r}: {problem}", param="lora_path") from None
         finally:
             release_team()  # of this thread, which has computed
 
