@@ -138,7 +138,11 @@ def test_what_is_wrong_is_named_and_the_server_goes_on(
         assert status == 400 and words in message, message
     assert post(lora_name="a", lora_path=str(folder / "a-1"))[0] == 200  # an absolute path below the directory
     assert "load_inplace = true to replace" in post(lora_name="a", lora_path="b")[1]
-    unused = {"load_inplace": None, "base_model_name": None, "lora_int_id": 1}  # as vLLM's clients send them
+    unused: dict[str, Any] = {
+        "load_inplace": None,
+        "base_model_name": None,
+        "lora_int_id": 1,
+    }  # as vLLM's clients send them
     assert post(lora_name="b", lora_path="b", **unused)[0] == 200
     assert "2 adapters are loaded (serve.max_adapters = 2)" in post(lora_name="c", lora_path="b")[1]
     for name in "ab":

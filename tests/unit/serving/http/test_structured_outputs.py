@@ -48,11 +48,12 @@ def test_an_answer_that_fills_all_positions_is_whole(server: RunningServer) -> N
     schema = {"type": "object", "properties": {"tags": {"items": {"type": "string"}}}, "required": ["tags"]}
     body: dict[str, Any] = {"max_tokens": 24, "stop_token_ids": [], "temperature": 1.0, "seed": 3}
     body |= {"guided_json": schema, "response_format": {"type": "text"}}  # which asks for nothing
-    for path, prompt in (("chat/completions", {"messages": [{"role": "user", "content": "a"}]}), ("completions", {})):
-        status, _, answer = server.request("POST", f"/v1/{path}", body | (prompt or {"prompt": PROMPT}))
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
+    for path, prompt in (("chat/completions", chat), ("completions", {"prompt": PROMPT})):
+        status, _, answer = server.request("POST", f"/v1/{path}", body | prompt)
         assert status == 200, answer
         [choice] = answer["choices"]
-        assert json.loads(choice["message"]["content"] if prompt else choice["text"]).keys() == {"tags"}
+        assert json.loads(choice["message"]["content"] if prompt is chat else choice["text"]).keys() == {"tags"}
         assert (choice["finish_reason"], answer["usage"]["completion_tokens"]) == ("stop", 24)
 
 
