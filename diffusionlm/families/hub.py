@@ -107,7 +107,7 @@ def check_token() -> None:
 
 def push_directory(directory: Path, repository: str, *, private: bool) -> str:
     """Upload a model or an adapter, without what only a run needs, to a repository, which is created if it does not
-    exist. Weights that it has from before are removed. Returns the URL of the commit.
+    exist. Files of weights, or of an adapter, that it has from before are replaced. Returns the URL of the commit.
 
     ``private``: create it as a private one, else by the default of its owner.
 
@@ -117,7 +117,7 @@ def push_directory(directory: Path, repository: str, *, private: bool) -> str:
     """
     from huggingface_hub import HfApi
 
-    weights, api = [*WEIGHT_FILES, *ADAPTER_FILES], HfApi()
+    weights, api = [*(ADAPTER_FILES if (directory / ADAPTER_FILES[0]).exists() else WEIGHT_FILES)], HfApi()
     if not any(path.suffix == ".safetensors" for pattern in weights for path in directory.glob(pattern)):
         raise ValueError(f"{directory} has no weights in safetensors files: write them with --target DIR")
     _set_progress_bars()

@@ -197,12 +197,13 @@ def test_what_is_pushed_is_what_others_load(folder: Path, endpoint: str) -> None
     assert "MANIFEST.json" not in pushed and b"only of the run" not in pushed.values()
     assert HubHandler.files["me/adapter"].keys() == {"adapter_config.json", "adapter_model.safetensors"}
     assert HubHandler.private == {"me/model": False, "me/adapter": True}
-    [(code, _, errors)] = convert(
-        folder, endpoint, (TOKEN, "--source model --target narrow --set dtype=bfloat16 --push me/model")
-    )
-    assert code == 0, errors
+    calls = ("--source adapter --push me/model", "--source model --target narrow --set dtype=bfloat16 --push me/model")
+    for code, _, errors in convert(folder, endpoint, *[(TOKEN, call) for call in calls]):
+        assert code == 0, errors
     weights = {name: content for name, content in pushed.items() if name.endswith((".safetensors", ".index.json"))}
-    assert weights == {"model.safetensors": (folder / "narrow/model.safetensors").read_bytes()}, "older ones are gone"
+    adapter = {"adapter_model.safetensors": (folder / "adapter/adapter_model.safetensors").read_bytes()}
+    narrow = {"model.safetensors": (folder / "narrow/model.safetensors").read_bytes()}
+    assert weights == narrow | adapter, "older ones of the same kind are gone"
 
 
 @pytest.mark.slow
