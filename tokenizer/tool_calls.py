@@ -67,7 +67,8 @@ class CallPiece:
 class ToolCallParser:
     """Splits an answer into its content and its calls, the same ones however the text is split when it arrives.
 
-    A call has the name of a tool and a JSON object of arguments. Everything else is content, except spaces beside
+    A call has the name of a tool and a JSON object of arguments, as templates write it; Llama 3 often puts its type
+    before. Everything else is content, except spaces beside
     calls. Text that may become a call is held back until that is decided.
 
     Args:
@@ -80,7 +81,8 @@ class ToolCallParser:
         self._is_constrained = is_constrained
         options = "|".join(map(regex.escape, names))
         self._head = regex.compile(
-            rf'\s*\{{\s*"name"\s*:\s*"({options})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'
+            r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?'
+            rf'"name"\s*:\s*"({options})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'
         )
         self.num_calls = 0
         self.has_open_call = False

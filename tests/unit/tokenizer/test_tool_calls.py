@@ -112,6 +112,7 @@ def test_what_is_no_call_stays_content(text: str, content: str, num_calls: int) 
     [
         ('\n{"name": "add", "parameters": {"a": 1}}\n', "", 1),
         ('{"name" : "add","arguments":{"a": 1} } and more', " and more", 1),
+        ('{"type": "function", "name": "add", "parameters": {"a": 1}}', "", 1),
         ('{"name": "sub", "parameters": {"a": 1}}', '{"name": "sub", "parameters": {"a": 1}}', 0),
         ('so: {"name": "add", "parameters": {"a": 1}}', 'so: {"name": "add", "parameters": {"a": 1}}', 0),
         ('{"answer": {"a": 1}} ', '{"answer": {"a": 1}} ', 0),
