@@ -23,6 +23,8 @@ Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
+CART_P = 0.3
+"""The p of context-adaptive weights in training."""
 MIN_TIME = 1e-12
 """Smallest time of independent masking: at t = 0 the weight of some schedules is infinite."""
 
@@ -273,11 +275,9 @@ class _GroupOrder:
         keys = rng.random(len(group_ids))
         if rates is not None:
             keys = np.log1p(-keys) / rates  # minus the time until a token is decoded, exponential with its rate
-        order = np.lexsort((keys, group_ids))
-        starts_G = np.concatenate([[0], np.cumsum(group_sizes_G)[:-1]])
-        self.random_rank = np.empty(len(group_ids), dtype=np.int64)
-        self.random_rank[order] = np.arange(len(group_ids)) - np.repeat(starts_G, group_sizes_G)
         self.index_in_group = _index_in_group(group_ids, group_sizes_G)
+        self.random_rank = np.empty(len(group_ids), dtype=np.int64)
+        self.random_rank[np.lexsort((keys, group_ids))] = self.index_in_group
         self.is_contiguous_G = rng.random(len(group_sizes_G)) < contiguous_probability
         self.start_fraction_G = rng.random(len(group_sizes_G))
 
@@ -298,3 +298,29 @@ def sample_replacement_tokens(shape: tuple[int, int], vocab_size: int, mask_toke
     ]
     tokens = np.array([rng.integers(0, vocab_size - 1, length) for rng in rngs], dtype=np.int64).reshape(shape)
     return tokens + (tokens >= mask_token)
+
+
+def context_adaptive_weights(batch: CleanBatch, masked_BL: Bools, p: float) -> Floats:
+    """Weight of each masked token by the visible tokens near it, [B, L]; 0 elsewhere (CART, Ye et al. 2025, Dream).
+
+    Half the sum of p (1 - p)^(d - 1) over the visible tokens of the document, at distance d.
+    """
+    B, L = masked_BL.shape
+    offsets_BL = np.broadcast_to(np.arange(L), (B, L))
+    visible_BL = ~masked_BL
+    if batch.document_BL is not None:
+        offsets_BL = document_offsets(batch.document_BL).numpy()
+        visible_BL = visible_BL & (batch.document_BL.numpy() >= 0)
+    weights_BL = _discounted_counts(visible_BL, offsets_BL == 0, p)
+    is_last_BL = np.roll(offsets_BL == 0, -1, axis=1)
+    weights_BL += _discounted_counts(visible_BL[:, ::-1], is_last_BL[:, ::-1], p)[:, ::-1]
+    return np.where(masked_BL, 0.5 * p * weights_BL, 0.0)
+
+
+def _discounted_counts(visible_BL: Bools, is_first_BL: Bools, p: float) -> Floats:
+    """Sum of (1 - p)^(d - 1) over the visible tokens before each token, from the first one of its document on."""
+    counts_BL = np.zeros(visible_BL.shape)
+    for position in range(1, visible_BL.shape[1]):
+        before = (1.0 - p) * counts_BL[:, position - 1] + visible_BL[:, position - 1]
+        counts_BL[:, position] = np.where(is_first_BL[:, position], 0.0, before)
+    return counts_BL

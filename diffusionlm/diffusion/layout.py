@@ -18,7 +18,8 @@ from torch import Tensor
 
 from config.model import ModelConfig
 from diffusionlm.diffusion.corruption import exclude_mask_tokens
-from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch
+from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
+from diffusionlm.diffusion.rng import RngStream, keyed_rng
 from diffusionlm.models.patterns import (
     AttentionPattern,
     Bidirectional,
@@ -163,6 +164,21 @@ class InputLayout:
         is_first_N = is_block_start_BL.flatten()[masked_indices_N]
         # The noisy output before a block belongs to another block; the clean one before it sees all tokens before it.
         return (positions_N - 1 + L * is_first_N).sort()
+
+
+def anneal_attention(pattern: AttentionPattern, length: int, key: NoiseKey, num_steps: int) -> AttentionPattern:
+    """Pattern between causal and ``pattern``: keys after the query are visible with probability (step + 1) / num_steps.
+
+    The pairs are sampled once for a step, for all of its sequences and layers (DiffuLLaMA, Gong et al. 2025).
+    ``pattern`` is returned when the probability is 1.
+    """
+    probability = (key.step + 1) / num_steps if num_steps else 1.0
+    if probability >= 1.0:
+        return pattern
+    assert isinstance(pattern, Bidirectional), "other patterns have no annealing"
+    rng = keyed_rng(key.seed, RngStream.ATTENTION_ANNEALING, key.step)
+    visible_LL = torch.from_numpy(rng.random((length, length)) < probability)
+    return DenseBias(visible_LL | torch.ones_like(visible_LL).tril(), pattern.documents_BL)
 
 
 def target_positions(noised_batch: NoisedBatch, alignment: LogitAlignment) -> Tensor:

@@ -28,9 +28,15 @@ from config.training.objective import (
     NoiseGrouping,
     ObjectiveConfig,
 )
-from diffusionlm.diffusion.adaptation import CART_P, anneal_attention, context_adaptive_weights
-from diffusionlm.diffusion.corruption import MaskSample, assign_noise_groups, sample_masks, sample_replacement_tokens
-from diffusionlm.diffusion.layout import InputLayout, read_attention_bias
+from diffusionlm.diffusion.corruption import (
+    CART_P,
+    MaskSample,
+    assign_noise_groups,
+    context_adaptive_weights,
+    sample_masks,
+    sample_replacement_tokens,
+)
+from diffusionlm.diffusion.layout import InputLayout, anneal_attention, read_attention_bias
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
 from diffusionlm.diffusion.preference import PreferenceObjective
 from diffusionlm.diffusion.rng import RngStream, keyed_rng
@@ -46,6 +52,7 @@ class Objective(Protocol):
 
     def build_auxiliary_batch(self, batch: CleanBatch) -> NoisedBatch | None:
         """Build the inputs of a second forward, whose loss is added; None: there is none."""
+        return None
 
     def build_loss_inputs(self, noised_batch: NoisedBatch, denominator: float) -> LossInputs:
         """Targets and weights of the forward; the weights are divided by the denominator of the step."""
@@ -63,7 +70,7 @@ class DiffusionObjective:
 
     def build_noised_batch(self, batch: CleanBatch, key: NoiseKey) -> NoisedBatch:
         config, estimator = self.config, self.config.estimator
-        weight, normalizer = loss_weighting(config)
+        weight = loss_weighting(config)
         layout = replace(self.layout, block_length=select_block_length(config, key))
         maskable_BL = layout.maskable(batch)
         sequences = NoiseSequences.from_batch(batch)
@@ -72,7 +79,7 @@ class DiffusionObjective:
         group_ids_QM = assign_noise_groups(noise_batch, maskable_QM, noise_grouping(config), layout.block_length)
         samples = sample_masks(group_ids_QM, key, estimator, weight)
         shares = TargetShares.from_batch(sequences, maskable_QM, config.eos_padding_weight)
-        weights, denominator, eos_padding_denominator = _normalize_weights(samples, shares, normalizer)
+        weights, denominator, eos_padding_denominator = _normalize_weights(samples, shares, config.normalizer)
         replacement_tokens_BL = None
         if estimator.replace_with == "random":
             assert layout.mask_token is not None
@@ -111,8 +118,7 @@ class DiffusionObjective:
             sequences, sequences.gather(self.layout.maskable(batch)), config.eos_padding_weight
         )
         weights_QM = config.next_token_weight * shares.values_QM
-        _, normalizer = loss_weighting(config)
-        if normalizer != "targets":
+        if config.normalizer != "targets":
             sizes_Q1 = shares.values_QM.sum(axis=1, keepdims=True)
             weights_QM = weights_QM / np.where(sizes_Q1 > 0.0, sizes_Q1, 1.0)
         layout = InputLayout(1, "shifted", self.layout.mask_token)
@@ -124,7 +130,7 @@ class DiffusionObjective:
 
 
 @dataclass(frozen=True)
-class NextTokenObjective:
+class NextTokenObjective(Objective):
     """Autoregression: predict every target token from the clean tokens before it. The loss is the exact negative
     log-likelihood in nats per token."""
 
@@ -145,9 +151,6 @@ class NextTokenObjective:
             denominator=float(shares.values_QM.sum()),
         )
         return replace(noised_batch, eos_padding_denominator=float(shares.eos_padding_QM.sum()))
-
-    def build_auxiliary_batch(self, batch: CleanBatch) -> None:
-        """None: there is no auxiliary loss."""
 
     def build_loss_inputs(self, noised_batch: NoisedBatch, denominator: float) -> LossInputs:
         return _build_loss_inputs(noised_batch, denominator, self.config, self.layout.mask_token)
@@ -202,10 +205,10 @@ def noise_grouping(config: MaskedDiffusionConfig | BlockDiffusionConfig) -> Nois
     return config.estimator.draw_per or ("row" if isinstance(config, MaskedDiffusionConfig) else "block")
 
 
-def loss_weighting(config: MaskedDiffusionConfig | BlockDiffusionConfig) -> tuple[LossWeighting, LossNormalizer]:
-    """Loss weights and normalizer; without ``estimator.weight`` the weights that belong to the normalizer."""
+def loss_weighting(config: MaskedDiffusionConfig | BlockDiffusionConfig) -> LossWeighting:
+    """Loss weights; without ``estimator.weight`` those that belong to the normalizer."""
     usual: dict[str, LossWeighting] = {"targets": "elbo", "rows": "inverse_p"}
-    return config.estimator.weight or usual.get(config.normalizer, "uniform"), config.normalizer
+    return config.estimator.weight or usual.get(config.normalizer, "uniform")
 
 
 def find_nelbo_deviation(config: ObjectiveConfig) -> str | None:
@@ -216,7 +219,7 @@ def find_nelbo_deviation(config: ObjectiveConfig) -> str | None:
         has_other_terms = config.label_smoothing or config.z_loss or config.eos_padding_weight != 1.0
         return "it has label smoothing, a z-loss or an eos_padding_weight" if has_other_terms else None
     estimator = config.estimator
-    weight, normalizer = loss_weighting(config)
+    weight, normalizer = loss_weighting(config), config.normalizer
     is_linear = isinstance(estimator, FixedCountMasking) or estimator.schedule.kind == "linear"
     reasons = [
         (weight == "uniform", "masked tokens are not weighted"),

@@ -17,7 +17,8 @@ from config.training.objective import (
     NextTokenConfig,
     ObjectiveConfig,
 )
-from diffusionlm.diffusion.adaptation import CART_P, anneal_attention, context_adaptive_weights
+from diffusionlm.diffusion.corruption import CART_P, context_adaptive_weights
+from diffusionlm.diffusion.layout import anneal_attention
 from diffusionlm.diffusion.noised_batch import CleanBatch, NoisedBatch, NoiseKey
 from diffusionlm.diffusion.objectives import build_objective, find_nelbo_deviation
 from diffusionlm.models.patterns import AttentionPattern, Bidirectional, Causal, DenseBias
