@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -165,10 +165,12 @@ def prepare_varlen_attention(
         )
     inputs = _InputIndices(batch, device)
     groups = _group_sequences(batch.sequences, device.type == "cuda" if share_kernels is None else share_kernels)
-    parts_of_window = {
-        window: [_prepare_part(inputs, group, window, backend, scale_options) for group in groups]
-        for window in dict.fromkeys(windows)
-    }
+
+    def prepare(group: Sequence[SequenceSlice], window: int | None) -> _UncachedSequences | _CachedSequences:
+        build: Any = _UncachedSequences if group[0].pages is None else _CachedSequences
+        return build(inputs, group, window, backend, scale_options)  # type: ignore[no-any-return]
+
+    parts_of_window = {window: [prepare(group, window) for group in groups] for window in dict.fromkeys(windows)}
     attentions = [VarlenAttention(inputs, layer, parts_of_window[window]) for layer, window in enumerate(windows)]
     return attentions, inputs.positions_Q[None]
 
@@ -270,19 +272,6 @@ def _group_sequences(sequences: Sequence[SequenceSlice], share_kernels: bool) ->
         key = (part.num_inputs, part.num_visible.bit_length(), id(part.pattern) if part.pages is None else None)
         groups.setdefault(key, []).append(part)
     return list(groups.values())
-
-
-def _prepare_part(
-    inputs: _InputIndices,
-    group: Sequence[SequenceSlice],
-    window: int | None,
-    backend: AttentionBackend,
-    scale_options: AttentionScale,
-) -> _UncachedSequences | _CachedSequences:
-    if group[0].pages is None:
-        return _UncachedSequences(inputs, group, window, backend, scale_options)
-    assert backend in ("auto", "eager", "sdpa"), "checked before"
-    return _CachedSequences(inputs, group, window, backend, scale_options)
 
 
 class _Rows:
