@@ -267,8 +267,7 @@ def test_a_complete_directory_is_checked(text_folder: Path, tmp_path: Path) -> N
     saved = json.loads((tmp_path / "made/index.json").read_text())
     saved["config"]["output"]["format"] = "bin"
     (tmp_path / "made/index.json").write_text(json.dumps(saved))
-    with_format = {"directory": tmp_path / "made", "shard_tokens": 500, "format": "bin"}
-    make_data(config.model_copy(update={"output": MakeDataOutputConfig.model_validate(with_format)}), ignore)
+    make_data(config, ignore)
     path = tmp_path / "made/train-00001.bin"
     data = bytearray(path.read_bytes())
     data[0] ^= 1
