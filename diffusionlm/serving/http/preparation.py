@@ -154,13 +154,10 @@ class RequestPreparer:
         num_top = body.num_prompt_alternatives
         if num_top is None:
             return []
-        count, limit = sum(len(text.plain_token_ids) for text in texts), self.limits.max_prompt_logprobs
-        if count > limit:
-            key = "echo with logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
-            raise ValueError(
-                f"{key}: the prompts have {count} tokens, and this server computes the log-probabilities of at most "
-                f"{limit} of a request (serve.max_prompt_logprobs)"
-            )
+        count = sum(len(text.plain_token_ids) for text in texts)
+        self._check_limit(
+            "max_prompt_logprobs", count, "prompt_logprobs (or echo with logprobs): tokens of the prompts"
+        )
         requests = []
         for index, text in enumerate(texts):
             data, end = self.tokenizer.decode_bytes(text.plain_token_ids), body.prompt_text(index, self.tokenizer)
@@ -180,7 +177,7 @@ class RequestPreparer:
         Raises:
             ValueError: they are more than the server allows.
         """
-        limit, total_length, key = self.limits.max_tokens, settings.config.total_length, next(iter(body.lengths), None)
+        total_length, key = settings.config.total_length, next(iter(body.lengths), None)
         if text.options.is_infill:
             count = sum(text.options.span_lengths)
         elif total_length is not None:
@@ -189,9 +186,8 @@ class RequestPreparer:
             count = body.lengths[key]
         else:
             room = self.model.max_position_embeddings - len(text.token_ids)
-            count = max(1, min(self.limits.default_max_tokens, limit or room, room))
-        if limit is not None and count > limit:
-            raise ValueError(f"{key or body.text_key}: {count} new tokens, and this server allows at most {limit}")
+            count = max(1, min(self.limits.default_max_tokens, self.limits.max_tokens or room, room))
+        self._check_limit("max_tokens", count, f"{key or body.text_key}: new tokens")
         return count
 
     def _check_limits(
@@ -211,31 +207,23 @@ class RequestPreparer:
             )
         count = sum(lengths) * body.n * (body.num_alternatives or 0)
         count += sum(len(text.plain_token_ids) for text in texts) * (body.num_prompt_alternatives or 0)
+        self._check_limit("max_alternatives", count, "logprobs, top_logprobs: choices x new tokens x alternatives")
         num_read = sum(len(ids) for text in texts for choices in text.options.choices.values() for ids in choices)
-        for key, number in (
-            ("logprobs, top_logprobs: choices x new tokens x alternatives", count),
-            ("choices", num_read),
-        ):
-            if number > self.limits.max_alternatives:
-                raise ValueError(
-                    f"{key} are {number} log-probabilities together: this server allows at most "
-                    f"{self.limits.max_alternatives} (serve.max_alternatives)"
-                )
-        for text, length in zip(texts, lengths, strict=True):
-            self._check_steps(length, len(text.options.span_lengths) or 1, settings)
+        self._check_limit("max_alternatives", num_read, "choices: their tokens")
+        steps = settings.config.denoising_steps
+        if steps is not None:  # `steps` are those of all blocks; without either there is at most one per token
+            for text, length in zip(texts, lengths, strict=True):
+                block_length = settings.config.block_length or max(1, length)
+                num_spans = len(text.options.span_lengths) or 1  # each touches parts of two more blocks
+                num_blocks = min(length, length // block_length + 2 * num_spans)
+                what = f"denoising_steps = {steps} in up to {num_blocks} blocks: steps"
+                self._check_limit("max_total_steps", num_blocks * steps, what)
 
-    def _check_steps(self, num_tokens: int, num_spans: int, settings: DecodingSettings) -> None:
-        """Refuse a choice of more steps than the server allows, before its schedules are computed."""
-        steps_per_block = settings.config.denoising_steps
-        if steps_per_block is None:
-            return  # `steps` are those of all blocks; without either there is at most one step per token
-        block_length = settings.config.block_length or max(1, num_tokens)
-        num_blocks = min(num_tokens, num_tokens // block_length + 2 * num_spans)  # each span touches parts of two more
-        if num_blocks * steps_per_block > self.limits.max_total_steps:
-            raise ValueError(
-                f"denoising_steps = {steps_per_block} in up to {num_blocks} blocks: this server allows at most "
-                f"{self.limits.max_total_steps} steps in all (serve.max_total_steps)"
-            )
+    def _check_limit(self, key: str, count: int, what: str) -> None:
+        """Refuse more than a limit of the server, before it is computed."""
+        limit = getattr(self.limits, key)
+        if limit is not None and count > limit:
+            raise ValueError(f"{what} = {count}, and this server allows at most {limit} (serve.{key})")
 
     def _compile_constraints(
         self, body: GenerationBody, options: RequestOptions, tool_format: ToolCallFormat | None
@@ -253,11 +241,7 @@ class RequestPreparer:
             raise ValueError(f"{key} has {len(values)} entries for {num_spans} masked spans")
         names = [None if value is None else json.dumps(value, sort_keys=True) for value in values]
         different = {name: value for name, value in zip(names, values, strict=True) if name is not None}
-        if len(different) > self.limits.max_constraints:
-            raise ValueError(
-                f"{key} has {len(different)} different constraints: this server allows at most "
-                f"{self.limits.max_constraints} (serve.max_constraints)"
-            )
+        self._check_limit("max_constraints", len(different), f"{key}: different constraints")
         constraints: dict[str | None, TokenConstraint] = {}
         for name, value in different.items():
             try:
@@ -269,11 +253,7 @@ class RequestPreparer:
                 hint = " (serve.max_constraint_states)" if " states" in str(error) else ""
                 raise ValueError(f"{key}: {error}{hint}") from None
             num_states = sum(constraint.num_states for constraint in constraints.values())
-            if num_states > self.limits.max_constraint_states:
-                raise ValueError(
-                    f"{key}: the constraints of all masked spans together are too large, {num_states} states or more: "
-                    f"this server allows at most {self.limits.max_constraint_states} (serve.max_constraint_states)"
-                )
+            self._check_limit("max_constraint_states", num_states, f"{key}: states of the constraints of all spans")
         return [constraints.get(name) for name in names]
 
 

@@ -151,17 +151,13 @@ class Service:
 
     @contextmanager
     def preparation(self) -> Iterator[None]:
-        """Context in which a request is prepared. Its body is in memory, so there are as many as the engine accepts,
-        and one that the engine would refuse is not prepared first.
+        """Context in which a request is prepared. Its body is in memory, so one that the engine would refuse beside
+        those that are prepared already is not prepared.
 
         Raises:
-            ApiError: as many are prepared already.
-            QueueFullError: too many requests wait in the engine.
+            QueueFullError: too many requests are prepared or wait.
         """
-        limit = self.limits.max_requests + self.limits.max_waiting
-        if self._num_preparing >= limit:
-            raise retry_later(429, f"{limit} requests are being prepared: try again later", "queue_full")
-        self.engine.check_capacity(1)
+        self.engine.check_capacity(self._num_preparing + 1)
         self._num_preparing += 1
         try:
             yield

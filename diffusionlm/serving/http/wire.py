@@ -11,7 +11,8 @@ import json
 import logging
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -23,36 +24,27 @@ from config.serving.server import ServeSection
 from diffusionlm.serving.requests import EngineStoppedError, QueueFullError, UnknownAdapterError
 
 LOGGER = logging.getLogger(__name__)
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "service_tier": ("auto", "default"),
-    "modalities": (["text"],),
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "early_stopping": (False,),
-    "spaces_between_special_tokens": (True, False),
-    "priority": (0,),
-    "echo": (False,),
+UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
+    "response_format": ("", {"type": "text"}),
+    "functions": ("send tools", []),
+    "function_call": ("send tool_choice", "none", "auto"),
+    "service_tier": ("there is one tier", "auto", "default"),
+    "modalities": ("answers are texts", ["text"]),
+    "use_beam_search": ("there are no beams: set n for several answers", False),
+    "length_penalty": ("there is no beam search", 1),
+    "early_stopping": ("there is no beam search", False),
+    "spaces_between_special_tokens": ("tokens are joined as they are", True, False),
+    "priority": ("requests are served in the order of their arrival", 0),
+    "echo": ("only /v1/completions repeats its prompt", False),
+    "truncate_prompt_tokens": ("no text is cut: shorten it",),
+    "guided_grammar": ("use guided_regex or guided_json",),
+    "reasoning_effort": ("use chat_template_kwargs, such as enable_thinking of Qwen3's template",),
+    "verbosity": ("say in a message how long the answer is to be",),
+    "prediction": ("/v1/infill edits a canvas",),
+    "chat_template": ("the server's is used: set it with diffusionlm-serve --chat-template",),
 }
-"""Fields -> the values that ask for nothing; most of these fields are not supported."""
-REASONS = {
-    "use_beam_search": "there are no beams: set n for several answers",
-    "length_penalty": "there is no beam search",
-    "early_stopping": "there is no beam search",
-    "priority": "requests are served in the order of their arrival",
-    "truncate_prompt_tokens": "no text is cut: shorten it",
-    "echo": "only /v1/completions repeats its prompt",
-    "guided_grammar": "use guided_regex or guided_json",
-    "reasoning_effort": "use chat_template_kwargs, such as enable_thinking of Qwen3's template",
-    "verbosity": "say in a message how long the answer is to be",
-    "prediction": "/v1/infill edits a canvas",
-    "chat_template": "the server's is used: set it with diffusionlm-serve --chat-template",
-}
-"""Why fields are not supported, and what to do instead."""
+"""Field -> why it is not supported, or what to do instead ("": it is), and the values that ask for nothing."""
 MAX_LOGGED_FIELDS = 1000
-
 RETRY_AFTER_SECONDS = 1
 """When a client may try again that was refused because too many others wait."""
 MAX_MESSAGE_LENGTH = 1000
@@ -166,8 +158,6 @@ class BodyContext:
     """Tokens of the model's context."""
     max_characters: int
     """No text that fits the context has more."""
-    ignored_fields: set[str] = field(default_factory=set)
-    """Names of fields that the log has, at most `MAX_LOGGED_FIELDS`."""
 
 
 Body = TypeVar("Body", bound=Section)
@@ -189,21 +179,24 @@ def parse_body(values: dict[str, Any], kind: type[Body], context: BodyContext) -
             raise refusal from None
     try:
         for place in places:
-            _drop_field(values, place, context.ignored_fields)
+            _drop_field(values, place)
     except (LookupError, TypeError):  # it is a part of a choice among forms
         raise refusal from None
     return parse_body(values, kind, context)
 
 
-def _drop_field(values: dict[str, Any], place: tuple[int | str, ...], logged_names: set[str]) -> None:
+def _drop_field(values: dict[str, Any], place: tuple[int | str, ...]) -> None:
     parent: Any = values
     for part in place[:-1]:
         parent = parent[part]
     del parent[place[-1]]
-    name = shorten(".".join(str(part) for part in place if isinstance(part, str)))
-    if name not in logged_names and len(logged_names) < MAX_LOGGED_FIELDS:
-        logged_names.add(name)
-        LOGGER.warning("the field %r of a request is ignored (serve.unknown_fields)", name)
+    _log_ignored(shorten(".".join(str(part) for part in place if isinstance(part, str))))
+
+
+@lru_cache(MAX_LOGGED_FIELDS)
+def _log_ignored(name: str) -> None:
+    """Write a field to the log, once."""
+    LOGGER.warning("the field %r of a request is ignored (serve.unknown_fields)", name)
 
 
 def to_refusal(error: ValueError, kind: type[Section], keys: Collection[str]) -> ApiError:
@@ -221,10 +214,10 @@ def to_refusal(error: ValueError, kind: type[Section], keys: Collection[str]) ->
         if problem["type"] == "missing":
             message, code = f"{param} is missing", "missing_required_parameter"
         elif problem["type"] == "extra_forbidden":
-            is_unknown = len(parts) == 1 and param not in NEUTRAL_VALUES.keys() | REASONS.keys()
-            reason = f": {REASONS[param]}" if param in REASONS else ""
+            reason, *_ = UNSUPPORTED_FIELDS.get(param, ("",))
+            is_unknown = len(parts) == 1 and not reason
             message = f"unknown field {param!r}{_hint(param, kind)}" if is_unknown else f"{param} is not supported"
-            message += reason
+            message += reason and f": {reason}"
             code = "unknown_parameter" if is_unknown else "unsupported_parameter"
         elif param:
             field = f"{param} = {shorten(repr(value))}" if isinstance(value, str | int | float | bool) else param
@@ -247,5 +240,5 @@ def _hint(key: str, kind: type[Section]) -> str:
 
 def is_neutral(key: str, value: Any) -> bool:
     """Whether a field that is not supported asks for nothing."""
-    neutral_values = NEUTRAL_VALUES.get(key, ())
+    _, *neutral_values = UNSUPPORTED_FIELDS.get(key, ("",))
     return any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in neutral_values)

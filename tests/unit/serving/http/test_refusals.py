@@ -17,8 +17,7 @@ from diffusionlm.serving.http.chat import ChatBody
 from diffusionlm.serving.http.completions import CompletionBody, InfillBody
 from diffusionlm.serving.http.preparation import RequestPreparer
 from diffusionlm.serving.http.wire import (
-    NEUTRAL_VALUES,
-    REASONS,
+    UNSUPPORTED_FIELDS,
     ApiError,
     find_key,
     parse_body,
@@ -43,7 +42,7 @@ VALUES: list[Any] = [
 ]  # fmt: skip
 FIELDS = sorted(
     {*CompletionBody.model_fields, *ChatBody.model_fields, *InfillBody.model_fields, *GenerationConfig.model_fields}
-    | {*NEUTRAL_VALUES, *REASONS, "unknown", "max_new_token", "x" * 300}
+    | {*UNSUPPORTED_FIELDS, "unknown", "max_new_token", "x" * 300}
 )
 
 
@@ -186,7 +185,7 @@ SHORT: dict[str, Any] = {"max_tokens": 10}
         (SHORT, INFILLS, {"segments": ["a", 6, "b", 5]}, "segments", "at most 10"),
         ({"max_alternatives": 49}, COMPLETIONS, {"n": 5, "logprobs": 5}, "logprobs", "serve.max_alternatives"),
         ({"max_alternatives": 49}, INFILLS, {"segments": ["a", 5], "read": True, "choices": [["qzxwv"] * 10]},
-         "choices", "50 log-probabilities together"),
+         "choices", "tokens = 50, .*serve.max_alternatives"),
         (None, COMPLETIONS, {"suffix": "x"}, "suffix", "no mask token"),
     ],
 )  # fmt: skip
@@ -209,7 +208,8 @@ def test_fields_of_openai_that_ask_for_nothing(preparer: RequestPreparer) -> Non
     options = {"stream": True, "stream_options": {"include_obfuscation": False}}
     for path in ENDPOINTS:
         for number in range(2):
-            neutral = {field: values[min(number, len(values) - 1)] for field, values in NEUTRAL_VALUES.items()}
+            values = {field: values for field, (_, *values) in UNSUPPORTED_FIELDS.items() if values}
+            neutral = {field: choices[min(number, len(choices) - 1)] for field, choices in values.items()}
             assert prepare(preparer, path, {**fields, **options, **neutral}).requests
 
 
