@@ -26,6 +26,8 @@ from diffusionlm.serving.http.bodies import LoadAdapterBody, UnloadAdapterBody
 from diffusionlm.serving.http.chat import ChatAnswer, ChatBody
 from diffusionlm.serving.http.completions import CompletionAnswer, CompletionBody, InfillAnswer, InfillBody
 from diffusionlm.serving.http.endpoints import (
+    IS_PROBE_KEY,
+    PROBE_PATHS,
     STATE_KEY,
     GenerationEndpoint,
     RequestContext,
@@ -34,11 +36,17 @@ from diffusionlm.serving.http.endpoints import (
     identify_send,
     read_content,
 )
-from diffusionlm.serving.http.guarded_protocol import IS_PROBE_KEY, PROBE_PATHS, too_many_connections
 from diffusionlm.serving.http.metrics import CONTENT_TYPE
 from diffusionlm.serving.http.preparation import RequestPreparer, detokenize, tokenize
 from diffusionlm.serving.http.service import Service
-from diffusionlm.serving.http.wire import ApiError, JsonResponse, parse_body, parse_object, to_api_error
+from diffusionlm.serving.http.wire import (
+    ApiError,
+    JsonResponse,
+    parse_body,
+    parse_object,
+    to_api_error,
+    too_many_connections,
+)
 from files.installed_version import read_version
 from files.terminal_text import escape_control_characters
 

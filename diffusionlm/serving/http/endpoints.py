@@ -28,7 +28,10 @@ _STREAM_HEADERS = [
 
 DISCARD_SECONDS, _DISCARD_PAUSE_SECONDS = 2.0, 0.1
 """Time to read the rest of a refused body, and of it between two parts."""
-STATE_KEY = "request"
+STATE_KEY, IS_PROBE_KEY = "request", "is_probe"
+"""Keys of the state of a scope: the `RequestContext`; whether its connection is beyond ``max_connections``."""
+PROBE_PATHS = frozenset({"/health", "/metrics"})
+"""Paths that are answered beyond ``max_connections``, so that a full server does not look like a dead one."""
 
 
 @dataclass

@@ -97,6 +97,12 @@ def retry_later(status: int, message: str, code: str) -> ApiError:
     return ApiError(status, message, code=code, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
 
 
+def too_many_connections() -> ApiError:
+    error = retry_later(503, "too many connections", "too_many_connections")
+    error.headers["Connection"] = "close"
+    return error
+
+
 def to_api_error(error: Exception) -> ApiError:
     """Describe why a request could not be decoded."""
     if isinstance(error, ApiError):

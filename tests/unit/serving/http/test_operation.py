@@ -240,7 +240,7 @@ def test_clients_that_leave_at_any_time(server: RunningServer) -> None:
 
 def test_too_many_connections(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the limit the server still says that it lives, on some connections."""
-    monkeypatch.setattr("diffusionlm.serving.http.guarded_protocol.MAX_PROBES", 1)
+    monkeypatch.setattr("diffusionlm.serving.http.server.MAX_PROBES", 1)
     server = start_server(max_connections=2)
     connections = server.connections
     with server.connect(), server.connect():
@@ -365,7 +365,7 @@ def test_a_client_that_never_reads_loses_its_connection(
     large = b"x" * (16 << 20)
     monkeypatch.setattr("diffusionlm.serving.http.app.load_page", lambda: Response(large))
     monkeypatch.setattr("diffusionlm.serving.http.endpoints.to_event", lambda value: large)
-    monkeypatch.setattr("diffusionlm.serving.http.guarded_protocol.to_json", lambda value: large)
+    monkeypatch.setattr("diffusionlm.serving.http.server.to_json", lambda value: large)
     server = start_server(write_timeout_seconds=0.1)
     body = json.dumps({**BODY, "stream": True}).encode()
     request = head(path, f"Content-Length: {len(body)}", method="GET" if path == "/" else "POST") + body

@@ -11,7 +11,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from config.serving.server import ServeSection
-from diffusionlm.serving.http.guarded_protocol import GuardedProtocol
+from diffusionlm.serving.http.server import GuardedProtocol
 
 
 class Timers:
