@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from config.model import ModelConfig
 from diffusionlm.checkpoints.huggingface import build_config_json, load_model, save_model, save_model_directory
 from diffusionlm.checkpoints.model_files import load_tokenizer
-from diffusionlm.checkpoints.weights import parse_byte_size, read_weights, save_weights
+from diffusionlm.checkpoints.weights import read_weights, save_weights
 from diffusionlm.families.model_directory import read_model_config
 from tests.conftest import MakeConfig, MakeModel
 from tokenizer import Tokenizer
@@ -96,13 +96,6 @@ def test_old_weights_do_not_stay_behind(tiny_model: MakeModel, tmp_path: Path) -
         save_model(model, tmp_path, max_shard_size=size)
         assert torch.equal(load_model(tmp_path).model.norm.weight, model.model.norm.weight)
     assert [path.name for path in tmp_path.glob("model*")] == ["model.safetensors"]
-
-
-@pytest.mark.parametrize(
-    ("size", "expected"), [(7, 7), ("7", 7), ("5GB", 5 * 10**9), ("1.5 kb", 1500), ("2MiB", 2**21), ("1TiB", 2**40)]
-)
-def test_sizes(size: int | str, expected: int) -> None:
-    assert parse_byte_size(size) == expected
 
 
 @pytest.mark.parametrize("size", ["", "GB", "5 bytes", "-1", 0, -3, "0GB"])

@@ -13,12 +13,11 @@ from config.train import TrainConfig
 from config.training.objective import (
     BlockDiffusionConfig,
     BlockLengthStage,
-    FixedCountMasking,
     IndependentMasking,
     MaskedDiffusionConfig,
     ObjectiveConfig,
 )
-from diffusionlm.diffusion.schedules import CleanCosineSchedule, CosineSchedule, PowerSchedule
+from diffusionlm.diffusion.schedules import CleanCosineSchedule, PowerSchedule
 from tests.tiny_run import REQUIRED_SECTIONS
 
 LONG_ROWS = REQUIRED_SECTIONS.replace("max_position_embeddings = 16", "max_position_embeddings = 128")
@@ -49,27 +48,8 @@ BERNOULLI = '[objective.estimator]\nkind = "bernoulli"\n'
             ),
         ),
         (
-            BLOCKS
-            + 'block_length = 8\n[objective.estimator]\nkind = "counts"\ncomplementary = true\ndraw_per = "row"\n',
-            BlockDiffusionConfig(block_length=8, estimator=FixedCountMasking(complementary=True, draw_per="row")),
-        ),
-        (
-            BERNOULLI + 'schedule = {kind = "power", exponent = 3.0}\n',
-            MaskedDiffusionConfig(estimator=IndependentMasking(schedule=PowerSchedule(exponent=3.0))),
-        ),
-        (
-            BERNOULLI + 'schedule = "cosine"\nrange = [0, 0.5]\ntimes = "antithetic"\n'
-            'min_masking_rate = 0.1\nreweight_cap = 20\nreplace_with = "random"\n',
-            MaskedDiffusionConfig(
-                estimator=IndependentMasking(
-                    schedule=CosineSchedule(),
-                    range=(0.0, 0.5),
-                    times="antithetic",
-                    min_masking_rate=0.1,
-                    reweight_cap=20.0,
-                    replace_with="random",
-                )
-            ),
+            BERNOULLI + 'schedule = {kind = "power", exponent = 3.0}\nrange = [0, 0.5]\n',
+            MaskedDiffusionConfig(estimator=IndependentMasking(schedule=PowerSchedule(exponent=3.0), range=(0.0, 0.5))),
         ),
     ],
 )

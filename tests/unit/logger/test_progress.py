@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -111,23 +110,6 @@ def test_phases_that_end_soon_show_nothing(terminal: PseudoTerminal, clock: Cloc
     assert "scoring 8 forwards, 2.00 forwards/s" in terminal.read()
     meter.close()
     assert terminal.read().rpartition(SHOW)[2].endswith("\x1b[2K"), "the bar is erased"
-
-
-def test_an_exception_ends_the_bar(terminal: PseudoTerminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", terminal.stream)
-
-    def work() -> None:
-        with closing(ProgressMeter(sys.stderr)) as meter:
-            meter.begin("training", "steps", 10)
-            print("a message", file=sys.stderr)
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        work()
-    assert sys.stderr is terminal.stream
-    output = terminal.read()
-    assert "\r\x1b[2Ka message\r\n" in output, "messages of others stand above the bar"
-    assert output.endswith(f"\r\n{SHOW}")
 
 
 @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb"), ("FORCE_COLOR", "1")])

@@ -173,22 +173,6 @@ def test_streaming_matches_decode(pair: Pair) -> None:
             assert "".join(map(decoder.push, ours.encode(text))) + decoder.finish() == what_comes_back(ours, text)
 
 
-def test_public_attributes(model: dict[str, Any], tmp_path: Path) -> None:
-    ours = load_tokenizer(write(tmp_path, contents_of("gemma", model)))
-    size = len(model["vocab"])
-    assert (ours.vocab_size, len(ours.vocab) + len(ours.special_tokens)) == (size, size)
-    assert {*ours.vocab.values(), *ours.special_tokens.values()} == set(range(size))
-    assert list(ours.special_tokens) and set(ours.special_tokens) == set(SPECIAL)
-    assert (ours.pad_token_id, ours.eos_token_id, ours.bos_token_id, ours.mask_token_id) == (0, 1, 2, 4)
-    assert (ours.prefix_ids, ours.hidden_ids) == ([2], frozenset(range(7)))
-    a = model["vocab"]["<0x41>"]
-    assert [ours.token_bytes(token_id) for token_id in (a, model["vocab"]["\n\n"], 2)] == [b"A", b"\n\n", b"<bos>"]
-    assert ours.byte_lengths()[[2, a, model["vocab"]["\n\n"]]].tolist() == [0, 1, 2]
-    assert ours.decode([2, a, 1], skip_special=True) == "A"
-    with pytest.raises(ValueError, match=r"lone surrogate \(U\+D800 at character 1\)"):
-        ours.encode("a\ud800")
-
-
 def test_saved_and_pickled(pair: Pair, tokenizer: Tokenizer, tmp_path: Path) -> None:
     ours, _ = pair
     text = " größe \n\n<bos>x \U0001f600"
