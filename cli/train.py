@@ -146,7 +146,6 @@ def check_model(config: TrainConfig) -> tuple[TrainConfig, Tokenizer | None]:
         size = base.vocab_size
     if lora is not None:
         lora.check_token_ids(size)
-        lora.check_packages()
         check_targets(lora, config.model.to_adapted_config(vocab_size=size))
         if lora.init_from is not None:
             with prefix_errors(f"lora.init_from = {lora.init_from}"):

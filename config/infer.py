@@ -38,18 +38,6 @@ class InferModelConfig(Section):
             raise ValueError("adapter is of no use without path: name its model")
         return self
 
-    def check_cache(self, cache: str | None, key: str) -> None:
-        """Raise if the attention backend cannot use the cache that ``key`` of the config requests.
-
-        Raises:
-            ValueError: tiled or flex with a cache.
-        """
-        if self.attention_backend in ("tiled", "flex") and cache not in (None, "none"):
-            raise ValueError(
-                f'model.attention_backend = "{self.attention_backend}" has no cached form, and {key} = "{cache}": use '
-                f'"auto", "eager" or "sdpa", or {key} = "none"'
-            )
-
 
 class InferInputConfig(Section):
     """``[input]``: the inputs, decoded in this order: prompts, prompts_file, chats, infills. Special tokens written in
@@ -143,7 +131,6 @@ class InferConfig(Section):
 
     @model_validator(mode="after")
     def _check_sections_agree(self) -> Self:
-        self.model.check_cache(self.generation.cache, "generation.cache")
         if self.input.interactive and self.output != InferOutputConfig():
             raise ValueError("[output] has no effect on an interactive chat: remove its keys, or input.interactive")
         if self.input.interactive and self.constraint.is_set:

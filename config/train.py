@@ -102,15 +102,21 @@ class TrainConfig(Section):
                 f"validation.early_stopping needs validations before the last step, and validation.every_steps = "
                 f"{every_steps}: set it to less than training.max_steps, or remove early_stopping"
             )
-        if self.runtime.attention_backend == "flex" and self.run.device == "cpu":
+        return self
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> Self:
+        conflicts = {
+            'training.precision = "float32"': self.training.precision == "float32",
+            "[lora], which has few trained weights and lora.base for the others": self.lora is not None,
+            'objective.kind = "preference"': isinstance(self.objective, PreferenceConfig),
+            f'parallel.strategy = "{self.parallel.strategy}"': not isinstance(self.parallel, SingleProcess),
+        }
+        conflict = next((key for key, is_set in conflicts.items() if is_set), None)
+        if self.runtime.weights != "float32" and conflict is not None:
             raise ValueError(
-                'runtime.attention_backend = "flex" has no backward on a CPU, and run.device = "cpu": set '
-                'runtime.attention_backend = "auto" or "tiled"'
-            )
-        if self.runtime.weights == "bfloat16_with_master" and self.training.precision == "float32":
-            raise ValueError(
-                'runtime.weights = "bfloat16_with_master" does not combine with training.precision = "float32": set '
-                'training.precision = "bfloat16", or runtime.weights = "float32"'
+                f'runtime.weights = "{self.runtime.weights}" does not combine with {conflict}: set '
+                'runtime.weights = "float32"'
             )
         return self
 
@@ -131,11 +137,6 @@ class TrainConfig(Section):
             raise ValueError(
                 'lora.base = "nf4" keeps blocks of weights that parallel.strategy = "fsdp" would cut: set '
                 'parallel.strategy = "ddp", or lora.base = "bfloat16"'
-            )
-        if self.runtime.weights != "float32":
-            raise ValueError(
-                f'runtime.weights = "{self.runtime.weights}" is for trained weights, which [lora] has few of: set '
-                'lora.base = "bfloat16" in its place'
             )
         return self
 
@@ -207,11 +208,6 @@ class TrainConfig(Section):
                 f"training.neftune_alpha = {self.training.neftune_alpha} is for supervised training, and "
                 'objective.kind = "preference" compares answers with a reference: remove neftune_alpha'
             )
-        if self.runtime.weights != "float32":
-            raise ValueError(
-                f'objective.kind = "preference" and runtime.weights = "{self.runtime.weights}" do not combine: set '
-                'runtime.weights = "float32"'
-            )
 
     @model_validator(mode="after")
     def _check_attention(self) -> Self:
@@ -251,17 +247,6 @@ class TrainConfig(Section):
         if parallel.backend == "nccl" and self.run.device == "cpu":
             raise ValueError(
                 'parallel.backend = "nccl" needs GPUs, and run.device = "cpu": set parallel.backend = "auto" or "gloo"'
-            )
-        if self.runtime.weights != "float32":
-            raise ValueError(
-                f'runtime.weights = "{self.runtime.weights}" needs one rank, and parallel.strategy = '
-                f'"{parallel.strategy}": set runtime.weights = "float32"'
-            )
-        if isinstance(parallel, FSDP) and self.optimizer.is_quantized:
-            raise ValueError(
-                f'optimizer.kind = "{self.optimizer.kind}" has one scale per block of elements, and '
-                'parallel.strategy = "fsdp" may split such a block: set optimizer.kind = "adamw", "lion" or "muon", or '
-                'parallel.strategy = "ddp", which does not split matrices'
             )
         return self
 

@@ -133,8 +133,7 @@ class BenchInferConfig(Section):
         check_distinct(lists)
         for strategy in self.strategies:
             self._check_generation_keys(strategy)
-        for cell in self.cells():
-            self.model.check_cache(cell.generation.cache, "grid.caches")
+        self.cells()
         return self
 
     def _check_generation_keys(self, strategy: BenchStrategySection) -> None:

@@ -170,28 +170,13 @@ class BenchTrainConfig(Section):
     output: BenchOutputSection = BenchOutputSection()
 
     @model_validator(mode="after")
-    def _check_peers(self) -> Self:
+    def _check_cases(self) -> Self:
         for shape in self.shapes if "liger" in self.bench.peers else ():
             if shape.num_experts:
                 raise ValueError(
                     f'bench.peers has "liger", which has no experts, but the shape {shape.name!r} has num_experts = '
                     f"{shape.num_experts}: remove the peer or the shape"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _check_block_length(self) -> Self:
-        for shape in self.shapes if "block_diffusion" in self.bench.objectives else ():
-            if self.bench.block_length > shape.max_position_embeddings:
-                raise ValueError(
-                    f"bench.block_length = {self.bench.block_length} is longer than the sequences of the shape "
-                    f"{shape.name!r}, max_position_embeddings = {shape.max_position_embeddings}: lower it, or leave "
-                    '"block_diffusion" out of bench.objectives'
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _check_distinct(self) -> Self:
         lists: dict[str, list[str]] = {"shapes.name": [shape.name for shape in self.shapes]}
         for name in ("precisions", "objectives", "peers"):
             lists[f"bench.{name}"] = list(getattr(self.bench, name))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -206,17 +205,6 @@ class LoraTrainingConfig(LoraConfig):
         if self.init_from is not None and self.init != "default":
             raise ValueError(f'init = "{self.init}" and init_from are alternatives: remove one of them')
         return self
-
-    def check_packages(self) -> None:
-        """
-        Raises:
-            ValueError: the package for `base` is not installed.
-        """
-        if self.base == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
-            raise ValueError(
-                'lora.base = "nf4" needs the package bitsandbytes, which is not installed: install it, or set '
-                'lora.base = "bfloat16"'
-            )
 
 
 DEFAULT_LORA_OPTIMIZER: dict[str, object] = {

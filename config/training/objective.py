@@ -155,10 +155,6 @@ class MaskedDiffusionConfig(_DiffusionConfig):
     def _check_attention(self) -> Self:
         if self.attention_bias is not None and self.anneal_attention_steps:
             raise ValueError("attention_bias and anneal_attention_steps both set the attention: remove one")
-        return self
-
-    @model_validator(mode="after")
-    def _check_draw_per(self) -> Self:
         if self.estimator.draw_per == "block":
             raise ValueError(
                 'estimator.draw_per = "block" needs blocks: choose "row" or "document", or kind = "block_diffusion"'
@@ -191,15 +187,11 @@ class BlockDiffusionConfig(_DiffusionConfig):
     """Block lengths that change during training, in order; the first stage starts at step 0."""
 
     @model_validator(mode="after")
-    def _check_weight(self) -> Self:
+    def _check_blocks(self) -> Self:
         if self.estimator.weight == "cart":
             raise ValueError(
                 'estimator.weight = "cart" needs kind = "masked_diffusion": a block sees no tokens after it'
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_block_lengths(self) -> Self:
         if (self.block_length is None) == (not self.stages):
             raise ValueError("set either block_length or stages")
         if self.stages and self.stages[0].from_step != 0:

@@ -94,6 +94,8 @@ class OptimizerSection(Section):
     """Moments of a parameter; of Muon, those of a hidden matrix."""
 
     kind: str
+    fallback: bool = False
+    """For 8-bit moments: use those of float32, with a warning, if the package bitsandbytes is not available."""
     head: ParameterGroup | None = None
     """The head if it is not tied to the embedding; no decay by default, but with Muon that of `rest`."""
     embed: ParameterGroup | None = None
@@ -117,14 +119,9 @@ class OptimizerSection(Section):
 
     @model_validator(mode="after")
     def _check_fallback(self) -> Self:
-        if self.has_fallback and not self.is_quantized:
-            raise ValueError(f'fallback needs kind = "{self.kind}8bit", but kind = "{self.kind}": remove fallback')
+        if self.fallback and not self.is_quantized:
+            raise ValueError(f'fallback needs a kind that ends in 8bit, but kind = "{self.kind}": remove fallback')
         return self
-
-    @property
-    def has_fallback(self) -> bool:
-        """True if moments of float32 may replace those of 8 bits. Sections without 8-bit kinds have no such key."""
-        return bool(getattr(self, "fallback", False))
 
     @property
     def is_quantized(self) -> bool:
@@ -155,8 +152,6 @@ class AdamWConfig(OptimizerSection):
     """Added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.1
     """Weight decay of matrices outside embedding and head."""
-    fallback: bool = False
-    """For 8-bit moments: use those of float32, with a warning, if bitsandbytes is not available."""
 
 
 class LionConfig(OptimizerSection):
@@ -174,8 +169,6 @@ class LionConfig(OptimizerSection):
     """Decay of the average that gives the sign, and of the moment, each in [0, 1)."""
     weight_decay: NonNegativeFloat = 1.0
     """Weight decay of matrices outside embedding and head."""
-    fallback: bool = False
-    """For 8-bit moments: use those of float32, with a warning, if bitsandbytes is not available."""
 
 
 class MuonConfig(OptimizerSection):

@@ -231,7 +231,7 @@ def _build_elementwise(
         full_precision = [group for group in groups if group["name"] in FULL_PRECISION_STATE_GROUPS]
         return [eight_bit.build_eight_bit(config.kind, quantized), *_build_full_precision(config, full_precision)]
     full_precision_kind = config.kind.removesuffix("8bit")
-    if not config.has_fallback:
+    if not config.fallback:
         raise ValueError(f'{problem}: {remedy}, choose kind = "{full_precision_kind}", or set fallback = true')
     log(f'{problem}; using kind = "{full_precision_kind}", since fallback = true')
     return _build_full_precision(config, groups)

@@ -37,14 +37,9 @@ class AdapterSpec:
 
     @classmethod
     def from_config(cls, config: TrainConfig, precision: torch.dtype) -> AdapterSpec | None:
-        """None: the run trains the model itself. ``precision`` is the dtype of matrix products.
-
-        Raises:
-            ValueError: a package that it needs is not installed.
-        """
+        """None: the run trains the model itself. ``precision`` is the dtype of matrix products."""
         if config.lora is None:
             return None
-        config.lora.check_packages()
         dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
         objective = config.objective
         has_reference = isinstance(objective, PreferenceConfig) and objective.loss.has_reference

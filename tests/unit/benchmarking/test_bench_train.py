@@ -30,7 +30,7 @@ GPU_RESOURCE = RESOURCES / "bench_train_gpu.toml"
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("bench.block_length=257", "bench.block_length = 257"),
+        ("shapes.0.qk_norm=false", "qk_norm = true"),
         ("bench.peers=[liger]", "bench.peers has \"liger\", which has no experts, but the shape 'mixture of experts'"),
     ],
 )
