@@ -3,9 +3,9 @@
 ``config/training/<section>.py`` holds ``[section]`` of a training config; ``config/<command>.py`` holds the whole
 config of ``diffusionlm-<command>``. `config.train` lists the sections of a training run. Sections with another file:
 
-    [run]       training/training.py        [schedule]   training/optimizer.py       [source]   data.py
-    [samples]   training/validation.py      [profiler]   training/runtime.py         [model]    model_section.py
-    [data]      data.py                     [tokenizer]  tokenizer.py
+    [run]         training/training.py      [schedule]   training/optimizer.py       [source]   data.py
+    [checkpoint]  training/training.py      [profiler]   training/runtime.py         [model]    model_section.py
+    [samples]     training/validation.py    [tokenizer]  tokenizer.py                [data]     data.py
     diffusionlm-train-tokenizer     tokenizer.py
     diffusionlm-analyze             convert.py
     diffusionlm-bench-train         bench/training.py

@@ -207,28 +207,28 @@ DISTRIBUTION_KEYS = ("top_k", "top_p", "min_p", "presence_penalty", "frequency_p
 """Keys beside the temperature that change the distributions from which tokens are sampled."""
 
 
+CACHES = {
+    "bidirectional": ("prefix", "dual", "none"),
+    "block_causal": ("block", "none"),
+    "prompt_and_own_block": ("none",),
+}
+"""Attention -> its caches. In bidirectional attention, keys and values of finished blocks change with later tokens."""
+
+
 def check_attention_fits(attention: str | None, cache: str | None, canvas: str = "fixed") -> None:
     """Check that a cache and a canvas are possible with an attention; None: not known yet.
 
     Raises:
         ValueError: they are not.
     """
-    if attention == "block_causal" and cache in ("prefix", "dual"):
+    if attention is not None and cache not in (None, *CACHES[attention]):
+        kind = "block-causal" if cache == "block" else "bidirectional"
         raise ValueError(
-            f'cache = "{cache}" is for bidirectional attention, and attention is block-causal: choose "block", which '
-            "is exact, or remove the key"
+            f'cache = "{cache}" is for {kind} attention, and attention is "{attention}": set cache = '
+            f"{' or '.join(map(format_value, CACHES[attention]))}, or remove it"
         )
     if attention == "block_causal" and canvas == "growing":
         raise ValueError(
-            'canvas = "growing" has no effect with block-causal attention, where no position sees a later block: '
+            'canvas = "growing" has no effect with attention = "block_causal", where no position sees a later block: '
             'remove it, or set attention = "bidirectional"'
-        )
-    if attention == "prompt_and_own_block" and cache not in (None, "none"):
-        raise ValueError(
-            f'cache = "{cache}" has no form for attention = "prompt_and_own_block": set cache = "none" or remove it'
-        )
-    if attention == "bidirectional" and cache == "block":
-        raise ValueError(
-            'cache = "block" is for block-causal attention, and attention is bidirectional, where keys and values of '
-            'finished blocks change with later tokens: choose "prefix", "dual" or "none"'
         )

@@ -17,6 +17,16 @@ SplitPattern = Literal["gpt2", "gpt4", "qwen", "llama3"]
 """Regular expression that splits text into words; merges do not cross their borders."""
 
 
+def _check_special_tokens(vocab_size: int, special_tokens: tuple[str, ...]) -> None:
+    check_distinct({"special_tokens": special_tokens})
+    min_size = NUM_BYTES + len(special_tokens)
+    if vocab_size < min_size:
+        raise ValueError(
+            f"vocab_size = {vocab_size} is too small for {NUM_BYTES} bytes and {len(special_tokens)} special tokens: "
+            f"set at least {min_size}"
+        )
+
+
 class TokenizerConfig(Section):
     """``[tokenizer]``: a tokenizer directory, or the options to train one on the training documents."""
 
@@ -39,13 +49,7 @@ class TokenizerConfig(Section):
         changed = sorted(name for name, default in defaults.items() if getattr(self, name) != default)
         if self.path is not None and changed:
             raise ValueError(f"path = {self.path!r} is a trained tokenizer: remove {', '.join(changed)}, or path")
-        check_distinct({"special_tokens": self.all_special_tokens})
-        min_size = NUM_BYTES + len(self.all_special_tokens)
-        if self.vocab_size < min_size:
-            raise ValueError(
-                f"vocab_size = {self.vocab_size} is too small for {NUM_BYTES} bytes and "
-                f"{len(self.all_special_tokens)} special tokens: set at least {min_size}"
-            )
+        _check_special_tokens(self.vocab_size, self.all_special_tokens)
         return self
 
     @property
@@ -72,21 +76,15 @@ class TokenizerTrainingConfig(Section):
     """Learn merges on the first documents; the last one is that which reaches this many bytes."""
 
     @model_validator(mode="after")
-    def _check_special_tokens(self) -> Self:
+    def _check_roles(self) -> Self:
         special = self.special_tokens
-        check_distinct({"special_tokens": special})
+        _check_special_tokens(self.vocab_size, special)
         for role in ("mask_token", "eos_token"):
             token = getattr(self, role)
             if token not in special:
                 raise ValueError(f"{role} = {token!r} is not among special_tokens = {list(special)}: add it there")
         if self.mask_token == self.eos_token:
             raise ValueError(f"mask_token and eos_token are both {self.mask_token!r}: choose different tokens")
-        min_size = NUM_BYTES + len(special)
-        if self.vocab_size < min_size:
-            raise ValueError(
-                f"vocab_size = {self.vocab_size} is too small for {NUM_BYTES} bytes and {len(special)} special tokens: "
-                f"set at least {min_size}"
-            )
         return self
 
 

@@ -14,13 +14,12 @@ from config.finetune.preference import PreferenceConfig, PreferenceLossConfig
 from config.model import BlockOrigin
 from config.model_section import ModelSection
 from config.tokenizer import TokenizerConfig
-from config.training.checkpoint import CheckpointConfig
 from config.training.logging import LoggingConfig
 from config.training.objective import BlockDiffusionConfig, MaskedDiffusionConfig, NextTokenConfig, ObjectiveConfig
 from config.training.optimizer import LRScheduleConfig, MuonConfig, OptimizerConfig
 from config.training.parallel import DDP, FSDP, MultiProcessOptions, Parallel, SingleProcess
 from config.training.runtime import ProfilerConfig, RuntimeConfig
-from config.training.training import RunConfig, TrainingConfig
+from config.training.training import CheckpointConfig, RunConfig, TrainingConfig
 from config.training.validation import SamplesConfig, ValidationConfig
 
 

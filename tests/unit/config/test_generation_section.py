@@ -103,7 +103,7 @@ def test_every_form_of_a_config_accepts_the_flat_keys(tmp_path: Path) -> None:
             {"remasking_strategy": "remdm_loop", "remdm_eta": 0.2},
             ["remdm_eta = 0.2", "0.1111", "remdm_alpha_on = 0.9", "lower one"],
         ),
-        ({"attention": "block_causal", "cache": "prefix"}, ['cache = "prefix"', "block-causal", '"block"']),
+        ({"attention": "block_causal", "cache": "prefix"}, ['cache = "prefix"', "block_causal", '"block"']),
         ({"attention": "bidirectional", "cache": "block"}, ['cache = "block"', "block-causal", '"prefix"']),
         ({"remasking_strategy": "best"}, ["remasking_strategy", "low_confidence", "remdm_loop"]),
     ],
