@@ -44,7 +44,7 @@ def test_a_model_is_of_one_commit_and_has_no_pickles(tmp_path: Path, monkeypatch
     assert not [name for name in (*description, *weights) if name.endswith((".bin", ".py", "*"))]
 
 
-NOT_FOUND = httpx.Response(404, request=httpx.Request("GET", "https://hub"))
+NOT_FOUND: Any = httpx.Response(404, request=httpx.Request("GET", "https://hub"))
 
 
 @pytest.mark.usefixtures("uncached")
