@@ -67,8 +67,7 @@ MISTAKES: dict[str, list[tuple[list[str], list[str]]]] = {
     ],
     "data": [
         (["data.source.kind=markov", "data.source.symbols=a"], ["give at least 2 symbols"]),
-        (["data.source.kind=copy", "data.source.symbols=abca"], ["'a'"]),
-        (["data.source.kind=copy", "data.source.stay=0.5"], ['stay needs kind = "markov"']),
+        (["data.source.kind=markov", "data.source.symbols=abca"], ["'a'"]),
         ([*HUB, "data.source.train_split=train:x"], ["train:1000"]),
         ([*HUB, "data.source.train_split=train[:10]"], ["'train[:10]'"]),
         ([*HUB, "data.source.validation_split=test:5"], ["'test:5'"]),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from config.train import TrainConfig
-from config.training.checkpoint import CheckpointConfig
+from config.training.training import CheckpointConfig
 from diffusionlm.checkpoints.huggingface import load_model, save_model
 from diffusionlm.checkpoints.manifest import MANIFEST, verify_directory, write_directory_atomically
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
