@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import subprocess
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import pytest
 import tomli_w
 import torch
 
 from config.train import TrainConfig
+from diffusionlm.data.loader import Loader
 from diffusionlm.diffusion.noised_batch import NoisedBatch
+from diffusionlm.diffusion.objectives import DiffusionObjective
+from diffusionlm.kernels.cross_entropy import LossInputs
 from diffusionlm.training.checkpointing.run_directory import open_run_directory
 from diffusionlm.training.metrics import StepMetrics
 from diffusionlm.training.run import Run, build_run
@@ -125,6 +133,33 @@ def read_losses(run: TrainConfig | Path) -> list[float]:
 def read_events(run: TrainConfig | Path, kind: str) -> list[dict[str, Any]]:
     """The events of this kind of a run."""
     return [record for record in read_records(run, "event") if record["event"] == kind]
+
+
+@contextlib.contextmanager
+def failing_at(index: int) -> Iterator[None]:
+    """Context in which the run's loader fails before this step, counted from 0."""
+    original = Loader.next_step
+
+    def next_step(self: Loader, step: int) -> list[NoisedBatch]:
+        if step == index:
+            raise RuntimeError("the machine goes down")
+        return original(self, step)
+
+    with patch.object(Loader, "next_step", next_step), pytest.raises(RuntimeError, match="the machine goes down"):
+        yield
+
+
+def scale_loss_weights(monkeypatch: pytest.MonkeyPatch, factors: dict[int, float]) -> list[int]:
+    """Multiply the loss weights of some micro-batches, counted from 1 over all runs; the list of all is returned."""
+    original, calls = DiffusionObjective.build_loss_inputs, list[int]()
+
+    def build_loss_inputs(self: DiffusionObjective, noised_batch: Any, denominator: float) -> LossInputs:
+        calls.append(len(calls) + 1)
+        inputs = original(self, noised_batch, denominator)
+        return replace(inputs, weights_N=inputs.weights_N * factors.get(len(calls), 1.0))
+
+    monkeypatch.setattr(DiffusionObjective, "build_loss_inputs", build_loss_inputs)
+    return calls
 
 
 def change_config(config: TrainConfig, directory: Path | None = None, **changes: dict[str, Any]) -> TrainConfig:

@@ -11,7 +11,6 @@ import pytest
 
 from cli.train import format_summary
 from config.train import TrainConfig
-from diffusionlm.data.loader import LoadedStep, Loader
 from diffusionlm.evaluation.validation import EvaluationResult, Validator
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training import loop
@@ -21,7 +20,7 @@ from files.json_files import read_json_object
 from logger import RunLogger
 from logger.pages.terminal import render_text
 from logger.report import read_run
-from tests.tiny_run import change_config, read_events, read_losses
+from tests.tiny_run import change_config, failing_at, read_events, read_losses
 
 BOUNDS = {1: 5.0, 2: 4.0, 3: 3.95, 4: 4.2, 5: 3.0}
 """Step -> bound: that of step 3 is better by less than `min_delta`, so that with a patience of 2 step 4 is the last."""
@@ -66,22 +65,11 @@ def test_the_run_ends_as_after_its_last_step(stopping: TrainConfig, capfd: pytes
     assert train(stopping).summary is not None and read_losses(stopping) == losses
 
 
-def test_a_killed_run_stops_at_the_same_step(
-    stopping: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_run_stops_at_the_same_step(stopping: TrainConfig, tmp_path: Path) -> None:
     train(stopping)
     killed = change_config(stopping, tmp_path / "killed", checkpoint={"every_steps": 3})
-    original = Loader.next_step
-
-    def next_step(self: Loader, step: int) -> LoadedStep:
-        if step == 3:
-            raise RuntimeError("the machine goes down")
-        return original(self, step)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Loader, "next_step", next_step)
-        with pytest.raises(RuntimeError, match="goes down"):
-            train(killed)
+    with failing_at(3):
+        train(killed)
     assert train(killed).step == 4 and read_losses(killed) == read_losses(stopping)
     states = [read_json_object(run.run.directory / "checkpoints/latest/state.json") for run in (stopping, killed)]
     expected = {"best_bound": 4.0, "best_step": 2, "num_worse": 2}

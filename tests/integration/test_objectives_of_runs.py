@@ -17,7 +17,6 @@ from config.generation import GenerationConfig
 from config.train import TrainConfig
 from diffusionlm.checkpoints.huggingface import load_model
 from diffusionlm.checkpoints.model_files import load_tokenizer
-from diffusionlm.data.loader import LoadedStep, Loader
 from diffusionlm.data.pipeline import open_components
 from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.evaluation.nelbo import nelbo
@@ -26,7 +25,7 @@ from diffusionlm.inference.generate import generate
 from diffusionlm.training.loop import train
 from diffusionlm.training.reporting import RunSummary
 from logger.pages.terminal import render_text
-from tests.tiny_run import build_changed_run, change_config, make_first_step, read_records
+from tests.tiny_run import build_changed_run, change_config, failing_at, make_first_step, read_records
 from tokenizer import Tokenizer, save_tokenizer, train_bpe
 
 BLOCKS = {"kind": "block_diffusion", "block_length": [1, 4, 16]}
@@ -126,9 +125,7 @@ def test_micro_batches_give_the_same_loss_and_gradients(config: TrainConfig, nam
         for name in [*OBJECTIVES, *STATES]
     ],
 )
-def test_a_run_resumes_bit_for_bit(
-    name: str, config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_resumes_bit_for_bit(name: str, config: TrainConfig, tmp_path: Path) -> None:
     sections = STATES.get(name, {})
     training = sections.get("training", {}) | {"micro_batch_size": 2, "ema_decay": 0.9, "neftune_alpha": 5.0}
     whole, broken = (
@@ -140,17 +137,8 @@ def test_a_run_resumes_bit_for_bit(
         for directory in ("whole", "broken")
     )
     expected = train(whole)
-    original = Loader.next_step
-
-    def next_step(self: Loader, step: int) -> LoadedStep:
-        if step == 5:
-            raise RuntimeError("the machine goes down")
-        return original(self, step)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Loader, "next_step", next_step)
-        with pytest.raises(RuntimeError, match="goes down"):
-            train(broken)
+    with failing_at(5):
+        train(broken)
     result = train(broken)
     assert records(broken) == records(whole) and len(records(whole)) == 9
     for file in ("training_state/.metadata", "training_state/__0_0.distcp", "model.safetensors"):

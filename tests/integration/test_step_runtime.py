@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ import torch
 
 from config.train import TrainConfig
 from ddp.process_group import World
-from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.optim.build import Optimizers
 from diffusionlm.training import loop
 from diffusionlm.training.loop import train, train_remaining_steps
@@ -22,7 +22,7 @@ from diffusionlm.training.signals import StopRequest
 from diffusionlm.training.step import load_step_batch, train_step
 from logger import LoggerGroup
 from logger.run_logger import Metrics
-from tests.tiny_run import build_changed_run, change_config, read_events, read_losses
+from tests.tiny_run import build_changed_run, change_config, failing_at, read_events, read_losses, scale_loss_weights
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -116,16 +116,8 @@ def test_next_batch_is_loaded_while_the_device_has_work(
 def test_a_logged_step_is_not_lost_to_an_error_in_the_next(config: TrainConfig, tmp_path: Path) -> None:
     run = build_changed_run(config, tmp_path / "run", logging={"every_steps": 3}, checkpoint={"every_steps": 100})
     run.settings = replace(run.settings, reads_metrics_each_step=False)
-    original = run.loader.next_step
-
-    def next_step(step: int) -> Any:
-        if step == 3:
-            raise ValueError("a bad row")
-        return original(step)
-
-    run.loader.next_step = next_step  # type: ignore[method-assign]
     logger = Log()
-    with StopRequest() as stop, pytest.raises(ValueError, match="a bad row"):
+    with StopRequest() as stop, failing_at(3):
         train_remaining_steps(run, logger, stop)
     assert list(logger.values) == [3]
     assert run.progress.step == 3
@@ -135,15 +127,7 @@ def test_delayed_skip_events_have_their_step_numbers(
     config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = build_changed_run(config, tmp_path / "late", logging={"every_steps": 4}, checkpoint={"every_steps": 100})
-    original, steps = type(run.settings.objective).build_loss_inputs, []
-
-    def build_loss_inputs(self: Any, noised_batch: NoisedBatch, denominator: float) -> Any:
-        steps.append(1)
-        inputs = original(self, noised_batch, denominator)
-        bad = len(steps) in (2, 3)
-        return type(inputs)(inputs.targets_N, inputs.weights_N * (float("inf") if bad else 1.0))
-
-    monkeypatch.setattr(type(run.settings.objective), "build_loss_inputs", build_loss_inputs)
+    scale_loss_weights(monkeypatch, {2: math.inf, 3: math.inf})
     logger = make_steps(run)
     assert [event for event in logger.events if event[1] == "skipped"] == [(2, "skipped"), (3, "skipped")]
     assert (run.progress.skipped, run.progress.skipped_in_a_row) == (2, 0)

@@ -1,43 +1,30 @@
-"""The loop in one process: what it does when steps or disks fail."""
+"""The loop in one process: steps or disks that fail, directories and resumed runs that do not fit."""
 
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from config.train import TrainConfig
-from diffusionlm.diffusion.objectives import DiffusionObjective
-from diffusionlm.kernels.cross_entropy import LossInputs
+from diffusionlm.training.checkpointing import staging
 from diffusionlm.training.checkpointing.staging import StagedCheckpoint
 from diffusionlm.training.checkpointing.store import CheckpointStore
 from diffusionlm.training.loop import train
-from tests.tiny_run import change_config, read_records
-
-
-def break_scores(monkeypatch: pytest.MonkeyPatch, bad_calls: set[int]) -> None:
-    """Make the weights of some calls infinite, and so loss and gradient."""
-    original, calls = DiffusionObjective.build_loss_inputs, [0]
-
-    def build_loss_inputs(self: DiffusionObjective, noised_batch: Any, denominator: float) -> LossInputs:
-        calls[0] += 1
-        result = original(self, noised_batch, denominator)
-        return LossInputs(result.targets_N, result.weights_N * (float("inf") if calls[0] in bad_calls else 1.0))
-
-    monkeypatch.setattr(DiffusionObjective, "build_loss_inputs", build_loss_inputs)
-
-
-def events(config: TrainConfig) -> list[dict[str, Any]]:
-    return [record for record in read_records(config, "event") if record["event"] not in ("data", "environment")]
+from diffusionlm.training.skipped_batches import load_skipped_step
+from tests.tiny_run import change_config, failing_at, read_events, scale_loss_weights
+from tokenizer import save_tokenizer, train_bpe
 
 
 def test_nonfinite_step_is_skipped_and_recorded(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    break_scores(monkeypatch, {3})
+    scale_loss_weights(monkeypatch, {3: math.inf})
     result = train(config)
     assert result.step == 8
-    assert [(event["step"], event["event"]) for event in events(config)] == [(3, "skipped")]
+    assert [event["step"] for event in read_events(config, "skipped")] == [3]
     assert result.summary is not None
     assert result.summary.evaluation.nats_per_token < 10
 
@@ -45,10 +32,33 @@ def test_nonfinite_step_is_skipped_and_recorded(config: TrainConfig, monkeypatch
 def test_consecutive_nonfinite_steps_end_the_run_and_keep_the_checkpoint(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    break_scores(monkeypatch, set(range(4, 100)))
+    scale_loss_weights(monkeypatch, dict.fromkeys(range(4, 100), math.inf))
     with pytest.raises(ValueError, match=r"training\.max_nonfinite_steps"):
         train(config)
     assert CheckpointStore(config.run.directory / "checkpoints", 2).load_newest(print) is not None
+
+
+def test_a_run_skips_a_spike_records_it_and_resumes_exactly(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    directories = [tmp_path / "whole", tmp_path / "parts"]
+    spikes = {"max_spike_deviations": 30.0, "spike_window": 6}
+    whole, parts = (change_config(config, directory, training=spikes) for directory in directories)
+    calls = scale_loss_weights(monkeypatch, {6: 100.0, 14: 100.0})  # step 6 of both
+    train(whole)
+    with failing_at(4):
+        train(parts)
+    train(parts)
+    assert len(calls) == 16
+    skipped = []
+    for directory in directories:
+        skipped.append([event["text"].partition(";")[0] for event in read_events(directory, "skipped")])
+        record, draws = load_skipped_step(directory / "skipped/step-00000006-rank-0.json")
+        assert (record["reason"], len(draws)) == ("spike", 1)
+    assert skipped[0] == skipped[1]
+    assert [text[:16] for text in skipped[0]] == ["step 6: skipped,"]
+    last = "checkpoints/latest/model.safetensors"
+    assert (directories[0] / last).read_bytes() == (directories[1] / last).read_bytes()
 
 
 def test_full_disk_is_reported_and_the_run_continues(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +71,7 @@ def test_full_disk_is_reported_and_the_run_continues(config: TrainConfig, monkey
 
     monkeypatch.setattr(CheckpointStore, "save", save)
     assert train(config).step == 8
-    assert [event["event"] for event in events(config)] == ["checkpoint"]
+    assert len(read_events(config, "checkpoint")) == 1
 
 
 def test_a_full_disk_at_the_end_is_an_error(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,3 +134,34 @@ def test_late_failures_are_detected_at_startup(
     with pytest.raises(ValueError, match=message):
         train(change_config(config, None, **changes))
     assert not (config.run.directory / "metrics.jsonl").exists()
+
+
+@pytest.fixture
+def older_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints store a former key of the loader's state."""
+    stage = staging.stage_checkpoint
+
+    def stage_older(step: int, write_model: Any, state: dict[str, Any], *arguments: Any) -> Any:
+        loader = {"places" if key == "num_positions" else key: value for key, value in state["loader"].items()}
+        return stage(step, write_model, state | {"loader": loader}, *arguments)
+
+    monkeypatch.setattr("diffusionlm.training.run_checkpoint.stage_checkpoint", stage_older)
+
+
+@pytest.mark.usefixtures("older_state")
+def test_other_data_and_another_tokenizer_are_refused(config: TrainConfig) -> None:
+    short = config.model_copy(update={"training": config.training.model_copy(update={"max_steps": 2})})
+    train(short)
+    backup, tokenizer = config.run.directory / "kept", config.run.directory / "tokenizer"
+    tokenizer.rename(backup)
+    save_tokenizer(train_bpe(["other text"], vocab_size=260), tokenizer)
+    with pytest.raises(ValueError, match=r"step-00000002 was made with tokenizer_fingerprint \w+, now it is \w+"):
+        train(short)
+    shutil.rmtree(tokenizer)
+    backup.rename(tokenizer)
+    text = config.run.directory.parent / "a.txt"
+    text.write_text(text.read_text(encoding="utf-8") + "\n\nand one more", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"was made with data_identity .*checkpoint\.config_change = .accept"):
+        train(short)
+    accepting = config.checkpoint.model_copy(update={"config_change": "accept"})
+    assert train(short.model_copy(update={"checkpoint": accepting})).step == 2
