@@ -1,7 +1,8 @@
-"""The page of a real run in a real browser: Chromium, without a window."""
+"""The report of runs in a real browser: Chromium, without a window. All reports have the same renderer."""
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,15 @@ from cli.report import main
 from config.load import load_config
 from config.train import TrainConfig
 from diffusionlm.training.loop import train
-from tests.operate.chromium import PATIENCE, Page, Picture
+from logger.report import write_report
+from tests.operate.chromium import PATIENCE, Page
 from tests.tiny_run import write_train_config
 
 pytestmark = pytest.mark.operate
 
 PHONE, DESK = (375, 812), (1280, 900)
+HOSTILE = "x\u202eevil\u202d<script>alert(1)</script>" + "W" * 300
+"""A long word that would reorder its neighbors."""
 
 
 @pytest.fixture(scope="module")
@@ -41,36 +45,31 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "one" / "report.html", folder / "both.html"
 
 
-def hexadecimal(page: Page, name: str) -> bytes:
-    """A colour of the page by its name."""
-    value = page.evaluate(f"getComputedStyle(document.documentElement).getPropertyValue('--{name}')")
-    return bytes.fromhex(value.strip().removeprefix("#"))
+OVERLAPPING = """[...document.querySelectorAll('.frame > svg')].flatMap(drawing => {
+  const boxes = [...drawing.querySelectorAll('text')].map(each => each.getBoundingClientRect());
+  return boxes.flatMap((one, index) => boxes.slice(index + 1).filter(other =>
+    one.left < other.right && other.left < one.right && one.top < other.bottom && other.top < one.bottom)
+    .map(() => drawing.textContent)); })"""
 
 
-def assert_drawn(page: Page, picture: Picture) -> None:
-    """Text, curves and cards are there, and none of them is everything."""
-    counts = picture.colours()
-    total = sum(counts.values())
-    assert len(counts) > 50
-    assert max(counts.values()) < 0.9 * total
-    for name, least in (("page", 0.02), ("card", 0.2), ("c0", 5e-5), ("text", 2e-4)):
-        assert counts.get(hexadecimal(page, name), 0) > least * total, name
-
-
-@pytest.mark.parametrize("which", [0, 1], ids=["one run", "two runs"])
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])
+@pytest.mark.parametrize(
+    ("which", "size", "dark"), [(0, PHONE, False), (0, DESK, True), (1, PHONE, True), (1, DESK, False)]
+)
 def test_it_is_drawn_quietly_and_fits(
-    pages: tuple[Path, Path], browser: Page, which: int, dark: bool, size: tuple[int, int]
+    pages: tuple[Path, Path], browser: Page, which: int, size: tuple[int, int], dark: bool
 ) -> None:
-    browser.open(pages[which], *size, dark=dark)
-    browser.evaluate("document.querySelector('#curves').scrollIntoView()")
-    assert_drawn(browser, browser.screenshot())
-    curve = browser.screenshot(selector='[data-chart="0"] .frame > svg').colours(every=1)
-    assert curve.get(hexadecimal(browser, "c0" if which == 0 else "c1"), 0) > 50
-    assert browser.problems() == []
-    assert browser.requests() == [pages[which].resolve().as_uri()]
-    assert browser.evaluate("[innerWidth, document.documentElement.scrollWidth]") == [size[0], size[0]]
+    """Without scripts too."""
+    for scripts in (True, False):
+        browser.open(pages[which], *size, dark=dark, scripts=scripts)
+        name = f"getComputedStyle(document.documentElement).getPropertyValue('--c{which}')"
+        color = bytes.fromhex(browser.evaluate(name).strip().removeprefix("#"))
+        curve = browser.screenshot(selector='[data-chart="0"] .frame > svg').colours(every=1)
+        assert curve.get(color, 0) > 50
+        assert browser.evaluate("document.querySelectorAll('.frame text').length") > 40
+        assert browser.evaluate(OVERLAPPING) == []
+        assert browser.problems() == []
+        assert browser.requests() == [pages[which].resolve().as_uri()]
+        assert browser.evaluate("[innerWidth, document.documentElement.scrollWidth]") == [size[0], size[0]]
 
 
 def visible(page: Page, selector: str) -> list[bool]:
@@ -94,14 +93,6 @@ def click(page: Page, selector: str) -> None:
     center = {"x": at["x"] + at["width"] / 2, "y": at["y"] + at["height"] / 2}
     for kind in ("mousePressed", "mouseReleased"):
         page.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **center)
-
-
-def test_curves_are_drawn_without_scripts(pages: tuple[Path, Path], browser: Page) -> None:
-    browser.open(pages[0], *DESK, scripts=False)
-    for curve in ("raw", "smooth"):
-        assert visible(browser, f'[data-chart="0"] svg .{curve}') == [True]
-    browser.evaluate("document.querySelector('#curves').scrollIntoView()")
-    assert_drawn(browser, browser.screenshot())
 
 
 def test_values_are_read_out_by_mouse_and_keyboard(pages: tuple[Path, Path], browser: Page) -> None:
@@ -175,18 +166,66 @@ def test_print_view_is_expanded_and_has_no_controls(pages: tuple[Path, Path], br
         browser.call("Emulation.setEmulatedMedia", media="")
 
 
-@pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])
-def test_labels_stand_at_their_lines_and_apart(pages: tuple[Path, Path], browser: Page, size: tuple[int, int]) -> None:
-    browser.open(pages[0], *size)
-    aside = """[...document.querySelectorAll('.chart')].filter(chart => {
-      const plot = chart.querySelector('.plot').getBoundingClientRect();
-      const grid = chart.querySelector('.grid').getBoundingClientRect();
-      return grid.width && (Math.abs(grid.left - plot.left) > 2 || Math.abs(grid.right - plot.right) > 2); }).length"""
-    assert browser.evaluate(aside) == 0, "the cursor is at the curves"
-    overlapping = """[...document.querySelectorAll('.frame > svg')].flatMap(drawing => {
-      const boxes = [...drawing.querySelectorAll('text')].map(each => each.getBoundingClientRect());
-      return boxes.flatMap((one, index) => boxes.slice(index + 1).filter(other =>
-        one.left < other.right && other.left < one.right && one.top < other.bottom && other.top < one.bottom)
-        .map(() => drawing.textContent)); })"""
-    assert browser.evaluate("document.querySelectorAll('.frame text').length") > 40
-    assert browser.evaluate(overlapping) == []
+def write_run(folder: Path) -> Path:
+    """A run whose names, values, events and samples are hostile."""
+    folder.mkdir(parents=True)
+    values = {
+        "given": f"{HOSTILE}[MASK:2]{HOSTILE}",
+        "tokens": [HOSTILE, HOSTILE, "b", HOSTILE],
+        "step_map": [None, 1, 2, None],
+        "logprobs": [None, -1.0, -1.0, None],
+    }
+    metrics = {"loss": 2.0, "loss_by_masked_fraction/0-0.5": 2.0, f"other/{HOSTILE}": 1.0, "text": HOSTILE}
+    records = [
+        {"step": 0, "event": "environment", "text": f"environment: {HOSTILE} {HOSTILE}"},
+        {"step": 1, "metrics": metrics},
+        {"step": 2, "metrics": {**metrics, "loss": 1.0, f"other/{HOSTILE}": 2.0, "loss_by_masked_fraction/0.5-1": 1.0}},
+        {"step": 2, "event": "sample", "text": HOSTILE, "values": values},
+        {"step": 2, "event": "sample", "text": HOSTILE},
+        {"step": 2, "event": "failed", "text": HOSTILE},
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    text = json.dumps(HOSTILE)
+    config = f"[data]\n{text} = {text}\nname = {json.dumps(folder.name)}\n"
+    (folder / "config.toml").write_text(config, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hostile_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of 200 runs with long names, many columns and hostile text."""
+    folder = tmp_path_factory.mktemp("hostile")
+    name = HOSTILE.replace("/", "")
+    runs = [write_run(folder / str(index) / f"{name[: 200 if index == 0 else 20]}{index}") for index in range(200)]
+    write_report(runs, folder / "runs.html")
+    return folder / "runs.html"
+
+
+CUT = """[...document.querySelectorAll('body *')].filter(each => {
+  if (each.closest('.wide') && !each.matches('.wide') || each.closest('.frame, #tip')) return false;
+  const isScrolling = each.scrollWidth > each.clientWidth + 1 && getComputedStyle(each).overflowX !== 'visible';
+  return each.getBoundingClientRect().right > innerWidth + .5 || isScrolling && !each.matches('.wide, input, select');
+}).map(each => each.outerHTML.slice(0, 90))"""
+
+
+SPILLING = """(() => { const nodes = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), found = [];
+  while (nodes.nextNode()) {
+    const element = nodes.currentNode.parentElement;
+    if (!/[\u202a-\u202e]/.test(nodes.currentNode.data) || element.closest('script')) continue;
+    if (getComputedStyle(element).unicodeBidi !== 'isolate') found.push(element.outerHTML.slice(0, 90));
+  }
+  return found; })()"""
+
+
+@pytest.mark.parametrize("width", [375, 1280])
+def test_hostile_text_is_not_cut_and_neither_reorders_its_neighbors_nor_becomes_html(
+    hostile_page: Path, browser: Page, width: int
+) -> None:
+    browser.open(hostile_page, width, 812)
+    browser.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
+    assert browser.evaluate("document.documentElement.scrollWidth") == width
+    assert browser.evaluate(CUT) == []
+    assert browser.problems() == [] and len(browser.requests()) == 1
+    assert browser.evaluate("/\u202e|\\\\u202e/.test(document.body.innerText)"), "shown as it is, or as an escape"
+    assert browser.evaluate(SPILLING) == []
+    assert browser.evaluate("document.querySelectorAll('script').length") == 2
