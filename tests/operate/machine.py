@@ -22,58 +22,9 @@ BIG = random.Random(0).randbytes(2_000_000)  # not compressible, and longer than
 TREE = Path(__file__).parents[2]
 # Of this process, since another on this machine may test the same.
 SECRET = f"not for other eyes {os.getpid()}"
-TINY = """
-run = { directory = "runs/a tiny one", threads = 1 }
-tokenizer = { vocab_size = 258 }
-training = { batch_size = 4, max_steps = 9, precision = "float32" }
-validation = { rows = 8, final_rows = 8, num_mc_samples = 1, ngrams = false }
-checkpoint = { every_steps = 2, keep_last = 3 }
-data = { rows = "padded", row_length = 16, source = { kind = "shidoku", documents_per_epoch = 100 } }
-[model]
-hidden_size = 16
-num_hidden_layers = 1
-num_attention_heads = 1
-num_key_value_heads = 1
-head_dim = 16
-intermediate_size = 24
-max_position_embeddings = 16
-"""
+TINY = Path(__file__).with_name("tiny.toml").read_text(encoding="utf-8")
 
-STUB = """#!/usr/bin/env bash
-if [[ "$*" == *--print-config* ]]; then
-    [[ "$*" != *slow* ]] || sleep 1
-    printf '[run]\\ndirectory = "runs/stub"\\n'
-    exit
-fi
-mkdir -p runs/stub
-if [[ "$*" == *hold* ]]; then
-    echo held
-    until [[ -e "runs/stub/${!#}" || ! -d runs ]]; do sleep 0.05; done
-    exit 7
-fi
-if [[ "$*" == *deaf* ]]; then
-    trap '' TERM
-    setsid sleep 600 &
-    echo $! > runs/stub/rank
-    while [[ -d runs ]]; do sleep 0.1; done
-fi
-printf 'argument: %s\\n' "$@"
-[[ -z ${TOKEN-} ]] || echo "token: $TOKEN"
-lines=1
-end=0
-for word in "$@"; do
-    [[ $word != lines=* ]] || lines=${word#lines=}
-    [[ $word != end=* ]] || end=${word#end=}
-done
-trap 'echo saved; exit 143' TERM
-[[ "$*" != *nothing* ]] || { rm -r runs/stub; exit "$end"; }
-printf '{"step": 7, "metrics": {"loss": 2.5}}\\n{"step": 8, "metr' > runs/stub/metrics.jsonl
-for ((line = 1; line <= lines; line++)); do
-    echo "line $line"
-    sleep 0.1
-done
-exit "$end"
-"""
+STUB = Path(__file__).with_name("stub.sh").read_text(encoding="utf-8")
 
 NAMES = r"REMOTE_.*|PRIME_HOST|WANDB_.*|TMUX.*|VIRTUAL_ENV|XDG_.*|PYTEST_.*"
 

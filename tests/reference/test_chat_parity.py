@@ -34,107 +34,12 @@ from tokenizer.special_tokens import TokenOptions
 
 transformers: Any = pytest.importorskip("transformers")
 
-QWEN3 = """\
-{%- if tools %}
-    {{- '<|im_start|>system\\n' }}
-    {%- if messages[0].role == 'system' %}
-        {{- messages[0].content + '\\n\\n' }}
-    {%- endif %}
-    {{- "# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\nYou are provided with \
-function signatures within <tools></tools> XML tags:\\n<tools>" }}
-    {%- for tool in tools %}
-        {{- "\\n" }}
-        {{- tool | tojson }}
-    {%- endfor %}
-    {{- "\\n</tools>\\n\\nFor each function call, return a json object with function name and arguments within \
-<tool_call></tool_call> XML tags:\\n<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}\\n\
-</tool_call><|im_end|>\\n" }}
-{%- else %}
-    {%- if messages[0].role == 'system' %}
-        {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endif %}
-{%- set ns = namespace(searching=true, last=messages|length - 1) %}
-{%- for message in messages[::-1] %}
-    {%- set index = (messages|length - 1) - loop.index0 %}
-    {%- if ns.searching and message.role == "user" and not(message.content.startswith('<tool_response>') \
-and message.content.endswith('</tool_response>')) %}
-        {%- set ns.searching = false %}
-        {%- set ns.last = index %}
-    {%- endif %}
-{%- endfor %}
-{%- for message in messages %}
-    {%- if message.role == "user" or (message.role == "system" and not loop.first) %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
-    {%- elif message.role == "assistant" %}
-        {%- set content = message.content %}
-        {%- set thoughts = '' %}
-        {%- if message.reasoning_content is string %}
-            {%- set thoughts = message.reasoning_content %}
-        {%- elif '</think>' in content %}
-            {%- set thoughts = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
-            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
-        {%- endif %}
-        {%- if loop.index0 > ns.last and (loop.last or thoughts) %}
-            {{- '<|im_start|>' + message.role + '\\n<think>\\n' + thoughts.strip('\\n') + '\\n</think>\\n\\n' }}
-            {{- content.lstrip('\\n') }}
-        {%- else %}
-            {{- '<|im_start|>' + message.role + '\\n' + content }}
-        {%- endif %}
-        {%- for call in message.tool_calls or [] %}
-            {%- if content or not loop.first %}
-                {{- '\\n' }}
-            {%- endif %}
-            {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
-            {{- call.function.arguments | tojson }}
-            {{- '}\\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\\n' }}
-    {%- elif message.role == "tool" %}
-        {%- if loop.first or messages[loop.index0 - 1].role != "tool" %}
-            {{- '<|im_start|>user' }}
-        {%- endif %}
-        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
-        {%- if loop.last or messages[loop.index0 + 1].role != "tool" %}
-            {{- '<|im_end|>\\n' }}
-        {%- endif %}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}
-        {{- '<think>\\n\\n</think>\\n\\n' }}
-    {%- endif %}
-{%- endif %}
-"""
+TEMPLATES = Path(__file__).parent / "templates"
+QWEN3 = (TEMPLATES / "qwen3.jinja").read_text(encoding="utf-8")
 
-HEADERS = (
-    "{% set loop_messages = messages %}{% for message in loop_messages %}"
-    "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim"
-    " + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-)
+HEADERS = (TEMPLATES / "headers.jinja").read_text(encoding="utf-8")
 
-HELPERS = """\
-{%- macro shown(message) -%}
-    [{{ message.role | upper }}] {{ message.content | trim | replace('a', 'A') }}
-{%- endmacro %}
-  {% if messages | selectattr('role', 'equalto', 'tool') | list %}
-    tools: {{ (tools or []) | map(attribute='name') | join(', ') }}
-  {% endif %}
-{% for message in messages %}
-    {% if message.role == 'system' %}{% continue %}{% endif %}
-    {% if loop.index > 5 %}{% break %}{% endif %}
-    {% if message.role == 'assistant' %}
-        {% generation %}
-{{ shown(message) }}{{ eos_token }}
-        {% endgeneration %}
-    {% else %}
-{{ shown(message) }} {{ message | tojson(indent=2, sort_keys=true) }}
-    {% endif %}
-{% endfor %}
-{{ dict(a=1) | tojson }} {{ date is defined }} {{ documents is none }} {{ strftime_now('%Y') | length }}
-"""
+HELPERS = (TEMPLATES / "helpers.jinja").read_text(encoding="utf-8")
 
 FAMILIES = {
     "qwen3": ("<|endoftext|>", None, ["<|im_start|>", "<|im_end|>"], QWEN3),

@@ -190,39 +190,18 @@ def sdar_loss(
 ) -> Tensor:
     """Each document as [noisy | clean], one behind the other; positions begin with the document; block 4."""
     losses = []
-    for row in range(len(input_ids)):
-        pieces: list[Tensor] = []
-        positions: list[int] = []
-        document, half, block, scored = [], [], [], []
-        for number, (start, end) in enumerate(spans(documents[row], input_ids.shape[1])):
-            n = end - start
-            clean = input_ids[row, start:end]
-            pieces += [torch.where(masked[row, start:end], MASK, clean), clean]
-            for is_clean in (0, 1):
-                positions += range(n)
-                document += [number] * n
-                half += [is_clean] * n
-                block += [i // 4 for i in range(n)]
-                scored += [None if is_clean else start + i for i in range(n)]
-        may_see = torch.tensor(
-            [
-                [
-                    document[q] == document[k]
-                    and (
-                        (half[q] == half[k] and block[q] == block[k])
-                        or (half[q] == 0 and half[k] == 1 and block[q] > block[k])
-                        or (half[q] == 1 and half[k] == 1 and block[q] >= block[k])
-                    )
-                    for k in range(len(positions))
-                ]
-                for q in range(len(positions))
-            ]
-        )
-        logits = PlainModel(model)(torch.cat(pieces)[None], torch.tensor(positions), may_see)[0][0, :, :MASK]
-        for place, target in enumerate(scored):
-            if target is not None and masked[row, target]:
-                ce = F.cross_entropy(logits[place], input_ids[row, target])
-                losses.append(ce / p_mask[row, target])
+    for row, document_L in enumerate(documents):
+        copies = [torch.arange(start, end).repeat(2) for start, end in spans(document_L, len(document_L))]
+        order = torch.cat(copies)
+        positions = torch.cat([copy - copy[0] for copy in copies])
+        is_clean = torch.cat([torch.arange(len(copy)) >= len(copy) // 2 for copy in copies])
+        is_same, block = document_L[order][:, None] == document_L[order], positions // 4
+        own = is_same & (is_clean[:, None] == is_clean) & (block[:, None] == block)
+        earlier = is_same & is_clean & (block[:, None] > block)
+        x, is_noisy = input_ids[row, order], masked[row, order] & ~is_clean
+        logits = PlainModel(model)(torch.where(is_noisy, MASK, x)[None], positions, own | earlier)[0][0, :, :MASK]
+        token_loss = F.cross_entropy(logits[is_noisy], x[is_noisy], reduction="none")
+        losses.append((token_loss / p_mask[row, order][is_noisy]).sum())
     return torch.stack(losses).sum() / (labels != -100).sum()
 
 
