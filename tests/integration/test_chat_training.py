@@ -27,25 +27,22 @@ from diffusionlm.inference.request_builder import RequestBuilder
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.training.loop import train
 from logger.pages.terminal import render_text
-from tests.tiny_run import read_events, read_losses, read_records, read_steps, write_train_config
+from tests.tiny_run import read_events, read_records, read_steps, write_train_config
 from tokenizer import CHAT_TEMPLATES, encode_chat
 
 QUESTIONS = [(f"what is {index}?", f"it is {index}") for index in range(120)]
 SYSTEM = "be kind"
 
-FORMATS: dict[str, list[dict[str, Any]]] = {
-    "messages": [
-        {
-            "messages": [
-                {"role": "system", "content": SYSTEM},
-                {"role": "user", "content": question},
-                {"role": "assistant", "content": answer},
-            ]
-        }
-        for question, answer in QUESTIONS
-    ],
-    "alpaca": [{"instruction": question, "output": answer, "system": SYSTEM} for question, answer in QUESTIONS],
-}
+MESSAGES = [
+    {
+        "messages": [
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
+    }
+    for question, answer in QUESTIONS
+]
 
 
 def chat_config(folder: Path, name: str, rows: list[dict[str, Any]], **changes: dict[str, Any]) -> TrainConfig:
@@ -72,12 +69,9 @@ def chat_config(folder: Path, name: str, rows: list[dict[str, Any]], **changes: 
 
 
 @pytest.mark.slow
-def test_every_format_trains_alike_and_the_checkpoint_answers(tmp_path: Path) -> None:
-    configs = {name: chat_config(tmp_path, name, FORMATS[name]) for name in ("messages", "alpaca")}
-    for config in configs.values():
-        result = train(config)
-    assert read_losses(configs["messages"]) == read_losses(configs["alpaca"])
-    assert len(read_losses(configs["messages"])) == 4
+def test_the_checkpoint_answers(tmp_path: Path) -> None:
+    config = chat_config(tmp_path, "messages", MESSAGES)
+    result = train(config)
     command = suggest_next_command(config.run.directory, result.example_input, is_chat=True)
     assert " --chat 'what is 100?'" in command
 
@@ -105,7 +99,7 @@ def test_every_format_trains_alike_and_the_checkpoint_answers(tmp_path: Path) ->
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_is_left_out_is_told_once_and_in_the_summary(workers: int, tmp_path: Path) -> None:
     """Also if the run was interrupted: it reads some records again, and counts each once."""
-    rows = [row if index % 4 else {"prompt": "x"} for index, row in enumerate(FORMATS["alpaca"])]
+    rows: list[dict[str, Any]] = [row if index % 4 else {"prompt": "x"} for index, row in enumerate(MESSAGES)]
 
     def config_of(name: str, max_steps: int) -> TrainConfig:
         plain = chat_config(tmp_path, name, rows)
@@ -148,13 +142,13 @@ def test_blocks_are_counted_from_turns_where_a_row_has_several_answers(
 
 
 def test_a_tokenizer_without_the_special_tokens_is_refused(tmp_path: Path) -> None:
-    config = chat_config(tmp_path, "plain", FORMATS["messages"], tokenizer={"vocab_size": 260})
+    config = chat_config(tmp_path, "plain", MESSAGES, tokenizer={"vocab_size": 260})
     with pytest.raises(ValueError, match=r'data.source.chat.template = "chatml": .*tokenizer.special_tokens'):
         train(config)
 
 
 def test_bad_settings_are_refused_before_torch(tmp_path: Path) -> None:
-    rows = FORMATS["messages"]
+    rows = MESSAGES
     for section, problem in (
         ({"eos_padding": "block"}, 'chat.eos_padding = "block" fills the last block'),
         (
@@ -177,10 +171,10 @@ def test_bad_settings_are_refused_before_torch(tmp_path: Path) -> None:
 def test_a_changed_template_file_is_refused_when_a_run_continues(tmp_path: Path) -> None:
     template = tmp_path / "own.jinja"
     template.write_text(CHAT_TEMPLATES["chatml"].source)
-    base = chat_config(tmp_path, "own", FORMATS["messages"])
+    base = chat_config(tmp_path, "own", MESSAGES)
     source = to_toml_values(base.data.source) | {"chat": {"template": str(template)}}
     training = {"batch_size": 2, "max_steps": 2}
-    config = chat_config(tmp_path, "own", FORMATS["messages"], data={"source": source}, training=training)
+    config = chat_config(tmp_path, "own", MESSAGES, data={"source": source}, training=training)
     train(config)
     train(config)
     template.write_text(CHAT_TEMPLATES["chatml"].source.replace("content +", "content|trim +"))
@@ -192,7 +186,7 @@ def test_a_changed_template_file_is_refused_when_a_run_continues(tmp_path: Path)
 
 @pytest.mark.parametrize("attention", ["block_diffusion", "prompt_and_own_block"])
 def test_samples_are_answers_to_held_out_prompts_with_the_attention_of_training(attention: str, tmp_path: Path) -> None:
-    base = chat_config(tmp_path, "chats", FORMATS["messages"])
+    base = chat_config(tmp_path, "chats", MESSAGES)
     chat = {"template": "chatml", "turns": "expand", "eos_padding": "length:8"}
     source = to_toml_values(base.data.source) | {"chat": chat}
     objective = {"kind": "block_diffusion", "block_length": 4, "attention": attention}
@@ -201,7 +195,7 @@ def test_samples_are_answers_to_held_out_prompts_with_the_attention_of_training(
     config = chat_config(
         tmp_path,
         "chats",
-        FORMATS["messages"],
+        MESSAGES,
         model=model,
         data={"source": source},
         objective=objective,
@@ -253,7 +247,7 @@ def test_a_validation_of_one_row_says_that_it_has_no_standard_error(tmp_path: Pa
     source = {"kind": "files", "paths": [str(tmp_path / "few.jsonl")], "chat": {"template": "chatml"}}
     changes: dict[str, dict[str, Any]] = {"validation": {"every_steps": 2}, "samples": {"every_steps": 0}}
     model = {"max_position_embeddings": 192}
-    config = chat_config(tmp_path, "few", FORMATS["messages"][:8], data={"source": source}, model=model, **changes)
+    config = chat_config(tmp_path, "few", MESSAGES[:8], data={"source": source}, model=model, **changes)
     train(config)
     note = "nats per token (one row: no standard error)"
     assert [note in event["text"] for event in read_events(config, "validation")] == [True]
