@@ -55,14 +55,13 @@ def decode_answers(
                 text.finish()
             if text.is_complete:
                 decoder.remove(request)
-                yield indices[id(request)], _build_answer(request, text, tokenizer)
-
-
-def _build_answer(request: ActiveRequest, text: AnswerText, tokenizer: Tokenizer) -> DecodedAnswer:
-    is_stopped, tokens, hidden_ids = text.is_stopped, text.visible_tokens(), tokenizer.hidden_ids
-    return DecodedAnswer(
-        text="".join(token.text for token in tokens if token.token_id not in hidden_ids),
-        token_ids=tuple(token.token_id for token in tokens),
-        finish_reason="stop" if is_stopped or request.stop_index is not None else "length",
-        num_forwards=request.num_forwards,
-    )
+                tokens = text.visible_tokens()
+                yield (
+                    indices[id(request)],
+                    DecodedAnswer(
+                        text="".join(token.text for token in tokens if token.token_id not in tokenizer.hidden_ids),
+                        token_ids=tuple(token.token_id for token in tokens),
+                        finish_reason="stop" if text.is_stopped or request.stop_index is not None else "length",
+                        num_forwards=request.num_forwards,
+                    ),
+                )

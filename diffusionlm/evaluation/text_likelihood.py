@@ -9,7 +9,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from config.model import ModelConfig
 from diffusionlm.checkpoints.adapter_config import read_adapter_config
 from diffusionlm.checkpoints.model_files import ModelDescription, check_weight_files, read_model_description
 from diffusionlm.data.loader import collate_rows
-from diffusionlm.data.packing import Row
+from diffusionlm.data.packing import Document, Row, RowFormat
 from diffusionlm.data.pipeline import build_row_reader, count_skipped, open_components
 from diffusionlm.diffusion.layout import InputLayout
 from diffusionlm.diffusion.noised_batch import CleanBatch
@@ -105,8 +105,7 @@ class OpenedText:
     rows: list[Row]
     skipped_documents: dict[str, int]
     row_length: int
-    block_length: int | None
-    """Tokens per block of block-causal attention; None: bidirectional."""
+    layout: InputLayout
     method: str
     """See `LikelihoodResult`."""
 
@@ -138,7 +137,7 @@ def open_text(config: EvalConfig, model: ModelDescription | None = None) -> Open
     model = describe_model(config.model) if model is None else model
     for directory in (model.directory, config.model.adapter):
         check_trained_attention(directory)
-    block_length, method = resolve_method(config.likelihood, model.config)
+    layout, method = resolve_method(config.likelihood, model.config)
     data_config = build_data_config(config.data, model.config)
     components = open_components(data_config, "validation" if config.data.split == "validation" else "train")
     context = model.config.max_position_embeddings
@@ -155,7 +154,7 @@ def open_text(config: EvalConfig, model: ModelDescription | None = None) -> Open
         row_length,
         config.data.seed,
         repeat=False,
-        block_length=block_length,
+        block_length=layout.block_length,
     )
     rows, _ = reader.read(0, None, config.data.max_rows or sys.maxsize)
     if not rows:
@@ -169,7 +168,7 @@ def open_text(config: EvalConfig, model: ModelDescription | None = None) -> Open
             f"the tokenizer produced token {max_token}, outside the model's vocabulary of {model.config.vocab_size} "
             "tokens: use the model's own tokenizer"
         )
-    return OpenedText(config, model, rows, count_skipped(components), row_length, block_length, method)
+    return OpenedText(config, model, rows, count_skipped(components), row_length, layout, method)
 
 
 def check_trained_attention(directory: Path | None) -> None:
@@ -193,8 +192,8 @@ def check_trained_attention(directory: Path | None) -> None:
             )
 
 
-def resolve_method(config: NelboConfig | SamplerLikelihoodConfig, model: ModelConfig) -> tuple[int | None, str]:
-    """Tokens per block of block-causal attention (None: bidirectional), and the name of the method.
+def resolve_method(config: NelboConfig | SamplerLikelihoodConfig, model: ModelConfig) -> tuple[InputLayout, str]:
+    """The layout of the forwards, and the name of the method.
 
     Raises:
         ValueError: the model is autoregressive and the config is not, or the model needs a mask token and has none.
@@ -218,9 +217,7 @@ def resolve_method(config: NelboConfig | SamplerLikelihoodConfig, model: ModelCo
             f"{key}: {problem} does not fit an autoregressive model, which predicts the next token: remove "
             f"block_length and attention from [{key}]"
         )
-    if block_length != 1 or model.logit_alignment != "shifted":
-        _ = model.required_mask_token_id
-    return block_length, method
+    return InputLayout.from_config(model, block_length), method
 
 
 def build_data_config(config: EvalDataConfig, model: ModelConfig) -> DataConfig:
@@ -249,9 +246,7 @@ def evaluate_likelihood(
         ValueError: no token can be scored, or the model's probabilities are not finite.
     """
     started_at = time.perf_counter()
-    config, row_length = text.config, text.row_length
-    layout = InputLayout.from_config(model.config, text.block_length)
-    rows = text.rows
+    config, row_length, layout, rows = text.config, text.row_length, text.layout, text.rows
     batch = collate_rows(rows)
     maskable_BL = layout.maskable(batch)
     if not maskable_BL.any():
@@ -350,21 +345,16 @@ def exchange_prompts(rows: Sequence[Row]) -> tuple[list[Row], int]:
 
 def _replace_prompt(row: Row, num_own: int, prompt_P: NDArray[np.int32]) -> Row:
     assert row.segment_ids_L is not None and row.is_eos_padding_L is not None, "the row is a conversation"
-    length, shift = len(row.tokens_L), len(prompt_P) - num_own
     size = int((row.document_ids_L >= 0).sum())
-    padding = length - size - shift
 
-    def move(values_L: NDArray[Any], prompt_value: int, padding_value: int) -> NDArray[Any]:
-        prompt, end = np.full(len(prompt_P), prompt_value), np.full(padding, padding_value)
-        return np.concatenate((prompt, values_L[num_own:size], end)).astype(values_L.dtype)
+    def move(values_L: NDArray[Any], prompt: Any = 0) -> NDArray[Any]:
+        return np.concatenate((np.full(len(prompt_P), prompt, values_L.dtype), values_L[num_own:size]))
 
-    tokens_L = move(row.tokens_L, 0, int(row.tokens_L[-1]) if size < length else 0)
-    tokens_L[: len(prompt_P)] = prompt_P
-    return replace(
-        row,
-        tokens_L=tokens_L,
-        document_ids_L=move(row.document_ids_L, 0, -1),
-        loss_mask_L=move(row.loss_mask_L, 0, 0),
-        segment_ids_L=move(row.segment_ids_L, 0, -1),
-        is_eos_padding_L=move(row.is_eos_padding_L, 0, 0),
+    document = Document(
+        tokens=move(row.tokens_L, prompt_P),
+        loss_mask=move(row.loss_mask_L),
+        is_eos_padding=move(row.is_eos_padding_L),
+        segment_ids=move(row.segment_ids_L),
     )
+    # The last token is padding, or the row has none: then any token will do, since nothing attends to padding.
+    return RowFormat(len(row.tokens_L), int(row.tokens_L[-1]), has_segments=True).build_row([document])
