@@ -1,4 +1,4 @@
-"""What a run of tasks writes: a line of JSON for each answer, and results.json at the end. Without torch and numpy.
+"""What a run of tasks writes: a line of JSON for each answer, and results.json, its summary. Without torch and numpy.
 
 A run evaluates *tasks* (items of a data file, and how they are asked and graded) with *variants* (a model and its
 settings). Each item is answered `num_repeats` times by each variant.

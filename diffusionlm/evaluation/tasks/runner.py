@@ -29,7 +29,7 @@ from diffusionlm.checkpoints.model_files import (
 )
 from diffusionlm.data.sources.local_files import find_files
 from diffusionlm.evaluation.grading.code_execution import probe_isolation
-from diffusionlm.evaluation.tasks.evaluation import AnswerKey, evaluate_task, list_answers
+from diffusionlm.evaluation.tasks.evaluation import AnswerKey, evaluate_task, list_answers, summarize_task
 from diffusionlm.evaluation.tasks.humaneval import HumanEvalTask
 from diffusionlm.evaluation.tasks.item_task import GenerationTask
 from diffusionlm.evaluation.tasks.preparation import PreparedTask, PreparedText, Variant
@@ -42,7 +42,6 @@ from diffusionlm.evaluation.tasks.results import (
     to_file_name,
     write_results,
 )
-from diffusionlm.evaluation.tasks.summary import summarize_task
 from diffusionlm.evaluation.text_likelihood import OnProgress, ignore_progress
 from diffusionlm.models.transformer import Transformer
 from files.atomic import write_text_atomic

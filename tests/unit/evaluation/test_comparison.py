@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from diffusionlm.evaluation.grading.comparison import accuracy_under_parallelism, compare_paired, sign_test
-from diffusionlm.evaluation.tasks.summary import pass_at_k
+from diffusionlm.evaluation.tasks.evaluation import pass_at_k
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample() -> None:

@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 
 from config.generation import GenerationConfig
-from diffusionlm.evaluation.tasks.evaluation import evaluate_task
+from diffusionlm.evaluation.tasks.evaluation import evaluate_task, summarize_task
 from diffusionlm.evaluation.tasks.gsm8k import Gsm8kTask
 from diffusionlm.evaluation.tasks.humaneval import find_code_block
 from diffusionlm.evaluation.tasks.items import draw_seed, read_task_items
 from diffusionlm.evaluation.tasks.preparation import prepare_items
 from diffusionlm.evaluation.tasks.results import ItemResult, format_item_line, read_items
-from diffusionlm.evaluation.tasks.summary import summarize_task
 from diffusionlm.inference.generate import generate
 from diffusionlm.models.transformer import Transformer
 from tests.unit.evaluation.tasks.conftest import TASK, MakeTask

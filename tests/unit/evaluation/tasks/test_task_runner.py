@@ -14,10 +14,10 @@ import pytest
 from cli.eval.report import read_evaluations
 from config.infer import InferModelConfig
 from diffusionlm.evaluation.tasks import runner
+from diffusionlm.evaluation.tasks.evaluation import pass_at_k
 from diffusionlm.evaluation.tasks.preparation import Variant
 from diffusionlm.evaluation.tasks.results import EvaluationResults, read_results, to_file_name
 from diffusionlm.evaluation.tasks.runner import TaskRun, fingerprint_model
-from diffusionlm.evaluation.tasks.summary import pass_at_k
 from diffusionlm.models.transformer import Transformer
 from tests.unit.evaluation.tasks.conftest import MakeTask
 
