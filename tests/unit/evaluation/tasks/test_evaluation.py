@@ -175,13 +175,6 @@ def test_a_grader_that_throws_makes_the_item_invalid(
     assert results[("0", 0)].error is None and results[("2", 0)].error is None
 
 
-def test_conversations(make_task: MakeTask, biased_model: BiasedModel) -> None:
-    records = [{"prompt": "Hi", "completion": "yyy"}, {"prompt": "Hi", "completion": "yy"}]
-    task = make_task("exact_match", records, generation={"max_new_tokens": 3})
-    results = run(biased_model({"y": 9.0}), task)
-    assert [result.is_correct["exact_match"] for result in results.values()] == [True, False]
-
-
 def test_a_source_of_conversations(byte_tokenizer: Tokenizer, biased_model: BiasedModel) -> None:
     """Held-out prompts, with an accuracy for each of the source's tasks. Every answer is "0"."""
     chats = {"kind": "chat_tasks", "tasks": ["copy", "count"], "max_length": 2, "chat": {"template": "chatml"}}

@@ -8,17 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from diffusionlm.evaluation.tasks.results import (
-    EvaluationResults,
-    ItemResult,
-    MetricValue,
-    OutcomeShares,
-    VariantResult,
-    format_item_line,
-    read_items,
-    read_results,
-    write_results,
-)
+from diffusionlm.evaluation.tasks.results import ItemResult, format_item_line, read_items, read_results
 
 GENERATED = ItemResult(
     task="gsm8k", variant="a", id="7", repeat=1, prompt_sha256="00", gold="18", output="= 18\u2028 \n#### 18",
@@ -42,16 +32,7 @@ def test_item_lines_are_read_back(tmp_path: Path) -> None:
         list(read_items(path))
 
 
-def test_results_are_read_back(tmp_path: Path) -> None:
-    variant = VariantResult(
-        task="gsm8k", kind="gsm8k", variant="a", model="runs/a", num_items=2, num_repeats=4,
-        metrics={"strict": MetricValue(0.5, 0.25)}, pass_at_k={"strict": {1: MetricValue(0.5), 4: MetricValue(1.0)}},
-        shares=OutcomeShares(0.5, 0.5, 0.0, 0.25), num_tokens=12, num_forwards=8, protocol={"limit": 2},
-    )  # fmt: skip
-    results = EvaluationResults(results=(variant,), notes=("note",))
-    write_results(tmp_path, results)
-    assert read_results(tmp_path) == results
-    assert variant.tokens_per_forward == 1.5
+def test_other_contents_are_no_results(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text("{}")
     with pytest.raises(ValueError, match=r"results\.json.*results"):
         read_results(tmp_path)
