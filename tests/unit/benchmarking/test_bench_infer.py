@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarking import bench_infer as module
 from benchmarking.bench_infer import bench_infer, random_model, random_prompts
 from benchmarking.implementations import peers
 from config.bench.inference import BenchInferConfig
@@ -99,17 +98,3 @@ def test_the_causal_peer_is_the_same_model(model: Transformer) -> None:
             logits_BLV = model(texts_BL, pattern=Causal())
         assert torch.equal(logits_BLV[:, -1].argmax(dim=1), tokens_BL[:, index])
         texts_BL = torch.cat([texts_BL, tokens_BL[:, index : index + 1]], dim=1)
-
-
-def test_speed_over_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def build_call(peer: Any, prompts: list[list[int]], new_tokens: int) -> Any:
-        return lambda: [[0] * new_tokens for _ in prompts]
-
-    monkeypatch.setattr(module, "check_installed", lambda packages: None)
-    monkeypatch.setattr(module, "convert_to_qwen3", lambda model: None)
-    monkeypatch.setattr(module, "build_autoregressive_call", build_call)
-    config = make_config()
-    bench = config.bench.model_copy(update={"peers": ("transformers",)})
-    report = bench_infer(config.model_copy(update={"bench": bench}))
-    assert all("[" in cell for cell in read_tables(report)[0]["over transformers, next tokens"])
-    assert read_facts(report)["transformers, next tokens, batch 2"].endswith(" tok/s")

@@ -4,7 +4,6 @@ neighbor."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -43,47 +42,6 @@ def settings(**values: Any) -> GenerationConfig:
     )
 
 
-def replay_logprobs(model: Transformer, answer: Generation, bias: Mapping[int, float]) -> list[torch.Tensor]:
-    """Log-probabilities [V] in the place of each token, when it was committed; each by a forward of its whole text."""
-    rows = []
-    for index, step in enumerate(answer.step_map):
-        position = len(PROMPT) + index
-        text = [*PROMPT, *answer.token_ids]
-        for other, other_step in enumerate(answer.step_map):
-            if other_step >= step:
-                text[len(PROMPT) + other] = MASK
-        text = [*text, *[MASK] * 4][: (position // 4 + 1) * 4]
-        with torch.no_grad():
-            logits_V = model(torch.tensor([text]), pattern=BlockCausal(4))[0, position]
-        for token, value in bias.items():
-            logits_V[token] += value
-        logits_V[[MASK, SUPPRESSED]] = -torch.inf
-        rows.append(logits_V.log_softmax(0))
-    return rows
-
-
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "remasking"])
-def test_biased_distributions_and_their_alternatives(model: Transformer, name: str) -> None:
-    config = settings(**CONFIGS[name])
-    options = RequestOptions(logit_bias=BIAS, num_top_logprobs=3)
-    with Engine(model, cache_memory=1 << 16) as engine:
-        request = engine.submit(PROMPT, config, 1, options)
-        answer = request.result(30)
-        state = request.state
-    [without] = generate(model, [PROMPT], config, [1])
-    assert answer.token_ids != without.token_ids and not {MASK, SUPPRESSED} & {*answer.token_ids}
-    expected = replay_logprobs(model, answer, BIAS)
-    assert answer.logprobs == pytest.approx(
-        [float(row[token]) for row, token in zip(expected, answer.token_ids, strict=True)], abs=1e-9
-    )
-    for row, pairs in zip(expected, answer.top_logprobs, strict=True):
-        order = row.argsort(descending=True)[:3].tolist()
-        assert [token for token, _ in pairs] == order
-        assert [logprob for _, logprob in pairs] == pytest.approx(row[order].tolist(), abs=1e-9)
-    assert (state.token_ids, state.logprobs) == (answer.token_ids, answer.logprobs)
-    assert state.top_logprobs == answer.top_logprobs
-
-
 STOPS = (7, 11)
 PENALTIES: list[dict[str, Any]] = [
     {"repetition_penalty": 1.7},
@@ -92,14 +50,15 @@ PENALTIES: list[dict[str, Any]] = [
 ]
 
 
-def replay_penalized(model: Transformer, request: PreparedRequest) -> tuple[Generation, list[float]]:
-    """The answer of a request alone, and the log-probabilities of its tokens: each by a forward of the canvas before,
-    with vLLM's formula, token by token."""
+def replay(model: Transformer, request: PreparedRequest) -> tuple[Generation, list[torch.Tensor]]:
+    """The answer of a request alone, and the log-probabilities [V] in the place of each token: each by a forward of the
+    canvas before, with the bias and vLLM's formula, token by token."""
     config, steps = request.settings.config, list[DecodingStep]()
     [answer] = decode(model, [request], steps.append)
+    length = len(answer.token_ids)
     canvases = [[*PROMPT, *[MASK] * 9], *(list(step.canvases[0].token_ids) for step in steps)]
-    logprobs = []
-    for index, (token, forward) in enumerate(zip(answer.token_ids, answer.step_map, strict=True)):
+    rows = []
+    for index, forward in enumerate(answer.step_map[:length]):
         position, canvas = len(PROMPT) + index, canvases[forward - 1]
         with torch.no_grad():
             logits_LV = model(torch.tensor([canvas[: (position // 4 + 1) * 4]]), pattern=BlockCausal(4))[0]
@@ -113,8 +72,31 @@ def replay_penalized(model: Transformer, request: PreparedRequest) -> tuple[Gene
         for other in {*committed}:
             logits_V[other] -= config.frequency_penalty * committed.count(other) + config.presence_penalty
         logits_V[[MASK, SUPPRESSED, *(STOPS if index < config.min_new_tokens else ())]] = -torch.inf
-        logprobs.append(float(logits_V.log_softmax(0)[token]))
-    return answer, logprobs
+        rows.append(logits_V.log_softmax(0))
+    return answer, rows
+
+
+def logprobs_of(rows: list[torch.Tensor], answer: Generation) -> Any:
+    return pytest.approx([float(row[token]) for row, token in zip(rows, answer.token_ids, strict=True)], abs=1e-9)
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "remasking"])
+def test_biased_distributions_and_their_alternatives(model: Transformer, name: str) -> None:
+    config = settings(**CONFIGS[name], max_new_tokens=9)
+    options = RequestOptions(logit_bias=BIAS, num_top_logprobs=3)
+    with Engine(model, cache_memory=1 << 16) as engine:
+        request = engine.submit(PROMPT, config, 1, options)
+        answer, state = request.result(30), request.state
+    [without] = generate(model, [PROMPT], config, [1])
+    assert answer.token_ids != without.token_ids and not {MASK, SUPPRESSED} & {*answer.token_ids}
+    alone, rows = replay(model, prepare_request(resolve_settings(config, model.config), PROMPT, 1, options))
+    assert answer.token_ids == alone.token_ids and answer.logprobs == logprobs_of(rows, answer)
+    for row, pairs in zip(rows, answer.top_logprobs, strict=True):
+        order = row.argsort(descending=True)[:3].tolist()
+        assert [token for token, _ in pairs] == order
+        assert [logprob for _, logprob in pairs] == pytest.approx(row[order].tolist(), abs=1e-9)
+    assert (state.token_ids, state.logprobs) == (answer.token_ids, answer.logprobs)
+    assert state.top_logprobs == answer.top_logprobs
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "remasking"])
@@ -128,10 +110,9 @@ def test_penalties_and_early_stop_tokens(model: Transformer, name: str) -> None:
         requests.append(prepare_request(resolve_settings(settings(**values), model.config), PROMPT, 3, options))
     together = decode(model, requests)
     for request, answer in zip(requests, together, strict=True):
-        alone, expected = replay_penalized(model, request)
-        assert alone.logprobs == pytest.approx(expected, abs=1e-9)
+        alone, rows = replay(model, request)
         assert (answer.token_ids, answer.step_map) == (alone.token_ids, alone.step_map)
-        assert answer.logprobs == pytest.approx(expected, abs=1e-9)
+        assert answer.logprobs == logprobs_of(rows, answer)
     assert len({answer.token_ids for answer in together}) == 4
 
 

@@ -11,12 +11,8 @@ import openai
 import pytest
 
 from config.generation import GenerationConfig
-from config.infer import InferInputConfig
-from config.serving.server import ServeSection
 from diffusionlm.inference.generate import Generation, generate, infill
-from diffusionlm.inference.healing import TokenHealer
 from diffusionlm.inference.request_builder import suppress_ids_without_text
-from diffusionlm.inference.settings import resolve_settings
 from tests.unit.serving.http.conftest import NAME, RunningServer
 from tokenizer import CHAT_TEMPLATES, encode_chat
 
@@ -56,18 +52,6 @@ def test_settings_of_a_request(server: RunningServer, settings: dict[str, Any]) 
     assert tuple(answer["token_ids"]) == expected.token_ids
     assert (answer["num_forwards"], answer["seed"]) == (expected.num_forwards, 7)
     assert answer["finish_reason"] == expected.finish_reason
-
-
-def test_a_text_is_healed_as_by_the_other_commands(server: RunningServer) -> None:
-    assert ServeSection().token_healing == InferInputConfig().token_healing
-    settings = config(server, max_new_tokens=12, temperature=1.0)
-    resolved = resolve_settings(settings, server.model.config)
-    healer = TokenHealer(server.tokenizer, {*resolved.forbidden_token_ids, *resolved.stop_token_ids})
-    healed = healer.heal_prompt("the cat s")
-    assert healed.num_repeated_bytes
-    [expected] = generate(server.model, [healed.token_ids], settings, [7], allowed_token_ids=[healed.allowed_token_ids])
-    answer = complete(server, prompt="the cat s", token_healing=None, return_token_ids=True)["choices"][0]
-    assert tuple(answer["token_ids"]) == expected.token_ids
 
 
 def test_prompts_times_choices(server: RunningServer) -> None:

@@ -379,3 +379,20 @@ def test_a_client_that_never_reads_loses_its_connection(
         assert [transport.get_write_buffer_size() for transport in transports] == [0]
         assert [transport.get_extra_info("socket").fileno() for transport in transports] == [-1]
     server.wait_until_idle()
+
+
+def test_a_slow_reader_that_goes_on_keeps_its_connection(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its response takes longer than a reader that does not go on may take."""
+    size = 8 << 20
+    monkeypatch.setattr("diffusionlm.serving.http.app.load_page", lambda: Response(b"x" * size))
+    server = start_server(write_timeout_seconds=1.0)
+    num_read, start = 0, time.monotonic()
+    with server.connect() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        connection.sendall(head("/", method="GET"))
+        while data := connection.recv(1 << 18):
+            num_read += len(data)
+            time.sleep(len(data) / size * 1.5)
+    assert num_read > size and time.monotonic() - start > 1.5

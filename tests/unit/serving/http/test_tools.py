@@ -33,12 +33,7 @@ ADD: dict[str, Any] = {
 }
 NOW = {"name": "now", "parameters": {"type": "object", "properties": {}}}
 TOOLS: Any = [{"type": "function", "function": function} for function in (ADD, NOW)]
-LLAMA = """{{- bos }}{% for m in messages %}<|im_start|>{{ m.role }}
-{% if loop.first and tools %}{{ tools | tojson }} Respond with {"name": NAME, "parameters": {...}}.{% endif %}
-{% if m.tool_calls %}{"name": "{{ m.tool_calls[0].function.name }}", "parameters": \
-{{ m.tool_calls[0].function.arguments | tojson }}}{% else %}{{ m.content }}{% endif %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+LLAMA = '{{ tools | tojson }} Respond with {"name": NAME, "parameters": {...}}. {{ messages[0].content }}'
 QUESTION: Any = [{"role": "user", "content": "How long is it?"}]
 
 
