@@ -233,7 +233,7 @@ def measure(case: DistributedCase, world: World, rounds: int) -> Table:
         sent = measure_sent_bytes(implementation, world, case.steps)
         state_bytes = max(world.all_gather_objects(implementation.optimizer_bytes()))
         peer = TORCH_FSDP if "fsdp" in name.lower() else TORCH_DDP
-        ratio = times.speedup(name, peer).format_ratio() if name != peer else "-"
+        ratio = times.format_speedup(name, peer) if name != peer else "-"
         sizes = [f"{size / MEBIBYTE:.2f}" for size in (state_bytes, sent)]
         rows.append([name, f"{tokens / times.median(name):,.0f}", ratio, *sizes, f"{losses[name]:.6f}"])
     header = ["implementation", "tok/s", "speedup over torch's [quartiles]", "optimizer MiB per rank", "sent MiB"]

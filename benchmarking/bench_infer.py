@@ -99,7 +99,7 @@ class CellResult:
 
     def speed_over(self, label: str) -> str:
         """Speed over another call, within rounds."""
-        return "1" if label == self.cell.label else self.times.speedup(self.cell.label, label).format_ratio()
+        return "1" if label == self.cell.label else self.times.format_speedup(self.cell.label, label)
 
     def to_json(self) -> dict[str, Any]:
         """All measurements, and the rates that follow from them."""

@@ -211,7 +211,7 @@ def compare_losses(
         print_message(f"{case}: memory and error of {name}")
         rate = f"{case.teraflops / times.median(name):.3g}"
         peak = f"{measure_peak(case, name, compiles=compiles) / MEBIBYTE:,.0f}"
-        ratio = times.speedup(name, BASELINE).format_ratio()
+        ratio = times.format_speedup(name, BASELINE)
         rows.append([str(case), name, times.format_ms(name), rate, ratio, peak, f"{measure_error(case, loss):.1e}"])
     return rows
 

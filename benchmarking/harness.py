@@ -45,7 +45,7 @@ CLOCKS: dict[Clock, Callable[[], float]] = {
 
 MEBIBYTE = 1 << 20
 SPEEDUP_COLUMN = "per round [quartiles]"
-"""Header of `Speedup.format_ratio` beside a column of the ratio of medians."""
+"""Header of `Comparison.format_speedup` beside a column of the ratio of medians."""
 INSTALL_HINT = "install the dependency group bench: uv sync --group bench"
 
 
@@ -166,34 +166,16 @@ class Comparison:
         """Milliseconds of the median call."""
         return f"{1e3 * self.median(name):,.2f}"
 
-    def speedup(self, name: str, over: str) -> Speedup:
-        """The speed of one implementation over that of another, from at least two rounds."""
+    def format_speedup(self, name: str, over: str) -> str:
+        """The speed of one implementation over that of another, from at least two rounds: the median and the quartiles
+        of the ratios within each round, in which noise that slows a whole round cancels."""
         ratios = [slow / fast for fast, slow in zip(self.seconds[name], self.seconds[over], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-        return Speedup(self.median(over) / self.median(name), middle, low, high)
+        return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
 
     def speedup_cells(self, name: str, over: str) -> list[str]:
         """Cells for the ratio of medians and for `SPEEDUP_COLUMN`."""
-        ratio = self.speedup(name, over)
-        return [f"{ratio.ratio_of_medians:.2f}", ratio.format_ratio()]
-
-
-@dataclass(frozen=True)
-class Speedup:
-    """The speed of one implementation divided by that of another."""
-
-    ratio_of_medians: float
-    """Ratio of the median times."""
-    median_ratio: float
-    """Median of the ratios within each round, in which noise that slows a whole round cancels."""
-    low: float
-    """First quartile of the ratios."""
-    high: float
-    """Third quartile of the ratios."""
-
-    def format_ratio(self) -> str:
-        """Format the median ratio with its quartiles for a table."""
-        return f"{self.median_ratio:.2f} [{self.low:.2f}, {self.high:.2f}]"
+        return [f"{self.median(over) / self.median(name):.2f}", self.format_speedup(name, over)]
 
 
 def run_in_fresh_process(

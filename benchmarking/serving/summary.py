@@ -78,24 +78,13 @@ def compare_counts(before: Mapping[str, float], after: Mapping[str, float]) -> d
     return growth | ratios
 
 
-@dataclass(frozen=True)
-class Latencies:
-    """Times of a request in milliseconds, as `vllm bench serve` defines them."""
-
-    ttft: float
-    """To the first text."""
-    tpot: float | None
-    """Per token after the first one: (e2el - ttft) / (tokens - 1). A first piece of several tokens makes it low."""
-    e2el: float
-    """To the last piece of the answer."""
-
-
-def measure_latencies(record: RequestRecord) -> Latencies:
-    """The times of a complete request."""
+def measure_latencies(record: RequestRecord) -> dict[str, float]:
+    """The times of a complete request in milliseconds, by the keys of `GoodputSection`, as `vllm bench serve` defines
+    them; tpot only of several tokens. A first piece of several tokens makes tpot low."""
     assert record.end is not None, "the request is complete"
     first = record.chunk_times[0] if record.chunk_times else record.end
-    ttft, e2el = 1e3 * (first - record.start), 1e3 * (record.end - record.start)
-    return Latencies(ttft, (e2el - ttft) / (record.num_tokens - 1) if record.num_tokens > 1 else None, e2el)
+    ttft, e2el, num_further = 1e3 * (first - record.start), 1e3 * (record.end - record.start), record.num_tokens - 1
+    return {"ttft": ttft, "e2el": e2el} | ({"tpot": (e2el - ttft) / num_further} if num_further > 0 else {})
 
 
 def is_good(record: RequestRecord, limits: GoodputSection) -> bool:
@@ -103,8 +92,7 @@ def is_good(record: RequestRecord, limits: GoodputSection) -> bool:
     if not record.is_complete:
         return False
     latencies = measure_latencies(record)
-    pairs = ((getattr(latencies, name), getattr(limits, name)) for name in ("ttft", "tpot", "e2el"))
-    return all(limit is None or value is None or value <= limit for value, limit in pairs)
+    return all(latencies.get(name, 0.0) <= limit for name, limit in limits.model_dump(exclude_none=True).items())
 
 
 @dataclass(frozen=True)
@@ -199,10 +187,10 @@ def _collect(records: Sequence[RequestRecord]) -> dict[str, list[float]]:
     latencies = [measure_latencies(record) for record in records]
     counted = [record for record in records if record.new_tokens is not None and record.chunk_times]
     return {
-        "ttft_ms": [value.ttft for value in latencies],
-        "tpot_ms": [value.tpot for value in latencies if value.tpot is not None],
+        "ttft_ms": [value["ttft"] for value in latencies],
+        "tpot_ms": [value["tpot"] for value in latencies if "tpot" in value],
         "gap_ms": [1e3 * (end - start) for record in records for start, end in pairwise(record.chunk_times)],
-        "e2el_ms": [value.e2el for value in latencies],
+        "e2el_ms": [value["e2el"] for value in latencies],
         "tokens_per_chunk": [(record.new_tokens or 0) / len(record.chunk_times) for record in counted],
     }
 
