@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -106,6 +106,7 @@ def make_data(config: MakeDataConfig, log: Log, on_progress: OnProgress | None =
     directory = config.output.directory
     sources = {split: open_source(config.source, split, "source") for split in SPLITS}
     provided_tokenizer = None if config.tokenizer.path is None else _load_tokenizer(config.tokenizer.path)
+    job = _MakeDataJob(config, sources, provided_tokenizer, log, on_progress or (lambda *_: None))
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(lock_directory(directory))
@@ -116,12 +117,11 @@ def make_data(config: MakeDataConfig, log: Log, on_progress: OnProgress | None =
         except OSError as error:
             raise ValueError(f"output.directory = {directory} cannot be written: {error.strerror}") from error
         if (directory / INDEX_FILE).is_file():
-            return _check_complete(config, sources, provided_tokenizer, log)
+            return job.check_complete()
         stack.enter_context(_explain_write_errors(directory))
-        progress = _load_or_create_progress(config, sources, provided_tokenizer)
-        job = _MakeDataJob(config, sources, progress, log, on_progress)
+        job.load_or_create_progress()
         try:
-            return job.run(provided_tokenizer)
+            return job.run()
         except KeyboardInterrupt:
             log(f"stopped; {job.num_shards} shards are complete. Repeat the command to continue")
             raise
@@ -143,58 +143,6 @@ def _explain_write_errors(directory: Path) -> Iterator[None]:
         ) from error
 
 
-def _check_complete(
-    config: MakeDataConfig, sources: Mapping[Split, DocumentSource], provided_tokenizer: Tokenizer | None, log: Log
-) -> ShardIndex:
-    """Check the inputs and the checksums of a complete directory, and return its index."""
-    directory = config.output.directory
-    index = read_index(directory, "output.directory")
-    _check_same_inputs(config, sources, provided_tokenizer, index)
-    log(f"{directory} is complete; comparing its files with their checksums ...")
-    for split_index in index.splits.values():
-        check_checksums(directory, split_index)
-    (directory / PROGRESS_FILE).unlink(missing_ok=True)
-    return index
-
-
-def _load_or_create_progress(
-    config: MakeDataConfig, sources: Mapping[Split, DocumentSource], provided_tokenizer: Tokenizer | None
-) -> MakeDataProgress:
-    """Load the progress, and remove the partial files of a killed process.
-
-    Raises:
-        ValueError: the directory holds something else, data from other inputs, or damaged files.
-    """
-    directory = config.output.directory
-    path = directory / PROGRESS_FILE
-    if not path.is_file():
-        names = (entry.name for entry in directory.iterdir())
-        foreign = sorted(name for name in names if name != LOCK_FILE and not name.startswith(f"{PROGRESS_FILE}.tmp-"))
-        if foreign:
-            raise ValueError(
-                f"output.directory = {directory} is not empty and has no {PROGRESS_FILE} (it holds "
-                f"{', '.join(foreign[:5])}); name another directory"
-            )
-        remove_temporary_paths(directory)
-        splits = {
-            split: SplitProgress(index=SplitIndex(identity=source.identity, provenance=source.provenance))
-            for split, source in sources.items()
-        }
-        progress = MakeDataProgress(config=_content_config(config), splits=splits)
-        save_progress(progress, directory)
-        return progress
-    remove_temporary_paths(directory)
-    progress = read_json_model(
-        MakeDataProgress, path, "if an older version began it, finish it with that one; or remove the directory"
-    )
-    _check_same_inputs(config, sources, provided_tokenizer, progress)
-    for state in progress.splits.values():
-        check_sizes(directory, state.index)
-    if progress.tokenizer_fingerprint is None:
-        shutil.rmtree(directory / TOKENIZER_DIRECTORY, ignore_errors=True)
-    return progress
-
-
 def save_progress(progress: MakeDataProgress, directory: Path) -> None:
     write_text_atomic(directory / PROGRESS_FILE, progress.model_dump_json(indent=1) + "\n")
 
@@ -204,37 +152,6 @@ def _content_config(config: MakeDataConfig) -> dict[str, Any]:
     values: dict[str, Any] = to_toml_values(config)
     output = {key: value for key, value in values["output"].items() if key not in ("directory", "workers")}
     return {**values, "output": output}
-
-
-def _check_same_inputs(
-    config: MakeDataConfig,
-    sources: Mapping[Split, DocumentSource],
-    provided_tokenizer: Tokenizer | None,
-    saved: ShardIndex | MakeDataProgress,
-) -> None:
-    """Check that a directory was made from the same config, documents and tokenizer.
-
-    Raises:
-        ValueError: lists the differences.
-    """
-    values = _content_config(config)
-    saved_output = saved.config.get("output")
-    if isinstance(saved_output, dict) and saved_output.get("format") == "bin":  # the key of older versions
-        values["output"]["format"] = "bin"
-    differences = list_differences(saved.config, values)
-    for split, source in sources.items():
-        identity = getattr(saved.splits.get(split), "identity", None)
-        if identity != source.identity:
-            differences.append(f"the {split} documents: {identity} -> {source.identity}")
-    fingerprint = saved.tokenizer_fingerprint
-    if provided_tokenizer is not None and fingerprint not in (None, provided_tokenizer.fingerprint):
-        differences.append(f"the tokenizer in {config.tokenizer.path}: it has another fingerprint now")
-    if differences:
-        lines = "\n  ".join(differences)
-        raise ValueError(
-            f"output.directory = {config.output.directory} holds data from other inputs:\n  {lines}\n"
-            "name another directory, or remove this one"
-        )
 
 
 def _read_sized_tokens(source: DocumentSource, encoder: TextEncoder) -> WindowedReader[str, tuple[Tokens, int]]:
@@ -248,33 +165,101 @@ def _read_sized_tokens(source: DocumentSource, encoder: TextEncoder) -> Windowed
     return WindowedReader(source, CHUNK_DOCUMENTS, tokenize, encoder.prefetch_depth)
 
 
+@dataclass
 class _MakeDataJob:
     """Tokenizes the documents of all splits into the shards of one directory."""
 
-    def __init__(
-        self,
-        config: MakeDataConfig,
-        sources: Mapping[Split, DocumentSource],
-        progress: MakeDataProgress,
-        log: Log,
-        on_progress: OnProgress | None,
-    ) -> None:
-        self._config, self._sources, self._progress = config, sources, progress
-        self._log, self._on_progress = log, on_progress or (lambda *_: None)
-        self._directory = config.output.directory
+    config: MakeDataConfig
+    sources: Mapping[Split, DocumentSource]
+    provided_tokenizer: Tokenizer | None
+    """None: the job trains one."""
+    log: Log
+    on_progress: OnProgress
+
+    def __post_init__(self) -> None:
+        self._directory = self.config.output.directory
+        splits = {
+            split: SplitProgress(index=SplitIndex(identity=source.identity, provenance=source.provenance))
+            for split, source in self.sources.items()
+        }
+        self._progress = MakeDataProgress(config=_content_config(self.config), splits=splits)
 
     @property
     def num_shards(self) -> int:
         return sum(len(state.index.shards) for state in self._progress.splits.values())
 
-    def run(self, provided_tokenizer: Tokenizer | None) -> ShardIndex:
-        tokenizer = self._prepare_tokenizer(provided_tokenizer)
+    def check_complete(self) -> ShardIndex:
+        """Check the inputs and the checksums of a complete directory, and return its index."""
+        index = read_index(self._directory, "output.directory")
+        self._check_same_inputs(index)
+        self.log(f"{self._directory} is complete; comparing its files with their checksums ...")
+        for split_index in index.splits.values():
+            check_checksums(self._directory, split_index)
+        (self._directory / PROGRESS_FILE).unlink(missing_ok=True)
+        return index
+
+    def load_or_create_progress(self) -> None:
+        """Load the progress, and remove the partial files of a killed process.
+
+        Raises:
+            ValueError: the directory holds something else, data from other inputs, or damaged files.
+        """
+        path = self._directory / PROGRESS_FILE
+        if not path.is_file():
+            names = [entry.name for entry in self._directory.iterdir() if entry.name != LOCK_FILE]
+            foreign = sorted(name for name in names if not name.startswith(f"{PROGRESS_FILE}.tmp-"))
+            if foreign:
+                raise ValueError(
+                    f"output.directory = {self._directory} is not empty and has no {PROGRESS_FILE} (it holds "
+                    f"{', '.join(foreign[:5])}); name another directory"
+                )
+            remove_temporary_paths(self._directory)
+            self._save(self._progress)
+            return
+        remove_temporary_paths(self._directory)
+        self._progress = read_json_model(
+            MakeDataProgress, path, "if an older version began it, finish it with that one; or remove the directory"
+        )
+        self._check_same_inputs(self._progress)
+        for state in self._progress.splits.values():
+            check_sizes(self._directory, state.index)
+        if self._progress.tokenizer_fingerprint is None:
+            shutil.rmtree(self._directory / TOKENIZER_DIRECTORY, ignore_errors=True)
+
+    def _check_same_inputs(self, saved: ShardIndex | MakeDataProgress) -> None:
+        """Check that the directory was made from the same config, documents and tokenizer.
+
+        Raises:
+            ValueError: lists the differences.
+        """
+        values = _content_config(self.config)
+        saved_output = saved.config.get("output")
+        if isinstance(saved_output, dict) and saved_output.get("format") == "bin":  # the key of older versions
+            values["output"]["format"] = "bin"
+        differences = list_differences(saved.config, values)
+        for split, source in self.sources.items():
+            identity = getattr(saved.splits.get(split), "identity", None)
+            if identity != source.identity:
+                differences.append(f"the {split} documents: {identity} -> {source.identity}")
+        tokenizer, fingerprint = self.provided_tokenizer, saved.tokenizer_fingerprint
+        if tokenizer is not None and fingerprint not in (None, tokenizer.fingerprint):
+            differences.append(f"the tokenizer in {self.config.tokenizer.path}: it has another fingerprint now")
+        if differences:
+            lines = "\n  ".join(differences)
+            raise ValueError(
+                f"output.directory = {self._directory} holds data from other inputs:\n  {lines}\n"
+                "name another directory, or remove this one"
+            )
+
+    def run(self) -> ShardIndex:
+        """Make the shards that are left, and the index."""
+        tokenizer = self._prepare_tokenizer()
         assert tokenizer.eos_token_id is not None, "_prepare_tokenizer rejects tokenizers without it"
         dtype = select_dtype(tokenizer.vocab_size)
         if self.num_shards:
-            self._log(f"{self._directory}: continuing after {self.num_shards} complete shards")
+            self.log(f"{self._directory}: continuing after {self.num_shards} complete shards")
         open_splits = [split for split in SPLITS if not self._progress.splits[split].is_done]
-        num_processes = self._config.output.workers
+        num_processes = self.config.output.workers
         if num_processes is None:  # with one core, another process only adds overhead
             num_processes = usable_cores() if usable_cores() > 1 else 0
         with open_text_encoder(tokenizer, num_processes if open_splits else 0) as encoder:
@@ -294,7 +279,7 @@ class _MakeDataJob:
         (self._directory / PROGRESS_FILE).unlink()
         return index
 
-    def _prepare_tokenizer(self, provided_tokenizer: Tokenizer | None) -> Tokenizer:
+    def _prepare_tokenizer(self) -> Tokenizer:
         """Return the directory's tokenizer; if there is none yet, save the provided or a trained one there."""
         folder, fingerprint = self._directory / TOKENIZER_DIRECTORY, self._progress.tokenizer_fingerprint
         if fingerprint is not None:
@@ -304,10 +289,10 @@ class _MakeDataJob:
                     f"{folder} is not the tokenizer that was used so far; remove the directory and start again"
                 )
             return tokenizer
-        tokenizer = provided_tokenizer or _train_tokenizer(self._config, self._log)
+        tokenizer = self.provided_tokenizer or _train_tokenizer(self.config, self.log)
         if tokenizer.eos_token_id is None:
             raise ValueError(
-                f"tokenizer.path = {self._config.tokenizer.path}: the tokenizer has no end-of-text token, which "
+                f"tokenizer.path = {self.config.tokenizer.path}: the tokenizer has no end-of-text token, which "
                 "ends documents; name one in its tokenizer_config.json"
             )
         shutil.rmtree(partial_path(folder), ignore_errors=True)
@@ -320,19 +305,19 @@ class _MakeDataJob:
 
     def _make_split(self, split: Split, encoder: TextEncoder, dtype: ShardDtype) -> None:
         """Write the remaining shards of a split."""
-        source, position = self._sources[split], self._progress.splits[split].position
+        source, position = self.sources[split], self._progress.splits[split].position
         if saved := self._progress.splits[split].skip_log:
             vars(source.skip_log).update(saved)
         documents = _read_sized_tokens(source, encoder)
         shard: ShardWriter | None = None
         totals, is_done = (0, 0, 0), False
-        self._on_progress(split, *totals)
+        self.on_progress(split, *totals)
         try:
             while not is_done:
                 start = position
                 chunk, position = documents.read(0, start, CHUNK_DOCUMENTS)
                 if chunk:
-                    index, size = len(self._progress.splits[split].index.shards), self._config.output.shard_tokens
+                    index, size = len(self._progress.splits[split].index.shards), self.config.output.shard_tokens
                     shard = shard or ShardWriter(self._directory, split, index, dtype, size)
                     count = shard.add_documents([tokens for tokens, _ in chunk], [size for _, size in chunk])
                     if count < len(chunk):  # the others are for the next shard
@@ -343,7 +328,7 @@ class _MakeDataJob:
                     shard = None
                 num_tokens, num_bytes = sum(len(tokens) for tokens, _ in chunk), sum(size for _, size in chunk)
                 totals = (totals[0] + len(chunk), totals[1] + num_tokens, totals[2] + num_bytes)
-                self._on_progress(split, *totals)
+                self.on_progress(split, *totals)
         except BaseException:
             if shard is not None:
                 shard.discard()
@@ -351,7 +336,7 @@ class _MakeDataJob:
 
     def _commit_shard(self, split: Split, shard: ShardWriter | None, position: ReaderPosition) -> None:
         """Finish a shard (None: the last one was full) and record it and the new progress of its split."""
-        source, state = self._sources[split], self._progress.splits[split]
+        source, state = self.sources[split], self._progress.splits[split]
         shards = (*state.index.shards, *([shard.finish()] if shard is not None else []))
         if not shards:
             raise _no_documents_error(split, source.provenance, source.skip_log.counts)
