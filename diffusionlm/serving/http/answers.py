@@ -99,10 +99,8 @@ class Choice:
                 self.spans[0].push(token)  # the first one has no log-probability if outputs are shifted
         self.finish_reason: str | None = None
         self.state: RequestState | None = None
-        self.first_token_time: float | None = None
-        self.last_token_time: float | None = None
-        self.chunk_gaps: list[float] = []
-        """Seconds between two arrivals of tokens."""
+        self.arrivals: list[float] = []
+        """Times at which tokens have arrived, by `time.monotonic`."""
         self._tokenizer = tokenizer
         self._num_read = 0
 
@@ -136,9 +134,13 @@ class Choice:
             raise to_api_error(state.error)
         self.state = state
         if len(state.token_ids) > self._num_read:
-            self._note_arrival()
+            self.arrivals.append(time.monotonic())
         for number in range(self._num_read, len(state.token_ids)):
-            self._push(number, state)
+            span = bisect_right(self._span_ends[:-1], number)
+            top_logprobs = state.top_logprobs[number] if state.top_logprobs else ()
+            self.spans[span].push(state.token_ids[number], state.logprobs[number], tuple(top_logprobs))
+            if self._span_ends and number + 1 == self._span_ends[span]:
+                self.spans[span].finish()
         self._num_read = len(state.token_ids)
         if self.spans[-1].is_stopped:
             self.finish_reason = "stop"
@@ -148,20 +150,6 @@ class Choice:
                 span.finish()
             is_stopped = self.spans[-1].is_stopped
             self.finish_reason = "stop" if is_stopped else state.generation.finish_reason
-
-    def _push(self, number: int, state: RequestState) -> None:
-        span = bisect_right(self._span_ends[:-1], number)
-        top_logprobs = state.top_logprobs[number] if state.top_logprobs else ()
-        self.spans[span].push(state.token_ids[number], state.logprobs[number], tuple(top_logprobs))
-        if self._span_ends and number + 1 == self._span_ends[span]:
-            self.spans[span].finish()
-
-    def _note_arrival(self) -> None:
-        now = time.monotonic()
-        if self.last_token_time is not None:
-            self.chunk_gaps.append(now - self.last_token_time)
-        self.first_token_time = self.first_token_time or now
-        self.last_token_time = now
 
     def take_new(self) -> list[TextPiece]:
         """Return the text that may be sent and was not yet."""

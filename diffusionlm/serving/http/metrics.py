@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from diffusionlm.inference.scheduler import TOKEN_BOUNDS
 from diffusionlm.serving.engine import Engine
@@ -74,8 +75,9 @@ class ServerMetrics:
         self._counters["vllm:prompt_tokens_total", model, ""] += choice.num_prompt_tokens
         if choice.finish_reason is None:
             return
-        end = state.finished or choice.last_token_time or state.started
-        first = choice.first_token_time or end
+        arrivals = choice.arrivals
+        end = state.finished or (arrivals[-1] if arrivals else state.started)
+        first = arrivals[0] if arrivals else end
         values = {
             "vllm:e2e_request_latency_seconds": end - state.submitted,
             "vllm:request_queue_time_seconds": state.started - state.submitted,
@@ -86,13 +88,14 @@ class ServerMetrics:
             "vllm:request_generation_tokens": choice.num_tokens,
             "diffusionlm:request_forwards": choice.num_forwards,
         }
-        if choice.first_token_time is not None:
+        if arrivals:
             values["vllm:time_to_first_token_seconds"] = first - state.submitted
         if choice.num_tokens > 1:
             values["vllm:request_time_per_output_token_seconds"] = (end - first) / (choice.num_tokens - 1)
         if choice.num_forwards:
             values["diffusionlm:request_tokens_per_forward"] = choice.num_tokens / choice.num_forwards
-        for name, value in [*values.items(), *(("vllm:inter_token_latency_seconds", gap) for gap in choice.chunk_gaps)]:
+        gaps = [("vllm:inter_token_latency_seconds", later - earlier) for earlier, later in pairwise(arrivals)]
+        for name, value in [*values.items(), *gaps]:
             self._counts[name, model, bisect_left(_HISTOGRAMS[name][1], max(0.0, value))] += 1
             self._sums[name, model] += max(0.0, value)
 
