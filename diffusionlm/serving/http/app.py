@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
@@ -41,7 +41,6 @@ from diffusionlm.serving.http.preparation import RequestPreparer, detokenize, to
 from diffusionlm.serving.http.service import Service
 from diffusionlm.serving.http.wire import (
     ApiError,
-    JsonResponse,
     parse_body,
     parse_object,
     to_api_error,
@@ -133,7 +132,7 @@ class ServerApp:
             raise ClientDisconnect  # too late for a response: the connection is closed
         is_read = await discard_body(request, self._service.limits.max_body)
         headers = problem.headers if is_read else {**problem.headers, "Connection": "close"}
-        await JsonResponse(problem.body, problem.status, headers)(request.scope, request.receive, send)
+        await JSONResponse(problem.body, problem.status, headers)(request.scope, request.receive, send)
 
     def _check_headers(self, scope: Scope) -> None:
         """Refuse what h11 lets through: headers that are too long but arrive at once, and two lengths of a body, which
@@ -179,10 +178,10 @@ class ServerApp:
 
     async def _answer_health(self, request: Request) -> Response:
         self._service.check_is_healthy()
-        return JsonResponse({"status": "ok"})
+        return JSONResponse({"status": "ok"})
 
     async def _answer_version(self, request: Request) -> Response:
-        return JsonResponse({"version": read_version()})
+        return JSONResponse({"version": read_version()})
 
     async def _compute(
         self, function: Callable[[RequestPreparer, dict[str, Any]], dict[str, Any]], request: Request
@@ -192,7 +191,7 @@ class ServerApp:
         with self._service.activity():
             preparer = self._service.preparer
             answer = await self._service.threads.run(lambda: function(preparer, parse_object(content)), owner)
-        return JsonResponse(answer)
+        return JSONResponse(answer)
 
     async def _answer_metrics(self, request: Request) -> Response:
         text = self._service.metrics.render(self._service.engine)
@@ -200,10 +199,10 @@ class ServerApp:
 
     async def _list_models(self, request: Request) -> Response:
         models = [self._describe_model(name) for name in self._service.preparer.names]
-        return JsonResponse({"object": "list", "data": models})
+        return JSONResponse({"object": "list", "data": models})
 
     async def _answer_model(self, request: Request) -> Response:
-        return JsonResponse(self._describe_model(self._service.preparer.find_model(request.path_params["name"])))
+        return JSONResponse(self._describe_model(self._service.preparer.find_model(request.path_params["name"])))
 
     async def _load_adapter(self, request: Request) -> Response:
         body = await self._read_adapter_body(request, LoadAdapterBody)

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import from_json
-from starlette.responses import Response
 
 from config.base import Section
 from config.serving.server import ServeSection
@@ -135,22 +134,12 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def to_json(value: Any) -> bytes:
-    """Format a value; lone surrogates become escapes, since UTF-8 has no form of them."""
+    """Format a value in ASCII, so that no client of a stream takes a character for the end of a line."""
     return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()
 
 
-class JsonResponse(Response):
-    """A response with a value."""
-
-    media_type = "application/json"
-
-    def render(self, content: Any) -> bytes:
-        return to_json(content)
-
-
-def shorten(value: Any, limit: int = 60) -> str:
-    """Format a value for an error."""
-    text = value if isinstance(value, str) else json.dumps(value)
+def shorten(text: str, limit: int = 60) -> str:
+    """Cut a text of a client for an error."""
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
