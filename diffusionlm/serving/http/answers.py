@@ -136,11 +136,11 @@ class Choice:
         if len(state.token_ids) > self._num_read:
             self.arrivals.append(time.monotonic())
         for number in range(self._num_read, len(state.token_ids)):
-            span = bisect_right(self._span_ends[:-1], number)
+            span = self.spans[bisect_right(self._span_ends[:-1], number)]
             top_logprobs = state.top_logprobs[number] if state.top_logprobs else ()
-            self.spans[span].push(state.token_ids[number], state.logprobs[number], tuple(top_logprobs))
-            if self._span_ends and number + 1 == self._span_ends[span]:
-                self.spans[span].finish()
+            span.push(state.token_ids[number], state.logprobs[number], top_logprobs)
+            if number + 1 in self._span_ends:
+                span.finish()
         self._num_read = len(state.token_ids)
         if self.spans[-1].is_stopped:
             self.finish_reason = "stop"
