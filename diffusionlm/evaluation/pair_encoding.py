@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
 
 from config.model import ModelConfig
 from tokenizer import Tokenizer
@@ -17,7 +16,6 @@ class EncodedPair:
     continuation_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True)
 class PairEncoder:
     """Encodes texts that may contain special tokens, such as a rendered chat.
 
@@ -25,18 +23,14 @@ class PairEncoder:
     once: a chat template writes it itself.
     """
 
-    tokenizer: Tokenizer
-    prefix_ids: tuple[int, ...]
-    """Before each text; usually none."""
-    first_token_id: int | None
-    """In place of an empty context: the beginning of text, else its end. None: the tokenizer has neither."""
-
-    @classmethod
-    def from_model(cls, tokenizer: Tokenizer, model: ModelConfig) -> Self:
+    def __init__(self, tokenizer: Tokenizer, model: ModelConfig) -> None:
         """Use the prefix with which the model was trained, else the one that the tokenizer adds."""
-        prefix_ids = tuple(model.prefix_ids or tokenizer.prefix_ids)
-        candidates = [*prefix_ids[:1], tokenizer.bos_token_id, model.eos_token_id, tokenizer.eos_token_id]
-        return cls(tokenizer, prefix_ids, next((token for token in candidates if token is not None), None))
+        self.tokenizer = tokenizer
+        self.prefix_ids = tuple(model.prefix_ids or tokenizer.prefix_ids)
+        """Before each text; usually none."""
+        candidates = [*self.prefix_ids[:1], tokenizer.bos_token_id, model.eos_token_id, tokenizer.eos_token_id]
+        self.first_token_id = next((token for token in candidates if token is not None), None)
+        """In place of an empty context: the beginning of text, else its end. None: the tokenizer has neither."""
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Encode a whole text.

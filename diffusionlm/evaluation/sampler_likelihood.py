@@ -136,7 +136,7 @@ def greedy_matches(
         ValueError: as `score_documents`.
     """
     config = AnswerLikelihoodConfig() if config is None else config
-    builder = AnswerBuilder.from_model(model.config, config)
+    builder = AnswerBuilder(model.config, config)
     block_length = builder.layout.block_length
     texts, active = [], []
     for index, item in enumerate(requests):

@@ -86,35 +86,29 @@ def read_validation_rows(
     return [row for start in range(0, len(rows), size) for row in pad_to_longest(rows[start : start + size])]
 
 
-@dataclass(frozen=True)
 class Validator:
     """Evaluates a run on its validation rows. Every rank has all rows and runs its share of the forwards."""
 
-    config: TrainConfig
-    tokenizer: Tokenizer
-    training_components: list[MixtureComponent]
-    rows: list[Row]
-    world: World = SINGLE_PROCESS
-    skipped_records: tuple[str, ...] = ()
-    """Lines on validation records that were left out or repaired."""
-
-    @classmethod
-    def open(
-        cls,
+    def __init__(
+        self,
         config: TrainConfig,
         tokenizer: Tokenizer,
         training_components: list[MixtureComponent],
         world: World = SINGLE_PROCESS,
-    ) -> Validator:
+    ) -> None:
         """Read the rows once, from shuffled validation documents.
 
         Raises:
             ValueError: there is no validation text.
         """
+        self.config, self.tokenizer, self.world = config, tokenizer, world
+        self.training_components = training_components
         components = open_components(config.data, "validation")
-        rows = read_validation_rows(config, tokenizer, components)
-        skipped = (line for component in components for line in list_skipped(component.name, component.skip_logs))
-        return cls(config, tokenizer, training_components, rows, world, tuple(skipped))
+        self.rows = read_validation_rows(config, tokenizer, components)
+        self.skipped_records = [
+            line for component in components for line in list_skipped(component.name, component.skip_logs)
+        ]
+        """Lines on validation records that were left out or repaired."""
 
     @property
     def block_lengths(self) -> list[int | None]:

@@ -191,7 +191,7 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
     loader: StepLoader = WorkerLoader(spec) if config.data.workers else spec.open(components)
     if device.type == "cuda" and config.runtime.prefetch:
         loader = Prefetcher(loader, device)
-    validator = Validator.open(config, tokenizer, components, world)
+    validator = Validator(config, tokenizer, components, world)
     infills = choose_infills(config, state.model.config, tokenizer, validator.rows)
     is_sampling = world.is_first or isinstance(config.parallel, FSDP)
     return Run(
@@ -205,7 +205,7 @@ def build_run(config: TrainConfig, directory: RunDirectory, world: World = SINGL
         monitor=StepMonitor(config.logging, max_steps, state.model, state.parallel, state.master_weights),
         validator=validator,
         samples=Samples.open(config, infills, tokenizer, state.model, is_sampling),
-        tasks=LiveEvaluation.open(
+        tasks=LiveEvaluation(
             config.evaluation, tokenizer, state.model.config, world, is_collective=isinstance(config.parallel, FSDP)
         ),
         example_input=choose_example_input(config, infills, state.model.config, tokenizer, validator.rows),

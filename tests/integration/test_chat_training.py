@@ -291,7 +291,7 @@ def test_eight_conversations_are_learned_by_heart(kind: str, tmp_path: Path) -> 
     train(config)
     task = {"kind": "exact_match", "source": source, "generation": {"max_new_tokens": 8}}
     model = load_model(config.run.directory)
-    tasks = LiveEvaluation.open(
+    tasks = LiveEvaluation(
         TrainingEvaluationConfig.model_validate({"tasks": [task]}), load_tokenizer(config.run.directory), model.config
     )
     [(result, _)] = tasks.evaluate(model)

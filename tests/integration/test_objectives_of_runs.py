@@ -170,7 +170,7 @@ def test_a_model_of_several_block_lengths_is_judged_by_all(config: TrainConfig) 
     assert (model.config.block_length, model.config.logit_alignment) == (16, "same_position")
     # The table's numbers are what the library says of the saved model.
     tokenizer = load_tokenizer(config.run.directory)
-    rows = Validator.open(config, tokenizer, open_components(config.data, "train")).rows[:8]
+    rows = Validator(config, tokenizer, open_components(config.data, "train")).rows[:8]
     batch: dict[str, Any] = {
         "tokens_BL": torch.from_numpy(np.stack([row.tokens_L for row in rows])).long(),
         "loss_mask_BL": torch.from_numpy(np.stack([row.loss_mask_L for row in rows])),
@@ -225,7 +225,7 @@ def test_the_entropy_of_the_source_is_named_where_it_is_the_floor(config: TrainC
     def entropy(objective: dict[str, Any], source: dict[str, Any], **data: Any) -> float | None:
         changed = with_objective(config, objective, data={"rows": "padded", "source": source, **data})
         tokenizer = train_bpe(["abc"], vocab_size=258)
-        return Validator.open(changed, tokenizer, open_components(changed.data, "train")).source_entropy
+        return Validator(changed, tokenizer, open_components(changed.data, "train")).source_entropy
 
     markov = {"kind": "markov", "symbols": "ab", "length": 4, "stay": 0.5}
     whole = {"kind": "masked_diffusion"}

@@ -99,11 +99,11 @@ def test_ranks_share_the_answers(
 ) -> None:
     model = tiny_model(**token_ids(tokenizer)).eval()
     config = TrainingEvaluationConfig.model_validate({"tasks": tasks})
-    alone = LiveEvaluation.open(config, tokenizer, model.config).evaluate(model)
+    alone = LiveEvaluation(config, tokenizer, model.config).evaluate(model)
 
     def act(world: World) -> Any:
         for is_collective in (False, True):
-            live = LiveEvaluation.open(config, tokenizer, model.config, world, is_collective=is_collective)
+            live = LiveEvaluation(config, tokenizer, model.config, world, is_collective=is_collective)
             outcomes = live.evaluate(model)
             for (result, items), (expected, expected_items) in zip(outcomes, alone, strict=True):
                 assert result.list_logged_values() == expected.list_logged_values()

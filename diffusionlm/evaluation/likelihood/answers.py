@@ -68,36 +68,26 @@ class BlockedAnswer:
         return MaskedCopy(self.clean_tokens, self.num_context, block.start, tokens, positions, targets)
 
 
-@dataclass(frozen=True)
 class AnswerBuilder:
     """Builds the answers of a model and of settings."""
 
-    model: ModelConfig
-    layout: InputLayout
-    scored_suffix: tuple[int, ...]
-    """Tokens after each continuation that belong to it."""
-    suffix: tuple[int, ...]
-    """Tokens after each continuation that are not scored."""
-
-    @classmethod
-    def from_model(cls, model: ModelConfig, config: AnswerLikelihoodConfig) -> AnswerBuilder:
+    def __init__(self, model: ModelConfig, config: AnswerLikelihoodConfig) -> None:
         """Resolve the block length, and the end-of-text token.
 
         Raises:
             ValueError: the model has no mask token, and is not autoregressive; or it has no end-of-text token, and the
                 settings need one.
         """
+        self.model = model
         block_length = None if config.bidirectional else config.block_length or model.block_length
-        layout = InputLayout.from_config(model, block_length)
-        if config.end_of_text == "none":
-            return cls(model, layout, (), ())
-        if model.eos_token_id is None:
+        self.layout = InputLayout.from_config(model, block_length)
+        if config.end_of_text != "none" and model.eos_token_id is None:
             raise ValueError(
                 f'end_of_text = "{config.end_of_text}" needs a token, and the model\'s config.json names no '
                 'eos_token_id: set end_of_text = "none"'
             )
-        eos = (model.eos_token_id,)
-        return cls(model, layout, eos, ()) if config.end_of_text == "scored" else cls(model, layout, (), eos)
+        self._suffix = () if config.end_of_text == "none" else (model.eos_token_id,)
+        self._is_suffix_scored = config.end_of_text == "scored"
 
     def build(self, context: Sequence[int], continuation: Sequence[int], name: str) -> BlockedAnswer:
         """Build an answer; an error calls it ``name``.
@@ -119,11 +109,11 @@ class AnswerBuilder:
                 f"{name} has the mask token {mask_token} at index {list(continuation).index(mask_token)}, which has "
                 "probability zero: remove it"
             )
-        scored = (*continuation, *self.scored_suffix)
-        tokens = (*context, *scored, *self.suffix)
+        tokens = (*context, *continuation, *self._suffix)
         if len(tokens) > limit:
             raise ValueError(
                 f"{name} has {len(tokens)} tokens with its context, more than max_position_embeddings = {limit} of the "
                 "model: remove the first tokens of the context"
             )
-        return BlockedAnswer(self.layout, tokens, len(context), len(scored))
+        num_scored = len(continuation) + len(self._suffix) * self._is_suffix_scored
+        return BlockedAnswer(self.layout, tokens, len(context), num_scored)

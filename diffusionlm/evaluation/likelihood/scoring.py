@@ -152,7 +152,7 @@ def score_documents(
             the model cannot predict; or the model's probabilities are not finite.
     """
     config = AnswerLikelihoodConfig() if config is None else config
-    builder = AnswerBuilder.from_model(model.config, config)
+    builder = AnswerBuilder(model.config, config)
     scores: list[OptionScores] = []
     sizes = [(sum(len(request.context) + len(option) for option in request.options),) for request in requests]
     for group in split_by_size(requests, sizes, (config.batch_tokens,)):  # memory is for the copies of one group

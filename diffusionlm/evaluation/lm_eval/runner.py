@@ -164,7 +164,7 @@ class RequestRunner:
     _settings: dict[GenerationConfig, DecodingSettings] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.encoder = PairEncoder.from_model(self.tokenizer, self.model.config)
+        self.encoder = PairEncoder(self.tokenizer, self.model.config)
 
     @property
     def max_length(self) -> int:

@@ -10,7 +10,6 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from config.evaluation.tasks import TrainingEvaluationConfig
@@ -235,37 +234,34 @@ def mean_with_error(values: Sequence[float]) -> MetricValue:
 # Tasks during training
 
 
-@dataclass(frozen=True)
 class LiveEvaluation:
-    """Tasks whose prompts fit the model."""
+    """Tasks on which a model is evaluated while it is trained."""
 
-    tasks: tuple[PreparedItems, ...]
-    world: World = SINGLE_PROCESS
-    is_collective: bool = False
-    """The model's forwards are collective, so every rank computes all answers; otherwise each computes its share."""
-
-    @classmethod
-    def open(
-        cls,
+    def __init__(
+        self,
         config: TrainingEvaluationConfig,
         tokenizer: Tokenizer,
         model: ModelConfig,
         world: World = SINGLE_PROCESS,
         *,
         is_collective: bool = False,
-    ) -> LiveEvaluation:
+    ) -> None:
         """Read the items and encode their prompts.
+
+        Args:
+            is_collective: the model's forwards are collective, so every rank computes all answers; otherwise each
+                computes its share.
 
         Raises:
             ValueError: the data or the settings of a task are wrong, or a prompt does not fit the model; names the key.
         """
-        tasks = []
+        self.world, self.is_collective = world, is_collective
+        self.tasks: list[PreparedItems] = []
         for index, task in enumerate(config.tasks):
             try:
-                tasks.append(prepare_items(task, read_task_items(task), tokenizer, model))
+                self.tasks.append(prepare_items(task, read_task_items(task), tokenizer, model))
             except ValueError as error:
                 raise ValueError(f"evaluation.tasks.{index}: {error}") from None
-        return cls(tuple(tasks), world, is_collective)
 
     def evaluate(self, model: Transformer) -> list[tuple[VariantResult, tuple[ItemResult, ...]]]:
         """Answer all items; return the result of each task, and its answers in the order of the items. All ranks call

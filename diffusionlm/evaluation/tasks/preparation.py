@@ -104,7 +104,7 @@ def prepare_items(
             f"repeats = {task.repeats} would give equal answers, because decoding is deterministic: set "
             "generation.temperature above 0 and generation.top_k other than 1, or repeats = 1"
         )
-    answers = AnswerBuilder.from_model(model, task.likelihood) if isinstance(task, LikelihoodTask) else None
+    answers = AnswerBuilder(model, task.likelihood) if isinstance(task, LikelihoodTask) else None
     for item in items:
         try:
             if isinstance(task, GenerationTask):

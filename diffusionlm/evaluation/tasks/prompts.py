@@ -68,7 +68,7 @@ class PreparedItems:
         path = self.prompt.shots_data
         self._examples = [] if path is None else list(read_items_of_file(task, path))
         self._tokenizer, self._model = tokenizer, model
-        self._encoder = PairEncoder.from_model(tokenizer, model)
+        self._encoder = PairEncoder(tokenizer, model)
 
     @cached_property
     def requests(self) -> RequestBuilder:

@@ -166,7 +166,7 @@ def test_the_validation_split_is_what_the_validator_sees(tmp_path: Path, capsys:
     result = json.loads(capsys.readouterr().out)
     config = load_config(TrainConfig, path)
     tokenizer = RowSource.open(config, "validation").tokenizer
-    validated = Validator.open(config, tokenizer, []).rows
+    validated = Validator(config, tokenizer, []).rows
     assert [row["loss_mask"] for row in result["rows"]] == [row.loss_mask_L.tolist() for row in validated]
     assert [row["tokens"] for row in result["rows"]] == [row.tokens_L.tolist() for row in validated]
     assert result["counts"]["rows"] == 10

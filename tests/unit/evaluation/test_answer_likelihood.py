@@ -138,7 +138,7 @@ def test_common_draws_make_differences_precise(diffusion: Transformer) -> None:
     options = ((4, 3, 1, 1, 0, 2), (4, 3, 1, 1, 0, 3), (4, 3, 1))
     exact_N = np.array(score_options(diffusion, CONTEXT, options).log_likelihoods)
     config = SAMPLED.model_copy(update={"racing": False})
-    builder, values, errors = AnswerBuilder.from_model(diffusion.config, config), [], []
+    builder, values, errors = AnswerBuilder(diffusion.config, config), [], []
     for key in range(100):
         sampler = AdaptiveSampler(builder, OptionsRequest(CONTEXT, options, key), config, "document")
         sampler.read(iter(compute_log_probabilities(diffusion, builder.layout, sampler.add_stage(), 8192)))

@@ -22,7 +22,7 @@ def tokenizer() -> Tokenizer:
 
 def encoder_of(tokenizer: Tokenizer, make_config: MakeConfig, *, adds_bos: bool = False) -> PairEncoder:
     options = TokenOptions(bos_token="<s>", adds_bos=True) if adds_bos else TokenOptions()
-    return PairEncoder.from_model(tokenizer.with_options(options), make_config(vocab_size=400, eos_token_id=301))
+    return PairEncoder(tokenizer.with_options(options), make_config(vocab_size=400, eos_token_id=301))
 
 
 @pytest.mark.parametrize(
@@ -58,11 +58,11 @@ def test_the_prefix_is_written_once(tokenizer: Tokenizer, make_config: MakeConfi
 
 def test_a_model_that_begins_texts_with_the_end_of_text(tokenizer: Tokenizer, make_config: MakeConfig) -> None:
     config = make_config(vocab_size=400, eos_token_id=301, begin_with_eos=True)
-    assert PairEncoder.from_model(tokenizer, config).encode("d") == (301, 100)
+    assert PairEncoder(tokenizer, config).encode("d") == (301, 100)
 
 
 def test_an_empty_context_needs_a_token(tokenizer: Tokenizer, make_config: MakeConfig) -> None:
     bare = Tokenizer(dict(tokenizer.vocab), list(tokenizer.merges), {}, "gpt2")
-    encoder = PairEncoder.from_model(bare, make_config(vocab_size=400, eos_token_id=None, pad_token_id=None))
+    encoder = PairEncoder(bare, make_config(vocab_size=400, eos_token_id=None, pad_token_id=None))
     with pytest.raises(ValueError, match="empty context"):
         encoder.encode_pair("", "d")

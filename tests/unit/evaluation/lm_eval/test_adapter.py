@@ -80,7 +80,7 @@ def task(name: str, **changes: Any) -> dict[str, Any]:
 def test_pairs_are_split_as_by_the_harness(tokenizer: Tokenizer, model: Transformer) -> None:
     from lm_eval.api.model import TemplateLM
 
-    encoder = PairEncoder.from_model(tokenizer, model.config)
+    encoder = PairEncoder(tokenizer, model.config)
 
     class Reference(TemplateLM):  # type: ignore[misc]
         eot_token_id = tokenizer.eos_token_id

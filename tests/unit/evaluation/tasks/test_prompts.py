@@ -77,7 +77,7 @@ def test_chats(path: Path, build: Build) -> None:
 
 def test_encoded_prompts(build: Build, make_config: MakeConfig) -> None:
     tokenizer = chat_tokenizer()
-    encoder = PairEncoder.from_model(tokenizer, make_config(**token_ids(tokenizer)))
+    encoder = PairEncoder(tokenizer, make_config(**token_ids(tokenizer)))
     task, [item, *_] = build()
     assert task.build_request(item, 0).token_ids == list(encoder.encode("Question: 0 + 1?\nAnswer:"))
     assert task.hash_prompt(item) == hashlib.sha256(b"Question: 0 + 1?\nAnswer:").hexdigest()
