@@ -57,7 +57,7 @@ def run_tasks(name: str, config: EvalConfig, argv: Sequence[str] | None) -> None
         variants = prepare_variants(resolve_variants(config))
         from diffusionlm.evaluation.tasks.runner import TaskRun
 
-        run = TaskRun.open(directory, variants)
+        run = TaskRun(directory, variants)
         write_text_atomic(directory / CONFIG_FILE, to_toml(config))
     command = shlex.join([name, *(sys.argv[1:] if argv is None else argv)])
     with closing(ProgressMeter(sys.stderr, is_transient=True)) as meter:

@@ -1,7 +1,7 @@
 """Likelihood of text under a model: the NELBO, which is exact for blocks of one token, with standard errors.
 
 Shapes: B rows, L tokens, G noise groups of a row (the row itself, or its blocks), K Monte Carlo samples, N masked
-positions.
+positions, F bins of the masked fraction.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class NelboForwardSums:
     """Weighted sum of cross-entropies of each row without EOS padding, in nats."""
     eos_padding_sum: float
     """The same of the EOS padding of all rows."""
-    bin_sums: NDArray[np.float64]
-    bin_counts: NDArray[np.float64]
+    bins_2F: NDArray[np.float64]
+    """Sums and counts of the masked tokens' cross-entropies in each bin of the masked fraction."""
 
 
 class NelboEstimator:
@@ -145,9 +145,9 @@ class NelboEstimator:
         nll_BL = compute_masked_nll(model, self.layout, batch, masked_BL)
         nats_BL = np.nan_to_num(nll_BL * weights_BL)
         is_eos_padding_BL = self.is_eos_padding_BL[rows]
-        bins = _bin_by_masked_fraction(np.where(is_eos_padding_BL, np.nan, nll_BL), fractions_BL)
+        bins_2F = _bin_by_masked_fraction(np.where(is_eos_padding_BL, np.nan, nll_BL), fractions_BL)
         return NelboForwardSums(
-            np.where(is_eos_padding_BL, 0.0, nats_BL).sum(axis=1), float(nats_BL[is_eos_padding_BL].sum()), *bins
+            np.where(is_eos_padding_BL, 0.0, nats_BL).sum(axis=1), float(nats_BL[is_eos_padding_BL].sum()), bins_2F
         )
 
     def _build_masks(
@@ -201,17 +201,15 @@ class NelboEstimator:
     def build_report(self, forward_sums: Sequence[NelboForwardSums]) -> NelboReport:
         """Combine the results of all forwards, in order."""
         sums_BK = np.zeros((len(self.maskable_BL), self.num_mc_samples))
-        bin_sums, bin_counts = np.zeros(NUM_FRACTION_BINS), np.zeros(NUM_FRACTION_BINS)
         for index, sums in enumerate(forward_sums):
             sums_BK[self._locate_forward(index)] = sums.sums_B
-            bin_sums += sums.bin_sums
-            bin_counts += sums.bin_counts
+        bins_2F = np.sum([sums.bins_2F for sums in forward_sums], axis=0)
         num_eos_padding_tokens = int(self.is_eos_padding_BL.sum())
         eos_padding_nats = sum(sums.eos_padding_sum for sums in forward_sums) / self.num_mc_samples
         curve = tuple(
-            (index / NUM_FRACTION_BINS, (index + 1) / NUM_FRACTION_BINS, float(bin_sums[index] / bin_counts[index]))
-            for index in range(NUM_FRACTION_BINS)
-            if bin_counts[index]
+            (index / NUM_FRACTION_BINS, (index + 1) / NUM_FRACTION_BINS, float(total / count))
+            for index, (total, count) in enumerate(bins_2F.T)
+            if count
         )
         return NelboReport.from_rows(
             sums_BK.mean(axis=1),
@@ -263,12 +261,10 @@ def _assign_groups(layout: InputLayout, batch: CleanBatch, sequences: NoiseSeque
     )
 
 
-def _bin_by_masked_fraction(
-    nll_BL: NDArray[np.float64], fractions_BL: NDArray[np.float64]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Sums of the masked tokens' cross-entropies, and their counts, by bin of the masked fraction."""
+def _bin_by_masked_fraction(nll_BL: NDArray[np.float64], fractions_BL: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Sums of the masked tokens' cross-entropies, and their counts, by bin of the masked fraction, [2, F]."""
     is_scored_BL = ~np.isnan(nll_BL)
     bins_N = np.ceil(fractions_BL[is_scored_BL] * NUM_FRACTION_BINS - 1e-9).astype(int) - 1
     bins_N = np.clip(bins_N, 0, NUM_FRACTION_BINS - 1)
-    sums = np.bincount(bins_N, nll_BL[is_scored_BL], NUM_FRACTION_BINS).astype(np.float64)
-    return sums, np.bincount(bins_N, minlength=NUM_FRACTION_BINS).astype(np.float64)
+    weights = (nll_BL[is_scored_BL], np.ones(len(bins_N)))
+    return np.stack([np.bincount(bins_N, values_N, NUM_FRACTION_BINS) for values_N in weights])

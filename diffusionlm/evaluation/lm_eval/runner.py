@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from config.evaluation.lm_eval import LmEvalConfig
@@ -151,20 +151,16 @@ def _parse_until(value: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(text for text in texts if text))
 
 
-@dataclass
 class RequestRunner:
     """A model with its settings. The results of requests are pairs of an index among them and a result, which come as
     soon as they are computed; all requests are checked before the first forward."""
 
-    model: Transformer
-    tokenizer: Tokenizer
-    config: LmEvalConfig
-    num_truncated: int = 0
-    """Contexts that have lost their first tokens."""
-    _settings: dict[GenerationConfig, DecodingSettings] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.encoder = PairEncoder(self.tokenizer, self.model.config)
+    def __init__(self, model: Transformer, tokenizer: Tokenizer, config: LmEvalConfig) -> None:
+        self.model, self.tokenizer, self.config = model, tokenizer, config
+        self.encoder = PairEncoder(tokenizer, model.config)
+        self.num_truncated = 0
+        """Contexts that have lost their first tokens."""
+        self._settings: dict[GenerationConfig, DecodingSettings] = {}
 
     @property
     def max_length(self) -> int:

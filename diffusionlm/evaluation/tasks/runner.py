@@ -12,7 +12,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -64,38 +64,32 @@ CONFIG_FILES = (
 )
 
 
-@dataclass
 class TaskRun:
     """A run in a folder."""
 
-    path: Path
-    variants: Sequence[Variant]
-    fingerprints: Mapping[str, Mapping[str, Mapping[str, Any]]]
-    """Variant -> task -> what decides its results."""
-    _loaded: tuple[InferModelConfig, Transformer] | None = field(default=None, init=False)
-
-    @classmethod
-    def open(cls, path: Path, variants: Sequence[Variant]) -> TaskRun:
+    def __init__(self, path: Path, variants: Sequence[Variant]) -> None:
         """Create the folder of a run, or continue the run in it.
 
         Raises:
             ValueError: it holds another run (names what differs), or a file cannot be read.
             OSError: it cannot be written.
         """
+        self.path, self.variants = path, variants
+        self._loaded: tuple[InferModelConfig, Transformer] | None = None
         models = {(variant.model, variant.directory) for variant in variants}
         model_hashes = {key: fingerprint_model(*key) for key in models}  # variants of one model read its weights once
-        fingerprint: dict[str, dict[str, Any]] = {}
+        self.fingerprints: dict[str, dict[str, Any]] = {}
+        """Variant -> task -> what decides its results."""
         for variant in variants:
             model = model_hashes[variant.model, variant.directory]
-            fingerprint[variant.name] = {task.name: fingerprint_task(task, model) for task in variant.prepared}
+            self.fingerprints[variant.name] = {task.name: fingerprint_task(task, model) for task in variant.prepared}
         file = path / FINGERPRINT_FILE
         if file.is_file():
-            check_fingerprint(path, read_json_object(file), fingerprint)
+            check_fingerprint(path, read_json_object(file), self.fingerprints)
         elif path.is_dir() and any(path.iterdir()):
             raise ValueError(f"{path} is not empty, and holds no evaluation: name another folder as output")
         (path / ITEMS_FOLDER).mkdir(parents=True, exist_ok=True)
-        write_text_atomic(file, json.dumps(fingerprint, indent=1, ensure_ascii=False) + "\n")
-        return cls(path, variants, fingerprint)
+        write_text_atomic(file, json.dumps(self.fingerprints, indent=1, ensure_ascii=False) + "\n")
 
     def run(self, on_progress: OnProgress = ignore_progress, command: str = "") -> EvaluationResults:
         """Evaluate what is missing, and write results.json.

@@ -48,7 +48,7 @@ def run_tasks(tmp_path: Path, make_task: MakeTask, random_model: Transformer, mo
             if len(counts) == end_after:
                 raise KeyboardInterrupt
 
-        return TaskRun.open(tmp_path / folder, planned).run(interrupt, "command")
+        return TaskRun(tmp_path / folder, planned).run(interrupt, "command")
 
     return run
 
