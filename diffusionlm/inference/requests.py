@@ -7,9 +7,9 @@ forward computes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -204,11 +204,34 @@ class Predictions:
 class ActiveRequest:
     """The state of a request that is being decoded."""
 
+    step = 0
+    """Step within the current block."""
+    num_steps = 0
+    """Steps of all blocks so far, including those without a forward."""
+    num_forwards = 0
+    stop_index: int | None = None
+    """Index of the stop token in `answer_positions`."""
     choice_logprobs: tuple[tuple[float, ...], ...] = ()
+    error: Exception | None = None
+    """Why decoding has ended."""
+    is_prepared = False
+    """`output_positions` are those of the next step."""
+    cached_length = 0
+    """Positions whose cached keys and values do not change within the current block."""
+    needs_prefill = True
+    """No forward has read the current block yet."""
+    num_cached_tokens = 0
+    """Tokens that were in the prefix cache at the first forward."""
+    arrival = 0
+    """Number of requests that came before."""
+    last_step: int | None = None
+    """Round of its last step, or of its admission; None: it was never admitted."""
     paused_until = 0.0
     """Time before which others go ahead, by `time.perf_counter`."""
     adapter: ModelAdapter | None = None
     """An engine sets the one that has the name when the request is submitted."""
+    _num_final = 0
+    """Tokens of `answer_positions` from the left that are final."""
 
     def __init__(self, request: PreparedRequest) -> None:
         settings, masked_positions = request.settings, request.masked_positions
@@ -218,48 +241,26 @@ class ActiveRequest:
         self.tokens_L = request.canvas_L.copy()
         """Placeholders at masked positions."""
         self.placeholder_id = int(self.tokens_L[masked_positions[0]]) if len(masked_positions) else 0
-        self.is_masked_L = np.isin(np.arange(len(self.tokens_L)), masked_positions)
-        self.logprobs_L = np.full(len(self.tokens_L), np.nan)
-        self.top_logprobs: dict[int, TopLogprobs] = {}
-        """Position -> the most probable tokens, when it was committed."""
-        self.step_map_L = np.zeros(len(self.tokens_L), dtype=np.int64)
+        length = len(self.tokens_L)
+        self.is_masked_L = np.isin(np.arange(length), masked_positions)
+        self.logprobs_L = np.full(length, np.nan)
+        self.step_map_L = np.zeros(length, dtype=np.int64)
+        num_top = min(request.options.num_top_logprobs, settings.model.vocab_size)
+        self._top_tokens_LT = np.zeros((length, num_top), dtype=np.int64)
+        self._top_logprobs_LT = np.full((length, num_top), -np.inf)
+        """Those of the most probable tokens, when a position was committed; -inf where there is none."""
         self.blocks = list(request.blocks)
         """Blocks still to be decoded, the current one first."""
-        self.step = 0
-        """Step within the current block."""
-        self.num_steps = 0
-        """Steps of all blocks so far, including those without a forward."""
-        self.num_forwards = 0
-        self.stop_index: int | None = None
-        """Index of the stop token in `answer_positions`."""
-        self._num_final = 0
-        """Tokens of `answer_positions` from the left that are final."""
-        self.cached_length = 0
-        """Positions whose cached keys and values do not change within the current block."""
-        self.needs_prefill = True
-        """No forward has read the current block yet."""
         self.pages: list[list[int]] = []
         """Pages of each text: with guidance there is a second one, without what was given."""
         self.page_digests: list[bytes] = []
         """Of the pages in the prefix cache."""
-        self.num_cached_tokens = 0
-        """Tokens that were in the prefix cache at the first forward."""
-        self.arrival = 0
-        """Number of requests that came before."""
-        self.last_step: int | None = None
-        """Round of its last step, or of its admission; None: it was never admitted."""
-        self.is_prepared = False
-        """`output_positions` are those of the next step."""
-        self.error: Exception | None = None
-        """Why decoding has ended."""
         self.span_cursors = tuple(map(SpanCursor, request.constrained_spans))
+        self.output_positions = self._candidate_positions = masked_positions[:0]
+        """Positions whose logits the next forward computes, [N], ascending."""
+        self._is_selected_M: NDArray[np.bool_] | None = None
         self._strategy = settings.strategy
         self._stop_token_ids: Collection[int] = () if self.options.is_infill else settings.stop_token_ids
-        self._deferred_token_ids = list(settings.config.defer_token_ids)
-        self.output_positions = masked_positions[:0]
-        """Positions whose logits the next forward computes, [N], ascending."""
-        self._candidate_positions = masked_positions[:0]
-        self._is_selected_M: NDArray[np.bool_] | None = None
         self._place_draft()
 
     def _place_draft(self) -> None:
@@ -329,25 +330,14 @@ class ActiveRequest:
         """The most probable tokens at committed positions; empty if the request has not asked for them."""
         if not self.options.num_top_logprobs:
             return ()
-        return tuple(self.top_logprobs.get(position, ()) for position in positions.tolist())
+        tokens, logprobs = self._top_tokens_LT[positions].tolist(), self._top_logprobs_LT[positions].tolist()
+        rows = (zip(*row, strict=True) for row in zip(tokens, logprobs, strict=True))
+        return tuple(tuple(pair for pair in row if pair[1] > -math.inf) for row in rows)
 
     @property
     def is_known(self) -> bool:
         """Its text is known: the tokens are committed that it has."""
         return self.prepared.known_tokens_L is not None
-
-    def draw_token_uniforms(self) -> NDArray[np.float64]:
-        """A number in [0, 1) for the token of each output position."""
-        return self.draw_uniforms(RngStream.TOKEN_SAMPLING, self.output_positions)
-
-    def read_committed_tokens(self) -> NDArray[np.int64]:
-        """Tokens of the output positions, -1 at masked ones."""
-        return np.where(self.is_masked_L, -1, self.tokens_L)[self.output_positions]
-
-    def read_known_tokens(self) -> NDArray[np.int64]:
-        """Tokens of a known text at the output positions."""
-        assert self.prepared.known_tokens_L is not None
-        return self.prepared.known_tokens_L[self.output_positions]
 
     def prepare_step(self) -> None:
         """Set `output_positions` for the next forward, and look for a stop token.
@@ -394,24 +384,19 @@ class ActiveRequest:
             # the model, which depends on the batch, must not break the tie.
             if (self.tokens_L == self.tokens_L[0]).all():
                 confidence_M = confidence_M.round(TIE_DECIMALS)
-            if self._deferred_token_ids:
-                confidence_M = np.where(np.isin(predictions.tokens_N, self._deferred_token_ids), -np.inf, confidence_M)
+            if deferred_token_ids := self.settings.config.defer_token_ids:
+                confidence_M = np.where(np.isin(predictions.tokens_N, deferred_token_ids), -np.inf, confidence_M)
             is_selected_M = self._select_positions(confidence_M)
             is_committed_N = is_selected_M & self.is_masked_L[self.output_positions]
         positions = self.output_positions[is_committed_N]
         self.tokens_L[positions] = predictions.tokens_N[is_committed_N]
         self.logprobs_L[positions] = predictions.logprobs_N[is_committed_N]
-        if self.options.num_top_logprobs:
-            self._keep_top_logprobs(predictions, is_committed_N)
+        num_top = self._top_tokens_LT.shape[1]
+        self._top_tokens_LT[positions] = predictions.top_tokens_NT[is_committed_N, :num_top]
+        self._top_logprobs_LT[positions] = predictions.top_logprobs_NT[is_committed_N, :num_top]
         self.step_map_L[positions] = self.num_forwards
         self._finish_step(positions, is_selected_M)
         self._count_final_tokens()
-
-    def _keep_top_logprobs(self, predictions: Predictions, is_committed_N: NDArray[np.bool_]) -> None:
-        for index in np.flatnonzero(is_committed_N).tolist():
-            tokens, logprobs = predictions.top_tokens_NT[index].tolist(), predictions.top_logprobs_NT[index].tolist()
-            pairs = islice(zip(tokens, logprobs, strict=True), self.options.num_top_logprobs)
-            self.top_logprobs[int(self.output_positions[index])] = tuple(pair for pair in pairs if pair[1] > -np.inf)
 
     def _select_positions(self, confidence_M: NDArray[np.float64]) -> NDArray[np.bool_]:
         schedule, uniforms_M = self.blocks[0].unmasking_schedule, confidence_M

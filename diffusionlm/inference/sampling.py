@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from config.generation import GenerationConfig
+from diffusionlm.diffusion.rng import RngStream
 from diffusionlm.inference.requests import ActiveRequest, Predictions
 from diffusionlm.inference.settings import MAX_KEPT_SETTINGS, DecodingSettings
 from diffusionlm.inference.strategy import TOKEN_PROBABILITY
@@ -62,13 +63,19 @@ class TokenSampler:
             logits_NV: logits of the output positions of all requests, in their order.
         """
 
-        def read(method: Callable[[ActiveRequest], NDArray[Any]]) -> Tensor:
-            values_N = np.concatenate([method(request) for request in requests])
+        def read(find_values: Callable[[ActiveRequest, NDArray[np.int64]], NDArray[Any]]) -> Tensor:
+            values_N = np.concatenate([find_values(request, request.output_positions) for request in requests])
             return copy_to_device(torch.from_numpy(values_N), logits_NV.device)
 
-        uniforms_N = read(ActiveRequest.draw_token_uniforms) if self._settings.temperature else None
-        committed_N = read(ActiveRequest.read_committed_tokens) if self._settings.strategy.can_remask else None
-        known_N = read(ActiveRequest.read_known_tokens) if self._is_known else None
+        uniforms_N = committed_N = known_N = None
+        if self._settings.temperature:
+            uniforms_N = read(lambda request, at: request.draw_uniforms(RngStream.TOKEN_SAMPLING, at))
+        if self._settings.strategy.can_remask:
+            committed_N = read(
+                lambda request, positions: np.where(request.is_masked_L, -1, request.tokens_L)[positions]
+            )
+        if self._is_known:
+            known_N = read(lambda request, at: np.asarray(request.prepared.known_tokens_L)[at])
         changes = LogitChanges(requests)
         num_top = max((request.options.num_top_logprobs for request in requests), default=0)
         samples = [

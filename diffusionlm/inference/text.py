@@ -93,16 +93,13 @@ class AnswerText:
         ends = [*(token.start for token in tokens), len(self.text)][1:]
         return [replace(token, text=self.text[token.start : end]) for token, end in zip(tokens, ends, strict=True)]
 
-    def sendable_tokens(self, first: int = 0) -> list[AnswerToken]:
-        """Tokens from a number on whose text no later token changes."""
-        tokens, end = self.visible_tokens(first), self.sendable_length
-        if not self.is_complete and self._decoder.getstate()[0]:  # an incomplete character may end the last token
-            end = min(end, len(self.text) - 1)
-        return [token for token in tokens if self.is_complete or token.start + len(token.text) <= end]
-
     def take_new(self) -> tuple[str, list[AnswerToken]]:
         """Text and tokens since the last call that no later token changes."""
-        end, tokens = self.sendable_length, self.sendable_tokens(self._num_taken_tokens)
+        end = last_end = self.sendable_length
+        if not self.is_complete and self._decoder.getstate()[0]:  # an incomplete character may end the last token
+            last_end = min(end, len(self.text) - 1)
+        tokens = self.visible_tokens(self._num_taken_tokens)
+        tokens = [token for token in tokens if self.is_complete or token.start + len(token.text) <= last_end]
         text = self.text[self._num_taken : end]
         self._num_taken = max(end, self._num_taken)
         self._num_taken_tokens += len(tokens)
