@@ -171,7 +171,14 @@ def _sampling_key(settings: DecodingSettings) -> tuple[object, ...]:
     """Equal for settings that turn logits into predictions alike: lengths of answers, say, differ from one request to
     the next, and each group of requests costs a pass of small operations over the vocabulary."""
     config, strategy = settings.config, settings.strategy
-    options = (config.top_k, config.top_p, config.min_p, config.confidence_from, config.cfg_scale)
+    options = (
+        config.top_k,
+        config.top_p,
+        config.min_p,
+        config.confidence_from,
+        config.cfg_scale,
+        config.defer_token_ids,
+    )
     return (*options, settings.temperature, settings.forbidden_token_ids, strategy.name, repr(strategy))
 
 

@@ -225,3 +225,16 @@ def test_keys_and_values_are_within_their_memory(blocks: Transformer, cache_byte
         for length in (1, 8, 20):
             engine.submit([1] * length, GenerationConfig(max_new_tokens=8)).result(60)
         assert sum(storage.nbytes for storage in (*cache.keys_KTH, *cache.values_KTH)) == num_bytes
+
+
+@pytest.mark.parametrize("name", ["low_confidence", "p2"])
+def test_each_request_defers_its_own_tokens(model: Transformer, name: str) -> None:
+    """Whose probabilities do not count in the confidences of other positions."""
+    jobs = [
+        prepare_request(settings_of(model, max_new_tokens=12, remasking_strategy=name, defer_token_ids=ids), [1, 2])
+        for ids in ((), (3, 5, 8), tuple(range(12)))
+    ]
+    results = run_all(Decoder(model, *LIMITS["plenty"]), jobs, [0, 0, 0])
+    for result, answer in zip(results, alone(model, jobs), strict=True):
+        assert_same(result, answer)
+    assert len({answer.step_map for answer in results}) == 3
