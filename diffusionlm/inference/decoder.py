@@ -23,12 +23,7 @@ import torch
 from config.serving.server import EngineLimits
 from diffusionlm.inference.constraints.sampler import constrain_predictions
 from diffusionlm.inference.cuda_graphs import GraphedForward, keep_graphs, select_graph_pool, take_graphs
-from diffusionlm.inference.model_runner import (
-    FixedShapeRunner,
-    ModelRunner,
-    ScheduledRequest,
-    prepare_for_tiles,
-)
+from diffusionlm.inference.model_runner import FixedShapeRunner, ModelRunner, ScheduledRequest, prepare_for_tiles
 from diffusionlm.inference.requests import ActiveRequest, Predictions
 from diffusionlm.inference.sampling import BatchSampler, LogitRows
 from diffusionlm.inference.scheduler import (
@@ -63,12 +58,7 @@ class Decoder:
     """Decodes requests together. Not thread-safe."""
 
     def __init__(
-        self,
-        model: Transformer,
-        num_pages: int,
-        limits: EngineLimits,
-        *,
-        pauses_slow_constraints: bool = False,
+        self, model: Transformer, num_pages: int, limits: EngineLimits, *, pauses_slow_constraints: bool = False
     ) -> None:
         """Allocate the cache.
 

@@ -202,9 +202,7 @@ def _decode_texts(
 
 
 def decode(
-    model: Transformer,
-    prepared_requests: Sequence[PreparedRequest],
-    on_step: StepCallback | None = None,
+    model: Transformer, prepared_requests: Sequence[PreparedRequest], on_step: StepCallback | None = None
 ) -> list[Generation]:
     """Decode requests together until all are done.
 

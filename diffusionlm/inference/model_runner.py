@@ -34,13 +34,7 @@ from diffusionlm.inference.requests import ActiveRequest
 from diffusionlm.inference.settings import MAX_KEPT_SETTINGS, DecodingSettings
 from diffusionlm.models.cache import PagedCache
 from diffusionlm.models.moe import MoE
-from diffusionlm.models.patterns import (
-    AttentionPattern,
-    Bidirectional,
-    BlockCausal,
-    DenseBias,
-    PromptAndOwnBlock,
-)
+from diffusionlm.models.patterns import AttentionPattern, Bidirectional, BlockCausal, DenseBias, PromptAndOwnBlock
 from diffusionlm.models.row_adapters import ModelAdapter, RowAdaptedModel, share_weights
 from diffusionlm.models.tensors import copy_to_device
 from diffusionlm.models.transformer import Transformer
@@ -151,10 +145,7 @@ class ModelRunner:
     """Runs the model on requests, which own pages of a cache."""
 
     def __init__(
-        self,
-        model: Transformer,
-        cache: PagedCache | None,
-        graphed_forward: GraphedForward | None = None,
+        self, model: Transformer, cache: PagedCache | None, graphed_forward: GraphedForward | None = None
     ) -> None:
         """
         Args:

@@ -28,12 +28,7 @@ from diffusionlm.inference.requests import (
     TextSegments,
     split_into_blocks,
 )
-from diffusionlm.inference.settings import (
-    DecodingSettings,
-    check_token_ids,
-    resolve_read_settings,
-    resolve_settings,
-)
+from diffusionlm.inference.settings import DecodingSettings, check_token_ids, resolve_read_settings, resolve_settings
 from diffusionlm.inference.strategies import STRATEGIES
 from tokenizer import ChatTemplate, Tokenizer, encode_answer, encode_chat, encode_prompt
 

@@ -35,10 +35,9 @@ NUM_TOP_P_CANDIDATES = 1024
 class TokenSampler:
     """Samples tokens from logits. fp64 throughout: in fp32 all probabilities near 1 would be ties."""
 
-    def __init__(self, settings: DecodingSettings, device: torch.device, *, is_known: bool = False) -> None:
-        """``is_known``: the texts of the requests are known (`PreparedRequest.known_tokens_L`)."""
+    def __init__(self, settings: DecodingSettings, device: torch.device) -> None:
         config, strategy = settings.config, settings.strategy
-        self._settings, self._is_known = settings, is_known
+        self._settings = settings
         # The mask has probability zero, as in training (SUBS, Sahoo et al. 2024).
         self._forbidden_token_ids, self._deferred_token_ids = (
             copy_to_device(torch.tensor(token_ids, dtype=torch.long), device)
@@ -46,7 +45,6 @@ class TokenSampler:
         )
         self._has_fast_path = (
             settings.temperature == 0.0
-            and not is_known
             and config.top_k is None
             and config.top_p == 1.0
             and config.min_p == 0.0
@@ -61,6 +59,7 @@ class TokenSampler:
 
         Args:
             logits_NV: logits of the output positions of all requests, in their order.
+            requests: either all or none with known texts.
         """
 
         def read(find_values: Callable[[ActiveRequest, NDArray[np.int64]], NDArray[Any]]) -> Tensor:
@@ -71,29 +70,23 @@ class TokenSampler:
         if self._settings.temperature:
             uniforms_N = read(lambda request, at: request.draw_uniforms(RngStream.TOKEN_SAMPLING, at))
         if self._settings.strategy.can_remask:
-            committed_N = read(
-                lambda request, positions: np.where(request.is_masked_L, -1, request.tokens_L)[positions]
-            )
-        if self._is_known:
+            committed_N = read(lambda request, at: np.where(request.is_masked_L, -1, request.tokens_L)[at])
+        if requests[0].is_known:
             known_N = read(lambda request, at: np.asarray(request.prepared.known_tokens_L)[at])
+        is_fast = self._has_fast_path and known_N is None
+        dtype = torch.promote_types(logits_NV.dtype, torch.float32) if is_fast else torch.float64
         changes = LogitChanges(requests)
         num_top = max((request.options.num_top_logprobs for request in requests), default=0)
-        samples = [
-            self._sample_chunk(
-                self._copy_logits(logits_NV, chunk, changes),
-                *(None if values_N is None else values_N[chunk] for values_N in (uniforms_N, committed_N, known_N)),
-                num_top=num_top,
-            )
-            for chunk in iterate_chunks(logits_NV)
-        ]
+        samples = []
+        for chunk in iterate_chunks(logits_NV):
+            copy_NV = changes.apply(logits_NV[chunk].to(dtype, copy=True), chunk.start)
+            copy_NV.index_fill_(1, self._forbidden_token_ids, float("-inf"))
+            if is_fast:
+                samples.append(_sample_greedily(copy_NV, num_top, self._deferred_token_ids))
+            else:
+                values = (None if all_N is None else all_N[chunk] for all_N in (uniforms_N, committed_N, known_N))
+                samples.append(self._sample_chunk(copy_NV, *values, num_top=num_top))
         return torch.cat(samples, dim=1)
-
-    def _copy_logits(self, logits_NV: Tensor, chunk: slice, changes: LogitChanges) -> Tensor:
-        """Copy the logits of a chunk, with the changes of the requests, and with -inf at forbidden tokens; in fp64, on
-        the fast path in at least fp32."""
-        dtype = torch.promote_types(logits_NV.dtype, torch.float32) if self._has_fast_path else torch.float64
-        copy_NV = changes.apply(logits_NV[chunk].to(dtype, copy=True), chunk.start)
-        return copy_NV.index_fill_(1, self._forbidden_token_ids, float("-inf"))
 
     def _sample_chunk(
         self,
@@ -107,13 +100,10 @@ class TokenSampler:
         """Token, confidence, log-probability and ``num_top`` alternatives of each position, [3 + 2 T, N] in fp64.
 
         Args:
-            logits_NV: a copy, which the fast path overwrites.
             uniforms_N: uniforms of token sampling; None: greedy.
             committed_N: tokens of committed positions, -1 at masked ones; None: all are masked.
             known_N: tokens of a known text, in place of the sampled ones, which the confidences are of.
         """
-        if self._has_fast_path:
-            return _sample_greedily(logits_NV, num_top, self._deferred_token_ids)
         config, measure = self._settings.config, self._settings.strategy.measure
         logprobs_NV = logits_NV.log_softmax(dim=1)
         unfiltered_probs_NV = logprobs_NV.exp()
@@ -156,8 +146,7 @@ class BatchSampler:
             key = id(request) if self._samples_alone else (request.is_known, self._sampling_key(request.settings))
             groups.setdefault(key, []).append(request)
         samples = [
-            self._get_sampler(group[0].settings, is_known=group[0].is_known).sample(logits.select(group), group)
-            for group in groups.values()
+            self._get_sampler(group[0].settings).sample(logits.select(group), group) for group in groups.values()
         ]
         predictions: dict[int, Predictions | ValueError] = {}
         for group, samples_RN in zip(groups.values(), _to_arrays(samples), strict=True):

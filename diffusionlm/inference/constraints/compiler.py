@@ -8,11 +8,7 @@ from functools import lru_cache, partial
 from types import MappingProxyType
 
 from config.serving.server import DEFAULT_SCHEMA_DEPTH
-from diffusionlm.inference.constraints.byte_automaton import (
-    MAX_STATES,
-    ByteAutomaton,
-    compile_expression,
-)
+from diffusionlm.inference.constraints.byte_automaton import MAX_STATES, ByteAutomaton, compile_expression
 from diffusionlm.inference.constraints.expressions import (
     Alternation,
     Concatenation,

@@ -95,12 +95,7 @@ def p2(
 
 
 def remdm(
-    logits_of: LogitsOf,
-    prompt: Sequence[int],
-    choice: Choice,
-    *,
-    gen_length: int,
-    rates: Sequence[tuple[float, float]],
+    logits_of: LogitsOf, prompt: Sequence[int], choice: Choice, *, gen_length: int, rates: Sequence[tuple[float, float]]
 ) -> Text:
     """``rates``: how probably a masked place is settled and a settled one masked, in each step; the last step settles
     all. Forwards of steps that settle nothing are left out: their logits would not be read."""

@@ -19,13 +19,7 @@ from diffusionlm.inference.strategies import STRATEGIES
 from tests.reference.decoding.choosing import Array, best, even_counts, softmax
 from tests.reference.decoding.llada import by_factor, by_threshold
 from tests.reference.decoding.sdar import Rule
-from tests.reference.decoding.standins import (
-    MASK,
-    Table,
-    settings,
-    table_model,
-    tiny_transformer,
-)
+from tests.reference.decoding.standins import MASK, Table, settings, table_model, tiny_transformer
 
 STRATEGY_NAMES = tuple(STRATEGIES)
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 0, 1, 2], [9, 8, 7, 6, 5, 4]]

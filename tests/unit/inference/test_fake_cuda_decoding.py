@@ -24,9 +24,7 @@ pytestmark = pytest.mark.slow
 
 
 PREDICTIONS = "diffusionlm/inference/sampling.py:sample_predictions"
-ALLOWED_WAITS = {
-    PREDICTIONS: "the strategy decides on the host which predictions are committed: once in a step",
-}
+ALLOWED_WAITS = {PREDICTIONS: "the strategy decides on the host which predictions are committed: once in a step"}
 """Places where the host waits for the GPU, and why. Whatever is not listed is a mistake."""
 NUM_STEPS = 6
 
@@ -52,10 +50,7 @@ class FakeGraph:
 
 
 def record_decoding(
-    config: ModelConfig,
-    dtype: torch.dtype = torch.float32,
-    graphs: list[FakeGraph] | None = None,
-    **settings: Any,
+    config: ModelConfig, dtype: torch.dtype = torch.float32, graphs: list[FakeGraph] | None = None, **settings: Any
 ) -> LaunchRecord:
     """Decode two prompts of different lengths, a token in each step; with ``graphs`` by graphs."""
     with fake_cuda() as record:
