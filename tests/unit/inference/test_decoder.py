@@ -94,26 +94,6 @@ def test_a_prompt_is_read_in_parts_beside_others(blocks: Transformer) -> None:
         assert_same(to_generation(request), answer)
 
 
-def test_removed_requests_leave_nothing_behind(expected: Callable[..., Any]) -> None:
-    model, jobs, answers = expected("blocks")
-    rng = np.random.default_rng(2)
-    for limits in ("everything", "plenty"):
-        decoder = Decoder(model, *LIMITS[limits])
-        requests = add_requests(decoder, *jobs)
-        removed: set[int] = set()
-        while decoder.has_work:
-            decoder.step()
-            if rng.random() < 0.4 and len(removed) < 8:
-                victim = int(rng.integers(len(requests)))
-                decoder.remove(requests[victim])  # waiting, being read, being decoded, or done
-                removed.add(victim)
-            check_pages(decoder, requests)
-        assert decoder.pool.num_owned == 0
-        for index, request in enumerate(requests):
-            if index not in removed:
-                assert_same(to_generation(request), answers[index])
-
-
 def test_the_youngest_gives_way_until_someone_is_served(blocks: Transformer) -> None:
     """Two long readings, a budget for one, and pages for the older one alone."""
     settings = settings_of(blocks, denoising_steps=1)
@@ -141,12 +121,6 @@ def test_preempted_requests_do_not_count_as_cached(blocks: Transformer) -> None:
     drain(decoder, *requests)
     assert decoder.counts.num_preemptions > 0
     assert [request.num_cached_tokens for request in requests] == [0, 0] and decoder.counts.num_prefix_hits == 0
-
-
-def test_what_can_never_fit_is_refused(blocks: Transformer) -> None:
-    request = ActiveRequest(prepare_request(settings_of(blocks, max_new_tokens=12), list(range(20))))
-    with pytest.raises(ValueError, match=r"32 tokens need 8 pages of 4 positions, and the cache has 7: shorten"):
-        Decoder(blocks, *limit_decoder(num_pages=7, page_size=4)).add(request)
 
 
 def test_an_error_ends_its_own_request(blocks: Transformer) -> None:

@@ -18,7 +18,7 @@ from diffusionlm.models.row_adapters import ModelAdapter
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.models.varlen import SequenceSlice
 from tests.conftest import MakeModel
-from tests.decoding_jobs import BLOCKS, CANVASES, MASK, Job, limit_decoder, make_jobs, run_all
+from tests.decoding_jobs import BLOCKS, CANVASES, MASK, Job, check_pages, limit_decoder, make_jobs, run_all
 
 MODELS: dict[str, tuple[dict[str, Any], Sequence[dict[str, Any]]]] = {
     "blocks": ({"block_length": 4}, BLOCKS),
@@ -60,8 +60,10 @@ def decode_with_aborts(decoder: Decoder, jobs: Sequence[Job], rng: np.random.Gen
         if rng.random() < 0.4 and len(removed) < len(jobs) // 3:
             victim = int(rng.integers(len(jobs)))
             if victim not in waiting:
-                decoder.remove(requests[victim])
+                decoder.remove(requests[victim])  # waiting, being read, being decoded, or done
                 removed.add(victim)
+        check_pages(decoder, requests)
+    assert decoder.pool.num_owned == 0
     return {index: to_generation(request) for index, request in enumerate(requests) if index not in removed}
 
 

@@ -22,30 +22,19 @@ def build(name: str, **options: Any) -> Strategy:
     return STRATEGIES[name](**options)
 
 
-def decode_state(
-    confidence: list[float] | NDArray[np.float64],
-    schedule_value: float = 1,
-    *,
-    uniforms: NDArray[np.float64] | None = None,
-    is_masked: NDArray[np.bool_] | None = None,
-    step: int = 0,
-    num_steps: int = 1,
-) -> DecodeState:
-    M = len(confidence)
-    return DecodeState(
-        confidence_M=np.array(confidence, dtype=np.float64),
-        is_masked_M=np.ones(M, dtype=np.bool_) if is_masked is None else is_masked,
-        uniforms_M=np.zeros(M) if uniforms is None else uniforms,
-        schedule_value=schedule_value,
-        step=step,
-        num_steps=num_steps,
-    )
-
-
 def select(
     strategy: Strategy, confidence: list[float] | NDArray[np.float64], schedule_value: float = 1, **state: Any
 ) -> list[int]:
-    return np.flatnonzero(strategy.select_positions(decode_state(confidence, schedule_value, **state))).tolist()
+    """Selected positions; all are masked, unless the state says otherwise."""
+    M = len(confidence)
+    defaults = {"is_masked_M": np.ones(M, dtype=np.bool_), "uniforms_M": np.zeros(M), "step": 0, "num_steps": 1}
+    values: dict[str, Any] = {
+        "confidence_M": np.array(confidence),
+        "schedule_value": schedule_value,
+        **defaults,
+        **state,
+    }
+    return np.flatnonzero(strategy.select_positions(DecodeState(**values))).tolist()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -99,15 +88,9 @@ def test_every_strategy_commits_everything(name: str) -> None:
             confidence = np.where(rng.random(len(positions)) < 0.2, -INF, -2 * rng.random(len(positions)))
             if strategy.measure is None:
                 confidence = np.zeros(len(positions))
-            state = decode_state(
-                confidence,
-                schedule_value,
-                uniforms=rng.random(len(positions)),
-                is_masked=is_masked[positions],
-                step=step,
-                num_steps=len(schedule),
-            )
-            is_selected = strategy.select_positions(state)
+            state = {"uniforms_M": rng.random(len(positions)), "is_masked_M": is_masked[positions], "step": step}
+            chosen = select(strategy, confidence, schedule_value, num_steps=len(schedule), **state)
+            is_selected = np.isin(np.arange(len(positions)), chosen)
             assert strategy.measure is None or strategy.can_remask or is_selected.any()
             is_deferred = np.isneginf(confidence)
             assert not (is_selected & is_deferred).any() or is_selected[~is_deferred].all()
@@ -135,7 +118,7 @@ def test_deferred_tokens_are_last_from_the_left() -> None:
 def test_extreme_alg_temp(alg_temp: float) -> None:
     strategy = build("low_confidence", alg_temp=alg_temp)
     uniforms = np.array([0.5, 0.0, 0.9, 1 - 2.0**-53])
-    positions = select(strategy, [0.9, 0.7, -INF, 0.1], 2, uniforms=uniforms)
+    positions = select(strategy, [0.9, 0.7, -INF, 0.1], 2, uniforms_M=uniforms)
     assert positions == ([0, 1] if alg_temp < 1 else [0, 3]), "the most confident, or by the uniforms alone"
-    positions = select(strategy, [0.1, 0.7, -INF, 0.8], 3, uniforms=uniforms)
+    positions = select(strategy, [0.1, 0.7, -INF, 0.8], 3, uniforms_M=uniforms)
     assert positions == [0, 1, 3], "a deferred token is last, whatever its uniform is"
