@@ -27,7 +27,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from config.model import ModelConfig
 from diffusionlm.diffusion.layout import read_attention_bias
 from diffusionlm.inference.cuda_graphs import GraphedForward
 from diffusionlm.inference.requests import ActiveRequest
@@ -45,16 +44,11 @@ TILE_ROWS = 16
 """Inputs of a tile; more if a block is longer, fewer if blocks of this length do not fill it."""
 
 
-def _output_shift(model: ModelConfig) -> int:
-    """1 if output i - 1 predicts token i. The token before a block is final, so that output is the clean stream's of
-    training."""
-    return int(model.logit_alignment == "shifted")
-
-
 @dataclass(frozen=True)
-class InputSlice:
-    """The positions of one request that a forward reads and attends to."""
+class ScheduledRequest:
+    """What one forward does for a request: the positions that it reads and attends to."""
 
+    request: ActiveRequest
     start: int
     """First input."""
     end: int
@@ -63,29 +57,20 @@ class InputSlice:
     """Keys from the start of the text."""
     cached_length: int
     """Keys and values that do not change until the block is complete."""
-
-
-@dataclass(frozen=True)
-class ScheduledRequest:
-    """What one forward does for a request."""
-
-    request: ActiveRequest
-    part: InputSlice
     is_decoded: bool = True
     """False: keys and values of a part of its text are cached, nothing else."""
 
     @property
     def num_tokens(self) -> int:
         """Inputs of all texts of the request."""
-        return (self.part.end - self.part.start) * self.request.num_texts
+        return (self.end - self.start) * self.request.num_texts
 
 
-def find_input_slice(request: ActiveRequest) -> InputSlice:
-    """The positions of a request that its next step reads."""
-    config, block_length = request.settings.config, request.settings.block_causal_length
-    block_positions, length = request.blocks[0].positions, len(request.tokens_L)
+def schedule_step(request: ActiveRequest) -> ScheduledRequest:
+    """The next step of a request."""
+    config, length, shift = request.settings.config, len(request.tokens_L), request.settings.output_shift
+    block_length, block_positions = request.settings.block_causal_length, request.blocks[0].positions
     block_start, block_end = int(block_positions[0]), int(block_positions[-1]) + 1
-    shift = _output_shift(request.settings.model)
     first_output = max(0, int(request.output_positions[0]) - shift)
     if block_length is not None:
         segments = request.segments
@@ -95,41 +80,42 @@ def find_input_slice(request: ActiveRequest) -> InputSlice:
         if block_length == 1 and shift:
             num_visible = last_start  # No output that is computed attends to the token itself.
         start = min(request.cached_length, first_output) if request.uses_cache else 0
-        return InputSlice(start, num_visible, num_visible, block_start)
+        return ScheduledRequest(request, start, num_visible, num_visible, block_start)
     num_visible = block_end if config.canvas == "growing" else length
     if not request.uses_cache or request.needs_prefill:
-        return InputSlice(0, num_visible, num_visible, block_start)
+        return ScheduledRequest(request, 0, num_visible, num_visible, block_start)
     end = block_end if config.cache == "dual" else num_visible
-    return InputSlice(min(block_start, first_output), end, num_visible, block_start)
+    return ScheduledRequest(request, min(block_start, first_output), end, num_visible, block_start)
 
 
-def find_prompt_slice(request: ActiveRequest, num_tokens: int) -> InputSlice | None:
+def schedule_prompt_part(request: ActiveRequest, num_tokens: int) -> ScheduledRequest | None:
     """The next whole blocks of a text that is read in parts, of at most ``num_tokens`` positions, or one block if
-    these are fewer; None: ``num_tokens`` is 0, or the step of the request reads no more than that.
+    these are fewer; the step of the request if it reads no more than that; None: ``num_tokens`` is 0.
 
     Only for block-causal attention with a cache.
     """
-    block_length, part = request.settings.block_causal_length, find_input_slice(request)
+    block_length, step = request.settings.block_causal_length, schedule_step(request)
     assert block_length is not None and request.uses_blocks
     if num_tokens < 1:
         return None
-    segments = request.segments
-    limit = min(part.start + num_tokens, part.cached_length)
-    starts = segments.block_starts(np.array([part.start, limit]), block_length).tolist()
-    end = max(starts[1], segments.block_end(starts[0], block_length))
-    return InputSlice(part.start, end, end, end) if end <= part.cached_length else part
+    limit = min(step.start + num_tokens, step.cached_length)
+    starts = request.segments.block_starts(np.array([step.start, limit]), block_length).tolist()
+    end = max(starts[1], request.segments.block_end(starts[0], block_length))
+    if end > step.cached_length or end == step.end:
+        return step
+    return ScheduledRequest(request, step.start, end, end, end, is_decoded=False)
 
 
 def count_final_tokens(request: ActiveRequest) -> int:
     """Positions at the beginning whose keys and values the next step does not compute anew."""
-    part = find_input_slice(request)
-    return min(part.cached_length, max(0, int(request.output_positions[0]) - _output_shift(request.settings.model)))
+    first_output = max(0, int(request.output_positions[0]) - request.settings.output_shift)
+    return min(schedule_step(request).cached_length, first_output)
 
 
 def count_unchanging_tokens(request: ActiveRequest) -> int:
     """Positions at the beginning whose cached keys and values are not written anymore: with shifted outputs each
     step reads the position before the block again."""
-    return max(0, request.cached_length - _output_shift(request.settings.model))
+    return max(0, request.cached_length - request.settings.output_shift)
 
 
 @dataclass(frozen=True)
@@ -154,7 +140,6 @@ class ModelRunner:
         self._model, self._cache, self._graphed_forward = model, cache, graphed_forward
         self._adapted: RowAdaptedModel | None = None
         """Computes the forwards with adapters. None: there was none yet."""
-        self._shift = _output_shift(model.config)
         self._get_pattern = lru_cache(MAX_KEPT_SETTINGS)(build_pattern)
 
     def prepare_adapter(self, adapter: ModelAdapter) -> None:
@@ -174,7 +159,7 @@ class ModelRunner:
         with nvtx.annotate("decoding: forward"):
             logits_NV = self._compute_logits(texts)
         for item in scheduled:
-            item.request.cached_length = item.part.cached_length
+            item.request.cached_length = item.cached_length
             item.request.needs_prefill &= not item.is_decoded
         return logits_NV
 
@@ -200,14 +185,14 @@ class ModelRunner:
 
     def _text(self, item: ScheduledRequest, number: int) -> InputText:
         """The text of a request, or with guidance and number 1 the one without what was given."""
-        request, part = item.request, item.part
+        request, outputs = item.request, item.request.output_positions - item.request.settings.output_shift
         sequence = SequenceSlice(
-            part.start,
-            part.end,
-            part.num_visible,
-            self._pattern(request, part.num_visible),
+            item.start,
+            item.end,
+            item.num_visible,
+            self._pattern(request, item.num_visible),
             pages=request.pages[number] if request.uses_cache else None,
-            outputs=request.output_positions - self._shift if item.is_decoded else request.output_positions[:0],
+            outputs=outputs if item.is_decoded else outputs[:0],
         )
         tokens_L = _unconditional_canvas(request) if number else request.tokens_L
         return InputText(tokens_L, sequence, request.adapter)

@@ -12,7 +12,7 @@ from hashlib import sha256
 
 import numpy as np
 
-from diffusionlm.inference.model_runner import count_final_tokens, count_unchanging_tokens, find_input_slice
+from diffusionlm.inference.model_runner import count_final_tokens, count_unchanging_tokens, schedule_step
 from diffusionlm.inference.requests import ActiveRequest
 
 
@@ -141,7 +141,7 @@ class PageManager:
         """
         if self.can_share(request):
             self._share(request)
-        length = find_input_slice(request).num_visible if request.uses_blocks else len(request.tokens_L)
+        length = schedule_step(request).num_visible if request.uses_blocks else len(request.tokens_L)
         reserved = sum(min(other.num_texts, self._missing(other, len(other.tokens_L))) for other in others)
         if self._missing(request, length) + reserved <= self.pool.num_available:
             return self.allocate(request, length)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from config.serving.server import EngineLimits
-from diffusionlm.inference.model_runner import ScheduledRequest, count_final_tokens, find_input_slice, find_prompt_slice
+from diffusionlm.inference.model_runner import ScheduledRequest, count_final_tokens, schedule_prompt_part, schedule_step
 from diffusionlm.inference.pages import PageManager
 from diffusionlm.inference.requests import ActiveRequest
 
@@ -148,7 +148,7 @@ class Scheduler:
         long: list[ScheduledRequest] = []
         for request in self._take_turns():
             try:
-                item = ScheduledRequest(request, find_input_slice(request))
+                item = schedule_step(request)
             except Exception as error:
                 end_with_error(request, error)
                 self.retire(request)
@@ -160,7 +160,7 @@ class Scheduler:
         return [
             item
             for item in scheduled
-            if item.request in self.active and self._preempt_until_allocated(item.request, item.part.num_visible)
+            if item.request in self.active and self._preempt_until_allocated(item.request, item.num_visible)
         ]
 
     def _take_turns(self) -> list[ActiveRequest]:
@@ -178,10 +178,10 @@ class Scheduler:
         budget = self._limits.max_num_batched_tokens - num_tokens
         for item in sorted(scheduled, key=lambda item: (item.request.last_step or 0, item.request.arrival)):
             if item.num_tokens > budget and item.request.uses_blocks:
-                part = find_prompt_slice(item.request, max(budget // item.request.num_texts, 0 if taken else 1))
+                part = schedule_prompt_part(item.request, max(budget // item.request.num_texts, 0 if taken else 1))
                 if part is None:
                     continue
-                item = ScheduledRequest(item.request, part, is_decoded=part == item.part)
+                item = part
             elif item.num_tokens > budget and taken:
                 continue
             taken.append(item)

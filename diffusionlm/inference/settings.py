@@ -39,6 +39,12 @@ class DecodingSettings:
         return is_sampled or not self.strategy.is_deterministic
 
     @property
+    def output_shift(self) -> int:
+        """1 if output i - 1 predicts token i. The token before a block is final, so that output is the clean stream's
+        of training."""
+        return int(self.model.logit_alignment == "shifted")
+
+    @property
     def placeholder_token_id(self) -> int:
         """Token at masked positions: the mask token. An autoregressive model never reads it and needs none.
 

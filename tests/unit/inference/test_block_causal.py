@@ -15,7 +15,7 @@ from config.training.objective import BlockDiffusionConfig
 from diffusionlm.diffusion.noised_batch import CleanBatch
 from diffusionlm.diffusion.objectives import build_layout
 from diffusionlm.inference.generate import generate, infill
-from diffusionlm.inference.model_runner import ModelRunner, ScheduledRequest, find_input_slice
+from diffusionlm.inference.model_runner import ModelRunner, schedule_step
 from diffusionlm.inference.request_builder import prepare_request
 from diffusionlm.inference.requests import ActiveRequest, RequestOptions
 from diffusionlm.inference.settings import resolve_settings
@@ -122,7 +122,7 @@ def test_logits_of_the_second_turn_are_those_of_training(name: str, cache: str, 
         runner, active.pages = ModelRunner(model, pages), [[0]]
         active.prepare_step()
         expected = torch.stack([logits_of[int(token)] for token in tokens_BL[0, len(prompt) : start + BLOCK]])
-        logits_NV = runner([ScheduledRequest(active, find_input_slice(active))])
+        logits_NV = runner([schedule_step(active)])
         torch.testing.assert_close(logits_NV, expected, rtol=1e-10, atol=1e-10)
 
 

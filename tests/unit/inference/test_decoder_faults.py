@@ -55,7 +55,7 @@ def in_the_scheduler(function: str, num_forwards: int) -> Fault:
     """A fault in a function of the victim's pages or inputs, from its forward of this number on."""
 
     def inject(patch: pytest.MonkeyPatch, decoder: Decoder, victim: ActiveRequest) -> None:
-        owner: Any = scheduler_module if function == "find_input_slice" else decoder.scheduler.pages
+        owner: Any = scheduler_module if function == "schedule_step" else decoder.scheduler.pages
         call = getattr(owner, function)
 
         def call_or_fail(request: ActiveRequest, *arguments: Any) -> Any:
@@ -73,7 +73,7 @@ FAULTS: dict[str, Fault] = {
     "sampling": in_its("draw_uniforms"),
     "commit": in_its("commit"),
     "preparation": in_its("prepare_step"),
-    "inputs": in_the_scheduler("find_input_slice", 2),
+    "inputs": in_the_scheduler("schedule_step", 2),
     "admission": in_the_scheduler("allocate_prompt_pages", 0),
     "prefix cache": in_the_scheduler("publish", 1),
     "reading": in_forwards_that(lambda victim: victim.cached_length > 0 and victim.num_forwards == 0),
