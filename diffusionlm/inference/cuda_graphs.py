@@ -41,6 +41,7 @@ from diffusionlm.models.dense_attention import AttentionScale, without_cudnn_att
 from diffusionlm.models.layers import compute_dtype
 from diffusionlm.models.moe import MoE
 from diffusionlm.models.patterns import Bidirectional, BlockCausal
+from diffusionlm.models.row_adapters import ModelAdapter
 from diffusionlm.models.tensors import copy_to_device
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.models.varlen import CachedAttention, SequenceSlice, find_key_limits, find_key_slots, pad_pages
@@ -74,8 +75,18 @@ NUM_STREAMS = 32
 """Streams that torch has for a device: `torch.cuda.Stream` returns one after another, and then the first one again."""
 
 
-ReadText = tuple[NDArray[np.int64], SequenceSlice]
-"""Tokens of a text, and the part that a forward reads."""
+@dataclass(frozen=True)
+class InputText:
+    """A text in a forward."""
+
+    tokens_L: NDArray[np.int64]
+    sequence: SequenceSlice
+    adapter: ModelAdapter | None = None
+
+    @property
+    def input_tokens(self) -> NDArray[np.int64]:
+        """Tokens that the forward reads, [Q]."""
+        return self.tokens_L[self.sequence.start : self.sequence.end]
 
 
 @dataclass(frozen=True)
@@ -110,14 +121,14 @@ class StaticBatch(PreparedBatch):
         self.tokens_1Q, self._slots_Q = tokens_GQ.view(1, -1), slots_GQ.view(-1)
         self._num_visible_G1, self._tables_GP = visible.view(G, 1), tables.view(G, -1)
 
-    def load(self, texts: Sequence[ReadText]) -> NDArray[np.int64]:
+    def load(self, texts: Sequence[InputText]) -> NDArray[np.int64]:
         """Replace all inputs, with one copy to the device and without waiting for it.
 
         Returns:
             The place of each output of the texts among the G * Q inputs.
         """
         G, Q, size = self._shape.num_parts, self._shape.num_queries, self._cache.page_size
-        sequences = [sequence for _, sequence in texts]
+        sequences = [text.sequence for text in texts]
         num_parts = [-(-sequence.num_inputs // Q) for sequence in sequences]
         firsts = np.cumsum([0, *num_parts[:-1]])
         starts_G, ends_G, num_visible_G = np.zeros(G, np.int64), np.zeros(G, np.int64), np.ones(G, np.int64)
@@ -131,7 +142,7 @@ class StaticBatch(PreparedBatch):
         all_positions_GQ = starts_G[:, None] + np.arange(Q)
         is_input_GQ = all_positions_GQ < ends_G[:, None]
         positions_GQ[is_input_GQ] = all_positions_GQ[is_input_GQ]
-        tokens_GQ[is_input_GQ] = np.concatenate([tokens_L[part.start : part.end] for tokens_L, part in texts])
+        tokens_GQ[is_input_GQ] = np.concatenate([text.input_tokens for text in texts])
         slots_GQ[:] = np.take_along_axis(tables_GP, positions_GQ // size, axis=1) * size + positions_GQ % size
         slots_GQ[~is_input_GQ] = self._scratch_page * size
         limits_GQ[:] = 1
@@ -217,10 +228,12 @@ class GraphedForward:
         """Logits of all inputs of the last forward, for all graphs."""
         self.num_failures = 0
 
-    def __call__(self, texts: Sequence[ReadText]) -> Tensor | None:
+    def __call__(self, texts: Sequence[InputText]) -> Tensor | None:
         """Logits of the outputs of all texts, [N, V]; None: the forward has no graph."""
-        shape = find_shape([sequence for _, sequence in texts])
-        if shape is None or self.num_failures == MAX_FAILURES:
+        if self.num_failures == MAX_FAILURES or any(text.adapter is not None for text in texts):
+            return None
+        shape = find_shape([text.sequence for text in texts])
+        if shape is None:
             return None
         self._num_uses[shape] += 1
         if shape not in self._graphs:
@@ -241,7 +254,7 @@ class GraphedForward:
         self._graphs.clear()
         self._pool = None
 
-    def _capture(self, shape: StaticShape, texts: Sequence[ReadText]) -> bool:
+    def _capture(self, shape: StaticShape, texts: Sequence[InputText]) -> bool:
         """Record the forward of a shape. If that fails, the memory of all graphs is free again."""
         weight = self._model.lm_head.weight
         try:
@@ -254,7 +267,7 @@ class GraphedForward:
             graph = self._pool.make_graph()
             batch = StaticBatch(shape, self.cache, self.cache.num_pages - 1)
             batch.load(texts)
-            graph.capture(lambda: _compute_logits(self._model, batch, logits_QV))
+            graph.capture(lambda: logits_QV.copy_(self._model(batch.tokens_1Q, pattern=batch)[0]))
         except RuntimeError as error:
             self.num_failures += 1
             if not isinstance(error, torch.OutOfMemoryError):
@@ -307,11 +320,6 @@ def _describe_model(model: Transformer) -> list[object]:
         hooks = (*module._forward_hooks, *module._forward_pre_hooks, id(vars(module).get("forward")))
         modules.append((type(module), options, hooks))
     return [tensors, modules, model.config, torch.get_float32_matmul_precision()]
-
-
-def _compute_logits(model: Transformer, batch: StaticBatch, logits_QV: Tensor) -> None:
-    """Write the logits of all inputs: the region that a graph records."""
-    logits_QV.copy_(model(batch.tokens_1Q, pattern=batch)[0])
 
 
 def find_shape(sequences: Sequence[SequenceSlice]) -> StaticShape | None:
@@ -390,7 +398,7 @@ class CudaGraph:
         self._graph = torch.cuda.CUDAGraph()
         self._pool = pool  # after the graph, so that the stream is free only when the graph is destroyed
 
-    def capture(self, forward: Callable[[], None]) -> None:
+    def capture(self, forward: Callable[[], object]) -> None:
         """Record the kernels of a function.
 
         `torch.cuda.graph` would also wait for the device and give all cached memory back to the driver, from which the

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diffusionlm.diffusion.layout import read_attention_bias
-from diffusionlm.inference.cuda_graphs import GraphedForward
+from diffusionlm.inference.cuda_graphs import GraphedForward, InputText
 from diffusionlm.inference.requests import ActiveRequest
 from diffusionlm.inference.settings import MAX_KEPT_SETTINGS, DecodingSettings
 from diffusionlm.models.cache import PagedCache
@@ -118,15 +118,6 @@ def count_unchanging_tokens(request: ActiveRequest) -> int:
     return max(0, request.cached_length - request.settings.output_shift)
 
 
-@dataclass(frozen=True)
-class InputText:
-    """A text in a forward."""
-
-    tokens_L: NDArray[np.int64]
-    sequence: SequenceSlice
-    adapter: ModelAdapter | None = None
-
-
 class ModelRunner:
     """Runs the model on requests, which own pages of a cache."""
 
@@ -165,17 +156,16 @@ class ModelRunner:
 
     def _compute_logits(self, texts: Sequence[InputText]) -> Tensor:
         """Logits of the outputs of all texts, [N, V]."""
-        logits_NV = None
-        if self._graphed_forward is not None and all(text.adapter is None for text in texts):
-            logits_NV = self._graphed_forward([(text.tokens_L, text.sequence) for text in texts])
+        logits_NV = None if self._graphed_forward is None else self._graphed_forward(texts)
         return self._forward(texts) if logits_NV is None else logits_NV
 
     def _forward(self, texts: Sequence[InputText], *, copies_keys: bool = False) -> Tensor:
         """Logits of one forward: of the outputs of all texts [N, V], or of all inputs [1, Q, V]."""
         batch = VarlenBatch([text.sequence for text in texts], self._cache, copies_keys=copies_keys)
-        inputs = [text.tokens_L[text.sequence.start : text.sequence.end] for text in texts]
         device = self._model.lm_head.weight.device
-        tokens_1Q = copy_to_device(torch.from_numpy(np.concatenate(inputs))[None], device)
+        tokens_1Q = copy_to_device(
+            torch.from_numpy(np.concatenate([text.input_tokens for text in texts]))[None], device
+        )
         adapters = [text.adapter for text in texts]
         if not any(adapters):
             return self._model(tokens_1Q, pattern=batch)

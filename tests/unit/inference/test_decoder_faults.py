@@ -10,9 +10,9 @@ import torch
 
 from config.generation import GenerationConfig
 from diffusionlm.inference import scheduler as scheduler_module
+from diffusionlm.inference.cuda_graphs import InputText
 from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.generate import Generation, decode, generate, to_generation
-from diffusionlm.inference.model_runner import InputText
 from diffusionlm.inference.requests import ActiveRequest
 from diffusionlm.inference.sampling import BatchSampler
 from diffusionlm.models.transformer import Transformer

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from diffusionlm.inference.cuda_graphs import InputText
 from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.generate import Generation, decode, to_generation
-from diffusionlm.inference.model_runner import TILE_ROWS, InputText, pack_tiles
+from diffusionlm.inference.model_runner import TILE_ROWS, pack_tiles
 from diffusionlm.inference.requests import ActiveRequest
 from diffusionlm.models.patterns import Bidirectional, BlockCausal
 from diffusionlm.models.row_adapters import ModelAdapter

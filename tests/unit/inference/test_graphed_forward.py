@@ -21,7 +21,7 @@ from config.finetune.lora import LoraConfig
 from config.generation import GenerationConfig
 from diffusionlm.inference import cuda_graphs
 from diffusionlm.inference import decoder as decoder_module
-from diffusionlm.inference.cuda_graphs import CudaGraph, GraphedForward, StaticBatch, StaticShape, find_shape
+from diffusionlm.inference.cuda_graphs import CudaGraph, GraphedForward, InputText, StaticBatch, StaticShape, find_shape
 from diffusionlm.inference.decoder import Decoder
 from diffusionlm.inference.generate import Generation, decode, decode_steps, generate, to_generation
 from diffusionlm.inference.request_builder import prepare_request
@@ -310,7 +310,7 @@ def test_all_graphs_are_dropped_when_there_are_too_many(blocks: Transformer, mon
     def read(*numbers: int) -> list[bool]:
         """Whether forwards of so many texts have a graph."""
         part = replace(sequence(4, 4, pages=range(9)), outputs=np.arange(1))
-        return [forward([(np.arange(4), part)] * number) is not None for number in numbers]
+        return [forward([InputText(np.arange(4), part)] * number) is not None for number in numbers]
 
     assert read(1, 1, 2, 2, 3) == [False, True, False, True, False]
     assert len(graphs) == 2
