@@ -260,12 +260,9 @@ def stream(
     prepared = prepare_request(resolve_settings(config, model.config), text.token_ids, seed, options, "the prompt")
     request = ActiveRequest(prepared)
     answer = AnswerText(tokenizer, num_repeated_bytes=text.num_repeated_bytes)
-    num_read = 0
     for is_done in chain((False for _ in decode_steps(model, [request])), [True]):
-        token_ids = request.final_token_ids()
-        for token in token_ids[num_read:]:
+        for token in request.final_token_ids()[len(answer.tokens) :]:
             answer.push(token)
-        num_read = len(token_ids)
         if is_done:
             answer.finish()
         if piece := answer.take_new()[0]:
