@@ -214,8 +214,9 @@ class RequestPreparer:
         if steps is not None:  # `steps` are those of all blocks; without either there is at most one per token
             for text, length in zip(texts, lengths, strict=True):
                 block_length = settings.config.block_length or max(1, length)
-                num_spans = len(text.options.span_lengths) or 1  # each touches parts of two more blocks
-                num_blocks = min(length, length // block_length + 2 * num_spans)
+                num_blocks = -(-length // block_length)
+                if settings.block_causal_length is not None:  # blocks of the text: a span touches a part of two more
+                    num_blocks = min(length, length // block_length + 2 * (len(text.options.span_lengths) or 1))
                 what = f"denoising_steps = {steps} in up to {num_blocks} blocks: steps"
                 self._check_limit("max_total_steps", num_blocks * steps, what)
 

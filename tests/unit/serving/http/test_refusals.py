@@ -165,6 +165,12 @@ def test_refused_fields(preparer: RequestPreparer, path: str, fields: dict[str, 
         assert caught.value.code == "context_length_exceeded"
 
 
+def test_all_steps_in_one_block(preparer: RequestPreparer) -> None:
+    """Blocks are counted exactly where they do not depend on the text."""
+    fields = {"denoising_steps": 4096, "max_tokens": 32, "block_length": 4, "attention": "bidirectional"}
+    assert prepare(preparer, COMPLETIONS, fields).requests
+
+
 def test_a_message_names_its_first_key_as_a_whole_word() -> None:
     message = "denoising_steps = 3 has no effect with cache: remove it"
     assert find_key(message, ["steps", "cache", "denoising_steps"]) == "denoising_steps"
