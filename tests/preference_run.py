@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import tomli_w
-
 from config.load import load_config
 from config.train import TrainConfig
 from diffusionlm.checkpoints.huggingface import save_model_directory
 from tests.conftest import MakeModel
+from tests.tiny_run import write_train_config
 from tests.unit.data.chat_cases import chat_tokenizer
 
 PREFERENCE_ROW_LENGTH = 96
@@ -40,19 +39,15 @@ def configure_preferences(folder: Path, name: str, **sections: dict[str, Any]) -
     path = folder / ("labeled.jsonl" if is_labeled else "pairs.jsonl")
     source = {"kind": "files", "paths": [str(path)], "chat": chat, "validation_fraction": 0.2}
     changes: dict[str, dict[str, Any]] = {
-        "run": {"directory": str(folder / name), "device": "cpu", "threads": 1},
+        "run": {"directory": str(folder / name)},
         "model": {"init_from": str(folder / "base")},
         "data": {"source": source},
         "objective": {"kind": "preference", "num_draws": 2},
-        "training": {"batch_size": 4, "micro_batch_size": 2, "max_steps": 6, "precision": "float32"},
+        "training": {"micro_batch_size": 2, "max_steps": 6},
         "optimizer": {"kind": "adamw", "learning_rate": 5e-3},
-        "validation": {"every_steps": 0, "final_rows": 4, "ngrams": False},
-        "samples": {"infills": []},
+        "validation": {"final_rows": 4},
         "checkpoint": {"every_steps": 3},
-        "logging": {"every_steps": 1},
     }
     for section, values in sections.items():
         changes[section] = changes.get(section, {}) | values
-    path = folder / f"{name}.toml"
-    path.write_text(tomli_w.dumps(changes))
-    return load_config(TrainConfig, path)
+    return load_config(TrainConfig, write_train_config(folder, name, **changes))

@@ -52,7 +52,8 @@ REQUIRED_SECTIONS = tomli_w.dumps(
 def write_train_config(folder: Path, name: str = "train", **changes: dict[str, Any]) -> Path:
     """Write `<name>.toml`: eight steps of masked diffusion over short paragraphs, packed into rows of 16.
 
-    `changes` add keys to the sections of these names, or replace their values.
+    `changes` add keys to the sections of these names, or replace their values. A run from a model
+    (``init_from``) has its architecture and tokenizer.
     """
     paragraphs = [f"the cat {i} sat on the mat {i * i}" for i in range(300)]
     (folder / "a.txt").write_text("\n\n".join(paragraphs), encoding="utf-8")
@@ -64,8 +65,7 @@ def write_train_config(folder: Path, name: str = "train", **changes: dict[str, A
     }
     sections: dict[str, dict[str, Any]] = {
         "run": {"directory": str(folder / "run"), "device": "cpu", "threads": 1},
-        "model": {**MODEL},
-        "tokenizer": {"vocab_size": 280},
+        **({} if "init_from" in changes.get("model", {}) else {"model": {**MODEL}, "tokenizer": {"vocab_size": 280}}),
         "data": {"source": source},
         "training": {"batch_size": 4, "max_steps": 8, "precision": "float32"},
         "validation": {"every_steps": 0, "final_rows": 8, "ngrams": False},

@@ -27,7 +27,7 @@ from diffusionlm.models.init import init_weights
 from diffusionlm.models.patterns import BlockCausal
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.training.loop import train
-from tests.tiny_run import read_losses
+from tests.tiny_run import MODEL, read_events, read_losses
 from tokenizer import Tokenizer, save_tokenizer, train_bpe
 
 ROOT = Path(__file__).parents[2]
@@ -216,3 +216,60 @@ def test_recipe(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     tensors = load_file(config.run.directory / "checkpoints/latest/adapter_model.safetensors")
     assert len([key for key in tensors if key.endswith("lora_A.weight")]) == 7 * 2
     assert load_model(config.run.directory).config.block_length == options.get("block_length")
+
+
+NAMES = ["Anna", "Boris", "Clara", "Dmitri", "Eliza"]
+OWN_TEXT = "\n\n".join(
+    f"{NAMES[index % 5]}:\nI walked {index} miles to the river, and {NAMES[index % 3]} walked back."
+    for index in range(90)
+)
+
+
+@pytest.mark.slow
+def test_one_text_of_ones_own_trains_and_resumes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Samples and the next command are of that text."""
+    (tmp_path / "my.txt").write_text(OWN_TEXT, encoding="utf-8")
+    values = SMALL | {f"model.{key}": value for key, value in MODEL.items()}
+    values |= {
+        "data.source.paths": json.dumps([str(tmp_path / "my.txt")]),
+        "model.max_position_embeddings": 32,
+        "tokenizer.vocab_size": 300,
+        "training.batch_size": 4,
+        "training.max_steps": 6,
+        "schedule.kind": "constant",
+        "schedule.warmup_fraction": 0.0,
+        "validation.every_steps": 4,
+        "samples.every_steps": 3,
+        "checkpoint.every_steps": 3,
+        "logging.every_steps": 1,
+        "logging.progress": "lines",
+    }
+
+    def run(directory: Path, **changes: Any) -> tuple[int, str, str]:
+        overrides = to_overrides(values | {"run.directory": directory} | changes)
+        options = [part for override in overrides for part in ("--set", override)]
+        code = main(["train", "--config", str(ROOT / "config/resources/own_text.toml"), *options])
+        return code, *capsys.readouterr()
+
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    code, table, log = run(whole)
+    assert code == 0 and "Validation, nats per token" in table
+    assert "my.txt; the ends of 1 of its 1 documents (" in log and "are validation text" in log
+
+    samples = read_events(whole, "sample")
+    assert [sample["step"] for sample in samples] == [3, 3, 3, 6, 6, 6]
+    for sample in samples:
+        before, _, rest = sample["values"]["given"].partition("[MASK:")
+        after = rest.partition("]")[2]
+        start = OWN_TEXT.index(before, len(OWN_TEXT) * 9 // 10)
+        assert after in OWN_TEXT[start + len(before) :], "the words around the span are validation text"
+
+    words = shlex.split(table.splitlines()[-1].removeprefix("next: uv run diffusionlm-infer "))
+    assert words[:3] == ["--model", str(whole), "--infill"]
+    assert words[3].replace("\\n", "\n") == samples[0]["values"]["given"]
+    main(["infer", *words])
+    assert "walked" in capsys.readouterr().out
+
+    run(parts, **{"training.max_steps": 3})
+    run(parts, **{"checkpoint.config_change": "accept"})
+    assert len(read_losses(parts)) == 6 and read_losses(parts) == read_losses(whole)
