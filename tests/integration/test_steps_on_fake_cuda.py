@@ -42,18 +42,20 @@ def build_on_gpu(config: ModelConfig) -> Transformer:
         return Transformer(config)
 
 
+ADAPTATION = {"kind": "masked_diffusion", "anneal_attention_steps": 8, "mask_noise_steps": 8}
 RUNS: dict[str, dict[str, Any]] = {
     "masked diffusion": {},
     "block diffusion": {"objective": {"kind": "block_diffusion", "block_length": 4}},
     "next token": {"objective": {"kind": "next_token"}, "model": {"logit_alignment": "shifted"}},
-    "padding": {"data": {"rows": "padded"}},
-    "annealed attention": {"objective": {"kind": "masked_diffusion", "anneal_attention_steps": 8}},
-    "noise on the mask": {"objective": {"kind": "masked_diffusion", "mask_noise_steps": 8}},
-    "noise on all embeddings": {"training": {"neftune_alpha": 5.0}, "data": {"rows": "padded"}},
-    "AdamW with averages": {"optimizer": {"kind": "adamw"}, "training": {"ema_decay": 0.9}},
+    "annealed attention, noise on the mask": {"objective": ADAPTATION},
+    "padding, noise on all embeddings": {"training": {"neftune_alpha": 5.0}, "data": {"rows": "padded"}},
+    "AdamW with averages, norms": {
+        "optimizer": {"kind": "adamw"},
+        "training": {"ema_decay": 0.9},
+        "logging": {"norms_every_steps": 1},
+    },
     "Lion, guarded": {"optimizer": {"kind": "lion"}, "training": {"max_spike_deviations": 5.0}},
     "bfloat16 weights": {"runtime": {"weights": "bfloat16_with_master"}, "training": {"precision": "bfloat16"}},
-    "norms": {"logging": {"norms_every_steps": 1}},
 }
 
 

@@ -3,13 +3,12 @@
 A launch is recorded instead of executed: its arguments decide, as in a real launch, which variant Triton compiles
 (dtypes, constants, integers and addresses that are multiples of 16).
 
-Works with Triton 3.5 to 3.9, whose `triton.compile` takes a target and whose package contains ptxas.
+Tried with Triton 3.5 to 3.9, whose `triton.compile` takes a target and whose package contains ptxas.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import inspect
 import os
 import re
@@ -24,8 +23,6 @@ from unittest.mock import patch
 
 import torch
 
-TRITON_VERSIONS = ((3, 5), (3, 9))
-"""Oldest and newest version of Triton whose compiler was tried."""
 ALIGNMENT = 16
 """Triton compiles separate variants for addresses and integers that are multiples of it."""
 AMD_TARGETS = ("gfx942",)
@@ -43,21 +40,6 @@ TYPE_NAMES = {
     torch.int16: "i16",
     torch.bool: "u1",
 }
-
-
-def find_compiler_problem() -> str | None:
-    """Why kernels cannot be compiled ahead of time here, with a remedy. None: they can."""
-    oldest, newest = (".".join(map(str, version)) for version in TRITON_VERSIONS)
-    try:
-        version = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return f"triton is not installed: install a version from {oldest} to {newest}"
-    major, minor = (int(part) for part in version.split(".")[:2])
-    if not TRITON_VERSIONS[0] <= (major, minor) <= TRITON_VERSIONS[1]:
-        return f"triton {version} was not tried: install a version from {oldest} to {newest}"
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return "TRITON_INTERPRET=1 replaces Triton's compiler: unset it"
-    return None
 
 
 @dataclass(frozen=True)

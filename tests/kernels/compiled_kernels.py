@@ -24,7 +24,6 @@ from tests.kernels.ahead_of_time import (
     CompiledKernel,
     KernelLaunch,
     compile_launch,
-    find_compiler_problem,
     record_launches,
 )
 
@@ -118,11 +117,8 @@ def compile_variants(vocabularies: Sequence[int], dtypes: Sequence[str], targets
     """Compile the selected variants; yields JSON of each for each target.
 
     Raises:
-        ValueError: kernels cannot be compiled here, or exceed a budget.
+        ValueError: kernels exceed a budget.
     """
-    problem = find_compiler_problem()
-    if problem is not None:
-        raise ValueError(f"kernels cannot be compiled ahead of time: {problem}")
     violations = []
     for variant, target in itertools.product(list_variants(vocabularies, dtypes), targets):
         compiled = compile_variant(variant, target)

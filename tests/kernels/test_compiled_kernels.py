@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.kernels import ahead_of_time, compiled_kernels
+from tests.kernels import compiled_kernels
 from tests.kernels.ahead_of_time import CompiledKernel, KernelLaunch
 from tests.kernels.compiled_kernels import KernelVariant, find_violations
 
@@ -31,12 +31,8 @@ COMPILED = CompiledKernel("sm_90", 1024, 64, 128, 0, PTX)
 
 def compile_kernels(*arguments: str) -> list[dict[str, Any]]:
     """What the command prints, in a process where Triton compiles; it ends with an error if a budget is exceeded."""
+    pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("TRITON_INTERPRET", raising=False)
-        problem = ahead_of_time.find_compiler_problem()
-    if problem is not None:
-        pytest.skip(problem)
     command = [sys.executable, "-m", "tests.kernels.compiled_kernels", *arguments]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=280)
     assert result.returncode == 0, result.stderr
@@ -60,19 +56,10 @@ def test_crowded_variants_are_compiled_for_all_kinds_of_gpus() -> None:
 def test_every_kernel_that_is_launched_is_in_the_table() -> None:
     launched = set()
     for path in (ROOT / "diffusionlm").rglob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        kernels = {
-            node.name
-            for node in ast.walk(tree)
-            if isinstance(node, ast.FunctionDef) and "triton.jit" in {ast.unparse(each) for each in node.decorator_list}
-        }
-        called = {
-            ast.unparse(node.func.value)
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
-        }
+        text = path.read_text(encoding="utf-8")
+        kernels = re.findall(r"^@triton\.jit.*\n(?:@.*\n)*def (\w+)", text, re.MULTILINE)
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        launched |= {(module, name) for name in kernels & called}
+        launched |= {(module, name) for name in kernels if re.search(rf"\b{name}\[", text)}
     assert launched == set(compiled_kernels.KERNELS)
 
 
