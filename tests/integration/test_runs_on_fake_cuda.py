@@ -58,9 +58,7 @@ RUNS: dict[str, Sections] = {
     "masked diffusion": {"training": {"ema_decay": 0.9}, "objective": {"mask_noise_steps": 2}},
     "block diffusion": {"objective": {"kind": "block_diffusion", "block_length": 4}},
     "infills": {"samples": {"every_steps": 2, "infills": ["the cat [MASK:2] on"]}},
-    "next token": {"objective": {"kind": "next_token"}, "model": {"logit_alignment": "shifted"}},
     "experts": {"model": MOE},
-    "bfloat16 weights": {"runtime": {"weights": "bfloat16_with_master"}},
     "recomputed activations": {
         "runtime": {"activation_checkpointing": "selective"},
         "training": {"micro_batch_size": 2},

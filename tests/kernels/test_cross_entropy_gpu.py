@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,13 +20,7 @@ ALL_OPTIONS: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 0.01}
 
 
 def on_gpu(loss_inputs: LossInputs) -> LossInputs:
-    return LossInputs(
-        loss_inputs.targets_N.cuda(),
-        loss_inputs.weights_N.cuda(),
-        loss_inputs.excluded_token,
-        label_smoothing=loss_inputs.label_smoothing,
-        z_loss=loss_inputs.z_loss,
-    )
+    return replace(loss_inputs, targets_N=loss_inputs.targets_N.cuda(), weights_N=loss_inputs.weights_N.cuda())
 
 
 @pytest.fixture(autouse=True)

@@ -220,25 +220,6 @@ def test_counts_of_a_row_are_uniform_over_the_steps(rows: int) -> None:
             assert chi2 < {4: 24.0, 2: 18.0}[size], (row, unit, seen)  # p about 2e-5
 
 
-@pytest.mark.parametrize(("unit", "length"), [("block", 3), ("document", 9)])
-def test_counts_belong_to_the_blocks_of_each_document(model: Transformer, unit: Any, length: int) -> None:
-    """At least one of each, with weight n / k, counted from the document's start."""
-    documents = torch.tensor([[0, 0, 0, 0, 1, 2, 2, 2, 2]])
-    batch = CleanBatch(torch.ones_like(documents), documents >= 0, documents)
-    config = BlockDiffusionConfig(block_length=3, estimator=FixedCountMasking(draw_per=unit))
-    objective = build_objective(config, model.config)
-    for step in range(20):
-        draw = objective.build_noised_batch(batch, NoiseKey(0, step, 0, 1))
-        weights = torch.zeros(18, dtype=torch.float64)
-        weights[draw.positions_N] = draw.weights_N
-        for start, end in ((0, 4), (4, 5), (5, 9)):
-            for first in range(start, end, length):
-                of_unit = weights[first : min(first + length, end)]
-                count = int((of_unit > 0).sum())
-                assert count > 0
-                assert of_unit.max() == len(of_unit) / count and len(of_unit[of_unit > 0].unique()) == 1
-
-
 def test_masks_of_equal_count_are_equally_likely() -> None:
     group_ids_BL = np.zeros((64, 4), dtype=int)
     seen: dict[bytes, int] = {}

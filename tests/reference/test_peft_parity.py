@@ -119,29 +119,29 @@ def test_peft_loads_our_adapter(
     assert difference(our_logits(again), their_logits(theirs.merge_and_unload())) < BOUNDS["float32"]
 
 
+PEFT_NAMES = {
+    "targets": "target_modules",
+    "rank_patterns": "rank_pattern",
+    "alpha_patterns": "alpha_pattern",
+    "rslora": "use_rslora",
+    "dora": "use_dora",
+    "trainable_tokens": "trainable_token_indices",
+    "exclude": "exclude_modules",
+}
+
+
 @pytest.mark.parametrize(("options", "model_options"), CASES)
 def test_we_load_the_adapter_of_peft(
     options: dict[str, Any], model_options: dict[str, Any], tiny_model: MakeModel, tmp_path: Path
 ) -> None:
     save_model(make_base(tiny_model, model_options), tmp_path)
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
-    targets = options.get("targets", "all-linear")
-    config = peft.LoraConfig(
-        r=3,
-        lora_alpha=7,
-        target_modules=list(targets) if isinstance(targets, tuple) else targets,
-        rank_pattern=options.get("rank_patterns", {}),
-        alpha_pattern=options.get("alpha_patterns", {}),
-        use_rslora=options.get("rslora", False),
-        use_dora=options.get("dora", False),
-        trainable_token_indices=list(options["trainable_tokens"]) if "trainable_tokens" in options else None,
-        modules_to_save=list(options["modules_to_save"]) if "modules_to_save" in options else None,
-        ensure_weight_tying=model_options.get("tie_word_embeddings", False),
-        bias=options.get("bias", "none"),
-        layers_to_transform=list(options["layers_to_transform"]) if "layers_to_transform" in options else None,
-        exclude_modules=options.get("exclude"),
-        task_type="CAUSAL_LM",
-    )
+    theirs_by_ours = {
+        PEFT_NAMES.get(name, name): value for name, value in ({"targets": "all-linear"} | options).items()
+    }
+    lists = {name: list(value) if isinstance(value, tuple) else value for name, value in theirs_by_ours.items()}
+    ties = model_options.get("tie_word_embeddings", False)
+    config = peft.LoraConfig(r=3, lora_alpha=7, ensure_weight_tying=ties, task_type="CAUSAL_LM", **lists)
     theirs = peft.get_peft_model(base, config)
     move_adapter(theirs, torch.Generator().manual_seed(1))
     theirs.save_pretrained(tmp_path / "adapter")
