@@ -85,7 +85,8 @@ class SentencePieceTokenizer(Tokenizer):
             raise ValueError(
                 f"{text!r} with the id {token_id} is not among the special tokens: add it to the files first"
             )
-        return SentencePieceTokenizer(json.loads(self._file), {**self._config, "mask_token": text})
+        masked = SentencePieceTokenizer(json.loads(self._file), {**self._config, "mask_token": text})
+        return masked.with_chat_template(self.chat_template)
 
     @property
     def fingerprint(self) -> str:

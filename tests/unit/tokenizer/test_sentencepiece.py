@@ -202,7 +202,8 @@ def test_fingerprint_covers_all_inputs_of_encoding(model: dict[str, Any]) -> Non
 
 def test_an_existing_special_token_becomes_the_mask_token(pair: Pair, tmp_path: Path) -> None:
     ours, _ = pair
-    masked = ours.with_mask_token("<unk>", 3)
+    masked = ours.with_chat_template(ChatTemplate("{{ messages }}")).with_mask_token("<unk>", 3)
+    assert masked.chat_template == ChatTemplate("{{ messages }}")
     assert (masked.mask_token_id, ours.mask_token_id) == (3, 4)
     assert masked.encode("größe<unk>", allow_special=True) == ours.encode("größe<unk>", allow_special=True)
     save_tokenizer(masked, tmp_path / "saved")
