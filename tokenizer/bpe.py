@@ -105,7 +105,9 @@ class Tokenizer:
 
     def with_chat_template(self, template: ChatTemplate | None) -> "Tokenizer":
         """Return a copy with this chat template, which is saved with it. It does not change the fingerprint."""
-        return self._change(chat_template=template, _fingerprint=self._fingerprint)
+        tokenizer = object.__new__(type(self))
+        tokenizer.__dict__.update(self.__dict__, chat_template=template)
+        return tokenizer
 
     def with_mask_token(self, text: str, token_id: int) -> "Tokenizer":
         """Return a copy with this mask token, which is added to the special tokens if it is missing.

@@ -26,6 +26,8 @@ _SLOW_CLASSES: dict[str, tuple[str, Normalization]] = {
     "GPT2Tokenizer": ("gpt2", None),
 }
 
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+"""Flags of an added token, of which each is a set of `TokenOptions`."""
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 
 
@@ -43,10 +45,7 @@ def to_huggingface(tokenizer: Tokenizer) -> dict[str, Any]:
             {
                 "id": token_id,
                 "content": text,
-                "single_word": text in options.single_word_tokens,
-                "lstrip": text in options.lstrip_tokens,
-                "rstrip": text in options.rstrip_tokens,
-                "normalized": text in options.normalized_tokens,
+                **{flag: text in getattr(options, f"{flag}_tokens") for flag in _FLAGS},
                 "special": text not in options.visible_tokens,
             }
             for text, token_id in sorted(tokenizer.special_tokens.items(), key=itemgetter(1))
@@ -132,12 +131,11 @@ def from_huggingface(contents: Mapping[str, Any], config: Mapping[str, Any]) -> 
         TokenOptions(
             ignore_merges=bool(model.get("ignore_merges")),
             visible_tokens=frozenset(text for text, token in added.items() if not token["special"]),
-            normalized_tokens=frozenset(text for text, token in added.items() if token["normalized"]),
-            lstrip_tokens=frozenset(text for text, token in added.items() if token.get("lstrip")),
-            rstrip_tokens=frozenset(text for text, token in added.items() if token.get("rstrip")),
-            single_word_tokens=frozenset(text for text, token in added.items() if token.get("single_word")),
             bos_token=bos_token,
             adds_bos=adds_bos,
+            **{
+                f"{flag}_tokens": frozenset(text for text, token in added.items() if token.get(flag)) for flag in _FLAGS
+            },
         )
     )
 
