@@ -4,7 +4,6 @@ from tokenizer.bpe import IncrementalDecoder, Tokenizer
 from tokenizer.chat import encode_chat, render_chat
 from tokenizer.chat_answers import (
     EncodedAnswer,
-    EncodedPrompt,
     encode_answer,
     encode_answers,
     encode_prompt,
@@ -22,7 +21,6 @@ __all__ = [
     "PATTERNS",
     "ChatTemplate",
     "EncodedAnswer",
-    "EncodedPrompt",
     "IncrementalDecoder",
     "SentencePieceTokenizer",
     "TokenOptions",

@@ -47,17 +47,6 @@ class EncodedAnswer:
     """The tokens to learn; the last one is the stop token."""
 
 
-@dataclass(frozen=True)
-class EncodedPrompt:
-    """A chat whose next answer is to be written."""
-
-    token_ids: tuple[int, ...]
-    """Equal to ``encode_chat(messages, add_generation_prompt=True)``."""
-    answer_ends: tuple[int, ...] = ()
-    """Position after the stop token of each earlier answer, ascending. Empty if there are none, or if the template
-    changes earlier answers, so that they are other tokens than those that were learned."""
-
-
 def encode_answer(
     tokenizer: Tokenizer,
     template: ChatTemplate,
@@ -143,11 +132,16 @@ def encode_prompt(
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     **variables: Any,
-) -> EncodedPrompt:
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Encode a chat whose next answer is to be written, and find the ends of its earlier answers.
 
     Args:
         template, messages, tools, variables: as in `render_chat`.
+
+    Returns:
+        The tokens of ``encode_chat(messages, add_generation_prompt=True)``, and the position after the stop token of
+        each earlier answer, ascending: none if the template changes earlier answers, so that they are other tokens
+        than those that were learned.
 
     Raises:
         ValueError: as in `encode_chat`.
@@ -158,9 +152,9 @@ def encode_prompt(
     try:
         encoded = list(encode_answers(tokenizer, source, messages, positions, tools=tools, now=now, **variables))
     except ValueError:  # an answer that cannot be learned has no turn
-        return EncodedPrompt(token_ids)
+        return token_ids, ()
     answers = [answer for answer in encoded if answer is not None]
-    return EncodedPrompt(token_ids, find_answer_ends(answers, token_ids) or ())
+    return token_ids, find_answer_ends(answers, token_ids) or ()
 
 
 def find_answer_ends(answers: Sequence[EncodedAnswer], token_ids: Sequence[int]) -> tuple[int, ...] | None:

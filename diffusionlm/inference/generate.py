@@ -112,7 +112,7 @@ def generate(
         allowed_token_ids: for each request the tokens that some positions may hold, counted from the start of the
             prompt: of a text by `TokenHealer`, for example. All other tokens have probability zero there.
         segment_starts: for each prompt the positions where blocks of block-causal attention are counted anew, such as
-            `tokenizer.EncodedPrompt.answer_ends` of a chat. None: blocks are counted from the start of the text.
+            the ends of answers that `tokenizer.encode_prompt` returns. None: counted from the start of the text.
         constraints: for each prompt what its new text has to be (`ConstraintCompiler`): the text before the first stop
             token, or of all new tokens. None: any text.
 

@@ -135,8 +135,7 @@ class RequestBuilder:
             assert answer is not None, "only an answer that is finished can be left out"
             token_ids, prefix_ids, messages = answer.prompt_ids, (*answer.answer_ids, *prefix_ids), messages[:-1]
         if self.settings.config.block_origin == "turn" and (has_prompt or continues_answer):
-            prompt = encode_prompt(self.tokenizer, self.template, messages, **options)
-            token_ids, ends = prompt.token_ids, prompt.answer_ends
+            token_ids, ends = encode_prompt(self.tokenizer, self.template, messages, **options)
         elif not continues_answer:
             token_ids = encode_chat(
                 self.tokenizer, self.template, messages, add_generation_prompt=has_prompt, **options

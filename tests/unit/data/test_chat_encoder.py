@@ -61,11 +61,11 @@ def encode(encoder: ChatEncoder, row: dict[str, Any], rng: np.random.Generator |
 def test_decoding_begins_segments_where_training_does(tokenizer: Tokenizer) -> None:
     row = chat("q1", "a1", "question 2", "a", "q3", "answer 3")
     (document,) = encode(make_encoder(tokenizer, turns="all", eos_padding="block", block_length=4), row)
-    prompt = encode_prompt(tokenizer, "chatml", row["messages"][:-1])
-    assert prompt.answer_ends == tuple(np.flatnonzero(np.diff(document.segment_ids)) + 1)
-    assert document.tokens[: len(prompt.token_ids)].tolist() == list(prompt.token_ids)
-    assert list(prompt.token_ids) == encode_chat(tokenizer, "chatml", row["messages"][:-1], add_generation_prompt=True)
-    assert encode_prompt(tokenizer, "chatml", row["messages"][:1]).answer_ends == ()
+    token_ids, answer_ends = encode_prompt(tokenizer, "chatml", row["messages"][:-1])
+    assert answer_ends == tuple(np.flatnonzero(np.diff(document.segment_ids)) + 1)
+    assert document.tokens[: len(token_ids)].tolist() == list(token_ids)
+    assert list(token_ids) == encode_chat(tokenizer, "chatml", row["messages"][:-1], add_generation_prompt=True)
+    assert encode_prompt(tokenizer, "chatml", row["messages"][:1])[1] == ()
 
 
 def test_expanded_turns_have_the_prompts_of_the_sampler(tokenizer: Tokenizer) -> None:

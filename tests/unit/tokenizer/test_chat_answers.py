@@ -65,21 +65,21 @@ def test_earlier_answers_end_after_their_stop_tokens(template: str, chatter: Tok
     stop = chatter.special_tokens[stops.get(template, "<|endoftext|>")]
     source = CHAT_TEMPLATES.get(template) or ChatTemplate(template, {"eos_token": "<|endoftext|>"})
     chat = [user("same"), assistant("same"), user("same"), assistant(stops.get(template, "")), user("same")]
-    prompt = encode_prompt(chatter, source, chat)
-    stop_positions = [index for index, token in enumerate(prompt.token_ids) if token == stop]
+    token_ids, answer_ends = encode_prompt(chatter, source, chat)
+    stop_positions = [index for index, token in enumerate(token_ids) if token == stop]
     has_stop_per_message = template in ("chatml", MARKED, "llama3", "llada")
     expected = [stop_positions[1], stop_positions[3]] if has_stop_per_message else stop_positions
-    assert prompt.answer_ends == tuple(position + 1 for position in expected)
+    assert answer_ends == tuple(position + 1 for position in expected)
 
 
 def test_answers_that_a_template_changes_have_no_ends(chatter: Tokenizer) -> None:
     """Qwen3 leaves reasoning out of earlier answers. Of an answer that is not written there is no end to be found."""
     chat = [user("a"), assistant("<think>\nx\n</think>\n\nb"), user("c")]
-    assert encode_prompt(chatter, "qwen3", chat).answer_ends == ()
+    assert encode_prompt(chatter, "qwen3", chat)[1] == ()
     lengths = ChatTemplate("{% for message in messages %}{{ message.content | length }}<|im_end|>{% endfor %}")
-    prompt = encode_prompt(chatter, lengths, [user("a"), assistant("bc"), user("c")])
-    assert chatter.decode(list(prompt.token_ids)) == "1<|im_end|>2<|im_end|>1<|im_end|>"
-    assert prompt.answer_ends == ()
+    token_ids, answer_ends = encode_prompt(chatter, lengths, [user("a"), assistant("bc"), user("c")])
+    assert chatter.decode(token_ids) == "1<|im_end|>2<|im_end|>1<|im_end|>"
+    assert answer_ends == ()
 
 
 @pytest.mark.parametrize("template", CHAT_TEMPLATES)
