@@ -106,11 +106,9 @@ def test_special_tokens_without_an_inside() -> None:
 
 REFUSED: list[tuple[str, str]] = [
     ("{{ ().__class__.__mro__ }}", "access to attribute '__class__' of 'tuple' object is unsafe"),
-    ("{{ raise_exception.__globals__.x }}", "access to attribute '__globals__'"),
     ("{{ '{0.__class__.__mro__}'.format(1) }}", "access to attribute '__class__'"),
     ("{{ messages.append(1) }}", "access to attribute 'append' of 'list' object is unsafe"),
     ("{% include '/etc/passwd' %}", "cannot be applied"),
-    ("{{ (messages|map(attribute='__class__')|first).x }}", "access to attribute '__class__'"),
     ("{{ 'x' * 10 ** 15 }}", "MemoryError"),
     ("{% for i in range(900000) %}{% endfor %}", "OverflowError: Range too big"),
     ("{% for i in range(9999) %}{{ 'x' * 9999 }}{% endfor %}", "it writes more than 16,777,216 characters"),
