@@ -105,7 +105,7 @@ def _build_chart(spec: ChartSpec, title: str, metrics: Sequence[tuple[str, Logge
     notes, num_missing = [spec.note], 0
     for color, (name, run, key) in enumerate(metrics):
         logged, errors = run.numbers.get(key), run.numbers.get(spec.errors)
-        if logged is None or logged.is_empty:
+        if logged is None or logged.last is None:
             continue
         values_N = logged.values_N * spec.scale
         at = downsample(values_N, max(40, MAX_POINTS_PER_CHART // (2 * len(metrics))))

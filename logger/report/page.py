@@ -161,10 +161,10 @@ def _validation_result(run: LoggedRun, key: str, error_key: str) -> Cell:
         number = Number(value, ".3f", error)
         has_one_row = run.result("evaluation", "num_rows") == 1
         return f"{format_cell(number)} (one row: no standard error)" if has_one_row else number
-    value, error = run.last(f"val_{key}"), run.last(f"val_{error_key}")
-    if value is None:
+    last = run.numbers[f"val_{key}"].last if f"val_{key}" in run.numbers else None
+    if last is None:
         return None
-    return f"{format_cell(Number(value, '.3f', error))} at step {run.numbers[f'val_{key}'].last_step:,.0f}"
+    return f"{format_cell(Number(last[1], '.3f', run.last(f'val_{error_key}')))} at step {last[0]:,.0f}"
 
 
 def _nats_per_document(run: LoggedRun) -> Cell:

@@ -41,21 +41,10 @@ class Series:
     values_N: Floats
 
     @property
-    def is_empty(self) -> bool:
-        """True if no value is finite."""
-        return not np.isfinite(self.values_N).any()
-
-    @property
-    def last_step(self) -> float | None:
-        """Step of the last finite value; None: there is none."""
-        steps_N = self.steps_N[np.isfinite(self.values_N)]
-        return float(steps_N[-1]) if len(steps_N) else None
-
-    @property
-    def last(self) -> float | None:
-        """The last finite value; None: there is none."""
-        values_N = self.values_N[np.isfinite(self.values_N)]
-        return float(values_N[-1]) if len(values_N) else None
+    def last(self) -> tuple[float, float] | None:
+        """Step and value of the last finite value; None: there is none."""
+        indices = np.flatnonzero(np.isfinite(self.values_N))
+        return (float(self.steps_N[indices[-1]]), float(self.values_N[indices[-1]])) if len(indices) else None
 
 
 @dataclass(frozen=True)
@@ -101,7 +90,8 @@ class LoggedRun:
 
     def last(self, key: str) -> float | None:
         """Return the last finite value of a metric; None: it has none."""
-        return self.numbers[key].last if key in self.numbers else None
+        last = self.numbers[key].last if key in self.numbers else None
+        return None if last is None else last[1]
 
     def value(self, *keys: str | int) -> Any:
         """Return a value of ``summary.json`` by its path; None: it is missing."""
