@@ -108,10 +108,6 @@ ConfigPath = Annotated[
 TupleOf = Annotated[tuple[_Item, ...], Field(strict=False)]
 """A tuple, written as an array in TOML: `TupleOf[Entry]` is an array of tables."""
 
-StrTuple = Annotated[tuple[str, ...], Field(strict=False)]
-IntTuple = Annotated[tuple[int, ...], Field(strict=False)]
-FloatTuple = Annotated[tuple[float, ...], Field(strict=False)]
-
 
 def check_distinct(lists: Mapping[str, Sequence[Any]]) -> None:
     """Check that no list, by key, contains a value twice.

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from config.base import ConfigPath, NonNegativeInt, PositiveInt, Section, StrTuple
+from config.base import ConfigPath, NonNegativeInt, PositiveInt, Section, TupleOf
 from config.generation import GenerationConfig
 from config.training.runtime import AttentionBackend
 
@@ -43,14 +43,14 @@ class InferInputConfig(Section):
     """``[input]``: the inputs, decoded in this order: prompts, prompts_file, chats, infills. Special tokens written in
     them are ordinary text."""
 
-    prompts: StrTuple = ()
+    prompts: TupleOf[str] = ()
     """Texts to continue; an empty text is valid."""
     prompts_file: ConfigPath | None = None
     """A file of inputs; "-": standard input. Text: one prompt per line. JSON lines: a string, or an object with
     "prompt", "messages" (a chat) or "infill"; its other keys are copied to the answer. Blank lines are skipped."""
     prompts_format: Literal["text", "jsonl"] | None = None
     """Format of prompts_file. None: "jsonl" if its name ends in .jsonl, else "text"."""
-    chats: StrTuple = ()
+    chats: TupleOf[str] = ()
     """User messages, each in a chat of its own, which the model answers."""
     interactive: bool = False
     """Chat in the terminal, instead of all other inputs."""
@@ -58,7 +58,7 @@ class InferInputConfig(Section):
     """System message of each of `chats`, or of the interactive one. None: the template's default, if it has one."""
     chat_template: Literal["chatml", "qwen3", "llama3", "llada"] | None = None
     """Chat template. None: the checkpoint's own."""
-    infills: StrTuple = ()
+    infills: TupleOf[str] = ()
     """Texts with masked spans: [MASK:n] stands for n tokens to fill in."""
     token_healing: bool = True
     """Take back the last token of a prompt, or the space before a masked span, and let the first new token begin with
@@ -87,7 +87,7 @@ class InferConstraintConfig(Section):
     """``[constraint]``: what the new text of each prompt and chat, and the text of each masked span, has to be. At most
     one key; none: any text."""
 
-    choices: StrTuple = ()
+    choices: TupleOf[str] = ()
     """One of these texts."""
     regex: str | None = None
     """A text that this regular expression matches from beginning to end."""

@@ -7,15 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from config.base import (
-    IntTuple,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-    TupleOf,
-)
+from config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, TupleOf
 
 BlockOrigin = Literal["text", "turn"]
 """Origin of blocks: the start of the text, or in a chat the end of the last answer before them."""
@@ -141,7 +133,7 @@ class Architecture(Section):
     """Divide the routing weights of a token's experts by their sum."""
     decoder_sparse_step: PositiveInt = 1
     """Layers n, 2n, 3n ... (counted from 1) have experts; the others have a feed-forward."""
-    mlp_only_layers: IntTuple = ()
+    mlp_only_layers: TupleOf[int] = ()
     """Layers (counted from 0) that have a feed-forward in any case."""
     router_aux_loss_coef: NonNegativeFloat = 0.0
     """Weight of the routers' load-balancing loss in training (Fedus et al. 2022, eq. 4)."""

@@ -255,17 +255,6 @@ class DistributedTrainConfig(TrainConfig):
 
     parallel: Annotated[DDP | FSDP, Field(discriminator="strategy")] = DDP()
 
-    @model_validator(mode="before")
-    @classmethod
-    def _check_strategy(cls, values: Any) -> Any:
-        parallel = values.get("parallel") if isinstance(values, dict) else None
-        if isinstance(parallel, dict) and parallel.get("strategy") == "single":
-            raise ValueError(
-                'parallel.strategy = "single" is one process: start it with diffusionlm-train, or set '
-                'parallel.strategy = "ddp" or "fsdp"'
-            )
-        return values
-
     def to_train_config(self) -> TrainConfig:
         """Convert to the config that training takes and a run directory holds."""
         return TrainConfig(**dict(self))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from config.base import NonEmptyStr, PositiveFloat, StrTuple, TupleOf
+from config.base import NonEmptyStr, PositiveFloat, TupleOf
 from files.atomic import write_text_atomic
 from logger.run_logger import Metrics, RunLogger, Sink, SinkRun
 
@@ -37,7 +37,7 @@ class WandbConfig(Sink):
     """Name of the run. None: the name of the run directory."""
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     """auto: WANDB_MODE if it is set, else online if there is an API key, else offline."""
-    tags: StrTuple = ()
+    tags: TupleOf[str] = ()
     """Tags of the run."""
     artifacts: TupleOf[Literal["checkpoints", "tokenizer", "samples"]] = ()
     """Uploads: at the end the newest checkpoint and the tokenizer; each sample as a table. A checkpoint temporarily

@@ -6,16 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from config.base import (
-    ConfigPath,
-    IntTuple,
-    NonEmptyStr,
-    NonNegativeInt,
-    PositiveInt,
-    Section,
-    TupleOf,
-    check_distinct,
-)
+from config.base import ConfigPath, NonEmptyStr, NonNegativeInt, PositiveInt, Section, TupleOf, check_distinct
 from config.data import PythonStdlib, TextSourceOrName
 from config.model import Architecture, ModelConfig
 from config.tokenizer import NUM_BYTES, SplitPattern
@@ -187,7 +178,7 @@ class BenchTrainConfig(Section):
 class BenchTokenizerSection(Section):
     """``[bench]``: the vocabularies, the peers, and how they are measured."""
 
-    vocab_sizes: Annotated[IntTuple, Field(min_length=1)] = (4_096, 16_384)
+    vocab_sizes: Annotated[TupleOf[int], Field(min_length=1)] = (4_096, 16_384)
     """Size of each vocabulary, including the 256 bytes; there are no special tokens."""
     pattern: SplitPattern = "qwen"
     """The pre-tokenization pattern, which splits text into words."""

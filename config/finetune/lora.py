@@ -18,7 +18,6 @@ from config.base import (
     PositiveFloat,
     PositiveInt,
     Section,
-    StrTuple,
     TupleOf,
     check_distinct,
 )
@@ -48,7 +47,7 @@ class LoraConfig(Section):
     targets: str | TupleOf[str] = ALL_LINEAR
     """Adapted projections: "all-linear" (all but the head), a list of module names such as `q_proj` or `lm_head`, or a
     regular expression that matches whole module names."""
-    exclude: str | StrTuple = ()
+    exclude: str | TupleOf[str] = ()
     """Module names that are left out, or a regular expression that matches whole module names."""
     layers_to_transform: TupleOf[NonNegativeInt] = ()
     """Indices of the layers that are adapted, from 0. Empty: all."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
-from config.base import ConfigPath, NonEmptyStr, Section, TupleOf
+from config.base import ConfigPath, NonEmptyStr, Section, TupleOf, check_distinct
 
 Settings = dict[str, Any]
 """Tables and keys of a command's config."""
@@ -75,10 +75,7 @@ class PipelineConfig(Section):
 
     @model_validator(mode="after")
     def _check_graph(self) -> Self:
-        names = [stage.name for stage in self.stages]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"two stages are named {name!r}: rename one of them")
+        check_distinct({"stages.name": [stage.name for stage in self.stages]})
         _ = self.ordered_stages
         return self
 

@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from config.base import (
-    FloatTuple,
     Fraction,
     HalfOpenFraction,
     NonNegativeFloat,
@@ -15,6 +14,7 @@ from config.base import (
     PositiveFloat,
     Probability,
     Section,
+    TupleOf,
 )
 
 PARAMETER_GROUPS = ("hidden", "head", "embed", "router", "scalar")
@@ -27,7 +27,7 @@ def _check_betas(betas: tuple[float, ...]) -> tuple[float, ...]:
     return betas
 
 
-Betas = Annotated[FloatTuple, Field(min_length=2, max_length=2), AfterValidator(_check_betas)]
+Betas = Annotated[TupleOf[float], Field(min_length=2, max_length=2), AfterValidator(_check_betas)]
 
 
 class LRScheduleConfig(Section):

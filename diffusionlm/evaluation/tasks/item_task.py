@@ -13,15 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
-from config.base import (
-    ConfigPath,
-    NonEmptyStr,
-    NonNegativeInt,
-    PositiveInt,
-    Section,
-    StrTuple,
-    check_distinct,
-)
+from config.base import ConfigPath, NonEmptyStr, NonNegativeInt, PositiveInt, Section, TupleOf, check_distinct
 from config.evaluation.likelihood import AnswerLikelihoodConfig
 from config.evaluation.presets import apply_preset, describe_kind, get_preset, list_deviations
 from config.generation import GenerationConfig
@@ -122,7 +114,7 @@ class ItemTask(Section, ScoredTask):
     """File of the items: JSON lines, JSON or Parquet, also compressed."""
     limit: PositiveInt | None = None
     """Number of items, a random subset that depends on `seed` alone, in the order of the file. None: all."""
-    item_ids: StrTuple = ()
+    item_ids: TupleOf[str] = ()
     """Only these items. Empty: all."""
     id_field: NonEmptyStr | None = None
     """Field of the items' ids. None: task_id, id, ind or index, the first that an item has; else the number of the

@@ -27,7 +27,7 @@ SINGLE = str(ROOT / "config" / "resources" / "train.toml")
 
 def test_an_explicit_single_is_refused_with_the_remedy(fails: Fails) -> None:
     text = fails(main, "--config", SINGLE, "--set", "parallel.strategy=single")
-    assert "start it with diffusionlm-train, or set" in text
+    assert 'expected "ddp" or "fsdp", got the string "single"' in text
 
 
 def test_ranks_that_do_not_fit_are_refused_before_any_starts(fails: Fails) -> None:

@@ -11,19 +11,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field, model_validator
 
-from config.base import (
-    ConfigPath,
-    FloatTuple,
-    Fraction,
-    IntTuple,
-    NonEmptyStr,
-    PositiveFloat,
-    PositiveInt,
-    Probability,
-    Section,
-    StrTuple,
-    TupleOf,
-)
+from config.base import ConfigPath, Fraction, NonEmptyStr, PositiveFloat, PositiveInt, Probability, Section, TupleOf
 from config.dump import list_differences, to_toml
 from config.load import ConfigError, find_key_lines, json_schema, load_config
 
@@ -31,7 +19,7 @@ from config.load import ConfigError, find_key_lines, json_schema, load_config
 class Source(Section):
     name: NonEmptyStr
     weight: PositiveFloat = 1.0
-    tags: StrTuple = ()
+    tags: TupleOf[str] = ()
 
 
 class Data(Section):
@@ -45,7 +33,7 @@ class Data(Section):
 
 class Adam(Section):
     kind: Literal["adam"] = "adam"
-    betas: FloatTuple = (0.9, 0.95)
+    betas: TupleOf[float] = (0.9, 0.95)
     rate: PositiveFloat = 1e-3
 
 
@@ -58,7 +46,7 @@ class Training(Section):
     max_steps: PositiveInt = 10
     seed: int | None = None
     batch: Literal["auto"] | PositiveInt = "auto"
-    gates: int | IntTuple = 1
+    gates: int | TupleOf[int] = 1
     label: int | str = 0
     optimizer: Annotated[Adam | Sgd, Field(discriminator="kind")] = Adam()
     compile: bool = False

@@ -77,7 +77,7 @@ def settings(values: dict[str, Any], name: str, section: str, **changes: Any) ->
     ("change", "message"),
     [
         (lambda v: rename(v, "base", **{"from": "tune"}), "in a circle: tune from base from tune"),
-        (lambda v: rename(v, "tune", name="base"), "two stages are named 'base': rename one of them"),
+        (lambda v: rename(v, "tune", name="base"), "stages.name: 'base' is given twice"),
         (lambda v: rename(v, "tune", name="a.tmp-b"), "is a name of files that the pipeline writes"),
         (
             lambda v: rename(v, "tune", **{"from": "bass"}),
