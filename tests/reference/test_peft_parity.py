@@ -136,10 +136,8 @@ def test_we_load_the_adapter_of_peft(
 ) -> None:
     save_model(make_base(tiny_model, model_options), tmp_path)
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
-    theirs_by_ours = {
-        PEFT_NAMES.get(name, name): value for name, value in ({"targets": "all-linear"} | options).items()
-    }
-    lists = {name: list(value) if isinstance(value, tuple) else value for name, value in theirs_by_ours.items()}
+    values: dict[str, Any] = {"targets": "all-linear", **options}
+    lists = {PEFT_NAMES.get(key, key): list(x) if isinstance(x, tuple) else x for key, x in values.items()}
     ties = model_options.get("tie_word_embeddings", False)
     config = peft.LoraConfig(r=3, lora_alpha=7, ensure_weight_tying=ties, task_type="CAUSAL_LM", **lists)
     theirs = peft.get_peft_model(base, config)
