@@ -101,16 +101,13 @@ def test_stop_strings(client: openai.OpenAI, server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("guided", "structured"),
-    [
-        ({"guided_regex": "(t[aeo]t){2}"}, {"regex": "(t[aeo]t){2}"}),
-        ({"guided_choice": ["on the mat.", "flat"]}, {"choice": ["on the mat.", "flat"]}),
-        ({"guided_json": {"const": [1, 2]}}, {"json": {"const": [1, 2]}}),
-        ({"guided_json": '{"enum": ["a", "b"]}'}, {"json": {"enum": ["a", "b"]}}),
-    ],
-)
-def test_guided_answers(client: openai.OpenAI, guided: Any, structured: Any) -> None:
-    answers = [complete(client, max_tokens=16, **fields) for fields in (guided, {"structured_outputs": structured})]
+    ("kind", "value", "same"),
+    [("regex", "(t[aeo]t){2}", None), ("choice", ["on the mat.", "flat"], None),
+     ("json", '{"enum": ["a", "b"]}', {"enum": ["a", "b"]})],
+)  # fmt: skip
+def test_guided_answers(client: openai.OpenAI, kind: str, value: Any, same: Any) -> None:
+    forms: Any = ({f"guided_{kind}": value}, {"structured_outputs": {kind: same or value}})
+    answers = [complete(client, max_tokens=16, **fields) for fields in forms]
     assert answers[0].token_ids == answers[1].token_ids and answers[0].finish_reason == "stop"
 
 
