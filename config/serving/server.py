@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import ByteSize, Field, model_validator
 
 from config.base import (
     ConfigPath,
@@ -20,32 +19,17 @@ from config.base import (
 from config.generation import GenerationConfig
 from config.infer import InferModelConfig
 
-_BYTE_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
-
-
-def _parse_byte_size(value: object) -> object:
-    """Convert a text such as "2GiB" (2^30) or "500MB" (10^6) to a number of bytes."""
-    if not isinstance(value, str):
-        return value
-    match = _BYTE_SIZE.fullmatch(value.strip())
-    if match is None:
-        raise ValueError('must be a number of bytes, or a size such as "2GiB" or "500MB"')
-    unit = (match[2] or "").upper()
-    base = 1024 if unit.endswith("I") else 1000
-    return int(float(match[1]) * base ** (" KMGT".index(unit[0]) if unit else 0))
-
-
 DEFAULT_SCHEMA_DEPTH = 4
 """Default of `ServeSection.max_schema_depth`, also of constraints outside of a server."""
 
-ByteSize = Annotated[int, Field(gt=0), BeforeValidator(_parse_byte_size)]
-"""A number of bytes, or a text with a unit."""
+PositiveBytes = Annotated[ByteSize, Field(gt=0)]
+"""A number of bytes, or a text with a unit: "2GiB" (2^30), "500MB" (10^6)."""
 
 
 class EngineLimits(Section):
     """Limits of an engine in memory and in a step; keys of ``[serve]``, and arguments of `diffusionlm.Engine`."""
 
-    cache_memory: ByteSize = 1 << 30
+    cache_memory: PositiveBytes = ByteSize(1 << 30)
     """Memory of keys and values, as bytes or as a text such as "2GiB". A request that can never fit is refused."""
     page_size: PositiveInt | None = None
     """Positions of a page of the cache. None: 16, or more, so that it is a multiple of the model's block length."""
@@ -117,9 +101,9 @@ class ServeSection(EngineLimits):
     Deeper values are not written."""
     max_stop_strings: PositiveInt = 16
     """Largest number of stop strings of a request."""
-    max_body: ByteSize = 4 << 20
+    max_body: PositiveBytes = ByteSize(4 << 20)
     """Largest body of a request, as bytes or as a text; a larger one is refused (413)."""
-    max_header: ByteSize = 1 << 16
+    max_header: PositiveBytes = ByteSize(1 << 16)
     """Largest request line and headers together, as bytes or as a text."""
     max_connections: PositiveInt = 1024
     """Connections at a time; beyond them only /health and /metrics are answered, all else is refused (503)."""

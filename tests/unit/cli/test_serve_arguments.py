@@ -58,8 +58,8 @@ def test_sizes(text: str, size: int) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["serve.cache_memory=2XB"], "a size such as"),
-        (["serve.cache_memory=-1"], "greater than 0"),
+        (["serve.cache_memory=2XB"], "could not interpret byte unit: XB"),
+        (["serve.cache_memory=0"], "greater than 0"),
         (["serve.port=70000"], "at most 65535"),
         (["model.attention_backend=flex"], "has no cached form"),
         (["generation.max_new_tokens=3"], "serve.default_max_tokens"),
