@@ -71,10 +71,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if config.data.source is None:
         raise UsageError("no data: add --data FILE, or source to [data] of the config, or [[tasks]]")
     # Imported here, so that --help and config errors do not wait for numpy and regex.
-    from diffusionlm.evaluation.text_likelihood import open_text
+    from diffusionlm.evaluation.text_likelihood import OpenedText
 
     with usage_errors():
-        text = open_text(config)
+        text = OpenedText(config)
         if config.output.file is not None:
             check_can_write(config.output.file.parent, f"output.file = {config.output.file}")
     # Imported here, so that no error before waits for torch.

@@ -96,20 +96,6 @@ class LikelihoodResult:
     """None: not measured."""
 
 
-@dataclass(frozen=True)
-class OpenedText:
-    """A text in rows that fit the model."""
-
-    config: EvalConfig
-    model: ModelDescription
-    rows: list[Row]
-    skipped_documents: dict[str, int]
-    row_length: int
-    layout: InputLayout
-    method: str
-    """See `LikelihoodResult`."""
-
-
 def describe_model(config: InferModelConfig) -> ModelDescription:
     """Read the config and the tokenizer of a model, and check that it and its adapter have their other files.
 
@@ -124,51 +110,48 @@ def describe_model(config: InferModelConfig) -> ModelDescription:
     return model
 
 
-def open_text(config: EvalConfig, model: ModelDescription | None = None) -> OpenedText:
-    """Check the config against the model, and read the text.
+class OpenedText:
+    """A text in rows that fit the model."""
 
-    Args:
-        model: of the config. None: it is read.
+    def __init__(self, config: EvalConfig, model: ModelDescription | None = None) -> None:
+        """Check the config against the model, and read the text.
 
-    Raises:
-        ValueError: the model, its tokenizer or the text is missing, the rows do not fit the model, or it does
-            not support this kind of likelihood.
-    """
-    model = describe_model(config.model) if model is None else model
-    for directory in (model.directory, config.model.adapter):
-        check_trained_attention(directory)
-    layout, method = resolve_method(config.likelihood, model.config)
-    data_config = build_data_config(config.data, model.config)
-    components = open_components(data_config, "validation" if config.data.split == "validation" else "train")
-    context = model.config.max_position_embeddings
-    row_length = config.data.row_length or min(context, MAX_DEFAULT_ROW_LENGTH)
-    if row_length > context:
-        raise ValueError(
-            f"data.row_length = {row_length} is longer than the model's context, max_position_embeddings = {context}: "
-            "lower it"
+        Args:
+            model: of the config. None: it is read.
+
+        Raises:
+            ValueError: the model, its tokenizer or the text is missing, the rows do not fit the model, or it does
+                not support this kind of likelihood.
+        """
+        self.config, self.model = config, model or describe_model(config.model)
+        for directory in (self.model.directory, config.model.adapter):
+            check_trained_attention(directory)
+        self.layout, self.method = resolve_method(config.likelihood, self.model.config)
+        context = self.model.config.max_position_embeddings
+        self.row_length = config.data.row_length or min(context, MAX_DEFAULT_ROW_LENGTH)
+        if self.row_length > context:
+            raise ValueError(
+                f"data.row_length = {self.row_length} is longer than the model's context, max_position_embeddings = "
+                f"{context}: lower it"
+            )
+        data_config = build_data_config(config.data, self.model.config)
+        components = open_components(data_config, "validation" if config.data.split == "validation" else "train")
+        reader = build_row_reader(
+            components,
+            data_config,
+            self.model.tokenizer,
+            self.row_length,
+            config.data.seed,
+            repeat=False,
+            block_length=self.layout.block_length,
         )
-    reader = build_row_reader(
-        components,
-        data_config,
-        model.tokenizer,
-        row_length,
-        config.data.seed,
-        repeat=False,
-        block_length=layout.block_length,
-    )
-    rows, _ = reader.read(0, None, config.data.max_rows or sys.maxsize)
-    if not rows:
-        raise ValueError(
-            f'data.source has no text for split = "{config.data.split}": name other files, another split, or the field '
-            "of the text as source.text_field"
-        )
-    max_token = max(int(row.tokens_L.max()) for row in rows)
-    if max_token >= model.config.vocab_size:
-        raise ValueError(
-            f"the tokenizer produced token {max_token}, outside the model's vocabulary of {model.config.vocab_size} "
-            "tokens: use the model's own tokenizer"
-        )
-    return OpenedText(config, model, rows, count_skipped(components), row_length, layout, method)
+        self.rows, _ = reader.read(0, None, config.data.max_rows or sys.maxsize)
+        if not self.rows:
+            raise ValueError(
+                f'data.source has no text for split = "{config.data.split}": name other files, another split, or the '
+                "field of the text as source.text_field"
+            )
+        self.skipped_documents = count_skipped(components)
 
 
 def check_trained_attention(directory: Path | None) -> None:

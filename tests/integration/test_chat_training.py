@@ -22,7 +22,7 @@ from diffusionlm import generate, load_model, load_tokenizer
 from diffusionlm.checkpoints.model_files import read_model_description
 from diffusionlm.data.pipeline import build_row_reader, open_components
 from diffusionlm.evaluation.tasks.evaluation import LiveEvaluation
-from diffusionlm.evaluation.text_likelihood import evaluate_likelihood, open_text
+from diffusionlm.evaluation.text_likelihood import OpenedText, evaluate_likelihood
 from diffusionlm.inference.request_builder import RequestBuilder
 from diffusionlm.inference.settings import resolve_settings
 from diffusionlm.training.loop import train
@@ -305,6 +305,6 @@ def test_eight_conversations_are_learned_by_heart(kind: str, tmp_path: Path) -> 
     data = {"source": source, "rows": "padded", "row_length": 64}
     likelihood = {"kind": "nelbo", "prompt_gap": True}
     bound = evaluate_likelihood(
-        open_text(EvalConfig.model_validate({"model": values["model"], "data": data, "likelihood": likelihood})), model
+        OpenedText(EvalConfig.model_validate({"model": values["model"], "data": data, "likelihood": likelihood})), model
     )
     assert bound.prompt_gap is not None and bound.prompt_gap.nats_per_token > 10 * bound.nats_per_token

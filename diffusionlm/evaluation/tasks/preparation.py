@@ -18,7 +18,7 @@ from diffusionlm.evaluation.tasks.item_task import GenerationTask, LikelihoodTas
 from diffusionlm.evaluation.tasks.items import read_task_items
 from diffusionlm.evaluation.tasks.perplexity import PerplexityTask
 from diffusionlm.evaluation.tasks.prompts import PreparedItems
-from diffusionlm.evaluation.text_likelihood import OpenedText, describe_model, open_text
+from diffusionlm.evaluation.text_likelihood import OpenedText, describe_model
 from tokenizer import Tokenizer
 
 
@@ -82,7 +82,7 @@ def _prepare_task(task: AnyTask, model: ModelDescription, model_config: InferMod
     try:
         if isinstance(task, PerplexityTask):
             config = EvalConfig(model=model_config, data=task.text_config, likelihood=task.likelihood)
-            return PreparedText(task.name or task.kind, task, open_text(config, model))
+            return PreparedText(task.name or task.kind, task, OpenedText(config, model))
         return prepare_items(task, read_task_items(task), model.tokenizer, model.config)
     except ValueError as error:
         raise ValueError(f"task {task.name or task.kind!r}: {error}") from None

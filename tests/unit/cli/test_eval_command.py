@@ -25,7 +25,7 @@ from diffusionlm.data.pipeline import build_row_reader, open_components
 from diffusionlm.evaluation.nelbo import nelbo
 from diffusionlm.evaluation.sampler_likelihood import sampler_likelihood
 from diffusionlm.evaluation.statistics import bits_per_byte
-from diffusionlm.evaluation.text_likelihood import evaluate_likelihood, open_text
+from diffusionlm.evaluation.text_likelihood import OpenedText, evaluate_likelihood
 from tests.unit.cli.conftest import Fails, MakeDirectory
 from tokenizer import Tokenizer, save_tokenizer
 
@@ -252,12 +252,12 @@ def test_splits_of_a_source(make_dir: MakeDirectory, data: Path) -> None:
     model, bytes_of = load_model(folder), {}
     for split in ("train", "validation", "all"):
         config = EvalConfig.model_validate({**values, "data": {"source": source, "split": split}})
-        result = evaluate_likelihood(open_text(config), model)
+        result = evaluate_likelihood(OpenedText(config), model)
         bytes_of[split] = result.num_bytes
         assert result.num_unscored_tokens == 0
     assert 0 < bytes_of["validation"] < bytes_of["all"] == bytes_of["train"] + bytes_of["validation"]
     markov = {"source": "markov", "rows": "padded", "row_length": 32, "end_with_eos": False, "begin_with_eos": False}
-    text = open_text(EvalConfig.model_validate({**values, "data": {**markov, "max_rows": 4}}))
+    text = OpenedText(EvalConfig.model_validate({**values, "data": {**markov, "max_rows": 4}}))
     result = evaluate_likelihood(text, model)
     assert (result.num_tokens, result.num_bytes) == (128, 128)
 

@@ -14,7 +14,7 @@ import pytest
 from config.eval import EvalConfig
 from diffusionlm.checkpoints.huggingface import save_model
 from diffusionlm.data.packing import Row
-from diffusionlm.evaluation.text_likelihood import evaluate_likelihood, exchange_prompts, open_text
+from diffusionlm.evaluation.text_likelihood import OpenedText, evaluate_likelihood, exchange_prompts
 from diffusionlm.evaluation.validation import evaluate
 from diffusionlm.models.transformer import Transformer
 from tests.unit.data.chat_cases import chat, chat_tokenizer
@@ -63,7 +63,7 @@ def test_the_gap_is_the_difference_of_two_bounds(tiny_model: Callable[..., Trans
         },
         "likelihood": {"kind": "nelbo", "prompt_gap": True, "num_mc_samples": 2},
     }
-    text = open_text(EvalConfig.model_validate(values))
+    text = OpenedText(EvalConfig.model_validate(values))
     rows = text.rows
     gap = evaluate_likelihood(text, model).prompt_gap
     assert gap is not None and gap.num_rows == len(rows) == 6
