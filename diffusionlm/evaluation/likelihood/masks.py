@@ -52,37 +52,51 @@ def enumerate_masks(num_tokens: int) -> WeightedMasks:
 # Sampling
 
 
-def sample_order_pairs(
-    num_tokens: int, first_draw: int, end_draw: int, seed: int, key: tuple[int, ...]
+def sample_masks(
+    num_tokens: int,
+    levels_D: NDArray[np.float64],
+    first_draw: int,
+    seed: int,
+    key: tuple[int, ...],
+    *,
+    draws_orders: bool,
 ) -> WeightedMasks:
-    """Sample orders of the tokens, one for each draw, each with its reverse: 2 n masks, of which one has all tokens.
+    """Sample the masks of the draws from ``first_draw`` on, each from a random order of the tokens.
+
+    The order of the first tokens does not depend on how many follow: texts of different lengths share it.
+
+    Args:
+        levels_D: of all draws; the level of a cover gives k, uniform on 1 ... n.
+        draws_orders: a draw is an order with its reverse (`weigh_order_pair`), else a cover (`weigh_cover`).
+    """
+    masks, weights, draws = [], [], []
+    for draw, level in enumerate(levels_D[first_draw:].tolist(), start=first_draw):
+        order_n = np.argsort(keyed_rng(seed, RngStream.ANSWER_MASKS, *key, draw).random(num_tokens), kind="stable")
+        size = min(int(level * num_tokens), num_tokens - 1) + 1
+        masks_Cn, weights_Cn = weigh_order_pair(order_n) if draws_orders else weigh_cover(order_n, size)
+        masks.append(masks_Cn)
+        weights.append(weights_Cn)
+        draws.append(np.full(len(masks_Cn), draw))
+    return WeightedMasks(np.concatenate(masks), np.concatenate(weights), np.concatenate(draws))
+
+
+def weigh_order_pair(order_n: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
+    """Masks of an order of the tokens and of its reverse, and their weights: 2 n masks, of which one has all tokens.
 
     Token j of an order is predicted while it and those after it are masked: the chain rule, whose mean over orders is
     the bound. Of two tokens exactly one sees the other, so that what they say of each other counts once in every order;
     a model whose conditional probabilities agree has no variance at all. The masks of the reverse are complements but
     for the token itself, and the error of the pair is half that of two independent orders or less.
-
-    The order of the first tokens does not depend on how many follow: texts of different lengths share it.
     """
-    masks, weights = [], []
-    for draw in range(first_draw, end_draw):
-        order_n = _draw_order(num_tokens, seed, key, draw)
-        for order in (order_n, order_n[::-1]):
-            rank_n = np.argsort(order)
-            steps_n1 = np.arange(num_tokens)[:, None]
-            masks.append(rank_n >= steps_n1)
-            weights.append(0.5 * (rank_n == steps_n1))
-    draws_C = np.repeat(np.arange(first_draw, end_draw), 2 * num_tokens)
-    return WeightedMasks(np.concatenate(masks), np.concatenate(weights), draws_C)
+    steps_n1 = np.arange(len(order_n))[:, None]
+    ranks = [np.argsort(order) for order in (order_n, order_n[::-1])]
+    masks_Cn = np.concatenate([rank_n >= steps_n1 for rank_n in ranks])
+    return masks_Cn, np.concatenate([0.5 * (rank_n == steps_n1) for rank_n in ranks])
 
 
 def count_order_pair_masks(num_tokens: int) -> int:
-    """Different masks of a draw of `sample_order_pairs`."""
+    """Different masks of `weigh_order_pair`."""
     return 2 * num_tokens - 1
-
-
-def _draw_order(num_tokens: int, seed: int, key: tuple[int, ...], draw: int) -> NDArray[np.int64]:
-    return np.argsort(keyed_rng(seed, RngStream.ANSWER_MASKS, *key, draw).random(num_tokens), kind="stable")
 
 
 def sample_levels(num_first: int, num_draws: int, rng: np.random.Generator) -> NDArray[np.float64]:
@@ -98,47 +112,22 @@ def sample_levels(num_first: int, num_draws: int, rng: np.random.Generator) -> N
     return levels_D
 
 
-def sample_covers(
-    num_tokens: int, levels_D: NDArray[np.float64], first_draw: int, seed: int, key: tuple[int, ...]
-) -> WeightedMasks:
-    """Sample covers of a block, one for each draw from ``first_draw`` on: sets of k tokens that together mask each
-    token.
+def weigh_cover(order_n: NDArray[np.int64], size: int) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
+    """Cut an order of the tokens into sets of ``size``, which together mask each token, and weigh the sets.
 
-    The level of a draw gives k, uniform on 1 ... n. A random order of the tokens is cut into sets of k; the last one
-    wraps around, and a token in two sets has weight 1/2 in both. Each token thus counts once with a uniform k and
-    uniform others, so the sum over a draw is unbiased, and the differences between tokens cancel, which disturb a
-    single set of k tokens that is weighted with n / k. Complementary masks are the cover for k = n / 2. A cover of more
-    than `MAX_COVER_SETS` sets is cut, and its weights multiplied by the share that is left out. A draw takes about
-    ln(n) + 1 masks, fewer than an order, and has a larger error.
-
-    The order of the first tokens does not depend on how many follow: texts of different lengths share it.
+    The last set wraps around, and a token in two sets has weight 1/2 in both. Each token thus counts once with a
+    uniform k and uniform others, so the sum over a draw is unbiased, and the differences between tokens cancel, which
+    disturb a single set of k tokens that is weighted with n / k. Complementary masks are the cover for k = n / 2. A
+    cover of more than `MAX_COVER_SETS` sets is cut, and its weights multiplied by the share that is left out. A draw
+    takes about ln(n) + 1 masks, fewer than an order, and has a larger error.
     """
-    masks, weights, draws = [], [], []
-    for draw, level in enumerate(levels_D[first_draw:].tolist(), start=first_draw):
-        size = min(int(level * num_tokens), num_tokens - 1) + 1
-        order_n = _draw_order(num_tokens, seed, key, draw)
-        cover_Cn = build_cover(order_n, size)
-        masks.append(cover_Cn)
-        weights.append(cover_Cn * cover_weights(cover_Cn))
-        draws.append(np.full(len(cover_Cn), draw))
-    return WeightedMasks(np.concatenate(masks), np.concatenate(weights), np.concatenate(draws))
-
-
-def build_cover(order_n: NDArray[np.int64], size: int) -> NDArray[np.bool_]:
-    """Sets of ``size`` successive tokens of an order, wrapped around at its end, [C, n]; at most `MAX_COVER_SETS`."""
     num_tokens = len(order_n)
     starts_C = np.arange(0, num_tokens, size)[:MAX_COVER_SETS]
     cover_Cn = np.zeros((len(starts_C), num_tokens), dtype=np.bool_)
     tokens_CK = order_n[(starts_C[:, None] + np.arange(size)) % num_tokens]
     np.put_along_axis(cover_Cn, tokens_CK, True, axis=1)
-    return cover_Cn
-
-
-def cover_weights(cover_Cn: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Weight of each token of a cover in the sets that mask it, [n]."""
     num_sets_n = cover_Cn.sum(axis=0)
-    weights_n: NDArray[np.float64] = cover_Cn.shape[1] / (np.maximum(num_sets_n, 1) * np.count_nonzero(num_sets_n))
-    return weights_n
+    return cover_Cn, cover_Cn * (num_tokens / (np.maximum(num_sets_n, 1) * np.count_nonzero(num_sets_n)))
 
 
 def mean_cover_sets(num_tokens: int) -> float:

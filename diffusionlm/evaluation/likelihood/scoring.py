@@ -29,9 +29,8 @@ from diffusionlm.evaluation.likelihood.masks import (
     enumerate_masks,
     independent_standard_error,
     mean_cover_sets,
-    sample_covers,
     sample_levels,
-    sample_order_pairs,
+    sample_masks,
     stratified_standard_error,
 )
 from diffusionlm.evaluation.statistics import check_positive
@@ -290,10 +289,8 @@ class AdaptiveSampler:
             return WeightedMasks(np.ones((1, size), dtype=np.bool_), np.ones((1, size)), np.zeros(1, dtype=np.int64))
         if self.is_exact:
             return enumerate_masks(size)
-        seed, key = self._config.seed, (*self._key, number)
-        if self._draws_orders:
-            return sample_order_pairs(size, first, num_draws, seed, key)
-        return sample_covers(size, self._levels_GD[number][:num_draws], first, seed, key)
+        levels_D, key = self._levels_GD[number][:num_draws], (*self._key, number)
+        return sample_masks(size, levels_D, first, self._config.seed, key, draws_orders=self._draws_orders)
 
     def read(self, log_probabilities: Iterator[NDArray[np.float64]]) -> None:
         """Read the log-probabilities of the copies of the stage, in order."""

@@ -11,14 +11,13 @@ from numpy.typing import NDArray
 
 from diffusionlm.evaluation.likelihood import masks as masks_module
 from diffusionlm.evaluation.likelihood.masks import (
-    build_cover,
+    WeightedMasks,
     count_order_pair_masks,
-    cover_weights,
-    enumerate_masks,
     mean_cover_sets,
-    sample_covers,
     sample_levels,
-    sample_order_pairs,
+    sample_masks,
+    weigh_cover,
+    weigh_order_pair,
 )
 
 Table = dict[tuple[bool, ...], NDArray[np.float64]]
@@ -44,14 +43,6 @@ def weighted_sum(table: Table, is_masked_Cn: NDArray[np.bool_], weights_Cn: NDAr
     return sum(float(w @ table[tuple(m.tolist())]) for m, w in zip(is_masked_Cn, weights_Cn, strict=True))
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5])
-def test_enumeration_is_the_mean_over_orders(num_tokens: int) -> None:
-    table, masks = build_table(num_tokens), enumerate_masks(num_tokens)
-    assert len(masks.is_masked_Cn) == 2**num_tokens - 1
-    total = weighted_sum(table, masks.is_masked_Cn, masks.weights_Cn)
-    assert total == pytest.approx(mean_over_orders(table, num_tokens), abs=1e-12)
-
-
 @pytest.mark.parametrize(("num_tokens", "max_sets"), [(1, 16), (2, 16), (3, 16), (4, 16), (5, 16), (5, 2), (4, 1)])
 def test_covers_are_unbiased(num_tokens: int, max_sets: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mean over all orders and counts is the bound, also of covers that are cut."""
@@ -59,17 +50,17 @@ def test_covers_are_unbiased(num_tokens: int, max_sets: int, monkeypatch: pytest
     table, totals, num_sets = build_table(num_tokens), [], []
     for size in range(1, num_tokens + 1):
         for order in itertools.permutations(range(num_tokens)):
-            cover_Cn = build_cover(np.array(order), size)
+            cover_Cn, weights_Cn = weigh_cover(np.array(order), size)
             assert (cover_Cn.sum(axis=1) == size).all()
             assert max_sets < 16 or cover_Cn.any(axis=0).all()
-            totals.append(weighted_sum(table, cover_Cn, cover_Cn * cover_weights(cover_Cn)))
+            totals.append(weighted_sum(table, cover_Cn, weights_Cn))
         num_sets.append(len(cover_Cn))
     assert np.mean(totals) == pytest.approx(mean_over_orders(table, num_tokens), abs=1e-12)
     assert mean_cover_sets(num_tokens) == pytest.approx(np.mean(num_sets))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 4])
-def test_orders_are_the_chain_rule(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orders_are_the_chain_rule(num_tokens: int) -> None:
     """The mean over all orders is the bound; a model whose conditional probabilities agree has no variance."""
     joint = np.random.default_rng(1).dirichlet(np.ones(2**num_tokens)).reshape((2,) * num_tokens)
     # The text is all zeros: p(x_i | the visible) is a ratio of sums over the masked.
@@ -82,12 +73,11 @@ def test_orders_are_the_chain_rule(num_tokens: int, monkeypatch: pytest.MonkeyPa
         consistent[mask] = values
     table, totals = build_table(num_tokens), []
     for order in itertools.permutations(range(num_tokens)):
-        monkeypatch.setattr(masks_module, "_draw_order", lambda *args, order=order: np.array(order))
-        masks = sample_order_pairs(num_tokens, 0, 1, 0, ())
-        assert len(np.unique(masks.is_masked_Cn, axis=0)) == count_order_pair_masks(num_tokens)
-        totals.append(weighted_sum(table, masks.is_masked_Cn, masks.weights_Cn))
+        masks_Cn, weights_Cn = weigh_order_pair(np.array(order))
+        assert len(np.unique(masks_Cn, axis=0)) == count_order_pair_masks(num_tokens)
+        totals.append(weighted_sum(table, masks_Cn, weights_Cn))
         log_joint = math.log(joint[(0,) * num_tokens])
-        assert weighted_sum(consistent, masks.is_masked_Cn, masks.weights_Cn) == pytest.approx(log_joint)
+        assert weighted_sum(consistent, masks_Cn, weights_Cn) == pytest.approx(log_joint)
     assert np.mean(totals) == pytest.approx(mean_over_orders(table, num_tokens), abs=1e-12)
 
 
@@ -101,12 +91,15 @@ def test_levels_are_one_in_each_stratum_at_every_stage() -> None:
 
 
 def test_orders_do_not_depend_on_stages_or_on_longer_texts() -> None:
-    levels_D = np.array([0.1, 0.6, 0.3, 0.9])
-    whole, later = sample_covers(9, levels_D, 0, 7, (1, 2)), sample_covers(9, levels_D, 2, 7, (1, 2))
+    def sample(num_tokens: int, levels: list[float], first: int, seed: int = 7) -> WeightedMasks:
+        return sample_masks(num_tokens, np.array(levels), first, seed, (1, 2), draws_orders=False)
+
+    levels = [0.1, 0.6, 0.3, 0.9]
+    whole, later = sample(9, levels, 0), sample(9, levels, 2)
     is_later = whole.draws_C >= 2
     np.testing.assert_array_equal(whole.is_masked_Cn[is_later], later.is_masked_Cn)
     np.testing.assert_array_equal(whole.weights_Cn[is_later], later.weights_Cn)
-    assert not np.array_equal(whole.is_masked_Cn, sample_covers(9, levels_D, 0, 8, (1, 2)).is_masked_Cn)
+    assert not np.array_equal(whole.is_masked_Cn, sample(9, levels, 0, seed=8).is_masked_Cn)
     # Sets of one token name the order of the tokens: that of 4 is that of 9 without the later ones.
-    long, short = (sample_covers(n, np.zeros(1), 0, 7, (3,)).is_masked_Cn.argmax(axis=1).tolist() for n in (9, 4))
+    long, short = (sample(n, [0.0], 0).is_masked_Cn.argmax(axis=1).tolist() for n in (9, 4))
     assert [token for token in long if token < 4] == short

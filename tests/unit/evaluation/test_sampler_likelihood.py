@@ -13,7 +13,7 @@ import torch
 from config.generation import GenerationConfig
 from diffusionlm.evaluation.sampler_likelihood import sampler_likelihood
 from diffusionlm.inference.generate import generate
-from diffusionlm.models.patterns import Bidirectional, Causal
+from diffusionlm.models.patterns import Bidirectional
 from diffusionlm.models.transformer import Transformer
 from tests.conftest import MakeModel
 
@@ -49,17 +49,6 @@ def by_hand(model: Transformer, text: list[int], order: list[list[int]], pattern
         nats -= sum(float(logprobs_LV[position - shift, text[position]]) for position in group)
         hidden -= set(group)
     return nats
-
-
-def test_an_autoregressive_model_needs_no_mask_token(small: MakeModel) -> None:
-    model = small(mask_token_id=None, block_length=1, logit_alignment="shifted")
-    tokens_BL = torch.randint(0, TOKENS + 1, (4, 8), generator=torch.Generator().manual_seed(1))
-    report = sampler_likelihood(model, tokens_BL)
-    with torch.no_grad():
-        logprobs_BLV = model(tokens_BL, pattern=Causal())[:, :-1].log_softmax(dim=2)
-    expected_B = -logprobs_BLV.gather(2, tokens_BL[:, 1:, None]).sum(dim=(1, 2))
-    assert report.row_nats == pytest.approx(expected_B.tolist(), abs=1e-9)
-    assert report.num_tokens == 28
 
 
 @pytest.mark.parametrize("alignment", ["same_position", "shifted"])
