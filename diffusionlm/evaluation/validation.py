@@ -319,15 +319,14 @@ def measure_masked_token_accuracy(
 # n-gram models
 
 
-class _Counts:
-    """Counts by code, for sorted codes; others have none."""
+Table = tuple[Ints, Ints]
+"""Sorted codes, and the count of each; other codes have none."""
 
-    def __init__(self, codes: Ints, counts: Ints) -> None:
-        self.codes, self.counts = codes, counts.astype(np.float64)
 
-    def look_up(self, codes: Ints) -> Floats:
-        indices = np.minimum(np.searchsorted(self.codes, codes), len(self.codes) - 1)
-        return np.where(self.codes[indices] == codes, self.counts[indices], 0.0)
+def _look_up(table: Table, queries: Ints) -> Floats:
+    codes, counts = table
+    indices = np.minimum(np.searchsorted(codes, queries), len(codes) - 1)
+    return np.where(codes[indices] == queries, counts[indices], 0).astype(np.float64)
 
 
 class NgramModel:
@@ -343,25 +342,23 @@ class NgramModel:
         self.vocab_size = vocab_size
         counts = np.bincount(tokens, minlength=vocab_size).astype(np.float64)
         self.unigram = (counts + 1.0) / (counts.sum() + vocab_size)
-        self._orders = []
+        self._orders: list[tuple[Table, Table, Table]] = []
         """Of each length from 2 on: how often an n-gram and a context come, and how many continuations it has."""
         for length in range(2, order + 1):
             ngrams, ngram_counts = np.unique(_encode_ngrams(tokens, length, vocab_size), return_counts=True)
             contexts, starts, continuations = np.unique(ngrams // vocab_size, return_index=True, return_counts=True)
             totals = np.add.reduceat(ngram_counts, starts) if len(starts) else ngram_counts
-            self._orders.append(
-                (_Counts(ngrams, ngram_counts), _Counts(contexts, totals), _Counts(contexts, continuations))
-            )
+            self._orders.append(((ngrams, ngram_counts), (contexts, totals), (contexts, continuations)))
 
     def probabilities(self, tokens: Ints) -> Floats:
         """Probability of each token given the up to ``order - 1`` tokens before it."""
         result: Floats = self.unigram[tokens]
         for length, (ngrams, contexts, continuations) in enumerate(self._orders, start=2):
             codes = _encode_ngrams(tokens, length, self.vocab_size)
-            total = contexts.look_up(codes // self.vocab_size)
+            total = _look_up(contexts, codes // self.vocab_size)
             divisor = np.maximum(total, 1.0)
-            discounted = np.maximum(ngrams.look_up(codes) - DISCOUNT, 0.0) / divisor
-            backoff_weight = DISCOUNT * continuations.look_up(codes // self.vocab_size) / divisor
+            discounted = np.maximum(_look_up(ngrams, codes) - DISCOUNT, 0.0) / divisor
+            backoff_weight = DISCOUNT * _look_up(continuations, codes // self.vocab_size) / divisor
             shorter = result[length - 1 :]
             result[length - 1 :] = np.where(total > 0.0, discounted + backoff_weight * shorter, shorter)
         return result
