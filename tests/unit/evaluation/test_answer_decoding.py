@@ -44,19 +44,6 @@ def answer(model: Transformer, tokenizer: Tokenizer, stop: Sequence[str] = (), *
     return result
 
 
-@pytest.fixture(scope="module")
-def whole(model: Transformer, tokenizer: Tokenizer) -> DecodedAnswer:
-    return answer(model, tokenizer)
-
-
-def test_without_stop_strings_it_is_generate(model: Transformer, tokenizer: Tokenizer, whole: DecodedAnswer) -> None:
-    config = GenerationConfig(max_new_tokens=12, block_length=4, stop_token_ids=[])
-    (expected,) = generate(model, [PROMPT], config)
-    assert whole.token_ids == expected.token_ids
-    assert (whole.finish_reason, whole.num_forwards) == ("length", expected.num_forwards)
-    assert whole.text == tokenizer.decode([token for token in expected.token_ids if token not in tokenizer.hidden_ids])
-
-
 def test_stop_strings_at_every_place(model: Transformer, tokenizer: Tokenizer) -> None:
     """Every piece of the text up to 5 characters: within a token, across tokens and blocks, at position 0."""
     config = GenerationConfig(max_new_tokens=12, block_length=4, stop_token_ids=[], suppress_token_ids=[19, 20, 21])
@@ -76,10 +63,12 @@ def test_stop_strings_at_every_place(model: Transformer, tokenizer: Tokenizer) -
             assert result.num_forwards <= 4 * -(-last_token // 4)
 
 
-def test_stop_tokens_and_special_tokens(model: Transformer, tokenizer: Tokenizer, whole: DecodedAnswer) -> None:
+def test_stop_tokens_and_special_tokens(model: Transformer, tokenizer: Tokenizer) -> None:
+    (whole,) = generate(model, [PROMPT], GenerationConfig(max_new_tokens=12, block_length=4, stop_token_ids=[]))
     third = whole.token_ids[2]
     cut = answer(model, tokenizer, stop_token_ids=[third])
     assert cut.token_ids == whole.token_ids[: whole.token_ids.index(third)] and cut.finish_reason == "stop"
     only_special = answer(model, tokenizer, suppress_token_ids=[*range(19), 20, 21])
     assert only_special.text == "" and set(only_special.token_ids) == {19}
+    assert (only_special.finish_reason, only_special.num_forwards) == ("length", whole.num_forwards)
     assert answer(model, tokenizer, ["<x>"], suppress_token_ids=[*range(19), 20, 21]).token_ids == ()

@@ -38,13 +38,6 @@ def grade_answers(make_task: MakeTask, answers: list[str], item: dict[str, str] 
 
 
 @pytest.mark.slow
-def test_solutions_pass_and_others_fail(make_task: MakeTask) -> None:
-    solution = ITEM["canonical_solution"]
-    answers = [solution, solution.replace(">=", ">"), "    return [", "    raise SystemExit(0)", "    while True: pass"]
-    assert grade_answers(make_task, answers, timeout_seconds=2.0) == [True, False, False, False, False]
-
-
-@pytest.mark.slow
 def test_a_prompt_without_a_docstring_is_completed_or_defined_again(make_task: MakeTask) -> None:
     """Such a prompt is no program by itself, and its tests need its imports."""
     prompt = "import math\n\n\ndef area(radius):\n"
