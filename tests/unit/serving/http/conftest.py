@@ -20,6 +20,7 @@ from config.generation import GenerationConfig
 from config.serving.server import ServeSection
 from diffusionlm.checkpoints.adapter_files import read_adapter
 from diffusionlm.checkpoints.base_fingerprint import BaseFingerprint
+from diffusionlm.inference.request_builder import suppress_ids_without_text
 from diffusionlm.models.row_adapters import ModelAdapter
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.serving.engine import Engine
@@ -95,6 +96,12 @@ class RunningServer:
 
 
 StartServer = Callable[..., RunningServer]
+
+
+def decoding_config(server: RunningServer, **values: Any) -> GenerationConfig:
+    """The config of decoding that a request with these settings has."""
+    settings = GenerationConfig.model_validate({"stop_token_ids": (), **values})
+    return suppress_ids_without_text(settings, server.tokenizer, server.model.config.vocab_size)
 
 
 @pytest.fixture(autouse=True)

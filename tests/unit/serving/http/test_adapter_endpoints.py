@@ -11,14 +11,12 @@ from typing import Any
 import openai
 import pytest
 
-from config.generation import GenerationConfig
 from diffusionlm.checkpoints.adapter_files import load_adapter
 from diffusionlm.inference.generate import generate
-from diffusionlm.inference.request_builder import suppress_ids_without_text
 from diffusionlm.models.row_adapters import share_weights
 from diffusionlm.models.transformer import Transformer
 from tests.conftest import MakeModel
-from tests.unit.serving.http.conftest import NAME, RunningServer, StartServer, wait_until
+from tests.unit.serving.http.conftest import NAME, RunningServer, StartServer, decoding_config, wait_until
 from tests.unit.serving.test_adapters import write_adapter
 
 PROMPT = [1, 2, 3, 4, 5]
@@ -44,9 +42,7 @@ def decode_alone(server: RunningServer, directory: Path | None) -> tuple[int, ..
     model = share_weights(server.model)
     if directory is not None:
         load_adapter(model, directory)
-    config = GenerationConfig(stop_token_ids=(), max_new_tokens=8)
-    config = suppress_ids_without_text(config, server.tokenizer, model.config.vocab_size)
-    return generate(model, [PROMPT], config)[0].token_ids
+    return generate(model, [PROMPT], decoding_config(server, max_new_tokens=8))[0].token_ids
 
 
 def test_no_answer_under_load_is_of_another_adapter(loading: RunningServer, folder: Path) -> None:

@@ -10,23 +10,15 @@ from typing import Any
 import openai
 import pytest
 
-from config.generation import GenerationConfig
 from diffusionlm.inference.generate import Generation, generate, infill
-from diffusionlm.inference.request_builder import suppress_ids_without_text
-from tests.unit.serving.http.conftest import NAME, RunningServer
+from tests.unit.serving.http.conftest import NAME, RunningServer, decoding_config
 from tokenizer import CHAT_TEMPLATES, encode_chat
 
 PROMPT = "the cat sat on"
 
 
-def config(server: RunningServer, **values: Any) -> GenerationConfig:
-    """The config of decoding that a request with these settings has."""
-    settings = GenerationConfig.model_validate({"stop_token_ids": (), **values})
-    return suppress_ids_without_text(settings, server.tokenizer, server.model.config.vocab_size)
-
-
 def decode_alone(server: RunningServer, seed: int, **values: Any) -> Generation:
-    return generate(server.model, [server.tokenizer.encode(PROMPT)], config(server, **values), [seed])[0]
+    return generate(server.model, [server.tokenizer.encode(PROMPT)], decoding_config(server, **values), [seed])[0]
 
 
 def complete(server: RunningServer, **fields: Any) -> Any:
@@ -36,19 +28,30 @@ def complete(server: RunningServer, **fields: Any) -> Any:
     return answer
 
 
+STOPS = tuple(range(0, 280, 9))
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("fields", "settings"),
     [
-        {"denoising_steps": 2},
-        {"remasking_strategy": "threshold", "confidence_threshold": 0.3},
-        {"block_length": 2, "temperature": 0.5, "top_k": 5},
-        {"attention": "bidirectional", "cache": "dual", "block_length": 6},
-        {"suppress_token_ids": [5, 6], "cfg_scale": 0.5, "stop_token_ids": [*range(0, 280, 9)]},
+        ({"denoising_steps": 2}, None),
+        ({"remasking_strategy": "threshold", "confidence_threshold": 0.3}, None),
+        ({"block_length": 2, "temperature": 0.5, "top_k": 5}, None),
+        ({"attention": "bidirectional", "cache": "dual", "block_length": 6}, None),
+        ({"suppress_token_ids": [5, 6], "cfg_scale": 0.5, "stop_token_ids": [*STOPS]}, None),
+        ({"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.4}, None),
+        # vLLM's fields and values
+        ({"min_p": 0.4, "top_k": -1}, {"min_p": 0.4}),
+        ({"top_k": 0, "top_p": 0.6}, {"top_p": 0.6}),
+        ({"min_tokens": 4, "stop_token_ids": [*STOPS]}, {"min_new_tokens": 4, "stop_token_ids": STOPS}),
+        ({"ignore_eos": True, "stop_token_ids": [5, 60, 90]}, {"stop_token_ids": (5, 60, 90)}),
+        ({"best_of": 1, "metadata": {"a": "b"}, "store": True, "user": "u", "priority": 0, "length_penalty": 1.0}, {}),
     ],
 )
-def test_settings_of_a_request(server: RunningServer, settings: dict[str, Any]) -> None:
-    expected = decode_alone(server, 7, max_new_tokens=12, **{"temperature": 1.0, **settings})
-    answer = complete(server, return_token_ids=True, **settings)["choices"][0]
+def test_settings_of_a_request(server: RunningServer, fields: Any, settings: Any) -> None:
+    values = fields if settings is None else settings
+    expected = decode_alone(server, 7, max_new_tokens=12, **{"temperature": 1.0, **values})
+    answer = complete(server, return_token_ids=True, **fields)["choices"][0]
     assert tuple(answer["token_ids"]) == expected.token_ids
     assert (answer["num_forwards"], answer["seed"]) == (expected.num_forwards, 7)
     assert answer["finish_reason"] == expected.finish_reason
@@ -62,7 +65,7 @@ def test_prompts_times_choices(server: RunningServer) -> None:
     assert [choice["seed"] for choice in choices] == [7, 8, 9, 10]
     for choice, prompt in zip(choices, [prompts[0]] * 2 + [prompts[1]] * 2, strict=True):
         [expected] = generate(
-            server.model, [prompt], config(server, max_new_tokens=12, temperature=1.0), [choice["seed"]]
+            server.model, [prompt], decoding_config(server, max_new_tokens=12, temperature=1.0), [choice["seed"]]
         )
         assert tuple(choice["token_ids"]) == expected.token_ids and choice["prompt_token_ids"] == prompt
     assert answer["usage"]["prompt_tokens"] == sum(map(len, prompts)) and answer["usage"]["completion_tokens"] == 48
@@ -128,7 +131,7 @@ def test_a_chat(server: RunningServer, client: openai.OpenAI) -> None:
     ).choices[0]
     messages = [{"role": "user", "content": "the cat?"}]
     ids = encode_chat(server.tokenizer, CHAT_TEMPLATES["chatml"], messages, add_generation_prompt=True)
-    [expected] = generate(server.model, [ids], config(server, max_new_tokens=9), [1])
+    [expected] = generate(server.model, [ids], decoding_config(server, max_new_tokens=9), [1])
     assert choice.message.content == server.tokenizer.decode(expected.token_ids)
     assert choice.logprobs is not None and choice.logprobs.content is not None
     tokens = choice.logprobs.content
@@ -173,7 +176,7 @@ def test_a_suffix(server: RunningServer) -> None:
     tokenizer, mask = server.tokenizer, server.model.config.mask_token_id
     assert mask is not None
     canvas = [*tokenizer.encode("the cat"), *[mask] * 6, *tokenizer.encode(" the mat")]
-    [expected] = infill(server.model, [canvas], config(server, temperature=1.0), [7])
+    [expected] = infill(server.model, [canvas], decoding_config(server, temperature=1.0), [7])
     start = len(tokenizer.encode("the cat"))
     answer = complete(server, prompt="the cat", suffix=" the mat", max_tokens=6)
     assert answer["choices"][0]["text"] == tokenizer.decode(expected.token_ids[start : start + 6])
@@ -208,7 +211,7 @@ def test_an_infill(server: RunningServer, healing: bool) -> None:
         mask = server.model.config.required_mask_token_id
         parts_of_canvas = (tokenizer.encode(part) if isinstance(part, str) else [mask] * part for part in segments)
         canvas = [token for tokens in parts_of_canvas for token in tokens]
-        [expected] = infill(server.model, [canvas], config(server, temperature=1.0), [4])
+        [expected] = infill(server.model, [canvas], decoding_config(server, temperature=1.0), [4])
         assert choice["num_forwards"] == expected.num_forwards
         assert tokenizer.decode(expected.token_ids) == choice["text"]
 

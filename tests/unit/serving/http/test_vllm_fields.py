@@ -12,8 +12,7 @@ import openai
 import pytest
 
 from config.generation import GenerationConfig
-from diffusionlm.inference.generate import Generation, generate
-from diffusionlm.inference.request_builder import RequestBuilder, suppress_ids_without_text
+from diffusionlm.inference.request_builder import RequestBuilder
 from tests.unit.serving.http.conftest import NAME, RunningServer, StartServer
 from tokenizer import CHAT_TEMPLATES, encode_chat
 
@@ -38,32 +37,6 @@ def stream(server: RunningServer, **fields: Any) -> list[dict[str, Any]]:
     """Choices of the chunks. The client takes no finish reason of null, which OpenAI's chunks of completions have."""
     body = {"prompt": PROMPT, "max_tokens": 10, "temperature": 1.0, "seed": 7, "token_healing": False, **fields}
     return [chunk["choices"][0] for chunk in server.events("/v1/completions", body)[:-1]]
-
-
-def decode_alone(server: RunningServer, **values: Any) -> Generation:
-    config = GenerationConfig.model_validate({"max_new_tokens": 10, "temperature": 1.0, **values})
-    config = suppress_ids_without_text(config, server.tokenizer, server.model.config.vocab_size)
-    return generate(server.model, [server.tokenizer.encode(PROMPT)], config, [7])[0]
-
-
-@pytest.mark.parametrize(
-    ("fields", "values"),
-    [
-        ({"min_p": 0.4, "top_k": -1}, {"min_p": 0.4}),
-        ({"top_k": 0, "top_p": 0.6}, {"top_p": 0.6}),
-        ({"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.4}, None),
-        ({"ignore_eos": True}, {"stop_token_ids": ()}),
-        ({"ignore_eos": True, "stop_token_ids": [5, 60, 90]}, {"stop_token_ids": (5, 60, 90)}),
-        ({"min_tokens": 4, "stop_token_ids": [*range(0, 280, 3)]},
-         {"min_new_tokens": 4, "stop_token_ids": tuple(range(0, 280, 3))}),
-        ({"best_of": 1, "metadata": {"a": "b"}, "store": True, "user": "u", "priority": 0, "length_penalty": 1.0,
-          "use_beam_search": False, "spaces_between_special_tokens": True}, {}),
-    ],
-)  # fmt: skip
-def test_decoding(client: openai.OpenAI, server: RunningServer, fields: Any, values: Any) -> None:
-    expected = decode_alone(server, **(fields if values is None else values))
-    answer = complete(client, **fields)
-    assert (tuple(answer.token_ids), answer.finish_reason) == (expected.token_ids, expected.finish_reason)
 
 
 def test_end_of_text_and_special_tokens(client: openai.OpenAI, server: RunningServer) -> None:
