@@ -101,7 +101,8 @@ def schedule_prompt_part(request: ActiveRequest, num_tokens: int) -> ScheduledRe
     limit = min(step.start + num_tokens, step.cached_length)
     starts = request.segments.block_starts(np.array([step.start, limit]), block_length).tolist()
     end = max(starts[1], request.segments.block_end(starts[0], block_length))
-    if end > step.cached_length or end == step.end:
+    # With shifted outputs a step begins before its block, so everything before the block may be cached already.
+    if end > step.cached_length or end <= request.cached_length or end == step.end:
         return step
     return ScheduledRequest(request, step.start, end, end, end, is_decoded=False)
 

@@ -78,10 +78,15 @@ def test_marginals_are_those_of_a_plain_forward(model: Transformer, like: MakeLi
     check(read, marginals(model, pattern, CANVAS, (5, MASK)))
 
 
-def test_reads_beside_others_in_an_engine(blocks: Transformer) -> None:
+@pytest.mark.parametrize("name", ["blocks", "shifted_blocks"])
+def test_reads_beside_others_in_an_engine(name: str, request: pytest.FixtureRequest) -> None:
     """Long texts are read in parts, beginnings shared, and nothing of a read stays in the cache."""
+    blocks: Transformer = request.getfixturevalue(name)
     config, prompt = GenerationConfig(max_new_tokens=6), [*CANVAS[3:7], *CANVAS[3:7], 9]
-    canvas, options = [*prompt, *CANVAS], replace(READ, is_infill=True, choices={})
+    canvas, options = (
+        [*prompt, 4, 2, 7, *CANVAS[1:]],
+        replace(READ, is_infill=True, choices={}),
+    )  # masks from a block on
     [expected] = infill(blocks, [canvas], config, options=options)
     [answer] = generate(blocks, [prompt], config)
     with Engine(blocks, max_num_batched_tokens=5, cache_memory=1 << 20, page_size=4) as engine:
