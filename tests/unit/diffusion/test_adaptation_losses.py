@@ -31,14 +31,6 @@ from tests.unit.diffusion.noise_cases import LENGTH, batch_of
 # CART
 
 
-def test_cart_weights_by_hand() -> None:
-    """Dream's weights for the mask 01101 and p = 0.3."""
-    masked = np.array([[False, True, True, False, True]])
-    batch = CleanBatch(torch.zeros(1, 5, dtype=torch.int64), torch.ones(1, 5, dtype=torch.bool))
-    weights = context_adaptive_weights(batch, masked, 0.3)
-    np.testing.assert_allclose(weights, [[0.0, 0.255, 0.255, 0.0, 0.20145]], rtol=1e-12)
-
-
 @pytest.mark.parametrize("p", [0.1, 0.3, 0.8, 1.0])
 def test_cart_weights_equal_a_matrix_product(p: float) -> None:
     """The published form: a matrix of symmetric geometric weights times the visible tokens, for each document."""

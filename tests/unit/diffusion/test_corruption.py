@@ -237,12 +237,6 @@ def test_rng_streams_never_collide() -> None:
     assert len(values) == len(RngStream) * len(keys)
 
 
-def test_keyed_rng_leaves_the_global_state_alone() -> None:
-    state = np.random.get_state()[1].copy()  # type: ignore[index]
-    keyed_rng(0, RngStream.FILL_MASKS).random(10)
-    assert np.array_equal(state, np.random.get_state()[1])  # type: ignore[index]
-
-
 def test_noise_groups_written_out() -> None:
     documents = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, 2, -1]])
     tokens = torch.zeros(1, 10, dtype=torch.int64)
