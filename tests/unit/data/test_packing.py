@@ -119,7 +119,7 @@ def test_packed_texts_are_encoded_once_per_epoch() -> None:
     assert len(encoded_texts) == 3
 
 
-@pytest.mark.parametrize("texts", [*CASES, [f"{'ab' * (index * 7 % 13)}" for index in range(60)]])
+@pytest.mark.parametrize("texts", [*CASES, [f"{'ab' * (index * 7 % 13)}" for index in range(30)]])
 @pytest.mark.parametrize(("length", "begin", "end"), FORMATS)
 def test_best_fit_cuts_long_texts_only(
     texts: list[str], length: int, begin: bool, end: bool, read_tokens: ReadTokens, check_resuming: Drain
