@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -53,26 +53,18 @@ class AsyncHostCopy:
         return numbers
 
 
-@dataclass(frozen=True)
-class MonitorResults:
-    """What a `StepMonitor` has computed in a step."""
+def read_quotients(names: Sequence[str], copy: AsyncHostCopy) -> dict[str, float]:
+    """Read numerators, then denominators, of metrics, and return those whose denominator is not zero.
 
-    sums: AsyncHostCopy
-    """Numerators of all metrics, then their denominators."""
-    names: tuple[str, ...]
-
-    def metrics(self) -> dict[str, float]:
-        """Metrics of the step whose denominator is not zero; waits until the device has made it.
-
-        ``loss_answer`` is left out if no answer has padding. ``weight_norms/...`` and ``activation_norms/...``: see
-        `summarize_norms`.
-        """
-        sums = self.sums.read()
-        pairs = zip(self.names, sums[: len(self.names)], sums[len(self.names) :], strict=True)
-        metrics = {name: numerator / denominator for name, numerator, denominator in pairs if denominator}
-        if "loss_eos_padding" not in metrics:
-            metrics.pop("loss_answer", None)
-        return summarize_norms(metrics)
+    ``loss_answer`` is left out if no answer has padding. ``weight_norms/...`` and ``activation_norms/...``: see
+    `summarize_norms`.
+    """
+    sums = copy.read()
+    pairs = zip(names, sums[: len(names)], sums[len(names) :], strict=True)
+    metrics = {name: numerator / denominator for name, numerator, denominator in pairs if denominator}
+    if "loss_eos_padding" not in metrics:
+        metrics.pop("loss_answer", None)
+    return summarize_norms(metrics)
 
 
 def summarize_norms(metrics: dict[str, float]) -> dict[str, float]:
@@ -103,7 +95,8 @@ class StepMetrics:
         """Logged metrics that are known when the step is launched; empty if it is not logged."""
         self.peak_seconds: float | None = None
         """Seconds at the peak of the device: see `count_peak_seconds`."""
-        self.monitor: MonitorResults | None = None
+        self.read_monitor: Callable[[], dict[str, float]] | None = None
+        """See `StepMonitor.read_results`."""
 
     @cached_property
     def _copy(self) -> AsyncHostCopy:
@@ -254,13 +247,13 @@ class StepMonitor:
     master_weights: MasterWeights
     _sums_2M: Tensor | None = None
     """Numerators and denominators of `LOSS_METRICS`, fp64. None: not a logged step."""
-    results: MonitorResults | None = None
-    """Of the last step. None: it is not logged."""
+    read_results: Callable[[], dict[str, float]] | None = None
+    """Waits for the metrics of the last step. None: it is not logged."""
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
         """Context of the forwards, backwards and update of a step, from 1. All ranks enter it."""
-        self._sums_2M, self.results = None, None
+        self._sums_2M, self.read_results = None, None
         every_steps, norms_every_steps = self.config.every_steps, self.config.norms_every_steps
         has_norms = norms_every_steps > 0 and step % norms_every_steps == 0
         if step % every_steps and step != self.max_steps and not has_norms:
@@ -280,7 +273,7 @@ class StepMonitor:
                 norms |= sum_weight_squares(self.model, self.parallel.world)
         sums_2M = torch.cat([self._sums_2M, *norms.values()], dim=1) if norms else self._sums_2M
         self.parallel.world.all_reduce_on_device(sums_2M)
-        self.results = MonitorResults(AsyncHostCopy(sums_2M.flatten()), (*LOSS_METRICS, *norms))
+        self.read_results = partial(read_quotients, (*LOSS_METRICS, *norms), AsyncHostCopy(sums_2M.flatten()))
 
     def add_micro_batch(self, noised_batch: NoisedBatch, nll_N: Tensor) -> None:
         """Add the losses of a micro-batch, both on the device. Next-token prediction masks nothing and has no masked

@@ -28,7 +28,7 @@ from diffusionlm.diffusion.noised_batch import NoisedBatch
 from diffusionlm.evaluation.tasks.results import format_item_line, to_file_name
 from diffusionlm.evaluation.validation import EvaluationResult
 from diffusionlm.training.metrics import StepMetrics, compute_batch_flops
-from diffusionlm.training.run import Run, TaskMetrics
+from diffusionlm.training.run import Run
 from diffusionlm.training.run_checkpoint import add_final_bound_to_card
 from diffusionlm.training.signals import StopRequest
 from files.atomic import write_text_atomic
@@ -163,7 +163,7 @@ def collect_launch_metrics(run: Run, metrics: StepMetrics, loaded: LoadedStep) -
         **collect_data_metrics(run, loaded),
     }
     metrics.peak_seconds = count_peak_seconds(run, loaded.noised_batches)
-    metrics.monitor = run.monitor.results
+    metrics.read_monitor = run.monitor.read_results
 
 
 def collect_data_metrics(run: Run, loaded: LoadedStep) -> dict[str, Any]:
@@ -224,7 +224,7 @@ def collect_monitor_metrics(run: Run, metrics: StepMetrics) -> dict[str, float]:
     """Metrics that are collected in logged steps only. ``memory/...`` is the peak so far, in bytes."""
     peak_memory = {f"memory/{name}": value for name, value in memory.peak_memory(run.settings.device.type).items()}
     ratio = min(1.0, run.settings.max_grad_norm / (metrics.grad_norm + 1e-6)) if metrics.is_finite else math.nan
-    return {"grad_clip_ratio": ratio, **(metrics.monitor.metrics() if metrics.monitor else {}), **peak_memory}
+    return {"grad_clip_ratio": ratio, **(metrics.read_monitor() if metrics.read_monitor else {}), **peak_memory}
 
 
 def run_validation(run: Run, logger: RunLogger) -> None:
@@ -258,7 +258,7 @@ def run_tasks(run: Run, logger: RunLogger) -> None:
     with run.evaluation_mode():
         outcomes = run.tasks.evaluate(run.state.model)
     scores = {f"{result.task}/{rule}": value.value for result, _ in outcomes for rule, value in result.metrics.items()}
-    run.last_tasks = TaskMetrics(step, scores)
+    run.last_tasks = step, scores
     logger.metrics(step, {key: value for result, _ in outcomes for key, value in result.list_logged_values().items()})
     for result, items in outcomes:
         logger.event(step, "tasks", f"step {step}: {result.describe()}")

@@ -93,15 +93,6 @@ class EarlyStopping:
         vars(self).update(state)
 
 
-@dataclass(frozen=True)
-class TaskMetrics:
-    """What the last evaluation on tasks has found."""
-
-    step: int
-    values: dict[str, float]
-    """Task and rule, such as gsm8k/flexible -> accuracy."""
-
-
 @dataclass
 class Run:
     """The parts of a run, as one rank has them."""
@@ -130,7 +121,8 @@ class Run:
     """Of the loader after the last step. None: the run is at its start."""
     progress: TrainingProgress = field(default_factory=TrainingProgress)
     last_validation: ValidationBound | None = None
-    last_tasks: TaskMetrics | None = None
+    last_tasks: tuple[int, dict[str, float]] | None = None
+    """Step and result of the last evaluation on tasks: task and rule, such as gsm8k/flexible -> accuracy."""
 
     @property
     def world(self) -> World:

@@ -78,7 +78,7 @@ def stage_run(run: Run) -> StagedCheckpoint:
         "guard": state.spike_guard.state_dict(),
         "validated": last_validation and vars(last_validation),
         VALIDATION_BOUND_KEY: bound,
-        TASK_METRICS_KEY: run.last_tasks.values if run.last_tasks and run.last_tasks.step == progress.step else {},
+        TASK_METRICS_KEY: run.last_tasks[1] if run.last_tasks and run.last_tasks[0] == progress.step else {},
         **({"early_stopping": run.early_stopping.state_dict()} if run.early_stopping.config is not None else {}),
         "world_size": run.world.size,
         "torch": torch.__version__,

@@ -129,7 +129,7 @@ def see(monitor: StepMonitor, step: int, masked_BL: np.ndarray[Any, Any]) -> dic
             draw.inputs_BS, pattern=draw.pattern, output_positions=draw.positions_N, loss_inputs=loss_inputs
         )
         monitor.add_micro_batch(draw, scored.nll_N)
-    return monitor.results.metrics() if monitor.results else {}
+    return monitor.read_results() if monitor.read_results else {}
 
 
 def test_only_steps_that_are_logged_are_looked_at(tiny_model: MakeModel) -> None:
@@ -154,8 +154,8 @@ def test_sums_are_over_the_micro_batches_of_a_step(tiny_model: MakeModel) -> Non
     with monitor.step(1):
         for value in (1.0, 4.0):
             monitor.add_micro_batch(draw, torch.full((B,), value))
-    assert monitor.results is not None
-    assert monitor.results.metrics() == {"mask_ratio": 0.1, "loss_by_masked_fraction/0-0.2": 2.5}
+    assert monitor.read_results is not None
+    assert monitor.read_results() == {"mask_ratio": 0.1, "loss_by_masked_fraction/0-0.2": 2.5}
 
 
 def read_norms(sums: dict[str, torch.Tensor]) -> dict[str, float]:
