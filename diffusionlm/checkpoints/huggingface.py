@@ -15,7 +15,7 @@ from config.training.runtime import AttentionBackend
 from diffusionlm.checkpoints.adapter_files import load_adapter
 from diffusionlm.checkpoints.model_card import write_model_card
 from diffusionlm.checkpoints.model_files import find_weights_directory, verify_model_files
-from diffusionlm.checkpoints.weights import open_weights, read_saved_dtype, save_weights
+from diffusionlm.checkpoints.weights import MAX_SHARD_SIZE, open_weights, read_saved_dtype, save_weights
 from diffusionlm.families.family import list_eos_token_ids
 from diffusionlm.families.model_directory import (
     GENERATION_CONFIG_FILE,
@@ -145,7 +145,7 @@ def save_model(
     directory: Path,
     weights: dict[str, Tensor] | None = None,
     *,
-    max_shard_size: int | str = "5GB",
+    max_shard_size: int = MAX_SHARD_SIZE,
     source: Path | None = None,
 ) -> None:
     """Write config.json, generation_config.json and the weights, with the keys and tensor names of the model's family.
@@ -154,13 +154,12 @@ def save_model(
         model: names its family in ``model.config``.
         directory: must exist; its old weights are replaced.
         weights: written instead of the model's own, by parameter name.
-        max_shard_size: bytes of a weight file at most, or a size such as "5GB".
+        max_shard_size: bytes of a weight file at most.
         source: the directory that the model was converted from. Its generation_config.json is copied, with the
             model's stop tokens added.
 
     Raises:
-        ValueError: the family has no such model, the size is not one, or the source's generation_config.json is not a
-            JSON object.
+        ValueError: the family has no such model, or the source's generation_config.json is not a JSON object.
     """
     tensors: dict[str, Tensor] = dict(model.named_parameters()) if weights is None else weights
     save_model_config(model.config, next(iter(tensors.values())).dtype, directory, source=source)
@@ -181,7 +180,7 @@ def save_model_directory(
     directory: Path,
     weights: dict[str, Tensor] | None = None,
     *,
-    max_shard_size: int | str = "5GB",
+    max_shard_size: int = MAX_SHARD_SIZE,
     source: Path | None = None,
 ) -> None:
     """Write a complete model directory: config, weights, tokenizer, generation_config.json and model card.

@@ -15,10 +15,9 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -28,6 +27,8 @@ from diffusionlm.checkpoints.model_files import INDEX, WEIGHTS, join_problems, l
 from diffusionlm.families.registry import parameter_name
 
 HEAD_WEIGHT, EMBEDDING_WEIGHT = "lm_head.weight", "model.embed_tokens.weight"
+MAX_SHARD_SIZE = 5_000_000_000
+"""Bytes of a weight file, unless a single tensor has more."""
 COMPARE_CHUNK_ELEMENTS = 1 << 24
 """Values of a tensor that are compared at the same time."""
 _IGNORED_BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq")
@@ -275,19 +276,7 @@ def _are_equal(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def parse_byte_size(size: int | str) -> int:
-    """Convert a size such as 5_000_000_000, "5GB" (10^9) or "5GiB" (2^30) to bytes.
-
-    Raises:
-        ValueError: it is not a positive size.
-    """
-    try:
-        return TypeAdapter(Annotated[ByteSize, Field(gt=0)]).validate_python(size)
-    except ValidationError:
-        raise ValueError(f'max_shard_size = {size!r} must be a number of bytes, or a size such as "5GB"') from None
-
-
-def save_weights(tensors: dict[str, Tensor], directory: Path, max_shard_size: int | str = "5GB") -> list[Path]:
+def save_weights(tensors: dict[str, Tensor], directory: Path, max_shard_size: int = MAX_SHARD_SIZE) -> list[Path]:
     """Write tensors to model.safetensors or, if they are larger than ``max_shard_size``, to shards and an index.
 
     A shard has at least one tensor, of any size. Old weights of the directory are removed, because a single file would
@@ -297,12 +286,11 @@ def save_weights(tensors: dict[str, Tensor], directory: Path, max_shard_size: in
         The files.
 
     Raises:
-        ValueError: ``max_shard_size`` is not a size.
         OSError, SafetensorError: the files cannot be written.
     """
-    limit, shards, shard_bytes = parse_byte_size(max_shard_size), [dict[str, Tensor]()], 0
+    shards, shard_bytes = [dict[str, Tensor]()], 0
     for name, tensor in tensors.items():
-        if shards[-1] and shard_bytes + tensor.nbytes > limit:
+        if shards[-1] and shard_bytes + tensor.nbytes > max_shard_size:
             shards.append({})
             shard_bytes = 0
         shards[-1][name] = tensor

@@ -52,7 +52,7 @@ def test_logits_and_files(name: str, tmp_path: Path) -> None:
     ours = load_model(tmp_path / "theirs")
     assert_same_logits(ours, theirs)
     (tmp_path / "ours").mkdir()
-    save_model(ours, tmp_path / "ours", max_shard_size="15KB")
+    save_model(ours, tmp_path / "ours", max_shard_size=15_000)
     assert_same_tensors(load_weights(tmp_path / "ours"), load_weights(tmp_path / "theirs"))
     again, back = load_model(tmp_path / "ours"), theirs.reload(tmp_path / "ours")
     assert again.config == ours.config

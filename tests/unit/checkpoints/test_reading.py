@@ -56,7 +56,7 @@ def read(folder: Path, **values: Any) -> Any:
 @pytest.fixture
 def saved(tiny_model: MakeModel, tmp_path: Path) -> Path:
     """A directory in shards."""
-    save_model(tiny_model(), tmp_path, max_shard_size="4KB")
+    save_model(tiny_model(), tmp_path, max_shard_size=4_000)
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 3
     return tmp_path
 
@@ -240,7 +240,7 @@ def test_a_truncated_shard_is_named(keep: float, saved: Path) -> None:
 
 def test_a_flipped_bit_is_named_where_there_is_a_manifest(tiny_model: MakeModel, tmp_path: Path) -> None:
     target = tmp_path / "model"
-    write_directory_atomically(target, lambda folder: save_model(tiny_model(), folder, max_shard_size="4KB"))
+    write_directory_atomically(target, lambda folder: save_model(tiny_model(), folder, max_shard_size=4_000))
     load_model(target)
     shard = sorted(target.glob("model-*.safetensors"))[2]
     content = bytearray(shard.read_bytes())

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from config.model import YarnRope
 from diffusionlm.checkpoints.huggingface import build_config_json, load_model, save_model, save_model_directory
 from diffusionlm.checkpoints.model_files import load_tokenizer
-from diffusionlm.checkpoints.weights import read_weights, save_weights
+from diffusionlm.checkpoints.weights import MAX_SHARD_SIZE, read_weights, save_weights
 from diffusionlm.families.model_directory import read_model_config
 from tests.conftest import MakeConfig, MakeModel
 from tokenizer import Tokenizer
@@ -48,15 +48,15 @@ MODELS = [
 ]
 
 
-@pytest.mark.parametrize("size", ["5GB", "6KB"])
+@pytest.mark.parametrize("size", [MAX_SHARD_SIZE, 6_000])
 @pytest.mark.parametrize(("overrides", "family"), MODELS)
 def test_write_and_read_round_trip(
-    overrides: dict[str, Any], family: str, size: str, tiny_model: MakeModel, tmp_path: Path
+    overrides: dict[str, Any], family: str, size: int, tiny_model: MakeModel, tmp_path: Path
 ) -> None:
     model = tiny_model(**overrides)
     save_model(model, tmp_path, max_shard_size=size)
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == family
-    assert (tmp_path / "model.safetensors").exists() == (size == "5GB")
+    assert (tmp_path / "model.safetensors").exists() == (size == MAX_SHARD_SIZE)
     again = load_model(tmp_path)
     assert again.config == model.config
     parameters = dict(again.named_parameters())
@@ -85,17 +85,11 @@ def test_shards_keep_to_the_size_and_the_index_to_the_shards(tiny_model: MakeMod
 
 def test_old_weights_do_not_stay_behind(tiny_model: MakeModel, tmp_path: Path) -> None:
     """A single file is read before an index: an old one would win."""
-    for seed, size in enumerate(["5GB", "4KB", "9KB", "5GB"]):
+    for seed, size in enumerate([MAX_SHARD_SIZE, 4_000, 9_000, MAX_SHARD_SIZE]):
         model = tiny_model(seed=seed)
         save_model(model, tmp_path, max_shard_size=size)
         assert torch.equal(load_model(tmp_path).model.norm.weight, model.model.norm.weight)
     assert [path.name for path in tmp_path.glob("model*")] == ["model.safetensors"]
-
-
-@pytest.mark.parametrize("size", ["", "GB", "5 bytes", "-1", 0, -3, "0GB"])
-def test_sizes_that_are_none(size: int | str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"max_shard_size = .*5GB"):
-        save_weights({"a": torch.zeros(2)}, tmp_path, size)
 
 
 def test_views_of_one_storage_are_written(tmp_path: Path) -> None:

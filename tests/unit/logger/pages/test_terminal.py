@@ -7,7 +7,7 @@ import io
 import pytest
 
 from logger.pages import Column, Table
-from logger.pages.terminal import print_parts, render_text
+from logger.pages.terminal import render_text
 
 TABLE = Table(
     ["name", Column("count")],
@@ -25,22 +25,6 @@ def _terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.delenv("NO_COLOR", raising=False)
-
-
-def test_a_file_has_the_complete_plain_text(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    print_parts(["path \x1b[2J " + "word " * 60 + "\nend", "", TABLE])
-    assert capsys.readouterr().out.splitlines() == [
-        r"path \x1b[2J " + ("word " * 60).rstrip(),
-        "end",
-        "",
-        "name" + " " * 202 + "count",
-        r"[red]a[/red] \x1b[2J :smile:" + " " * 182 + "1",
-        "日本" + " " * 202 + "1,234",  # each character takes two columns
-        "  b " + "c" * 200,
-    ]
 
 
 def test_a_terminal_folds_cells_and_leaves_lines_to_copy() -> None:
