@@ -52,10 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _read_sweep(arguments: argparse.Namespace) -> Sweep:
+    from optuna.distributions import CategoricalDistribution
+
     from cli.sweep.definition import Sweep, read_settings
 
     settings = read_settings(arguments.settings)
-    has_ranges = any(setting.range is not None for setting in settings)
+    has_ranges = any(not isinstance(setting.distribution, CategoricalDistribution) for setting in settings)
     stem = "train" if arguments.config is None else arguments.config.stem
     return Sweep(
         config_path=arguments.config,

@@ -11,9 +11,9 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from optuna.distributions import FloatDistribution, IntDistribution
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from cli.arguments import toml_string
 from config.dump import to_toml
@@ -130,7 +130,7 @@ class Sweep:
                 raise UsageError(f"--trials is missing: how many runs --sampler {self.sampler} makes: --trials 20")
             return
         for axis in self.axes:
-            if axis.range is not None:
+            if not isinstance(axis.distribution, CategoricalDistribution):
                 raise UsageError(f"--set {axis.key}: a grid has no ranges; list values, or use --sampler tpe")
         if self.num_trials is not None:
             raise UsageError("--trials: a grid runs all its points; use --sampler random or tpe")
@@ -143,11 +143,20 @@ class Setting:
     key: str
     values: tuple[str, ...]
     """Values as written, each the right side of an override of a config; of a range its two ends."""
-    range: FloatDistribution | IntDistribution | None = None
+    distribution: FloatDistribution | IntDistribution | CategoricalDistribution
 
     @property
     def is_axis(self) -> bool:
         return len(self.values) > 1
+
+    def format(self, value: Any) -> str:
+        """Format a value of the distribution; a number without a step with four digits, but within the range."""
+        numbers = self.distribution
+        if not isinstance(numbers, FloatDistribution):
+            return str(value)
+        if numbers.step is None:
+            value = min(max(float(f"{value:.4g}"), numbers.low), numbers.high)
+        return repr(float(f"{value:.12g}"))
 
 
 def format_values(values: Mapping[str, str]) -> str:
@@ -173,10 +182,10 @@ def read_settings(texts: Sequence[str]) -> list[Setting]:
             raise UsageError(f"--set {text}: {key} is set twice; write its values with commas: {key}=a,b")
         try:
             numbers = parse_range(value)
-            values = split_values(value) if numbers is None else [repr(numbers.low), repr(numbers.high)]
+            values = tuple(split_values(value)) if numbers is None else (repr(numbers.low), repr(numbers.high))
         except ValueError as error:
             raise UsageError(f"--set {key}={error}") from None
-        settings[key] = Setting(key, tuple(values), numbers)
+        settings[key] = Setting(key, values, numbers or CategoricalDistribution(values))
     if not any(setting.is_axis for setting in settings.values()):
         raise UsageError("nothing to sweep: give a key several values, as in --set optimizer.learning_rate=1e-3,3e-3")
     return list(settings.values())
@@ -230,15 +239,6 @@ def parse_range(text: str) -> FloatDistribution | IntDistribution | None:
         return FloatDistribution(low, high, log=is_log, step=steps[0] if steps else None)
     except ValueError as error:
         raise UsageError(f"{text}: {error}") from None
-
-
-def format_number(numbers: FloatDistribution | IntDistribution, value: float) -> str:
-    """Format a number of a range; one without a step with four digits, but within the range."""
-    if isinstance(numbers, IntDistribution):
-        return str(int(value))
-    if numbers.step is None:
-        value = min(max(float(f"{value:.4g}"), numbers.low), numbers.high)
-    return repr(float(f"{value:.12g}"))
 
 
 def name_run(values: Mapping[str, str]) -> str:

@@ -13,12 +13,11 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import optuna
-from optuna.distributions import IntDistribution
 from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
-from cli.sweep.definition import STUDY_FILE, Setting, Sweep, format_number, format_values, name_run
+from cli.sweep.definition import STUDY_FILE, Sweep, format_values, name_run
 from cli.sweep.results import STATUSES, Status, SweepRun
 from config.dump import list_differences, to_toml
 from config.load import ConfigError, validate_config
@@ -54,6 +53,7 @@ class SweepStudy:
     def __init__(self, sweep: Sweep, points: Mapping[str, Mapping[str, str]]) -> None:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+        warnings.filterwarnings("ignore", "Heartbeat of storage")  # this class records it
         self.sweep, self._points = sweep, points
         pruner: optuna.pruners.BasePruner = optuna.pruners.NopPruner()
         if sweep.prune:
@@ -164,23 +164,22 @@ class SweepStudy:
 
     def _draw(self, num_trials: int, log: Callable[[str], None]) -> Trial | None:
         """Draw the values of a new run; None: there are ``num_trials`` runs, or no other values."""
-        drawn = [trial.user_attrs["run"]["values"] for trial in self._trials().values()]
+        axes, drawn = self.sweep.axes, [trial.user_attrs["run"]["values"] for trial in self._trials().values()]
+        num_random = min(MAX_RANDOM_RUNS, max(4, num_trials // 4)) if self.sweep.sampler == "tpe" else num_trials
         for _ in range(MAX_DRAWS if len(drawn) < num_trials else 0):
-            trial = Trial(self.study, self.study._storage.create_new_trial(self.study._study_id))
-            self.beat(trial)
             # Seeded by the trial, so that a sweep is reproducible and concurrent processes draw different values.
-            self.study.sampler = optuna.samplers.RandomSampler(seed=trial.number)
-            if self.sweep.sampler == "tpe":
-                num_random = min(MAX_RANDOM_RUNS, max(4, num_trials // 4))
-                self.study.sampler = optuna.samplers.TPESampler(seed=trial.number, n_startup_trials=num_random)
+            seed = len(self.study.get_trials(deepcopy=False))
+            self.study.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=num_random)
             try:
-                values = {axis.key: _suggest(trial, axis) for axis in self.sweep.axes}
+                trial = self.study.ask({axis.key: axis.distribution for axis in axes})
+            except ValueError as error:  # other choices than in the study
+                raise UsageError(f"--sampler {self.sweep.sampler}: {error}; choose another --directory") from None
+            self.beat(trial)
+            values = {axis.key: axis.format(trial.params[axis.key]) for axis in axes}
+            try:
                 self.sweep.load_config(values)
             except ConfigError as error:
                 log(f"{format_values(values)} is invalid, and not run: {str(error).splitlines()[-1].strip()}")
-            except ValueError as error:  # other choices than in the study
-                self.study.tell(trial, state=TrialState.FAIL)
-                raise UsageError(f"--sampler {self.sweep.sampler}: {error}; choose another --directory") from None
             else:
                 if values not in drawn:
                     trial.set_user_attr("run", {"name": name_run(values), "values": values})
@@ -237,15 +236,3 @@ def _format_url(sweep: Sweep) -> str:
     """Return the URL of the database; every character of the directory may be one that URLs quote."""
     path = str(sweep.directory / STUDY_FILE)
     return sweep.storage or URL.create("sqlite", database=path).render_as_string()
-
-
-def _suggest(trial: Trial, axis: Setting) -> str:
-    """Draw a value of an axis, as text."""
-    numbers = axis.range
-    if numbers is None:
-        return trial.suggest_categorical(axis.key, axis.values)
-    if isinstance(numbers, IntDistribution):
-        value: float = trial.suggest_int(axis.key, numbers.low, numbers.high, step=numbers.step, log=numbers.log)
-    else:
-        value = trial.suggest_float(axis.key, numbers.low, numbers.high, step=numbers.step, log=numbers.log)
-    return format_number(numbers, value)

@@ -8,6 +8,8 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from optuna.distributions import CategoricalDistribution
+
 from cli.sweep.definition import Setting, Sweep
 from cli.sweep.report import build_page, read_results, write_report
 from cli.sweep.results import SweepRun, read_files
@@ -57,7 +59,8 @@ def test_finished_active_and_missing_runs(tmp_path: Path) -> None:
 
 def sweep_of(path: Path, key: str = "optimizer.learning_rate") -> tuple[Sweep, list[SweepRun]]:
     """Five runs: two done, one failed, one interrupted on its way, one pruned."""
-    sweep = Sweep(None, [Setting(key, ("0e-3", "1e-3", "2e-3", "3e-3", "4e-3"))], path)
+    values = ("0e-3", "1e-3", "2e-3", "3e-3", "4e-3")
+    sweep = Sweep(None, [Setting(key, values, CategoricalDistribution(values))], path)
     statuses: list[Any] = ["done", "failed", "done", "interrupted", "pruned"]
     runs = [
         SweepRun(f"run-{number}", {key: f"{number}e-3"}, status, seconds=60.0 + number)

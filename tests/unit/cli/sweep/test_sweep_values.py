@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from optuna.distributions import BaseDistribution, FloatDistribution, IntDistribution
 
-from cli.sweep.definition import Sweep, format_number, name_run, parse_range, read_settings, short_keys, split_values
+from cli.sweep.definition import Setting, Sweep, name_run, parse_range, read_settings, short_keys, split_values
 from files.usage_error import UsageError
 
 
@@ -63,10 +63,13 @@ def test_settings_that_make_no_sweep(texts: list[str], problem: str) -> None:
 
 
 def test_numbers_of_a_range_stay_within_it() -> None:
-    assert format_number(FloatDistribution(0.123456, 0.123459), 0.1234571) == "0.123459"
-    assert format_number(FloatDistribution(0.0, 1.0), 1 / 3) == "0.3333"
-    assert format_number(FloatDistribution(0.0, 1.0, step=0.1), 0.1 * 3) == "0.3"
-    assert format_number(IntDistribution(0, 9), 3.0) == "3"
+    for distribution, value, text in (
+        (FloatDistribution(0.123456, 0.123459), 0.1234571, "0.123459"),
+        (FloatDistribution(0.0, 1.0), 1 / 3, "0.3333"),
+        (FloatDistribution(0.0, 1.0, step=0.1), 0.1 * 3, "0.3"),
+        (IntDistribution(0, 9), 3, "3"),
+    ):
+        assert Setting("a.b", ("0", "1"), distribution).format(value) == text
 
 
 def test_names_are_safe_and_unique() -> None:
