@@ -22,6 +22,7 @@ from config.load import validate_config
 from config.serving.server import ServeConfig
 from config.training.objective import MaskedDiffusionConfig
 from files.lock import lock_directory
+from tests.unit.cli.conftest import Fails
 from tests.unit.cli.pipeline.conftest import stage_of, write_pipeline
 
 ALL = ["base", "tune", "after", "before"]
@@ -67,7 +68,7 @@ def actions(values: dict[str, Any], capsys: pytest.CaptureFixture[str], *argumen
 
 
 def test_a_changed_byte_of_data_makes_the_stage_and_its_successors_stale(
-    pipeline: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    pipeline: dict[str, Any], capsys: pytest.CaptureFixture[str], fails: Fails
 ) -> None:
     assert actions(pipeline, capsys) == dict.fromkeys(ALL, "run not begun")
     assert not Path("out").exists()
@@ -79,10 +80,8 @@ def test_a_changed_byte_of_data_makes_the_stage_and_its_successors_stale(
     expected["tune"] = "stale changed: the content of data.source.paths"
     expected["after"] = "stale changed: the model in from"
     assert actions(pipeline, capsys) == expected
-    with pytest.raises(SystemExit) as caught:
-        run(pipeline)
-    error = capsys.readouterr().err
-    assert caught.value.code == 2 and 'stage "tune": changed: the content of data.source.paths' in error
+    error = fails(main, "--config", write_pipeline(pipeline))
+    assert 'stage "tune": changed: the content of data.source.paths' in error
     assert take_log() == [] and outputs() == hashes
     assert run(pipeline, "--force") == 0 and take_log() == ["tune", "after"]
     assert outputs()["base"] == hashes["base"] and outputs()["tune"] != hashes["tune"]
@@ -124,15 +123,14 @@ def test_stages_with_older_spellings_of_keys_stay_done(
 
 
 def test_a_missing_output_and_a_damaged_record_are_noticed(
-    pipeline: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    pipeline: dict[str, Any], capsys: pytest.CaptureFixture[str], fails: Fails
 ) -> None:
     run(pipeline)
     Path("out/after/result.json").unlink()
     Path("out/before/done.json").write_text("{")
     Path("out/before/stage.json").unlink()
-    with pytest.raises(SystemExit):
-        run(pipeline, "--dry-run")
-    assert "out/before exists and is no stage of a pipeline" in capsys.readouterr().err
+    error = fails(main, "--config", write_pipeline(pipeline), "--dry-run")
+    assert "out/before exists and is no stage of a pipeline" in error
     Path("out/before/done.json").unlink()
     Path("out/before/stage.json").write_text('{"fingerprint": {"format": 0}}')
     found = actions(pipeline, capsys)
@@ -172,12 +170,13 @@ def test_files_of_options_and_tasks_are_a_part_of_the_fingerprint(
     assert ("tasks.0.data", [Path("items.jsonl")]) in list(list_files(config))
 
 
-def test_parts_of_a_pipeline(pipeline: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--only", "tune"], ["--only", "none"], ["--only", "base", "--until", "base"]):
-        with pytest.raises(SystemExit) as caught:
-            run(pipeline, *arguments)
-        assert caught.value.code == 2 and take_log() == []
-    assert 'stage "tune" starts from stage "base", which is not done' in capsys.readouterr().err.replace("\n", " ")
+def test_parts_of_a_pipeline(pipeline: dict[str, Any], capsys: pytest.CaptureFixture[str], fails: Fails) -> None:
+    for arguments, message in (
+        (["--only", "tune"], 'stage "tune" starts from stage "base", which is not done'),
+        (["--only", "none"], "there is no such stage"),
+        (["--only", "base", "--until", "base"], "not allowed with"),
+    ):
+        assert message in fails(main, "--config", write_pipeline(pipeline), *arguments) and take_log() == []
     assert list(actions(pipeline, capsys, "--until", "tune")) == ["base", "tune"]
     assert run(pipeline, "--until", "base") == 0 and take_log() == ["base"]
     assert run(pipeline, "--only", "before") == 0 and take_log() == ["before"]
@@ -185,7 +184,7 @@ def test_parts_of_a_pipeline(pipeline: dict[str, Any], capsys: pytest.CaptureFix
 
 
 def test_the_last_model_is_served_when_all_stages_are_done(
-    pipeline: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    pipeline: dict[str, Any], monkeypatch: pytest.MonkeyPatch, fails: Fails
 ) -> None:
     served: list[tuple[list[str], str, str | None, int]] = []
 
@@ -200,9 +199,8 @@ def test_the_last_model_is_served_when_all_stages_are_done(
         (["--set", "common.serve.serve.ports=1"], "common.serve"),
     ):
         for options in (["--serve"], ["--serve", "--dry-run"]):
-            with pytest.raises(SystemExit) as caught:
-                run(pipeline, *options, *arguments)
-            assert caught.value.code == 2 and message in capsys.readouterr().err and take_log() == []
+            error = fails(main, "--config", write_pipeline(pipeline), *options, *arguments)
+            assert message in error and take_log() == []
     monkeypatch.setenv("FAILING", "tune")
     assert run(pipeline, "--serve") == 1 and take_log() == ["tune"] and not served
     monkeypatch.delenv("FAILING")
@@ -225,14 +223,11 @@ def test_a_failed_stage_leaves_the_others(
 
 @pytest.mark.parametrize("stage", ["base", "tune"])
 def test_a_file_that_changes_in_the_middle_is_noticed(
-    stage: str, pipeline: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    stage: str, pipeline: dict[str, Any], monkeypatch: pytest.MonkeyPatch, fails: Fails
 ) -> None:
     """Of a later stage, and of the stage that runs: its results must not be taken for those of the old content."""
     monkeypatch.setenv("CHANGING", stage)
-    with pytest.raises(SystemExit) as caught:
-        run(pipeline)
-    error = capsys.readouterr().err
-    assert caught.value.code == 1
+    error = fails(main, "--config", write_pipeline(pipeline), code=1)
     assert 'stage "tune": the content of data.source.paths has changed since the pipeline began' in error
     assert list(outputs()) == ["base"]
     monkeypatch.delenv("CHANGING")
@@ -268,13 +263,11 @@ def test_a_signal_reaches_the_stage_once_and_the_same_command_goes_on(
     assert run(pipeline) == 0 and Path("out/tune/run/saved").exists()
 
 
-def test_one_pipeline_at_a_time(
-    pipeline: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_pipeline_at_a_time(pipeline: dict[str, Any], monkeypatch: pytest.MonkeyPatch, fails: Fails) -> None:
     monkeypatch.setattr("cli.pipeline.LOCK_TIMEOUT_SECONDS", 0.0)
-    with lock_directory(Path("out")), pytest.raises(SystemExit) as caught:
-        run(pipeline)
-    assert caught.value.code == 2 and "directory = out is in use by another pipeline" in capsys.readouterr().err
+    with lock_directory(Path("out")):
+        error = fails(main, "--config", write_pipeline(pipeline))
+    assert "directory = out is in use by another pipeline" in error
 
 
 def test_the_report_has_all_stages_and_what_changed(
