@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from cli.arguments import MODEL, Shorthand, parse_command, require_model, toml_string
 from cli.entry import friendly_errors, usage_errors
-from config.serving.server import ServeConfig, ServeSection
+from config.serving.server import ServeConfig
 from files.terminal_text import print_line
 from files.usage_error import UsageError
 
@@ -111,13 +111,21 @@ def serve(config: ServeConfig, preparer: RequestPreparer, keys: ApiKeys | None, 
     from diffusionlm.checkpoints.base_fingerprint import BaseFingerprint
     from diffusionlm.checkpoints.huggingface import load_configured_model
     from diffusionlm.serving.engine import Engine
-    from diffusionlm.serving.http.access import format_url, is_loopback
+    from diffusionlm.serving.http.access import fit_connections, format_url, is_loopback
     from diffusionlm.serving.http.server import ApiServer
     from diffusionlm.serving.http.service import Service
 
     sys.setswitchinterval(_SWITCH_SECONDS)
     _configure_log()
-    limits = _fit_connections(config.serve)
+    logger, limits = logging.getLogger("diffusionlm.serve"), config.serve
+    num_connections = fit_connections(limits.max_connections)
+    if num_connections < limits.max_connections:
+        logger.warning(
+            "serve.max_connections = %d is %d here, because the process may not open more files: raise ulimit -n",
+            limits.max_connections,
+            num_connections,
+        )
+        limits = limits.model_copy(update={"max_connections": num_connections})
     model = load_configured_model(config.model)
     # The fingerprint reads all weights, so it is computed at most once.
     read = partial(read_adapter, model, get_fingerprint=cache(partial(BaseFingerprint.from_model, model)))
@@ -130,25 +138,9 @@ def serve(config: ServeConfig, preparer: RequestPreparer, keys: ApiKeys | None, 
         f"pages) at {url}/v1"
     )
     if keys is None and not is_loopback(limits.host):
-        logging.getLogger("diffusionlm.serve").warning(
-            "everybody who reaches %s can use this server: set serve.api_keys_file", limits.host
-        )
+        logger.warning("everybody who reaches %s can use this server: set serve.api_keys_file", limits.host)
     service = Service(engine, preparer, limits, keys, read)
     ApiServer(service, partial(print_line, line)).run(bound)
-
-
-def _fit_connections(limits: ServeSection) -> ServeSection:
-    """Lower the number of connections if the process may not have so many."""
-    from diffusionlm.serving.http.access import fit_connections
-
-    num_connections = fit_connections(limits.max_connections)
-    if num_connections < limits.max_connections:
-        logging.getLogger("diffusionlm.serve").warning(
-            "serve.max_connections = %d is %d here, because the process may not open more files: raise ulimit -n",
-            limits.max_connections,
-            num_connections,
-        )
-    return limits.model_copy(update={"max_connections": num_connections})
 
 
 def _configure_log() -> None:

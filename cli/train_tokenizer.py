@@ -14,6 +14,7 @@ from cli.entry import friendly_errors, usage_errors
 from config.dump import to_toml
 from config.tokenizer import TrainTokenizerConfig
 from files.paths import check_can_write
+from files.usage_error import UsageError
 from logger.pages import Table
 from logger.pages.terminal import print_parts
 
@@ -42,21 +43,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         example=EXAMPLE,
         argv=argv,
     )
-    with usage_errors():
-        check_output_directory(config.output.directory)
-    print_parts([Table((), train_tokenizer(config))])
-
-
-def check_output_directory(directory: Path) -> None:
-    """Check that writing overwrites nothing, before any work is done.
-
-    Raises:
-        ValueError: the directory is not empty, or it cannot be written.
-    """
+    directory = config.output.directory
     setting = f"output.directory = {directory}"
     if directory.is_dir() and any(directory.iterdir()):
-        raise ValueError(f"{setting} is not empty: choose another directory, or remove what is in it")
-    check_can_write(directory, setting)
+        raise UsageError(f"{setting} is not empty: choose another directory, or remove what is in it")
+    with usage_errors():
+        check_can_write(directory, setting)
+    print_parts([Table((), train_tokenizer(config))])
 
 
 def train_tokenizer(config: TrainTokenizerConfig) -> list[tuple[str, str]]:

@@ -140,8 +140,12 @@ def _list_overrides(arguments: argparse.Namespace) -> Iterator[str]:
     Raises:
         ValueError: an argument is wrong, or does not fit another one; names it.
     """
-    yield from _list_models(arguments.model)
-    kind, data = arguments.task, arguments.data
+    kind, data, models = arguments.task, arguments.data, arguments.model
+    if len(set(models)) < len(models):
+        raise ValueError(f"--model {max(models, key=models.count)} is named twice: remove one of them")
+    yield from (f"model.path={toml_string(model)}" for model in models[:1])
+    if len(models) > 1:
+        yield from (f"variants.{index}.model={toml_string(model)}" for index, model in enumerate(models))
     if arguments.preset is not None:
         kind = get_preset(arguments.preset).kind
         if kind is None:
@@ -166,16 +170,6 @@ def _list_overrides(arguments: argparse.Namespace) -> Iterator[str]:
             raise ValueError(f"--vary {text}: expected SECTION.KEY=VALUE,VALUE...")
         array = ", ".join(_to_toml_value(value.strip()) for value in values.split(","))
         yield f"vary.{toml_string(key.strip())}=[{array}]"
-
-
-def _list_models(models: Sequence[str]) -> Iterator[str]:
-    """The first model is that of [model]; of several each is a variant."""
-    if len(set(models)) < len(models):
-        raise ValueError(f"--model {max(models, key=models.count)} is named twice: remove one of them")
-    yield from (f"model.path={toml_string(model)}" for model in models[:1])
-    yield from (
-        f"variants.{index}.model={toml_string(model)}" for index, model in enumerate(models if len(models) > 1 else [])
-    )
 
 
 def _to_toml_value(text: str) -> str:

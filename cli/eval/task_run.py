@@ -19,7 +19,7 @@ from config.eval import EvalConfig, VariantConfig
 from config.evaluation.presets import get_preset
 from config.evaluation.tasks import AnyTask
 from config.infer import InferModelConfig
-from config.load import ConfigError, validate_config
+from config.load import validate_config
 from diffusionlm.evaluation.tasks.perplexity import PerplexityTask
 from diffusionlm.evaluation.tasks.preparation import Variant, prepare_variants
 from diffusionlm.evaluation.tasks.results import CONFIG_FILE, RESULTS_FILE
@@ -153,7 +153,4 @@ def _apply_settings(config: EvalConfig, settings: Mapping[str, Mapping[str, Any]
         keys = ", ".join(f"{unused}.{key}" for key in settings[unused])
         raise ValueError(f"variant {name!r}: {keys} has no effect: no task has a section {unused}")
     values = {"tasks": tables, "model": to_toml_values(config.model)}
-    try:
-        return validate_config(EvalConfig, values, f"variant {name!r}").tasks
-    except ConfigError as error:
-        raise ValueError(str(error)) from None
+    return validate_config(EvalConfig, values, f"variant {name!r}").tasks

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from config.infer import InferConfig, InferConstraintConfig, InferInputConfig, InferModelConfig, InferOutputConfig
+from config.infer import InferConfig, InferConstraintConfig, InferInputConfig, InferModelConfig
 from diffusionlm.checkpoints.adapter_config import read_adapter_config
 from diffusionlm.checkpoints.model_files import ModelDescription, check_weight_files, read_model_description
 from diffusionlm.data.chat.templates import find_chat_template
@@ -227,7 +227,16 @@ def prepare_run(config: InferConfig) -> tuple[RequestBuilder, list[EncodedInput]
         ValueError: one of them is wrong; names the key, the argument, or the file and line.
         OSError: the file of inputs cannot be read.
     """
-    check_output_paths(config.output)
+    output = config.output
+    for key, path in (("file", output.file), ("html", output.html)):
+        if path is not None and path.is_dir():
+            raise ValueError(f"output.{key} = {path} is a directory: set the path of a file")
+        if path is not None:
+            check_can_write(path.parent, f"output.{key} = {path}")
+    if output.file is not None and output.file.exists() and output.file.stat().st_size > 0:
+        raise ValueError(f"output.file = {output.file} contains answers already: set a new path or remove the file")
+    if output.file is not None and output.file == output.html:
+        raise ValueError(f"output.file and output.html are both {output.file}: set two paths")
     inputs = read_inputs(config.input)
     model, template = describe_model(config.model, config.input.chat_template)
     if config.input.interactive and template is None:
@@ -258,25 +267,6 @@ def describe_model(
         return model, model.tokenizer.chat_template
     with prefix_errors(f'chat_template = "{chat_template}"'):
         return model, find_chat_template(chat_template, model.tokenizer)
-
-
-def check_output_paths(config: InferOutputConfig) -> None:
-    """Check that the output files can be written, before decoding.
-
-    Raises:
-        ValueError: one cannot, both are the same, or the answers file is not empty.
-    """
-    for key, path in (("file", config.file), ("html", config.html)):
-        if path is not None and path.is_dir():
-            raise ValueError(f"output.{key} = {path} is a directory: set the path of a file")
-        if path is not None:
-            check_can_write(path.parent, f"output.{key} = {path}")
-    if config.file is None:
-        return
-    if config.file.exists() and config.file.stat().st_size > 0:
-        raise ValueError(f"output.file = {config.file} contains answers already: set a new path or remove the file")
-    if config.file == config.html:
-        raise ValueError(f"output.file and output.html are both {config.file}: set two paths")
 
 
 def compile_constraint(config: InferConstraintConfig, tokenizer: Tokenizer) -> TokenConstraint | None:

@@ -43,7 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         ) from None
     with usage_errors():
         sweep = _read_sweep(arguments)
-        sweep.check()
         points = sweep.load_points()
         if arguments.dry_run:
             _print_dry_run(sweep, points.values())
@@ -57,13 +56,20 @@ def _read_sweep(arguments: argparse.Namespace) -> Sweep:
     from cli.sweep.definition import Sweep, read_settings
 
     settings = read_settings(arguments.settings)
-    has_ranges = any(not isinstance(setting.distribution, CategoricalDistribution) for setting in settings)
+    ranges = [setting.key for setting in settings if not isinstance(setting.distribution, CategoricalDistribution)]
+    sampler = arguments.sampler or ("tpe" if ranges else "grid")
+    if sampler != "grid" and arguments.trials is None:
+        raise UsageError(f"--trials is missing: how many runs --sampler {sampler} makes: --trials 20")
+    if sampler == "grid" and ranges:
+        raise UsageError(f"--set {ranges[0]}: a grid has no ranges; list values, or use --sampler tpe")
+    if sampler == "grid" and arguments.trials is not None:
+        raise UsageError("--trials: a grid runs all its points; use --sampler random or tpe")
     stem = "train" if arguments.config is None else arguments.config.stem
     return Sweep(
         config_path=arguments.config,
         settings=settings,
         directory=arguments.directory or SWEEPS / stem,
-        sampler=arguments.sampler or ("tpe" if has_ranges else "grid"),
+        sampler=sampler,
         num_trials=arguments.trials,
         prune=arguments.prune,
         jobs=arguments.jobs,

@@ -119,22 +119,6 @@ class Sweep:
             raise UsageError("\n".join([first, *listed]))
         return {name_run(values): values for values in grid}
 
-    def check(self) -> None:
-        """Check what the arguments require of each other.
-
-        Raises:
-            UsageError: the message names the argument and the remedy.
-        """
-        if self.sampler != "grid":
-            if self.num_trials is None:
-                raise UsageError(f"--trials is missing: how many runs --sampler {self.sampler} makes: --trials 20")
-            return
-        for axis in self.axes:
-            if not isinstance(axis.distribution, CategoricalDistribution):
-                raise UsageError(f"--set {axis.key}: a grid has no ranges; list values, or use --sampler tpe")
-        if self.num_trials is not None:
-            raise UsageError("--trials: a grid runs all its points; use --sampler random or tpe")
-
 
 @dataclass(frozen=True)
 class Setting:
