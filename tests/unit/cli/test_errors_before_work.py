@@ -5,14 +5,11 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from diffusionlm.checkpoints.huggingface import save_model_directory
-from diffusionlm.models.transformer import Transformer
-from tokenizer import train_bpe
+from tests.unit.cli.conftest import MakeDirectory
 
 ROOT = Path(__file__).parents[3]
 
@@ -21,12 +18,10 @@ Call = tuple[str, list[str], list[str]]
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_model: Callable[..., Transformer], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(make_directory: MakeDirectory, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, copies of it that are damaged, a text and a file of prompts."""
     folder = tmp_path_factory.mktemp("cases")
-    words = train_bpe(["a"], vocab_size=258)
-    model = tiny_model(vocab_size=258, mask_token_id=words.mask_token_id, eos_token_id=words.eos_token_id)
-    save_model_directory(model, words, folder / "model")
+    shutil.copytree(make_directory(), folder / "model")
     (folder / "model/MANIFEST.json").unlink(missing_ok=True)
     for name in ("no-config", "no-weights", "no-tokenizer", "broken", "bert"):
         shutil.copytree(folder / "model", folder / name)

@@ -15,14 +15,13 @@ from cli.serve import main, prepare, serve
 from config.load import ConfigError, load_config
 from config.serving.server import ServeConfig
 from diffusionlm.checkpoints.base_fingerprint import BaseFingerprint
-from diffusionlm.checkpoints.huggingface import save_model_directory
+from diffusionlm.checkpoints.huggingface import load_model
 from diffusionlm.models.row_adapters import share_weights
 from diffusionlm.models.transformer import Transformer
 from diffusionlm.serving.http.server import ApiServer
-from tests.conftest import MakeModel
-from tests.unit.cli.conftest import Fails
+from tests.unit.cli.conftest import Fails, MakeDirectory
 from tests.unit.serving.test_adapters import write_adapter
-from tokenizer import CHAT_TEMPLATES, ChatTemplate, Tokenizer
+from tokenizer import CHAT_TEMPLATES, ChatTemplate
 
 
 def test_arguments_are_overrides(fails: Fails) -> None:
@@ -38,14 +37,13 @@ def test_arguments_are_overrides(fails: Fails) -> None:
     assert printed["adapters"] == [{"name": "a", "path": "b=c"}, {"name": "d", "path": "e"}]
 
 
-def test_a_chat_template_of_a_name_or_a_file(tiny_model: MakeModel, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_chat_template_of_a_name_or_a_file(make_directory: MakeDirectory, tmp_path: Path) -> None:
     """A file's special tokens are those of the model's tokenizer."""
-    ids = {"mask_token_id": tokenizer.mask_token_id, "eos_token_id": tokenizer.eos_token_id}
-    save_model_directory(tiny_model(vocab_size=tokenizer.vocab_size, **ids), tokenizer, tmp_path)
+    model = make_directory()
     source = "{{ messages[0].content }}{{ eos_token }}"
     (tmp_path / "t.jinja").write_text(source, encoding="utf-8")
     for name, expected in (("qwen3", CHAT_TEMPLATES["qwen3"]), (str(tmp_path / "t.jinja"), None)):
-        config = load_config(ServeConfig, None, [f"model.path='{tmp_path}'", f"serve.chat_template='{name}'"])
+        config = load_config(ServeConfig, None, [f"model.path='{model}'", f"serve.chat_template='{name}'"])
         _, template = describe_model(config.model, config.serve.chat_template)
         assert template == (expected or ChatTemplate(source, {"eos_token": "<|endoftext|>"}))
 
@@ -91,12 +89,11 @@ def test_a_missing_extra(monkeypatch: pytest.MonkeyPatch, fails: Fails, tmp_path
 
 
 def test_the_weights_are_hashed_once_for_all_adapters(
-    tmp_path: Path, tiny_model: MakeModel, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make_directory: MakeDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of the config and those that are loaded later: of a large model it takes half a minute."""
-    ids = {"mask_token_id": tokenizer.mask_token_id, "eos_token_id": tokenizer.eos_token_id}
-    model = tiny_model(vocab_size=tokenizer.vocab_size, **ids)
-    save_model_directory(model, tokenizer, tmp_path / "model")
+    folder = make_directory()
+    model = load_model(folder)
     for seed, name in enumerate("abc"):
         write_adapter(share_weights(model), tmp_path / name, seed, {"rank": 1})
     models: list[Transformer] = []
@@ -121,7 +118,7 @@ def test_the_weights_are_hashed_once_for_all_adapters(
         monkeypatch.setattr(name, lambda *_: None)
     adapters = [{"name": name, "path": str(tmp_path / name)} for name in "ab"]
     limits = {"port": 0, "cache_memory": 1 << 18, "adapter_directory": str(tmp_path)}
-    values = {"model": {"path": str(tmp_path / "model")}, "adapters": adapters, "serve": limits}
+    values = {"model": {"path": str(folder)}, "adapters": adapters, "serve": limits}
     config = ServeConfig.model_validate(values)
     serve(config, *prepare(config))
     assert len(models) == 1
